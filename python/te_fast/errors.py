@@ -1,0 +1,59 @@
+"""Exceptions of te_fast.
+
+Every class derives from :class:`TeFastError` and from the built-in that Transformer Engine raises
+in the same place, so that an ``except ValueError`` written for Transformer Engine keeps working.
+A message names the layer or op, what was expected, what came, and what to do about it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CudaError",
+    "DeviceError",
+    "DtypeError",
+    "RecipeError",
+    "ShapeError",
+    "StateError",
+    "TeFastError",
+    "UnsupportedError",
+]
+
+
+class TeFastError(Exception):
+    """Base of every error that te_fast raises on purpose."""
+
+
+class ShapeError(TeFastError, ValueError):
+    """A rank, size or alignment does not fit."""
+
+
+class DtypeError(TeFastError, TypeError):
+    """A tensor has the wrong data type, or an argument the wrong class."""
+
+
+class DeviceError(TeFastError, RuntimeError):
+    """A tensor is on the wrong device, or the device cannot do what is asked."""
+
+
+class RecipeError(TeFastError, RuntimeError, ValueError):
+    """A recipe cannot be used here: not supported by the device, or inconsistent.
+
+    Transformer Engine raises ``RuntimeError`` for an unsupported recipe and ``ValueError`` for an
+    inconsistent one; this class is both.
+    """
+
+
+class StateError(TeFastError, RuntimeError):
+    """A checkpoint state cannot be read, or an object is used out of order."""
+
+
+class UnsupportedError(TeFastError, NotImplementedError):
+    """An argument or a combination that Transformer Engine has and te_fast does not (yet)."""
+
+
+class CudaError(TeFastError, RuntimeError):
+    """A call of the CUDA driver or of cuBLASLt failed.
+
+    CUDA is asynchronous: an error at a launch or a synchronisation may stem from an earlier call.
+    ``TE_FAST_SYNC=1`` synchronises after each launch and names the one that failed.
+    """
