@@ -1,0 +1,15 @@
+//! The dispatcher of `te_fast`: everything but Python.
+//!
+//! Devices, recipes, plans, quantizers and GEMMs, on CUDA or on the host, usable and benchable without Python,
+//! torch or a GPU. `te_fast_py` binds it; nothing here knows of it.
+
+pub mod driver;
+pub mod error;
+pub mod host;
+pub mod kernel;
+pub mod ops;
+pub mod tensor;
+pub mod trace;
+
+pub use error::{Error, ErrorKind, Result};
+pub use te_fast_kernels::{Float, Fp8, Image, KernelId};

@@ -1,0 +1,227 @@
+//! Borrowed tensors: where the elements are, what they are and how they are laid out.
+//! The binding makes views from torch tensors; operations read them and never outlive them.
+//!
+//! Keep-alive across streams is the caller's: the memory is torch's, and its caching allocator orders reuse by the
+//! stream it was allocated on.
+
+use std::fmt;
+
+use te_fast_kernels::{Float, Fp8};
+
+use crate::kernel::DevPtr;
+
+/// Most dimensions a view can have.
+pub const MAX_DIMS: usize = 8;
+
+/// Element type of a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum DType {
+    /// IEEE binary32.
+    F32,
+    /// IEEE binary16.
+    F16,
+    /// bfloat16.
+    Bf16,
+    /// IEEE binary64.
+    F64,
+    /// Unsigned byte; also raw FP8 bytes.
+    U8,
+    /// Signed byte.
+    I8,
+    /// 16-bit integer.
+    I16,
+    /// 32-bit integer.
+    I32,
+    /// 64-bit integer.
+    I64,
+    /// Boolean byte.
+    Bool,
+    /// FP8 E4M3 (finite only).
+    E4m3,
+    /// FP8 E5M2.
+    E5m2,
+}
+
+impl DType {
+    /// Bytes of one element.
+    #[must_use]
+    pub const fn size(self) -> usize {
+        match self {
+            Self::U8 | Self::I8 | Self::Bool | Self::E4m3 | Self::E5m2 => 1,
+            Self::F16 | Self::Bf16 | Self::I16 => 2,
+            Self::F32 | Self::I32 => 4,
+            Self::F64 | Self::I64 => 8,
+        }
+    }
+
+    /// The high-precision type that kernels take, if it is one.
+    #[must_use]
+    pub const fn as_float(self) -> Option<Float> {
+        match self {
+            Self::F32 => Some(Float::F32),
+            Self::F16 => Some(Float::F16),
+            Self::Bf16 => Some(Float::Bf16),
+            _ => None,
+        }
+    }
+}
+
+impl From<Float> for DType {
+    fn from(float: Float) -> Self {
+        match float {
+            Float::F32 => Self::F32,
+            Float::F16 => Self::F16,
+            Float::Bf16 => Self::Bf16,
+        }
+    }
+}
+
+impl From<Fp8> for DType {
+    fn from(fp8: Fp8) -> Self {
+        match fp8 {
+            Fp8::E4m3 => Self::E4m3,
+            Fp8::E5m2 => Self::E5m2,
+        }
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str(match self {
+            Self::F32 => "torch.float32",
+            Self::F16 => "torch.float16",
+            Self::Bf16 => "torch.bfloat16",
+            Self::F64 => "torch.float64",
+            Self::U8 => "torch.uint8",
+            Self::I8 => "torch.int8",
+            Self::I16 => "torch.int16",
+            Self::I32 => "torch.int32",
+            Self::I64 => "torch.int64",
+            Self::Bool => "torch.bool",
+            Self::E4m3 => "torch.float8_e4m3fn",
+            Self::E5m2 => "torch.float8_e5m2",
+        })
+    }
+}
+
+/// Where a tensor lives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Device {
+    /// Host memory: the Rust backend.
+    Cpu,
+    /// CUDA device of this ordinal.
+    Cuda(u16),
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cpu => formatter.write_str("cpu"),
+            Self::Cuda(ordinal) => write!(formatter, "cuda:{ordinal}"),
+        }
+    }
+}
+
+/// A tensor borrowed for the length of one call.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorView<'a> {
+    data: DevPtr<'a>,
+    device: Device,
+    dtype: DType,
+    ndim: u8,
+    shape: [i64; MAX_DIMS],
+    strides: [i64; MAX_DIMS],
+}
+
+impl<'a> TensorView<'a> {
+    /// A view of `data`; `None` when there are more than [`MAX_DIMS`] dimensions or the lengths differ.
+    /// Without strides the view is row-major contiguous.
+    #[must_use]
+    pub fn new(data: DevPtr<'a>, device: Device, dtype: DType, shape: &[i64], strides: Option<&[i64]>) -> Option<Self> {
+        if shape.len() > MAX_DIMS || strides.is_some_and(|strides| strides.len() != shape.len()) {
+            return None;
+        }
+        let mut view = Self { data, device, dtype, ndim: shape.len() as u8, shape: [0; MAX_DIMS], strides: [0; MAX_DIMS] };
+        view.shape[..shape.len()].copy_from_slice(shape);
+        if let Some(strides) = strides {
+            view.strides[..strides.len()].copy_from_slice(strides);
+        } else {
+            let mut step = 1;
+            for (stride, &size) in view.strides[..shape.len()].iter_mut().zip(shape).rev() {
+                *stride = step;
+                step *= size.max(1);
+            }
+        }
+        Some(view)
+    }
+
+    /// First element.
+    #[must_use]
+    pub fn data(&self) -> DevPtr<'a> {
+        self.data
+    }
+
+    /// Where it lives.
+    #[must_use]
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Element type.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Sizes.
+    #[must_use]
+    pub fn shape(&self) -> &[i64] {
+        &self.shape[..usize::from(self.ndim)]
+    }
+
+    /// Strides in elements.
+    #[must_use]
+    pub fn strides(&self) -> &[i64] {
+        &self.strides[..usize::from(self.ndim)]
+    }
+
+    /// Number of elements.
+    #[must_use]
+    pub fn numel(&self) -> usize {
+        self.shape().iter().map(|&size| size as usize).product()
+    }
+
+    /// Last dimension; 1 for a scalar.
+    #[must_use]
+    pub fn cols(&self) -> usize {
+        self.shape().last().map_or(1, |&size| size as usize)
+    }
+
+    /// Product of all dimensions but the last.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.shape().split_last().map_or(1, |(_, leading)| leading.iter().map(|&size| size as usize).product())
+    }
+
+    /// Row-major without gaps; sizes of one do not count, as in torch.
+    #[must_use]
+    pub fn is_contiguous(&self) -> bool {
+        let mut expected = 1;
+        for (&size, &stride) in self.shape().iter().zip(self.strides()).rev() {
+            if size != 1 {
+                if stride != expected {
+                    return size == 0;
+                }
+                expected *= size;
+            }
+        }
+        true
+    }
+
+    /// Whether the first element lies on a multiple of `bytes`.
+    #[must_use]
+    pub fn is_aligned(&self, bytes: usize) -> bool {
+        self.data.address().is_multiple_of(bytes)
+    }
+}

@@ -1,0 +1,101 @@
+//! What a forward did: counters that always run, and a recorder that notes launches for tests and benches.
+
+use te_fast_kernels::KernelId;
+
+use crate::kernel::Grid;
+
+/// Counts since the process started or since [`Trace::reset`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Kernels launched or run.
+    pub launches: u64,
+    /// Matrix products launched or run.
+    pub gemms: u64,
+    /// Plans found.
+    pub plan_hits: u64,
+    /// Plans built.
+    pub plan_misses: u64,
+    /// Times the current device had to be switched.
+    pub guard_switches: u64,
+    /// Weights quantised.
+    pub weight_casts: u64,
+    /// Device buffers that te_fast allocated for itself (scratch, workspaces); torch's own are not counted.
+    pub allocations: u64,
+}
+
+/// What happens to a launch beside being counted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Recording {
+    /// Launch only.
+    #[default]
+    Off,
+    /// Note and launch.
+    Tee,
+    /// Note, do not launch: pure bookkeeping, for benches.
+    Only,
+}
+
+/// One noted launch.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Launch {
+    /// Symbol of the kernel, or `gemm`.
+    pub name: &'static str,
+    /// Geometry; zero for a GEMM.
+    pub grid: Grid,
+    /// Bytes of the parameter struct, or of the GEMM's problem.
+    pub params: Vec<u8>,
+}
+
+/// Counters and recorder of a dispatcher.
+#[derive(Debug, Default)]
+pub struct Trace {
+    /// The counters.
+    pub counters: Counters,
+    recording: Recording,
+    launches: Vec<Launch>,
+}
+
+impl Trace {
+    /// Starts or stops noting launches; starting forgets what was noted.
+    pub fn record(&mut self, recording: Recording) {
+        self.recording = recording;
+        if recording != Recording::Off {
+            self.launches.clear();
+        }
+    }
+
+    /// What was noted since the recorder started.
+    #[must_use]
+    pub fn launches(&self) -> &[Launch] {
+        &self.launches
+    }
+
+    /// Counters to zero.
+    pub fn reset(&mut self) {
+        self.counters = Counters::default();
+    }
+
+    /// Counts a kernel; false when it must not be launched.
+    #[inline]
+    pub(crate) fn on_launch(&mut self, id: KernelId, grid: Grid, params: &[u8]) -> bool {
+        self.counters.launches += 1;
+        self.recording == Recording::Off || self.note(id.symbol(), grid, params)
+    }
+
+    /// Counts a matrix product; false when it must not be launched.
+    #[inline]
+    pub(crate) fn on_gemm(&mut self, problem: &[u8]) -> bool {
+        self.counters.gemms += 1;
+        self.recording == Recording::Off || self.note("gemm", Grid { blocks: [0; 3], threads: 0, shared_bytes: 0 }, problem)
+    }
+
+    #[cold]
+    fn note(&mut self, name: &'static str, grid: Grid, params: &[u8]) -> bool {
+        if self.recording == Recording::Only {
+            // Benches run this millions of times: the notes are what Tee is for.
+            return false;
+        }
+        self.launches.push(Launch { name, grid, params: params.to_vec() });
+        true
+    }
+}

@@ -1,0 +1,137 @@
+//! Compiles `cuda/*.cu` to one fatbin each and checks that every symbol of `ids.rs` is in its image.
+//!
+//! The same inputs give the same bytes: no GPU is looked for. `TE_FAST_CUDA_ARCHS` names the architectures,
+//! `TE_FAST_NVCC` the compiler, `TE_FAST_SKIP_CUDA=1` builds without images.
+#![allow(missing_docs, clippy::expect_used, clippy::panic, clippy::unwrap_used)]
+
+use std::env;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+#[path = "src/ids.rs"]
+#[allow(dead_code, unreachable_pub)]
+mod ids;
+
+use ids::{Image, KernelId};
+
+/// Machine code of a release; the last one is also shipped as PTX for GPUs to come.
+const RELEASE_ARCHS: &str = "80,89,90,100,120";
+
+fn main() {
+    for variable in ["TE_FAST_SKIP_CUDA", "TE_FAST_NVCC", "TE_FAST_CUDA_ARCHS", "CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV", "PYO3_PYTHON"] {
+        println!("cargo::rerun-if-env-changed={variable}");
+    }
+    println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-changed=src/ids.rs");
+    let out = PathBuf::from(env::var("OUT_DIR").expect("cargo sets OUT_DIR"));
+    if env::var("TE_FAST_SKIP_CUDA").is_ok_and(|value| value == "1") {
+        let empty = vec!["&[]".to_string(); Image::ALL.len()];
+        return write_table(&out, &empty, &[]);
+    }
+
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda").canonicalize().expect("cuda/ exists");
+    println!("cargo::rerun-if-changed={}", sources.display());
+    let nvcc = find_nvcc();
+    let list = env::var("TE_FAST_CUDA_ARCHS").unwrap_or_else(|_| RELEASE_ARCHS.into());
+    let archs: Vec<&str> = list.split([',', ';', ' ']).filter(|arch| !arch.is_empty()).collect();
+    assert!(!archs.is_empty(), "TE_FAST_CUDA_ARCHS is empty; give e.g. 90 or 80,90");
+
+    let jobs = std::thread::available_parallelism().map_or(2, usize::from);
+    for batch in Image::ALL.chunks(jobs) {
+        std::thread::scope(|scope| {
+            for &image in batch {
+                let (nvcc, archs, sources, out) = (&nvcc, &archs, &sources, &out);
+                scope.spawn(move || compile(nvcc, archs, sources, out, image));
+            }
+        });
+    }
+    let includes: Vec<String> = Image::ALL
+        .iter()
+        .map(|image| format!("include_bytes!(r\"{}\")", out.join(format!("{}.fatbin", image.stem())).display()))
+        .collect();
+    let numbers: Vec<u32> = archs.iter().map(|arch| arch.trim_end_matches(['a', 'f']).parse().expect("an architecture is a number, e.g. 90")).collect();
+    write_table(&out, &includes, &numbers);
+}
+
+fn write_table(out: &Path, images: &[String], archs: &[u32]) {
+    let mut text = String::new();
+    writeln!(text, "static IMAGE_BYTES: [&[u8]; {}] = [{}];", images.len(), images.join(", ")).unwrap();
+    writeln!(text, "static ARCHITECTURES: &[u32] = &{archs:?};").unwrap();
+    fs::write(out.join("images.rs"), text).expect("OUT_DIR is writable");
+}
+
+/// `TE_FAST_NVCC`, then `CUDA_HOME`, then the active Python's `nvidia/cu*/bin/nvcc`, then `PATH`.
+fn find_nvcc() -> PathBuf {
+    if let Ok(path) = env::var("TE_FAST_NVCC") {
+        return PathBuf::from(path);
+    }
+    for variable in ["CUDA_HOME", "CUDA_PATH"] {
+        if let Ok(home) = env::var(variable) {
+            let nvcc = Path::new(&home).join("bin/nvcc");
+            if nvcc.is_file() {
+                return nvcc;
+            }
+        }
+    }
+    let script = "import glob, os, sys\nfor p in sys.path:\n    for f in sorted(glob.glob(os.path.join(p, 'nvidia', 'cu*', 'bin', 'nvcc'))):\n        print(f); sys.exit(0)";
+    let mut pythons: Vec<PathBuf> = ["PYO3_PYTHON", "PYTHON_SYS_EXECUTABLE"].iter().filter_map(|name| env::var(name).ok()).map(PathBuf::from).collect();
+    if let Ok(venv) = env::var("VIRTUAL_ENV") {
+        pythons.push(Path::new(&venv).join("bin/python"));
+    }
+    pythons.push("python3".into());
+    for python in pythons {
+        if let Ok(output) = Command::new(&python).args(["-c", script]).output() {
+            let found = String::from_utf8_lossy(&output.stdout).trim().to_string();
+            if !found.is_empty() {
+                return found.into();
+            }
+        }
+    }
+    if Command::new("nvcc").arg("--version").output().is_ok_and(|output| output.status.success()) {
+        return "nvcc".into();
+    }
+    panic!(
+        "no nvcc found. Either install it from PyPI into the active environment:\n  pip install 'nvidia-cuda-nvcc==13.0.*' 'nvidia-nvvm==13.0.*' 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cccl==13.0.*'\nor set TE_FAST_NVCC to one. TE_FAST_SKIP_CUDA=1 builds for the CPU alone."
+    );
+}
+
+fn compile(nvcc: &Path, archs: &[&str], sources: &Path, out: &Path, image: Image) {
+    let source = sources.join(format!("{}.cu", image.stem()));
+    println!("cargo::rerun-if-changed={}", source.display());
+    let plain = out.join(format!("{}.plain.fatbin", image.stem()));
+    run_nvcc(nvcc, archs, &source, &plain, &["--no-compress"]);
+    // Only an uncompressed image shows its symbols; the shipped one is compressed.
+    let bytes = fs::read(&plain).expect("nvcc wrote the fatbin");
+    for id in KernelId::all().filter(|id| id.image() == image) {
+        let needle = [b"\0", id.symbol().as_bytes(), b"\0"].concat();
+        assert!(
+            bytes.windows(needle.len()).any(|window| window == needle),
+            "cuda/{}.cu has no kernel {}, which ids.rs names",
+            image.stem(),
+            id.symbol()
+        );
+    }
+    run_nvcc(nvcc, archs, &source, &out.join(format!("{}.fatbin", image.stem())), &["--compress-mode=size"]);
+    fs::remove_file(plain).expect("the fatbin was just written");
+}
+
+fn run_nvcc(nvcc: &Path, archs: &[&str], source: &Path, output: &Path, extra: &[&str]) {
+    let mut command = Command::new(nvcc);
+    command.args(["-fatbin", "-std=c++20", "-O3", "-lineinfo", "-Xptxas=-warn-spills", "-Werror=all-warnings"]);
+    for arch in archs {
+        command.arg(format!("-gencode=arch=compute_{arch},code=sm_{arch}"));
+    }
+    if let Some(last) = archs.last() {
+        command.arg(format!("-gencode=arch=compute_{last},code=compute_{last}"));
+    }
+    command.args(extra).arg("-o").arg(output).arg(source);
+    let result = command.output().unwrap_or_else(|error| panic!("cannot run {}: {error}", nvcc.display()));
+    assert!(
+        result.status.success(),
+        "nvcc failed on {}:\n{}",
+        source.display(),
+        String::from_utf8_lossy(&result.stderr)
+    );
+}

@@ -1,0 +1,224 @@
+//! The identity of every kernel: one `KernelId` per shipped symbol, shared by the launch seam, the host backend
+//! and `build.rs`, which compiles this file too and fails the build when an image lacks a symbol.
+
+/// Element type of a high-precision tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Float {
+    /// IEEE binary32.
+    F32 = 0,
+    /// IEEE binary16.
+    F16 = 1,
+    /// bfloat16.
+    Bf16 = 2,
+}
+
+/// Element type of an FP8 tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Fp8 {
+    /// 4 exponent bits, 3 mantissa bits, finite only, maximum 448.
+    E4m3 = 0,
+    /// 5 exponent bits, 2 mantissa bits, maximum 57344.
+    E5m2 = 1,
+}
+
+impl Float {
+    /// Bytes of one element.
+    #[must_use]
+    pub const fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+}
+
+impl Fp8 {
+    /// Largest finite value.
+    #[must_use]
+    pub const fn max(self) -> f32 {
+        match self {
+            Self::E4m3 => 448.0,
+            Self::E5m2 => 57344.0,
+        }
+    }
+}
+
+/// Symbols of one family, in the order of its axes; the last axis varies fastest.
+macro_rules! symbols {
+    (() $stem:literal) => { &[$stem] };
+    ((Float) $stem:literal) => {
+        &[concat!($stem, "_f32"), concat!($stem, "_f16"), concat!($stem, "_bf16")]
+    };
+    ((Float, Fp8) $stem:literal) => {
+        &[
+            concat!($stem, "_f32_e4m3"), concat!($stem, "_f32_e5m2"),
+            concat!($stem, "_f16_e4m3"), concat!($stem, "_f16_e5m2"),
+            concat!($stem, "_bf16_e4m3"), concat!($stem, "_bf16_e5m2"),
+        ]
+    };
+    ((Fp8, Float) $stem:literal) => {
+        &[
+            concat!($stem, "_e4m3_f32"), concat!($stem, "_e4m3_f16"), concat!($stem, "_e4m3_bf16"),
+            concat!($stem, "_e5m2_f32"), concat!($stem, "_e5m2_f16"), concat!($stem, "_e5m2_bf16"),
+        ]
+    };
+}
+
+/// Every member of one family, in the order of `symbols!`.
+macro_rules! members {
+    ($family:ident ()) => { [KernelId::$family].as_slice() };
+    ($family:ident (Float)) => {
+        [KernelId::$family(Float::F32), KernelId::$family(Float::F16), KernelId::$family(Float::Bf16)].as_slice()
+    };
+    ($family:ident (Float, Fp8)) => {
+        [
+            KernelId::$family(Float::F32, Fp8::E4m3), KernelId::$family(Float::F32, Fp8::E5m2),
+            KernelId::$family(Float::F16, Fp8::E4m3), KernelId::$family(Float::F16, Fp8::E5m2),
+            KernelId::$family(Float::Bf16, Fp8::E4m3), KernelId::$family(Float::Bf16, Fp8::E5m2),
+        ].as_slice()
+    };
+    ($family:ident (Fp8, Float)) => {
+        [
+            KernelId::$family(Fp8::E4m3, Float::F32), KernelId::$family(Fp8::E4m3, Float::F16),
+            KernelId::$family(Fp8::E4m3, Float::Bf16),
+            KernelId::$family(Fp8::E5m2, Float::F32), KernelId::$family(Fp8::E5m2, Float::F16),
+            KernelId::$family(Fp8::E5m2, Float::Bf16),
+        ].as_slice()
+    };
+}
+
+/// Position of a member inside its family.
+macro_rules! position {
+    ($id:expr, $family:ident ()) => { match $id { KernelId::$family => Some(0), _ => None } };
+    ($id:expr, $family:ident (Float)) => {
+        match $id { KernelId::$family(a) => Some(a as usize), _ => None }
+    };
+    ($id:expr, $family:ident (Float, Fp8)) => {
+        match $id { KernelId::$family(a, b) => Some(a as usize * 2 + b as usize), _ => None }
+    };
+    ($id:expr, $family:ident (Fp8, Float)) => {
+        match $id { KernelId::$family(a, b) => Some(a as usize * 3 + b as usize), _ => None }
+    };
+}
+
+macro_rules! variant_types {
+    ($($(#[$doc:meta])* $family:ident $axes:tt $stem:literal in $image:ident;)*) => {
+        kernel_enum! { @build [] $($(#[$doc])* $family $axes;)* }
+    };
+}
+
+macro_rules! kernel_enum {
+    (@build [$($done:tt)*]) => {
+        /// One precompiled kernel; the symbol of the same name in its image.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[allow(clippy::enum_variant_names, reason = "families of one op share a stem")]
+        pub enum KernelId { $($done)* }
+    };
+    (@build [$($done:tt)*] $(#[$doc:meta])* $family:ident (); $($rest:tt)*) => {
+        kernel_enum! { @build [$($done)* $(#[$doc])* $family,] $($rest)* }
+    };
+    (@build [$($done:tt)*] $(#[$doc:meta])* $family:ident ($($axis:ident),+); $($rest:tt)*) => {
+        kernel_enum! { @build [$($done)* $(#[$doc])* $family($($axis),+),] $($rest)* }
+    };
+}
+
+macro_rules! kernels {
+    ($($(#[$doc:meta])* $family:ident $axes:tt $stem:literal in $image:ident;)*) => {
+        variant_types! { $($(#[$doc])* $family $axes $stem in $image;)* }
+
+        #[repr(usize)]
+        #[derive(Clone, Copy)]
+        enum Family { $($family,)* }
+
+        const FAMILIES: usize = [$(Family::$family),*].len();
+        const SYMBOLS: [&[&str]; FAMILIES] = [$(symbols!($axes $stem)),*];
+        const IMAGES: [Image; FAMILIES] = [$(Image::$image),*];
+
+        impl KernelId {
+            const fn place(self) -> (usize, usize) {
+                $(if let Some(position) = position!(self, $family $axes) {
+                    return (Family::$family as usize, position);
+                })*
+                (0, 0)
+            }
+
+            /// Every kernel, in the order of [`KernelId::index`].
+            pub fn all() -> impl Iterator<Item = KernelId> {
+                [$(members!($family $axes)),*].into_iter().flatten().copied()
+            }
+        }
+    };
+}
+
+macro_rules! images {
+    ($($image:ident = $file:literal),* $(,)?) => {
+        /// One compiled `cuda/<file>.cu`.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[repr(usize)]
+        pub enum Image {
+            $(#[doc = concat!("`cuda/", $file, ".cu`")] $image,)*
+        }
+
+        impl Image {
+            /// Every image, in the order of their discriminants.
+            pub const ALL: &'static [Image] = &[$(Image::$image),*];
+
+            /// File stem under `cuda/`.
+            #[must_use]
+            pub const fn stem(self) -> &'static str {
+                match self { $(Self::$image => $file),* }
+            }
+        }
+    };
+}
+
+images! {
+    Cast = "cast",
+    CastTranspose = "cast_transpose",
+    CastBlock = "cast_block",
+    Amax = "amax",
+    ScaleUpdate = "scale_update",
+    Dequantize = "dequantize",
+}
+
+kernels! {
+    /// Scaled cast to FP8, row layout.
+    Cast(Float, Fp8) "cast" in Cast;
+}
+
+const BASES: [usize; FAMILIES] = {
+    let mut bases = [0; FAMILIES];
+    let mut family = 1;
+    while family < FAMILIES {
+        bases[family] = bases[family - 1] + SYMBOLS[family - 1].len();
+        family += 1;
+    }
+    bases
+};
+
+impl KernelId {
+    /// Number of kernels.
+    pub const COUNT: usize = BASES[FAMILIES - 1] + SYMBOLS[FAMILIES - 1].len();
+
+    /// Dense index, for tables.
+    #[must_use]
+    pub const fn index(self) -> usize {
+        let (family, position) = self.place();
+        BASES[family] + position
+    }
+
+    /// Symbol in the image.
+    #[must_use]
+    pub const fn symbol(self) -> &'static str {
+        let (family, position) = self.place();
+        SYMBOLS[family][position]
+    }
+
+    /// Image that holds the symbol.
+    #[must_use]
+    pub const fn image(self) -> Image {
+        IMAGES[self.place().0]
+    }
+}
