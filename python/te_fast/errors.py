@@ -35,11 +35,11 @@ class DeviceError(TeFastError, RuntimeError):
     """A tensor is on the wrong device, or the device cannot do what is asked."""
 
 
-class RecipeError(TeFastError, RuntimeError, ValueError):
-    """A recipe cannot be used here: not supported by the device, or inconsistent.
+class RecipeError(TeFastError, ValueError, AssertionError):
+    """A recipe's fields are out of range or contradict each other.
 
-    Transformer Engine raises ``RuntimeError`` for an unsupported recipe and ``ValueError`` for an
-    inconsistent one; this class is both.
+    Transformer Engine asserts in ``__post_init__``, and pydantic turns that into a ``ValueError``;
+    this class is both. A recipe that the device cannot run raises :class:`DeviceError`.
     """
 
 

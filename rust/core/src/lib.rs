@@ -3,11 +3,13 @@
 //! Devices, recipes, plans, quantizers and GEMMs, on CUDA or on the host, usable and benchable without Python,
 //! torch or a GPU. `te_fast_py` binds it; nothing here knows of it.
 
+pub mod autocast;
 pub mod driver;
 pub mod error;
 pub mod host;
 pub mod kernel;
 pub mod ops;
+pub mod recipe;
 pub mod tensor;
 pub mod trace;
 

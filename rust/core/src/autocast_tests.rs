@@ -1,0 +1,176 @@
+use proptest::prelude::*;
+
+use super::*;
+use crate::kernel::DevPtr;
+use crate::recipe::Delayed;
+
+const OFF: Request = Request { enabled: false, calibrating: false, graph: false, recipe: None, group: 0 };
+const ON: Request = Request { enabled: true, recipe: Some(Recipe::DELAYED), ..OFF };
+
+fn slots_of(state: &mut AutocastState, direction: Direction, recipe: Recipe) -> Arc<AmaxSlots> {
+    let mut history = vec![0.0_f32; 4 * 3];
+    let mut scale = vec![1.0_f32; 3];
+    let slots = {
+        let history =
+            TensorView::new(DevPtr::from_slice(&mut history), Device::Cpu, DType::F32, &[4, 3], None).unwrap();
+        let scale = TensorView::new(DevPtr::from_slice(&mut scale), Device::Cpu, DType::F32, &[3], None).unwrap();
+        state.register(direction, recipe, 0, &history, &scale, Box::new(())).unwrap()
+    };
+    drop((history, scale));
+    slots
+}
+
+fn local() -> Recipe {
+    Recipe { delayed: Delayed { reduce_amax: false, ..Delayed::DEFAULT }, ..Recipe::DELAYED }
+}
+
+#[test]
+fn equal_content_keeps_the_epoch_and_any_change_moves_it() {
+    let mut state = AutocastState::default();
+    assert_eq!(state.current().epoch, 0);
+    let former = state.enter(&ON).unwrap();
+    let epoch = state.current().epoch;
+    assert_ne!(epoch, 0);
+    assert_eq!(state.exit(&former, &ON), Due::Nothing);
+    assert_eq!(state.current().epoch, 0);
+
+    let mut seen = vec![0, epoch];
+    for request in [
+        Request { recipe: Some(Recipe::CURRENT), ..ON },
+        Request { recipe: Some(Recipe::BLOCK), ..ON },
+        Request { calibrating: true, ..ON },
+        Request { calibrating: true, enabled: false, ..ON },
+        Request { group: 77, ..ON },
+        Request { recipe: Some(local()), ..ON },
+    ] {
+        for _ in 0..2 {
+            let former = state.enter(&request).unwrap();
+            let epoch = state.current().epoch;
+            assert_eq!(seen.contains(&epoch), seen.last() == Some(&epoch));
+            if seen.last() != Some(&epoch) {
+                seen.push(epoch);
+            }
+            state.exit(&former, &request);
+        }
+    }
+    state.enter(&ON).unwrap();
+    assert_eq!(state.current().epoch, epoch);
+    state.enter(&OFF).unwrap();
+    assert_eq!(state.current().epoch, 0);
+}
+
+#[test]
+fn nested_regions_restore_and_the_first_module_flag_follows_the_snapshot() {
+    let mut state = AutocastState::default();
+    let outside = state.enter(&ON).unwrap();
+    assert!(state.current().is_first_fp8_module);
+    let outer = state.enter(&OFF).unwrap();
+    assert!(state.take_first_fp8_module());
+    assert!(!state.take_first_fp8_module());
+    assert_eq!(state.exit(&outer, &OFF), Due::Nothing);
+    assert!(state.current().enabled && state.take_first_fp8_module());
+    assert_eq!(state.depth(), 1);
+    state.exit(&outside, &ON);
+    assert_eq!((state.depth(), *state.current()), (0, Region::HIGH_PRECISION));
+}
+
+#[test]
+fn a_failed_entry_changes_nothing() {
+    let mut state = AutocastState::default();
+    let missing = Request { enabled: true, ..OFF };
+    assert!(state.enter(&missing).is_err());
+    let mut recipe = Recipe::DELAYED;
+    recipe.delayed.history_len = 0;
+    assert!(state.enter(&Request { recipe: Some(recipe), ..ON }).is_err());
+    assert_eq!((state.depth(), *state.current()), (0, Region::HIGH_PRECISION));
+}
+
+#[test]
+fn only_slots_that_ran_are_due_and_they_die_with_their_owner() {
+    let mut state = AutocastState::default();
+    let first = slots_of(&mut state, Direction::Forward, local());
+    let second = slots_of(&mut state, Direction::Forward, local());
+    assert!(first.id() < second.id());
+    let former = state.enter(&ON).unwrap();
+    state.mark_ran(&second);
+    assert_eq!(state.exit(&former, &ON), Due::Ran);
+    let mut due = Vec::new();
+    state.take_due(Direction::Forward, |slots, _| due.push(slots.id()));
+    assert_eq!(due, [second.id()]);
+    assert_eq!(state.due(Direction::Forward), Due::Nothing);
+
+    drop(second);
+    let mut alive = Vec::new();
+    state.for_each(Direction::Forward, |slots, _, ran| alive.push((slots.id(), ran)));
+    assert_eq!(alive, [(first.id(), false)]);
+}
+
+#[test]
+fn reducing_and_custom_recipes_are_due_at_every_exit_until_their_layer_dies() {
+    let mut state = AutocastState::default();
+    let slots = slots_of(&mut state, Direction::Backward, Recipe::DELAYED);
+    assert_eq!(state.due(Direction::Backward), Due::Unconditional);
+    assert_eq!(state.due(Direction::Forward), Due::Nothing);
+    drop(slots);
+    state.take_due(Direction::Backward, |_, _| {});
+    assert_eq!(state.due(Direction::Backward), Due::Nothing);
+}
+
+#[test]
+fn inner_graph_and_disabled_exits_are_never_due_but_calibration_is() {
+    let mut state = AutocastState::default();
+    let slots = slots_of(&mut state, Direction::Forward, local());
+    state.mark_ran(&slots);
+    let outer = state.enter(&ON).unwrap();
+    let inner = state.enter(&ON).unwrap();
+    assert_eq!(state.exit(&inner, &ON), Due::Nothing);
+    let graph = Request { graph: true, ..ON };
+    assert_eq!(state.exit(&outer, &graph), Due::Nothing);
+    let former = state.enter(&OFF).unwrap();
+    assert_eq!(state.exit(&former, &OFF), Due::Nothing);
+    let calibrating = Request { calibrating: true, enabled: false, ..ON };
+    let former = state.enter(&calibrating).unwrap();
+    assert_eq!(state.exit(&former, &calibrating), Due::Ran);
+    state.reset();
+    assert_eq!(state.due(Direction::Forward), Due::Nothing);
+}
+
+#[test]
+fn wrong_buffers_are_refused() {
+    let mut state = AutocastState::default();
+    let mut memory = vec![0.0_f32; 12];
+    let data = DevPtr::from_slice(&mut memory);
+    let view = |dtype, shape: &[i64]| TensorView::new(data, Device::Cpu, dtype, shape, None).unwrap();
+    let scale = view(DType::F32, &[3]);
+    for (history, scale) in [
+        (view(DType::F32, &[4, 2]), scale),
+        (view(DType::F32, &[12]), scale),
+        (view(DType::F16, &[4, 3]), scale),
+        (view(DType::F32, &[0, 3]), scale),
+        (view(DType::F32, &[4, 3]), view(DType::F32, &[3, 1])),
+    ] {
+        assert!(state.register(Direction::Forward, Recipe::DELAYED, 0, &history, &scale, Box::new(())).is_err());
+    }
+    let history = view(DType::F32, &[4, 3]);
+    assert!(state.register(Direction::Forward, Recipe::CURRENT, 0, &history, &scale, Box::new(())).is_err());
+}
+
+proptest! {
+    /// Any well-nested sequence of regions ends where it began, and on the way the region is the innermost one's.
+    #[test]
+    fn regions_nest(depth in 1_usize..6, kinds in prop::collection::vec(0_usize..4, 6)) {
+        let requests = [OFF, ON, Request { recipe: Some(Recipe::BLOCK), ..ON }, Request { calibrating: true, ..ON }];
+        let mut state = AutocastState::default();
+        let mut former = Vec::new();
+        for &kind in &kinds[..depth] {
+            former.push((state.enter(&requests[kind]).unwrap(), kind));
+            prop_assert_eq!(state.current().enabled, requests[kind].enabled);
+            prop_assert_eq!(state.depth() as usize, former.len());
+        }
+        while let Some((region, kind)) = former.pop() {
+            state.exit(&region, &requests[kind]);
+            prop_assert_eq!(*state.current(), region);
+        }
+        prop_assert_eq!(state.depth(), 0);
+    }
+}
