@@ -1,0 +1,116 @@
+# te_fast. `make help` lists the targets; each one creates what it needs, inside this checkout only.
+#
+# Needed beforehand: Rust, Python >= 3.10, g++ and make. No GPU, no CUDA toolkit: nvcc comes from PyPI.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+# A virtual environment that happens to be active is none of ours, and would make build.rs rebuild.
+unexport VIRTUAL_ENV
+unexport CONDA_PREFIX
+unexport PYTHONPATH
+
+PYTHON ?= python3
+# The torch that the environment gets. Any release from 2.6 on: each has its own environment.
+CURRENT_TORCH := 2.15.0
+TORCH ?= $(CURRENT_TORCH)
+# Machine code of the build that is tested; `make wheel` builds for the release list of rust/kernels/build.rs.
+TEST_ARCHS ?= 90
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+VENV := .venv$(if $(filter-out $(CURRENT_TORCH),$(TORCH)),-torch-$(TORCH))
+PY := $(VENV)/bin/python
+BUILD := .build
+BUILD_PY := $(BUILD)/venv/bin/python
+MATURIN := $(BUILD)/venv/bin/maturin
+PIP_VERSION := pip==26.3
+PIP := -m pip install --quiet --disable-pip-version-check
+CRATES := --package te_fast_kernels --package te_fast_core
+# Rust tests, lints and docs look at host code alone, so they need no nvcc.
+HOST_ONLY := TE_FAST_SKIP_CUDA=1
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@echo "  variables: PYTHON=$(PYTHON) TORCH=$(TORCH) TEST_ARCHS=$(TEST_ARCHS) PYTEST_ARGS= DEMO_ARGS="
+
+# ---- environments ---------------------------------------------------------------------------------------------------
+
+$(BUILD)/venv/.ready: pyproject.toml tools/build_requirements.py
+	test -x $(BUILD_PY) || $(PYTHON) -m venv $(BUILD)/venv
+	$(BUILD_PY) $(PIP) '$(PIP_VERSION)'
+	$(BUILD_PY) tools/build_requirements.py > $(BUILD)/requirements.txt
+	$(BUILD_PY) $(PIP) -r $(BUILD)/requirements.txt
+	touch $@
+
+$(VENV)/.torch:
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) $(PIP) '$(PIP_VERSION)'
+	@echo "installing torch $(TORCH) into $(VENV): about 3 GB, a minute or two"
+	$(PY) $(PIP) 'torch==$(TORCH)'
+	touch $@
+
+# One dependency group of pyproject.toml, for example $(VENV)/.group-test.
+$(VENV)/.group-%: pyproject.toml | $(VENV)/.torch
+	$(PY) $(PIP) --group $*
+	touch $@
+
+# The wheel of this tree for TEST_ARCHS, built and installed. cargo decides what is stale, so this always runs.
+.PHONY: install
+install: $(BUILD)/venv/.ready | $(VENV)/.torch
+	rm -rf $(BUILD)/wheel
+	TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) $(MATURIN) build --release --quiet --interpreter $(BUILD_PY) --out $(BUILD)/wheel
+	$(PY) $(PIP) --no-deps --force-reinstall $(BUILD)/wheel/te_fast-*.whl
+
+.PHONY: dev
+dev: $(BUILD)/venv/.ready $(VENV)/.group-test $(VENV)/.group-lint $(VENV)/.group-bench $(VENV)/.group-docs ## .venv with every tool, and te_fast installed from python/ as it stands
+	VIRTUAL_ENV="$(CURDIR)/$(VENV)" TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_NVCC="$$(ls "$(CURDIR)"/$(BUILD)/venv/lib/python*/site-packages/nvidia/cu*/bin/nvcc)" $(MATURIN) develop --release --quiet
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+.PHONY: test
+test: install $(VENV)/.group-test ## build, install and run all tests (TORCH=2.6.0 for another torch)
+	@if cargo nextest --version >/dev/null 2>&1; then \
+	  $(HOST_ONLY) cargo nextest run $(CRATES); \
+	else \
+	  $(HOST_ONLY) cargo test $(CRATES) --lib --tests; \
+	fi
+	$(HOST_ONLY) cargo test $(CRATES) --doc
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: install $(VENV)/.group-lint ## formats, lints, types, stubs, docs of the code, and the rules in tools/
+	$(HOST_ONLY) PY=$(PY) PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash tools/lint.sh
+
+.PHONY: format
+format: $(VENV)/.group-lint ## write Rust, CUDA and Python as the formatters want them
+	cargo fmt --all
+	$(VENV)/bin/clang-format -i $$(git ls-files 'cuda/*.cu' 'cuda/*.cuh')
+	$(VENV)/bin/ruff format --quiet .
+	$(VENV)/bin/ruff check --quiet --fix .
+
+.PHONY: demo
+demo: install $(VENV)/.group-bench ## train on handwritten digits in FP8 beside FP32 (DEMO_ARGS='--recipe block')
+	$(PY) examples/digits.py $(DEMO_ARGS)
+
+.PHONY: bench
+bench: install $(VENV)/.group-bench ## criterion and host-time benches; JSON in benches/results/
+	PYO3_PYTHON="$(CURDIR)/$(BUILD_PY)" TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) cargo bench --package te_fast_core
+	$(PY) benches/linear_host.py
+	$(PY) benches/linear_cpu_overhead.py
+
+.PHONY: docs
+docs: install $(VENV)/.group-docs ## HTML documentation in docs/_build/html
+	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+.PHONY: wheel
+wheel: | $(VENV)/.torch ## release wheel in dist/, as `pip install .` builds it, and its checks
+	rm -rf dist
+	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(PY) tools/check_wheel.py dist/te_fast-*.whl
+
+.PHONY: clean
+clean: ## remove everything that make created, environments included
+	rm -rf .venv* $(BUILD) dist target demo_out docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,26 @@
+"""Print pyproject.toml's build requirements, one a line, for make's lasting build environment.
+
+``pip install .`` makes a fresh environment for each build; its path is new each time, which would
+make every build compile the kernels again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    """Print the list."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    print("\n".join(project["build-system"]["requires"]))
+
+
+if __name__ == "__main__":
+    main()
