@@ -17,6 +17,15 @@ constexpr int kTileThreads = 256;
 constexpr int kPatch = 8;
 constexpr int kPatches = kTile / kPatch;  // along either side
 
+// Blocks per multiprocessor that the registers are capped for: the most without a spill, architecture by architecture.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int kNarrowTileBlocks = 4;
+#else
+constexpr int kNarrowTileBlocks = 3;
+#endif
+template <Floating In, bool kSums>
+constexpr int kTileBlocks = sizeof(In) == 4 || kSums ? 2 : kNarrowTileBlocks;
+
 // Transposed tile: [column][slot], a slot being the 8 bytes of one patch column. Slot s of column c lies at
 // s ^ (c / 8): the 16 threads that write together (equal s, c / 8 = 0..15) meet 16 different slots, and those that
 // read 16 bytes together (equal c) still find neighbouring slots side by side, swapped where c / 8 is odd.

@@ -186,6 +186,28 @@ images! {
 kernels! {
     /// Scaled cast to FP8, row layout.
     Cast(Float, Fp8) "cast" in Cast;
+    /// Scaled cast to FP8 in row layout, transposed layout or both.
+    CastTranspose(Float, Fp8) "cast_transpose" in CastTranspose;
+    /// The same with the column sums of the input; also the sums alone.
+    CastTransposeDbias(Float, Fp8) "cast_transpose_dbias" in CastTranspose;
+    /// Block-scaled cast, 1 x 128.
+    CastBlock1d(Float, Fp8) "cast_block_1d" in CastBlock;
+    /// Block-scaled cast, 128 x 128.
+    CastBlock2d(Float, Fp8) "cast_block_2d" in CastBlock;
+    /// Largest magnitude of a tensor and the scale that follows from it.
+    Amax(Float) "amax" in Amax;
+    /// The scale of an amax that was reduced over ranks.
+    ScaleFromAmax() "scale_from_amax" in Amax;
+    /// Delayed scaling's update, many entries in one launch.
+    ScaleUpdate() "scale_update" in ScaleUpdate;
+    /// The same with a small parameter struct.
+    ScaleUpdateFew() "scale_update_few" in ScaleUpdate;
+    /// FP8 to high precision under one scale.
+    Dequantize(Fp8, Float) "dequantize" in Dequantize;
+    /// FP8 to high precision, 1 x 128 scales.
+    Dequantize1d(Fp8, Float) "dequantize_1d" in Dequantize;
+    /// FP8 to high precision, 128 x 128 scales.
+    Dequantize2d(Fp8, Float) "dequantize_2d" in Dequantize;
 }
 
 const BASES: [usize; FAMILIES] = {

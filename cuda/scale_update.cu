@@ -1,0 +1,82 @@
+// Delayed scaling: rolls the amax histories of all tensors of a direction and derives their next scales.
+//
+// Per tensor c of an entry, history h[0..L) (slot 0 is the live one that casts maximise into):
+//   last = reduced[c] if given and not 0, else h[0]
+//   if last != 0:  h[i] = h[i + 1] for i < L - 1, h[L - 1] = last, then h[0] = 0
+//                  a = max over the rolled window, the value that slot 0 loses included ("max"), or last
+//                  if a finite and > 0: scale = fp8_max * 2^-margin / a, F32 max where that is infinite
+//
+// Launch: one block of 256 threads per entry; scale_update_few takes the same with a small parameter struct.
+// Needs:  h [L, n] and scale [n] contiguous; every entry of a launch has the same L.
+// Moves:  8 bytes per history slot.
+
+#include "common/math.cuh"
+#include "common/reduce.cuh"
+
+namespace te_fast {
+
+constexpr int kThreads = 256;
+
+struct ScaleEntry {
+    float* history;
+    float* scale;
+    const float* reduced;  // null: none
+    uint32_t count;        // tensors
+    float max_scaled;      // fp8_max * 2^-margin
+};
+
+template <int kEntries>
+struct ScaleUpdateParams {
+    uint64_t history_len;
+    uint32_t entries;
+    uint32_t most_recent;
+    ScaleEntry entry[kEntries];
+};
+static_assert(sizeof(ScaleUpdateParams<62>) == 2000);
+static_assert(sizeof(ScaleUpdateParams<1020>) == 32656, "kernel parameters end at 32764 bytes");
+
+// Rolls one history in place and returns the maximum over the window, in every thread.
+__device__ inline float roll(float* history, uint64_t length, uint64_t stride, float last, float* scratch) {
+    float amax = 0.0f;
+    for (uint64_t base = 0; base < length; base += kThreads) {
+        const uint64_t i = base + threadIdx.x;
+        float next = 0.0f;
+        if (i < length) next = i + 1 < length ? history[(i + 1) * stride] : last;
+        amax = fmaxf(amax, next);
+        __syncthreads();  // all of this span is read before any of it is written
+        if (i < length) history[i * stride] = i == 0 ? 0.0f : next;
+    }
+    amax = block_max<kThreads>(amax, scratch);
+    __syncthreads();
+    return amax;
+}
+
+template <int kEntries>
+__device__ void scale_update(const ScaleUpdateParams<kEntries>& p) {
+    __shared__ float scratch[kThreads / 32];
+    const ScaleEntry& entry = p.entry[blockIdx.x];
+    for (uint32_t c = 0; c < entry.count; ++c) {
+        float* history = entry.history + c;
+        const float reduced = entry.reduced == nullptr ? 0.0f : entry.reduced[c];
+        const float last = reduced != 0.0f ? reduced : history[0];
+        if (last == 0.0f) continue;
+        __syncthreads();  // every thread has read slot 0
+        const float window = roll(history, p.history_len, entry.count, last, scratch);
+        const float amax = p.most_recent != 0 ? last : window;
+        if (threadIdx.x == 0 && amax > 0.0f && !isinf(amax)) {
+            const float scale = __fdiv_rn(entry.max_scaled, amax);
+            entry.scale[c] = isinf(scale) ? kF32Max : scale;
+        }
+    }
+}
+
+}  // namespace te_fast
+
+#define INSTANCE(symbol, entries)                                                     \
+    extern "C" __global__ void __launch_bounds__(te_fast::kThreads)                   \
+        symbol(const __grid_constant__ te_fast::ScaleUpdateParams<entries> p) {       \
+        te_fast::scale_update<entries>(p);                                            \
+    }
+
+INSTANCE(scale_update, 1020)
+INSTANCE(scale_update_few, 62)

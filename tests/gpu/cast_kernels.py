@@ -1,0 +1,171 @@
+"""Launches the cast kernels straight from their images, without the dispatcher: for kernel tests and timings."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+IMAGES = Path(os.environ.get("TE_FAST_CAST_IMAGES", ROOT / ".build" / "cast"))
+FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+CANARY = 256
+POISON = 0xA5
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    torch.cuda.init()
+    torch.zeros(1, device="cuda")
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def check(code: int, what: str) -> None:
+    if code:
+        message = f"{what} failed with CUresult {code}"
+        raise RuntimeError(message)
+
+
+@functools.cache
+def module(image: str) -> ctypes.c_void_p:
+    path = IMAGES / f"{image}.fatbin"
+    if not path.exists():
+        nvcc = shutil.which("nvcc")
+        assert nvcc, f"{path} is missing and there is no nvcc to build it"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run(
+            [nvcc, "-fatbin", "-std=c++20", "-O3", "-lineinfo", "-gencode=arch=compute_90,code=sm_90"]
+            + ["-o", str(path), str(ROOT / "cuda" / f"{image}.cu")],
+            check=True,
+        )
+    handle = ctypes.c_void_p()
+    check(driver().cuModuleLoadData(ctypes.byref(handle), path.read_bytes()), "cuModuleLoadData")
+    return handle
+
+
+@functools.cache
+def function(image: str, symbol: str) -> ctypes.c_void_p:
+    handle = ctypes.c_void_p()
+    check(driver().cuModuleGetFunction(ctypes.byref(handle), module(image), symbol.encode()), f"loading {symbol}")
+    return handle
+
+
+class Kernel:
+    """A launch with its parameter bytes made once, so that timing repeats nothing but the launch."""
+
+    def __init__(self, image: str, symbol: str, blocks: int, params: bytes, threads: int = 256) -> None:
+        self.function = function(image, symbol)
+        self.blocks, self.threads = blocks, threads
+        self.params = ctypes.create_string_buffer(params, len(params))
+        self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
+
+    def __call__(self) -> None:
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        code = driver().cuLaunchKernel(
+            self.function, self.blocks, 1, 1, self.threads, 1, 1, 0, stream, self.pointers, None
+        )
+        check(code, "cuLaunchKernel")
+
+
+class Guarded:
+    """Device bytes, poisoned, between two canaries."""
+
+    def __init__(self, size: int, fill: int = POISON) -> None:
+        self.size = size
+        self.whole = torch.full((size + 2 * CANARY,), POISON, dtype=torch.uint8, device="cuda")
+        self.bytes = self.whole[CANARY : CANARY + size]
+        self.bytes.fill_(fill)
+
+    @property
+    def pointer(self) -> int:
+        return self.whole.data_ptr() + CANARY
+
+    def read(self, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        edges = torch.cat([self.whole[:CANARY], self.whole[CANARY + self.size :]])
+        assert (edges == POISON).all(), "a kernel wrote outside its buffer"
+        return self.bytes.view(dtype)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def pointer(buffer: Guarded | torch.Tensor | None) -> int:
+    if buffer is None:
+        return 0
+    return buffer.pointer if isinstance(buffer, Guarded) else buffer.data_ptr()
+
+
+def cast(x, out, scale, fmt, *, name, scale_inv=None, amax=None, noop=None, reverse=False, image="cast"):
+    params = struct.pack(
+        "6QQII", *map(pointer, (x, out, scale, scale_inv, amax, noop)), x.numel(), int(reverse), 0
+    )
+    return Kernel(image, f"cast_{name}_{fmt}", max(1, ceil_div(x.numel(), 8192)), params)
+
+
+def cast_transpose(
+    x, out, out_t, scale, fmt, *, name, ld_t=0, scale_inv=None, amax=None, noop=None, reverse=False,
+    dbias=None, partial=None, counters=None, image="cast_transpose",
+):  # fmt: skip
+    rows, cols = x.shape
+    tiles_rows = max(1, ceil_div(max(rows, ld_t), 128))
+    tiles_cols = max(1, ceil_div(cols, 128))
+    pointers = (x, out, out_t, scale, scale_inv, amax, noop, dbias, partial, counters)
+    params = struct.pack(
+        "10Q3Q4I", *map(pointer, pointers), rows, cols, ld_t, tiles_rows, tiles_cols, int(reverse), 0
+    )
+    stem = "cast_transpose" if dbias is None else "cast_transpose_dbias"
+    return Kernel(image, f"{stem}_{name}_{fmt}", tiles_rows * tiles_cols, params)
+
+
+def amax(x, workspace, fmt, *, name, amax=None, scale=None, scale_inv=None, noop=None, eps=0.0, pow2=False, blocks=0):
+    blocks = blocks or max(1, min(ceil_div(x.numel(), 8192), 132 * 4))
+    params = struct.pack(
+        "6QQffII",
+        *map(pointer, (x, workspace, amax, scale, scale_inv, noop)),
+        x.numel(), FP8_MAX[fmt], eps, int(pow2), 0,
+    )  # fmt: skip
+    return Kernel("amax", f"amax_{name}", blocks, params)
+
+
+def scale_from_amax(amax, scale, scale_inv, fmt, *, eps=0.0, pow2=False):
+    params = struct.pack("3QffII", *map(pointer, (amax, scale, scale_inv)), FP8_MAX[fmt], eps, int(pow2), 0)
+    return Kernel("amax", "scale_from_amax", 1, params, threads=32)
+
+
+def cast_block(
+    x, out, out_t, scale_inv, scale_inv_t, fmt, *, name, dims, noop=None, eps=0.0, pow2=True, image="cast_block"
+):
+    rows, cols = x.shape
+    up4 = lambda size: ceil_div(size, 4) * 4  # noqa: E731
+    tiles_rows, tiles_cols = ceil_div(rows, 128), ceil_div(cols, 128)
+    scale_ld, scale_ld_t = (up4(rows), up4(cols)) if dims == 1 else (up4(tiles_cols), up4(tiles_rows))
+    params = struct.pack(
+        "6Q5QIIfI", *map(pointer, (x, out, out_t, scale_inv, scale_inv_t, noop)),
+        rows, cols, ceil_div(rows, 16) * 16, scale_ld, scale_ld_t, tiles_rows, tiles_cols, eps, int(pow2),
+    )  # fmt: skip
+    return Kernel(image, f"cast_block_{dims}d_{name}_{fmt}", tiles_rows * tiles_cols, params)
+
+
+def scale_update(entries, *, length, most_recent=False, few=True):
+    """`entries`: (history, scale, reduced or None, tensors, fp8_max * 2^-margin)."""
+    params = struct.pack("QII", length, len(entries), int(most_recent))
+    for history, scale, reduced, count, max_scaled in entries:
+        params += struct.pack("3QIf", *map(pointer, (history, scale, reduced)), count, max_scaled)
+    size = 2000 if few else 32656
+    symbol = "scale_update_few" if few else "scale_update"
+    return Kernel("scale_update", symbol, len(entries), params.ljust(size, b"\0"))
+
+
+def dequantize(q, out, scale_inv, rows, cols, ld, fmt, *, name, dims=0, scale_ld=0):
+    params = struct.pack("3Q4Q", *map(pointer, (q, out, scale_inv)), rows, cols, ld, scale_ld)
+    suffix = f"_{dims}d" if dims else ""
+    blocks = max(1, ceil_div(ceil_div(cols, 8) * rows, 1024))
+    return Kernel("dequantize", f"dequantize{suffix}_{fmt}_{name}", blocks, params)

@@ -1,0 +1,150 @@
+"""Independent references of the FP8 recipes, in torch alone and in FP64 wherever rounding matters.
+
+Nothing here uses te_fast: both backends are compared with these functions, bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+TORCH_FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+F32_MAX = torch.finfo(torch.float32).max
+
+
+def to_fp8_bytes(values: torch.Tensor, fmt: str) -> torch.Tensor:
+    """FP8 bytes of FP32 values: saturating, to nearest even, every NaN as 0x7F."""
+    clamped = values.float().clamp(-FP8_MAX[fmt], FP8_MAX[fmt])
+    encoded = clamped.to(TORCH_FP8[fmt]).view(torch.uint8)
+    return torch.where(values.isnan(), torch.full_like(encoded, 0x7F), encoded)
+
+
+def _scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """``float(x) * scale`` rounded once: the FP64 product of two FP32 numbers is exact."""
+    return (x.double() * scale.double()).float()
+
+
+def quantize_per_tensor(x: torch.Tensor, scale: torch.Tensor | float, fmt: str) -> torch.Tensor:
+    """FP8 bytes of a tensor under one scale."""
+    return to_fp8_bytes(_scaled(x, torch.as_tensor(scale, dtype=torch.float32, device=x.device)), fmt)
+
+
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude as FP32, NaN ignored, 0 for an empty tensor."""
+    magnitudes = torch.where(x.isnan(), torch.zeros_like(x), x.abs()).float().flatten()
+    return torch.cat([magnitudes, magnitudes.new_zeros(1)]).max()
+
+
+def amax_to_scale(
+    amax: torch.Tensor, fp8_max: float, *, eps: float = 0.0, pow2: bool = False, for_inf: float = F32_MAX
+) -> torch.Tensor:
+    """Scale of an amax as the current and block recipes define it."""
+    amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
+    usable = amax.isfinite() & (amax > 0)
+    scale = (fp8_max / torch.where(usable, amax, torch.ones_like(amax)).double()).float()
+    scale = torch.where(scale.isinf(), torch.full_like(scale, for_inf), scale)
+    if pow2:
+        scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
+    return torch.where(usable, scale, torch.ones_like(scale))
+
+
+def reciprocal(scale: torch.Tensor) -> torch.Tensor:
+    """``1 / scale`` rounded once to FP32."""
+    return (1.0 / scale.double()).float()
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _padded(scale: torch.Tensor, last: int) -> torch.Tensor:
+    out = scale.new_zeros(scale.shape[0], last)
+    out[:, : scale.shape[1]] = scale
+    return out
+
+
+def _blocks(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """Split ``x`` into ``(row blocks, rows, column blocks, cols)``, zero padded."""
+    m, k = x.shape
+    padded = x.new_zeros(_up(m, rows), _up(k, cols))
+    padded[:m, :k] = x
+    return padded.view(_up(m, rows) // rows, rows, _up(k, cols) // cols, cols)
+
+
+def _block_scale(blocks: torch.Tensor, fmt: str, *, eps: float, pow2: bool) -> torch.Tensor:
+    magnitudes = torch.where(blocks.isnan(), torch.zeros_like(blocks), blocks.abs()).float()
+    amax = magnitudes.amax(dim=(1, 3)) if blocks.numel() else magnitudes.new_zeros(blocks.shape[0], blocks.shape[2])
+    return amax_to_scale(amax, FP8_MAX[fmt], eps=eps, pow2=pow2, for_inf=torch.finfo(blocks.dtype).max)
+
+
+def quantize_1d(
+    x: torch.Tensor, fmt: str, *, eps: float = 0.0, pow2: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rowwise 1 x 128: bytes ``(M, K)`` and ``scale_inv`` ``(ceil(K/128), up4(M))``.
+
+    The columnwise layout of ``x`` is this function of ``x.t()``.
+    """
+    m, k = x.shape
+    scale = _block_scale(_blocks(x, 1, 128), fmt, eps=eps, pow2=pow2)
+    spread = scale.repeat_interleave(128, dim=1)[:, :k]
+    return to_fp8_bytes(_scaled(x, spread), fmt), _padded(reciprocal(scale).t(), _up(m, 4))
+
+
+def quantize_2d(
+    x: torch.Tensor, fmt: str, *, eps: float = 0.0, pow2: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """128 x 128 blocks: bytes ``(M, K)`` and ``scale_inv`` ``(ceil(M/128), up4(ceil(K/128)))``."""
+    m, k = x.shape
+    scale = _block_scale(_blocks(x, 128, 128), fmt, eps=eps, pow2=pow2)
+    spread = scale.repeat_interleave(128, dim=0)[:m].repeat_interleave(128, dim=1)[:, :k]
+    return to_fp8_bytes(_scaled(x, spread), fmt), _padded(reciprocal(scale), _up(scale.shape[1], 4))
+
+
+def column_sums(x: torch.Tensor) -> torch.Tensor:
+    """Bias gradient in the order of summation that ``cuda/cast_transpose.cu`` documents, in the dtype of ``x``."""
+    rows, cols = x.shape
+    tiles = _blocks(x.float(), 128, 1).view(_up(rows, 128) // 128, 16, 8, cols)
+    patches = tiles[:, :, 0]
+    for i in range(1, 8):
+        patches = patches + tiles[:, :, i]
+    sums = patches[:, 0]
+    for i in range(1, 16):
+        sums = sums + patches[:, i]
+    total = None
+    for group in range(8):
+        part = x.new_zeros(cols, dtype=torch.float32)
+        for tile in sums[group::8]:
+            part = part + tile
+        total = part if total is None else total + part
+    return total.to(x.dtype)
+
+
+def delayed_update(
+    history: torch.Tensor,
+    scale: torch.Tensor,
+    fp8_max: float,
+    *,
+    margin: float = 0.0,
+    most_recent: bool = False,
+    reduced: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Next amax history ``[L, n]`` and scales ``[n]`` of delayed scaling (fused semantics)."""
+    history, scale = history.clone(), scale.clone()
+    for c in range(history.shape[1]):
+        last = history[0, c].clone() if reduced is None or reduced[c] == 0 else reduced[c].clone()
+        if last == 0:
+            continue
+        window = torch.cat([history[1:, c], last[None]])
+        history[:, c] = window
+        history[0, c] = 0
+        amax = last if most_recent else amax_of(window)
+        if amax.isfinite() and amax > 0:
+            new = (torch.tensor(fp8_max * 2.0**-margin, dtype=torch.float32).double() / amax.double()).float()
+            scale[c] = F32_MAX if new.isinf() else new
+    return history, scale
+
+
+def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, fmt: str, dtype: torch.dtype) -> torch.Tensor:
+    """Values of FP8 bytes under a ``scale_inv`` that broadcasts over them."""
+    values = data.view(TORCH_FP8[fmt]).float()
+    return _scaled(values, scale_inv.expand_as(values)).to(dtype)
