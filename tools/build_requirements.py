@@ -6,11 +6,12 @@ make every build compile the kernels again.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-try:
+if sys.version_info >= (3, 11):
     import tomllib
-except ModuleNotFoundError:  # Python 3.10
+else:
     from pip._vendor import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,0 +1,85 @@
+"""What the Python benches share: options, recipes, tables, and results with their provenance.
+
+A result file holds the command, the machine, the versions, the date and the commit beside the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from te_fast._timing import Timing, environment, interleave
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from te_fast.common.recipe import Recipe
+
+__all__ = ["DTYPES", "RECIPES", "Timing", "interleave", "options", "show", "write"]
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benches" / "results"
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+RECIPES: dict[str, type[Recipe]] = {
+    "delayed": DelayedScaling,
+    "block": Float8BlockScaling,
+    "current": Float8CurrentScaling,
+}
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """Options that every bench has; a bench adds its own."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=torch.device, default=torch.device(default))
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--rounds", type=int, default=30, help="bursts per measurement")
+    parser.add_argument("--calls", type=int, default=20, help="calls per burst")
+    parser.add_argument("--out", type=Path, help="result file (default: benches/results/)")
+    return parser
+
+
+def commit() -> str:
+    """Commit of the checkout, with ``+`` when the tree differs from it; empty outside of git."""
+    run = ["git", "-C", str(ROOT)]
+    head = subprocess.run(
+        [*run, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    dirty = subprocess.run(
+        [*run, "status", "--porcelain"], capture_output=True, text=True, check=False
+    )
+    return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table."""
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=110).print(table)
+
+
+def write(name: str, arguments: argparse.Namespace, figures: dict[str, object]) -> Path:
+    """Write the figures of a bench with what they must be quoted with."""
+    kind = "host"
+    if arguments.device.type == "cuda":
+        kind = torch.cuda.get_device_name(arguments.device).replace(" ", "-").lower()
+    path: Path = arguments.out or RESULTS / f"{name}-{kind}.json"
+    stamp = environment(arguments.device) | {"commit": commit()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"bench": name, "environment": stamp, "figures": figures}, indent=2)
+    path.write_text(text + "\n", encoding="utf-8")
+    print(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+    return path

@@ -1,0 +1,141 @@
+"""The benchmark of Transformer Engine PR #2146, measured so that its figures mean what they say.
+
+    python benches/linear_cpu_overhead.py [--device cuda] [--microbatches 8]
+
+Forward only, under ``no_grad`` with inputs that need no gradient. A round is one batch: a first
+microbatch, which quantises the weight, and the others, which reuse it; the two are timed apart. Warm-up
+rounds do not count. FLOP/s come from the time of one whole round, synchronised at both ends. nn.Linear
+and te_fast always run, Transformer Engine where it is installed, round by round in turn.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import statistics
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import te_fast.pytorch as te
+from _harness import DTYPES, RECIPES, options, show, write
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+
+@dataclass
+class Candidate:
+    """A layer under test and its times, a list entry per round, in microseconds."""
+
+    region: Callable[[], AbstractContextManager[Any]]
+    #: Called with ``is_first_microbatch``.
+    forward: Callable[[bool], object]
+    first: list[float] = field(default_factory=list)
+    later: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
+
+    def round(self, microbatches: int, synchronize: Callable[[], None]) -> None:
+        """Run one batch and note its times."""
+        with self.region():
+            synchronize()
+            begin = time.perf_counter_ns()
+            self.forward(True)  # noqa: FBT003 - TE's argument is positional for the wrapper
+            first = time.perf_counter_ns()
+            for _ in range(microbatches - 1):
+                self.forward(False)  # noqa: FBT003
+            later = time.perf_counter_ns()
+            synchronize()
+            end = time.perf_counter_ns()
+        self.first.append((first - begin) / 1e3)
+        self.later.append((later - first) / 1e3 / (microbatches - 1))
+        self.whole.append((end - begin) / 1e3)
+
+
+def candidates(arguments: argparse.Namespace, x: torch.Tensor) -> dict[str, Candidate]:
+    """nn.Linear, te_fast per recipe, and Transformer Engine per recipe where it is installed."""
+    kwargs = {"bias": False, "params_dtype": x.dtype, "device": x.device}
+    size = arguments.features
+    plain = torch.nn.Linear(size, size, bias=False, dtype=x.dtype, device=x.device)
+    result = {"nn.Linear": Candidate(nullcontext, lambda _: plain(x))}
+    packages: dict[str, tuple[Any, Any]] = {
+        "te_fast": (te, importlib.import_module("te_fast.common.recipe"))
+    }
+    if x.is_cuda and importlib.util.find_spec("transformer_engine"):
+        packages["TE"] = (
+            importlib.import_module("transformer_engine.pytorch"),
+            importlib.import_module("transformer_engine.common.recipe"),
+        )
+    for package, (pytorch, recipes) in packages.items():
+        for name, recipe_class in RECIPES.items():
+            recipe = getattr(recipes, recipe_class.__name__)()
+            layer = pytorch.Linear(size, size, **kwargs)
+            result[f"{package} {name}"] = Candidate(
+                lambda pytorch=pytorch, recipe=recipe: pytorch.autocast(recipe=recipe),
+                lambda first, layer=layer: layer(x, is_first_microbatch=first),
+            )
+    return result
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = options(__doc__)
+    parser.add_argument("--rows", type=int, default=2048, help="rows of one microbatch")
+    parser.add_argument("--features", type=int, default=3072)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=5, help="rounds that do not count")
+    arguments = parser.parse_args()
+    dtype, device = DTYPES[arguments.dtype], arguments.device
+    if device.type == "cpu":
+        arguments.rows, arguments.features = 256, 512
+    x = torch.randn(arguments.rows, arguments.features, dtype=dtype, device=device)
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    competitors = candidates(arguments, x)
+    with torch.no_grad():
+        for number in range(arguments.warmup + arguments.rounds):
+            for candidate in competitors.values():
+                candidate.round(arguments.microbatches, synchronize)
+            if number + 1 == arguments.warmup:
+                for candidate in competitors.values():
+                    candidate.first.clear()
+                    candidate.later.clear()
+                    candidate.whole.clear()
+    floating_point_operations = 2 * arguments.microbatches * arguments.rows * arguments.features**2
+    base = statistics.median(competitors["nn.Linear"].later)
+    rows, figures = [], {}
+    for name, candidate in competitors.items():
+        first, later, whole = (
+            statistics.median(values)
+            for values in (candidate.first, candidate.later, candidate.whole)
+        )
+        teraflops = floating_point_operations / whole / 1e6
+        rows.append(
+            [
+                name,
+                f"{first:.2f}",
+                f"{later:.2f}",
+                f"{later / base:.2f}",
+                f"{whole:.1f}",
+                f"{teraflops:.2f}",
+            ]
+        )
+        figures[name] = {
+            "first_microbatch_us": round(first, 3),
+            "later_microbatch_us": round(later, 3),
+            "later_over_nn_linear": round(later / base, 3),
+            "round_us": round(whole, 3),
+            "teraflops": round(teraflops, 3),
+        }
+    title = f"{arguments.microbatches} microbatches of [{arguments.rows}, {arguments.features}] on {device}"
+    columns = ["", "first, host µs", "later, host µs", "/ nn.Linear", "round, µs", "TFLOP/s"]
+    show(title, columns, rows)
+    write("linear_cpu_overhead", arguments, dict(figures))
+
+
+if __name__ == "__main__":
+    main()

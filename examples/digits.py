@@ -1,0 +1,178 @@
+"""Train on scikit-learn's handwritten digits in FP8, beside the same network in FP32.
+
+    python examples/digits.py [--recipe delayed|current|block] [--device cpu|cuda]
+
+Both networks start from the same weights and see the same batches. Writes the loss curves to
+``demo_out/``, prints the test accuracies and the host time per forward, and fails if FP8 learns less:
+both accuracies must reach 0.97 and differ by 0.01 at the most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from sklearn.datasets import load_digits
+from torch.nn.functional import cross_entropy
+
+import te_fast.pytorch as te
+from te_fast._timing import interleave
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+RECIPES = {
+    "delayed": DelayedScaling,
+    "current": Float8CurrentScaling,
+    "block": Float8BlockScaling,
+}
+# FP8 matrix products want multiples of 16: 10 classes become 16 outputs, 6 of them never the label.
+WIDTHS = (64, 256, 256, 16)
+BATCH, EPOCHS, TEST_ROWS = 128, 60, 448
+NEEDED, ALLOWED_GAP = 0.97, 0.01
+
+
+@dataclass
+class Run:
+    """A network, the context its forward runs in, and its losses."""
+
+    network: torch.nn.Sequential
+    region: AbstractContextManager[Any]
+    losses: list[float] = field(default_factory=list)
+
+    def step(self, optimizer: torch.optim.Optimizer, x: torch.Tensor, labels: torch.Tensor) -> None:
+        """Train on one batch."""
+        optimizer.zero_grad()
+        with self.region:
+            out = self.network(x)
+        loss = cross_entropy(out, labels)
+        loss.backward()
+        optimizer.step()
+        self.losses.append(loss.item())
+
+    def accuracy(self, x: torch.Tensor, labels: torch.Tensor) -> float:
+        """Share of the rows whose largest output is the label."""
+        with torch.no_grad(), self.region:
+            return float((self.network(x).argmax(1) == labels).float().mean())
+
+
+def networks(device: torch.device) -> tuple[torch.nn.Sequential, torch.nn.Sequential]:
+    """Build the FP32 network and its FP8 twin with the same weights."""
+    plain, fast = torch.nn.Sequential(), torch.nn.Sequential()
+    for inputs, outputs in pairwise(WIDTHS):
+        plain += torch.nn.Sequential(
+            torch.nn.Linear(inputs, outputs, device=device), torch.nn.ReLU()
+        )
+        fast += torch.nn.Sequential(te.Linear(inputs, outputs, device=device), torch.nn.ReLU())
+    plain, fast = plain[:-1], fast[:-1]
+    # A layer of te_fast takes the state of nn.Linear; only its recipe state is not in there.
+    fast.load_state_dict(plain.state_dict(), strict=False)
+    return plain, fast
+
+
+def data(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Load the 1797 images as rows of 64 values around zero, shuffled, with their labels."""
+    images, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    x = torch.tensor(images, dtype=torch.float32)[order] / 8 - 1
+    return x.to(device), torch.tensor(labels, dtype=torch.int64)[order].to(device)
+
+
+def train(runs: dict[str, Run], x: torch.Tensor, labels: torch.Tensor) -> None:
+    """Train every network on the same batches."""
+    optimizers = {
+        name: torch.optim.Adam(run.network.parameters(), lr=1e-3) for name, run in runs.items()
+    }
+    shuffle = torch.Generator().manual_seed(1)
+    with Progress() as progress:
+        task = progress.add_task("training", total=EPOCHS)
+        for _ in range(EPOCHS):
+            order = torch.randperm(len(labels), generator=shuffle)
+            for batch in order.split(BATCH)[: len(labels) // BATCH]:
+                for name, run in runs.items():
+                    run.step(optimizers[name], x[batch], labels[batch])
+            losses = "   ".join(f"{name} {run.losses[-1]:.4f}" for name, run in runs.items())
+            progress.update(task, advance=1, description=losses)
+
+
+def plot(runs: dict[str, Run], path: Path) -> None:
+    """Write the loss curves."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, run in runs.items():
+        axes.semilogy(run.losses, label=name, linewidth=1)
+    axes.set(
+        xlabel="step", ylabel="training loss", title="Handwritten digits, same start, same batches"
+    )
+    axes.legend()
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def host_times(runs: dict[str, Run], x: torch.Tensor) -> Table:
+    """Time one layer of 256 to 256 in each network."""
+    rows = x.new_zeros(BATCH, WIDTHS[1]).normal_()
+    layers = {name: run.network[2] for name, run in runs.items()}
+    table = Table(
+        title=f"host time per forward, [{BATCH}, {WIDTHS[1]}] on {x.device}", title_justify="left"
+    )
+    for column in ("layer", "µs", "/ nn.Linear"):
+        table.add_column(column, justify="left" if column == "layer" else "right")
+
+    with torch.no_grad(), runs["FP8"].region:
+        bodies = {name: (lambda layer=layer: layer(rows)) for name, layer in layers.items()}
+        timings = interleave(bodies, x.device)
+    for name, timing in timings.items():
+        kind = "te_fast.pytorch.Linear FP8" if name == "FP8" else "torch.nn.Linear FP32"
+        table.add_row(kind, f"{timing.median:.1f}", f"{timing.median / timings['FP32'].median:.2f}")
+    return table
+
+
+def main() -> int:
+    """Train, compare, and say whether FP8 kept up."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--recipe", choices=RECIPES, default="delayed")
+    parser.add_argument("--device", type=torch.device, help="default: cuda where FP8 runs there")
+    parser.add_argument("--out", type=Path, default=Path("demo_out"))
+    arguments = parser.parse_args()
+    device = arguments.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    begin = time.perf_counter()
+    torch.manual_seed(0)
+    plain, fast = networks(device)
+    region = te.autocast(enabled=True, recipe=RECIPES[arguments.recipe]())
+    runs = {"FP32": Run(plain, nullcontext()), "FP8": Run(fast, region)}
+    x, labels = data(device)
+    train(runs, x[TEST_ROWS:], labels[TEST_ROWS:])
+    plot(runs, arguments.out / f"loss-{arguments.recipe}.png")
+    console = Console(width=100)
+    console.print(host_times(runs, x))
+    accuracy = {name: run.accuracy(x[:TEST_ROWS], labels[:TEST_ROWS]) for name, run in runs.items()}
+    for name, value in accuracy.items():
+        console.print(f"test accuracy {name}: {value:.4f}")
+    console.print(
+        f"{arguments.out}/loss-{arguments.recipe}.png   {time.perf_counter() - begin:.0f} s"
+    )
+    if min(accuracy.values()) < NEEDED or abs(accuracy["FP8"] - accuracy["FP32"]) > ALLOWED_GAP:
+        console.print(f"expected both to reach {NEEDED} and to differ by {ALLOWED_GAP} at the most")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
