@@ -58,7 +58,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, Timing]]:
     dtype, device, size = DTYPES[arguments.dtype], arguments.device, arguments.features
     x = torch.randn(arguments.rows, size, dtype=dtype, device=device)
     gradient = torch.randn_like(x)
-    plain = torch.nn.Linear(size, size, bias=False, dtype=dtype, device=device)
     layers: dict[str, torch.nn.Module] = {
         "nn.Linear": torch.nn.Linear(size, size, bias=False, dtype=dtype, device=device)
     }
