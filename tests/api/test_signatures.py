@@ -1,0 +1,64 @@
+"""te_fast's public signatures against those of Transformer Engine, and the migration page against both."""
+
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import te_fast.pytorch as te
+
+HERE = Path(__file__).parent
+RECORDED = json.loads((HERE / "te_signatures.json").read_text())["signatures"]
+PAGE = (HERE.parents[1] / "docs" / "migrate-from-te.md").read_text()
+STATES = dict(re.findall(r"^\| `(\w+)` \| (same|partly|not yet) \|", PAGE, re.MULTILINE))
+
+
+def find(name):
+    thing = te
+    for part in name.split("."):
+        thing = getattr(thing, part, None)
+    return thing
+
+
+def parameters(thing):
+    """Names and defaults in TE's order, without self and annotations."""
+    shown = []
+    signature = inspect.signature(thing.__init__ if inspect.isclass(thing) else thing)
+    for parameter in signature.parameters.values():
+        if parameter.name == "self":
+            continue
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+        shown.append(f"{stars.get(parameter.kind, '')}{parameter.name}{default}")
+    return ", ".join(shown)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_signature_is_that_of_te(name):
+    thing = find(name)
+    if thing is None:
+        assert STATES.get(name.split(".")[0]) == "not yet"
+        return
+    assert parameters(thing) == RECORDED[name]
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_migration_page_tells_what_exists(name):
+    assert hasattr(te, name) == (STATES[name] != "not yet")
+
+
+def test_migration_page_has_every_public_name_that_te_shares():
+    own = {"set_cuda_device_every_batch", "should_set_cuda_device_every_batch"}
+    assert set(te.__all__) - own - set(STATES) == set()
+
+
+@pytest.mark.te
+def test_recorded_signatures_are_those_of_the_installed_te():
+    installed = pytest.importorskip("transformer_engine.pytorch")
+    for name, expected in RECORDED.items():
+        thing = installed
+        for part in name.split("."):
+            thing = getattr(thing, part)
+        assert parameters(thing) == expected, name

@@ -1,0 +1,27 @@
+"""The Python examples of README.md and docs/ run."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def examples():
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = path.read_text()
+        for match in BLOCK.finditer(text):
+            line = text.count("\n", 0, match.start(1)) + 1
+            yield pytest.param(match[1], line, id=f"{path.relative_to(ROOT)}:{line}")
+
+
+@pytest.mark.parametrize(("code", "line"), examples())
+def test_example_runs(code, line, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    exec(compile("\n" * (line - 1) + code, "example", "exec"), {"__name__": "example"})
+
+
+def test_there_are_examples():
+    assert len(list(examples())) >= 5

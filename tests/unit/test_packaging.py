@@ -1,0 +1,63 @@
+"""The installed extension and, where one was built, the release wheel."""
+
+import importlib.metadata
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+
+import te_fast
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+import check_wheel  # noqa: E402 - tools/ is no package
+
+
+def extension():
+    (path,) = Path(te_fast.__file__).parent.glob("_native*.so")
+    return path.read_bytes()
+
+
+def test_extension_links_no_cuda_and_no_torch():
+    assert set(check_wheel.needed_libraries(extension())) <= check_wheel.SYSTEM_LIBRARIES
+
+
+def test_extension_holds_machine_code_and_one_ptx():
+    entries = check_wheel.fatbin_entries(extension())
+    if not entries:
+        pytest.skip("built with TE_FAST_SKIP_CUDA=1")
+    code = {arch for kind, arch in entries if kind == check_wheel.MACHINE_CODE}
+    assert len({arch for kind, arch in entries if kind == check_wheel.PTX}) == 1
+    assert code <= {int(arch) for arch in check_wheel.RELEASE_ARCHS.split(",")}
+
+
+def test_torch_is_the_one_requirement():
+    requirements = importlib.metadata.requires("te_fast")
+    assert [line.split(">")[0].strip() for line in requirements] == ["torch"]
+
+
+def test_release_wheel():
+    wheels = list((ROOT / "dist").glob("te_fast-*.whl"))
+    if not wheels:
+        pytest.skip("no release wheel in dist/; make wheel builds one")
+    archs = {int(arch) for arch in check_wheel.RELEASE_ARCHS.split(",")}
+    assert [problem for wheel in wheels for problem in check_wheel.problems_of(wheel, archs)] == []
+
+
+def fatbin(*entries):
+    body = b"".join(
+        struct.pack("<HHIQIIHHI", kind, 1, 64, 8, 0, 0, 0, 0, arch).ljust(64, b"\0") + b"content!"
+        for kind, arch in entries
+    )
+    return check_wheel.FATBIN_MAGIC + struct.pack("<HQ", 16, len(body)) + body
+
+
+def test_fatbin_entries_are_read_wherever_the_fatbin_lies():
+    image = b"junk" + fatbin((2, 80), (2, 90)) + b"\0" * 5 + fatbin((1, 90)) + b"tail"
+    assert check_wheel.fatbin_entries(image) == {(2, 80), (2, 90), (1, 90)}
+
+
+def test_needed_libraries_rejects_what_is_no_elf_file():
+    with pytest.raises(ValueError, match="not a 64-bit little-endian ELF file"):
+        check_wheel.needed_libraries(b"MZ" + b"\0" * 100)
