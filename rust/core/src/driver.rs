@@ -356,6 +356,27 @@ pub fn is_capturing(stream: Stream) -> Result<bool> {
     Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
+/// Makes `waiting` wait for everything that `finished` has been given so far.
+///
+/// # Errors
+/// The driver's refusal.
+#[cold]
+pub fn wait_for(waiting: Stream, finished: Stream) -> Result<()> {
+    let mut event = std::ptr::null_mut();
+    let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+    // SAFETY: writes one event handle; a context is current.
+    check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut event, flags) })?;
+    // SAFETY: a live event and a stream that torch keeps for the life of the process.
+    let recorded = check("cuEventRecord", unsafe { sys::cuEventRecord(event, finished.raw()) });
+    let waited = recorded.and_then(|()| {
+        // SAFETY: the same event, and a stream of the current context.
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(waiting.raw(), event, 0) })
+    });
+    // SAFETY: created above, destroyed once; the driver keeps it until the wait is over.
+    let _ = unsafe { sys::cuEventDestroy_v2(event) };
+    waited
+}
+
 /// Device memory that te_fast owns for as long as the process runs or the value lives.
 #[derive(Debug)]
 pub struct DeviceBuffer {

@@ -4,11 +4,18 @@
 //! torch or a GPU. `te_fast_py` binds it; nothing here knows of it.
 
 pub mod autocast;
+pub mod config;
+pub mod cublaslt;
+pub mod delayed;
+pub mod dispatch;
 pub mod driver;
 pub mod error;
+pub mod gemm;
 pub mod host;
 pub mod kernel;
+pub mod linear;
 pub mod ops;
+pub mod quantizer;
 pub mod recipe;
 pub mod tensor;
 pub mod trace;

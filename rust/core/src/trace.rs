@@ -2,6 +2,7 @@
 
 use te_fast_kernels::KernelId;
 
+use crate::gemm::Problem;
 use crate::kernel::Grid;
 
 /// Counts since the process started or since [`Trace::reset`].
@@ -42,8 +43,10 @@ pub struct Launch {
     pub name: &'static str,
     /// Geometry; zero for a GEMM.
     pub grid: Grid,
-    /// Bytes of the parameter struct, or of the GEMM's problem.
+    /// Bytes of the parameter struct; none for a GEMM.
     pub params: Vec<u8>,
+    /// The problem of a GEMM.
+    pub problem: Option<Problem>,
 }
 
 /// Counters and recorder of a dispatcher.
@@ -79,23 +82,28 @@ impl Trace {
     #[inline]
     pub(crate) fn on_launch(&mut self, id: KernelId, grid: Grid, params: &[u8]) -> bool {
         self.counters.launches += 1;
-        self.recording == Recording::Off || self.note(id.symbol(), grid, params)
+        self.recording == Recording::Off
+            || self.note(|| Launch { name: id.symbol(), grid, params: params.to_vec(), problem: None })
     }
 
     /// Counts a matrix product; false when it must not be launched.
     #[inline]
-    pub(crate) fn on_gemm(&mut self, problem: &[u8]) -> bool {
+    pub(crate) fn on_gemm(&mut self, problem: &Problem) -> bool {
         self.counters.gemms += 1;
-        self.recording == Recording::Off || self.note("gemm", Grid { blocks: [0; 3], threads: 0, shared_bytes: 0 }, problem)
+        if self.recording == Recording::Off {
+            return true;
+        }
+        let nowhere = Grid { blocks: [0; 3], threads: 0, shared_bytes: 0 };
+        self.note(|| Launch { name: "gemm", grid: nowhere, params: Vec::new(), problem: Some(*problem) })
     }
 
     #[cold]
-    fn note(&mut self, name: &'static str, grid: Grid, params: &[u8]) -> bool {
+    fn note(&mut self, launch: impl FnOnce() -> Launch) -> bool {
         if self.recording == Recording::Only {
             // Benches run this millions of times: the notes are what Tee is for.
             return false;
         }
-        self.launches.push(Launch { name, grid, params: params.to_vec() });
+        self.launches.push(launch());
         true
     }
 }

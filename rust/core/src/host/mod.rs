@@ -1,2 +1,10 @@
 //! The host backend: a Rust kernel for every kernel id, on the same parameter structs, with the same numbers.
 //! One file per op; `params!` binds them to the structs in `ops/`.
+
+pub(crate) mod amax;
+pub(crate) mod cast;
+pub(crate) mod cast_block;
+pub(crate) mod dequantize;
+pub(crate) mod fp8;
+pub(crate) mod gemm;
+pub(crate) mod scale_update;

@@ -1,0 +1,25 @@
+//! Every environment variable that the native side reads, read once.
+
+/// Settings of the process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// `TE_FAST_SYNC=1`: wait after every launch, so that an error names the launch that made it.
+    pub synchronise: bool,
+    /// `NVTE_SET_CUDA_DEVICE=0`: trust the caller that the current device is the tensors' device.
+    pub check_device: bool,
+}
+
+impl Config {
+    /// The settings that the environment asks for.
+    #[must_use]
+    pub fn from_environment() -> Self {
+        Self { synchronise: flag("TE_FAST_SYNC", false), check_device: flag("NVTE_SET_CUDA_DEVICE", true) }
+    }
+}
+
+fn flag(name: &str, default: bool) -> bool {
+    match std::env::var(name) {
+        Ok(value) => value != "0" && !value.is_empty(),
+        Err(_) => default,
+    }
+}

@@ -1,0 +1,357 @@
+//! The dispatcher: the one owner of device states, plans, counters and the autocast state.
+//!
+//! It is passed by `&mut`, so the hot path takes no lock. A call asks it for a [`Lane`]: the launch target of one
+//! device and stream together with the private memory that the call may use.
+
+use std::sync::Arc;
+
+use crate::autocast::AutocastState;
+use crate::config::Config;
+use crate::driver::{Context, CudaDevice, CudaQueue, DeviceBuffer, DeviceFacts, Stream, is_capturing};
+use crate::error::{Error, Result};
+use crate::gemm::{GemmPlan, GemmPlans, Problem, WORKSPACE_BYTES};
+use crate::kernel::{Backend, DevPtr, Target};
+use crate::tensor::Device;
+use crate::trace::Trace;
+
+/// Self-resetting counters of reductions that end in the launch that began them: zero between launches.
+pub const COUNTER_BYTES: usize = 64 << 10;
+
+/// Private memory of a stream grows by at least this much, so that it does not grow often.
+const SCRATCH_STEP: usize = 1 << 20;
+
+/// Scratch above this comes from torch's allocator, which can lend the memory to others between two calls.
+pub const OWN_SCRATCH_LIMIT: usize = 32 << 20;
+
+/// Every private buffer starts on a multiple of this.
+pub const ALIGNMENT: usize = 256;
+
+/// Rounds a size up to [`ALIGNMENT`].
+#[must_use]
+pub const fn aligned(bytes: usize) -> usize {
+    bytes.next_multiple_of(ALIGNMENT)
+}
+
+/// A device and one of its streams; the stream means nothing on the CPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The device.
+    pub device: Device,
+    /// The stream.
+    pub stream: Stream,
+}
+
+/// Where a call's private memory comes from.
+#[derive(Clone, Copy, Debug)]
+pub enum Memory<'a> {
+    /// The stream's own, which stays.
+    Own,
+    /// The caller's, for scratch alone.
+    Scratch(DevPtr<'a>),
+    /// The caller's, for workspace, counters and scratch: a graph under capture keeps what it uses in its own pool.
+    Everything(DevPtr<'a>),
+}
+
+/// Private memory of one call.
+#[derive(Clone, Copy, Debug)]
+pub struct Workspace<'a> {
+    /// [`WORKSPACE_BYTES`] bytes for cuBLASLt; null on the host.
+    pub gemm: DevPtr<'a>,
+    /// [`COUNTER_BYTES`] bytes that are zero between launches.
+    pub counters: DevPtr<'a>,
+    /// As many bytes as the call asked for.
+    pub scratch: DevPtr<'a>,
+}
+
+/// A launch target with its private memory.
+#[derive(Debug)]
+pub struct Lane<'d> {
+    /// Where launches go.
+    pub target: Target<'d>,
+    /// Memory for them.
+    pub workspace: Workspace<'d>,
+}
+
+#[derive(Debug)]
+struct StreamState {
+    stream: Stream,
+    fixed: DeviceBuffer,
+    scratch: Option<DeviceBuffer>,
+}
+
+#[derive(Debug)]
+struct DeviceState {
+    cuda: CudaDevice,
+    gemms: GemmPlans,
+    streams: Vec<StreamState>,
+}
+
+#[derive(Debug)]
+struct HostState {
+    gemms: GemmPlans,
+    counters: Vec<u64>,
+    scratch: Vec<u64>,
+}
+
+/// Everything that outlives a call, for the whole process.
+#[derive(Debug)]
+pub struct Dispatcher {
+    /// Settings.
+    pub config: Config,
+    /// Counters and recorder.
+    pub trace: Trace,
+    /// Autocast regions and delayed-scaling buffers.
+    pub autocast: AutocastState,
+    /// How often forward scales were updated: a cached weight is as new as the scale it was made with.
+    pub forward_generation: u64,
+    /// `te_fast.auto_pad`: row counts that are no multiple of 8 are taken.
+    pub auto_pad: bool,
+    devices: Vec<Option<Box<DeviceState>>>,
+    host: HostState,
+}
+
+impl Dispatcher {
+    /// A dispatcher that has touched no device.
+    #[must_use]
+    pub fn new(config: Config) -> Self {
+        Self {
+            config,
+            trace: Trace::default(),
+            autocast: AutocastState::default(),
+            forward_generation: 0,
+            auto_pad: false,
+            devices: Vec::new(),
+            host: HostState { gemms: GemmPlans::default(), counters: vec![0; COUNTER_BYTES / 8], scratch: Vec::new() },
+        }
+    }
+
+    /// Makes `device` the current one of this thread, if it is not; returns what to go back to.
+    ///
+    /// # Errors
+    /// No driver, no such device.
+    #[inline]
+    pub fn make_current(&mut self, device: Device) -> Result<Option<Context>> {
+        let Device::Cuda(ordinal) = device else { return Ok(None) };
+        if !self.config.check_device && self.devices.get(usize::from(ordinal)).is_some_and(Option::is_some) {
+            return Ok(None);
+        }
+        let former = self.device(ordinal)?.cuda.make_current()?;
+        if former.is_some() {
+            self.trace.counters.guard_switches += 1;
+        }
+        Ok(former)
+    }
+
+    /// Facts of a device, read once per process and device.
+    ///
+    /// # Errors
+    /// No driver, no such device.
+    pub fn facts(&mut self, ordinal: u16) -> Result<&DeviceFacts> {
+        Ok(self.device(ordinal)?.cuda.facts())
+    }
+
+    /// Streaming multiprocessors, which plans size their grids by; 1 on the host.
+    ///
+    /// # Errors
+    /// No driver, no such device.
+    pub fn multiprocessors(&mut self, device: Device) -> Result<u32> {
+        match device {
+            Device::Cpu => Ok(1),
+            Device::Cuda(ordinal) => Ok(self.facts(ordinal)?.multiprocessors),
+        }
+    }
+
+    #[inline]
+    fn device(&mut self, ordinal: u16) -> Result<&mut DeviceState> {
+        let index = usize::from(ordinal);
+        if self.devices.get(index).is_none_or(Option::is_none) {
+            self.open(ordinal)?;
+        }
+        match self.devices.get_mut(index) {
+            Some(Some(state)) => Ok(state),
+            _ => Err(Error::state("device", format!("cuda:{ordinal} could not be opened"))),
+        }
+    }
+
+    #[cold]
+    fn open(&mut self, ordinal: u16) -> Result<()> {
+        let cuda = CudaDevice::open(ordinal, self.config.synchronise)?;
+        let index = usize::from(ordinal);
+        if self.devices.len() <= index {
+            self.devices.resize_with(index + 1, || None);
+        }
+        self.devices[index] = Some(Box::new(DeviceState { cuda, gemms: GemmPlans::default(), streams: Vec::new() }));
+        Ok(())
+    }
+
+    /// The plan of a matrix product on a device whose context is current.
+    ///
+    /// # Errors
+    /// See [`GemmPlans::get`].
+    pub fn gemm(&mut self, device: Device, problem: Problem) -> Result<Arc<GemmPlan>> {
+        match device {
+            Device::Cpu => self.host.gemms.get(None, problem),
+            Device::Cuda(ordinal) => {
+                let state = self.device(ordinal)?;
+                state.gemms.get(Some(&state.cuda), problem)
+            }
+        }
+    }
+
+    /// How many bytes the caller must bring for a call that needs `scratch` bytes of private memory; zero when the
+    /// stream's own memory serves.
+    ///
+    /// # Errors
+    /// The driver's refusal to say whether a graph is being captured.
+    #[inline]
+    pub fn external_bytes(place: Place, scratch: usize) -> Result<External> {
+        if matches!(place.device, Device::Cuda(_)) && is_capturing(place.stream)? {
+            return Ok(External::Everything(aligned(WORKSPACE_BYTES + COUNTER_BYTES) + scratch));
+        }
+        Ok(if scratch > OWN_SCRATCH_LIMIT { External::Scratch(scratch) } else { External::None })
+    }
+
+    /// A launch target on `place` with `scratch` bytes of private memory; the device must be current.
+    ///
+    /// # Errors
+    /// No driver, or no memory.
+    #[inline]
+    pub fn lane<'d>(&'d mut self, place: Place, scratch: usize, memory: Memory<'d>) -> Result<Lane<'d>> {
+        match place.device {
+            Device::Cpu => Ok(self.host_lane(scratch, memory)),
+            Device::Cuda(ordinal) => self.cuda_lane(ordinal, place.stream, scratch, memory),
+        }
+    }
+
+    fn host_lane<'d>(&'d mut self, scratch: usize, memory: Memory<'d>) -> Lane<'d> {
+        let Self { trace, host, .. } = self;
+        let words = scratch.div_ceil(8);
+        let scratch = match memory {
+            Memory::Scratch(scratch) | Memory::Everything(scratch) => scratch,
+            Memory::Own => {
+                if host.scratch.len() < words {
+                    trace.counters.allocations += 1;
+                    host.scratch = vec![0; words];
+                }
+                DevPtr::from_slice(&mut host.scratch)
+            }
+        };
+        let workspace = Workspace { gemm: DevPtr::null(), counters: DevPtr::from_slice(&mut host.counters), scratch };
+        Lane { target: Target { backend: Backend::Host, trace }, workspace }
+    }
+
+    #[inline]
+    fn cuda_lane<'d>(&'d mut self, ordinal: u16, stream: Stream, scratch: usize, memory: Memory<'d>) -> Result<Lane<'d>> {
+        self.device(ordinal)?;
+        let Self { trace, devices, .. } = self;
+        let Some(Some(state)) = devices.get_mut(usize::from(ordinal)) else {
+            return Err(Error::state("device", "not open"));
+        };
+        let DeviceState { cuda, streams, .. } = &mut **state;
+        let queue = CudaQueue { device: cuda, stream };
+        if let Memory::Everything(memory) = memory {
+            let workspace = Workspace {
+                gemm: memory,
+                counters: memory.offset(WORKSPACE_BYTES),
+                scratch: memory.offset(aligned(WORKSPACE_BYTES + COUNTER_BYTES)),
+            };
+            queue.zero(workspace.counters, COUNTER_BYTES)?;
+            return Ok(Lane { target: Target { backend: Backend::Cuda(queue), trace }, workspace });
+        }
+        let index = match streams.iter().position(|state| state.stream == stream) {
+            Some(index) => index,
+            None => open_stream(streams, &queue, trace)?,
+        };
+        let StreamState { fixed, scratch: own, .. } = &mut streams[index];
+        let scratch = match memory {
+            Memory::Scratch(scratch) | Memory::Everything(scratch) => scratch,
+            Memory::Own => own_scratch(own, scratch, trace)?,
+        };
+        let fixed = fixed.ptr();
+        let workspace = Workspace { gemm: fixed, counters: fixed.offset(WORKSPACE_BYTES), scratch };
+        Ok(Lane { target: Target { backend: Backend::Cuda(queue), trace }, workspace })
+    }
+
+    /// Number of GEMM plans, bytes of private memory and streams seen, per device.
+    #[must_use]
+    pub fn inventory(&self) -> Vec<(Device, usize, usize, usize)> {
+        let host = (Device::Cpu, self.host.gemms.len(), 8 * (self.host.scratch.len() + self.host.counters.len()), 0);
+        let devices = self.devices.iter().flatten().map(|state| {
+            let bytes = state.streams.iter().map(StreamState::bytes).sum();
+            (Device::Cuda(state.cuda.facts().ordinal), state.gemms.len(), bytes, state.streams.len())
+        });
+        std::iter::once(host).chain(devices).collect()
+    }
+
+    /// Gives the private memory of every stream back; calls in flight are waited for.
+    pub fn release_memory(&mut self) {
+        self.host.scratch = Vec::new();
+        for state in self.devices.iter_mut().flatten() {
+            state.streams.clear();
+        }
+    }
+}
+
+/// What a caller must allocate for a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum External {
+    /// Nothing.
+    None,
+    /// This many bytes of scratch.
+    Scratch(usize),
+    /// This many bytes for everything private.
+    Everything(usize),
+}
+
+impl External {
+    /// The bytes, zero for none.
+    #[must_use]
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::None => 0,
+            Self::Scratch(bytes) | Self::Everything(bytes) => bytes,
+        }
+    }
+
+    /// The memory, once the caller has it.
+    #[must_use]
+    pub const fn memory(self, memory: DevPtr<'_>) -> Memory<'_> {
+        match self {
+            Self::None => Memory::Own,
+            Self::Scratch(_) => Memory::Scratch(memory),
+            Self::Everything(_) => Memory::Everything(memory),
+        }
+    }
+}
+
+#[cold]
+fn open_stream(streams: &mut Vec<StreamState>, queue: &CudaQueue<'_>, trace: &mut Trace) -> Result<usize> {
+    let fixed = DeviceBuffer::allocate(WORKSPACE_BYTES + COUNTER_BYTES)?;
+    trace.counters.allocations += 1;
+    queue.zero(fixed.ptr().offset(WORKSPACE_BYTES), COUNTER_BYTES)?;
+    streams.push(StreamState { stream: queue.stream, fixed, scratch: None });
+    Ok(streams.len() - 1)
+}
+
+impl StreamState {
+    fn bytes(&self) -> usize {
+        self.fixed.bytes() + self.scratch.as_ref().map_or(0, DeviceBuffer::bytes)
+    }
+}
+
+#[inline]
+fn own_scratch<'a>(own: &'a mut Option<DeviceBuffer>, bytes: usize, trace: &mut Trace) -> Result<DevPtr<'a>> {
+    if bytes != 0 && own.as_ref().is_none_or(|scratch| scratch.bytes() < bytes) {
+        grow(own, bytes, trace)?;
+    }
+    Ok(own.as_ref().map_or(DevPtr::null(), DeviceBuffer::ptr))
+}
+
+#[cold]
+fn grow(own: &mut Option<DeviceBuffer>, bytes: usize, trace: &mut Trace) -> Result<()> {
+    let size = (bytes * 2).next_multiple_of(SCRATCH_STEP).min(OWN_SCRATCH_LIMIT).max(bytes);
+    *own = None; // cuMemFree waits for the launches that use it
+    *own = Some(DeviceBuffer::allocate(size)?);
+    trace.counters.allocations += 1;
+    Ok(())
+}

@@ -1,0 +1,149 @@
+//! Matrix product on the host: operands are dequantised to FP32 and multiplied by a well-kept SGEMM.
+//! FP8 products are exact in FP32, so results differ from a GPU's only by the order of the sums.
+
+use half::{bf16, f16};
+use ndarray::linalg::general_mat_mul;
+use ndarray::{ArrayView2, ArrayViewMut2};
+use rayon::prelude::*;
+
+use crate::error::{Error, Result};
+use crate::gemm::{GemmIo, Operand, Problem, ScaleMode};
+use crate::host::fp8;
+use crate::kernel::DevPtr;
+use crate::tensor::DType;
+
+/// Elements along one side of a scale's block.
+const BLOCK: usize = 128;
+
+/// Runs `problem`.
+///
+/// # Errors
+/// An element type that no GEMM takes.
+pub(crate) fn run(problem: &Problem, io: &GemmIo<'_>) -> Result<()> {
+    let &Problem { m, n, k, ldd, .. } = problem;
+    let x = load(&problem.x, io.x, io.x_scale, m, k)?;
+    let w = load(&problem.w, io.w, io.w_scale, n, k)?;
+    let mut product = vec![0.0_f32; m * n];
+    multiply(m, n, k, &x, &w, &mut product);
+    if problem.x.scale == ScaleMode::Tensor {
+        let scale = scalar(io.x_scale) * scalar(io.w_scale);
+        product.par_iter_mut().for_each(|value| *value *= scale);
+    }
+    if let Some(dtype) = problem.bias {
+        let bias = load_row(dtype, io.bias, n)?;
+        product.par_chunks_mut(n).for_each(|row| row.iter_mut().zip(&bias).for_each(|(value, bias)| *value += bias));
+    }
+    match problem.d {
+        DType::F32 => store(io.d.slice_mut::<f32>(span(m, n, ldd)), &product, problem, |value| value, |old| old),
+        DType::Bf16 => store(io.d.slice_mut::<bf16>(span(m, n, ldd)), &product, problem, bf16::from_f32, bf16::to_f32),
+        DType::F16 => store(io.d.slice_mut::<f16>(span(m, n, ldd)), &product, problem, f16::from_f32, f16::to_f32),
+        other => return Err(Error::dtype("gemm", "the result", "float32, float16 or bfloat16", other)),
+    }
+    Ok(())
+}
+
+/// Elements from the first to the last of a matrix with gaps between its rows.
+const fn span(rows: usize, cols: usize, ld: usize) -> usize {
+    if rows == 0 { 0 } else { (rows - 1) * ld + cols }
+}
+
+fn scalar(scale: DevPtr<'_>) -> f32 {
+    scale.slice::<f32>(1).first().copied().unwrap_or(1.0)
+}
+
+/// `D[m, n] = X[m, k] · W[n, k]ᵀ`, contiguous FP32; rows are split over rayon's threads.
+fn multiply(m: usize, n: usize, k: usize, x: &[f32], w: &[f32], d: &mut [f32]) {
+    if k == 0 {
+        return;
+    }
+    let rows = m.div_ceil(rayon::current_num_threads()).max(16);
+    d.par_chunks_mut(rows * n).zip(x.par_chunks(rows * k)).for_each(|(d, x)| sgemm(n, k, x, w, d));
+}
+
+fn sgemm(n: usize, k: usize, x: &[f32], w: &[f32], d: &mut [f32]) {
+    let m = d.len() / n;
+    let views = (
+        ArrayView2::from_shape((m, k), x),
+        ArrayView2::from_shape((n, k), w),
+        ArrayViewMut2::from_shape((m, n), d),
+    );
+    if let (Ok(x), Ok(w), Ok(mut d)) = views {
+        general_mat_mul(1.0, &x, &w.t(), 0.0, &mut d);
+    }
+}
+
+/// An operand as contiguous FP32 `[outer, k]`; block scales are applied, a tensor's scale is left to the caller.
+fn load(operand: &Operand, data: DevPtr<'_>, scales: DevPtr<'_>, outer: usize, k: usize) -> Result<Vec<f32>> {
+    let (rows, cols) = if operand.k_outermost { (k, outer) } else { (outer, k) };
+    let ld = operand.ld;
+    let mut values = vec![0.0_f32; outer * k];
+    if values.is_empty() {
+        return Ok(values);
+    }
+    let count = span(rows, cols, ld);
+    let place = |values: &mut [f32], get: &(dyn Fn(usize) -> f32 + Sync)| {
+        if operand.k_outermost {
+            values.par_chunks_mut(k).enumerate().for_each(|(j, row)| {
+                row.iter_mut().enumerate().for_each(|(i, value)| *value = get(i * ld + j));
+            });
+        } else {
+            values.par_chunks_mut(k).enumerate().for_each(|(i, row)| {
+                row.iter_mut().enumerate().for_each(|(j, value)| *value = get(i * ld + j));
+            });
+        }
+    };
+    match operand.dtype {
+        DType::F32 => { let data = data.slice::<f32>(count); place(&mut values, &|i| data[i]); }
+        DType::F16 => { let data = data.slice::<f16>(count); place(&mut values, &|i| data[i].to_f32()); }
+        DType::Bf16 => { let data = data.slice::<bf16>(count); place(&mut values, &|i| data[i].to_f32()); }
+        DType::E4m3 | DType::E5m2 => {
+            let table = fp8::decode_table(operand.dtype == DType::E4m3);
+            let data = data.slice::<u8>(count);
+            place(&mut values, &|i| table[usize::from(data[i])]);
+        }
+        other => return Err(Error::dtype("gemm", "an operand", "float32, float16, bfloat16 or FP8", other)),
+    }
+    apply_block_scales(operand.scale, scales, &mut values, outer, k);
+    Ok(values)
+}
+
+fn apply_block_scales(mode: ScaleMode, scales: DevPtr<'_>, values: &mut [f32], outer: usize, k: usize) {
+    let up4 = |count: usize| count.next_multiple_of(4);
+    let blocks = k.div_ceil(BLOCK);
+    let (count, index): (usize, &(dyn Fn(usize, usize) -> usize + Sync)) = match mode {
+        ScaleMode::None | ScaleMode::Tensor => return,
+        ScaleMode::Block1d => (blocks * up4(outer), &|row, block| block * up4(outer) + row),
+        ScaleMode::Block2d => (outer.div_ceil(BLOCK) * up4(blocks), &|row, block| row / BLOCK * up4(blocks) + block),
+    };
+    let scales = scales.slice::<f32>(count);
+    values.par_chunks_mut(k).enumerate().for_each(|(row, values)| {
+        for (block, values) in values.chunks_mut(BLOCK).enumerate() {
+            let scale = scales[index(row, block)];
+            values.iter_mut().for_each(|value| *value *= scale);
+        }
+    });
+}
+
+fn load_row(dtype: DType, data: DevPtr<'_>, n: usize) -> Result<Vec<f32>> {
+    Ok(match dtype {
+        DType::F32 => data.slice::<f32>(n).to_vec(),
+        DType::F16 => data.slice::<f16>(n).iter().map(|value| value.to_f32()).collect(),
+        DType::Bf16 => data.slice::<bf16>(n).iter().map(|value| value.to_f32()).collect(),
+        other => return Err(Error::dtype("gemm", "the bias", "float32, float16 or bfloat16", other)),
+    })
+}
+
+fn store<T: Copy + Send + Sync>(
+    d: &mut [T],
+    product: &[f32],
+    problem: &Problem,
+    encode: impl Fn(f32) -> T + Sync,
+    decode: impl Fn(T) -> f32 + Sync,
+) {
+    let n = problem.n;
+    d.par_chunks_mut(problem.ldd).zip(product.par_chunks(n)).for_each(|(d, product)| {
+        for (d, &value) in d.iter_mut().zip(product) {
+            *d = encode(if problem.accumulate { decode(*d) + value } else { value });
+        }
+    });
+}
