@@ -9,6 +9,7 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 #[path = "src/ids.rs"]
 #[allow(dead_code, unreachable_pub)]
@@ -20,7 +21,15 @@ use ids::{Image, KernelId};
 const RELEASE_ARCHS: &str = "80,89,90,100,120";
 
 fn main() {
-    for variable in ["TE_FAST_SKIP_CUDA", "TE_FAST_NVCC", "TE_FAST_CUDA_ARCHS", "CUDA_HOME", "CUDA_PATH", "VIRTUAL_ENV", "PYO3_PYTHON"] {
+    for variable in [
+        "TE_FAST_SKIP_CUDA",
+        "TE_FAST_NVCC",
+        "TE_FAST_CUDA_ARCHS",
+        "CUDA_HOME",
+        "CUDA_PATH",
+        "VIRTUAL_ENV",
+        "PYO3_PYTHON",
+    ] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
     println!("cargo::rerun-if-changed=build.rs");
@@ -39,19 +48,24 @@ fn main() {
     assert!(!archs.is_empty(), "TE_FAST_CUDA_ARCHS is empty; give e.g. 90 or 80,90");
 
     let jobs = std::thread::available_parallelism().map_or(2, usize::from);
-    for batch in Image::ALL.chunks(jobs) {
-        std::thread::scope(|scope| {
-            for &image in batch {
-                let (nvcc, archs, sources, out) = (&nvcc, &archs, &sources, &out);
-                scope.spawn(move || compile(nvcc, archs, sources, out, image));
-            }
-        });
-    }
+    let next = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..jobs {
+            scope.spawn(|| {
+                while let Some(&image) = Image::ALL.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    compile(&nvcc, &archs, &sources, &out, image);
+                }
+            });
+        }
+    });
     let includes: Vec<String> = Image::ALL
         .iter()
         .map(|image| format!("include_bytes!(r\"{}\")", out.join(format!("{}.fatbin", image.stem())).display()))
         .collect();
-    let numbers: Vec<u32> = archs.iter().map(|arch| arch.trim_end_matches(['a', 'f']).parse().expect("an architecture is a number, e.g. 90")).collect();
+    let numbers: Vec<u32> = archs
+        .iter()
+        .map(|arch| arch.trim_end_matches(['a', 'f']).parse().expect("an architecture is a number, e.g. 90"))
+        .collect();
     write_table(&out, &includes, &numbers);
 }
 
@@ -76,7 +90,11 @@ fn find_nvcc() -> PathBuf {
         }
     }
     let script = "import glob, os, sys\nfor p in sys.path:\n    for f in sorted(glob.glob(os.path.join(p, 'nvidia', 'cu*', 'bin', 'nvcc'))):\n        print(f); sys.exit(0)";
-    let mut pythons: Vec<PathBuf> = ["PYO3_PYTHON", "PYTHON_SYS_EXECUTABLE"].iter().filter_map(|name| env::var(name).ok()).map(PathBuf::from).collect();
+    let mut pythons: Vec<PathBuf> = ["PYO3_PYTHON", "PYTHON_SYS_EXECUTABLE"]
+        .iter()
+        .filter_map(|name| env::var(name).ok())
+        .map(PathBuf::from)
+        .collect();
     if let Ok(venv) = env::var("VIRTUAL_ENV") {
         pythons.push(Path::new(&venv).join("bin/python"));
     }
@@ -100,24 +118,32 @@ fn find_nvcc() -> PathBuf {
 fn compile(nvcc: &Path, archs: &[&str], sources: &Path, out: &Path, image: Image) {
     let source = sources.join(format!("{}.cu", image.stem()));
     println!("cargo::rerun-if-changed={}", source.display());
-    let plain = out.join(format!("{}.plain.fatbin", image.stem()));
-    run_nvcc(nvcc, archs, &source, &plain, &["--no-compress"]);
-    // Only an uncompressed image shows its symbols; the shipped one is compressed.
-    let bytes = fs::read(&plain).expect("nvcc wrote the fatbin");
-    for id in KernelId::all().filter(|id| id.image() == image) {
-        let needle = [b"\0", id.symbol().as_bytes(), b"\0"].concat();
-        assert!(
-            bytes.windows(needle.len()).any(|window| window == needle),
-            "cuda/{}.cu has no kernel {}, which ids.rs names",
-            image.stem(),
-            id.symbol()
-        );
+    let kept = out.join(image.stem());
+    // Left-overs of another list of architectures are not to be searched.
+    drop(fs::remove_dir_all(&kept));
+    fs::create_dir_all(&kept).expect("OUT_DIR is writable");
+    run_nvcc(nvcc, archs, &source, &out.join(format!("{}.fatbin", image.stem())), &kept);
+    // The shipped image is compressed; its parts, which nvcc keeps, show their symbols.
+    let parts = fs::read_dir(&kept).expect("nvcc keeps its parts").map(|entry| entry.expect("a readable entry").path());
+    let cubins: Vec<PathBuf> =
+        parts.filter(|path| path.extension().is_some_and(|extension| extension == "cubin")).collect();
+    assert_eq!(cubins.len(), archs.len(), "nvcc left {cubins:?} for {archs:?}");
+    for cubin in &cubins {
+        let bytes = fs::read(cubin).expect("nvcc wrote the cubin");
+        for id in KernelId::all().filter(|id| id.image() == image) {
+            let needle = [b"\0", id.symbol().as_bytes(), b"\0"].concat();
+            assert!(
+                bytes.windows(needle.len()).any(|window| window == needle),
+                "{} has no kernel {}, which ids.rs names",
+                cubin.display(),
+                id.symbol()
+            );
+        }
     }
-    run_nvcc(nvcc, archs, &source, &out.join(format!("{}.fatbin", image.stem())), &["--compress-mode=size"]);
-    fs::remove_file(plain).expect("the fatbin was just written");
+    fs::remove_dir_all(&kept).expect("the parts were just written");
 }
 
-fn run_nvcc(nvcc: &Path, archs: &[&str], source: &Path, output: &Path, extra: &[&str]) {
+fn run_nvcc(nvcc: &Path, archs: &[&str], source: &Path, output: &Path, kept: &Path) {
     let mut command = Command::new(nvcc);
     command.args(["-fatbin", "-std=c++20", "-O3", "-lineinfo", "-Xptxas=-warn-spills", "-Werror=all-warnings"]);
     for arch in archs {
@@ -126,7 +152,7 @@ fn run_nvcc(nvcc: &Path, archs: &[&str], source: &Path, output: &Path, extra: &[
     if let Some(last) = archs.last() {
         command.arg(format!("-gencode=arch=compute_{last},code=compute_{last}"));
     }
-    command.args(extra).arg("-o").arg(output).arg(source);
+    command.args(["--compress-mode=size", "--keep", "--keep-dir"]).arg(kept).arg("-o").arg(output).arg(source);
     let result = command.output().unwrap_or_else(|error| panic!("cannot run {}: {error}", nvcc.display()));
     assert!(
         result.status.success(),
