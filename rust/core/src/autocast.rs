@@ -4,7 +4,6 @@
 //! Regions nest by snapshots: entering returns the region that was in force, leaving puts it back. That keeps
 //! Transformer Engine's semantics even when regions are left out of order.
 
-use std::any::Any;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
@@ -12,6 +11,7 @@ use std::sync::{Arc, Weak};
 use te_fast_kernels::Fp8;
 
 use crate::error::{Error, Result};
+use crate::kernel::DevPtr;
 use crate::recipe::Recipe;
 use crate::tensor::{DType, Device, TensorView};
 
@@ -83,6 +83,14 @@ impl Region {
     }
 }
 
+/// Owner of a pair of delayed-scaling buffers.
+pub trait SlotMemory: Send + Sync {
+    /// The history, f32 `(history_len, count)`.
+    fn history(&self) -> DevPtr<'_>;
+    /// The scales, f32 `(count)`.
+    fn scale(&self) -> DevPtr<'_>;
+}
+
 /// The delayed-scaling buffers of one layer in one direction. The layer owns it; when the last owner drops it, the
 /// registry forgets it.
 pub struct AmaxSlots {
@@ -91,12 +99,10 @@ pub struct AmaxSlots {
     recipe_id: u32,
     group: u64,
     device: Device,
-    history: u64,
-    scale: u64,
     history_len: u32,
     count: u32,
     ran: AtomicBool,
-    _memory: Box<dyn Any + Send + Sync>,
+    memory: Box<dyn SlotMemory>,
 }
 
 impl fmt::Debug for AmaxSlots {
@@ -136,16 +142,29 @@ impl AmaxSlots {
         self.device
     }
 
-    /// Address of the history, f32 `(history_len, count)`; row 0 is live: kernels take the maximum into it.
+    /// The history, f32 `(history_len, count)`; row 0 is live: kernels take the maximum into it.
     #[must_use]
-    pub fn history(&self) -> u64 {
-        self.history
+    #[inline]
+    pub fn history(&self) -> DevPtr<'_> {
+        self.memory.history()
     }
 
-    /// Address of the scales, f32 `(count)`.
+    /// The scales, f32 `(count)`.
     #[must_use]
-    pub fn scale(&self) -> u64 {
-        self.scale
+    #[inline]
+    pub fn scale(&self) -> DevPtr<'_> {
+        self.memory.scale()
+    }
+
+    /// Whether the layer ran since the last update.
+    #[must_use]
+    pub fn ran(&self) -> bool {
+        self.ran.load(Ordering::Relaxed)
+    }
+
+    /// Forgets that the layer ran: its caller has updated the scales itself.
+    pub fn clear_ran(&self) {
+        self.ran.store(false, Ordering::Relaxed);
     }
 
     /// Rows of the history.
@@ -239,15 +258,13 @@ impl AutocastState {
         Ok(former)
     }
 
-    /// Leaves the region that was entered with `enabled`, `calibrating` and `graph`, and says whether forward scales
-    /// are now due. Whether gradients are enabled is the caller's to ask: without them only calibration updates.
-    pub fn exit(&mut self, former: &Region, request: &Request) -> Due {
+    /// Leaves the innermost region for `former`, and says what is then due of the forward scales. `updates` is whether
+    /// that region updates them: it quantised or calibrated, and was no graph's. Whether gradients are enabled is
+    /// the caller's to ask: without them only calibration updates.
+    pub fn exit(&mut self, former: &Region, updates: bool) -> Due {
         self.restore(former);
         self.depth = self.depth.saturating_sub(1);
-        if self.depth != 0 || request.graph || !(request.enabled || request.calibrating) {
-            return Due::Nothing;
-        }
-        self.due(Direction::Forward)
+        if self.depth == 0 && updates { self.due(Direction::Forward) } else { Due::Nothing }
     }
 
     /// Puts a snapshot of [`AutocastState::current`] back.
@@ -333,7 +350,7 @@ impl AutocastState {
     }
 
     /// Registers a layer's buffers: `history` f32 `(history_len, count)`, `scale` f32 `(count)`, both contiguous.
-    /// `memory` owns them, and is kept as long as the slots are.
+    /// `memory` owns them.
     ///
     /// # Errors
     /// The tensors do not fit each other, or the recipe is not one of delayed scaling.
@@ -344,7 +361,7 @@ impl AutocastState {
         group: u64,
         history: &TensorView<'_>,
         scale: &TensorView<'_>,
-        memory: Box<dyn Any + Send + Sync>,
+        memory: Box<dyn SlotMemory>,
     ) -> Result<Arc<AmaxSlots>> {
         check_slots(history, scale)?;
         if !recipe.is_delayed() {
@@ -357,12 +374,10 @@ impl AutocastState {
             recipe_id,
             group,
             device: history.device(),
-            history: history.data().address() as u64,
-            scale: scale.data().address() as u64,
             history_len: history.shape()[0] as u32,
             count: scale.shape()[0] as u32,
             ran: AtomicBool::new(false),
-            _memory: memory,
+            memory,
         });
         self.next_id += 1;
         let registry = &mut self.registries[direction as usize];
@@ -395,30 +410,39 @@ impl AutocastState {
     pub fn for_each(&self, direction: Direction, mut visit: impl FnMut(&Arc<AmaxSlots>, &Recipe, bool)) {
         for slots in self.registries[direction as usize].slots.iter().filter_map(Weak::upgrade) {
             if let Some(recipe) = self.recipe(slots.recipe_id) {
-                visit(&slots, recipe, slots.ran.load(Ordering::Relaxed));
+                visit(&slots, recipe, slots.ran());
             }
         }
     }
 
-    /// Hands over the slots whose layers ran, and forgets that they did; drops those of dead layers.
+    /// A device with slots whose layers ran.
+    #[must_use]
+    pub fn due_device(&self, direction: Direction) -> Option<Device> {
+        let registry = &self.registries[direction as usize];
+        let mut live = registry.slots.iter().filter_map(Weak::upgrade);
+        if registry.ran { live.find(|slots| slots.ran()).map(|slots| slots.device) } else { None }
+    }
+
+    /// Hands over the slots of `device` whose layers ran, and forgets that they did; drops those of dead layers.
     ///
     /// Slots whose layer did not run hold a zero in the live row, for which the update is the identity: they stay out.
-    pub fn take_due(&mut self, direction: Direction, mut visit: impl FnMut(&Arc<AmaxSlots>, &Recipe)) {
+    pub fn take_due(&mut self, direction: Direction, device: Device, mut visit: impl FnMut(Arc<AmaxSlots>, &Recipe)) {
         let Self { registries, recipes, .. } = self;
         let registry = &mut registries[direction as usize];
-        let mut unconditional = false;
+        let (mut unconditional, mut ran) = (false, false);
         registry.slots.retain(|weak| {
             let Some(slots) = weak.upgrade() else { return false };
-            if let Some(recipe) = recipes.get(slots.recipe_id as usize - 1) {
-                unconditional |= recipe.delayed.reduce_amax || recipe.delayed.custom != 0;
-                if slots.ran.swap(false, Ordering::Relaxed) {
-                    visit(&slots, recipe);
-                }
+            let Some(recipe) = recipes.get(slots.recipe_id as usize - 1) else { return false };
+            unconditional |= recipe.delayed.reduce_amax || recipe.delayed.custom != 0;
+            if slots.device != device {
+                ran |= slots.ran();
+            } else if slots.ran.swap(false, Ordering::Relaxed) {
+                visit(slots, recipe);
             }
             true
         });
         registry.unconditional = unconditional;
-        registry.ran = false;
+        registry.ran = ran;
     }
 }
 

@@ -7,17 +7,30 @@ use crate::recipe::Delayed;
 const OFF: Request = Request { enabled: false, calibrating: false, graph: false, recipe: None, group: 0 };
 const ON: Request = Request { enabled: true, recipe: Some(Recipe::DELAYED), ..OFF };
 
+struct Leaked(DevPtr<'static>, DevPtr<'static>);
+
+impl SlotMemory for Leaked {
+    fn history(&self) -> DevPtr<'_> {
+        self.0
+    }
+
+    fn scale(&self) -> DevPtr<'_> {
+        self.1
+    }
+}
+
+fn leaked() -> Leaked {
+    Leaked(
+        DevPtr::from_slice(Box::leak(Box::new([0.0_f32; 12]))),
+        DevPtr::from_slice(Box::leak(Box::new([1.0_f32; 3]))),
+    )
+}
+
 fn slots_of(state: &mut AutocastState, direction: Direction, recipe: Recipe) -> Arc<AmaxSlots> {
-    let mut history = vec![0.0_f32; 4 * 3];
-    let mut scale = vec![1.0_f32; 3];
-    let slots = {
-        let history =
-            TensorView::new(DevPtr::from_slice(&mut history), Device::Cpu, DType::F32, &[4, 3], None).unwrap();
-        let scale = TensorView::new(DevPtr::from_slice(&mut scale), Device::Cpu, DType::F32, &[3], None).unwrap();
-        state.register(direction, recipe, 0, &history, &scale, Box::new(())).unwrap()
-    };
-    drop((history, scale));
-    slots
+    let memory = leaked();
+    let history = TensorView::new(memory.0, Device::Cpu, DType::F32, &[4, 3], None).unwrap();
+    let scale = TensorView::new(memory.1, Device::Cpu, DType::F32, &[3], None).unwrap();
+    state.register(direction, recipe, 0, &history, &scale, Box::new(memory)).unwrap()
 }
 
 fn local() -> Recipe {
@@ -31,7 +44,7 @@ fn equal_content_keeps_the_epoch_and_any_change_moves_it() {
     let former = state.enter(&ON).unwrap();
     let epoch = state.current().epoch;
     assert_ne!(epoch, 0);
-    assert_eq!(state.exit(&former, &ON), Due::Nothing);
+    assert_eq!(state.exit(&former, true), Due::Nothing);
     assert_eq!(state.current().epoch, 0);
 
     let mut seen = vec![0, epoch];
@@ -50,7 +63,7 @@ fn equal_content_keeps_the_epoch_and_any_change_moves_it() {
             if seen.last() != Some(&epoch) {
                 seen.push(epoch);
             }
-            state.exit(&former, &request);
+            state.exit(&former, true);
         }
     }
     state.enter(&ON).unwrap();
@@ -67,10 +80,10 @@ fn nested_regions_restore_and_the_first_module_flag_follows_the_snapshot() {
     let outer = state.enter(&OFF).unwrap();
     assert!(state.take_first_fp8_module());
     assert!(!state.take_first_fp8_module());
-    assert_eq!(state.exit(&outer, &OFF), Due::Nothing);
+    assert_eq!(state.exit(&outer, false), Due::Nothing);
     assert!(state.current().enabled && state.take_first_fp8_module());
     assert_eq!(state.depth(), 1);
-    state.exit(&outside, &ON);
+    state.exit(&outside, true);
     assert_eq!((state.depth(), *state.current()), (0, Region::HIGH_PRECISION));
 }
 
@@ -93,9 +106,12 @@ fn only_slots_that_ran_are_due_and_they_die_with_their_owner() {
     assert!(first.id() < second.id());
     let former = state.enter(&ON).unwrap();
     state.mark_ran(&second);
-    assert_eq!(state.exit(&former, &ON), Due::Ran);
+    assert_eq!(state.exit(&former, true), Due::Ran);
     let mut due = Vec::new();
-    state.take_due(Direction::Forward, |slots, _| due.push(slots.id()));
+    assert_eq!(state.due_device(Direction::Forward), Some(Device::Cpu));
+    state.take_due(Direction::Forward, Device::Cuda(0), |slots, _| due.push(slots.id()));
+    assert!(due.is_empty() && state.due(Direction::Forward) == Due::Ran);
+    state.take_due(Direction::Forward, Device::Cpu, |slots, _| due.push(slots.id()));
     assert_eq!(due, [second.id()]);
     assert_eq!(state.due(Direction::Forward), Due::Nothing);
 
@@ -112,25 +128,24 @@ fn reducing_and_custom_recipes_are_due_at_every_exit_until_their_layer_dies() {
     assert_eq!(state.due(Direction::Backward), Due::Unconditional);
     assert_eq!(state.due(Direction::Forward), Due::Nothing);
     drop(slots);
-    state.take_due(Direction::Backward, |_, _| {});
+    state.take_due(Direction::Backward, Device::Cpu, |_, _| {});
     assert_eq!(state.due(Direction::Backward), Due::Nothing);
 }
 
 #[test]
-fn inner_graph_and_disabled_exits_are_never_due_but_calibration_is() {
+fn only_the_outermost_exit_of_a_region_that_updates_is_due() {
     let mut state = AutocastState::default();
     let slots = slots_of(&mut state, Direction::Forward, local());
     state.mark_ran(&slots);
     let outer = state.enter(&ON).unwrap();
     let inner = state.enter(&ON).unwrap();
-    assert_eq!(state.exit(&inner, &ON), Due::Nothing);
-    let graph = Request { graph: true, ..ON };
-    assert_eq!(state.exit(&outer, &graph), Due::Nothing);
+    assert_eq!(state.exit(&inner, true), Due::Nothing);
+    assert_eq!(state.exit(&outer, false), Due::Nothing);
     let former = state.enter(&OFF).unwrap();
-    assert_eq!(state.exit(&former, &OFF), Due::Nothing);
+    assert_eq!(state.exit(&former, false), Due::Nothing);
     let calibrating = Request { calibrating: true, enabled: false, ..ON };
     let former = state.enter(&calibrating).unwrap();
-    assert_eq!(state.exit(&former, &calibrating), Due::Ran);
+    assert_eq!(state.exit(&former, true), Due::Ran);
     state.reset();
     assert_eq!(state.due(Direction::Forward), Due::Nothing);
 }
@@ -149,10 +164,10 @@ fn wrong_buffers_are_refused() {
         (view(DType::F32, &[0, 3]), scale),
         (view(DType::F32, &[4, 3]), view(DType::F32, &[3, 1])),
     ] {
-        assert!(state.register(Direction::Forward, Recipe::DELAYED, 0, &history, &scale, Box::new(())).is_err());
+        assert!(state.register(Direction::Forward, Recipe::DELAYED, 0, &history, &scale, Box::new(leaked())).is_err());
     }
     let history = view(DType::F32, &[4, 3]);
-    assert!(state.register(Direction::Forward, Recipe::CURRENT, 0, &history, &scale, Box::new(())).is_err());
+    assert!(state.register(Direction::Forward, Recipe::CURRENT, 0, &history, &scale, Box::new(leaked())).is_err());
 }
 
 proptest! {
@@ -168,7 +183,7 @@ proptest! {
             prop_assert_eq!(state.depth() as usize, former.len());
         }
         while let Some((region, kind)) = former.pop() {
-            state.exit(&region, &requests[kind]);
+            state.exit(&region, requests[kind].enabled);
             prop_assert_eq!(*state.current(), region);
         }
         prop_assert_eq!(state.depth(), 0);

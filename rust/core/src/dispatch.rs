@@ -223,6 +223,23 @@ impl Dispatcher {
         }
     }
 
+    /// A launch target alone, for kernels that need no private memory; the device must be current.
+    ///
+    /// # Errors
+    /// No driver.
+    pub fn target(&mut self, place: Place) -> Result<Target<'_>> {
+        let Device::Cuda(ordinal) = place.device else { return Ok(Target::host(&mut self.trace)) };
+        self.device(ordinal)?;
+        let Self { trace, devices, .. } = self;
+        match devices.get_mut(usize::from(ordinal)) {
+            Some(Some(state)) => {
+                let queue = CudaQueue { device: &mut state.cuda, stream: place.stream };
+                Ok(Target { backend: Backend::Cuda(queue), trace })
+            }
+            _ => Err(Error::state("device", "not open")),
+        }
+    }
+
     fn host_lane<'d>(&'d mut self, scratch: usize, memory: Memory<'d>) -> Lane<'d> {
         let Self { trace, host, .. } = self;
         let words = scratch.div_ceil(8);

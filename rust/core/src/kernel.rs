@@ -126,7 +126,11 @@ macro_rules! params {
 
         const _: () = assert!(std::mem::size_of::<$name<'static>>() == $size);
         // No padding: every byte that the launch copies and the recorder reads is a field.
-        const _: () = assert!(0 $(+ std::mem::size_of::<$type>())* == $size);
+        const _: () = {
+            #[allow(clippy::extra_unused_lifetimes, reason = "the types of pointer fields name it")]
+            const fn fields<$life>() -> usize { 0 $(+ std::mem::size_of::<$type>())* }
+            assert!(fields() == $size);
+        };
 
         impl $crate::kernel::Params for $name<'_> {
             fn accepts(id: te_fast_kernels::KernelId) -> bool {

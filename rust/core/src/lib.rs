@@ -21,4 +21,4 @@ pub mod tensor;
 pub mod trace;
 
 pub use error::{Error, ErrorKind, Result};
-pub use te_fast_kernels::{Float, Fp8, Image, KernelId};
+pub use te_fast_kernels::{Float, Fp8, Image, KernelId, architectures, image_bytes};

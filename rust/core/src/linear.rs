@@ -327,13 +327,25 @@ impl LinearPlan {
     /// A launch's refusal.
     #[inline]
     pub fn backward(&self, lane: &mut Lane<'_>, io: &Backward<'_>) -> Result<()> {
+        self.run_backward(lane, self.wgrad.as_deref(), io)
+    }
+
+    /// The same with the weight's gradient going through a plan from [`LinearPlan::weight_grad_plan`].
+    ///
+    /// # Errors
+    /// A launch's refusal.
+    pub fn backward_into(&self, lane: &mut Lane<'_>, wgrad: &GemmPlan, io: &Backward<'_>) -> Result<()> {
+        self.run_backward(lane, Some(wgrad), io)
+    }
+
+    #[inline]
+    fn run_backward(&self, lane: &mut Lane<'_>, wgrad: Option<&GemmPlan>, io: &Backward<'_>) -> Result<()> {
         let Lane { target, workspace } = lane;
         let workspace = *workspace;
         let buffer = if io.kept_dy.is_null() { workspace.scratch } else { io.kept_dy };
-        let spare = self.x_again_segments.bytes.max(self.dy_segments.bytes);
         let (dy_row, dy_col) = self.dy_layouts(buffer);
         if let Some(dy) = &self.dy {
-            let mut dy_io = quant_io(io.dy, dy_row, dy_col, io.slot, workspace, spare);
+            let mut dy_io = quant_io(io.dy, dy_row, dy_col, io.slot, workspace, self.backward_spare());
             dy_io.dbias = io.db;
             dy.run(target, &dy_io)?;
         }
@@ -345,10 +357,15 @@ impl LinearPlan {
             };
             dgrad.run(target, &gemm)?;
         }
-        match &self.wgrad {
+        match wgrad {
             Some(wgrad) if !io.dw.is_null() => self.run_weight_grad(target, workspace, wgrad, io, dy_col),
             _ => Ok(()),
         }
+    }
+
+    /// Offset of what casts need for themselves in backward's scratch.
+    fn backward_spare(&self) -> usize {
+        self.x_again_segments.bytes.max(self.dy_segments.bytes)
     }
 
     /// The weight's gradient alone, from a gradient that [`LinearPlan::backward`] kept, with a plan from
@@ -380,8 +397,7 @@ impl LinearPlan {
         let x = match &self.x_again {
             Some(again) => {
                 let x = self.x_again_segments.col(workspace.scratch);
-                let spare = self.x_again_segments.bytes.max(self.dy_segments.bytes);
-                again.run(target, &quant_io(io.x, Quantized::NONE, x, io.input_slot, workspace, spare))?;
+                again.run(target, &quant_io(io.x, Quantized::NONE, x, io.input_slot, workspace, self.backward_spare()))?;
                 x
             }
             None => self.saved.col(io.saved),

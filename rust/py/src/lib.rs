@@ -1,1 +1,38 @@
-//! tmp
+//! `te_fast._native`: the dispatcher as Python sees it. Extract, call, convert; the logic is in `te_fast_core`.
+
+mod autocast;
+mod dispatch;
+mod error;
+mod layer;
+mod linear;
+mod linear_backward;
+mod linear_run;
+mod state;
+mod tensor;
+
+use pyo3::prelude::*;
+
+/// The native half of te_fast.
+#[pymodule]
+mod _native {
+    #[pymodule_export]
+    use crate::autocast::{
+        NativeRecipe, SlotsHandle, Snapshot, autocast_enter, autocast_exit, autocast_region, autocast_reset,
+        autocast_set, autocast_set_depth, autocast_set_first, autocast_take_first, update_scales,
+    };
+    #[pymodule_export]
+    use crate::dispatch::{
+        counters, cuda_driver_version, dequantize, device_facts, gemm, has_exchange_table, image_facts, inventory,
+        quantize, record, recorded, release_memory, reset_counters, set_auto_pad, set_check_device,
+    };
+    #[pymodule_export]
+    use crate::layer::{Geometry, LinearHandle, LinearSaved};
+    #[pymodule_export]
+    use crate::linear::{install_linear, linear_apply, linear_autograd_forward, linear_call, linear_forward};
+    #[pymodule_export]
+    use crate::linear_backward::{linear_backward, linear_backward_dw};
+    #[pymodule_export]
+    use crate::state::DispatcherCell;
+    #[pymodule_export]
+    use crate::tensor::instance_method;
+}

@@ -1,0 +1,66 @@
+//! Delayed scaling between steps: all scales of a direction from their histories, in one launch.
+//!
+//! Forward's are due when the outermost autocast region ends, backward's when its first FP8 layer has finished its
+//! backward. The binding calls this once per device that has any.
+
+use std::sync::Arc;
+
+use crate::autocast::{AmaxSlots, Direction, fp8_of};
+use crate::dispatch::{Dispatcher, Place};
+use crate::error::Result;
+use crate::kernel::DevPtr;
+use crate::ops::scale_update::{AmaxChoice, ScaleEntry, ScaleUpdatePlan};
+use crate::recipe::AmaxAlgorithm;
+
+/// Slots whose histories are rolled alike: one launch.
+type Bucket = (ScaleUpdatePlan, Key, Vec<(Arc<AmaxSlots>, f32)>);
+type Key = (u32, AmaxAlgorithm);
+
+/// Updates the scales of every layer on `place.device` that ran in `direction` since the last update. The device
+/// must be current.
+///
+/// # Errors
+/// A launch's refusal; the layers are then due still.
+pub fn update(dispatcher: &mut Dispatcher, direction: Direction, place: Place) -> Result<()> {
+    let mut buckets: Vec<Bucket> = Vec::with_capacity(1);
+    let mut failure = Ok(());
+    dispatcher.autocast.take_due(direction, place.device, |slots, recipe| {
+        let key = (slots.history_len(), recipe.delayed.algorithm);
+        let choice = match recipe.delayed.algorithm {
+            AmaxAlgorithm::Max => AmaxChoice::Max,
+            AmaxAlgorithm::MostRecent => AmaxChoice::MostRecent,
+        };
+        match ScaleUpdatePlan::new(slots.history_len() as usize, choice, recipe.delayed.margin as f32) {
+            Ok(plan) => {
+                let entry = (slots, plan.max_scaled(fp8_of(recipe, direction)));
+                match buckets.iter_mut().find(|(_, known, _)| *known == key) {
+                    Some((_, _, entries)) => entries.push(entry),
+                    None => buckets.push((plan, key, vec![entry])),
+                }
+            }
+            Err(error) => failure = Err(error),
+        }
+    });
+    failure?;
+    for (plan, _, slots) in &buckets {
+        let entries: Vec<ScaleEntry<'_>> = slots
+            .iter()
+            .map(|(slots, max_scaled)| ScaleEntry {
+                history: slots.history(),
+                scale: slots.scale(),
+                reduced: DevPtr::null(),
+                count: slots.count(),
+                max_scaled: *max_scaled,
+            })
+            .collect();
+        let result = plan.run(&mut dispatcher.target(place)?, &entries);
+        if result.is_err() {
+            slots.iter().for_each(|(slots, _)| dispatcher.autocast.mark_ran(slots));
+            return result;
+        }
+    }
+    if direction == Direction::Forward && !buckets.is_empty() {
+        dispatcher.forward_generation += 1;
+    }
+    Ok(())
+}

@@ -1,0 +1,142 @@
+//! Host kernels of `cuda/cast_block.cu`.
+
+use rayon::prelude::*;
+use te_fast_kernels::KernelId;
+
+use crate::error::{Error, Result};
+use crate::host::cast::transpose_with;
+use crate::host::fp8::{
+    Format, PARALLEL_FROM, Real, amax_bits, dispatch_types, is_noop, magnitude_bits, scale_from_amax,
+};
+use crate::ops::cast::TILE;
+use crate::ops::cast_block::CastBlockParams;
+
+/// Runs `cast_block_1d_*` and `cast_block_2d_*`.
+///
+/// # Errors
+/// An id that does not take these parameters.
+pub(crate) fn run(p: &CastBlockParams<'_>, id: KernelId) -> Result<()> {
+    if is_noop(p.noop) {
+        return Ok(());
+    }
+    match id {
+        KernelId::CastBlock1d(input, output) => dispatch_types!(input, output, cast_1d(p)),
+        KernelId::CastBlock2d(input, output) => dispatch_types!(input, output, cast_2d(p)),
+        _ => return Err(Error::state("cast_block", id.symbol())),
+    }
+    Ok(())
+}
+
+fn block_scale<T: Real, F: Format>(p: &CastBlockParams<'_>, amax_bits: u32) -> f32 {
+    scale_from_amax(f32::from_bits(amax_bits), F::FP8.max(), p.eps, T::MAX, p.pow2 != 0)
+}
+
+fn cast_1d<T: Real, F: Format>(p: &CastBlockParams<'_>) {
+    let (rows, cols) = (p.rows as usize, p.cols as usize);
+    let x = p.x.slice::<T>(rows * cols);
+    if !p.out.is_null() {
+        let scales = grid(rows, cols.div_ceil(TILE), |row, block| {
+            let line = &x[row * cols..][..cols];
+            block_scale::<T, F>(p, amax_bits(&line[block * TILE..cols.min((block + 1) * TILE)]))
+        });
+        encode_rows::<T, F>(p, x, |row, col| scales[row * cols.div_ceil(TILE) + col / TILE]);
+        store_scales(
+            p.scale_inv.slice_mut(cols.div_ceil(TILE) * p.scale_ld as usize),
+            p.scale_ld,
+            rows,
+            |block, row| scales[row * cols.div_ceil(TILE) + block],
+        );
+    }
+    if !p.out_t.is_null() {
+        let mut scales = grid(rows.div_ceil(TILE), cols, |_, _| 0.0);
+        fill_column_scales::<T, F>(p, x, &mut scales);
+        transpose_with(p.out_t, rows, cols, p.ld_t as usize, |row, col| {
+            F::encode(x[row * cols + col].to_f32() * scales[row / TILE * cols + col])
+        });
+        let lines = rows.div_ceil(TILE);
+        store_scales(p.scale_inv_t.slice_mut(lines * p.scale_ld_t as usize), p.scale_ld_t, cols, |block, col| {
+            scales[block * cols + col]
+        });
+    }
+}
+
+/// Scales of the 128 x 1 blocks, `[ceil(rows/128)][cols]`.
+fn fill_column_scales<T: Real, F: Format>(p: &CastBlockParams<'_>, x: &[T], scales: &mut [f32]) {
+    let cols = p.cols as usize;
+    let block = |(scales, x): (&mut [f32], &[T])| {
+        let mut amax = vec![0; cols];
+        for row in x.chunks(cols) {
+            amax.iter_mut().zip(row).for_each(|(amax, &value)| *amax = (*amax).max(magnitude_bits(value)));
+        }
+        scales.iter_mut().zip(amax).for_each(|(scale, amax)| *scale = block_scale::<T, F>(p, amax));
+    };
+    if x.len() < PARALLEL_FROM {
+        scales.chunks_mut(cols).zip(x.chunks(TILE * cols)).for_each(block);
+    } else {
+        scales.par_chunks_mut(cols).zip(x.par_chunks(TILE * cols)).for_each(block);
+    }
+}
+
+fn cast_2d<T: Real, F: Format>(p: &CastBlockParams<'_>) {
+    let (rows, cols) = (p.rows as usize, p.cols as usize);
+    let x = p.x.slice::<T>(rows * cols);
+    let (lines, blocks) = (rows.div_ceil(TILE), cols.div_ceil(TILE));
+    let scales = grid(lines, blocks, |line, block| {
+        let amax = (line * TILE..rows.min((line + 1) * TILE))
+            .map(|row| amax_bits(&x[row * cols..][block * TILE..cols.min((block + 1) * TILE)]))
+            .max();
+        block_scale::<T, F>(p, amax.unwrap_or(0))
+    });
+    let scale_at = |row: usize, col: usize| scales[row / TILE * blocks + col / TILE];
+    if !p.out.is_null() {
+        encode_rows::<T, F>(p, x, scale_at);
+        store_scales(p.scale_inv.slice_mut(lines * p.scale_ld as usize), p.scale_ld, blocks, |line, block| {
+            scales[line * blocks + block]
+        });
+    }
+    if !p.out_t.is_null() {
+        transpose_with(p.out_t, rows, cols, p.ld_t as usize, |row, col| {
+            F::encode(x[row * cols + col].to_f32() * scale_at(row, col))
+        });
+        store_scales(p.scale_inv_t.slice_mut(blocks * p.scale_ld_t as usize), p.scale_ld_t, lines, |block, line| {
+            scales[line * blocks + block]
+        });
+    }
+}
+
+/// A `[lines][width]` array of scales.
+fn grid(lines: usize, width: usize, scale: impl Fn(usize, usize) -> f32 + Sync) -> Vec<f32> {
+    let at = |i: usize| scale(i / width, i % width);
+    // One scale stands for at least 128 elements.
+    if lines * width * TILE < PARALLEL_FROM {
+        (0..lines * width).map(at).collect()
+    } else {
+        (0..lines * width).into_par_iter().map(at).collect()
+    }
+}
+
+/// `out[r][c] = fp8(x[r][c] * scale(r, c))`.
+fn encode_rows<T: Real, F: Format>(p: &CastBlockParams<'_>, x: &[T], scale: impl Fn(usize, usize) -> f32 + Sync) {
+    let cols = p.cols as usize;
+    let line = |(row, (out, x)): (usize, (&mut [u8], &[T]))| {
+        for (block, (out, x)) in out.chunks_mut(TILE).zip(x.chunks(TILE)).enumerate() {
+            let scale = scale(row, block * TILE);
+            out.iter_mut().zip(x).for_each(|(out, &x)| *out = F::encode(x.to_f32() * scale));
+        }
+    };
+    let out = p.out.slice_mut::<u8>(x.len());
+    if x.len() < PARALLEL_FROM {
+        out.chunks_mut(cols).zip(x.chunks(cols)).enumerate().for_each(line);
+    } else {
+        out.par_chunks_mut(cols).zip(x.par_chunks(cols)).enumerate().for_each(line);
+    }
+}
+
+/// Stores `1 / scale(line, i)` for `i < width` and zeros up to the leading dimension.
+fn store_scales(out: &mut [f32], ld: u64, width: usize, scale: impl Fn(usize, usize) -> f32) {
+    for (line, out) in out.chunks_mut((ld as usize).max(1)).enumerate() {
+        for (i, out) in out.iter_mut().enumerate() {
+            *out = if i < width { 1.0 / scale(line, i) } else { 0.0 };
+        }
+    }
+}

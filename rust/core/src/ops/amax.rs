@@ -1,0 +1,175 @@
+//! Current scaling: the amax of a tensor and the scale that follows from it, in one launch; or the two apart, for an
+//! amax that is reduced over ranks in between.
+
+use te_fast_kernels::{Float, Fp8, KernelId};
+
+use crate::error::{Error, Result};
+use crate::host;
+use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::ops::cast::THREADS;
+use crate::params;
+
+/// Elements that a block reads before it comes round again.
+const SPAN: usize = 8192;
+/// More blocks than this per multiprocessor only add atomics.
+const BLOCKS_PER_MULTIPROCESSOR: u32 = 4;
+
+params! {
+    /// Parameters of `amax_*`.
+    pub struct AmaxParams<'a> [72] for Amax => host::amax::run {
+        /// Input, `count` elements.
+        pub x: DevPtr<'a>,
+        /// Two words, zero between launches.
+        pub workspace: DevPtr<'a>,
+        /// One f32, overwritten, or null.
+        pub amax: DevPtr<'a>,
+        /// One f32; null stops after the amax.
+        pub scale: DevPtr<'a>,
+        /// One f32, or null.
+        pub scale_inv: DevPtr<'a>,
+        /// One f32, or null; 1.0 leaves every output as it is.
+        pub noop: DevPtr<'a>,
+        /// Elements.
+        pub count: u64,
+        /// Largest value of the FP8 type.
+        pub fp8_max: f32,
+        /// Smallest amax.
+        pub eps: f32,
+        /// Round the scale down to a power of two.
+        pub pow2: u32,
+        /// Zero.
+        pub unused: u32,
+    }
+}
+
+params! {
+    /// Parameters of `scale_from_amax`.
+    pub struct ScaleFromAmaxParams<'a> [40] for ScaleFromAmax => host::amax::run_scale {
+        /// One f32.
+        pub amax: DevPtr<'a>,
+        /// One f32.
+        pub scale: DevPtr<'a>,
+        /// One f32, or null.
+        pub scale_inv: DevPtr<'a>,
+        /// Largest value of the FP8 type.
+        pub fp8_max: f32,
+        /// Smallest amax.
+        pub eps: f32,
+        /// Round the scale down to a power of two.
+        pub pow2: u32,
+        /// Zero.
+        pub unused: u32,
+    }
+}
+
+/// How a scale follows from an amax.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ScaleRule {
+    /// Type that will be cast to.
+    pub output: Fp8,
+    /// Smallest amax.
+    pub eps: f32,
+    /// Round the scale down to a power of two.
+    pub pow2: bool,
+}
+
+/// Buffers of one amax launch.
+#[derive(Clone, Copy, Debug)]
+pub struct AmaxBuffers<'a> {
+    /// Input, contiguous.
+    pub x: DevPtr<'a>,
+    /// [`AmaxPlan::WORKSPACE_BYTES`], zeroed once when allocated. One launch at a time may use it.
+    pub workspace: DevPtr<'a>,
+    /// One f32 that receives the amax, or null.
+    pub amax: DevPtr<'a>,
+    /// One f32 that receives the scale; null stops after the amax.
+    pub scale: DevPtr<'a>,
+    /// One f32 that receives `1 / scale`, or null.
+    pub scale_inv: DevPtr<'a>,
+    /// One f32, or null; 1.0 leaves every output as it is.
+    pub noop: DevPtr<'a>,
+}
+
+/// A checked amax pass.
+#[derive(Clone, Copy, Debug)]
+pub struct AmaxPlan {
+    kernel: KernelId,
+    grid: Grid,
+    count: usize,
+    rule: ScaleRule,
+}
+
+impl AmaxPlan {
+    /// Size of the workspace.
+    pub const WORKSPACE_BYTES: usize = 8;
+
+    /// A pass over `count` elements on a device with `multiprocessors` (any number for the host backend).
+    ///
+    /// # Errors
+    /// An epsilon that is negative or not a number.
+    pub fn new(count: usize, input: Float, rule: ScaleRule, multiprocessors: u32) -> Result<Self> {
+        check_eps("amax", rule.eps)?;
+        let most = (multiprocessors * BLOCKS_PER_MULTIPROCESSOR).max(1);
+        let blocks = (count.div_ceil(SPAN).min(most as usize) as u32).max(1);
+        Ok(Self { kernel: KernelId::Amax(input), grid: Grid::linear(blocks, THREADS), count, rule })
+    }
+
+    /// Launches the pass.
+    ///
+    /// # Errors
+    /// A buffer that is needed is null, or the launch fails.
+    #[inline]
+    pub fn run(&self, target: &mut Target<'_>, buffers: &AmaxBuffers<'_>) -> Result<()> {
+        let b = buffers;
+        let missing = (self.count != 0 && b.x.is_null()) || (b.workspace.is_null() && !target.is_host());
+        if missing || (b.amax.is_null() && b.scale.is_null()) {
+            return Err(Error::value("amax", "a buffer that the plan needs is null"));
+        }
+        let params = AmaxParams {
+            x: b.x,
+            workspace: b.workspace,
+            amax: b.amax,
+            scale: b.scale,
+            scale_inv: b.scale_inv,
+            noop: b.noop,
+            count: self.count as u64,
+            fp8_max: self.rule.output.max(),
+            eps: self.rule.eps,
+            pow2: u32::from(self.rule.pow2),
+            unused: 0,
+        };
+        launch(target, self.kernel, self.grid, &params)
+    }
+}
+
+/// Writes the scale of the amax at `amax`, and its inverse unless that is null.
+///
+/// # Errors
+/// A null buffer, or the launch fails.
+#[inline]
+pub fn scale_from_amax(
+    target: &mut Target<'_>,
+    rule: &ScaleRule,
+    amax: DevPtr<'_>,
+    scale: DevPtr<'_>,
+    scale_inv: DevPtr<'_>,
+) -> Result<()> {
+    if amax.is_null() || scale.is_null() {
+        return Err(Error::value("scale_from_amax", "amax and scale must not be null"));
+    }
+    let params = ScaleFromAmaxParams {
+        amax,
+        scale,
+        scale_inv,
+        fp8_max: rule.output.max(),
+        eps: rule.eps,
+        pow2: u32::from(rule.pow2),
+        unused: 0,
+    };
+    launch(target, KernelId::ScaleFromAmax, Grid::linear(1, 32), &params)
+}
+
+/// An epsilon is a number, at least 0.
+pub(crate) fn check_eps(op: &'static str, eps: f32) -> Result<()> {
+    if eps >= 0.0 { Ok(()) } else { Err(Error::value(op, format_args!("amax_epsilon must be at least 0, got {eps}"))) }
+}

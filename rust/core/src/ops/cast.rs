@@ -1,0 +1,346 @@
+//! Per-tensor scaled cast to FP8: row layout, transposed layout or both, with or without the bias gradient.
+//! Delayed scaling calls it with an amax to raise, current scaling after [`crate::ops::amax`].
+
+use te_fast_kernels::{Float, Fp8, KernelId};
+
+use crate::error::{Error, Result};
+use crate::host;
+use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::params;
+
+/// Rows and columns of the tile that a thread block casts; also the side of a scaling block.
+pub const TILE: usize = 128;
+/// Rows of a transposed layout are padded to this multiple, as FP8 GEMMs need.
+pub const TRANSPOSED_ALIGN: usize = 16;
+/// Threads of a block in every kernel of the cast family.
+pub(crate) const THREADS: u32 = 256;
+/// Elements that a block casts in row layout alone.
+const SPAN: usize = 8192;
+
+params! {
+    /// Parameters of `cast_*`.
+    pub struct CastParams<'a> [64] for Cast => host::cast::run {
+        /// Input, `count` elements.
+        pub x: DevPtr<'a>,
+        /// FP8 bytes.
+        pub out: DevPtr<'a>,
+        /// One f32.
+        pub scale: DevPtr<'a>,
+        /// One f32, or null.
+        pub scale_inv: DevPtr<'a>,
+        /// One f32 that is raised to the input's amax, or null.
+        pub amax: DevPtr<'a>,
+        /// One f32, or null; 1.0 leaves every output as it is.
+        pub noop: DevPtr<'a>,
+        /// Elements.
+        pub count: u64,
+        /// Walk the tensor from its end.
+        pub reverse: u32,
+        /// Zero.
+        pub unused: u32,
+    }
+}
+
+params! {
+    /// Parameters of `cast_transpose_*` and `cast_transpose_dbias_*`.
+    pub struct CastTransposeParams<'a> [120] for CastTranspose | CastTransposeDbias => host::cast::run_transpose {
+        /// Input `[rows, cols]`.
+        pub x: DevPtr<'a>,
+        /// FP8 bytes `[rows, cols]`, or null.
+        pub out: DevPtr<'a>,
+        /// FP8 bytes `[cols, ld_t]`, or null.
+        pub out_t: DevPtr<'a>,
+        /// One f32; null sums columns and casts nothing.
+        pub scale: DevPtr<'a>,
+        /// One f32, or null.
+        pub scale_inv: DevPtr<'a>,
+        /// One f32 that is raised to the input's amax, or null.
+        pub amax: DevPtr<'a>,
+        /// One f32, or null; 1.0 leaves every output as it is.
+        pub noop: DevPtr<'a>,
+        /// Column sums `[cols]` in the input's type.
+        pub dbias: DevPtr<'a>,
+        /// Sums of the tiles, f32 `[tiles_rows, cols]`.
+        pub partial: DevPtr<'a>,
+        /// Arrival counters, u32 `[tiles_cols]`, zero between launches.
+        pub counters: DevPtr<'a>,
+        /// Rows of the input.
+        pub rows: u64,
+        /// Columns of the input.
+        pub cols: u64,
+        /// Leading dimension of `out_t`.
+        pub ld_t: u64,
+        /// Tiles along the rows.
+        pub tiles_rows: u32,
+        /// Tiles along the columns.
+        pub tiles_cols: u32,
+        /// Walk the tensor from its end.
+        pub reverse: u32,
+        /// Zero.
+        pub unused: u32,
+    }
+}
+
+/// What a cast does, apart from where its buffers are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts, each named where it is set")]
+pub struct CastSpec {
+    /// Rows of the input.
+    pub rows: usize,
+    /// Columns of the input.
+    pub cols: usize,
+    /// Type of the input.
+    pub input: Float,
+    /// Type of the output.
+    pub output: Fp8,
+    /// Write the row layout.
+    pub rowwise: bool,
+    /// Write the transposed layout.
+    pub columnwise: bool,
+    /// Write the column sums of the input. Alone (neither layout) it needs no scale.
+    pub dbias: bool,
+    /// Walk the tensor from its end: what an amax pass just read last is still in L2.
+    pub reverse: bool,
+}
+
+/// Buffers of one cast; null where the plan has no use for one.
+#[derive(Clone, Copy, Debug)]
+pub struct CastBuffers<'a> {
+    /// Input `[rows, cols]`, contiguous.
+    pub x: DevPtr<'a>,
+    /// [`CastPlan::out_bytes`], any alignment; 8 bytes is fast.
+    pub out: DevPtr<'a>,
+    /// [`CastPlan::out_t_bytes`], 16-byte aligned.
+    pub out_t: DevPtr<'a>,
+    /// One f32.
+    pub scale: DevPtr<'a>,
+    /// One f32 that receives `1 / scale`, or null.
+    pub scale_inv: DevPtr<'a>,
+    /// One f32 that is raised to the amax of `x`, or null.
+    pub amax: DevPtr<'a>,
+    /// One f32, or null; 1.0 leaves every output as it is.
+    pub noop: DevPtr<'a>,
+    /// [`CastPlan::dbias_bytes`].
+    pub dbias: DevPtr<'a>,
+    /// [`CastPlan::counter_bytes`], zeroed once when allocated. One launch at a time may use them.
+    pub counters: DevPtr<'a>,
+    /// [`CastPlan::partial_bytes`], 16-byte aligned, of any content.
+    pub partial: DevPtr<'a>,
+}
+
+impl CastBuffers<'_> {
+    /// No buffer at all; callers set those that their plan needs.
+    pub const NONE: Self = Self {
+        x: DevPtr::null(),
+        out: DevPtr::null(),
+        out_t: DevPtr::null(),
+        scale: DevPtr::null(),
+        scale_inv: DevPtr::null(),
+        amax: DevPtr::null(),
+        noop: DevPtr::null(),
+        dbias: DevPtr::null(),
+        counters: DevPtr::null(),
+        partial: DevPtr::null(),
+    };
+}
+
+/// A checked cast: kernel and grid are chosen.
+#[derive(Clone, Copy, Debug)]
+pub struct CastPlan {
+    spec: CastSpec,
+    kernel: KernelId,
+    grid: Grid,
+    ld_t: usize,
+    tiles_rows: u32,
+    tiles_cols: u32,
+}
+
+impl CastPlan {
+    /// Checks `spec` and picks the kernel.
+    ///
+    /// # Errors
+    /// A shape beyond what a launch can index, or nothing to write.
+    pub fn new(spec: CastSpec) -> Result<Self> {
+        if !(spec.rowwise || spec.columnwise || spec.dbias) {
+            return Err(Error::value("cast", "no output is asked for; ask for rowwise, columnwise or dbias"));
+        }
+        let ld_t = if spec.columnwise { spec.rows.next_multiple_of(TRANSPOSED_ALIGN) } else { 0 };
+        let (tiles_rows, tiles_cols) = tiles("cast", spec.rows, spec.cols)?;
+        // An empty tensor still has a scale_inv or a bias gradient to write.
+        let (tiles_rows, tiles_cols) = (tiles_rows.max(1), tiles_cols.max(1));
+        let (input, output) = (spec.input, spec.output);
+        let (kernel, blocks) = match (spec.columnwise, spec.dbias) {
+            (_, true) => (KernelId::CastTransposeDbias(input, output), tiles_rows * tiles_cols),
+            (true, false) => (KernelId::CastTranspose(input, output), tiles_rows * tiles_cols),
+            (false, false) => {
+                let blocks = (spec.rows * spec.cols).div_ceil(SPAN).max(1);
+                (KernelId::Cast(input, output), blocks as u32)
+            }
+        };
+        Ok(Self { spec, kernel, grid: Grid::linear(blocks, THREADS), ld_t, tiles_rows, tiles_cols })
+    }
+
+    /// What the plan was made for.
+    #[must_use]
+    pub const fn spec(&self) -> &CastSpec {
+        &self.spec
+    }
+
+    /// Leading dimension of the transposed layout: rows, rounded up to 16; the padding is zero.
+    #[must_use]
+    pub const fn transposed_ld(&self) -> usize {
+        self.ld_t
+    }
+
+    /// Size of the row layout.
+    #[must_use]
+    pub const fn out_bytes(&self) -> usize {
+        if self.spec.rowwise { self.spec.rows * self.spec.cols } else { 0 }
+    }
+
+    /// Size of the transposed layout.
+    #[must_use]
+    pub const fn out_t_bytes(&self) -> usize {
+        self.ld_t * self.spec.cols
+    }
+
+    /// Size of the bias gradient.
+    #[must_use]
+    pub const fn dbias_bytes(&self) -> usize {
+        if self.spec.dbias { self.spec.cols * self.spec.input.size() } else { 0 }
+    }
+
+    /// Size of the arrival counters.
+    #[must_use]
+    pub const fn counter_bytes(&self) -> usize {
+        if self.spec.dbias { self.tiles_cols as usize * 4 } else { 0 }
+    }
+
+    /// Size of the tiles' sums.
+    #[must_use]
+    pub const fn partial_bytes(&self) -> usize {
+        if self.spec.dbias { self.tiles_rows as usize * self.spec.cols * 4 } else { 0 }
+    }
+
+    /// Launches the cast.
+    ///
+    /// # Errors
+    /// A buffer that the plan needs is null or misaligned, or the launch fails.
+    #[inline]
+    pub fn run(&self, target: &mut Target<'_>, buffers: &CastBuffers<'_>) -> Result<()> {
+        self.check(target.is_host(), buffers)?;
+        let (b, spec) = (buffers, &self.spec);
+        if let KernelId::Cast(..) = self.kernel {
+            let params = CastParams {
+                x: b.x,
+                out: b.out,
+                scale: b.scale,
+                scale_inv: b.scale_inv,
+                amax: b.amax,
+                noop: b.noop,
+                count: (spec.rows * spec.cols) as u64,
+                reverse: u32::from(spec.reverse),
+                unused: 0,
+            };
+            return launch(target, self.kernel, self.grid, &params);
+        }
+        let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
+        let casts = spec.rowwise || spec.columnwise;
+        let params = CastTransposeParams {
+            x: b.x,
+            out: used(spec.rowwise, b.out),
+            out_t: used(spec.columnwise, b.out_t),
+            scale: used(casts, b.scale),
+            scale_inv: used(casts, b.scale_inv),
+            amax: b.amax,
+            noop: b.noop,
+            dbias: used(spec.dbias, b.dbias),
+            partial: used(spec.dbias, b.partial),
+            counters: used(spec.dbias, b.counters),
+            rows: spec.rows as u64,
+            cols: spec.cols as u64,
+            ld_t: self.ld_t as u64,
+            tiles_rows: self.tiles_rows,
+            tiles_cols: self.tiles_cols,
+            reverse: u32::from(spec.reverse),
+            unused: 0,
+        };
+        launch(target, self.kernel, self.grid, &params)
+    }
+
+    /// Every buffer that the kernel will use is there, and aligned where it must be.
+    fn check(&self, host: bool, b: &CastBuffers<'_>) -> Result<()> {
+        let spec = &self.spec;
+        let filled = spec.rows != 0 && spec.cols != 0;
+        let casts = spec.rowwise || spec.columnwise;
+        // The host backend sums columns without a workspace.
+        let missing = (filled && b.x.is_null())
+            || (filled && spec.rowwise && b.out.is_null())
+            || (filled && spec.columnwise && b.out_t.is_null())
+            || (casts && b.scale.is_null())
+            || (spec.dbias
+                && spec.cols != 0
+                && (b.dbias.is_null() || (!host && (b.counters.is_null() || b.partial.is_null()))));
+        if missing {
+            return Err(Error::value("cast", "a buffer that the plan needs is null"));
+        }
+        if !host && spec.columnwise {
+            aligned("cast", "the transposed output", b.out_t)?;
+        }
+        Ok(())
+    }
+}
+
+/// Tiles along rows and columns, checked to be launchable as one grid.
+pub(crate) fn tiles(op: &'static str, rows: usize, cols: usize) -> Result<(u32, u32)> {
+    let (tiles_rows, tiles_cols) = (rows.div_ceil(TILE), cols.div_ceil(TILE));
+    let fits = tiles_rows.max(1).checked_mul(tiles_cols.max(1)).is_some_and(|tiles| i32::try_from(tiles).is_ok());
+    if fits {
+        Ok((tiles_rows as u32, tiles_cols as u32))
+    } else {
+        Err(Error::shape(op, "the number of 128 x 128 tiles", "below 2**31", format_args!("{rows} x {cols} elements")))
+    }
+}
+
+/// A pointer on a multiple of 16 bytes.
+#[inline]
+pub(crate) fn aligned(op: &'static str, what: &'static str, pointer: DevPtr<'_>) -> Result<()> {
+    if pointer.address().is_multiple_of(16) {
+        Ok(())
+    } else {
+        Err(Error::layout(op, what, "aligned to 16 bytes", format_args!("address {:#x}", pointer.address())))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SPEC: CastSpec = CastSpec {
+        rows: 130,
+        cols: 24,
+        input: Float::Bf16,
+        output: Fp8::E4m3,
+        rowwise: true,
+        columnwise: true,
+        dbias: true,
+        reverse: false,
+    };
+
+    #[test]
+    fn sizes_follow_the_layouts() -> Result<()> {
+        let plan = CastPlan::new(SPEC)?;
+        assert_eq!((plan.transposed_ld(), plan.out_bytes(), plan.out_t_bytes()), (144, 130 * 24, 144 * 24));
+        assert_eq!((plan.dbias_bytes(), plan.counter_bytes(), plan.partial_bytes()), (48, 4, 2 * 24 * 4));
+        let row = CastPlan::new(CastSpec { columnwise: false, dbias: false, ..SPEC })?;
+        assert_eq!((row.out_t_bytes(), row.dbias_bytes(), row.partial_bytes()), (0, 0, 0));
+        assert_eq!(row.kernel, KernelId::Cast(Float::Bf16, Fp8::E4m3));
+        Ok(())
+    }
+
+    #[test]
+    fn nothing_to_write_is_an_error() {
+        assert!(CastPlan::new(CastSpec { rowwise: false, columnwise: false, dbias: false, ..SPEC }).is_err());
+        assert!(CastPlan::new(CastSpec { rows: 1 << 40, cols: 1 << 20, ..SPEC }).is_err());
+    }
+}

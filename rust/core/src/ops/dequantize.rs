@@ -1,0 +1,120 @@
+//! FP8 back to high precision, under one scale or block scales.
+
+use te_fast_kernels::{Float, Fp8, KernelId};
+
+use crate::error::{Error, Result};
+use crate::host;
+use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::ops::cast::THREADS;
+use crate::ops::cast_block::{BlockShape, scale_shape};
+use crate::params;
+
+/// Elements of one group, and groups of one block.
+const GROUP: usize = 8;
+const GROUPS_PER_BLOCK: usize = 1024;
+
+params! {
+    /// Parameters of `dequantize_*`, `dequantize_1d_*` and `dequantize_2d_*`.
+    pub struct DequantizeParams<'a> [56] for Dequantize | Dequantize1d | Dequantize2d => host::dequantize::run {
+        /// FP8 bytes `[rows, ld]`.
+        pub q: DevPtr<'a>,
+        /// Output `[rows, cols]`.
+        pub out: DevPtr<'a>,
+        /// One f32, or the block scales.
+        pub scale_inv: DevPtr<'a>,
+        /// Rows.
+        pub rows: u64,
+        /// Columns.
+        pub cols: u64,
+        /// Leading dimension of `q`.
+        pub ld: u64,
+        /// Last dimension of block scales.
+        pub scale_ld: u64,
+    }
+}
+
+/// What a dequantisation does. A transposed layout `[cols, ld_t]` is described as the tensor it is: `rows` its
+/// columns, `cols` its rows, `ld` its leading dimension, and the result is transposed too.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct DequantizeSpec {
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// Leading dimension of the FP8 bytes.
+    pub ld: usize,
+    /// Type of the input.
+    pub input: Fp8,
+    /// Type of the output.
+    pub output: Float,
+    /// Shape of a scaling block; `None` for one scale.
+    pub block: Option<BlockShape>,
+}
+
+/// A checked dequantisation.
+#[derive(Clone, Copy, Debug)]
+pub struct DequantizePlan {
+    spec: DequantizeSpec,
+    kernel: KernelId,
+    grid: Grid,
+    scale_ld: usize,
+}
+
+impl DequantizePlan {
+    /// Checks `spec` and picks the kernel.
+    ///
+    /// # Errors
+    /// A leading dimension below the columns, or a shape beyond what a launch can index.
+    pub fn new(spec: DequantizeSpec) -> Result<Self> {
+        if spec.ld < spec.cols {
+            return Err(Error::shape("dequantize", "ld", format_args!("at least cols = {}", spec.cols), spec.ld));
+        }
+        let blocks = spec.cols.div_ceil(GROUP).checked_mul(spec.rows).map(|groups| groups.div_ceil(GROUPS_PER_BLOCK));
+        let Some(blocks) = blocks.filter(|&blocks| i32::try_from(blocks).is_ok()) else {
+            let got = format_args!("{} x {}", spec.rows, spec.cols).to_string();
+            return Err(Error::shape("dequantize", "rows x cols", "below 2**44 elements", got));
+        };
+        let (kernel, scale_ld) = match spec.block {
+            None => (KernelId::Dequantize(spec.input, spec.output), 0),
+            Some(block) => {
+                let ld = scale_shape(block, spec.rows, spec.cols)[1];
+                match block {
+                    BlockShape::OneDimensional => (KernelId::Dequantize1d(spec.input, spec.output), ld),
+                    BlockShape::TwoDimensional => (KernelId::Dequantize2d(spec.input, spec.output), ld),
+                }
+            }
+        };
+        Ok(Self { spec, kernel, grid: Grid::linear(blocks as u32, THREADS), scale_ld })
+    }
+
+    /// Size of the output.
+    #[must_use]
+    pub const fn out_bytes(&self) -> usize {
+        self.spec.rows * self.spec.cols * self.spec.output.size()
+    }
+
+    /// Launches the dequantisation; nothing for an empty tensor.
+    ///
+    /// # Errors
+    /// A null buffer, or the launch fails.
+    #[inline]
+    pub fn run(&self, target: &mut Target<'_>, q: DevPtr<'_>, out: DevPtr<'_>, scale_inv: DevPtr<'_>) -> Result<()> {
+        if self.grid.is_empty() {
+            return Ok(());
+        }
+        if q.is_null() || out.is_null() || scale_inv.is_null() {
+            return Err(Error::value("dequantize", "a buffer that the plan needs is null"));
+        }
+        let spec = &self.spec;
+        let params = DequantizeParams {
+            q,
+            out,
+            scale_inv,
+            rows: spec.rows as u64,
+            cols: spec.cols as u64,
+            ld: spec.ld as u64,
+            scale_ld: self.scale_ld as u64,
+        };
+        launch(target, self.kernel, self.grid, &params)
+    }
+}

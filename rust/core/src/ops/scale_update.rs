@@ -1,0 +1,137 @@
+//! Delayed scaling: rolls the amax histories of all tensors of a direction and derives their next scales.
+
+use te_fast_kernels::{Fp8, KernelId};
+
+use crate::error::{Error, Result};
+use crate::host;
+use crate::kernel::{DevPtr, Grid, Params, Target, launch};
+use crate::ops::cast::THREADS;
+use crate::params;
+
+/// Entries of one `scale_update` launch, as many as kernel parameters hold.
+pub const MANY: usize = 1020;
+/// Entries of one `scale_update_few` launch, whose parameters cost the host next to nothing to hand over.
+pub const FEW: usize = 62;
+
+/// Histories and scales of one group of tensors, a layer's forward say.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct ScaleEntry<'a> {
+    /// f32 `[history_len, count]`.
+    pub history: DevPtr<'a>,
+    /// f32 `[count]`.
+    pub scale: DevPtr<'a>,
+    /// f32 `[count]` of amaxes reduced over ranks, or null.
+    pub reduced: DevPtr<'a>,
+    /// Tensors.
+    pub count: u32,
+    /// Largest FP8 value, margin taken off: [`ScaleUpdatePlan::max_scaled`].
+    pub max_scaled: f32,
+}
+
+impl ScaleEntry<'_> {
+    /// An entry without tensors.
+    pub const EMPTY: Self =
+        Self { history: DevPtr::null(), scale: DevPtr::null(), reduced: DevPtr::null(), count: 0, max_scaled: 0.0 };
+}
+
+params! {
+    /// Parameters of `scale_update`.
+    pub struct ScaleUpdateParams<'a> [32656] for ScaleUpdate => host::scale_update::run {
+        /// Length of every history.
+        pub history_len: u64,
+        /// Entries in use.
+        pub entries: u32,
+        /// Use the latest amax instead of the largest of the history.
+        pub most_recent: u32,
+        /// The entries.
+        pub entry: [ScaleEntry<'a>; 1020],
+    }
+}
+
+params! {
+    /// Parameters of `scale_update_few`.
+    pub struct ScaleUpdateFewParams<'a> [2000] for ScaleUpdateFew => host::scale_update::run_few {
+        /// Length of every history.
+        pub history_len: u64,
+        /// Entries in use.
+        pub entries: u32,
+        /// Use the latest amax instead of the largest of the history.
+        pub most_recent: u32,
+        /// The entries.
+        pub entry: [ScaleEntry<'a>; 62],
+    }
+}
+
+/// Which amax of the history makes the scale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum AmaxChoice {
+    /// The largest.
+    Max,
+    /// The latest.
+    MostRecent,
+}
+
+/// The update of one recipe.
+#[derive(Clone, Copy, Debug)]
+pub struct ScaleUpdatePlan {
+    history_len: usize,
+    choice: AmaxChoice,
+    margin: f32,
+}
+
+impl ScaleUpdatePlan {
+    /// An update of histories of `history_len` slots.
+    ///
+    /// # Errors
+    /// An empty history, or a margin that is not a number.
+    pub fn new(history_len: usize, choice: AmaxChoice, margin: f32) -> Result<Self> {
+        if history_len == 0 {
+            return Err(Error::value("scale_update", "amax_history_len must be at least 1, got 0"));
+        }
+        if !margin.is_finite() {
+            return Err(Error::value("scale_update", format_args!("margin must be finite, got {margin}")));
+        }
+        Ok(Self { history_len, choice, margin })
+    }
+
+    /// Largest value that a tensor cast to `output` is scaled to: `fp8_max * 2**-margin`.
+    #[must_use]
+    pub fn max_scaled(&self, output: Fp8) -> f32 {
+        output.max() * (-self.margin).exp2()
+    }
+
+    /// Updates all entries: one launch for up to [`MANY`], without a heap allocation.
+    ///
+    /// # Errors
+    /// An entry with tensors but null pointers, or the launch fails.
+    pub fn run(&self, target: &mut Target<'_>, entries: &[ScaleEntry<'_>]) -> Result<()> {
+        if entries.iter().any(|entry| entry.count != 0 && (entry.history.is_null() || entry.scale.is_null())) {
+            return Err(Error::value("scale_update", "an entry has tensors but no history or scale"));
+        }
+        let (history_len, most_recent) = (self.history_len as u64, u32::from(self.choice == AmaxChoice::MostRecent));
+        for chunk in entries.chunks(MANY) {
+            let entries = chunk.len() as u32;
+            if chunk.len() <= FEW {
+                let entry = filled(chunk);
+                let params = ScaleUpdateFewParams { history_len, entries, most_recent, entry };
+                send(target, KernelId::ScaleUpdateFew, entries, &params)?;
+            } else {
+                let entry = filled(chunk);
+                let params = ScaleUpdateParams { history_len, entries, most_recent, entry };
+                send(target, KernelId::ScaleUpdate, entries, &params)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn filled<'a, const N: usize>(chunk: &[ScaleEntry<'a>]) -> [ScaleEntry<'a>; N] {
+    let mut entry = [ScaleEntry::EMPTY; N];
+    entry.iter_mut().zip(chunk).for_each(|(slot, given)| *slot = *given);
+    entry
+}
+
+fn send<P: Params>(target: &mut Target<'_>, id: KernelId, entries: u32, params: &P) -> Result<()> {
+    launch(target, id, Grid::linear(entries, THREADS), params)
+}

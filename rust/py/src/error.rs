@@ -1,0 +1,49 @@
+//! Core errors as the Python classes of `te_fast.errors`.
+
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyType;
+use te_fast_core::{Error, ErrorKind};
+
+/// Core error → Python exception; every class derives from `TeFastError` and the built-in that TE raises.
+#[cold]
+pub(crate) fn to_python(error: Error) -> PyErr {
+    named(&error, None)
+}
+
+/// The same, with the name of the layer in front.
+#[cold]
+pub(crate) fn named(error: &Error, layer: Option<&str>) -> PyErr {
+    let class = match error.kind() {
+        ErrorKind::Shape { .. } | ErrorKind::Value { .. } | ErrorKind::Layout { .. } => "ShapeError",
+        ErrorKind::Dtype { .. } => "DtypeError",
+        ErrorKind::Device { .. } => "DeviceError",
+        ErrorKind::State { .. } => "StateError",
+        ErrorKind::Unsupported { .. } | ErrorKind::KernelMissing { .. } => "UnsupportedError",
+        ErrorKind::Driver { .. } | ErrorKind::Cublas { .. } | ErrorKind::NoDriver { .. } => "CudaError",
+        _ => "TeFastError",
+    };
+    let message = layer.map_or_else(|| error.to_string(), |layer| format!("{layer}: {error}"));
+    Python::attach(|py| match class_of(py, class) {
+        Ok(class) => PyErr::from_type(class, message),
+        Err(import_error) => import_error,
+    })
+}
+
+fn class_of<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyType>> {
+    static MODULE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let module = MODULE.get_or_try_init(py, || py.import("te_fast.errors").map(|module| module.into_any().unbind()))?;
+    Ok(module.bind(py).getattr(name)?.cast_into::<PyType>()?)
+}
+
+/// `?` on core results in functions that return Python errors.
+pub(crate) trait IntoPython<T> {
+    /// The value, or the Python exception.
+    fn python(self) -> PyResult<T>;
+}
+
+impl<T> IntoPython<T> for te_fast_core::Result<T> {
+    fn python(self) -> PyResult<T> {
+        self.map_err(to_python)
+    }
+}

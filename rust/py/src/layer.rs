@@ -1,0 +1,273 @@
+//! The native half of a linear layer: what it keeps between calls (plans, the quantised weight, amax slots).
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use te_fast_core::autocast::AmaxSlots;
+use te_fast_core::driver::Stream;
+use te_fast_core::linear::{LinearKey, LinearPlan, Segments, Slot, WeightBuffer};
+use te_fast_core::tensor::{DType, Device, TensorView};
+
+use crate::state::contiguous_strides;
+use crate::tensor::Held;
+
+/// Plans of one layer that are kept; row counts that vary without end displace the oldest.
+const PLANS: usize = 64;
+
+/// What identifies a weight's content as far as the host can see.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct WeightToken {
+    pub(crate) address: usize,
+    /// torch's version counter; none for inference tensors.
+    pub(crate) version: Option<u64>,
+    pub(crate) dtype: DType,
+}
+
+/// A quantised weight.
+#[derive(Debug)]
+pub(crate) struct CachedWeight {
+    pub(crate) buffer: Held,
+    pub(crate) bytes: usize,
+    pub(crate) segments: Segments,
+    pub(crate) token: WeightToken,
+    pub(crate) epoch: u64,
+    pub(crate) generation: u64,
+    pub(crate) device: Device,
+}
+
+impl CachedWeight {
+    pub(crate) fn weight_buffer(&self) -> WeightBuffer<'_> {
+        WeightBuffer { data: self.buffer.ptr(), segments: self.segments }
+    }
+}
+
+/// Delayed-scaling slots of a layer, valid for one epoch.
+#[derive(Clone, Debug)]
+pub(crate) struct Slots {
+    pub(crate) epoch: u64,
+    pub(crate) forward: Arc<AmaxSlots>,
+    pub(crate) backward: Arc<AmaxSlots>,
+}
+
+/// One tensor's slot out of a direction's.
+pub(crate) fn slot(slots: &AmaxSlots, index: usize) -> Slot<'_> {
+    Slot {
+        scale: slots.scale().offset(4 * index),
+        amax: slots.history().offset(4 * index),
+    }
+}
+
+/// Shapes of one call as Python tuples, so that a forward builds none.
+#[pyclass(module = "te_fast._native", frozen)]
+#[derive(Debug)]
+pub(crate) struct Geometry {
+    x: Vec<i64>,
+    pub(crate) x_size: Py<PyTuple>,
+    pub(crate) x_stride: Py<PyTuple>,
+    pub(crate) y_size: Py<PyTuple>,
+    pub(crate) y_stride: Py<PyTuple>,
+}
+
+/// A weight gradient put off until `backward_dw`.
+#[derive(Debug)]
+pub(crate) struct DeferredWeightGrad {
+    pub(crate) plan: Arc<LinearPlan>,
+    pub(crate) saved: Option<Py<PyAny>>,
+    pub(crate) x: Option<Py<PyAny>>,
+    pub(crate) kept_dy: Py<PyAny>,
+    pub(crate) overwrite_main_grad: bool,
+}
+
+/// Fixed properties of a layer.
+#[derive(Clone, Copy, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "constructor flags that do not depend on each other")]
+pub(crate) struct LayerConfig {
+    pub(crate) in_features: usize,
+    pub(crate) out_features: usize,
+    pub(crate) apply_bias: bool,
+    pub(crate) return_bias: bool,
+    pub(crate) fuse_wgrad_accumulation: bool,
+    pub(crate) delay_wgrad_compute: bool,
+    /// One weight and at most one bias, in `_parameters["weight"]` and `_parameters["bias"]`.
+    pub(crate) whole: bool,
+}
+
+/// The native half of a linear layer.
+#[pyclass(module = "te_fast._native", name = "LinearHandle")]
+#[derive(Debug)]
+pub(crate) struct LinearHandle {
+    pub(crate) config: LayerConfig,
+    pub(crate) save_original_input: bool,
+    pub(crate) name: String,
+    pub(crate) cache: Option<Arc<CachedWeight>>,
+    /// Streams that may read the cache without waiting; the first one wrote it.
+    pub(crate) cache_streams: Vec<Stream>,
+    /// The weight of a graph under capture: its bytes exist when the graph runs, not now.
+    pub(crate) captured: Option<Arc<CachedWeight>>,
+    pub(crate) slots: Option<Slots>,
+    pub(crate) deferred: VecDeque<DeferredWeightGrad>,
+    plans: Vec<Arc<LinearPlan>>,
+    geometries: Vec<Py<Geometry>>,
+    weight_size: Py<PyTuple>,
+    weight_stride: Py<PyTuple>,
+    bias_size: Py<PyTuple>,
+    unit_stride: Py<PyTuple>,
+}
+
+impl LinearHandle {
+    /// The plan of `key`, if there is one.
+    #[inline]
+    pub(crate) fn plan(&mut self, key: &LinearKey) -> Option<&Arc<LinearPlan>> {
+        let index = self.plans.iter().rposition(|plan| plan.key() == key)?;
+        let last = self.plans.len() - 1;
+        self.plans.swap(index, last);
+        self.plans.last()
+    }
+
+    /// Keeps a new plan.
+    pub(crate) fn add_plan(&mut self, plan: Arc<LinearPlan>) -> Arc<LinearPlan> {
+        if self.plans.len() >= PLANS {
+            self.plans.remove(0);
+        }
+        self.plans.push(Arc::clone(&plan));
+        plan
+    }
+
+    /// Tuples for an input of this shape.
+    #[inline]
+    pub(crate) fn geometry(&mut self, py: Python<'_>, x: &TensorView<'_>) -> PyResult<Py<Geometry>> {
+        if let Some(known) = self.geometries.iter().rev().find(|known| known.get().x == x.shape()) {
+            return Ok(known.clone_ref(py));
+        }
+        let x_size = x.shape().to_vec();
+        let mut y_size = x_size.clone();
+        if let Some(last) = y_size.last_mut() {
+            *last = self.config.out_features as i64;
+        }
+        let geometry = Py::new(
+            py,
+            Geometry {
+                x_size: PyTuple::new(py, &x_size)?.unbind(),
+                x_stride: PyTuple::new(py, contiguous_strides(&x_size))?.unbind(),
+                y_stride: PyTuple::new(py, contiguous_strides(&y_size))?.unbind(),
+                y_size: PyTuple::new(py, y_size)?.unbind(),
+                x: x_size,
+            },
+        )?;
+        if self.geometries.len() >= PLANS {
+            self.geometries.remove(0);
+        }
+        self.geometries.push(geometry.clone_ref(py));
+        Ok(geometry)
+    }
+
+    /// Size and stride tuples of the weight's gradient.
+    pub(crate) fn weight_tuples<'py>(&self, py: Python<'py>) -> (Bound<'py, PyTuple>, Bound<'py, PyTuple>) {
+        (self.weight_size.bind(py).clone(), self.weight_stride.bind(py).clone())
+    }
+
+    /// Size and stride tuples of the bias's gradient.
+    pub(crate) fn bias_tuples<'py>(&self, py: Python<'py>) -> (Bound<'py, PyTuple>, Bound<'py, PyTuple>) {
+        (self.bias_size.bind(py).clone(), self.unit_stride.bind(py).clone())
+    }
+}
+
+#[pymethods]
+impl LinearHandle {
+    #[new]
+    #[pyo3(signature = (name, in_features, out_features, *, apply_bias, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute, whole))]
+    #[expect(clippy::too_many_arguments, clippy::fn_params_excessive_bools, reason = "a Python constructor's keywords")]
+    fn new(
+        py: Python<'_>,
+        name: String,
+        in_features: usize,
+        out_features: usize,
+        apply_bias: bool,
+        return_bias: bool,
+        fuse_wgrad_accumulation: bool,
+        delay_wgrad_compute: bool,
+        whole: bool,
+    ) -> PyResult<Self> {
+        let config = LayerConfig { in_features, out_features, apply_bias, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute, whole };
+        Ok(Self {
+            config,
+            save_original_input: false,
+            name,
+            cache: None,
+            cache_streams: Vec::new(),
+            captured: None,
+            slots: None,
+            deferred: VecDeque::new(),
+            plans: Vec::new(),
+            geometries: Vec::new(),
+            weight_size: PyTuple::new(py, [out_features, in_features])?.unbind(),
+            weight_stride: PyTuple::new(py, [in_features, 1])?.unbind(),
+            bias_size: PyTuple::new(py, [out_features])?.unbind(),
+            unit_stride: PyTuple::new(py, [1])?.unbind(),
+        })
+    }
+
+    #[getter]
+    fn save_original_input(&self) -> bool {
+        self.save_original_input
+    }
+
+    #[setter]
+    fn set_save_original_input(&mut self, value: bool) {
+        self.save_original_input = value;
+    }
+
+    /// Forgets the quantised weight: the next forward quantises it again.
+    fn drop_weight_cache(&mut self) {
+        self.cache = None;
+        self.captured = None;
+    }
+
+    /// Forgets amax slots and plans: the next forward sets them up again.
+    fn drop_slots(&mut self) {
+        self.slots = None;
+        self.plans.clear();
+    }
+
+    /// Uses these delayed-scaling slots for regions of `epoch`.
+    fn set_slots(&mut self, epoch: u64, forward: &crate::autocast::SlotsHandle, backward: &crate::autocast::SlotsHandle) {
+        self.slots = Some(Slots { epoch, forward: forward.slots(), backward: backward.slots() });
+    }
+
+    /// Number of weight gradients that wait for `backward_dw`.
+    fn deferred_count(&self) -> usize {
+        self.deferred.len()
+    }
+
+    /// Number of plans held.
+    fn plan_count(&self) -> usize {
+        self.plans.len()
+    }
+
+    /// The quantised weight: (buffer, bytes, has row layout, has column layout), or None.
+    fn weight_cache<'py>(&self, py: Python<'py>) -> Option<(Bound<'py, PyAny>, usize, bool, bool)> {
+        let cache = self.cache.as_ref()?;
+        let usage = cache.segments.usage;
+        Some((cache.buffer.tensor().bind(py).clone(), cache.bytes, usage.rowwise, usage.columnwise))
+    }
+}
+
+/// What a backward needs of its forward, beside the saved tensors.
+#[pyclass(module = "te_fast._native", frozen)]
+#[derive(Debug)]
+pub(crate) struct LinearSaved {
+    pub(crate) plan: Arc<LinearPlan>,
+    pub(crate) handle: Py<LinearHandle>,
+    pub(crate) geometry: Py<Geometry>,
+    pub(crate) weight: Arc<CachedWeight>,
+    /// The parameter, where its `main_grad` takes the gradient.
+    pub(crate) weight_object: Option<Py<PyAny>>,
+    pub(crate) slots: Option<Slots>,
+    /// `is_first_microbatch=True`: `main_grad` is overwritten.
+    pub(crate) overwrite_main_grad: bool,
+    /// This layer was the first FP8 module of its region: its backward is the last, and updates the scales.
+    pub(crate) updates_backward_scales: bool,
+    pub(crate) bias_grad: bool,
+}

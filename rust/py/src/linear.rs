@@ -1,0 +1,268 @@
+//! The linear layer's entry points: read the tensors, find the plan, allocate, run, wrap.
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyBool, PyDict, PyTuple};
+
+use crate::layer::{LinearHandle, LinearSaved};
+use crate::linear_run::run;
+use crate::state::{State, state};
+
+/// Python's half: what runs when a call leaves the fast path.
+#[derive(Debug)]
+pub(crate) struct Hooks {
+    /// `torch._C._FunctionBase.apply` of the layer's autograd function.
+    pub(crate) apply: Py<PyAny>,
+    /// The same backward for `create_graph=True`, where differentiating again must raise.
+    pub(crate) backward_once: Py<PyAny>,
+    /// Updates the backward scales of delayed scaling.
+    pub(crate) update_backward_scales: Py<PyAny>,
+}
+
+static HOOKS: PyOnceLock<Hooks> = PyOnceLock::new();
+
+/// Tells the native side Python's half; once, at import.
+#[pyfunction]
+pub(crate) fn install_linear(py: Python<'_>, apply: Py<PyAny>, backward_once: Py<PyAny>, update_backward_scales: Py<PyAny>) {
+    let _ = HOOKS.set(py, Hooks { apply, backward_once, update_backward_scales });
+}
+
+pub(crate) fn hooks(py: Python<'_>) -> PyResult<&Hooks> {
+    HOOKS.get(py).ok_or_else(|| PyRuntimeError::new_err("te_fast.pytorch._ops was not imported"))
+}
+
+/// What a call asks for, as bits that cross the autograd function in one integer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bits(pub(crate) u32);
+
+impl Bits {
+    pub(crate) const INPUT_GRAD: u32 = 1;
+    pub(crate) const WEIGHT_GRAD: u32 = 2;
+    pub(crate) const BIAS_GRAD: u32 = 4;
+    pub(crate) const ANY_GRAD: u32 = 7;
+    pub(crate) const FIRST_MICROBATCH: u32 = 8;
+    pub(crate) const LATER_MICROBATCH: u32 = 16;
+    pub(crate) const MIXED_DTYPES: u32 = 32;
+
+    pub(crate) const fn has(self, bit: u32) -> bool {
+        self.0 & bit != 0
+    }
+
+    fn microbatch(is_first: Option<bool>) -> u32 {
+        match is_first {
+            Some(true) => Self::FIRST_MICROBATCH,
+            Some(false) => Self::LATER_MICROBATCH,
+            None => 0,
+        }
+    }
+}
+
+/// `layer(x)`: as `nn.Module.__call__`, without its cost where no hook and no override asks for it.
+#[pyfunction]
+#[pyo3(signature = (module, *args, **kwargs))]
+pub(crate) fn linear_call<'py>(module: &Bound<'py, PyAny>, args: &Bound<'py, PyTuple>, kwargs: Option<&Bound<'py, PyDict>>) -> PyResult<Bound<'py, PyAny>> {
+    let py = module.py();
+    let state = state(py)?;
+    let attributes = attributes_of(module)?;
+    if let Some(kwargs) = kwargs {
+        return slow_call(state, module, args, Some(kwargs));
+    }
+    let (Ok(input), true) = (args.get_borrowed_item(0), args.len() <= 2 && can_skip_module_call(py, state, &attributes)?) else {
+        return slow_call(state, module, args, None);
+    };
+    let is_first_microbatch = match args.get_borrowed_item(1) {
+        Ok(value) => value.extract::<Option<bool>>()?,
+        Err(_) => None,
+    };
+    forward(state, module, &attributes, &input, is_first_microbatch)
+}
+
+#[cold]
+fn slow_call<'py>(state: &State, module: &Bound<'py, PyAny>, args: &Bound<'py, PyTuple>, kwargs: Option<&Bound<'py, PyDict>>) -> PyResult<Bound<'py, PyAny>> {
+    let py = module.py();
+    let all = std::iter::once(module.clone()).chain(args.iter());
+    state.torch.module_call.bind(py).call(PyTuple::new(py, all.collect::<Vec<_>>())?, kwargs)
+}
+
+#[inline]
+fn attributes_of<'py>(module: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
+    Ok(module.getattr(intern!(module.py(), "__dict__"))?.cast_into::<PyDict>()?)
+}
+
+/// No hook of the module or of all modules, no compiled call, no `forward` of the instance's own.
+#[inline]
+fn can_skip_module_call(py: Python<'_>, state: &State, attributes: &Bound<'_, PyDict>) -> PyResult<bool> {
+    for hooks in [
+        intern!(py, "_forward_hooks"),
+        intern!(py, "_forward_pre_hooks"),
+        intern!(py, "_backward_hooks"),
+        intern!(py, "_backward_pre_hooks"),
+    ] {
+        match attributes.get_item(hooks)? {
+            Some(hooks) if hooks.cast::<PyDict>().is_ok_and(|hooks| hooks.is_empty()) => {}
+            _ => return Ok(false),
+        }
+    }
+    Ok(state.torch.global_hooks.iter().all(|hooks| hooks.bind(py).is_empty())
+        && !attributes.contains(intern!(py, "forward"))?
+        && !attributes.contains(intern!(py, "_compiled_call_impl"))?)
+}
+
+/// `Linear.forward`.
+#[pyfunction]
+#[pyo3(signature = (module, inp, is_first_microbatch=None))]
+pub(crate) fn linear_forward<'py>(module: &Bound<'py, PyAny>, inp: &Bound<'py, PyAny>, is_first_microbatch: Option<bool>) -> PyResult<Bound<'py, PyAny>> {
+    forward(state(module.py())?, module, &attributes_of(module)?, inp, is_first_microbatch)
+}
+
+/// The parameter `name` if it is a plain tensor.
+#[inline]
+fn parameter<'py>(state: &State, parameters: &Bound<'py, PyDict>, name: &Bound<'py, pyo3::types::PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    Ok(parameters.get_item(name)?.filter(|value| state.torch.is_plain(value)))
+}
+
+#[inline]
+fn forward<'py>(
+    state: &State,
+    module: &Bound<'py, PyAny>,
+    attributes: &Bound<'py, PyDict>,
+    input: &Bound<'py, PyAny>,
+    is_first_microbatch: Option<bool>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = module.py();
+    let general = || module.call_method1(intern!(py, "_forward_general"), (input, is_first_microbatch));
+    let Some(handle) = attributes.get_item(intern!(py, "_handle"))? else { return general() };
+    let handle = handle.cast::<LinearHandle>()?;
+    let config = handle.try_borrow()?.config;
+    if !config.whole || !state.torch.is_plain(input) || state.torch.is_autocast_enabled.bind(py).call0()?.is_truthy()? {
+        return general();
+    }
+    let Some(parameters) = attributes.get_item(intern!(py, "_parameters"))? else { return general() };
+    let parameters = parameters.cast::<PyDict>()?;
+    let Some(weight) = parameter(state, parameters, intern!(py, "weight"))? else { return general() };
+    let bias = if config.apply_bias {
+        let Some(bias) = parameter(state, parameters, intern!(py, "bias"))? else { return general() };
+        Some(bias)
+    } else {
+        None
+    };
+    let region = *state.dispatcher(py)?.0.autocast.current();
+    let y = if region.enabled {
+        match state.reader.read(input)? {
+            Some(view) if view.numel() > 0 => {}
+            _ => return general(),
+        }
+        if region.recipe.is_delayed() {
+            ensure_slots(module, handle, region.epoch)?;
+        }
+        apply(state, handle, input, &weight, bias.as_ref(), Bits::microbatch(is_first_microbatch))?
+    } else {
+        if region.calibrating || config.fuse_wgrad_accumulation || config.delay_wgrad_compute {
+            return general();
+        }
+        match state.torch.linear.bind(py).call1((input, &weight, bias.as_ref())) {
+            Ok(y) => y,
+            Err(_) => return general(), // says what does not fit, in terms of the layer
+        }
+    };
+    if !config.return_bias {
+        return Ok(y);
+    }
+    module.call_method1(intern!(py, "_with_bias"), (y,))
+}
+
+/// Sets delayed scaling up for the region, if this layer has not seen it.
+#[inline]
+fn ensure_slots(module: &Bound<'_, PyAny>, handle: &Bound<'_, LinearHandle>, epoch: u64) -> PyResult<()> {
+    if handle.try_borrow()?.slots.as_ref().is_none_or(|slots| slots.epoch != epoch) {
+        module.call_method0(intern!(module.py(), "_init_delayed_scaling"))?;
+    }
+    Ok(())
+}
+
+/// Quantised `x · Wᵀ + b` with autograd, on tensors that were prepared by Python.
+#[pyfunction]
+#[pyo3(signature = (module, handle, inp, weight, bias, is_first_microbatch, mixed_dtypes))]
+pub(crate) fn linear_apply<'py>(
+    module: &Bound<'py, PyAny>,
+    handle: &Bound<'py, LinearHandle>,
+    inp: &Bound<'py, PyAny>,
+    weight: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    is_first_microbatch: Option<bool>,
+    mixed_dtypes: bool,
+) -> PyResult<Bound<'py, PyAny>> {
+    let state = state(module.py())?;
+    let region = *state.dispatcher(module.py())?.0.autocast.current();
+    if region.recipe.is_delayed() {
+        ensure_slots(module, handle, region.epoch)?;
+    }
+    let mixed = if mixed_dtypes { Bits::MIXED_DTYPES } else { 0 };
+    apply(state, handle, inp, weight, bias, Bits::microbatch(is_first_microbatch) | mixed)
+}
+
+#[inline]
+fn requires_grad(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    tensor.getattr(intern!(tensor.py(), "requires_grad"))?.is_truthy()
+}
+
+#[inline]
+fn apply<'py>(
+    state: &State,
+    handle: &Bound<'py, LinearHandle>,
+    input: &Bound<'py, PyAny>,
+    weight: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    mut bits: u32,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = input.py();
+    if state.torch.is_grad_enabled.bind(py).call0()?.is(PyBool::new(py, true)) {
+        bits |= u32::from(requires_grad(input)?) * Bits::INPUT_GRAD | u32::from(requires_grad(weight)?) * Bits::WEIGHT_GRAD;
+        if let Some(bias) = bias {
+            bits |= u32::from(requires_grad(bias)?) * Bits::BIAS_GRAD;
+        }
+    }
+    if bits & Bits::ANY_GRAD != 0 {
+        return hooks(py)?.apply.bind(py).call1((input, weight, bias, handle, bits));
+    }
+    Ok(run(state, handle, input, weight, bias, Bits(bits))?.y)
+}
+
+/// Forward of the autograd function: called by torch with gradients off.
+#[pyfunction]
+pub(crate) fn linear_autograd_forward<'py>(
+    ctx: &Bound<'py, PyAny>,
+    input: &Bound<'py, PyAny>,
+    weight: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    handle: &Bound<'py, LinearHandle>,
+    bits: u32,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = ctx.py();
+    let state = state(py)?;
+    let bits = Bits(bits);
+    let done = run(state, handle, input, weight, bias, bits)?;
+    let config = handle.try_borrow()?.config;
+    let keeps_input = done.plan.key().needs.save_original_input && bits.has(Bits::WEIGHT_GRAD);
+    let none = || py.None().into_bound(py);
+    let kept_weight = if bits.has(Bits::INPUT_GRAD) { weight.clone() } else { none() };
+    let kept_input = if keeps_input { input.clone() } else { none() };
+    let saved = PyTuple::new(py, [done.saved.unwrap_or_else(none), kept_weight, kept_input])?;
+    ctx.setattr(intern!(py, "to_save"), saved)?;
+    let updates_backward_scales = done.slots.is_some() && state.dispatcher(py)?.0.autocast.take_first_fp8_module();
+    let kept = LinearSaved {
+        plan: done.plan,
+        handle: handle.clone().unbind(),
+        geometry: done.geometry,
+        weight: done.weight,
+        weight_object: config.fuse_wgrad_accumulation.then(|| weight.clone().unbind()),
+        slots: done.slots,
+        overwrite_main_grad: bits.has(Bits::FIRST_MICROBATCH),
+        updates_backward_scales,
+        bias_grad: bits.has(Bits::BIAS_GRAD),
+    };
+    ctx.setattr(intern!(py, "te_saved"), Bound::new(py, kept)?)?;
+    Ok(done.y)
+}

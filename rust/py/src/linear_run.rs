@@ -1,0 +1,351 @@
+//! One quantised forward of a linear layer: check, decide, allocate, run, keep.
+//!
+//! The dispatcher and the layer's handle are borrowed only between calls into Python, which may let other threads in.
+
+use std::sync::Arc;
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::pycell::{PyBorrowError, PyBorrowMutError};
+use pyo3::types::PyDict;
+use te_fast_core::dispatch::{Dispatcher, Place};
+use te_fast_core::driver;
+use te_fast_core::kernel::DevPtr;
+use te_fast_core::linear::{Forward, LinearKey, LinearPlan, Slot};
+use te_fast_core::recipe::Needs;
+use te_fast_core::tensor::{DType, Device, TensorView};
+use te_fast_core::{Error, Float};
+
+use crate::error::{IntoPython, named};
+use crate::layer::{CachedWeight, Geometry, LayerConfig, LinearHandle, Slots, WeightToken, slot};
+use crate::linear::Bits;
+use crate::state::State;
+use crate::tensor::{Held, view_of};
+
+const OP: &str = "linear";
+/// Bytes that a kernel's input is aligned to.
+const ALIGNMENT: usize = 16;
+
+/// A core error, which gets the layer's name in front, or one of Python's, which does not.
+pub(crate) enum Failure {
+    Core(Error),
+    Python(PyErr),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Core(error)
+    }
+}
+
+macro_rules! from_python {
+    ($($error:ty),*) => {
+        $(impl From<$error> for Failure {
+            fn from(error: $error) -> Self {
+                Self::Python(error.into())
+            }
+        })*
+    };
+}
+from_python!(PyErr, PyBorrowError, PyBorrowMutError);
+
+impl Failure {
+    /// The Python exception, with the name of the layer.
+    #[cold]
+    pub(crate) fn named(self, handle: &Bound<'_, LinearHandle>) -> PyErr {
+        match self {
+            Self::Core(error) => named(&error, handle.try_borrow().ok().map(|handle| handle.name.clone()).as_deref()),
+            Self::Python(error) => error,
+        }
+    }
+}
+
+/// What a forward leaves.
+pub(crate) struct Done<'py> {
+    pub(crate) y: Bound<'py, PyAny>,
+    pub(crate) saved: Option<Bound<'py, PyAny>>,
+    pub(crate) plan: Arc<LinearPlan>,
+    pub(crate) geometry: Py<Geometry>,
+    pub(crate) weight: Arc<CachedWeight>,
+    pub(crate) slots: Option<Slots>,
+}
+
+/// A contiguous, aligned copy of `tensor`; none when it is both already.
+pub(crate) fn readable<'py>(state: &State, tensor: &Bound<'py, PyAny>, what: &'static str) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let view = view_of(&state.reader, tensor, what).python()?;
+    if view.is_contiguous() && view.is_aligned(ALIGNMENT) { Ok(None) } else { contiguous_copy(tensor).map(Some) }
+}
+
+#[cold]
+fn contiguous_copy<'py>(tensor: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let py = tensor.py();
+    let options = PyDict::new(py);
+    options.set_item("memory_format", py.import("torch")?.getattr("contiguous_format")?)?;
+    tensor.call_method0("detach")?.call_method0("resolve_neg")?.call_method("clone", (), Some(&options))
+}
+
+/// Quantises and multiplies; gradients are the caller's.
+#[inline]
+pub(crate) fn run<'py>(
+    state: &State,
+    handle: &Bound<'py, LinearHandle>,
+    input: &Bound<'py, PyAny>,
+    weight: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    bits: Bits,
+) -> PyResult<Done<'py>> {
+    let (x_copy, weight_copy) = (readable(state, input, "input")?, readable(state, weight, "weight")?);
+    let x = x_copy.as_ref().unwrap_or(input);
+    let call = Call { state, handle, x, weight: weight_copy.as_ref().unwrap_or(weight), parameter: weight, bias, bits };
+    call.run().map_err(|failure| failure.named(handle))
+}
+
+/// One forward.
+struct Call<'a, 'py> {
+    state: &'a State,
+    handle: &'a Bound<'py, LinearHandle>,
+    x: &'a Bound<'py, PyAny>,
+    weight: &'a Bound<'py, PyAny>,
+    /// The parameter itself, where `weight` is a copy of it.
+    parameter: &'a Bound<'py, PyAny>,
+    bias: Option<&'a Bound<'py, PyAny>>,
+    bits: Bits,
+}
+
+/// What is settled before memory is allocated.
+struct Decision {
+    plan: Arc<LinearPlan>,
+    geometry: Py<Geometry>,
+    slots: Option<Slots>,
+    place: Place,
+    capturing: bool,
+    generation: u64,
+    token: WeightToken,
+    reused: Option<Arc<CachedWeight>>,
+}
+
+impl<'py> Call<'_, 'py> {
+    fn run(&self) -> Result<Done<'py>, Failure> {
+        let (py, state) = (self.x.py(), self.state);
+        let x = view_of(&state.reader, self.x, "input")?;
+        let w = view_of(&state.reader, self.weight, "weight")?;
+        let config = self.handle.try_borrow()?.config;
+        self.check(&config, &x, &w)?;
+        let _guard = state.guard(py, x.device())?;
+        let decision = self.decide(&config, &x, &w)?;
+        let Decision { plan, geometry, slots, place, .. } = &decision;
+        let sizes = geometry.get();
+        let y = state.empty(py, place.device, sizes.y_size.bind(py), sizes.y_stride.bind(py), x.dtype())?;
+        let saved = state.optional_bytes(py, place.device, plan.saved_bytes())?;
+        let external = Dispatcher::external_bytes(*place, plan.forward_scratch())?;
+        let scratch = state.optional_bytes(py, place.device, external.bytes())?;
+        let fresh = decision.reused.is_none();
+        let weight = match &decision.reused {
+            Some(weight) => Arc::clone(weight),
+            None => Arc::new(self.weight_buffer(&decision)?),
+        };
+        let bias = self.bias_operand(plan.key().activation)?;
+
+        let io = Forward {
+            x: x.data(),
+            fresh_weight: fresh.then(|| w.data()),
+            weight: weight.weight_buffer(),
+            bias: state.pointer(bias.as_ref())?,
+            y: state.pointer(Some(&y))?,
+            saved: state.pointer(saved.as_ref())?,
+            slots: match slots {
+                Some(slots) => [slot(&slots.forward, 0), slot(&slots.forward, 1)],
+                None => [Slot::NONE; 2],
+            },
+            skip_weight: DevPtr::null(),
+        };
+        let memory = external.memory(state.pointer(scratch.as_ref())?);
+        {
+            let mut dispatcher = state.dispatcher(py)?;
+            if let Some(slots) = slots {
+                dispatcher.0.autocast.mark_ran(&slots.forward);
+            }
+            plan.forward(&mut dispatcher.0.lane(*place, plan.forward_scratch(), memory)?, &io)?;
+        }
+        if fresh {
+            self.keep(&decision, &weight)?;
+        }
+        Ok(Done { y, saved, plan: decision.plan, geometry: decision.geometry, weight, slots: decision.slots })
+    }
+
+    /// Shapes, types and devices; sizes that FP8 takes are the plan's to check.
+    fn check(&self, config: &LayerConfig, x: &TensorView<'_>, w: &TensorView<'_>) -> Result<(), Error> {
+        let (inputs, outputs) = (config.in_features as i64, config.out_features as i64);
+        if x.shape().last() != Some(&inputs) {
+            let got = format!("a tensor of shape {:?}", x.shape());
+            return Err(Error::shape(OP, "the input's last dimension", format!("in_features = {inputs}"), got));
+        }
+        if w.shape() != [outputs, inputs] {
+            return Err(Error::shape(OP, "the weight", format!("of shape [{outputs}, {inputs}]"), format!("{:?}", w.shape())));
+        }
+        if x.device() != w.device() {
+            let expected = format!("{}, where the layer's weight is (move one with .to())", w.device());
+            return Err(Error::device(OP, "the input", expected, x.device()));
+        }
+        if x.dtype() != w.dtype() && !self.bits.has(Bits::MIXED_DTYPES) {
+            let expected = format!("{}, the type of the layer's parameters (cast it, or use torch.autocast)", w.dtype());
+            return Err(Error::dtype(OP, "the input", expected, x.dtype()));
+        }
+        Ok(())
+    }
+
+    fn decide(&self, config: &LayerConfig, x: &TensorView<'_>, w: &TensorView<'_>) -> Result<Decision, Failure> {
+        let (py, state) = (self.x.py(), self.state);
+        let place = Place { device: x.device(), stream: state.reader.stream(py, x.device())? };
+        let token = self.token(w)?;
+        let mut handle = self.handle.try_borrow_mut()?;
+        let geometry = handle.geometry(py, x)?;
+        let mut guard = state.dispatcher(py)?;
+        let dispatcher = &mut guard.0;
+        let region = *dispatcher.autocast.current();
+        let key = LinearKey {
+            epoch: region.epoch,
+            rows: x.rows(),
+            activation: float(x, "the input")?,
+            weight: float(w, "the weight")?,
+            device: x.device(),
+            needs: Needs {
+                input_grad: self.bits.has(Bits::INPUT_GRAD),
+                weight_grad: self.bits.has(Bits::WEIGHT_GRAD),
+                save_original_input: handle.save_original_input,
+                recompute_later: false,
+            },
+            bias_grad: self.bits.has(Bits::BIAS_GRAD),
+            bias: self.bias.is_some(),
+            any_rows: dispatcher.auto_pad,
+        };
+        let plan = if let Some(plan) = handle.plan(&key) {
+            dispatcher.trace.counters.plan_hits += 1;
+            Arc::clone(plan)
+        } else {
+            dispatcher.trace.counters.plan_misses += 1;
+            let plan = LinearPlan::new(dispatcher, &region.recipe, key, config.in_features, config.out_features)?;
+            handle.add_plan(Arc::new(plan))
+        };
+        let slots = if region.recipe.is_delayed() { handle.slots.clone() } else { None };
+        let generation = if slots.is_some() { dispatcher.forward_generation } else { 0 };
+        let capturing = matches!(place.device, Device::Cuda(_)) && driver::is_capturing(place.stream)?;
+        drop(guard);
+        let mut decision = Decision { plan, geometry, slots, place, capturing, generation, token, reused: None };
+        decision.reused = self.reusable(&handle, &decision);
+        if decision.reused.is_some() && !capturing && !handle.cache_streams.contains(&place.stream) {
+            self.share_with(&mut handle, place)?;
+        }
+        Ok(decision)
+    }
+
+    /// Address and version say whether a weight is the one that was quantised.
+    fn token(&self, w: &TensorView<'_>) -> PyResult<WeightToken> {
+        let version = self.parameter.getattr(intern!(self.x.py(), "_version")).and_then(|version| version.extract()).ok();
+        let address = if self.weight.is(self.parameter) {
+            w.data().address()
+        } else {
+            view_of(&self.state.reader, self.parameter, "weight").python()?.data().address()
+        };
+        Ok(WeightToken { address, version, dtype: w.dtype() })
+    }
+
+    /// The quantised weight, if the one that is kept serves this call.
+    ///
+    /// A graph under capture runs later, on weights that may have changed by then, so that it reuses nothing unless
+    /// it is told to by `is_first_microbatch=False`.
+    fn reusable(&self, handle: &LinearHandle, decision: &Decision) -> Option<Arc<CachedWeight>> {
+        let later = self.bits.has(Bits::LATER_MICROBATCH);
+        if self.bits.has(Bits::FIRST_MICROBATCH) || (decision.capturing && !later) {
+            return None;
+        }
+        let kept = if decision.capturing { handle.captured.as_ref().or(handle.cache.as_ref()) } else { handle.cache.as_ref() };
+        let key = decision.plan.key();
+        let needed = decision.plan.weight_segments().usage;
+        kept.filter(|kept| {
+            let there = kept.segments.usage;
+            kept.epoch == key.epoch
+                && kept.device == key.device
+                && kept.token == decision.token
+                && (there.rowwise || !needed.rowwise)
+                && (there.columnwise || !needed.columnwise)
+                && (later || (kept.generation == decision.generation && kept.token.version.is_some()))
+        })
+        .cloned()
+    }
+
+    /// Orders another stream's reads of the kept weight behind the stream that wrote it.
+    #[cold]
+    fn share_with(&self, handle: &mut LinearHandle, place: Place) -> Result<(), Failure> {
+        let py = self.x.py();
+        if let Some(&writer) = handle.cache_streams.first() {
+            driver::wait_for(place.stream, writer)?;
+        }
+        if let (Some(cache), Device::Cuda(ordinal)) = (&handle.cache, place.device) {
+            let stream = py.import("torch.cuda")?.getattr("current_stream")?.call1((ordinal,))?;
+            cache.buffer.tensor().bind(py).call_method1("record_stream", (stream,))?;
+        }
+        handle.cache_streams.push(place.stream);
+        Ok(())
+    }
+
+    /// Memory for a fresh quantised weight: the kept one's when nobody else reads it.
+    fn weight_buffer(&self, decision: &Decision) -> Result<CachedWeight, Failure> {
+        let segments = decision.plan.weight_segments();
+        let key = decision.plan.key();
+        let mut recycled = None;
+        if !decision.capturing {
+            let mut handle = self.handle.try_borrow_mut()?;
+            let private = handle.cache_streams.as_slice() == [decision.place.stream];
+            let cache = handle.cache.take();
+            if private {
+                recycled = cache
+                    .and_then(Arc::into_inner)
+                    .filter(|cache| cache.device == key.device && cache.bytes >= segments.bytes)
+                    .map(|cache| (cache.buffer, cache.bytes));
+            }
+        }
+        let (buffer, bytes) = match recycled {
+            Some(recycled) => recycled,
+            None => {
+                let tensor = self.state.bytes(self.x.py(), key.device, segments.bytes)?;
+                (Held::new(&self.state.reader, &tensor)?, segments.bytes)
+            }
+        };
+        let (token, generation) = (decision.token, decision.generation);
+        Ok(CachedWeight { buffer, bytes, segments, token, epoch: key.epoch, generation, device: key.device })
+    }
+
+    /// Keeps a weight that was quantised by this call. Only now: a call that failed leaves none behind.
+    fn keep(&self, decision: &Decision, weight: &Arc<CachedWeight>) -> Result<(), Failure> {
+        let mut handle = self.handle.try_borrow_mut()?;
+        if decision.capturing {
+            handle.captured = Some(Arc::clone(weight));
+        } else {
+            handle.cache = Some(Arc::clone(weight));
+            handle.cache_streams.clear();
+            handle.cache_streams.push(decision.place.stream);
+        }
+        Ok(())
+    }
+
+    /// The bias in the type that the GEMM's epilogue takes.
+    fn bias_operand(&self, activation: Float) -> Result<Option<Bound<'py, PyAny>>, Failure> {
+        let Some(bias) = self.bias else { return Ok(None) };
+        let view = view_of(&self.state.reader, bias, "bias")?;
+        let outputs = self.handle.try_borrow()?.config.out_features as i64;
+        if view.shape() != [outputs] {
+            return Err(Error::shape(OP, "the bias", format!("of shape [{outputs}]"), format!("{:?}", view.shape())).into());
+        }
+        let wanted: DType = LinearPlan::bias_dtype(activation);
+        if view.dtype() == wanted && view.is_contiguous() && view.is_aligned(ALIGNMENT) {
+            return Ok(Some(bias.clone()));
+        }
+        let copy = bias.call_method0("detach")?.call_method1("to", (self.state.torch.dtype(bias.py(), wanted),))?;
+        Ok(Some(readable(self.state, &copy, "bias")?.unwrap_or(copy)))
+    }
+}
+
+fn float(view: &TensorView<'_>, what: &'static str) -> Result<Float, Error> {
+    view.dtype().as_float().ok_or_else(|| Error::dtype(OP, what, "float32, float16 or bfloat16", view.dtype()))
+}

@@ -1,0 +1,204 @@
+//! What the binding keeps for the whole process: the dispatcher, the tensor reader and handles of torch.
+
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyTuple};
+use te_fast_core::config::Config;
+use te_fast_core::dispatch::Dispatcher;
+use te_fast_core::driver::Context;
+use te_fast_core::kernel::DevPtr;
+use te_fast_core::tensor::{DType, Device};
+
+use crate::error::{IntoPython, to_python};
+use crate::tensor::{Reader, view_of};
+
+/// The dispatcher; the GIL and Python's borrow rules stand in for a lock.
+#[pyclass(module = "te_fast._native", name = "Dispatcher")]
+#[derive(Debug)]
+pub(crate) struct DispatcherCell(pub(crate) Dispatcher);
+
+/// torch's functions and types that calls use.
+#[derive(Debug)]
+pub(crate) struct Torch {
+    pub(crate) tensor: Py<PyAny>,
+    pub(crate) parameter: Py<PyAny>,
+    pub(crate) empty_cpu: Py<PyAny>,
+    pub(crate) empty_cuda: Option<Py<PyAny>>,
+    pub(crate) is_grad_enabled: Py<PyAny>,
+    pub(crate) is_autocast_enabled: Py<PyAny>,
+    pub(crate) linear: Py<PyAny>,
+    pub(crate) module_call: Py<PyAny>,
+    pub(crate) global_hooks: [Py<PyDict>; 4],
+    dtypes: Vec<(DType, Py<PyAny>)>,
+}
+
+/// Process state of the binding.
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) cell: Py<DispatcherCell>,
+    pub(crate) reader: Reader,
+    pub(crate) torch: Torch,
+}
+
+/// The state, made at first use.
+#[inline]
+pub(crate) fn state(py: Python<'_>) -> PyResult<&State> {
+    static STATE: PyOnceLock<State> = PyOnceLock::new();
+    STATE.get_or_try_init(py, || State::new(py))
+}
+
+const DTYPES: [(&str, DType); 12] = [
+    ("float32", DType::F32),
+    ("float16", DType::F16),
+    ("bfloat16", DType::Bf16),
+    ("float64", DType::F64),
+    ("uint8", DType::U8),
+    ("int8", DType::I8),
+    ("int16", DType::I16),
+    ("int32", DType::I32),
+    ("int64", DType::I64),
+    ("bool", DType::Bool),
+    ("float8_e4m3fn", DType::E4m3),
+    ("float8_e5m2", DType::E5m2),
+];
+
+impl State {
+    fn new(py: Python<'_>) -> PyResult<Self> {
+        let torch = Torch::new(py)?;
+        let by_object = torch.dtypes.iter().map(|(dtype, object)| (object.clone_ref(py), *dtype)).collect();
+        let cell = Py::new(py, DispatcherCell(Dispatcher::new(Config::from_environment())))?;
+        Ok(Self { cell, reader: Reader::new(py, by_object)?, torch })
+    }
+
+    /// The dispatcher for a stretch without calls into Python.
+    #[inline]
+    pub(crate) fn dispatcher<'py>(&self, py: Python<'py>) -> PyResult<PyRefMut<'py, DispatcherCell>> {
+        Ok(self.cell.bind(py).try_borrow_mut()?)
+    }
+
+    /// Makes `device` current until the guard is dropped.
+    #[inline]
+    pub(crate) fn guard(&self, py: Python<'_>, device: Device) -> PyResult<Guard> {
+        if device == Device::Cpu {
+            return Ok(Guard(None));
+        }
+        Ok(Guard(self.dispatcher(py)?.0.make_current(device).python()?))
+    }
+
+    /// A new tensor of torch's own, uninitialised; the device must be current.
+    #[inline]
+    pub(crate) fn empty<'py>(
+        &self,
+        py: Python<'py>,
+        device: Device,
+        size: &Bound<'py, PyTuple>,
+        stride: &Bound<'py, PyTuple>,
+        dtype: DType,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let empty = match (device, &self.torch.empty_cuda) {
+            (Device::Cpu, _) => &self.torch.empty_cpu,
+            (Device::Cuda(_), Some(empty)) => empty,
+            (Device::Cuda(_), None) => {
+                return Err(to_python(te_fast_core::Error::unsupported("allocation", "this torch was built without CUDA")));
+            }
+        };
+        empty.bind(py).call1((size, stride, self.torch.dtype(py, dtype)))
+    }
+
+    /// A contiguous tensor of `size`.
+    pub(crate) fn empty_sized<'py>(&self, py: Python<'py>, device: Device, size: &[i64], dtype: DType) -> PyResult<Bound<'py, PyAny>> {
+        let strides = contiguous_strides(size);
+        self.empty(py, device, &PyTuple::new(py, size)?, &PyTuple::new(py, strides)?, dtype)
+    }
+
+    /// A buffer of bytes.
+    #[inline]
+    pub(crate) fn bytes<'py>(&self, py: Python<'py>, device: Device, count: usize) -> PyResult<Bound<'py, PyAny>> {
+        self.empty(py, device, &PyTuple::new(py, [count])?, &PyTuple::new(py, [1])?, DType::U8)
+    }
+}
+
+impl State {
+    /// A buffer of bytes; none for zero.
+    #[inline]
+    pub(crate) fn optional_bytes<'py>(&self, py: Python<'py>, device: Device, count: usize) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if count == 0 { Ok(None) } else { self.bytes(py, device, count).map(Some) }
+    }
+
+    /// First byte of a tensor that the caller holds; null for none.
+    #[inline]
+    pub(crate) fn pointer<'a>(&self, tensor: Option<&'a Bound<'_, PyAny>>) -> te_fast_core::Result<DevPtr<'a>> {
+        match tensor {
+            Some(tensor) => Ok(view_of(&self.reader, tensor, "a buffer")?.data()),
+            None => Ok(DevPtr::null()),
+        }
+    }
+}
+
+/// Strides of a contiguous tensor.
+pub(crate) fn contiguous_strides(size: &[i64]) -> Vec<i64> {
+    let mut strides = vec![1; size.len()];
+    for i in (1..size.len()).rev() {
+        strides[i - 1] = strides[i] * size[i].max(1);
+    }
+    strides
+}
+
+impl Torch {
+    fn new(py: Python<'_>) -> PyResult<Self> {
+        let torch = py.import("torch")?;
+        let native = torch.getattr("_C")?;
+        let guards = native.getattr("_dynamo")?.getattr("guards")?;
+        let modules = py.import("torch.nn.modules.module")?;
+        let hooks = |name: &str| -> PyResult<Py<PyDict>> { Ok(modules.getattr(name)?.cast_into::<PyDict>()?.unbind()) };
+        let dtypes = DTYPES
+            .iter()
+            .map(|&(name, dtype)| Ok((dtype, torch.getattr(name)?.unbind())))
+            .collect::<PyResult<Vec<_>>>()?;
+        let any_autocast = native.getattr("_is_any_autocast_enabled").or_else(|_| torch.getattr("is_autocast_enabled"))?;
+        Ok(Self {
+            tensor: torch.getattr("Tensor")?.unbind(),
+            parameter: py.import("torch.nn")?.getattr("Parameter")?.unbind(),
+            empty_cpu: guards.getattr("_empty_strided_cpu")?.unbind(),
+            empty_cuda: guards.getattr("_empty_strided_cuda").ok().map(Bound::unbind),
+            is_grad_enabled: native.getattr("is_grad_enabled").or_else(|_| torch.getattr("is_grad_enabled"))?.unbind(),
+            is_autocast_enabled: any_autocast.unbind(),
+            linear: native.getattr("_nn")?.getattr("linear")?.unbind(),
+            module_call: modules.getattr("Module")?.getattr("__call__")?.unbind(),
+            global_hooks: [
+                hooks("_global_forward_hooks")?,
+                hooks("_global_forward_pre_hooks")?,
+                hooks("_global_backward_hooks")?,
+                hooks("_global_backward_pre_hooks")?,
+            ],
+            dtypes,
+        })
+    }
+
+    /// torch's object for an element type.
+    #[inline]
+    pub(crate) fn dtype<'a, 'py>(&'a self, py: Python<'py>, dtype: DType) -> &'a Bound<'py, PyAny> {
+        self.dtypes[DTYPES.iter().position(|&(_, known)| known == dtype).unwrap_or(0)].1.bind(py)
+    }
+
+    /// A tensor that the native side may read directly: of exactly torch's types, not a subclass.
+    #[inline]
+    pub(crate) fn is_plain(&self, object: &Bound<'_, PyAny>) -> bool {
+        let kind = object.get_type();
+        kind.as_ptr() == self.tensor.as_ptr() || kind.as_ptr() == self.parameter.as_ptr()
+    }
+}
+
+/// Puts the former device back when dropped.
+#[derive(Debug)]
+#[must_use]
+pub(crate) struct Guard(Option<Context>);
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        if let Some(former) = self.0.take() {
+            // The driver accepted the context a moment ago; there is nobody to tell if it does not now.
+            let _ = former.restore();
+        }
+    }
+}
