@@ -1,0 +1,98 @@
+//! Host time of the dispatcher: bookkeeping alone with the recorder, and whole forwards on the host backend.
+//!
+//! `cargo bench --package te_fast_core [-- FILTER]`; ids are `group/recipe`.
+#![expect(clippy::unwrap_used, reason = "a bench stops at the first error")]
+
+use std::hint::black_box;
+
+use criterion::{Criterion, criterion_group, criterion_main};
+use te_fast_core::Float;
+use te_fast_core::autocast::Request;
+use te_fast_core::config::Config;
+use te_fast_core::dispatch::{Dispatcher, Memory, Place};
+use te_fast_core::driver::Stream;
+use te_fast_core::kernel::DevPtr;
+use te_fast_core::linear::{Forward, LinearKey, LinearPlan, Slot, WeightBuffer};
+use te_fast_core::recipe::{Needs, Recipe};
+use te_fast_core::tensor::Device;
+use te_fast_core::trace::Recording;
+
+const ROWS: usize = 256;
+const FEATURES: usize = 1024;
+const HOST: Place = Place { device: Device::Cpu, stream: Stream(0) };
+const RECIPES: [(&str, Recipe); 3] =
+    [("delayed", Recipe::DELAYED), ("current", Recipe::CURRENT), ("block", Recipe::BLOCK)];
+
+fn key() -> LinearKey {
+    LinearKey {
+        epoch: 1,
+        rows: ROWS,
+        activation: Float::Bf16,
+        weight: Float::Bf16,
+        device: Device::Cpu,
+        needs: Needs::default(),
+        bias_grad: false,
+        bias: false,
+        any_rows: false,
+    }
+}
+
+/// A forward with a cached weight; `recording` says whether it also computes.
+fn forward(criterion: &mut Criterion, group: &str, recording: Recording) {
+    let mut group = criterion.benchmark_group(group);
+    for (name, recipe) in RECIPES {
+        let mut dispatcher = Dispatcher::new(Config { synchronise: false, check_device: true });
+        let plan = LinearPlan::new(&mut dispatcher, &recipe, key(), FEATURES, FEATURES).unwrap();
+        let mut x = vec![0x3f80_u16; ROWS * FEATURES];
+        let mut y = vec![0_u16; ROWS * FEATURES];
+        let mut weight = vec![0_u64; plan.weight_segments().bytes.div_ceil(8)];
+        let (mut scale, mut amax) = ([1.0_f32], [0.0_f32]);
+        let slot = Slot { scale: DevPtr::from_slice(&mut scale), amax: DevPtr::from_slice(&mut amax) };
+        let slots = if recipe.is_delayed() { [slot, Slot::NONE] } else { [Slot::NONE; 2] };
+        let io = Forward {
+            x: DevPtr::from_slice(&mut x),
+            fresh_weight: None,
+            weight: WeightBuffer { data: DevPtr::from_slice(&mut weight), segments: plan.weight_segments() },
+            bias: DevPtr::null(),
+            y: DevPtr::from_slice(&mut y),
+            saved: DevPtr::null(),
+            slots,
+            skip_weight: DevPtr::null(),
+        };
+        dispatcher.trace.record(recording);
+        group.bench_function(name, |bencher| {
+            bencher.iter(|| {
+                let scratch = black_box(&plan).forward_scratch();
+                let mut lane = dispatcher.lane(HOST, scratch, Memory::Own).unwrap();
+                plan.forward(&mut lane, black_box(&io)).unwrap();
+            });
+        });
+    }
+    group.finish();
+}
+
+fn bookkeeping(criterion: &mut Criterion) {
+    forward(criterion, "linear_fwd_bookkeeping", Recording::Only);
+}
+
+fn host_backend(criterion: &mut Criterion) {
+    forward(criterion, "linear_fwd_host", Recording::Off);
+}
+
+fn autocast(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("autocast_enter_exit");
+    for (name, recipe) in RECIPES {
+        let mut dispatcher = Dispatcher::new(Config { synchronise: false, check_device: true });
+        let request = Request { enabled: true, calibrating: false, graph: false, recipe: Some(recipe), group: 0 };
+        group.bench_function(name, |bencher| {
+            bencher.iter(|| {
+                let former = dispatcher.autocast.enter(black_box(&request)).unwrap();
+                dispatcher.autocast.exit(&former, false)
+            });
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(benches, bookkeeping, host_backend, autocast);
+criterion_main!(benches);
