@@ -4,16 +4,16 @@ use std::sync::Arc;
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyString, PyTuple};
 use te_fast_core::Fp8;
-use te_fast_core::autocast::{AmaxSlots, Direction, Region, Request, SlotMemory};
+use te_fast_core::autocast::{AmaxSlots, Direction, Due, Region, Request, SlotMemory};
 use te_fast_core::delayed;
 use te_fast_core::dispatch::Place;
 use te_fast_core::kernel::DevPtr;
-use te_fast_core::recipe::{
-    AmaxAlgorithm, BackwardOverride, Block, Delayed, PerGemm, Quantization, Recipe, Scaling,
-};
+use te_fast_core::recipe::{AmaxAlgorithm, BackwardOverride, Block, Delayed, PerGemm, Quantization, Recipe, Scaling};
 
-use crate::error::IntoPython;
+use crate::error::{IntoPython, to_python};
 use crate::state::state;
 use crate::tensor::{Held, view_of};
 
@@ -100,79 +100,189 @@ impl NativeRecipe {
     }
 }
 
-/// A region to go back to.
-#[pyclass(module = "te_fast._native", name = "Region", frozen, skip_from_py_object)]
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Snapshot(Region);
-
-/// A flag of a public signature, where anything with a truth value goes.
-#[inline]
-fn flag(value: &Bound<'_, PyAny>) -> PyResult<bool> {
-    value.is_truthy()
+/// The Python objects of the region in force.
+#[pyclass(module = "te_fast._native")]
+#[derive(Debug, Default)]
+struct Objects {
+    recipe: Option<Py<PyAny>>,
+    group: Option<Py<PyAny>>,
 }
 
-#[inline]
-fn request(
-    recipe: Option<&Bound<'_, NativeRecipe>>,
-    enabled: &Bound<'_, PyAny>,
-    calibrating: &Bound<'_, PyAny>,
-    graph: &Bound<'_, PyAny>,
-    group: &Bound<'_, PyAny>,
-) -> PyResult<Request> {
-    Ok(Request {
-        enabled: flag(enabled)?,
-        calibrating: flag(calibrating)?,
-        graph: flag(graph)?,
-        recipe: recipe.map(|recipe| recipe.get().0),
-        group: if group.is_none() { 0 } else { group.as_ptr() as u64 },
+/// What the binding asks of Python, set once by `te_fast.pytorch.quantization`.
+#[derive(Debug)]
+struct Callbacks {
+    /// `prepare(recipe | None) -> recipe`, with its native form in `_native`.
+    prepare: Py<PyAny>,
+    /// `update(ran, without_grad)`, called when forward scales are due.
+    update: Py<PyAny>,
+    /// The attribute that holds a recipe's native form.
+    native: Py<PyString>,
+    objects: Py<Objects>,
+}
+
+static CALLBACKS: PyOnceLock<Callbacks> = PyOnceLock::new();
+
+fn callbacks(py: Python<'_>) -> PyResult<&Callbacks> {
+    CALLBACKS.get(py).ok_or_else(|| {
+        to_python(te_fast_core::Error::state("autocast", "te_fast.pytorch.quantization has not been imported"))
     })
 }
 
-/// Enters a region; returns the one that was in force.
+/// Sets what the binding calls: `prepare(recipe | None) -> recipe` and `update(ran, without_grad)`.
 #[pyfunction]
-#[pyo3(signature = (recipe, enabled, calibrating, graph, group, /))]
-pub(crate) fn autocast_enter<'py>(
-    py: Python<'py>,
-    recipe: Option<&Bound<'py, NativeRecipe>>,
-    enabled: &Bound<'py, PyAny>,
-    calibrating: &Bound<'py, PyAny>,
-    graph: &Bound<'py, PyAny>,
-    group: &Bound<'py, PyAny>,
-) -> PyResult<Snapshot> {
-    let request = request(recipe, enabled, calibrating, graph, group)?;
-    let former = state(py)?.dispatcher(py)?.0.autocast.enter(&request).python()?;
-    Ok(Snapshot(former))
+#[pyo3(signature = (prepare, update, /))]
+pub(crate) fn autocast_callbacks(py: Python<'_>, prepare: Py<PyAny>, update: Py<PyAny>) -> PyResult<()> {
+    let objects = Py::new(py, Objects::default())?;
+    let native = PyString::intern(py, "_native").unbind();
+    CALLBACKS.get_or_init(py, || Callbacks { prepare, update, native, objects });
+    Ok(())
 }
 
-/// Leaves the region that was entered with these flags; returns what is due: nothing (0), buckets that are updated
-/// at every exit (1), layers that ran (2).
-#[pyfunction]
-#[pyo3(signature = (former, enabled, calibrating, graph, /))]
-pub(crate) fn autocast_exit(
-    former: &Bound<'_, Snapshot>,
-    enabled: &Bound<'_, PyAny>,
-    calibrating: &Bound<'_, PyAny>,
-    graph: &Bound<'_, PyAny>,
-) -> PyResult<u8> {
-    let py = former.py();
-    let active = flag(enabled)? || flag(calibrating)?;
-    let updates = active && !flag(graph)?;
-    Ok(state(py)?.dispatcher(py)?.0.autocast.exit(&former.get().0, updates) as u8)
+#[inline]
+fn group_number(group: Option<&Py<PyAny>>) -> u64 {
+    group.map_or(0, |group| group.as_ptr() as u64)
 }
 
-/// Changes the region in force without entering one.
+/// What a region replaced.
+#[derive(Debug)]
+struct Former {
+    region: Region,
+    recipe: Option<Py<PyAny>>,
+    group: Option<Py<PyAny>>,
+}
+
+/// An autocast region: the base of `te_fast.pytorch.autocast`, which documents it.
+#[pyclass(module = "te_fast._native", subclass)]
+#[derive(Debug)]
+pub(crate) struct AutocastRegion {
+    enabled: bool,
+    calibrating: bool,
+    graph: bool,
+    recipe: Option<Py<PyAny>>,
+    group: Option<Py<PyAny>>,
+    former: Option<Former>,
+}
+
+#[pymethods]
+impl AutocastRegion {
+    #[new]
+    #[pyo3(signature = (enabled=None, calibrating=None, recipe=None, amax_reduction_group=None, _graph=None))]
+    fn new(
+        enabled: Option<&Bound<'_, PyAny>>,
+        calibrating: Option<&Bound<'_, PyAny>>,
+        recipe: Option<Py<PyAny>>,
+        amax_reduction_group: Option<Py<PyAny>>,
+        _graph: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        Ok(Self {
+            enabled: enabled.map_or(Ok(true), Bound::is_truthy)?,
+            calibrating: calibrating.map_or(Ok(false), Bound::is_truthy)?,
+            graph: _graph.map_or(Ok(false), Bound::is_truthy)?,
+            recipe,
+            group: amax_reduction_group,
+            former: None,
+        })
+    }
+
+    /// Puts the region in force.
+    fn __enter__<'py>(slf: Bound<'py, Self>) -> PyResult<Bound<'py, Self>> {
+        let py = slf.py();
+        slf.try_borrow_mut()?.enter(py)?;
+        Ok(slf)
+    }
+
+    /// Puts the former region back in force, and updates the forward scales that are due.
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&mut self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        let Some(former) = self.former.take() else {
+            return Err(to_python(te_fast_core::Error::state("autocast", "left without having been entered")));
+        };
+        let callbacks = callbacks(py)?;
+        {
+            let mut objects = callbacks.objects.bind(py).try_borrow_mut()?;
+            objects.recipe = former.recipe;
+            objects.group = former.group;
+        }
+        let updates = (self.enabled || self.calibrating) && !self.graph;
+        let due = state(py)?.dispatcher(py)?.0.autocast.exit(&former.region, updates);
+        if due != Due::Nothing {
+            // Only calibration goes on without gradients, as when a trained model is calibrated.
+            callbacks.update.bind(py).call1((due == Due::Ran, !self.enabled))?;
+        }
+        Ok(())
+    }
+}
+
+impl AutocastRegion {
+    fn enter(&mut self, py: Python<'_>) -> PyResult<()> {
+        if self.former.is_some() {
+            let message = "an instance cannot be entered more than once concurrently";
+            return Err(to_python(te_fast_core::Error::state("autocast", message)));
+        }
+        let callbacks = callbacks(py)?;
+        let mut recipe = self.recipe.as_ref().map(|recipe| recipe.clone_ref(py));
+        let native = if self.enabled || self.calibrating { Some(native_of(callbacks, py, &mut recipe)?) } else { None };
+        let request = Request {
+            enabled: self.enabled,
+            calibrating: self.calibrating,
+            graph: self.graph,
+            recipe: native,
+            group: group_number(self.group.as_ref()),
+        };
+        let region = state(py)?.dispatcher(py)?.0.autocast.enter(&request).python()?;
+        let mut objects = callbacks.objects.bind(py).try_borrow_mut()?;
+        let recipe = std::mem::replace(&mut objects.recipe, recipe);
+        let group = std::mem::replace(&mut objects.group, self.group.as_ref().map(|group| group.clone_ref(py)));
+        self.former = Some(Former { region, recipe, group });
+        Ok(())
+    }
+}
+
+/// The native form of a recipe; Python makes it where there is none, and the default recipe for `None`.
+#[inline]
+fn native_of(callbacks: &Callbacks, py: Python<'_>, recipe: &mut Option<Py<PyAny>>) -> PyResult<Recipe> {
+    if let Some(known) = recipe {
+        let native = known.bind(py).getattr(&callbacks.native)?;
+        if let Ok(native) = native.cast::<NativeRecipe>() {
+            return Ok(native.get().0);
+        }
+    }
+    let prepared = callbacks.prepare.bind(py).call1((recipe.as_ref(),))?;
+    let native = prepared.getattr(&callbacks.native)?.cast_into::<NativeRecipe>()?.get().0;
+    *recipe = Some(prepared.unbind());
+    Ok(native)
+}
+
+/// Changes the region in force without entering one; the recipe must have its native form.
 #[pyfunction]
 #[pyo3(signature = (recipe, enabled, calibrating, graph, group, /))]
-pub(crate) fn autocast_set<'py>(
-    py: Python<'py>,
-    recipe: Option<&Bound<'py, NativeRecipe>>,
-    enabled: &Bound<'py, PyAny>,
-    calibrating: &Bound<'py, PyAny>,
-    graph: &Bound<'py, PyAny>,
-    group: &Bound<'py, PyAny>,
+pub(crate) fn autocast_set(
+    py: Python<'_>,
+    recipe: Option<Py<PyAny>>,
+    enabled: bool,
+    calibrating: bool,
+    graph: bool,
+    group: Option<Py<PyAny>>,
 ) -> PyResult<()> {
-    let request = request(recipe, enabled, calibrating, graph, group)?;
-    state(py)?.dispatcher(py)?.0.autocast.set(&request).python()
+    let callbacks = callbacks(py)?;
+    let native = match &recipe {
+        Some(recipe) => Some(recipe.bind(py).getattr(&callbacks.native)?.cast_into::<NativeRecipe>()?.get().0),
+        None => None,
+    };
+    let request = Request { enabled, calibrating, graph, recipe: native, group: group_number(group.as_ref()) };
+    state(py)?.dispatcher(py)?.0.autocast.set(&request).python()?;
+    let mut objects = callbacks.objects.bind(py).try_borrow_mut()?;
+    objects.recipe = recipe;
+    objects.group = group;
+    Ok(())
+}
+
+/// Recipe and process group of the region in force, as they were given.
+#[pyfunction]
+pub(crate) fn autocast_objects(py: Python<'_>) -> PyResult<(Option<Py<PyAny>>, Option<Py<PyAny>>)> {
+    let objects = callbacks(py)?.objects.bind(py).try_borrow()?;
+    let clone = |object: &Option<Py<PyAny>>| object.as_ref().map(|object| object.clone_ref(py));
+    Ok((clone(&objects.recipe), clone(&objects.group)))
 }
 
 /// The region in force: (enabled, calibrating, graph, is first FP8 module, depth, epoch).
@@ -211,6 +321,7 @@ pub(crate) fn autocast_set_depth(py: Python<'_>, depth: u32) -> PyResult<()> {
 #[pyfunction]
 pub(crate) fn autocast_reset(py: Python<'_>) -> PyResult<()> {
     state(py)?.dispatcher(py)?.0.autocast.reset();
+    *callbacks(py)?.objects.bind(py).try_borrow_mut()? = Objects::default();
     Ok(())
 }
 
@@ -277,15 +388,16 @@ impl SlotsHandle {
         amax_history: &Bound<'_, PyAny>,
         scale: &Bound<'_, PyAny>,
         recipe: &Bound<'_, NativeRecipe>,
-        group: &Bound<'_, PyAny>,
+        group: Option<Py<PyAny>>,
         forward: bool,
     ) -> PyResult<Self> {
         let py = scale.py();
         let state = state(py)?;
         let reader = &state.reader;
-        let views = (view_of(reader, amax_history, "amax_history").python()?, view_of(reader, scale, "scale").python()?);
+        let views =
+            (view_of(reader, amax_history, "amax_history").python()?, view_of(reader, scale, "scale").python()?);
         let memory = Buffers { history: Held::new(reader, amax_history)?, scale: Held::new(reader, scale)? };
-        let group = if group.is_none() { 0 } else { group.as_ptr() as u64 };
+        let group = group_number(group.as_ref());
         let mut dispatcher = state.dispatcher(py)?;
         let autocast = &mut dispatcher.0.autocast;
         let slots = autocast.register(direction(forward), recipe.get().0, group, &views.0, &views.1, Box::new(memory));

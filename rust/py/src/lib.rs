@@ -17,8 +17,9 @@ use pyo3::prelude::*;
 mod _native {
     #[pymodule_export]
     use crate::autocast::{
-        NativeRecipe, SlotsHandle, Snapshot, autocast_enter, autocast_exit, autocast_region, autocast_reset,
-        autocast_set, autocast_set_depth, autocast_set_first, autocast_take_first, update_scales,
+        AutocastRegion, NativeRecipe, SlotsHandle, autocast_callbacks, autocast_objects, autocast_region,
+        autocast_reset, autocast_set, autocast_set_depth, autocast_set_first, autocast_take_first, note_scale_change,
+        update_scales,
     };
     #[pymodule_export]
     use crate::dispatch::{
