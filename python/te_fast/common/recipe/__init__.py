@@ -6,11 +6,11 @@ recipe is first used, and again after any attribute was assigned.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from te_fast import _config
 from te_fast.common.recipe._base import Format, MMParams, QParams, Recipe, require
 
 __all__ = [
@@ -30,15 +30,6 @@ _NVFP4_4OVER6_SCOPES = ("none", "weights", "activations", "all")
 _NVFP4_4OVER6_ERROR_MODES = ("MAE", "MSE")
 _QUANTIZATIONS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 _GEMMS = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
-
-
-def _env_flag(name: str) -> bool:
-    return os.getenv(name, "0") == "1"
-
-
-_ENV_BACKWARD_OVERRIDE = os.getenv("NVTE_BACKWARD_OVERRIDE")
-_ENV_POWER_2_SCALES = _env_flag("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
-_ENV_F32_SCALES = _env_flag("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
 
 _FAST = MMParams(use_split_accumulator=False)
 _SPLIT = MMParams(use_split_accumulator=True)
@@ -82,7 +73,7 @@ class DelayedScaling(Recipe):
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = _ENV_BACKWARD_OVERRIDE
+    backward_override: str | None = _config.BACKWARD_OVERRIDE
 
     def _validate(self) -> None:
         super()._validate()
@@ -175,17 +166,17 @@ class Float8CurrentScaling(Recipe):
 
     _scaling: ClassVar[str] = "current"
 
-    use_power_2_scales: bool = _ENV_POWER_2_SCALES
+    use_power_2_scales: bool = _config.POWER_2_SCALES
     fp8_format: Format = Format.HYBRID
-    fp8_quant_fwd_inp = QParams(power_2_scale=_ENV_POWER_2_SCALES)
-    fp8_quant_fwd_weight = QParams(power_2_scale=_ENV_POWER_2_SCALES)
-    fp8_quant_bwd_grad = QParams(power_2_scale=_ENV_POWER_2_SCALES)
+    fp8_quant_fwd_inp = QParams(power_2_scale=_config.POWER_2_SCALES)
+    fp8_quant_fwd_weight = QParams(power_2_scale=_config.POWER_2_SCALES)
+    fp8_quant_bwd_grad = QParams(power_2_scale=_config.POWER_2_SCALES)
     fp8_gemm_fprop: MMParams = _FAST
     fp8_gemm_dgrad: MMParams = _SPLIT
     fp8_gemm_wgrad: MMParams = _SPLIT
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = _ENV_BACKWARD_OVERRIDE
+    backward_override: str | None = _config.BACKWARD_OVERRIDE
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign; the flag reaches the three quantisations."""
@@ -225,7 +216,7 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = _ENV_BACKWARD_OVERRIDE
+    backward_override: str | None = _config.BACKWARD_OVERRIDE
     enable_2d_quantization: bool = False
 
     def _repr_items(self) -> list[tuple[str, Any]]:
@@ -258,11 +249,11 @@ class Float8BlockScaling(Recipe):
 
     _scaling: ClassVar[str] = "block"
 
-    use_f32_scales: bool = _ENV_F32_SCALES
+    use_f32_scales: bool = _config.F32_BLOCK_SCALES
     fp8_format: Format = Format.E4M3
-    fp8_quant_fwd_inp = QParams(power_2_scale=not _ENV_F32_SCALES)
-    fp8_quant_fwd_weight = QParams(power_2_scale=not _ENV_F32_SCALES)
-    fp8_quant_bwd_grad = QParams(power_2_scale=not _ENV_F32_SCALES)
+    fp8_quant_fwd_inp = QParams(power_2_scale=not _config.F32_BLOCK_SCALES)
+    fp8_quant_fwd_weight = QParams(power_2_scale=not _config.F32_BLOCK_SCALES)
+    fp8_quant_bwd_grad = QParams(power_2_scale=not _config.F32_BLOCK_SCALES)
     x_block_scaling_dim: int = 1
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
@@ -271,7 +262,7 @@ class Float8BlockScaling(Recipe):
     fp8_gemm_wgrad: MMParams = _SPLIT
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = _ENV_BACKWARD_OVERRIDE
+    backward_override: str | None = _config.BACKWARD_OVERRIDE
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign; the flag reaches the three quantisations."""
@@ -342,18 +333,18 @@ class NVFP4BlockScaling(Recipe):
 
     _scaling: ClassVar[str] = "nvfp4"
 
-    disable_rht: bool = _env_flag("NVTE_NVFP4_DISABLE_RHT")
-    disable_stochastic_rounding: bool = _env_flag("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING")
-    disable_2d_quantization: bool = _env_flag("NVTE_NVFP4_DISABLE_2D_QUANTIZATION")
-    row_scaled_activation: bool = _env_flag("NVTE_NVFP4_ROW_SCALED_ACTIVATION")
-    nvfp4_4over6: str = os.getenv("NVTE_NVFP4_4OVER6", "none")
-    nvfp4_4over6_e4m3_use_256: str = os.getenv("NVTE_NVFP4_4OVER6_E4M3_USE_256", "all")
-    nvfp4_4over6_err_mode: str = os.getenv("NVTE_NVFP4_4OVER6_ERR_MODE", "MAE").upper()
+    disable_rht: bool = _config.NVFP4_DISABLE_RHT
+    disable_stochastic_rounding: bool = _config.NVFP4_DISABLE_STOCHASTIC_ROUNDING
+    disable_2d_quantization: bool = _config.NVFP4_DISABLE_2D_QUANTIZATION
+    row_scaled_activation: bool = _config.NVFP4_ROW_SCALED_ACTIVATION
+    nvfp4_4over6: str = _config.NVFP4_4OVER6
+    nvfp4_4over6_e4m3_use_256: str = _config.NVFP4_4OVER6_E4M3_USE_256
+    nvfp4_4over6_err_mode: str = _config.NVFP4_4OVER6_ERR_MODE
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = _ENV_BACKWARD_OVERRIDE
+    backward_override: str | None = _config.BACKWARD_OVERRIDE
 
     def _validate(self) -> None:
         super()._validate()
@@ -415,7 +406,7 @@ class CustomRecipe(Recipe):
     fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False
     fp8_mha: bool = False
-    backward_override: str | None = _ENV_BACKWARD_OVERRIDE
+    backward_override: str | None = _config.BACKWARD_OVERRIDE
     quantization_alignment: int = 128
 
     def _repr_items(self) -> list[tuple[str, Any]]:
