@@ -16,6 +16,7 @@ import statistics
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +46,7 @@ class Candidate:
         with self.region():
             synchronize()
             begin = time.perf_counter_ns()
-            self.forward(True)  # noqa: FBT003 - TE's argument is positional for the wrapper
+            self.forward(True)  # noqa: FBT003
             first = time.perf_counter_ns()
             for _ in range(microbatches - 1):
                 self.forward(False)  # noqa: FBT003
@@ -55,6 +56,11 @@ class Candidate:
         self.first.append((first - begin) / 1e3)
         self.later.append((later - first) / 1e3 / (microbatches - 1))
         self.whole.append((end - begin) / 1e3)
+
+
+def call(layer: torch.nn.Module, x: torch.Tensor, first: bool) -> object:  # noqa: FBT001
+    """Run a layer on the first or a later microbatch."""
+    return layer(x, is_first_microbatch=first)
 
 
 def candidates(arguments: argparse.Namespace, x: torch.Tensor) -> dict[str, Candidate]:
@@ -76,8 +82,7 @@ def candidates(arguments: argparse.Namespace, x: torch.Tensor) -> dict[str, Cand
             recipe = getattr(recipes, recipe_class.__name__)()
             layer = pytorch.Linear(size, size, **kwargs)
             result[f"{package} {name}"] = Candidate(
-                lambda pytorch=pytorch, recipe=recipe: pytorch.autocast(recipe=recipe),
-                lambda first, layer=layer: layer(x, is_first_microbatch=first),
+                partial(pytorch.autocast, recipe=recipe), partial(call, layer, x)
             )
     return result
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import sys
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,8 @@ BAR_BYTES = 1.02
 
 def event_us(body: Callable[[], object], calls: int) -> float:
     """GPU microseconds per call."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     begin.record()
     for _ in range(calls):
@@ -50,7 +52,7 @@ def times(size: int, rounds: int, calls: int) -> dict[str, dict[str, float]]:
     for name, recipe_class in RECIPES.items():
         recipe = recipe_class()
         layers[name] = (
-            lambda recipe=recipe: te.autocast(recipe=recipe),
+            partial(te.autocast, recipe=recipe),
             te.Linear(size, size, bias=False, params_dtype=x.dtype),
         )
     result: dict[str, dict[str, float]] = {}
