@@ -101,7 +101,10 @@ pub struct AmaxSlots {
     device: Device,
     history_len: u32,
     count: u32,
-    ran: AtomicBool,
+    /// Shared with the slots that take these ones' place.
+    ran: Arc<AtomicBool>,
+    /// Others have taken their place; calls that began before may still hold these.
+    retired: AtomicBool,
     memory: Box<dyn SlotMemory>,
 }
 
@@ -160,6 +163,10 @@ impl AmaxSlots {
     #[must_use]
     pub fn ran(&self) -> bool {
         self.ran.load(Ordering::Relaxed)
+    }
+
+    fn is_retired(&self) -> bool {
+        self.retired.load(Ordering::Relaxed)
     }
 
     /// Forgets that the layer ran: its caller has updated the scales itself.
@@ -350,7 +357,7 @@ impl AutocastState {
     }
 
     /// Registers a layer's buffers: `history` f32 `(history_len, count)`, `scale` f32 `(count)`, both contiguous.
-    /// `memory` owns them.
+    /// `memory` owns them. With `former`, they take the place of other slots of the same layer.
     ///
     /// # Errors
     /// The tensors do not fit each other, or the recipe is not one of delayed scaling.
@@ -362,6 +369,7 @@ impl AutocastState {
         history: &TensorView<'_>,
         scale: &TensorView<'_>,
         memory: Box<dyn SlotMemory>,
+        former: Option<&AmaxSlots>,
     ) -> Result<Arc<AmaxSlots>> {
         check_slots(history, scale)?;
         if !recipe.is_delayed() {
@@ -376,13 +384,17 @@ impl AutocastState {
             device: history.device(),
             history_len: history.shape()[0] as u32,
             count: scale.shape()[0] as u32,
-            ran: AtomicBool::new(false),
+            ran: former.map_or_else(Arc::default, |former| Arc::clone(&former.ran)),
+            retired: AtomicBool::new(false),
             memory,
         });
         self.next_id += 1;
+        if let Some(former) = former {
+            former.retired.store(true, Ordering::Relaxed);
+        }
         let registry = &mut self.registries[direction as usize];
         registry.unconditional |= recipe.delayed.reduce_amax || recipe.delayed.custom != 0;
-        registry.slots.retain(|slots| slots.strong_count() > 0);
+        registry.slots.retain(|slots| slots.upgrade().is_some_and(|slots| !slots.is_retired()));
         registry.slots.push(Arc::downgrade(&slots));
         Ok(slots)
     }

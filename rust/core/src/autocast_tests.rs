@@ -30,7 +30,7 @@ fn slots_of(state: &mut AutocastState, direction: Direction, recipe: Recipe) -> 
     let memory = leaked();
     let history = TensorView::new(memory.0, Device::Cpu, DType::F32, &[4, 3], None).unwrap();
     let scale = TensorView::new(memory.1, Device::Cpu, DType::F32, &[3], None).unwrap();
-    state.register(direction, recipe, 0, &history, &scale, Box::new(memory)).unwrap()
+    state.register(direction, recipe, 0, &history, &scale, Box::new(memory), None).unwrap()
 }
 
 fn local() -> Recipe {
@@ -122,6 +122,22 @@ fn only_slots_that_ran_are_due_and_they_die_with_their_owner() {
 }
 
 #[test]
+fn slots_that_were_replaced_pass_on_that_they_ran() {
+    let mut state = AutocastState::default();
+    let old = slots_of(&mut state, Direction::Backward, local());
+    let memory = leaked();
+    let history = TensorView::new(memory.0, Device::Cpu, DType::F32, &[4, 3], None).unwrap();
+    let scale = TensorView::new(memory.1, Device::Cpu, DType::F32, &[3], None).unwrap();
+    let recipe = Recipe { delayed: Delayed { margin: 1, ..local().delayed }, ..local() };
+    let new = state.register(Direction::Backward, recipe, 0, &history, &scale, Box::new(memory), Some(&old)).unwrap();
+    state.mark_ran(&old);
+    let mut due = Vec::new();
+    state.take_due(Direction::Backward, Device::Cpu, |slots, recipe| due.push((slots.id(), recipe.delayed.margin)));
+    assert_eq!(due, [(new.id(), 1)]);
+    assert!(!old.ran());
+}
+
+#[test]
 fn reducing_and_custom_recipes_are_due_at_every_exit_until_their_layer_dies() {
     let mut state = AutocastState::default();
     let slots = slots_of(&mut state, Direction::Backward, Recipe::DELAYED);
@@ -164,10 +180,14 @@ fn wrong_buffers_are_refused() {
         (view(DType::F32, &[0, 3]), scale),
         (view(DType::F32, &[4, 3]), view(DType::F32, &[3, 1])),
     ] {
-        assert!(state.register(Direction::Forward, Recipe::DELAYED, 0, &history, &scale, Box::new(leaked())).is_err());
+        assert!(
+            state.register(Direction::Forward, Recipe::DELAYED, 0, &history, &scale, Box::new(leaked()), None).is_err()
+        );
     }
     let history = view(DType::F32, &[4, 3]);
-    assert!(state.register(Direction::Forward, Recipe::CURRENT, 0, &history, &scale, Box::new(leaked())).is_err());
+    assert!(
+        state.register(Direction::Forward, Recipe::CURRENT, 0, &history, &scale, Box::new(leaked()), None).is_err()
+    );
 }
 
 proptest! {

@@ -383,13 +383,14 @@ impl SlotsHandle {
 #[pymethods]
 impl SlotsHandle {
     #[new]
-    #[pyo3(signature = (amax_history, scale, recipe, group, forward, /))]
+    #[pyo3(signature = (amax_history, scale, recipe, group, forward, former=None, /))]
     fn new(
         amax_history: &Bound<'_, PyAny>,
         scale: &Bound<'_, PyAny>,
         recipe: &Bound<'_, NativeRecipe>,
         group: Option<Py<PyAny>>,
         forward: bool,
+        former: Option<&Bound<'_, Self>>,
     ) -> PyResult<Self> {
         let py = scale.py();
         let state = state(py)?;
@@ -400,7 +401,9 @@ impl SlotsHandle {
         let group = group_number(group.as_ref());
         let mut dispatcher = state.dispatcher(py)?;
         let autocast = &mut dispatcher.0.autocast;
-        let slots = autocast.register(direction(forward), recipe.get().0, group, &views.0, &views.1, Box::new(memory));
+        let former = former.map(|former| &*former.get().0);
+        let recipe = recipe.get().0;
+        let slots = autocast.register(direction(forward), recipe, group, &views.0, &views.1, Box::new(memory), former);
         slots.python().map(Self)
     }
 

@@ -1,0 +1,330 @@
+"""Scales and histories of delayed scaling: the tensors of a layer, and their update.
+
+The dispatcher updates the scales of all layers in one launch. Python steps in for two things only:
+the reduction of the maxima over ranks, and algorithms of the user's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from te_fast.common.recipe import DelayedScaling, Format
+from te_fast.errors import StateError
+from te_fast.pytorch import _ops
+
+__all__ = [
+    "DelayedScalingRecipeState",
+    "fp8_dtype",
+    "native_recipe",
+    "states",
+    "update_all",
+    "update_scales",
+]
+
+_UNFUSED = os.getenv("NVTE_UNFUSED_FP8_UPDATE", "0") == "1"
+_F32_MAX = torch.finfo(torch.float32).max
+# torch without torch.distributed has no such function.
+_is_initialized = getattr(torch.distributed, "is_initialized", lambda: False)
+
+# States by the number of their slots, which ascends with the order of registration: the same on
+# every rank that builds the same model.
+_states: WeakValueDictionary[int, DelayedScalingRecipeState] = WeakValueDictionary()
+# Whether a state with algorithms of the user's own was ever made.
+_custom = False
+
+
+def native_recipe(recipe: Any) -> Any:
+    """Return the dispatcher's form of a recipe, made anew after an assignment."""
+    if recipe._native is None:
+        recipe._native = _ops.Recipe(**recipe._describe())
+    return recipe._native
+
+
+class DelayedScalingRecipeState:
+    """Scales and histories of one layer in one direction.
+
+    Parameters
+    ----------
+    recipe : DelayedScaling
+        Recipe that they are kept under.
+    mode : {'forward', 'backward'}
+        Direction.
+    num_quantizers : int, default = 1
+        Number of tensors.
+    device : torch.device, optional
+        Where the layer's weight lives; the current GPU by default, or the CPU without one.
+    group : torch.distributed.ProcessGroup, optional
+        Ranks that the maxima are reduced over; all by default.
+
+    Attributes
+    ----------
+    scale : torch.Tensor
+        FP32 ``(num_quantizers,)``, initially 1.
+    amax_history : torch.Tensor
+        FP32 ``(amax_history_len, num_quantizers)``, initially 0. Row 0 is live: quantisation takes
+        the maximum into it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_amax_history",
+        "_native",
+        "_scale",
+        "_slots",
+        "group",
+        "mode",
+        "num_quantizers",
+        "recipe",
+    )
+
+    def __init__(
+        self,
+        recipe: DelayedScaling,
+        *,
+        mode: str,
+        num_quantizers: int = 1,
+        device: torch.device | str | None = None,
+        group: Any = None,
+    ) -> None:
+        if mode not in ("forward", "backward"):
+            message = (
+                f"DelayedScalingRecipeState: mode must be 'forward' or 'backward', got {mode!r}"
+            )
+            raise StateError(message)
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.mode = mode
+        self.num_quantizers = num_quantizers
+        size = (recipe.amax_history_len, num_quantizers)
+        self._scale = torch.ones(num_quantizers, dtype=torch.float32, device=device)
+        self._amax_history = torch.zeros(size, dtype=torch.float32, device=device)
+        self._register(recipe, group)
+
+    def _register(self, recipe: DelayedScaling, group: Any) -> None:
+        global _custom
+        self.recipe = recipe
+        self.group = group
+        native = native_recipe(recipe)
+        forward = self.mode == "forward"
+        former = getattr(self, "_slots", None)
+        self._slots = _ops.AmaxSlots(
+            self._amax_history, self._scale, native, group, forward, former
+        )
+        self._native = native
+        _states[self._slots.id] = self
+        _custom = _custom or recipe._has_custom_algorithm()
+
+    @property
+    def slots(self) -> Any:
+        """The dispatcher's handle; another one after :meth:`use` or an assignment."""
+        return self._slots
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """Scales."""
+        return self._scale
+
+    @scale.setter
+    def scale(self, value: torch.Tensor) -> None:
+        self._scale = value
+        self._register(self.recipe, self.group)
+
+    @property
+    def amax_history(self) -> torch.Tensor:
+        """Histories of absolute maxima."""
+        return self._amax_history
+
+    @amax_history.setter
+    def amax_history(self, value: torch.Tensor) -> None:
+        self._amax_history = value
+        self._register(self.recipe, self.group)
+
+    def use(self, recipe: DelayedScaling, group: Any) -> None:
+        """Go on under another recipe or group.
+
+        Scales stay. Histories are cut, or extended by zeros, to the recipe's length.
+
+        Parameters
+        ----------
+        recipe : DelayedScaling
+            The recipe.
+        group : torch.distributed.ProcessGroup, optional
+            Ranks that the maxima are reduced over.
+        """
+        history = self._amax_history
+        same_length = history.shape[0] == recipe.amax_history_len
+        if same_length and native_recipe(recipe) is self._native and group is self.group:
+            return
+        if not same_length:
+            longer = history.new_zeros(recipe.amax_history_len, history.shape[1])
+            kept = min(history.shape[0], longer.shape[0])
+            longer[:kept] = history[:kept]
+            self._amax_history = longer
+        self._register(recipe, group)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move to another device."""
+        if self._scale.device != torch.device(device):
+            self._scale = self._scale.to(device)
+            self._amax_history = self._amax_history.to(device)
+            self._register(self.recipe, self.group)
+
+    def reset(self) -> None:
+        """Set all scales to 1 and all maxima to 0."""
+        self._scale.fill_(1.0)
+        self._amax_history.zero_()
+        _ops.note_scale_change()
+
+    def load(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
+        """Copy the values of a checkpoint; the histories' length follows it."""
+        if scale.numel() != self.num_quantizers:
+            message = f"expected scales of {self.num_quantizers} tensors, got {scale.numel()}"
+            raise StateError(message)
+        self._scale.copy_(scale)
+        if amax_history.shape == self._amax_history.shape:
+            self._amax_history.copy_(amax_history)
+        else:
+            device = self._amax_history.device
+            self._amax_history = amax_history.to(device=device, dtype=torch.float32, copy=True)
+            self._register(self.recipe, self.group)
+        _ops.note_scale_change()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DelayedScalingRecipeState:
+        """Copy with tensors, and a registration, of its own."""
+        return _rebuild(*self._parts(copy.deepcopy(self.recipe, memo)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the tensors; process groups cannot be pickled, and are left out."""
+        return (_rebuild, (*self._parts(self.recipe)[:-1], None))
+
+    def _parts(self, recipe: DelayedScaling) -> tuple[Any, ...]:
+        return (recipe, self.mode, self._scale.clone(), self._amax_history.clone(), self.group)
+
+
+def _rebuild(
+    recipe: DelayedScaling,
+    mode: str,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor,
+    group: Any,
+) -> DelayedScalingRecipeState:
+    state = DelayedScalingRecipeState.__new__(DelayedScalingRecipeState)
+    state.mode = mode
+    state.num_quantizers = scale.numel()
+    state._scale = scale
+    state._amax_history = amax_history
+    state._register(recipe, group)
+    return state
+
+
+def states(*, forward: bool) -> Iterator[DelayedScalingRecipeState]:
+    """Iterate over the living states of a direction in the order of registration."""
+    mode = "forward" if forward else "backward"
+    for number in sorted(_states.keys()):
+        state = _states.get(number)
+        if state is not None and state.mode == mode and state.slots.id == number:
+            yield state
+
+
+def fp8_max(recipe: DelayedScaling, *, forward: bool) -> float:
+    """Return the largest value that a direction's tensors can take."""
+    value = recipe.fp8_format.value
+    return float(value.max_fwd if forward else value.max_bwd)
+
+
+def fp8_dtype(recipe: Any, *, forward: bool = True) -> torch.dtype:
+    """Return torch's type of a direction's tensors."""
+    e4m3 = recipe.fp8_format is Format.E4M3 or (recipe.fp8_format is Format.HYBRID and forward)
+    return torch.float8_e4m3fn if e4m3 else torch.float8_e5m2
+
+
+def update_scales(*, forward: bool, ran: bool = True) -> None:
+    """Update the scales of all layers that ran since the last update.
+
+    Parameters
+    ----------
+    forward : bool
+        Scales of inputs and weights, or of gradients.
+    ran : bool, default = True
+        Whether any layer of this rank ran; other ranks may be waiting for this one even if not.
+    """
+    distributed = _is_initialized()
+    if distributed or _custom or _UNFUSED:
+        _update_in_python(forward=forward, distributed=distributed)
+    elif not ran:
+        return
+    _ops.update_scales(forward)
+
+
+def update_all(*, forward: bool) -> None:
+    """Update the scales of all layers, also of those that a replayed graph ran unseen.
+
+    Parameters
+    ----------
+    forward : bool
+        Scales of inputs and weights, or of gradients.
+    """
+    for state in states(forward=forward):
+        state.slots.mark_ran()
+    update_scales(forward=forward)
+
+
+def _update_in_python(*, forward: bool, distributed: bool) -> None:
+    buckets: dict[tuple[Any, ...], list[DelayedScalingRecipeState]] = {}
+    for state in states(forward=forward):
+        recipe = state.recipe
+        own = (recipe.amax_compute_algo, recipe.scaling_factor_compute_algo)
+        key = (repr(recipe), own, id(state.group), state.scale.device)
+        buckets.setdefault(key, []).append(state)
+    for bucket in buckets.values():
+        recipe = bucket[-1].recipe
+        if distributed and recipe.reduce_amax:
+            _reduce(bucket)
+        if _UNFUSED or recipe._has_custom_algorithm():
+            for state in bucket:
+                _update_unfused(state, fp8_max(recipe, forward=forward))
+                state.slots.clear_ran()
+            _ops.note_scale_change()
+
+
+def _reduce(bucket: list[DelayedScalingRecipeState]) -> None:
+    """Replace the live maxima by the largest of all ranks."""
+    group = bucket[0].group
+    if torch.distributed.get_world_size(group=group) <= 1:
+        return
+    rows = [state.amax_history[0] for state in bucket]
+    flat = torch.cat(rows)
+    torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
+    torch._foreach_copy_(rows, flat.split([row.numel() for row in rows]))
+    for state in bucket:
+        state.slots.mark_ran()
+
+
+def _update_unfused(state: DelayedScalingRecipeState, largest: float) -> None:
+    """Update one state with torch operations, in the order that Transformer Engine documents.
+
+    Unlike the kernel, this rolls the history also when the newest maximum is 0.
+    """
+    recipe, history, scale = state.recipe, state.amax_history, state.scale
+    algorithm = recipe.amax_compute_algo
+    if callable(algorithm):
+        amax = algorithm(history)
+    elif algorithm == "max":
+        amax = history.amax(dim=0)
+    else:
+        amax = history[0].clone()
+    if history.shape[0] > 1:
+        history.copy_(torch.roll(history, -1, 0))
+    history[0].zero_()
+    if recipe.scaling_factor_compute_algo is not None:
+        scale.copy_(recipe.scaling_factor_compute_algo(amax, scale, largest, recipe))
+        return
+    fresh = (largest / amax) / (2**recipe.margin)
+    fresh = torch.where((amax > 0.0) & torch.isfinite(amax), fresh, scale)
+    scale.copy_(torch.where(torch.isinf(fresh), torch.full_like(fresh, _F32_MAX), fresh))

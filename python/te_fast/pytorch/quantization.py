@@ -1,0 +1,219 @@
+"""Autocast regions, their state, and which recipes can run.
+
+Entering and leaving a region are native. The state lives in the dispatcher, where layers read it;
+:class:`FP8GlobalState` shows it under Transformer Engine's names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from te_fast.common.recipe import Recipe
+from te_fast.errors import UnsupportedError
+from te_fast.pytorch import _delayed, _ops
+from te_fast.pytorch._delayed import DelayedScalingRecipeState, native_recipe
+from te_fast.pytorch._global_state import (
+    FP8GlobalState,
+    FP8GlobalStateManager,
+    default_recipe,
+)
+from te_fast.pytorch._global_state import autocast_state as _state
+from te_fast.pytorch._support import (
+    check_fp8_block_scaling_support,
+    check_fp8_support,
+    check_mxfp8_support,
+    check_nvfp4_support,
+    check_recipe_support,
+    get_align_size_for_quantization,
+    get_default_fp8_recipe,
+    get_default_recipe,
+    get_device_compute_capability,
+    is_bf16_available,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+)
+
+__all__ = [
+    "DelayedScalingRecipeState",
+    "FP8GlobalState",
+    "FP8GlobalStateManager",
+    "autocast",
+    "check_fp8_block_scaling_support",
+    "check_fp8_support",
+    "check_mxfp8_support",
+    "check_nvfp4_support",
+    "check_recipe_support",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_align_size_for_quantization",
+    "get_default_fp8_recipe",
+    "get_default_recipe",
+    "get_device_compute_capability",
+    "get_fp8_torch_dtype",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "quantized_model_init",
+]
+
+# Kinds of recipe that were found to run here.
+_supported: set[str] = set()
+
+
+def _prepare(recipe: Recipe | None) -> Recipe:
+    """Describe a recipe to the dispatcher, once it is known to run here."""
+    if recipe is None:
+        recipe = default_recipe()
+    if recipe._scaling not in _supported:
+        check_recipe_support(recipe)
+        _supported.add(recipe._scaling)
+    native_recipe(recipe)
+    return recipe
+
+
+def _update(ran: bool, without_grad: bool) -> None:
+    """Update the forward scales at the end of a region."""
+    if without_grad or torch.is_grad_enabled():
+        _delayed.update_scales(forward=True, ran=ran)
+
+
+_ops.autocast_callbacks(_prepare, _update)
+
+
+class autocast(_ops.AutocastRegion):
+    """Run layers in low precision.
+
+    Parameters
+    ----------
+    enabled : bool, default = True
+        Quantise.
+    calibrating : bool, default = False
+        Record absolute maxima for delayed scaling also where layers do not quantise, and update
+        the scales from them.
+    recipe : Recipe, optional
+        How; the device's default by default.
+    amax_reduction_group : torch.distributed.ProcessGroup, optional
+        Ranks that the maxima of delayed scaling are reduced over; all by default.
+    _graph : bool, default = False
+        The region is part of a graph whose wrapper updates the scales.
+
+    Notes
+    -----
+    Delayed scaling updates forward scales when the outermost region ends, if gradients are enabled
+    there, and backward scales when the first FP8 layer of the region has finished its backward.
+    """
+
+    __slots__ = ()
+
+    __signature__ = inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+            for name, default in (
+                ("enabled", True),
+                ("calibrating", False),
+                ("recipe", None),
+                ("amax_reduction_group", None),
+                ("_graph", False),
+            )
+        ]
+    )
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: Any = None,
+    _graph: bool = False,
+) -> autocast:
+    """Return an :class:`autocast`; deprecated, with the argument names of old.
+
+    Parameters
+    ----------
+    enabled, calibrating, _graph : bool
+        As in :class:`autocast`.
+    fp8_recipe : Recipe, optional
+        ``recipe`` of :class:`autocast`.
+    fp8_group : torch.distributed.ProcessGroup, optional
+        ``amax_reduction_group`` of :class:`autocast`.
+    """
+    message = "fp8_autocast is deprecated: use autocast(recipe=..., amax_reduction_group=...)"
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return autocast(
+        enabled=enabled,
+        calibrating=calibrating,
+        recipe=fp8_recipe,
+        amax_reduction_group=fp8_group,
+        _graph=_graph,
+    )
+
+
+@contextmanager
+def quantized_model_init(
+    enabled: bool = True,
+    recipe: Recipe | None = None,
+    preserve_high_precision_init_val: bool = False,
+) -> Iterator[None]:
+    """Make layers whose parameters are quantised; not supported yet.
+
+    Parameters
+    ----------
+    enabled : bool, default = True
+        Must be ``False`` for now.
+    recipe : Recipe, optional
+        Recipe of the parameters.
+    preserve_high_precision_init_val : bool, default = False
+        Keep the values that the parameters were initialised with.
+
+    Raises
+    ------
+    UnsupportedError
+        If enabled.
+    """
+    if enabled:
+        message = (
+            "quantized_model_init: te_fast has no quantised parameters yet; leave the context out "
+            "or pass enabled=False. Quantised copies of high-precision weights are cached anyway"
+        )
+        raise UnsupportedError(message)
+    former = (_state.fp8_parameters, _state.high_precision_init_val)
+    _state.fp8_parameters = False
+    _state.high_precision_init_val = preserve_high_precision_init_val
+    try:
+        yield
+    finally:
+        _state.fp8_parameters, _state.high_precision_init_val = former
+
+
+def fp8_model_init(
+    enabled: bool = True,
+    recipe: Recipe | None = None,
+    preserve_high_precision_init_val: bool = False,
+) -> Any:
+    """Return a :func:`quantized_model_init`; deprecated.
+
+    Parameters
+    ----------
+    enabled, preserve_high_precision_init_val : bool
+        As in :func:`quantized_model_init`.
+    recipe : Recipe, optional
+        As in :func:`quantized_model_init`.
+    """
+    message = "fp8_model_init is deprecated: use quantized_model_init"
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
+
+
+def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
+    """Return torch's type of a recipe's forward or backward tensors."""
+    return _delayed.fp8_dtype(fp8_recipe, forward=fprop_tensor)
