@@ -25,7 +25,7 @@ def find(name):
 def parameters(thing):
     """Names and defaults in TE's order, without self and annotations."""
     shown = []
-    signature = inspect.signature(thing.__init__ if inspect.isclass(thing) else thing)
+    signature = inspect.signature(thing)
     for parameter in signature.parameters.values():
         if parameter.name == "self":
             continue
