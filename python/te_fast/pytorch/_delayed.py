@@ -7,13 +7,13 @@ the reduction of the maxima over ranks, and algorithms of the user's own.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
+from te_fast import _config
 from te_fast.common.recipe import DelayedScaling, Format
 from te_fast.errors import StateError
 from te_fast.pytorch import _ops
@@ -27,7 +27,6 @@ __all__ = [
     "update_scales",
 ]
 
-_UNFUSED = os.getenv("NVTE_UNFUSED_FP8_UPDATE", "0") == "1"
 _F32_MAX = torch.finfo(torch.float32).max
 # torch without torch.distributed has no such function.
 _is_initialized = getattr(torch.distributed, "is_initialized", lambda: False)
@@ -255,7 +254,7 @@ def update_scales(*, forward: bool, ran: bool = True) -> None:
         Whether any layer of this rank ran; other ranks may be waiting for this one even if not.
     """
     distributed = _is_initialized()
-    if distributed or _custom or _UNFUSED:
+    if distributed or _custom or _config.UNFUSED_UPDATE:
         _update_in_python(forward=forward, distributed=distributed)
     elif not ran:
         return
@@ -286,7 +285,7 @@ def _update_in_python(*, forward: bool, distributed: bool) -> None:
         recipe = bucket[-1].recipe
         if distributed and recipe.reduce_amax:
             _reduce(bucket)
-        if _UNFUSED or recipe._has_custom_algorithm():
+        if _config.UNFUSED_UPDATE or recipe._has_custom_algorithm():
             for state in bucket:
                 _update_unfused(state, fp8_max(recipe, forward=forward))
                 state.slots.clear_ran()

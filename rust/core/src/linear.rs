@@ -14,6 +14,7 @@ use crate::kernel::{DevPtr, Target};
 use crate::quantizer::{QuantIo, QuantPlan, QuantSpec, Quantized};
 use crate::recipe::{Block, Needs, Recipe, Usage, Usages};
 use crate::tensor::{DType, Device};
+use crate::trace::{CLOCK, Stage};
 
 const OP: &str = "linear";
 /// FP8 rows must be a multiple of this many bytes for the tensor cores.
@@ -316,7 +317,10 @@ impl LinearPlan {
             x: row.data, x_scale: row.scale, w: weight.data, w_scale: weight.scale,
             bias: io.bias, d: io.y, workspace: workspace.gemm,
         };
-        self.fprop.run(target, &gemm)
+        CLOCK.mark(Stage::Cast);
+        let result = self.fprop.run(target, &gemm);
+        CLOCK.mark(Stage::Gemm);
+        result
     }
 
     /// Quantises the gradient of the output and computes the gradients that the plan has.

@@ -1,5 +1,9 @@
 //! What a forward did: counters that always run, and a recorder that notes launches for tests and benches.
 
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Instant;
+
 use te_fast_kernels::KernelId;
 
 use crate::gemm::Problem;
@@ -106,4 +110,88 @@ impl Trace {
         self.launches.push(launch());
         true
     }
+}
+
+/// A part of a forward, in the order in which they run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Stage {
+    /// Tensors are read and checked.
+    Read,
+    /// Device, plan and quantised weight are looked up.
+    Plan,
+    /// Output, saved and private memory is allocated.
+    Allocate,
+    /// Operands are quantised.
+    Cast,
+    /// The matrix product is launched.
+    Gemm,
+    /// The result is kept and wrapped.
+    Finish,
+}
+
+impl Stage {
+    /// Every stage with its name.
+    pub const ALL: [(Stage, &'static str); 6] = [
+        (Stage::Read, "read tensors"),
+        (Stage::Plan, "plan and weight cache"),
+        (Stage::Allocate, "allocate"),
+        (Stage::Cast, "quantise"),
+        (Stage::Gemm, "matrix product"),
+        (Stage::Finish, "finish"),
+    ];
+}
+
+/// Host time per stage, for the latency report. Off, a mark costs one load.
+#[derive(Debug)]
+pub struct StageClock {
+    on: AtomicBool,
+    last: AtomicU64,
+    spent: [AtomicU64; Stage::ALL.len()],
+}
+
+/// The clock of the process.
+pub static CLOCK: StageClock = StageClock {
+    on: AtomicBool::new(false),
+    last: AtomicU64::new(0),
+    spent: [const { AtomicU64::new(0) }; Stage::ALL.len()],
+};
+
+impl StageClock {
+    /// Turns the clock on, from zero, or off.
+    pub fn run(&self, on: bool) {
+        if on {
+            self.spent.iter().for_each(|spent| spent.store(0, Ordering::Relaxed));
+        }
+        self.on.store(on, Ordering::Relaxed);
+    }
+
+    /// The first stage begins.
+    #[inline]
+    pub fn start(&self) {
+        if self.on.load(Ordering::Relaxed) {
+            self.last.store(now(), Ordering::Relaxed);
+        }
+    }
+
+    /// `stage` ends, and the next one begins.
+    #[inline]
+    pub fn mark(&self, stage: Stage) {
+        if self.on.load(Ordering::Relaxed) {
+            let now = now();
+            let begun = self.last.swap(now, Ordering::Relaxed);
+            self.spent[stage as usize].fetch_add(now.saturating_sub(begun), Ordering::Relaxed);
+        }
+    }
+
+    /// Nanoseconds per stage.
+    pub fn spent(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
+        Stage::ALL.iter().map(|&(stage, name)| (name, self.spent[stage as usize].load(Ordering::Relaxed)))
+    }
+}
+
+#[cold]
+fn now() -> u64 {
+    static EPOCH: OnceLock<Instant> = OnceLock::new();
+    EPOCH.get_or_init(Instant::now).elapsed().as_nanos() as u64
 }

@@ -181,6 +181,11 @@ images! {
     Amax = "amax",
     ScaleUpdate = "scale_update",
     Dequantize = "dequantize",
+    PermuteMap = "permute_map",
+    Permute = "permute",
+    PermuteCast = "permute_cast",
+    PermuteMerge = "permute_merge",
+    Pad = "pad",
 }
 
 kernels! {
@@ -208,6 +213,30 @@ kernels! {
     Dequantize1d(Fp8, Float) "dequantize_1d" in Dequantize;
     /// FP8 to high precision, 128 x 128 scales.
     Dequantize2d(Fp8, Float) "dequantize_2d" in Dequantize;
+    /// Row map of an MoE permutation from a mask of bytes.
+    PermuteMapMaskU8() "permute_map_mask_u8" in PermuteMap;
+    /// The same from a mask of 32-bit integers.
+    PermuteMapMaskI32() "permute_map_mask_i32" in PermuteMap;
+    /// The same from a mask of 64-bit integers.
+    PermuteMapMaskI64() "permute_map_mask_i64" in PermuteMap;
+    /// The same from expert ids.
+    PermuteMapIndexI32() "permute_map_index_i32" in PermuteMap;
+    /// Ends of the experts' rows, from a finished map.
+    PermuteEnds() "permute_ends" in PermuteMap;
+    /// Count of dropped rows.
+    PermuteDropped() "permute_dropped" in PermuteMap;
+    /// MoE permutation of rows.
+    PermuteFwd() "permute_fwd" in Permute;
+    /// MoE permutation of rows into FP8.
+    PermuteCast(Float, Fp8) "permute_cast" in PermuteCast;
+    /// Block scales of permuted FP8 rows into their places.
+    PermuteScales() "permute_scales" in PermuteCast;
+    /// Gathers and sums permuted rows.
+    UnpermuteFwd(Float) "unpermute_fwd" in PermuteMerge;
+    /// The gradient of that with probabilities.
+    UnpermuteBwd(Float) "unpermute_bwd" in PermuteMerge;
+    /// Rows moved in segments: padding, unpadding, chunk sorting.
+    PadRows() "pad_rows" in Pad;
 }
 
 const BASES: [usize; FAMILIES] = {

@@ -10,7 +10,7 @@ use te_fast_core::ops::dequantize::{DequantizePlan, DequantizeSpec};
 use te_fast_core::quantizer::{QuantIo, QuantPlan, QuantSpec, Quantized};
 use te_fast_core::recipe::{Block, Usage};
 use te_fast_core::tensor::{DType, TensorView};
-use te_fast_core::trace::Recording;
+use te_fast_core::trace::{CLOCK, Recording};
 use te_fast_core::{Error, Fp8, driver};
 
 use crate::autocast::NativeRecipe;
@@ -99,6 +99,19 @@ pub(crate) fn recorded(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
         list.append((launch.name, launch.grid.blocks, launch.grid.threads, launch.grid.shared_bytes, launch.params.as_slice(), problem))?;
     }
     Ok(list)
+}
+
+/// Turns the clock of a forward's stages on, from zero, or off.
+#[pyfunction]
+#[pyo3(signature = (on, /))]
+pub(crate) fn stage_clock(on: bool) {
+    CLOCK.run(on);
+}
+
+/// (stage, nanoseconds) since the clock was turned on.
+#[pyfunction]
+pub(crate) fn stage_nanoseconds() -> Vec<(&'static str, u64)> {
+    CLOCK.spent().collect()
 }
 
 /// Per device: (name, GEMM plans, private bytes, streams).

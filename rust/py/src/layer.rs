@@ -100,6 +100,8 @@ pub(crate) struct LayerConfig {
 pub(crate) struct LinearHandle {
     pub(crate) config: LayerConfig,
     pub(crate) save_original_input: bool,
+    /// Version of the next call's weight, where that is a concatenation without one of its own.
+    pub(crate) version: Option<u64>,
     pub(crate) name: String,
     pub(crate) cache: Option<Arc<CachedWeight>>,
     /// Streams that may read the cache without waiting; the first one wrote it.
@@ -194,6 +196,7 @@ impl LinearHandle {
         Ok(Self {
             config,
             save_original_input: false,
+            version: None,
             name,
             cache: None,
             cache_streams: Vec::new(),

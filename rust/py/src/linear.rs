@@ -4,7 +4,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBool, PyDict, PyTuple};
+use pyo3::types::{PyAnyMethods, PyBool, PyDict, PyTuple};
 
 use crate::layer::{LinearHandle, LinearSaved};
 use crate::linear_run::run;
@@ -61,29 +61,35 @@ impl Bits {
 
 /// `layer(x)`: as `nn.Module.__call__`, without its cost where no hook and no override asks for it.
 #[pyfunction]
-#[pyo3(signature = (module, *args, **kwargs))]
-pub(crate) fn linear_call<'py>(module: &Bound<'py, PyAny>, args: &Bound<'py, PyTuple>, kwargs: Option<&Bound<'py, PyDict>>) -> PyResult<Bound<'py, PyAny>> {
+#[pyo3(signature = (module, inp, is_first_microbatch=None, fp8_output=None, fp8_grad=None))]
+pub(crate) fn linear_call<'py>(
+    module: &Bound<'py, PyAny>,
+    inp: &Bound<'py, PyAny>,
+    is_first_microbatch: Option<&Bound<'py, PyAny>>,
+    fp8_output: Option<&Bound<'py, PyAny>>,
+    fp8_grad: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
     let py = module.py();
     let state = state(py)?;
     let attributes = attributes_of(module)?;
-    if let Some(kwargs) = kwargs {
-        return slow_call(state, module, args, Some(kwargs));
+    if fp8_output.is_some() || fp8_grad.is_some() || !can_skip_module_call(py, state, &attributes)? {
+        let optional = [("is_first_microbatch", is_first_microbatch), ("fp8_output", fp8_output), ("fp8_grad", fp8_grad)];
+        return slow_call(state, module, inp, &optional);
     }
-    let (Ok(input), true) = (args.get_borrowed_item(0), args.len() <= 2 && can_skip_module_call(py, state, &attributes)?) else {
-        return slow_call(state, module, args, None);
-    };
-    let is_first_microbatch = match args.get_borrowed_item(1) {
-        Ok(value) => value.extract::<Option<bool>>()?,
-        Err(_) => None,
-    };
-    forward(state, module, &attributes, &input, is_first_microbatch)
+    let is_first_microbatch = is_first_microbatch.map(PyAnyMethods::is_truthy).transpose()?;
+    forward(state, module, &attributes, inp, is_first_microbatch)
 }
 
 #[cold]
-fn slow_call<'py>(state: &State, module: &Bound<'py, PyAny>, args: &Bound<'py, PyTuple>, kwargs: Option<&Bound<'py, PyDict>>) -> PyResult<Bound<'py, PyAny>> {
+fn slow_call<'py>(state: &State, module: &Bound<'py, PyAny>, inp: &Bound<'py, PyAny>, optional: &[(&str, Option<&Bound<'py, PyAny>>)]) -> PyResult<Bound<'py, PyAny>> {
     let py = module.py();
-    let all = std::iter::once(module.clone()).chain(args.iter());
-    state.torch.module_call.bind(py).call(PyTuple::new(py, all.collect::<Vec<_>>())?, kwargs)
+    let keywords = PyDict::new(py);
+    for (name, value) in optional {
+        if let Some(value) = value {
+            keywords.set_item(name, value)?;
+        }
+    }
+    state.torch.module_call.bind(py).call((module, inp), Some(&keywords))
 }
 
 #[inline]
@@ -184,7 +190,8 @@ fn ensure_slots(module: &Bound<'_, PyAny>, handle: &Bound<'_, LinearHandle>, epo
 
 /// Quantised `x · Wᵀ + b` with autograd, on tensors that were prepared by Python.
 #[pyfunction]
-#[pyo3(signature = (module, handle, inp, weight, bias, is_first_microbatch, mixed_dtypes))]
+#[pyo3(signature = (module, handle, inp, weight, bias, is_first_microbatch, mixed_dtypes, version, /))]
+#[expect(clippy::too_many_arguments, reason = "one private caller, te_fast.pytorch.linear")]
 pub(crate) fn linear_apply<'py>(
     module: &Bound<'py, PyAny>,
     handle: &Bound<'py, LinearHandle>,
@@ -193,8 +200,10 @@ pub(crate) fn linear_apply<'py>(
     bias: Option<&Bound<'py, PyAny>>,
     is_first_microbatch: Option<bool>,
     mixed_dtypes: bool,
+    version: Option<u64>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let state = state(module.py())?;
+    handle.try_borrow_mut()?.version = version;
     let region = *state.dispatcher(module.py())?.0.autocast.current();
     if region.recipe.is_delayed() {
         ensure_slots(module, handle, region.epoch)?;

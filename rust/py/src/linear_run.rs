@@ -14,6 +14,7 @@ use te_fast_core::kernel::DevPtr;
 use te_fast_core::linear::{Forward, LinearKey, LinearPlan, Slot};
 use te_fast_core::recipe::Needs;
 use te_fast_core::tensor::{DType, Device, TensorView};
+use te_fast_core::trace::{CLOCK, Stage};
 use te_fast_core::{Error, Float};
 
 use crate::error::{IntoPython, named};
@@ -127,13 +128,16 @@ struct Decision {
 impl<'py> Call<'_, 'py> {
     fn run(&self) -> Result<Done<'py>, Failure> {
         let (py, state) = (self.x.py(), self.state);
+        CLOCK.start();
         let x = view_of(&state.reader, self.x, "input")?;
         let w = view_of(&state.reader, self.weight, "weight")?;
         let config = self.handle.try_borrow()?.config;
         self.check(&config, &x, &w)?;
+        CLOCK.mark(Stage::Read);
         let _guard = state.guard(py, x.device())?;
         let decision = self.decide(&config, &x, &w)?;
         let Decision { plan, geometry, slots, place, .. } = &decision;
+        CLOCK.mark(Stage::Plan);
         let sizes = geometry.get();
         let y = state.empty(py, place.device, sizes.y_size.bind(py), sizes.y_stride.bind(py), x.dtype())?;
         let saved = state.optional_bytes(py, place.device, plan.saved_bytes())?;
@@ -160,6 +164,7 @@ impl<'py> Call<'_, 'py> {
             skip_weight: DevPtr::null(),
         };
         let memory = external.memory(state.pointer(scratch.as_ref())?);
+        CLOCK.mark(Stage::Allocate);
         {
             let mut dispatcher = state.dispatcher(py)?;
             if let Some(slots) = slots {
@@ -170,6 +175,7 @@ impl<'py> Call<'_, 'py> {
         if fresh {
             self.keep(&decision, &weight)?;
         }
+        CLOCK.mark(Stage::Finish);
         Ok(Done { y, saved, plan: decision.plan, geometry: decision.geometry, weight, slots: decision.slots })
     }
 
@@ -241,7 +247,10 @@ impl<'py> Call<'_, 'py> {
 
     /// Address and version say whether a weight is the one that was quantised.
     fn token(&self, w: &TensorView<'_>) -> PyResult<WeightToken> {
-        let version = self.parameter.getattr(intern!(self.x.py(), "_version")).and_then(|version| version.extract()).ok();
+        let version = match self.handle.try_borrow_mut()?.version.take() {
+            Some(version) => Some(version),
+            None => self.parameter.getattr(intern!(self.x.py(), "_version")).and_then(|version| version.extract()).ok(),
+        };
         let address = if self.weight.is(self.parameter) {
             w.data().address()
         } else {

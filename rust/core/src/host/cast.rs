@@ -108,13 +108,20 @@ pub(crate) fn transpose_with(
         return;
     }
     let strip = |(index, strip): (usize, &mut [u8])| {
+        // Through a small square, so that neither side strides through memory.
+        let mut square = [[0_u8; STRIP]; STRIP];
         let width = strip.len() / ld;
-        for r in 0..rows {
-            for c in 0..width {
-                strip[c * ld + r] = byte(r, index * STRIP + c);
+        for row0 in (0..ld).step_by(STRIP) {
+            let height = STRIP.min(ld - row0);
+            for r in 0..height {
+                for (c, column) in square[..width].iter_mut().enumerate() {
+                    column[r] = if row0 + r < rows { byte(row0 + r, index * STRIP + c) } else { 0 };
+                }
+            }
+            for (column, out) in square.iter().zip(strip.chunks_mut(ld)) {
+                out[row0..row0 + height].copy_from_slice(&column[..height]);
             }
         }
-        strip.chunks_mut(ld).for_each(|column| column[rows..].fill(0));
     };
     let out_t = out_t.slice_mut::<u8>(cols * ld);
     if out_t.len() < PARALLEL_FROM {
@@ -144,28 +151,34 @@ fn column_sums<T: Real>(x: &[T], rows: usize, cols: usize, dbias: &mut [T]) {
     }
 }
 
-/// Sums of `width` columns over the 16 groups of 8 rows of one tile; rows outside the tensor count as zeros.
+/// Sums of `width` columns over one tile: 8 pairs of groups of 8 rows.
 fn tile_sums<T: Real>(x: &[T], rows: usize, cols: usize, row0: usize, col0: usize, width: usize) -> [f32; STRIP] {
     let mut total = [0.0_f32; STRIP];
-    for group in 0..16 {
-        let mut sums = [0.0_f32; STRIP];
-        for i in 0..8 {
-            let row = row0 + group * 8 + i;
-            if row >= rows {
-                // Adding the zero keeps the sign of zero that the GPU gets.
-                for sum in &mut sums {
-                    *sum = if i == 0 { 0.0 } else { *sum + 0.0 };
-                }
-                continue;
-            }
-            let line = &x[row * cols + col0..][..width];
-            for (sum, value) in sums.iter_mut().zip(line) {
-                *sum = if i == 0 { value.to_f32() } else { *sum + value.to_f32() };
-            }
-        }
-        for (total, sum) in total.iter_mut().zip(&sums) {
-            *total = if group == 0 { *sum } else { *total + sum };
+    for pair in 0..8 {
+        let even = group_sums(x, rows, cols, row0 + pair * 16, col0, width);
+        let odd = group_sums(x, rows, cols, row0 + pair * 16 + 8, col0, width);
+        for (total, (even, odd)) in total.iter_mut().zip(even.iter().zip(&odd)) {
+            *total = if pair == 0 { even + odd } else { *total + (even + odd) };
         }
     }
     total
+}
+
+/// Sums of `width` columns over 8 rows; rows outside the tensor count as zeros.
+fn group_sums<T: Real>(x: &[T], rows: usize, cols: usize, row0: usize, col0: usize, width: usize) -> [f32; STRIP] {
+    let mut sums = [0.0_f32; STRIP];
+    for row in row0..row0 + 8 {
+        if row >= rows {
+            // Adding the zero keeps the sign of zero that the GPU gets.
+            for sum in &mut sums {
+                *sum = if row == row0 { 0.0 } else { *sum + 0.0 };
+            }
+            continue;
+        }
+        let line = &x[row * cols + col0..][..width];
+        for (sum, value) in sums.iter_mut().zip(line) {
+            *sum = if row == row0 { value.to_f32() } else { *sum + value.to_f32() };
+        }
+    }
+    sums
 }

@@ -62,7 +62,7 @@ params! {
         pub dbias: DevPtr<'a>,
         /// Sums of the tiles, f32 `[tiles_rows, cols]`.
         pub partial: DevPtr<'a>,
-        /// Arrival counters, u32 `[tiles_cols]`, zero between launches.
+        /// Arrival counters, u32 `[4 * tiles_cols]`, zero between launches.
         pub counters: DevPtr<'a>,
         /// Rows of the input.
         pub rows: u64,
@@ -213,7 +213,7 @@ impl CastPlan {
     /// Size of the arrival counters.
     #[must_use]
     pub const fn counter_bytes(&self) -> usize {
-        if self.spec.dbias { self.tiles_cols as usize * 4 } else { 0 }
+        if self.spec.dbias { self.tiles_cols as usize * 4 * size_of::<u32>() } else { 0 }
     }
 
     /// Size of the tiles' sums.
@@ -331,7 +331,7 @@ mod tests {
     fn sizes_follow_the_layouts() -> Result<()> {
         let plan = CastPlan::new(SPEC)?;
         assert_eq!((plan.transposed_ld(), plan.out_bytes(), plan.out_t_bytes()), (144, 130 * 24, 144 * 24));
-        assert_eq!((plan.dbias_bytes(), plan.counter_bytes(), plan.partial_bytes()), (48, 4, 2 * 24 * 4));
+        assert_eq!((plan.dbias_bytes(), plan.counter_bytes(), plan.partial_bytes()), (48, 16, 2 * 24 * 4));
         let row = CastPlan::new(CastSpec { columnwise: false, dbias: false, ..SPEC })?;
         assert_eq!((row.out_t_bytes(), row.dbias_bytes(), row.partial_bytes()), (0, 0, 0));
         assert_eq!(row.kernel, KernelId::Cast(Float::Bf16, Fp8::E4m3));

@@ -1,0 +1,56 @@
+"""te_fast: Transformer Engine's FP8 layers for PyTorch at the host cost of ``torch.nn.Linear``.
+
+``te_fast.pytorch`` has the layers under Transformer Engine's names, ``te_fast.dispatch`` the
+dispatcher beneath them, ``te_fast.profile`` tells where a forward's host time goes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from te_fast import errors
+from te_fast.errors import (
+    CudaError,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    StateError,
+    TeFastError,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    from te_fast import common, dispatch, profile, pytorch
+    from te_fast.dispatch import auto_pad
+
+__all__ = [
+    "CudaError",
+    "DeviceError",
+    "DtypeError",
+    "ShapeError",
+    "StateError",
+    "TeFastError",
+    "UnsupportedError",
+    "__version__",
+    "auto_pad",
+    "common",
+    "dispatch",
+    "errors",
+    "profile",
+    "pytorch",
+]
+
+_SUBMODULES = {"common", "dispatch", "profile", "pytorch"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"te_fast.{name}")
+    if name == "auto_pad":
+        return importlib.import_module("te_fast.dispatch").auto_pad
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("te_fast")
+    raise AttributeError(f"module 'te_fast' has no attribute {name!r}")

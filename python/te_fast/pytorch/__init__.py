@@ -1,0 +1,40 @@
+"""Transformer Engine's PyTorch names on te_fast's dispatcher."""
+
+from __future__ import annotations
+
+from te_fast.pytorch._device import set_cuda_device_every_batch, should_set_cuda_device_every_batch
+from te_fast.pytorch.linear import Linear
+from te_fast.pytorch.quantization import (
+    FP8GlobalStateManager,
+    autocast,
+    fp8_autocast,
+    fp8_model_init,
+    get_align_size_for_quantization,
+    get_default_recipe,
+    get_device_compute_capability,
+    is_bf16_available,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+    quantized_model_init,
+)
+
+__all__ = [
+    "FP8GlobalStateManager",
+    "Linear",
+    "autocast",
+    "fp8_autocast",
+    "fp8_model_init",
+    "get_align_size_for_quantization",
+    "get_default_recipe",
+    "get_device_compute_capability",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
+    "quantized_model_init",
+    "set_cuda_device_every_batch",
+    "should_set_cuda_device_every_batch",
+]

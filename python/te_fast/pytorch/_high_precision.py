@@ -1,0 +1,146 @@
+"""Linear layers outside FP8 whose weight gradient goes its own way: into ``main_grad``, or later."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from te_fast.errors import StateError
+
+if TYPE_CHECKING:
+    from te_fast.pytorch.linear import Linear
+
+__all__ = ["give", "linear", "weight_gradient"]
+
+
+def main_grad_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the buffer that a parameter's gradient is added to.
+
+    Raises
+    ------
+    StateError
+        If there is none.
+    """
+    if hasattr(parameter, "__fsdp_param__"):
+        parameter.main_grad = parameter.get_main_grad()  # type: ignore[attr-defined]
+    grad = getattr(parameter, "main_grad", None)
+    if grad is None:
+        message = (
+            "linear: fuse_wgrad_accumulation=True needs weight.main_grad; set it before backward, or "
+            "construct the layer without"
+        )
+        raise StateError(message)
+    result: torch.Tensor = grad
+    return result
+
+
+def give(
+    parameter: torch.Tensor, grad: torch.Tensor, *, fuse: bool, overwrite: bool
+) -> torch.Tensor | None:
+    """Give a computed gradient to a parameter.
+
+    Into ``main_grad`` with `fuse`, else into ``.grad``. Returns what autograd is given.
+    """
+    from te_fast.pytorch.base import dummy_wgrad_for
+
+    if not fuse:
+        if parameter.grad is None:
+            parameter.grad = grad.to(parameter.dtype)
+        else:
+            parameter.grad += grad
+        return None
+    main_grad = main_grad_of(parameter)
+    if overwrite or getattr(parameter, "overwrite_main_grad", False):
+        main_grad.copy_(grad)
+    else:
+        main_grad.add_(grad)
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    return dummy_wgrad_for(parameter)
+
+
+def weight_gradient(
+    layer: Linear,
+    parameters: list[torch.Tensor],
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    *,
+    overwrite: bool,
+) -> torch.Tensor | None:
+    """Compute ``gradᵀ · x``; straight into ``main_grad`` where one buffer takes it.
+
+    Returns the gradient, or None when it went into ``main_grad``.
+    """
+    from te_fast import dispatch
+
+    x, grad = x.reshape(-1, x.shape[-1]).contiguous(), grad.reshape(-1, grad.shape[-1]).contiguous()
+    if layer.fuse_wgrad_accumulation and len(parameters) == 1:
+        out = main_grad_of(parameters[0])
+        accumulate = not (overwrite or getattr(parameters[0], "overwrite_main_grad", False))
+    else:
+        out = torch.empty(grad.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
+        accumulate = False
+    if x.shape[0] == 0:
+        return _nothing(out, accumulate=accumulate, computed=out)
+    dispatch.gemm(
+        grad, x, out, accumulate=accumulate, x_k_outermost=True, w_k_outermost=True
+    )
+    return None if layer.fuse_wgrad_accumulation and len(parameters) == 1 else out
+
+
+def _nothing(out: torch.Tensor, *, accumulate: bool, computed: torch.Tensor) -> torch.Tensor | None:
+    if not accumulate:
+        out.zero_()
+    return None if accumulate else computed
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        layer: Linear,
+        overwrite: bool,  # noqa: FBT001
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer, ctx.overwrite, ctx.weight = layer, overwrite, weight
+        return functional.linear(x, weight.to(x.dtype), bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        layer: Linear = ctx.layer
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        dx = grad @ weight.to(grad.dtype) if needs_x else None
+        db = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None
+        dw = None
+        if needs_weight and layer.delay_wgrad_compute:
+            layer._deferred.append((x, grad, ctx.overwrite))
+        elif needs_weight:
+            # The parts of a split weight get their share where the concatenation is undone.
+            parameters = [ctx.weight] if layer._parts is None else [ctx.weight, ctx.weight]
+            dw = weight_gradient(layer, parameters, x, grad, overwrite=ctx.overwrite)
+            if layer._parts is None and hasattr(ctx.weight, "grad_added_to_main_grad"):
+                from te_fast.pytorch.base import dummy_wgrad_for
+
+                ctx.weight.grad_added_to_main_grad = True
+                dw = dummy_wgrad_for(ctx.weight)
+        return dx, dw, db, None, None
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    layer: Linear,
+    overwrite: bool,  # noqa: FBT001
+) -> torch.Tensor:
+    """Apply ``x Wᵀ + b`` with the layer's way of taking the weight's gradient."""
+    result: torch.Tensor = _Linear.apply(x, weight, bias, layer, overwrite)
+    return result

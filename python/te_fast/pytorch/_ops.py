@@ -1,0 +1,90 @@
+"""The only importer of the native module, and the autograd function on top of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from te_fast import _native
+from te_fast._native import (
+    AmaxSlots,
+    AutocastRegion,
+    LinearHandle,
+    Recipe,
+    autocast_callbacks,
+    autocast_objects,
+    autocast_region,
+    autocast_reset,
+    autocast_set,
+    autocast_set_depth,
+    autocast_set_first,
+    autocast_take_first,
+    instance_method,
+    linear_apply,
+    linear_backward_dw,
+    linear_call,
+    linear_forward,
+    note_scale_change,
+    update_scales,
+)
+
+__all__ = [
+    "AmaxSlots",
+    "AutocastRegion",
+    "LinearHandle",
+    "Recipe",
+    "autocast_callbacks",
+    "autocast_objects",
+    "autocast_region",
+    "autocast_reset",
+    "autocast_set",
+    "autocast_set_depth",
+    "autocast_set_first",
+    "autocast_take_first",
+    "linear_apply",
+    "linear_backward_dw",
+    "linear_call_method",
+    "linear_forward",
+    "native",
+    "note_scale_change",
+    "update_scales",
+]
+
+#: The native module itself, for ``te_fast.dispatch``.
+native = _native
+
+#: ``nn.Module.__call__`` of a linear layer, as a method without a Python frame.
+linear_call_method = instance_method(linear_call)
+
+
+class _LinearFunction(torch.autograd.Function):
+    """Arguments: input, weight, bias, native handle, bits of the call."""
+
+    forward = staticmethod(_native.linear_autograd_forward)
+    backward = staticmethod(_native.linear_backward)
+
+
+# torch calls `apply` of the backward class; this spares it two Python frames.
+_LinearFunction._backward_cls.apply = instance_method(_native.linear_backward)  # type: ignore[attr-defined]
+
+
+@once_differentiable
+def _backward_once(ctx: Any, grad_output: torch.Tensor) -> Any:
+    return _native.linear_backward(ctx, grad_output)
+
+
+def _update_backward_scales() -> None:
+    from te_fast.pytorch import _delayed
+
+    _delayed.update_scales(forward=False)
+
+
+# `Function.apply` of Python costs 2 us more than the C++ method that it wraps, for functorch: its
+# transforms do not reach the native path, since their tensors have no memory to read.
+_native.install_linear(
+    super(torch.autograd.Function, _LinearFunction).apply,
+    _backward_once,
+    _update_backward_scales,
+)

@@ -1,0 +1,348 @@
+"""What every te_fast layer has in common with Transformer Engine's ``TransformerEngineBaseModule``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from te_fast.common.recipe import Recipe
+from te_fast.errors import DeviceError, DtypeError, StateError, UnsupportedError
+from te_fast.pytorch import _extra_state, _ops
+from te_fast.pytorch._delayed import DelayedScalingRecipeState
+from te_fast.pytorch._global_state import FP8GlobalStateManager
+from te_fast.pytorch._global_state import autocast_state as _autocast
+
+__all__ = ["TransformerEngineBaseModule", "dummy_wgrad_for", "get_dummy_wgrad"]
+
+_layer_numbers = itertools.count(1)
+_dummy_wgrads: dict[tuple[Any, ...], torch.Tensor] = {}
+_EXTRA_STATE = "_extra_state"
+
+
+def get_dummy_wgrad(
+    shape: list[int],
+    dtype: torch.dtype,
+    zero: bool = False,  # noqa: FBT001, FBT002
+    device: torch.device | str = "cuda",
+) -> torch.Tensor:
+    """Return a stand-in for a weight gradient that went into ``main_grad``; one per shape and type.
+
+    Parameters
+    ----------
+    shape : list of int
+        Shape of the weight.
+    dtype : torch.dtype
+        Type of the weight.
+    zero : bool, default = False
+        Fill it with zeros.
+    device : torch.device or str, default = 'cuda'
+        Device of the weight.
+    """
+    key = (tuple(shape), dtype, str(device))
+    if key not in _dummy_wgrads:
+        _dummy_wgrads[key] = torch.empty(tuple(shape), dtype=dtype, device=device)
+    dummy = _dummy_wgrads[key]
+    if zero:
+        dummy.fill_(0)
+    return dummy.detach()
+
+
+def dummy_wgrad_for(weight: torch.Tensor) -> torch.Tensor:
+    """Return the stand-in that autograd is given for a weight with ``grad_added_to_main_grad``."""
+    zero = getattr(weight, "zero_out_wgrad", False)
+    return get_dummy_wgrad(list(weight.shape), weight.dtype, zero, weight.device)
+
+
+def check_device(device: torch.device | str, layer: str) -> torch.device:
+    """Return a device that parameters can be made on.
+
+    Raises
+    ------
+    DeviceError
+        If it is a GPU and there is none that can be used.
+    """
+    chosen = torch.device(device)
+    if chosen.type not in ("cuda", "cpu", "meta"):
+        message = f"{layer}: device must be cuda, cpu or meta, got {chosen}"
+        raise DeviceError(message)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        message = (
+            f"{layer}: device={str(device)!r} was asked for, and no CUDA GPU is usable here. Pass "
+            "device='cpu' to run on the host backend, or 'meta' to defer"
+        )
+        raise DeviceError(message)
+    return chosen
+
+
+class TransformerEngineBaseModule(torch.nn.Module):
+    """State and checkpoints of FP8 layers.
+
+    Attributes
+    ----------
+    name : str
+        Name in messages; ``Layer_<n>`` unless given.
+    fp8_meta : dict
+        ``recipe``, ``fp8_group``, ``num_gemms`` and, under delayed scaling, ``scaling_fwd`` and
+        ``scaling_bwd`` with ``scale`` and ``amax_history``.
+    fp8, fp8_calibration, fp8_initialized : bool
+        State of the last forward.
+    """
+
+    #: FP8 slots: input, weight, output per GEMM forward; output's and input's gradient backward.
+    _FORWARD_SLOTS = 3
+    _BACKWARD_SLOTS = 2
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__()
+        number = next(_layer_numbers)
+        self.name = f"Layer_{number}" if name is None else name
+        self.fp8_initialized = False
+        self.fp8 = False
+        self.fp8_calibration = False
+        self.fp8_meta: dict[str, Any] = {"recipe": None, "fp8_group": None, "num_gemms": 1}
+        self.fp8_meta_tensors_initialized = False
+        self.quantizers: dict[str, Any] = {"scaling_fwd": [], "scaling_bwd": []}
+        self.tp_group: Any = None
+        self.tp_size = 1
+        self.sequence_parallel = False
+        self.primary_weights_in_fp8 = False
+        self.preserve_high_precision_init_val = False
+        self.fsdp_wrapped = False
+        self.fsdp_group: Any = None
+        self.activation_dtype: torch.dtype | None = None
+        self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
+
+    @property
+    def _fp8_workspaces(self) -> dict[str, torch.Tensor]:
+        """Quantised weights that are cached, as bytes."""
+        cached = self._handle.weight_cache()
+        return {} if cached is None else {"weight": cached[0]}
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor-parallel group; only a group of one rank works so far.
+
+        Raises
+        ------
+        UnsupportedError
+            For a group of several ranks.
+        """
+        if tp_group is not None and torch.distributed.get_world_size(group=tp_group) > 1:
+            raise UnsupportedError(f"{self.name}: tensor parallelism (tp_group) is not supported yet")
+        self.tp_group = tp_group
+
+    def set_activation_dtype(self, inp: torch.Tensor) -> None:
+        """Set ``activation_dtype``: autocast's, or the input's, which the parameters must share.
+
+        Raises
+        ------
+        DtypeError
+            If a parameter has another type.
+        """
+        kind = inp.device.type
+        if torch.is_autocast_enabled(kind):
+            self.activation_dtype = torch.get_autocast_dtype(kind)
+            return
+        for name, parameter in self.named_parameters():
+            if parameter is not None and parameter.dtype != inp.dtype:
+                message = (
+                    f"{self.name}: the input is {inp.dtype} and parameter {name} is "
+                    f"{parameter.dtype}; cast one, or run under torch.autocast"
+                )
+                raise DtypeError(message)
+        self.activation_dtype = inp.dtype
+
+    # Delayed scaling -----------------------------------------------------------------------------
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Take the recipe and group of the autocast region."""
+        self.fp8_meta["num_gemms"] = num_gemms
+        self.fp8 = FP8GlobalStateManager.is_fp8_enabled()
+        self.fp8_calibration = FP8GlobalStateManager.is_fp8_calibration()
+        if self.fp8 or self.fp8_calibration:
+            self.fp8_meta["recipe"] = FP8GlobalStateManager.get_fp8_recipe()
+            self.fp8_meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()
+            self.init_fp8_meta_tensors(self.fp8_meta["recipe"])
+            self.fp8_initialized = True
+
+    def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
+        """Make, or keep, the scales and histories that the recipe asks for."""
+        self.set_meta_tensor(True, recipe)
+        self.set_meta_tensor(False, recipe)
+        self.fp8_meta_tensors_initialized = True
+
+    def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:  # noqa: FBT001
+        """Make, or keep, the scales and histories of one direction."""
+        if not recipe.delayed():
+            return
+        key = "scaling_fwd" if fwd else "scaling_bwd"
+        slots = (self._FORWARD_SLOTS if fwd else self._BACKWARD_SLOTS) * self.fp8_meta["num_gemms"]
+        group = self.fp8_meta["fp8_group"]
+        device = next(self.parameters()).device
+        state = self.fp8_meta.get(key)
+        if isinstance(state, DelayedScalingRecipeState):
+            state.to(device)
+            state.use(recipe, group)
+            return
+        mode = "forward" if fwd else "backward"
+        self.fp8_meta[key] = DelayedScalingRecipeState(
+            recipe, mode=mode, num_quantizers=slots, device=device, group=group
+        )
+
+    def _init_delayed_scaling(self) -> None:
+        """Register scales with the dispatcher; it calls this when the autocast region is new."""
+        self.init_fp8_metadata(self.fp8_meta["num_gemms"])
+        self._handle.set_slots(
+            _ops.autocast_region()[5],
+            self.fp8_meta["scaling_fwd"].slots,
+            self.fp8_meta["scaling_bwd"].slots,
+        )
+
+    def get_fp8_meta_tensors(self) -> dict[str, list[torch.Tensor]] | None:
+        """Return copies of the scales and histories, or None where there are none."""
+        states = self._delayed_states()
+        if states is None:
+            return None
+        return {
+            key: [state.scale.clone(), state.amax_history.clone()]
+            for key, state in zip(("scaling_fwd", "scaling_bwd"), states, strict=True)
+        }
+
+    def reset_fp8_meta_tensors(self, fp8_meta_tensors: dict[str, Any] | None = None) -> None:
+        """Set scales and histories to their initial values, or to saved ones."""
+        states = self._delayed_states()
+        if states is None:
+            return
+        for key, state in zip(("scaling_fwd", "scaling_bwd"), states, strict=True):
+            if fp8_meta_tensors is None:
+                state.reset()
+            else:
+                state.load(*fp8_meta_tensors[key])
+        self._handle.drop_slots()
+
+    def adjust_amax_history_length(self, length: int, fwd: bool | None = None) -> None:
+        """Cut the histories, or extend them by zeros, to `length` rows."""
+        states = self._delayed_states()
+        if states is None:
+            return
+        for state, is_forward in zip(states, (True, False), strict=True):
+            if fwd is None or fwd == is_forward:
+                history = state.amax_history
+                fresh = history.new_zeros(length, history.shape[1])
+                kept = min(length, history.shape[0])
+                fresh[:kept] = history[:kept]
+                state.amax_history = fresh
+        self._handle.drop_slots()
+
+    def _delayed_states(self) -> tuple[DelayedScalingRecipeState, DelayedScalingRecipeState] | None:
+        forward, backward = self.fp8_meta.get("scaling_fwd"), self.fp8_meta.get("scaling_bwd")
+        if forward is None or backward is None:
+            return None
+        return forward, backward
+
+    # Checkpoints ---------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Return delayed scaling's state as CPU bytes, none where there is no state."""
+        states = self._delayed_states()
+        if states is None:
+            return _extra_state.pack(None)
+        forward, backward = states
+        return _extra_state.pack(
+            _extra_state.ExtraState(
+                forward.recipe,
+                forward.scale,
+                forward.amax_history,
+                backward.scale,
+                backward.amax_history,
+            )
+        )
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restore what :meth:`get_extra_state`, or Transformer Engine's, returned.
+
+        Raises
+        ------
+        StateError
+            If the bytes are damaged or not such a state; nothing has changed then.
+        """
+        read = _extra_state.unpack(state, layer=self.name)
+        if read is None:
+            return
+        slots = self.fp8_meta["num_gemms"]
+        expected = (self._FORWARD_SLOTS * slots, self._BACKWARD_SLOTS * slots)
+        got = (read.scale_fwd.numel(), read.scale_bwd.numel())
+        if got != expected:
+            message = (
+                f"{self.name}: _extra_state has scales of {got} tensors, the layer has {expected}; "
+                "it belongs to another layer"
+            )
+            raise StateError(message)
+        self.fp8_meta["recipe"] = read.recipe
+        self.init_fp8_meta_tensors(read.recipe)
+        self.fp8_meta["scaling_fwd"].load(read.scale_fwd, read.amax_history_fwd)
+        self.fp8_meta["scaling_bwd"].load(read.scale_bwd, read.amax_history_bwd)
+        self._handle.drop_slots()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # A layer without delayed scaling has the very keys of its torch.nn counterpart.
+        if self._delayed_states() is None:
+            destination.pop(prefix + _EXTRA_STATE, None)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,  # noqa: FBT001
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        # Checkpoints of torch.nn layers have none; fresh scales are right then.
+        if prefix + _EXTRA_STATE in missing_keys:
+            missing_keys.remove(prefix + _EXTRA_STATE)
+
+    # Copies --------------------------------------------------------------------------------------
+
+    def _make_handle(self) -> Any:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the native half out: it is made anew, with empty caches."""
+        state = dict(self.__dict__)
+        state.pop("_handle", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make a native half of this copy's own."""
+        super().__setstate__(state)
+        object.__setattr__(self, "_handle", self._make_handle())
+
+    # Weight gradients ----------------------------------------------------------------------------
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """Call `hook` after each :meth:`backward_dw`."""
+        self.wgrad_accumulation_and_reduce_hooks.append(hook)
+
+    def fast_setattr(self, name: str, value: Any) -> None:
+        """Set an attribute that is no parameter, buffer or module."""
+        self.__dict__[name] = value
+
+    def module_setattr(self, name: str, value: Any) -> None:
+        """Set an attribute as ``nn.Module`` does."""
+        super().__setattr__(name, value)
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether FSDP2 has taken the layer over."""
+        return hasattr(self, "_get_fsdp_state")
+
+    def _enters_fp8(self) -> bool:
+        return bool(_autocast.fp8_enabled)

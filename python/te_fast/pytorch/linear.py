@@ -1,0 +1,405 @@
+"""The FP8 linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from te_fast.errors import DeviceError, DtypeError, ShapeError, StateError, UnsupportedError
+from te_fast.pytorch import _high_precision, _ops
+from te_fast.pytorch._global_state import autocast_state
+from te_fast.pytorch._split import concatenate, split_sizes
+from te_fast.pytorch.base import TransformerEngineBaseModule, check_device
+
+__all__ = ["Linear"]
+
+
+def _refuse(name: str, layer: str) -> None:
+    message = f"{layer}: {name} is not supported yet; leave it at its default"
+    raise UnsupportedError(message)
+
+
+class Linear(TransformerEngineBaseModule):
+    """Apply ``y = x Wᵀ + b``, in FP8 inside :class:`te_fast.pytorch.autocast`.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+        Sizes of the last dimension. In FP8 both are multiples of 16.
+    sequence_parallel, tp_group, tp_size : optional
+        Tensor parallelism; groups of one rank only so far.
+    fuse_wgrad_accumulation : bool, default = False
+        Add the weight's gradient to ``weight.main_grad`` in the GEMM. It is overwritten instead when
+        ``is_first_microbatch=True``, or ``weight.overwrite_main_grad`` is set.
+    get_rng_state_tracker : Callable, optional
+        Gives the random number generator's tracker that initialisation forks.
+    rng_tracker_name : str, optional
+        Name of the state to fork.
+    init_method : Callable, optional
+        Initialises the weight in place; normal with standard deviation 0.023 by default.
+    bias : bool, default = True
+        Have a bias, zero at first.
+    return_bias : bool, default = False
+        Return ``(y, bias)`` with the bias not added.
+    params_dtype : torch.dtype, optional
+        Type of the parameters; ``torch.get_default_dtype()`` by default.
+    parallel_mode : {'column', 'row'}, optional
+        Which dimension would be split; marks the parameters.
+    parameters_split : tuple of str or dict of str to int, optional
+        Names of parts that the parameters are split into along dimension 0, equal or of given sizes.
+    device : torch.device or str, default = 'cuda'
+        Where the parameters are made; ``'meta'`` defers to :meth:`reset_parameters`.
+    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name : optional
+        Userbuffers; not supported yet.
+    delay_wgrad_compute : bool, default = False
+        Leave the weight's gradient to :meth:`backward_dw`.
+    symmetric_ar_type : str, optional
+        Not supported yet.
+    save_original_input : bool, default = False
+        Keep the input as it is for backward and quantise it again there. Not with delayed scaling.
+    name : str, optional
+        Name in messages.
+
+    Attributes
+    ----------
+    weight : torch.nn.Parameter
+        ``(out_features, in_features)``.
+    bias : torch.nn.Parameter
+        ``(out_features,)``; an empty tensor without one.
+
+    Raises
+    ------
+    UnsupportedError
+        For an argument that te_fast does not support yet.
+    DeviceError
+        If `device` is a GPU and none can be used.
+    ShapeError
+        If `parameters_split` is empty or does not add up to `out_features`.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,  # noqa: FBT001, FBT002
+        fuse_wgrad_accumulation: bool = False,  # noqa: FBT001, FBT002
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        bias: bool = True,  # noqa: FBT001, FBT002
+        return_bias: bool = False,  # noqa: FBT001, FBT002
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: tuple[str, ...] | dict[str, int] | None = None,
+        device: torch.device | str = "cuda",
+        ub_overlap_ag: bool = False,  # noqa: FBT001, FBT002
+        ub_overlap_rs: bool = False,  # noqa: FBT001, FBT002
+        ub_overlap_rs_dgrad: bool = False,  # noqa: FBT001, FBT002
+        ub_bulk_dgrad: bool = False,  # noqa: FBT001, FBT002
+        ub_bulk_wgrad: bool = False,  # noqa: FBT001, FBT002
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,  # noqa: FBT001, FBT002
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,  # noqa: FBT001, FBT002
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        unsupported = {
+            "sequence_parallel": sequence_parallel,
+            "tp_size": tp_size != 1,
+            "ub_overlap_ag": ub_overlap_ag,
+            "ub_overlap_rs": ub_overlap_rs,
+            "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
+            "ub_bulk_dgrad": ub_bulk_dgrad,
+            "ub_bulk_wgrad": ub_bulk_wgrad,
+            "ub_name": ub_name is not None,
+            "symmetric_ar_type": symmetric_ar_type is not None,
+        }
+        for argument, is_set in unsupported.items():
+            if is_set:
+                _refuse(argument, self.name)
+        if parallel_mode not in (None, "column", "row"):
+            message = f"{self.name}: parallel_mode must be None, 'column' or 'row', got {parallel_mode!r}"
+            raise ShapeError(message)
+        self.set_tensor_parallel_group(tp_group)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.apply_bias = bias and not return_bias
+        self.parallel_mode = parallel_mode
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self.rng_tracker_name = rng_tracker_name
+        self.init_method = init_method
+        self._deferred: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
+        self._make_parameters(parameters_split, params_dtype, check_device(device, self.name))
+        self.__dict__["_handle"] = self._make_handle()
+        self.save_original_input = save_original_input
+        self.reset_parameters(defer_init=torch.device(device).type == "meta")
+
+    def _make_parameters(
+        self,
+        parameters_split: tuple[str, ...] | dict[str, int] | None,
+        params_dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> None:
+        options: dict[str, Any] = {
+            "device": device,
+            "dtype": torch.get_default_dtype() if params_dtype is None else params_dtype,
+        }
+        parts = split_sizes(parameters_split, self.out_features, self.name)
+        self._parts = parts
+        prefixes = [""] if parts is None else [f"{name}_" for name in parts]
+        sizes = [self.out_features] if parts is None else list(parts.values())
+        self.weight_names = [f"{prefix}weight" for prefix in prefixes]
+        self.bias_names = [f"{prefix}bias" for prefix in prefixes]
+        weight = torch.empty(self.out_features, self.in_features, **options)
+        for name, part in zip(self.weight_names, weight.split(sizes), strict=True):
+            self.register_parameter(name, torch.nn.Parameter(part))
+        bias = torch.empty(self.out_features, **options) if self.use_bias else None
+        for name, size in zip(self.bias_names, sizes, strict=True):
+            if bias is None:
+                setattr(self, name, torch.empty(0, **options))
+            else:
+                start = sum(sizes[: self.bias_names.index(name)])
+                self.register_parameter(name, torch.nn.Parameter(bias[start : start + size]))
+
+    def _make_handle(self) -> Any:
+        handle = _ops.LinearHandle(
+            self.name,
+            self.in_features,
+            self.out_features,
+            apply_bias=self.apply_bias,
+            return_bias=self.return_bias,
+            # The parts' gradients reach their main_grad where the concatenation is undone.
+            fuse_wgrad_accumulation=self.fuse_wgrad_accumulation and self._parts is None,
+            delay_wgrad_compute=self.delay_wgrad_compute,
+            whole=self._parts is None,
+        )
+        handle.save_original_input = self.__dict__.get("_save_original_input", False)
+        return handle
+
+    @property
+    def save_original_input(self) -> bool:
+        """Whether backward quantises the original input again."""
+        return bool(self.__dict__["_save_original_input"])
+
+    @save_original_input.setter
+    def save_original_input(self, value: bool) -> None:
+        self.__dict__["_save_original_input"] = bool(value)
+        self._handle.save_original_input = bool(value)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Initialise the parameters, after making those real that are on the meta device.
+
+        Parameters
+        ----------
+        defer_init : bool, default = False
+            Do nothing yet.
+        """
+        if defer_init:
+            return
+        dim = 1 if self.parallel_mode == "row" else 0
+        for name in (*self.weight_names, *(self.bias_names if self.use_bias else ())):
+            parameter = getattr(self, name)
+            if parameter.is_meta:
+                device = check_device("cuda" if torch.cuda.is_available() else "cpu", self.name)
+                parameter = torch.nn.Parameter(
+                    torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+                )
+                self.register_parameter(name, parameter)
+            is_weight = name in self.weight_names
+            self._initialise(parameter, is_weight=is_weight)
+            if self.parallel_mode == "column" or (self.parallel_mode == "row" and is_weight):
+                parameter.tensor_model_parallel = True
+                parameter.partition_dim = dim if is_weight else 0
+                parameter.partition_stride = 1
+            if self.parallel_mode == "row" and not is_weight:
+                parameter.sequence_parallel = self.sequence_parallel
+            if self.delay_wgrad_compute and is_weight:
+                parameter.skip_backward_post_hook = True
+        self._handle.drop_weight_cache()
+
+    def _initialise(self, parameter: torch.Tensor, *, is_weight: bool) -> None:
+        with torch.no_grad():
+            if not is_weight:
+                parameter.zero_()
+                return
+            init = self.init_method or _normal
+            if self.get_rng_state_tracker is None:
+                init(parameter)
+                return
+            tracker = self.get_rng_state_tracker()
+            names = () if self.rng_tracker_name is None else (self.rng_tracker_name,)
+            with tracker.fork(*names):
+                init(parameter)
+
+    # `layer(x)` enters here: nn.Module.__call__ without its cost where no hook asks for it.
+    __call__ = _ops.linear_call_method
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let subclasses that override ``forward`` be called as any module."""
+        super().__init_subclass__(**options)
+        if "forward" in cls.__dict__ and "__call__" not in cls.__dict__:
+            cls.__call__ = torch.nn.Module.__call__  # type: ignore[method-assign]
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,  # noqa: FBT001
+        fp8_output: bool | None = False,  # noqa: FBT001, FBT002
+        fp8_grad: bool | None = False,  # noqa: FBT001, FBT002
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Apply the layer.
+
+        Parameters
+        ----------
+        inp : torch.Tensor
+            ``(..., in_features)``, of the parameters' type unless under ``torch.autocast``.
+        is_first_microbatch : bool, optional
+            True: quantise the weight and keep it. False: use the kept one. None: quantise it if it
+            has changed. A kept weight is never used once the parameter has changed.
+        fp8_output, fp8_grad : bool, default = False
+            Not supported yet.
+
+        Returns
+        -------
+        torch.Tensor or tuple
+            ``(..., out_features)``; with `return_bias`, and the bias.
+
+        Raises
+        ------
+        ShapeError, DtypeError, DeviceError
+            If the input does not fit; in FP8, if its rows are no multiple of 8 and
+            :func:`te_fast.auto_pad` is off.
+        """
+        if fp8_output:
+            _refuse("fp8_output", self.name)
+        if fp8_grad:
+            _refuse("fp8_grad", self.name)
+        result: Any = _ops.linear_forward(self, inp, is_first_microbatch)
+        return result
+
+    def _with_bias(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        bias = self._bias() if self.use_bias else self.bias
+        return out, bias.to(out.dtype)
+
+    def _weight(self) -> tuple[torch.Tensor, int | None]:
+        """The whole weight, and what stands in for its version where it is a concatenation."""
+        if self._parts is None:
+            return self.weight, None
+        return concatenate([getattr(self, name) for name in self.weight_names], self)
+
+    def _bias(self) -> torch.Tensor:
+        if self._parts is None:
+            return self.bias
+        return torch.cat([getattr(self, name) for name in self.bias_names])
+
+    def _forward_general(self, inp: Any, is_first_microbatch: bool | None) -> Any:  # noqa: FBT001
+        """Forward of calls that the native fast path does not take."""
+        self._check_input(inp)
+        self.set_activation_dtype(inp)
+        weight, version = self._weight()
+        bias = self._bias() if self.apply_bias else None
+        if autocast_state.fp8_enabled and inp.numel() > 0:
+            inp = inp.to(self.activation_dtype)
+            mixed = weight.dtype != inp.dtype
+            out = _ops.linear_apply(
+                self, self._handle, inp, weight, bias, is_first_microbatch, mixed, version
+            )
+        else:
+            out = self._high_precision(inp, weight, bias, is_first_microbatch)
+        return self._with_bias(out) if self.return_bias else out
+
+    def _check_input(self, inp: Any) -> None:
+        if not isinstance(inp, torch.Tensor):
+            message = f"{self.name}: the input must be a torch.Tensor, got {type(inp).__name__}"
+            raise DtypeError(message)
+        if inp.dim() == 0 or inp.shape[-1] != self.in_features:
+            message = (
+                f"{self.name}: the input's last dimension must be in_features = {self.in_features}, "
+                f"got a tensor of shape {list(inp.shape)}"
+            )
+            raise ShapeError(message)
+        device = getattr(self, self.weight_names[0]).device
+        if inp.device != device:
+            message = (
+                f"{self.name}: the input must be on {device}, where the layer's weight is (move one "
+                f"with .to()), got {inp.device}"
+            )
+            raise DeviceError(message)
+
+    def _high_precision(
+        self,
+        inp: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        is_first_microbatch: bool | None,  # noqa: FBT001
+    ) -> torch.Tensor:
+        if autocast_state.fp8_calibration:
+            self._calibrate(inp, weight)
+        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+            inp = inp.to(self.activation_dtype)
+            bias = None if bias is None else bias.to(inp.dtype)
+            return _high_precision.linear(inp, weight, bias, self, is_first_microbatch is True)
+        return functional.linear(inp, weight, bias)
+
+    def _calibrate(self, inp: torch.Tensor, weight: torch.Tensor) -> None:
+        """Take the absolute maxima that FP8 would, while computing in high precision."""
+        self.init_fp8_metadata(self.fp8_meta["num_gemms"])
+        state = self.fp8_meta.get("scaling_fwd")
+        if state is None or inp.numel() == 0:
+            return
+        with torch.no_grad():
+            maxima = torch.stack([tensor.abs().amax().float() for tensor in (inp, weight)])
+            live = state.amax_history[0]
+            live[:2] = torch.maximum(live[:2], maxima)
+        state.slots.mark_ran()
+
+    def need_backward_dw(self) -> bool:
+        """Tell whether :meth:`backward_dw` computes the weight's gradient."""
+        return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Compute the weight's gradient of the oldest backward that left it.
+
+        Raises
+        ------
+        StateError
+            If no backward did.
+        """
+        if not self.delay_wgrad_compute:
+            return
+        parameters = [getattr(self, name) for name in self.weight_names]
+        fuse = self.fuse_wgrad_accumulation
+        if self._handle.deferred_count():
+            dw = _ops.linear_backward_dw(self._handle, parameters[0], fuse and self._parts is None)
+        elif self._deferred:
+            x, grad, overwrite = self._deferred.pop(0)
+            dw = _high_precision.weight_gradient(self, parameters, x, grad, overwrite=overwrite)
+        else:
+            message = f"{self.name}: backward_dw() was called without a backward before it"
+            raise StateError(message)
+        if dw is not None:
+            sizes = [parameter.shape[0] for parameter in parameters]
+            for parameter, part in zip(parameters, dw.split(sizes), strict=True):
+                _high_precision.give(parameter, part, fuse=fuse, overwrite=False)
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
+            hook()
+
+    def extra_repr(self) -> str:
+        """Sizes and bias, as ``torch.nn.Linear`` shows them."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+        )
+
+
+def _normal(weight: torch.Tensor) -> None:
+    torch.nn.init.normal_(weight, mean=0.0, std=0.023)

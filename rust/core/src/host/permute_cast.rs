@@ -1,0 +1,99 @@
+//! Host kernels of `cuda/permute_cast.cu`.
+
+use te_fast_kernels::KernelId;
+
+use crate::error::{Error, Result};
+use crate::host::fp8::{Format, Real, amax_bits, dispatch_types, read_scalar, scale_from_amax, write_scalar};
+use crate::host::permute::{HostMap, Slot, copy_prob, load_prob, store_prob};
+use crate::ops::cast::TILE;
+use crate::ops::permute_cast::{PermuteCastParams, PermuteScalesParams};
+
+/// Runs `permute_cast_*`.
+///
+/// # Errors
+/// An id that does not take these parameters.
+pub(crate) fn run(p: &PermuteCastParams<'_>, id: KernelId) -> Result<()> {
+    let KernelId::PermuteCast(input, output) = id else { return Err(Error::state("permute_cast", id.symbol())) };
+    dispatch_types!(input, output, cast(p));
+    Ok(())
+}
+
+fn cast<T: Real, F: Format>(p: &PermuteCastParams<'_>) {
+    let map = HostMap::new(&p.map);
+    let cols = p.cols as usize;
+    let blocks = if p.token_scales.is_null() { 0 } else { cols.div_ceil(TILE) };
+    let (x, out) = (p.x.slice::<T>(map.tokens * cols), p.out.slice_mut::<u8>(map.rows * cols));
+    let token_scales = p.token_scales.slice_mut::<f32>(map.tokens * blocks);
+    let row_tokens = p.row_tokens.slice_mut::<i32>(map.rows);
+    for row in map.gaps() {
+        out[row * cols..][..cols].fill(0);
+        if let Some(token) = row_tokens.get_mut(row) {
+            *token = -1;
+        }
+        if !p.probs.is_null() {
+            store_prob(p.out_probs, row, p.prob_type, 0.0);
+        }
+    }
+    let mut amax = 0;
+    let mut bytes = vec![0; cols];
+    for token in 0..map.tokens {
+        let values = &x[token * cols..][..cols];
+        quantise::<T, F>(p, values, &mut bytes, &mut token_scales[token * blocks..][..blocks]);
+        for Slot { row, column } in map.token(token) {
+            let Some(row) = row else { continue };
+            let mut zero = false;
+            if !p.probs.is_null() {
+                let from = token * map.slots() + column;
+                copy_prob(p.probs, from, p.out_probs, row, p.prob_type);
+                zero = load_prob(p.probs, from, p.prob_type) == 0.0;
+            }
+            if let Some(slot) = row_tokens.get_mut(row) {
+                *slot = if zero { -1 } else { token as i32 };
+            }
+            let to = &mut out[row * cols..][..cols];
+            if zero {
+                to.fill(0);
+            } else {
+                to.copy_from_slice(&bytes);
+                amax = amax.max(amax_bits(values));
+            }
+        }
+    }
+    if let Some(former) = read_scalar(p.amax) {
+        write_scalar(p.amax, former.max(f32::from_bits(amax)));
+    }
+}
+
+fn quantise<T: Real, F: Format>(p: &PermuteCastParams<'_>, x: &[T], bytes: &mut [u8], inverse: &mut [f32]) {
+    let given = read_scalar(p.scale);
+    for (block, (x, bytes)) in x.chunks(TILE).zip(bytes.chunks_mut(TILE)).enumerate() {
+        let scale = given.unwrap_or_else(|| {
+            scale_from_amax(f32::from_bits(amax_bits(x)), F::FP8.max(), p.eps, T::MAX, p.pow2 != 0)
+        });
+        if let Some(inverse) = inverse.get_mut(block) {
+            *inverse = 1.0 / scale;
+        }
+        bytes.iter_mut().zip(x).for_each(|(byte, value)| *byte = F::encode(value.to_f32() * scale));
+    }
+}
+
+/// Runs `permute_scales`.
+///
+/// # Errors
+/// None.
+#[expect(clippy::unnecessary_wraps, reason = "the signature of host kernels")]
+pub(crate) fn run_scales(p: &PermuteScalesParams<'_>, _: KernelId) -> Result<()> {
+    let (rows, ld, blocks) = (p.rows as usize, p.scale_ld as usize, p.blocks as usize);
+    let row_tokens = p.row_tokens.slice::<i32>(rows);
+    let tokens = row_tokens.iter().map(|&token| token + 1).max().unwrap_or(0) as usize;
+    let token_scales = p.token_scales.slice::<f32>(tokens * blocks);
+    for (block, line) in p.scale_inv.slice_mut::<f32>(blocks * ld).chunks_mut(ld).enumerate() {
+        for (row, scale) in line.iter_mut().enumerate() {
+            *scale = match row_tokens.get(row) {
+                None => 0.0,
+                Some(&token) => usize::try_from(token).map_or(p.zero_scale, |token| token_scales[token * blocks + block]),
+            };
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,214 @@
+//! Rows moved in segments: padding and unpadding of grouped GEMM inputs, and the sorting of chunks.
+
+use te_fast_kernels::{Float, KernelId};
+
+use crate::error::{Error, Result};
+use crate::host;
+use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::params;
+
+/// Most splits that travel by value in the launch.
+pub const INLINE_SPLITS: usize = 1024;
+/// Most splits that a launch takes.
+pub const MAX_SPLITS: usize = 4096;
+const THREADS: u32 = 256;
+/// A warp per row, eight rows per block.
+const ROWS_PER_BLOCK: usize = 8;
+/// Four blocks per multiprocessor of a large GPU; each walks over its rows.
+const BLOCKS: usize = 528;
+
+params! {
+    /// Parameters of `pad_rows`.
+    pub struct PadRowsParams<'a> [4192] for PadRows => host::pad::run {
+        /// Input rows.
+        pub x: DevPtr<'a>,
+        /// Output rows.
+        pub out: DevPtr<'a>,
+        /// Probabilities of the input rows, or null.
+        pub probs: DevPtr<'a>,
+        /// Probabilities of the output rows.
+        pub out_probs: DevPtr<'a>,
+        /// Splits, or null for `inline_splits`.
+        pub splits: DevPtr<'a>,
+        /// Order of the chunks, sorting alone.
+        pub index: DevPtr<'a>,
+        /// Rows of the input.
+        pub in_rows: u64,
+        /// Rows of the output.
+        pub out_rows: u64,
+        /// Bytes of a row.
+        pub row_bytes: u64,
+        /// Bytes of a probability.
+        pub prob_bytes: u32,
+        /// Splits.
+        pub count: u32,
+        /// Padded splits are multiples of this.
+        pub align: u32,
+        /// [`Move`].
+        pub mode: u32,
+        /// 0 for i32, 1 for i64.
+        pub split_type: u32,
+        /// The same for `index`.
+        pub index_type: u32,
+        /// Splits by value.
+        pub inline_splits: [i32; INLINE_SPLITS],
+    }
+}
+
+/// What happens to the rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Move {
+    /// Each split starts at a multiple of the alignment.
+    Pad = 0,
+    /// The reverse.
+    Unpad = 1,
+    /// Chunk `index[j]` comes j-th.
+    Sort = 2,
+    /// The reverse.
+    Unsort = 3,
+}
+
+/// Integers on the device.
+#[derive(Clone, Copy, Debug)]
+pub struct Integers<'a> {
+    /// First element.
+    pub data: DevPtr<'a>,
+    /// 64 bits wide, else 32.
+    pub wide: bool,
+}
+
+/// Where the splits are.
+#[derive(Clone, Copy, Debug)]
+pub enum Splits<'a> {
+    /// On the device: (integers, count).
+    Device(Integers<'a>, usize),
+    /// With the caller.
+    Values(&'a [i64]),
+}
+
+impl Splits<'_> {
+    const fn count(&self) -> usize {
+        match self {
+            Self::Device(_, count) => *count,
+            Self::Values(values) => values.len(),
+        }
+    }
+}
+
+/// Sizes of a move.
+#[derive(Clone, Copy, Debug)]
+pub struct PadSpec {
+    /// What happens.
+    pub mode: Move,
+    /// Rows of the input.
+    pub in_rows: usize,
+    /// Rows of the output.
+    pub out_rows: usize,
+    /// Bytes of a row.
+    pub row_bytes: usize,
+    /// Padded splits are multiples of this.
+    pub align: usize,
+}
+
+/// Buffers of a move.
+#[derive(Clone, Copy, Debug)]
+pub struct PadBuffers<'a> {
+    /// `[in_rows, row_bytes]`.
+    pub x: DevPtr<'a>,
+    /// `[out_rows, row_bytes]`.
+    pub out: DevPtr<'a>,
+    /// `[in_rows]`, or null.
+    pub probs: DevPtr<'a>,
+    /// `[out_rows]`.
+    pub out_probs: DevPtr<'a>,
+    /// Type of the probabilities.
+    pub prob: Option<Float>,
+    /// Order of the chunks, sorting alone.
+    pub index: Option<Integers<'a>>,
+}
+
+/// A checked move.
+#[derive(Clone, Copy, Debug)]
+pub struct PadPlan {
+    spec: PadSpec,
+}
+
+impl PadPlan {
+    /// Checks the sizes.
+    ///
+    /// # Errors
+    /// Sizes beyond what a launch can index, or an alignment of 0.
+    pub fn new(spec: PadSpec) -> Result<Self> {
+        for (what, value) in [("rows of the input", spec.in_rows), ("rows of the output", spec.out_rows), ("the alignment", spec.align)] {
+            if i32::try_from(value).is_err() {
+                return Err(Error::shape("pad_rows", what, "below 2**31", value));
+            }
+        }
+        if spec.align == 0 || !spec.row_bytes.is_multiple_of(2) {
+            return Err(Error::shape("pad_rows", "alignment and bytes of a row", "positive and even", format_args!("{} and {}", spec.align, spec.row_bytes)));
+        }
+        Ok(Self { spec })
+    }
+
+    /// Launches it.
+    ///
+    /// # Errors
+    /// More splits than a launch takes, or the driver's refusal.
+    pub fn run(&self, target: &mut Target<'_>, b: &PadBuffers<'_>, splits: &Splits<'_>) -> Result<()> {
+        let PadSpec { mode, in_rows, out_rows, row_bytes, align } = self.spec;
+        if row_bytes == 0 || out_rows == 0 {
+            return Ok(());
+        }
+        let count = splits.count();
+        let most = if matches!(splits, Splits::Values(_)) { INLINE_SPLITS } else { MAX_SPLITS };
+        if count > most {
+            return Err(Error::shape("pad_rows", "the number of splits", format_args!("at most {most}"), count));
+        }
+        let mut inline_splits = [0; INLINE_SPLITS];
+        let device = match splits {
+            Splits::Device(integers, _) => *integers,
+            Splits::Values(values) => {
+                for (slot, &value) in inline_splits.iter_mut().zip(*values) {
+                    *slot = i32::try_from(value).unwrap_or(i32::MAX);
+                }
+                Integers { data: DevPtr::null(), wide: false }
+            }
+        };
+        let index = b.index.unwrap_or(Integers { data: DevPtr::null(), wide: false });
+        let params = PadRowsParams {
+            x: b.x,
+            out: b.out,
+            probs: b.probs,
+            out_probs: b.out_probs,
+            splits: device.data,
+            index: index.data,
+            in_rows: in_rows as u64,
+            out_rows: out_rows as u64,
+            row_bytes: row_bytes as u64,
+            prob_bytes: b.prob.map_or(0, |float| float.size() as u32),
+            count: count as u32,
+            align: align as u32,
+            mode: mode as u32,
+            split_type: u32::from(device.wide),
+            index_type: u32::from(index.wide),
+            inline_splits,
+        };
+        let blocks = out_rows.div_ceil(ROWS_PER_BLOCK).min(BLOCKS) as u32;
+        launch(target, KernelId::PadRows, Grid::linear(blocks, THREADS).with_shared(12 * count as u32), &params)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refuses_what_a_launch_cannot_index() {
+        let spec = PadSpec { mode: Move::Pad, in_rows: 4, out_rows: 8, row_bytes: 2, align: 4 };
+        assert!(PadPlan::new(spec).is_ok());
+        assert!(PadPlan::new(PadSpec { align: 0, ..spec }).is_err());
+        assert!(PadPlan::new(PadSpec { row_bytes: 3, ..spec }).is_err());
+        assert!(PadPlan::new(PadSpec { out_rows: 1 << 31, ..spec }).is_err());
+    }
+}
