@@ -67,7 +67,7 @@ class Tensors:
         self.scales, self.scales_t = torch.empty(rows * cols // 128, **single), torch.empty(rows * cols // 128, **single)
         self.dbias = torch.empty(cols, device="cuda", dtype=torch.bfloat16)
         self.partial = torch.empty(rows // 128 + 1, cols, **single)
-        self.counters = torch.zeros(cols // 128 + 1, dtype=torch.int32, device="cuda")
+        self.counters = torch.zeros(4 * (cols // 128 + 1), dtype=torch.int32, device="cuda")
 
 
 def cases(t: Tensors) -> dict[str, tuple[list[Callable[[], None]], float]]:

@@ -1,8 +1,8 @@
 // Scaled cast to FP8 in row layout, transposed layout or both, with optional column sums.
 //
 //   q[r][c] = fp8(float(x[r][c]) * scale)     out[r][c] = q[r][c]     out_t[c][r] = q[r][c], 0 for rows <= r < ld_t
-//   dbias[c] = sum over r of float(x[r][c])   (in f32: each thread 8 rows in order, the 16 row groups of a tile in
-//                                              order, the tiles t of 8 classes t % 8 in order, the classes in order)
+//   dbias[c] = sum over r of float(x[r][c])   (f32; the order: 8 rows; two such groups; the 8 pairs of a tile; the
+//                                              tiles t of each of 8 classes t % 8; the classes)
 //
 // Launch: cast_transpose: blocks = tiles_cols * tiles_rows with tiles_rows = ceil(max(rows, ld_t) / 128); 256 threads.
 // Needs:  contiguous x; any rows, cols, alignment of x and out; ld_t a multiple of 16, out_t 16-byte aligned.
@@ -24,25 +24,29 @@ struct CastTransposeParams {
     const float* noop;   // null: none; *noop == 1 leaves every output as it is
     void* dbias;         // dbias kernels alone
     float* partial;      // [tiles_rows][cols]
-    unsigned* counters;  // [tiles_cols]
+    unsigned* counters;  // [4 * tiles_cols]
     uint64_t rows, cols, ld_t;
     uint32_t tiles_rows, tiles_cols;
     uint32_t reverse;    // walk the tensor from its end, where a preceding amax pass left it in L2
-    uint32_t unused;
+    uint32_t zero;       // 0
 };
 static_assert(sizeof(CastTransposeParams) == 120);
 
-// Shared memory of a block; the parts are in use one after the other, with barriers between.
-union Shared {
+constexpr int kWarps = kTileThreads / 32;
+template <bool kDbias>
+struct Shared {
     TransposeBuffer transpose;
-    float sums[kPatches][kTile];
-    float warp_max[kTileThreads / 32];
+    float sums[kDbias ? kWarps : 1][kTile];
 };
 
-// Sums the eight columns of each patch over the tile, in the order that the head comment gives.
+constexpr int kSumWarps = kTile / 32;  // each finishes 32 columns
+
+// Sums the columns of the tile, writes them to `partial` and counts the arrival, in the order that the head comment
+// gives. True in a warp that was the last to arrive for its 32 columns. This comes before the tile's stores, because
+// the fence waits for every store its thread has made. Contains one barrier.
 template <Floating In>
-__device__ void write_partial_sums(const Raw8<In> (&patch)[kPatch], const TilePlace& place, float* partial,
-                                   float (&sums)[kPatches][kTile]) {
+__device__ bool sum_columns(const CastTransposeParams& p, const TilePlace& place, const Raw8<In> (&patch)[kPatch],
+                            float (&sums)[kWarps][kTile]) {
     float total[8];
     unpack8<In>(patch[0], total);
 #pragma unroll
@@ -53,74 +57,87 @@ __device__ void write_partial_sums(const Raw8<In> (&patch)[kPatch], const TilePl
         for (int c = 0; c < 8; ++c) total[c] += x[c];
     }
 #pragma unroll
-    for (int c = 0; c < 8; c += 4) {
-        *reinterpret_cast<float4*>(&sums[place.patch_row][place.patch_col * kPatch + c]) =
-            make_float4(total[c], total[c + 1], total[c + 2], total[c + 3]);
+    for (int c = 0; c < 8; ++c) total[c] += __shfl_xor_sync(kFullWarp, total[c], kPatches);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane < kPatches) {
+#pragma unroll
+        for (int c = 0; c < 8; c += 4) {
+            *reinterpret_cast<float4*>(&sums[warp][lane * kPatch + c]) =
+                make_float4(total[c], total[c + 1], total[c + 2], total[c + 3]);
+        }
     }
     __syncthreads();
-    const size_t col = place.col0 + threadIdx.x;
-    if (threadIdx.x >= kTile || col >= place.cols || place.row0 >= place.rows) return;
+    if (warp >= kSumWarps) return false;
     float sum = sums[0][threadIdx.x];
 #pragma unroll
-    for (int i = 1; i < kPatches; ++i) sum += sums[i][threadIdx.x];
-    partial[(place.row0 / kTile) * place.cols + col] = sum;
+    for (int i = 1; i < kWarps; ++i) sum += sums[i][threadIdx.x];
+    const size_t col = place.col0 + threadIdx.x;
+    if (col < place.cols) p.partial[(place.row0 / kTile) * place.cols + col] = sum;
+    __threadfence();
+    __syncwarp();
+    unsigned arrived = 0;
+    if (lane == 0) arrived = atomicInc(p.counters + (place.col0 / kTile) * kSumWarps + warp, p.tiles_rows - 1);
+    return __shfl_sync(kFullWarp, arrived, 0) == p.tiles_rows - 1;
 }
 
-// The last block of a column of tiles adds the tiles' sums.
+// The warp that arrived last for its 32 columns adds the tiles' sums.
 template <Floating In>
-__device__ void reduce_partial_sums(const CastTransposeParams& p, size_t col0, float (&sums)[kPatches][kTile]) {
-    constexpr int kClasses = kTileThreads / 32;
-    const int lane = threadIdx.x % 32, group = threadIdx.x / 32;
-    float total[4] = {0, 0, 0, 0};
-    const uint32_t tiles = static_cast<uint32_t>(ceil_div<uint64_t>(p.rows, kTile));
-#pragma unroll 4
-    for (uint32_t tile = group; tile < tiles; tile += kClasses) {
+__device__ void finish_columns(const CastTransposeParams& p, size_t col) {
+    constexpr uint64_t kClasses = 8;
+    __threadfence();
+    if (col >= p.cols) return;
+    float total[kClasses] = {};
+    const uint64_t tiles = ceil_div<uint64_t>(p.rows, kTile);
+#pragma unroll 2
+    for (uint64_t tile = 0; tile < tiles; tile += kClasses) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const size_t col = col0 + i * 32 + lane;
-            if (col < p.cols) total[i] += __ldcg(p.partial + tile * p.cols + col);
+        for (uint64_t i = 0; i < kClasses; ++i) {
+            if (tile + i < tiles) total[i] += __ldcg(p.partial + (tile + i) * p.cols + col);
         }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums[group][i * 32 + lane] = total[i];
-    __syncthreads();
-    const size_t col = col0 + threadIdx.x;
-    if (threadIdx.x >= kTile || col >= p.cols) return;
-    float sum = sums[0][threadIdx.x];
-#pragma unroll
-    for (int i = 1; i < kClasses; ++i) sum += sums[i][threadIdx.x];
-    static_cast<In*>(p.dbias)[col] = from_float<In>(sum);
+    for (uint64_t i = 1; i < kClasses; ++i) total[0] += total[i];
+    static_cast<In*>(p.dbias)[col] = from_float<In>(total[0]);
 }
 
 template <bool kVectors, bool kDbias, Floating In, Fp8 Out>
-__device__ void cast_tile(const CastTransposeParams& p, const TilePlace& place, Shared& shared) {
+__device__ void cast_tile(const CastTransposeParams& p, const TilePlace& place, Shared<kDbias>& shared) {
     Raw8<In> patch[kPatch];
     load_patch<kVectors, In>(patch, static_cast<const In*>(p.x), place);
+    bool last = false;
+    if constexpr (kDbias) {
+        last = sum_columns<In>(p, place, patch, shared.sums);
+        // A zero that the compiler cannot see: else it keeps the 64 floats of the sums for the cast, and spills.
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) {
+#pragma unroll
+            for (int j = 0; j < static_cast<int>(sizeof(In) / 2); ++j) {
+                uint4& word = patch[i].word[j];
+                word = make_uint4(word.x ^ p.zero, word.y ^ p.zero, word.z ^ p.zero, word.w ^ p.zero);
+            }
+        }
+    }
     if (p.amax != nullptr) {
         Raw8<In> acc = zero8<In>();
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) absmax_into<In>(acc, patch[i]);
-        const float amax = block_max<kTileThreads>(absmax8<In>(acc), shared.warp_max);
-        if (threadIdx.x == 0) atomic_max_nonnegative(p.amax, amax);
-        __syncthreads();
+        const float amax = warp_max(absmax8<In>(acc));
+        if (threadIdx.x % 32 == 0) atomic_max_nonnegative(p.amax, amax);
     }
-    if constexpr (kDbias) {
-        write_partial_sums<In>(patch, place, p.partial, shared.sums);
-        __syncthreads();
-    }
-    if (p.scale == nullptr) return;  // column sums alone
-
-    const float scale = *p.scale;
-    uint2 bytes[kPatch];
+    if (p.scale != nullptr) {
+        const float scale = *p.scale;
+        uint2 bytes[kPatch];
 #pragma unroll
-    for (int i = 0; i < kPatch; ++i) {
-        bytes[i] = cast8<Out, In>(patch[i], scale);
-        if (p.out != nullptr) store_patch_row<kVectors>(p.out, place, i, bytes[i]);
+        for (int i = 0; i < kPatch; ++i) {
+            bytes[i] = cast8<Out, In>(patch[i], scale);
+            if (p.out != nullptr) store_patch_row<kVectors>(p.out, place, i, bytes[i]);
+        }
+        if (p.out_t != nullptr) {
+            clear_outside(bytes, place);
+            store_transposed(p.out_t, p.ld_t, place, bytes, shared.transpose);
+        }
     }
-    if (p.out_t != nullptr) {
-        clear_outside(bytes, place);
-        store_transposed(p.out_t, p.ld_t, place, bytes, shared.transpose);
-    }
+    if (kDbias && last) finish_columns<In>(p, place.col0 + threadIdx.x);
 }
 
 template <bool kDbias, Floating In, Fp8 Out>
@@ -130,23 +147,18 @@ __device__ void cast_transpose(const CastTransposeParams& p) {
     const TilePlace place(p.rows, p.cols, index / p.tiles_cols, index % p.tiles_cols);
     if (index == 0 && threadIdx.x == 0 && p.scale_inv != nullptr) *p.scale_inv = __frcp_rn(*p.scale);
 
-    __shared__ Shared shared;
+    __shared__ Shared<kDbias> shared;
     if (rows_are_vectors<In>(static_cast<const In*>(p.x), p.out, p.cols)) {
         cast_tile<true, kDbias, In, Out>(p, place, shared);
     } else {
         cast_tile<false, kDbias, In, Out>(p, place, shared);
-    }
-    if constexpr (kDbias) {
-        if (is_last_block(p.counters + index % p.tiles_cols, p.tiles_rows)) {
-            reduce_partial_sums<In>(p, place.col0, shared.sums);
-        }
     }
 }
 
 }  // namespace te_fast
 
 #define INSTANCE(symbol, dbias, in, out)                                                                 \
-    extern "C" __global__ void __launch_bounds__(te_fast::kTileThreads, te_fast::kTileBlocks<te_fast::in, dbias>) \
+    extern "C" __global__ void __launch_bounds__(te_fast::kTileThreads, te_fast::kTileBlocks<te_fast::in>) \
         symbol(const __grid_constant__ te_fast::CastTransposeParams p) {                                 \
         te_fast::cast_transpose<dbias, te_fast::in, te_fast::out>(p);                                    \
     }

@@ -20,11 +20,13 @@ constexpr int kPatches = kTile / kPatch;  // along either side
 // Blocks per multiprocessor that the registers are capped for: the most without a spill, architecture by architecture.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int kNarrowTileBlocks = 4;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+constexpr int kNarrowTileBlocks = 2;  // conversion in software needs more
 #else
 constexpr int kNarrowTileBlocks = 3;
 #endif
-template <Floating In, bool kSums>
-constexpr int kTileBlocks = sizeof(In) == 4 || kSums ? 2 : kNarrowTileBlocks;
+template <Floating In>
+constexpr int kTileBlocks = sizeof(In) == 4 ? 2 : kNarrowTileBlocks;
 
 // Transposed tile: [column][slot], a slot being the 8 bytes of one patch column. Slot s of column c lies at
 // s ^ (c / 8): the 16 threads that write together (equal s, c / 8 = 0..15) meet 16 different slots, and those that

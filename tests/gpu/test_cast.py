@@ -76,7 +76,7 @@ def check_cast_transpose(rows: int, cols: int, name: str, fmt: str, *, row=True,
         extra = {
             "dbias": Guarded(cols * x.element_size()),
             "partial": Guarded(tiles_rows * cols * 4),
-            "counters": Guarded(max(1, ceil_div(cols, 128)) * 4, fill=0),
+            "counters": Guarded(max(1, ceil_div(cols, 128)) * 16, fill=0),
         }
     launch = kernels.cast_transpose(x, out, out_t, scale, fmt, name=name, ld_t=ld_t if column else 0,
                                     scale_inv=scale_inv, amax=amax, reverse=cols % 2 == 1, **extra)  # fmt: skip
@@ -275,7 +275,7 @@ def test_scale_update(length, layers, most_recent, with_reduced):
 
 def test_column_sums_alone():
     x = data(700, 264, "bf16", special=False)
-    dbias, partial, counters = Guarded(264 * 2), Guarded(6 * 264 * 4), Guarded(3 * 4, fill=0)
+    dbias, partial, counters = Guarded(264 * 2), Guarded(6 * 264 * 4), Guarded(3 * 16, fill=0)
     kernels.cast_transpose(x, None, None, None, "e4m3", name="bf16", dbias=dbias, partial=partial, counters=counters)()
     same(dbias.read(torch.bfloat16), reference.column_sums(x))
 
