@@ -57,6 +57,8 @@ _GLOBALS = frozenset(
     }
 )
 _MAX_DIMENSIONS = 8
+# A state has some hundred opcodes; its numbers are in a few long byte strings.
+_MAX_OPCODES = 100_000
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,8 @@ class _Machine:
         self.memo: dict[int, Any] = {}
 
     def run(self, stream: io.BytesIO) -> Any:
-        for opcode, argument, _ in pickletools.genops(stream):
+        for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
+            _expect(count < _MAX_OPCODES, "more opcodes than a state has")
             name = opcode.name
             if name == "STOP":
                 return self._pop()

@@ -1,0 +1,255 @@
+import copy
+import itertools
+
+import pytest
+import torch
+
+from te_fast.common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from te_fast.errors import StateError, TeFastError, UnsupportedError
+from te_fast.pytorch import _ops
+from te_fast.pytorch import quantization as q
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU decides differently")
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    q.FP8GlobalStateManager.reset()
+    yield
+    assert q.FP8GlobalStateManager.quantization_state.autocast_depth == 0
+    q.FP8GlobalStateManager.reset()
+
+
+def epoch():
+    return _ops.autocast_region()[5]
+
+
+# Regions.
+
+
+def test_region_is_visible_and_goes_away():
+    manager, state = q.FP8GlobalStateManager, q.FP8GlobalStateManager.quantization_state
+    recipe, group = Float8CurrentScaling(), object()
+    with q.autocast(recipe=recipe, amax_reduction_group=group):
+        assert manager.is_fp8_enabled()
+        assert not manager.is_fp8_calibration()
+        assert manager.get_fp8_recipe() is recipe
+        assert manager.get_fp8_group() is group
+        assert state.autocast_depth == 1
+        assert epoch() != 0
+    assert not manager.is_fp8_enabled()
+    assert manager.get_fp8_group() is None
+    assert state.fp8_recipe is None
+    assert epoch() == 0
+
+
+def test_nested_regions_restore_the_outer():
+    manager = q.FP8GlobalStateManager
+    outer, inner = DelayedScaling(), Float8BlockScaling()
+    with q.autocast(recipe=outer):
+        first = epoch()
+        with q.autocast(recipe=inner):
+            assert manager.get_fp8_recipe() is inner
+            assert epoch() != first
+            with q.autocast(enabled=False):
+                assert not manager.is_fp8_enabled()
+                assert epoch() == 0
+            assert manager.get_fp8_recipe() is inner
+        assert manager.get_fp8_recipe() is outer
+        assert epoch() == first
+
+
+def test_exceptions_restore():
+    with q.autocast(recipe=DelayedScaling()):
+        before = epoch()
+        with pytest.raises(KeyError), q.autocast(recipe=Float8CurrentScaling()):
+            raise KeyError
+        assert epoch() == before
+    assert epoch() == 0
+
+
+def test_an_instance_is_entered_once_at_a_time_and_again_later():
+    region = q.autocast(recipe=DelayedScaling())
+    for _ in range(2):
+        with region:
+            with pytest.raises(StateError, match="more than once"):
+                region.__enter__()
+            assert q.FP8GlobalStateManager.quantization_state.autocast_depth == 1
+    with pytest.raises(RuntimeError, match="without having been entered"):
+        region.__exit__(None, None, None)
+
+
+def test_positional_arguments_and_truthiness():
+    recipe = DelayedScaling()
+    with q.autocast(1, 0, recipe, None, False):
+        assert q.FP8GlobalStateManager.is_fp8_enabled()
+    with q.autocast(None), pytest.raises(TypeError):
+        q.autocast(unknown=1)
+
+
+def test_same_content_keeps_the_epoch():
+    seen = []
+    for recipe in (DelayedScaling(), DelayedScaling(), copy.deepcopy(DelayedScaling())):
+        with q.autocast(recipe=recipe):
+            seen.append(epoch())
+    assert len(set(seen)) == 1
+    recipe.margin = 1
+    with q.autocast(recipe=recipe):
+        assert epoch() not in seen
+
+
+def test_default_recipe_is_restored_when_somebody_changed_it():
+    with q.autocast():
+        before, recipe = epoch(), q.FP8GlobalStateManager.get_fp8_recipe()
+    assert type(recipe) is type(q.get_default_recipe())
+    recipe.backward_override = None
+    recipe.fp8_format = Format.E4M3
+    with q.autocast():
+        assert epoch() == before
+        assert q.FP8GlobalStateManager.get_fp8_recipe() is not recipe
+
+
+def test_calibration_without_quantisation():
+    with q.autocast(enabled=False, calibrating=True, recipe=DelayedScaling()):
+        assert q.FP8GlobalStateManager.is_fp8_calibration()
+        assert not q.FP8GlobalStateManager.is_fp8_enabled()
+        assert epoch() != 0
+
+
+def test_first_module_of_the_outermost_region():
+    manager = q.FP8GlobalStateManager
+    with q.autocast(recipe=DelayedScaling()):
+        assert manager.is_first_fp8_module()
+        assert not manager.is_first_fp8_module()
+        with q.autocast(recipe=DelayedScaling()):
+            assert not manager.is_first_fp8_module()
+    with q.autocast(recipe=DelayedScaling()):
+        assert manager.is_first_fp8_module()
+
+
+def test_snapshots_and_setters():
+    manager, state = q.FP8GlobalStateManager, q.FP8GlobalStateManager.quantization_state
+    recipe = Float8CurrentScaling()
+    with q.autocast(recipe=recipe):
+        snapshot, inside = manager.get_autocast_state(), epoch()
+    manager.set_autocast_state(snapshot)
+    assert (epoch(), manager.get_fp8_recipe()) == (inside, recipe)
+    assert state.is_first_fp8_module
+    state.fp8_enabled = False
+    assert epoch() == 0
+    state.fp8_calibration = True
+    state.fp8_graph_capturing = True
+    state.is_first_fp8_module = False
+    state.autocast_depth = 3
+    assert _ops.autocast_region()[:5] == (False, True, True, False, 3)
+    assert manager.fp8_graph_capturing()
+    state.fp8_recipe, state.fp8_distributed_group = DelayedScaling(), "group"
+    assert manager.get_fp8_group() == "group"
+    manager.reset()
+    assert _ops.autocast_region() == (False, False, False, False, 0, 0)
+
+
+def test_deprecated_names():
+    with pytest.warns(DeprecationWarning, match="fp8_autocast"):
+        region = q.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling(), fp8_group=None)
+    with region:
+        assert q.FP8GlobalStateManager.is_fp8_enabled()
+    with pytest.warns(DeprecationWarning, match="fp8_model_init"):
+        context = q.fp8_model_init(enabled=False)
+    with context:
+        pass
+
+
+def test_quantized_model_init_is_refused_by_name():
+    with q.quantized_model_init(enabled=False, preserve_high_precision_init_val=True):
+        assert q.FP8GlobalStateManager.with_high_precision_init_val()
+    assert not q.FP8GlobalStateManager.with_high_precision_init_val()
+    with pytest.raises(NotImplementedError, match="quantized_model_init"), q.quantized_model_init():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("recipe", "match"),
+    [
+        (MXFP8BlockScaling(), r"10\.0 or higher required for MXFP8|MXFP8"),
+        (NVFP4BlockScaling(), r"10\.0 or higher required for NVFP4|NVFP4"),
+    ],
+)
+def test_blackwell_recipes_raise_the_reason(recipe, match):
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=match) as caught, q.autocast(recipe=recipe):
+            pass
+        assert isinstance(caught.value, TeFastError)
+        assert epoch() == 0
+    with q.autocast(enabled=False, recipe=recipe):
+        assert q.FP8GlobalStateManager.get_fp8_recipe() is recipe
+
+
+def test_custom_recipe_is_refused():
+    recipe = CustomRecipe(qfactory=lambda role: role)
+    with pytest.raises(UnsupportedError, match="CustomRecipe"), q.autocast(recipe=recipe):
+        pass
+
+
+@NO_GPU
+def test_availability_without_a_gpu():
+    assert q.is_fp8_available(return_reason=True) == (True, "")
+    assert q.is_fp8_block_scaling_available(return_reason=True) == (True, "")
+    assert q.is_bf16_available(True) == (True, "")
+    for available in (q.is_mxfp8_available, q.is_nvfp4_available):
+        assert available() is False
+        assert "10.0 or higher" in available(return_reason=True)[1]
+    assert q.get_device_compute_capability() == (0, 0)
+    assert q.get_default_recipe() == DelayedScaling()
+
+
+@pytest.mark.parametrize(
+    ("capability", "fp8", "block", "mxfp8", "default"),
+    [
+        ((8, 0), False, False, False, DelayedScaling),
+        ((8, 9), True, False, False, DelayedScaling),
+        ((9, 0), True, True, False, DelayedScaling),
+        ((10, 0), True, False, False, Float8CurrentScaling),
+        ((12, 0), True, False, False, Float8CurrentScaling),
+    ],
+)
+def test_availability_follows_the_current_device(
+    monkeypatch, capability, fp8, block, mxfp8, default
+):
+    from te_fast.pytorch import _support
+
+    monkeypatch.setattr(_support, "get_device_compute_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert q.is_fp8_available() is fp8
+    assert q.is_fp8_block_scaling_available() is block
+    assert q.is_mxfp8_available() is mxfp8
+    assert type(q.get_default_recipe()) is default
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert not q.is_fp8_block_scaling_available()
+
+
+def test_alignment():
+    sizes = [(DelayedScaling(), 16), (MXFP8BlockScaling(), 32), (NVFP4BlockScaling(), 128)]
+    for recipe, size in [*sizes, (CustomRecipe(print, quantization_alignment=64), 64)]:
+        assert q.get_align_size_for_quantization(recipe) == size
+
+
+def test_any_sequence_of_regions_ends_where_it_began():
+    recipes = [DelayedScaling(), Float8BlockScaling(), None]
+    for order in itertools.product(recipes, repeat=3):
+        regions = [q.autocast(enabled=recipe is not None, recipe=recipe) for recipe in order]
+        seen = []
+        for region in regions:
+            seen.append(_ops.autocast_region())
+            region.__enter__()
+        for region, before in zip(reversed(regions), reversed(seen), strict=True):
+            region.__exit__(None, None, None)
+            assert _ops.autocast_region()[4:] == before[4:]

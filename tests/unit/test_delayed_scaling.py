@@ -1,0 +1,383 @@
+"""Scales of delayed scaling: life cycle, update, reduction over ranks."""
+
+import copy
+import gc
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from te_fast.common.recipe import DelayedScaling, Format
+from te_fast.errors import StateError
+from te_fast.pytorch import _delayed, _ops
+from te_fast.pytorch import quantization as q
+from te_fast.pytorch._delayed import states
+
+F32_MAX = torch.finfo(torch.float32).max
+LOCAL = {"reduce_amax": False}
+
+
+def living():
+    gc.collect()
+    return len([*states(forward=True), *states(forward=False)])
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    q.FP8GlobalStateManager.reset()
+    before = living()
+    yield
+    assert living() <= before
+    q.FP8GlobalStateManager.reset()
+
+
+def make_state(recipe=None, mode="forward", tensors=3, **fields):
+    recipe = recipe or DelayedScaling(amax_history_len=4, **{**LOCAL, **fields})
+    return q.DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=tensors, device="cpu")
+
+
+def record(state, values):
+    """What a layer's forward does: raise the live maxima, and say so."""
+    live = state.amax_history[0]
+    torch.maximum(live, torch.tensor(values, dtype=torch.float32), out=live)
+    state.slots.mark_ran()
+
+
+def reference(scale, history, fp8_max, margin=0, most_recent=False):
+    """Transformer Engine's kernel, tensor by tensor, in plain Python and FP32 scalars."""
+    scale, history = scale.clone(), history.clone()
+    for column in range(scale.numel()):
+        last = history[0, column].clone()
+        if last == 0:
+            continue
+        window = torch.cat([history[1:, column], last[None]])
+        numbers = window[~window.isnan()]
+        largest = last if most_recent else numbers.max() if numbers.numel() else last
+        history[:, column] = window
+        history[0, column] = 0
+        if torch.isfinite(largest) and largest > 0:
+            new = torch.tensor(fp8_max * 2.0**-margin, dtype=torch.float32) / largest
+            scale[column] = F32_MAX if torch.isinf(new) else new
+    return scale, history
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize(("mode", "fp8_max"), [("forward", 448.0), ("backward", 57344.0)])
+@pytest.mark.parametrize("margin", [0, 2, -1])
+def test_update_is_that_of_the_formula(algorithm, mode, fp8_max, margin):
+    state = make_state(mode=mode, amax_compute_algo=algorithm, margin=margin)
+    scale, history = state.scale.clone(), state.amax_history.clone()
+    steps = [
+        [1.0, 0.0, 3e-40],
+        [float("inf"), 2.5, 1e-45],
+        [0.0, 0.0, 448.0],
+        [7.0, float("inf"), 1.0],
+        [0.3, 0.1, 1e38],
+        [1e-9, 1e30, 0.0],
+    ]
+    for values in steps:
+        with q.autocast(recipe=state.recipe):
+            record(state, values)
+        if mode == "backward":
+            q.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+        history[0] = torch.maximum(history[0], torch.tensor(values))
+        scale, history = reference(scale, history, fp8_max, margin, algorithm == "most_recent")
+        assert torch.equal(state.scale, scale)
+        assert torch.equal(state.amax_history, history)
+
+
+AMAX = st.floats(0, width=32, allow_nan=False) | st.sampled_from([0.0, 1e-45, 1e-38, F32_MAX])
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    steps=st.lists(st.lists(AMAX, min_size=2, max_size=2), min_size=1, max_size=8),
+    length=st.integers(1, 5),
+    margin=st.integers(-8, 8),
+    most_recent=st.booleans(),
+)
+def test_update_property(steps, length, margin, most_recent):
+    algorithm = "most_recent" if most_recent else "max"
+    recipe = DelayedScaling(margin, Format.HYBRID, length, algorithm, **LOCAL)
+    state = make_state(recipe, tensors=2)
+    scale, history = state.scale.clone(), state.amax_history.clone()
+    for values in steps:
+        with q.autocast(recipe=recipe):
+            record(state, values)
+        history[0] = torch.maximum(history[0], torch.tensor(values))
+        scale, history = reference(scale, history, 448.0, margin, most_recent)
+        assert torch.equal(state.scale, scale)
+        assert torch.equal(state.amax_history, history)
+
+
+def test_one_launch_updates_all_states():
+    many = [make_state() for _ in range(5)]
+    _ops.native.reset_counters()
+    with q.autocast(recipe=many[0].recipe):
+        for state in many:
+            record(state, [1.0, 2.0, 4.0])
+    assert _ops.native.counters()["launches"] == 1
+    for state in many:
+        assert state.scale.tolist() == [448.0, 224.0, 112.0]
+    _ops.native.reset_counters()
+    with q.autocast(recipe=many[0].recipe):
+        pass
+    assert _ops.native.counters()["launches"] == 0
+
+
+def test_updates_wait_for_the_outermost_exit_and_for_gradients():
+    state = make_state()
+    with q.autocast(recipe=state.recipe):
+        with q.autocast(recipe=state.recipe):
+            record(state, [1.0, 1.0, 1.0])
+        assert state.scale.tolist() == [1.0] * 3
+    assert state.scale.tolist() == [448.0] * 3
+    with torch.no_grad(), q.autocast(recipe=state.recipe):
+        record(state, [2.0, 2.0, 2.0])
+    assert state.scale.tolist() == [448.0] * 3
+    assert state.amax_history[0].tolist() == [2.0] * 3
+    with q.autocast(recipe=state.recipe, _graph=True):
+        record(state, [2.0, 2.0, 2.0])
+    assert state.scale.tolist() == [448.0] * 3
+    # As in Transformer Engine, the maxima of evaluation count at the next exit with gradients.
+    with q.autocast(recipe=state.recipe):
+        pass
+    assert state.scale.tolist() == [224.0] * 3
+
+
+def test_calibration_updates_also_without_gradients():
+    state = make_state()
+    with torch.no_grad(), q.autocast(enabled=False, calibrating=True, recipe=state.recipe):
+        record(state, [2.0, 4.0, 8.0])
+    assert state.scale.tolist() == [224.0, 112.0, 56.0]
+
+
+def test_backward_scales_are_their_own():
+    forward, backward = make_state(), make_state(mode="backward", tensors=2)
+    with q.autocast(recipe=forward.recipe):
+        record(forward, [1.0, 1.0, 1.0])
+        record(backward, [1.0, 2.0])
+    assert backward.scale.tolist() == [1.0, 1.0]
+    q.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+    assert backward.scale.tolist() == [57344.0, 28672.0]
+    assert forward.scale.tolist() == [448.0] * 3
+
+
+def test_own_algorithms_run_in_python():
+    calls = []
+
+    def amax_of(history):
+        calls.append(history.clone())
+        return history.mean(dim=0)
+
+    def scale_of(amax, scale, fp8_max, recipe):
+        return torch.full_like(scale, fp8_max) / (amax + 1) / 2**recipe.margin
+
+    state = make_state(
+        amax_compute_algo=amax_of, scaling_factor_compute_algo=scale_of, margin=1, tensors=2
+    )
+    plain = make_state()
+    for live in ([4.0, 8.0], [0.0, 0.0]):
+        with q.autocast(recipe=state.recipe):
+            record(state, live)
+            record(plain, [1.0, 1.0, 1.0])
+    # Rolled also when the newest maximum is 0, unlike in the kernel.
+    assert [history[0].tolist() for history in calls] == [[4.0, 8.0], [0.0, 0.0]]
+    assert state.amax_history[2].tolist() == [4.0, 8.0]
+    assert state.amax_history[3].tolist() == [0.0, 0.0]
+    mean = torch.tensor([4.0, 8.0]) / 4
+    assert torch.equal(state.scale, torch.full((2,), 448.0) / (mean + 1) / 2)
+    assert plain.scale.tolist() == [448.0] * 3
+
+
+def test_own_scaling_with_the_default_maximum():
+    state = make_state(scaling_factor_compute_algo=lambda amax, *_: 1 / amax, tensors=2)
+    with q.autocast(recipe=state.recipe):
+        record(state, [4.0, 8.0])
+    assert state.scale.tolist() == [0.25, 0.125]
+
+
+def test_buffers_die_with_their_owner():
+    before = living()
+    state = make_state()
+    assert living() == before + 1
+    record(state, [1.0, 1.0, 1.0])
+    del state
+    assert living() == before
+    q.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
+
+
+def test_recipe_changes_carry_over():
+    state = make_state()
+    first = state.slots
+    state.use(state.recipe, None)
+    assert state.slots is first
+    record(state, [4.0, 4.0, 4.0])
+    state.amax_history[1:] = torch.tensor([[1.0], [2.0], [3.0]])
+    state.recipe.margin = 1
+    state.use(state.recipe, None)
+    assert state.slots is not first
+    assert state.slots.ran
+    first.mark_ran()
+    _ops.native.reset_counters()
+    with q.autocast(recipe=state.recipe):
+        pass
+    assert _ops.native.counters()["launches"] == 1
+    assert state.scale.tolist() == [56.0] * 3
+    assert state.amax_history[:, 0].tolist() == [0.0, 2.0, 3.0, 4.0]
+    for length, expected in ((2, [0.0, 2.0]), (3, [0.0, 2.0, 0.0])):
+        state.use(DelayedScaling(amax_history_len=length, **LOCAL), None)
+        assert state.amax_history[:, 0].tolist() == expected
+
+
+def test_tensors_can_be_replaced_and_loaded():
+    state = make_state()
+    state.scale = torch.full((3,), 2.0)
+    state.amax_history = torch.zeros(2, 3)
+    with q.autocast(recipe=state.recipe):
+        record(state, [1.0, 1.0, 0.0])
+    assert state.scale.tolist() == [448.0, 448.0, 2.0]
+    state.load(torch.ones(3), torch.ones(6, 3))
+    assert state.amax_history.shape == (6, 3)
+    with pytest.raises(StateError, match="3 tensors, got 2"):
+        state.load(torch.ones(2), torch.ones(6, 2))
+    state.reset()
+    assert state.amax_history.abs().sum() == 0
+    with pytest.raises(TypeError, match="float32"):
+        state.scale = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(StateError, match="mode must be"):
+        make_state(mode="sideways")
+
+
+def test_copies_have_buffers_of_their_own():
+    state = make_state()
+    for other in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert other.recipe == state.recipe
+        with q.autocast(recipe=state.recipe):
+            record(other, [1.0, 2.0, 4.0])
+        assert other.scale.tolist() == [448.0, 224.0, 112.0]
+        assert state.scale.tolist() == [1.0] * 3
+
+
+def test_global_buffers_show_the_layers():
+    first, second = make_state(), make_state()
+    backward = make_state(mode="backward", tensors=2)
+    manager, state = q.FP8GlobalStateManager, q.FP8GlobalStateManager.quantization_state
+    key = manager.get_key_in_buffer(True, first.recipe, None)
+    assert manager.split_key_in_buffer(key)[0] is True
+    assert [id(scale) for scale in state.global_scale_buffer[key]] == [
+        id(first.scale),
+        id(second.scale),
+    ]
+    assert state.global_amax_buffer[key][0].data_ptr() == first.amax_history.data_ptr()
+    key = manager.get_key_in_buffer(False, first.recipe, None)
+    assert state.global_amax_history_buffer[key][0] is backward.amax_history
+
+
+def test_recompute_runs_with_the_scales_of_the_first_phase():
+    manager = q.FP8GlobalStateManager
+    meta = {"scaling_fwd": make_state()}
+    manager.copy_forward_fp8_meta_tensors_for_recompute(meta)
+    meta["scaling_fwd"].scale.fill_(8.0)
+    manager.get_old_fp8_meta_tensors_for_recompute(meta)
+    assert meta["scaling_fwd"].scale.tolist() == [1.0] * 3
+    manager.restore_fp8_meta_tensors(meta)
+    assert meta["scaling_fwd"].scale.tolist() == [8.0] * 3
+    for noop in (
+        manager.copy_forward_fp8_meta_tensors_for_recompute,
+        manager.get_old_fp8_meta_tensors_for_recompute,
+        manager.restore_fp8_meta_tensors,
+        manager.add_fp8_tensors_to_global_buffer,
+    ):
+        noop({})
+
+
+def test_skip_flag():
+    manager = q.FP8GlobalStateManager
+    assert manager.get_skip_fp8_weight_update_tensor() is None
+    manager.set_skip_fp8_weight_update_tensor(True)
+    assert manager.get_skip_fp8_weight_update_tensor().item() == 1.0
+    flag = manager.get_skip_fp8_weight_update_tensor()
+    manager.set_skip_fp8_weight_update_tensor(False)
+    assert flag.item() == 0.0
+
+
+# Ranks.
+
+
+def _rank(rank, path, results):
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    reducing = make_state(reduce_amax=True)
+    local = make_state()
+    idle = make_state(reduce_amax=True)
+    with q.autocast(recipe=reducing.recipe):
+        record(reducing, [1.0 + rank, 4.0 - rank, 0.0])
+        record(local, [1.0 + rank] * 3)
+        if rank == 0:  # a layer that another rank alone has run, as experts do
+            record(idle, [8.0, 8.0, 8.0])
+    if rank == 0:
+        with q.autocast(recipe=reducing.recipe):
+            record(reducing, [16.0] * 3)
+    else:
+        with q.autocast(recipe=reducing.recipe):
+            pass
+    results[rank] = [state.scale.tolist() for state in (reducing, local, idle)]
+    dist.destroy_process_group()
+
+
+class OtherRank:
+    """Stands in for torch.distributed: another rank with maxima of its own."""
+
+    def __init__(self, monkeypatch, *maxima):
+        self.maxima = list(maxima)
+        self.groups = []
+        monkeypatch.setattr(_delayed, "_is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+        monkeypatch.setattr(dist, "all_reduce", self.all_reduce)
+
+    def all_reduce(self, tensor, op, group):
+        assert op is dist.ReduceOp.MAX
+        self.groups.append(group)
+        torch.maximum(tensor, torch.tensor(self.maxima.pop(0)), out=tensor)
+
+
+def test_reduced_maxima_are_those_of_all_ranks(monkeypatch):
+    group = object()
+    reducing, idle = make_state(reduce_amax=True), make_state(reduce_amax=True)
+    elsewhere = q.DelayedScalingRecipeState(
+        reducing.recipe, mode="forward", device="cpu", group=group
+    )
+    local = make_state()
+    other = OtherRank(monkeypatch, [2.0, 1.0, 0.0, 0.0, 8.0, 0.0], [32.0], [0.0] * 6, [0.0])
+    with q.autocast(recipe=reducing.recipe):
+        record(reducing, [1.0, 4.0, 0.0])
+        record(local, [1.0] * 3)
+    assert other.groups == [None, group]
+    assert reducing.scale.tolist() == [224.0, 112.0, 1.0]
+    assert idle.scale.tolist() == [1.0, 56.0, 1.0]
+    assert elsewhere.scale.tolist() == [14.0]
+    assert local.scale.tolist() == [448.0] * 3
+    with q.autocast(recipe=reducing.recipe):
+        pass  # nothing ran here, but the other rank waits
+    assert other.maxima == []
+    assert idle.scale.tolist() == [1.0, 56.0, 1.0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+def test_maxima_are_reduced_over_ranks(tmp_path):
+    with torch.multiprocessing.Manager() as manager:
+        results = manager.dict()
+        path = str(tmp_path / "store")
+        torch.multiprocessing.spawn(_rank, args=(path, results), nprocs=2)
+        got = dict(results)
+    assert got[0][0] == got[1][0] == [28.0] * 3
+    assert got[0][1] == [448.0] * 3
+    assert got[1][1] == [224.0] * 3
+    assert got[0][2] == got[1][2] == [56.0] * 3
