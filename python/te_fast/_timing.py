@@ -12,7 +12,7 @@ import platform
 import statistics
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from itertools import repeat
@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
 
     Region = Callable[[], AbstractContextManager[Any]]
 
-__all__ = ["Timing", "environment", "interleave"]
+__all__ = ["Timing", "environment", "interleave", "wait"]
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,36 @@ class Timing:
         return {name: round(value, 3) for name, value in asdict(self).items()}
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Wait until the device has done its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _burst(body: Callable[[], object], calls: int, device: torch.device, region: Region) -> float:
     with region():
-        _wait(device)
+        wait(device)
         begin = time.perf_counter_ns()
         for _ in repeat(None, calls):
             body()
         return (time.perf_counter_ns() - begin) / (calls * 1e3)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the garbage collector and torch's other threads out of the bursts.
+
+    OpenMP threads wait by spinning: with two of them a burst on a busy machine measures its load.
+    """
+    threads, collecting = torch.get_num_threads(), gc.isenabled()
+    torch.set_num_threads(1)
+    gc.disable()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        if collecting:
+            gc.enable()
 
 
 def interleave(
@@ -72,7 +90,8 @@ def interleave(
     bodies
         What to time, by name. Each is warmed up with two bursts that do not count.
     device
-        Where the work goes; a CUDA device is synchronised between bursts.
+        Where the work goes; a CUDA device is synchronised between bursts. Meanwhile torch computes
+        on one CPU thread.
     rounds, calls
         Bursts per body, and calls per burst. A burst must be short enough not to fill the launch
         queue of the device, or the host waits in it.
@@ -81,20 +100,15 @@ def interleave(
     """
     region = {name: (regions or {}).get(name, nullcontext) for name in bodies}
     samples: dict[str, list[float]] = {name: [] for name in bodies}
-    for name, body in bodies.items():
-        _burst(body, calls, device, region[name])
-        _burst(body, calls, device, region[name])
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with _quiet():
+        for name, body in bodies.items():
+            _burst(body, calls, device, region[name])
+            _burst(body, calls, device, region[name])
         for _ in range(rounds):
             for name, body in bodies.items():
                 samples[name].append(_burst(body, calls, device, region[name]))
             gc.collect(0)
-    finally:
-        if collecting:
-            gc.enable()
-        _wait(device)
+    wait(device)
     return {name: _summary(values) for name, values in samples.items()}
 
 

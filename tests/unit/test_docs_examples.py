@@ -17,7 +17,7 @@ def examples():
             yield pytest.param(match[1], line, id=f"{path.relative_to(ROOT)}:{line}")
 
 
-@pytest.mark.parametrize(("code", "line"), examples())
+@pytest.mark.parametrize(("code", "line"), list(examples()))
 def test_example_runs(code, line, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     exec(compile("\n" * (line - 1) + code, "example", "exec"), {"__name__": "example"})
