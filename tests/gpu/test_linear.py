@@ -1,0 +1,292 @@
+"""The linear layer on the GPU: against FP64 references and the host backend, with streams, graphs and several GPUs."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+import te_fast
+import te_fast.pytorch as te
+from te_fast import dispatch
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "block": Float8BlockScaling}
+# Relative error in the Frobenius norm. E4M3 has 3 mantissa bits, E5M2 has 2: rounding errors of 2^-4 and 2^-3 of an
+# element at most, about 0.4 of that on average, twice for a product.
+BOUND = {"y": 0.045, "dx": 0.075, "dw": 0.075, "db": 0.01}
+
+
+def relative(got, reference):
+    return ((got.double() - reference.double()).norm() / reference.double().norm()).item()
+
+
+def make(rows, inputs, outputs, dtype, device="cuda", **options):
+    torch.manual_seed(rows * 7 + inputs + outputs)
+    layer = te.Linear(inputs, outputs, device=device, params_dtype=dtype, **options)
+    with torch.no_grad():
+        layer.weight.normal_(std=0.05)
+        if layer.use_bias:
+            layer.bias.normal_()
+    x = torch.randn(rows, inputs, dtype=dtype, device=device, requires_grad=True)
+    grad = torch.randn(rows, outputs, dtype=dtype, device=device)
+    return layer, x, grad
+
+
+def step(layer, x, grad, recipe, **options):
+    with te.autocast(recipe=recipe):
+        y = layer(x, **options)
+    y.backward(grad)
+    return y
+
+
+def reference(layer, x, grad):
+    x, w = x.detach().double(), layer.weight.detach().double()
+    y = x @ w.t() + (layer.bias.detach().double() if layer.use_bias else 0)
+    g = grad.double()
+    return {"y": y, "dx": g @ w, "dw": g.t() @ x, "db": g.sum(0)}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(256, 1024, 1024), (8, 16, 16), (40, 144, 272), (128, 512, 256), (1000, 784, 1040)], ids=str
+)
+def test_against_fp64_and_host(name, dtype, shape):
+    layer, x, grad = make(*shape, dtype)
+    recipe = RECIPES[name]()
+    for _ in range(2):  # the second step of delayed scaling has scales that fit
+        layer.zero_grad()
+        x.grad = None
+        y = step(layer, x, grad, recipe)
+    expected = reference(layer, x, grad)
+    got = {"y": y, "dx": x.grad, "dw": layer.weight.grad, "db": layer.bias.grad}
+    for key, value in got.items():
+        assert torch.isfinite(value).all(), key
+        assert relative(value, expected[key]) < BOUND[key], key
+    # The host backend quantises to the same bytes; only sums are ordered otherwise.
+    host = te.Linear(*shape[1:], device="cpu", params_dtype=dtype)
+    host.load_state_dict({key: value.cpu() for key, value in layer.state_dict().items() if key != "_extra_state"})
+    hx = x.detach().cpu().requires_grad_()
+    for _ in range(2):
+        host.zero_grad()
+        hx.grad = None
+        hy = step(host, hx, grad.cpu(), recipe)
+    same = {"y": hy, "dx": hx.grad, "dw": host.weight.grad, "db": host.bias.grad}
+    rounding = {torch.bfloat16: 4e-3, torch.float16: 2e-3, torch.float32: 2e-3}[dtype]
+    for key, value in same.items():
+        assert relative(got[key].cpu(), value) < rounding, key
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_any_rows(name):
+    former = te_fast.auto_pad(True)
+    try:
+        for rows in (1, 3, 7, 9, 13, 17, 129):
+            layer, x, grad = make(rows, 256, 128, torch.bfloat16)
+            for _ in range(2):
+                layer.zero_grad()
+                x.grad = None
+                y = step(layer, x, grad, RECIPES[name]())
+            expected = reference(layer, x, grad)
+            for key, value in {"y": y, "dx": x.grad, "dw": layer.weight.grad}.items():
+                assert relative(value, expected[key]) < 0.1, (rows, key)
+    finally:
+        te_fast.auto_pad(former)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_views_and_frozen_parts(name):
+    layer, x, grad = make(64, 256, 128, torch.bfloat16)
+    recipe = RECIPES[name]()
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        plain = layer(x)
+        offset = torch.empty(64 * 256 + 1, dtype=x.dtype, device="cuda")[1:].view(64, 256).copy_(x)
+        assert torch.equal(layer(offset), plain)
+        assert torch.equal(layer(x.t().contiguous().t()), plain)
+        assert torch.equal(layer(x.view(4, 16, 256)).view(64, 128), plain)
+    layer.weight.requires_grad_(False)
+    step(layer, x, grad, recipe)
+    assert layer.weight.grad is None
+    assert relative(x.grad, reference(layer, x, grad)["dx"]) < 0.1
+    layer.weight.requires_grad_(True)
+    step(layer, x.detach(), grad, recipe)
+    assert relative(layer.weight.grad, reference(layer, x, grad)["dw"]) < 0.1
+
+
+def test_main_grad_is_added_to():
+    layer, x, grad = make(64, 256, 128, torch.bfloat16, fuse_wgrad_accumulation=True)
+    plain, *_ = make(64, 256, 128, torch.bfloat16)
+    recipe = Float8CurrentScaling()
+    step(plain, x, grad, recipe)
+    layer.weight.main_grad = torch.ones(128, 256, device="cuda")
+    step(layer, x, grad, recipe)
+    assert layer.weight.grad is None
+    assert relative(layer.weight.main_grad - 1, plain.weight.grad) < 4e-3
+    step(layer, x, grad, recipe, is_first_microbatch=True)
+    assert relative(layer.weight.main_grad, plain.weight.grad) < 4e-3
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("first", [None, False], ids=["requantised", "cached"])
+def test_graph_replays_equal_eager(name, first):
+    layer, x, grad = make(64, 256, 128, torch.bfloat16)
+    recipe = RECIPES[name]()
+    inputs = [torch.randn_like(x) for _ in range(4)]
+    with te.autocast(recipe=recipe):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), torch.no_grad():
+            layer(x, is_first_microbatch=None if first is None else True)
+        torch.cuda.current_stream().wait_stream(side)
+        static = x.detach().clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            out = layer(static, is_first_microbatch=first)
+        for i in range(1000):
+            source = inputs[i % 4]
+            static.copy_(source)
+            graph.replay()
+            if i % 125 == 0:
+                with torch.no_grad():
+                    assert torch.equal(out, layer(source, is_first_microbatch=first)), i
+    if first is None:  # a replay sees a weight that was changed after capture
+        with torch.no_grad(), te.autocast(recipe=recipe):
+            layer.weight.mul_(0.5)
+            graph.replay()
+            assert torch.equal(out, layer(static))
+
+
+def test_whole_step_in_a_graph():
+    layer, x, grad = make(64, 256, 128, torch.bfloat16)
+    recipe = Float8CurrentScaling()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            layer.zero_grad(set_to_none=True)
+            x.grad = None
+            step(layer, x, grad, recipe)
+    torch.cuda.current_stream().wait_stream(side)
+    layer.zero_grad(set_to_none=True)
+    x.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(layer, x, grad, recipe)
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+        layer.weight.add_(0.01)
+    graph.replay()
+    torch.cuda.synchronize()
+    dx, dw = x.grad.clone(), layer.weight.grad.clone()
+    layer.zero_grad(set_to_none=True)
+    x.grad = None
+    step(layer, x, grad, recipe)
+    assert torch.equal(x.grad, dx)
+    assert torch.equal(layer.weight.grad, dw)
+
+
+def test_two_threads_on_two_streams():
+    layer, x, grad = make(256, 512, 512, torch.bfloat16)
+    layers = [make(256, 512, 512, torch.bfloat16)[0] for _ in range(2)]
+    recipe = Float8CurrentScaling()
+    inputs = [torch.randn_like(x) for _ in range(2)]
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        expected = [(layers[i](inputs[i]), layer(inputs[i])) for i in range(2)]
+        torch.cuda.synchronize()
+        failures = []
+
+        def work(i):
+            with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+                for _ in range(300):
+                    own, shared = layers[i](inputs[i]), layer(inputs[i])
+                torch.cuda.current_stream().synchronize()
+                if not (torch.equal(own, expected[i][0]) and torch.equal(shared, expected[i][1])):
+                    failures.append(i)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    assert not failures
+
+
+def test_memory_is_flat():
+    layer, x, grad = make(256, 512, 512, torch.bfloat16)
+    recipe = DelayedScaling()
+    levels = []
+    for i in range(1000):
+        layer.zero_grad()
+        x.grad = None
+        step(layer, x, grad, recipe)
+        if i in (99, 999):
+            gc.collect()
+            torch.cuda.synchronize()
+            levels.append((torch.cuda.memory_allocated(), dispatch.inventory()["cuda:0"]["private_bytes"]))
+    assert levels[0] == levels[1]
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_bytes_kept_for_backward(name, frozen):
+    layer, x, _ = make(4096, 4096, 1024, torch.bfloat16, bias=False)
+    layer.weight.requires_grad_(not frozen)
+    with te.autocast(recipe=RECIPES[name]()):
+        layer(x)  # the quantised weight is there from now on
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        y = layer(x)
+        kept = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
+    assert kept <= (0 if frozen else 1.02 * x.numel())
+
+
+def test_more_than_2_to_31_elements():
+    rows, inputs = (1 << 31) // 4096 + 128, 4096
+    layer = te.Linear(inputs, 64, device="cuda", params_dtype=torch.bfloat16, bias=False)
+    x = torch.randn(rows, inputs, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    with te.autocast(recipe=Float8CurrentScaling()):
+        y = layer(x)
+    tail = slice(rows - 256, rows)
+    assert relative(y[tail], x[tail].double() @ layer.weight.double().t()) < 0.06
+    y.backward(torch.ones_like(y))
+    expected = torch.ones(256, 64, device="cuda", dtype=torch.float64) @ layer.weight.double()
+    assert relative(x.grad[tail], expected) < 0.06
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_on_a_device_that_is_not_current():
+    for current, device in ((0, "cuda:1"), (1, "cuda:0")):
+        with torch.cuda.device(current):
+            for recipe in RECIPES.values():
+                layer, x, grad = make(64, 256, 128, torch.bfloat16, device=device)
+                for _ in range(2):
+                    layer.zero_grad()
+                    x.grad = None
+                    y = step(layer, x, grad, recipe())
+                assert torch.cuda.current_device() == current
+                assert y.device == x.grad.device == torch.device(device)
+                expected = reference(layer, x, grad)
+                for key, value in {"y": y, "dx": x.grad, "dw": layer.weight.grad}.items():
+                    assert relative(value, expected[key]) < BOUND[key], key
+    assert dispatch.counters()["guard_switches"] > 0
+
+
+def test_nan_weight_gives_nan():
+    layer, x, _ = make(16, 64, 32, torch.bfloat16)
+    with torch.no_grad():
+        layer.weight[3, 5] = float("nan")
+    for recipe in RECIPES.values():
+        with te.autocast(recipe=recipe()), torch.no_grad():
+            y = layer(x)
+        assert y[:, 3].isnan().all()
+        assert torch.isfinite(y[:, :3]).all()
+
+
+def test_host_tensor_to_a_cuda_layer_is_an_error():
+    layer, x, _ = make(16, 64, 32, torch.bfloat16)
+    with te.autocast(recipe=DelayedScaling()), pytest.raises(RuntimeError, match="must be on cuda:0"):
+        layer(x.detach().cpu())
