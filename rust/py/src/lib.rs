@@ -7,6 +7,8 @@ mod layer;
 mod linear;
 mod linear_backward;
 mod linear_run;
+mod permute;
+mod permute_cast;
 mod state;
 mod tensor;
 
@@ -33,6 +35,10 @@ mod _native {
     use crate::linear::{install_linear, linear_apply, linear_autograd_forward, linear_call, linear_forward};
     #[pymodule_export]
     use crate::linear_backward::{linear_backward, linear_backward_dw};
+    #[pymodule_export]
+    use crate::permute::{moe_apply, moe_dropped, moe_map, moe_permute, moe_unpermute, moe_unpermute_backward};
+    #[pymodule_export]
+    use crate::permute_cast::{moe_pad, moe_permute_cast};
     #[pymodule_export]
     use crate::state::DispatcherCell;
     #[pymodule_export]

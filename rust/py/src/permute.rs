@@ -1,0 +1,494 @@
+//! MoE permutation as Python sees it: read the tensors, allocate the outputs, run the plans.
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use te_fast_core::dispatch::{Memory, OWN_SCRATCH_LIMIT, Place};
+use te_fast_core::driver::is_capturing;
+use te_fast_core::kernel::{DevPtr, Target};
+use te_fast_core::ops::permute::{Layout, MapBuffers, MapShape, PermuteBuffers, PermutePlan};
+use te_fast_core::ops::permute_map::{EndsPlan, MapOutputs, MapPlan, MapSpec, Routing, read_dropped};
+use te_fast_core::ops::permute_merge::{UnpermuteBuffers, UnpermuteBwdBuffers, UnpermutePlan};
+use te_fast_core::tensor::{DType, Device, TensorView};
+use te_fast_core::{Error, Float};
+
+use crate::error::IntoPython;
+use crate::state::{Guard, State, state};
+use crate::tensor::view_of;
+
+/// A tensor and, where its layout asks for one, the contiguous copy that kernels read.
+pub(crate) struct Input<'py>(Bound<'py, PyAny>);
+
+impl<'py> Input<'py> {
+    /// `tensor`, made contiguous when it is not.
+    #[inline]
+    pub(crate) fn new(state: &State, tensor: &Bound<'py, PyAny>, what: &'static str) -> PyResult<Self> {
+        if view_of(&state.reader, tensor, what).python()?.is_contiguous() {
+            Ok(Self(tensor.clone()))
+        } else {
+            Ok(Self(tensor.call_method0("contiguous")?))
+        }
+    }
+
+    /// The same for an optional tensor.
+    pub(crate) fn optional(state: &State, tensor: Option<&Bound<'py, PyAny>>, what: &'static str) -> PyResult<Option<Self>> {
+        tensor.map(|tensor| Self::new(state, tensor, what)).transpose()
+    }
+
+    #[inline]
+    pub(crate) fn view(&self, state: &State) -> PyResult<TensorView<'_>> {
+        view_of(&state.reader, &self.0, "a tensor").python()
+    }
+}
+
+/// Where a call runs.
+pub(crate) struct Call<'s, 'py> {
+    pub(crate) state: &'s State,
+    pub(crate) py: Python<'py>,
+    pub(crate) op: &'static str,
+    pub(crate) place: Place,
+    _guard: Guard,
+}
+
+impl<'s, 'py> Call<'s, 'py> {
+    pub(crate) fn new(state: &'s State, py: Python<'py>, op: &'static str, device: Device) -> PyResult<Self> {
+        let _guard = state.guard(py, device)?;
+        let place = Place { device, stream: state.reader.stream(py, device)? };
+        Ok(Self { state, py, op, place, _guard })
+    }
+
+    pub(crate) fn empty(&self, size: &[i64], dtype: DType) -> PyResult<Bound<'py, PyAny>> {
+        self.state.empty_sized(self.py, self.place.device, size, dtype)
+    }
+
+    /// A pointer to a tensor that the call has just made, null for none.
+    pub(crate) fn pointer<'a>(&self, tensor: Option<&'a Bound<'py, PyAny>>) -> PyResult<DevPtr<'a>> {
+        self.state.pointer(tensor).python()
+    }
+
+    /// Runs `body` with `bytes` of private memory: the stream's own, or a tensor's where a graph under capture has
+    /// to keep it or where it is large.
+    pub(crate) fn run(&self, bytes: usize, body: impl FnOnce(&mut Target<'_>, DevPtr<'_>) -> te_fast_core::Result<()>) -> PyResult<()> {
+        let captured = self.place.device != Device::Cpu && bytes != 0 && is_capturing(self.place.stream).python()?;
+        if bytes != 0 && !captured && bytes <= OWN_SCRATCH_LIMIT {
+            let mut dispatcher = self.state.dispatcher(self.py)?;
+            let mut lane = dispatcher.0.lane(self.place, bytes, Memory::Own).python()?;
+            return body(&mut lane.target, lane.workspace.scratch).python();
+        }
+        let memory = self.state.optional_bytes(self.py, self.place.device, bytes)?;
+        let scratch = self.pointer(memory.as_ref())?;
+        let mut dispatcher = self.state.dispatcher(self.py)?;
+        let mut target = dispatcher.0.target(self.place).python()?;
+        body(&mut target, scratch).python()
+    }
+
+    /// `view` must be on the call's device.
+    pub(crate) fn same_device(&self, view: &TensorView<'_>, what: &'static str) -> PyResult<()> {
+        if view.device() == self.place.device {
+            return Ok(());
+        }
+        Err(Error::device(self.op, what, format_args!("the input's device {}", self.place.device), view.device())).python()
+    }
+
+    /// `view` must have this shape.
+    pub(crate) fn shape(&self, view: &TensorView<'_>, what: &'static str, expected: &[i64]) -> PyResult<()> {
+        if view.shape() == expected {
+            return Ok(());
+        }
+        Err(Error::shape(self.op, what, format_args!("of shape {expected:?}"), format_args!("{:?}", view.shape()))).python()
+    }
+
+    /// The type of rows or probabilities.
+    pub(crate) fn float(&self, view: &TensorView<'_>, what: &'static str) -> PyResult<Float> {
+        match view.dtype().as_float() {
+            Some(float) => Ok(float),
+            None => Err(Error::dtype(self.op, what, "torch.float32, torch.float16 or torch.bfloat16", view.dtype())).python(),
+        }
+    }
+
+    /// `view` must be of `dtype`.
+    pub(crate) fn dtype(&self, view: &TensorView<'_>, what: &'static str, dtype: DType) -> PyResult<()> {
+        if view.dtype() == dtype {
+            return Ok(());
+        }
+        Err(Error::dtype(self.op, what, dtype, view.dtype())).python()
+    }
+
+    /// Rows and columns of a matrix.
+    pub(crate) fn matrix(&self, view: &TensorView<'_>, what: &'static str) -> PyResult<(usize, usize)> {
+        match view.shape() {
+            &[rows, cols] => Ok((rows as usize, cols as usize)),
+            other => Err(Error::shape(self.op, what, "of two dimensions (tokens, hidden)", format_args!("{other:?}"))).python(),
+        }
+    }
+
+    /// Probabilities `(tokens, slots)`, or none.
+    pub(crate) fn probs(&self, probs: Option<&TensorView<'_>>, tokens: usize, slots: usize) -> PyResult<Option<Float>> {
+        let Some(view) = probs else { return Ok(None) };
+        self.same_device(view, "probs")?;
+        self.shape(view, "probs", &[tokens as i64, slots as i64])?;
+        self.float(view, "probs").map(Some)
+    }
+}
+
+/// A routing map as the map kernel takes it.
+pub(crate) fn routing_of(call: &Call<'_, '_>, view: &TensorView<'_>, index: bool, tokens: usize) -> PyResult<(Layout, Routing)> {
+    call.same_device(view, "routing_map")?;
+    let &[rows, columns] = view.shape() else {
+        return Err(Error::shape(call.op, "routing_map", "of two dimensions", format_args!("{:?}", view.shape()))).python();
+    };
+    if rows as usize != tokens {
+        return Err(Error::shape(call.op, "routing_map", format_args!("of {tokens} rows, one per token"), rows)).python();
+    }
+    let routing = match (index, view.dtype()) {
+        (false, DType::Bool | DType::U8 | DType::I8) => Routing::Mask8,
+        (false, DType::I32) => Routing::Mask32,
+        (false, DType::I64) => Routing::Mask64,
+        (true, DType::I32) => Routing::Index,
+        (false, other) => {
+            return Err(Error::dtype(call.op, "a routing mask", "bool or an integer type of 8, 32 or 64 bits", other)).python();
+        }
+        (true, other) => return Err(Error::dtype(call.op, "routing indices", "torch.int32", other)).python(),
+    };
+    let columns = columns as usize;
+    let layout = if index { Layout::Index { top_k: columns } } else { Layout::Mask { experts: columns } };
+    Ok((layout, routing))
+}
+
+/// The tensors that a map kernel writes.
+pub(crate) struct MapTensors<'py> {
+    pub(crate) row_id_map: Bound<'py, PyAny>,
+    pub(crate) ends: Option<Bound<'py, PyAny>>,
+    pub(crate) pad_offsets: Option<Bound<'py, PyAny>>,
+    pub(crate) padded_counts: Option<Bound<'py, PyAny>>,
+}
+
+/// What a map call asks for.
+#[derive(Clone, Copy)]
+pub(crate) struct Wanted {
+    pub(crate) pads: bool,
+    pub(crate) ends: bool,
+}
+
+impl<'py> MapTensors<'py> {
+    pub(crate) fn new(call: &Call<'_, 'py>, shape: &MapShape, plan: &MapPlan, wanted: Wanted) -> PyResult<Self> {
+        let experts = plan.experts() as i64;
+        let map_size = match shape.layout {
+            Layout::Mask { experts } => vec![shape.tokens as i64, 2 * experts as i64 + 1],
+            Layout::Index { top_k } => vec![(shape.tokens * top_k) as i64],
+        };
+        let per_expert = |wanted: bool, dtype| wanted.then(|| call.empty(&[experts], dtype)).transpose();
+        Ok(Self {
+            row_id_map: call.empty(&map_size, DType::I32)?,
+            ends: per_expert(wanted.ends, DType::I32)?,
+            pad_offsets: per_expert(wanted.pads, DType::I64)?,
+            padded_counts: per_expert(wanted.pads, DType::I64)?,
+        })
+    }
+}
+
+/// Ends of an index map's rows, whose experts the map does not tell apart, start with the last expert's.
+fn ends_of<'a>(shape: &MapShape, plan: &MapPlan, ends: DevPtr<'a>) -> DevPtr<'a> {
+    match shape.layout {
+        Layout::Mask { .. } => ends,
+        Layout::Index { .. } => ends.offset(4 * (plan.experts() - 1)),
+    }
+}
+
+/// Map and permutation in one call: (out, permuted_probs, row_id_map, pad_offsets, padded_counts, ends).
+#[pyfunction]
+#[pyo3(signature = (inp, routing_map, probs, rows, align, index, keep_ends, /))]
+#[expect(clippy::too_many_arguments, reason = "te_fast.pytorch.permutation names them")]
+pub(crate) fn moe_permute<'py>(
+    inp: &Bound<'py, PyAny>,
+    routing_map: &Bound<'py, PyAny>,
+    probs: Option<&Bound<'py, PyAny>>,
+    rows: usize,
+    align: usize,
+    index: bool,
+    keep_ends: bool,
+) -> PyResult<Bound<'py, PyTuple>> {
+    let (py, op) = (inp.py(), "moe_permute");
+    let state = state(py)?;
+    let (inp, routing_map) = (Input::new(state, inp, "inp")?, Input::new(state, routing_map, "routing_map")?);
+    let probs = Input::optional(state, probs, "probs")?;
+    let (x, routing_view) = (inp.view(state)?, routing_map.view(state)?);
+    let probs_view = probs.as_ref().map(|probs| probs.view(state)).transpose()?;
+    let call = Call::new(state, py, op, x.device())?;
+    let (tokens, cols) = call.matrix(&x, "inp")?;
+    let float = call.float(&x, "inp")?;
+    let (layout, routing) = routing_of(&call, &routing_view, index, tokens)?;
+    let shape = MapShape { tokens, rows, layout };
+    let prob = call.probs(probs_view.as_ref(), tokens, shape.slots())?;
+    let map_plan = MapPlan::new(MapSpec { shape, routing, align: align.max(1) }).python()?;
+    let plan = PermutePlan::new(shape, cols * float.size(), prob).python()?;
+
+    let wanted = Wanted { pads: align > 0, ends: keep_ends };
+    let map = MapTensors::new(&call, &shape, &map_plan, wanted)?;
+    let out = call.empty(&[rows as i64, cols as i64], float.into())?;
+    let out_probs = prob.map(|prob| call.empty(&[rows as i64], prob.into())).transpose()?;
+    let outputs = map_outputs(&call, &routing_view, &map)?;
+    let buffers = PermuteBuffers {
+        x: x.data(),
+        out: call.pointer(Some(&out))?,
+        probs: probs_view.map_or(DevPtr::null(), |view| view.data()),
+        out_probs: call.pointer(out_probs.as_ref())?,
+        map: MapBuffers { map: outputs.row_id_map, pad_offsets: outputs.pad_offsets, ends: DevPtr::null(), partials: 1 },
+    };
+    let ends_bytes = 4 * map_plan.experts();
+    call.run(map_plan.scratch_bytes() + ends_bytes.next_multiple_of(256), |target, scratch| {
+        let ends = if outputs.ends.is_null() { scratch } else { outputs.ends };
+        let scratch = scratch.offset(ends_bytes.next_multiple_of(256));
+        map_plan.run(target, &MapOutputs { ends, scratch, ..outputs })?;
+        let map = MapBuffers { ends: ends_of(&shape, &map_plan, ends), ..buffers.map };
+        plan.run(target, &PermuteBuffers { map, ..buffers })
+    })?;
+    (out, out_probs, map.row_id_map, map.pad_offsets, map.padded_counts, map.ends).into_pyobject(py)
+}
+
+/// Pointers of the map's tensors; scratch and totals are the caller's to set.
+pub(crate) fn map_outputs<'a>(call: &Call<'_, '_>, routing: &TensorView<'a>, map: &'a MapTensors<'_>) -> PyResult<MapOutputs<'a>> {
+    let pointer = |tensor: Option<&'a Bound<'_, PyAny>>| call.state.pointer(tensor).python();
+    Ok(MapOutputs {
+        routing: routing.data(),
+        row_id_map: pointer(Some(&map.row_id_map))?,
+        ends: pointer(map.ends.as_ref())?,
+        pad_offsets: pointer(map.pad_offsets.as_ref())?,
+        padded_counts: pointer(map.padded_counts.as_ref())?,
+        totals: DevPtr::null(),
+        scratch: DevPtr::null(),
+    })
+}
+
+/// The map alone: (row_id_map, pad_offsets, padded_counts, ends, totals); totals are the padded and the routed rows.
+#[pyfunction]
+#[pyo3(signature = (routing_map, align, index, /))]
+pub(crate) fn moe_map<'py>(routing_map: &Bound<'py, PyAny>, align: usize, index: bool) -> PyResult<Bound<'py, PyTuple>> {
+    let py = routing_map.py();
+    let state = state(py)?;
+    let routing_map = Input::new(state, routing_map, "routing_map")?;
+    let view = routing_map.view(state)?;
+    let call = Call::new(state, py, "moe_permute", view.device())?;
+    let tokens = view.shape().first().map_or(0, |&tokens| tokens as usize);
+    let (layout, routing) = routing_of(&call, &view, index, tokens)?;
+    let shape = MapShape { tokens, rows: usize::MAX, layout };
+    let plan = MapPlan::new(MapSpec { shape, routing, align: align.max(1) }).python()?;
+    let map = MapTensors::new(&call, &shape, &plan, Wanted { pads: align > 0, ends: true })?;
+    let totals = call.empty(&[2], DType::I64)?;
+    let outputs = MapOutputs { totals: call.pointer(Some(&totals))?, ..map_outputs(&call, &view, &map)? };
+    call.run(plan.scratch_bytes().max(1), |target, scratch| plan.run(target, &MapOutputs { scratch, ..outputs }))?;
+    (map.row_id_map, map.pad_offsets, map.padded_counts, map.ends, totals).into_pyobject(py)
+}
+
+/// Shape of a finished map: of two dimensions for a mask, else an index map with `top_k` slots per token.
+fn shape_of(call: &Call<'_, '_>, map: &TensorView<'_>, top_k: usize, rows: usize) -> PyResult<MapShape> {
+    call.same_device(map, "row_id_map")?;
+    call.dtype(map, "row_id_map", DType::I32)?;
+    let shape = match (top_k, map.shape()) {
+        (0, &[tokens, width]) if width % 2 == 1 => {
+            Some(MapShape { tokens: tokens as usize, rows, layout: Layout::Mask { experts: (width as usize - 1) / 2 } })
+        }
+        (1.., &[entries]) if (entries as usize).is_multiple_of(top_k) => {
+            Some(MapShape { tokens: entries as usize / top_k, rows, layout: Layout::Index { top_k } })
+        }
+        _ => None,
+    };
+    let expected = if top_k == 0 { "of shape (tokens, 2 * experts + 1), as map_type 'mask' makes it" } else { "of tokens * top_k entries, as map_type 'index' makes it" };
+    match shape {
+        Some(shape) => Ok(shape),
+        None => Err(Error::shape(call.op, "row_id_map", expected, format_args!("{:?}", map.shape()))).python(),
+    }
+}
+
+/// Pad offsets of a mask map, or null.
+fn pads_of<'a>(call: &Call<'_, '_>, pads: Option<&TensorView<'a>>, shape: &MapShape) -> PyResult<DevPtr<'a>> {
+    let Some(pads) = pads else { return Ok(DevPtr::null()) };
+    call.same_device(pads, "pad_offsets")?;
+    call.dtype(pads, "pad_offsets", DType::I64)?;
+    call.shape(pads, "pad_offsets", &[shape.groups() as i64])?;
+    Ok(pads.data())
+}
+
+/// Rows permuted by a finished map: (out, permuted_probs). Without `ends` they are counted from the map first.
+#[pyfunction]
+#[pyo3(signature = (inp, probs, row_id_map, pad_offsets, ends, rows, top_k, /))]
+pub(crate) fn moe_apply<'py>(
+    inp: &Bound<'py, PyAny>,
+    probs: Option<&Bound<'py, PyAny>>,
+    row_id_map: &Bound<'py, PyAny>,
+    pad_offsets: Option<&Bound<'py, PyAny>>,
+    ends: Option<&Bound<'py, PyAny>>,
+    rows: usize,
+    top_k: usize,
+) -> PyResult<Bound<'py, PyTuple>> {
+    let py = inp.py();
+    let state = state(py)?;
+    let (inp, row_id_map) = (Input::new(state, inp, "inp")?, Input::new(state, row_id_map, "row_id_map")?);
+    let (probs, pads) = (Input::optional(state, probs, "probs")?, Input::optional(state, pad_offsets, "pad_offsets")?);
+    let (x, map) = (inp.view(state)?, row_id_map.view(state)?);
+    let call = Call::new(state, py, "moe_permute", x.device())?;
+    let (tokens, cols) = call.matrix(&x, "inp")?;
+    let float = call.float(&x, "inp")?;
+    let shape = shape_of(&call, &map, top_k, rows)?;
+    call.shape(&x, "inp", &[shape.tokens as i64, cols as i64])?;
+    let probs_view = probs.as_ref().map(|probs| probs.view(state)).transpose()?;
+    let prob = call.probs(probs_view.as_ref(), tokens, shape.slots())?;
+    let pads_view = pads.as_ref().map(|pads| pads.view(state)).transpose()?;
+    let pad_offsets = pads_of(&call, pads_view.as_ref(), &shape)?;
+    let plan = PermutePlan::new(shape, cols * float.size(), prob).python()?;
+    let counted = CountedEnds::new(&call, &shape, ends)?;
+    let out = call.empty(&[rows as i64, cols as i64], float.into())?;
+    let out_probs = prob.map(|prob| call.empty(&[rows as i64], prob.into())).transpose()?;
+    let (out_pointer, out_probs_pointer) = (call.pointer(Some(&out))?, call.pointer(out_probs.as_ref())?);
+    let probs = probs_view.map_or(DevPtr::null(), |view| view.data());
+    call.run(counted.bytes(), |target, scratch| {
+        let map = counted.count(target, map.data(), pad_offsets, scratch)?;
+        plan.run(target, &PermuteBuffers { x: x.data(), out: out_pointer, probs, out_probs: out_probs_pointer, map })
+    })?;
+    (out, out_probs).into_pyobject(py)
+}
+
+/// The ends that a permutation brought, or those that are still to be counted.
+struct CountedEnds<'a> {
+    given: DevPtr<'a>,
+    plan: EndsPlan,
+}
+
+impl<'a> CountedEnds<'a> {
+    fn new(call: &Call<'_, '_>, shape: &MapShape, ends: Option<&'a Bound<'_, PyAny>>) -> PyResult<Self> {
+        let given = match ends {
+            Some(ends) => {
+                let view = view_of(&call.state.reader, ends, "ends").python()?;
+                call.same_device(&view, "ends")?;
+                call.dtype(&view, "ends", DType::I32)?;
+                call.shape(&view, "ends", &[shape.groups() as i64])?;
+                view.data()
+            }
+            None => DevPtr::null(),
+        };
+        Ok(Self { given, plan: EndsPlan::new(*shape).python()? })
+    }
+
+    fn bytes(&self) -> usize {
+        if self.given.is_null() { self.plan.bytes() } else { 0 }
+    }
+
+    fn count<'b>(&self, target: &mut Target<'_>, map: DevPtr<'b>, pad_offsets: DevPtr<'b>, scratch: DevPtr<'b>) -> te_fast_core::Result<MapBuffers<'b>>
+    where
+        'a: 'b,
+    {
+        if self.given.is_null() {
+            self.plan.run(target, map, scratch)?;
+            return Ok(MapBuffers { map, pad_offsets, ends: scratch, partials: self.plan.partials() });
+        }
+        Ok(MapBuffers { map, pad_offsets, ends: self.given, partials: 1 })
+    }
+}
+
+/// Rows merged back: (out, values of `in_probs` per token and slot). `probs` weigh the rows.
+#[pyfunction]
+#[pyo3(signature = (inp, row_id_map, probs, pad_offsets, in_probs, tokens, top_k, /))]
+pub(crate) fn moe_unpermute<'py>(
+    inp: &Bound<'py, PyAny>,
+    row_id_map: &Bound<'py, PyAny>,
+    probs: Option<&Bound<'py, PyAny>>,
+    pad_offsets: Option<&Bound<'py, PyAny>>,
+    in_probs: Option<&Bound<'py, PyAny>>,
+    tokens: usize,
+    top_k: usize,
+) -> PyResult<Bound<'py, PyTuple>> {
+    let py = inp.py();
+    let state = state(py)?;
+    let (inp, row_id_map) = (Input::new(state, inp, "inp")?, Input::new(state, row_id_map, "row_id_map")?);
+    let (probs, in_probs) = (Input::optional(state, probs, "merging_probs")?, Input::optional(state, in_probs, "probs")?);
+    let pads = Input::optional(state, pad_offsets, "pad_offsets")?;
+    let (x, map) = (inp.view(state)?, row_id_map.view(state)?);
+    let call = Call::new(state, py, "moe_unpermute", x.device())?;
+    let (rows, cols) = call.matrix(&x, "inp")?;
+    let float = call.float(&x, "inp")?;
+    let shape = shape_of(&call, &map, top_k, rows)?;
+    if shape.tokens != tokens {
+        return Err(Error::shape(call.op, "restore_shape", format_args!("({}, {cols}), as row_id_map has it", shape.tokens), tokens)).python();
+    }
+    let probs_view = probs.as_ref().map(|probs| probs.view(state)).transpose()?;
+    let prob = call.probs(probs_view.as_ref(), tokens, shape.slots())?;
+    let in_view = in_probs.as_ref().map(|probs| probs.view(state)).transpose()?;
+    let out_prob = match &in_view {
+        Some(view) => {
+            call.shape(view, "the gradient of permuted_probs", &[rows as i64])?;
+            Some(call.float(view, "the gradient of permuted_probs")?)
+        }
+        None => None,
+    };
+    let pads_view = pads.as_ref().map(|pads| pads.view(state)).transpose()?;
+    let pad_offsets = pads_of(&call, pads_view.as_ref(), &shape)?;
+    let plan = UnpermutePlan::new(shape, cols, float).python()?;
+    let out = call.empty(&[tokens as i64, cols as i64], float.into())?;
+    let out_probs = out_prob.map(|prob| call.empty(&[tokens as i64, shape.slots() as i64], prob.into())).transpose()?;
+    let buffers = UnpermuteBuffers {
+        x: x.data(),
+        out: call.pointer(Some(&out))?,
+        probs: probs_view.map_or(DevPtr::null(), |view| view.data()),
+        prob,
+        in_probs: in_view.map_or(DevPtr::null(), |view| view.data()),
+        out_probs: call.pointer(out_probs.as_ref())?,
+        out_prob,
+        map: MapBuffers { map: map.data(), pad_offsets, ends: DevPtr::null(), partials: 0 },
+    };
+    call.run(0, |target, _| plan.run(target, &buffers))?;
+    (out, out_probs).into_pyobject(py)
+}
+
+/// Gradients of a merge with probabilities: (rows, probs).
+#[pyfunction]
+#[pyo3(signature = (dout, inp, row_id_map, probs, pad_offsets, ends, top_k, /))]
+pub(crate) fn moe_unpermute_backward<'py>(
+    dout: &Bound<'py, PyAny>,
+    inp: &Bound<'py, PyAny>,
+    row_id_map: &Bound<'py, PyAny>,
+    probs: &Bound<'py, PyAny>,
+    pad_offsets: Option<&Bound<'py, PyAny>>,
+    ends: Option<&Bound<'py, PyAny>>,
+    top_k: usize,
+) -> PyResult<Bound<'py, PyTuple>> {
+    let py = inp.py();
+    let state = state(py)?;
+    let (dout, inp) = (Input::new(state, dout, "the gradient")?, Input::new(state, inp, "inp")?);
+    let (row_id_map, probs) = (Input::new(state, row_id_map, "row_id_map")?, Input::new(state, probs, "merging_probs")?);
+    let pads = Input::optional(state, pad_offsets, "pad_offsets")?;
+    let (grad, x, map, probs) = (dout.view(state)?, inp.view(state)?, row_id_map.view(state)?, probs.view(state)?);
+    let call = Call::new(state, py, "moe_unpermute", x.device())?;
+    let (rows, cols) = call.matrix(&x, "inp")?;
+    let float = call.float(&x, "inp")?;
+    let shape = shape_of(&call, &map, top_k, rows)?;
+    call.same_device(&grad, "the gradient")?;
+    call.dtype(&grad, "the gradient", x.dtype())?;
+    call.shape(&grad, "the gradient", &[shape.tokens as i64, cols as i64])?;
+    let prob = call.probs(Some(&probs), shape.tokens, shape.slots())?.unwrap_or(Float::F32);
+    let pads_view = pads.as_ref().map(|pads| pads.view(state)).transpose()?;
+    let pad_offsets = pads_of(&call, pads_view.as_ref(), &shape)?;
+    let plan = UnpermutePlan::new(shape, cols, float).python()?;
+    let counted = CountedEnds::new(&call, &shape, ends)?;
+    let dx = call.empty(&[rows as i64, cols as i64], float.into())?;
+    let dprobs = call.empty(&[shape.tokens as i64, shape.slots() as i64], prob.into())?;
+    let (dx_pointer, dprobs_pointer) = (call.pointer(Some(&dx))?, call.pointer(Some(&dprobs))?);
+    call.run(counted.bytes(), |target, scratch| {
+        let map = counted.count(target, map.data(), pad_offsets, scratch)?;
+        let buffers = UnpermuteBwdBuffers { dout: grad.data(), x: x.data(), dx: dx_pointer, probs: probs.data(), dprobs: dprobs_pointer, prob, map };
+        plan.run_bwd(target, &buffers)
+    })?;
+    (dx, dprobs).into_pyobject(py)
+}
+
+/// The count of dropped rows of `like`'s device, one int64; `clear` starts it again.
+#[pyfunction]
+#[pyo3(signature = (like, clear, /))]
+pub(crate) fn moe_dropped<'py>(like: &Bound<'py, PyAny>, clear: bool) -> PyResult<Bound<'py, PyAny>> {
+    let py = like.py();
+    let state = state(py)?;
+    let device = view_of(&state.reader, like, "a tensor").python()?.device();
+    let call = Call::new(state, py, "moe_dropped", device)?;
+    let out = call.empty(&[], DType::I64)?;
+    let pointer = call.pointer(Some(&out))?;
+    call.run(0, |target, _| read_dropped(target, pointer, clear))?;
+    Ok(out)
+}
