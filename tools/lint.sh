@@ -29,6 +29,7 @@ if cargo deny --version >/dev/null 2>&1; then
     check cargo-deny cargo deny --offline check bans licenses sources
 fi
 check mypy "$PY" -m mypy
+check stub test -f python/te_fast/_native.pyi
 check stubtest env MYPYPATH=python "$PY" -m mypy.stubtest te_fast._native --allowlist tools/stubtest_allow.txt
 check rules "$PY" tools/check_rules.py
 check version "$PY" tools/check_version.py
