@@ -62,16 +62,23 @@ class Tensors:
         single = {"dtype": torch.float32, "device": "cuda"}
         self.x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
         self.out, self.out_t = torch.empty(rows, cols, **byte), torch.empty(cols, rows, **byte)
-        self.scale, self.scale_inv, self.amax = torch.ones(1, **single), torch.ones(1, **single), torch.zeros(1, **single)
+        self.scale, self.scale_inv, self.amax = (
+            torch.ones(1, **single),
+            torch.ones(1, **single),
+            torch.zeros(1, **single),
+        )
         self.workspace = torch.zeros(2, dtype=torch.int32, device="cuda")
-        self.scales, self.scales_t = torch.empty(rows * cols // 128, **single), torch.empty(rows * cols // 128, **single)
+        self.scales, self.scales_t = (
+            torch.empty(rows * cols // 128, **single),
+            torch.empty(rows * cols // 128, **single),
+        )
         self.dbias = torch.empty(cols, device="cuda", dtype=torch.bfloat16)
         self.partial = torch.empty(rows // 128 + 1, cols, **single)
         self.counters = torch.zeros(4 * (cols // 128 + 1), dtype=torch.int32, device="cuda")
 
 
 def cases(t: Tensors) -> dict[str, tuple[list[Callable[[], None]], float]]:
-    """Launches and fewest bytes of each case."""
+    """Return launches and fewest bytes of each case."""
     n, name, fmt = t.x.numel(), "bf16", "e4m3"
     delayed = {"name": name, "scale_inv": t.scale_inv, "amax": t.amax}
     current = {"name": name, "scale": t.scale, "scale_inv": t.scale_inv}
@@ -81,23 +88,46 @@ def cases(t: Tensors) -> dict[str, tuple[list[Callable[[], None]], float]]:
     cast_transpose = kernels.cast_transpose(t.x, t.out, t.out_t, t.scale, fmt, ld_t=ld_t, **delayed)
     fused = kernels.cast_transpose(t.x, t.out, t.out_t, t.scale, fmt, ld_t=ld_t, **delayed, **dbias)
     sums = kernels.cast_transpose(t.x, None, None, None, fmt, name=name, **dbias)
-    backwards = kernels.cast_transpose(t.x, t.out, t.out_t, t.scale, fmt, ld_t=ld_t, name=name, reverse=True)
+    backwards = kernels.cast_transpose(
+        t.x, t.out, t.out_t, t.scale, fmt, ld_t=ld_t, name=name, reverse=True
+    )
     block = [t.scales, t.scales_t, fmt]
     return {
         "cast": ([kernels.cast(t.x, t.out, t.scale, fmt, **delayed)], 3 * n),
         "cast_transpose": ([cast_transpose], 4 * n),
-        "column": ([kernels.cast_transpose(t.x, None, t.out_t, t.scale, fmt, ld_t=ld_t, **delayed)], 3 * n),
+        "column": (
+            [kernels.cast_transpose(t.x, None, t.out_t, t.scale, fmt, ld_t=ld_t, **delayed)],
+            3 * n,
+        ),
         "cast_transpose_dbias": ([fused], 4 * n),
         "dbias": ([sums], 2 * n),
         "amax": ([amax], 2 * n),
         "current": ([amax, backwards], 6 * n),
-        "current_row": ([amax, kernels.cast(t.x, t.out, t.scale, fmt, name=name, reverse=True)], 5 * n),
-        "block_1d_row": ([kernels.cast_block(t.x, t.out, None, *block, name=name, dims=1)], 3 * n + n / 32),
-        "block_1d_both": ([kernels.cast_block(t.x, t.out, t.out_t, *block, name=name, dims=1)], 4 * n + n / 16),
-        "block_1d_column": ([kernels.cast_block(t.x, None, t.out_t, *block, name=name, dims=1)], 3 * n + n / 32),
+        "current_row": (
+            [amax, kernels.cast(t.x, t.out, t.scale, fmt, name=name, reverse=True)],
+            5 * n,
+        ),
+        "block_1d_row": (
+            [kernels.cast_block(t.x, t.out, None, *block, name=name, dims=1)],
+            3 * n + n / 32,
+        ),
+        "block_1d_both": (
+            [kernels.cast_block(t.x, t.out, t.out_t, *block, name=name, dims=1)],
+            4 * n + n / 16,
+        ),
+        "block_1d_column": (
+            [kernels.cast_block(t.x, None, t.out_t, *block, name=name, dims=1)],
+            3 * n + n / 32,
+        ),
         "block_2d_row": ([kernels.cast_block(t.x, t.out, None, *block, name=name, dims=2)], 3 * n),
-        "block_2d_both": ([kernels.cast_block(t.x, t.out, t.out_t, *block, name=name, dims=2)], 4 * n),
-        "dequantize": ([kernels.dequantize(t.out, t.x, t.scale_inv, *t.x.shape, t.x.shape[1], fmt, name=name)], 3 * n),
+        "block_2d_both": (
+            [kernels.cast_block(t.x, t.out, t.out_t, *block, name=name, dims=2)],
+            4 * n,
+        ),
+        "dequantize": (
+            [kernels.dequantize(t.out, t.x, t.scale_inv, *t.x.shape, t.x.shape[1], fmt, name=name)],
+            3 * n,
+        ),
     }
 
 
@@ -123,7 +153,11 @@ def main() -> None:
         rows = {}
         for case, (launches, size) in cases(Tensors(*shape)).items():
             micros = timer.kernels_us(launches)
-            rows[case] = {"us": round(micros, 2), "floor_us": round(size / rate, 2), "ratio": round(micros * rate / size, 3)}
+            rows[case] = {
+                "us": round(micros, 2),
+                "floor_us": round(size / rate, 2),
+                "ratio": round(micros * rate / size, 3),
+            }
             if shape == (8192, 8192) and case in BARS:
                 rows[case]["bar"] = BARS[case]
             print(shape, f"{case:24}", rows[case])

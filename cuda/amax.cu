@@ -26,10 +26,10 @@ struct AmaxWorkspace {
 struct AmaxParams {
     const void* x;
     AmaxWorkspace* workspace;
-    float* amax;       // null: none; overwritten
-    float* scale;      // null: none, nor scale_inv
-    float* scale_inv;  // null: none
-    const float* noop; // null: none; *noop == 1 leaves every output as it is
+    float* amax;        // null: none; overwritten
+    float* scale;       // null: none, nor scale_inv
+    float* scale_inv;   // null: none
+    const float* noop;  // null: none; *noop == 1 leaves every output as it is
     uint64_t count;
     float fp8_max;
     float eps;
@@ -93,16 +93,17 @@ __device__ void amax(const AmaxParams& p) {
 
 }  // namespace te_fast
 
-#define INSTANCE(symbol, in)                                            \
-    extern "C" __global__ void __launch_bounds__(te_fast::kThreads)     \
-        symbol(const __grid_constant__ te_fast::AmaxParams p) {         \
-        te_fast::amax<te_fast::in>(p);                                  \
+#define INSTANCE(symbol, in)                                        \
+    extern "C" __global__ void __launch_bounds__(te_fast::kThreads) \
+        symbol(const __grid_constant__ te_fast::AmaxParams p) {     \
+        te_fast::amax<te_fast::in>(p);                              \
     }
 
 INSTANCE(amax_f32, f32)
 INSTANCE(amax_f16, f16)
 INSTANCE(amax_bf16, bf16)
 
-extern "C" __global__ void __launch_bounds__(32) scale_from_amax(const __grid_constant__ te_fast::ScaleFromAmaxParams p) {
+extern "C" __global__ void __launch_bounds__(32)
+    scale_from_amax(const __grid_constant__ te_fast::ScaleFromAmaxParams p) {
     if (threadIdx.x == 0) te_fast::write_scale(p, *p.amax);
 }

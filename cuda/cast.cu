@@ -23,7 +23,7 @@ struct CastParams {
     float* amax;        // null: none
     const float* noop;  // null: none; *noop == 1 leaves every output as it is
     uint64_t count;
-    uint32_t reverse;   // walk the tensor from its end, where a preceding amax pass left it in L2
+    uint32_t reverse;  // walk the tensor from its end, where a preceding amax pass left it in L2
     uint32_t unused;
 };
 static_assert(sizeof(CastParams) == 64);
@@ -77,10 +77,10 @@ __device__ void cast(const CastParams& p) {
 
 }  // namespace te_fast
 
-#define INSTANCE(symbol, in, out)                                                  \
-    extern "C" __global__ void __launch_bounds__(te_fast::kThreads)                \
-        symbol(const __grid_constant__ te_fast::CastParams p) {                    \
-        te_fast::cast<te_fast::in, te_fast::out>(p);                               \
+#define INSTANCE(symbol, in, out)                                   \
+    extern "C" __global__ void __launch_bounds__(te_fast::kThreads) \
+        symbol(const __grid_constant__ te_fast::CastParams p) {     \
+        te_fast::cast<te_fast::in, te_fast::out>(p);                \
     }
 
 INSTANCE(cast_f32_e4m3, f32, e4m3)

@@ -20,11 +20,11 @@ namespace te_fast {
 
 struct CastBlockParams {
     const void* x;
-    uint8_t* out;        // null: none
-    uint8_t* out_t;      // null: none
+    uint8_t* out;    // null: none
+    uint8_t* out_t;  // null: none
     float* scale_inv;
     float* scale_inv_t;
-    const float* noop;   // null: none; *noop == 1 leaves every output as it is
+    const float* noop;  // null: none; *noop == 1 leaves every output as it is
     uint64_t rows, cols, ld_t;
     uint64_t scale_ld, scale_ld_t;  // last dimensions of the scales
     uint32_t tiles_rows, tiles_cols;
@@ -135,7 +135,8 @@ __device__ void cast_block_1d(const CastBlockParams& p, const TilePlace& place, 
 }
 
 // Writes one scale of a [.., ld] array; the tile at the end of a line also zeroes the padding behind it.
-__device__ inline void write_padded(float* scale_inv, uint64_t line, uint64_t at, uint64_t last, uint64_t ld, float value) {
+__device__ inline void write_padded(float* scale_inv, uint64_t line, uint64_t at, uint64_t last, uint64_t ld,
+                                    float value) {
     scale_inv[line * ld + at] = value;
     if (at != last) return;
     for (uint64_t i = last + 1; i < ld; ++i) scale_inv[line * ld + i] = 0.0f;
@@ -153,7 +154,8 @@ __device__ void cast_block_2d(const CastBlockParams& p, const TilePlace& place, 
         const uint64_t tile_row = place.row0 / kTile, tile_col = place.col0 / kTile;
         const float inverse = __frcp_rn(scale);
         if (p.out != nullptr) write_padded(p.scale_inv, tile_row, tile_col, p.tiles_cols - 1, p.scale_ld, inverse);
-        if (p.out_t != nullptr) write_padded(p.scale_inv_t, tile_col, tile_row, p.tiles_rows - 1, p.scale_ld_t, inverse);
+        if (p.out_t != nullptr)
+            write_padded(p.scale_inv_t, tile_col, tile_row, p.tiles_rows - 1, p.scale_ld_t, inverse);
     }
     uint2 bytes[kPatch];
 #pragma unroll
@@ -182,10 +184,10 @@ __device__ void cast_block(const CastBlockParams& p) {
 
 }  // namespace te_fast
 
-#define INSTANCE(symbol, two_dimensional, in, out)                                                            \
+#define INSTANCE(symbol, two_dimensional, in, out)                                                         \
     extern "C" __global__ void __launch_bounds__(te_fast::kTileThreads, te_fast::kTileBlocks<te_fast::in>) \
-        symbol(const __grid_constant__ te_fast::CastBlockParams p) {                                          \
-        te_fast::cast_block<two_dimensional, te_fast::in, te_fast::out>(p);                                   \
+        symbol(const __grid_constant__ te_fast::CastBlockParams p) {                                       \
+        te_fast::cast_block<two_dimensional, te_fast::in, te_fast::out>(p);                                \
     }
 
 INSTANCE(cast_block_1d_f32_e4m3, false, f32, e4m3)

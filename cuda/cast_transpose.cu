@@ -27,8 +27,8 @@ struct CastTransposeParams {
     unsigned* counters;  // [4 * tiles_cols]
     uint64_t rows, cols, ld_t;
     uint32_t tiles_rows, tiles_cols;
-    uint32_t reverse;    // walk the tensor from its end, where a preceding amax pass left it in L2
-    uint32_t zero;       // 0
+    uint32_t reverse;  // walk the tensor from its end, where a preceding amax pass left it in L2
+    uint32_t zero;     // 0
 };
 static_assert(sizeof(CastTransposeParams) == 120);
 
@@ -157,10 +157,10 @@ __device__ void cast_transpose(const CastTransposeParams& p) {
 
 }  // namespace te_fast
 
-#define INSTANCE(symbol, dbias, in, out)                                                                 \
+#define INSTANCE(symbol, dbias, in, out)                                                                   \
     extern "C" __global__ void __launch_bounds__(te_fast::kTileThreads, te_fast::kTileBlocks<te_fast::in>) \
-        symbol(const __grid_constant__ te_fast::CastTransposeParams p) {                                 \
-        te_fast::cast_transpose<dbias, te_fast::in, te_fast::out>(p);                                    \
+        symbol(const __grid_constant__ te_fast::CastTransposeParams p) {                                   \
+        te_fast::cast_transpose<dbias, te_fast::in, te_fast::out>(p);                                      \
     }
 
 INSTANCE(cast_transpose_f32_e4m3, false, f32, e4m3)

@@ -72,10 +72,10 @@ __device__ void scale_update(const ScaleUpdateParams<kEntries>& p) {
 
 }  // namespace te_fast
 
-#define INSTANCE(symbol, entries)                                                     \
-    extern "C" __global__ void __launch_bounds__(te_fast::kThreads)                   \
-        symbol(const __grid_constant__ te_fast::ScaleUpdateParams<entries> p) {       \
-        te_fast::scale_update<entries>(p);                                            \
+#define INSTANCE(symbol, entries)                                               \
+    extern "C" __global__ void __launch_bounds__(te_fast::kThreads)             \
+        symbol(const __grid_constant__ te_fast::ScaleUpdateParams<entries> p) { \
+        te_fast::scale_update<entries>(p);                                      \
     }
 
 INSTANCE(scale_update, 1020)

@@ -26,7 +26,9 @@ def _scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def quantize_per_tensor(x: torch.Tensor, scale: torch.Tensor | float, fmt: str) -> torch.Tensor:
     """FP8 bytes of a tensor under one scale."""
-    return to_fp8_bytes(_scaled(x, torch.as_tensor(scale, dtype=torch.float32, device=x.device)), fmt)
+    return to_fp8_bytes(
+        _scaled(x, torch.as_tensor(scale, dtype=torch.float32, device=x.device)), fmt
+    )
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:
@@ -36,7 +38,12 @@ def amax_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def amax_to_scale(
-    amax: torch.Tensor, fp8_max: float, *, eps: float = 0.0, pow2: bool = False, for_inf: float = F32_MAX
+    amax: torch.Tensor,
+    fp8_max: float,
+    *,
+    eps: float = 0.0,
+    pow2: bool = False,
+    for_inf: float = F32_MAX,
 ) -> torch.Tensor:
     """Scale of an amax as the current and block recipes define it."""
     amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
@@ -73,8 +80,14 @@ def _blocks(x: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 
 def _block_scale(blocks: torch.Tensor, fmt: str, *, eps: float, pow2: bool) -> torch.Tensor:
     magnitudes = torch.where(blocks.isnan(), torch.zeros_like(blocks), blocks.abs()).float()
-    amax = magnitudes.amax(dim=(1, 3)) if blocks.numel() else magnitudes.new_zeros(blocks.shape[0], blocks.shape[2])
-    return amax_to_scale(amax, FP8_MAX[fmt], eps=eps, pow2=pow2, for_inf=torch.finfo(blocks.dtype).max)
+    amax = (
+        magnitudes.amax(dim=(1, 3))
+        if blocks.numel()
+        else magnitudes.new_zeros(blocks.shape[0], blocks.shape[2])
+    )
+    return amax_to_scale(
+        amax, FP8_MAX[fmt], eps=eps, pow2=pow2, for_inf=torch.finfo(blocks.dtype).max
+    )
 
 
 def quantize_1d(
@@ -140,12 +153,16 @@ def delayed_update(
         history[0, c] = 0
         amax = last if most_recent else amax_of(window)
         if amax.isfinite() and amax > 0:
-            new = (torch.tensor(fp8_max * 2.0**-margin, dtype=torch.float32).double() / amax.double()).float()
+            new = (
+                torch.tensor(fp8_max * 2.0**-margin, dtype=torch.float32).double() / amax.double()
+            ).float()
             scale[c] = F32_MAX if new.isinf() else new
     return history, scale
 
 
-def dequantize(data: torch.Tensor, scale_inv: torch.Tensor, fmt: str, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(
+    data: torch.Tensor, scale_inv: torch.Tensor, fmt: str, dtype: torch.dtype
+) -> torch.Tensor:
     """Values of FP8 bytes under a ``scale_inv`` that broadcasts over them."""
     values = data.view(TORCH_FP8[fmt]).float()
     return _scaled(values, scale_inv.expand_as(values)).to(dtype)

@@ -41,8 +41,11 @@ def module(image: str) -> ctypes.c_void_p:
         assert nvcc, f"{path} is missing and there is no nvcc to build it"
         path.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(
-            [nvcc, "-fatbin", "-std=c++20", "-O3", "-lineinfo", "-gencode=arch=compute_90,code=sm_90"]
-            + ["-o", str(path), str(ROOT / "cuda" / f"{image}.cu")],
+            [
+                *(nvcc, "-fatbin", "-std=c++20", "-O3", "-lineinfo"),
+                "-gencode=arch=compute_90,code=sm_90",
+                *("-o", str(path), str(ROOT / "cuda" / f"{image}.cu")),
+            ],
             check=True,
         )
     handle = ctypes.c_void_p()
@@ -53,14 +56,19 @@ def module(image: str) -> ctypes.c_void_p:
 @functools.cache
 def function(image: str, symbol: str) -> ctypes.c_void_p:
     handle = ctypes.c_void_p()
-    check(driver().cuModuleGetFunction(ctypes.byref(handle), module(image), symbol.encode()), f"loading {symbol}")
+    check(
+        driver().cuModuleGetFunction(ctypes.byref(handle), module(image), symbol.encode()),
+        f"loading {symbol}",
+    )
     return handle
 
 
 class Kernel:
     """A launch with its parameter bytes made once, so that timing repeats nothing but the launch."""
 
-    def __init__(self, image: str, symbol: str, blocks: int, params: bytes, threads: int = 256) -> None:
+    def __init__(
+        self, image: str, symbol: str, blocks: int, params: bytes, threads: int = 256
+    ) -> None:
         self.function = function(image, symbol)
         self.blocks, self.threads = blocks, threads
         self.params = ctypes.create_string_buffer(params, len(params))
@@ -103,7 +111,9 @@ def pointer(buffer: Guarded | torch.Tensor | None) -> int:
     return buffer.pointer if isinstance(buffer, Guarded) else buffer.data_ptr()
 
 
-def cast(x, out, scale, fmt, *, name, scale_inv=None, amax=None, noop=None, reverse=False, image="cast"):
+def cast(
+    x, out, scale, fmt, *, name, scale_inv=None, amax=None, noop=None, reverse=False, image="cast"
+):
     params = struct.pack(
         "6QQII", *map(pointer, (x, out, scale, scale_inv, amax, noop)), x.numel(), int(reverse), 0
     )
@@ -119,13 +129,34 @@ def cast_transpose(
     tiles_cols = max(1, ceil_div(cols, 128))
     pointers = (x, out, out_t, scale, scale_inv, amax, noop, dbias, partial, counters)
     params = struct.pack(
-        "10Q3Q4I", *map(pointer, pointers), rows, cols, ld_t, tiles_rows, tiles_cols, int(reverse), 0
+        "10Q3Q4I",
+        *map(pointer, pointers),
+        rows,
+        cols,
+        ld_t,
+        tiles_rows,
+        tiles_cols,
+        int(reverse),
+        0,
     )
     stem = "cast_transpose" if dbias is None else "cast_transpose_dbias"
     return Kernel(image, f"{stem}_{name}_{fmt}", tiles_rows * tiles_cols, params)
 
 
-def amax(x, workspace, fmt, *, name, amax=None, scale=None, scale_inv=None, noop=None, eps=0.0, pow2=False, blocks=0):
+def amax(
+    x,
+    workspace,
+    fmt,
+    *,
+    name,
+    amax=None,
+    scale=None,
+    scale_inv=None,
+    noop=None,
+    eps=0.0,
+    pow2=False,
+    blocks=0,
+):
     blocks = blocks or max(1, min(ceil_div(x.numel(), 8192), 132 * 4))
     params = struct.pack(
         "6QQffII",
@@ -136,17 +167,33 @@ def amax(x, workspace, fmt, *, name, amax=None, scale=None, scale_inv=None, noop
 
 
 def scale_from_amax(amax, scale, scale_inv, fmt, *, eps=0.0, pow2=False):
-    params = struct.pack("3QffII", *map(pointer, (amax, scale, scale_inv)), FP8_MAX[fmt], eps, int(pow2), 0)
+    params = struct.pack(
+        "3QffII", *map(pointer, (amax, scale, scale_inv)), FP8_MAX[fmt], eps, int(pow2), 0
+    )
     return Kernel("amax", "scale_from_amax", 1, params, threads=32)
 
 
 def cast_block(
-    x, out, out_t, scale_inv, scale_inv_t, fmt, *, name, dims, noop=None, eps=0.0, pow2=True, image="cast_block"
+    x,
+    out,
+    out_t,
+    scale_inv,
+    scale_inv_t,
+    fmt,
+    *,
+    name,
+    dims,
+    noop=None,
+    eps=0.0,
+    pow2=True,
+    image="cast_block",
 ):
     rows, cols = x.shape
     up4 = lambda size: ceil_div(size, 4) * 4  # noqa: E731
     tiles_rows, tiles_cols = ceil_div(rows, 128), ceil_div(cols, 128)
-    scale_ld, scale_ld_t = (up4(rows), up4(cols)) if dims == 1 else (up4(tiles_cols), up4(tiles_rows))
+    scale_ld, scale_ld_t = (
+        (up4(rows), up4(cols)) if dims == 1 else (up4(tiles_cols), up4(tiles_rows))
+    )
     params = struct.pack(
         "6Q5QIIfI", *map(pointer, (x, out, out_t, scale_inv, scale_inv_t, noop)),
         rows, cols, ceil_div(rows, 16) * 16, scale_ld, scale_ld_t, tiles_rows, tiles_cols, eps, int(pow2),
