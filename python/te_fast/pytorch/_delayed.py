@@ -112,9 +112,7 @@ class DelayedScalingRecipeState:
         native = native_recipe(recipe)
         forward = self.mode == "forward"
         former = getattr(self, "_slots", None)
-        self._slots = _ops.AmaxSlots(
-            self._amax_history, self._scale, native, group, forward, former
-        )
+        self._slots = _ops.AmaxSlots(self._amax_history, self._scale, native, forward, former)
         self._native = native
         _states[self._slots.id] = self
         _custom = _custom or recipe._has_custom_algorithm()

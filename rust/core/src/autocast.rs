@@ -97,7 +97,6 @@ pub struct AmaxSlots {
     id: u64,
     direction: Direction,
     recipe_id: u32,
-    group: u64,
     device: Device,
     history_len: u32,
     count: u32,
@@ -125,18 +124,6 @@ impl AmaxSlots {
     #[must_use]
     pub fn direction(&self) -> Direction {
         self.direction
-    }
-
-    /// Index of the recipe they were registered under.
-    #[must_use]
-    pub fn recipe_id(&self) -> u32 {
-        self.recipe_id
-    }
-
-    /// Process group they are reduced over.
-    #[must_use]
-    pub fn group(&self) -> u64 {
-        self.group
     }
 
     /// Where the buffers live.
@@ -365,7 +352,6 @@ impl AutocastState {
         &mut self,
         direction: Direction,
         recipe: Recipe,
-        group: u64,
         history: &TensorView<'_>,
         scale: &TensorView<'_>,
         memory: Box<dyn SlotMemory>,
@@ -380,7 +366,6 @@ impl AutocastState {
             id: self.next_id,
             direction,
             recipe_id,
-            group,
             device: history.device(),
             history_len: history.shape()[0] as u32,
             count: scale.shape()[0] as u32,
@@ -417,14 +402,10 @@ impl AutocastState {
         }
     }
 
-    /// Visits every registered slot of a direction in the order of registration, with its recipe and whether its
-    /// layer ran since the last update.
-    pub fn for_each(&self, direction: Direction, mut visit: impl FnMut(&Arc<AmaxSlots>, &Recipe, bool)) {
-        for slots in self.registries[direction as usize].slots.iter().filter_map(Weak::upgrade) {
-            if let Some(recipe) = self.recipe(slots.recipe_id) {
-                visit(&slots, recipe, slots.ran());
-            }
-        }
+    /// Number of living slots of a direction.
+    #[must_use]
+    pub fn registered(&self, direction: Direction) -> usize {
+        self.registries[direction as usize].slots.iter().filter(|slots| slots.strong_count() > 0).count()
     }
 
     /// A device with slots whose layers ran.

@@ -42,25 +42,34 @@ pub fn update(dispatcher: &mut Dispatcher, direction: Direction, place: Place) -
         }
     });
     failure?;
-    for (plan, _, slots) in &buckets {
-        let entries: Vec<ScaleEntry<'_>> = slots
-            .iter()
-            .map(|(slots, max_scaled)| ScaleEntry {
-                history: slots.history(),
-                scale: slots.scale(),
-                reduced: DevPtr::null(),
-                count: slots.count(),
-                max_scaled: *max_scaled,
-            })
-            .collect();
-        let result = plan.run(&mut dispatcher.target(place)?, &entries);
-        if result.is_err() {
-            slots.iter().for_each(|(slots, _)| dispatcher.autocast.mark_ran(slots));
-            return result;
+    for (done, (plan, _, slots)) in buckets.iter().enumerate() {
+        if let Err(error) = launch(dispatcher, place, plan, slots) {
+            let left = buckets[done..].iter().flat_map(|(_, _, slots)| slots);
+            left.for_each(|(slots, _)| dispatcher.autocast.mark_ran(slots));
+            return Err(error);
         }
     }
     if direction == Direction::Forward && !buckets.is_empty() {
         dispatcher.forward_generation += 1;
     }
     Ok(())
+}
+
+fn launch(
+    dispatcher: &mut Dispatcher,
+    place: Place,
+    plan: &ScaleUpdatePlan,
+    slots: &[(Arc<AmaxSlots>, f32)],
+) -> Result<()> {
+    let entries: Vec<ScaleEntry<'_>> = slots
+        .iter()
+        .map(|(slots, max_scaled)| ScaleEntry {
+            history: slots.history(),
+            scale: slots.scale(),
+            reduced: DevPtr::null(),
+            count: slots.count(),
+            max_scaled: *max_scaled,
+        })
+        .collect();
+    plan.run(&mut dispatcher.target(place)?, &entries)
 }

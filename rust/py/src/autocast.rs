@@ -167,6 +167,7 @@ pub(crate) struct AutocastRegion {
 impl AutocastRegion {
     #[new]
     #[pyo3(signature = (enabled=None, calibrating=None, recipe=None, amax_reduction_group=None, _graph=None))]
+    #[expect(clippy::used_underscore_binding, reason = "Transformer Engine's name of the argument")]
     fn new(
         enabled: Option<&Bound<'_, PyAny>>,
         calibrating: Option<&Bound<'_, PyAny>>,
@@ -185,7 +186,7 @@ impl AutocastRegion {
     }
 
     /// Puts the region in force.
-    fn __enter__<'py>(slf: Bound<'py, Self>) -> PyResult<Bound<'py, Self>> {
+    fn __enter__(slf: Bound<'_, Self>) -> PyResult<Bound<'_, Self>> {
         let py = slf.py();
         slf.try_borrow_mut()?.enter(py)?;
         Ok(slf)
@@ -277,11 +278,13 @@ pub(crate) fn autocast_set(
     Ok(())
 }
 
+type OptionalObject = Option<Py<PyAny>>;
+
 /// Recipe and process group of the region in force, as they were given.
 #[pyfunction]
-pub(crate) fn autocast_objects(py: Python<'_>) -> PyResult<(Option<Py<PyAny>>, Option<Py<PyAny>>)> {
+pub(crate) fn autocast_objects(py: Python<'_>) -> PyResult<(OptionalObject, OptionalObject)> {
     let objects = callbacks(py)?.objects.bind(py).try_borrow()?;
-    let clone = |object: &Option<Py<PyAny>>| object.as_ref().map(|object| object.clone_ref(py));
+    let clone = |object: &OptionalObject| object.as_ref().map(|object| object.clone_ref(py));
     Ok((clone(&objects.recipe), clone(&objects.group)))
 }
 
@@ -383,12 +386,11 @@ impl SlotsHandle {
 #[pymethods]
 impl SlotsHandle {
     #[new]
-    #[pyo3(signature = (amax_history, scale, recipe, group, forward, former=None, /))]
+    #[pyo3(signature = (amax_history, scale, recipe, forward, former=None, /))]
     fn new(
         amax_history: &Bound<'_, PyAny>,
         scale: &Bound<'_, PyAny>,
         recipe: &Bound<'_, NativeRecipe>,
-        group: Option<Py<PyAny>>,
         forward: bool,
         former: Option<&Bound<'_, Self>>,
     ) -> PyResult<Self> {
@@ -398,12 +400,11 @@ impl SlotsHandle {
         let views =
             (view_of(reader, amax_history, "amax_history").python()?, view_of(reader, scale, "scale").python()?);
         let memory = Buffers { history: Held::new(reader, amax_history)?, scale: Held::new(reader, scale)? };
-        let group = group_number(group.as_ref());
         let mut dispatcher = state.dispatcher(py)?;
         let autocast = &mut dispatcher.0.autocast;
         let former = former.map(|former| &*former.get().0);
         let recipe = recipe.get().0;
-        let slots = autocast.register(direction(forward), recipe, group, &views.0, &views.1, Box::new(memory), former);
+        let slots = autocast.register(direction(forward), recipe, &views.0, &views.1, Box::new(memory), former);
         slots.python().map(Self)
     }
 
