@@ -96,6 +96,7 @@ __device__ void amax(const AmaxParams& p) {
 #define INSTANCE(symbol, in)                                        \
     extern "C" __global__ void __launch_bounds__(te_fast::kThreads) \
         symbol(const __grid_constant__ te_fast::AmaxParams p) {     \
+        te_fast::ptx::wait_for_prior_grids();                       \
         te_fast::amax<te_fast::in>(p);                              \
     }
 
@@ -105,5 +106,6 @@ INSTANCE(amax_bf16, bf16)
 
 extern "C" __global__ void __launch_bounds__(32)
     scale_from_amax(const __grid_constant__ te_fast::ScaleFromAmaxParams p) {
+    te_fast::ptx::wait_for_prior_grids();
     if (threadIdx.x == 0) te_fast::write_scale(p, *p.amax);
 }

@@ -80,6 +80,7 @@ __device__ void cast(const CastParams& p) {
 #define INSTANCE(symbol, in, out)                                   \
     extern "C" __global__ void __launch_bounds__(te_fast::kThreads) \
         symbol(const __grid_constant__ te_fast::CastParams p) {     \
+        te_fast::ptx::wait_for_prior_grids();                       \
         te_fast::cast<te_fast::in, te_fast::out>(p);                \
     }
 

@@ -187,6 +187,7 @@ __device__ void cast_block(const CastBlockParams& p) {
 #define INSTANCE(symbol, two_dimensional, in, out)                                                         \
     extern "C" __global__ void __launch_bounds__(te_fast::kTileThreads, te_fast::kTileBlocks<te_fast::in>) \
         symbol(const __grid_constant__ te_fast::CastBlockParams p) {                                       \
+        te_fast::ptx::wait_for_prior_grids();                                                              \
         te_fast::cast_block<two_dimensional, te_fast::in, te_fast::out>(p);                                \
     }
 

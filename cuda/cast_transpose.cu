@@ -160,6 +160,7 @@ __device__ void cast_transpose(const CastTransposeParams& p) {
 #define INSTANCE(symbol, dbias, in, out)                                                                   \
     extern "C" __global__ void __launch_bounds__(te_fast::kTileThreads, te_fast::kTileBlocks<te_fast::in>) \
         symbol(const __grid_constant__ te_fast::CastTransposeParams p) {                                   \
+        te_fast::ptx::wait_for_prior_grids();                                                              \
         te_fast::cast_transpose<dbias, te_fast::in, te_fast::out>(p);                                      \
     }
 

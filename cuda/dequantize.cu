@@ -81,6 +81,7 @@ __device__ void dequantize(const DequantizeParams& p) {
 #define INSTANCE(symbol, blocks, in, out)                                           \
     extern "C" __global__ void __launch_bounds__(te_fast::kThreads)                 \
         symbol(const __grid_constant__ te_fast::DequantizeParams p) {               \
+        te_fast::ptx::wait_for_prior_grids();                                       \
         te_fast::dequantize<te_fast::Blocks::blocks, te_fast::in, te_fast::out>(p); \
     }
 

@@ -14,4 +14,12 @@ __device__ inline uint4 load_once(const uint4* address) {
     return value;
 }
 
+// griddepcontrol.wait: until every grid before this one in the stream has finished and its writes are visible.
+// First statement of each kernel that is launched with programmatic stream serialisation, which saves the host 0.5 us.
+__device__ inline void wait_for_prior_grids() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 }  // namespace te_fast::ptx

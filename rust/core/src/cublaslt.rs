@@ -24,6 +24,8 @@ use crate::tensor::DType;
 const RTLD_NOLOAD: i32 = 4;
 /// First version with 1×128 and 128×128 scale modes on Hopper.
 const BLOCK_SCALING_VERSION: usize = 120_900;
+/// Stands in for a pointer while a plan is made: aligned, never read.
+const ANY_ADDRESS: u64 = 256;
 /// Heuristic results that are looked at.
 const CANDIDATES: usize = 8;
 
@@ -52,6 +54,9 @@ mod attribute {
 }
 
 type Status = u32;
+
+/// cuBLAS has no algorithm for the problem.
+pub const NOT_SUPPORTED: Status = 15;
 
 /// Entry points, resolved once.
 #[derive(Debug)]
@@ -250,7 +255,7 @@ impl CublasLt {
             .iter()
             .find(|result| result.state as u32 == 0 && !self.is_defective(&result.algo))
             .map(|result| result.algo)
-            .ok_or_else(|| failure("cublasLtMatmulAlgoGetHeuristic (no algorithm)", 15, problem))
+            .ok_or_else(|| failure("cublasLtMatmulAlgoGetHeuristic (no algorithm)", NOT_SUPPORTED, problem))
     }
 
     /// Split-K with CONFIG_ID 66: wrong results on compute capability 9.0 before cuBLAS 13.8.
@@ -323,6 +328,12 @@ impl CublasPlan {
                 ScaleMode::Block2d => self.set(name, &attribute::SCALE_BLK128X128, problem)?,
                 ScaleMode::None | ScaleMode::Tensor => {}
             }
+        }
+        if self.has_scales {
+            // The heuristic refuses block modes without scale pointers; it does not read through them.
+            let status = self.set_pointer(attribute::DESC_A_SCALE_POINTER, ANY_ADDRESS)
+                | self.set_pointer(attribute::DESC_B_SCALE_POINTER, ANY_ADDRESS);
+            check("cublasLtMatmulDescSetAttribute", status, problem)?;
         }
         if let Some(bias) = problem.bias {
             self.has_bias = true;

@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 
 use cudarc::driver::sys::{
     self, CUcontext, CUdevice_attribute, CUfunction, CUfunction_attribute, CUlaunchAttribute, CUlaunchAttributeID,
+    CUlaunchAttributeValue,
     CUlaunchConfig, CUlibrary, CUresult, CUstream, CUstreamCaptureStatus,
 };
 use te_fast_kernels::{Image, KernelId, architectures, image_bytes};
@@ -283,12 +284,13 @@ impl CudaQueue<'_> {
             None => self.device.function(id)?,
         };
         let [x, y, z] = grid.blocks;
-        let mut attributes = CUlaunchAttribute {
-            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_IGNORE,
+        let mut attribute = CUlaunchAttribute {
+            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: [0; 4],
-            // SAFETY: an ignored attribute's value is plain bytes; all zero is a value of every member.
-            value: unsafe { std::mem::zeroed() },
+            value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
+        // The kernel waits for the grids before it itself, so the launch need not: 0.5 us less on the host.
+        let early = id.waits_for_prior_grids() && self.device.facts.capability.0 >= 9;
         let config = CUlaunchConfig {
             gridDimX: x,
             gridDimY: y,
@@ -298,8 +300,8 @@ impl CudaQueue<'_> {
             blockDimZ: 1,
             sharedMemBytes: grid.shared_bytes,
             hStream: self.stream.raw(),
-            attrs: &raw mut attributes,
-            numAttrs: 0,
+            attrs: &raw mut attribute,
+            numAttrs: u32::from(early),
         };
         let mut arguments = [params.cast_mut()];
         // SAFETY: `params` outlives the call, which copies it; `launch` in kernel.rs bound its type to `id`.

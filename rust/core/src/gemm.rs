@@ -7,18 +7,23 @@ use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
 
-use crate::cublaslt::{CublasLt, CublasPlan};
+use crate::cublaslt::{CublasLt, CublasPlan, NOT_SUPPORTED};
 use crate::driver::CudaDevice;
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::host::gemm as host_gemm;
 use crate::kernel::{Backend, DevPtr, Target};
-use crate::tensor::{DType, Device};
+use crate::tensor::DType;
 
 /// Scratch memory that cuBLASLt may use, bytes (what torch gives it on Hopper).
 pub const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// Plans that are kept although no layer holds them.
 const IDLE_PLANS: usize = 1024;
+
+/// Elements of an operand that cuBLAS always takes.
+const PART_ELEMENTS: usize = 1 << 30;
+/// Parts start where scales of every mode are aligned to 16 bytes.
+const PART_GRANULE: usize = 512;
 
 /// How an operand's scale is laid out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -98,7 +103,25 @@ pub struct GemmIo<'a> {
 #[derive(Debug)]
 pub struct GemmPlan {
     problem: Problem,
-    cublas: Option<CublasPlan>,
+    /// One part, or several along k where cuBLAS cannot index the operands at once; none on the host.
+    parts: Vec<Part>,
+}
+
+/// A stretch of the contraction.
+#[derive(Debug)]
+struct Part {
+    cublas: CublasPlan,
+    accumulate: bool,
+    /// Bytes from the operands' and scales' first bytes.
+    offsets: Offsets,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Offsets {
+    x: usize,
+    x_scale: usize,
+    w: usize,
+    w_scale: usize,
 }
 
 impl GemmPlan {
@@ -117,9 +140,20 @@ impl GemmPlan {
         if self.problem.m == 0 || self.problem.n == 0 || !target.trace.on_gemm(&self.problem) {
             return Ok(());
         }
-        match (&mut target.backend, &self.cublas) {
-            (Backend::Cuda(queue), Some(plan)) => plan.run(queue.stream, io, self.problem.accumulate),
-            (Backend::Host, None) => host_gemm::run(&self.problem, io),
+        match (&mut target.backend, self.parts.as_slice()) {
+            (Backend::Cuda(queue), [part]) => part.cublas.run(queue.stream, io, part.accumulate),
+            (Backend::Cuda(queue), [_, _, ..]) => self.parts.iter().try_for_each(|part| {
+                let offsets = part.offsets;
+                let io = GemmIo {
+                    x: io.x.offset(offsets.x),
+                    x_scale: io.x_scale.offset(offsets.x_scale),
+                    w: io.w.offset(offsets.w),
+                    w_scale: io.w_scale.offset(offsets.w_scale),
+                    ..*io
+                };
+                part.cublas.run(queue.stream, &io, part.accumulate)
+            }),
+            (Backend::Host, []) => host_gemm::run(&self.problem, io),
             _ => Err(Error::state("gemm", "a plan was run on another device than it was made for")),
         }
     }
@@ -143,20 +177,18 @@ impl GemmPlans {
             return Ok(Arc::clone(plan));
         }
         problem.check()?;
-        let cublas = match device {
-            Some(_) if problem.m == 0 || problem.n == 0 => None,
-            Some(_) => {
-                if self.cublas.is_none() {
-                    self.cublas = Some(CublasLt::open()?);
-                }
-                self.cublas.as_ref().map(|cublas| cublas.plan(&problem)).transpose()?
-            }
-            None => None,
-        };
+        let mut parts = Vec::new();
+        if device.is_some() && problem.m != 0 && problem.n != 0 {
+            let cublas = match &mut self.cublas {
+                Some(cublas) => cublas,
+                none => none.insert(CublasLt::open()?),
+            };
+            parts = make_parts(cublas, &problem)?;
+        }
         if self.plans.len() >= IDLE_PLANS {
             self.plans.retain(|_, plan| Arc::strong_count(plan) > 1);
         }
-        let plan = Arc::new(GemmPlan { problem, cublas });
+        let plan = Arc::new(GemmPlan { problem, parts });
         self.plans.insert(problem, Arc::clone(&plan));
         Ok(plan)
     }
@@ -171,6 +203,52 @@ impl GemmPlans {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.plans.is_empty()
+    }
+}
+
+/// The whole problem; or, where cuBLAS has no algorithm for operands this large, parts along k.
+fn make_parts(cublas: &CublasLt, problem: &Problem) -> Result<Vec<Part>> {
+    let refused = match cublas.plan(problem) {
+        Ok(cublas) => return Ok(vec![Part { cublas, accumulate: problem.accumulate, offsets: Offsets::default() }]),
+        Err(error) => error,
+    };
+    let unsupported = matches!(refused.kind(), ErrorKind::Cublas { status: NOT_SUPPORTED, .. });
+    let largest = problem.m.max(problem.n);
+    if !unsupported || problem.bias.is_some() || largest.saturating_mul(problem.k) <= PART_ELEMENTS {
+        return Err(refused);
+    }
+    let step = (PART_ELEMENTS / largest).next_multiple_of(PART_GRANULE);
+    (0..problem.k)
+        .step_by(step)
+        .map(|start| {
+            let accumulate = problem.accumulate || start != 0;
+            let part = Problem { k: step.min(problem.k - start), accumulate, ..*problem };
+            let offsets = Offsets {
+                x: problem.x.offset(start),
+                x_scale: problem.x.scale_offset(start, problem.m),
+                w: problem.w.offset(start),
+                w_scale: problem.w.scale_offset(start, problem.n),
+            };
+            Ok(Part { cublas: cublas.plan(&part)?, accumulate, offsets })
+        })
+        .collect()
+}
+
+impl Operand {
+    /// Bytes to the element of the first row with this k.
+    const fn offset(&self, k: usize) -> usize {
+        self.dtype.size() * if self.k_outermost { k * self.ld } else { k }
+    }
+
+    /// Bytes to the scale of the first row with this k, a multiple of [`PART_GRANULE`].
+    const fn scale_offset(&self, k: usize, outer: usize) -> usize {
+        let block = k / 128;
+        size_of::<f32>()
+            * match self.scale {
+                ScaleMode::None | ScaleMode::Tensor => 0,
+                ScaleMode::Block1d => block * outer.next_multiple_of(4),
+                ScaleMode::Block2d => block,
+            }
     }
 }
 
@@ -196,11 +274,5 @@ impl Problem {
             return Err(Error::unsupported("gemm", "128x128 by 128x128 block scales are not supported; one operand must have 1x128 scales"));
         }
         Ok(())
-    }
-
-    /// Which backend a device uses; plans are kept per device.
-    #[must_use]
-    pub const fn runs_on_host(device: Device) -> bool {
-        matches!(device, Device::Cpu)
     }
 }

@@ -71,6 +71,12 @@ impl Trace {
         }
     }
 
+    /// Whether launches are noted, and made.
+    #[must_use]
+    pub fn recording(&self) -> Recording {
+        self.recording
+    }
+
     /// What was noted since the recorder started.
     #[must_use]
     pub fn launches(&self) -> &[Launch] {

@@ -272,4 +272,11 @@ impl KernelId {
     pub const fn image(self) -> Image {
         IMAGES[self.place().0]
     }
+
+    /// Whether the kernel's first statement is `ptx::wait_for_prior_grids()`, so that it may be launched before the
+    /// grids ahead of it have finished.
+    #[must_use]
+    pub const fn waits_for_prior_grids(self) -> bool {
+        matches!(self.image(), Image::Cast | Image::CastTranspose | Image::CastBlock | Image::Amax | Image::Dequantize)
+    }
 }

@@ -85,7 +85,11 @@ pub(crate) fn record(py: Python<'_>, mode: &str) -> PyResult<()> {
         "only" => Recording::Only,
         other => return Err(Error::value("record", format!("mode must be off, tee or only, got {other:?}"))).python(),
     };
-    state(py)?.dispatcher(py)?.0.trace.record(recording);
+    let mut dispatcher = state(py)?.dispatcher(py)?;
+    if dispatcher.0.trace.recording() == Recording::Only {
+        dispatcher.0.cache_epoch += 1;
+    }
+    dispatcher.0.trace.record(recording);
     Ok(())
 }
 

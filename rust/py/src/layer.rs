@@ -34,6 +34,7 @@ pub(crate) struct CachedWeight {
     pub(crate) token: WeightToken,
     pub(crate) epoch: u64,
     pub(crate) generation: u64,
+    pub(crate) cache_epoch: u64,
     pub(crate) device: Device,
 }
 
@@ -68,6 +69,22 @@ pub(crate) struct Geometry {
     pub(crate) x_stride: Py<PyTuple>,
     pub(crate) y_size: Py<PyTuple>,
     pub(crate) y_stride: Py<PyTuple>,
+}
+
+/// A plan with the Python objects that go with it.
+#[derive(Debug)]
+pub(crate) struct Planned {
+    pub(crate) plan: Arc<LinearPlan>,
+    /// Size of the buffer kept for backward; none when nothing is kept.
+    pub(crate) saved_size: Option<Py<PyTuple>>,
+}
+
+impl Planned {
+    /// Another owner of the same.
+    #[inline]
+    pub(crate) fn share(&self, py: Python<'_>) -> Self {
+        Self { plan: Arc::clone(&self.plan), saved_size: self.saved_size.as_ref().map(|size| size.clone_ref(py)) }
+    }
 }
 
 /// A weight gradient put off until `backward_dw`.
@@ -110,7 +127,7 @@ pub(crate) struct LinearHandle {
     pub(crate) captured: Option<Arc<CachedWeight>>,
     pub(crate) slots: Option<Slots>,
     pub(crate) deferred: VecDeque<DeferredWeightGrad>,
-    plans: Vec<Arc<LinearPlan>>,
+    plans: Vec<Planned>,
     geometries: Vec<Py<Geometry>>,
     weight_size: Py<PyTuple>,
     weight_stride: Py<PyTuple>,
@@ -121,20 +138,25 @@ pub(crate) struct LinearHandle {
 impl LinearHandle {
     /// The plan of `key`, if there is one.
     #[inline]
-    pub(crate) fn plan(&mut self, key: &LinearKey) -> Option<&Arc<LinearPlan>> {
-        let index = self.plans.iter().rposition(|plan| plan.key() == key)?;
+    pub(crate) fn plan(&mut self, key: &LinearKey) -> Option<&Planned> {
+        let index = self.plans.iter().rposition(|planned| planned.plan.key() == key)?;
         let last = self.plans.len() - 1;
         self.plans.swap(index, last);
         self.plans.last()
     }
 
     /// Keeps a new plan.
-    pub(crate) fn add_plan(&mut self, plan: Arc<LinearPlan>) -> Arc<LinearPlan> {
+    pub(crate) fn add_plan(&mut self, py: Python<'_>, plan: LinearPlan) -> PyResult<Planned> {
         if self.plans.len() >= PLANS {
             self.plans.remove(0);
         }
-        self.plans.push(Arc::clone(&plan));
-        plan
+        let saved_size = match plan.saved_bytes() {
+            0 => None,
+            bytes => Some(PyTuple::new(py, [bytes])?.unbind()),
+        };
+        let planned = Planned { plan: Arc::new(plan), saved_size };
+        self.plans.push(planned.share(py));
+        Ok(planned)
     }
 
     /// Tuples for an input of this shape.
@@ -265,12 +287,15 @@ pub(crate) struct LinearSaved {
     pub(crate) handle: Py<LinearHandle>,
     pub(crate) geometry: Py<Geometry>,
     pub(crate) weight: Arc<CachedWeight>,
-    /// The parameter, where its `main_grad` takes the gradient.
-    pub(crate) weight_object: Option<Py<PyAny>>,
+    /// The weight, for its `main_grad` and to see whether it was changed since.
+    pub(crate) weight_object: Py<PyAny>,
+    /// torch's version of it in forward; none for inference tensors and concatenations.
+    pub(crate) weight_version: Option<u64>,
     pub(crate) slots: Option<Slots>,
     /// `is_first_microbatch=True`: `main_grad` is overwritten.
     pub(crate) overwrite_main_grad: bool,
     /// This layer was the first FP8 module of its region: its backward is the last, and updates the scales.
     pub(crate) updates_backward_scales: bool,
     pub(crate) bias_grad: bool,
+    pub(crate) fuse_wgrad_accumulation: bool,
 }

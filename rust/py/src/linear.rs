@@ -256,9 +256,8 @@ pub(crate) fn linear_autograd_forward<'py>(
     let config = handle.try_borrow()?.config;
     let keeps_input = done.plan.key().needs.save_original_input && bits.has(Bits::WEIGHT_GRAD);
     let none = || py.None().into_bound(py);
-    let kept_weight = if bits.has(Bits::INPUT_GRAD) { weight.clone() } else { none() };
     let kept_input = if keeps_input { input.clone() } else { none() };
-    let saved = PyTuple::new(py, [done.saved.unwrap_or_else(none), kept_weight, kept_input])?;
+    let saved = PyTuple::new(py, [done.saved.unwrap_or_else(none), kept_input])?;
     ctx.setattr(intern!(py, "to_save"), saved)?;
     let updates_backward_scales = done.slots.is_some() && state.dispatcher(py)?.0.autocast.take_first_fp8_module();
     let kept = LinearSaved {
@@ -266,7 +265,9 @@ pub(crate) fn linear_autograd_forward<'py>(
         handle: handle.clone().unbind(),
         geometry: done.geometry,
         weight: done.weight,
-        weight_object: config.fuse_wgrad_accumulation.then(|| weight.clone().unbind()),
+        weight_object: weight.clone().unbind(),
+        weight_version: done.weight_version,
+        fuse_wgrad_accumulation: config.fuse_wgrad_accumulation,
         slots: done.slots,
         overwrite_main_grad: bits.has(Bits::FIRST_MICROBATCH),
         updates_backward_scales,

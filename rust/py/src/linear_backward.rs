@@ -39,7 +39,7 @@ pub(crate) fn linear_backward<'py>(ctx: &Bound<'py, PyAny>, grad_output: &Bound<
 struct BackwardCall<'a, 'py> {
     state: &'a State,
     kept: &'a LinearSaved,
-    /// (quantised input, weight, input), each may be None.
+    /// (quantised input, input), each may be None.
     tensors: &'a Bound<'py, PyTuple>,
 }
 
@@ -59,6 +59,7 @@ impl<'py> BackwardCall<'_, 'py> {
     fn run(&self, grad_output: &Bound<'py, PyAny>) -> Result<Bound<'py, PyTuple>, Failure> {
         let (py, state, kept) = (grad_output.py(), self.state, self.kept);
         let key = *kept.plan.key();
+        self.check_weight(py)?;
         let copy = readable(state, grad_output, "grad_output")?;
         let grad_output = copy.as_ref().unwrap_or(grad_output);
         let dy = view_of(&state.reader, grad_output, "grad_output")?;
@@ -92,10 +93,25 @@ impl<'py> BackwardCall<'_, 'py> {
         Ok(PyTuple::new(py, gradients)?)
     }
 
+    /// torch's rule for what backward reads: it must be what forward read. The quantised weight may have been made
+    /// anew in the same memory since, from other values.
+    fn check_weight(&self, py: Python<'py>) -> Result<(), Failure> {
+        let kept = self.kept;
+        let (true, Some(known)) = (kept.plan.key().needs.input_grad, kept.weight_version) else { return Ok(()) };
+        let version = kept.weight_object.bind(py).getattr(intern!(py, "_version"))?.extract::<u64>()?;
+        if version == known {
+            return Ok(());
+        }
+        let message = format!(
+            "the weight was modified by an inplace operation between forward and backward (it is at version {version}, expected {known}); modify it after backward"
+        );
+        Err(Error::state(OP, message).into())
+    }
+
     fn launch(&self, grad_output: &Bound<'py, PyAny>, place: Place, dx: Option<&Bound<'py, PyAny>>, db: Option<&Bound<'py, PyAny>>, target: &WeightGrad<'py>) -> Result<(), Failure> {
         let (py, state, kept) = (grad_output.py(), self.state, self.kept);
         let plan = &kept.plan;
-        let (saved, input) = (self.tensor(0)?, self.tensor(2)?);
+        let (saved, input) = (self.tensor(0)?, self.tensor(1)?);
         let input_copy = input.as_ref().map(|input| readable(state, input, "input")).transpose()?.flatten();
         let input = input_copy.as_ref().or(input.as_ref());
         let external = Dispatcher::external_bytes(place, plan.backward_scratch())?;
@@ -153,16 +169,12 @@ impl<'py> BackwardCall<'_, 'py> {
         if config.delay_wgrad_compute {
             return Ok(WeightGrad::Deferred(self.state.bytes(py, place.device, kept.plan.kept_dy_bytes())?));
         }
-        match &kept.weight_object {
-            Some(weight) => {
-                let (grad, accumulate) = main_grad(self.state, weight.bind(py), kept.overwrite_main_grad)?;
-                Ok(WeightGrad::Main { grad, accumulate })
-            }
-            None => {
-                let (size, stride) = kept.handle.bind(py).try_borrow()?.weight_tuples(py);
-                Ok(WeightGrad::New(self.state.empty(py, place.device, &size, &stride, key.weight.into())?))
-            }
+        if kept.fuse_wgrad_accumulation {
+            let (grad, accumulate) = main_grad(self.state, kept.weight_object.bind(py), kept.overwrite_main_grad)?;
+            return Ok(WeightGrad::Main { grad, accumulate });
         }
+        let (size, stride) = kept.handle.bind(py).try_borrow()?.weight_tuples(py);
+        Ok(WeightGrad::New(self.state.empty(py, place.device, &size, &stride, key.weight.into())?))
     }
 
     /// What autograd is given for the weight.
@@ -170,12 +182,9 @@ impl<'py> BackwardCall<'_, 'py> {
         match target {
             WeightGrad::None => Ok(None),
             WeightGrad::New(dw) => Ok(Some(dw)),
-            WeightGrad::Main { .. } => match &self.kept.weight_object {
-                Some(weight) => Ok(after_main_grad(weight.bind(py))?),
-                None => Ok(None),
-            },
+            WeightGrad::Main { .. } => Ok(after_main_grad(self.kept.weight_object.bind(py))?),
             WeightGrad::Deferred(kept_dy) => {
-                let (saved, x) = (self.tensor(0)?.map(Bound::unbind), self.tensor(2)?.map(Bound::unbind));
+                let (saved, x) = (self.tensor(0)?.map(Bound::unbind), self.tensor(1)?.map(Bound::unbind));
                 let deferred = DeferredWeightGrad {
                     plan: self.kept.plan.clone(),
                     saved,

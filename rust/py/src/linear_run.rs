@@ -7,7 +7,7 @@ use std::sync::Arc;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::pycell::{PyBorrowError, PyBorrowMutError};
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyTuple};
 use te_fast_core::dispatch::{Dispatcher, Place};
 use te_fast_core::driver;
 use te_fast_core::kernel::DevPtr;
@@ -18,7 +18,7 @@ use te_fast_core::trace::{CLOCK, Stage};
 use te_fast_core::{Error, Float};
 
 use crate::error::{IntoPython, named};
-use crate::layer::{CachedWeight, Geometry, LayerConfig, LinearHandle, Slots, WeightToken, slot};
+use crate::layer::{CachedWeight, Geometry, LayerConfig, LinearHandle, Planned, Slots, WeightToken, slot};
 use crate::linear::Bits;
 use crate::state::State;
 use crate::tensor::{Held, view_of};
@@ -69,6 +69,7 @@ pub(crate) struct Done<'py> {
     pub(crate) geometry: Py<Geometry>,
     pub(crate) weight: Arc<CachedWeight>,
     pub(crate) slots: Option<Slots>,
+    pub(crate) weight_version: Option<u64>,
 }
 
 /// A contiguous, aligned copy of `tensor`; none when it is both already.
@@ -116,12 +117,15 @@ struct Call<'a, 'py> {
 /// What is settled before memory is allocated.
 struct Decision {
     plan: Arc<LinearPlan>,
+    saved_size: Option<Py<PyTuple>>,
     geometry: Py<Geometry>,
     slots: Option<Slots>,
     place: Place,
     capturing: bool,
     generation: u64,
+    cache_epoch: u64,
     token: WeightToken,
+    weight_version: Option<u64>,
     reused: Option<Arc<CachedWeight>>,
 }
 
@@ -140,7 +144,10 @@ impl<'py> Call<'_, 'py> {
         CLOCK.mark(Stage::Plan);
         let sizes = geometry.get();
         let y = state.empty(py, place.device, sizes.y_size.bind(py), sizes.y_stride.bind(py), x.dtype())?;
-        let saved = state.optional_bytes(py, place.device, plan.saved_bytes())?;
+        let saved = match &decision.saved_size {
+            Some(size) => Some(state.empty(py, place.device, size.bind(py), state.unit_stride.bind(py), DType::U8)?),
+            None => None,
+        };
         let external = Dispatcher::external_bytes(*place, plan.forward_scratch())?;
         let scratch = state.optional_bytes(py, place.device, external.bytes())?;
         let fresh = decision.reused.is_none();
@@ -176,7 +183,8 @@ impl<'py> Call<'_, 'py> {
             self.keep(&decision, &weight)?;
         }
         CLOCK.mark(Stage::Finish);
-        Ok(Done { y, saved, plan: decision.plan, geometry: decision.geometry, weight, slots: decision.slots })
+        let Decision { plan, geometry, slots, weight_version, .. } = decision;
+        Ok(Done { y, saved, plan, geometry, weight, slots, weight_version })
     }
 
     /// Shapes, types and devices; sizes that FP8 takes are the plan's to check.
@@ -203,7 +211,7 @@ impl<'py> Call<'_, 'py> {
     fn decide(&self, config: &LayerConfig, x: &TensorView<'_>, w: &TensorView<'_>) -> Result<Decision, Failure> {
         let (py, state) = (self.x.py(), self.state);
         let place = Place { device: x.device(), stream: state.reader.stream(py, x.device())? };
-        let token = self.token(w)?;
+        let (token, weight_version) = self.token(w)?;
         let mut handle = self.handle.try_borrow_mut()?;
         let geometry = handle.geometry(py, x)?;
         let mut guard = state.dispatcher(py)?;
@@ -225,19 +233,20 @@ impl<'py> Call<'_, 'py> {
             bias: self.bias.is_some(),
             any_rows: dispatcher.auto_pad,
         };
-        let plan = if let Some(plan) = handle.plan(&key) {
+        let Planned { plan, saved_size } = if let Some(plan) = handle.plan(&key) {
             dispatcher.trace.counters.plan_hits += 1;
-            Arc::clone(plan)
+            plan.share(py)
         } else {
             dispatcher.trace.counters.plan_misses += 1;
             let plan = LinearPlan::new(dispatcher, &region.recipe, key, config.in_features, config.out_features)?;
-            handle.add_plan(Arc::new(plan))
+            handle.add_plan(py, plan)?
         };
         let slots = if region.recipe.is_delayed() { handle.slots.clone() } else { None };
         let generation = if slots.is_some() { dispatcher.forward_generation } else { 0 };
         let capturing = matches!(place.device, Device::Cuda(_)) && driver::is_capturing(place.stream)?;
+        let cache_epoch = dispatcher.cache_epoch;
         drop(guard);
-        let mut decision = Decision { plan, geometry, slots, place, capturing, generation, token, reused: None };
+        let mut decision = Decision { plan, saved_size, geometry, slots, place, capturing, generation, cache_epoch, token, weight_version, reused: None };
         decision.reused = self.reusable(&handle, &decision);
         if decision.reused.is_some() && !capturing && !handle.cache_streams.contains(&place.stream) {
             self.share_with(&mut handle, place)?;
@@ -245,18 +254,21 @@ impl<'py> Call<'_, 'py> {
         Ok(decision)
     }
 
-    /// Address and version say whether a weight is the one that was quantised.
-    fn token(&self, w: &TensorView<'_>) -> PyResult<WeightToken> {
-        let version = match self.handle.try_borrow_mut()?.version.take() {
-            Some(version) => Some(version),
-            None => self.parameter.getattr(intern!(self.x.py(), "_version")).and_then(|version| version.extract()).ok(),
+    /// Address and version say whether a weight is the one that was quantised; and torch's own version of it.
+    fn token(&self, w: &TensorView<'_>) -> PyResult<(WeightToken, Option<u64>)> {
+        let stand_in = self.handle.try_borrow_mut()?.version.take();
+        let own = if stand_in.is_some() {
+            None
+        } else {
+            self.parameter.getattr(intern!(self.x.py(), "_version")).and_then(|version| version.extract()).ok()
         };
+        let version = stand_in.or(own);
         let address = if self.weight.is(self.parameter) {
             w.data().address()
         } else {
             view_of(&self.state.reader, self.parameter, "weight").python()?.data().address()
         };
-        Ok(WeightToken { address, version, dtype: w.dtype() })
+        Ok((WeightToken { address, version, dtype: w.dtype() }, own))
     }
 
     /// The quantised weight, if the one that is kept serves this call.
@@ -274,6 +286,7 @@ impl<'py> Call<'_, 'py> {
         kept.filter(|kept| {
             let there = kept.segments.usage;
             kept.epoch == key.epoch
+                && kept.cache_epoch == decision.cache_epoch
                 && kept.device == key.device
                 && kept.token == decision.token
                 && (there.rowwise || !needed.rowwise)
@@ -321,8 +334,8 @@ impl<'py> Call<'_, 'py> {
                 (Held::new(&self.state.reader, &tensor)?, segments.bytes)
             }
         };
-        let (token, generation) = (decision.token, decision.generation);
-        Ok(CachedWeight { buffer, bytes, segments, token, epoch: key.epoch, generation, device: key.device })
+        let &Decision { token, generation, cache_epoch, .. } = decision;
+        Ok(CachedWeight { buffer, bytes, segments, token, epoch: key.epoch, generation, cache_epoch, device: key.device })
     }
 
     /// Keeps a weight that was quantised by this call. Only now: a call that failed leaves none behind.

@@ -38,6 +38,8 @@ pub(crate) struct State {
     pub(crate) cell: Py<DispatcherCell>,
     pub(crate) reader: Reader,
     pub(crate) torch: Torch,
+    /// `(1,)`, the stride of a buffer.
+    pub(crate) unit_stride: Py<PyTuple>,
 }
 
 /// The state, made at first use.
@@ -62,12 +64,21 @@ const DTYPES: [(&str, DType); 12] = [
     ("float8_e5m2", DType::E5m2),
 ];
 
+const _: () = {
+    let mut index = 0;
+    while index < DTYPES.len() {
+        assert!(DTYPES[index].1 as usize == index);
+        index += 1;
+    }
+};
+
 impl State {
     fn new(py: Python<'_>) -> PyResult<Self> {
         let torch = Torch::new(py)?;
         let by_object = torch.dtypes.iter().map(|(dtype, object)| (object.clone_ref(py), *dtype)).collect();
         let cell = Py::new(py, DispatcherCell(Dispatcher::new(Config::from_environment())))?;
-        Ok(Self { cell, reader: Reader::new(py, by_object)?, torch })
+        let unit_stride = PyTuple::new(py, [1])?.unbind();
+        Ok(Self { cell, reader: Reader::new(py, by_object)?, torch, unit_stride })
     }
 
     /// The dispatcher for a stretch without calls into Python.
@@ -114,7 +125,7 @@ impl State {
     /// A buffer of bytes.
     #[inline]
     pub(crate) fn bytes<'py>(&self, py: Python<'py>, device: Device, count: usize) -> PyResult<Bound<'py, PyAny>> {
-        self.empty(py, device, &PyTuple::new(py, [count])?, &PyTuple::new(py, [1])?, DType::U8)
+        self.empty(py, device, &PyTuple::new(py, [count])?, self.unit_stride.bind(py), DType::U8)
     }
 }
 
@@ -178,7 +189,7 @@ impl Torch {
     /// torch's object for an element type.
     #[inline]
     pub(crate) fn dtype<'a, 'py>(&'a self, py: Python<'py>, dtype: DType) -> &'a Bound<'py, PyAny> {
-        self.dtypes[DTYPES.iter().position(|&(_, known)| known == dtype).unwrap_or(0)].1.bind(py)
+        self.dtypes[dtype as usize].1.bind(py) // the table is in the order of the enum
     }
 
     /// A tensor that the native side may read directly: of exactly torch's types, not a subclass.

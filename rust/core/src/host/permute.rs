@@ -139,7 +139,7 @@ pub(crate) fn run(p: &PermuteParams<'_>, _: KernelId) -> Result<()> {
     let (x, out) = (p.x.slice::<u8>(map.tokens * bytes), p.out.slice_mut::<u8>(map.rows * bytes));
     for row in map.gaps() {
         out[row * bytes..][..bytes].fill(0);
-        if !p.probs.is_null() {
+        if !p.out_probs.is_null() {
             store_prob(p.out_probs, row, p.prob_type, 0.0);
         }
     }

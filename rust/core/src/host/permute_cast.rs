@@ -30,7 +30,7 @@ fn cast<T: Real, F: Format>(p: &PermuteCastParams<'_>) {
         if let Some(token) = row_tokens.get_mut(row) {
             *token = -1;
         }
-        if !p.probs.is_null() {
+        if !p.out_probs.is_null() {
             store_prob(p.out_probs, row, p.prob_type, 0.0);
         }
     }
