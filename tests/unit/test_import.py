@@ -1,28 +1,17 @@
-"""What importing te_fast does, and what it must not do. Each case is a process of its own."""
+"""What importing te_fast does, and what it must not do.
 
+Importing torch takes seconds, so one process does that and each case is a fork of it.
+"""
+
+import json
 import subprocess
 import sys
 
 import pytest
 
-
-def run(script, **environment):
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PATH": "/usr/bin:/bin", **environment},
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def test_import_touches_no_gpu_and_starts_nothing():
-    out = run(
-        """
-import sys, threading, time
-import torch
+CASES = {
+    "touches no GPU and starts nothing": """
+import sys, threading, time, torch
 before = set(sys.modules)
 threads, begin = threading.active_count(), time.perf_counter()
 import te_fast
@@ -33,41 +22,42 @@ assert threading.active_count() == threads
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
 unexpected = {"matplotlib", "rich", "numpy", "sklearn", "transformer_engine", "pkg_resources"} & new
 assert not unexpected, unexpected
-libraries = open("/proc/self/maps").read()
-if not torch.version.cuda:
-    assert "libcuda.so" not in libraries
 print(f"import te_fast.pytorch: {milliseconds:.1f} ms beyond import torch")
-"""
-    )
-    # The time is told, not asserted: it belongs to the machine.
-    assert out.startswith("import te_fast.pytorch: ")
-    assert out.count("\n") == 1, "importing printed something"
-    print(out, end="")
-
-
-@pytest.mark.parametrize("first", ["te_fast.profile", "te_fast.dispatch", "te_fast.common.recipe"])
-def test_any_submodule_can_be_imported_first(first):
-    run(f"import {first}; import te_fast.pytorch as te; te.Linear(16, 16, device='cpu')")
-
-
-def test_layer_runs_where_no_gpu_is_visible():
-    out = run(
-        """
-import torch, te_fast.pytorch as te
+""",
+    "te_fast.profile may come first": """
+import te_fast.profile
+import te_fast.pytorch as te
+te.Linear(16, 16, device="cpu")
+""",
+    "te_fast.dispatch may come first": """
+import te_fast.dispatch
+import te_fast.pytorch as te
+te.Linear(16, 16, device="cpu")
+""",
+    "te_fast.common.recipe may come first": """
+import te_fast.common.recipe
+import te_fast.pytorch as te
+te.Linear(16, 16, device="cpu")
+""",
+    "te_fast.errors may come first": """
+import te_fast.errors
+import te_fast.pytorch as te
+te.Linear(16, 16, device="cpu")
+""",
+    "a layer runs where no GPU is visible": """
+import os
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+import torch
+import te_fast.pytorch as te
 layer = te.Linear(32, 16, device="cpu")
 with te.autocast(enabled=True):
     layer(torch.ones(16, 32)).sum().backward()
-print(tuple(layer.weight.grad.shape))
+assert layer.weight.grad.shape == (16, 32)
 """,
-        CUDA_VISIBLE_DEVICES="",
-    )
-    assert out == "(16, 32)\n"
-
-
-def test_cuda_use_without_a_gpu_raises_one_clear_error():
-    run(
-        """
-import torch, te_fast.pytorch as te
+    "CUDA use without a GPU raises one clear error": """
+import os
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+import te_fast.pytorch as te
 try:
     te.Linear(32, 16)
 except RuntimeError as error:
@@ -75,12 +65,63 @@ except RuntimeError as error:
 else:
     raise SystemExit("no error")
 """,
-        CUDA_VISIBLE_DEVICES="",
-    )
+    "the version is that of the distribution": """
+import importlib.metadata
+import te_fast
+assert te_fast.__version__ == importlib.metadata.version("te_fast")
+""",
+}
+
+DRIVER = """
+import json, os, sys, tempfile, traceback
+import torch
+
+def run(script):
+    with tempfile.TemporaryFile("w+") as file:
+        child = os.fork()
+        if child == 0:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            try:
+                exec(script, {"__name__": "case"})
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+                code = 1
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        _, status = os.waitpid(child, 0)
+        file.seek(0)
+        return status, file.read()
+
+json.dump({name: run(script) for name, script in json.load(sys.stdin).items()}, sys.stdout)
+"""
 
 
-def test_version_is_that_of_the_distribution():
-    run(
-        "import importlib.metadata, te_fast;"
-        "assert te_fast.__version__ == importlib.metadata.version('te_fast')"
+@pytest.fixture(scope="module")
+def outcomes():
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", DRIVER],
+        input=json.dumps(CASES),
+        capture_output=True,
+        text=True,
+        check=False,
+        # A thread of OpenBLAS beside the main one would make fork warn.
+        env={"PATH": "/usr/bin:/bin", "OPENBLAS_NUM_THREADS": "1"},
     )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_import(name, outcomes):
+    status, output = outcomes[name]
+    assert status == 0, output
+    if name == "touches no GPU and starts nothing":
+        # The time is told, not asserted: it belongs to the machine.
+        print(output, end="")
+        assert output.startswith("import te_fast.pytorch: ")
+        assert output.count("\n") == 1, "importing printed something"
+    else:
+        assert output == ""
