@@ -43,7 +43,7 @@ __device__ inline void clear_gaps(const PermuteParams& p, Gaps& gaps) {
         const uint64_t row = gap_row(p.map, gaps, i);
         if (row >= p.map.rows) return;
         zero_row<kRowThreads>(p.out + row * p.row_bytes, p.row_bytes);
-        if (p.probs != nullptr && threadIdx.x == 0) store_prob(p.out_probs, row, p.prob_type, 0.0f);
+        if (p.out_probs != nullptr && threadIdx.x == 0) store_prob(p.out_probs, row, p.prob_type, 0.0f);
     }
 }
 

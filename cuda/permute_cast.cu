@@ -77,7 +77,7 @@ __device__ inline void clear_gaps(const PermuteCastParams& p, Gaps& gaps) {
         zero_row<kRowThreads>(p.out + row * p.cols, p.cols);
         if (threadIdx.x != 0) continue;
         if (p.row_tokens != nullptr) p.row_tokens[row] = -1;
-        if (p.probs != nullptr) store_prob(p.out_probs, row, p.prob_type, 0.0f);
+        if (p.out_probs != nullptr) store_prob(p.out_probs, row, p.prob_type, 0.0f);
     }
 }
 

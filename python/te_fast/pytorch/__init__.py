@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from te_fast.pytorch._device import set_cuda_device_every_batch, should_set_cuda_device_every_batch
 from te_fast.pytorch.linear import Linear
+from te_fast.pytorch.padding import Fp8Padding, Fp8Unpadding
+from te_fast.pytorch.permutation import (
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_and_quantize,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
 from te_fast.pytorch.quantization import (
     FP8GlobalStateManager,
     autocast,
@@ -22,6 +32,8 @@ from te_fast.pytorch.quantization import (
 
 __all__ = [
     "FP8GlobalStateManager",
+    "Fp8Padding",
+    "Fp8Unpadding",
     "Linear",
     "autocast",
     "fp8_autocast",
@@ -34,6 +46,13 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_and_quantize",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
     "quantized_model_init",
     "set_cuda_device_every_batch",
     "should_set_cuda_device_every_batch",

@@ -1,0 +1,135 @@
+"""Padding of grouped GEMM inputs to the row counts that FP8 needs, and its reverse."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fast.errors import ShapeError
+from te_fast.pytorch import _permutation as impl
+from te_fast.pytorch.quantization import FP8GlobalStateManager, get_align_size_for_quantization
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Fp8Padding", "Fp8Unpadding"]
+
+
+class _Aligned(torch.nn.Module):
+    """Splits of a grouped GEMM and the alignment, which the recipe of the first forward decides."""
+
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+        if align_size is not None and align_size <= 0:
+            msg = f"{type(self).__name__}: align_size must be positive, got {align_size}"
+            raise ShapeError(msg)
+        self.num_gemms = num_gemms
+        self.align_size = align_size
+
+    def _align(self) -> int:
+        if self.align_size is None:
+            self.align_size = get_align_size_for_quantization(FP8GlobalStateManager.get_fp8_recipe())
+        return self.align_size
+
+    def _check(self, m_splits: torch.Tensor | Sequence[int]) -> None:
+        if len(m_splits) != self.num_gemms:
+            msg = (
+                f"{type(self).__name__}: m_splits must have {self.num_gemms} entries, one per GEMM, "
+                f"got {len(m_splits)}"
+            )
+            raise ShapeError(msg)
+
+
+class Fp8Padding(_Aligned):
+    """Pad every split of a grouped GEMM's input with zero rows to a multiple of ``align_size``.
+
+    Parameters
+    ----------
+    num_gemms : int
+        Number of GEMMs, that is of splits.
+    align_size : int, optional
+        Multiple to pad to. By default the recipe of the first forward decides: 32 for MXFP8, 128 for
+        NVFP4, else 16.
+    """
+
+    def forward(
+        self, inp: torch.Tensor, m_splits: list[int] | torch.Tensor, *, num_out_tokens: int | None = None
+    ) -> tuple[torch.Tensor, list[int] | torch.Tensor]:
+        """Pad.
+
+        Parameters
+        ----------
+        inp : torch.Tensor
+            Rows of all splits, ``(sum(m_splits), hidden)``.
+        m_splits : list of int or torch.Tensor
+            Rows of every split. As a tensor on the input's device nothing is read back.
+        num_out_tokens : int, optional
+            Rows of the result for a tensor of splits; by default the most that the padding can need. The
+            rest is zero.
+
+        Returns
+        -------
+        tuple
+            Padded rows, and the padded splits in the form of ``m_splits``. An input that needs no padding
+            is returned itself.
+        """
+        self._check(m_splits)
+        align = self._align()
+        rows_of = inp.view(-1, inp.size(-1))
+        if isinstance(m_splits, torch.Tensor):
+            padded_splits: Any = (m_splits + (align - 1)) // align * align
+            most = rows_of.size(0) + self.num_gemms * (align - 1)
+            rows = most // align * align if num_out_tokens is None else num_out_tokens
+        else:
+            padded_splits = [(rows + align - 1) // align * align for rows in m_splits]
+            if padded_splits == list(m_splits):
+                return inp, m_splits
+            m_splits = list(m_splits)
+            rows = sum(padded_splits)
+        out, _ = impl.move_rows(rows_of, None, m_splits, None, impl.PAD, align, rows)
+        return out, padded_splits
+
+
+class Fp8Unpadding(_Aligned):
+    """Take the padding of :class:`Fp8Padding` away again.
+
+    Parameters
+    ----------
+    num_gemms : int
+        Number of GEMMs, that is of splits.
+    align_size : int, optional
+        Multiple that was padded to; by default as for :class:`Fp8Padding`.
+    """
+
+    def forward(
+        self, inp: torch.Tensor, m_splits: list[int] | torch.Tensor, *, num_out_tokens: int | None = None
+    ) -> torch.Tensor:
+        """Unpad.
+
+        Parameters
+        ----------
+        inp : torch.Tensor
+            Padded rows.
+        m_splits : list of int or torch.Tensor
+            Rows of every split without padding.
+        num_out_tokens : int, optional
+            Rows of the result for a tensor of splits; by default those of ``inp``, the rest of which is zero.
+
+        Returns
+        -------
+        torch.Tensor
+            Rows ``(sum(m_splits), hidden)``. An input without padding is returned itself.
+        """
+        self._check(m_splits)
+        align = self._align()
+        rows_of = inp.view(-1, inp.size(-1))
+        if isinstance(m_splits, torch.Tensor):
+            rows = rows_of.size(0) if num_out_tokens is None else num_out_tokens
+        else:
+            if all(rows % align == 0 for rows in m_splits):
+                return inp
+            m_splits = list(m_splits)
+            rows = sum(m_splits)
+        out, _ = impl.move_rows(rows_of, None, m_splits, None, impl.UNPAD, align, rows)
+        return out  # type: ignore[no-any-return]

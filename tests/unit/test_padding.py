@@ -1,0 +1,126 @@
+"""Fp8Padding, Fp8Unpadding and chunk sorting on the host kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import te_fast.pytorch as te
+from te_fast.common import recipe
+from te_fast.errors import DtypeError, ShapeError
+
+
+def padded_reference(x, splits, align, rows=None):
+    parts = []
+    for part in x[: sum(splits)].split(splits):
+        parts += [part, x.new_zeros((-len(part) % align, x.size(1)))]
+    out = torch.cat(parts)
+    return out if rows is None else torch.cat([out, x.new_zeros((rows - len(out), x.size(1)))])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("splits", [[3, 0, 17, 16], [0, 5], [1]])
+def test_padding_of_lists(dtype, splits):
+    x = torch.randn(sum(splits), 6, dtype=torch.float32).to(dtype).requires_grad_()
+    padding, unpadding = te.Fp8Padding(len(splits), 16), te.Fp8Unpadding(len(splits), 16)
+    out, padded = padding(x, splits)
+    assert padded == [-(-rows // 16) * 16 for rows in splits]
+    assert torch.equal(out, padded_reference(x, splits, 16))
+    assert torch.equal(unpadding(out, splits), x)
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    start, expected = 0, []
+    for rows, to in zip(splits, padded, strict=True):
+        expected.append(dout[start : start + rows])
+        start += to
+    assert torch.equal(x.grad, torch.cat(expected))
+
+
+def test_aligned_input_is_returned_itself():
+    x = torch.randn(32, 4)
+    out, padded = te.Fp8Padding(2, 16)(x, [16, 16])
+    assert out is x
+    assert padded == [16, 16]
+    assert te.Fp8Unpadding(2, 16)(x, [16, 16]) is x
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_splits_as_a_tensor(dtype):
+    splits = [5, 0, 8, 3]
+    x = torch.randn(16, 4)
+    out, padded = te.Fp8Padding(4, 8)(x, torch.tensor(splits, dtype=dtype))
+    assert padded.tolist() == [8, 0, 8, 8]
+    assert out.shape == ((16 + 4 * 7) // 8 * 8, 4)
+    assert torch.equal(out, padded_reference(x, splits, 8, len(out)))
+    back = te.Fp8Unpadding(4, 8)(out, torch.tensor(splits, dtype=dtype), num_out_tokens=16)
+    assert torch.equal(back, x)
+    exact, _ = te.Fp8Padding(4, 8)(x, torch.tensor(splits), num_out_tokens=24)
+    assert torch.equal(exact, padded_reference(x, splits, 8))
+
+
+def test_alignment_follows_the_recipe_of_the_first_forward():
+    padding = te.Fp8Padding(1)
+    with te.autocast(enabled=True, recipe=recipe.Float8CurrentScaling()):
+        out, padded = padding(torch.randn(3, 4), [3])
+    assert padded == [16]
+    assert out.shape == (16, 4)
+    assert padding.align_size == 16
+
+
+def test_padding_errors():
+    with pytest.raises(ShapeError, match="one per GEMM"):
+        te.Fp8Padding(2, 16)(torch.randn(3, 4), [3])
+    with pytest.raises(ShapeError, match="align_size must be positive"):
+        te.Fp8Unpadding(2, 0)
+    with pytest.raises(DtypeError, match="torch.float32"):
+        te.Fp8Padding(1, 16)(torch.randn(3, 4).double(), [3])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_sort_chunks(dtype):
+    splits, order = [3, 0, 4, 2], [2, 0, 3, 1]
+    x, probs = torch.randn(11, 5).requires_grad_(), torch.rand(11).requires_grad_()
+    sizes, index = torch.tensor(splits, dtype=dtype), torch.tensor(order, dtype=dtype)
+    chunks = list(torch.arange(9).split(splits))
+    rows = torch.cat([chunks[i] for i in order] + [torch.tensor([9, 10])])
+    out, moved = te.moe_sort_chunks_by_index_with_probs(x, probs, sizes, index)
+    assert torch.equal(out, x[rows])
+    assert torch.equal(moved, probs[rows])
+    assert torch.equal(te.moe_sort_chunks_by_index(x, sizes, index), x[rows])
+    dout, dmoved = torch.randn_like(out), torch.randn_like(moved)
+    torch.autograd.backward([out, moved], [dout, dmoved])
+    expected, expected_probs = torch.empty_like(x), torch.empty_like(probs)
+    expected[rows], expected_probs[rows] = dout, dmoved
+    assert torch.equal(x.grad, expected)
+    assert torch.equal(probs.grad, expected_probs)
+
+
+def test_sort_chunks_edges():
+    empty = torch.empty(0, 4)
+    assert te.moe_sort_chunks_by_index(empty, torch.tensor([0]), torch.tensor([0])) is empty
+    with pytest.raises(ShapeError, match="one per chunk"):
+        te.moe_sort_chunks_by_index(torch.randn(2, 4), torch.tensor([1, 1]), torch.tensor([0]))
+    with pytest.raises(ShapeError, match="at most 4096"):
+        te.moe_sort_chunks_by_index(torch.randn(2, 4), torch.ones(5000, dtype=torch.int64), torch.arange(5000))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    splits=st.lists(st.integers(0, 40), min_size=1, max_size=30),
+    align=st.integers(1, 40),
+    tail=st.integers(0, 5),
+    seed=st.integers(0, 100),
+)
+def test_any_splits(splits, align, tail, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(sum(splits), 3, generator=generator)
+    out, _ = te.Fp8Padding(len(splits), align)(x, splits)
+    assert torch.equal(out, padded_reference(x, splits, align))
+    assert torch.equal(te.Fp8Unpadding(len(splits), align)(out, splits), x)
+    longer = torch.cat([x, torch.randn(tail, 3, generator=generator)])
+    order = torch.randperm(len(splits), generator=generator)
+    rows = list(torch.arange(sum(splits)).split(splits))
+    expected = torch.cat([rows[i] for i in order.tolist()] + [torch.arange(sum(splits), len(longer))])
+    assert torch.equal(te.moe_sort_chunks_by_index(longer, torch.tensor(splits), order), longer[expected])
