@@ -6,6 +6,7 @@ python tools/check_wheel.py dist/te_fast-*.whl [--archs 80,89,90,100,120]
 from __future__ import annotations
 
 import argparse
+import compileall
 import struct
 import subprocess
 import sys
@@ -123,6 +124,7 @@ def import_alone(wheel: Path) -> list[str]:
     """Import the wheel from a folder of its own, with the torch of this interpreter."""
     with tempfile.TemporaryDirectory() as folder:
         zipfile.ZipFile(wheel).extractall(folder)
+        compileall.compile_dir(folder, quiet=1)  # as an installer does
         script = f"import sys; sys.path.insert(0, {folder!r})\n{IMPORT_SCRIPT}"
         result = subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, check=False
