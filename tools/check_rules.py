@@ -20,7 +20,10 @@ MAX_DUPLICATE = 12
 # A file or function that is a table, with the reason why it may be longer.
 LONG: dict[str, str] = {}
 # Functions with more parameters than the bar, with the reason.
-WIDE: dict[str, str] = {}
+WIDE: dict[str, str] = {
+    "python/te_fast/pytorch/_permutation_compile.py:_permute_cast": "a torch.library schema is flat",
+    "python/te_fast/pytorch/_permutation_compile.py:_permute_cast_fake": "the same",
+}
 # Where the process environment may be read: one file a language, and the build script.
 ENVIRONMENT_READERS = {
     "python/te_fast/_config.py",
@@ -48,8 +51,10 @@ def check_lengths() -> Iterator[str]:
 
 
 def check_parameters() -> Iterator[str]:
-    """Find functions with too many parameters."""
+    """Find functions with too many parameters; of Rust's, clippy does."""
     for function in functions():
+        if function.path.endswith(".rs"):
+            continue
         public = not function.name.startswith("_") or function.name == "__init__"
         if TE_SIGNATURES.match(function.path) and public:
             continue

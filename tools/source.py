@@ -144,16 +144,17 @@ def cuda_functions(path: str) -> Iterator[Function]:
 
 
 def python_functions(path: str) -> Iterator[Function]:
-    """All functions and methods; a docstring does not count as length."""
+    """All functions and methods.
+
+    Signature and docstring do not count as length, nor as parameters what is named at every call.
+    """
     for node in ast.walk(ast.parse(text(path))):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
-        arguments = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+        arguments = node.args.posonlyargs + node.args.args
         names = [argument.arg for argument in arguments if argument.arg not in {"self", "cls"}]
-        length = (node.end_lineno or node.lineno) - node.lineno + 1
-        if ast.get_docstring(node) is not None:
-            first = node.body[0]
-            length -= (first.end_lineno or first.lineno) - first.lineno + 1
+        body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+        length = (node.end_lineno or node.lineno) - body[0].lineno + 1 if body else 0
         yield Function(path, node.lineno, node.name, length, len(names))
 
 
