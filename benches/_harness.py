@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from te_fast._timing import Timing, environment, interleave
+from te_fast._timing import Timing, environment, interleave, quiet
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from te_fast.common.recipe import Recipe
 
-__all__ = ["DTYPES", "RECIPES", "Timing", "interleave", "options", "show", "write"]
+__all__ = ["DTYPES", "RECIPES", "Timing", "interleave", "options", "quiet", "show", "write"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benches" / "results"

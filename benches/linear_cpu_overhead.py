@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import te_fast.pytorch as te
-from _harness import DTYPES, RECIPES, options, show, write
+from _harness import DTYPES, RECIPES, options, quiet, show, write
 
 if TYPE_CHECKING:
     import argparse
@@ -90,18 +90,18 @@ def candidates(arguments: argparse.Namespace, x: torch.Tensor) -> dict[str, Cand
 def main() -> None:
     """Measure, print, write."""
     parser = options(__doc__)
-    parser.add_argument("--rows", type=int, default=2048, help="rows of one microbatch")
-    parser.add_argument("--features", type=int, default=3072)
+    parser.add_argument("--rows", type=int, help="rows of one microbatch (2048; 256 on the CPU)")
+    parser.add_argument("--features", type=int, help="3072; 512 on the CPU")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--warmup", type=int, default=5, help="rounds that do not count")
     arguments = parser.parse_args()
     dtype, device = DTYPES[arguments.dtype], arguments.device
-    if device.type == "cpu":
-        arguments.rows, arguments.features = 256, 512
+    arguments.rows = arguments.rows or (256 if device.type == "cpu" else 2048)
+    arguments.features = arguments.features or (512 if device.type == "cpu" else 3072)
     x = torch.randn(arguments.rows, arguments.features, dtype=dtype, device=device)
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     competitors = candidates(arguments, x)
-    with torch.no_grad():
+    with torch.no_grad(), quiet():
         for number in range(arguments.warmup + arguments.rounds):
             for candidate in competitors.values():
                 candidate.round(arguments.microbatches, synchronize)

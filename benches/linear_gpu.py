@@ -88,7 +88,7 @@ def kept_bytes(size: int, recipe: Any, *, frozen: bool) -> int:
             before = torch.cuda.memory_allocated() - x.nbytes
             out = layer(x)
             del x
-            kept = torch.cuda.memory_allocated() - before - out.nbytes
+            kept = int(torch.cuda.memory_allocated() - before - out.nbytes)
             out.sum().backward()
             del out
     return kept

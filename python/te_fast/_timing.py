@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     Region = Callable[[], AbstractContextManager[Any]]
 
-__all__ = ["Timing", "environment", "interleave", "wait"]
+__all__ = ["Timing", "environment", "interleave", "quiet", "wait"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _burst(body: Callable[[], object], calls: int, device: torch.device, region:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep the garbage collector and torch's other threads out of the bursts.
 
     OpenMP threads wait by spinning: with two of them a burst on a busy machine measures its load.
@@ -100,7 +100,7 @@ def interleave(
     """
     region = {name: (regions or {}).get(name, nullcontext) for name in bodies}
     samples: dict[str, list[float]] = {name: [] for name in bodies}
-    with _quiet():
+    with quiet():
         for name, body in bodies.items():
             _burst(body, calls, device, region[name])
             _burst(body, calls, device, region[name])
