@@ -325,6 +325,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
         super().__setstate__(state)
         object.__setattr__(self, "_handle", self._make_handle())
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
+        """Forget what was quantised: ``.to()`` and its kin exchange the parameters' memory."""
+        result = super()._apply(fn, recurse)
+        self._handle.drop_weight_cache()
+        return result
+
     # Weight gradients ----------------------------------------------------------------------------
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:

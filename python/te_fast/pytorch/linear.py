@@ -10,11 +10,14 @@ from torch.nn import functional
 
 from te_fast.errors import DeviceError, DtypeError, ShapeError, StateError, UnsupportedError
 from te_fast.pytorch import _high_precision, _ops
-from te_fast.pytorch._global_state import autocast_state
+from te_fast.pytorch._global_state import FP8GlobalStateManager, autocast_state
 from te_fast.pytorch._split import concatenate, split_sizes
 from te_fast.pytorch.base import TransformerEngineBaseModule, check_device
 
 __all__ = ["Linear"]
+
+# FP8 takes multiples of this many rows.
+_ROWS = 8
 
 
 def _refuse(name: str, layer: str) -> None:
@@ -311,12 +314,22 @@ class Linear(TransformerEngineBaseModule):
         if autocast_state.fp8_enabled and inp.numel() > 0:
             inp = inp.to(self.activation_dtype)
             mixed = weight.dtype != inp.dtype
+            x = self._padded(inp)
             out = _ops.linear_apply(
-                self, self._handle, inp, weight, bias, is_first_microbatch, mixed, version
+                self, self._handle, x, weight, bias, is_first_microbatch, mixed, version
             )
+            if x is not inp:
+                out = out[: inp.numel() // self.in_features].view(*inp.shape[:-1], -1)
         else:
             out = self._high_precision(inp, weight, bias, is_first_microbatch)
         return self._with_bias(out) if self.return_bias else out
+
+    def _padded(self, inp: torch.Tensor) -> torch.Tensor:
+        """Return the input with the rows that block-scaled GEMMs need, where padding is allowed."""
+        rows = inp.numel() // self.in_features
+        if rows % _ROWS == 0 or not _ops.native.auto_pad() or not FP8GlobalStateManager.get_fp8_recipe().float8_block_scaling():
+            return inp
+        return functional.pad(inp.reshape(rows, -1), (0, 0, 0, _ROWS - rows % _ROWS))
 
     def _check_input(self, inp: Any) -> None:
         if not isinstance(inp, torch.Tensor):

@@ -176,7 +176,9 @@ impl CudaDevice {
         }
         // SAFETY: the context was retained at opening and is never released.
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })?;
-        Ok(Some(Context(current)))
+        // A thread without a context stands on device 0, as the CUDA runtime counts; taking the context away from it
+        // again would make torch set one up at its next call.
+        Ok((!current.is_null() || self.facts.ordinal != 0).then_some(Context(current)))
     }
 
     /// Loads one kernel, so that its first launch does not.

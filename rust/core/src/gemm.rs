@@ -22,8 +22,8 @@ const IDLE_PLANS: usize = 1024;
 
 /// Elements of an operand that cuBLAS always takes.
 const PART_ELEMENTS: usize = 1 << 30;
-/// Parts start where scales of every mode are aligned to 16 bytes.
-const PART_GRANULE: usize = 512;
+/// Parts start where results and biases of every type are aligned to [`Problem::alignment`].
+const PART_GRANULE: usize = 128;
 
 /// How an operand's scale is laid out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -103,25 +103,16 @@ pub struct GemmIo<'a> {
 #[derive(Debug)]
 pub struct GemmPlan {
     problem: Problem,
-    /// One part, or several along k where cuBLAS cannot index the operands at once; none on the host.
+    /// One part, or several along n where cuBLAS cannot index the second operand at once; none on the host.
     parts: Vec<Part>,
 }
 
-/// A stretch of the contraction.
+/// Some columns of the result.
 #[derive(Debug)]
 struct Part {
     cublas: CublasPlan,
-    accumulate: bool,
-    /// Bytes from the operands' and scales' first bytes.
-    offsets: Offsets,
-}
-
-#[derive(Clone, Copy, Debug, Default)]
-struct Offsets {
-    x: usize,
-    x_scale: usize,
-    w: usize,
-    w_scale: usize,
+    /// Bytes from the second operand's, the bias's and the result's first bytes.
+    offsets: [usize; 3],
 }
 
 impl GemmPlan {
@@ -141,17 +132,11 @@ impl GemmPlan {
             return Ok(());
         }
         match (&mut target.backend, self.parts.as_slice()) {
-            (Backend::Cuda(queue), [part]) => part.cublas.run(queue.stream, io, part.accumulate),
+            (Backend::Cuda(queue), [part]) => part.cublas.run(queue.stream, io, self.problem.accumulate),
             (Backend::Cuda(queue), [_, _, ..]) => self.parts.iter().try_for_each(|part| {
-                let offsets = part.offsets;
-                let io = GemmIo {
-                    x: io.x.offset(offsets.x),
-                    x_scale: io.x_scale.offset(offsets.x_scale),
-                    w: io.w.offset(offsets.w),
-                    w_scale: io.w_scale.offset(offsets.w_scale),
-                    ..*io
-                };
-                part.cublas.run(queue.stream, &io, part.accumulate)
+                let [w, bias, d] = part.offsets;
+                let io = GemmIo { w: io.w.offset(w), bias: io.bias.offset(bias), d: io.d.offset(d), ..*io };
+                part.cublas.run(queue.stream, &io, self.problem.accumulate)
             }),
             (Backend::Host, []) => host_gemm::run(&self.problem, io),
             _ => Err(Error::state("gemm", "a plan was run on another device than it was made for")),
@@ -206,50 +191,28 @@ impl GemmPlans {
     }
 }
 
-/// The whole problem; or, where cuBLAS has no algorithm for operands this large, parts along k.
+/// The whole problem; or, where cuBLAS has no algorithm for a second operand this large, parts of its rows.
 fn make_parts(cublas: &CublasLt, problem: &Problem) -> Result<Vec<Part>> {
     let refused = match cublas.plan(problem) {
-        Ok(cublas) => return Ok(vec![Part { cublas, accumulate: problem.accumulate, offsets: Offsets::default() }]),
+        Ok(cublas) => return Ok(vec![Part { cublas, offsets: [0; 3] }]),
         Err(error) => error,
     };
     let unsupported = matches!(refused.kind(), ErrorKind::Cublas { status: NOT_SUPPORTED, .. });
-    let largest = problem.m.max(problem.n);
-    if !unsupported || problem.bias.is_some() || largest.saturating_mul(problem.k) <= PART_ELEMENTS {
+    let small = problem.n.saturating_mul(problem.w.ld) <= PART_ELEMENTS;
+    let splittable = matches!(problem.w.scale, ScaleMode::None | ScaleMode::Tensor) && !problem.w.k_outermost;
+    if !unsupported || small || !splittable {
         return Err(refused);
     }
-    let step = (PART_ELEMENTS / largest).next_multiple_of(PART_GRANULE);
-    (0..problem.k)
+    let step = (PART_ELEMENTS / problem.w.ld).max(1).next_multiple_of(PART_GRANULE);
+    (0..problem.n)
         .step_by(step)
         .map(|start| {
-            let accumulate = problem.accumulate || start != 0;
-            let part = Problem { k: step.min(problem.k - start), accumulate, ..*problem };
-            let offsets = Offsets {
-                x: problem.x.offset(start),
-                x_scale: problem.x.scale_offset(start, problem.m),
-                w: problem.w.offset(start),
-                w_scale: problem.w.scale_offset(start, problem.n),
-            };
-            Ok(Part { cublas: cublas.plan(&part)?, accumulate, offsets })
+            let part = Problem { n: step.min(problem.n - start), ..*problem };
+            let w = start * problem.w.ld * problem.w.dtype.size();
+            let bias = start * problem.bias.map_or(0, DType::size);
+            Ok(Part { cublas: cublas.plan(&part)?, offsets: [w, bias, start * problem.d.size()] })
         })
         .collect()
-}
-
-impl Operand {
-    /// Bytes to the element of the first row with this k.
-    const fn offset(&self, k: usize) -> usize {
-        self.dtype.size() * if self.k_outermost { k * self.ld } else { k }
-    }
-
-    /// Bytes to the scale of the first row with this k, a multiple of [`PART_GRANULE`].
-    const fn scale_offset(&self, k: usize, outer: usize) -> usize {
-        let block = k / 128;
-        size_of::<f32>()
-            * match self.scale {
-                ScaleMode::None | ScaleMode::Tensor => 0,
-                ScaleMode::Block1d => block * outer.next_multiple_of(4),
-                ScaleMode::Block2d => block,
-            }
-    }
 }
 
 impl Problem {

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::gemm::{GemmIo, GemmPlan, Operand, Problem, ScaleMode};
 use crate::kernel::{DevPtr, Target};
 use crate::quantizer::{QuantIo, QuantPlan, QuantSpec, Quantized};
-use crate::recipe::{Block, Needs, Recipe, Usage, Usages};
+use crate::recipe::{BackwardOverride, Block, Needs, Recipe, Usage, Usages};
 use crate::tensor::{DType, Device};
 use crate::trace::{CLOCK, Stage};
 
@@ -199,6 +199,7 @@ impl LinearPlan {
     /// # Errors
     /// Sizes that FP8 GEMMs cannot take (naming the padding needed), or what the device or cuBLAS lacks.
     pub fn new(dispatcher: &mut Dispatcher, recipe: &Recipe, key: LinearKey, in_features: usize, out_features: usize) -> Result<Self> {
+        check_recipe(recipe, &key)?;
         check_sizes(&key, in_features, out_features)?;
         let LinearKey { rows, activation, device, needs, .. } = key;
         let processors = dispatcher.multiprocessors(device)?;
@@ -497,6 +498,16 @@ impl Problems<'_> {
             alignment,
         }
     }
+}
+
+fn check_recipe(recipe: &Recipe, key: &LinearKey) -> Result<()> {
+    if recipe.backward_override != BackwardOverride::None {
+        return Err(Error::unsupported(OP, "the recipe's backward_override is not supported yet; leave it at None"));
+    }
+    if recipe.is_delayed() && key.needs.save_original_input {
+        return Err(Error::value(OP, "save_original_input=True does not go with delayed scaling, whose scale changes before backward; use current or block scaling"));
+    }
+    Ok(())
 }
 
 /// Transformer Engine's rule, with the remedy: leading dimensions of 8, the last of 16.

@@ -139,6 +139,12 @@ pub(crate) fn set_auto_pad(py: Python<'_>, enabled: bool) -> PyResult<bool> {
     Ok(std::mem::replace(&mut state(py)?.dispatcher(py)?.0.auto_pad, enabled))
 }
 
+/// Whether row counts that are no multiple of 8 are taken.
+#[pyfunction]
+pub(crate) fn auto_pad(py: Python<'_>) -> PyResult<bool> {
+    Ok(state(py)?.dispatcher(py)?.0.auto_pad)
+}
+
 /// Whether each call compares the tensors' device with the current one; returns the former setting.
 #[pyfunction]
 #[pyo3(signature = (enabled, /))]

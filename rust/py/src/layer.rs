@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use te_fast_core::autocast::AmaxSlots;
+use te_fast_core::autocast::{AmaxSlots, Region};
 use te_fast_core::driver::Stream;
 use te_fast_core::linear::{LinearKey, LinearPlan, Segments, Slot, WeightBuffer};
 use te_fast_core::tensor::{DType, Device, TensorView};
@@ -36,6 +36,11 @@ pub(crate) struct CachedWeight {
     pub(crate) generation: u64,
     pub(crate) cache_epoch: u64,
     pub(crate) device: Device,
+    /// Made by a call that needs gradients. Weights are often exchanged between training and evaluation by writes
+    /// that leave no trace (`weight.data.copy_`), so that the one does not use what the other quantised.
+    pub(crate) training: bool,
+    /// torch's weak reference to the weight's storage: while it is alive, no other memory has its address.
+    pub(crate) storage: Py<PyAny>,
 }
 
 impl CachedWeight {
@@ -127,6 +132,13 @@ pub(crate) struct LinearHandle {
     pub(crate) captured: Option<Arc<CachedWeight>>,
     pub(crate) slots: Option<Slots>,
     pub(crate) deferred: VecDeque<DeferredWeightGrad>,
+    /// A gradient of the weight was computed since it was quantised: an update is to be expected.
+    pub(crate) expects_update: bool,
+    /// Updates were seen to move torch's version counter. Optimizers that write through raw pointers, and sharding
+    /// that gathers weights behind torch's back, do not; their weights are quantised after every backward.
+    pub(crate) updates_move_version: bool,
+    /// Region of the last forward, if that was in FP8: what a recomputation during backward repeats.
+    pub(crate) last_region: Option<Region>,
     plans: Vec<Planned>,
     geometries: Vec<Py<Geometry>>,
     weight_size: Py<PyTuple>,
@@ -225,6 +237,9 @@ impl LinearHandle {
             captured: None,
             slots: None,
             deferred: VecDeque::new(),
+            expects_update: false,
+            updates_move_version: false,
+            last_region: None,
             plans: Vec::new(),
             geometries: Vec::new(),
             weight_size: PyTuple::new(py, [out_features, in_features])?.unbind(),

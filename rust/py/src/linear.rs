@@ -5,10 +5,12 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyAnyMethods, PyBool, PyDict, PyTuple};
+use te_fast_core::autocast::Region;
 
 use crate::layer::{LinearHandle, LinearSaved};
 use crate::linear_run::run;
 use crate::state::{State, state};
+use crate::tensor::instance_dict;
 
 /// Python's half: what runs when a call leaves the fast path.
 #[derive(Debug)]
@@ -71,7 +73,7 @@ pub(crate) fn linear_call<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = module.py();
     let state = state(py)?;
-    let attributes = attributes_of(module)?;
+    let attributes = instance_dict(module)?;
     if fp8_output.is_some() || fp8_grad.is_some() || !can_skip_module_call(py, state, &attributes)? {
         let optional = [("is_first_microbatch", is_first_microbatch), ("fp8_output", fp8_output), ("fp8_grad", fp8_grad)];
         return slow_call(state, module, inp, &optional);
@@ -90,11 +92,6 @@ fn slow_call<'py>(state: &State, module: &Bound<'py, PyAny>, inp: &Bound<'py, Py
         }
     }
     state.torch.module_call.bind(py).call((module, inp), Some(&keywords))
-}
-
-#[inline]
-fn attributes_of<'py>(module: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
-    Ok(module.getattr(intern!(module.py(), "__dict__"))?.cast_into::<PyDict>()?)
 }
 
 /// No hook of the module or of all modules, no compiled call, no `forward` of the instance's own.
@@ -120,7 +117,7 @@ fn can_skip_module_call(py: Python<'_>, state: &State, attributes: &Bound<'_, Py
 #[pyfunction]
 #[pyo3(signature = (module, inp, is_first_microbatch=None))]
 pub(crate) fn linear_forward<'py>(module: &Bound<'py, PyAny>, inp: &Bound<'py, PyAny>, is_first_microbatch: Option<bool>) -> PyResult<Bound<'py, PyAny>> {
-    forward(state(module.py())?, module, &attributes_of(module)?, inp, is_first_microbatch)
+    forward(state(module.py())?, module, &instance_dict(module)?, inp, is_first_microbatch)
 }
 
 /// The parameter `name` if it is a plain tensor.
@@ -141,7 +138,10 @@ fn forward<'py>(
     let general = || module.call_method1(intern!(py, "_forward_general"), (input, is_first_microbatch));
     let Some(handle) = attributes.get_item(intern!(py, "_handle"))? else { return general() };
     let handle = handle.cast::<LinearHandle>()?;
-    let config = handle.try_borrow()?.config;
+    let (config, last_epoch) = {
+        let handle = handle.try_borrow()?;
+        (handle.config, handle.last_region.as_ref().map(|region| region.epoch))
+    };
     if !config.whole || !state.torch.is_plain(input) || state.torch.is_autocast_enabled.bind(py).call0()?.is_truthy()? {
         return general();
     }
@@ -154,17 +154,32 @@ fn forward<'py>(
     } else {
         None
     };
-    let region = *state.dispatcher(py)?.0.autocast.current();
+    let (region, auto_pad) = {
+        let dispatcher = state.dispatcher(py)?;
+        (*dispatcher.0.autocast.current(), dispatcher.0.auto_pad)
+    };
     let y = if region.enabled {
+        // Block-scaled GEMMs need the rows padded, which Python does.
+        let pads = auto_pad && !region.recipe.is_per_tensor();
         match state.reader.read(input)? {
-            Some(view) if view.numel() > 0 => {}
+            Some(view) if view.numel() > 0 && !(pads && !view.rows().is_multiple_of(8)) => {}
             _ => return general(),
+        }
+        if last_epoch != Some(region.epoch) {
+            handle.try_borrow_mut()?.last_region = Some(region);
         }
         if region.recipe.is_delayed() {
             ensure_slots(module, handle, region.epoch)?;
         }
         apply(state, handle, input, &weight, bias.as_ref(), Bits::microbatch(is_first_microbatch))?
     } else {
+        if last_epoch.is_some() {
+            if let Some(former) = recomputed_region(state, handle)? {
+                let again = forward(state, module, attributes, input, is_first_microbatch);
+                state.dispatcher(py)?.0.autocast.restore(&former);
+                return again;
+            }
+        }
         if region.calibrating || config.fuse_wgrad_accumulation || config.delay_wgrad_compute {
             return general();
         }
@@ -177,6 +192,26 @@ fn forward<'py>(
         return Ok(y);
     }
     module.call_method1(intern!(py, "_with_bias"), (y,))
+}
+
+/// Activation checkpointing runs a forward again during backward, when the autocast region may be over: puts the
+/// region of the layer's last forward in force, and returns the one to go back to.
+#[cold]
+fn recomputed_region(state: &State, handle: &Bound<'_, LinearHandle>) -> PyResult<Option<Region>> {
+    let py = handle.py();
+    if state.torch.current_graph_task_id.bind(py).call0()?.extract::<i64>()? < 0 {
+        handle.try_borrow_mut()?.last_region = None;
+        return Ok(None);
+    }
+    let Some(region) = handle.try_borrow()?.last_region else { return Ok(None) };
+    let mut dispatcher = state.dispatcher(py)?;
+    let autocast = &mut dispatcher.0.autocast;
+    if autocast.depth() != 0 {
+        return Ok(None); // an enclosing region says what is wanted
+    }
+    let former = *autocast.current();
+    autocast.restore(&region);
+    Ok(Some(former))
 }
 
 /// Sets delayed scaling up for the region, if this layer has not seen it.

@@ -96,10 +96,12 @@ pub(crate) fn run<'py>(
     bias: Option<&Bound<'py, PyAny>>,
     bits: Bits,
 ) -> PyResult<Done<'py>> {
-    let (x_copy, weight_copy) = (readable(state, input, "input")?, readable(state, weight, "weight")?);
-    let x = x_copy.as_ref().unwrap_or(input);
-    let call = Call { state, handle, x, weight: weight_copy.as_ref().unwrap_or(weight), parameter: weight, bias, bits };
-    call.run().map_err(|failure| failure.named(handle))
+    let call = Call { state, handle, x: input, weight, parameter: weight, bias, bits };
+    let fits = |view: &TensorView<'_>| view.is_contiguous() && view.is_aligned(ALIGNMENT);
+    CLOCK.start();
+    let (x, w) = (view_of(&state.reader, input, "input").python()?, view_of(&state.reader, weight, "weight").python()?);
+    let result = if fits(&x) && fits(&w) { call.run(&x, &w) } else { call.run_on_copies() };
+    result.map_err(|failure| failure.named(handle))
 }
 
 /// One forward.
@@ -130,16 +132,21 @@ struct Decision {
 }
 
 impl<'py> Call<'_, 'py> {
-    fn run(&self) -> Result<Done<'py>, Failure> {
+    #[cold]
+    fn run_on_copies(&self) -> Result<Done<'py>, Failure> {
+        let (x, weight) = (readable(self.state, self.x, "input")?, readable(self.state, self.weight, "weight")?);
+        let copies = Call { x: x.as_ref().unwrap_or(self.x), weight: weight.as_ref().unwrap_or(self.weight), ..*self };
+        let reader = &self.state.reader;
+        copies.run(&view_of(reader, copies.x, "input")?, &view_of(reader, copies.weight, "weight")?)
+    }
+
+    fn run(&self, x: &TensorView<'_>, w: &TensorView<'_>) -> Result<Done<'py>, Failure> {
         let (py, state) = (self.x.py(), self.state);
-        CLOCK.start();
-        let x = view_of(&state.reader, self.x, "input")?;
-        let w = view_of(&state.reader, self.weight, "weight")?;
         let config = self.handle.try_borrow()?.config;
-        self.check(&config, &x, &w)?;
+        self.check(&config, x, w)?;
         CLOCK.mark(Stage::Read);
         let _guard = state.guard(py, x.device())?;
-        let decision = self.decide(&config, &x, &w)?;
+        let decision = self.decide(&config, x, w)?;
         let Decision { plan, geometry, slots, place, .. } = &decision;
         CLOCK.mark(Stage::Plan);
         let sizes = geometry.get();
@@ -247,7 +254,7 @@ impl<'py> Call<'_, 'py> {
         let cache_epoch = dispatcher.cache_epoch;
         drop(guard);
         let mut decision = Decision { plan, saved_size, geometry, slots, place, capturing, generation, cache_epoch, token, weight_version, reused: None };
-        decision.reused = self.reusable(&handle, &decision);
+        decision.reused = self.reusable(&mut handle, &decision)?;
         if decision.reused.is_some() && !capturing && !handle.cache_streams.contains(&place.stream) {
             self.share_with(&mut handle, place)?;
         }
@@ -275,25 +282,38 @@ impl<'py> Call<'_, 'py> {
     ///
     /// A graph under capture runs later, on weights that may have changed by then, so that it reuses nothing unless
     /// it is told to by `is_first_microbatch=False`.
-    fn reusable(&self, handle: &LinearHandle, decision: &Decision) -> Option<Arc<CachedWeight>> {
+    fn reusable(&self, handle: &mut LinearHandle, decision: &Decision) -> PyResult<Option<Arc<CachedWeight>>> {
         let later = self.bits.has(Bits::LATER_MICROBATCH);
         if self.bits.has(Bits::FIRST_MICROBATCH) || (decision.capturing && !later) {
-            return None;
+            return Ok(None);
         }
-        let kept = if decision.capturing { handle.captured.as_ref().or(handle.cache.as_ref()) } else { handle.cache.as_ref() };
+        let LinearHandle { cache, captured, .. } = &*handle;
+        let Some(kept) = captured.as_ref().filter(|_| decision.capturing).or(cache.as_ref()) else { return Ok(None) };
+        let kept = Arc::clone(kept);
+        if handle.expects_update && kept.token.version != decision.token.version {
+            handle.updates_move_version = true;
+        }
         let key = decision.plan.key();
-        let needed = decision.plan.weight_segments().usage;
-        kept.filter(|kept| {
-            let there = kept.segments.usage;
-            kept.epoch == key.epoch
-                && kept.cache_epoch == decision.cache_epoch
-                && kept.device == key.device
-                && kept.token == decision.token
-                && (there.rowwise || !needed.rowwise)
-                && (there.columnwise || !needed.columnwise)
-                && (later || (kept.generation == decision.generation && kept.token.version.is_some()))
-        })
-        .cloned()
+        let (there, needed) = (kept.segments.usage, decision.plan.weight_segments().usage);
+        let serves = kept.epoch == key.epoch
+            && kept.cache_epoch == decision.cache_epoch
+            && kept.device == key.device
+            && kept.token == decision.token
+            && (there.rowwise || !needed.rowwise)
+            && (there.columnwise || !needed.columnwise);
+        let current = later
+            || (kept.generation == decision.generation
+                && kept.token.version.is_some()
+                && kept.training == self.bits.has(Bits::ANY_GRAD)
+                && (handle.updates_move_version || !handle.expects_update));
+        Ok(if serves && current && !self.is_gone(&kept)? { Some(kept) } else { None })
+    }
+
+    /// Whether the memory that a kept weight was read from was freed: its address may be another tensor's by now.
+    fn is_gone(&self, kept: &CachedWeight) -> PyResult<bool> {
+        let py = self.x.py();
+        let reference = kept.storage.bind(py).getattr(intern!(py, "cdata"))?;
+        self.state.torch.storage_expired.bind(py).call1((reference,))?.is_truthy()
     }
 
     /// Orders another stream's reads of the kept weight behind the stream that wrote it.
@@ -334,13 +354,27 @@ impl<'py> Call<'_, 'py> {
                 (Held::new(&self.state.reader, &tensor)?, segments.bytes)
             }
         };
+        let py = self.x.py();
+        let storage = self.parameter.call_method0(intern!(py, "untyped_storage"))?;
         let &Decision { token, generation, cache_epoch, .. } = decision;
-        Ok(CachedWeight { buffer, bytes, segments, token, epoch: key.epoch, generation, cache_epoch, device: key.device })
+        Ok(CachedWeight {
+            buffer,
+            bytes,
+            segments,
+            token,
+            epoch: key.epoch,
+            generation,
+            cache_epoch,
+            device: key.device,
+            training: self.bits.has(Bits::ANY_GRAD),
+            storage: self.state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind(),
+        })
     }
 
     /// Keeps a weight that was quantised by this call. Only now: a call that failed leaves none behind.
     fn keep(&self, decision: &Decision, weight: &Arc<CachedWeight>) -> Result<(), Failure> {
         let mut handle = self.handle.try_borrow_mut()?;
+        handle.expects_update = false;
         if decision.capturing {
             handle.captured = Some(Arc::clone(weight));
         } else {

@@ -233,6 +233,7 @@ pub(crate) fn moe_permute<'py>(
         probs: probs_view.map_or(DevPtr::null(), |view| view.data()),
         out_probs: call.pointer(out_probs.as_ref())?,
         map: MapBuffers { map: outputs.row_id_map, pad_offsets: outputs.pad_offsets, ends: DevPtr::null(), partials: 1 },
+        behind_map: true,
     };
     let ends_bytes = 4 * map_plan.experts();
     call.run(map_plan.scratch_bytes() + ends_bytes.next_multiple_of(256), |target, scratch| {
@@ -342,7 +343,7 @@ pub(crate) fn moe_apply<'py>(
     let probs = probs_view.map_or(DevPtr::null(), |view| view.data());
     call.run(counted.bytes(), |target, scratch| {
         let map = counted.count(target, map.data(), pad_offsets, scratch)?;
-        plan.run(target, &PermuteBuffers { x: x.data(), out: out_pointer, probs, out_probs: out_probs_pointer, map })
+        plan.run(target, &PermuteBuffers { x: x.data(), out: out_pointer, probs, out_probs: out_probs_pointer, map, behind_map: false })
     })?;
     (out, out_probs).into_pyobject(py)
 }

@@ -7,7 +7,7 @@
 use std::ffi::{CStr, c_int, c_void};
 
 use pyo3::prelude::*;
-use pyo3::types::{PyCapsule, PyCapsuleMethods, PyString};
+use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict, PyString};
 use te_fast_core::driver::Stream;
 use te_fast_core::kernel::DevPtr;
 use te_fast_core::tensor::{DType, Device, TensorView};
@@ -266,6 +266,16 @@ pub(crate) fn view_of<'a>(reader: &Reader, tensor: &'a Bound<'_, PyAny>, what: &
 unsafe extern "C" {
     /// CPython's; PyO3 does not declare it.
     fn PyInstanceMethod_New(function: *mut pyo3::ffi::PyObject) -> *mut pyo3::ffi::PyObject;
+}
+
+/// `object.__dict__` of an object that has one.
+#[inline]
+pub(crate) fn instance_dict<'py>(object: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyDict>> {
+    // SAFETY: a live object; returns a new reference, or null with an exception set.
+    let dict = unsafe { pyo3::ffi::PyObject_GenericGetDict(object.as_ptr(), std::ptr::null_mut()) };
+    // SAFETY: the pointer is owned by us, and null means an exception.
+    let dict = unsafe { Bound::from_owned_ptr_or_err(object.py(), dict) }?;
+    Ok(dict.cast_into::<PyDict>()?)
 }
 
 /// A builtin that binds like a Python function when it is found on a class: `__call__` without a Python frame.

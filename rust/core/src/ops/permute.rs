@@ -167,8 +167,8 @@ params! {
         pub row_bytes: u64,
         /// Type of the probabilities.
         pub prob_type: u32,
-        /// Zero.
-        pub unused: u32,
+        /// 1: the launch before is the row map, so the rows may be read while it runs.
+        pub behind_map: u32,
     }
 }
 
@@ -193,6 +193,8 @@ pub struct PermuteBuffers<'a> {
     pub out_probs: DevPtr<'a>,
     /// The map, with its ends.
     pub map: MapBuffers<'a>,
+    /// The launch before this one is the row map's.
+    pub behind_map: bool,
 }
 
 impl PermutePlan {
@@ -225,7 +227,7 @@ impl PermutePlan {
             map: RowMapParams::new(&self.shape, &b.map, zero_blocks),
             row_bytes: self.row_bytes as u64,
             prob_type: prob_code(self.prob),
-            unused: 0,
+            behind_map: u32::from(b.behind_map),
         };
         let grid = Grid::linear(zero_blocks + self.shape.tokens as u32, ROW_THREADS);
         launch(target, KernelId::PermuteFwd, grid, &params)

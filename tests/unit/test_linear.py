@@ -1,0 +1,703 @@
+"""te_fast.pytorch.Linear on the host backend, against FP64 products of independently quantised operands."""
+
+import copy
+import pickle
+
+import pytest
+import reference as ref
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import te_fast
+import te_fast.pytorch as te
+from te_fast import dispatch
+from te_fast.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+)
+
+RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "block": Float8BlockScaling}
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# Half a unit in the last place of the result, and room for FP32 sums in another order.
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 3e-6}
+
+
+@pytest.fixture(params=RECIPES)
+def recipe(request):
+    return RECIPES[request.param]()
+
+
+def make(inputs=64, outputs=48, dtype=torch.bfloat16, **options):
+    torch.manual_seed(inputs + outputs)
+    layer = te.Linear(inputs, outputs, device="cpu", params_dtype=dtype, **options)
+    if layer.use_bias and options.get("parameters_split") is None:
+        torch.nn.init.normal_(layer.bias)
+    return layer
+
+
+def inputs(rows, layer, dtype=torch.bfloat16):
+    torch.manual_seed(rows)
+    x = torch.randn(rows, layer.in_features, dtype=dtype, requires_grad=True)
+    return x, torch.randn(rows, layer.out_features, dtype=dtype)
+
+
+def step(layer, x, grad, recipe, **options):
+    with te.autocast(recipe=recipe):
+        y = layer(x, **options)
+    y.backward(grad)
+    return y
+
+
+def values(t, fmt, kind, *, transposed=False, scale=None):
+    """What FP8 makes of ``t`` as FP64: per tensor, in 1x128 blocks along the contraction, or 128x128."""
+    t = t.detach()
+    t = t.t().contiguous() if transposed else t
+    if kind == "2d":
+        bytes_, inverse = ref.quantize_2d(t, fmt)
+        blocks = inverse[:, : -(-t.shape[1] // 128)]
+        spread = blocks.repeat_interleave(128, 0)[: t.shape[0]].repeat_interleave(128, 1)[:, : t.shape[1]]
+    elif kind == "1d":
+        bytes_, inverse = ref.quantize_1d(t, fmt)
+        spread = inverse[:, : t.shape[0]].t().repeat_interleave(128, 1)[:, : t.shape[1]]
+    else:
+        scale = ref.amax_to_scale(ref.amax_of(t), ref.FP8_MAX[fmt]) if scale is None else scale
+        bytes_, spread = ref.quantize_per_tensor(t, scale, fmt), ref.reciprocal(torch.as_tensor(scale))
+    return bytes_.view(ref.TORCH_FP8[fmt]).double() * spread.double()
+
+
+def expected(layer, x, grad, name):
+    """Products of quantised operands; delayed scaling is taken in its first step, at scale 1."""
+    w, bias = layer.weight.detach(), layer.bias.detach()
+    if w.dtype == torch.float32:
+        bias = bias.bfloat16()  # no FP8 GEMM adds an FP32 bias
+    bias = bias.double()
+    if name == "block":
+        kinds, grad_format, scale = ("1d", "2d", "1d"), "e4m3", None
+    else:
+        kinds, grad_format = ("t", "t", "t"), "e5m2"
+        scale = torch.tensor(1.0) if name == "delayed" else None
+    quantised = {
+        "x": values(x, "e4m3", kinds[0], scale=scale),
+        "xt": values(x, "e4m3", kinds[0], transposed=True, scale=scale),
+        "w": values(w, "e4m3", kinds[1], scale=scale),
+        "g": values(grad, grad_format, kinds[2], scale=scale),
+        "gt": values(grad, grad_format, kinds[2], transposed=True, scale=scale),
+    }
+    return {
+        "y": quantised["x"] @ quantised["w"].t() + bias,
+        "dx": quantised["g"] @ quantised["w"],
+        "dw": quantised["gt"] @ quantised["xt"].t(),
+        "db": grad.double().sum(0),
+    }
+
+
+def close(got, wanted, dtype):
+    scale = wanted.abs().amax().clamp_min(1e-30)
+    error = ((got.double() - wanted).abs() / scale).max().item()
+    assert error <= 2 * ROUNDING[dtype], error
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(32, 64, 48), (8, 16, 16), (136, 272, 144)], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_whole_step_is_the_product_of_quantised_operands(name, shape, dtype):
+    rows, ins, outs = shape
+    layer = make(ins, outs, dtype)
+    x, grad = inputs(rows, layer, dtype)
+    if name == "delayed":
+        x = (x.detach() * 0.5).requires_grad_()
+    wanted = expected(layer, x, grad, name)
+    y = step(layer, x, grad, RECIPES[name]())
+    assert y.dtype == x.dtype
+    close(y, wanted["y"], dtype)
+    close(x.grad, wanted["dx"], dtype)
+    close(layer.weight.grad, wanted["dw"], dtype)
+    close(layer.bias.grad, wanted["db"], dtype)
+
+
+def test_leading_dimensions_and_layouts(recipe):
+    layer = make(bias=False)
+    x, _ = inputs(32, layer)
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        y = layer(x)
+        assert torch.equal(layer(x.view(2, 4, 4, 64)), y.view(2, 4, 4, 48))
+        assert torch.equal(layer(x.t().contiguous().t()), y)
+        shifted = torch.empty(32 * 64 + 1, dtype=x.dtype)[1:].view(32, 64).copy_(x)
+        assert torch.equal(layer(shifted), y)
+        if not recipe.float8_current_scaling():  # whose scale is that of the rows it sees
+            assert torch.equal(layer(x[::2].expand(2, 16, 64))[0], y[::2])
+        assert layer(x[0].expand(8, 64)).shape == (8, 48)
+
+
+def test_expanded_gradient(recipe):
+    layer = make()
+    x, _ = inputs(32, layer)
+    with te.autocast(recipe=recipe):
+        y = layer(x)
+    y.sum().backward()  # a gradient of stride 0
+    first = x.grad.clone()
+    x.grad = None
+    layer = make()
+    with te.autocast(recipe=recipe):
+        y = layer(x)
+    y.backward(torch.ones_like(y))
+    assert torch.equal(x.grad, first)
+
+
+@pytest.mark.parametrize("frozen", ["input", "weight", "bias", "all but bias", "all"])
+def test_frozen_parts(recipe, frozen):
+    layer, plain = make(), make()
+    x, grad = inputs(32, layer)
+    step(plain, x.detach().requires_grad_(), grad, recipe)
+    wanted = step(plain, leaf := x.detach().requires_grad_(), grad, recipe)
+    plain.zero_grad()
+    layer.weight.requires_grad_(frozen not in ("weight", "all but bias", "all"))
+    layer.bias.requires_grad_(frozen not in ("bias", "all"))
+    x = x.detach().requires_grad_(frozen not in ("input", "all but bias", "all"))
+    with te.autocast(recipe=recipe):
+        y = layer(x)
+    assert y.requires_grad == (frozen != "all")
+    if frozen == "all":
+        return
+    y.backward(grad)
+    for part in (x, layer.weight, layer.bias):
+        assert (part.grad is not None) == part.requires_grad
+    if x.requires_grad and recipe.float8_current_scaling():
+        assert torch.equal(x.grad, leaf.grad)
+        assert torch.equal(y, wanted)
+    if frozen == "all but bias":
+        assert torch.allclose(layer.bias.grad.float(), grad.float().sum(0), rtol=2e-2, atol=2e-2)
+
+
+def test_return_bias(recipe):
+    layer = make(return_bias=True)
+    x, grad = inputs(32, layer)
+    with te.autocast(recipe=recipe):
+        y, bias = layer(x)
+    assert torch.equal(bias, layer.bias)
+    (y + bias).backward(grad)
+    assert layer.bias.grad is not None
+    without = make(return_bias=True, bias=False)
+    with te.autocast(recipe=recipe):
+        y, bias = without(x)
+    assert bias.numel() == 0
+    assert "bias" not in without.state_dict()
+
+
+@pytest.mark.parametrize("name", ["current", "block"])
+@pytest.mark.parametrize("first", [None, True, False])
+def test_main_grad(first, name):
+    recipe = RECIPES[name]()
+    layer, plain = make(fuse_wgrad_accumulation=True), make()
+    x, grad = inputs(32, layer)
+    step(plain, x, grad, recipe)
+    layer.weight.main_grad = torch.full((48, 64), 2.0)
+    step(layer, x, grad, recipe, is_first_microbatch=first)
+    assert layer.weight.grad is None
+    base = 0 if first else 2
+    assert torch.allclose(layer.weight.main_grad - base, plain.weight.grad.float(), rtol=2e-2, atol=2e-2)
+    layer.weight.overwrite_main_grad = True
+    layer.weight.grad_added_to_main_grad = False
+    step(layer, x, grad, recipe)
+    assert layer.weight.grad_added_to_main_grad
+    assert layer.weight.grad.shape == layer.weight.shape
+    assert torch.allclose(layer.weight.main_grad, plain.weight.grad.float(), rtol=2e-2, atol=0.2)
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+def test_main_grad_is_missing(fp8):
+    layer = make(fuse_wgrad_accumulation=True)
+    x, grad = inputs(32, layer)
+    with te.autocast(enabled=fp8):
+        y = layer(x)
+    with pytest.raises(RuntimeError, match="main_grad"):
+        y.backward(grad)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+def test_delayed_weight_gradient(fp8, fuse):
+    recipe = Float8CurrentScaling()
+    layer, plain = make(delay_wgrad_compute=True, fuse_wgrad_accumulation=fuse), make()
+    fired = []
+    layer.register_wgrad_accumulation_and_reduce_hooks(lambda: fired.append(1))
+    assert layer.need_backward_dw()
+    x, grad = inputs(32, layer)
+    layer.weight.main_grad = torch.zeros(48, 64)
+    for _ in range(2):
+        for each in (layer, plain):
+            with te.autocast(enabled=fp8, recipe=recipe):
+                y = each(x)
+            y.backward(grad)
+    assert layer.weight.grad is None
+    layer.backward_dw()
+    layer.backward_dw()
+    assert fired == [1, 1]
+    got = layer.weight.main_grad if fuse else layer.weight.grad
+    assert torch.allclose(got.float(), plain.weight.grad.float(), rtol=2e-2, atol=0.1)
+    assert torch.equal(layer.bias.grad, plain.bias.grad)
+    with pytest.raises(te_fast.TeFastError, match="without a backward"):
+        layer.backward_dw()
+
+
+@pytest.mark.parametrize("name", ["current", "block"])
+def test_save_original_input(name):
+    layer, plain = make(save_original_input=True), make()
+    x, grad = inputs(32, layer)
+    for each in (layer, plain):
+        step(each, x, grad, RECIPES[name]())
+    assert torch.equal(layer.weight.grad, plain.weight.grad)
+    with te.autocast(recipe=DelayedScaling()), pytest.raises(ValueError, match="save_original_input"):
+        layer(x)
+
+
+@pytest.mark.parametrize("split", [("q", "k", "v"), {"q_": 16, "kv_": 32}], ids=str)
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+def test_parameters_split(split, fp8):
+    layer, plain = make(parameters_split=split), make()
+    names = [name.removesuffix("_") for name in split]
+    assert [name for name, _ in layer.named_parameters()] == [
+        f"{name}_{kind}" for name in names for kind in ("weight", "bias")
+    ] or set(dict(layer.named_parameters())) == {f"{n}_{k}" for n in names for k in ("weight", "bias")}
+    with torch.no_grad():
+        plain.weight.copy_(torch.cat([getattr(layer, f"{name}_weight") for name in names]))
+        plain.bias.copy_(torch.cat([getattr(layer, f"{name}_bias") for name in names]))
+    x, grad = inputs(32, layer)
+    for _ in range(2):
+        ys = []
+        for each in (layer, plain):
+            each.zero_grad()
+            with te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
+                ys.append(each(x))
+            ys[-1].backward(grad)
+        assert torch.equal(*ys)
+        got = torch.cat([getattr(layer, f"{name}_weight").grad for name in names])
+        assert torch.equal(got, plain.weight.grad)
+        with torch.no_grad():  # a part that changes is quantised anew
+            getattr(layer, f"{names[0]}_weight").add_(0.25)
+            plain.weight[: getattr(layer, f"{names[0]}_weight").shape[0]].add_(0.25)
+
+
+def test_parameters_split_errors():
+    with pytest.raises(ValueError, match="add up"):
+        make(parameters_split={"a": 16, "b": 16})
+    with pytest.raises(ValueError, match="at least one"):
+        make(parameters_split=())
+    with pytest.raises(TypeError, match="tuple"):
+        make(parameters_split=3)
+
+
+# Weight cache ------------------------------------------------------------------------------------
+
+
+def casts(function):
+    before = dispatch.counters()["weight_casts"]
+    function()
+    return dispatch.counters()["weight_casts"] - before
+
+
+def test_unchanged_weight_is_quantised_once(recipe):
+    layer = make()
+    x, _ = inputs(32, layer)
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        assert casts(lambda: layer(x)) == 1
+        assert casts(lambda: [layer(x) for _ in range(3)]) == 0
+        assert casts(lambda: layer(x[:8])) == 0
+        assert casts(lambda: layer(x, is_first_microbatch=True)) == 1
+        assert casts(lambda: layer(x, is_first_microbatch=False)) == 0
+
+
+CHANGES = {
+    "in place": lambda layer: layer.weight.mul_(2),
+    "copy": lambda layer: layer.weight.copy_(layer.weight * 2),
+    "load_state_dict": lambda layer: layer.load_state_dict(
+        {"weight": layer.weight * 2, "bias": layer.bias}
+    ),
+    "data": lambda layer: setattr(layer.weight, "data", layer.weight * 2),
+    "parameter": lambda layer: setattr(layer, "weight", torch.nn.Parameter(layer.weight * 2)),
+    "to": lambda layer: _round_trip(layer),
+}
+
+
+def _round_trip(layer):
+    layer.double()
+    layer.weight.data = layer.weight.data * 2
+    layer.bfloat16()
+
+
+@pytest.mark.parametrize("first", [None, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_stale_weight_is_never_used(recipe, change, first):
+    layer = make(bias=True)
+    torch.nn.init.zeros_(layer.bias)
+    x, _ = inputs(32, layer)
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        layer(x, is_first_microbatch=None if first is None else True)
+        CHANGES[change](layer)
+        got = layer(x, is_first_microbatch=first)
+        fresh = make()
+        fresh.load_state_dict(layer.state_dict(), strict=False)
+        assert torch.equal(got, fresh(x))
+
+
+def test_optimizer_steps_are_seen(recipe):
+    layer = make()
+    x, grad = inputs(32, layer)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    outputs = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        outputs.append(step(layer, x, grad, recipe).detach())
+        optimizer.step()
+    assert not torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[1], outputs[2])
+
+
+def test_change_between_forward_and_backward_is_an_error(recipe):
+    layer = make()
+    x, grad = inputs(32, layer)
+    with te.autocast(recipe=recipe):
+        y = layer(x)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(grad)
+
+
+def test_weight_quantised_anew_between_two_forwards_and_their_backwards():
+    layer, other = make(), make()
+    x, grad = inputs(32, layer)
+    with te.autocast(recipe=Float8CurrentScaling()):
+        first = layer(x)
+        layer(x, is_first_microbatch=True)
+        wanted = other(x)
+    first.backward(grad)
+    got = x.grad.clone()
+    x.grad = None
+    wanted.backward(grad)
+    assert torch.equal(got, x.grad)
+
+
+# Autograd ----------------------------------------------------------------------------------------
+
+
+def test_retain_graph_and_second_backward(recipe):
+    layer = make()
+    x, grad = inputs(32, layer)
+    with te.autocast(recipe=recipe):
+        y = layer(x)
+    y.backward(grad, retain_graph=True)
+    once = x.grad.clone()
+    y.backward(grad)
+    assert torch.allclose(x.grad.float(), 2 * once.float(), rtol=0.2, atol=0.5)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward(grad)
+
+
+def test_double_backward_is_an_error(recipe):
+    layer = make()
+    x, grad = inputs(32, layer)
+    with te.autocast(recipe=recipe):
+        y = layer(x)
+    (dx,) = torch.autograd.grad(y, x, grad.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_gives_the_same_gradients(recipe, reentrant):
+    layer, plain = make(), make()
+    x, grad = inputs(32, layer)
+    y = step(plain, x, grad, recipe)
+    wanted = x.grad.clone(), plain.weight.grad
+    x.grad = None
+    with te.autocast(recipe=recipe):
+        again = checkpoint(layer, x, use_reentrant=reentrant)
+    again.backward(grad)  # recomputation runs outside of the region
+    assert torch.equal(y, again)
+    if not recipe.delayed():
+        assert torch.equal(x.grad, wanted[0])
+        assert torch.equal(layer.weight.grad, wanted[1])
+    assert torch.allclose(x.grad.float(), wanted[0].float(), rtol=0.2, atol=0.2)
+
+
+def test_saved_tensor_hooks_see_what_is_kept(recipe):
+    layer = make()
+    x, grad = inputs(32, layer)
+    packed = []
+
+    def pack(tensor):
+        packed.append(tensor)
+        return tensor.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = step(layer, x, grad, recipe)
+    assert len(packed) == 1
+    assert packed[0].dtype == torch.uint8
+    got = layer.weight.grad.clone()
+    layer.zero_grad()
+    if not recipe.delayed():
+        assert torch.equal(step(layer, x, grad, recipe), y)
+        assert torch.equal(layer.weight.grad, got)
+
+
+def test_module_hooks_and_overrides_run(recipe):
+    layer = make()
+    x, _ = inputs(32, layer)
+    seen = []
+    handle = layer.register_forward_hook(lambda _m, _a, out: seen.append(out.shape))
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        layer(x)
+    handle.remove()
+    assert seen == [(32, 48)]
+
+    class Doubled(te.Linear):
+        def forward(self, inp, **options):
+            return 2 * super().forward(inp, **options)
+
+    doubled = Doubled(64, 48, device="cpu", params_dtype=torch.bfloat16)
+    doubled.load_state_dict(layer.state_dict(), strict=False)
+    fresh = make()
+    fresh.load_state_dict(layer.state_dict(), strict=False)
+    with torch.no_grad(), te.autocast(recipe=Float8CurrentScaling()):
+        assert torch.equal(doubled(x), 2 * fresh(x))
+        fresh.forward = lambda inp: inp.sum()
+        assert fresh(x) == x.sum()
+
+
+# Copies and checkpoints --------------------------------------------------------------------------
+
+
+def test_state_dict_both_ways_with_nn_linear():
+    layer, plain = make(), torch.nn.Linear(64, 48, dtype=torch.bfloat16)
+    layer.load_state_dict(plain.state_dict())
+    assert torch.equal(layer.weight, plain.weight)
+    torch.nn.init.normal_(layer.weight)
+    plain.load_state_dict(layer.state_dict())
+    assert torch.equal(layer.weight, plain.weight)
+
+
+def test_delayed_scaling_survives_a_checkpoint(tmp_path):
+    layer = make()
+    x, grad = inputs(32, layer)
+    recipe = DelayedScaling()
+    for _ in range(3):
+        step(layer, x, grad, recipe)
+    torch.save(layer.state_dict(), tmp_path / "state.pt")
+    restored = make()
+    restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for key in ("scaling_fwd", "scaling_bwd"):
+        assert torch.equal(restored.fp8_meta[key].scale, layer.fp8_meta[key].scale)
+        assert torch.equal(restored.fp8_meta[key].amax_history, layer.fp8_meta[key].amax_history)
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        assert torch.equal(layer(x), restored(x))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_are_independent(recipe, how):
+    layer = make()
+    x, grad = inputs(32, layer)
+    step(layer, x, grad, recipe)
+    other = copy.deepcopy(layer) if how == "deepcopy" else pickle.loads(pickle.dumps(layer))
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        assert torch.equal(layer(x), other(x))
+        other.weight.mul_(2)
+        assert not torch.equal(layer(x), other(x))
+
+
+def test_meta_device_then_reset():
+    layer = te.Linear(64, 48, device="meta", params_dtype=torch.bfloat16)
+    assert layer.weight.is_meta
+    layer = layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    assert 0.015 < layer.weight.std() < 0.03
+    assert layer.bias.abs().max() == 0
+    x, _ = inputs(8, layer)
+    with torch.no_grad(), te.autocast():
+        assert torch.isfinite(layer(x)).all()
+
+
+def test_initialisation():
+    layer = te.Linear(256, 256, device="cpu")
+    assert layer.weight.dtype == torch.float32
+    assert abs(layer.weight.std().item() - 0.023) < 1e-3
+    ones = te.Linear(16, 16, device="cpu", init_method=torch.nn.init.ones_)
+    assert (ones.weight == 1).all()
+
+
+# High precision and torch's autocast -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_outside_of_autocast_it_is_nn_linear(dtype):
+    layer, plain = make(dtype=dtype), torch.nn.Linear(64, 48, dtype=dtype)
+    plain.load_state_dict(layer.state_dict())
+    x, grad = inputs(5, layer, dtype)
+    y = layer(x)
+    y.backward(grad)
+    got = x.grad.clone()
+    x.grad = None
+    wanted = plain(x)
+    wanted.backward(grad)
+    assert torch.equal(y, wanted)
+    assert torch.equal(got, x.grad)
+    assert torch.equal(layer.weight.grad, plain.weight.grad)
+
+
+def test_torch_autocast(recipe):
+    layer = make(dtype=torch.float32)
+    x, grad = inputs(32, layer, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+        with te.autocast(recipe=recipe):
+            y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.backward(grad.bfloat16())
+    assert layer.weight.grad.dtype == torch.float32
+    assert x.grad.dtype == torch.float32
+    with pytest.raises(TypeError, match="torch.autocast"):
+        layer(x.bfloat16())
+
+
+# Bad input ---------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_named(recipe):
+    layer = make(name="proj")
+    x, _ = inputs(32, layer)
+    cases = [
+        (lambda: layer(x[:, :32]), ValueError, "proj: .*in_features = 64"),
+        (lambda: layer(x[:3]), ValueError, "proj: .*append 5 rows"),
+        (lambda: layer(x.float()), TypeError, "proj: .*bfloat16"),
+        (lambda: layer(x.to("meta")), RuntimeError, "proj: .*cpu"),
+        (lambda: layer("x"), TypeError, "proj: .*str"),
+        (lambda: layer(torch.tensor(1.0, dtype=torch.bfloat16)), ValueError, "proj: .*in_features"),
+        (lambda: layer(x, fp8_output=True), NotImplementedError, "fp8_output"),
+        (lambda: layer(x, fp8_grad=True), NotImplementedError, "fp8_grad"),
+    ]
+    for call, kind, message in cases:
+        with te.autocast(recipe=recipe), pytest.raises(kind, match=message) as raised:
+            call()
+        assert isinstance(raised.value, te_fast.TeFastError)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tp_size": 2},
+        {"sequence_parallel": True},
+        {"ub_overlap_ag": True},
+        {"ub_overlap_rs": True},
+        {"ub_overlap_rs_dgrad": True},
+        {"ub_bulk_dgrad": True},
+        {"ub_bulk_wgrad": True},
+        {"ub_name": "qkv"},
+        {"symmetric_ar_type": "multimem_all_reduce"},
+    ],
+    ids=str,
+)
+def test_unsupported_arguments_are_named(options):
+    with pytest.raises(te_fast.UnsupportedError, match=next(iter(options))):
+        make(**options)
+
+
+def test_unaligned_features():
+    for layer in (make(40, 48), make(64, 40)):
+        x, grad = inputs(32, layer)
+        with te.autocast(), pytest.raises(ValueError, match="multiple of"):
+            layer(x).backward(grad)
+
+
+def test_any_number_of_rows_with_auto_pad(recipe):
+    layer = make()
+    former = te_fast.auto_pad(True)
+    try:
+        for rows in (1, 3, 7, 9, 17):
+            x, grad = inputs(rows, layer)
+            layer.zero_grad()
+            step(layer, x, grad, recipe)
+            name = next(name for name, kind in RECIPES.items() if isinstance(recipe, kind))
+            if name != "delayed":
+                close(layer.weight.grad, expected(layer, x, grad, name)["dw"], torch.bfloat16)
+    finally:
+        te_fast.auto_pad(former)
+
+
+@pytest.mark.parametrize("leading", [(0,), (2, 0), (0, 3)], ids=str)
+def test_no_rows(recipe, leading):
+    layer = make()
+    x = torch.empty(*leading, 64, dtype=torch.bfloat16, requires_grad=True)
+    with te.autocast(recipe=recipe):
+        y = layer(x)
+    assert y.shape == (*leading, 48)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert layer.weight.grad.abs().max() == 0
+
+
+def test_special_values(recipe):
+    layer = make()
+    x, _ = inputs(32, layer)
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        assert torch.equal(layer(torch.zeros_like(x)), layer.bias.expand(32, 48))
+        layer.weight[3, 5] = float("nan")
+        y = layer(x)
+        assert y[:, 3].isnan().all()
+        assert torch.isfinite(y[:, 4:]).all()
+
+
+def test_blackwell_recipes_raise():
+    with pytest.raises(RuntimeError, match="MXFP8"), te.autocast(recipe=MXFP8BlockScaling()):
+        pass
+
+
+def test_recipe_may_change_between_forward_and_backward():
+    layer, plain = make(), make()
+    x, grad = inputs(32, layer)
+    with te.autocast(recipe=Float8CurrentScaling()):
+        y = layer(x)
+    with te.autocast(recipe=Float8BlockScaling()):
+        layer(x)
+    y.backward(grad)
+    got = layer.weight.grad.clone()
+    step(plain, x, grad, Float8CurrentScaling())
+    assert torch.equal(got, plain.weight.grad)
+
+
+# What a forward launches -------------------------------------------------------------------------
+
+
+def test_launches(recipe):
+    layer = make()
+    x, grad = inputs(32, layer)
+    step(layer, x, grad, recipe)
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        layer(x)
+        before = dispatch.counters()
+        with dispatch.record() as launches:
+            layer(x)
+        after = dispatch.counters()
+    kernel = {"delayed": ["cast_bf16_e4m3"], "current": ["amax_bf16", "cast_bf16_e4m3"], "block": ["cast_block_1d_bf16_e4m3"]}
+    name = next(name for name, kind in RECIPES.items() if isinstance(recipe, kind))
+    assert [launch.name for launch in launches] == [*kernel[name], "gemm"]
+    assert after["plan_misses"] == before["plan_misses"]
+    assert after["allocations"] == before["allocations"]
+
+
+def test_all_scales_of_a_direction_are_updated_by_one_launch():
+    layers = [make() for _ in range(5)]
+    x, grad = inputs(32, layers[0])
+    recipe = DelayedScaling()
+    for layer in layers:
+        step(layer, x, grad, recipe)
+    with dispatch.record() as launches:
+        with te.autocast(recipe=recipe):
+            ys = [layer(x) for layer in layers]
+        torch.autograd.backward(ys, [grad] * 5)
+    updates = [launch.name for launch in launches if launch.name.startswith("scale_update")]
+    assert len(updates) == 2  # forward, backward
+    with torch.no_grad(), dispatch.record() as launches, te.autocast(recipe=recipe):
+        layers[0](x)
+    assert not any(launch.name.startswith("scale_update") for launch in launches)
