@@ -180,6 +180,7 @@ __device__ inline void copy_prob(const PadRowsParams& p, uint64_t row, uint64_t 
 
 __device__ inline void pad_rows(const PadRowsParams& p) {
     extern __shared__ uint32_t table[];
+    ptx::wait_for_prior_grids();
     const Segments segments{table, table + p.count, table + 2 * p.count};
     const uint32_t covered = load_segments(p, segments);
     const bool vectors = p.row_bytes % 16 == 0 && is_aligned(p.x, 16) && is_aligned(p.out, 16);

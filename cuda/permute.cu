@@ -25,7 +25,7 @@ struct PermuteParams {
     RowMap map;
     uint64_t row_bytes;
     ProbType prob_type;
-    uint32_t unused;
+    uint32_t behind_map;  // the launch before is the row map, which has waited for all before it: x is complete
 };
 static_assert(sizeof(PermuteParams) == 104);
 
@@ -93,6 +93,7 @@ __device__ void permute_token(const PermuteParams& p, PermuteShared& shared) {
             if (at < words) row[j] = load_word(x + at);
         }
         if (base == 0) {  // the slots arrive while the row does
+            if (p.behind_map != 0) ptx::wait_for_prior_grids();
             count = load_slots<kRowThreads>(p.map, token, shared.slots);
             permute_probs(p, token, count, shared);
             __syncthreads();
@@ -103,7 +104,9 @@ __device__ void permute_token(const PermuteParams& p, PermuteShared& shared) {
 
 __device__ inline void permute(const PermuteParams& p) {
     __shared__ PermuteShared shared;
-    if (blockIdx.x < p.map.zero_blocks) return clear_gaps(p, shared.gaps);
+    const bool clears = blockIdx.x < p.map.zero_blocks;
+    if (clears || p.behind_map == 0) ptx::wait_for_prior_grids();
+    if (clears) return clear_gaps(p, shared.gaps);
     const bool vectors = p.row_bytes % 16 == 0 && is_aligned(p.x, 16) && is_aligned(p.out, 16);
     vectors ? permute_token<uint4>(p, shared) : permute_token<uint16_t>(p, shared);
 }

@@ -18,6 +18,7 @@
 
 #include "common/fp8.cuh"
 #include "common/math.cuh"
+#include "common/ptx.cuh"
 #include "common/reduce.cuh"
 #include "common/routing.cuh"
 #include "common/vec.cuh"
@@ -42,7 +43,7 @@ struct PermuteCastParams {
     uint32_t pow2;
     ProbType prob_type;
 };
-static_assert(sizeof(PermuteCastParams) == 136);
+static_assert(sizeof(PermuteCastParams) == 136);  // always launched behind the row map, as permute.cu's behind_map
 
 struct PermuteScalesParams {
     const float* token_scales;
@@ -165,6 +166,7 @@ __device__ void cast_token(const PermuteCastParams& p, CastShared& shared) {
             if (at < chunks) chunk[j].load(x + static_cast<uint64_t>(at) * kChunk);
         }
         if (base == 0) {
+            ptx::wait_for_prior_grids();
             count = load_slots<kRowThreads>(p.map, token, shared.slots);
             any = permute_probs(p, token, count, shared);
         }
@@ -189,7 +191,10 @@ __device__ void cast_token(const PermuteCastParams& p, CastShared& shared) {
 template <Floating In, Fp8 Out>
 __device__ void permute_cast(const PermuteCastParams& p) {
     __shared__ CastShared shared;
-    if (blockIdx.x < p.map.zero_blocks) return clear_gaps(p, shared.gaps);
+    if (blockIdx.x < p.map.zero_blocks) {
+        ptx::wait_for_prior_grids();
+        return clear_gaps(p, shared.gaps);
+    }
     cast_token<sizeof(In) == 4 ? 2 : 4, In, Out>(p, shared);
 }
 
@@ -199,6 +204,7 @@ constexpr int kScaleThreads = 256;
 __device__ inline void permute_scales(const PermuteScalesParams& p) {
     __shared__ float tile[kScaleTile][kScaleTile + 1];  // [row][block], padded against bank conflicts
     __shared__ int32_t token[kScaleTile];
+    ptx::wait_for_prior_grids();
     const uint32_t across = ceil_div(p.blocks, uint32_t{kScaleTile});
     const uint64_t row0 = static_cast<uint64_t>(blockIdx.x / across) * kScaleTile;
     const uint32_t block0 = blockIdx.x % across * kScaleTile;

@@ -350,9 +350,19 @@ __device__ inline void describe(const PermuteMapParams& p) {
     }
 }
 
+// Experts that a token has in higher slices.
+__device__ inline uint32_t higher_experts(const PermuteMapParams& p, const Tile& tile, uint64_t token) {
+    uint32_t count = 0;
+    if (token >= p.tokens) return count;
+#pragma unroll 8
+    for (uint32_t slice = tile.slice + 1; slice < tile.slices; ++slice) count += __ldcg(p.shares + slice * p.tokens + token);
+    return count;
+}
+
 // Entries of a span's tokens in this slice, a lane per token, experts in descending order: those of higher slices
-// come first. Slice 0 knows the token's number of experts.
-__device__ inline void write_mask_entries(const PermuteMapParams& p, const MapShared& shared, const Tile& tile, uint32_t begin, uint32_t end) {
+// come first. Slice 0 knows the token's number of experts. `first_higher` is that of this thread's first token.
+__device__ inline void write_mask_entries(const PermuteMapParams& p, const MapShared& shared, const Tile& tile, uint32_t begin,
+                                          uint32_t end, uint32_t first_higher) {
     const uint64_t width = 2 * static_cast<uint64_t>(p.experts) + 1;
     for (uint32_t i = threadIdx.x; i < (end - begin) * 32; i += kMapThreads) {
         const uint32_t group = i / 32, lane = i % 32;
@@ -360,9 +370,7 @@ __device__ inline void write_mask_entries(const PermuteMapParams& p, const MapSh
         if (token >= p.tokens) continue;
         uint32_t word = shared.by_token[group][lane];
         if (word == 0 && tile.slice != 0) continue;
-        uint32_t at = 0;
-#pragma unroll 8
-        for (uint32_t slice = tile.slice + 1; slice < tile.slices; ++slice) at += __ldcg(p.shares + slice * p.tokens + token);
+        uint32_t at = begin == 0 && i == threadIdx.x ? first_higher : higher_experts(p, tile, token);
         int32_t* entry = p.row_id_map + token * width;
         for (; word != 0; ++at) {
             const uint32_t expert = 31 - __clz(word);
@@ -397,7 +405,7 @@ __device__ inline void write_index_entries(const PermuteMapParams& p, const MapS
 }
 
 template <typename Routing>
-__device__ void write_tile(const PermuteMapParams& p, MapShared& shared, const Tile& tile, bool helped) {
+__device__ void write_tile(const PermuteMapParams& p, MapShared& shared, const Tile& tile, bool helped, uint32_t first_higher) {
     const bool packed = !helped && tile.groups() <= kGroups;
     for (uint32_t begin = 0; begin < tile.groups(); begin += kGroups) {
         const uint32_t end = min(begin + kGroups, tile.groups());
@@ -405,7 +413,7 @@ __device__ void write_tile(const PermuteMapParams& p, MapShared& shared, const T
         if constexpr (Routing::kIndex) {
             write_index_entries(p, shared, tile, begin, end);
         } else {
-            write_mask_entries(p, shared, tile, begin, end);
+            write_mask_entries(p, shared, tile, begin, end, first_higher);
         }
         if (end == tile.groups()) break;
         __syncthreads();
@@ -416,8 +424,10 @@ __device__ void write_tile(const PermuteMapParams& p, MapShared& shared, const T
 template <typename Routing>
 __device__ void permute_map(const PermuteMapParams& p) {
     __shared__ MapShared shared;
+    ptx::wait_for_prior_grids();
     const bool describes = blockIdx.x == gridDim.x - 1;
     if (!describes) count_tile<Routing>(p, shared, blockIdx.x);
+    ptx::launch_dependents();  // a permutation may start to read its rows
     const bool helped = wait_for_all<Routing>(p, shared);
     // Nobody looks at `arrived` once all blocks have come here; the last one leaves the state as it was found.
     MapState& state = map_states[p.slot];
@@ -426,8 +436,10 @@ __device__ void permute_map(const PermuteMapParams& p) {
         describe(p);
     } else {
         const Tile tile(p, blockIdx.x);
+        // Under way while the tile is placed.
+        const uint32_t first_higher = Routing::kIndex ? 0 : higher_experts(p, tile, tile.first + threadIdx.x);
         place_tile(p, shared, tile);
-        write_tile<Routing>(p, shared, tile, helped);
+        write_tile<Routing>(p, shared, tile, helped, first_higher);
     }
     if (threadIdx.x != 0 || earlier != gridDim.x - 1) return;
     for (uint32_t& word : state.arrived) word = 0;
@@ -437,6 +449,7 @@ __device__ void permute_map(const PermuteMapParams& p) {
 // Eight lanes per token (mask), or every entry alike (index, one group).
 __device__ inline void permute_ends(const PermuteEndsParams& p) {
     __shared__ int32_t ends[kMaxExperts];
+    ptx::wait_for_prior_grids();
     const uint32_t groups = p.experts != 0 ? p.experts : 1;
     for (uint32_t e = threadIdx.x; e < groups; e += kEndsThreads) ends[e] = 0;
     __syncthreads();
@@ -478,6 +491,7 @@ extern "C" __global__ void __launch_bounds__(te_fast::kEndsThreads)
 }
 
 extern "C" __global__ void __launch_bounds__(32) permute_dropped(const __grid_constant__ te_fast::PermuteDroppedParams p) {
+    te_fast::ptx::wait_for_prior_grids();
     if (threadIdx.x != 0) return;
     *p.out = static_cast<int64_t>(p.clear != 0 ? atomicExch(&te_fast::dropped_rows, 0ull) : atomicAdd(&te_fast::dropped_rows, 0ull));
 }

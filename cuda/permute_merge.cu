@@ -12,6 +12,7 @@
 // Moves:  fwd: sizeof(T) cols (T + rows). bwd: sizeof(T) cols (T + 2 rows). And the map.
 
 #include "common/math.cuh"
+#include "common/ptx.cuh"
 #include "common/routing.cuh"
 #include "common/vec.cuh"
 
@@ -120,6 +121,7 @@ __device__ void merge_elements(const UnpermuteParams& p, const MergeShared& shar
 template <Floating T>
 __device__ void unpermute(const UnpermuteParams& p) {
     __shared__ MergeShared shared;
+    ptx::wait_for_prior_grids();
     const uint64_t token = blockIdx.x;
     const uint64_t width = p.map.slots();
     if (p.out_probs != nullptr) {
@@ -265,6 +267,7 @@ __device__ void unpermute_token(const UnpermuteBwdParams& p, BwdShared& shared) 
 template <Floating T>
 __device__ void unpermute_bwd(const UnpermuteBwdParams& p) {
     __shared__ BwdShared shared;
+    ptx::wait_for_prior_grids();
     if (blockIdx.x < p.map.zero_blocks) {
         load_gaps(p.map, shared.gaps);
         for (uint64_t i = blockIdx.x;; i += p.map.zero_blocks) {

@@ -22,7 +22,7 @@ class Case:
 
     def to(self, device: str) -> Case:
         """Copy to a device."""
-        return Case(self.x.to(device), self.probs.to(device), self.mask.to(device))
+        return Case(*(tensor.detach().to(device).clone() for tensor in (self.x, self.probs, self.mask)))
 
 
 def make_case(

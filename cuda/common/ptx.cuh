@@ -22,4 +22,12 @@ __device__ inline void wait_for_prior_grids() {
 #endif
 }
 
+// griddepcontrol.launch_dependents: the grid after this one may start once every block has come here; what it reads
+// of this grid still waits for wait_for_prior_grids.
+__device__ inline void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 }  // namespace te_fast::ptx

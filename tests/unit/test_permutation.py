@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -386,3 +389,26 @@ def test_any_routing(tokens, experts, density, align, slack, seed):
     if capacity:
         merged = te.moe_unpermute(out, row_id_map, case.probs, case.x.shape, pad_offsets=offsets)
         assert torch.equal(merged, merge_reference(case, out, case.probs, offsets))
+
+
+def test_the_megatron_page_round_trips():
+    page = (Path(__file__).parents[2] / "docs" / "megatron-moe.md").read_text()
+    names = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+        exec(block, names)
+    case = make_case(30, 4, 2, 8)
+    dispatch = names["PaddedDispatch"](4, 2, 16)
+    rows, probs, counts = dispatch.get_permuted_hidden_states_by_experts(case.x, case.probs, case.mask)
+    expected, expected_probs, _, padded = permute_reference(case, 16, len(rows))
+    assert torch.equal(rows, expected)
+    assert torch.equal(probs, expected_probs)
+    assert torch.equal(counts, padded)
+    restored = dispatch.get_restored_hidden_states_by_experts(rows * probs[:, None])
+    torch.testing.assert_close(restored, case.x * (case.probs * case.mask).sum(1, keepdim=True))
+    out, permuted, row_id_map, offsets, _ = names["permute"](
+        case.x, case.mask, probs=case.probs, num_out_tokens=case.routed
+    )
+    assert offsets is None
+    assert torch.equal(permuted, permute_reference(case, 1, None)[1])
+    merged = names["unpermute"](out, row_id_map, case.x.shape, probs=case.probs)
+    assert torch.equal(merged, merge_reference(case, out, case.probs, None))

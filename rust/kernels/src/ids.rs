@@ -277,6 +277,18 @@ impl KernelId {
     /// grids ahead of it have finished.
     #[must_use]
     pub const fn waits_for_prior_grids(self) -> bool {
-        matches!(self.image(), Image::Cast | Image::CastTranspose | Image::CastBlock | Image::Amax | Image::Dequantize)
+        matches!(
+            self.image(),
+            Image::Cast
+                | Image::CastTranspose
+                | Image::CastBlock
+                | Image::Amax
+                | Image::Dequantize
+                | Image::PermuteMap
+                | Image::Permute
+                | Image::PermuteCast
+                | Image::PermuteMerge
+                | Image::Pad
+        )
     }
 }

@@ -8,7 +8,7 @@ use te_fast_core::ops::permute::{Layout, MapBuffers, MapShape};
 use te_fast_core::ops::permute_cast::{PermuteCastBuffers, PermuteCastPlan, PermuteCastSpec, Scaling};
 use te_fast_core::ops::permute_map::{MapOutputs, MapPlan, MapSpec};
 use te_fast_core::tensor::{DType, TensorView};
-use te_fast_core::{Error, Fp8};
+use te_fast_core::{Error, Float, Fp8};
 
 use crate::error::IntoPython;
 use crate::permute::{Call, Input, MapTensors, Wanted, map_outputs, routing_of};
@@ -112,6 +112,26 @@ fn integers<'a>(call: &Call<'_, '_>, view: &TensorView<'a>, what: &'static str) 
     }
 }
 
+/// One probability per row, or none.
+fn row_probs(call: &Call<'_, '_>, probs: Option<&TensorView<'_>>, rows: usize) -> PyResult<Option<Float>> {
+    let Some(view) = probs else { return Ok(None) };
+    call.same_device(view, "probs")?;
+    call.shape(view, "probs", &[rows as i64])?;
+    call.float(view, "probs").map(Some)
+}
+
+/// The order of the chunks: as many entries as there are splits on the device.
+fn order_of<'a>(call: &Call<'_, '_>, index: Option<&TensorView<'a>>, splits: &Splits<'_>) -> PyResult<Option<Integers<'a>>> {
+    let Some(view) = index else { return Ok(None) };
+    let (index, count) = integers(call, view, "sorted_index")?;
+    match splits {
+        Splits::Device(_, splits) if *splits != count => {
+            Err(Error::shape(call.op, "sorted_index", format_args!("of {splits} entries, one per split"), count)).python()
+        }
+        _ => Ok(Some(index)),
+    }
+}
+
 /// Rows moved in segments: (out, out_probs). `splits` is a list of int or a tensor on the input's device; `mode` is
 /// 0 to pad, 1 to unpad, 2 to sort chunks, 3 to undo that.
 #[pyfunction]
@@ -127,57 +147,32 @@ pub(crate) fn moe_pad<'py>(
 ) -> PyResult<Bound<'py, PyTuple>> {
     let py = inp.py();
     let state = state(py)?;
-    let mode = match mode {
-        0 => Move::Pad,
-        1 => Move::Unpad,
-        2 => Move::Sort,
-        _ => Move::Unsort,
+    let (mode, op) = match mode {
+        0 => (Move::Pad, "Fp8Padding"),
+        1 => (Move::Unpad, "Fp8Unpadding"),
+        2 => (Move::Sort, "moe_sort_chunks_by_index"),
+        _ => (Move::Unsort, "moe_sort_chunks_by_index"),
     };
-    let op = match mode {
-        Move::Pad => "Fp8Padding",
-        Move::Unpad => "Fp8Unpadding",
-        Move::Sort | Move::Unsort => "moe_sort_chunks_by_index",
-    };
-    let inp = Input::new(state, inp, "inp")?;
-    let probs = Input::optional(state, probs, "probs")?;
+    let (inp, probs) = (Input::new(state, inp, "inp")?, Input::optional(state, probs, "probs")?);
     let x = inp.view(state)?;
+    let probs_view = probs.as_ref().map(|probs| probs.view(state)).transpose()?;
     let call = Call::new(state, py, op, x.device())?;
     let (in_rows, cols) = call.matrix(&x, "inp")?;
     let float = call.float(&x, "inp")?;
-    let probs_view = probs.as_ref().map(|probs| probs.view(state)).transpose()?;
-    let prob = match &probs_view {
-        Some(view) => {
-            call.same_device(view, "probs")?;
-            call.shape(view, "probs", &[in_rows as i64])?;
-            Some(call.float(view, "probs")?)
-        }
-        None => None,
-    };
+    let prob = row_probs(&call, probs_view.as_ref(), in_rows)?;
     let values = if splits.is_instance_of::<pyo3::types::PyList>() { Some(splits.extract::<Vec<i64>>()?) } else { None };
     let held = if values.is_none() { Some(Input::new(state, splits, "splits")?) } else { None };
-    let index = Input::optional(state, index, "sorted_index")?;
     let splits_view = held.as_ref().map(|held| held.view(state)).transpose()?;
-    let index_view = index.as_ref().map(|index| index.view(state)).transpose()?;
     let splits = match (&values, &splits_view) {
-        (Some(values), _) => Splits::Values(values),
-        (None, Some(view)) => {
+        (_, Some(view)) => {
             let (data, count) = integers(&call, view, "splits")?;
             Splits::Device(data, count)
         }
-        (None, None) => Splits::Values(&[]),
+        (values, None) => Splits::Values(values.as_deref().unwrap_or(&[])),
     };
-    let index = match &index_view {
-        Some(view) => {
-            let (index, count) = integers(&call, view, "sorted_index")?;
-            if let Splits::Device(_, splits) = splits
-                && splits != count
-            {
-                return Err(Error::shape(op, "sorted_index", format_args!("of {splits} entries, one per split"), count)).python();
-            }
-            Some(index)
-        }
-        None => None,
-    };
+    let index = Input::optional(state, index, "sorted_index")?;
+    let index_view = index.as_ref().map(|index| index.view(state)).transpose()?;
+    let index = order_of(&call, index_view.as_ref(), &splits)?;
     let plan = PadPlan::new(PadSpec { mode, in_rows, out_rows: rows, row_bytes: cols * float.size(), align }).python()?;
     let out = call.empty(&[rows as i64, cols as i64], float.into())?;
     let out_probs = prob.map(|prob| call.empty(&[rows as i64], prob.into())).transpose()?;

@@ -17,8 +17,8 @@ const SLICE: usize = 32;
 const MAX_TILES: usize = 512;
 /// As many blocks as there are multiprocessors on a large GPU; more only add to what each has to read.
 const TILES: usize = 128;
-/// Tokens of a chunk that a block handles at once.
-const SHORT_CHUNK: usize = 256;
+/// Tokens of a chunk that are worth a block.
+const SHORT_CHUNK: usize = 64;
 /// Tokens of a chunk whose bits stay in shared memory.
 const LONG_CHUNK: usize = 2048;
 const MAP_THREADS: u32 = 256;
