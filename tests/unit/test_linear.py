@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 import reference as ref
@@ -664,6 +665,55 @@ def test_recipe_may_change_between_forward_and_backward():
     got = layer.weight.grad.clone()
     step(plain, x, grad, Float8CurrentScaling())
     assert torch.equal(got, plain.weight.grad)
+
+
+def test_functorch_is_refused_in_fp8_only():
+    layer = make()
+    x = torch.randn(3, 8, 64, dtype=torch.bfloat16)
+    assert torch.func.vmap(layer)(x).shape == (3, 8, 48)
+    with te.autocast(), pytest.raises(te_fast.UnsupportedError, match="vmap"):
+        torch.func.vmap(layer)(x)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_torch_compile_breaks_the_graph_and_is_right(name):
+    layer = make()
+    x, _ = inputs(32, layer)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: torch.relu(layer(x)) * 2, backend="eager")
+    with torch.no_grad(), te.autocast(recipe=RECIPES[name]()):
+        assert torch.equal(compiled(x), torch.relu(layer(x)) * 2)
+
+
+def test_inference_mode(recipe):
+    layer = make()
+    x, _ = inputs(32, layer)
+    with torch.inference_mode(), te.autocast(recipe=recipe):
+        y = layer(x)
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        assert torch.equal(layer(x), y)
+
+
+def test_threads_share_a_layer(recipe):
+    layer = make()
+    x, _ = inputs(32, layer)
+    failures = []
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        wanted = layer(x)
+
+        def work():
+            with torch.no_grad():
+                for _ in range(50):
+                    if not torch.equal(layer(x.t().contiguous().t()), wanted):
+                        failures.append(1)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures
 
 
 # What a forward launches -------------------------------------------------------------------------

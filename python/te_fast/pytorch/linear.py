@@ -312,6 +312,12 @@ class Linear(TransformerEngineBaseModule):
         weight, version = self._weight()
         bias = self._bias() if self.apply_bias else None
         if autocast_state.fp8_enabled and inp.numel() > 0:
+            if torch._C._are_functorch_transforms_active():
+                message = (
+                    f"{self.name}: torch.func transforms (vmap, grad, ...) do not work in FP8; call the "
+                    "layer outside of te_fast.pytorch.autocast"
+                )
+                raise UnsupportedError(message)
             inp = inp.to(self.activation_dtype)
             mixed = weight.dtype != inp.dtype
             x = self._padded(inp)
