@@ -66,8 +66,14 @@ class _LinearFunction(torch.autograd.Function):
     backward = staticmethod(_native.linear_backward)
 
 
-# torch calls `apply` of the backward class; this spares it two Python frames.
-_LinearFunction._backward_cls.apply = instance_method(_native.linear_backward)  # type: ignore[attr-defined]
+class LinearBackward(_LinearFunction._backward_cls):  # type: ignore[name-defined, misc]
+    """The node that torch makes per forward: with a slot for what backward needs, and a native ``apply``."""
+
+    __slots__ = ("te_saved",)
+    apply = instance_method(_native.linear_backward)
+
+
+_LinearFunction._backward_cls = LinearBackward  # type: ignore[attr-defined]
 
 
 @once_differentiable

@@ -290,10 +290,12 @@ pub(crate) fn linear_autograd_forward<'py>(
     let done = run(state, handle, input, weight, bias, bits)?;
     let config = handle.try_borrow()?.config;
     let keeps_input = done.plan.key().needs.save_original_input && bits.has(Bits::WEIGHT_GRAD);
-    let none = || py.None().into_bound(py);
-    let kept_input = if keeps_input { input.clone() } else { none() };
-    let saved = PyTuple::new(py, [done.saved.unwrap_or_else(none), kept_input])?;
-    ctx.setattr(intern!(py, "to_save"), saved)?;
+    if keeps_input {
+        let kept = PyTuple::new(py, [done.saved.unwrap_or_else(|| py.None().into_bound(py)), input.clone()])?;
+        ctx.setattr(intern!(py, "to_save"), kept)?;
+    } else if let Some(saved) = done.saved {
+        ctx.setattr(intern!(py, "to_save"), PyTuple::new(py, [saved])?)?;
+    }
     let updates_backward_scales = done.slots.is_some() && state.dispatcher(py)?.0.autocast.take_first_fp8_module();
     let kept = LinearSaved {
         plan: done.plan,

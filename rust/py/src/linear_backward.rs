@@ -39,7 +39,7 @@ pub(crate) fn linear_backward<'py>(ctx: &Bound<'py, PyAny>, grad_output: &Bound<
 struct BackwardCall<'a, 'py> {
     state: &'a State,
     kept: &'a LinearSaved,
-    /// (quantised input, input), each may be None.
+    /// (quantised input, input), as far as forward kept them; each may be None.
     tensors: &'a Bound<'py, PyTuple>,
 }
 
@@ -159,6 +159,9 @@ impl<'py> BackwardCall<'_, 'py> {
     }
 
     fn tensor(&self, index: usize) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if index >= self.tensors.len() {
+            return Ok(None);
+        }
         Ok(Some(self.tensors.get_item(index)?).filter(|tensor| !tensor.is_none()))
     }
 
