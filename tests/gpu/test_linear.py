@@ -257,6 +257,18 @@ def test_more_than_2_to_31_elements():
     assert relative(x.grad[tail], expected) < 0.06
 
 
+@pytest.mark.parametrize("rows", [65536, 131072])
+@pytest.mark.parametrize("name", RECIPES)
+def test_long_contractions(name, rows):
+    """The weight's gradient of a small layer: cuBLAS would split the contraction with an algorithm that is wrong."""
+    layer, x, grad = make(rows, 128, 64, torch.bfloat16, bias=False)
+    for _ in range(2):
+        layer.zero_grad()
+        x.grad = None
+        step(layer, x, grad, RECIPES[name]())
+    assert relative(layer.weight.grad, reference(layer, x, grad)["dw"]) < BOUND["dw"]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_tensors_on_a_device_that_is_not_current():
     for current, device in ((0, "cuda:1"), (1, "cuda:0")):

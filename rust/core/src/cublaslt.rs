@@ -24,6 +24,8 @@ use crate::tensor::DType;
 const RTLD_NOLOAD: i32 = 4;
 /// First version with 1×128 and 128×128 scale modes on Hopper.
 const BLOCK_SCALING_VERSION: usize = 120_900;
+/// First version whose split-K of CONFIG_ID 66 is right.
+const SPLIT_K_FIXED_VERSION: usize = 130_800;
 /// Stands in for a pointer while a plan is made: aligned, never read.
 const ANY_ADDRESS: u64 = 256;
 /// Heuristic results that are looked at.
@@ -42,6 +44,9 @@ mod attribute {
     pub(super) const DESC_A_SCALE_MODE: u32 = 31;
     pub(super) const DESC_B_SCALE_MODE: u32 = 32;
     pub(super) const PREF_MAX_WORKSPACE_BYTES: u32 = 1;
+    pub(super) const PREF_REDUCTION_SCHEME_MASK: u32 = 3;
+    pub(super) const REDUCTION_SCHEME_NONE: u32 = 0;
+    pub(super) const REDUCTION_SCHEMES_ALL: u32 = 7;
     pub(super) const PREF_MIN_ALIGNMENT: [u32; 4] = [5, 6, 7, 8];
     pub(super) const ALGO_ID: u32 = 0;
     pub(super) const ALGO_SPLITK_NUM: u32 = 2;
@@ -219,7 +224,17 @@ impl CublasLt {
         Ok(plan)
     }
 
+    /// The heuristic's best algorithm that is right; for small results with a long contraction its favourites may all
+    /// be defective ones, and then it is asked for those without split-K.
     fn algorithm(&self, plan: &CublasPlan, problem: &Problem) -> Result<cublasLtMatmulAlgo_t> {
+        if let Some(algorithm) = self.best(plan, problem, attribute::REDUCTION_SCHEMES_ALL)? {
+            return Ok(algorithm);
+        }
+        self.best(plan, problem, attribute::REDUCTION_SCHEME_NONE)?
+            .ok_or_else(|| failure("cublasLtMatmulAlgoGetHeuristic (no algorithm)", NOT_SUPPORTED, problem))
+    }
+
+    fn best(&self, plan: &CublasPlan, problem: &Problem, reduction_schemes: u32) -> Result<Option<cublasLtMatmulAlgo_t>> {
         let api = self.api;
         let mut preference = std::ptr::null_mut();
         // SAFETY: writes one handle, destroyed below.
@@ -234,6 +249,9 @@ impl CublasLt {
             attribute::PREF_MIN_ALIGNMENT
                 .iter()
                 .try_for_each(|&name| set(name, (&raw const alignment).cast(), size_of::<u32>()))
+        });
+        let prepared = prepared.and_then(|()| {
+            set(attribute::PREF_REDUCTION_SCHEME_MASK, (&raw const reduction_schemes).cast(), size_of::<u32>())
         });
         // SAFETY: plain C data; all zero is a value of it, and cuBLASLt overwrites the first `found`.
         let mut results: [cublasLtMatmulHeuristicResult_t; CANDIDATES] = unsafe { std::mem::zeroed() };
@@ -250,16 +268,19 @@ impl CublasLt {
         });
         // SAFETY: created above, destroyed once.
         let _ = unsafe { (api.pref_destroy)(preference) };
-        status?;
-        results[..found as usize]
-            .iter()
-            .find(|result| result.state as u32 == 0 && !self.is_defective(&result.algo))
-            .map(|result| result.algo)
-            .ok_or_else(|| failure("cublasLtMatmulAlgoGetHeuristic (no algorithm)", NOT_SUPPORTED, problem))
+        match status {
+            Err(error) if matches!(error.kind(), ErrorKind::Cublas { status: NOT_SUPPORTED, .. }) => return Ok(None),
+            other => other?,
+        }
+        let right = results[..found as usize].iter().find(|result| result.state as u32 == 0 && !self.is_defective(&result.algo));
+        Ok(right.map(|result| result.algo))
     }
 
     /// Split-K with CONFIG_ID 66: wrong results on compute capability 9.0 before cuBLAS 13.8.
     fn is_defective(&self, algorithm: &cublasLtMatmulAlgo_t) -> bool {
+        if self.api.version >= SPLIT_K_FIXED_VERSION {
+            return false;
+        }
         let get = |name: u32| {
             let mut value: i32 = 0;
             let mut written = 0;
