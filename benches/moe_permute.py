@@ -141,6 +141,7 @@ def measure(clock: Clock, size: tuple[int, int, int, int, int], rate: float) -> 
     from te_fast.pytorch._ops import native
 
     scale = torch.ones(1, device="cuda")
+    padding, order = te.Fp8Padding(experts, align), torch.randperm(experts, device="cuda")
     bodies: dict[str, Callable[[], object]] = {
         "zero permuted": small.clone().zero_,
         "zero padded": out.clone().zero_,
@@ -162,6 +163,9 @@ def measure(clock: Clock, size: tuple[int, int, int, int, int], rate: float) -> 
         "unpermute pad probs": lambda: te.moe_unpermute(
             out, row_id_map, probs, x.shape, pad_offsets=offsets
         ),
+        "Fp8Padding": lambda: padding(small, listed),
+        "Fp8Padding, splits on the GPU": lambda: padding(small, counts, num_out_tokens=padded_rows),
+        "sort chunks": lambda: te.moe_sort_chunks_by_index(small, counts, order),
         "plain torch permute": lambda: plain_torch(x, probs, mask),
         "permute+pad backward": permute_backward(),
         "unpermute backward": merge_backward(),

@@ -51,9 +51,9 @@ pub(crate) struct Call<'s, 'py> {
 
 impl<'s, 'py> Call<'s, 'py> {
     pub(crate) fn new(state: &'s State, py: Python<'py>, op: &'static str, device: Device) -> PyResult<Self> {
-        let _guard = state.guard(py, device)?;
+        let guard = state.guard(py, device)?;
         let place = Place { device, stream: state.reader.stream(py, device)? };
-        Ok(Self { state, py, op, place, _guard })
+        Ok(Self { state, py, op, place, _guard: guard })
     }
 
     pub(crate) fn empty(&self, size: &[i64], dtype: DType) -> PyResult<Bound<'py, PyAny>> {
@@ -194,7 +194,7 @@ fn ends_of<'a>(shape: &MapShape, plan: &MapPlan, ends: DevPtr<'a>) -> DevPtr<'a>
     }
 }
 
-/// Map and permutation in one call: (out, permuted_probs, row_id_map, pad_offsets, padded_counts, ends).
+/// Map and permutation in one call: (out, `permuted_probs`, `row_id_map`, `pad_offsets`, `padded_counts`, ends).
 #[pyfunction]
 #[pyo3(signature = (inp, routing_map, probs, rows, align, index, keep_ends, /))]
 #[expect(clippy::too_many_arguments, reason = "te_fast.pytorch.permutation names them")]
@@ -260,7 +260,7 @@ pub(crate) fn map_outputs<'a>(call: &Call<'_, '_>, routing: &TensorView<'a>, map
     })
 }
 
-/// The map alone: (row_id_map, pad_offsets, padded_counts, ends, totals); totals are the padded and the routed rows.
+/// The map alone: (`row_id_map`, `pad_offsets`, `padded_counts`, ends, totals); totals are the padded and the routed rows.
 #[pyfunction]
 #[pyo3(signature = (routing_map, align, index, /))]
 pub(crate) fn moe_map<'py>(routing_map: &Bound<'py, PyAny>, align: usize, index: bool) -> PyResult<Bound<'py, PyTuple>> {
@@ -309,7 +309,7 @@ fn pads_of<'a>(call: &Call<'_, '_>, pads: Option<&TensorView<'a>>, shape: &MapSh
     Ok(pads.data())
 }
 
-/// Rows permuted by a finished map: (out, permuted_probs). Without `ends` they are counted from the map first.
+/// Rows permuted by a finished map: (out, `permuted_probs`). Without `ends` they are counted from the map first.
 #[pyfunction]
 #[pyo3(signature = (inp, probs, row_id_map, pad_offsets, ends, rows, top_k, /))]
 pub(crate) fn moe_apply<'py>(

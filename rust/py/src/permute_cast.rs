@@ -40,7 +40,7 @@ fn one_f32<'a>(call: &Call<'_, '_>, tensor: Option<&'a Bound<'_, PyAny>>, what: 
     Ok(view.data())
 }
 
-/// Map, permutation and cast: (data, scale_inv, permuted_probs, row_id_map, pad_offsets, padded_counts).
+/// Map, permutation and cast: (data, `scale_inv`, `permuted_probs`, `row_id_map`, `pad_offsets`, `padded_counts`).
 /// `cast` is (e5m2, scale, amax, eps, pow2); with a scale the cast is per tensor, without one in blocks of 128.
 #[pyfunction]
 #[pyo3(signature = (inp, routing_map, probs, rows, align, cast, /))]
@@ -132,7 +132,7 @@ fn order_of<'a>(call: &Call<'_, '_>, index: Option<&TensorView<'a>>, splits: &Sp
     }
 }
 
-/// Rows moved in segments: (out, out_probs). `splits` is a list of int or a tensor on the input's device; `mode` is
+/// Rows moved in segments: (out, `out_probs`). `splits` is a list of int or a tensor on the input's device; `mode` is
 /// 0 to pad, 1 to unpad, 2 to sort chunks, 3 to undo that.
 #[pyfunction]
 #[pyo3(signature = (inp, probs, splits, index, mode, align, rows, /))]
