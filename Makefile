@@ -65,7 +65,7 @@ install: $(BUILD)/venv/.ready | $(VENV)/.torch
 
 .PHONY: dev
 dev: $(BUILD)/venv/.ready $(VENV)/.group-test $(VENV)/.group-lint $(VENV)/.group-bench $(VENV)/.group-docs ## .venv with every tool, and te_fast installed from python/ as it stands
-	VIRTUAL_ENV="$(CURDIR)/$(VENV)" TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_NVCC="$$(ls "$(CURDIR)"/$(BUILD)/venv/lib/python*/site-packages/nvidia/cu*/bin/nvcc)" $(MATURIN) develop --release --quiet
+	VIRTUAL_ENV="$(CURDIR)/$(VENV)" TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_NVCC="$$(ls "$(CURDIR)"/$(BUILD)/venv/lib/python*/site-packages/nvidia/cu*/bin/nvcc)" $(MATURIN) develop --release --quiet --target-dir target/dev
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
