@@ -13,6 +13,7 @@ pub mod error;
 pub mod gemm;
 pub mod host;
 pub mod kernel;
+pub mod layer;
 pub mod linear;
 pub mod ops;
 pub mod quantizer;

@@ -7,45 +7,29 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use te_fast_core::autocast::{AmaxSlots, Region};
 use te_fast_core::driver::Stream;
-use te_fast_core::linear::{LinearKey, LinearPlan, Segments, Slot, WeightBuffer};
-use te_fast_core::tensor::{DType, Device, TensorView};
+use te_fast_core::layer::{PlanCache, WeightHistory, WeightRecord};
+use te_fast_core::linear::{LinearPlan, Slot, WeightBuffer};
+use te_fast_core::tensor::TensorView;
 
 use crate::state::contiguous_strides;
 use crate::tensor::Held;
 
-/// Plans of one layer that are kept; row counts that vary without end displace the oldest.
-const PLANS: usize = 64;
-
-/// What identifies a weight's content as far as the host can see.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct WeightToken {
-    pub(crate) address: usize,
-    /// torch's version counter; none for inference tensors.
-    pub(crate) version: Option<u64>,
-    pub(crate) dtype: DType,
-}
+/// Shapes of one layer that are kept as tuples.
+const GEOMETRIES: usize = 64;
 
 /// A quantised weight.
 #[derive(Debug)]
 pub(crate) struct CachedWeight {
+    pub(crate) record: WeightRecord,
     pub(crate) buffer: Held,
     pub(crate) bytes: usize,
-    pub(crate) segments: Segments,
-    pub(crate) token: WeightToken,
-    pub(crate) epoch: u64,
-    pub(crate) generation: u64,
-    pub(crate) cache_epoch: u64,
-    pub(crate) device: Device,
-    /// Made by a call that needs gradients. Weights are often exchanged between training and evaluation by writes
-    /// that leave no trace (`weight.data.copy_`), so that the one does not use what the other quantised.
-    pub(crate) training: bool,
     /// torch's weak reference to the weight's storage: while it is alive, no other memory has its address.
     pub(crate) storage: Py<PyAny>,
 }
 
 impl CachedWeight {
     pub(crate) fn weight_buffer(&self) -> WeightBuffer<'_> {
-        WeightBuffer { data: self.buffer.ptr(), segments: self.segments }
+        WeightBuffer { data: self.buffer.ptr(), segments: self.record.segments }
     }
 }
 
@@ -74,22 +58,6 @@ pub(crate) struct Geometry {
     pub(crate) x_stride: Py<PyTuple>,
     pub(crate) y_size: Py<PyTuple>,
     pub(crate) y_stride: Py<PyTuple>,
-}
-
-/// A plan with the Python objects that go with it.
-#[derive(Debug)]
-pub(crate) struct Planned {
-    pub(crate) plan: Arc<LinearPlan>,
-    /// Size of the buffer kept for backward; none when nothing is kept.
-    pub(crate) saved_size: Option<Py<PyTuple>>,
-}
-
-impl Planned {
-    /// Another owner of the same.
-    #[inline]
-    pub(crate) fn share(&self, py: Python<'_>) -> Self {
-        Self { plan: Arc::clone(&self.plan), saved_size: self.saved_size.as_ref().map(|size| size.clone_ref(py)) }
-    }
 }
 
 /// A weight gradient put off until `backward_dw`.
@@ -132,14 +100,11 @@ pub(crate) struct LinearHandle {
     pub(crate) captured: Option<Arc<CachedWeight>>,
     pub(crate) slots: Option<Slots>,
     pub(crate) deferred: VecDeque<DeferredWeightGrad>,
-    /// A gradient of the weight was computed since it was quantised: an update is to be expected.
-    pub(crate) expects_update: bool,
-    /// Updates were seen to move torch's version counter. Optimizers that write through raw pointers, and sharding
-    /// that gathers weights behind torch's back, do not; their weights are quantised after every backward.
-    pub(crate) updates_move_version: bool,
+    pub(crate) history: WeightHistory,
     /// Region of the last forward, if that was in FP8: what a recomputation during backward repeats.
     pub(crate) last_region: Option<Region>,
-    plans: Vec<Planned>,
+    /// Plans, and the size of what each keeps for backward as a tuple.
+    pub(crate) plans: PlanCache<Option<Py<PyTuple>>>,
     geometries: Vec<Py<Geometry>>,
     weight_size: Py<PyTuple>,
     weight_stride: Py<PyTuple>,
@@ -148,29 +113,6 @@ pub(crate) struct LinearHandle {
 }
 
 impl LinearHandle {
-    /// The plan of `key`, if there is one.
-    #[inline]
-    pub(crate) fn plan(&mut self, key: &LinearKey) -> Option<&Planned> {
-        let index = self.plans.iter().rposition(|planned| planned.plan.key() == key)?;
-        let last = self.plans.len() - 1;
-        self.plans.swap(index, last);
-        self.plans.last()
-    }
-
-    /// Keeps a new plan.
-    pub(crate) fn add_plan(&mut self, py: Python<'_>, plan: LinearPlan) -> PyResult<Planned> {
-        if self.plans.len() >= PLANS {
-            self.plans.remove(0);
-        }
-        let saved_size = match plan.saved_bytes() {
-            0 => None,
-            bytes => Some(PyTuple::new(py, [bytes])?.unbind()),
-        };
-        let planned = Planned { plan: Arc::new(plan), saved_size };
-        self.plans.push(planned.share(py));
-        Ok(planned)
-    }
-
     /// Tuples for an input of this shape.
     #[inline]
     pub(crate) fn geometry(&mut self, py: Python<'_>, x: &TensorView<'_>) -> PyResult<Py<Geometry>> {
@@ -192,7 +134,7 @@ impl LinearHandle {
                 x: x_size,
             },
         )?;
-        if self.geometries.len() >= PLANS {
+        if self.geometries.len() >= GEOMETRIES {
             self.geometries.remove(0);
         }
         self.geometries.push(geometry.clone_ref(py));
@@ -237,10 +179,9 @@ impl LinearHandle {
             captured: None,
             slots: None,
             deferred: VecDeque::new(),
-            expects_update: false,
-            updates_move_version: false,
+            history: WeightHistory::default(),
             last_region: None,
-            plans: Vec::new(),
+            plans: PlanCache::default(),
             geometries: Vec::new(),
             weight_size: PyTuple::new(py, [out_features, in_features])?.unbind(),
             weight_stride: PyTuple::new(py, [in_features, 1])?.unbind(),
@@ -289,7 +230,7 @@ impl LinearHandle {
     /// The quantised weight: (buffer, bytes, has row layout, has column layout), or None.
     fn weight_cache<'py>(&self, py: Python<'py>) -> Option<(Bound<'py, PyAny>, usize, bool, bool)> {
         let cache = self.cache.as_ref()?;
-        let usage = cache.segments.usage;
+        let usage = cache.record.segments.usage;
         Some((cache.buffer.tensor().bind(py).clone(), cache.bytes, usage.rowwise, usage.columnwise))
     }
 }

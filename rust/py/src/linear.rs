@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyAnyMethods, PyBool, PyDict, PyTuple};
 use te_fast_core::autocast::Region;
+use te_fast_core::layer::Microbatch;
 
 use crate::layer::{LinearHandle, LinearSaved};
 use crate::linear_run::run;
@@ -52,11 +53,21 @@ impl Bits {
         self.0 & bit != 0
     }
 
-    fn microbatch(is_first: Option<bool>) -> u32 {
+    fn of_microbatch(is_first: Option<bool>) -> u32 {
         match is_first {
             Some(true) => Self::FIRST_MICROBATCH,
             Some(false) => Self::LATER_MICROBATCH,
             None => 0,
+        }
+    }
+
+    pub(crate) const fn microbatch(self) -> Microbatch {
+        if self.has(Self::FIRST_MICROBATCH) {
+            Microbatch::First
+        } else if self.has(Self::LATER_MICROBATCH) {
+            Microbatch::Later
+        } else {
+            Microbatch::Unknown
         }
     }
 }
@@ -171,7 +182,7 @@ fn forward<'py>(
         if region.recipe.is_delayed() {
             ensure_slots(module, handle, region.epoch)?;
         }
-        apply(state, handle, input, &weight, bias.as_ref(), Bits::microbatch(is_first_microbatch))?
+        apply(state, handle, input, &weight, bias.as_ref(), Bits::of_microbatch(is_first_microbatch))?
     } else {
         if last_epoch.is_some() {
             if let Some(former) = recomputed_region(state, handle)? {
@@ -244,7 +255,7 @@ pub(crate) fn linear_apply<'py>(
         ensure_slots(module, handle, region.epoch)?;
     }
     let mixed = if mixed_dtypes { Bits::MIXED_DTYPES } else { 0 };
-    apply(state, handle, inp, weight, bias, Bits::microbatch(is_first_microbatch) | mixed)
+    apply(state, handle, inp, weight, bias, Bits::of_microbatch(is_first_microbatch) | mixed)
 }
 
 #[inline]

@@ -11,6 +11,7 @@ use pyo3::types::{PyDict, PyTuple};
 use te_fast_core::dispatch::{Dispatcher, Place};
 use te_fast_core::driver;
 use te_fast_core::kernel::DevPtr;
+use te_fast_core::layer::{WeightRecord, WeightToken};
 use te_fast_core::linear::{Forward, LinearKey, LinearPlan, Slot};
 use te_fast_core::recipe::Needs;
 use te_fast_core::tensor::{DType, Device, TensorView};
@@ -18,7 +19,7 @@ use te_fast_core::trace::{CLOCK, Stage};
 use te_fast_core::{Error, Float};
 
 use crate::error::{IntoPython, named};
-use crate::layer::{CachedWeight, Geometry, LayerConfig, LinearHandle, Planned, Slots, WeightToken, slot};
+use crate::layer::{CachedWeight, Geometry, LayerConfig, LinearHandle, Slots, slot};
 use crate::linear::Bits;
 use crate::state::State;
 use crate::tensor::{Held, view_of};
@@ -124,9 +125,8 @@ struct Decision {
     slots: Option<Slots>,
     place: Place,
     capturing: bool,
-    generation: u64,
-    cache_epoch: u64,
-    token: WeightToken,
+    /// The weight as this call would quantise it.
+    record: WeightRecord,
     weight_version: Option<u64>,
     reused: Option<Arc<CachedWeight>>,
 }
@@ -240,20 +240,32 @@ impl<'py> Call<'_, 'py> {
             bias: self.bias.is_some(),
             any_rows: dispatcher.auto_pad,
         };
-        let Planned { plan, saved_size } = if let Some(plan) = handle.plan(&key) {
+        let (plan, saved_size) = if let Some((plan, saved_size)) = handle.plans.get(&key) {
             dispatcher.trace.counters.plan_hits += 1;
-            plan.share(py)
+            (Arc::clone(plan), saved_size.as_ref().map(|size| size.clone_ref(py)))
         } else {
             dispatcher.trace.counters.plan_misses += 1;
             let plan = LinearPlan::new(dispatcher, &region.recipe, key, config.in_features, config.out_features)?;
-            handle.add_plan(py, plan)?
+            let plan = Arc::new(plan);
+            let size = PyTuple::new(py, [plan.saved_bytes()])?.unbind();
+            let saved_size = (plan.saved_bytes() != 0).then_some(size);
+            handle.plans.insert(Arc::clone(&plan), saved_size.as_ref().map(|size| size.clone_ref(py)));
+            (plan, saved_size)
         };
         let slots = if region.recipe.is_delayed() { handle.slots.clone() } else { None };
-        let generation = if slots.is_some() { dispatcher.forward_generation } else { 0 };
-        let capturing = matches!(place.device, Device::Cuda(_)) && driver::is_capturing(place.stream)?;
-        let cache_epoch = dispatcher.cache_epoch;
+        let record = WeightRecord {
+            token,
+            device: key.device,
+            segments: plan.weight_segments(),
+            epoch: key.epoch,
+            generation: if slots.is_some() { dispatcher.forward_generation } else { 0 },
+            cache_epoch: dispatcher.cache_epoch,
+            training: self.bits.has(Bits::ANY_GRAD),
+        };
         drop(guard);
-        let mut decision = Decision { plan, saved_size, geometry, slots, place, capturing, generation, cache_epoch, token, weight_version, reused: None };
+        let capturing = matches!(place.device, Device::Cuda(_)) && driver::is_capturing(place.stream)?;
+        let mut decision =
+            Decision { plan, saved_size, geometry, slots, place, capturing, record, weight_version, reused: None };
         decision.reused = self.reusable(&mut handle, &decision)?;
         if decision.reused.is_some() && !capturing && !handle.cache_streams.contains(&place.stream) {
             self.share_with(&mut handle, place)?;
@@ -279,34 +291,11 @@ impl<'py> Call<'_, 'py> {
     }
 
     /// The quantised weight, if the one that is kept serves this call.
-    ///
-    /// A graph under capture runs later, on weights that may have changed by then, so that it reuses nothing unless
-    /// it is told to by `is_first_microbatch=False`.
     fn reusable(&self, handle: &mut LinearHandle, decision: &Decision) -> PyResult<Option<Arc<CachedWeight>>> {
-        let later = self.bits.has(Bits::LATER_MICROBATCH);
-        if self.bits.has(Bits::FIRST_MICROBATCH) || (decision.capturing && !later) {
-            return Ok(None);
-        }
-        let LinearHandle { cache, captured, .. } = &*handle;
+        let LinearHandle { cache, captured, history, .. } = handle;
         let Some(kept) = captured.as_ref().filter(|_| decision.capturing).or(cache.as_ref()) else { return Ok(None) };
-        let kept = Arc::clone(kept);
-        if handle.expects_update && kept.token.version != decision.token.version {
-            handle.updates_move_version = true;
-        }
-        let key = decision.plan.key();
-        let (there, needed) = (kept.segments.usage, decision.plan.weight_segments().usage);
-        let serves = kept.epoch == key.epoch
-            && kept.cache_epoch == decision.cache_epoch
-            && kept.device == key.device
-            && kept.token == decision.token
-            && (there.rowwise || !needed.rowwise)
-            && (there.columnwise || !needed.columnwise);
-        let current = later
-            || (kept.generation == decision.generation
-                && kept.token.version.is_some()
-                && kept.training == self.bits.has(Bits::ANY_GRAD)
-                && (handle.updates_move_version || !handle.expects_update));
-        Ok(if serves && current && !self.is_gone(&kept)? { Some(kept) } else { None })
+        let reuses = history.reuses(&kept.record, &decision.record, self.bits.microbatch(), decision.capturing);
+        Ok(if reuses && !self.is_gone(kept)? { Some(Arc::clone(kept)) } else { None })
     }
 
     /// Whether the memory that a kept weight was read from was freed: its address may be another tensor's by now.
@@ -333,8 +322,7 @@ impl<'py> Call<'_, 'py> {
 
     /// Memory for a fresh quantised weight: the kept one's when nobody else reads it.
     fn weight_buffer(&self, decision: &Decision) -> Result<CachedWeight, Failure> {
-        let segments = decision.plan.weight_segments();
-        let key = decision.plan.key();
+        let (record, py) = (decision.record, self.x.py());
         let mut recycled = None;
         if !decision.capturing {
             let mut handle = self.handle.try_borrow_mut()?;
@@ -343,38 +331,26 @@ impl<'py> Call<'_, 'py> {
             if private {
                 recycled = cache
                     .and_then(Arc::into_inner)
-                    .filter(|cache| cache.device == key.device && cache.bytes >= segments.bytes)
+                    .filter(|cache| cache.record.device == record.device && cache.bytes >= record.segments.bytes)
                     .map(|cache| (cache.buffer, cache.bytes));
             }
         }
         let (buffer, bytes) = match recycled {
             Some(recycled) => recycled,
             None => {
-                let tensor = self.state.bytes(self.x.py(), key.device, segments.bytes)?;
-                (Held::new(&self.state.reader, &tensor)?, segments.bytes)
+                let tensor = self.state.bytes(py, record.device, record.segments.bytes)?;
+                (Held::new(&self.state.reader, &tensor)?, record.segments.bytes)
             }
         };
-        let py = self.x.py();
         let storage = self.parameter.call_method0(intern!(py, "untyped_storage"))?;
-        let &Decision { token, generation, cache_epoch, .. } = decision;
-        Ok(CachedWeight {
-            buffer,
-            bytes,
-            segments,
-            token,
-            epoch: key.epoch,
-            generation,
-            cache_epoch,
-            device: key.device,
-            training: self.bits.has(Bits::ANY_GRAD),
-            storage: self.state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind(),
-        })
+        let storage = self.state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind();
+        Ok(CachedWeight { record, buffer, bytes, storage })
     }
 
     /// Keeps a weight that was quantised by this call. Only now: a call that failed leaves none behind.
     fn keep(&self, decision: &Decision, weight: &Arc<CachedWeight>) -> Result<(), Failure> {
         let mut handle = self.handle.try_borrow_mut()?;
-        handle.expects_update = false;
+        handle.history.expects_update = false;
         if decision.capturing {
             handle.captured = Some(Arc::clone(weight));
         } else {

@@ -1,0 +1,226 @@
+//! What a layer keeps between calls, apart from memory: its plans, and what is known of its quantised weight.
+//!
+//! The binding owns the buffers; whether a kept weight still is the weight is decided here.
+
+use std::sync::Arc;
+
+
+use crate::linear::{LinearKey, LinearPlan, Segments};
+use crate::tensor::{DType, Device};
+
+/// Plans of one layer that are kept; row counts that vary without end displace the oldest.
+const PLANS: usize = 64;
+
+/// A layer's plans, each with what the caller keeps beside it; the last one used is found first.
+#[derive(Debug)]
+pub struct PlanCache<T> {
+    plans: Vec<(Arc<LinearPlan>, T)>,
+}
+
+impl<T> Default for PlanCache<T> {
+    fn default() -> Self {
+        Self { plans: Vec::new() }
+    }
+}
+
+impl<T> PlanCache<T> {
+    /// The plan of `key`, if there is one.
+    #[inline]
+    pub fn get(&mut self, key: &LinearKey) -> Option<&(Arc<LinearPlan>, T)> {
+        let index = self.plans.iter().rposition(|(plan, _)| plan.key() == key)?;
+        let last = self.plans.len() - 1;
+        self.plans.swap(index, last);
+        self.plans.last()
+    }
+
+    /// Keeps a new plan.
+    pub fn insert(&mut self, plan: Arc<LinearPlan>, beside: T) {
+        if self.plans.len() >= PLANS {
+            self.plans.remove(0);
+        }
+        self.plans.push((plan, beside));
+    }
+
+    /// How many are kept.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.plans.len()
+    }
+
+    /// Whether none is.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.plans.is_empty()
+    }
+
+    /// Forgets all.
+    pub fn clear(&mut self) {
+        self.plans.clear();
+    }
+}
+
+/// Transformer Engine's `is_first_microbatch`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Microbatch {
+    /// True: quantise the weight and keep it.
+    First,
+    /// False: use the kept weight.
+    Later,
+    /// None: quantise the weight if it may have changed.
+    Unknown,
+}
+
+/// What identifies a weight's content as far as the host can see.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WeightToken {
+    /// Address of its first element.
+    pub address: usize,
+    /// torch's version counter; none for inference tensors.
+    pub version: Option<u64>,
+    /// Element type.
+    pub dtype: DType,
+}
+
+/// How a weight was quantised, or is to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WeightRecord {
+    /// The weight.
+    pub token: WeightToken,
+    /// Its device.
+    pub device: Device,
+    /// Layouts and where they lie.
+    pub segments: Segments,
+    /// Epoch of the autocast region.
+    pub epoch: u64,
+    /// Updates of the scales it was quantised with; 0 where scales follow from the weight alone.
+    pub generation: u64,
+    /// [`Dispatcher::cache_epoch`](crate::dispatch::Dispatcher::cache_epoch).
+    pub cache_epoch: u64,
+    /// The call needs gradients. Weights are often exchanged between training and evaluation by writes that leave no
+    /// trace (`weight.data.copy_`), so that the one does not use what the other quantised.
+    pub training: bool,
+}
+
+/// What a layer knows of its weight beside the record of the kept one.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct WeightHistory {
+    /// A gradient was computed since the weight was quantised: an update is to be expected.
+    pub expects_update: bool,
+    /// Updates were seen to move torch's version counter. Optimizers that write through raw pointers, and sharding
+    /// that gathers weights behind torch's back, do not; their weights are quantised after every backward.
+    pub updates_move_version: bool,
+}
+
+impl WeightHistory {
+    /// Whether the kept weight serves a call that would quantise `wanted`. The caller has still to see that the memory
+    /// it was read from was not freed since, for its address may be another tensor's by then.
+    ///
+    /// A graph under capture runs later, on weights that may have changed by then, so that it reuses nothing unless
+    /// it is told to by [`Microbatch::Later`].
+    #[inline]
+    pub fn reuses(&mut self, kept: &WeightRecord, wanted: &WeightRecord, microbatch: Microbatch, capturing: bool) -> bool {
+        if self.expects_update && kept.token.version != wanted.token.version {
+            self.updates_move_version = true;
+        }
+        let (there, needed) = (kept.segments.usage, wanted.segments.usage);
+        let serves = kept.epoch == wanted.epoch
+            && kept.cache_epoch == wanted.cache_epoch
+            && kept.device == wanted.device
+            && kept.token == wanted.token
+            && (there.rowwise || !needed.rowwise)
+            && (there.columnwise || !needed.columnwise);
+        let unchanged = kept.generation == wanted.generation
+            && kept.training == wanted.training
+            && kept.token.version.is_some()
+            && (self.updates_move_version || !self.expects_update);
+        serves
+            && match microbatch {
+                Microbatch::First => false,
+                Microbatch::Later => true,
+                Microbatch::Unknown => unchanged && !capturing,
+            }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe::Usage;
+
+    fn record() -> WeightRecord {
+        let usage = Usage { rowwise: true, columnwise: false };
+        WeightRecord {
+            token: WeightToken { address: 4096, version: Some(3), dtype: DType::Bf16 },
+            device: Device::Cpu,
+            segments: Segments { usage, ..Segments::default() },
+            epoch: 1,
+            generation: 5,
+            cache_epoch: 0,
+            training: false,
+        }
+    }
+
+    fn reuses(change: impl Fn(&mut WeightRecord), microbatch: Microbatch) -> bool {
+        let mut wanted = record();
+        change(&mut wanted);
+        WeightHistory::default().reuses(&record(), &wanted, microbatch, false)
+    }
+
+    #[test]
+    fn an_unchanged_weight_is_reused_unless_it_is_the_first_microbatch() {
+        assert!(reuses(|_| {}, Microbatch::Unknown));
+        assert!(reuses(|_| {}, Microbatch::Later));
+        assert!(!reuses(|_| {}, Microbatch::First));
+    }
+
+    #[test]
+    fn no_microbatch_reuses_another_weight() {
+        let changes: [fn(&mut WeightRecord); 7] = [
+            |wanted| wanted.token.address = 8192,
+            |wanted| wanted.token.version = Some(4),
+            |wanted| wanted.token.dtype = DType::F16,
+            |wanted| wanted.device = Device::Cuda(0),
+            |wanted| wanted.epoch = 2,
+            |wanted| wanted.cache_epoch = 1,
+            |wanted| wanted.segments.usage.columnwise = true,
+        ];
+        for change in changes {
+            assert!(!reuses(change, Microbatch::Unknown));
+            assert!(!reuses(change, Microbatch::Later));
+        }
+    }
+
+    #[test]
+    fn scales_and_mode_count_for_the_unknown_microbatch_alone() {
+        let changes: [fn(&mut WeightRecord); 2] = [|wanted| wanted.generation = 6, |wanted| wanted.training = true];
+        for change in changes {
+            assert!(!reuses(change, Microbatch::Unknown));
+            assert!(reuses(change, Microbatch::Later));
+        }
+    }
+
+    #[test]
+    fn after_a_backward_the_version_is_trusted_once_updates_moved_it() {
+        let mut history = WeightHistory { expects_update: true, updates_move_version: false };
+        assert!(!history.reuses(&record(), &record(), Microbatch::Unknown, false));
+        let mut updated = record();
+        updated.token.version = Some(4);
+        assert!(!history.reuses(&record(), &updated, Microbatch::Unknown, false));
+        assert!(history.updates_move_version);
+        assert!(history.reuses(&updated, &updated, Microbatch::Unknown, false));
+    }
+
+    #[test]
+    fn a_capture_reuses_only_what_it_is_told_to() {
+        let mut history = WeightHistory::default();
+        assert!(!history.reuses(&record(), &record(), Microbatch::Unknown, true));
+        assert!(history.reuses(&record(), &record(), Microbatch::Later, true));
+    }
+
+    #[test]
+    fn a_weight_without_version_is_quantised_each_time() {
+        let mut kept = record();
+        kept.token.version = None;
+        assert!(!WeightHistory::default().reuses(&kept, &kept, Microbatch::Unknown, false));
+    }
+}
