@@ -34,6 +34,7 @@ struct PadRowsParams {
     uint8_t* out_probs;
     const void* splits;    // null: `inline_splits`
     const void* index;     // of the chunks, sorting alone
+    void* padded_splits;   // padding alone, in the type of splits; null: none
     uint64_t in_rows, out_rows;
     uint64_t row_bytes;
     uint32_t prob_bytes;
@@ -44,7 +45,7 @@ struct PadRowsParams {
     IntType index_type;
     int32_t inline_splits[kInlineSplits];
 };
-static_assert(sizeof(PadRowsParams) == 96 + 4 * kInlineSplits);
+static_assert(sizeof(PadRowsParams) == 104 + 4 * kInlineSplits);
 
 // Dynamic shared memory: three arrays of `count`.
 struct Segments {
@@ -126,6 +127,17 @@ __device__ uint32_t load_segments(const PadRowsParams& p, const Segments& s) {
     return rows;
 }
 
+__device__ inline void write_padded_splits(const PadRowsParams& p) {
+    for (uint32_t i = threadIdx.x; i < p.count; i += kThreads) {
+        const uint32_t padded = round_up(split_size(p, i), p.align);
+        if (p.split_type == IntType::kI32) {
+            static_cast<int32_t*>(p.padded_splits)[i] = static_cast<int32_t>(padded);
+        } else {
+            static_cast<int64_t*>(p.padded_splits)[i] = padded;
+        }
+    }
+}
+
 // Row of x that row `row` of out comes from; at or past in_rows for a zero row.
 __device__ inline uint64_t source_row(const PadRowsParams& p, const Segments& s, uint64_t row, uint32_t covered) {
     const bool sorts = p.move == Move::kSort || p.move == Move::kUnsort;
@@ -183,6 +195,7 @@ __device__ inline void pad_rows(const PadRowsParams& p) {
     ptx::wait_for_prior_grids();
     const Segments segments{table, table + p.count, table + 2 * p.count};
     const uint32_t covered = load_segments(p, segments);
+    if (p.padded_splits != nullptr && blockIdx.x == 0) write_padded_splits(p);
     const bool vectors = p.row_bytes % 16 == 0 && is_aligned(p.x, 16) && is_aligned(p.out, 16);
     constexpr int kWarps = kThreads / 32;
     for (uint64_t row = static_cast<uint64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; row < p.out_rows;

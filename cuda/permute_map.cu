@@ -87,6 +87,8 @@ struct MapShared {
     uint32_t base[32];                // first row of the span
     uint32_t count[32];
     uint32_t lower[kMapWarps];
+    uint32_t total[kMapWarps][32];    // of this slice's experts, by warp
+    uint32_t earlier[kMapWarps][32];  // of them, in earlier chunks
     int missing;
 };
 
@@ -152,7 +154,7 @@ struct Mask {
 #pragma unroll
             for (uint32_t i = 0; i < kVectors; ++i) by_token |= vector_bits(value[i]) << (i * kPerVector);
         } else {
-#pragma unroll 4
+#pragma unroll 8
             for (uint32_t e = 0; e < experts; ++e) by_token |= static_cast<uint32_t>(from[e] != 0) << e;
         }
         by_expert = transpose_bits(by_token);
@@ -186,7 +188,6 @@ template <typename Routing>
 __device__ __noinline__ void pack_span(const PermuteMapParams& p, MapShared& shared, const Tile& tile, uint32_t begin, uint32_t end) {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     __syncthreads();
-#pragma unroll 1
     for (uint32_t group = begin + warp; group < end; group += kMapWarps) {
         uint32_t by_expert, by_token;
         Routing::pack(p, tile, tile.first + group * 32, by_expert, by_token);
@@ -196,7 +197,7 @@ __device__ __noinline__ void pack_span(const PermuteMapParams& p, MapShared& sha
     __syncthreads();
     if (warp == 0) {
         uint32_t running = 0;
-#pragma unroll 4
+#pragma unroll 8
         for (uint32_t group = 0; group < end - begin; ++group) {
             shared.before[group][lane] = running;
             running += __popc(shared.by_expert[group][lane]);
@@ -212,14 +213,12 @@ __device__ __noinline__ void count_tile(const PermuteMapParams& p, MapShared& sh
     const Tile tile(p, at);
     const uint32_t lane = threadIdx.x % 32;
     uint32_t count = 0;
-#pragma unroll 1
     for (uint32_t begin = 0; begin < tile.groups(); begin += kGroups) {
         const uint32_t end = min(begin + kGroups, tile.groups());
         pack_span<Routing>(p, shared, tile, begin, end);
         count += shared.count[lane];
         if constexpr (!Routing::kIndex) {
             uint8_t* shares = p.shares + tile.slice * p.tokens + tile.first + begin * 32;
-#pragma unroll 1
             for (uint32_t i = threadIdx.x; i < min((end - begin) * 32, tile.tokens - begin * 32); i += kMapThreads) {
                 shares[i] = static_cast<uint8_t>(__popc(shared.by_token[i / 32][i % 32]));
             }
@@ -242,7 +241,6 @@ __device__ inline int first_missing(const PermuteMapParams& p) {
     const volatile uint32_t* arrived = map_states[p.slot].arrived;
     unsigned open = 0;
     uint32_t seen = 0;
-#pragma unroll 1
     for (int poll = 0; poll < kPolls; ++poll) {
         seen = looks ? arrived[lane] & all : 0;
         open = __ballot_sync(kFullWarp, seen != all);
@@ -256,7 +254,6 @@ __device__ inline int first_missing(const PermuteMapParams& p) {
 // Waits until every tile is published. True when it had to count for others, which overwrites the bits.
 template <typename Routing>
 __device__ bool wait_for_all(const PermuteMapParams& p, MapShared& shared) {
-#pragma unroll 1
     for (bool helped = false;; helped = true) {
         if (threadIdx.x < 32) {
             const int missing = first_missing(p);
@@ -279,28 +276,29 @@ __device__ inline void place_tile(const PermuteMapParams& p, MapShared& shared, 
     const uint32_t width = tile.slices * 8;
     const uint4* counts = reinterpret_cast<const uint4*>(p.counts);
     uint32_t lower = 0;
-#pragma unroll 2
-    for (uint32_t chunk = warp; chunk < chunks; chunk += kMapWarps) {
-#pragma unroll 2
-        for (uint32_t i = lane; i < vectors; i += 32) {
-            const uint4 v = __ldcg(counts + chunk * width + i);
-            lower += v.x + v.y + v.z + v.w;
-        }
+    for (uint32_t i = threadIdx.x; i < chunks * vectors; i += kMapThreads) {
+        const uint4 v = __ldcg(counts + i / vectors * width + i % vectors);
+        lower += v.x + v.y + v.z + v.w;
     }
-#pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) lower += __shfl_xor_sync(kFullWarp, lower, distance);
     if (lane == 0) shared.lower[warp] = lower;
     uint32_t total = 0, earlier = 0;
-    if (warp == 0) {
-#pragma unroll 4
-        for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
-            const uint32_t count = __ldcg(p.counts + (chunk * tile.slices + tile.slice) * 32 + lane);
-            total += count;
-            earlier += chunk < tile.chunk ? count : 0;
-        }
+#pragma unroll 8
+    for (uint32_t chunk = warp; chunk < chunks; chunk += kMapWarps) {
+        const uint32_t count = __ldcg(p.counts + (chunk * tile.slices + tile.slice) * 32 + lane);
+        total += count;
+        earlier += chunk < tile.chunk ? count : 0;
     }
+    shared.total[warp][lane] = total;
+    shared.earlier[warp][lane] = earlier;
     __syncthreads();
     if (warp == 0) {
+        total = earlier = 0;
+#pragma unroll
+        for (int from = 0; from < kMapWarps; ++from) {
+            total += shared.total[from][lane];
+            earlier += shared.earlier[from][lane];
+        }
         uint32_t through = total;
         for (uint32_t distance = 1; distance < 32; distance *= 2) {
             const uint32_t other = __shfl_up_sync(kFullWarp, through, distance);
@@ -324,19 +322,25 @@ __device__ inline void describe(const PermuteMapParams& p) {
     constexpr int kEach = kMaxExperts / kMapThreads;
     const uint32_t width = round_up(p.experts, 32u);
     const uint32_t chunks = (gridDim.x - 1) / (width / 32);
-    uint32_t count[kEach] = {};
-    uint64_t sum = 0;  // padded rows above, routed rows below
-    const uint32_t first = threadIdx.x * kEach;
-    if (first < width) {
-#pragma unroll 4
-        for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
-            const uint4 v = __ldcg(reinterpret_cast<const uint4*>(p.counts + chunk * width + first));
-            count[0] += v.x;
-            count[1] += v.y;
-            count[2] += v.z;
-            count[3] += v.w;
-        }
+    __shared__ uint32_t counts[kMaxExperts];
+    for (uint32_t e = threadIdx.x; e < width; e += kMapThreads) counts[e] = 0;
+    __syncthreads();
+    // Vectors of four experts side by side, as many chunks at once as there are threads for.
+    const uint32_t vectors = width / 4, vector = threadIdx.x % vectors;
+#pragma unroll 8
+    for (uint32_t chunk = threadIdx.x / vectors; chunk < chunks; chunk += kMapThreads / vectors) {
+        if (threadIdx.x >= kMapThreads / vectors * vectors) break;
+        const uint4 v = __ldcg(reinterpret_cast<const uint4*>(p.counts + chunk * width) + vector);
+        const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) atomicAdd(&counts[vector * 4 + j], word[j]);
     }
+    __syncthreads();
+    const uint32_t first = threadIdx.x * kEach;
+    uint32_t count[kEach];
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) count[j] = first + j < width ? counts[first + j] : 0;
+    uint64_t sum = 0;  // padded rows above, routed rows below
 #pragma unroll
     for (int j = 0; j < kEach; ++j) sum += static_cast<uint64_t>(round_up(count[j], p.align)) << 32 | count[j];
     uint64_t total;
@@ -361,10 +365,10 @@ __device__ inline void describe(const PermuteMapParams& p) {
 }
 
 // Experts that a token has in higher slices.
-__device__ __noinline__ uint32_t higher_experts(const PermuteMapParams& p, const Tile& tile, uint64_t token) {
+__device__ inline uint32_t higher_experts(const PermuteMapParams& p, const Tile& tile, uint64_t token) {
     uint32_t count = 0;
     if (token >= p.tokens) return count;
-#pragma unroll 4
+#pragma unroll 8
     for (uint32_t slice = tile.slice + 1; slice < tile.slices; ++slice) count += __ldcg(p.shares + slice * p.tokens + token);
     return count;
 }
@@ -374,7 +378,6 @@ __device__ __noinline__ uint32_t higher_experts(const PermuteMapParams& p, const
 __device__ inline void write_mask_entries(const PermuteMapParams& p, const MapShared& shared, const Tile& tile, uint32_t begin,
                                           uint32_t end, uint32_t first_higher) {
     const uint64_t width = 2 * static_cast<uint64_t>(p.experts) + 1;
-#pragma unroll 1
     for (uint32_t i = threadIdx.x; i < (end - begin) * 32; i += kMapThreads) {
         const uint32_t group = i / 32, lane = i % 32;
         const uint64_t token = tile.first + begin * 32 + i;
@@ -383,7 +386,6 @@ __device__ inline void write_mask_entries(const PermuteMapParams& p, const MapSh
         if (word == 0 && tile.slice != 0) continue;
         uint32_t at = begin == 0 && i == threadIdx.x ? first_higher : higher_experts(p, tile, token);
         int32_t* entry = p.row_id_map + token * width;
-#pragma unroll 1
         for (; word != 0; ++at) {
             const uint32_t expert = 31 - __clz(word);
             word ^= 1u << expert;
@@ -398,7 +400,6 @@ __device__ inline void write_mask_entries(const PermuteMapParams& p, const MapSh
 // Entries of a span's slots in this slice, a lane per slot; slice 0 marks those of no expert.
 __device__ inline void write_index_entries(const PermuteMapParams& p, const MapShared& shared, const Tile& tile, uint32_t begin, uint32_t end) {
     const uint64_t tokens = p.tokens / p.top_k;
-#pragma unroll 1
     for (uint32_t i = threadIdx.x; i < (end - begin) * 32; i += kMapThreads) {
         const uint32_t group = i / 32, lane = i % 32;
         const uint64_t slot = tile.first + begin * 32 + i;
@@ -420,7 +421,6 @@ __device__ inline void write_index_entries(const PermuteMapParams& p, const MapS
 template <typename Routing>
 __device__ void write_tile(const PermuteMapParams& p, MapShared& shared, const Tile& tile, bool helped, uint32_t first_higher) {
     const bool packed = !helped && tile.groups() <= kGroups;
-#pragma unroll 1
     for (uint32_t begin = 0; begin < tile.groups(); begin += kGroups) {
         const uint32_t end = min(begin + kGroups, tile.groups());
         if (!packed) pack_span<Routing>(p, shared, tile, begin, end);

@@ -154,7 +154,7 @@ class _Move(torch.autograd.Function):
         return native.moe_pad(inp, probs, splits, index, mode, align, rows)
 
     @staticmethod
-    def backward(ctx: Any, dout: Any, dprobs: Any) -> Any:
+    def backward(ctx: Any, dout: Any, dprobs: Any, _: Any) -> Any:
         if torch.is_grad_enabled():
             _twice("moe_sort_chunks_by_index and Fp8Padding")
         if dout is None:
@@ -163,7 +163,7 @@ class _Move(torch.autograd.Function):
             rows, cols, dtype, device = ctx.like
             dout = torch.zeros((rows, cols), dtype=dtype, device=device)
         # PAD and UNPAD, SORT and UNSORT differ in the last bit.
-        grad, probs_grad = native.moe_pad(
+        grad, probs_grad, _ = native.moe_pad(
             dout, dprobs, ctx.splits, ctx.index, ctx.mode ^ 1, ctx.align, ctx.rows
         )
         return grad, probs_grad, None, None, None, None, None
@@ -274,7 +274,7 @@ def move_rows(
     align: int,
     rows: int,
 ) -> Any:
-    """Move rows in segments: rows and probabilities of the result."""
+    """Move rows in segments: rows, probabilities and, for padding by a tensor, the padded splits."""
     if _is_compiling():
         return compiled.move(inp, probs, splits, index, mode, align, rows)
     if _wants_grad(inp, probs):
@@ -286,7 +286,7 @@ def sort_chunks(
     inp: torch.Tensor, probs: torch.Tensor | None, splits: torch.Tensor, index: torch.Tensor
 ) -> Any:
     """Reorder chunks of rows."""
-    return move_rows(inp, probs, splits, index, SORT, 1, inp.size(0))
+    return move_rows(inp, probs, splits, index, SORT, 1, inp.size(0))[:2]
 
 
 def dropped_rows(device: torch.device, *, reset: bool) -> int:

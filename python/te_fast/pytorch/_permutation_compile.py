@@ -141,11 +141,11 @@ def _move(
     mode: int,
     align: int,
     rows: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out, out_probs = native.moe_pad(
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    out, out_probs, padded = native.moe_pad(
         inp, probs, values if splits is None else splits, index, mode, align, rows
     )
-    return out, _present(out_probs, inp)
+    return out, _present(out_probs, inp), _present(padded, inp)
 
 
 @_move.register_fake
@@ -159,9 +159,10 @@ def _move_fake(
     align: int,
     rows: int,
 ) -> Any:
-    del splits, values, index, mode, align
+    del values, index, align
     out_probs = inp.new_empty(0) if probs is None else probs.new_empty((rows,))
-    return inp.new_empty((rows, inp.size(1))), out_probs
+    padded = inp.new_empty(0) if splits is None or mode != 0 else splits.new_empty(splits.shape)
+    return inp.new_empty((rows, inp.size(1))), out_probs, padded
 
 
 @torch.library.custom_op("te_fast::moe_permute_cast", mutates_args=("amax",))
@@ -263,10 +264,10 @@ def _move_setup(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.mode, ctx.align, ctx.rows = mode, align, inp.size(0)
 
 
-def _move_backward(ctx: Any, dout: Any, dprobs: Any) -> Any:
+def _move_backward(ctx: Any, dout: Any, dprobs: Any, _: Any) -> Any:
     splits, index = ctx.saved_tensors
     in_probs = dprobs if ctx.with_probs else None
-    grad, probs_grad = _move(
+    grad, probs_grad, _ = _move(
         dout, in_probs, splits, ctx.values, index, ctx.mode ^ 1, ctx.align, ctx.rows
     )
     return grad, probs_grad if ctx.with_probs else None, None, None, None, None, None, None
@@ -302,10 +303,10 @@ def move(
 ) -> Any:
     """Trace :func:`te_fast.pytorch._permutation.move_rows`."""
     given = isinstance(splits, torch.Tensor)
-    out, out_probs = _move(
+    out, out_probs, padded = _move(
         inp, probs, splits if given else None, [] if given else list(splits), index, mode, align, rows
     )
-    return out, None if probs is None else out_probs
+    return out, None if probs is None else out_probs, padded if given and mode == 0 else None
 
 
 def permute_cast(

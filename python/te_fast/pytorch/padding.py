@@ -77,8 +77,8 @@ class Fp8Padding(_Aligned):
         self._check(m_splits)
         align = self._align()
         rows_of = inp.view(-1, inp.size(-1))
+        padded_splits: Any = None
         if isinstance(m_splits, torch.Tensor):
-            padded_splits: Any = (m_splits + (align - 1)) // align * align
             most = rows_of.size(0) + self.num_gemms * (align - 1)
             rows = most // align * align if num_out_tokens is None else num_out_tokens
         else:
@@ -87,8 +87,8 @@ class Fp8Padding(_Aligned):
                 return inp, m_splits
             m_splits = list(m_splits)
             rows = sum(padded_splits)
-        out, _ = impl.move_rows(rows_of, None, m_splits, None, impl.PAD, align, rows)
-        return out, padded_splits
+        out, _, padded = impl.move_rows(rows_of, None, m_splits, None, impl.PAD, align, rows)
+        return out, padded_splits if padded is None else padded
 
 
 class Fp8Unpadding(_Aligned):
@@ -131,5 +131,5 @@ class Fp8Unpadding(_Aligned):
                 return inp
             m_splits = list(m_splits)
             rows = sum(m_splits)
-        out, _ = impl.move_rows(rows_of, None, m_splits, None, impl.UNPAD, align, rows)
+        out = impl.move_rows(rows_of, None, m_splits, None, impl.UNPAD, align, rows)[0]
         return out  # type: ignore[no-any-return]

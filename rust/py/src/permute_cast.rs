@@ -132,7 +132,7 @@ fn order_of<'a>(call: &Call<'_, '_>, index: Option<&TensorView<'a>>, splits: &Sp
     }
 }
 
-/// Rows moved in segments: (out, `out_probs`). `splits` is a list of int or a tensor on the input's device; `mode` is
+/// Rows moved in segments: (out, `out_probs`, padded splits where the splits to pad by are a tensor). `splits` is a list of int or a tensor on the input's device; `mode` is
 /// 0 to pad, 1 to unpad, 2 to sort chunks, 3 to undo that.
 #[pyfunction]
 #[pyo3(signature = (inp, probs, splits, index, mode, align, rows, /))]
@@ -176,6 +176,10 @@ pub(crate) fn moe_pad<'py>(
     let plan = PadPlan::new(PadSpec { mode, in_rows, out_rows: rows, row_bytes: cols * float.size(), align }).python()?;
     let out = call.empty(&[rows as i64, cols as i64], float.into())?;
     let out_probs = prob.map(|prob| call.empty(&[rows as i64], prob.into())).transpose()?;
+    let padded = match (&splits_view, mode) {
+        (Some(view), Move::Pad) => Some(call.empty(view.shape(), view.dtype())?),
+        _ => None,
+    };
     let buffers = PadBuffers {
         x: x.data(),
         out: call.pointer(Some(&out))?,
@@ -183,7 +187,8 @@ pub(crate) fn moe_pad<'py>(
         out_probs: call.pointer(out_probs.as_ref())?,
         prob,
         index,
+        padded_splits: call.pointer(padded.as_ref())?,
     };
     call.run(0, |target, _| plan.run(target, &buffers, &splits))?;
-    (out, out_probs).into_pyobject(py)
+    (out, out_probs, padded).into_pyobject(py)
 }

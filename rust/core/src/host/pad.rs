@@ -83,6 +83,20 @@ fn segments(p: &PadRowsParams<'_>) -> (Vec<Segment>, usize) {
     (zip(&plain, &back), rows)
 }
 
+fn write_padded_splits(p: &PadRowsParams<'_>) {
+    if p.padded_splits.is_null() {
+        return;
+    }
+    let padded = splits(p).into_iter().map(|size| size.next_multiple_of(p.align as usize));
+    if p.split_type == 0 {
+        let out = p.padded_splits.slice_mut::<i32>(p.count as usize);
+        out.iter_mut().zip(padded).for_each(|(out, size)| *out = size as i32);
+    } else {
+        let out = p.padded_splits.slice_mut::<i64>(p.count as usize);
+        out.iter_mut().zip(padded).for_each(|(out, size)| *out = size as i64);
+    }
+}
+
 /// Runs `pad_rows`.
 ///
 /// # Errors
@@ -94,6 +108,7 @@ pub(crate) fn run(p: &PadRowsParams<'_>, _: KernelId) -> Result<()> {
     let (x, out) = (p.x.slice::<u8>(in_rows * bytes), p.out.slice_mut::<u8>(out_rows * bytes));
     let probs = p.probs.slice::<u8>(in_rows * prob_bytes);
     let out_probs = p.out_probs.slice_mut::<u8>(out_rows * prob_bytes);
+    write_padded_splits(p);
     let (segments, covered) = segments(p);
     let sorts = p.mode == Move::Sort as u32 || p.mode == Move::Unsort as u32;
     let source = |row: usize| {

@@ -19,7 +19,7 @@ const BLOCKS: usize = 528;
 
 params! {
     /// Parameters of `pad_rows`.
-    pub struct PadRowsParams<'a> [4192] for PadRows => host::pad::run {
+    pub struct PadRowsParams<'a> [4200] for PadRows => host::pad::run {
         /// Input rows.
         pub x: DevPtr<'a>,
         /// Output rows.
@@ -32,6 +32,8 @@ params! {
         pub splits: DevPtr<'a>,
         /// Order of the chunks, sorting alone.
         pub index: DevPtr<'a>,
+        /// Padded splits in the type of the splits, padding alone; or null.
+        pub padded_splits: DevPtr<'a>,
         /// Rows of the input.
         pub in_rows: u64,
         /// Rows of the output.
@@ -126,6 +128,8 @@ pub struct PadBuffers<'a> {
     pub prob: Option<Float>,
     /// Order of the chunks, sorting alone.
     pub index: Option<Integers<'a>>,
+    /// Receives the padded splits in the type of the splits; or null.
+    pub padded_splits: DevPtr<'a>,
 }
 
 /// A checked move.
@@ -183,6 +187,7 @@ impl PadPlan {
             out_probs: b.out_probs,
             splits: device.data,
             index: index.data,
+            padded_splits: b.padded_splits,
             in_rows: in_rows as u64,
             out_rows: out_rows as u64,
             row_bytes: row_bytes as u64,
