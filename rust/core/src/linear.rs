@@ -48,10 +48,10 @@ pub struct LinearKey {
 /// Byte offsets of one operand's quantised layouts in a buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Segments {
-    row: usize,
-    row_scale: usize,
-    col: usize,
-    col_scale: usize,
+    pub(crate) row: usize,
+    pub(crate) row_scale: usize,
+    pub(crate) col: usize,
+    pub(crate) col_scale: usize,
     /// Layouts that are there.
     pub usage: Usage,
     /// Bytes of the buffer up to the end of these.
