@@ -44,12 +44,10 @@ mod attribute {
     pub(super) const DESC_A_SCALE_MODE: u32 = 31;
     pub(super) const DESC_B_SCALE_MODE: u32 = 32;
     pub(super) const PREF_MAX_WORKSPACE_BYTES: u32 = 1;
-    pub(super) const PREF_REDUCTION_SCHEME_MASK: u32 = 3;
-    pub(super) const REDUCTION_SCHEME_NONE: u32 = 0;
-    pub(super) const REDUCTION_SCHEMES_ALL: u32 = 7;
     pub(super) const PREF_MIN_ALIGNMENT: [u32; 4] = [5, 6, 7, 8];
     pub(super) const ALGO_ID: u32 = 0;
     pub(super) const ALGO_SPLITK_NUM: u32 = 2;
+    pub(super) const ALGO_REDUCTION_SCHEME: u32 = 3;
     pub(super) const EPILOGUE_BIAS: u32 = 4;
     pub(super) const COMPUTE_32F: u32 = 68;
     pub(super) const OP_N: i32 = 0;
@@ -87,6 +85,17 @@ struct Api {
         i32,
         *mut cublasLtMatmulHeuristicResult_t,
         *mut i32,
+    ) -> Status,
+    algo_set: unsafe extern "C" fn(*mut cublasLtMatmulAlgo_t, u32, *const c_void, usize) -> Status,
+    algo_check: unsafe extern "C" fn(
+        cublasLtHandle_t,
+        cublasLtMatmulDesc_t,
+        cublasLtMatrixLayout_t,
+        cublasLtMatrixLayout_t,
+        cublasLtMatrixLayout_t,
+        cublasLtMatrixLayout_t,
+        *const cublasLtMatmulAlgo_t,
+        *mut cublasLtMatmulHeuristicResult_t,
     ) -> Status,
     algo_get: unsafe extern "C" fn(*const cublasLtMatmulAlgo_t, u32, *mut c_void, usize, *mut usize) -> Status,
     matmul: unsafe extern "C" fn(
@@ -146,6 +155,8 @@ fn load() -> std::result::Result<Api, String> {
         pref_destroy: symbol!(b"cublasLtMatmulPreferenceDestroy\0"),
         pref_set: symbol!(b"cublasLtMatmulPreferenceSetAttribute\0"),
         heuristic: symbol!(b"cublasLtMatmulAlgoGetHeuristic\0"),
+        algo_set: symbol!(b"cublasLtMatmulAlgoConfigSetAttribute\0"),
+        algo_check: symbol!(b"cublasLtMatmulAlgoCheck\0"),
         algo_get: symbol!(b"cublasLtMatmulAlgoConfigGetAttribute\0"),
         matmul: symbol!(b"cublasLtMatmul\0"),
     };
@@ -224,17 +235,9 @@ impl CublasLt {
         Ok(plan)
     }
 
-    /// The heuristic's best algorithm that is right; for small results with a long contraction its favourites may all
-    /// be defective ones, and then it is asked for those without split-K.
+    /// The heuristic's best algorithm that is right; for small results with a long contraction it may name defective
+    /// split-K only, and then its favourite is taken with one part.
     fn algorithm(&self, plan: &CublasPlan, problem: &Problem) -> Result<cublasLtMatmulAlgo_t> {
-        if let Some(algorithm) = self.best(plan, problem, attribute::REDUCTION_SCHEMES_ALL)? {
-            return Ok(algorithm);
-        }
-        self.best(plan, problem, attribute::REDUCTION_SCHEME_NONE)?
-            .ok_or_else(|| failure("cublasLtMatmulAlgoGetHeuristic (no algorithm)", NOT_SUPPORTED, problem))
-    }
-
-    fn best(&self, plan: &CublasPlan, problem: &Problem, reduction_schemes: u32) -> Result<Option<cublasLtMatmulAlgo_t>> {
         let api = self.api;
         let mut preference = std::ptr::null_mut();
         // SAFETY: writes one handle, destroyed below.
@@ -249,9 +252,6 @@ impl CublasLt {
             attribute::PREF_MIN_ALIGNMENT
                 .iter()
                 .try_for_each(|&name| set(name, (&raw const alignment).cast(), size_of::<u32>()))
-        });
-        let prepared = prepared.and_then(|()| {
-            set(attribute::PREF_REDUCTION_SCHEME_MASK, (&raw const reduction_schemes).cast(), size_of::<u32>())
         });
         // SAFETY: plain C data; all zero is a value of it, and cuBLASLt overwrites the first `found`.
         let mut results: [cublasLtMatmulHeuristicResult_t; CANDIDATES] = unsafe { std::mem::zeroed() };
@@ -268,12 +268,35 @@ impl CublasLt {
         });
         // SAFETY: created above, destroyed once.
         let _ = unsafe { (api.pref_destroy)(preference) };
-        match status {
-            Err(error) if matches!(error.kind(), ErrorKind::Cublas { status: NOT_SUPPORTED, .. }) => return Ok(None),
-            other => other?,
+        status?;
+        let mut usable = results[..found as usize].iter().filter(|result| result.state as u32 == 0).map(|result| result.algo);
+        let first = usable.clone().next();
+        usable
+            .find(|algorithm| !self.is_defective(algorithm))
+            .or_else(|| first.and_then(|favourite| self.without_split(plan, favourite)))
+            .ok_or_else(|| failure("cublasLtMatmulAlgoGetHeuristic (no algorithm)", NOT_SUPPORTED, problem))
+    }
+
+    /// The algorithm with the contraction in one part, if it can run so.
+    fn without_split(&self, plan: &CublasPlan, mut algorithm: cublasLtMatmulAlgo_t) -> Option<cublasLtMatmulAlgo_t> {
+        for (name, value) in [(attribute::ALGO_SPLITK_NUM, 1_i32), (attribute::ALGO_REDUCTION_SCHEME, 0)] {
+            // SAFETY: an algorithm from the heuristic and a value of the attribute's size.
+            let status = unsafe {
+                (self.api.algo_set)(&raw mut algorithm, name, (&raw const value).cast(), size_of::<i32>())
+            };
+            if status != 0 {
+                return None;
+            }
         }
-        let right = results[..found as usize].iter().find(|result| result.state as u32 == 0 && !self.is_defective(&result.algo));
-        Ok(right.map(|result| result.algo))
+        // SAFETY: plain C data; all zero is a value of it.
+        let mut result: cublasLtMatmulHeuristicResult_t = unsafe { std::mem::zeroed() };
+        // SAFETY: live handle, descriptors and algorithm; writes one result.
+        let status = unsafe {
+            (self.api.algo_check)(
+                self.handle, plan.desc, plan.w, plan.x, plan.d, plan.d, &raw const algorithm, &raw mut result,
+            )
+        };
+        (status == 0 && result.workspaceSize <= WORKSPACE_BYTES).then_some(algorithm)
     }
 
     /// Split-K with CONFIG_ID 66: wrong results on compute capability 9.0 before cuBLAS 13.8.
