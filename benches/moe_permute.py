@@ -94,14 +94,14 @@ def separate(
 def plain_torch(
     x: torch.Tensor, probs: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The permutation in torch operations, as Megatron-LM's unfused path has it."""
+    """Permute in torch operations, as Megatron-LM's unfused path does."""
     tokens = torch.arange(x.size(0), device=x.device).expand(mask.size(1), -1)
     sorted_tokens = tokens.masked_select(mask.t())
     return x.index_select(0, sorted_tokens), probs.t().masked_select(mask.t())
 
 
 def peers() -> Any:
-    """Transformer Engine's module, or None."""
+    """Import Transformer Engine's module; None where it is not installed."""
     if importlib.util.find_spec("transformer_engine") is None:
         return None
     return importlib.import_module("transformer_engine.pytorch.permutation")
@@ -136,16 +136,19 @@ def measure(clock: Clock, size: tuple[int, int, int, int, int], rate: float) -> 
             leaf, weights, mask, listed, align, num_out_tokens=padded_rows
         )
         grads = [torch.randn_like(rows), torch.randn_like(permuted)]
-        return lambda: torch.autograd.grad([rows, permuted], [leaf, weights], grads, retain_graph=True)
+        return lambda: torch.autograd.grad(
+            [rows, permuted], [leaf, weights], grads, retain_graph=True
+        )
 
     from te_fast.pytorch._ops import native
 
     scale = torch.ones(1, device="cuda")
+    no_index = (False,)
     padding, order = te.Fp8Padding(experts, align), torch.randperm(experts, device="cuda")
     bodies: dict[str, Callable[[], object]] = {
         "zero permuted": small.clone().zero_,
         "zero padded": out.clone().zero_,
-        "map": lambda: native.moe_map(mask, align, False),
+        "map": lambda: native.moe_map(mask, align, *no_index),
         "permute": lambda: te.moe_permute_with_probs(x, probs, mask, routed),
         "permute+pad": lambda: te.moe_permute_and_pad_with_probs(
             x, probs, mask, listed, align, num_out_tokens=padded_rows
@@ -159,7 +162,9 @@ def measure(clock: Clock, size: tuple[int, int, int, int, int], rate: float) -> 
         ),
         "unpermute": lambda: te.moe_unpermute(small, small_map, None, x.shape),
         "unpermute probs": lambda: te.moe_unpermute(small, small_map, probs, x.shape),
-        "unpermute pad": lambda: te.moe_unpermute(out, row_id_map, None, x.shape, pad_offsets=offsets),
+        "unpermute pad": lambda: te.moe_unpermute(
+            out, row_id_map, None, x.shape, pad_offsets=offsets
+        ),
         "unpermute pad probs": lambda: te.moe_unpermute(
             out, row_id_map, probs, x.shape, pad_offsets=offsets
         ),
@@ -174,7 +179,9 @@ def measure(clock: Clock, size: tuple[int, int, int, int, int], rate: float) -> 
     if peer is not None:
         bodies |= {
             "TE permute": lambda: peer.moe_permute_with_probs(x, probs, mask, routed),
-            "TE permute+pad": lambda: peer.moe_permute_and_pad_with_probs(x, probs, mask, counts, align),
+            "TE permute+pad": lambda: peer.moe_permute_and_pad_with_probs(
+                x, probs, mask, counts, align
+            ),
             "TE unpermute": lambda: peer.moe_unpermute(small, small_map, None, x.shape),
         }
     figures: dict[str, float] = {}
@@ -193,32 +200,54 @@ def measure(clock: Clock, size: tuple[int, int, int, int, int], rate: float) -> 
 
 
 def ratios(figures: dict[str, float]) -> dict[str, float]:
-    """The figures that have bars."""
+    """Divide the figures that have bars by their references."""
     ratio = {
         "permute / zero_": figures["permute"] / figures["zero permuted"],
         "permute+pad / zero_": figures["permute+pad"] / figures["zero padded"],
         "fp8 tensor / permute+pad": figures["permute+pad+fp8 tensor"] / figures["permute+pad"],
         "fp8 block / permute+pad": figures["permute+pad+fp8 block"] / figures["permute+pad"],
-        "unpermute bwd / floor": figures["unpermute backward"] / figures["floor unpermute backward"],
+        "unpermute bwd / floor": figures["unpermute backward"]
+        / figures["floor unpermute backward"],
     }
     for name in ("unpermute", "unpermute probs", "unpermute pad", "unpermute pad probs"):
         ratio[f"{name} / floor"] = figures[name] / figures["floor unpermute"]
     return ratio
 
 
-def write_results(path: Path, results: dict[str, dict[str, float]], rate: float, command: str) -> None:
+def write_results(
+    path: Path, results: dict[str, dict[str, float]], rate: float, command: str
+) -> None:
     """JSON with all figures, and a table of them in Markdown beside it."""
     stamp = environment(torch.device("cuda")) | {"commit": commit(), "command": command}
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = {"bench": "moe_permute", "environment": stamp, "copy_bytes_per_us": rate, "figures": results}
+    data = {
+        "bench": "moe_permute",
+        "environment": stamp,
+        "copy_bytes_per_us": rate,
+        "figures": results,
+    }
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     names = list(next(iter(results.values())))
-    lines = ["# MoE permutation", "", f"`{command}` · {stamp}", "", f"Copy rate {rate / 1e6:.2f} TB/s. Microseconds, then ratios.", ""]
+    lines = [
+        "# MoE permutation",
+        "",
+        f"`{command}` · {stamp}",
+        "",
+        f"Copy rate {rate / 1e6:.2f} TB/s. Microseconds, then ratios.",
+        "",
+    ]
     lines += ["| | " + " | ".join(results) + " |", "|---" * (len(results) + 1) + "|"]
-    lines += ["| " + " | ".join([name, *(f"{values[name]:.1f}" for values in results.values())]) + " |" for name in names]
+    lines += [
+        "| " + " | ".join([name, *(f"{values[name]:.1f}" for values in results.values())]) + " |"
+        for name in names
+    ]
     checked = {size: ratios(values) for size, values in results.items()}
     for name in next(iter(checked.values())):
-        lines.append("| " + " | ".join([name, *(f"{values[name]:.3f}" for values in checked.values())]) + " |")
+        lines.append(
+            "| "
+            + " | ".join([name, *(f"{values[name]:.3f}" for values in checked.values())])
+            + " |"
+        )
     path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -226,13 +255,23 @@ def plot(path: Path, results: dict[str, dict[str, float]]) -> None:
     """Bars of the padded permutation against its references."""
     from matplotlib import pyplot
 
-    names = ["zero padded", "permute+pad", "permute, then pad", "permute+pad+fp8 block", "TE permute+pad"]
+    names = [
+        "zero padded",
+        "permute+pad",
+        "permute, then pad",
+        "permute+pad+fp8 block",
+        "TE permute+pad",
+    ]
     figure, axes = pyplot.subplots(figsize=(11, 5))
     shown = [name for name in names if name in next(iter(results.values()))]
     for index, name in enumerate(shown):
         places = [at + index / (len(shown) + 1) for at in range(len(results))]
-        axes.bar(places, [values[name] for values in results.values()], 1 / (len(shown) + 1), label=name)
-    axes.set_xticks([at + 0.4 for at in range(len(results))], list(results), rotation=15, fontsize=7)
+        axes.bar(
+            places, [values[name] for values in results.values()], 1 / (len(shown) + 1), label=name
+        )
+    axes.set_xticks(
+        [at + 0.4 for at in range(len(results))], list(results), rotation=15, fontsize=7
+    )
     axes.set_ylabel("GPU microseconds")
     axes.legend()
     figure.tight_layout()
@@ -241,10 +280,14 @@ def plot(path: Path, results: dict[str, dict[str, float]]) -> None:
 
 def main() -> None:
     """Measure all sizes and print them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="the four sizes with bars")
-    parser.add_argument("--out", type=Path, default=ROOT / "benches" / "results" / "moe_permute_h200.json")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benches" / "results" / "moe_permute_h200.json"
+    )
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     rate = copy_rate()
@@ -255,9 +298,20 @@ def main() -> None:
         torch.cuda.empty_cache()
     names = list(next(iter(results.values())))
     columns = ["us", *results]
-    show(f"GPU time; copy rate {rate / 1e6:.2f} TB/s", columns, [[name, *(f"{v[name]:.1f}" for v in results.values())] for name in names])
+    show(
+        f"GPU time; copy rate {rate / 1e6:.2f} TB/s",
+        columns,
+        [[name, *(f"{v[name]:.1f}" for v in results.values())] for name in names],
+    )
     checked = {size: ratios(values) for size, values in results.items()}
-    show("Ratios", columns, [[name, *(f"{v[name]:.3f}" for v in checked.values())] for name in next(iter(checked.values()))])
+    show(
+        "Ratios",
+        columns,
+        [
+            [name, *(f"{v[name]:.3f}" for v in checked.values())]
+            for name in next(iter(checked.values()))
+        ],
+    )
     write_results(arguments.out, results, rate, "python benches/moe_permute.py")
     if arguments.plot:
         plot(arguments.plot, results)

@@ -32,9 +32,9 @@ struct PadRowsParams {
     uint8_t* out;
     const uint8_t* probs;  // null: none
     uint8_t* out_probs;
-    const void* splits;    // null: `inline_splits`
-    const void* index;     // of the chunks, sorting alone
-    void* padded_splits;   // padding alone, in the type of splits; null: none
+    const void* splits;   // null: `inline_splits`
+    const void* index;    // of the chunks, sorting alone
+    void* padded_splits;  // padding alone, in the type of splits; null: none
     uint64_t in_rows, out_rows;
     uint64_t row_bytes;
     uint32_t prob_bytes;
@@ -122,7 +122,8 @@ __device__ uint32_t load_segments(const PadRowsParams& p, const Segments& s) {
         }
     }
     __syncthreads();
-    for (uint32_t i = threadIdx.x; i < p.count; i += kThreads) s.length[i] = p.move == Move::kSort ? chunk_size(i) : split_size(p, i);
+    for (uint32_t i = threadIdx.x; i < p.count; i += kThreads)
+        s.length[i] = p.move == Move::kSort ? chunk_size(i) : split_size(p, i);
     __syncthreads();
     return rows;
 }

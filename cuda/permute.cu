@@ -4,7 +4,8 @@
 //   every row of out that no token fills (padding, the end of a larger buffer) is zero, its probability too
 //
 // Launch: zero_blocks + tokens blocks, 128 threads; the first zero_blocks clear rows, the others take one token each.
-// Needs:  contiguous x [T, row_bytes] and out [rows, row_bytes], row_bytes even; row_bytes and rows < 2^31. Rows of a multiple of
+// Needs:  contiguous x [T, row_bytes] and out [rows, row_bytes], row_bytes even; row_bytes and rows < 2^31. Rows of a
+// multiple of
 //         16 bytes at 16-byte aligned addresses take the vector path. Destinations outside out are skipped.
 // Moves:  row_bytes (T + rows), and the map.
 

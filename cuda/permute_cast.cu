@@ -31,11 +31,11 @@ constexpr int kChunk = 16;   // elements of one FP8 store
 struct PermuteCastParams {
     const void* x;
     uint8_t* out;
-    const void* probs;   // null: none
+    const void* probs;  // null: none
     void* out_probs;
-    const float* scale;  // per tensor; null with blocks
-    float* amax;         // per tensor; null: none
-    float* token_scales; // blocks; null per tensor
+    const float* scale;   // per tensor; null with blocks
+    float* amax;          // per tensor; null: none
+    float* token_scales;  // blocks; null per tensor
     int32_t* row_tokens;
     RowMap map;
     uint32_t cols;
@@ -127,8 +127,8 @@ __device__ inline float block_amax(float x) {
 
 // Quantises the chunks at base + j * kRowThreads + threadIdx.x; the largest magnitude among them.
 template <int kChunks, Floating In, Fp8 Out>
-__device__ inline float quantise(const PermuteCastParams& p, uint64_t token, uint32_t base, const Chunk<In> (&chunk)[kChunks],
-                                 uint4 (&bytes)[kChunks]) {
+__device__ inline float quantise(const PermuteCastParams& p, uint64_t token, uint32_t base,
+                                 const Chunk<In> (&chunk)[kChunks], uint4 (&bytes)[kChunks]) {
     const bool blocks = p.token_scales != nullptr;
     float amax = 0.0f;
 #pragma unroll
@@ -230,10 +230,10 @@ __device__ inline void permute_scales(const PermuteScalesParams& p) {
 
 }  // namespace te_fast
 
-#define INSTANCE(symbol, in, out)                                                  \
-    extern "C" __global__ void __launch_bounds__(te_fast::kRowThreads, 7)          \
-        symbol(const __grid_constant__ te_fast::PermuteCastParams p) {             \
-        te_fast::permute_cast<te_fast::in, te_fast::out>(p);                       \
+#define INSTANCE(symbol, in, out)                                         \
+    extern "C" __global__ void __launch_bounds__(te_fast::kRowThreads, 7) \
+        symbol(const __grid_constant__ te_fast::PermuteCastParams p) {    \
+        te_fast::permute_cast<te_fast::in, te_fast::out>(p);              \
     }
 
 INSTANCE(permute_cast_f32_e4m3, f32, e4m3)

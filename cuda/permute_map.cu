@@ -16,7 +16,6 @@
 //
 // Launch: permute_map_*: slices * chunks + 1 blocks of 256 threads, at most kMaxTiles + 1; `chunk_tokens` is a
 //         multiple of 32.
-//         permute_ends: any number of blocks (that is `partials`), 512 threads: `ends` of a finished map.
 //         permute_dropped: 1 block of 32 threads: reads the count of dropped rows and clears it on request.
 // Needs:  routing contiguous, experts <= 1024; counts [chunks][slices * 32] of uint32, shares
 //         [slices][tokens] of uint8 (mask alone); a `slot` that no launch running at the same time uses.
@@ -31,7 +30,6 @@ namespace te_fast {
 
 constexpr int kMapThreads = 256;
 constexpr int kMapWarps = kMapThreads / 32;
-constexpr int kEndsThreads = 512;
 constexpr int kMaxTiles = 512;
 constexpr int kGroups = 64;  // of 32 tokens, whose bits a block keeps in shared memory
 constexpr int kPolls = 128;  // looks at `arrived`, about 0.7 us each
@@ -49,22 +47,13 @@ struct PermuteMapParams {
     uint64_t tokens;         // index map: tokens * top_k
     uint64_t capacity;       // rows of the permuted tensor
     uint32_t experts;
-    uint32_t top_k;          // index map, else 0
+    uint32_t top_k;  // index map, else 0
     uint32_t align;
     uint32_t chunk_tokens;
     uint32_t slot;
     uint32_t unused;
 };
 static_assert(sizeof(PermuteMapParams) == 104);
-
-struct PermuteEndsParams {
-    const int32_t* row_id_map;
-    int32_t* ends;
-    uint64_t tokens;
-    uint32_t experts;
-    uint32_t top_k;
-};
-static_assert(sizeof(PermuteEndsParams) == 32);
 
 struct PermuteDroppedParams {
     int64_t* out;
@@ -98,7 +87,8 @@ struct Tile {
     uint64_t first;
     uint32_t tokens;
 
-    __device__ Tile(const PermuteMapParams& p, uint32_t at) : slices(ceil_div(p.experts, 32u)), slice(at % slices), chunk(at / slices) {
+    __device__ Tile(const PermuteMapParams& p, uint32_t at)
+        : slices(ceil_div(p.experts, 32u)), slice(at % slices), chunk(at / slices) {
         first = static_cast<uint64_t>(chunk) * p.chunk_tokens;
         tokens = static_cast<uint32_t>(min(static_cast<uint64_t>(p.chunk_tokens), p.tokens - first));
     }
@@ -139,7 +129,8 @@ struct Mask {
     }
 
     // Bits of 32 tokens from `first` on: of this lane's expert, and of this lane's token.
-    __device__ static void pack(const PermuteMapParams& p, const Tile& tile, uint64_t first, uint32_t& by_expert, uint32_t& by_token) {
+    __device__ static void pack(const PermuteMapParams& p, const Tile& tile, uint64_t first, uint32_t& by_expert,
+                                uint32_t& by_token) {
         const uint64_t token = first + threadIdx.x % 32;
         const uint32_t experts = token < p.tokens ? min(p.experts - tile.slice * 32, 32u) : 0;
         const Word* from = static_cast<const Word*>(p.routing) + token * p.experts + tile.slice * 32;
@@ -149,7 +140,8 @@ struct Mask {
             uint4 value[kVectors];
 #pragma unroll
             for (uint32_t i = 0; i < kVectors; ++i) {
-                value[i] = i * kPerVector < experts ? ptx::load_once(reinterpret_cast<const uint4*>(from) + i) : make_uint4(0, 0, 0, 0);
+                value[i] = i * kPerVector < experts ? ptx::load_once(reinterpret_cast<const uint4*>(from) + i)
+                                                    : make_uint4(0, 0, 0, 0);
             }
 #pragma unroll
             for (uint32_t i = 0; i < kVectors; ++i) by_token |= vector_bits(value[i]) << (i * kPerVector);
@@ -165,7 +157,8 @@ struct Mask {
 struct Index {
     static constexpr bool kIndex = true;
 
-    __device__ static void pack(const PermuteMapParams& p, const Tile& tile, uint64_t first, uint32_t& by_expert, uint32_t& by_token) {
+    __device__ static void pack(const PermuteMapParams& p, const Tile& tile, uint64_t first, uint32_t& by_expert,
+                                uint32_t& by_token) {
         const uint32_t lane = threadIdx.x % 32;
         const int32_t id = first + lane < p.tokens ? static_cast<const int32_t*>(p.routing)[first + lane] : -1;
         const uint32_t local = static_cast<uint32_t>(id) - tile.slice * 32;
@@ -185,7 +178,8 @@ struct Index {
 // shared.before group by group). Starts and ends with a barrier. Not inlined, as count_tile: after a pause the code
 // comes from memory, and one copy comes sooner than three.
 template <typename Routing>
-__device__ __noinline__ void pack_span(const PermuteMapParams& p, MapShared& shared, const Tile& tile, uint32_t begin, uint32_t end) {
+__device__ __noinline__ void pack_span(const PermuteMapParams& p, MapShared& shared, const Tile& tile, uint32_t begin,
+                                       uint32_t end) {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     __syncthreads();
     for (uint32_t group = begin + warp; group < end; group += kMapWarps) {
@@ -369,14 +363,15 @@ __device__ inline uint32_t higher_experts(const PermuteMapParams& p, const Tile&
     uint32_t count = 0;
     if (token >= p.tokens) return count;
 #pragma unroll 8
-    for (uint32_t slice = tile.slice + 1; slice < tile.slices; ++slice) count += __ldcg(p.shares + slice * p.tokens + token);
+    for (uint32_t slice = tile.slice + 1; slice < tile.slices; ++slice)
+        count += __ldcg(p.shares + slice * p.tokens + token);
     return count;
 }
 
 // Entries of a span's tokens in this slice, a lane per token, experts in descending order: those of higher slices
 // come first. Slice 0 knows the token's number of experts. `first_higher` is that of this thread's first token.
-__device__ inline void write_mask_entries(const PermuteMapParams& p, const MapShared& shared, const Tile& tile, uint32_t begin,
-                                          uint32_t end, uint32_t first_higher) {
+__device__ inline void write_mask_entries(const PermuteMapParams& p, const MapShared& shared, const Tile& tile,
+                                          uint32_t begin, uint32_t end, uint32_t first_higher) {
     const uint64_t width = 2 * static_cast<uint64_t>(p.experts) + 1;
     for (uint32_t i = threadIdx.x; i < (end - begin) * 32; i += kMapThreads) {
         const uint32_t group = i / 32, lane = i % 32;
@@ -398,7 +393,8 @@ __device__ inline void write_mask_entries(const PermuteMapParams& p, const MapSh
 }
 
 // Entries of a span's slots in this slice, a lane per slot; slice 0 marks those of no expert.
-__device__ inline void write_index_entries(const PermuteMapParams& p, const MapShared& shared, const Tile& tile, uint32_t begin, uint32_t end) {
+__device__ inline void write_index_entries(const PermuteMapParams& p, const MapShared& shared, const Tile& tile,
+                                           uint32_t begin, uint32_t end) {
     const uint64_t tokens = p.tokens / p.top_k;
     for (uint32_t i = threadIdx.x; i < (end - begin) * 32; i += kMapThreads) {
         const uint32_t group = i / 32, lane = i % 32;
@@ -419,7 +415,8 @@ __device__ inline void write_index_entries(const PermuteMapParams& p, const MapS
 }
 
 template <typename Routing>
-__device__ void write_tile(const PermuteMapParams& p, MapShared& shared, const Tile& tile, bool helped, uint32_t first_higher) {
+__device__ void write_tile(const PermuteMapParams& p, MapShared& shared, const Tile& tile, bool helped,
+                           uint32_t first_higher) {
     const bool packed = !helped && tile.groups() <= kGroups;
     for (uint32_t begin = 0; begin < tile.groups(); begin += kGroups) {
         const uint32_t end = min(begin + kGroups, tile.groups());
@@ -460,38 +457,12 @@ __device__ void permute_map(const PermuteMapParams& p) {
     state.done = 0;
 }
 
-// Eight lanes per token (mask), or every entry alike (index, one group).
-__device__ inline void permute_ends(const PermuteEndsParams& p) {
-    __shared__ int32_t ends[kMaxExperts];
-    ptx::wait_for_prior_grids();
-    const uint32_t groups = p.experts != 0 ? p.experts : 1;
-    for (uint32_t e = threadIdx.x; e < groups; e += kEndsThreads) ends[e] = 0;
-    __syncthreads();
-    const uint64_t thread = static_cast<uint64_t>(blockIdx.x) * kEndsThreads + threadIdx.x;
-    const uint64_t threads = static_cast<uint64_t>(gridDim.x) * kEndsThreads;
-    if (p.experts == 0) {
-        for (uint64_t i = thread; i < p.tokens * p.top_k; i += threads) atomicMax(&ends[0], p.row_id_map[i] + 1);
-    } else {
-        const int experts = static_cast<int>(p.experts);
-        for (uint64_t token = thread / 8; token < p.tokens; token += threads / 8) {
-            const int32_t* entry = p.row_id_map + token * (2 * static_cast<uint64_t>(p.experts) + 1);
-            const int count = min(max(entry[2 * experts], 0), experts);
-            for (int k = static_cast<int>(thread % 8); k < count; k += 8) {
-                const int expert = entry[experts + k];
-                if (expert >= 0 && expert < experts) atomicMax(&ends[expert], entry[k] + 1);
-            }
-        }
-    }
-    __syncthreads();
-    for (uint32_t e = threadIdx.x; e < groups; e += kEndsThreads) p.ends[blockIdx.x * groups + e] = ends[e];
-}
-
 }  // namespace te_fast
 
-#define INSTANCE(symbol, routing)                                                  \
-    extern "C" __global__ void __launch_bounds__(te_fast::kMapThreads, 2)          \
-        symbol(const __grid_constant__ te_fast::PermuteMapParams p) {              \
-        te_fast::permute_map<te_fast::routing>(p);                                 \
+#define INSTANCE(symbol, routing)                                         \
+    extern "C" __global__ void __launch_bounds__(te_fast::kMapThreads, 2) \
+        symbol(const __grid_constant__ te_fast::PermuteMapParams p) {     \
+        te_fast::permute_map<te_fast::routing>(p);                        \
     }
 
 INSTANCE(permute_map_mask_u8, Mask<uint8_t>)
@@ -499,13 +470,10 @@ INSTANCE(permute_map_mask_i32, Mask<uint32_t>)
 INSTANCE(permute_map_mask_i64, Mask<unsigned long long>)
 INSTANCE(permute_map_index_i32, Index)
 
-extern "C" __global__ void __launch_bounds__(te_fast::kEndsThreads)
-    permute_ends(const __grid_constant__ te_fast::PermuteEndsParams p) {
-    te_fast::permute_ends(p);
-}
-
-extern "C" __global__ void __launch_bounds__(32) permute_dropped(const __grid_constant__ te_fast::PermuteDroppedParams p) {
+extern "C" __global__ void __launch_bounds__(32)
+    permute_dropped(const __grid_constant__ te_fast::PermuteDroppedParams p) {
     te_fast::ptx::wait_for_prior_grids();
     if (threadIdx.x != 0) return;
-    *p.out = static_cast<int64_t>(p.clear != 0 ? atomicExch(&te_fast::dropped_rows, 0ull) : atomicAdd(&te_fast::dropped_rows, 0ull));
+    *p.out = static_cast<int64_t>(p.clear != 0 ? atomicExch(&te_fast::dropped_rows, 0ull)
+                                               : atomicAdd(&te_fast::dropped_rows, 0ull));
 }

@@ -2,12 +2,16 @@
 //
 //   fwd: out[t] = sum over k of p[t, k] * x[row(t, k)], float32, one multiplication and one addition per term, in the
 //        order of the map (descending rows), no fused rounding: the host kernel gives the same bits
-//        out_probs[t, e] = in_probs[row(t, k)] for the expert e of slot k, else 0     (gradient of permuted probabilities)
+//        out_probs[t, e] = in_probs[row(t, k)] for the expert e of slot k, else 0     (gradient of permuted
+//        probabilities)
 //   bwd: dx[row(t, k)] = p[t, k] * dout[t]       dprobs[t, k] = sum over columns of dout[t] * x[row(t, k)]
 //        rows of dx that no token fills are zero, dprobs of slots that no expert takes are zero
 //
-// Launch: fwd: one block per token. bwd: zero_blocks + tokens blocks, the first zero_blocks clear rows. 128 threads.
-// Needs:  contiguous tensors; any cols (a multiple of 8 at 16-byte aligned addresses takes the vector path).
+//   ends[part][e]: over the tokens of a part, the row behind expert e's last one; it tells bwd where the gaps are
+//
+// Launch: permute_ends: any number of blocks (that is `partials`), 512 threads. fwd: one block per token. bwd:
+// zero_blocks + tokens blocks, the first zero_blocks clear rows. 128 threads. Needs:  contiguous tensors; any cols (a
+// multiple of 8 at 16-byte aligned addresses takes the vector path).
 //         dprobs is summed in a fixed order: per thread, per warp, then over warps and column chunks.
 // Moves:  fwd: sizeof(T) cols (T + rows). bwd: sizeof(T) cols (T + 2 rows). And the map.
 
@@ -18,6 +22,7 @@
 
 namespace te_fast {
 
+constexpr int kEndsThreads = 512;
 constexpr int kWarps = kRowThreads / 32;
 constexpr int kDots = 32;  // dot products of a token that are in shared memory at once
 
@@ -47,6 +52,15 @@ struct UnpermuteBwdParams {
 };
 static_assert(sizeof(UnpermuteBwdParams) == 112);
 
+struct PermuteEndsParams {
+    const int32_t* row_id_map;
+    int32_t* ends;
+    uint64_t tokens;
+    uint32_t experts;
+    uint32_t top_k;
+};
+static_assert(sizeof(PermuteEndsParams) == 32);
+
 struct MergeShared {
     Slots slots;
     float prob[kMaxExperts];
@@ -56,7 +70,8 @@ struct MergeShared {
 __device__ inline float add_scaled(float acc, float p, float x) { return __fadd_rn(acc, __fmul_rn(p, x)); }
 
 // Reads slots and probabilities. Ends with a barrier.
-__device__ inline int load_merge(const RowMap& m, const void* probs, ProbType type, uint64_t token, MergeShared& shared) {
+__device__ inline int load_merge(const RowMap& m, const void* probs, ProbType type, uint64_t token,
+                                 MergeShared& shared) {
     const int count = load_slots<kRowThreads>(m, token, shared.slots);
     for (int k = threadIdx.x; k < count; k += kRowThreads) {
         const bool read = probs != nullptr && shared.slots.row[k] >= 0;
@@ -112,7 +127,8 @@ __device__ void merge_elements(const UnpermuteParams& p, const MergeShared& shar
         float acc = 0.0f;
         for (int k = 0; k < count; ++k) {
             if (shared.slots.row[k] < 0) continue;
-            acc = add_scaled(acc, shared.prob[k], to_float(x[static_cast<uint64_t>(shared.slots.row[k]) * p.cols + col]));
+            acc =
+                add_scaled(acc, shared.prob[k], to_float(x[static_cast<uint64_t>(shared.slots.row[k]) * p.cols + col]));
         }
         static_cast<T*>(p.out)[token * p.cols + col] = from_float<T>(acc);
     }
@@ -125,7 +141,8 @@ __device__ void unpermute(const UnpermuteParams& p) {
     const uint64_t token = blockIdx.x;
     const uint64_t width = p.map.slots();
     if (p.out_probs != nullptr) {
-        for (uint64_t e = threadIdx.x; e < width; e += kRowThreads) store_prob(p.out_probs, token * width + e, p.out_prob_type, 0.0f);
+        for (uint64_t e = threadIdx.x; e < width; e += kRowThreads)
+            store_prob(p.out_probs, token * width + e, p.out_prob_type, 0.0f);
     }
     const int count = load_merge(p.map, p.probs, p.prob_type, token, shared);
     if (p.out_probs != nullptr) {  // the zeros above are ordered before by the barrier in load_merge
@@ -181,7 +198,8 @@ struct VectorChunk {
     }
 
     // dx = prob * grad; returns the dot product of grad and x.
-    __device__ static float step(T* dx, uint64_t col0, uint64_t cols, float prob, const Raw8<T> (&grad)[kHeld], const Raw8<T> (&x)[kHeld]) {
+    __device__ static float step(T* dx, uint64_t col0, uint64_t cols, float prob, const Raw8<T> (&grad)[kHeld],
+                                 const Raw8<T> (&x)[kHeld]) {
         float dot = 0.0f;
 #pragma unroll
         for (int j = 0; j < kHeld; ++j) {
@@ -199,7 +217,8 @@ struct VectorChunk {
         return dot;
     }
 
-    __device__ static void run(const UnpermuteBwdParams& p, BwdShared& shared, uint64_t token, uint64_t base, int begin, int end) {
+    __device__ static void run(const UnpermuteBwdParams& p, BwdShared& shared, uint64_t token, uint64_t base, int begin,
+                               int end) {
         const uint64_t col0 = base + threadIdx.x * 8ull;
         const auto row = [&](int k) { return static_cast<uint64_t>(shared.merge.slots.row[k]) * p.cols; };
         const T* x = static_cast<const T*>(p.x);
@@ -222,7 +241,8 @@ template <Floating T>
 struct ElementChunk {
     static constexpr uint64_t kCols = UINT64_MAX;
 
-    __device__ static void run(const UnpermuteBwdParams& p, BwdShared& shared, uint64_t token, uint64_t, int begin, int end) {
+    __device__ static void run(const UnpermuteBwdParams& p, BwdShared& shared, uint64_t token, uint64_t, int begin,
+                               int end) {
         const T* dout = static_cast<const T*>(p.dout) + token * p.cols;
         for (int k = begin; k < end; ++k) {
             const int64_t row = shared.merge.slots.row[k];
@@ -244,7 +264,8 @@ template <typename Chunk>
 __device__ void unpermute_token(const UnpermuteBwdParams& p, BwdShared& shared) {
     const uint64_t token = blockIdx.x - p.map.zero_blocks;
     const uint64_t width = p.map.slots();
-    for (uint64_t e = threadIdx.x; e < width; e += kRowThreads) store_prob(p.dprobs, token * width + e, p.prob_type, 0.0f);
+    for (uint64_t e = threadIdx.x; e < width; e += kRowThreads)
+        store_prob(p.dprobs, token * width + e, p.prob_type, 0.0f);
     const int count = load_merge(p.map, p.probs, p.prob_type, token, shared.merge);
     for (int begin = 0; begin < count; begin += kDots) {
         const int end = min(begin + kDots, count);
@@ -280,12 +301,38 @@ __device__ void unpermute_bwd(const UnpermuteBwdParams& p) {
     vectors ? unpermute_token<VectorChunk<T>>(p, shared) : unpermute_token<ElementChunk<T>>(p, shared);
 }
 
+// Eight lanes per token (mask), or every entry alike (index, one group).
+__device__ inline void permute_ends(const PermuteEndsParams& p) {
+    __shared__ int32_t ends[kMaxExperts];
+    ptx::wait_for_prior_grids();
+    const uint32_t groups = p.experts != 0 ? p.experts : 1;
+    for (uint32_t e = threadIdx.x; e < groups; e += kEndsThreads) ends[e] = 0;
+    __syncthreads();
+    const uint64_t thread = static_cast<uint64_t>(blockIdx.x) * kEndsThreads + threadIdx.x;
+    const uint64_t threads = static_cast<uint64_t>(gridDim.x) * kEndsThreads;
+    if (p.experts == 0) {
+        for (uint64_t i = thread; i < p.tokens * p.top_k; i += threads) atomicMax(&ends[0], p.row_id_map[i] + 1);
+    } else {
+        const int experts = static_cast<int>(p.experts);
+        for (uint64_t token = thread / 8; token < p.tokens; token += threads / 8) {
+            const int32_t* entry = p.row_id_map + token * (2 * static_cast<uint64_t>(p.experts) + 1);
+            const int count = min(max(entry[2 * experts], 0), experts);
+            for (int k = static_cast<int>(thread % 8); k < count; k += 8) {
+                const int expert = entry[experts + k];
+                if (expert >= 0 && expert < experts) atomicMax(&ends[expert], entry[k] + 1);
+            }
+        }
+    }
+    __syncthreads();
+    for (uint32_t e = threadIdx.x; e < groups; e += kEndsThreads) p.ends[blockIdx.x * groups + e] = ends[e];
+}
+
 }  // namespace te_fast
 
-#define INSTANCE(symbol, kernel, params, type)                                     \
-    extern "C" __global__ void __launch_bounds__(te_fast::kRowThreads, 5)          \
-        symbol(const __grid_constant__ te_fast::params p) {                        \
-        te_fast::kernel<te_fast::type>(p);                                         \
+#define INSTANCE(symbol, kernel, params, type)                            \
+    extern "C" __global__ void __launch_bounds__(te_fast::kRowThreads, 5) \
+        symbol(const __grid_constant__ te_fast::params p) {               \
+        te_fast::kernel<te_fast::type>(p);                                \
     }
 
 INSTANCE(unpermute_fwd_f32, unpermute, UnpermuteParams, f32)
@@ -294,3 +341,8 @@ INSTANCE(unpermute_fwd_bf16, unpermute, UnpermuteParams, bf16)
 INSTANCE(unpermute_bwd_f32, unpermute_bwd, UnpermuteBwdParams, f32)
 INSTANCE(unpermute_bwd_f16, unpermute_bwd, UnpermuteBwdParams, f16)
 INSTANCE(unpermute_bwd_bf16, unpermute_bwd, UnpermuteBwdParams, bf16)
+
+extern "C" __global__ void __launch_bounds__(te_fast::kEndsThreads)
+    permute_ends(const __grid_constant__ te_fast::PermuteEndsParams p) {
+    te_fast::permute_ends(p);
+}

@@ -22,7 +22,9 @@ class Case:
 
     def to(self, device: str) -> Case:
         """Copy to a device."""
-        return Case(*(tensor.detach().to(device).clone() for tensor in (self.x, self.probs, self.mask)))
+        return Case(
+            *(tensor.detach().to(device).clone() for tensor in (self.x, self.probs, self.mask))
+        )
 
 
 def make_case(
@@ -109,12 +111,16 @@ def merge_reference(
     return total.to(y.dtype)
 
 
-def index_reference(x: torch.Tensor, indices: torch.Tensor, num_out: int) -> tuple[torch.Tensor, torch.Tensor]:
+def index_reference(
+    x: torch.Tensor, indices: torch.Tensor, num_out: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows and row_id_map of an index map: by expert, then by slot; negative ids are not routed."""
     tokens, top_k = indices.shape
     size = num_out if num_out > 0 else tokens * top_k
     flat = indices.flatten().long()
-    order = torch.argsort(torch.where(flat < 0, 1 << 30, flat), stable=True)[: int((flat >= 0).sum())]
+    order = torch.argsort(torch.where(flat < 0, 1 << 30, flat), stable=True)[
+        : int((flat >= 0).sum())
+    ]
     rows = torch.full((tokens * top_k,), -1, dtype=torch.int32)
     rows[order[:size]] = torch.arange(min(size, len(order)), dtype=torch.int32)
     out = x.new_zeros((size, x.size(1)))

@@ -50,11 +50,11 @@ struct RowMap {
     const int64_t* pad_offsets;  // [E], null: none
     const int32_t* ends;         // [partials][E]: per part of the tokens, the row behind the last of each expert
     uint64_t tokens;
-    uint64_t rows;               // of the permuted tensor, below 2^31
-    uint32_t experts;            // mask map, else 0
-    uint32_t top_k;              // index map, else 0
+    uint64_t rows;     // of the permuted tensor, below 2^31
+    uint32_t experts;  // mask map, else 0
+    uint32_t top_k;    // index map, else 0
     uint32_t partials;
-    uint32_t zero_blocks;        // leading blocks that clear the rows no token fills
+    uint32_t zero_blocks;  // leading blocks that clear the rows no token fills
 
     // Columns of the probabilities.
     __device__ uint32_t slots() const { return experts != 0 ? experts : top_k; }
@@ -96,7 +96,7 @@ __device__ inline int load_slots(const RowMap& m, uint64_t token, Slots& slots) 
 
 // Rows that no token fills: the padding behind each expert and what is left at the end of the tensor.
 struct Gaps {
-    int32_t end[kMaxExperts];         // first unpadded row behind expert e
+    int32_t end[kMaxExperts];  // first unpadded row behind expert e
     int32_t pad_offset[kMaxExperts];
     int32_t scratch[kRowThreads / 32];
 };

@@ -14,7 +14,7 @@ from te_fast.pytorch import permutation  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-# (tokens, experts, top_k, hidden, kind)
+# Tokens, experts, top_k, hidden and kind of routing.
 CASES = [
     (1, 1, 1, 16, "random"),
     (7, 5, 2, 16, "random"),
@@ -28,7 +28,11 @@ CASES = [
     (40000, 8, 2, 16, "random"),
     (33, 9, 2, 7, "holes"),
 ]
-DTYPES = [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.float16)]
+DTYPES = [
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float16, torch.float16),
+]
 
 
 def bits(tensor):
@@ -71,19 +75,36 @@ def test_cuda_equals_host(case, dtypes, extra):
         weights.requires_grad_()
         merged = te.moe_unpermute(y, row_id_map, weights, here.x.shape, pad_offsets=offsets)
         plain = te.moe_unpermute(y.detach(), row_id_map, None, here.x.shape, pad_offsets=offsets)
-        grads = [torch.randn(t.shape, generator=generator).to(t.dtype).to(device) for t in (out, probs, merged)]
+        grads = [
+            torch.randn(t.shape, generator=generator).to(t.dtype).to(device)
+            for t in (out, probs, merged)
+        ]
         torch.autograd.backward([out, probs, merged], grads)
         exact = [out, probs, defined(row_id_map, data.mask), offsets, padded, merged, plain]
         exact += [here.x.grad, here.probs.grad, y.grad]
         results.append((exact, weights.grad))
-    names = "out probs row_id_map pad_offsets padded merged plain dx dprobs dy".split()
+    names = [
+        "out",
+        "probs",
+        "row_id_map",
+        "pad_offsets",
+        "padded",
+        "merged",
+        "plain",
+        "dx",
+        "dprobs",
+        "dy",
+    ]
     for host, cuda, name in zip(results[0][0], results[1][0], names, strict=False):
         same(cuda, host, name)
     if rows:
         # Sums over `hidden` in another order: eps * sqrt(hidden) for FP32, a rounding of the type beyond it.
         tolerance = 1e-4 if dtypes[1] == torch.float32 else 2e-2
         torch.testing.assert_close(
-            results[1][1].cpu().float(), results[0][1].float(), rtol=tolerance, atol=tolerance * hidden**0.5
+            results[1][1].cpu().float(),
+            results[0][1].float(),
+            rtol=tolerance,
+            atol=tolerance * hidden**0.5,
         )
 
 
@@ -99,7 +120,14 @@ def test_quantize_cuda_equals_host(hidden, dtype, fp8, per_tensor):
         scale = torch.tensor([2.5], device=device) if per_tensor else None
         amax = torch.zeros(1, device=device) if per_tensor else None
         result = te.moe_permute_and_quantize(
-            here.x, here.probs, here.mask, 1300, align_size=16, fp8_dtype=fp8, scale=scale, amax=amax
+            here.x,
+            here.probs,
+            here.mask,
+            1300,
+            align_size=16,
+            fp8_dtype=fp8,
+            scale=scale,
+            amax=amax,
         )
         results.append([value for value in (*result[:3], *result[4:], amax) if value is not None])
     for host, cuda in zip(*results, strict=True):
@@ -179,7 +207,9 @@ def test_captured_from_the_first_call_and_replayed_on_new_routings():
         captured = permutation.moe_permute_and_pad_with_probs(
             case.x, case.probs, case.mask, counts, 16, num_out_tokens=1400
         )
-        merged = te.moe_unpermute(captured[0], captured[2], case.probs, case.x.shape, pad_offsets=captured[3])
+        merged = te.moe_unpermute(
+            captured[0], captured[2], case.probs, case.x.shape, pad_offsets=captured[3]
+        )
     for seed in range(5):
         fresh = make_case(300, 24, 3, 128, dtype=torch.bfloat16, seed=seed + 10)
         for to, value in ((case.x, fresh.x), (case.probs, fresh.probs), (case.mask, fresh.mask)):
@@ -195,13 +225,22 @@ def test_captured_from_the_first_call_and_replayed_on_new_routings():
         host = te.moe_permute_and_pad_with_probs(
             fresh.x, fresh.probs, fresh.mask, None, 16, num_out_tokens=1400
         )
-        same(merged, te.moe_unpermute(host[0], host[2], fresh.probs, fresh.x.shape, pad_offsets=host[3]), "merged")
+        same(
+            merged,
+            te.moe_unpermute(host[0], host[2], fresh.probs, fresh.x.shape, pad_offsets=host[3]),
+            "merged",
+        )
 
 
 def test_streams_side_by_side_and_run_to_run():
-    cases = [make_case(2048, 64, 4, 256, dtype=torch.bfloat16, seed=seed).to("cuda") for seed in range(4)]
+    cases = [
+        make_case(2048, 64, 4, 256, dtype=torch.bfloat16, seed=seed).to("cuda") for seed in range(4)
+    ]
     rows = 2048 * 4 + 64 * 15
-    expected = [te.moe_permute_and_pad_with_probs(c.x, c.probs, c.mask, None, 16, num_out_tokens=rows) for c in cases]
+    expected = [
+        te.moe_permute_and_pad_with_probs(c.x, c.probs, c.mask, None, 16, num_out_tokens=rows)
+        for c in cases
+    ]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in cases]
     for _ in range(20):
@@ -209,7 +248,9 @@ def test_streams_side_by_side_and_run_to_run():
         for case, stream in zip(cases, streams, strict=True):
             with torch.cuda.stream(stream):
                 results.append(
-                    te.moe_permute_and_pad_with_probs(case.x, case.probs, case.mask, None, 16, num_out_tokens=rows)
+                    te.moe_permute_and_pad_with_probs(
+                        case.x, case.probs, case.mask, None, 16, num_out_tokens=rows
+                    )
                 )
         torch.cuda.synchronize()
         for result, wanted in zip(results, expected, strict=True):
@@ -219,7 +260,9 @@ def test_streams_side_by_side_and_run_to_run():
     first = None
     for _ in range(5):
         probs = case.probs.clone().requires_grad_()
-        te.moe_unpermute(out, row_id_map, probs, case.x.shape, pad_offsets=offsets).float().sum().backward()
+        te.moe_unpermute(
+            out, row_id_map, probs, case.x.shape, pad_offsets=offsets
+        ).float().sum().backward()
         first = probs.grad if first is None else first
         assert torch.equal(probs.grad, first)
 
@@ -230,7 +273,9 @@ def test_canaries_behind_small_outputs():
     before = [torch.full((1 << 16,), 0x5A, dtype=torch.uint8, device="cuda") for _ in range(8)]
     out, probs, row_id_map = te.moe_permute_with_probs(case.x, case.probs, case.mask, 100)
     after = [torch.full((1 << 16,), 0x5A, dtype=torch.uint8, device="cuda") for _ in range(8)]
-    expected, expected_probs, _, _ = permute_reference(make_case(500, 16, 4, 64, dtype=torch.bfloat16), 1, 100)
+    expected, expected_probs, _, _ = permute_reference(
+        make_case(500, 16, 4, 64, dtype=torch.bfloat16), 1, 100
+    )
     same(out, expected, "out")
     same(probs, expected_probs, "probs")
     for canary in before + after:
@@ -242,7 +287,9 @@ def test_canaries_behind_small_outputs():
 def test_more_than_2_to_the_31_elements():
     tokens, experts, hidden = 40_000, 8, 7168
     generator = torch.Generator(device="cuda").manual_seed(0)
-    x = torch.randint(-100, 100, (tokens, hidden), generator=generator, device="cuda", dtype=torch.int32).bfloat16()
+    x = torch.randint(
+        -100, 100, (tokens, hidden), generator=generator, device="cuda", dtype=torch.int32
+    ).bfloat16()
     mask = torch.ones(tokens, experts, dtype=torch.bool, device="cuda")
     out, row_id_map = te.moe_permute(x, mask, tokens * experts)
     assert out.numel() > 2**31

@@ -103,7 +103,9 @@ def test_sort_chunks_edges():
     with pytest.raises(ShapeError, match="one per chunk"):
         te.moe_sort_chunks_by_index(torch.randn(2, 4), torch.tensor([1, 1]), torch.tensor([0]))
     with pytest.raises(ShapeError, match="at most 4096"):
-        te.moe_sort_chunks_by_index(torch.randn(2, 4), torch.ones(5000, dtype=torch.int64), torch.arange(5000))
+        te.moe_sort_chunks_by_index(
+            torch.randn(2, 4), torch.ones(5000, dtype=torch.int64), torch.arange(5000)
+        )
 
 
 @settings(max_examples=50, deadline=None)
@@ -122,5 +124,9 @@ def test_any_splits(splits, align, tail, seed):
     longer = torch.cat([x, torch.randn(tail, 3, generator=generator)])
     order = torch.randperm(len(splits), generator=generator)
     rows = list(torch.arange(sum(splits)).split(splits))
-    expected = torch.cat([rows[i] for i in order.tolist()] + [torch.arange(sum(splits), len(longer))])
-    assert torch.equal(te.moe_sort_chunks_by_index(longer, torch.tensor(splits), order), longer[expected])
+    expected = torch.cat(
+        [rows[i] for i in order.tolist()] + [torch.arange(sum(splits), len(longer))]
+    )
+    assert torch.equal(
+        te.moe_sort_chunks_by_index(longer, torch.tensor(splits), order), longer[expected]
+    )

@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import te_fast.pytorch as te
-from te_fast.errors import DtypeError, ShapeError
-from te_fast.pytorch import permutation
 from permutation_reference import (
     Case,
     index_reference,
@@ -21,6 +19,8 @@ from permutation_reference import (
     permute_reference,
     rows_of,
 )
+from te_fast.errors import DtypeError, ShapeError
+from te_fast.pytorch import permutation
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -42,7 +42,9 @@ def check_map(case: Case, row_id_map):
         assert row_id_map[token, 2 * experts] == count
         assert row_id_map[token, experts : experts + count].tolist() == chosen.tolist()
         assert row_id_map[token, :count].tolist() == rows[token, chosen].tolist()
-        assert row_id_map[token, :count].tolist() == sorted(rows[token, chosen].tolist(), reverse=True)
+        assert row_id_map[token, :count].tolist() == sorted(
+            rows[token, chosen].tolist(), reverse=True
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -72,7 +74,9 @@ def test_permute_and_pad_capacity(kind, align, extra):
     out, probs, row_id_map, pad_offsets, padded = te.moe_permute_and_pad_with_probs(
         case.x, case.probs, case.mask, None, align, num_out_tokens=capacity
     )
-    expected, expected_probs, expected_offsets, expected_padded = permute_reference(case, align, capacity)
+    expected, expected_probs, expected_offsets, expected_padded = permute_reference(
+        case, align, capacity
+    )
     assert out.shape == (capacity, 6)
     assert torch.equal(bits(out), bits(expected))
     assert torch.equal(bits(probs), bits(expected_probs))
@@ -96,7 +100,9 @@ def test_permute_and_pad_exact_is_transformer_engines_tuple(form):
     assert torch.equal(out, expected)
     assert torch.equal(pad_offsets, expected_offsets)
     assert torch.equal(padded, expected_padded)
-    assert te.moe_permute_and_pad_with_probs(case.x, case.probs, case.mask, given_counts, 1)[3] is None
+    assert (
+        te.moe_permute_and_pad_with_probs(case.x, case.probs, case.mask, given_counts, 1)[3] is None
+    )
 
 
 def test_permute_counts_rows_when_none_are_given():
@@ -131,7 +137,9 @@ def test_index_map(num_out, dtype):
 def test_index_map_of_another_type_warns_and_casts():
     indices = torch.tensor([[1, 0], [0, 2]])
     x = torch.randn(2, 4)
-    with pytest.warns(UserWarning, match=r"data type of the input `routing_map` of Permute is torch.int64"):
+    with pytest.warns(
+        UserWarning, match=r"data type of the input `routing_map` of Permute is torch.int64"
+    ):
         out, row_id_map = te.moe_permute(x, indices, map_type="index")
     assert torch.equal(out, x[[0, 1, 0, 1]])
     with pytest.warns(UserWarning, match="recommended type is torch.float32"):
@@ -150,7 +158,9 @@ def test_unpermute(dtype, prob_dtype, align):
     y = torch.randn(rows, 12, generator=torch.Generator().manual_seed(9)).to(dtype)
     weights = case.probs.to(prob_dtype)
     for probs in (None, weights):
-        out = te.moe_unpermute(y, row_id_map, probs, case.x.shape, pad_offsets=pad_offsets if align else None)
+        out = te.moe_unpermute(
+            y, row_id_map, probs, case.x.shape, pad_offsets=pad_offsets if align else None
+        )
         reference = merge_reference(case, y, probs, pad_offsets if align else None)
         assert torch.equal(bits(out), bits(reference)), probs
 
@@ -303,14 +313,22 @@ def test_a_changed_map_is_counted_again():
     [
         ({"inp": torch.randn(4)}, ValueError, "two dimensions"),
         ({"inp": torch.randn(5, 8)}, ValueError, "one per token"),
-        ({"inp": torch.randn(6, 8).double()}, TypeError, "torch.float32, torch.float16 or torch.bfloat16"),
+        (
+            {"inp": torch.randn(6, 8).double()},
+            TypeError,
+            "torch.float32, torch.float16 or torch.bfloat16",
+        ),
         ({"routing_map": torch.zeros(6, 3)}, TypeError, "bool or an integer type"),
         ({"probs": torch.rand(6, 4)}, ValueError, r"of shape \[6, 3\]"),
         ({"probs": torch.rand(6, 3).double()}, TypeError, "probs must be torch.float32"),
     ],
 )
 def test_errors_name_what_is_wrong(change, error, match):
-    arguments = {"inp": torch.randn(6, 8), "probs": torch.rand(6, 3), "routing_map": torch.ones(6, 3).bool()}
+    arguments = {
+        "inp": torch.randn(6, 8),
+        "probs": torch.rand(6, 3),
+        "routing_map": torch.ones(6, 3).bool(),
+    }
     with pytest.raises(error, match=match):
         te.moe_permute_with_probs(**(arguments | change), num_out_tokens=4)
 
@@ -381,7 +399,9 @@ def test_any_routing(tokens, experts, density, align, slack, seed):
     out, probs, row_id_map, offsets, padded = te.moe_permute_and_pad_with_probs(
         case.x, case.probs, case.mask, None, align, num_out_tokens=capacity
     )
-    expected, expected_probs, expected_offsets, expected_padded = permute_reference(case, align, capacity)
+    expected, expected_probs, expected_offsets, expected_padded = permute_reference(
+        case, align, capacity
+    )
     assert torch.equal(out, expected)
     assert torch.equal(probs, expected_probs)
     assert torch.equal(offsets, expected_offsets)
@@ -398,7 +418,9 @@ def test_the_megatron_page_round_trips():
         exec(block, names)
     case = make_case(30, 4, 2, 8)
     dispatch = names["PaddedDispatch"](4, 2, 16)
-    rows, probs, counts = dispatch.get_permuted_hidden_states_by_experts(case.x, case.probs, case.mask)
+    rows, probs, counts = dispatch.get_permuted_hidden_states_by_experts(
+        case.x, case.probs, case.mask
+    )
     expected, expected_probs, _, padded = permute_reference(case, 16, len(rows))
     assert torch.equal(rows, expected)
     assert torch.equal(probs, expected_probs)

@@ -23,7 +23,9 @@ def grads_of(function, *tensors):
     """Results and gradients of a function of tensors that need one."""
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     out = function(*leaves)
-    outs = [value for value in (out if isinstance(out, tuple) else (out,)) if value.is_floating_point()]
+    outs = [
+        value for value in (out if isinstance(out, tuple) else (out,)) if value.is_floating_point()
+    ]
     generator = torch.Generator().manual_seed(5)
     torch.autograd.backward(outs, [torch.rand(value.shape, generator=generator) for value in outs])
     return [*outs, *(leaf.grad for leaf in leaves)]
@@ -110,7 +112,9 @@ def test_sort_and_pad():
 def test_quantize():
     case = make_case(24, 4, 2, 32)
     eager = te.moe_permute_and_quantize(case.x, case.probs, case.mask, ROWS, align_size=16)
-    traced = compiled(te.moe_permute_and_quantize)(case.x, case.probs, case.mask, ROWS, align_size=16)
+    traced = compiled(te.moe_permute_and_quantize)(
+        case.x, case.probs, case.mask, ROWS, align_size=16
+    )
     for got, expected in zip(traced[:3], eager[:3], strict=True):
         assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
 
@@ -133,13 +137,17 @@ def test_opcheck(align):
     torch.library.opcheck(operators._permute, (x, probs, case.mask, ROWS, align, False))
     torch.library.opcheck(operators._permute, (x, None, case.mask, ROWS, align, False))
     with torch.no_grad():
-        out, permuted, row_id_map, pads, _ = operators._permute(x, probs, case.mask, ROWS, align, False)
+        out, permuted, row_id_map, pads, _ = operators._permute(
+            x, probs, case.mask, ROWS, align, False
+        )
     pads = pads if align else None
     out.requires_grad_()
     torch.library.opcheck(operators._unpermute, (out, row_id_map, probs, pads, None, 24, 0))
     torch.library.opcheck(operators._unpermute, (out, row_id_map, None, pads, None, 24, 0))
     detached = [value.detach() for value in (x, out, probs)]
-    torch.library.opcheck(operators._unpermute, (detached[1], row_id_map, None, pads, permuted, 24, 0))
+    torch.library.opcheck(
+        operators._unpermute, (detached[1], row_id_map, None, pads, permuted, 24, 0)
+    )
     torch.library.opcheck(
         operators._unpermute_bwd, (detached[0], detached[1], row_id_map, detached[2], pads, 0)
     )

@@ -22,7 +22,9 @@ def block_reference(rows, fmt, eps, power_2):
     padded = padded.view(count, blocks, 128)
     amax = padded.abs().amax(2).clamp(min=eps)
     # A number divided by a tensor is its reciprocal times the number in torch, rounded twice.
-    scale = torch.where(amax > 0, torch.full_like(amax, reference.FP8_MAX[fmt]) / amax, torch.ones(()))
+    scale = torch.where(
+        amax > 0, torch.full_like(amax, reference.FP8_MAX[fmt]) / amax, torch.ones(())
+    )
     if power_2:
         scale = (scale.view(torch.int32) & -(1 << 23)).view(torch.float32)
     data = reference.to_fp8_bytes(padded * scale[..., None], fmt).view(count, -1)[:, :cols]
@@ -39,9 +41,18 @@ def test_per_tensor(dtype, fmt, align):
     scale, amax = torch.tensor([3.7]), torch.zeros(1)
     rows = permute_reference(case, max(align, 1), None)[0].size(0) + 6
     data, scale_inv, probs, row_id_map, offsets, padded = te.moe_permute_and_quantize(
-        case.x, case.probs, case.mask, rows, align_size=align, fp8_dtype=FP8[fmt], scale=scale, amax=amax
+        case.x,
+        case.probs,
+        case.mask,
+        rows,
+        align_size=align,
+        fp8_dtype=FP8[fmt],
+        scale=scale,
+        amax=amax,
     )
-    expected, expected_probs, expected_offsets, expected_padded = permute_reference(case, max(align, 1), rows)
+    expected, expected_probs, expected_offsets, expected_padded = permute_reference(
+        case, max(align, 1), rows
+    )
     assert data.dtype == FP8[fmt]
     assert torch.equal(data.view(torch.uint8), reference.quantize_per_tensor(expected, scale, fmt))
     assert amax.item() == expected.float().abs().max().item()
@@ -73,7 +84,9 @@ def test_blocks(dtype, fmt, eps, power_2, hidden):
         amax_epsilon=eps,
         power_2_scale=power_2,
     )
-    expected, expected_scale_inv = block_reference(permute_reference(case, 8, rows)[0], fmt, eps, power_2)
+    expected, expected_scale_inv = block_reference(
+        permute_reference(case, 8, rows)[0], fmt, eps, power_2
+    )
     assert torch.equal(data.view(torch.uint8), expected)
     assert torch.equal(scale_inv, expected_scale_inv)
 
@@ -98,4 +111,6 @@ def test_errors():
     with pytest.raises(ShapeError, match="give scale too"):
         te.moe_permute_and_quantize(case.x, None, case.mask, 4, amax=torch.zeros(1))
     with pytest.raises(DtypeError, match="scale"):
-        te.moe_permute_and_quantize(make_case(4, 2, 1, 16).x, None, case.mask, 4, scale=torch.ones(1).double())
+        te.moe_permute_and_quantize(
+            make_case(4, 2, 1, 16).x, None, case.mask, 4, scale=torch.ones(1).double()
+        )

@@ -15,7 +15,15 @@ from te_fast.errors import StateError, UnsupportedError
 from te_fast.pytorch import _permutation_compile as compiled
 from te_fast.pytorch._ops import native
 
-__all__ = ["dropped_rows", "move_rows", "permute", "permute_cast", "permute_exact", "sort_chunks", "unpermute"]
+__all__ = [
+    "dropped_rows",
+    "move_rows",
+    "permute",
+    "permute_cast",
+    "permute_exact",
+    "sort_chunks",
+    "unpermute",
+]
 
 #: Rows, probabilities, row_id_map, pad_offsets, padded tokens per expert.
 Permuted = tuple[torch.Tensor, Any, torch.Tensor, Any, Any]
@@ -32,7 +40,7 @@ def _twice(name: str) -> NoReturn:
 
 
 def _ends_of(row_id_map: torch.Tensor) -> torch.Tensor | None:
-    """Ends of the experts' rows that a permutation left with its map, unless the map has changed since."""
+    """Find the ends of the experts' rows that a permutation left with its map, unless it has changed."""
     kept = row_id_map.__dict__.get("_te_fast_ends")
     return kept[0] if kept is not None and kept[1] == row_id_map._version else None
 
@@ -124,7 +132,9 @@ class _Unpermute(torch.autograd.Function):
         inp, probs, row_id_map, pad_offsets = ctx.saved_tensors
         probs_grad = None
         if probs is None:
-            grad, _ = native.moe_apply(dout, None, row_id_map, pad_offsets, ctx.ends, ctx.rows, ctx.top_k)
+            grad, _ = native.moe_apply(
+                dout, None, row_id_map, pad_offsets, ctx.ends, ctx.rows, ctx.top_k
+            )
         else:
             grad, probs_grad = native.moe_unpermute_backward(
                 dout, inp, row_id_map, probs, pad_offsets, ctx.ends, ctx.top_k

@@ -42,7 +42,12 @@ def _permute(
 
 @_permute.register_fake
 def _permute_fake(
-    inp: torch.Tensor, probs: _Optional, routing_map: torch.Tensor, rows: int, align: int, index: bool
+    inp: torch.Tensor,
+    probs: _Optional,
+    routing_map: torch.Tensor,
+    rows: int,
+    align: int,
+    index: bool,
 ) -> Any:
     pads = [
         inp.new_empty((routing_map.size(1),), dtype=torch.int64) if align > 0 else inp.new_empty(0)
@@ -66,7 +71,9 @@ def _unpermute(
     tokens: int,
     top_k: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, out_probs = native.moe_unpermute(inp, row_id_map, probs, pad_offsets, in_probs, tokens, top_k)
+    out, out_probs = native.moe_unpermute(
+        inp, row_id_map, probs, pad_offsets, in_probs, tokens, top_k
+    )
     return out, _present(out_probs, inp)
 
 
@@ -277,7 +284,12 @@ _move.register_autograd(_move_backward, setup_context=_move_setup)
 
 
 def permute(
-    inp: torch.Tensor, probs: _Optional, routing_map: torch.Tensor, rows: int, align: int, index: bool
+    inp: torch.Tensor,
+    probs: _Optional,
+    routing_map: torch.Tensor,
+    rows: int,
+    align: int,
+    index: bool,
 ) -> Any:
     """Trace :func:`te_fast.pytorch._permutation.permute`."""
     out, out_probs, row_id_map, pads, counts = _permute(inp, probs, routing_map, rows, align, index)
@@ -299,12 +311,25 @@ def unpermute(
 
 
 def move(
-    inp: torch.Tensor, probs: _Optional, splits: Any, index: _Optional, mode: int, align: int, rows: int
+    inp: torch.Tensor,
+    probs: _Optional,
+    splits: Any,
+    index: _Optional,
+    mode: int,
+    align: int,
+    rows: int,
 ) -> Any:
     """Trace :func:`te_fast.pytorch._permutation.move_rows`."""
     given = isinstance(splits, torch.Tensor)
     out, out_probs, padded = _move(
-        inp, probs, splits if given else None, [] if given else list(splits), index, mode, align, rows
+        inp,
+        probs,
+        splits if given else None,
+        [] if given else list(splits),
+        index,
+        mode,
+        align,
+        rows,
     )
     return out, None if probs is None else out_probs, padded if given and mode == 0 else None
 

@@ -29,7 +29,9 @@ class _Aligned(torch.nn.Module):
 
     def _align(self) -> int:
         if self.align_size is None:
-            self.align_size = get_align_size_for_quantization(FP8GlobalStateManager.get_fp8_recipe())
+            self.align_size = get_align_size_for_quantization(
+                FP8GlobalStateManager.get_fp8_recipe()
+            )
         return self.align_size
 
     def _check(self, m_splits: torch.Tensor | Sequence[int]) -> None:
@@ -54,7 +56,11 @@ class Fp8Padding(_Aligned):
     """
 
     def forward(
-        self, inp: torch.Tensor, m_splits: list[int] | torch.Tensor, *, num_out_tokens: int | None = None
+        self,
+        inp: torch.Tensor,
+        m_splits: list[int] | torch.Tensor,
+        *,
+        num_out_tokens: int | None = None,
     ) -> tuple[torch.Tensor, list[int] | torch.Tensor]:
         """Pad.
 
@@ -103,7 +109,11 @@ class Fp8Unpadding(_Aligned):
     """
 
     def forward(
-        self, inp: torch.Tensor, m_splits: list[int] | torch.Tensor, *, num_out_tokens: int | None = None
+        self,
+        inp: torch.Tensor,
+        m_splits: list[int] | torch.Tensor,
+        *,
+        num_out_tokens: int | None = None,
     ) -> torch.Tensor:
         """Unpad.
 

@@ -279,7 +279,9 @@ def moe_unpermute(
     """
     if probs is not None:
         if merging_probs is not None:
-            msg = "moe_unpermute: give merging_probs or probs, not both; probs is the deprecated name"
+            msg = (
+                "moe_unpermute: give merging_probs or probs, not both; probs is the deprecated name"
+            )
             raise ShapeError(msg)
         _warn("probs kwarg is deprecated. Use merging_probs kwarg instead.")
         merging_probs = probs
@@ -415,7 +417,9 @@ def _as_int32(tensor: torch.Tensor, name: str, op: str) -> torch.Tensor:
     return tensor.to(torch.int32)
 
 
-def _empty_map(inp: torch.Tensor, routing_map: torch.Tensor, *, index: bool = False) -> torch.Tensor:
+def _empty_map(
+    inp: torch.Tensor, routing_map: torch.Tensor, *, index: bool = False
+) -> torch.Tensor:
     """Row map of no rows: all tokens without an expert."""
     tokens, columns = routing_map.shape
     size = (tokens * columns,) if index else (tokens, 2 * columns + 1)
@@ -444,4 +448,3 @@ def _on_device(inp: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
         )
         raise ShapeError(msg)
     return [tensor if tensor.device == inp.device else tensor.to(inp.device) for tensor in tensors]
-

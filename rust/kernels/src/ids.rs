@@ -222,7 +222,7 @@ kernels! {
     /// The same from expert ids.
     PermuteMapIndexI32() "permute_map_index_i32" in PermuteMap;
     /// Ends of the experts' rows, from a finished map.
-    PermuteEnds() "permute_ends" in PermuteMap;
+    PermuteEnds() "permute_ends" in PermuteMerge;
     /// Count of dropped rows.
     PermuteDropped() "permute_dropped" in PermuteMap;
     /// MoE permutation of rows.

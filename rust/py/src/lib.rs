@@ -8,6 +8,7 @@ mod linear;
 mod linear_backward;
 mod linear_run;
 mod permute;
+mod permute_call;
 mod permute_cast;
 mod state;
 mod tensor;

@@ -2,142 +2,33 @@
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use te_fast_core::dispatch::{Memory, OWN_SCRATCH_LIMIT, Place};
-use te_fast_core::driver::is_capturing;
 use te_fast_core::kernel::{DevPtr, Target};
 use te_fast_core::ops::permute::{Layout, MapBuffers, MapShape, PermuteBuffers, PermutePlan};
 use te_fast_core::ops::permute_map::{EndsPlan, MapOutputs, MapPlan, MapSpec, Routing, read_dropped};
 use te_fast_core::ops::permute_merge::{UnpermuteBuffers, UnpermuteBwdBuffers, UnpermutePlan};
-use te_fast_core::tensor::{DType, Device, TensorView};
+use te_fast_core::tensor::{DType, TensorView};
 use te_fast_core::{Error, Float};
 
 use crate::error::IntoPython;
-use crate::state::{Guard, State, state};
+use crate::permute_call::{Call, Input};
+use crate::state::state;
 use crate::tensor::view_of;
 
-/// A tensor and, where its layout asks for one, the contiguous copy that kernels read.
-pub(crate) struct Input<'py>(Bound<'py, PyAny>);
-
-impl<'py> Input<'py> {
-    /// `tensor`, made contiguous when it is not.
-    #[inline]
-    pub(crate) fn new(state: &State, tensor: &Bound<'py, PyAny>, what: &'static str) -> PyResult<Self> {
-        if view_of(&state.reader, tensor, what).python()?.is_contiguous() {
-            Ok(Self(tensor.clone()))
-        } else {
-            Ok(Self(tensor.call_method0("contiguous")?))
-        }
-    }
-
-    /// The same for an optional tensor.
-    pub(crate) fn optional(state: &State, tensor: Option<&Bound<'py, PyAny>>, what: &'static str) -> PyResult<Option<Self>> {
-        tensor.map(|tensor| Self::new(state, tensor, what)).transpose()
-    }
-
-    #[inline]
-    pub(crate) fn view(&self, state: &State) -> PyResult<TensorView<'_>> {
-        view_of(&state.reader, &self.0, "a tensor").python()
-    }
-}
-
-/// Where a call runs.
-pub(crate) struct Call<'s, 'py> {
-    pub(crate) state: &'s State,
-    pub(crate) py: Python<'py>,
-    pub(crate) op: &'static str,
-    pub(crate) place: Place,
-    _guard: Guard,
-}
-
-impl<'s, 'py> Call<'s, 'py> {
-    pub(crate) fn new(state: &'s State, py: Python<'py>, op: &'static str, device: Device) -> PyResult<Self> {
-        let guard = state.guard(py, device)?;
-        let place = Place { device, stream: state.reader.stream(py, device)? };
-        Ok(Self { state, py, op, place, _guard: guard })
-    }
-
-    pub(crate) fn empty(&self, size: &[i64], dtype: DType) -> PyResult<Bound<'py, PyAny>> {
-        self.state.empty_sized(self.py, self.place.device, size, dtype)
-    }
-
-    /// A pointer to a tensor that the call has just made, null for none.
-    pub(crate) fn pointer<'a>(&self, tensor: Option<&'a Bound<'py, PyAny>>) -> PyResult<DevPtr<'a>> {
-        self.state.pointer(tensor).python()
-    }
-
-    /// Runs `body` with `bytes` of private memory: the stream's own, or a tensor's where a graph under capture has
-    /// to keep it or where it is large.
-    pub(crate) fn run(&self, bytes: usize, body: impl FnOnce(&mut Target<'_>, DevPtr<'_>) -> te_fast_core::Result<()>) -> PyResult<()> {
-        let captured = self.place.device != Device::Cpu && bytes != 0 && is_capturing(self.place.stream).python()?;
-        if bytes != 0 && !captured && bytes <= OWN_SCRATCH_LIMIT {
-            let mut dispatcher = self.state.dispatcher(self.py)?;
-            let mut lane = dispatcher.0.lane(self.place, bytes, Memory::Own).python()?;
-            return body(&mut lane.target, lane.workspace.scratch).python();
-        }
-        let memory = self.state.optional_bytes(self.py, self.place.device, bytes)?;
-        let scratch = self.pointer(memory.as_ref())?;
-        let mut dispatcher = self.state.dispatcher(self.py)?;
-        let mut target = dispatcher.0.target(self.place).python()?;
-        body(&mut target, scratch).python()
-    }
-
-    /// `view` must be on the call's device.
-    pub(crate) fn same_device(&self, view: &TensorView<'_>, what: &'static str) -> PyResult<()> {
-        if view.device() == self.place.device {
-            return Ok(());
-        }
-        Err(Error::device(self.op, what, format_args!("the input's device {}", self.place.device), view.device())).python()
-    }
-
-    /// `view` must have this shape.
-    pub(crate) fn shape(&self, view: &TensorView<'_>, what: &'static str, expected: &[i64]) -> PyResult<()> {
-        if view.shape() == expected {
-            return Ok(());
-        }
-        Err(Error::shape(self.op, what, format_args!("of shape {expected:?}"), format_args!("{:?}", view.shape()))).python()
-    }
-
-    /// The type of rows or probabilities.
-    pub(crate) fn float(&self, view: &TensorView<'_>, what: &'static str) -> PyResult<Float> {
-        match view.dtype().as_float() {
-            Some(float) => Ok(float),
-            None => Err(Error::dtype(self.op, what, "torch.float32, torch.float16 or torch.bfloat16", view.dtype())).python(),
-        }
-    }
-
-    /// `view` must be of `dtype`.
-    pub(crate) fn dtype(&self, view: &TensorView<'_>, what: &'static str, dtype: DType) -> PyResult<()> {
-        if view.dtype() == dtype {
-            return Ok(());
-        }
-        Err(Error::dtype(self.op, what, dtype, view.dtype())).python()
-    }
-
-    /// Rows and columns of a matrix.
-    pub(crate) fn matrix(&self, view: &TensorView<'_>, what: &'static str) -> PyResult<(usize, usize)> {
-        match view.shape() {
-            &[rows, cols] => Ok((rows as usize, cols as usize)),
-            other => Err(Error::shape(self.op, what, "of two dimensions (tokens, hidden)", format_args!("{other:?}"))).python(),
-        }
-    }
-
-    /// Probabilities `(tokens, slots)`, or none.
-    pub(crate) fn probs(&self, probs: Option<&TensorView<'_>>, tokens: usize, slots: usize) -> PyResult<Option<Float>> {
-        let Some(view) = probs else { return Ok(None) };
-        self.same_device(view, "probs")?;
-        self.shape(view, "probs", &[tokens as i64, slots as i64])?;
-        self.float(view, "probs").map(Some)
-    }
-}
-
 /// A routing map as the map kernel takes it.
-pub(crate) fn routing_of(call: &Call<'_, '_>, view: &TensorView<'_>, index: bool, tokens: usize) -> PyResult<(Layout, Routing)> {
+pub(crate) fn routing_of(
+    call: &Call<'_, '_>,
+    view: &TensorView<'_>,
+    index: bool,
+    tokens: usize,
+) -> PyResult<(Layout, Routing)> {
     call.same_device(view, "routing_map")?;
     let &[rows, columns] = view.shape() else {
-        return Err(Error::shape(call.op, "routing_map", "of two dimensions", format_args!("{:?}", view.shape()))).python();
+        return Err(Error::shape(call.op, "routing_map", "of two dimensions", format_args!("{:?}", view.shape())))
+            .python();
     };
     if rows as usize != tokens {
-        return Err(Error::shape(call.op, "routing_map", format_args!("of {tokens} rows, one per token"), rows)).python();
+        return Err(Error::shape(call.op, "routing_map", format_args!("of {tokens} rows, one per token"), rows))
+            .python();
     }
     let routing = match (index, view.dtype()) {
         (false, DType::Bool | DType::U8 | DType::I8) => Routing::Mask8,
@@ -145,7 +36,8 @@ pub(crate) fn routing_of(call: &Call<'_, '_>, view: &TensorView<'_>, index: bool
         (false, DType::I64) => Routing::Mask64,
         (true, DType::I32) => Routing::Index,
         (false, other) => {
-            return Err(Error::dtype(call.op, "a routing mask", "bool or an integer type of 8, 32 or 64 bits", other)).python();
+            return Err(Error::dtype(call.op, "a routing mask", "bool or an integer type of 8, 32 or 64 bits", other))
+                .python();
         }
         (true, other) => return Err(Error::dtype(call.op, "routing indices", "torch.int32", other)).python(),
     };
@@ -197,7 +89,6 @@ fn ends_of<'a>(shape: &MapShape, plan: &MapPlan, ends: DevPtr<'a>) -> DevPtr<'a>
 /// Map and permutation in one call: (out, `permuted_probs`, `row_id_map`, `pad_offsets`, `padded_counts`, ends).
 #[pyfunction]
 #[pyo3(signature = (inp, routing_map, probs, rows, align, index, keep_ends, /))]
-#[expect(clippy::too_many_arguments, reason = "te_fast.pytorch.permutation names them")]
 pub(crate) fn moe_permute<'py>(
     inp: &Bound<'py, PyAny>,
     routing_map: &Bound<'py, PyAny>,
@@ -232,7 +123,12 @@ pub(crate) fn moe_permute<'py>(
         out: call.pointer(Some(&out))?,
         probs: probs_view.map_or(DevPtr::null(), |view| view.data()),
         out_probs: call.pointer(out_probs.as_ref())?,
-        map: MapBuffers { map: outputs.row_id_map, pad_offsets: outputs.pad_offsets, ends: DevPtr::null(), partials: 1 },
+        map: MapBuffers {
+            map: outputs.row_id_map,
+            pad_offsets: outputs.pad_offsets,
+            ends: DevPtr::null(),
+            partials: 1,
+        },
         behind_map: true,
     };
     let ends_bytes = 4 * map_plan.experts();
@@ -247,7 +143,11 @@ pub(crate) fn moe_permute<'py>(
 }
 
 /// Pointers of the map's tensors; scratch and totals are the caller's to set.
-pub(crate) fn map_outputs<'a>(call: &Call<'_, '_>, routing: &TensorView<'a>, map: &'a MapTensors<'_>) -> PyResult<MapOutputs<'a>> {
+pub(crate) fn map_outputs<'a>(
+    call: &Call<'_, '_>,
+    routing: &TensorView<'a>,
+    map: &'a MapTensors<'_>,
+) -> PyResult<MapOutputs<'a>> {
     let pointer = |tensor: Option<&'a Bound<'_, PyAny>>| call.state.pointer(tensor).python();
     Ok(MapOutputs {
         routing: routing.data(),
@@ -263,7 +163,11 @@ pub(crate) fn map_outputs<'a>(call: &Call<'_, '_>, routing: &TensorView<'a>, map
 /// The map alone: (`row_id_map`, `pad_offsets`, `padded_counts`, ends, totals); totals are the padded and the routed rows.
 #[pyfunction]
 #[pyo3(signature = (routing_map, align, index, /))]
-pub(crate) fn moe_map<'py>(routing_map: &Bound<'py, PyAny>, align: usize, index: bool) -> PyResult<Bound<'py, PyTuple>> {
+pub(crate) fn moe_map<'py>(
+    routing_map: &Bound<'py, PyAny>,
+    align: usize,
+    index: bool,
+) -> PyResult<Bound<'py, PyTuple>> {
     let py = routing_map.py();
     let state = state(py)?;
     let routing_map = Input::new(state, routing_map, "routing_map")?;
@@ -293,7 +197,11 @@ fn shape_of(call: &Call<'_, '_>, map: &TensorView<'_>, top_k: usize, rows: usize
         }
         _ => None,
     };
-    let expected = if top_k == 0 { "of shape (tokens, 2 * experts + 1), as map_type 'mask' makes it" } else { "of tokens * top_k entries, as map_type 'index' makes it" };
+    let expected = if top_k == 0 {
+        "of shape (tokens, 2 * experts + 1), as map_type 'mask' makes it"
+    } else {
+        "of tokens * top_k entries, as map_type 'index' makes it"
+    };
     match shape {
         Some(shape) => Ok(shape),
         None => Err(Error::shape(call.op, "row_id_map", expected, format_args!("{:?}", map.shape()))).python(),
@@ -343,7 +251,17 @@ pub(crate) fn moe_apply<'py>(
     let probs = probs_view.map_or(DevPtr::null(), |view| view.data());
     call.run(counted.bytes(), |target, scratch| {
         let map = counted.count(target, map.data(), pad_offsets, scratch)?;
-        plan.run(target, &PermuteBuffers { x: x.data(), out: out_pointer, probs, out_probs: out_probs_pointer, map, behind_map: false })
+        plan.run(
+            target,
+            &PermuteBuffers {
+                x: x.data(),
+                out: out_pointer,
+                probs,
+                out_probs: out_probs_pointer,
+                map,
+                behind_map: false,
+            },
+        )
     })?;
     (out, out_probs).into_pyobject(py)
 }
@@ -373,7 +291,13 @@ impl<'a> CountedEnds<'a> {
         if self.given.is_null() { self.plan.bytes() } else { 0 }
     }
 
-    fn count<'b>(&self, target: &mut Target<'_>, map: DevPtr<'b>, pad_offsets: DevPtr<'b>, scratch: DevPtr<'b>) -> te_fast_core::Result<MapBuffers<'b>>
+    fn count<'b>(
+        &self,
+        target: &mut Target<'_>,
+        map: DevPtr<'b>,
+        pad_offsets: DevPtr<'b>,
+        scratch: DevPtr<'b>,
+    ) -> te_fast_core::Result<MapBuffers<'b>>
     where
         'a: 'b,
     {
@@ -400,7 +324,8 @@ pub(crate) fn moe_unpermute<'py>(
     let py = inp.py();
     let state = state(py)?;
     let (inp, row_id_map) = (Input::new(state, inp, "inp")?, Input::new(state, row_id_map, "row_id_map")?);
-    let (probs, in_probs) = (Input::optional(state, probs, "merging_probs")?, Input::optional(state, in_probs, "probs")?);
+    let (probs, in_probs) =
+        (Input::optional(state, probs, "merging_probs")?, Input::optional(state, in_probs, "probs")?);
     let pads = Input::optional(state, pad_offsets, "pad_offsets")?;
     let (x, map) = (inp.view(state)?, row_id_map.view(state)?);
     let call = Call::new(state, py, "moe_unpermute", x.device())?;
@@ -408,7 +333,13 @@ pub(crate) fn moe_unpermute<'py>(
     let float = call.float(&x, "inp")?;
     let shape = shape_of(&call, &map, top_k, rows)?;
     if shape.tokens != tokens {
-        return Err(Error::shape(call.op, "restore_shape", format_args!("({}, {cols}), as row_id_map has it", shape.tokens), tokens)).python();
+        return Err(Error::shape(
+            call.op,
+            "restore_shape",
+            format_args!("({}, {cols}), as row_id_map has it", shape.tokens),
+            tokens,
+        ))
+        .python();
     }
     let probs_view = probs.as_ref().map(|probs| probs.view(state)).transpose()?;
     let prob = call.probs(probs_view.as_ref(), tokens, shape.slots())?;
@@ -454,7 +385,8 @@ pub(crate) fn moe_unpermute_backward<'py>(
     let py = inp.py();
     let state = state(py)?;
     let (dout, inp) = (Input::new(state, dout, "the gradient")?, Input::new(state, inp, "inp")?);
-    let (row_id_map, probs) = (Input::new(state, row_id_map, "row_id_map")?, Input::new(state, probs, "merging_probs")?);
+    let (row_id_map, probs) =
+        (Input::new(state, row_id_map, "row_id_map")?, Input::new(state, probs, "merging_probs")?);
     let pads = Input::optional(state, pad_offsets, "pad_offsets")?;
     let (grad, x, map, probs) = (dout.view(state)?, inp.view(state)?, row_id_map.view(state)?, probs.view(state)?);
     let call = Call::new(state, py, "moe_unpermute", x.device())?;
@@ -474,7 +406,15 @@ pub(crate) fn moe_unpermute_backward<'py>(
     let (dx_pointer, dprobs_pointer) = (call.pointer(Some(&dx))?, call.pointer(Some(&dprobs))?);
     call.run(counted.bytes(), |target, scratch| {
         let map = counted.count(target, map.data(), pad_offsets, scratch)?;
-        let buffers = UnpermuteBwdBuffers { dout: grad.data(), x: x.data(), dx: dx_pointer, probs: probs.data(), dprobs: dprobs_pointer, prob, map };
+        let buffers = UnpermuteBwdBuffers {
+            dout: grad.data(),
+            x: x.data(),
+            dx: dx_pointer,
+            probs: probs.data(),
+            dprobs: dprobs_pointer,
+            prob,
+            map,
+        };
         plan.run_bwd(target, &buffers)
     })?;
     (dx, dprobs).into_pyobject(py)

@@ -11,7 +11,8 @@ use te_fast_core::tensor::{DType, TensorView};
 use te_fast_core::{Error, Float, Fp8};
 
 use crate::error::IntoPython;
-use crate::permute::{Call, Input, MapTensors, Wanted, map_outputs, routing_of};
+use crate::permute::{MapTensors, Wanted, map_outputs, routing_of};
+use crate::permute_call::{Call, Input};
 use crate::state::state;
 
 /// How the caller wants rows quantised.
@@ -66,7 +67,8 @@ pub(crate) fn moe_permute_cast<'py>(
     let shape = MapShape { tokens, rows, layout };
     let prob = call.probs(probs_view.as_ref(), tokens, shape.slots())?;
     let map_plan = MapPlan::new(MapSpec { shape, routing, align: align.max(1) }).python()?;
-    let scaling = if cast.scale.is_some() { Scaling::Tensor } else { Scaling::Block { eps: cast.eps, pow2: cast.pow2 } };
+    let scaling =
+        if cast.scale.is_some() { Scaling::Tensor } else { Scaling::Block { eps: cast.eps, pow2: cast.pow2 } };
     let output = if cast.e5m2 { Fp8::E5m2 } else { Fp8::E4m3 };
     let plan = PermuteCastPlan::new(PermuteCastSpec { shape, cols, input, output, prob, scaling }).python()?;
 
@@ -74,7 +76,8 @@ pub(crate) fn moe_permute_cast<'py>(
     let out = call.empty(&[rows as i64, cols as i64], output.into())?;
     let out_probs = prob.map(|prob| call.empty(&[rows as i64], prob.into())).transpose()?;
     let (blocks, ld) = plan.scale_shape();
-    let scale_inv = if cast.scale.is_some() { None } else { Some(call.empty(&[blocks as i64, ld as i64], DType::F32)?) };
+    let scale_inv =
+        if cast.scale.is_some() { None } else { Some(call.empty(&[blocks as i64, ld as i64], DType::F32)?) };
     let outputs = map_outputs(&call, &routing_view, &map)?;
     let buffers = PermuteCastBuffers {
         x: x.data(),
@@ -85,7 +88,12 @@ pub(crate) fn moe_permute_cast<'py>(
         amax: one_f32(&call, cast.amax.as_ref(), "amax")?,
         scale_inv: call.pointer(scale_inv.as_ref())?,
         scratch: DevPtr::null(),
-        map: MapBuffers { map: outputs.row_id_map, pad_offsets: outputs.pad_offsets, ends: DevPtr::null(), partials: 1 },
+        map: MapBuffers {
+            map: outputs.row_id_map,
+            pad_offsets: outputs.pad_offsets,
+            ends: DevPtr::null(),
+            partials: 1,
+        },
     };
     let ends_bytes = (4 * map_plan.experts()).next_multiple_of(256);
     let map_bytes = map_plan.scratch_bytes().next_multiple_of(256);
@@ -121,12 +129,17 @@ fn row_probs(call: &Call<'_, '_>, probs: Option<&TensorView<'_>>, rows: usize) -
 }
 
 /// The order of the chunks: as many entries as there are splits on the device.
-fn order_of<'a>(call: &Call<'_, '_>, index: Option<&TensorView<'a>>, splits: &Splits<'_>) -> PyResult<Option<Integers<'a>>> {
+fn order_of<'a>(
+    call: &Call<'_, '_>,
+    index: Option<&TensorView<'a>>,
+    splits: &Splits<'_>,
+) -> PyResult<Option<Integers<'a>>> {
     let Some(view) = index else { return Ok(None) };
     let (index, count) = integers(call, view, "sorted_index")?;
     match splits {
         Splits::Device(_, splits) if *splits != count => {
-            Err(Error::shape(call.op, "sorted_index", format_args!("of {splits} entries, one per split"), count)).python()
+            Err(Error::shape(call.op, "sorted_index", format_args!("of {splits} entries, one per split"), count))
+                .python()
         }
         _ => Ok(Some(index)),
     }
@@ -160,7 +173,8 @@ pub(crate) fn moe_pad<'py>(
     let (in_rows, cols) = call.matrix(&x, "inp")?;
     let float = call.float(&x, "inp")?;
     let prob = row_probs(&call, probs_view.as_ref(), in_rows)?;
-    let values = if splits.is_instance_of::<pyo3::types::PyList>() { Some(splits.extract::<Vec<i64>>()?) } else { None };
+    let values =
+        if splits.is_instance_of::<pyo3::types::PyList>() { Some(splits.extract::<Vec<i64>>()?) } else { None };
     let held = if values.is_none() { Some(Input::new(state, splits, "splits")?) } else { None };
     let splits_view = held.as_ref().map(|held| held.view(state)).transpose()?;
     let splits = match (&values, &splits_view) {
@@ -173,7 +187,8 @@ pub(crate) fn moe_pad<'py>(
     let index = Input::optional(state, index, "sorted_index")?;
     let index_view = index.as_ref().map(|index| index.view(state)).transpose()?;
     let index = order_of(&call, index_view.as_ref(), &splits)?;
-    let plan = PadPlan::new(PadSpec { mode, in_rows, out_rows: rows, row_bytes: cols * float.size(), align }).python()?;
+    let plan =
+        PadPlan::new(PadSpec { mode, in_rows, out_rows: rows, row_bytes: cols * float.size(), align }).python()?;
     let out = call.empty(&[rows as i64, cols as i64], float.into())?;
     let out_probs = prob.map(|prob| call.empty(&[rows as i64], prob.into())).transpose()?;
     let padded = match (&splits_view, mode) {

@@ -67,9 +67,8 @@ fn cast<T: Real, F: Format>(p: &PermuteCastParams<'_>) {
 fn quantise<T: Real, F: Format>(p: &PermuteCastParams<'_>, x: &[T], bytes: &mut [u8], inverse: &mut [f32]) {
     let given = read_scalar(p.scale);
     for (block, (x, bytes)) in x.chunks(TILE).zip(bytes.chunks_mut(TILE)).enumerate() {
-        let scale = given.unwrap_or_else(|| {
-            scale_from_amax(f32::from_bits(amax_bits(x)), F::FP8.max(), p.eps, T::MAX, p.pow2 != 0)
-        });
+        let scale = given
+            .unwrap_or_else(|| scale_from_amax(f32::from_bits(amax_bits(x)), F::FP8.max(), p.eps, T::MAX, p.pow2 != 0));
         if let Some(inverse) = inverse.get_mut(block) {
             *inverse = 1.0 / scale;
         }
@@ -91,7 +90,9 @@ pub(crate) fn run_scales(p: &PermuteScalesParams<'_>, _: KernelId) -> Result<()>
         for (row, scale) in line.iter_mut().enumerate() {
             *scale = match row_tokens.get(row) {
                 None => 0.0,
-                Some(&token) => usize::try_from(token).map_or(p.zero_scale, |token| token_scales[token * blocks + block]),
+                Some(&token) => {
+                    usize::try_from(token).map_or(p.zero_scale, |token| token_scales[token * blocks + block])
+                }
             };
         }
     }

@@ -115,7 +115,9 @@ pub(crate) fn run_ends(p: &PermuteEndsParams<'_>, _: KernelId) -> Result<()> {
     let width = 2 * experts + 1;
     for entry in p.row_id_map.slice::<i32>(tokens * width).chunks(width) {
         for k in 0..entry[2 * experts].clamp(0, experts as i32) as usize {
-            let Some(end) = usize::try_from(entry[experts + k]).ok().filter(|&expert| expert < experts) else { continue };
+            let Some(end) = usize::try_from(entry[experts + k]).ok().filter(|&expert| expert < experts) else {
+                continue;
+            };
             ends[end] = ends[end].max(entry[k].saturating_add(1));
         }
     }

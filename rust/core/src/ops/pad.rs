@@ -144,13 +144,20 @@ impl PadPlan {
     /// # Errors
     /// Sizes beyond what a launch can index, or an alignment of 0.
     pub fn new(spec: PadSpec) -> Result<Self> {
-        for (what, value) in [("rows of the input", spec.in_rows), ("rows of the output", spec.out_rows), ("the alignment", spec.align)] {
+        for (what, value) in
+            [("rows of the input", spec.in_rows), ("rows of the output", spec.out_rows), ("the alignment", spec.align)]
+        {
             if i32::try_from(value).is_err() {
                 return Err(Error::shape("pad_rows", what, "below 2**31", value));
             }
         }
         if spec.align == 0 || !spec.row_bytes.is_multiple_of(2) {
-            return Err(Error::shape("pad_rows", "alignment and bytes of a row", "positive and even", format_args!("{} and {}", spec.align, spec.row_bytes)));
+            return Err(Error::shape(
+                "pad_rows",
+                "alignment and bytes of a row",
+                "positive and even",
+                format_args!("{} and {}", spec.align, spec.row_bytes),
+            ));
         }
         Ok(Self { spec })
     }

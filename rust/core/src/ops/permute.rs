@@ -75,7 +75,12 @@ impl MapShape {
     /// More experts, slots, tokens or rows than the map's 32-bit entries and the kernels hold.
     pub(crate) fn check(&self, op: &'static str) -> Result<()> {
         if !(1..=MAX_EXPERTS).contains(&self.slots()) {
-            return Err(Error::shape(op, "experts or slots per token", format_args!("1 to {MAX_EXPERTS}"), self.slots()));
+            return Err(Error::shape(
+                op,
+                "experts or slots per token",
+                format_args!("1 to {MAX_EXPERTS}"),
+                self.slots(),
+            ));
         }
         for (what, count) in [("tokens", self.tokens), ("rows of the permuted tensor", self.rows)] {
             if i32::try_from(count + ZERO_BLOCKS).is_err() {

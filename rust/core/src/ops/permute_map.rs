@@ -333,7 +333,8 @@ mod tests {
 
     #[test]
     fn work_is_shared_out_within_the_limits() -> Result<()> {
-        for (tokens, experts) in [(0, 1), (1, 1), (4096, 256), (8192, 8), (40_000, 1024), (1 << 20, 256), (1 << 20, 33)] {
+        for (tokens, experts) in [(0, 1), (1, 1), (4096, 256), (8192, 8), (40_000, 1024), (1 << 20, 256), (1 << 20, 33)]
+        {
             let plan = mask(tokens, experts)?;
             assert!(plan.slices * plan.chunks <= MAX_TILES, "{plan:?}");
             assert!(plan.chunks * plan.chunk_tokens >= tokens && plan.chunk_tokens.is_multiple_of(32), "{plan:?}");
