@@ -356,6 +356,40 @@ def test_optimizer_steps_are_seen(recipe):
     assert not torch.equal(outputs[1], outputs[2])
 
 
+class RawOptimizer(torch.optim.Optimizer):
+    """Writes past torch's version counters, as apex's and Transformer Engine's fused optimizers do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(2)
+
+
+def test_steps_of_optimizers_that_write_through_raw_pointers_are_seen(recipe):
+    layer = make(bias=False)
+    x, _ = inputs(32, layer)
+    optimizer = RawOptimizer(layer.parameters())
+    with te.autocast(recipe=recipe):
+        layer(x)
+        version = layer.weight._version
+        optimizer.step()
+        assert layer.weight._version == version
+        got = layer(x)
+        fresh = make(bias=False)
+        fresh.load_state_dict(layer.state_dict(), strict=False)
+        assert torch.equal(got, fresh(x))
+
+
+def test_gradient_accumulation_quantises_an_unchanged_weight_once():
+    layer = make()
+    x, grad = inputs(32, layer)
+    recipe = Float8CurrentScaling()
+    assert casts(lambda: [step(layer, x, grad, recipe) for _ in range(4)]) == 1
+
+
 def test_change_between_forward_and_backward_is_an_error(recipe):
     layer = make()
     x, grad = inputs(32, layer)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from te_fast import _native
 from te_fast._native import (
@@ -79,6 +80,15 @@ _LinearFunction._backward_cls = LinearBackward  # type: ignore[attr-defined]
 @once_differentiable
 def _backward_once(ctx: Any, grad_output: torch.Tensor) -> Any:
     return _native.linear_backward(ctx, grad_output)
+
+
+def _note_optimizer_step(*_: Any) -> None:
+    _native.note_optimizer_step()
+
+
+# Optimizers that write through raw pointers (apex, Transformer Engine) do not move torch's version
+# counters, by which a layer knows whether its weight has changed. This hook is torch's own.
+register_optimizer_step_post_hook(_note_optimizer_step)
 
 
 def _update_backward_scales() -> None:

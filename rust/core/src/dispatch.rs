@@ -106,6 +106,8 @@ pub struct Dispatcher {
     pub forward_generation: u64,
     /// Changes when launches were noted without being made: what they would have written does not exist.
     pub cache_epoch: u64,
+    /// Steps that torch optimizers have made in this process.
+    pub optimizer_steps: u64,
     /// `te_fast.auto_pad`: row counts that are no multiple of 8 are taken.
     pub auto_pad: bool,
     devices: Vec<Option<Box<DeviceState>>>,
@@ -122,6 +124,7 @@ impl Dispatcher {
             autocast: AutocastState::default(),
             forward_generation: 0,
             cache_epoch: 0,
+            optimizer_steps: 0,
             auto_pad: false,
             devices: Vec::new(),
             host: HostState { gemms: GemmPlans::default(), counters: vec![0; COUNTER_BYTES / 8], scratch: Vec::new() },

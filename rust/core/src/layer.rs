@@ -99,46 +99,36 @@ pub struct WeightRecord {
     /// The call needs gradients. Weights are often exchanged between training and evaluation by writes that leave no
     /// trace (`weight.data.copy_`), so that the one does not use what the other quantised.
     pub training: bool,
+    /// [`Dispatcher::optimizer_steps`](crate::dispatch::Dispatcher::optimizer_steps): optimizers that write through raw
+    /// pointers, and sharding that gathers weights behind torch's back, do not move the version counter.
+    pub optimizer_steps: u64,
 }
 
-/// What a layer knows of its weight beside the record of the kept one.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct WeightHistory {
-    /// A gradient was computed since the weight was quantised: an update is to be expected.
-    pub expects_update: bool,
-    /// Updates were seen to move torch's version counter. Optimizers that write through raw pointers, and sharding
-    /// that gathers weights behind torch's back, do not; their weights are quantised after every backward.
-    pub updates_move_version: bool,
-}
-
-impl WeightHistory {
-    /// Whether the kept weight serves a call that would quantise `wanted`. The caller has still to see that the memory
+impl WeightRecord {
+    /// Whether this kept weight serves a call that would quantise `wanted`. The caller has still to see that the memory
     /// it was read from was not freed since, for its address may be another tensor's by then.
     ///
     /// A graph under capture runs later, on weights that may have changed by then, so that it reuses nothing unless
     /// it is told to by [`Microbatch::Later`].
+    #[must_use]
     #[inline]
-    pub fn reuses(&mut self, kept: &WeightRecord, wanted: &WeightRecord, microbatch: Microbatch, capturing: bool) -> bool {
-        if self.expects_update && kept.token.version != wanted.token.version {
-            self.updates_move_version = true;
-        }
-        let (there, needed) = (kept.segments.usage, wanted.segments.usage);
-        let serves = kept.epoch == wanted.epoch
-            && kept.cache_epoch == wanted.cache_epoch
-            && kept.device == wanted.device
-            && kept.token == wanted.token
+    pub fn serves(&self, wanted: &Self, microbatch: Microbatch, capturing: bool) -> bool {
+        let (there, needed) = (self.segments.usage, wanted.segments.usage);
+        let fits = self.epoch == wanted.epoch
+            && self.cache_epoch == wanted.cache_epoch
+            && self.device == wanted.device
+            && self.token == wanted.token
             && (there.rowwise || !needed.rowwise)
             && (there.columnwise || !needed.columnwise);
-        let unchanged = kept.generation == wanted.generation
-            && kept.training == wanted.training
-            && kept.token.version.is_some()
-            && (self.updates_move_version || !self.expects_update);
-        serves
-            && match microbatch {
-                Microbatch::First => false,
-                Microbatch::Later => true,
-                Microbatch::Unknown => unchanged && !capturing,
-            }
+        let unchanged = self.generation == wanted.generation
+            && self.training == wanted.training
+            && self.optimizer_steps == wanted.optimizer_steps
+            && self.token.version.is_some();
+        fits && match microbatch {
+            Microbatch::First => false,
+            Microbatch::Later => true,
+            Microbatch::Unknown => unchanged && !capturing,
+        }
     }
 }
 
@@ -157,13 +147,14 @@ mod tests {
             generation: 5,
             cache_epoch: 0,
             training: false,
+            optimizer_steps: 2,
         }
     }
 
     fn reuses(change: impl Fn(&mut WeightRecord), microbatch: Microbatch) -> bool {
         let mut wanted = record();
         change(&mut wanted);
-        WeightHistory::default().reuses(&record(), &wanted, microbatch, false)
+        record().serves(&wanted, microbatch, false)
     }
 
     #[test]
@@ -191,8 +182,9 @@ mod tests {
     }
 
     #[test]
-    fn scales_and_mode_count_for_the_unknown_microbatch_alone() {
-        let changes: [fn(&mut WeightRecord); 2] = [|wanted| wanted.generation = 6, |wanted| wanted.training = true];
+    fn what_hints_at_a_change_counts_for_the_unknown_microbatch_alone() {
+        let changes: [fn(&mut WeightRecord); 3] =
+            [|wanted| wanted.generation = 6, |wanted| wanted.training = true, |wanted| wanted.optimizer_steps = 3];
         for change in changes {
             assert!(!reuses(change, Microbatch::Unknown));
             assert!(reuses(change, Microbatch::Later));
@@ -200,27 +192,15 @@ mod tests {
     }
 
     #[test]
-    fn after_a_backward_the_version_is_trusted_once_updates_moved_it() {
-        let mut history = WeightHistory { expects_update: true, updates_move_version: false };
-        assert!(!history.reuses(&record(), &record(), Microbatch::Unknown, false));
-        let mut updated = record();
-        updated.token.version = Some(4);
-        assert!(!history.reuses(&record(), &updated, Microbatch::Unknown, false));
-        assert!(history.updates_move_version);
-        assert!(history.reuses(&updated, &updated, Microbatch::Unknown, false));
-    }
-
-    #[test]
     fn a_capture_reuses_only_what_it_is_told_to() {
-        let mut history = WeightHistory::default();
-        assert!(!history.reuses(&record(), &record(), Microbatch::Unknown, true));
-        assert!(history.reuses(&record(), &record(), Microbatch::Later, true));
+        assert!(!record().serves(&record(), Microbatch::Unknown, true));
+        assert!(record().serves(&record(), Microbatch::Later, true));
     }
 
     #[test]
     fn a_weight_without_version_is_quantised_each_time() {
         let mut kept = record();
         kept.token.version = None;
-        assert!(!WeightHistory::default().reuses(&kept, &kept, Microbatch::Unknown, false));
+        assert!(!kept.serves(&kept, Microbatch::Unknown, false));
     }
 }

@@ -6,7 +6,7 @@ use te_fast_core::config::Config;
 use te_fast_core::dispatch::{Dispatcher, Memory, Place};
 use te_fast_core::driver::Stream;
 use te_fast_core::kernel::DevPtr;
-use te_fast_core::layer::{Microbatch, PlanCache, WeightHistory, WeightRecord, WeightToken};
+use te_fast_core::layer::{Microbatch, PlanCache, WeightRecord, WeightToken};
 use te_fast_core::linear::{Backward, Forward, LinearKey, LinearPlan, Slot, WeightBuffer};
 use te_fast_core::recipe::{Needs, Recipe};
 use te_fast_core::tensor::{DType, Device};
@@ -40,13 +40,12 @@ fn step(recipe: &Recipe, grads: bool) -> u64 {
     let pointer = DevPtr::from_slice(&mut memory);
     let slot = Slot { scale: DevPtr::from_slice(&mut scale), amax: pointer };
     let slot = if recipe.is_delayed() { slot } else { Slot::NONE };
-    let mut history = WeightHistory::default();
     let mut run = || {
         let (plan, ()) = plans.get(&key(grads)).unwrap();
         let segments = plan.weight_segments();
         let token = WeightToken { address: 64, version: Some(1), dtype: DType::Bf16 };
-        let record = WeightRecord { token, device: Device::Cpu, segments, epoch: 1, generation: 0, cache_epoch: 0, training: grads };
-        assert!(history.reuses(&record, &record, Microbatch::Unknown, false));
+        let record = WeightRecord { token, device: Device::Cpu, segments, epoch: 1, generation: 0, cache_epoch: 0, training: grads, optimizer_steps: 0 };
+        assert!(record.serves(&record, Microbatch::Unknown, false));
         let weight = WeightBuffer { data: pointer, segments };
         let (none, saved) = (DevPtr::null(), if grads { pointer } else { DevPtr::null() });
         let io = Forward { x: pointer, fresh_weight: None, weight, bias: none, y: pointer, saved, slots: [slot; 2], skip_weight: none };

@@ -139,6 +139,13 @@ pub(crate) fn set_auto_pad(py: Python<'_>, enabled: bool) -> PyResult<bool> {
     Ok(std::mem::replace(&mut state(py)?.dispatcher(py)?.0.auto_pad, enabled))
 }
 
+/// An optimizer has made a step: weights may have changed, whether torch's version counters tell or not.
+#[pyfunction]
+pub(crate) fn note_optimizer_step(py: Python<'_>) -> PyResult<()> {
+    state(py)?.dispatcher(py)?.0.optimizer_steps += 1;
+    Ok(())
+}
+
 /// Whether row counts that are no multiple of 8 are taken.
 #[pyfunction]
 pub(crate) fn auto_pad(py: Python<'_>) -> PyResult<bool> {

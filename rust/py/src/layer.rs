@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use te_fast_core::autocast::{AmaxSlots, Region};
 use te_fast_core::driver::Stream;
-use te_fast_core::layer::{PlanCache, WeightHistory, WeightRecord};
+use te_fast_core::layer::{PlanCache, WeightRecord};
 use te_fast_core::linear::{LinearPlan, Slot, WeightBuffer};
 use te_fast_core::tensor::TensorView;
 
@@ -100,7 +100,6 @@ pub(crate) struct LinearHandle {
     pub(crate) captured: Option<Arc<CachedWeight>>,
     pub(crate) slots: Option<Slots>,
     pub(crate) deferred: VecDeque<DeferredWeightGrad>,
-    pub(crate) history: WeightHistory,
     /// Region of the last forward, if that was in FP8: what a recomputation during backward repeats.
     pub(crate) last_region: Option<Region>,
     /// Plans, and the size of what each keeps for backward as a tuple.
@@ -179,7 +178,6 @@ impl LinearHandle {
             captured: None,
             slots: None,
             deferred: VecDeque::new(),
-            history: WeightHistory::default(),
             last_region: None,
             plans: PlanCache::default(),
             geometries: Vec::new(),

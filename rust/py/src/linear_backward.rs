@@ -86,9 +86,6 @@ impl<'py> BackwardCall<'_, 'py> {
             (false, _) => None,
         };
         let target = self.weight_grad(py, place)?;
-        if key.needs.weight_grad {
-            kept.handle.bind(py).try_borrow_mut()?.history.expects_update = true;
-        }
         self.launch(grad_output, place, dx.as_ref(), db.as_ref().filter(|_| quantises), &target)?;
         let dw = self.finish(py, target)?;
         let none = || py.None().into_bound(py);

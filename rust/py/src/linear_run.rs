@@ -261,12 +261,13 @@ impl<'py> Call<'_, 'py> {
             generation: if slots.is_some() { dispatcher.forward_generation } else { 0 },
             cache_epoch: dispatcher.cache_epoch,
             training: self.bits.has(Bits::ANY_GRAD),
+            optimizer_steps: dispatcher.optimizer_steps,
         };
         drop(guard);
         let capturing = matches!(place.device, Device::Cuda(_)) && driver::is_capturing(place.stream)?;
         let mut decision =
             Decision { plan, saved_size, geometry, slots, place, capturing, record, weight_version, reused: None };
-        decision.reused = self.reusable(&mut handle, &decision)?;
+        decision.reused = self.reusable(&handle, &decision)?;
         if decision.reused.is_some() && !capturing && !handle.cache_streams.contains(&place.stream) {
             self.share_with(&mut handle, place)?;
         }
@@ -291,10 +292,10 @@ impl<'py> Call<'_, 'py> {
     }
 
     /// The quantised weight, if the one that is kept serves this call.
-    fn reusable(&self, handle: &mut LinearHandle, decision: &Decision) -> PyResult<Option<Arc<CachedWeight>>> {
-        let LinearHandle { cache, captured, history, .. } = handle;
+    fn reusable(&self, handle: &LinearHandle, decision: &Decision) -> PyResult<Option<Arc<CachedWeight>>> {
+        let LinearHandle { cache, captured, .. } = handle;
         let Some(kept) = captured.as_ref().filter(|_| decision.capturing).or(cache.as_ref()) else { return Ok(None) };
-        let reuses = history.reuses(&kept.record, &decision.record, self.bits.microbatch(), decision.capturing);
+        let reuses = kept.record.serves(&decision.record, self.bits.microbatch(), decision.capturing);
         Ok(if reuses && !self.is_gone(kept)? { Some(Arc::clone(kept)) } else { None })
     }
 
@@ -350,7 +351,6 @@ impl<'py> Call<'_, 'py> {
     /// Keeps a weight that was quantised by this call. Only now: a call that failed leaves none behind.
     fn keep(&self, decision: &Decision, weight: &Arc<CachedWeight>) -> Result<(), Failure> {
         let mut handle = self.handle.try_borrow_mut()?;
-        handle.history.expects_update = false;
         if decision.capturing {
             handle.captured = Some(Arc::clone(weight));
         } else {
