@@ -41,7 +41,7 @@ fn key() -> LinearKey {
 fn forward(criterion: &mut Criterion, group: &str, recording: Recording) {
     let mut group = criterion.benchmark_group(group);
     for (name, recipe) in RECIPES {
-        let mut dispatcher = Dispatcher::new(Config { synchronise: false, check_device: true });
+        let mut dispatcher = Dispatcher::new(Config { synchronise: false, check_device: true, exchange_table: true });
         let plan = LinearPlan::new(&mut dispatcher, &recipe, key(), FEATURES, FEATURES).unwrap();
         let mut x = vec![0x3f80_u16; ROWS * FEATURES];
         let mut y = vec![0_u16; ROWS * FEATURES];
@@ -82,7 +82,7 @@ fn host_backend(criterion: &mut Criterion) {
 fn autocast(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("autocast_enter_exit");
     for (name, recipe) in RECIPES {
-        let mut dispatcher = Dispatcher::new(Config { synchronise: false, check_device: true });
+        let mut dispatcher = Dispatcher::new(Config { synchronise: false, check_device: true, exchange_table: true });
         let request = Request { enabled: true, calibrating: false, graph: false, recipe: Some(recipe), group: 0 };
         group.bench_function(name, |bencher| {
             bencher.iter(|| {

@@ -77,7 +77,8 @@ def networks(device: torch.device) -> tuple[torch.nn.Sequential, torch.nn.Sequen
             torch.nn.Linear(inputs, outputs, device=device), torch.nn.ReLU()
         )
         fast += torch.nn.Sequential(te.Linear(inputs, outputs, device=device), torch.nn.ReLU())
-    plain, fast = plain[:-1], fast[:-1]
+    plain.pop(-1)
+    fast.pop(-1)
     # A layer of te_fast takes the state of nn.Linear; only its recipe state is not in there.
     fast.load_state_dict(plain.state_dict(), strict=False)
     return plain, fast

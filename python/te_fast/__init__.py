@@ -21,8 +21,9 @@ from te_fast.errors import (
 )
 
 if TYPE_CHECKING:
-    from te_fast import common, dispatch, profile, pytorch
+    from te_fast import common, dispatch, pytorch
     from te_fast.dispatch import auto_pad
+    from te_fast.profile import profile
 
 __all__ = [
     "CudaError",
@@ -53,4 +54,5 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("te_fast")
-    raise AttributeError(f"module 'te_fast' has no attribute {name!r}")
+    message = f"module 'te_fast' has no attribute {name!r}"
+    raise AttributeError(message)

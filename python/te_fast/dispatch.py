@@ -157,7 +157,9 @@ def quantize(
     block = {"input": 0, "weight": 1, "grad": 2}[role]
     blocks = recipe._describe().get("block", (0, 0, 0))
     dtype = fp8_dtype(recipe, forward=role != "grad")
-    return QuantizedTensor(*parts[:4], dtype, blocks[block], x.shape[-1] if x.dim() else 1, parts[4])
+    return QuantizedTensor(
+        *parts[:4], dtype, blocks[block], x.shape[-1] if x.dim() else 1, parts[4]
+    )
 
 
 _FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -195,14 +197,17 @@ def dequantize(
     data = tensor.columnwise_data if columnwise else tensor.rowwise_data
     scale_inv = tensor.columnwise_scale_inv if columnwise else tensor.rowwise_scale_inv
     if data is None or scale_inv is None:
-        raise ShapeError("dequantize: the tensor was not quantised in this layout")
+        message = "dequantize: the tensor was not quantised in this layout"
+        raise ShapeError(message)
     out = torch.empty(data.shape, dtype=dtype, device=data.device)
     name = _FP8_NAMES[tensor.dtype]
     _native.dequantize(data, scale_inv, name, tensor.block, data.shape[-1], out)
     return out
 
 
-def _operand(operand: torch.Tensor | QuantizedTensor, *, columnwise: bool, k_outermost: bool) -> Any:
+def _operand(
+    operand: torch.Tensor | QuantizedTensor, *, columnwise: bool, k_outermost: bool
+) -> Any:
     if isinstance(operand, torch.Tensor):
         return (operand, None, None, 0, k_outermost)
     data = operand.columnwise_data if columnwise else operand.rowwise_data
@@ -268,7 +273,7 @@ def gemm(
 def linear_forward(
     layer: torch.nn.Module,
     x: torch.Tensor,
-    is_first_microbatch: bool | None = None,
+    is_first_microbatch: bool | None = None,  # noqa: FBT001
 ) -> torch.Tensor:
     """Run a layer's forward natively, past ``nn.Module.__call__`` and its hooks.
 
@@ -420,10 +425,12 @@ def stage_times(layer: torch.nn.Module, *inputs: Any, calls: int = 1000) -> dict
     dict
         Stage to microseconds per forward, in the order in which they run.
     """
-    _native.stage_clock(True)
+    _native.stage_clock(True)  # noqa: FBT003
     try:
         for _ in range(calls):
             layer(*inputs)
-        return {name: nanoseconds / calls / 1e3 for name, nanoseconds in _native.stage_nanoseconds()}
+        return {
+            name: nanoseconds / calls / 1e3 for name, nanoseconds in _native.stage_nanoseconds()
+        }
     finally:
-        _native.stage_clock(False)
+        _native.stage_clock(False)  # noqa: FBT003

@@ -55,7 +55,9 @@ def reference(layer, x, grad):
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
-    "shape", [(256, 1024, 1024), (8, 16, 16), (40, 144, 272), (128, 512, 256), (1000, 784, 1040)], ids=str
+    "shape",
+    [(256, 1024, 1024), (8, 16, 16), (40, 144, 272), (128, 512, 256), (1000, 784, 1040)],
+    ids=str,
 )
 def test_against_fp64_and_host(name, dtype, shape):
     layer, x, grad = make(*shape, dtype)
@@ -71,7 +73,9 @@ def test_against_fp64_and_host(name, dtype, shape):
         assert relative(value, expected[key]) < BOUND[key], key
     # The host backend quantises to the same bytes; only sums are ordered otherwise.
     host = te.Linear(*shape[1:], device="cpu", params_dtype=dtype)
-    host.load_state_dict({key: value.cpu() for key, value in layer.state_dict().items() if key != "_extra_state"})
+    host.load_state_dict(
+        {key: value.cpu() for key, value in layer.state_dict().items() if key != "_extra_state"}
+    )
     hx = x.detach().cpu().requires_grad_()
     for _ in range(2):
         host.zero_grad()
@@ -226,7 +230,9 @@ def test_memory_is_flat():
         if i in (99, 999):
             gc.collect()
             torch.cuda.synchronize()
-            levels.append((torch.cuda.memory_allocated(), dispatch.inventory()["cuda:0"]["private_bytes"]))
+            levels.append(
+                (torch.cuda.memory_allocated(), dispatch.inventory()["cuda:0"]["private_bytes"])
+            )
     assert levels[0] == levels[1]
 
 
@@ -300,5 +306,8 @@ def test_nan_weight_gives_nan():
 
 def test_host_tensor_to_a_cuda_layer_is_an_error():
     layer, x, _ = make(16, 64, 32, torch.bfloat16)
-    with te.autocast(recipe=DelayedScaling()), pytest.raises(RuntimeError, match="must be on cuda:0"):
+    with (
+        te.autocast(recipe=DelayedScaling()),
+        pytest.raises(RuntimeError, match="must be on cuda:0"),
+    ):
         layer(x.detach().cpu())

@@ -17,7 +17,7 @@ def should_set_cuda_device_every_batch() -> bool:
     return checks
 
 
-def set_cuda_device_every_batch(enabled: bool) -> None:  # noqa: FBT001
+def set_cuda_device_every_batch(enabled: bool) -> None:
     """Choose whether each forward makes its tensors' device the current one.
 
     The check compares two numbers and costs some 10 ns; without it, tensors on a device that is not

@@ -69,8 +69,8 @@ class FP8GlobalState:
             recipe = default_recipe()
         if recipe is not None:
             native_recipe(recipe)
-        flags = (bool(values[name]) for name in former)
-        _ops.autocast_set(recipe, *flags, values["group"])
+        enabled, calibrating, graph = (bool(values[name]) for name in former)
+        _ops.autocast_set(recipe, enabled, calibrating, graph, values["group"])
 
     @property
     def fp8_enabled(self) -> bool:

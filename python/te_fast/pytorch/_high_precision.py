@@ -85,9 +85,7 @@ def weight_gradient(
         accumulate = False
     if x.shape[0] == 0:
         return _nothing(out, accumulate=accumulate, computed=out)
-    dispatch.gemm(
-        grad, x, out, accumulate=accumulate, x_k_outermost=True, w_k_outermost=True
-    )
+    dispatch.gemm(grad, x, out, accumulate=accumulate, x_k_outermost=True, w_k_outermost=True)
     return None if layer.fuse_wgrad_accumulation and len(parameters) == 1 else out
 
 
@@ -105,7 +103,7 @@ class _Linear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         layer: Linear,
-        overwrite: bool,  # noqa: FBT001
+        overwrite: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.overwrite, ctx.weight = layer, overwrite, weight
@@ -139,7 +137,7 @@ def linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     layer: Linear,
-    overwrite: bool,  # noqa: FBT001
+    overwrite: bool,
 ) -> torch.Tensor:
     """Apply ``x Wᵀ + b`` with the layer's way of taking the weight's gradient."""
     result: torch.Tensor = _Linear.apply(x, weight, bias, layer, overwrite)

@@ -74,7 +74,7 @@ class LinearBackward(_LinearFunction._backward_cls):  # type: ignore[name-define
     apply = instance_method(_native.linear_backward)
 
 
-_LinearFunction._backward_cls = LinearBackward  # type: ignore[attr-defined]
+_LinearFunction._backward_cls = LinearBackward
 
 
 @once_differentiable

@@ -58,7 +58,7 @@ class _Concatenate(torch.autograd.Function):
     """Concatenation without a copy where the parts lie one after the other."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Linear, adjacent: bool, *parts: torch.Tensor) -> torch.Tensor:  # noqa: FBT001
+    def forward(ctx: Any, layer: Linear, adjacent: bool, *parts: torch.Tensor) -> torch.Tensor:
         ctx.layer, ctx.parts = layer, parts
         if not adjacent:
             return torch.cat([part.detach() for part in parts])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_fast.common.recipe import Recipe
+from te_fast.common.recipe import DelayedScaling, Recipe
 from te_fast.errors import DeviceError, DtypeError, StateError, UnsupportedError
 from te_fast.pytorch import _extra_state, _ops
 from te_fast.pytorch._delayed import DelayedScalingRecipeState
@@ -25,7 +25,7 @@ _EXTRA_STATE = "_extra_state"
 def get_dummy_wgrad(
     shape: list[int],
     dtype: torch.dtype,
-    zero: bool = False,  # noqa: FBT001, FBT002
+    zero: bool = False,
     device: torch.device | str = "cuda",
 ) -> torch.Tensor:
     """Return a stand-in for a weight gradient that went into ``main_grad``; one per shape and type.
@@ -91,6 +91,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         State of the last forward.
     """
 
+    _handle: _ops.LinearHandle
     #: FP8 slots: input, weight, output per GEMM forward; output's and input's gradient backward.
     _FORWARD_SLOTS = 3
     _BACKWARD_SLOTS = 2
@@ -130,7 +131,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
             For a group of several ranks.
         """
         if tp_group is not None and torch.distributed.get_world_size(group=tp_group) > 1:
-            raise UnsupportedError(f"{self.name}: tensor parallelism (tp_group) is not supported yet")
+            message = f"{self.name}: tensor parallelism (tp_group) is not supported yet"
+            raise UnsupportedError(message)
         self.tp_group = tp_group
 
     def set_activation_dtype(self, inp: torch.Tensor) -> None:
@@ -173,9 +175,9 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.set_meta_tensor(False, recipe)
         self.fp8_meta_tensors_initialized = True
 
-    def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:  # noqa: FBT001
+    def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:
         """Make, or keep, the scales and histories of one direction."""
-        if not recipe.delayed():
+        if not isinstance(recipe, DelayedScaling):
             return
         key = "scaling_fwd" if fwd else "scaling_bwd"
         slots = (self._FORWARD_SLOTS if fwd else self._BACKWARD_SLOTS) * self.fp8_meta["num_gemms"]
@@ -286,7 +288,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.fp8_meta["scaling_bwd"].load(read.scale_bwd, read.amax_history_bwd)
         self._handle.drop_slots()
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:  # noqa: FBT001
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         # A layer without delayed scaling has the very keys of its torch.nn counterpart.
         if self._delayed_states() is None:
@@ -297,7 +299,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         state_dict: Any,
         prefix: str,
         local_metadata: Any,
-        strict: bool,  # noqa: FBT001
+        strict: bool,
         missing_keys: list[str],
         unexpected_keys: list[str],
         error_msgs: list[str],
@@ -325,7 +327,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         super().__setstate__(state)
         object.__setattr__(self, "_handle", self._make_handle())
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:  # noqa: FBT001, FBT002
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Forget what was quantised: ``.to()`` and its kin exchange the parameters' memory."""
         result = super()._apply(fn, recurse)
         self._handle.drop_weight_cache()

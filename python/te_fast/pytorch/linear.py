@@ -83,32 +83,35 @@ class Linear(TransformerEngineBaseModule):
         If `parameters_split` is empty or does not add up to `out_features`.
     """
 
-    def __init__(  # noqa: PLR0913
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    def __init__(
         self,
         in_features: int,
         out_features: int,
-        sequence_parallel: bool = False,  # noqa: FBT001, FBT002
-        fuse_wgrad_accumulation: bool = False,  # noqa: FBT001, FBT002
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
         tp_group: Any = None,
         tp_size: int = 1,
         get_rng_state_tracker: Callable[[], Any] | None = None,
         rng_tracker_name: str | None = None,
         init_method: Callable[[torch.Tensor], Any] | None = None,
-        bias: bool = True,  # noqa: FBT001, FBT002
-        return_bias: bool = False,  # noqa: FBT001, FBT002
+        bias: bool = True,
+        return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
         parameters_split: tuple[str, ...] | dict[str, int] | None = None,
         device: torch.device | str = "cuda",
-        ub_overlap_ag: bool = False,  # noqa: FBT001, FBT002
-        ub_overlap_rs: bool = False,  # noqa: FBT001, FBT002
-        ub_overlap_rs_dgrad: bool = False,  # noqa: FBT001, FBT002
-        ub_bulk_dgrad: bool = False,  # noqa: FBT001, FBT002
-        ub_bulk_wgrad: bool = False,  # noqa: FBT001, FBT002
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
         ub_name: str | None = None,
-        delay_wgrad_compute: bool = False,  # noqa: FBT001, FBT002
+        delay_wgrad_compute: bool = False,
         symmetric_ar_type: str | None = None,
-        save_original_input: bool = False,  # noqa: FBT001, FBT002
+        save_original_input: bool = False,
         name: str | None = None,
     ) -> None:
         super().__init__(name)
@@ -127,7 +130,9 @@ class Linear(TransformerEngineBaseModule):
             if is_set:
                 _refuse(argument, self.name)
         if parallel_mode not in (None, "column", "row"):
-            message = f"{self.name}: parallel_mode must be None, 'column' or 'row', got {parallel_mode!r}"
+            message = (
+                f"{self.name}: parallel_mode must be None, 'column' or 'row', got {parallel_mode!r}"
+            )
             raise ShapeError(message)
         self.set_tensor_parallel_group(tp_group)
         self.in_features = in_features
@@ -199,7 +204,7 @@ class Linear(TransformerEngineBaseModule):
         self.__dict__["_save_original_input"] = bool(value)
         self._handle.save_original_input = bool(value)
 
-    def reset_parameters(self, defer_init: bool = False) -> None:  # noqa: FBT001, FBT002
+    def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise the parameters, after making those real that are on the meta device.
 
         Parameters
@@ -215,7 +220,8 @@ class Linear(TransformerEngineBaseModule):
             if parameter.is_meta:
                 device = check_device("cuda" if torch.cuda.is_available() else "cpu", self.name)
                 parameter = torch.nn.Parameter(
-                    torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+                    torch.empty_like(parameter, device=device),
+                    requires_grad=parameter.requires_grad,
                 )
                 self.register_parameter(name, parameter)
             is_weight = name in self.weight_names
@@ -256,9 +262,9 @@ class Linear(TransformerEngineBaseModule):
     def forward(
         self,
         inp: torch.Tensor,
-        is_first_microbatch: bool | None = None,  # noqa: FBT001
-        fp8_output: bool | None = False,  # noqa: FBT001, FBT002
-        fp8_grad: bool | None = False,  # noqa: FBT001, FBT002
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool | None = False,
+        fp8_grad: bool | None = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Apply the layer.
 
@@ -295,7 +301,7 @@ class Linear(TransformerEngineBaseModule):
         return out, bias.to(out.dtype)
 
     def _weight(self) -> tuple[torch.Tensor, int | None]:
-        """The whole weight, and what stands in for its version where it is a concatenation."""
+        """Return the whole weight, and what stands in for a concatenation's version."""
         if self._parts is None:
             return self.weight, None
         return concatenate([getattr(self, name) for name in self.weight_names], self)
@@ -305,7 +311,7 @@ class Linear(TransformerEngineBaseModule):
             return self.bias
         return torch.cat([getattr(self, name) for name in self.bias_names])
 
-    def _forward_general(self, inp: Any, is_first_microbatch: bool | None) -> Any:  # noqa: FBT001
+    def _forward_general(self, inp: Any, is_first_microbatch: bool | None) -> Any:
         """Forward of calls that the native fast path does not take."""
         self._check_input(inp)
         self.set_activation_dtype(inp)
@@ -333,7 +339,11 @@ class Linear(TransformerEngineBaseModule):
     def _padded(self, inp: torch.Tensor) -> torch.Tensor:
         """Return the input with the rows that block-scaled GEMMs need, where padding is allowed."""
         rows = inp.numel() // self.in_features
-        if rows % _ROWS == 0 or not _ops.native.auto_pad() or not FP8GlobalStateManager.get_fp8_recipe().float8_block_scaling():
+        if (
+            rows % _ROWS == 0
+            or not _ops.native.auto_pad()
+            or not FP8GlobalStateManager.get_fp8_recipe().float8_block_scaling()
+        ):
             return inp
         return functional.pad(inp.reshape(rows, -1), (0, 0, 0, _ROWS - rows % _ROWS))
 
@@ -360,7 +370,7 @@ class Linear(TransformerEngineBaseModule):
         inp: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        is_first_microbatch: bool | None,  # noqa: FBT001
+        is_first_microbatch: bool | None,
     ) -> torch.Tensor:
         if autocast_state.fp8_calibration:
             self._calibrate(inp, weight)
@@ -415,9 +425,7 @@ class Linear(TransformerEngineBaseModule):
 
     def extra_repr(self) -> str:
         """Sizes and bias, as ``torch.nn.Linear`` shows them."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
-        )
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
 
 
 def _normal(weight: torch.Tensor) -> None:

@@ -142,4 +142,4 @@ class Fp8Unpadding(_Aligned):
             m_splits = list(m_splits)
             rows = sum(m_splits)
         out = impl.move_rows(rows_of, None, m_splits, None, impl.UNPAD, align, rows)[0]
-        return out  # type: ignore[no-any-return]
+        return out

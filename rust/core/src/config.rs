@@ -7,13 +7,19 @@ pub struct Config {
     pub synchronise: bool,
     /// `NVTE_SET_CUDA_DEVICE=0`: trust the caller that the current device is the tensors' device.
     pub check_device: bool,
+    /// `TE_FAST_NO_EXCHANGE=1` turns it off: read tensors through DLPack's exchange table where torch has one.
+    pub exchange_table: bool,
 }
 
 impl Config {
     /// The settings that the environment asks for.
     #[must_use]
     pub fn from_environment() -> Self {
-        Self { synchronise: flag("TE_FAST_SYNC", false), check_device: flag("NVTE_SET_CUDA_DEVICE", true) }
+        Self {
+            synchronise: flag("TE_FAST_SYNC", false),
+            check_device: flag("NVTE_SET_CUDA_DEVICE", true),
+            exchange_table: !flag("TE_FAST_NO_EXCHANGE", false),
+        }
     }
 }
 

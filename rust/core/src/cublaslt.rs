@@ -15,6 +15,7 @@ use cudarc::cublaslt::sys::{
 };
 use libloading::os::unix::{Library, RTLD_LAZY, RTLD_LOCAL};
 
+use crate::cublaslt_attributes as attribute;
 use crate::driver::Stream;
 use crate::error::{Error, ErrorKind, Result};
 use crate::gemm::{GemmIo, Operand, Problem, ScaleMode, WORKSPACE_BYTES};
@@ -30,31 +31,6 @@ const SPLIT_K_FIXED_VERSION: usize = 130_800;
 const ANY_ADDRESS: u64 = 256;
 /// Heuristic results that are looked at.
 const CANDIDATES: usize = 8;
-
-mod attribute {
-    //! Values of cuBLASLt's attribute enums (cublasLt.h 13.1), which are stable across versions.
-    pub(super) const DESC_TRANSA: u32 = 3;
-    pub(super) const DESC_TRANSB: u32 = 4;
-    pub(super) const DESC_EPILOGUE: u32 = 7;
-    pub(super) const DESC_BIAS_POINTER: u32 = 8;
-    pub(super) const DESC_A_SCALE_POINTER: u32 = 17;
-    pub(super) const DESC_B_SCALE_POINTER: u32 = 18;
-    pub(super) const DESC_FAST_ACCUM: u32 = 25;
-    pub(super) const DESC_BIAS_DATA_TYPE: u32 = 26;
-    pub(super) const DESC_A_SCALE_MODE: u32 = 31;
-    pub(super) const DESC_B_SCALE_MODE: u32 = 32;
-    pub(super) const PREF_MAX_WORKSPACE_BYTES: u32 = 1;
-    pub(super) const PREF_MIN_ALIGNMENT: [u32; 4] = [5, 6, 7, 8];
-    pub(super) const ALGO_ID: u32 = 0;
-    pub(super) const ALGO_SPLITK_NUM: u32 = 2;
-    pub(super) const ALGO_REDUCTION_SCHEME: u32 = 3;
-    pub(super) const EPILOGUE_BIAS: u32 = 4;
-    pub(super) const COMPUTE_32F: u32 = 68;
-    pub(super) const OP_N: i32 = 0;
-    pub(super) const OP_T: i32 = 1;
-    pub(super) const SCALE_VEC128: i32 = 4;
-    pub(super) const SCALE_BLK128X128: i32 = 5;
-}
 
 type Status = u32;
 
@@ -226,7 +202,10 @@ impl CublasLt {
         if (block(problem.x) || block(problem.w)) && self.api.version < BLOCK_SCALING_VERSION {
             return Err(Error::unsupported(
                 "gemm",
-                format!("FP8 block scaling needs cuBLAS 12.9 or newer, and torch brought {}; use a torch built for CUDA 12.9 or newer", self.api.version),
+                format!(
+                    "FP8 block scaling needs cuBLAS 12.9 or newer, and torch brought {}; use a torch built for CUDA 12.9 or newer",
+                    self.api.version
+                ),
             ));
         }
         let mut plan = CublasPlan::empty(self.api, self.handle);
@@ -244,15 +223,20 @@ impl CublasLt {
         check("cublasLtMatmulPreferenceCreate", unsafe { (api.pref_create)(&raw mut preference) }, problem)?;
         let set = |name: u32, value: *const c_void, bytes: usize| {
             // SAFETY: a live preference and a value of the attribute's size.
-            check("cublasLtMatmulPreferenceSetAttribute", unsafe { (api.pref_set)(preference, name, value, bytes) }, problem)
+            check(
+                "cublasLtMatmulPreferenceSetAttribute",
+                unsafe { (api.pref_set)(preference, name, value, bytes) },
+                problem,
+            )
         };
         let workspace = WORKSPACE_BYTES as u64;
         let alignment = u32::from(problem.alignment);
-        let prepared = set(attribute::PREF_MAX_WORKSPACE_BYTES, (&raw const workspace).cast(), size_of::<u64>()).and_then(|()| {
-            attribute::PREF_MIN_ALIGNMENT
-                .iter()
-                .try_for_each(|&name| set(name, (&raw const alignment).cast(), size_of::<u32>()))
-        });
+        let prepared = set(attribute::PREF_MAX_WORKSPACE_BYTES, (&raw const workspace).cast(), size_of::<u64>())
+            .and_then(|()| {
+                attribute::PREF_MIN_ALIGNMENT
+                    .iter()
+                    .try_for_each(|&name| set(name, (&raw const alignment).cast(), size_of::<u32>()))
+            });
         // SAFETY: plain C data; all zero is a value of it, and cuBLASLt overwrites the first `found`.
         let mut results: [cublasLtMatmulHeuristicResult_t; CANDIDATES] = unsafe { std::mem::zeroed() };
         let mut found = 0;
@@ -260,8 +244,16 @@ impl CublasLt {
             // SAFETY: live handle, descriptors and preference; room for CANDIDATES results.
             let status = unsafe {
                 (api.heuristic)(
-                    self.handle, plan.desc, plan.w, plan.x, plan.d, plan.d, preference,
-                    CANDIDATES as i32, results.as_mut_ptr(), &raw mut found,
+                    self.handle,
+                    plan.desc,
+                    plan.w,
+                    plan.x,
+                    plan.d,
+                    plan.d,
+                    preference,
+                    CANDIDATES as i32,
+                    results.as_mut_ptr(),
+                    &raw mut found,
                 )
             };
             check("cublasLtMatmulAlgoGetHeuristic", status, problem)
@@ -269,7 +261,8 @@ impl CublasLt {
         // SAFETY: created above, destroyed once.
         let _ = unsafe { (api.pref_destroy)(preference) };
         status?;
-        let mut usable = results[..found as usize].iter().filter(|result| result.state as u32 == 0).map(|result| result.algo);
+        let mut usable =
+            results[..found as usize].iter().filter(|result| result.state as u32 == 0).map(|result| result.algo);
         let first = usable.clone().next();
         usable
             .find(|algorithm| !self.is_defective(algorithm))
@@ -281,9 +274,8 @@ impl CublasLt {
     fn without_split(&self, plan: &CublasPlan, mut algorithm: cublasLtMatmulAlgo_t) -> Option<cublasLtMatmulAlgo_t> {
         for (name, value) in [(attribute::ALGO_SPLITK_NUM, 1_i32), (attribute::ALGO_REDUCTION_SCHEME, 0)] {
             // SAFETY: an algorithm from the heuristic and a value of the attribute's size.
-            let status = unsafe {
-                (self.api.algo_set)(&raw mut algorithm, name, (&raw const value).cast(), size_of::<i32>())
-            };
+            let status =
+                unsafe { (self.api.algo_set)(&raw mut algorithm, name, (&raw const value).cast(), size_of::<i32>()) };
             if status != 0 {
                 return None;
             }
@@ -293,7 +285,14 @@ impl CublasLt {
         // SAFETY: live handle, descriptors and algorithm; writes one result.
         let status = unsafe {
             (self.api.algo_check)(
-                self.handle, plan.desc, plan.w, plan.x, plan.d, plan.d, &raw const algorithm, &raw mut result,
+                self.handle,
+                plan.desc,
+                plan.w,
+                plan.x,
+                plan.d,
+                plan.d,
+                &raw const algorithm,
+                &raw mut result,
             )
         };
         (status == 0 && result.workspaceSize <= WORKSPACE_BYTES).then_some(algorithm)
@@ -395,12 +394,18 @@ impl CublasPlan {
         self.matrix(operand.dtype, rows, cols, operand.ld, problem)
     }
 
-    fn matrix(&self, dtype: DType, rows: usize, cols: usize, ld: usize, problem: &Problem) -> Result<cublasLtMatrixLayout_t> {
+    fn matrix(
+        &self,
+        dtype: DType,
+        rows: usize,
+        cols: usize,
+        ld: usize,
+        problem: &Problem,
+    ) -> Result<cublasLtMatrixLayout_t> {
         let mut layout = std::ptr::null_mut();
         // SAFETY: writes one handle, destroyed by Drop of the plan it is stored in.
-        let status = unsafe {
-            (self.api.layout_create)(&raw mut layout, data_type(dtype), rows as u64, cols as u64, ld as i64)
-        };
+        let status =
+            unsafe { (self.api.layout_create)(&raw mut layout, data_type(dtype), rows as u64, cols as u64, ld as i64) };
         check("cublasLtMatrixLayoutCreate", status, problem)?;
         Ok(layout)
     }
@@ -439,10 +444,22 @@ impl CublasPlan {
             // pointers are on this device; alpha and beta are read during the call (host pointer mode).
             status = unsafe {
                 (self.api.matmul)(
-                    self.handle, self.desc, (&raw const alpha).cast(),
-                    io.w.address() as *const c_void, self.w, io.x.address() as *const c_void, self.x,
-                    (&raw const beta).cast(), d, self.d, d, self.d, &raw const self.algorithm,
-                    io.workspace.address() as *mut c_void, WORKSPACE_BYTES, stream.0 as *mut c_void,
+                    self.handle,
+                    self.desc,
+                    (&raw const alpha).cast(),
+                    io.w.address() as *const c_void,
+                    self.w,
+                    io.x.address() as *const c_void,
+                    self.x,
+                    (&raw const beta).cast(),
+                    d,
+                    self.d,
+                    d,
+                    self.d,
+                    &raw const self.algorithm,
+                    io.workspace.address() as *mut c_void,
+                    WORKSPACE_BYTES,
+                    stream.0 as *mut c_void,
                 )
             };
         }

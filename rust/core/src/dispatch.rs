@@ -264,7 +264,13 @@ impl Dispatcher {
     }
 
     #[inline]
-    fn cuda_lane<'d>(&'d mut self, ordinal: u16, stream: Stream, scratch: usize, memory: Memory<'d>) -> Result<Lane<'d>> {
+    fn cuda_lane<'d>(
+        &'d mut self,
+        ordinal: u16,
+        stream: Stream,
+        scratch: usize,
+        memory: Memory<'d>,
+    ) -> Result<Lane<'d>> {
         self.device(ordinal)?;
         let Self { trace, devices, .. } = self;
         let Some(Some(state)) = devices.get_mut(usize::from(ordinal)) else {

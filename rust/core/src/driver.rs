@@ -9,8 +9,7 @@ use std::sync::OnceLock;
 
 use cudarc::driver::sys::{
     self, CUcontext, CUdevice_attribute, CUfunction, CUfunction_attribute, CUlaunchAttribute, CUlaunchAttributeID,
-    CUlaunchAttributeValue,
-    CUlaunchConfig, CUlibrary, CUresult, CUstream, CUstreamCaptureStatus,
+    CUlaunchAttributeValue, CUlaunchConfig, CUlibrary, CUresult, CUstream, CUstreamCaptureStatus,
 };
 use te_fast_kernels::{Image, KernelId, architectures, image_bytes};
 
@@ -142,18 +141,23 @@ impl CudaDevice {
             check("cuDeviceGetAttribute", unsafe { sys::cuDeviceGetAttribute(&raw mut value, attribute, device) })?;
             Ok(value as u32)
         };
-        use CUdevice_attribute as Attribute;
         let facts = DeviceFacts {
             ordinal,
             capability: (
-                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+                attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
             ),
-            multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
-            l2_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
-            shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            multiprocessors: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            l2_bytes: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
+            shared_bytes: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
         };
-        Ok(Self { facts, context, synchronise, libraries: [None; Image::ALL.len()], functions: Box::new([None; KernelId::COUNT]) })
+        Ok(Self {
+            facts,
+            context,
+            synchronise,
+            libraries: [None; Image::ALL.len()],
+            functions: Box::new([None; KernelId::COUNT]),
+        })
     }
 
     /// Facts read at opening.
@@ -214,7 +218,11 @@ impl CudaDevice {
         let dynamic = self.facts.shared_bytes as i32 - fixed;
         // SAFETY: the value is within the device's opt-in limit.
         check("cuFuncSetAttribute", unsafe {
-            sys::cuFuncSetAttribute(function, CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, dynamic)
+            sys::cuFuncSetAttribute(
+                function,
+                CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                dynamic,
+            )
         })?;
         self.functions[id.index()] = Some(function);
         Ok(function)
@@ -228,13 +236,24 @@ impl CudaDevice {
         let missing = |reason: String| Error::from(ErrorKind::KernelMissing { symbol: id.symbol(), reason });
         let bytes = image_bytes(image);
         if bytes.is_empty() {
-            return Err(missing("this wheel was built without CUDA (TE_FAST_SKIP_CUDA=1); install a wheel built with nvcc".into()));
+            return Err(missing(
+                "this wheel was built without CUDA (TE_FAST_SKIP_CUDA=1); install a wheel built with nvcc".into(),
+            ));
         }
         let mut library = std::ptr::null_mut();
         let none = std::ptr::null_mut();
         // SAFETY: the image is a complete fatbin with static lifetime; no JIT or library options are passed.
         let result = unsafe {
-            sys::cuLibraryLoadData(&raw mut library, bytes.as_ptr().cast(), none, std::ptr::null_mut(), 0, std::ptr::null_mut(), std::ptr::null_mut(), 0)
+            sys::cuLibraryLoadData(
+                &raw mut library,
+                bytes.as_ptr().cast(),
+                none,
+                std::ptr::null_mut(),
+                0,
+                std::ptr::null_mut(),
+                std::ptr::null_mut(),
+                0,
+            )
         };
         if result != CUresult::CUDA_SUCCESS {
             let (major, minor) = self.facts.capability;

@@ -95,7 +95,9 @@ pub enum ErrorKind {
         reason: String,
     },
     /// A CUDA driver call failed.
-    #[error("{call} failed with {code}: {text}. CUDA reports errors late: this one may come from an earlier launch; TE_FAST_SYNC=1 makes each launch report its own")]
+    #[error(
+        "{call} failed with {code}: {text}. CUDA reports errors late: this one may come from an earlier launch; TE_FAST_SYNC=1 makes each launch report its own"
+    )]
     Driver {
         /// Driver function.
         call: &'static str,

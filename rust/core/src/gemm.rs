@@ -221,20 +221,39 @@ impl Problem {
         for (what, operand, outer) in [("x", self.x, self.m), ("w", self.w, self.n)] {
             let inner = if operand.k_outermost { outer } else { self.k };
             if operand.ld < inner {
-                return Err(Error::layout("gemm", "leading dimension", format!("at least {inner} for {what}"), operand.ld));
+                return Err(Error::layout(
+                    "gemm",
+                    "leading dimension",
+                    format!("at least {inner} for {what}"),
+                    operand.ld,
+                ));
             }
             if operand.ld.saturating_mul(operand.dtype.size()) > i32::MAX as usize {
-                return Err(Error::unsupported("gemm", format!("rows of {what} span over 2^31 bytes, which cuBLAS gets wrong on Hopper; split the matrix")));
+                return Err(Error::unsupported(
+                    "gemm",
+                    format!("rows of {what} span over 2^31 bytes, which cuBLAS gets wrong on Hopper; split the matrix"),
+                ));
             }
             if operand.scale != ScaleMode::None && (operand.k_outermost || !operand.ld.is_multiple_of(16)) {
-                return Err(Error::layout("gemm", "an FP8 operand", format!("stored [outer, k] with a leading dimension that is a multiple of 16 ({what})"), operand.ld));
+                return Err(Error::layout(
+                    "gemm",
+                    "an FP8 operand",
+                    format!("stored [outer, k] with a leading dimension that is a multiple of 16 ({what})"),
+                    operand.ld,
+                ));
             }
         }
         if self.x.dtype == DType::E5m2 && self.w.dtype == DType::E5m2 {
-            return Err(Error::unsupported("gemm", "E5M2 times E5M2 has no tensor-core instruction; use E4M3 for one operand"));
+            return Err(Error::unsupported(
+                "gemm",
+                "E5M2 times E5M2 has no tensor-core instruction; use E4M3 for one operand",
+            ));
         }
         if self.x.scale == ScaleMode::Block2d && self.w.scale == ScaleMode::Block2d {
-            return Err(Error::unsupported("gemm", "128x128 by 128x128 block scales are not supported; one operand must have 1x128 scales"));
+            return Err(Error::unsupported(
+                "gemm",
+                "128x128 by 128x128 block scales are not supported; one operand must have 1x128 scales",
+            ));
         }
         Ok(())
     }

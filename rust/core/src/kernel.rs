@@ -1,6 +1,6 @@
 //! The launch seam: typed kernel parameters, device pointers and the queue that launches go to.
 //!
-//! A kernel is a [`KernelId`] and one `#[repr(C)]` parameter struct. [`Queue::launch`] sends the pair to the CUDA
+//! A kernel is a [`KernelId`] and one `#[repr(C)]` parameter struct. [`launch`] sends the pair to the CUDA
 //! driver, or runs the Rust kernel of the same id on CPU memory, and tells the [`Trace`] either way.
 //!
 //! The promise that launches rest on: a kernel reads and writes only what its head comment in `cuda/*.cu` says, and

@@ -4,7 +4,6 @@
 
 use std::sync::Arc;
 
-
 use crate::linear::{LinearKey, LinearPlan, Segments};
 use crate::tensor::{DType, Device};
 

@@ -6,6 +6,7 @@
 pub mod autocast;
 pub mod config;
 pub mod cublaslt;
+mod cublaslt_attributes;
 pub mod delayed;
 pub mod dispatch;
 pub mod driver;
@@ -15,6 +16,8 @@ pub mod host;
 pub mod kernel;
 pub mod layer;
 pub mod linear;
+mod linear_gemms;
+mod linear_operands;
 pub mod ops;
 pub mod quantizer;
 pub mod recipe;

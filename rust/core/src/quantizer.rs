@@ -124,15 +124,24 @@ impl QuantPlan {
         };
         let plan = Self::measure(steps);
         if plan.counter_bytes() > COUNTER_BYTES {
-            return Err(Error::shape(OP, "columns of a tensor whose columns are summed", "at most 2,000,000", spec.cols));
+            return Err(Error::shape(
+                OP,
+                "columns of a tensor whose columns are summed",
+                "at most 2,000,000",
+                spec.cols,
+            ));
         }
         Ok(plan)
     }
 
     fn measure(steps: Steps) -> Self {
         let (row_bytes, row_scale_bytes, col_bytes, col_scale_bytes) = match &steps {
-            Steps::Delayed(cast) | Steps::Current(_, cast) => (cast.out_bytes(), SCALE_BYTES, cast.out_t_bytes(), SCALE_BYTES),
-            Steps::Block(block, _) => (block.out_bytes(), block.scale_bytes(), block.out_t_bytes(), block.scale_t_bytes()),
+            Steps::Delayed(cast) | Steps::Current(_, cast) => {
+                (cast.out_bytes(), SCALE_BYTES, cast.out_t_bytes(), SCALE_BYTES)
+            }
+            Steps::Block(block, _) => {
+                (block.out_bytes(), block.scale_bytes(), block.out_t_bytes(), block.scale_t_bytes())
+            }
         };
         let partial = match &steps {
             Steps::Delayed(cast) | Steps::Current(_, cast) => cast.partial_bytes(),
@@ -211,7 +220,10 @@ impl QuantPlan {
             Steps::Current(amax, cast) => {
                 let scale = io.scratch;
                 let none = DevPtr::null();
-                amax.run(target, &AmaxBuffers { x: io.x, workspace: io.counters, amax: none, scale, scale_inv, noop: io.noop })?;
+                amax.run(
+                    target,
+                    &AmaxBuffers { x: io.x, workspace: io.counters, amax: none, scale, scale_inv, noop: io.noop },
+                )?;
                 buffers.scale = scale;
                 buffers.scale_inv = none;
                 buffers.amax = none;

@@ -142,7 +142,8 @@ impl<'a> TensorView<'a> {
         if shape.len() > MAX_DIMS || strides.is_some_and(|strides| strides.len() != shape.len()) {
             return None;
         }
-        let mut view = Self { data, device, dtype, ndim: shape.len() as u8, shape: [0; MAX_DIMS], strides: [0; MAX_DIMS] };
+        let mut view =
+            Self { data, device, dtype, ndim: shape.len() as u8, shape: [0; MAX_DIMS], strides: [0; MAX_DIMS] };
         view.shape[..shape.len()].copy_from_slice(shape);
         if let Some(strides) = strides {
             view.strides[..strides.len()].copy_from_slice(strides);

@@ -29,7 +29,7 @@ fn key(grads: bool) -> LinearKey {
 }
 
 fn step(recipe: &Recipe, grads: bool) -> u64 {
-    let config = Config { synchronise: false, check_device: true, ..Config::from_environment() };
+    let config = Config { synchronise: false, check_device: true, exchange_table: true };
     let mut dispatcher = Dispatcher::new(config);
     let mut plans = PlanCache::default();
     let plan = LinearPlan::new(&mut dispatcher, recipe, key(grads), 64, 48).unwrap();
@@ -44,15 +44,42 @@ fn step(recipe: &Recipe, grads: bool) -> u64 {
         let (plan, ()) = plans.get(&key(grads)).unwrap();
         let segments = plan.weight_segments();
         let token = WeightToken { address: 64, version: Some(1), dtype: DType::Bf16 };
-        let record = WeightRecord { token, device: Device::Cpu, segments, epoch: 1, generation: 0, cache_epoch: 0, training: grads, optimizer_steps: 0 };
+        let record = WeightRecord {
+            token,
+            device: Device::Cpu,
+            segments,
+            epoch: 1,
+            generation: 0,
+            cache_epoch: 0,
+            training: grads,
+            optimizer_steps: 0,
+        };
         assert!(record.serves(&record, Microbatch::Unknown, false));
         let weight = WeightBuffer { data: pointer, segments };
         let (none, saved) = (DevPtr::null(), if grads { pointer } else { DevPtr::null() });
-        let io = Forward { x: pointer, fresh_weight: None, weight, bias: none, y: pointer, saved, slots: [slot; 2], skip_weight: none };
+        let io = Forward {
+            x: pointer,
+            fresh_weight: None,
+            weight,
+            bias: none,
+            y: pointer,
+            saved,
+            slots: [slot; 2],
+            skip_weight: none,
+        };
         plan.forward(&mut dispatcher.lane(PLACE, plan.forward_scratch(), Memory::Own).unwrap(), &io).unwrap();
         if grads {
             let io = Backward {
-                dy: pointer, x: none, saved, weight, dx: pointer, dw: pointer, db: pointer, slot, input_slot: Slot::NONE, kept_dy: none,
+                dy: pointer,
+                x: none,
+                saved,
+                weight,
+                dx: pointer,
+                dw: pointer,
+                db: pointer,
+                slot,
+                input_slot: Slot::NONE,
+                kept_dy: none,
             };
             plan.backward(&mut dispatcher.lane(PLACE, plan.backward_scratch(), Memory::Own).unwrap(), &io).unwrap();
         }

@@ -47,59 +47,91 @@ impl Fp8 {
 
 /// Symbols of one family, in the order of its axes; the last axis varies fastest.
 macro_rules! symbols {
-    (() $stem:literal) => { &[$stem] };
+    (() $stem:literal) => {
+        &[$stem]
+    };
     ((Float) $stem:literal) => {
         &[concat!($stem, "_f32"), concat!($stem, "_f16"), concat!($stem, "_bf16")]
     };
     ((Float, Fp8) $stem:literal) => {
         &[
-            concat!($stem, "_f32_e4m3"), concat!($stem, "_f32_e5m2"),
-            concat!($stem, "_f16_e4m3"), concat!($stem, "_f16_e5m2"),
-            concat!($stem, "_bf16_e4m3"), concat!($stem, "_bf16_e5m2"),
+            concat!($stem, "_f32_e4m3"),
+            concat!($stem, "_f32_e5m2"),
+            concat!($stem, "_f16_e4m3"),
+            concat!($stem, "_f16_e5m2"),
+            concat!($stem, "_bf16_e4m3"),
+            concat!($stem, "_bf16_e5m2"),
         ]
     };
     ((Fp8, Float) $stem:literal) => {
         &[
-            concat!($stem, "_e4m3_f32"), concat!($stem, "_e4m3_f16"), concat!($stem, "_e4m3_bf16"),
-            concat!($stem, "_e5m2_f32"), concat!($stem, "_e5m2_f16"), concat!($stem, "_e5m2_bf16"),
+            concat!($stem, "_e4m3_f32"),
+            concat!($stem, "_e4m3_f16"),
+            concat!($stem, "_e4m3_bf16"),
+            concat!($stem, "_e5m2_f32"),
+            concat!($stem, "_e5m2_f16"),
+            concat!($stem, "_e5m2_bf16"),
         ]
     };
 }
 
 /// Every member of one family, in the order of `symbols!`.
 macro_rules! members {
-    ($family:ident ()) => { [KernelId::$family].as_slice() };
+    ($family:ident ()) => {
+        [KernelId::$family].as_slice()
+    };
     ($family:ident (Float)) => {
         [KernelId::$family(Float::F32), KernelId::$family(Float::F16), KernelId::$family(Float::Bf16)].as_slice()
     };
     ($family:ident (Float, Fp8)) => {
         [
-            KernelId::$family(Float::F32, Fp8::E4m3), KernelId::$family(Float::F32, Fp8::E5m2),
-            KernelId::$family(Float::F16, Fp8::E4m3), KernelId::$family(Float::F16, Fp8::E5m2),
-            KernelId::$family(Float::Bf16, Fp8::E4m3), KernelId::$family(Float::Bf16, Fp8::E5m2),
-        ].as_slice()
+            KernelId::$family(Float::F32, Fp8::E4m3),
+            KernelId::$family(Float::F32, Fp8::E5m2),
+            KernelId::$family(Float::F16, Fp8::E4m3),
+            KernelId::$family(Float::F16, Fp8::E5m2),
+            KernelId::$family(Float::Bf16, Fp8::E4m3),
+            KernelId::$family(Float::Bf16, Fp8::E5m2),
+        ]
+        .as_slice()
     };
     ($family:ident (Fp8, Float)) => {
         [
-            KernelId::$family(Fp8::E4m3, Float::F32), KernelId::$family(Fp8::E4m3, Float::F16),
+            KernelId::$family(Fp8::E4m3, Float::F32),
+            KernelId::$family(Fp8::E4m3, Float::F16),
             KernelId::$family(Fp8::E4m3, Float::Bf16),
-            KernelId::$family(Fp8::E5m2, Float::F32), KernelId::$family(Fp8::E5m2, Float::F16),
+            KernelId::$family(Fp8::E5m2, Float::F32),
+            KernelId::$family(Fp8::E5m2, Float::F16),
             KernelId::$family(Fp8::E5m2, Float::Bf16),
-        ].as_slice()
+        ]
+        .as_slice()
     };
 }
 
 /// Position of a member inside its family.
 macro_rules! position {
-    ($id:expr, $family:ident ()) => { match $id { KernelId::$family => Some(0), _ => None } };
+    ($id:expr, $family:ident ()) => {
+        match $id {
+            KernelId::$family => Some(0),
+            _ => None,
+        }
+    };
     ($id:expr, $family:ident (Float)) => {
-        match $id { KernelId::$family(a) => Some(a as usize), _ => None }
+        match $id {
+            KernelId::$family(a) => Some(a as usize),
+            _ => None,
+        }
     };
     ($id:expr, $family:ident (Float, Fp8)) => {
-        match $id { KernelId::$family(a, b) => Some(a as usize * 2 + b as usize), _ => None }
+        match $id {
+            KernelId::$family(a, b) => Some(a as usize * 2 + b as usize),
+            _ => None,
+        }
     };
     ($id:expr, $family:ident (Fp8, Float)) => {
-        match $id { KernelId::$family(a, b) => Some(a as usize * 3 + b as usize), _ => None }
+        match $id {
+            KernelId::$family(a, b) => Some(a as usize * 3 + b as usize),
+            _ => None,
+        }
     };
 }
 

@@ -100,7 +100,14 @@ pub(crate) fn recorded(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
     let list = PyList::empty(py);
     for launch in dispatcher.0.trace.launches() {
         let problem = launch.problem.map(|problem| format!("{problem:?}"));
-        list.append((launch.name, launch.grid.blocks, launch.grid.threads, launch.grid.shared_bytes, launch.params.as_slice(), problem))?;
+        list.append((
+            launch.name,
+            launch.grid.blocks,
+            launch.grid.threads,
+            launch.grid.shared_bytes,
+            launch.params.as_slice(),
+            problem,
+        ))?;
     }
     Ok(list)
 }
@@ -168,7 +175,12 @@ fn fp8_named(name: &str) -> PyResult<Fp8> {
 }
 
 /// A contiguous view whose elements lie where they claim to.
-fn contiguous<'a>(state: &State, tensor: &'a Bound<'_, PyAny>, op: &'static str, what: &'static str) -> PyResult<TensorView<'a>> {
+fn contiguous<'a>(
+    state: &State,
+    tensor: &'a Bound<'_, PyAny>,
+    op: &'static str,
+    what: &'static str,
+) -> PyResult<TensorView<'a>> {
     let view = view_of(&state.reader, tensor, what).python()?;
     if !view.is_contiguous() {
         return Err(Error::layout(op, what, "contiguous", format!("strides {:?}", view.strides()))).python();
@@ -176,11 +188,22 @@ fn contiguous<'a>(state: &State, tensor: &'a Bound<'_, PyAny>, op: &'static str,
     Ok(view)
 }
 
-fn single_f32<'a>(state: &State, tensor: Option<&'a Bound<'_, PyAny>>, what: &'static str, like: &TensorView<'_>) -> PyResult<DevPtr<'a>> {
+fn single_f32<'a>(
+    state: &State,
+    tensor: Option<&'a Bound<'_, PyAny>>,
+    what: &'static str,
+    like: &TensorView<'_>,
+) -> PyResult<DevPtr<'a>> {
     let Some(tensor) = tensor else { return Ok(DevPtr::null()) };
     let view = view_of(&state.reader, tensor, what).python()?;
     if view.dtype() != DType::F32 || view.numel() != 1 || view.device() != like.device() {
-        return Err(Error::shape("quantize", what, "one float32 on the input's device", format!("{:?} {} on {}", view.shape(), view.dtype(), view.device()))).python();
+        return Err(Error::shape(
+            "quantize",
+            what,
+            "one float32 on the input's device",
+            format!("{:?} {} on {}", view.shape(), view.dtype(), view.device()),
+        ))
+        .python();
     }
     Ok(view.data())
 }
@@ -189,7 +212,6 @@ fn single_f32<'a>(state: &State, tensor: Option<&'a Bound<'_, PyAny>>, what: &'s
 /// column sums), None where not asked for.
 #[pyfunction]
 #[pyo3(signature = (x, recipe, role, rowwise, columnwise, scale, amax, dbias, /))]
-#[expect(clippy::too_many_arguments, reason = "te_fast.dispatch.quantize names them")]
 pub(crate) fn quantize<'py>(
     x: &Bound<'py, PyAny>,
     recipe: &Bound<'py, NativeRecipe>,
@@ -208,7 +230,10 @@ pub(crate) fn quantize<'py>(
         "input" => (recipe.input, recipe.fwd),
         "weight" => (recipe.weight, recipe.fwd),
         "grad" => (recipe.grad, recipe.bwd),
-        other => return Err(Error::value("quantize", format!("role must be input, weight or grad, got {other:?}"))).python(),
+        other => {
+            return Err(Error::value("quantize", format!("role must be input, weight or grad, got {other:?}")))
+                .python();
+        }
     };
     let Some(input) = view.dtype().as_float() else {
         return Err(Error::dtype("quantize", "x", "float32, float16 or bfloat16", view.dtype())).python();
@@ -222,7 +247,18 @@ pub(crate) fn quantize<'py>(
     let place = Place { device, stream: state.reader.stream(py, device)? };
     let processors = state.dispatcher(py)?.0.multiprocessors(device).python()?;
     let usage = Usage { rowwise, columnwise };
-    let plan = QuantPlan::new(&QuantSpec { scaling: recipe.scaling, quantization, rows, cols, input, output, usage, dbias, processors }).python()?;
+    let plan = QuantPlan::new(&QuantSpec {
+        scaling: recipe.scaling,
+        quantization,
+        rows,
+        cols,
+        input,
+        output,
+        usage,
+        dbias,
+        processors,
+    })
+    .python()?;
 
     let block = match quantization.block {
         Block::Tensor => None,
@@ -232,11 +268,16 @@ pub(crate) fn quantize<'py>(
     let scales = |rows, cols| -> Vec<i64> {
         block.map_or_else(|| vec![1], |block| scale_shape(block, rows, cols).iter().map(|&size| size as i64).collect())
     };
-    let make = |wanted: bool, size: &[i64], dtype| wanted.then(|| state.empty_sized(py, device, size, dtype)).transpose();
+    let make =
+        |wanted: bool, size: &[i64], dtype| wanted.then(|| state.empty_sized(py, device, size, dtype)).transpose();
     let row = make(rowwise, view.shape(), DType::U8)?;
     let row_scale = make(rowwise, &scales(rows, cols), DType::F32)?;
     let col = make(columnwise, &[cols as i64, rows.next_multiple_of(GRANULE) as i64], DType::U8)?;
-    let col_scale = if rowwise && columnwise && plan.shares_scale() { row_scale.clone() } else { make(columnwise, &scales(cols, rows), DType::F32)? };
+    let col_scale = if rowwise && columnwise && plan.shares_scale() {
+        row_scale.clone()
+    } else {
+        make(columnwise, &scales(cols, rows), DType::F32)?
+    };
     let sums = make(dbias, &[cols as i64], input.into())?;
     let external = Dispatcher::external_bytes(place, plan.scratch_bytes()).python()?;
     let scratch = state.optional_bytes(py, device, external.bytes())?;
@@ -246,8 +287,14 @@ pub(crate) fn quantize<'py>(
         let mut lane = dispatcher.0.lane(place, plan.scratch_bytes(), memory).python()?;
         let io = QuantIo {
             x: view.data(),
-            row: Quantized { data: state.pointer(row.as_ref()).python()?, scale: state.pointer(row_scale.as_ref()).python()? },
-            col: Quantized { data: state.pointer(col.as_ref()).python()?, scale: state.pointer(col_scale.as_ref()).python()? },
+            row: Quantized {
+                data: state.pointer(row.as_ref()).python()?,
+                scale: state.pointer(row_scale.as_ref()).python()?,
+            },
+            col: Quantized {
+                data: state.pointer(col.as_ref()).python()?,
+                scale: state.pointer(col_scale.as_ref()).python()?,
+            },
             scale,
             amax: single_f32(state, amax, "amax", &view)?,
             noop: DevPtr::null(),
@@ -286,14 +333,25 @@ pub(crate) fn dequantize<'py>(
         _ => Some(BlockShape::TwoDimensional),
     };
     let expected = block.map_or(1, |block| scale_shape(block, rows, cols).iter().product());
-    if q.dtype().size() != 1 || result.numel() != rows * cols || scales.numel() != expected || scales.dtype() != DType::F32 {
+    if q.dtype().size() != 1
+        || result.numel() != rows * cols
+        || scales.numel() != expected
+        || scales.dtype() != DType::F32
+    {
         let got = format!("{:?}, {:?} and {:?}", q.shape(), scales.shape(), result.shape());
-        return Err(Error::shape("dequantize", "data, scale_inv and out", format!("bytes [{rows}, {ld}], {expected} float32 scales and {rows} x {cols} results"), got)).python();
+        return Err(Error::shape(
+            "dequantize",
+            "data, scale_inv and out",
+            format!("bytes [{rows}, {ld}], {expected} float32 scales and {rows} x {cols} results"),
+            got,
+        ))
+        .python();
     }
     if q.device() != scales.device() || q.device() != result.device() {
         return Err(Error::device("dequantize", "scale_inv and out", q.device(), result.device())).python();
     }
-    let plan = DequantizePlan::new(DequantizeSpec { rows, cols, ld, input: fp8_named(fp8)?, output, block }).python()?;
+    let plan =
+        DequantizePlan::new(DequantizeSpec { rows, cols, ld, input: fp8_named(fp8)?, output, block }).python()?;
     let _guard = state.guard(py, q.device())?;
     let place = Place { device: q.device(), stream: state.reader.stream(py, q.device())? };
     let mut dispatcher = state.dispatcher(py)?;
@@ -307,6 +365,7 @@ type OperandArguments<'py> = (Bound<'py, PyAny>, Option<String>, Option<Bound<'p
 /// `d (+)= x · wᵀ + bias`.
 #[pyfunction]
 #[pyo3(signature = (x, w, d, bias, accumulate, fast_accumulation, /))]
+#[expect(clippy::needless_pass_by_value, reason = "PyO3 extracts tuples by value")]
 pub(crate) fn gemm<'py>(
     x: OperandArguments<'py>,
     w: OperandArguments<'py>,
@@ -326,30 +385,38 @@ pub(crate) fn gemm<'py>(
         let got = format!("x {:?}, w {:?}, d {:?}", x_view.shape(), w_view.shape(), result.shape());
         return Err(Error::shape("gemm", "the operands", "x [m, k], w [n, k], d [m, n] and bias [n]", got)).python();
     }
-    if x_view.device() != device || w_view.device() != device || bias_view.is_some_and(|bias| bias.device() != device) {
-        return Err(Error::device("gemm", "every operand", device, format!("{} and {}", x_view.device(), w_view.device()))).python();
+    let mut others = [Some(x_view), Some(w_view), bias_view].into_iter().flatten().map(|view| view.device());
+    if let Some(other) = others.find(|&other| other != device) {
+        return Err(Error::device("gemm", "every operand", device, other)).python();
     }
     let pointers = [x_view.data(), w_view.data(), result.data()];
     let alignment = pointers.iter().map(|pointer| pointer.address().trailing_zeros().min(8)).min().unwrap_or(0);
     let problem = Problem {
-        m, n, k, x: x_operand, w: w_operand, d: result.dtype(), ldd: n,
-        bias: bias_view.map(|bias| bias.dtype()), accumulate, fast_accumulation, alignment: 1 << alignment,
+        m,
+        n,
+        k,
+        x: x_operand,
+        w: w_operand,
+        d: result.dtype(),
+        ldd: n,
+        bias: bias_view.map(|bias| bias.dtype()),
+        accumulate,
+        fast_accumulation,
+        alignment: 1 << alignment,
     };
     let _guard = state.guard(py, device)?;
     let place = Place { device, stream: state.reader.stream(py, device)? };
     let external = Dispatcher::external_bytes(place, 0).python()?;
     let scratch = state.optional_bytes(py, device, external.bytes())?;
     let memory = external.memory(state.pointer(scratch.as_ref()).python()?);
-    let scales = |operand: &OperandArguments<'py>| operand.2.clone();
-    let (x_scales, w_scales) = (scales(&x), scales(&w));
     let mut dispatcher = state.dispatcher(py)?;
     let plan = dispatcher.0.gemm(device, problem).python()?;
     let mut lane = dispatcher.0.lane(place, 0, memory).python()?;
     let io = GemmIo {
         x: x_view.data(),
-        x_scale: state.pointer(x_scales.as_ref()).python()?,
+        x_scale: state.pointer(x.2.as_ref()).python()?,
         w: w_view.data(),
-        w_scale: state.pointer(w_scales.as_ref()).python()?,
+        w_scale: state.pointer(w.2.as_ref()).python()?,
         bias: bias_view.map_or(DevPtr::null(), |bias| bias.data()),
         d: result.data(),
         workspace: lane.workspace.gemm,
@@ -357,7 +424,11 @@ pub(crate) fn gemm<'py>(
     plan.run(&mut lane.target, &io).python()
 }
 
-fn operand<'a>(state: &State, arguments: &'a OperandArguments<'_>, what: &'static str) -> PyResult<(TensorView<'a>, Operand, usize, usize)> {
+fn operand<'a>(
+    state: &State,
+    arguments: &'a OperandArguments<'_>,
+    what: &'static str,
+) -> PyResult<(TensorView<'a>, Operand, usize, usize)> {
     let (tensor, fp8, scales, mode, k_outermost) = arguments;
     let view = contiguous(state, tensor, "gemm", what)?;
     let dtype = match fp8 {
@@ -383,7 +454,13 @@ fn operand<'a>(state: &State, arguments: &'a OperandArguments<'_>, what: &'stati
         None => 0,
     };
     if given != expected || (scale == ScaleMode::None) != fp8.is_none() {
-        return Err(Error::shape("gemm", "scale_inv", format!("{expected} float32 on the operand's device ({what})"), format!("{given} elements"))).python();
+        return Err(Error::shape(
+            "gemm",
+            "scale_inv",
+            format!("{expected} float32 on the operand's device ({what})"),
+            format!("{given} elements"),
+        ))
+        .python();
     }
     Ok((view, Operand { dtype, scale, ld: cols, k_outermost: *k_outermost }, outer, k))
 }

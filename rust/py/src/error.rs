@@ -7,6 +7,7 @@ use te_fast_core::{Error, ErrorKind};
 
 /// Core error → Python exception; every class derives from `TeFastError` and the built-in that TE raises.
 #[cold]
+#[expect(clippy::needless_pass_by_value, reason = "map_err hands it over")]
 pub(crate) fn to_python(error: Error) -> PyErr {
     named(&error, None)
 }

@@ -43,10 +43,7 @@ pub(crate) struct Slots {
 
 /// One tensor's slot out of a direction's.
 pub(crate) fn slot(slots: &AmaxSlots, index: usize) -> Slot<'_> {
-    Slot {
-        scale: slots.scale().offset(4 * index),
-        amax: slots.history().offset(4 * index),
-    }
+    Slot { scale: slots.scale().offset(4 * index), amax: slots.history().offset(4 * index) }
 }
 
 /// Shapes of one call as Python tuples, so that a forward builds none.
@@ -167,7 +164,15 @@ impl LinearHandle {
         delay_wgrad_compute: bool,
         whole: bool,
     ) -> PyResult<Self> {
-        let config = LayerConfig { in_features, out_features, apply_bias, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute, whole };
+        let config = LayerConfig {
+            in_features,
+            out_features,
+            apply_bias,
+            return_bias,
+            fuse_wgrad_accumulation,
+            delay_wgrad_compute,
+            whole,
+        };
         Ok(Self {
             config,
             save_original_input: false,
@@ -211,7 +216,12 @@ impl LinearHandle {
     }
 
     /// Uses these delayed-scaling slots for regions of `epoch`.
-    fn set_slots(&mut self, epoch: u64, forward: &crate::autocast::SlotsHandle, backward: &crate::autocast::SlotsHandle) {
+    fn set_slots(
+        &mut self,
+        epoch: u64,
+        forward: &crate::autocast::SlotsHandle,
+        backward: &crate::autocast::SlotsHandle,
+    ) {
         self.slots = Some(Slots { epoch, forward: forward.slots(), backward: backward.slots() });
     }
 
@@ -236,6 +246,7 @@ impl LinearHandle {
 /// What a backward needs of its forward, beside the saved tensors.
 #[pyclass(module = "te_fast._native", frozen)]
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "facts of one forward that do not depend on each other")]
 pub(crate) struct LinearSaved {
     pub(crate) plan: Arc<LinearPlan>,
     pub(crate) handle: Py<LinearHandle>,

@@ -4,7 +4,7 @@ use pyo3::exceptions::PyRuntimeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyAnyMethods, PyBool, PyDict, PyTuple};
+use pyo3::types::{PyAnyMethods, PyBool, PyDict, PyDictMethods, PyTuple};
 use te_fast_core::autocast::Region;
 use te_fast_core::layer::Microbatch;
 
@@ -28,7 +28,12 @@ static HOOKS: PyOnceLock<Hooks> = PyOnceLock::new();
 
 /// Tells the native side Python's half; once, at import.
 #[pyfunction]
-pub(crate) fn install_linear(py: Python<'_>, apply: Py<PyAny>, backward_once: Py<PyAny>, update_backward_scales: Py<PyAny>) {
+pub(crate) fn install_linear(
+    py: Python<'_>,
+    apply: Py<PyAny>,
+    backward_once: Py<PyAny>,
+    update_backward_scales: Py<PyAny>,
+) {
     let _ = HOOKS.set(py, Hooks { apply, backward_once, update_backward_scales });
 }
 
@@ -86,7 +91,8 @@ pub(crate) fn linear_call<'py>(
     let state = state(py)?;
     let attributes = instance_dict(module)?;
     if fp8_output.is_some() || fp8_grad.is_some() || !can_skip_module_call(py, state, &attributes)? {
-        let optional = [("is_first_microbatch", is_first_microbatch), ("fp8_output", fp8_output), ("fp8_grad", fp8_grad)];
+        let optional =
+            [("is_first_microbatch", is_first_microbatch), ("fp8_output", fp8_output), ("fp8_grad", fp8_grad)];
         return slow_call(state, module, inp, &optional);
     }
     let is_first_microbatch = is_first_microbatch.map(PyAnyMethods::is_truthy).transpose()?;
@@ -94,7 +100,12 @@ pub(crate) fn linear_call<'py>(
 }
 
 #[cold]
-fn slow_call<'py>(state: &State, module: &Bound<'py, PyAny>, inp: &Bound<'py, PyAny>, optional: &[(&str, Option<&Bound<'py, PyAny>>)]) -> PyResult<Bound<'py, PyAny>> {
+fn slow_call<'py>(
+    state: &State,
+    module: &Bound<'py, PyAny>,
+    inp: &Bound<'py, PyAny>,
+    optional: &[(&str, Option<&Bound<'py, PyAny>>)],
+) -> PyResult<Bound<'py, PyAny>> {
     let py = module.py();
     let keywords = PyDict::new(py);
     for (name, value) in optional {
@@ -115,7 +126,7 @@ fn can_skip_module_call(py: Python<'_>, state: &State, attributes: &Bound<'_, Py
         intern!(py, "_backward_pre_hooks"),
     ] {
         match attributes.get_item(hooks)? {
-            Some(hooks) if hooks.cast::<PyDict>().is_ok_and(|hooks| hooks.is_empty()) => {}
+            Some(hooks) if hooks.cast::<PyDict>().is_ok_and(PyDictMethods::is_empty) => {}
             _ => return Ok(false),
         }
     }
@@ -127,15 +138,33 @@ fn can_skip_module_call(py: Python<'_>, state: &State, attributes: &Bound<'_, Py
 /// `Linear.forward`.
 #[pyfunction]
 #[pyo3(signature = (module, inp, is_first_microbatch=None))]
-pub(crate) fn linear_forward<'py>(module: &Bound<'py, PyAny>, inp: &Bound<'py, PyAny>, is_first_microbatch: Option<bool>) -> PyResult<Bound<'py, PyAny>> {
+pub(crate) fn linear_forward<'py>(
+    module: &Bound<'py, PyAny>,
+    inp: &Bound<'py, PyAny>,
+    is_first_microbatch: Option<bool>,
+) -> PyResult<Bound<'py, PyAny>> {
     forward(state(module.py())?, module, &instance_dict(module)?, inp, is_first_microbatch)
 }
 
-/// The parameter `name` if it is a plain tensor.
+/// Weight and bias, if they are plain tensors; no bias where none is applied.
 #[inline]
-fn parameter<'py>(state: &State, parameters: &Bound<'py, PyDict>, name: &Bound<'py, pyo3::types::PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
-    Ok(parameters.get_item(name)?.filter(|value| state.torch.is_plain(value)))
+fn parameters<'py>(
+    state: &State,
+    attributes: &Bound<'py, PyDict>,
+    applies_bias: bool,
+) -> PyResult<Option<Parameters<'py>>> {
+    let py = attributes.py();
+    let Some(parameters) = attributes.get_item(intern!(py, "_parameters"))? else { return Ok(None) };
+    let parameters = parameters.cast::<PyDict>()?;
+    let plain = |name| -> PyResult<_> { Ok(parameters.get_item(name)?.filter(|value| state.torch.is_plain(value))) };
+    let Some(weight) = plain(intern!(py, "weight"))? else { return Ok(None) };
+    if !applies_bias {
+        return Ok(Some((weight, None)));
+    }
+    Ok(plain(intern!(py, "bias"))?.map(|bias| (weight, Some(bias))))
 }
+
+type Parameters<'py> = (Bound<'py, PyAny>, Option<Bound<'py, PyAny>>);
 
 #[inline]
 fn forward<'py>(
@@ -156,15 +185,7 @@ fn forward<'py>(
     if !config.whole || !state.torch.is_plain(input) || state.torch.is_autocast_enabled.bind(py).call0()?.is_truthy()? {
         return general();
     }
-    let Some(parameters) = attributes.get_item(intern!(py, "_parameters"))? else { return general() };
-    let parameters = parameters.cast::<PyDict>()?;
-    let Some(weight) = parameter(state, parameters, intern!(py, "weight"))? else { return general() };
-    let bias = if config.apply_bias {
-        let Some(bias) = parameter(state, parameters, intern!(py, "bias"))? else { return general() };
-        Some(bias)
-    } else {
-        None
-    };
+    let Some((weight, bias)) = parameters(state, attributes, config.apply_bias)? else { return general() };
     let (region, auto_pad) = {
         let dispatcher = state.dispatcher(py)?;
         (*dispatcher.0.autocast.current(), dispatcher.0.auto_pad)
@@ -173,7 +194,7 @@ fn forward<'py>(
         // Block-scaled GEMMs need the rows padded, which Python does.
         let pads = auto_pad && !region.recipe.is_per_tensor();
         match state.reader.read(input)? {
-            Some(view) if view.numel() > 0 && !(pads && !view.rows().is_multiple_of(8)) => {}
+            Some(view) if view.numel() > 0 && (!pads || view.rows().is_multiple_of(8)) => {}
             _ => return general(),
         }
         if last_epoch != Some(region.epoch) {
@@ -184,12 +205,12 @@ fn forward<'py>(
         }
         apply(state, handle, input, &weight, bias.as_ref(), Bits::of_microbatch(is_first_microbatch))?
     } else {
-        if last_epoch.is_some() {
-            if let Some(former) = recomputed_region(state, handle)? {
-                let again = forward(state, module, attributes, input, is_first_microbatch);
-                state.dispatcher(py)?.0.autocast.restore(&former);
-                return again;
-            }
+        if last_epoch.is_some()
+            && let Some(former) = recomputed_region(state, handle)?
+        {
+            let again = forward(state, module, attributes, input, is_first_microbatch);
+            state.dispatcher(py)?.0.autocast.restore(&former);
+            return again;
         }
         if region.calibrating || config.fuse_wgrad_accumulation || config.delay_wgrad_compute {
             return general();
@@ -237,7 +258,6 @@ fn ensure_slots(module: &Bound<'_, PyAny>, handle: &Bound<'_, LinearHandle>, epo
 /// Quantised `x · Wᵀ + b` with autograd, on tensors that were prepared by Python.
 #[pyfunction]
 #[pyo3(signature = (module, handle, inp, weight, bias, is_first_microbatch, mixed_dtypes, version, /))]
-#[expect(clippy::too_many_arguments, reason = "one private caller, te_fast.pytorch.linear")]
 pub(crate) fn linear_apply<'py>(
     module: &Bound<'py, PyAny>,
     handle: &Bound<'py, LinearHandle>,
@@ -274,7 +294,8 @@ fn apply<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = input.py();
     if state.torch.is_grad_enabled.bind(py).call0()?.is(PyBool::new(py, true)) {
-        bits |= u32::from(requires_grad(input)?) * Bits::INPUT_GRAD | u32::from(requires_grad(weight)?) * Bits::WEIGHT_GRAD;
+        bits |= (u32::from(requires_grad(input)?) * Bits::INPUT_GRAD)
+            | (u32::from(requires_grad(weight)?) * Bits::WEIGHT_GRAD);
         if let Some(bias) = bias {
             bits |= u32::from(requires_grad(bias)?) * Bits::BIAS_GRAD;
         }

@@ -3,11 +3,11 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyTuple};
+use te_fast_core::Error;
 use te_fast_core::dispatch::{Dispatcher, Place};
 use te_fast_core::kernel::DevPtr;
 use te_fast_core::linear::{Backward, Slot};
 use te_fast_core::tensor::DType;
-use te_fast_core::Error;
 
 use crate::layer::{DeferredWeightGrad, LinearHandle, LinearSaved, slot};
 use crate::linear::hooks;
@@ -19,7 +19,10 @@ const OP: &str = "linear";
 
 /// `apply` of the autograd node: the gradients of (input, weight, bias, handle, bits).
 #[pyfunction]
-pub(crate) fn linear_backward<'py>(ctx: &Bound<'py, PyAny>, grad_output: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+pub(crate) fn linear_backward<'py>(
+    ctx: &Bound<'py, PyAny>,
+    grad_output: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
     let py = ctx.py();
     let state = state(py)?;
     if state.torch.is_grad_enabled.bind(py).call0()?.is(PyBool::new(py, true)) {
@@ -72,9 +75,10 @@ impl<'py> BackwardCall<'_, 'py> {
         let _guard = state.guard(py, key.device)?;
         let place = Place { device: key.device, stream: state.reader.stream(py, key.device)? };
         let sizes = kept.geometry.get();
-        let dx = match key.needs.input_grad {
-            true => Some(state.empty(py, key.device, sizes.x_size.bind(py), sizes.x_stride.bind(py), activation)?),
-            false => None,
+        let dx = if key.needs.input_grad {
+            Some(state.empty(py, key.device, sizes.x_size.bind(py), sizes.x_stride.bind(py), activation)?)
+        } else {
+            None
         };
         let quantises = key.needs.input_grad || key.needs.weight_grad;
         let db = match (kept.bias_grad, quantises) {
@@ -108,7 +112,14 @@ impl<'py> BackwardCall<'_, 'py> {
         Err(Error::state(OP, message).into())
     }
 
-    fn launch(&self, grad_output: &Bound<'py, PyAny>, place: Place, dx: Option<&Bound<'py, PyAny>>, db: Option<&Bound<'py, PyAny>>, target: &WeightGrad<'py>) -> Result<(), Failure> {
+    fn launch(
+        &self,
+        grad_output: &Bound<'py, PyAny>,
+        place: Place,
+        dx: Option<&Bound<'py, PyAny>>,
+        db: Option<&Bound<'py, PyAny>>,
+        target: &WeightGrad<'py>,
+    ) -> Result<(), Failure> {
         let (py, state, kept) = (grad_output.py(), self.state, self.kept);
         let plan = &kept.plan;
         let (saved, input) = (self.tensor(0)?, self.tensor(1)?);
@@ -208,7 +219,11 @@ fn column_sums<'py>(grad_output: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAn
 }
 
 /// The buffer that the weight's gradient is added to, as Megatron-LM keeps it, and whether it is added or set.
-fn main_grad<'py>(state: &State, weight: &Bound<'py, PyAny>, overwrite: bool) -> Result<(Bound<'py, PyAny>, bool), Failure> {
+fn main_grad<'py>(
+    state: &State,
+    weight: &Bound<'py, PyAny>,
+    overwrite: bool,
+) -> Result<(Bound<'py, PyAny>, bool), Failure> {
     let grad = if weight.hasattr("__fsdp_param__")? {
         weight.call_method0("get_main_grad")?
     } else {
@@ -223,7 +238,11 @@ fn main_grad<'py>(state: &State, weight: &Bound<'py, PyAny>, overwrite: bool) ->
     };
     let view = view_of(&state.reader, &grad, "main_grad")?;
     let w = view_of(&state.reader, weight, "weight")?;
-    if view.shape() != w.shape() || !view.is_contiguous() || view.device() != w.device() || view.dtype().as_float().is_none() {
+    if view.shape() != w.shape()
+        || !view.is_contiguous()
+        || view.device() != w.device()
+        || view.dtype().as_float().is_none()
+    {
         let got = format!("{} of shape {:?} on {}", view.dtype(), view.shape(), view.device());
         let expected = format!("a contiguous float tensor of shape {:?} on {}", w.shape(), w.device());
         return Err(Error::shape(OP, "main_grad", expected, got).into());
@@ -246,12 +265,21 @@ fn after_main_grad<'py>(weight: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py
 /// it went into `main_grad`.
 #[pyfunction]
 #[pyo3(signature = (handle, weight, fuse_wgrad_accumulation, /))]
-pub(crate) fn linear_backward_dw<'py>(handle: &Bound<'py, LinearHandle>, weight: &Bound<'py, PyAny>, fuse_wgrad_accumulation: bool) -> PyResult<Option<Bound<'py, PyAny>>> {
+pub(crate) fn linear_backward_dw<'py>(
+    handle: &Bound<'py, LinearHandle>,
+    weight: &Bound<'py, PyAny>,
+    fuse_wgrad_accumulation: bool,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
     let state = state(handle.py())?;
     run_deferred(state, handle, weight, fuse_wgrad_accumulation).map_err(|failure| failure.named(handle))
 }
 
-fn run_deferred<'py>(state: &State, handle: &Bound<'py, LinearHandle>, weight: &Bound<'py, PyAny>, fuse: bool) -> Result<Option<Bound<'py, PyAny>>, Failure> {
+fn run_deferred<'py>(
+    state: &State,
+    handle: &Bound<'py, LinearHandle>,
+    weight: &Bound<'py, PyAny>,
+    fuse: bool,
+) -> Result<Option<Bound<'py, PyAny>>, Failure> {
     let py = handle.py();
     let Some(deferred) = handle.try_borrow_mut()?.deferred.pop_front() else {
         return Err(Error::state(OP, "backward_dw() was called without a backward before it").into());

@@ -74,7 +74,11 @@ pub(crate) struct Done<'py> {
 }
 
 /// A contiguous, aligned copy of `tensor`; none when it is both already.
-pub(crate) fn readable<'py>(state: &State, tensor: &Bound<'py, PyAny>, what: &'static str) -> PyResult<Option<Bound<'py, PyAny>>> {
+pub(crate) fn readable<'py>(
+    state: &State,
+    tensor: &Bound<'py, PyAny>,
+    what: &'static str,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
     let view = view_of(&state.reader, tensor, what).python()?;
     if view.is_contiguous() && view.is_aligned(ALIGNMENT) { Ok(None) } else { contiguous_copy(tensor).map(Some) }
 }
@@ -202,14 +206,20 @@ impl<'py> Call<'_, 'py> {
             return Err(Error::shape(OP, "the input's last dimension", format!("in_features = {inputs}"), got));
         }
         if w.shape() != [outputs, inputs] {
-            return Err(Error::shape(OP, "the weight", format!("of shape [{outputs}, {inputs}]"), format!("{:?}", w.shape())));
+            return Err(Error::shape(
+                OP,
+                "the weight",
+                format!("of shape [{outputs}, {inputs}]"),
+                format!("{:?}", w.shape()),
+            ));
         }
         if x.device() != w.device() {
             let expected = format!("{}, where the layer's weight is (move one with .to())", w.device());
             return Err(Error::device(OP, "the input", expected, x.device()));
         }
         if x.dtype() != w.dtype() && !self.bits.has(Bits::MIXED_DTYPES) {
-            let expected = format!("{}, the type of the layer's parameters (cast it, or use torch.autocast)", w.dtype());
+            let expected =
+                format!("{}, the type of the layer's parameters (cast it, or use torch.autocast)", w.dtype());
             return Err(Error::dtype(OP, "the input", expected, x.dtype()));
         }
         Ok(())
@@ -336,12 +346,11 @@ impl<'py> Call<'_, 'py> {
                     .map(|cache| (cache.buffer, cache.bytes));
             }
         }
-        let (buffer, bytes) = match recycled {
-            Some(recycled) => recycled,
-            None => {
-                let tensor = self.state.bytes(py, record.device, record.segments.bytes)?;
-                (Held::new(&self.state.reader, &tensor)?, record.segments.bytes)
-            }
+        let (buffer, bytes) = if let Some(recycled) = recycled {
+            recycled
+        } else {
+            let tensor = self.state.bytes(py, record.device, record.segments.bytes)?;
+            (Held::new(&self.state.reader, &tensor)?, record.segments.bytes)
         };
         let storage = self.parameter.call_method0(intern!(py, "untyped_storage"))?;
         let storage = self.state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind();
@@ -367,7 +376,9 @@ impl<'py> Call<'_, 'py> {
         let view = view_of(&self.state.reader, bias, "bias")?;
         let outputs = self.handle.try_borrow()?.config.out_features as i64;
         if view.shape() != [outputs] {
-            return Err(Error::shape(OP, "the bias", format!("of shape [{outputs}]"), format!("{:?}", view.shape())).into());
+            return Err(
+                Error::shape(OP, "the bias", format!("of shape [{outputs}]"), format!("{:?}", view.shape())).into()
+            );
         }
         let wanted: DType = LinearPlan::bias_dtype(activation);
         if view.dtype() == wanted && view.is_contiguous() && view.is_aligned(ALIGNMENT) {

@@ -79,9 +79,10 @@ impl State {
     fn new(py: Python<'_>) -> PyResult<Self> {
         let torch = Torch::new(py)?;
         let by_object = torch.dtypes.iter().map(|(dtype, object)| (object.clone_ref(py), *dtype)).collect();
-        let cell = Py::new(py, DispatcherCell(Dispatcher::new(Config::from_environment())))?;
+        let config = Config::from_environment();
+        let cell = Py::new(py, DispatcherCell(Dispatcher::new(config)))?;
         let unit_stride = PyTuple::new(py, [1])?.unbind();
-        Ok(Self { cell, reader: Reader::new(py, by_object)?, torch, unit_stride })
+        Ok(Self { cell, reader: Reader::new(py, by_object, config.exchange_table)?, torch, unit_stride })
     }
 
     /// The dispatcher for a stretch without calls into Python.
@@ -113,14 +114,23 @@ impl State {
             (Device::Cpu, _) => &self.torch.empty_cpu,
             (Device::Cuda(_), Some(empty)) => empty,
             (Device::Cuda(_), None) => {
-                return Err(to_python(te_fast_core::Error::unsupported("allocation", "this torch was built without CUDA")));
+                return Err(to_python(te_fast_core::Error::unsupported(
+                    "allocation",
+                    "this torch was built without CUDA",
+                )));
             }
         };
         empty.bind(py).call1((size, stride, self.torch.dtype(py, dtype)))
     }
 
     /// A contiguous tensor of `size`.
-    pub(crate) fn empty_sized<'py>(&self, py: Python<'py>, device: Device, size: &[i64], dtype: DType) -> PyResult<Bound<'py, PyAny>> {
+    pub(crate) fn empty_sized<'py>(
+        &self,
+        py: Python<'py>,
+        device: Device,
+        size: &[i64],
+        dtype: DType,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let strides = contiguous_strides(size);
         self.empty(py, device, &PyTuple::new(py, size)?, &PyTuple::new(py, strides)?, dtype)
     }
@@ -135,7 +145,12 @@ impl State {
 impl State {
     /// A buffer of bytes; none for zero.
     #[inline]
-    pub(crate) fn optional_bytes<'py>(&self, py: Python<'py>, device: Device, count: usize) -> PyResult<Option<Bound<'py, PyAny>>> {
+    pub(crate) fn optional_bytes<'py>(
+        &self,
+        py: Python<'py>,
+        device: Device,
+        count: usize,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
         if count == 0 { Ok(None) } else { self.bytes(py, device, count).map(Some) }
     }
 
@@ -169,7 +184,8 @@ impl Torch {
             .iter()
             .map(|&(name, dtype)| Ok((dtype, torch.getattr(name)?.unbind())))
             .collect::<PyResult<Vec<_>>>()?;
-        let any_autocast = native.getattr("_is_any_autocast_enabled").or_else(|_| torch.getattr("is_autocast_enabled"))?;
+        let any_autocast =
+            native.getattr("_is_any_autocast_enabled").or_else(|_| torch.getattr("is_autocast_enabled"))?;
         Ok(Self {
             tensor: torch.getattr("Tensor")?.unbind(),
             parameter: py.import("torch.nn")?.getattr("Parameter")?.unbind(),

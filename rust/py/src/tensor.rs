@@ -77,11 +77,10 @@ unsafe impl Send for ExchangeTable {}
 unsafe impl Sync for ExchangeTable {}
 
 impl Reader {
-    /// The quickest reader that this torch has.
-    pub(crate) fn new(py: Python<'_>, dtypes: Vec<(Py<PyAny>, DType)>) -> PyResult<Self> {
+    /// The quickest reader that this torch has, unless it is told not to `exchange`.
+    pub(crate) fn new(py: Python<'_>, dtypes: Vec<(Py<PyAny>, DType)>, exchange: bool) -> PyResult<Self> {
         let torch = py.import("torch")?;
-        let forced_off = std::env::var_os("TE_FAST_NO_EXCHANGE").is_some_and(|value| value == "1");
-        let table = if forced_off { None } else { exchange_table(&torch.getattr("Tensor")?) };
+        let table = if exchange { exchange_table(&torch.getattr("Tensor")?) } else { None };
         let raw_stream = torch.getattr("_C")?.getattr("_cuda_getCurrentRawStream").ok().map(Bound::unbind);
         let name = |text| PyString::intern(py, text).unbind();
         let attributes = Attributes {
@@ -113,7 +112,8 @@ impl Reader {
         let py = tensor.py();
         let names = &self.attributes;
         let dtype = tensor.getattr(&names.dtype)?;
-        let Some(dtype) = names.dtypes.iter().find(|(object, _)| object.bind(py).is(&dtype)).map(|(_, dtype)| *dtype) else {
+        let Some(dtype) = names.dtypes.iter().find(|(object, _)| object.bind(py).is(&dtype)).map(|(_, dtype)| *dtype)
+        else {
             return Ok(None);
         };
         let device = tensor.getattr(&names.device)?;
@@ -156,7 +156,10 @@ impl Reader {
 }
 
 #[inline]
-fn read_exchange<'a>(read: unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int, tensor: &'a Bound<'_, PyAny>) -> Option<TensorView<'a>> {
+fn read_exchange<'a>(
+    read: unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int,
+    tensor: &'a Bound<'_, PyAny>,
+) -> Option<TensorView<'a>> {
     let mut raw = std::mem::MaybeUninit::<DlTensor>::uninit();
     // SAFETY: torch's function for a live object; on success it fills the struct with borrowed pointers.
     let status = unsafe { read(tensor.as_ptr().cast(), raw.as_mut_ptr()) };
@@ -264,7 +267,7 @@ pub(crate) fn view_of<'a>(reader: &Reader, tensor: &'a Bound<'_, PyAny>, what: &
 }
 
 unsafe extern "C" {
-    /// CPython's; PyO3 does not declare it.
+    /// `CPython`'s; PyO3 does not declare it.
     fn PyInstanceMethod_New(function: *mut pyo3::ffi::PyObject) -> *mut pyo3::ffi::PyObject;
 }
 

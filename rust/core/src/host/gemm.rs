@@ -62,11 +62,8 @@ fn multiply(m: usize, n: usize, k: usize, x: &[f32], w: &[f32], d: &mut [f32]) {
 
 fn sgemm(n: usize, k: usize, x: &[f32], w: &[f32], d: &mut [f32]) {
     let m = d.len() / n;
-    let views = (
-        ArrayView2::from_shape((m, k), x),
-        ArrayView2::from_shape((n, k), w),
-        ArrayViewMut2::from_shape((m, n), d),
-    );
+    let views =
+        (ArrayView2::from_shape((m, k), x), ArrayView2::from_shape((n, k), w), ArrayViewMut2::from_shape((m, n), d));
     if let (Ok(x), Ok(w), Ok(mut d)) = views {
         general_mat_mul(1.0, &x, &w.t(), 0.0, &mut d);
     }
@@ -93,9 +90,18 @@ fn load(operand: &Operand, data: DevPtr<'_>, scales: DevPtr<'_>, outer: usize, k
         }
     };
     match operand.dtype {
-        DType::F32 => { let data = data.slice::<f32>(count); place(&mut values, &|i| data[i]); }
-        DType::F16 => { let data = data.slice::<f16>(count); place(&mut values, &|i| data[i].to_f32()); }
-        DType::Bf16 => { let data = data.slice::<bf16>(count); place(&mut values, &|i| data[i].to_f32()); }
+        DType::F32 => {
+            let data = data.slice::<f32>(count);
+            place(&mut values, &|i| data[i]);
+        }
+        DType::F16 => {
+            let data = data.slice::<f16>(count);
+            place(&mut values, &|i| data[i].to_f32());
+        }
+        DType::Bf16 => {
+            let data = data.slice::<bf16>(count);
+            place(&mut values, &|i| data[i].to_f32());
+        }
         DType::E4m3 | DType::E5m2 => {
             let table = fp8::decode_table(operand.dtype == DType::E4m3);
             let data = data.slice::<u8>(count);
@@ -119,7 +125,9 @@ fn apply_block_scales(mode: ScaleMode, scales: DevPtr<'_>, values: &mut [f32], o
     values.par_chunks_mut(k).enumerate().for_each(|(row, values)| {
         for (block, values) in values.chunks_mut(BLOCK).enumerate() {
             let scale = scales[index(row, block)];
-            values.iter_mut().for_each(|value| *value *= scale);
+            for value in values {
+                *value *= scale;
+            }
         }
     });
 }

@@ -1,0 +1,255 @@
+# The native module, as rust/py/src/lib.rs exports it; checked by mypy.stubtest in `make lint`.
+from typing import Any, final
+
+from torch import Tensor
+from typing_extensions import Self, disjoint_base
+
+__all__ = [
+    "AmaxSlots",
+    "AutocastRegion",
+    "Dispatcher",
+    "Geometry",
+    "LinearHandle",
+    "LinearSaved",
+    "Recipe",
+    "auto_pad",
+    "autocast_callbacks",
+    "autocast_objects",
+    "autocast_region",
+    "autocast_reset",
+    "autocast_set",
+    "autocast_set_depth",
+    "autocast_set_first",
+    "autocast_take_first",
+    "counters",
+    "cuda_driver_version",
+    "dequantize",
+    "device_facts",
+    "gemm",
+    "has_exchange_table",
+    "image_facts",
+    "install_linear",
+    "instance_method",
+    "inventory",
+    "linear_apply",
+    "linear_autograd_forward",
+    "linear_backward",
+    "linear_backward_dw",
+    "linear_call",
+    "linear_forward",
+    "moe_apply",
+    "moe_dropped",
+    "moe_map",
+    "moe_pad",
+    "moe_permute",
+    "moe_permute_cast",
+    "moe_unpermute",
+    "moe_unpermute_backward",
+    "note_optimizer_step",
+    "note_scale_change",
+    "quantize",
+    "record",
+    "recorded",
+    "release_memory",
+    "reset_counters",
+    "set_auto_pad",
+    "set_check_device",
+    "stage_clock",
+    "stage_nanoseconds",
+    "update_scales",
+]
+
+_Operand = tuple[Tensor | None, str | None, Tensor | None, int, bool]
+
+@final
+class AmaxSlots:
+    def __new__(
+        cls,
+        amax_history: Tensor,
+        scale: Tensor,
+        recipe: Recipe,
+        forward: bool,
+        former: AmaxSlots | None = None,
+        /,
+    ) -> Self: ...
+    @property
+    def id(self) -> int: ...
+    @property
+    def ran(self) -> bool: ...
+    def mark_ran(self) -> None: ...
+    def clear_ran(self) -> None: ...
+
+@disjoint_base
+class AutocastRegion:
+    def __new__(
+        cls,
+        enabled: Any = None,
+        calibrating: Any = None,
+        recipe: Any = None,
+        amax_reduction_group: Any = None,
+        _graph: Any = None,
+    ) -> Self: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_exception: object) -> None: ...
+
+@final
+class Dispatcher: ...
+
+@final
+class Geometry: ...
+
+@final
+class LinearSaved: ...
+
+@final
+class LinearHandle:
+    def __new__(
+        cls,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        apply_bias: bool,
+        return_bias: bool,
+        fuse_wgrad_accumulation: bool,
+        delay_wgrad_compute: bool,
+        whole: bool,
+    ) -> Self: ...
+    @property
+    def save_original_input(self) -> bool: ...
+    @save_original_input.setter
+    def save_original_input(self, value: bool) -> None: ...
+    def deferred_count(self) -> int: ...
+    def drop_slots(self) -> None: ...
+    def drop_weight_cache(self) -> None: ...
+    def plan_count(self) -> int: ...
+    def set_slots(self, epoch: int, forward: AmaxSlots, backward: AmaxSlots) -> None: ...
+    def weight_cache(self) -> tuple[Tensor, int, bool, bool] | None: ...
+
+@final
+class Recipe:
+    def __new__(
+        cls,
+        *,
+        scaling: str,
+        fwd: str,
+        bwd: str,
+        backward_override: str | None = None,
+        power_2_scale: tuple[bool, bool, bool] = ...,
+        amax_epsilon: tuple[float, float, float] = ...,
+        block: tuple[int, int, int] = ...,
+        split_accumulator: tuple[bool, bool, bool] = ...,
+        margin: int = 0,
+        history_len: int = 1024,
+        most_recent: bool = False,
+        reduce_amax: bool = True,
+        custom: int = 0,
+    ) -> Self: ...
+    def __eq__(self, value: object, /) -> bool: ...
+
+def auto_pad() -> bool: ...
+def autocast_callbacks(prepare: Any, update: Any, /) -> None: ...
+def autocast_objects() -> Any: ...
+def autocast_region() -> Any: ...
+def autocast_reset() -> None: ...
+def autocast_set(
+    recipe: Any, enabled: Any, calibrating: Any, graph: Any, group: Any, /
+) -> None: ...
+def autocast_set_depth(depth: int, /) -> None: ...
+def autocast_set_first(is_first: bool, /) -> None: ...
+def autocast_take_first() -> bool: ...
+def counters() -> dict[str, int]: ...
+def cuda_driver_version() -> int: ...
+def dequantize(
+    data: Tensor, scale_inv: Tensor, fp8: str, block: int, cols: int, out: Tensor, /
+) -> None: ...
+def device_facts(ordinal: int, /) -> tuple[tuple[int, int], int, int, int]: ...
+def gemm(
+    x: _Operand,
+    w: _Operand,
+    d: Tensor,
+    bias: Tensor | None,
+    accumulate: bool,
+    fast_accumulation: bool,
+    /,
+) -> None: ...
+def has_exchange_table() -> bool: ...
+def image_facts() -> tuple[list[int], int]: ...
+def install_linear(apply: Any, backward_once: Any, update_backward_scales: Any) -> None: ...
+def instance_method(function: Any) -> Any: ...
+def inventory() -> list[tuple[str, int, int, int]]: ...
+def linear_apply(
+    module: Any,
+    handle: LinearHandle,
+    inp: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    is_first_microbatch: bool | None,
+    mixed_dtypes: bool,
+    version: int | None,
+    /,
+) -> Tensor: ...
+def linear_autograd_forward(
+    ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, handle: LinearHandle, bits: int
+) -> Tensor: ...
+def linear_backward(ctx: Any, grad_output: Tensor) -> Any: ...
+def linear_backward_dw(
+    handle: LinearHandle, weight: Tensor, fuse_wgrad_accumulation: bool, /
+) -> Tensor | None: ...
+def linear_call(
+    module: Any,
+    inp: Any,
+    is_first_microbatch: Any = None,
+    fp8_output: Any = None,
+    fp8_grad: Any = None,
+) -> Any: ...
+def linear_forward(module: Any, inp: Any, is_first_microbatch: bool | None = None) -> Any: ...
+def moe_apply(
+    inp: Any, probs: Any, row_id_map: Any, pad_offsets: Any, ends: Any, rows: Any, top_k: Any, /
+) -> Any: ...
+def moe_dropped(like: Any, clear: Any, /) -> Any: ...
+def moe_map(routing_map: Any, align: Any, index: Any, /) -> Any: ...
+def moe_pad(
+    inp: Any, probs: Any, splits: Any, index: Any, mode: Any, align: Any, rows: Any, /
+) -> Any: ...
+def moe_permute(
+    inp: Any, routing_map: Any, probs: Any, rows: Any, align: Any, index: Any, keep_ends: Any, /
+) -> Any: ...
+def moe_permute_cast(
+    inp: Any, routing_map: Any, probs: Any, rows: Any, align: Any, cast: Any, /
+) -> Any: ...
+def moe_unpermute(
+    inp: Any,
+    row_id_map: Any,
+    probs: Any,
+    pad_offsets: Any,
+    in_probs: Any,
+    tokens: Any,
+    top_k: Any,
+    /,
+) -> Any: ...
+def moe_unpermute_backward(
+    dout: Any, inp: Any, row_id_map: Any, probs: Any, pad_offsets: Any, ends: Any, top_k: Any, /
+) -> Any: ...
+def note_optimizer_step() -> None: ...
+def note_scale_change() -> None: ...
+def quantize(
+    x: Tensor,
+    recipe: Recipe,
+    role: str,
+    rowwise: bool,
+    columnwise: bool,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    dbias: bool,
+    /,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
+def record(mode: str, /) -> None: ...
+def recorded() -> list[Any]: ...
+def release_memory() -> None: ...
+def reset_counters() -> None: ...
+def set_auto_pad(enabled: bool, /) -> bool: ...
+def set_check_device(enabled: bool, /) -> bool: ...
+def stage_clock(on: bool, /) -> None: ...
+def stage_nanoseconds() -> list[tuple[str, int]]: ...
+def update_scales(forward: bool, /) -> None: ...
