@@ -80,7 +80,7 @@ test: install $(VENV)/.group-test ## build, install and run all tests (TORCH=2.6
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 .PHONY: lint
-lint: install $(VENV)/.group-lint ## formats, lints, types, stubs, docs of the code, and the rules in tools/
+lint: install $(VENV)/.group-lint $(VENV)/.group-bench ## formats, lints, types, stubs, docs of the code, and the rules in tools/
 	$(HOST_ONLY) PY=$(PY) PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash tools/lint.sh
 
 .PHONY: format

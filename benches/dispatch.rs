@@ -1,22 +1,30 @@
-//! Host time of the dispatcher: bookkeeping alone with the recorder, and whole forwards on the host backend.
+//! Host time of the dispatcher: bookkeeping alone with the recorder, whole forwards on the host backend, and on a GPU
+//! where there is one.
 //!
 //! `cargo bench --package te_fast_core [-- FILTER]`; ids are `group/recipe`.
-#![expect(clippy::unwrap_used, reason = "a bench stops at the first error")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a bench stops at the first error, and tells what it skips"
+)]
 
 use std::hint::black_box;
+use std::time::{Duration, Instant};
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use te_fast_core::Float;
 use te_fast_core::autocast::Request;
 use te_fast_core::config::Config;
 use te_fast_core::dispatch::{Dispatcher, Memory, Place};
-use te_fast_core::driver::Stream;
-use te_fast_core::kernel::DevPtr;
+use te_fast_core::driver::{DeviceBuffer, Stream};
+use te_fast_core::kernel::{Backend, DevPtr};
 use te_fast_core::linear::{Forward, LinearKey, LinearPlan, Slot, WeightBuffer};
 use te_fast_core::recipe::{Needs, Recipe};
 use te_fast_core::tensor::Device;
 use te_fast_core::trace::Recording;
 
+/// Forwards between two synchronisations.
+const BURST: usize = 20;
 const ROWS: usize = 256;
 const FEATURES: usize = 1024;
 const HOST: Place = Place { device: Device::Cpu, stream: Stream(0) };
@@ -94,5 +102,63 @@ fn autocast(criterion: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, bookkeeping, host_backend, autocast);
+/// The same forward on the first GPU, where there is one: host time of its launches.
+///
+/// cuBLASLt is found as torch's copy would be: put its folder (`nvidia/cu13/lib` of site-packages) on
+/// `LD_LIBRARY_PATH`.
+fn cuda(criterion: &mut Criterion) {
+    let mut dispatcher = Dispatcher::new(Config { synchronise: false, check_device: true, exchange_table: true });
+    let place = Place { device: Device::Cuda(0), stream: Stream(0) };
+    if let Err(error) = dispatcher.make_current(place.device) {
+        println!("linear_fwd_cuda: skipped, {error}");
+        return;
+    }
+    let mut group = criterion.benchmark_group("linear_fwd_cuda");
+    for (name, recipe) in RECIPES {
+        let plan =
+            LinearPlan::new(&mut dispatcher, &recipe, LinearKey { device: place.device, ..key() }, FEATURES, FEATURES);
+        let plan = plan.unwrap();
+        let bytes = [2 * ROWS * FEATURES, 2 * ROWS * FEATURES, plan.weight_segments().bytes, 256];
+        let buffers = bytes.map(|bytes| DeviceBuffer::allocate(bytes).unwrap());
+        let [x, y, weight, scales] = &buffers;
+        {
+            let mut lane = dispatcher.lane(place, 0, Memory::Own).unwrap();
+            if let Backend::Cuda(queue) = &mut lane.target.backend {
+                buffers.iter().zip(bytes).for_each(|(buffer, bytes)| queue.zero(buffer.ptr(), bytes).unwrap());
+            }
+        }
+        let slot = Slot { scale: scales.ptr(), amax: scales.ptr().offset(64) };
+        let io = Forward {
+            x: x.ptr(),
+            fresh_weight: None,
+            weight: WeightBuffer { data: weight.ptr(), segments: plan.weight_segments() },
+            bias: DevPtr::null(),
+            y: y.ptr(),
+            saved: DevPtr::null(),
+            slots: if recipe.is_delayed() { [slot, Slot::NONE] } else { [Slot::NONE; 2] },
+            skip_weight: DevPtr::null(),
+        };
+        group.bench_function(name, |bencher| {
+            // Bursts between synchronisations, so that the launch queue does not fill up.
+            bencher.iter_custom(|iterations| {
+                let mut spent = Duration::ZERO;
+                for burst in (0..iterations).step_by(BURST) {
+                    let mut lane = dispatcher.lane(place, plan.forward_scratch(), Memory::Own).unwrap();
+                    if let Backend::Cuda(queue) = &lane.target.backend {
+                        queue.synchronise().unwrap();
+                    }
+                    let begin = Instant::now();
+                    for _ in burst..iterations.min(burst + BURST as u64) {
+                        plan.forward(&mut lane, black_box(&io)).unwrap();
+                    }
+                    spent += begin.elapsed();
+                }
+                spent
+            });
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(benches, bookkeeping, host_backend, autocast, cuda);
 criterion_main!(benches);
