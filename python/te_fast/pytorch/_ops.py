@@ -56,8 +56,16 @@ __all__ = [
 #: The native module itself, for ``te_fast.dispatch``.
 native = _native
 
+
+def _linear_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return linear_call(self, *args, **kwargs)
+
+
+# Old dynamos take every method for a Python function, and fail on another (2.6 does, 2.11 does not).
+_DYNAMO_TAKES_BUILTINS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 11)
+
 #: ``nn.Module.__call__`` of a linear layer, as a method without a Python frame.
-linear_call_method = instance_method(linear_call)
+linear_call_method = instance_method(linear_call) if _DYNAMO_TAKES_BUILTINS else _linear_call
 
 
 class _LinearFunction(torch.autograd.Function):
