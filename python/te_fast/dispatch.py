@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from te_fast.common.recipe import Recipe
+from te_fast.errors import ShapeError
 from te_fast.pytorch import _ops
 from te_fast.pytorch._delayed import fp8_dtype, native_recipe
 
@@ -131,7 +132,7 @@ def quantize(
     rowwise, columnwise : bool
         Layouts to write.
     scale : torch.Tensor, optional
-        One FP32 scale; needed by delayed scaling, ignored by none.
+        One FP32 scale; delayed scaling needs it, and no other recipe takes one.
     amax : torch.Tensor, optional
         One FP32 value that is raised to the tensor's largest magnitude (delayed scaling).
     column_sums : bool
@@ -152,6 +153,11 @@ def quantize(
     Elements are the saturating cast, to nearest even, of ``float(x) * scale``. Scales follow
     Transformer Engine's formulas (``common/recipe/recipe_common.cuh``).
     """
+    if not recipe.delayed() and (scale is not None or amax is not None):
+        message = (
+            f"quantize: {type(recipe).__name__} makes its own scales; leave scale and amax out"
+        )
+        raise ShapeError(message)
     native = native_recipe(recipe)
     parts = _native.quantize(x, native, role, rowwise, columnwise, scale, amax, column_sums)
     block = {"input": 0, "weight": 1, "grad": 2}[role]
@@ -192,8 +198,6 @@ def dequantize(
     ShapeError
         If the layout is not there.
     """
-    from te_fast.errors import ShapeError
-
     data = tensor.columnwise_data if columnwise else tensor.rowwise_data
     scale_inv = tensor.columnwise_scale_inv if columnwise else tensor.rowwise_scale_inv
     if data is None or scale_inv is None:

@@ -684,6 +684,21 @@ def test_no_rows(recipe, leading):
     assert layer.weight.grad.abs().max() == 0
 
 
+def test_no_rows_leave_main_grad_alone_in_high_precision():
+    layer = make(fuse_wgrad_accumulation=True)
+    for first, left in ((None, 2.0), (True, 0.0)):
+        layer.weight.main_grad = torch.full((48, 64), 2.0)
+        x = torch.empty(0, 64, dtype=torch.bfloat16, requires_grad=True)
+        layer(x, is_first_microbatch=first).sum().backward()
+        assert layer.weight.grad is None
+        assert (layer.weight.main_grad == left).all()
+
+
+def test_quantize_takes_no_scale_that_it_would_not_use():
+    with pytest.raises(ValueError, match="own scales"):
+        dispatch.quantize(torch.ones(16, 16), Float8CurrentScaling(), scale=torch.ones(1))
+
+
 def test_special_values(recipe):
     layer = make()
     x, _ = inputs(32, layer)

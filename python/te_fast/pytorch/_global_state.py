@@ -184,7 +184,11 @@ class FP8GlobalStateManager:
 
     @classmethod
     def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:
-        """Set the flag that makes weight quantisation in a captured graph a no-op."""
+        """Set the flag that graph wrappers use to skip weight quantisation in a captured graph.
+
+        Layers do not read it yet: a captured graph quantises its weights on every replay, which is
+        right but not skipped.
+        """
         if autocast_state.skip_fp8_weight_update_tensor is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             flag = torch.empty(1, dtype=torch.float32, device=device)

@@ -77,22 +77,19 @@ def weight_gradient(
     from te_fast import dispatch
 
     x, grad = x.reshape(-1, x.shape[-1]).contiguous(), grad.reshape(-1, grad.shape[-1]).contiguous()
-    if layer.fuse_wgrad_accumulation and len(parameters) == 1:
+    into_main_grad = layer.fuse_wgrad_accumulation and len(parameters) == 1
+    if into_main_grad:
         out = main_grad_of(parameters[0])
         accumulate = not (overwrite or getattr(parameters[0], "overwrite_main_grad", False))
     else:
         out = torch.empty(grad.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
         accumulate = False
     if x.shape[0] == 0:
-        return _nothing(out, accumulate=accumulate, computed=out)
+        if not accumulate:
+            out.zero_()
+        return None if into_main_grad else out
     dispatch.gemm(grad, x, out, accumulate=accumulate, x_k_outermost=True, w_k_outermost=True)
-    return None if layer.fuse_wgrad_accumulation and len(parameters) == 1 else out
-
-
-def _nothing(out: torch.Tensor, *, accumulate: bool, computed: torch.Tensor) -> torch.Tensor | None:
-    if not accumulate:
-        out.zero_()
-    return None if accumulate else computed
+    return None if into_main_grad else out
 
 
 class _Linear(torch.autograd.Function):

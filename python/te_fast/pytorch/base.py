@@ -13,7 +13,6 @@ from te_fast.errors import DeviceError, DtypeError, StateError, UnsupportedError
 from te_fast.pytorch import _extra_state, _ops
 from te_fast.pytorch._delayed import DelayedScalingRecipeState
 from te_fast.pytorch._global_state import FP8GlobalStateManager
-from te_fast.pytorch._global_state import autocast_state as _autocast
 
 __all__ = ["TransformerEngineBaseModule", "dummy_wgrad_for", "get_dummy_wgrad"]
 
@@ -351,6 +350,3 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def is_fsdp2(self) -> bool:
         """Whether FSDP2 has taken the layer over."""
         return hasattr(self, "_get_fsdp_state")
-
-    def _enters_fp8(self) -> bool:
-        return bool(_autocast.fp8_enabled)

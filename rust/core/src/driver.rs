@@ -185,15 +185,6 @@ impl CudaDevice {
         Ok((!current.is_null() || self.facts.ordinal != 0).then_some(Context(current)))
     }
 
-    /// Loads one kernel, so that its first launch does not.
-    ///
-    /// # Errors
-    /// [`ErrorKind::KernelMissing`] when this build has no machine code for the device.
-    #[cold]
-    pub fn load(&mut self, id: KernelId) -> Result<()> {
-        self.function(id).map(|_| ())
-    }
-
     fn function(&mut self, id: KernelId) -> Result<CUfunction> {
         if let Some(function) = self.functions[id.index()] {
             return Ok(function);
