@@ -356,16 +356,16 @@ def inventory() -> dict[str, dict[str, int]]:
 
 def plan_count(layer: torch.nn.Module) -> int:
     """Return how many plans a layer holds: one per row count, data type, recipe and gradient need."""
-    return int(layer._handle.plan_count())  # type: ignore[union-attr, operator]
+    return int(layer._plan_count())  # type: ignore[operator]
 
 
 def drop_weight_cache(layer: torch.nn.Module) -> None:
-    """Forget a layer's quantised weight; its next forward quantises again.
+    """Forget a layer's quantised weights; its next forward quantises again.
 
     Needed only after the weight's memory was written past torch (``weight.data.mul_()``, a kernel
     that is no torch operation): such writes do not change the version that the cache goes by.
     """
-    layer._handle.drop_weight_cache()  # type: ignore[union-attr, operator]
+    layer._drop_weight_cache()  # type: ignore[operator]
 
 
 def release_memory() -> None:

@@ -293,6 +293,23 @@ def test_parameters_split(split, fp8):
             plain.weight[: getattr(layer, f"{names[0]}_weight").shape[0]].add_(0.25)
 
 
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+def test_parameters_split_into_main_grad(fp8):
+    layer, plain = make(parameters_split=("a", "b"), fuse_wgrad_accumulation=True), make()
+    with torch.no_grad():
+        plain.weight.copy_(torch.cat([layer.a_weight, layer.b_weight]))
+    x, grad = inputs(32, layer)
+    step(plain, x, grad, Float8CurrentScaling()) if fp8 else plain(x).backward(grad)
+    for first, base in ((None, 2.0), (True, 0.0)):
+        for weight in (layer.a_weight, layer.b_weight):
+            weight.main_grad = torch.full((24, 64), 2.0)
+        with te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
+            y = layer(x, is_first_microbatch=first)
+        y.backward(grad)
+        got = torch.cat([layer.a_weight.main_grad, layer.b_weight.main_grad]) - base
+        assert torch.allclose(got, plain.weight.grad.float(), rtol=2e-2, atol=2e-2)
+
+
 def test_parameters_split_errors():
     with pytest.raises(ValueError, match="add up"):
         make(parameters_split={"a": 16, "b": 16})

@@ -1,4 +1,4 @@
-"""Parameters that are split along dimension 0: their sizes, and the whole that the GEMM sees."""
+"""Parameters that may be split along dimension 0: their sizes, and the whole that the GEMM sees."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ import torch
 
 from te_fast.errors import DtypeError, ShapeError
 from te_fast.pytorch import _high_precision
+from te_fast.pytorch.base import TransformerEngineBaseModule
 
 if TYPE_CHECKING:
-    from te_fast.pytorch.linear import Linear
+    Parts = tuple[str, ...] | dict[str, int] | None
 
-__all__ = ["concatenate", "split_sizes"]
+__all__ = ["SplitLinear", "concatenate", "split_sizes"]
 
 # Stands in for the version of a copy, which nothing may take for another copy's.
 _unique = itertools.count(1 << 62)
 
 
-def split_sizes(
-    parameters_split: tuple[str, ...] | dict[str, int] | None, total: int, layer: str
-) -> dict[str, int] | None:
+def split_sizes(parameters_split: Parts, total: int, layer: str) -> dict[str, int] | None:
     """Return the parts' names, without trailing underscore, and sizes.
 
     Raises
@@ -58,8 +57,10 @@ class _Concatenate(torch.autograd.Function):
     """Concatenation without a copy where the parts lie one after the other."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Linear, adjacent: bool, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.layer, ctx.parts = layer, parts
+    def forward(
+        ctx: Any, layer: SplitLinear, adjacent: bool, overwrite: bool, *parts: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.layer, ctx.parts, ctx.overwrite = layer, parts, overwrite
         if not adjacent:
             return torch.cat([part.detach() for part in parts])
         first = parts[0].detach()
@@ -72,22 +73,76 @@ class _Concatenate(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         parts = grad.split([part.shape[0] for part in ctx.parts])
         if not ctx.layer.fuse_wgrad_accumulation:
-            return (None, None, *parts)
+            return (None, None, None, *parts)
         given = [
-            _high_precision.give(parameter, part, fuse=True, overwrite=False)
+            _high_precision.give(parameter, part, fuse=True, overwrite=ctx.overwrite)
             for parameter, part in zip(ctx.parts, parts, strict=True)
         ]
-        return (None, None, *given)
+        return (None, None, None, *given)
 
 
-def concatenate(parts: list[torch.Tensor], layer: Linear) -> tuple[torch.Tensor, int]:
-    """Return the whole and a number that changes whenever a part's content may have."""
+def concatenate(
+    parts: list[torch.Tensor], layer: SplitLinear, *, overwrite: bool
+) -> tuple[torch.Tensor, int]:
+    """Return the whole and a number that changes whenever a part's content may have.
+
+    With `overwrite`, ``main_grad`` takes the gradient instead of adding it.
+    """
     ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]
     adjacent = all(part.is_contiguous() for part in parts) and all(
         following.data_ptr() == end
         and following.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr()
         for following, end in zip(parts[1:], ends, strict=False)
     )
-    whole: torch.Tensor = _Concatenate.apply(layer, adjacent, *parts)
+    whole: torch.Tensor = _Concatenate.apply(layer, adjacent, overwrite, *parts)
     version = sum(part._version for part in parts) if adjacent else next(_unique)
     return whole, version
+
+
+class SplitLinear(TransformerEngineBaseModule):
+    """A layer of one GEMM, whose weight and bias may be split."""
+
+    in_features: int
+    out_features: int
+    weight: torch.Tensor
+    bias: torch.Tensor
+    use_bias: bool
+    fuse_wgrad_accumulation: bool
+
+    def _make_linear_parameters(self, parameters_split: Parts, options: dict[str, Any]) -> None:
+        parts = split_sizes(parameters_split, self.out_features, self.name)
+        self._parts = parts
+        prefixes = [""] if parts is None else [f"{name}_" for name in parts]
+        sizes = [self.out_features] if parts is None else list(parts.values())
+        self.weight_names = [f"{prefix}weight" for prefix in prefixes]
+        self.bias_names = [f"{prefix}bias" for prefix in prefixes]
+        weight = torch.empty(self.out_features, self.in_features, **options)
+        for name, part in zip(self.weight_names, weight.split(sizes), strict=True):
+            self.register_parameter(name, torch.nn.Parameter(part))
+        if not self.use_bias:
+            for name in self.bias_names:
+                setattr(self, name, torch.empty(0, **options))
+            return
+        bias = torch.empty(self.out_features, **options)
+        for name, part in zip(self.bias_names, bias.split(sizes), strict=True):
+            self.register_parameter(name, torch.nn.Parameter(part))
+
+    def _weight(self, *, overwrite: bool) -> tuple[torch.Tensor, int | None]:
+        """Return the whole weight, and what stands in for a concatenation's version."""
+        if self._parts is None:
+            return self.weight, None
+        parts = [getattr(self, name) for name in self.weight_names]
+        return concatenate(parts, self, overwrite=overwrite)
+
+    def _bias(self) -> torch.Tensor:
+        if self._parts is None:
+            return self.bias
+        return torch.cat([getattr(self, name) for name in self.bias_names])
+
+    def _give_deferred(self, dw: torch.Tensor) -> None:
+        """Give a weight gradient that :meth:`backward_dw` computed to the parts."""
+        parameters = [getattr(self, name) for name in self.weight_names]
+        sizes = [parameter.shape[0] for parameter in parameters]
+        for parameter, part in zip(parameters, dw.split(sizes), strict=True):
+            fuse = self.fuse_wgrad_accumulation
+            _high_precision.give(parameter, part, fuse=fuse, overwrite=False)

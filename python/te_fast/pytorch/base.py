@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_fast.common.recipe import DelayedScaling, Recipe
-from te_fast.errors import DeviceError, DtypeError, StateError, UnsupportedError
+from te_fast.errors import DeviceError, DtypeError, ShapeError, StateError, UnsupportedError
 from te_fast.pytorch import _extra_state, _ops
 from te_fast.pytorch._delayed import DelayedScalingRecipeState
 from te_fast.pytorch._global_state import FP8GlobalStateManager
@@ -90,7 +90,9 @@ class TransformerEngineBaseModule(torch.nn.Module):
         State of the last forward.
     """
 
-    _handle: _ops.LinearHandle
+    #: Attributes that hold native objects: no part of copies and pickles, which make their own.
+    _NATIVE: tuple[str, ...] = ()
+    delay_wgrad_compute: bool
     #: FP8 slots: input, weight, output per GEMM forward; output's and input's gradient backward.
     _FORWARD_SLOTS = 3
     _BACKWARD_SLOTS = 2
@@ -115,11 +117,43 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.activation_dtype: torch.dtype | None = None
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let subclasses that override ``forward`` be called as any module."""
+        super().__init_subclass__(**options)
+        if "forward" in cls.__dict__ and "__call__" not in cls.__dict__:
+            cls.__call__ = torch.nn.Module.__call__  # type: ignore[method-assign]
+
+    # The native half ------------------------------------------------------------------------------
+
+    def _make_native(self) -> None:
+        """Make the attributes of ``_NATIVE``, from what the constructor has set."""
+        raise NotImplementedError
+
+    def _weight_handles(self) -> dict[str, Any]:
+        """Return the native halves of the layer's weights, by name."""
+        raise NotImplementedError
+
+    def _plan_count(self) -> int:
+        """Return how many plans the native half holds."""
+        raise NotImplementedError
+
+    def _set_slots(self, epoch: int, forward: Any, backward: Any) -> None:
+        """Register scales for the regions of an epoch with the native half."""
+        raise NotImplementedError
+
+    def _drop_slots(self) -> None:
+        for handle in self._weight_handles().values():
+            handle.drop_slots()
+
+    def _drop_weight_cache(self) -> None:
+        for handle in self._weight_handles().values():
+            handle.drop_weight_cache()
+
     @property
     def _fp8_workspaces(self) -> dict[str, torch.Tensor]:
         """Quantised weights that are cached, as bytes."""
-        cached = self._handle.weight_cache()
-        return {} if cached is None else {"weight": cached[0]}
+        caches = {name: handle.weight_cache() for name, handle in self._weight_handles().items()}
+        return {name: cache[0] for name, cache in caches.items() if cache is not None}
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor-parallel group; only a group of one rank works so far.
@@ -154,6 +188,29 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 )
                 raise DtypeError(message)
         self.activation_dtype = inp.dtype
+
+    def _check_input(self, inp: Any, name: str, features: int, device: torch.device) -> None:
+        """Raise unless the input is a tensor of the layer's size, on the device of its parameters."""
+        if not isinstance(inp, torch.Tensor):
+            message = f"{self.name}: the input must be a torch.Tensor, got {type(inp).__name__}"
+            raise DtypeError(message)
+        if inp.dim() == 0 or inp.shape[-1] != features:
+            message = (
+                f"{self.name}: the input's last dimension must be {name} = {features}, got a tensor "
+                f"of shape {list(inp.shape)}"
+            )
+            raise ShapeError(message)
+        if inp.device != device:
+            message = (
+                f"{self.name}: the input must be on {device}, where the layer's weight is (move one "
+                f"with .to()), got {inp.device}"
+            )
+            raise DeviceError(message)
+
+    def _refuse_functorch(self, where: str) -> None:
+        if torch._C._are_functorch_transforms_active():
+            message = f"{self.name}: torch.func transforms (vmap, grad, ...) do not work {where}"
+            raise UnsupportedError(message)
 
     # Delayed scaling -----------------------------------------------------------------------------
 
@@ -195,11 +252,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def _init_delayed_scaling(self) -> None:
         """Register scales with the dispatcher; it calls this when the autocast region is new."""
         self.init_fp8_metadata(self.fp8_meta["num_gemms"])
-        self._handle.set_slots(
-            _ops.autocast_region()[5],
-            self.fp8_meta["scaling_fwd"].slots,
-            self.fp8_meta["scaling_bwd"].slots,
-        )
+        states = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
+        self._set_slots(_ops.autocast_region()[5], *(state.slots for state in states))
 
     def get_fp8_meta_tensors(self) -> dict[str, list[torch.Tensor]] | None:
         """Return copies of the scales and histories, or None where there are none."""
@@ -221,7 +275,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 state.reset()
             else:
                 state.load(*fp8_meta_tensors[key])
-        self._handle.drop_slots()
+        self._drop_slots()
 
     def adjust_amax_history_length(self, length: int, fwd: bool | None = None) -> None:
         """Cut the histories, or extend them by zeros, to `length` rows."""
@@ -235,7 +289,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 kept = min(length, history.shape[0])
                 fresh[:kept] = history[:kept]
                 state.amax_history = fresh
-        self._handle.drop_slots()
+        self._drop_slots()
 
     def _delayed_states(self) -> tuple[DelayedScalingRecipeState, DelayedScalingRecipeState] | None:
         forward, backward = self.fp8_meta.get("scaling_fwd"), self.fp8_meta.get("scaling_bwd")
@@ -285,7 +339,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.init_fp8_meta_tensors(read.recipe)
         self.fp8_meta["scaling_fwd"].load(read.scale_fwd, read.amax_history_fwd)
         self.fp8_meta["scaling_bwd"].load(read.scale_bwd, read.amax_history_bwd)
-        self._handle.drop_slots()
+        self._drop_slots()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -312,27 +366,26 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     # Copies --------------------------------------------------------------------------------------
 
-    def _make_handle(self) -> Any:
-        raise NotImplementedError
-
     def __getstate__(self) -> dict[str, Any]:
         """Leave the native half out: it is made anew, with empty caches."""
-        state = dict(self.__dict__)
-        state.pop("_handle", None)
-        return state
+        return {name: value for name, value in self.__dict__.items() if name not in self._NATIVE}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make a native half of this copy's own."""
         super().__setstate__(state)
-        object.__setattr__(self, "_handle", self._make_handle())
+        self._make_native()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Forget what was quantised: ``.to()`` and its kin exchange the parameters' memory."""
         result = super()._apply(fn, recurse)
-        self._handle.drop_weight_cache()
+        self._drop_weight_cache()
         return result
 
     # Weight gradients ----------------------------------------------------------------------------
+
+    def need_backward_dw(self) -> bool:
+        """Tell whether :meth:`backward_dw` computes the weights' gradients."""
+        return self.delay_wgrad_compute
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         """Call `hook` after each :meth:`backward_dw`."""

@@ -8,11 +8,18 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from te_fast.errors import DeviceError, DtypeError, ShapeError, StateError, UnsupportedError
+from te_fast.errors import ShapeError, StateError
 from te_fast.pytorch import _high_precision, _ops
 from te_fast.pytorch._global_state import FP8GlobalStateManager, autocast_state
-from te_fast.pytorch._split import concatenate, split_sizes
-from te_fast.pytorch.base import TransformerEngineBaseModule, check_device
+from te_fast.pytorch._parameters import (
+    constant,
+    initialise,
+    mark_parallel,
+    materialise,
+    options_of,
+    refuse,
+)
+from te_fast.pytorch._split import SplitLinear
 
 __all__ = ["Linear"]
 
@@ -20,12 +27,7 @@ __all__ = ["Linear"]
 _ROWS = 8
 
 
-def _refuse(name: str, layer: str) -> None:
-    message = f"{layer}: {name} is not supported yet; leave it at its default"
-    raise UnsupportedError(message)
-
-
-class Linear(TransformerEngineBaseModule):
+class Linear(SplitLinear):
     """Apply ``y = x Wᵀ + b``, in FP8 inside :class:`te_fast.pytorch.autocast`.
 
     Parameters
@@ -83,8 +85,8 @@ class Linear(TransformerEngineBaseModule):
         If `parameters_split` is empty or does not add up to `out_features`.
     """
 
-    weight: torch.Tensor
-    bias: torch.Tensor
+    _handle: _ops.LinearHandle
+    _NATIVE = ("_handle",)
 
     def __init__(
         self,
@@ -126,9 +128,7 @@ class Linear(TransformerEngineBaseModule):
             "ub_name": ub_name is not None,
             "symmetric_ar_type": symmetric_ar_type is not None,
         }
-        for argument, is_set in unsupported.items():
-            if is_set:
-                _refuse(argument, self.name)
+        refuse(self.name, unsupported)
         if parallel_mode not in (None, "column", "row"):
             message = (
                 f"{self.name}: parallel_mode must be None, 'column' or 'row', got {parallel_mode!r}"
@@ -147,39 +147,12 @@ class Linear(TransformerEngineBaseModule):
         self.rng_tracker_name = rng_tracker_name
         self.init_method = init_method
         self._deferred: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
-        self._make_parameters(parameters_split, params_dtype, check_device(device, self.name))
-        self.__dict__["_handle"] = self._make_handle()
+        self._make_linear_parameters(parameters_split, options_of(params_dtype, device, self.name))
+        self._make_native()
         self.save_original_input = save_original_input
         self.reset_parameters(defer_init=torch.device(device).type == "meta")
 
-    def _make_parameters(
-        self,
-        parameters_split: tuple[str, ...] | dict[str, int] | None,
-        params_dtype: torch.dtype | None,
-        device: torch.device,
-    ) -> None:
-        options: dict[str, Any] = {
-            "device": device,
-            "dtype": torch.get_default_dtype() if params_dtype is None else params_dtype,
-        }
-        parts = split_sizes(parameters_split, self.out_features, self.name)
-        self._parts = parts
-        prefixes = [""] if parts is None else [f"{name}_" for name in parts]
-        sizes = [self.out_features] if parts is None else list(parts.values())
-        self.weight_names = [f"{prefix}weight" for prefix in prefixes]
-        self.bias_names = [f"{prefix}bias" for prefix in prefixes]
-        weight = torch.empty(self.out_features, self.in_features, **options)
-        for name, part in zip(self.weight_names, weight.split(sizes), strict=True):
-            self.register_parameter(name, torch.nn.Parameter(part))
-        bias = torch.empty(self.out_features, **options) if self.use_bias else None
-        for name, size in zip(self.bias_names, sizes, strict=True):
-            if bias is None:
-                setattr(self, name, torch.empty(0, **options))
-            else:
-                start = sum(sizes[: self.bias_names.index(name)])
-                self.register_parameter(name, torch.nn.Parameter(bias[start : start + size]))
-
-    def _make_handle(self) -> Any:
+    def _make_native(self) -> None:
         handle = _ops.LinearHandle(
             self.name,
             self.in_features,
@@ -192,7 +165,16 @@ class Linear(TransformerEngineBaseModule):
             whole=self._parts is None,
         )
         handle.save_original_input = self.__dict__.get("_save_original_input", False)
-        return handle
+        self.__dict__["_handle"] = handle
+
+    def _weight_handles(self) -> dict[str, Any]:
+        return {"weight": self._handle}
+
+    def _plan_count(self) -> int:
+        return self._handle.plan_count()
+
+    def _set_slots(self, epoch: int, forward: Any, backward: Any) -> None:
+        self._handle.set_slots(epoch, forward, backward)
 
     @property
     def save_original_input(self) -> bool:
@@ -214,50 +196,25 @@ class Linear(TransformerEngineBaseModule):
         """
         if defer_init:
             return
-        dim = 1 if self.parallel_mode == "row" else 0
-        for name in (*self.weight_names, *(self.bias_names if self.use_bias else ())):
-            parameter = getattr(self, name)
-            if parameter.is_meta:
-                device = check_device("cuda" if torch.cuda.is_available() else "cpu", self.name)
-                parameter = torch.nn.Parameter(
-                    torch.empty_like(parameter, device=device),
-                    requires_grad=parameter.requires_grad,
-                )
-                self.register_parameter(name, parameter)
-            is_weight = name in self.weight_names
-            self._initialise(parameter, is_weight=is_weight)
-            if self.parallel_mode == "column" or (self.parallel_mode == "row" and is_weight):
-                parameter.tensor_model_parallel = True
-                parameter.partition_dim = dim if is_weight else 0
-                parameter.partition_stride = 1
-            if self.parallel_mode == "row" and not is_weight:
-                parameter.sequence_parallel = self.sequence_parallel
-            if self.delay_wgrad_compute and is_weight:
-                parameter.skip_backward_post_hook = True
-        self._handle.drop_weight_cache()
-
-    def _initialise(self, parameter: torch.Tensor, *, is_weight: bool) -> None:
-        with torch.no_grad():
-            if not is_weight:
-                parameter.zero_()
-                return
-            init = self.init_method or _normal
-            if self.get_rng_state_tracker is None:
-                init(parameter)
-                return
-            tracker = self.get_rng_state_tracker()
-            names = () if self.rng_tracker_name is None else (self.rng_tracker_name,)
-            with tracker.fork(*names):
-                init(parameter)
+        is_row = self.parallel_mode == "row"
+        for name in self.weight_names:
+            weight = materialise(self, name)
+            initialise(self, weight, self.init_method, forks=True)
+            if self.parallel_mode is not None:
+                mark_parallel(weight, 1 if is_row else 0)
+            if self.delay_wgrad_compute:
+                weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+        for name in self.bias_names if self.use_bias else ():
+            bias = materialise(self, name)
+            initialise(self, bias, constant(0.0), forks=False)
+            if is_row:
+                bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+            elif self.parallel_mode is not None:
+                mark_parallel(bias, 0)
+        self._drop_weight_cache()
 
     # `layer(x)` enters here: nn.Module.__call__ without its cost where no hook asks for it.
     __call__ = _ops.linear_call_method
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Let subclasses that override ``forward`` be called as any module."""
-        super().__init_subclass__(**options)
-        if "forward" in cls.__dict__ and "__call__" not in cls.__dict__:
-            cls.__call__ = torch.nn.Module.__call__  # type: ignore[method-assign]
 
     def forward(
         self,
@@ -289,10 +246,7 @@ class Linear(TransformerEngineBaseModule):
             If the input does not fit; in FP8, if its rows are no multiple of 8 and
             :func:`te_fast.auto_pad` is off.
         """
-        if fp8_output:
-            _refuse("fp8_output", self.name)
-        if fp8_grad:
-            _refuse("fp8_grad", self.name)
+        refuse(self.name, {"fp8_output": bool(fp8_output), "fp8_grad": bool(fp8_grad)})
         result: Any = _ops.linear_forward(self, inp, is_first_microbatch)
         return result
 
@@ -300,30 +254,15 @@ class Linear(TransformerEngineBaseModule):
         bias = self._bias() if self.use_bias else self.bias
         return out, bias.to(out.dtype)
 
-    def _weight(self) -> tuple[torch.Tensor, int | None]:
-        """Return the whole weight, and what stands in for a concatenation's version."""
-        if self._parts is None:
-            return self.weight, None
-        return concatenate([getattr(self, name) for name in self.weight_names], self)
-
-    def _bias(self) -> torch.Tensor:
-        if self._parts is None:
-            return self.bias
-        return torch.cat([getattr(self, name) for name in self.bias_names])
-
     def _forward_general(self, inp: Any, is_first_microbatch: bool | None) -> Any:
         """Forward of calls that the native fast path does not take."""
-        self._check_input(inp)
+        device = getattr(self, self.weight_names[0]).device
+        self._check_input(inp, "in_features", self.in_features, device)
         self.set_activation_dtype(inp)
-        weight, version = self._weight()
+        weight, version = self._weight(overwrite=is_first_microbatch is True)
         bias = self._bias() if self.apply_bias else None
         if autocast_state.fp8_enabled and inp.numel() > 0:
-            if torch._C._are_functorch_transforms_active():
-                message = (
-                    f"{self.name}: torch.func transforms (vmap, grad, ...) do not work in FP8; call the "
-                    "layer outside of te_fast.pytorch.autocast"
-                )
-                raise UnsupportedError(message)
+            self._refuse_functorch("in FP8; call the layer outside of te_fast.pytorch.autocast")
             inp = inp.to(self.activation_dtype)
             mixed = weight.dtype != inp.dtype
             x = self._padded(inp)
@@ -346,24 +285,6 @@ class Linear(TransformerEngineBaseModule):
         ):
             return inp
         return functional.pad(inp.reshape(rows, -1), (0, 0, 0, _ROWS - rows % _ROWS))
-
-    def _check_input(self, inp: Any) -> None:
-        if not isinstance(inp, torch.Tensor):
-            message = f"{self.name}: the input must be a torch.Tensor, got {type(inp).__name__}"
-            raise DtypeError(message)
-        if inp.dim() == 0 or inp.shape[-1] != self.in_features:
-            message = (
-                f"{self.name}: the input's last dimension must be in_features = {self.in_features}, "
-                f"got a tensor of shape {list(inp.shape)}"
-            )
-            raise ShapeError(message)
-        device = getattr(self, self.weight_names[0]).device
-        if inp.device != device:
-            message = (
-                f"{self.name}: the input must be on {device}, where the layer's weight is (move one "
-                f"with .to()), got {inp.device}"
-            )
-            raise DeviceError(message)
 
     def _high_precision(
         self,
@@ -392,10 +313,6 @@ class Linear(TransformerEngineBaseModule):
             live[:2] = torch.maximum(live[:2], maxima)
         state.slots.mark_ran()
 
-    def need_backward_dw(self) -> bool:
-        """Tell whether :meth:`backward_dw` computes the weight's gradient."""
-        return self.delay_wgrad_compute
-
     def backward_dw(self) -> None:
         """Compute the weight's gradient of the oldest backward that left it.
 
@@ -407,9 +324,9 @@ class Linear(TransformerEngineBaseModule):
         if not self.delay_wgrad_compute:
             return
         parameters = [getattr(self, name) for name in self.weight_names]
-        fuse = self.fuse_wgrad_accumulation
         if self._handle.deferred_count():
-            dw = _ops.linear_backward_dw(self._handle, parameters[0], fuse and self._parts is None)
+            fuse = self.fuse_wgrad_accumulation and self._parts is None
+            dw = _ops.linear_backward_dw(self._handle, parameters[0], fuse)
         elif self._deferred:
             x, grad, overwrite = self._deferred.pop(0)
             dw = _high_precision.weight_gradient(self, parameters, x, grad, overwrite=overwrite)
@@ -417,16 +334,10 @@ class Linear(TransformerEngineBaseModule):
             message = f"{self.name}: backward_dw() was called without a backward before it"
             raise StateError(message)
         if dw is not None:
-            sizes = [parameter.shape[0] for parameter in parameters]
-            for parameter, part in zip(parameters, dw.split(sizes), strict=True):
-                _high_precision.give(parameter, part, fuse=fuse, overwrite=False)
+            self._give_deferred(dw)
         for hook in self.wgrad_accumulation_and_reduce_hooks:
             hook()
 
     def extra_repr(self) -> str:
         """Sizes and bias, as ``torch.nn.Linear`` shows them."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
-
-
-def _normal(weight: torch.Tensor) -> None:
-    torch.nn.init.normal_(weight, mean=0.0, std=0.023)
