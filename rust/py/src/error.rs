@@ -1,6 +1,7 @@
 //! Core errors as the Python classes of `te_fast.errors`.
 
 use pyo3::prelude::*;
+use pyo3::pycell::{PyBorrowError, PyBorrowMutError};
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 use te_fast_core::{Error, ErrorKind};
@@ -46,5 +47,40 @@ pub(crate) trait IntoPython<T> {
 impl<T> IntoPython<T> for te_fast_core::Result<T> {
     fn python(self) -> PyResult<T> {
         self.map_err(to_python)
+    }
+}
+
+/// A core error, which gets the layer's name in front, or one of Python's, which does not.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    Core(Error),
+    Python(PyErr),
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Self::Core(error)
+    }
+}
+
+macro_rules! from_python {
+    ($($error:ty),*) => {
+        $(impl From<$error> for Failure {
+            fn from(error: $error) -> Self {
+                Self::Python(error.into())
+            }
+        })*
+    };
+}
+from_python!(PyErr, PyBorrowError, PyBorrowMutError);
+
+impl Failure {
+    /// The Python exception, with the name of the layer.
+    #[cold]
+    pub(crate) fn named(self, layer: Option<&str>) -> PyErr {
+        match self {
+            Self::Core(error) => named(&error, layer),
+            Self::Python(error) => error,
+        }
     }
 }

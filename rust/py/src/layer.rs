@@ -6,32 +6,15 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use te_fast_core::autocast::{AmaxSlots, Region};
-use te_fast_core::driver::Stream;
-use te_fast_core::layer::{PlanCache, WeightRecord};
-use te_fast_core::linear::{LinearPlan, Slot, WeightBuffer};
+use te_fast_core::layer::PlanCache;
+use te_fast_core::linear::{LinearPlan, Slot};
 use te_fast_core::tensor::TensorView;
 
 use crate::state::contiguous_strides;
-use crate::tensor::Held;
+use crate::weight::{CachedWeight, WeightCache};
 
 /// Shapes of one layer that are kept as tuples.
 const GEOMETRIES: usize = 64;
-
-/// A quantised weight.
-#[derive(Debug)]
-pub(crate) struct CachedWeight {
-    pub(crate) record: WeightRecord,
-    pub(crate) buffer: Held,
-    pub(crate) bytes: usize,
-    /// torch's weak reference to the weight's storage: while it is alive, no other memory has its address.
-    pub(crate) storage: Py<PyAny>,
-}
-
-impl CachedWeight {
-    pub(crate) fn weight_buffer(&self) -> WeightBuffer<'_> {
-        WeightBuffer { data: self.buffer.ptr(), segments: self.record.segments }
-    }
-}
 
 /// Delayed-scaling slots of a layer, valid for one epoch.
 #[derive(Clone, Debug)]
@@ -90,11 +73,7 @@ pub(crate) struct LinearHandle {
     /// Version of the next call's weight, where that is a concatenation without one of its own.
     pub(crate) version: Option<u64>,
     pub(crate) name: String,
-    pub(crate) cache: Option<Arc<CachedWeight>>,
-    /// Streams that may read the cache without waiting; the first one wrote it.
-    pub(crate) cache_streams: Vec<Stream>,
-    /// The weight of a graph under capture: its bytes exist when the graph runs, not now.
-    pub(crate) captured: Option<Arc<CachedWeight>>,
+    pub(crate) cache: WeightCache,
     pub(crate) slots: Option<Slots>,
     pub(crate) deferred: VecDeque<DeferredWeightGrad>,
     /// Region of the last forward, if that was in FP8: what a recomputation during backward repeats.
@@ -178,9 +157,7 @@ impl LinearHandle {
             save_original_input: false,
             version: None,
             name,
-            cache: None,
-            cache_streams: Vec::new(),
-            captured: None,
+            cache: WeightCache::default(),
             slots: None,
             deferred: VecDeque::new(),
             last_region: None,
@@ -205,8 +182,7 @@ impl LinearHandle {
 
     /// Forgets the quantised weight: the next forward quantises it again.
     fn drop_weight_cache(&mut self) {
-        self.cache = None;
-        self.captured = None;
+        self.cache.clear();
     }
 
     /// Forgets amax slots and plans: the next forward sets them up again.
@@ -237,9 +213,7 @@ impl LinearHandle {
 
     /// The quantised weight: (buffer, bytes, has row layout, has column layout), or None.
     fn weight_cache<'py>(&self, py: Python<'py>) -> Option<(Bound<'py, PyAny>, usize, bool, bool)> {
-        let cache = self.cache.as_ref()?;
-        let usage = cache.record.segments.usage;
-        Some((cache.buffer.tensor().bind(py).clone(), cache.bytes, usage.rowwise, usage.columnwise))
+        self.cache.describe(py)
     }
 }
 

@@ -12,6 +12,7 @@ mod permute_call;
 mod permute_cast;
 mod state;
 mod tensor;
+mod weight;
 
 use pyo3::prelude::*;
 

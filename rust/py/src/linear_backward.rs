@@ -9,9 +9,10 @@ use te_fast_core::kernel::DevPtr;
 use te_fast_core::linear::{Backward, Slot};
 use te_fast_core::tensor::DType;
 
+use crate::error::Failure;
 use crate::layer::{DeferredWeightGrad, LinearHandle, LinearSaved, slot};
 use crate::linear::hooks;
-use crate::linear_run::{Failure, readable};
+use crate::linear_run::{name, readable};
 use crate::state::{State, state};
 use crate::tensor::view_of;
 
@@ -31,7 +32,7 @@ pub(crate) fn linear_backward<'py>(
     let tensors = ctx.getattr(intern!(py, "saved_tensors"))?.cast_into::<PyTuple>()?;
     let kept = ctx.getattr(intern!(py, "te_saved"))?.cast_into::<LinearSaved>()?;
     let call = BackwardCall { state, kept: kept.get(), tensors: &tensors };
-    let gradients = call.run(grad_output).map_err(|failure| failure.named(kept.get().handle.bind(py)))?;
+    let gradients = call.run(grad_output).map_err(|failure| name(failure, kept.get().handle.bind(py)))?;
     if kept.get().updates_backward_scales {
         hooks(py)?.update_backward_scales.bind(py).call0()?;
     }
@@ -271,7 +272,7 @@ pub(crate) fn linear_backward_dw<'py>(
     fuse_wgrad_accumulation: bool,
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
     let state = state(handle.py())?;
-    run_deferred(state, handle, weight, fuse_wgrad_accumulation).map_err(|failure| failure.named(handle))
+    run_deferred(state, handle, weight, fuse_wgrad_accumulation).map_err(|failure| name(failure, handle))
 }
 
 fn run_deferred<'py>(

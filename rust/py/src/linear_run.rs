@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::pycell::{PyBorrowError, PyBorrowMutError};
 use pyo3::types::{PyDict, PyTuple};
 use te_fast_core::dispatch::{Dispatcher, Place};
 use te_fast_core::driver;
@@ -18,49 +17,16 @@ use te_fast_core::tensor::{DType, Device, TensorView};
 use te_fast_core::trace::{CLOCK, Stage};
 use te_fast_core::{Error, Float};
 
-use crate::error::{IntoPython, named};
-use crate::layer::{CachedWeight, Geometry, LayerConfig, LinearHandle, Slots, slot};
+use crate::error::{Failure, IntoPython};
+use crate::layer::{Geometry, LayerConfig, LinearHandle, Slots, slot};
 use crate::linear::Bits;
 use crate::state::State;
-use crate::tensor::{Held, view_of};
+use crate::tensor::view_of;
+use crate::weight::{CachedWeight, make_weight};
 
 const OP: &str = "linear";
 /// Bytes that a kernel's input is aligned to.
 const ALIGNMENT: usize = 16;
-
-/// A core error, which gets the layer's name in front, or one of Python's, which does not.
-pub(crate) enum Failure {
-    Core(Error),
-    Python(PyErr),
-}
-
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
-        Self::Core(error)
-    }
-}
-
-macro_rules! from_python {
-    ($($error:ty),*) => {
-        $(impl From<$error> for Failure {
-            fn from(error: $error) -> Self {
-                Self::Python(error.into())
-            }
-        })*
-    };
-}
-from_python!(PyErr, PyBorrowError, PyBorrowMutError);
-
-impl Failure {
-    /// The Python exception, with the name of the layer.
-    #[cold]
-    pub(crate) fn named(self, handle: &Bound<'_, LinearHandle>) -> PyErr {
-        match self {
-            Self::Core(error) => named(&error, handle.try_borrow().ok().map(|handle| handle.name.clone()).as_deref()),
-            Self::Python(error) => error,
-        }
-    }
-}
 
 /// What a forward leaves.
 pub(crate) struct Done<'py> {
@@ -71,6 +37,13 @@ pub(crate) struct Done<'py> {
     pub(crate) weight: Arc<CachedWeight>,
     pub(crate) slots: Option<Slots>,
     pub(crate) weight_version: Option<u64>,
+}
+
+/// The Python exception, with the name of the layer.
+#[cold]
+pub(crate) fn name(failure: Failure, handle: &Bound<'_, LinearHandle>) -> PyErr {
+    let name = handle.try_borrow().ok().map(|handle| handle.name.clone());
+    failure.named(name.as_deref())
 }
 
 /// A contiguous, aligned copy of `tensor`; none when it is both already.
@@ -106,7 +79,7 @@ pub(crate) fn run<'py>(
     CLOCK.start();
     let (x, w) = (view_of(&state.reader, input, "input").python()?, view_of(&state.reader, weight, "weight").python()?);
     let result = if fits(&x) && fits(&w) { call.run(&x, &w) } else { call.run_on_copies() };
-    result.map_err(|failure| failure.named(handle))
+    result.map_err(|failure| name(failure, handle))
 }
 
 /// One forward.
@@ -162,9 +135,11 @@ impl<'py> Call<'_, 'py> {
         let external = Dispatcher::external_bytes(*place, plan.forward_scratch())?;
         let scratch = state.optional_bytes(py, place.device, external.bytes())?;
         let fresh = decision.reused.is_none();
-        let weight = match &decision.reused {
-            Some(weight) => Arc::clone(weight),
-            None => Arc::new(self.weight_buffer(&decision)?),
+        let weight = if let Some(weight) = &decision.reused {
+            Arc::clone(weight)
+        } else {
+            let recycled = self.handle.try_borrow_mut()?.cache.recycle(&decision.record, *place, decision.capturing);
+            Arc::new(make_weight(py, state, self.parameter, decision.record, recycled)?)
         };
         let bias = self.bias_operand(plan.key().activation)?;
 
@@ -191,7 +166,7 @@ impl<'py> Call<'_, 'py> {
             plan.forward(&mut dispatcher.0.lane(*place, plan.forward_scratch(), memory)?, &io)?;
         }
         if fresh {
-            self.keep(&decision, &weight)?;
+            self.handle.try_borrow_mut()?.cache.keep(&weight, *place, decision.capturing);
         }
         CLOCK.mark(Stage::Finish);
         let Decision { plan, geometry, slots, weight_version, .. } = decision;
@@ -277,10 +252,8 @@ impl<'py> Call<'_, 'py> {
         let capturing = matches!(place.device, Device::Cuda(_)) && driver::is_capturing(place.stream)?;
         let mut decision =
             Decision { plan, saved_size, geometry, slots, place, capturing, record, weight_version, reused: None };
-        decision.reused = self.reusable(&handle, &decision)?;
-        if decision.reused.is_some() && !capturing && !handle.cache_streams.contains(&place.stream) {
-            self.share_with(&mut handle, place)?;
-        }
+        let microbatch = self.bits.microbatch();
+        decision.reused = handle.cache.reusable(py, state, &decision.record, microbatch, (place, capturing))?;
         Ok(decision)
     }
 
@@ -299,75 +272,6 @@ impl<'py> Call<'_, 'py> {
             view_of(&self.state.reader, self.parameter, "weight").python()?.data().address()
         };
         Ok((WeightToken { address, version, dtype: w.dtype() }, own))
-    }
-
-    /// The quantised weight, if the one that is kept serves this call.
-    fn reusable(&self, handle: &LinearHandle, decision: &Decision) -> PyResult<Option<Arc<CachedWeight>>> {
-        let LinearHandle { cache, captured, .. } = handle;
-        let Some(kept) = captured.as_ref().filter(|_| decision.capturing).or(cache.as_ref()) else { return Ok(None) };
-        let reuses = kept.record.serves(&decision.record, self.bits.microbatch(), decision.capturing);
-        Ok(if reuses && !self.is_gone(kept)? { Some(Arc::clone(kept)) } else { None })
-    }
-
-    /// Whether the memory that a kept weight was read from was freed: its address may be another tensor's by now.
-    fn is_gone(&self, kept: &CachedWeight) -> PyResult<bool> {
-        let py = self.x.py();
-        let reference = kept.storage.bind(py).getattr(intern!(py, "cdata"))?;
-        self.state.torch.storage_expired.bind(py).call1((reference,))?.is_truthy()
-    }
-
-    /// Orders another stream's reads of the kept weight behind the stream that wrote it.
-    #[cold]
-    fn share_with(&self, handle: &mut LinearHandle, place: Place) -> Result<(), Failure> {
-        let py = self.x.py();
-        if let Some(&writer) = handle.cache_streams.first() {
-            driver::wait_for(place.stream, writer)?;
-        }
-        if let (Some(cache), Device::Cuda(ordinal)) = (&handle.cache, place.device) {
-            let stream = py.import("torch.cuda")?.getattr("current_stream")?.call1((ordinal,))?;
-            cache.buffer.tensor().bind(py).call_method1("record_stream", (stream,))?;
-        }
-        handle.cache_streams.push(place.stream);
-        Ok(())
-    }
-
-    /// Memory for a fresh quantised weight: the kept one's when nobody else reads it.
-    fn weight_buffer(&self, decision: &Decision) -> Result<CachedWeight, Failure> {
-        let (record, py) = (decision.record, self.x.py());
-        let mut recycled = None;
-        if !decision.capturing {
-            let mut handle = self.handle.try_borrow_mut()?;
-            let private = handle.cache_streams.as_slice() == [decision.place.stream];
-            let cache = handle.cache.take();
-            if private {
-                recycled = cache
-                    .and_then(Arc::into_inner)
-                    .filter(|cache| cache.record.device == record.device && cache.bytes >= record.segments.bytes)
-                    .map(|cache| (cache.buffer, cache.bytes));
-            }
-        }
-        let (buffer, bytes) = if let Some(recycled) = recycled {
-            recycled
-        } else {
-            let tensor = self.state.bytes(py, record.device, record.segments.bytes)?;
-            (Held::new(&self.state.reader, &tensor)?, record.segments.bytes)
-        };
-        let storage = self.parameter.call_method0(intern!(py, "untyped_storage"))?;
-        let storage = self.state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind();
-        Ok(CachedWeight { record, buffer, bytes, storage })
-    }
-
-    /// Keeps a weight that was quantised by this call. Only now: a call that failed leaves none behind.
-    fn keep(&self, decision: &Decision, weight: &Arc<CachedWeight>) -> Result<(), Failure> {
-        let mut handle = self.handle.try_borrow_mut()?;
-        if decision.capturing {
-            handle.captured = Some(Arc::clone(weight));
-        } else {
-            handle.cache = Some(Arc::clone(weight));
-            handle.cache_streams.clear();
-            handle.cache_streams.push(decision.place.stream);
-        }
-        Ok(())
     }
 
     /// The bias in the type that the GEMM's epilogue takes.

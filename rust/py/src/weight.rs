@@ -1,0 +1,142 @@
+//! The quantised weight that a layer keeps between calls: its buffer, who may read it, and whether it still serves.
+
+use std::sync::Arc;
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use te_fast_core::dispatch::Place;
+use te_fast_core::driver::{self, Stream};
+use te_fast_core::layer::{Microbatch, WeightRecord};
+use te_fast_core::linear::WeightBuffer;
+use te_fast_core::tensor::Device;
+
+use crate::error::Failure;
+use crate::state::State;
+use crate::tensor::Held;
+
+/// A quantised weight.
+#[derive(Debug)]
+pub(crate) struct CachedWeight {
+    pub(crate) record: WeightRecord,
+    pub(crate) buffer: Held,
+    pub(crate) bytes: usize,
+    /// torch's weak reference to the weight's storage: while it is alive, no other memory has its address.
+    pub(crate) storage: Py<PyAny>,
+}
+
+impl CachedWeight {
+    pub(crate) fn weight_buffer(&self) -> WeightBuffer<'_> {
+        WeightBuffer { data: self.buffer.ptr(), segments: self.record.segments }
+    }
+
+    /// Whether the memory that it was read from was freed: its address may be another tensor's by now.
+    fn is_gone(&self, py: Python<'_>, state: &State) -> PyResult<bool> {
+        let reference = self.storage.bind(py).getattr(intern!(py, "cdata"))?;
+        state.torch.storage_expired.bind(py).call1((reference,))?.is_truthy()
+    }
+}
+
+/// What a layer keeps of its weight.
+#[derive(Debug, Default)]
+pub(crate) struct WeightCache {
+    pub(crate) kept: Option<Arc<CachedWeight>>,
+    /// Streams that may read it without waiting; the first one wrote it.
+    streams: Vec<Stream>,
+    /// The weight of a graph under capture: its bytes exist when the graph runs, not now.
+    captured: Option<Arc<CachedWeight>>,
+}
+
+/// Memory for a weight that is to be quantised.
+pub(crate) type Recycled = Option<(Held, usize)>;
+
+impl WeightCache {
+    /// Forgets it: the next forward quantises the weight again.
+    pub(crate) fn clear(&mut self) {
+        self.kept = None;
+        self.captured = None;
+    }
+
+    /// The quantised weight, if the one that is kept serves a call that would quantise `wanted` itself.
+    #[inline]
+    pub(crate) fn reusable(
+        &mut self,
+        py: Python<'_>,
+        state: &State,
+        wanted: &WeightRecord,
+        microbatch: Microbatch,
+        (place, capturing): (Place, bool),
+    ) -> Result<Option<Arc<CachedWeight>>, Failure> {
+        let Some(kept) = self.captured.as_ref().filter(|_| capturing).or(self.kept.as_ref()) else { return Ok(None) };
+        if !kept.record.serves(wanted, microbatch, capturing) || kept.is_gone(py, state)? {
+            return Ok(None);
+        }
+        let kept = Arc::clone(kept);
+        if !capturing && !self.streams.contains(&place.stream) {
+            self.share_with(py, place)?;
+        }
+        Ok(Some(kept))
+    }
+
+    /// Orders another stream's reads of the kept weight behind the stream that wrote it.
+    #[cold]
+    fn share_with(&mut self, py: Python<'_>, place: Place) -> Result<(), Failure> {
+        if let Some(&writer) = self.streams.first() {
+            driver::wait_for(place.stream, writer)?;
+        }
+        if let (Some(kept), Device::Cuda(ordinal)) = (&self.kept, place.device) {
+            let stream = py.import("torch.cuda")?.getattr("current_stream")?.call1((ordinal,))?;
+            kept.buffer.tensor().bind(py).call_method1("record_stream", (stream,))?;
+        }
+        self.streams.push(place.stream);
+        Ok(())
+    }
+
+    /// The kept weight's memory for a fresh one, when nobody else reads it.
+    pub(crate) fn recycle(&mut self, record: &WeightRecord, place: Place, capturing: bool) -> Recycled {
+        if capturing {
+            return None;
+        }
+        let private = self.streams.as_slice() == [place.stream];
+        let kept = self.kept.take().filter(|_| private)?;
+        Arc::into_inner(kept)
+            .filter(|kept| kept.record.device == record.device && kept.bytes >= record.segments.bytes)
+            .map(|kept| (kept.buffer, kept.bytes))
+    }
+
+    /// Keeps a weight that was quantised by this call. Only afterwards: a call that failed leaves none behind.
+    pub(crate) fn keep(&mut self, weight: &Arc<CachedWeight>, place: Place, capturing: bool) {
+        if capturing {
+            self.captured = Some(Arc::clone(weight));
+        } else {
+            self.kept = Some(Arc::clone(weight));
+            self.streams.clear();
+            self.streams.push(place.stream);
+        }
+    }
+
+    /// (buffer, bytes, has row layout, has column layout), or None.
+    pub(crate) fn describe<'py>(&self, py: Python<'py>) -> Option<(Bound<'py, PyAny>, usize, bool, bool)> {
+        let kept = self.kept.as_ref()?;
+        let usage = kept.record.segments.usage;
+        Some((kept.buffer.tensor().bind(py).clone(), kept.bytes, usage.rowwise, usage.columnwise))
+    }
+}
+
+/// A buffer for a quantised weight, and the storage that it is read from.
+pub(crate) fn make_weight(
+    py: Python<'_>,
+    state: &State,
+    parameter: &Bound<'_, PyAny>,
+    record: WeightRecord,
+    recycled: Recycled,
+) -> Result<CachedWeight, Failure> {
+    let (buffer, bytes) = if let Some(recycled) = recycled {
+        recycled
+    } else {
+        let tensor = state.bytes(py, record.device, record.segments.bytes)?;
+        (Held::new(&state.reader, &tensor)?, record.segments.bytes)
+    };
+    let storage = parameter.call_method0(intern!(py, "untyped_storage"))?;
+    let storage = state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind();
+    Ok(CachedWeight { record, buffer, bytes, storage })
+}
