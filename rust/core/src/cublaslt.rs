@@ -18,7 +18,7 @@ use libloading::os::unix::{Library, RTLD_LAZY, RTLD_LOCAL};
 use crate::cublaslt_attributes as attribute;
 use crate::driver::Stream;
 use crate::error::{Error, ErrorKind, Result};
-use crate::gemm::{GemmIo, Operand, Problem, ScaleMode, WORKSPACE_BYTES};
+use crate::gemm::{Epilogue, GemmIo, Operand, Problem, ScaleMode, WORKSPACE_BYTES};
 use crate::tensor::DType;
 
 /// Take the loaded copy, never load another.
@@ -380,8 +380,15 @@ impl CublasPlan {
         }
         if let Some(bias) = problem.bias {
             self.has_bias = true;
-            self.set(attribute::DESC_EPILOGUE, &attribute::EPILOGUE_BIAS, problem)?;
             self.set(attribute::DESC_BIAS_DATA_TYPE, &(data_type(bias) as i32), problem)?;
+        }
+        let epilogue = match problem.epilogue {
+            Epilogue::None => 0,
+            Epilogue::Relu => attribute::EPILOGUE_RELU,
+            Epilogue::Gelu => attribute::EPILOGUE_GELU,
+        } | if self.has_bias { attribute::EPILOGUE_BIAS } else { 0 };
+        if epilogue != 0 {
+            self.set(attribute::DESC_EPILOGUE, &epilogue, problem)?;
         }
         self.w = self.layout(&problem.w, problem.n, problem)?;
         self.x = self.layout(&problem.x, problem.m, problem)?;
@@ -427,7 +434,7 @@ impl CublasPlan {
     /// # Errors
     /// cuBLASLt's refusal.
     #[inline]
-    pub fn run(&self, stream: Stream, io: &GemmIo<'_>, accumulate: bool) -> Result<()> {
+    pub fn run(&self, stream: Stream, io: &GemmIo<'_>, problem: &Problem) -> Result<()> {
         let mut status = 0;
         if self.has_scales {
             status |= self.set_pointer(attribute::DESC_A_SCALE_POINTER, io.w_scale.address() as u64);
@@ -436,8 +443,8 @@ impl CublasPlan {
         if self.has_bias {
             status |= self.set_pointer(attribute::DESC_BIAS_POINTER, io.bias.address() as u64);
         }
-        let alpha = 1.0_f32;
-        let beta = f32::from(u8::from(accumulate));
+        let alpha = problem.alpha.value();
+        let beta = f32::from(u8::from(problem.accumulate));
         let d = io.d.address() as *mut c_void;
         if status == 0 {
             // SAFETY: descriptors were made for this problem; the plan that owns the call checked sizes and the

@@ -14,7 +14,10 @@ pub(crate) const PREF_MIN_ALIGNMENT: [u32; 4] = [5, 6, 7, 8];
 pub(crate) const ALGO_ID: u32 = 0;
 pub(crate) const ALGO_SPLITK_NUM: u32 = 2;
 pub(crate) const ALGO_REDUCTION_SCHEME: u32 = 3;
+/// Epilogues are bits: `RELU_BIAS` is both.
+pub(crate) const EPILOGUE_RELU: u32 = 2;
 pub(crate) const EPILOGUE_BIAS: u32 = 4;
+pub(crate) const EPILOGUE_GELU: u32 = 32;
 pub(crate) const COMPUTE_32F: u32 = 68;
 pub(crate) const OP_N: i32 = 0;
 pub(crate) const OP_T: i32 = 1;

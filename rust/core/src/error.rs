@@ -122,13 +122,31 @@ pub enum ErrorKind {
         /// What was looked for and what was found.
         reason: String,
     },
+    /// Another error, with where it happened in front.
+    #[error("{place}: {error}")]
+    Within {
+        /// The op of a chain.
+        place: String,
+        /// What went wrong there.
+        error: Error,
+    },
 }
 
 impl Error {
     /// What went wrong.
     #[must_use]
     pub fn kind(&self) -> &ErrorKind {
-        &self.0
+        match &*self.0 {
+            ErrorKind::Within { error, .. } => error.kind(),
+            kind => kind,
+        }
+    }
+
+    /// The same error, saying where it happened.
+    #[cold]
+    #[must_use]
+    pub fn within(self, place: impl Display) -> Self {
+        ErrorKind::Within { place: place.to_string(), error: self }.into()
     }
 
     /// An [`ErrorKind::Shape`].

@@ -53,6 +53,40 @@ pub struct Operand {
     pub k_outermost: bool,
 }
 
+/// What a GEMM does to its result before it is stored.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Epilogue {
+    /// Nothing beyond the bias.
+    #[default]
+    None,
+    /// GELU, tanh approximation, after the bias.
+    Gelu,
+    /// `max(x, 0)` after the bias.
+    Relu,
+}
+
+/// A factor that takes part in a plan's key: equal bits, equal plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Factor(u32);
+
+impl Factor {
+    /// One.
+    pub const ONE: Self = Self(0x3f80_0000);
+
+    /// The factor of this value.
+    #[must_use]
+    pub const fn new(value: f32) -> Self {
+        Self(value.to_bits())
+    }
+
+    /// Its value.
+    #[must_use]
+    pub const fn value(self) -> f32 {
+        f32::from_bits(self.0)
+    }
+}
+
 /// A matrix product, without its pointers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Problem {
@@ -72,6 +106,10 @@ pub struct Problem {
     pub ldd: usize,
     /// Type of a bias of n elements, added to every row.
     pub bias: Option<DType>,
+    /// Factor of the product, before bias and addition.
+    pub alpha: Factor,
+    /// What follows the bias.
+    pub epilogue: Epilogue,
     /// `D += …` instead of `D = …`.
     pub accumulate: bool,
     /// Hopper's faster FP8 accumulation, which keeps fewer bits (TE: no split accumulator).
@@ -132,11 +170,11 @@ impl GemmPlan {
             return Ok(());
         }
         match (&mut target.backend, self.parts.as_slice()) {
-            (Backend::Cuda(queue), [part]) => part.cublas.run(queue.stream, io, self.problem.accumulate),
+            (Backend::Cuda(queue), [part]) => part.cublas.run(queue.stream, io, &self.problem),
             (Backend::Cuda(queue), [_, _, ..]) => self.parts.iter().try_for_each(|part| {
                 let [w, bias, d] = part.offsets;
                 let io = GemmIo { w: io.w.offset(w), bias: io.bias.offset(bias), d: io.d.offset(d), ..*io };
-                part.cublas.run(queue.stream, &io, self.problem.accumulate)
+                part.cublas.run(queue.stream, &io, &self.problem)
             }),
             (Backend::Host, []) => host_gemm::run(&self.problem, io),
             _ => Err(Error::state("gemm", "a plan was run on another device than it was made for")),

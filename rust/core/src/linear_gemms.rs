@@ -3,7 +3,7 @@
 use te_fast_kernels::Fp8;
 
 use crate::error::{Error, Result};
-use crate::gemm::{Operand, Problem, ScaleMode};
+use crate::gemm::{Epilogue, Factor, Operand, Problem, ScaleMode};
 use crate::linear::{LinearKey, LinearPlan};
 use crate::recipe::{BackwardOverride, Block, Recipe};
 use crate::tensor::DType;
@@ -43,6 +43,8 @@ impl Problems<'_> {
             d: key.activation.into(),
             ldd: out_features,
             bias: key.bias.then_some(LinearPlan::bias_dtype(key.activation)),
+            alpha: Factor::ONE,
+            epilogue: Epilogue::None,
             accumulate: false,
             fast_accumulation: !recipe.split_accumulator.fprop,
             alignment: 256, // torch and te_fast allocate on at least that
@@ -60,6 +62,8 @@ impl Problems<'_> {
             d: key.activation.into(),
             ldd: in_features,
             bias: None,
+            alpha: Factor::ONE,
+            epilogue: Epilogue::None,
             accumulate: false,
             fast_accumulation: !recipe.split_accumulator.dgrad,
             alignment: 256, // torch and te_fast allocate on at least that
@@ -79,6 +83,8 @@ impl Problems<'_> {
             d,
             ldd: in_features,
             bias: None,
+            alpha: Factor::ONE,
+            epilogue: Epilogue::None,
             accumulate,
             fast_accumulation: !recipe.split_accumulator.wgrad,
             alignment,

@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
 use te_fast_core::dispatch::{Dispatcher, Place};
-use te_fast_core::gemm::{GemmIo, Operand, Problem, ScaleMode};
+use te_fast_core::gemm::{Epilogue, Factor, GemmIo, Operand, Problem, ScaleMode};
 use te_fast_core::kernel::DevPtr;
 use te_fast_core::ops::cast_block::{BlockShape, scale_shape};
 use te_fast_core::ops::dequantize::{DequantizePlan, DequantizeSpec};
@@ -400,6 +400,8 @@ pub(crate) fn gemm<'py>(
         d: result.dtype(),
         ldd: n,
         bias: bias_view.map(|bias| bias.dtype()),
+        alpha: Factor::ONE,
+        epilogue: Epilogue::None,
         accumulate,
         fast_accumulation,
         alignment: 1 << alignment,

@@ -7,7 +7,7 @@ use ndarray::{ArrayView2, ArrayViewMut2};
 use rayon::prelude::*;
 
 use crate::error::{Error, Result};
-use crate::gemm::{GemmIo, Operand, Problem, ScaleMode};
+use crate::gemm::{Epilogue, Factor, GemmIo, Operand, Problem, ScaleMode};
 use crate::host::fp8;
 use crate::kernel::DevPtr;
 use crate::tensor::DType;
@@ -25,13 +25,19 @@ pub(crate) fn run(problem: &Problem, io: &GemmIo<'_>) -> Result<()> {
     let w = load(&problem.w, io.w, io.w_scale, n, k)?;
     let mut product = vec![0.0_f32; m * n];
     multiply(m, n, k, &x, &w, &mut product);
-    if problem.x.scale == ScaleMode::Tensor {
-        let scale = scalar(io.x_scale) * scalar(io.w_scale);
+    if problem.x.scale == ScaleMode::Tensor || problem.alpha != Factor::ONE {
+        let scales = if problem.x.scale == ScaleMode::Tensor { scalar(io.x_scale) * scalar(io.w_scale) } else { 1.0 };
+        let scale = problem.alpha.value() * scales;
         product.par_iter_mut().for_each(|value| *value *= scale);
     }
     if let Some(dtype) = problem.bias {
         let bias = load_row(dtype, io.bias, n)?;
         product.par_chunks_mut(n).for_each(|row| row.iter_mut().zip(&bias).for_each(|(value, bias)| *value += bias));
+    }
+    match problem.epilogue {
+        Epilogue::None => {}
+        Epilogue::Relu => product.par_iter_mut().for_each(|value| *value = if *value < 0.0 { 0.0 } else { *value }),
+        Epilogue::Gelu => product.par_iter_mut().for_each(|value| *value = gelu(*value)),
     }
     match problem.d {
         DType::F32 => store(io.d.slice_mut::<f32>(span(m, n, ldd)), &product, problem, |value| value, |old| old),
@@ -40,6 +46,12 @@ pub(crate) fn run(problem: &Problem, io: &GemmIo<'_>) -> Result<()> {
         other => return Err(Error::dtype("gemm", "the result", "float32, float16 or bfloat16", other)),
     }
     Ok(())
+}
+
+/// GELU in its tanh approximation, as cuBLAS has it.
+fn gelu(x: f32) -> f32 {
+    let inner = (2.0 / std::f32::consts::PI).sqrt() * (x + 0.044_715 * x * x * x);
+    0.5 * x * (1.0 + inner.tanh())
 }
 
 /// Elements from the first to the last of a matrix with gaps between its rows.
