@@ -213,6 +213,7 @@ images! {
     Amax = "amax",
     ScaleUpdate = "scale_update",
     Dequantize = "dequantize",
+    Affine = "affine",
     PermuteMap = "permute_map",
     Permute = "permute",
     PermuteCast = "permute_cast",
@@ -245,6 +246,8 @@ kernels! {
     Dequantize1d(Fp8, Float) "dequantize_1d" in Dequantize;
     /// FP8 to high precision, 128 x 128 scales.
     Dequantize2d(Fp8, Float) "dequantize_2d" in Dequantize;
+    /// Scaling, addition and conversion.
+    Affine(Float) "affine" in Affine;
     /// Row map of an MoE permutation from a mask of bytes.
     PermuteMapMaskU8() "permute_map_mask_u8" in PermuteMap;
     /// The same from a mask of 32-bit integers.
@@ -316,6 +319,7 @@ impl KernelId {
                 | Image::CastBlock
                 | Image::Amax
                 | Image::Dequantize
+                | Image::Affine
                 | Image::PermuteMap
                 | Image::Permute
                 | Image::PermuteCast

@@ -1,0 +1,112 @@
+//! `y = alpha * x + r + b`: scaling, addition of a tensor and of a row, conversion between types.
+
+use te_fast_kernels::{Float, KernelId};
+
+use crate::error::{Error, Result};
+use crate::host;
+use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::ops::cast::THREADS;
+use crate::params;
+
+/// Columns of one thread.
+const GROUP: usize = 8;
+
+params! {
+    /// Parameters of `affine_*`.
+    pub struct AffineParams<'a> [64] for Affine => host::affine::run {
+        /// Input `[rows, cols]`.
+        pub x: DevPtr<'a>,
+        /// Tensor to add, of the input's type, or null; may be `y`.
+        pub r: DevPtr<'a>,
+        /// Row to add `[cols]`, or null.
+        pub b: DevPtr<'a>,
+        /// Output `[rows, cols]`; may be `x` of the same type.
+        pub y: DevPtr<'a>,
+        /// Rows.
+        pub rows: u64,
+        /// Columns.
+        pub cols: u64,
+        /// Factor of `x`.
+        pub alpha: f32,
+        /// Type of `y`, as [`Float`].
+        pub y_type: u32,
+        /// Type of `b`, as [`Float`].
+        pub b_type: u32,
+        /// Zero.
+        pub unused: u32,
+    }
+}
+
+/// Shape, types and factor.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AffineSpec {
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// Type of `x` and `r`.
+    pub input: Float,
+    /// Type of `y`.
+    pub output: Float,
+    /// Type of `b`.
+    pub row: Float,
+    /// Factor of `x`.
+    pub alpha: f32,
+}
+
+/// A checked operation.
+#[derive(Clone, Copy, Debug)]
+pub struct AffinePlan {
+    spec: AffineSpec,
+    grid: Grid,
+}
+
+impl AffinePlan {
+    /// Checks `spec` and picks the grid.
+    ///
+    /// # Errors
+    /// A shape beyond what a launch can index.
+    pub fn new(spec: AffineSpec) -> Result<Self> {
+        let groups = spec.cols.div_ceil(GROUP).checked_mul(spec.rows);
+        let blocks = groups.map(|groups| groups.div_ceil(THREADS as usize));
+        let Some(blocks) = blocks.filter(|&blocks| i32::try_from(blocks).is_ok()) else {
+            let got = format!("{} x {}", spec.rows, spec.cols);
+            return Err(Error::shape("affine", "rows x cols", "below 2**42 elements", got));
+        };
+        Ok(Self { spec, grid: Grid::linear(blocks as u32, THREADS) })
+    }
+
+    /// Launches it; nothing for an empty tensor.
+    ///
+    /// # Errors
+    /// A null buffer, or the launch fails.
+    pub fn run(
+        &self,
+        target: &mut Target<'_>,
+        x: DevPtr<'_>,
+        r: DevPtr<'_>,
+        b: DevPtr<'_>,
+        y: DevPtr<'_>,
+    ) -> Result<()> {
+        if self.grid.is_empty() {
+            return Ok(());
+        }
+        if x.is_null() || y.is_null() {
+            return Err(Error::value("affine", "a buffer that the plan needs is null"));
+        }
+        let spec = &self.spec;
+        let params = AffineParams {
+            x,
+            r,
+            b,
+            y,
+            rows: spec.rows as u64,
+            cols: spec.cols as u64,
+            alpha: spec.alpha,
+            y_type: spec.output as u32,
+            b_type: spec.row as u32,
+            unused: 0,
+        };
+        launch(target, KernelId::Affine(spec.input), self.grid, &params)
+    }
+}
