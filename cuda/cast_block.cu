@@ -8,6 +8,9 @@
 //   1D scale_inv (ceil(K/128), up4(M))            scale_inv_t (ceil(M/128), up4(K))
 //   2D scale_inv (ceil(M/128), up4(ceil(K/128)))  scale_inv_t (ceil(K/128), up4(ceil(M/128)))
 //
+// Power-of-two scales of a 1D out_t can be written as bytes, E8M0 with 255 for the padding's zero: a quarter of the
+// memory to keep. Another cast turns them back into what cuBLAS reads, on the way.
+//
 // Launch: blocks = tiles_cols * tiles_rows, ceil(cols / 128) by ceil(rows / 128); 256 threads.
 // Needs:  contiguous x; any rows, cols, alignment of x and out; ld_t the multiple of 16 next to rows, out_t
 //         16-byte aligned. out (with scale_inv) or out_t (with scale_inv_t) may be null.
@@ -27,11 +30,37 @@ struct CastBlockParams {
     const float* noop;  // null: none; *noop == 1 leaves every output as it is
     uint64_t rows, cols, ld_t;
     uint64_t scale_ld, scale_ld_t;  // last dimensions of the scales
+    const uint8_t* packed;          // null: none; scales as bytes, to be unpacked
+    float* unpacked;                // [packed_count]
+    uint64_t packed_count;
     uint32_t tiles_rows, tiles_cols;
     float eps;
     uint32_t pow2;
+    uint32_t byte_scales_t;  // scale_inv_t is bytes; 1D with pow2 alone
+    uint32_t padding;
 };
-static_assert(sizeof(CastBlockParams) == 104);
+static_assert(sizeof(CastBlockParams) == 136);
+
+constexpr uint8_t kZeroByte = 255;
+
+// 1 / scale of a power of two, as its biased exponent. Scales are 2^-120 to 2^127: the inverses 2^-127 to 2^120.
+__device__ inline uint8_t pack_inverse(float scale) {
+    return static_cast<uint8_t>(254 - (__float_as_uint(scale) >> 23));
+}
+
+// 2^(byte - 127); byte 0 is a subnormal.
+__device__ inline float unpack_inverse(uint8_t byte) {
+    const uint32_t bits = byte == 0 ? 0x00400000u : static_cast<uint32_t>(byte) << 23;
+    return byte == kZeroByte ? 0.0f : __uint_as_float(bits);
+}
+
+// Each block turns its share of the packed scales into floats.
+__device__ inline void unpack_scales(const CastBlockParams& p) {
+    const uint64_t stride = static_cast<uint64_t>(gridDim.x) * kTileThreads;
+    for (uint64_t i = static_cast<uint64_t>(blockIdx.x) * kTileThreads + threadIdx.x; i < p.packed_count; i += stride) {
+        p.unpacked[i] = unpack_inverse(p.packed[i]);
+    }
+}
 
 template <Floating In>
 union Shared {
@@ -110,8 +139,11 @@ __device__ void cast_columns_1d(const CastBlockParams& p, const TilePlace& place
         const float scale = block_scale<In, Out>(p, amax);
         column_scale[threadIdx.x] = scale;
         const size_t col = place.col0 + threadIdx.x;
-        if (col < p.scale_ld_t) {
-            p.scale_inv_t[(place.row0 / kTile) * p.scale_ld_t + col] = col < p.cols ? __frcp_rn(scale) : 0.0f;
+        const size_t at = (place.row0 / kTile) * p.scale_ld_t + col;
+        if (col < p.scale_ld_t && p.byte_scales_t != 0) {
+            reinterpret_cast<uint8_t*>(p.scale_inv_t)[at] = col < p.cols ? pack_inverse(scale) : kZeroByte;
+        } else if (col < p.scale_ld_t) {
+            p.scale_inv_t[at] = col < p.cols ? __frcp_rn(scale) : 0.0f;
         }
     }
     __syncthreads();
@@ -172,6 +204,7 @@ __device__ void cast_block_2d(const CastBlockParams& p, const TilePlace& place, 
 template <bool kTwoDimensional, Floating In, Fp8 Out>
 __device__ void cast_block(const CastBlockParams& p) {
     if (p.noop != nullptr && *p.noop == 1.0f) return;
+    if (p.packed != nullptr) unpack_scales(p);
     __shared__ Shared<In> shared;
     const TilePlace place(p.rows, p.cols, blockIdx.x / p.tiles_cols, blockIdx.x % p.tiles_cols);
     const bool vectors = rows_are_vectors<In>(static_cast<const In*>(p.x), p.out, p.cols);

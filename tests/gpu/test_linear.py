@@ -236,7 +236,7 @@ def test_memory_is_flat():
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("name", ["delayed", "current"])
+@pytest.mark.parametrize("name", RECIPES)
 def test_bytes_kept_for_backward(name, frozen):
     layer, x, _ = make(4096, 4096, 1024, torch.bfloat16, bias=False)
     layer.weight.requires_grad_(not frozen)
@@ -247,6 +247,35 @@ def test_bytes_kept_for_backward(name, frozen):
         y = layer(x)
         kept = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
     assert kept <= (0 if frozen else 1.02 * x.numel())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_scales_kept_as_bytes(dtype):
+    """They are the host's, and the weight's gradient is that of FP32 scales."""
+    rows, width = 384, 512  # whole blocks: no gap in the buffer that is kept
+    first, x, grad = make(rows, width, 256, dtype, bias=False)
+    with torch.no_grad():
+        info = torch.finfo(dtype)
+        edges = [0.0, -0.0, info.max, info.tiny, info.smallest_normal / 4]
+        for column, value in enumerate(edges):
+            x[:256, column] = value
+        x[200, 7], x[201, 8] = float("inf"), float("nan")
+    kept, gradients = [], []
+    for device, again in (("cuda", False), ("cuda", True), ("cpu", False)):
+        options = {"device": device, "params_dtype": dtype, "save_original_input": again}
+        layer = te.Linear(width, 256, bias=False, **options)
+        layer.load_state_dict(first.state_dict())
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+        ):
+            step(layer, x.detach().to(device), grad.to(device), Float8BlockScaling())
+        gradients.append(layer.weight.grad)
+    kept = [tensor.cpu() for tensor in kept if tensor.dtype == torch.uint8]
+    assert len(kept) == 2
+    assert kept[0].numel() == rows * width + rows // 128 * width
+    assert torch.equal(kept[0], kept[1])
+    got, wanted = (gradient.nan_to_num(nan=-1.5) for gradient in gradients[:2])
+    assert torch.equal(got, wanted)
 
 
 def test_more_than_2_to_31_elements():

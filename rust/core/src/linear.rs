@@ -12,8 +12,9 @@ use crate::error::Result;
 use crate::gemm::{GemmIo, GemmPlan};
 use crate::kernel::{DevPtr, Target};
 use crate::linear_gemms::{Problems, check_recipe, check_sizes};
-use crate::linear_operands::OperandSpecs;
 pub use crate::linear_operands::Segments;
+use crate::linear_operands::{OperandSpecs, UnpackedScales};
+use crate::ops::cast_block::Unpack;
 use crate::quantizer::{QuantIo, QuantPlan, Quantized};
 use crate::recipe::{Needs, Recipe, Usage, Usages};
 use crate::tensor::{DType, Device};
@@ -129,6 +130,7 @@ pub struct LinearPlan {
     saved: Segments,
     weight: Segments,
     dy_segments: Segments,
+    x_scales: Option<UnpackedScales>,
     x_again_segments: Segments,
     forward_scratch: usize,
     backward_scratch: usize,
@@ -168,7 +170,8 @@ impl LinearPlan {
         let optional = |plan: &Option<QuantPlan>, start, usage| {
             plan.as_ref().map_or_else(Segments::default, |plan| Segments::behind(start, plan, usage))
         };
-        let dy_segments = optional(&dy, 0, usages.grad_output());
+        let mut dy_segments = optional(&dy, 0, usages.grad_output());
+        let x_scales = UnpackedScales::behind(&mut dy_segments, &x);
         let x_again_segments = optional(&x_again, dy_segments.bytes, OperandSpecs::AGAIN);
         let forward_scratch = x_row.bytes + x.scratch_bytes().max(w.scratch_bytes());
         let backward_scratch = x_again_segments.bytes.max(dy_segments.bytes)
@@ -189,6 +192,7 @@ impl LinearPlan {
             saved,
             weight,
             dy_segments,
+            x_scales,
             x_again_segments,
             forward_scratch,
             backward_scratch,
@@ -219,7 +223,7 @@ impl LinearPlan {
         self.weight
     }
 
-    /// Bytes of the quantised gradient, for a caller that keeps it.
+    /// Bytes of the quantised gradient and of what the weight's gradient reads beside it, for a caller that keeps it.
     #[must_use]
     pub fn kept_dy_bytes(&self) -> usize {
         self.dy_segments.bytes
@@ -313,7 +317,9 @@ impl LinearPlan {
         if let Some(dy) = &self.dy {
             let mut dy_io = quant_io(io.dy, dy_row, dy_col, io.slot, workspace, self.backward_spare());
             dy_io.dbias = io.db;
-            dy.run(target, &dy_io)?;
+            let packed = self.saved.col(io.saved).scale;
+            let unpack = self.x_scales.map_or(Unpack::NONE, |scales| scales.unpack(packed, buffer));
+            dy.run_unpacking(target, &dy_io, unpack)?;
         }
         if let Some(dgrad) = &self.dgrad {
             let weight = io.weight.segments.col(io.weight.data);
@@ -329,7 +335,7 @@ impl LinearPlan {
             dgrad.run(target, &gemm)?;
         }
         match wgrad {
-            Some(wgrad) if !io.dw.is_null() => self.run_weight_grad(target, workspace, wgrad, io, dy_col),
+            Some(wgrad) if !io.dw.is_null() => self.run_weight_grad(target, workspace, wgrad, io, buffer),
             _ => Ok(()),
         }
     }
@@ -346,8 +352,7 @@ impl LinearPlan {
     /// A launch's refusal.
     pub fn weight_grad(&self, lane: &mut Lane<'_>, wgrad: &GemmPlan, io: &Backward<'_>) -> Result<()> {
         let Lane { target, workspace } = lane;
-        let (_, dy_col) = self.dy_layouts(io.kept_dy);
-        self.run_weight_grad(target, *workspace, wgrad, io, dy_col)
+        self.run_weight_grad(target, *workspace, wgrad, io, io.kept_dy)
     }
 
     /// The GEMM of a weight gradient that goes into a buffer of the caller's: `main_grad`, added or set.
@@ -381,18 +386,16 @@ impl LinearPlan {
         workspace: Workspace<'_>,
         wgrad: &GemmPlan,
         io: &Backward<'_>,
-        dy: Quantized<'_>,
+        buffer: DevPtr<'_>,
     ) -> Result<()> {
-        let x = match &self.x_again {
-            Some(again) => {
-                let x = self.x_again_segments.col(workspace.scratch);
-                again.run(
-                    target,
-                    &quant_io(io.x, Quantized::NONE, x, io.input_slot, workspace, self.backward_spare()),
-                )?;
-                x
-            }
-            None => self.saved.col(io.saved),
+        let (_, dy) = self.dy_layouts(buffer);
+        let x = if let Some(again) = &self.x_again {
+            let x = self.x_again_segments.col(workspace.scratch);
+            again.run(target, &quant_io(io.x, Quantized::NONE, x, io.input_slot, workspace, self.backward_spare()))?;
+            x
+        } else {
+            let kept = self.saved.col(io.saved);
+            Quantized { scale: self.x_scales.map_or(kept.scale, |scales| scales.of(buffer)), ..kept }
         };
         let gemm = GemmIo {
             x: dy.data,

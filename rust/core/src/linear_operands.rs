@@ -6,6 +6,7 @@ use crate::dispatch::aligned;
 use crate::error::Result;
 use crate::kernel::DevPtr;
 use crate::linear::LinearKey;
+use crate::ops::cast_block::Unpack;
 use crate::quantizer::{QuantPlan, QuantSpec, Quantized};
 use crate::recipe::{Quantization, Recipe, Usage, Usages};
 
@@ -65,6 +66,35 @@ impl Segments {
     }
 }
 
+/// Where backward has the f32 scales of an input whose scales were kept as bytes: behind the gradient's layouts, whose
+/// cast unpacks them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct UnpackedScales {
+    at: usize,
+    count: usize,
+}
+
+impl UnpackedScales {
+    /// Takes the room for those of `x` behind `dy`; none where they were kept as they are.
+    pub(crate) fn behind(dy: &mut Segments, x: &QuantPlan) -> Option<Self> {
+        let (at, count) = (dy.bytes, x.byte_scales());
+        dy.bytes = aligned(at + 4 * count);
+        (count != 0).then_some(Self { at, count })
+    }
+
+    /// What the gradient's cast is to unpack.
+    #[inline]
+    pub(crate) fn unpack<'a>(self, packed: DevPtr<'a>, buffer: DevPtr<'a>) -> Unpack<'a> {
+        Unpack { packed, unpacked: self.of(buffer), count: self.count }
+    }
+
+    /// The f32 scales.
+    #[inline]
+    pub(crate) fn of(self, buffer: DevPtr<'_>) -> DevPtr<'_> {
+        buffer.offset(self.at)
+    }
+}
+
 /// What the quantisations of a layer's operands are planned from.
 pub(crate) struct OperandSpecs<'a> {
     pub(crate) recipe: &'a Recipe,
@@ -80,7 +110,7 @@ impl OperandSpecs<'_> {
     pub(crate) const AGAIN: Usage = Usage { rowwise: false, columnwise: true };
 
     pub(crate) fn x(&self) -> Result<QuantPlan> {
-        self.plan(self.input(), self.usages.input(), false)
+        self.plan(self.input(), self.usages.input(), false)?.with_byte_scales()
     }
 
     pub(crate) fn w(&self) -> Result<QuantPlan> {

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::kernel::{DevPtr, Target};
 use crate::ops::amax::{AmaxBuffers, AmaxPlan, ScaleRule};
 use crate::ops::cast::{CastBuffers, CastPlan, CastSpec};
-use crate::ops::cast_block::{BlockShape, CastBlockBuffers, CastBlockPlan, CastBlockSpec};
+use crate::ops::cast_block::{BlockShape, CastBlockBuffers, CastBlockPlan, CastBlockSpec, Unpack};
 use crate::recipe::{Block, Quantization, Scaling, Usage};
 
 const OP: &str = "quantize";
@@ -134,6 +134,30 @@ impl QuantPlan {
         Ok(plan)
     }
 
+    /// The same with the column layout's scales as bytes where they are powers of two of 1×128 blocks: a quarter of
+    /// the memory, for layouts that are kept. [`QuantPlan::run_unpacking`] of another operand makes them f32 again.
+    ///
+    /// # Errors
+    /// None for a plan that was made.
+    pub fn with_byte_scales(self) -> Result<Self> {
+        let Steps::Block(block, sums) = self.steps else { return Ok(self) };
+        let spec = *block.spec();
+        if !spec.columnwise || !spec.pow2 || spec.block != BlockShape::OneDimensional {
+            return Ok(self);
+        }
+        let block = CastBlockPlan::new(CastBlockSpec { byte_scales_t: true, ..spec })?;
+        Ok(Self::measure(Steps::Block(block, sums)))
+    }
+
+    /// How many scales of the column layout are bytes; 0 where they are f32.
+    #[must_use]
+    pub const fn byte_scales(&self) -> usize {
+        match &self.steps {
+            Steps::Block(block, _) if block.spec().byte_scales_t => self.col_scale_bytes,
+            _ => 0,
+        }
+    }
+
     fn measure(steps: Steps) -> Self {
         let (row_bytes, row_scale_bytes, col_bytes, col_scale_bytes) = match &steps {
             Steps::Delayed(cast) | Steps::Current(_, cast) => {
@@ -201,6 +225,15 @@ impl QuantPlan {
     /// A launch's refusal.
     #[inline]
     pub fn run(&self, target: &mut Target<'_>, io: &QuantIo<'_>) -> Result<()> {
+        self.run_unpacking(target, io, Unpack::NONE)
+    }
+
+    /// Launches it; a block cast unpacks scales of another operand on the way.
+    ///
+    /// # Errors
+    /// A launch's refusal.
+    #[inline]
+    pub fn run_unpacking(&self, target: &mut Target<'_>, io: &QuantIo<'_>, unpack: Unpack<'_>) -> Result<()> {
         let scale_inv = if io.row.data.is_null() { io.col.scale } else { io.row.scale };
         let partial = io.scratch.offset(aligned(SCALE_BYTES));
         let mut buffers = CastBuffers {
@@ -232,7 +265,8 @@ impl QuantPlan {
             Steps::Block(block, sums) => {
                 let (out, out_t) = (io.row.data, io.col.data);
                 let (scale_inv, scale_inv_t) = (io.row.scale, io.col.scale);
-                block.run(target, &CastBlockBuffers { x: io.x, out, out_t, scale_inv, scale_inv_t, noop: io.noop })?;
+                let noop = io.noop;
+                block.run(target, &CastBlockBuffers { x: io.x, out, out_t, scale_inv, scale_inv_t, noop, unpack })?;
                 sums.as_ref().map_or(Ok(()), |sums| sums.run(target, &CastBuffers { scale: DevPtr::null(), ..buffers }))
             }
         }
@@ -255,6 +289,7 @@ fn block_plan(spec: &QuantSpec) -> Result<CastBlockPlan> {
         columnwise: spec.usage.columnwise,
         eps: spec.quantization.amax_epsilon,
         pow2: spec.quantization.power_2_scale,
+        byte_scales_t: false,
     })
 }
 

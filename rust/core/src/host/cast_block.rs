@@ -19,6 +19,7 @@ pub(crate) fn run(p: &CastBlockParams<'_>, id: KernelId) -> Result<()> {
     if is_noop(p.noop) {
         return Ok(());
     }
+    unpack_scales(p);
     match id {
         KernelId::CastBlock1d(input, output) => dispatch_types!(input, output, cast_1d(p)),
         KernelId::CastBlock2d(input, output) => dispatch_types!(input, output, cast_2d(p)),
@@ -40,7 +41,7 @@ fn cast_1d<T: Real, F: Format>(p: &CastBlockParams<'_>) {
             block_scale::<T, F>(p, amax_bits(&line[block * TILE..cols.min((block + 1) * TILE)]))
         });
         encode_rows::<T, F>(p, x, |row, col| scales[row * cols.div_ceil(TILE) + col / TILE]);
-        store_scales(
+        store_scales::<f32>(
             p.scale_inv.slice_mut(cols.div_ceil(TILE) * p.scale_ld as usize),
             p.scale_ld,
             rows,
@@ -53,10 +54,13 @@ fn cast_1d<T: Real, F: Format>(p: &CastBlockParams<'_>) {
         transpose_with(p.out_t, rows, cols, p.ld_t as usize, |row, col| {
             F::encode(x[row * cols + col].to_f32() * scales[row / TILE * cols + col])
         });
-        let lines = rows.div_ceil(TILE);
-        store_scales(p.scale_inv_t.slice_mut(lines * p.scale_ld_t as usize), p.scale_ld_t, cols, |block, col| {
-            scales[block * cols + col]
-        });
+        let length = rows.div_ceil(TILE) * p.scale_ld_t as usize;
+        let scale = |block: usize, col: usize| scales[block * cols + col];
+        if p.byte_scales_t == 0 {
+            store_scales(p.scale_inv_t.slice_mut::<f32>(length), p.scale_ld_t, cols, scale);
+        } else {
+            store_scales(p.scale_inv_t.slice_mut::<u8>(length), p.scale_ld_t, cols, scale);
+        }
     }
 }
 
@@ -90,7 +94,7 @@ fn cast_2d<T: Real, F: Format>(p: &CastBlockParams<'_>) {
     let scale_at = |row: usize, col: usize| scales[row / TILE * blocks + col / TILE];
     if !p.out.is_null() {
         encode_rows::<T, F>(p, x, scale_at);
-        store_scales(p.scale_inv.slice_mut(lines * p.scale_ld as usize), p.scale_ld, blocks, |line, block| {
+        store_scales::<f32>(p.scale_inv.slice_mut(lines * p.scale_ld as usize), p.scale_ld, blocks, |line, block| {
             scales[line * blocks + block]
         });
     }
@@ -98,9 +102,12 @@ fn cast_2d<T: Real, F: Format>(p: &CastBlockParams<'_>) {
         transpose_with(p.out_t, rows, cols, p.ld_t as usize, |row, col| {
             F::encode(x[row * cols + col].to_f32() * scale_at(row, col))
         });
-        store_scales(p.scale_inv_t.slice_mut(blocks * p.scale_ld_t as usize), p.scale_ld_t, lines, |block, line| {
-            scales[line * blocks + block]
-        });
+        store_scales::<f32>(
+            p.scale_inv_t.slice_mut(blocks * p.scale_ld_t as usize),
+            p.scale_ld_t,
+            lines,
+            |block, line| scales[line * blocks + block],
+        );
     }
 }
 
@@ -133,10 +140,68 @@ fn encode_rows<T: Real, F: Format>(p: &CastBlockParams<'_>, x: &[T], scale: impl
 }
 
 /// Stores `1 / scale(line, i)` for `i < width` and zeros up to the leading dimension.
-fn store_scales(out: &mut [f32], ld: u64, width: usize, scale: impl Fn(usize, usize) -> f32) {
+fn store_scales<T: Inverse>(out: &mut [T], ld: u64, width: usize, scale: impl Fn(usize, usize) -> f32) {
     for (line, out) in out.chunks_mut((ld as usize).max(1)).enumerate() {
         for (i, out) in out.iter_mut().enumerate() {
-            *out = if i < width { 1.0 / scale(line, i) } else { 0.0 };
+            *out = if i < width { T::of_scale(scale(line, i)) } else { T::ZERO };
         }
+    }
+}
+
+/// A stored inverse scale.
+trait Inverse: Copy {
+    const ZERO: Self;
+    fn of_scale(scale: f32) -> Self;
+}
+
+impl Inverse for f32 {
+    const ZERO: Self = 0.0;
+    fn of_scale(scale: f32) -> Self {
+        1.0 / scale
+    }
+}
+
+/// The inverse of a power of two as its biased exponent; 255 stands for zero.
+impl Inverse for u8 {
+    const ZERO: Self = 255;
+    fn of_scale(scale: f32) -> Self {
+        (254 - (scale.to_bits() >> 23)) as Self
+    }
+}
+
+fn unpack_inverse(byte: u8) -> f32 {
+    match byte {
+        0 => f32::from_bits(0x0040_0000), // 2^-127, a subnormal
+        <u8 as Inverse>::ZERO => 0.0,
+        exponent => f32::from_bits(u32::from(exponent) << 23),
+    }
+}
+
+fn unpack_scales(p: &CastBlockParams<'_>) {
+    let count = p.packed_count as usize;
+    let unpacked = p.unpacked.slice_mut::<f32>(count);
+    unpacked.iter_mut().zip(p.packed.slice::<u8>(count)).for_each(|(out, &byte)| *out = unpack_inverse(byte));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::fp8::scale_from_amax;
+
+    #[test]
+    fn every_power_of_two_scale_survives_as_a_byte() {
+        let limits = [f32::MAX, f32::from_bits(0x7f7f_0000), 65504.0];
+        // Every exponent of an amax, with the mantissas at its ends: subnormals, zero, infinity and NaN included.
+        let amaxes = (0..=0xff_u32).flat_map(|exponent| [0, 1, 0x0040_0000, 0x007f_ffff].map(|m| exponent << 23 | m));
+        for amax in amaxes.map(f32::from_bits) {
+            for (fp8_max, for_inf) in [448.0, 57344.0].into_iter().flat_map(|fp8| limits.map(|limit| (fp8, limit))) {
+                for eps in [0.0, 1e-38, 1e30] {
+                    let scale = scale_from_amax(amax, fp8_max, eps, for_inf, true);
+                    let kept = unpack_inverse(u8::of_scale(scale));
+                    assert_eq!(kept.to_bits(), (1.0 / scale).to_bits(), "amax {amax}, scale {scale}");
+                }
+            }
+        }
+        assert_eq!(unpack_inverse(u8::ZERO).to_bits(), 0);
     }
 }

@@ -14,7 +14,7 @@ const SCALE_ALIGN: usize = 4;
 
 params! {
     /// Parameters of `cast_block_1d_*` and `cast_block_2d_*`.
-    pub struct CastBlockParams<'a> [104] for CastBlock1d | CastBlock2d => host::cast_block::run {
+    pub struct CastBlockParams<'a> [136] for CastBlock1d | CastBlock2d => host::cast_block::run {
         /// Input `[rows, cols]`.
         pub x: DevPtr<'a>,
         /// FP8 bytes `[rows, cols]`, or null.
@@ -37,6 +37,12 @@ params! {
         pub scale_ld: u64,
         /// Last dimension of `scale_inv_t`.
         pub scale_ld_t: u64,
+        /// Scales as bytes that this launch unpacks, or null.
+        pub packed: DevPtr<'a>,
+        /// Where their f32 go.
+        pub unpacked: DevPtr<'a>,
+        /// How many.
+        pub packed_count: u64,
         /// Tiles along the rows.
         pub tiles_rows: u32,
         /// Tiles along the columns.
@@ -45,6 +51,10 @@ params! {
         pub eps: f32,
         /// Round scales down to powers of two.
         pub pow2: u32,
+        /// Scales of `out_t` are bytes.
+        pub byte_scales_t: u32,
+        /// Zero.
+        pub padding: u32,
     }
 }
 
@@ -59,6 +69,7 @@ pub enum BlockShape {
 
 /// What a block cast does, apart from where its buffers are.
 #[derive(Clone, Copy, Debug, PartialEq)]
+#[expect(clippy::struct_excessive_bools, reason = "facts that do not depend on each other")]
 pub struct CastBlockSpec {
     /// Rows of the input.
     pub rows: usize,
@@ -78,6 +89,24 @@ pub struct CastBlockSpec {
     pub eps: f32,
     /// Round scales down to powers of two.
     pub pow2: bool,
+    /// Write the transposed layout's scales as bytes, which a later cast unpacks; 1 x 128 and `pow2` alone.
+    pub byte_scales_t: bool,
+}
+
+/// Scales that were written as bytes and are needed as f32: the exponents of powers of two, 255 for zero.
+#[derive(Clone, Copy, Debug)]
+pub struct Unpack<'a> {
+    /// The bytes; null for none.
+    pub packed: DevPtr<'a>,
+    /// The f32.
+    pub unpacked: DevPtr<'a>,
+    /// How many.
+    pub count: usize,
+}
+
+impl Unpack<'_> {
+    /// Nothing to unpack.
+    pub const NONE: Self = Self { packed: DevPtr::null(), unpacked: DevPtr::null(), count: 0 };
 }
 
 /// Buffers of one block cast; null where the plan has no use for one.
@@ -91,10 +120,12 @@ pub struct CastBlockBuffers<'a> {
     pub out_t: DevPtr<'a>,
     /// f32 of [`CastBlockPlan::scale_shape`].
     pub scale_inv: DevPtr<'a>,
-    /// f32 of [`CastBlockPlan::scale_t_shape`].
+    /// f32 of [`CastBlockPlan::scale_t_shape`], bytes with `byte_scales_t`.
     pub scale_inv_t: DevPtr<'a>,
     /// One f32, or null; 1.0 leaves every output as it is.
     pub noop: DevPtr<'a>,
+    /// Scales of another tensor to unpack in the same launch.
+    pub unpack: Unpack<'a>,
 }
 
 /// A checked block cast: kernel and grid are chosen.
@@ -129,6 +160,9 @@ impl CastBlockPlan {
             return Err(Error::value("cast_block", "no output is asked for; ask for rowwise or columnwise"));
         }
         check_eps("cast_block", spec.eps)?;
+        if spec.byte_scales_t && !(spec.pow2 && spec.block == BlockShape::OneDimensional) {
+            return Err(Error::value("cast_block", "scales as bytes are powers of two, of 1x128 blocks"));
+        }
         let tiles = tiles("cast_block", spec.rows, spec.cols)?;
         let kernel = match spec.block {
             BlockShape::OneDimensional => KernelId::CastBlock1d(spec.input, spec.output),
@@ -190,7 +224,8 @@ impl CastBlockPlan {
     /// Size of the transposed layout's scales.
     #[must_use]
     pub const fn scale_t_bytes(&self) -> usize {
-        if self.spec.columnwise { self.scale_t_shape[0] * self.scale_t_shape[1] * 4 } else { 0 }
+        let bytes = if self.spec.byte_scales_t { 1 } else { 4 };
+        if self.spec.columnwise { self.scale_t_shape[0] * self.scale_t_shape[1] * bytes } else { 0 }
     }
 
     /// Launches the cast; nothing for an empty tensor, none of whose outputs has an element.
@@ -225,10 +260,15 @@ impl CastBlockPlan {
             ld_t: self.ld_t as u64,
             scale_ld: self.scale_shape[1] as u64,
             scale_ld_t: self.scale_t_shape[1] as u64,
+            packed: b.unpack.packed,
+            unpacked: b.unpack.unpacked,
+            packed_count: b.unpack.count as u64,
             tiles_rows: self.tiles.0,
             tiles_cols: self.tiles.1,
             eps: spec.eps,
             pow2: u32::from(spec.pow2),
+            byte_scales_t: u32::from(spec.byte_scales_t),
+            padding: 0,
         };
         launch(target, self.kernel, self.grid, &params)
     }
