@@ -30,4 +30,18 @@ __device__ inline void launch_dependents() {
 #endif
 }
 
+// ex2.approx.ftz.f32: 2^x within 2 ulp; a result below 2^-126 is 0.
+__device__ inline float exp2_fast(float x) {
+    float value;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
+
+// rcp.approx.ftz.f32: 1 / x within 1 ulp; a result below 2^-126 is 0.
+__device__ inline float reciprocal_fast(float x) {
+    float value;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
+    return value;
+}
+
 }  // namespace te_fast::ptx

@@ -98,10 +98,16 @@ __device__ inline void clear_outside(uint2 (&bytes)[kPatch], const TilePlace& pl
     }
 }
 
-// Writes the tile transposed: out_t[col][row] with leading dimension `ld` (a multiple of 16, 16-byte aligned base),
-// rows up to `ld` included. Contains one barrier, before which nothing of `buffer` may be in use.
+// Column `col` of the tile's tensor is column `col` of the output.
+struct SameColumn {
+    __device__ size_t operator()(size_t col) const { return col; }
+};
+
+// Writes the tile transposed: out_t[column(col)][row] with leading dimension `ld` (a multiple of 16, 16-byte aligned
+// base), rows up to `ld` included. Contains one barrier, before which nothing of `buffer` may be in use.
+template <typename Column = SameColumn>
 __device__ inline void store_transposed(uint8_t* out_t, size_t ld, const TilePlace& place, const uint2 (&bytes)[kPatch],
-                                        TransposeBuffer& buffer) {
+                                        TransposeBuffer& buffer, Column column = {}) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         uint32_t low[4], high[4];
@@ -128,7 +134,7 @@ __device__ inline void store_transposed(uint8_t* out_t, size_t ld, const TilePla
         const int key = col / kPatch;
         uint4 value = *reinterpret_cast<const uint4*>(&buffer.slot[col][2 * (chunk ^ (key / 2))]);
         if (key % 2 != 0) value = make_uint4(value.z, value.w, value.x, value.y);
-        *reinterpret_cast<uint4*>(out_t + (place.col0 + col) * ld + row) = value;
+        *reinterpret_cast<uint4*>(out_t + column(place.col0 + col) * ld + row) = value;
     }
 }
 

@@ -12,6 +12,8 @@ __all__ = [
     "LinearHandle",
     "LinearSaved",
     "Recipe",
+    "activation",
+    "activation_backward",
     "auto_pad",
     "autocast_callbacks",
     "autocast_objects",
@@ -147,6 +149,21 @@ class Recipe:
     ) -> Self: ...
     def __eq__(self, value: object, /) -> bool: ...
 
+def activation(
+    x: Tensor,
+    function: tuple[str, int, float, float, float, float, float],
+    outputs: tuple[Tensor | None, ...],
+    scales: tuple[Tensor | None, ...],
+    /,
+) -> None: ...
+def activation_backward(
+    dy: Tensor,
+    x: Tensor,
+    function: tuple[str, int, float, float, float, float, float],
+    outputs: tuple[Tensor | None, ...],
+    scales: tuple[Tensor | None, ...],
+    /,
+) -> None: ...
 def auto_pad() -> bool: ...
 def autocast_callbacks(prepare: Any, update: Any, /) -> None: ...
 def autocast_objects() -> Any: ...

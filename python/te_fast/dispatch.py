@@ -13,15 +13,27 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from te_fast._dispatch_activation import (
+    ActivationFunction,
+    ActivationOutputs,
+    activation,
+    activation_backward,
+    activation_outputs,
+)
 from te_fast.common.recipe import Recipe
 from te_fast.errors import ShapeError
 from te_fast.pytorch import _ops
 from te_fast.pytorch._delayed import fp8_dtype, native_recipe
 
 __all__ = [
+    "ActivationFunction",
+    "ActivationOutputs",
     "DeviceFacts",
     "Launch",
     "QuantizedTensor",
+    "activation",
+    "activation_backward",
+    "activation_outputs",
     "auto_pad",
     "counters",
     "cuda_driver_version",

@@ -219,6 +219,8 @@ images! {
     PermuteCast = "permute_cast",
     PermuteMerge = "permute_merge",
     Pad = "pad",
+    Activation = "activation",
+    ActivationBackward = "activation_backward",
 }
 
 kernels! {
@@ -272,6 +274,14 @@ kernels! {
     UnpermuteBwd(Float) "unpermute_bwd" in PermuteMerge;
     /// Rows moved in segments: padding, unpadding, chunk sorting.
     PadRows() "pad_rows" in Pad;
+    /// Activation function, with or without a cast to FP8.
+    Activation(Float) "activation" in Activation;
+    /// The same of two halves.
+    ActivationGated(Float) "activation_gated" in Activation;
+    /// Gradient of an activation function, with or without a cast to FP8, column sums and row sums.
+    ActivationBackward(Float) "activation_backward" in ActivationBackward;
+    /// The same of two halves.
+    ActivationGatedBackward(Float) "activation_gated_backward" in ActivationBackward;
 }
 
 const BASES: [usize; FAMILIES] = {
@@ -325,6 +335,8 @@ impl KernelId {
                 | Image::PermuteCast
                 | Image::PermuteMerge
                 | Image::Pad
+                | Image::Activation
+                | Image::ActivationBackward
         )
     }
 }

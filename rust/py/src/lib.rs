@@ -2,6 +2,7 @@
 
 mod autocast;
 mod dispatch;
+mod dispatch_activation;
 mod error;
 mod layer;
 mod linear;
@@ -31,6 +32,8 @@ mod _native {
         inventory, note_optimizer_step, quantize, record, recorded, release_memory, reset_counters, set_auto_pad,
         set_check_device, stage_clock, stage_nanoseconds,
     };
+    #[pymodule_export]
+    use crate::dispatch_activation::{activation, activation_backward};
     #[pymodule_export]
     use crate::layer::{Geometry, LinearHandle, LinearSaved};
     #[pymodule_export]

@@ -1,6 +1,8 @@
 //! The host backend: a Rust kernel for every kernel id, on the same parameter structs, with the same numbers.
 //! One file per op; `params!` binds them to the structs in `ops/`.
 
+pub(crate) mod activation;
+pub(crate) mod activation_backward;
 pub(crate) mod affine;
 pub(crate) mod amax;
 pub(crate) mod cast;

@@ -1,6 +1,8 @@
 //! Operations: one file per op family, each with its parameter struct, a plan that checks shapes and picks the
 //! kernel and grid once, and a `run` that fills the struct and launches.
 
+pub mod activation;
+pub mod activation_backward;
 pub mod affine;
 pub mod amax;
 pub mod cast;

@@ -1,0 +1,371 @@
+//! Gradient of the activation functions in one pass: in high precision, as FP8 in either layout, with the bias
+//! gradient of the linear layer before and the gradient of a factor per row.
+
+use te_fast_kernels::{Float, Fp8, KernelId};
+
+use crate::dispatch::COUNTER_BYTES;
+use crate::error::{Error, Result};
+use crate::host;
+use crate::kernel::{DevPtr, Target, launch};
+use crate::ops::activation::{Activation, Shape, Tiling, check_outputs};
+use crate::ops::cast::aligned;
+use crate::params;
+
+params! {
+    /// Parameters of `activation_backward_*` and `activation_gated_backward_*`.
+    pub struct ActivationBackwardParams<'a> [184] for ActivationBackward | ActivationGatedBackward
+        => host::activation_backward::run {
+        /// Gradient of the result `[rows, cols]`.
+        pub dy: DevPtr<'a>,
+        /// Input of the forward `[rows, cols]`, gated `[rows, 2 * cols]`.
+        pub x: DevPtr<'a>,
+        /// Gradient of the input in its type, or null.
+        pub dx: DevPtr<'a>,
+        /// The same as FP8 bytes, or null.
+        pub out: DevPtr<'a>,
+        /// The same transposed, `[cols of x, ld_t]`, or null.
+        pub out_t: DevPtr<'a>,
+        /// Factor per row, or null.
+        pub row_scale: DevPtr<'a>,
+        /// Its gradient `[rows]`, or null.
+        pub row_scale_grad: DevPtr<'a>,
+        /// One f32; null casts nothing.
+        pub scale: DevPtr<'a>,
+        /// One f32, or null.
+        pub scale_inv: DevPtr<'a>,
+        /// One f32 that is raised to the gradient's amax, or null.
+        pub amax: DevPtr<'a>,
+        /// One f32, or null; 1.0 leaves every output as it is.
+        pub noop: DevPtr<'a>,
+        /// Column sums of the gradient, in the input's type, or null.
+        pub dbias: DevPtr<'a>,
+        /// Sums of the tiles: f32 `[tiles_rows, cols of x]` for `dbias`, then `[tiles_cols, rows]`.
+        pub partial: DevPtr<'a>,
+        /// Arrival counters, u32 `[4 * halves * tiles_cols]` for `dbias`, then `[tiles_rows]`; zero between launches.
+        pub counters: DevPtr<'a>,
+        /// Rows.
+        pub rows: u64,
+        /// Columns of the result.
+        pub cols: u64,
+        /// Leading dimension of `out_t`.
+        pub ld_t: u64,
+        /// Constant of the swish and clamped curves.
+        pub alpha: f32,
+        /// Constant of the clamped curve.
+        pub limit: f32,
+        /// Constant of the clamped curve.
+        pub offset: f32,
+        /// Constant of the bounded swish.
+        pub beta1: f32,
+        /// Constant of the bounded swish.
+        pub beta2: f32,
+        /// Number of the curve.
+        pub curve: u32,
+        /// Type of `row_scale` and its gradient, as [`Float`].
+        pub row_scale_kind: u32,
+        /// Columns of one block of interleaved halves; 0: side by side.
+        pub interleave: u32,
+        /// FP8 type: 0 is E4M3, 1 is E5M2.
+        pub e5m2: u32,
+        /// Tiles along the rows.
+        pub tiles_rows: u32,
+        /// Tiles along the columns.
+        pub tiles_cols: u32,
+        /// Zero.
+        pub unused: u32,
+    }
+}
+
+/// What a gradient of an activation does, apart from where its buffers are.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts, each named where it is set")]
+pub struct ActivationBackwardSpec {
+    /// Rows.
+    pub rows: usize,
+    /// Columns of the forward's result.
+    pub cols: usize,
+    /// The function.
+    pub activation: Activation,
+    /// Gated: the halves alternate in blocks of this many columns; 0: side by side.
+    pub interleave: usize,
+    /// Type of the forward's input, of both gradients in high precision and of the column sums.
+    pub input: Float,
+    /// Write the gradient in high precision.
+    pub high: bool,
+    /// Type of the FP8 gradient; `None` casts nothing.
+    pub fp8: Option<Fp8>,
+    /// Write the FP8 row layout.
+    pub rowwise: bool,
+    /// Write the FP8 transposed layout.
+    pub columnwise: bool,
+    /// Write the column sums of the gradient.
+    pub dbias: bool,
+    /// Type of a factor per row of the forward's result, where there is one.
+    pub row_scale: Option<Float>,
+    /// Write that factor's gradient, in its type.
+    pub row_scale_grad: bool,
+}
+
+/// Buffers of one gradient; null where the plan has no use for one.
+#[derive(Clone, Copy, Debug)]
+pub struct ActivationBackwardBuffers<'a> {
+    /// Gradient of the result `[rows, cols]`, contiguous.
+    pub dy: DevPtr<'a>,
+    /// Input of the forward `[rows, halves * cols]`, contiguous.
+    pub x: DevPtr<'a>,
+    /// [`ActivationBackwardPlan::dx_bytes`].
+    pub dx: DevPtr<'a>,
+    /// [`ActivationBackwardPlan::out_bytes`], any alignment; 8 bytes is fast.
+    pub out: DevPtr<'a>,
+    /// [`ActivationBackwardPlan::out_t_bytes`], 16-byte aligned.
+    pub out_t: DevPtr<'a>,
+    /// Factors `[rows]`.
+    pub row_scale: DevPtr<'a>,
+    /// Their gradient `[rows]`.
+    pub row_scale_grad: DevPtr<'a>,
+    /// One f32.
+    pub scale: DevPtr<'a>,
+    /// One f32 that receives `1 / scale`, or null.
+    pub scale_inv: DevPtr<'a>,
+    /// One f32 that is raised to the amax of the unrounded, unscaled gradient, or null.
+    pub amax: DevPtr<'a>,
+    /// One f32, or null; 1.0 leaves every output as it is.
+    pub noop: DevPtr<'a>,
+    /// [`ActivationBackwardPlan::dbias_bytes`].
+    pub dbias: DevPtr<'a>,
+    /// [`ActivationBackwardPlan::partial_bytes`], 16-byte aligned, of any content.
+    pub partial: DevPtr<'a>,
+    /// [`ActivationBackwardPlan::counter_bytes`], zeroed once when allocated. One launch at a time may use them.
+    pub counters: DevPtr<'a>,
+}
+
+impl ActivationBackwardBuffers<'_> {
+    /// No buffer at all; callers set those that their plan needs.
+    pub const NONE: Self = Self {
+        dy: DevPtr::null(),
+        x: DevPtr::null(),
+        dx: DevPtr::null(),
+        out: DevPtr::null(),
+        out_t: DevPtr::null(),
+        row_scale: DevPtr::null(),
+        row_scale_grad: DevPtr::null(),
+        scale: DevPtr::null(),
+        scale_inv: DevPtr::null(),
+        amax: DevPtr::null(),
+        noop: DevPtr::null(),
+        dbias: DevPtr::null(),
+        partial: DevPtr::null(),
+        counters: DevPtr::null(),
+    };
+}
+
+/// A checked gradient: kernel and grid are chosen.
+#[derive(Clone, Copy, Debug)]
+pub struct ActivationBackwardPlan {
+    spec: ActivationBackwardSpec,
+    kernel: KernelId,
+    tiling: Tiling,
+}
+
+const OP: &str = "activation_backward";
+
+impl ActivationBackwardPlan {
+    /// Checks `spec` and picks the kernel.
+    ///
+    /// # Errors
+    /// A shape beyond what a launch or the counters can index, an interleave size or constants that do not fit, the
+    /// gradient of a factor that is not there, or nothing to write.
+    pub fn new(spec: ActivationBackwardSpec) -> Result<Self> {
+        let ActivationBackwardSpec { rows, cols, activation, interleave, input, .. } = spec;
+        let other = spec.high || spec.dbias || spec.row_scale_grad;
+        check_outputs(OP, other, spec.fp8, spec.rowwise || spec.columnwise)?;
+        if spec.row_scale_grad && spec.row_scale.is_none() {
+            return Err(Error::value(OP, "the gradient of the row scale needs a row scale"));
+        }
+        let tiling = Shape { op: OP, rows, cols, activation, interleave }.tiling(spec.columnwise)?;
+        let kernel = if activation.is_gated() {
+            KernelId::ActivationGatedBackward(input)
+        } else {
+            KernelId::ActivationBackward(input)
+        };
+        let plan = Self { spec, kernel, tiling };
+        if plan.counter_bytes() > COUNTER_BYTES {
+            let counters = plan.counter_bytes() / size_of::<u32>();
+            return Err(Error::shape(OP, "rows and columns", "of at most 16384 arrival counters", counters));
+        }
+        Ok(plan)
+    }
+
+    /// What the plan was made for.
+    #[must_use]
+    pub const fn spec(&self) -> &ActivationBackwardSpec {
+        &self.spec
+    }
+
+    /// Columns of the forward's input.
+    const fn input_cols(&self) -> usize {
+        self.spec.activation.halves() * self.spec.cols
+    }
+
+    /// Leading dimension of the transposed layout: rows, rounded up to 16; the padding is zero.
+    #[must_use]
+    pub const fn transposed_ld(&self) -> usize {
+        self.tiling.ld_t
+    }
+
+    /// Size of the gradient in high precision.
+    #[must_use]
+    pub const fn dx_bytes(&self) -> usize {
+        if self.spec.high { self.spec.rows * self.input_cols() * self.spec.input.size() } else { 0 }
+    }
+
+    /// Size of the FP8 row layout.
+    #[must_use]
+    pub const fn out_bytes(&self) -> usize {
+        if self.spec.rowwise { self.spec.rows * self.input_cols() } else { 0 }
+    }
+
+    /// Size of the FP8 transposed layout.
+    #[must_use]
+    pub const fn out_t_bytes(&self) -> usize {
+        self.tiling.ld_t * self.input_cols()
+    }
+
+    /// Size of the column sums.
+    #[must_use]
+    pub const fn dbias_bytes(&self) -> usize {
+        if self.spec.dbias { self.input_cols() * self.spec.input.size() } else { 0 }
+    }
+
+    /// Size of the arrival counters.
+    #[must_use]
+    pub const fn counter_bytes(&self) -> usize {
+        let Tiling { tiles_rows, tiles_cols, .. } = self.tiling;
+        let columns = if self.spec.dbias { tiles_cols as usize * 4 * self.spec.activation.halves() } else { 0 };
+        let rows = if self.spec.row_scale_grad { tiles_rows as usize } else { 0 };
+        (columns + rows) * size_of::<u32>()
+    }
+
+    /// Size of the tiles' sums.
+    #[must_use]
+    pub const fn partial_bytes(&self) -> usize {
+        let Tiling { tiles_rows, tiles_cols, .. } = self.tiling;
+        let columns = if self.spec.dbias { tiles_rows as usize * self.input_cols() } else { 0 };
+        let rows = if self.spec.row_scale_grad { tiles_cols as usize * self.spec.rows } else { 0 };
+        (columns + rows) * size_of::<f32>()
+    }
+
+    /// Launches the gradient.
+    ///
+    /// # Errors
+    /// A buffer that the plan needs is null or misaligned, or the launch fails.
+    #[inline]
+    pub fn run(&self, target: &mut Target<'_>, buffers: &ActivationBackwardBuffers<'_>) -> Result<()> {
+        self.check(target.is_host(), buffers)?;
+        launch(target, self.kernel, self.tiling.grid, &self.params(buffers))
+    }
+
+    #[inline]
+    fn params<'a>(&self, b: &ActivationBackwardBuffers<'a>) -> ActivationBackwardParams<'a> {
+        let (spec, constants) = (&self.spec, self.spec.activation.constants());
+        let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
+        let (casts, sums) = (spec.fp8.is_some(), spec.dbias || spec.row_scale_grad);
+        ActivationBackwardParams {
+            dy: b.dy,
+            x: b.x,
+            dx: used(spec.high, b.dx),
+            out: used(spec.rowwise, b.out),
+            out_t: used(spec.columnwise, b.out_t),
+            row_scale: used(spec.row_scale.is_some(), b.row_scale),
+            row_scale_grad: used(spec.row_scale_grad, b.row_scale_grad),
+            scale: used(casts, b.scale),
+            scale_inv: used(casts, b.scale_inv),
+            amax: used(casts, b.amax),
+            noop: b.noop,
+            dbias: used(spec.dbias, b.dbias),
+            partial: used(sums, b.partial),
+            counters: used(sums, b.counters),
+            rows: spec.rows as u64,
+            cols: spec.cols as u64,
+            ld_t: self.tiling.ld_t as u64,
+            alpha: constants.alpha,
+            limit: constants.limit,
+            offset: constants.offset,
+            beta1: constants.beta1,
+            beta2: constants.beta2,
+            curve: spec.activation.curve() as u32,
+            row_scale_kind: spec.row_scale.map_or(0, |float| float as u32),
+            interleave: spec.interleave as u32,
+            e5m2: u32::from(spec.fp8 == Some(Fp8::E5m2)),
+            tiles_rows: self.tiling.tiles_rows,
+            tiles_cols: self.tiling.tiles_cols,
+            unused: 0,
+        }
+    }
+
+    /// Every buffer that the kernel will use is there, and aligned where it must be.
+    fn check(&self, host: bool, b: &ActivationBackwardBuffers<'_>) -> Result<()> {
+        let spec = &self.spec;
+        let filled = spec.rows != 0 && spec.cols != 0;
+        let sums = (spec.dbias && spec.cols != 0) || (spec.row_scale_grad && spec.rows != 0);
+        let missing = (filled
+            && (b.dy.is_null()
+                || b.x.is_null()
+                || (spec.high && b.dx.is_null())
+                || (spec.rowwise && b.out.is_null())
+                || (spec.columnwise && b.out_t.is_null())
+                || (spec.row_scale.is_some() && b.row_scale.is_null())))
+            || (spec.fp8.is_some() && b.scale.is_null())
+            || (spec.dbias && spec.cols != 0 && b.dbias.is_null())
+            || (spec.row_scale_grad && spec.rows != 0 && b.row_scale_grad.is_null())
+            // The host backend sums without a workspace.
+            || (!host && sums && (b.counters.is_null() || b.partial.is_null()));
+        if missing {
+            return Err(Error::value(OP, "a buffer that the plan needs is null"));
+        }
+        if !host && spec.columnwise {
+            aligned(OP, "the transposed output", b.out_t)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SPEC: ActivationBackwardSpec = ActivationBackwardSpec {
+        rows: 130,
+        cols: 24,
+        activation: Activation::Swiglu,
+        interleave: 8,
+        input: Float::Bf16,
+        high: true,
+        fp8: Some(Fp8::E5m2),
+        rowwise: true,
+        columnwise: true,
+        dbias: true,
+        row_scale: Some(Float::F32),
+        row_scale_grad: true,
+    };
+
+    #[test]
+    fn sizes_follow_the_outputs() -> Result<()> {
+        let plan = ActivationBackwardPlan::new(SPEC)?;
+        assert_eq!((plan.dx_bytes(), plan.out_bytes(), plan.out_t_bytes()), (130 * 96, 130 * 48, 144 * 48));
+        assert_eq!((plan.dbias_bytes(), plan.counter_bytes()), (96, 4 * (8 + 2)));
+        assert_eq!(plan.partial_bytes(), 4 * (2 * 48 + 130));
+        Ok(())
+    }
+
+    #[test]
+    fn what_does_not_fit_is_an_error() {
+        let refused = |spec| assert!(ActivationBackwardPlan::new(spec).is_err(), "{spec:?}");
+        refused(ActivationBackwardSpec { row_scale: None, ..SPEC });
+        refused(ActivationBackwardSpec { interleave: 7, ..SPEC });
+        refused(ActivationBackwardSpec { rows: 128 * 16384, ..SPEC });
+        let nothing = ActivationBackwardSpec { fp8: None, rowwise: false, columnwise: false, high: false, ..SPEC };
+        refused(ActivationBackwardSpec { dbias: false, row_scale_grad: false, ..nothing });
+        assert!(ActivationBackwardPlan::new(nothing).is_ok());
+    }
+}
