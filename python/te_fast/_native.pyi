@@ -1,4 +1,5 @@
 # The native module, as rust/py/src/lib.rs exports it; checked by mypy.stubtest in `make lint`.
+from collections.abc import Sequence
 from typing import Any, final
 
 from torch import Tensor
@@ -11,7 +12,10 @@ __all__ = [
     "Geometry",
     "LinearHandle",
     "LinearSaved",
+    "Program",
+    "ProgramSaved",
     "Recipe",
+    "WeightHandle",
     "activation",
     "activation_backward",
     "auto_pad",
@@ -49,6 +53,13 @@ __all__ = [
     "moe_unpermute_backward",
     "note_optimizer_step",
     "note_scale_change",
+    "program_apply",
+    "program_autograd_forward",
+    "program_backward",
+    "program_backward_dw",
+    "program_module_call",
+    "program_run_backward",
+    "program_run_forward",
     "quantize",
     "record",
     "recorded",
@@ -129,6 +140,77 @@ class LinearHandle:
     def weight_cache(self) -> tuple[Tensor, int, bool, bool] | None: ...
 
 @final
+class WeightHandle:
+    fuse_wgrad_accumulation: bool
+    delay_wgrad_compute: bool
+    def __new__(cls, name: str) -> Self: ...
+    @property
+    def name(self) -> str: ...
+    def deferred_count(self) -> int: ...
+    def drop_slots(self) -> None: ...
+    def drop_weight_cache(self) -> None: ...
+    def set_slots(
+        self,
+        epoch: int,
+        forward: AmaxSlots,
+        backward: AmaxSlots,
+        forward_base: int,
+        backward_base: int,
+    ) -> None: ...
+    def weight_cache(self) -> tuple[Tensor, int, bool, bool] | None: ...
+
+@final
+class ProgramSaved: ...
+
+@final
+class Program:
+    strict_types: bool
+    def __new__(cls, name: str) -> Self: ...
+    @property
+    def num_extra_inputs(self) -> int: ...
+    @property
+    def num_extra_outputs(self) -> int: ...
+    def activation(
+        self,
+        label: str,
+        kind: str,
+        *,
+        interleave: int = 0,
+        scaled: bool = False,
+        cache_quantized_input: bool = False,
+        **constants: float,
+    ) -> None: ...
+    def add_extra_input(self, label: str, in_place: bool) -> None: ...
+    def bias(self, label: str, parameters: dict[str, Any], name: str, size: int) -> None: ...
+    def constant_scale(self, label: str, scale: float) -> None: ...
+    def drop_plans(self) -> None: ...
+    def explain(self) -> list[dict[str, Any]]: ...
+    def identity(self, label: str) -> None: ...
+    def linear(
+        self,
+        label: str,
+        handle: WeightHandle,
+        parameters: dict[str, Any],
+        weight: str,
+        in_features: int,
+        out_features: int,
+    ) -> None: ...
+    def make_extra_output(self, label: str, in_place: bool) -> None: ...
+    def norm(
+        self,
+        label: str,
+        kind: str,
+        parameters: dict[str, Any],
+        weight: str,
+        bias: str | None,
+        cols: int,
+        eps: float,
+        zero_centered_gamma: bool,
+    ) -> None: ...
+    def plan_count(self) -> int: ...
+    def widths(self, cols: int) -> list[int]: ...
+
+@final
 class Recipe:
     def __new__(
         cls,
@@ -192,9 +274,7 @@ def gemm(
 ) -> None: ...
 def has_exchange_table() -> bool: ...
 def image_facts() -> tuple[list[int], int]: ...
-def install_linear(
-    apply: Any, backward_once: Any, update_backward_scales: Any, skip_weight_flag: Any
-) -> None: ...
+def install_linear(apply: Any, backward_once: Any, update_backward_scales: Any) -> None: ...
 def instance_method(function: Any) -> Any: ...
 def inventory() -> list[tuple[str, int, int, int]]: ...
 def linear_apply(
@@ -252,6 +332,44 @@ def moe_unpermute_backward(
 ) -> Any: ...
 def note_optimizer_step() -> None: ...
 def note_scale_change() -> None: ...
+def program_apply(
+    program: Program,
+    owner: Any,
+    x: Tensor,
+    extra_inputs: tuple[Tensor, ...],
+    is_first_microbatch: bool | None = None,
+    /,
+) -> Any: ...
+def program_autograd_forward(ctx: Any, *arguments: Any) -> Any: ...
+def program_backward(ctx: Any, *grads: Tensor) -> Any: ...
+def program_backward_dw(
+    handle: WeightHandle, weight: Tensor, fuse_wgrad_accumulation: bool, /
+) -> Tensor | None: ...
+def program_module_call(
+    module: Any,
+    inp: Any,
+    *extra_inputs: Tensor,
+    is_first_microbatch: bool | None = None,
+    **others: Any,
+) -> Any: ...
+def program_run_backward(
+    kept: ProgramSaved,
+    saved_tensors: tuple[Tensor | None, ...],
+    grad_output: Tensor,
+    extra_grads: tuple[Tensor, ...],
+    /,
+) -> tuple[Tensor | None, tuple[Tensor | None, ...], tuple[Tensor | None, ...]]: ...
+def program_run_forward(
+    program: Program,
+    owner: Any,
+    x: Tensor,
+    extra_inputs: tuple[Tensor, ...],
+    is_first_microbatch: bool | None,
+    input_needs_grad: bool,
+    extra_need_grad: Sequence[bool],
+    parameters_need_grad: bool,
+    /,
+) -> tuple[Tensor, tuple[Tensor, ...], ProgramSaved | None, tuple[Tensor | None, ...]]: ...
 def quantize(
     x: Tensor,
     recipe: Recipe,

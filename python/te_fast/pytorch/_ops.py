@@ -13,7 +13,10 @@ from te_fast._native import (
     AmaxSlots,
     AutocastRegion,
     LinearHandle,
+    Program,
+    ProgramSaved,
     Recipe,
+    WeightHandle,
     autocast_callbacks,
     autocast_objects,
     autocast_region,
@@ -28,6 +31,10 @@ from te_fast._native import (
     linear_call,
     linear_forward,
     note_scale_change,
+    program_apply,
+    program_backward_dw,
+    program_run_backward,
+    program_run_forward,
     update_scales,
 )
 
@@ -35,7 +42,10 @@ __all__ = [
     "AmaxSlots",
     "AutocastRegion",
     "LinearHandle",
+    "Program",
+    "ProgramSaved",
     "Recipe",
+    "WeightHandle",
     "autocast_callbacks",
     "autocast_objects",
     "autocast_region",
@@ -50,6 +60,11 @@ __all__ = [
     "linear_forward",
     "native",
     "note_scale_change",
+    "program_apply",
+    "program_backward_dw",
+    "program_call_method",
+    "program_run_backward",
+    "program_run_forward",
     "update_scales",
 ]
 
@@ -66,6 +81,17 @@ _DYNAMO_TAKES_BUILTINS = tuple(int(part) for part in torch.__version__.split("."
 
 #: ``nn.Module.__call__`` of a linear layer, as a method without a Python frame.
 linear_call_method = instance_method(linear_call) if _DYNAMO_TAKES_BUILTINS else _linear_call
+
+
+def _program_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return _native.program_module_call(self, *args, **kwargs)
+
+
+#: ``nn.Module.__call__`` of a module whose result is its program's, which ``_direct_program`` of its
+#: dict names; None there sends calls through ``forward``.
+program_call_method = (
+    instance_method(_native.program_module_call) if _DYNAMO_TAKES_BUILTINS else _program_call
+)
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -105,17 +131,71 @@ def _update_backward_scales() -> None:
     _delayed.update_scales(forward=False)
 
 
-def _skip_weight_flag() -> torch.Tensor | None:
-    from te_fast.pytorch._global_state import autocast_state
-
-    return autocast_state.skip_fp8_weight_update_tensor
-
-
 # `Function.apply` of Python costs 2 us more than the C++ method that it wraps, for functorch: its
 # transforms do not reach the native path, since their tensors have no memory to read.
 _native.install_linear(
     super(torch.autograd.Function, _LinearFunction).apply,
     _backward_once,
     _update_backward_scales,
-    _skip_weight_flag,
 )
+
+
+class _ProgramFunction(torch.autograd.Function):
+    """Arguments: input, parameters, extra inputs, native program, owner, bits of the call."""
+
+    forward = staticmethod(_native.program_autograd_forward)
+    backward = staticmethod(_native.program_backward)
+
+
+class ProgramBackward(_ProgramFunction._backward_cls):  # type: ignore[name-defined, misc]
+    """The node of a chain of ops."""
+
+    __slots__ = ("te_saved",)
+    apply = instance_method(_native.program_backward)
+
+
+_ProgramFunction._backward_cls = ProgramBackward
+
+#: What the native side calls: see the remark on ``Function.apply`` above.
+program_function_apply = super(torch.autograd.Function, _ProgramFunction).apply
+
+
+@once_differentiable
+def program_backward_once(ctx: Any, grads: tuple[torch.Tensor, ...]) -> Any:
+    """Backward under ``create_graph=True``: differentiating again raises."""
+    return _native.program_backward(ctx, *grads)
+
+
+class _Nothing(torch.autograd.Function):
+    """A chain on zero rows: empty outputs, gradients of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, shapes: tuple[Any, ...], *tensors: torch.Tensor) -> Any:
+        ctx.inputs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+        outputs = tuple(tensors[0].new_zeros(shape) for shape in shapes)
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        zeros = [
+            torch.zeros(shape, dtype=dtype, device=device) if needed else None
+            for (shape, dtype, device), needed in zip(
+                ctx.inputs, ctx.needs_input_grad[1:], strict=True
+            )
+        ]
+        return (None, *zeros)
+
+
+def program_on_nothing(
+    program: Any,
+    x: torch.Tensor,
+    extras: tuple[torch.Tensor, ...],
+    params: tuple[torch.Tensor, ...],
+) -> Any:
+    """Run a chain on zero rows, which no kernel has to see.
+
+    A weight with ``main_grad`` is given zeros by autograd, as if its gradient had been added.
+    """
+    out, *others = program.widths(x.shape[-1])
+    shapes = tuple((*x.shape[:-1], cols) for cols in (out, *others))
+    return _Nothing.apply(shapes, x, *extras, *params)

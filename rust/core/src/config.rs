@@ -9,6 +9,8 @@ pub struct Config {
     pub check_device: bool,
     /// `TE_FAST_NO_EXCHANGE=1` turns it off: read tensors through DLPack's exchange table where torch has one.
     pub exchange_table: bool,
+    /// `TE_FAST_GRAPHS=0` turns it off: op programs whose tensors lie where they lay before run as one CUDA graph.
+    pub graphs: bool,
 }
 
 impl Config {
@@ -19,6 +21,7 @@ impl Config {
             synchronise: flag("TE_FAST_SYNC", false),
             check_device: flag("NVTE_SET_CUDA_DEVICE", true),
             exchange_table: !flag("TE_FAST_NO_EXCHANGE", false),
+            graphs: flag("TE_FAST_GRAPHS", true),
         }
     }
 }

@@ -14,6 +14,7 @@ use cudarc::driver::sys::{
 use te_fast_kernels::{Image, KernelId, architectures, image_bytes};
 
 use crate::error::{Error, ErrorKind, Result};
+use crate::graph::CaptureStream;
 use crate::kernel::{DevPtr, Grid};
 
 /// First driver that loads machine code made by nvcc 13.0.
@@ -24,13 +25,13 @@ const MINIMUM_DRIVER: i32 = 13_000;
 pub struct Stream(pub u64);
 
 impl Stream {
-    const fn raw(self) -> CUstream {
+    pub(crate) const fn raw(self) -> CUstream {
         self.0 as CUstream
     }
 }
 
 #[inline]
-fn check(call: &'static str, result: CUresult) -> Result<()> {
+pub(crate) fn check(call: &'static str, result: CUresult) -> Result<()> {
     if result == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(failure(call, result)) }
 }
 
@@ -113,6 +114,7 @@ pub struct CudaDevice {
     synchronise: bool,
     libraries: [Option<CUlibrary>; Image::ALL.len()],
     functions: Box<[Option<CUfunction>; KernelId::COUNT]>,
+    pub(crate) capture_stream: Option<CaptureStream>,
 }
 
 // SAFETY: driver handles (contexts, libraries, functions) are process-wide names, not memory of one thread, and the
@@ -157,6 +159,7 @@ impl CudaDevice {
             synchronise,
             libraries: [None; Image::ALL.len()],
             functions: Box::new([None; KernelId::COUNT]),
+            capture_stream: None,
         })
     }
 

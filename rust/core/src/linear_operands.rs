@@ -45,6 +45,11 @@ impl Segments {
         Self { bytes, ..segments }
     }
 
+    /// Where the layouts lie, as numbers.
+    pub(crate) const fn offsets(self) -> [usize; 4] {
+        [self.row, self.row_scale, self.col, self.col_scale]
+    }
+
     /// The row layout in `buffer`; null pointers when it is not there.
     #[must_use]
     pub fn row(self, buffer: DevPtr<'_>) -> Quantized<'_> {
@@ -86,6 +91,16 @@ impl UnpackedScales {
     #[inline]
     pub(crate) fn unpack<'a>(self, packed: DevPtr<'a>, buffer: DevPtr<'a>) -> Unpack<'a> {
         Unpack { packed, unpacked: self.of(buffer), count: self.count }
+    }
+
+    /// Bytes from the beginning of the buffer.
+    pub(crate) const fn offset(self) -> usize {
+        self.at
+    }
+
+    /// How many.
+    pub(crate) const fn count(self) -> usize {
+        self.count
     }
 
     /// The f32 scales.

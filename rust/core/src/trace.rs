@@ -28,6 +28,33 @@ pub struct Counters {
     pub allocations: u64,
 }
 
+impl Counters {
+    /// What was counted since `before`.
+    #[must_use]
+    pub fn since(&self, before: &Self) -> Self {
+        Self {
+            launches: self.launches - before.launches,
+            gemms: self.gemms - before.gemms,
+            plan_hits: self.plan_hits - before.plan_hits,
+            plan_misses: self.plan_misses - before.plan_misses,
+            guard_switches: self.guard_switches - before.guard_switches,
+            weight_casts: self.weight_casts - before.weight_casts,
+            allocations: self.allocations - before.allocations,
+        }
+    }
+
+    /// Counts what another call did, which this one repeats.
+    pub fn add(&mut self, other: &Self) {
+        self.launches += other.launches;
+        self.gemms += other.gemms;
+        self.plan_hits += other.plan_hits;
+        self.plan_misses += other.plan_misses;
+        self.guard_switches += other.guard_switches;
+        self.weight_casts += other.weight_casts;
+        self.allocations += other.allocations;
+    }
+}
+
 /// What happens to a launch beside being counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Recording {

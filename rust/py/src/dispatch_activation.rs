@@ -12,6 +12,7 @@ use te_fast_core::{Error, Float, Fp8};
 
 use crate::error::IntoPython;
 use crate::permute_call::Call;
+use crate::program_functions::{Constants, activation_of};
 use crate::state::{State, state};
 use crate::tensor::view_of;
 
@@ -36,22 +37,8 @@ pub(crate) struct FunctionArguments {
 
 impl FunctionArguments {
     fn activation(&self, op: &'static str) -> PyResult<Activation> {
-        Ok(match self.name.as_str() {
-            "gelu" => Activation::Gelu,
-            "geglu" => Activation::Geglu,
-            "glu" => Activation::Glu,
-            "qgelu" => Activation::Qgelu,
-            "qgeglu" => Activation::Qgeglu,
-            "relu" => Activation::Relu,
-            "reglu" => Activation::Reglu,
-            "srelu" => Activation::Srelu,
-            "sreglu" => Activation::Sreglu,
-            "silu" => Activation::Silu,
-            "swiglu" => Activation::Swiglu,
-            "clamped_swiglu" => Activation::ClampedSwiglu { limit: self.limit, alpha: self.alpha, offset: self.offset },
-            "situ_glu" => Activation::SituGlu { beta1: self.beta1, beta2: self.beta2 },
-            other => return Err(Error::value(op, format!("there is no activation {other:?}"))).python(),
-        })
+        let &Self { limit, alpha, offset, beta1, beta2, .. } = self;
+        activation_of(op, &self.name, &Constants { limit, alpha, offset, beta1, beta2 })
     }
 }
 

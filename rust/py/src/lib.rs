@@ -11,6 +11,11 @@ mod linear_run;
 mod permute;
 mod permute_call;
 mod permute_cast;
+mod program;
+mod program_backward;
+mod program_call;
+mod program_functions;
+mod program_run;
 mod state;
 mod tensor;
 mod weight;
@@ -44,6 +49,14 @@ mod _native {
     use crate::permute::{moe_apply, moe_dropped, moe_map, moe_permute, moe_unpermute, moe_unpermute_backward};
     #[pymodule_export]
     use crate::permute_cast::{moe_pad, moe_permute_cast};
+    #[pymodule_export]
+    use crate::program::{ProgramHandle, WeightHandle};
+    #[pymodule_export]
+    use crate::program_backward::{ProgramSaved, program_backward, program_backward_dw};
+    #[pymodule_export]
+    use crate::program_call::{
+        program_apply, program_autograd_forward, program_module_call, program_run_backward, program_run_forward,
+    };
     #[pymodule_export]
     use crate::state::DispatcherCell;
     #[pymodule_export]

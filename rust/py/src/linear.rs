@@ -22,8 +22,6 @@ pub(crate) struct Hooks {
     pub(crate) backward_once: Py<PyAny>,
     /// Updates the backward scales of delayed scaling.
     pub(crate) update_backward_scales: Py<PyAny>,
-    /// The tensor of `set_skip_fp8_weight_update_tensor`, or None.
-    pub(crate) skip_weight_flag: Py<PyAny>,
 }
 
 static HOOKS: PyOnceLock<Hooks> = PyOnceLock::new();
@@ -35,9 +33,8 @@ pub(crate) fn install_linear(
     apply: Py<PyAny>,
     backward_once: Py<PyAny>,
     update_backward_scales: Py<PyAny>,
-    skip_weight_flag: Py<PyAny>,
 ) {
-    let _ = HOOKS.set(py, Hooks { apply, backward_once, update_backward_scales, skip_weight_flag });
+    let _ = HOOKS.set(py, Hooks { apply, backward_once, update_backward_scales });
 }
 
 pub(crate) fn hooks(py: Python<'_>) -> PyResult<&Hooks> {
@@ -61,7 +58,7 @@ impl Bits {
         self.0 & bit != 0
     }
 
-    fn of_microbatch(is_first: Option<bool>) -> u32 {
+    pub(crate) fn of_microbatch(is_first: Option<bool>) -> u32 {
         match is_first {
             Some(true) => Self::FIRST_MICROBATCH,
             Some(false) => Self::LATER_MICROBATCH,
@@ -121,7 +118,7 @@ fn slow_call<'py>(
 
 /// No hook of the module or of all modules, no compiled call, no `forward` of the instance's own.
 #[inline]
-fn can_skip_module_call(py: Python<'_>, state: &State, attributes: &Bound<'_, PyDict>) -> PyResult<bool> {
+pub(crate) fn can_skip_module_call(py: Python<'_>, state: &State, attributes: &Bound<'_, PyDict>) -> PyResult<bool> {
     for hooks in [
         intern!(py, "_forward_hooks"),
         intern!(py, "_forward_pre_hooks"),
@@ -341,7 +338,7 @@ pub(crate) fn linear_autograd_forward<'py>(
         weight_version: done.weight_version,
         fuse_wgrad_accumulation: config.fuse_wgrad_accumulation,
         slots: done.slots,
-        overwrite_main_grad: done.overwrite_main_grad,
+        overwrite_main_grad: bits.has(Bits::FIRST_MICROBATCH),
         updates_backward_scales,
         bias_grad: bits.has(Bits::BIAS_GRAD),
     };

@@ -220,7 +220,7 @@ fn column_sums<'py>(grad_output: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAn
 }
 
 /// The buffer that the weight's gradient is added to, as Megatron-LM keeps it, and whether it is added or set.
-fn main_grad<'py>(
+pub(crate) fn main_grad<'py>(
     state: &State,
     weight: &Bound<'py, PyAny>,
     overwrite: bool,
@@ -253,7 +253,7 @@ fn main_grad<'py>(
 
 /// Transformer Engine's rule: with `grad_added_to_main_grad` set on the parameter, it becomes true and autograd gets a
 /// dummy gradient, so that hooks fire; else it gets none.
-fn after_main_grad<'py>(weight: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+pub(crate) fn after_main_grad<'py>(weight: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
     if !weight.hasattr("grad_added_to_main_grad")? {
         return Ok(None);
     }

@@ -8,6 +8,8 @@ pub mod amax;
 pub mod cast;
 pub mod cast_block;
 pub mod dequantize;
+pub mod norm;
+pub mod norm_backward;
 pub mod pad;
 pub mod permute;
 pub mod permute_cast;

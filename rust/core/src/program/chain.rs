@@ -1,0 +1,291 @@
+//! A chain of ops as it was written down: what each op is, how many tensors it takes, and how wide its output is.
+
+use te_fast_kernels::Float;
+
+use crate::error::{Error, Result};
+use crate::ops::activation::Activation;
+use crate::ops::norm::NormKind;
+use crate::tensor::{DType, Device};
+
+pub(crate) const OP: &str = "ops";
+
+/// One op of a chain.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Op {
+    /// `x · Wᵀ`; one parameter `[outputs, inputs]`.
+    Linear {
+        /// Columns of the input.
+        inputs: usize,
+        /// Columns of the output.
+        outputs: usize,
+    },
+    /// `x + b`; one parameter `[size]`.
+    Bias {
+        /// Columns.
+        size: usize,
+    },
+    /// Normalisation of each row; one parameter `[cols]`, two with a bias.
+    Norm {
+        /// Which.
+        kind: NormKind,
+        /// Columns.
+        cols: usize,
+        /// Added to the variance.
+        eps: f32,
+        /// The weight is `1 + gamma`.
+        zero_centered_gamma: bool,
+    },
+    /// An activation function; gated ones halve the columns.
+    Activation {
+        /// Which, with its constants.
+        function: Activation,
+        /// Columns of one half that alternate with those of the other; 0 for one half after the other.
+        interleave: usize,
+        /// An extra input scales each row of the output.
+        scaled: bool,
+        /// Backward reads the input from FP8.
+        cache_quantized_input: bool,
+    },
+    /// `x + extra`; one extra input.
+    AddExtraInput {
+        /// The result goes into the extra input's memory.
+        in_place: bool,
+    },
+    /// Hands `x` out as well; one extra output.
+    MakeExtraOutput {
+        /// Gradients are added in the memory of the extra output's.
+        in_place: bool,
+    },
+    /// `scale · x`.
+    ConstantScale {
+        /// The factor.
+        scale: f32,
+    },
+    /// `x`.
+    Identity,
+}
+
+impl Op {
+    /// Parameters of the op.
+    #[must_use]
+    pub const fn params(&self) -> usize {
+        match self {
+            Self::Linear { .. } | Self::Bias { .. } => 1,
+            Self::Norm { kind: NormKind::LayerNorm, .. } => 2,
+            Self::Norm { kind: NormKind::RmsNorm, .. } => 1,
+            _ => 0,
+        }
+    }
+
+    /// Extra inputs of the op.
+    #[must_use]
+    pub const fn extra_inputs(&self) -> usize {
+        matches!(self, Self::AddExtraInput { .. } | Self::Activation { scaled: true, .. }) as usize
+    }
+
+    /// Extra outputs of the op.
+    #[must_use]
+    pub const fn extra_outputs(&self) -> usize {
+        matches!(self, Self::MakeExtraOutput { .. }) as usize
+    }
+}
+
+/// An op with its name in messages and its place among the chain's tensors.
+#[derive(Clone, Debug)]
+pub struct Link {
+    /// The op.
+    pub op: Op,
+    /// Position and type, for messages.
+    pub label: String,
+    /// Its first parameter.
+    pub param: usize,
+    /// Its extra input, or the next one's.
+    pub extra_input: usize,
+    /// Its extra output, or the next one's.
+    pub extra_output: usize,
+    /// Its number among the linear ops, or the next one's.
+    pub linear: usize,
+}
+
+/// Ops in order.
+#[derive(Clone, Debug, Default)]
+pub struct Chain {
+    links: Vec<Link>,
+    params: usize,
+    extra_inputs: usize,
+    extra_outputs: usize,
+    linears: usize,
+}
+
+impl Chain {
+    /// Appends an op.
+    pub fn push(&mut self, label: String, op: Op) {
+        self.links.push(Link {
+            op,
+            label,
+            param: self.params,
+            extra_input: self.extra_inputs,
+            extra_output: self.extra_outputs,
+            linear: self.linears,
+        });
+        self.params += op.params();
+        self.extra_inputs += op.extra_inputs();
+        self.extra_outputs += op.extra_outputs();
+        self.linears += usize::from(matches!(op, Op::Linear { .. }));
+    }
+
+    /// The ops.
+    #[must_use]
+    pub fn links(&self) -> &[Link] {
+        &self.links
+    }
+
+    /// Parameters of all ops.
+    #[must_use]
+    pub const fn params(&self) -> usize {
+        self.params
+    }
+
+    /// Extra inputs of all ops.
+    #[must_use]
+    pub const fn extra_inputs(&self) -> usize {
+        self.extra_inputs
+    }
+
+    /// Extra outputs of all ops.
+    #[must_use]
+    pub const fn extra_outputs(&self) -> usize {
+        self.extra_outputs
+    }
+
+    /// Linear ops.
+    #[must_use]
+    pub const fn linears(&self) -> usize {
+        self.linears
+    }
+
+    /// The weight of each linear op among the parameters.
+    pub fn linear_params(&self) -> impl Iterator<Item = usize> + '_ {
+        self.links.iter().filter(|link| matches!(link.op, Op::Linear { .. })).map(|link| link.param)
+    }
+
+    /// Refuses parameters whose shapes are not those of the ops.
+    ///
+    /// # Errors
+    /// Names the op.
+    pub fn check_params<'a>(&self, shapes: impl Iterator<Item = &'a [i64]>) -> Result<()> {
+        let owners = self.links.iter().flat_map(|link| std::iter::repeat_n(link, link.op.params()));
+        for (link, shape) in owners.zip(shapes) {
+            let fits = match link.op {
+                Op::Linear { inputs, outputs } => shape == [outputs as i64, inputs as i64],
+                Op::Bias { size } => shape == [size as i64],
+                Op::Norm { cols, .. } => shape.iter().product::<i64>() == cols as i64,
+                _ => true,
+            };
+            if !fits {
+                let expected = format!("of the sizes that op {} was made with", link.label);
+                return Err(Error::shape(OP, "a parameter", expected, format!("{shape:?}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Columns of the edges for an input of `cols` columns: edge `i` is the input of op `i`, the last one the output.
+    ///
+    /// # Errors
+    /// An op that takes another number of columns.
+    pub fn widths(&self, cols: usize) -> Result<Vec<usize>> {
+        let mut width = cols;
+        let mut widths = Vec::with_capacity(self.links.len() + 1);
+        widths.push(width);
+        for link in &self.links {
+            width = link.width(width)?;
+            widths.push(width);
+        }
+        Ok(widths)
+    }
+}
+
+impl Link {
+    /// Refuses an extra input that does not fit an edge of `rows` by `cols`.
+    ///
+    /// # Errors
+    /// Names the op.
+    pub fn check_extra(&self, shape: &[i64], rows: usize, cols: usize, got: DType, wanted: DType) -> Result<()> {
+        let count = shape.iter().product::<i64>();
+        let fits = match self.op {
+            Op::AddExtraInput { .. } => {
+                if got != wanted {
+                    let expected = format!("{wanted}, the type of the input of op {}", self.label);
+                    return Err(Error::dtype(OP, "an extra input", expected, got));
+                }
+                count == (rows * cols) as i64 && shape.last() == Some(&(cols as i64))
+            }
+            _ => count == rows as i64,
+        };
+        if fits {
+            return Ok(());
+        }
+        let expected = match self.op {
+            Op::AddExtraInput { .. } => format!("{rows} rows of {cols}, as the input of op {}", self.label),
+            _ => format!("one value for each of the {rows} rows of op {}", self.label),
+        };
+        Err(Error::shape(OP, "an extra input", expected, format!("a tensor of shape {shape:?}")))
+    }
+
+    fn width(&self, cols: usize) -> Result<usize> {
+        let wrong = |expected: usize| {
+            let expected = format!("{expected} as op {} takes it", self.label);
+            Err(Error::shape(OP, "the last dimension of the input", expected, cols))
+        };
+        match self.op {
+            Op::Linear { inputs, outputs } if inputs == cols => Ok(outputs),
+            Op::Linear { inputs, .. } => wrong(inputs),
+            Op::Bias { size } if size != cols => wrong(size),
+            Op::Norm { cols: expected, .. } if expected != cols => wrong(expected),
+            Op::Activation { function, interleave, .. } if function.is_gated() => {
+                let granule = if interleave == 0 { 2 } else { 2 * interleave };
+                if cols.is_multiple_of(granule) {
+                    Ok(cols / 2)
+                } else {
+                    let expected = format!("a multiple of {granule} for the gated op {}", self.label);
+                    Err(Error::shape(OP, "the last dimension of the input", expected, cols))
+                }
+            }
+            _ => Ok(cols),
+        }
+    }
+}
+
+/// What a program is compiled for, and found by.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProgramKey {
+    /// Epoch of the autocast region; none outside of one.
+    pub epoch: Option<u64>,
+    /// Rows of the input, all leading dimensions together.
+    pub rows: usize,
+    /// Columns of the input.
+    pub cols: usize,
+    /// Type of every edge.
+    pub activation: Float,
+    /// Device of everything.
+    pub device: Device,
+    /// Row counts that are no multiple of 8 are taken.
+    pub any_rows: bool,
+    /// Gradient of the input.
+    pub input_grad: bool,
+    /// Type of each parameter, and whether its gradient is wanted.
+    pub params: Vec<(Float, bool)>,
+    /// Type of each extra input, and whether its gradient is wanted.
+    pub extras: Vec<(Float, bool)>,
+    /// Linear ops whose weight gradient waits for `backward_dw`.
+    pub deferred: Vec<bool>,
+}
+
+impl ProgramKey {
+    /// Whether anything wants a gradient.
+    #[must_use]
+    pub fn any_grad(&self) -> bool {
+        self.input_grad || self.params.iter().chain(&self.extras).any(|&(_, grad)| grad)
+    }
+}

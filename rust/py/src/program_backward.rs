@@ -1,0 +1,473 @@
+//! Backward of a program: torch calls it once per forward, with the gradients of output and extra outputs.
+
+use std::sync::Arc;
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyTuple};
+use te_fast_core::Error;
+use te_fast_core::dispatch::{Dispatcher, Place};
+use te_fast_core::gemm::GemmPlan;
+use te_fast_core::kernel::DevPtr;
+use te_fast_core::program::{Bindings, Place as Where, Program, Weights};
+use te_fast_core::tensor::DType;
+
+use crate::error::Failure;
+use crate::linear::hooks;
+use crate::linear_backward::{after_main_grad, main_grad};
+use crate::linear_run::readable;
+use crate::program::{Compiled, ProgramHandle, Shapes, WaitingGrad, WeightHandle};
+use crate::program_run::{CallWeight, weight_arguments};
+use crate::state::{State, state};
+use crate::tensor::view_of;
+
+const OP: &str = "ops";
+
+/// What a backward needs of its forward, beside the saved tensors.
+#[pyclass(module = "te_fast._native", frozen)]
+#[derive(Debug)]
+pub(crate) struct ProgramSaved {
+    pub(crate) handle: Py<ProgramHandle>,
+    pub(crate) compiled: Arc<Compiled>,
+    pub(crate) shapes: Arc<Shapes>,
+    pub(crate) weights: Vec<CallWeight>,
+    /// Shapes of the extra inputs.
+    pub(crate) extra_shapes: Vec<Vec<i64>>,
+    /// The parameters, for their `main_grad` and to see whether they were changed since.
+    pub(crate) params: Vec<Py<PyAny>>,
+    /// `is_first_microbatch=True`: `main_grad` is overwritten.
+    pub(crate) overwrite_main_grad: bool,
+    /// This chain was the first FP8 module of its region: its backward is the last, and updates the scales.
+    pub(crate) updates_backward_scales: bool,
+}
+
+/// Where a parameter's gradient goes.
+enum ParamGrad<'py> {
+    None,
+    New(Bound<'py, PyAny>),
+    Main(Bound<'py, PyAny>, bool),
+    /// The gradient of a linear op's output, for later.
+    Waiting(Bound<'py, PyAny>),
+}
+
+/// Gradients of one backward: input, parameters, extra inputs.
+pub(crate) struct Grads<'py> {
+    pub(crate) input: Option<Bound<'py, PyAny>>,
+    pub(crate) params: Vec<Option<Bound<'py, PyAny>>>,
+    pub(crate) extras: Vec<Option<Bound<'py, PyAny>>>,
+}
+
+/// `apply` of the autograd node: gradients of (input, parameters..., extra inputs..., handle, owner, bits).
+#[pyfunction]
+#[pyo3(signature = (ctx, *grads))]
+pub(crate) fn program_backward<'py>(
+    ctx: &Bound<'py, PyAny>,
+    grads: &Bound<'py, PyTuple>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = ctx.py();
+    let state = state(py)?;
+    if state.torch.is_grad_enabled.bind(py).call0()?.is(PyBool::new(py, true)) {
+        return py
+            .import(intern!(py, "te_fast.pytorch._ops"))?
+            .call_method1(intern!(py, "program_backward_once"), (ctx, grads));
+    }
+    let tensors = ctx.getattr(intern!(py, "saved_tensors"))?.cast_into::<PyTuple>()?;
+    let kept = ctx.getattr(intern!(py, "te_saved"))?.cast_into::<ProgramSaved>()?;
+    let list: Vec<Bound<'py, PyAny>> = grads.iter().collect();
+    let grads = run(state, kept.get(), &tensors, &list)?;
+    let none = || py.None().into_bound(py);
+    let mut all = Vec::with_capacity(grads.params.len() + grads.extras.len() + 4);
+    all.push(grads.input.unwrap_or_else(none));
+    all.extend(grads.params.into_iter().map(|grad| grad.unwrap_or_else(none)));
+    all.extend(grads.extras.into_iter().map(|grad| grad.unwrap_or_else(none)));
+    all.extend([none(), none(), none()]);
+    Ok(PyTuple::new(py, all)?.into_any())
+}
+
+/// Runs a backward and, where this node is the region's last, the update of the backward scales.
+pub(crate) fn run<'py>(
+    state: &State,
+    kept: &ProgramSaved,
+    tensors: &Bound<'py, PyTuple>,
+    grads: &[Bound<'py, PyAny>],
+) -> PyResult<Grads<'py>> {
+    let py = tensors.py();
+    let call = BackwardCall { state, kept, tensors };
+    let gradients = call.run(grads).map_err(|failure| {
+        let name = kept.handle.bind(py).try_borrow().ok().map(|handle| handle.name.clone());
+        failure.named(name.as_deref())
+    })?;
+    if kept.updates_backward_scales {
+        hooks(py)?.update_backward_scales.bind(py).call0()?;
+    }
+    Ok(gradients)
+}
+
+struct BackwardCall<'a, 'py> {
+    state: &'a State,
+    kept: &'a ProgramSaved,
+    tensors: &'a Bound<'py, PyTuple>,
+}
+
+/// The call's own tensors as backward reads them, by place.
+struct Read<'py> {
+    saved: Option<Bound<'py, PyAny>>,
+    tensors: Vec<(Where, Bound<'py, PyAny>)>,
+}
+
+impl<'py> Read<'py> {
+    fn new(state: &State, program: &Program, tensors: &Bound<'py, PyTuple>) -> PyResult<Self> {
+        let saved = Some(tensors.get_item(0)?).filter(|saved| !saved.is_none());
+        let tensors = program
+            .reads()
+            .iter()
+            .zip(tensors.iter().skip(1))
+            .map(|(&place, tensor)| Ok((place, readable(state, &tensor, "a saved tensor")?.unwrap_or(tensor))))
+            .collect::<PyResult<_>>()?;
+        Ok(Self { saved, tensors })
+    }
+
+    fn pointer(&self, state: &State, place: Where) -> te_fast_core::Result<DevPtr<'_>> {
+        let found = self.tensors.iter().find(|(at, _)| *at == place);
+        state.pointer(found.map(|(_, tensor)| tensor))
+    }
+}
+
+impl<'py> BackwardCall<'_, 'py> {
+    fn run(&self, grads: &[Bound<'py, PyAny>]) -> Result<Grads<'py>, Failure> {
+        let (py, state, kept) = (self.tensors.py(), self.state, self.kept);
+        let program = &kept.compiled.program;
+        let key = program.key();
+        self.check_weights(py)?;
+        let grads: Vec<Bound<'py, PyAny>> = grads
+            .iter()
+            .map(|grad| Ok(readable(state, grad, "a gradient")?.unwrap_or_else(|| grad.clone())))
+            .collect::<PyResult<_>>()?;
+        for grad in &grads {
+            let view = view_of(&state.reader, grad, "a gradient")?;
+            let expected = DType::from(key.activation);
+            if view.dtype() != expected || view.device() != key.device {
+                let got = format!("{} on {}", view.dtype(), view.device());
+                return Err(Error::dtype(OP, "a gradient", format!("{expected} on {}", key.device), got).into());
+            }
+        }
+        let _guard = state.guard(py, key.device)?;
+        let place = Place { device: key.device, stream: state.reader.stream(py, key.device)? };
+        let activation = DType::from(key.activation);
+        let input = match program.grad_input() {
+            Where::GradInput => {
+                let tuples = &kept.shapes.input;
+                Some(state.empty(py, key.device, tuples.size.bind(py), tuples.stride.bind(py), activation)?)
+            }
+            _ => None,
+        };
+        let extras = self.extra_grads(py)?;
+        let targets = self.param_grads(py, place)?;
+        self.launch(place, &grads, input.as_ref(), &extras, &targets)?;
+        let alias = |place: Where| -> Option<Bound<'py, PyAny>> {
+            match place {
+                Where::GradOutput => grads.first().cloned(),
+                Where::GradExtraOutput(index) => grads.get(usize::from(index) + 1).cloned(),
+                Where::GradExtra(index) => extras[usize::from(index)].clone(),
+                _ => None,
+            }
+        };
+        Ok(Grads {
+            input: input.or_else(|| alias(program.grad_input())),
+            extras: program
+                .grad_extras()
+                .iter()
+                .zip(&kept.extra_shapes)
+                .map(|(&place, shape)| alias(place).map(|grad| shaped(state, grad, shape)).transpose())
+                .collect::<Result<_, _>>()?,
+            params: self.finish(py, targets)?,
+        })
+    }
+
+    /// torch's rule for what backward reads: it must be what forward read. The quantised weight may have been made
+    /// anew in the same memory since, from other values.
+    fn check_weights(&self, py: Python<'py>) -> Result<(), Failure> {
+        let handle = self.kept.handle.bind(py).try_borrow()?;
+        for (linear, (weight, param)) in self.kept.weights.iter().zip(handle.chain.linear_params()).enumerate() {
+            let (true, true, Some(known)) =
+                (weight.quantized.is_some(), self.kept.compiled.program.reads_weight(linear), weight.version)
+            else {
+                continue;
+            };
+            let version = self.kept.params[param].bind(py).getattr(intern!(py, "_version"))?.extract::<u64>()?;
+            if version != known {
+                let message = format!(
+                    "the weight was modified by an inplace operation between forward and backward (it is at version {version}, expected {known}); modify it after backward"
+                );
+                return Err(Error::state(OP, message).into());
+            }
+        }
+        Ok(())
+    }
+
+    fn extra_grads(&self, py: Python<'py>) -> Result<Vec<Option<Bound<'py, PyAny>>>, Failure> {
+        let (program, state) = (&self.kept.compiled.program, self.state);
+        let mut list = Vec::with_capacity(program.grad_extras().len());
+        for (index, &place) in program.grad_extras().iter().enumerate() {
+            let own = place == Where::GradExtra(index as u16);
+            let make = || {
+                let dtype = program.key().extras[index].0.into();
+                state.empty_sized(py, program.key().device, &self.kept.extra_shapes[index], dtype)
+            };
+            list.push(own.then(make).transpose()?);
+        }
+        Ok(list)
+    }
+
+    fn param_grads(&self, py: Python<'py>, place: Place) -> Result<Vec<ParamGrad<'py>>, Failure> {
+        let (kept, state) = (self.kept, self.state);
+        let program = &kept.compiled.program;
+        let handle = kept.handle.bind(py).try_borrow()?;
+        let mut linears = handle.chain.linear_params().zip(&handle.weights).enumerate().peekable();
+        let mut list = Vec::with_capacity(kept.params.len());
+        for (param, &(_, wanted)) in program.key().params.iter().enumerate() {
+            let linear = linears.next_if(|(_, (of, _))| *of == param);
+            if !wanted {
+                list.push(ParamGrad::None);
+                continue;
+            }
+            if let Some((number, (_, weight))) = linear {
+                let deferred = program.deferred_bytes()[number];
+                if deferred != 0 {
+                    list.push(ParamGrad::Waiting(state.bytes(py, place.device, deferred)?));
+                    continue;
+                }
+                if weight.bind(py).try_borrow()?.fuse_wgrad_accumulation {
+                    let (grad, accumulate) = main_grad(state, kept.params[param].bind(py), kept.overwrite_main_grad)?;
+                    list.push(ParamGrad::Main(grad, accumulate));
+                    continue;
+                }
+            }
+            let tuples = &kept.compiled.params[param];
+            let dtype = program.grad_dtype(param).into();
+            let grad = state.empty(py, place.device, tuples.size.bind(py), tuples.stride.bind(py), dtype)?;
+            list.push(ParamGrad::New(grad));
+        }
+        Ok(list)
+    }
+
+    fn launch(
+        &self,
+        place: Place,
+        grads: &[Bound<'py, PyAny>],
+        input: Option<&Bound<'py, PyAny>>,
+        extras: &[Option<Bound<'py, PyAny>>],
+        targets: &[ParamGrad<'py>],
+    ) -> Result<(), Failure> {
+        let (py, state, kept) = (self.tensors.py(), self.state, self.kept);
+        let program = &kept.compiled.program;
+        let read = Read::new(state, program, self.tensors)?;
+        let external = Dispatcher::external_bytes(place, program.backward_scratch())?;
+        let scratch = state.optional_bytes(py, place.device, external.bytes())?;
+        let (buffers, slots) = weight_arguments(kept.weights.iter().map(|weight| (&weight.quantized, &weight.slots)));
+        let tensors = Pointers::new(state, &read, kept, grads)?;
+        let grad_extras = extras.iter().map(|grad| state.pointer(grad.as_ref())).collect::<Result<Vec<_>, _>>()?;
+        let (grad_params, deferred) = self.target_pointers(py, targets)?;
+        let bindings = Bindings {
+            input: tensors.input,
+            extras: &tensors.extras,
+            extra_outputs: &tensors.extra_outputs,
+            params: &tensors.params,
+            saved: tensors.saved,
+            grad_output: tensors.grad_output,
+            grad_extra_outputs: &tensors.grad_extra_outputs,
+            grad_input: state.pointer(input)?,
+            grad_extras: &grad_extras,
+            grad_params: &grad_params,
+            deferred: &deferred,
+            ..Bindings::NONE
+        };
+        let weight_grads = self.weight_grad_plans(py, targets)?;
+        let memory = external.memory(state.pointer(scratch.as_ref())?);
+        let mut dispatcher = state.dispatcher(py)?;
+        for slots in kept.weights.iter().filter_map(|weight| weight.slots.as_ref()) {
+            dispatcher.0.autocast.mark_ran(&slots.backward);
+        }
+        let weights = Weights { buffers: &buffers, fresh: &[], slots: &slots, skip: DevPtr::null() };
+        let mut lane = dispatcher.0.lane(place, program.backward_scratch(), memory)?;
+        program.run_backward(&mut lane, &bindings, &weights, &weight_grads)?;
+        Ok(())
+    }
+
+    /// Plans of the weight gradients that go into `main_grad`.
+    fn weight_grad_plans(
+        &self,
+        py: Python<'py>,
+        targets: &[ParamGrad<'py>],
+    ) -> Result<Vec<Option<Arc<GemmPlan>>>, Failure> {
+        let (state, kept) = (self.state, self.kept);
+        let params: Vec<usize> = kept.handle.bind(py).try_borrow()?.chain.linear_params().collect();
+        let mut dispatcher = state.dispatcher(py)?;
+        params
+            .into_iter()
+            .enumerate()
+            .map(|(linear, param)| {
+                let ParamGrad::Main(grad, accumulate) = &targets[param] else { return Ok(None) };
+                let view = view_of(&state.reader, grad, "main_grad")?;
+                let (dtype, address) = (view.dtype(), view.data().address());
+                let program = &kept.compiled.program;
+                Ok(Some(program.weight_grad_plan(&mut dispatcher.0, linear, dtype, *accumulate, address)?))
+            })
+            .collect()
+    }
+
+    fn target_pointers<'a>(
+        &self,
+        py: Python<'py>,
+        targets: &'a [ParamGrad<'py>],
+    ) -> Result<(Vec<DevPtr<'a>>, Vec<DevPtr<'a>>), Failure> {
+        let handle = self.kept.handle.bind(py).try_borrow()?;
+        let pointer = |target: &'a ParamGrad<'py>| match target {
+            ParamGrad::New(grad) | ParamGrad::Main(grad, _) => self.state.pointer(Some(grad)),
+            ParamGrad::None | ParamGrad::Waiting(_) => Ok(DevPtr::null()),
+        };
+        let params = targets.iter().map(pointer).collect::<Result<Vec<_>, _>>()?;
+        let waiting = |param: usize| match &targets[param] {
+            ParamGrad::Waiting(grad) => self.state.pointer(Some(grad)),
+            _ => Ok(DevPtr::null()),
+        };
+        let deferred = handle.chain.linear_params().map(waiting).collect::<Result<Vec<_>, _>>()?;
+        Ok((params, deferred))
+    }
+
+    /// What autograd is given for the parameters.
+    fn finish(&self, py: Python<'py>, targets: Vec<ParamGrad<'py>>) -> Result<Vec<Option<Bound<'py, PyAny>>>, Failure> {
+        let kept = self.kept;
+        let params: Vec<usize> = kept.handle.bind(py).try_borrow()?.chain.linear_params().collect();
+        let mut list = Vec::with_capacity(targets.len());
+        for (param, target) in targets.into_iter().enumerate() {
+            list.push(match target {
+                ParamGrad::None => None,
+                ParamGrad::New(grad) => Some(grad),
+                ParamGrad::Main(..) => after_main_grad(kept.params[param].bind(py))?,
+                ParamGrad::Waiting(grad) => {
+                    let linear = params.iter().position(|&of| of == param).unwrap_or(0);
+                    let waiting = WaitingGrad {
+                        program: Arc::clone(&kept.compiled.program),
+                        linear,
+                        saved: self.tensors.clone().unbind(),
+                        grad: grad.unbind(),
+                        overwrite_main_grad: kept.overwrite_main_grad,
+                    };
+                    let weight = kept.handle.bind(py).try_borrow()?.weights[linear].clone_ref(py);
+                    weight.bind(py).try_borrow_mut()?.waiting.push_back(waiting);
+                    None
+                }
+            });
+        }
+        Ok(list)
+    }
+}
+
+/// The gradient in the shape of its tensor: an extra input may have other leading dimensions than the input.
+fn shaped<'py>(state: &State, grad: Bound<'py, PyAny>, shape: &[i64]) -> Result<Bound<'py, PyAny>, Failure> {
+    if view_of(&state.reader, &grad, "a gradient")?.shape() == shape {
+        return Ok(grad);
+    }
+    Ok(grad.call_method1("view", (shape.to_vec(),))?)
+}
+
+/// Addresses of what backward reads.
+struct Pointers<'a> {
+    input: DevPtr<'a>,
+    extras: Vec<DevPtr<'a>>,
+    extra_outputs: Vec<DevPtr<'a>>,
+    params: Vec<DevPtr<'a>>,
+    saved: DevPtr<'a>,
+    grad_output: DevPtr<'a>,
+    grad_extra_outputs: Vec<DevPtr<'a>>,
+}
+
+impl<'a> Pointers<'a> {
+    fn new(
+        state: &State,
+        read: &'a Read<'_>,
+        kept: &ProgramSaved,
+        grads: &'a [Bound<'_, PyAny>],
+    ) -> Result<Self, Failure> {
+        let key = kept.compiled.program.key();
+        let list = |count: usize, place: fn(u16) -> Where| {
+            (0..count as u16).map(|index| read.pointer(state, place(index))).collect::<Result<Vec<_>, _>>()
+        };
+        Ok(Self {
+            input: read.pointer(state, Where::Input)?,
+            extras: list(key.extras.len(), Where::Extra)?,
+            extra_outputs: list(kept.shapes.extra_outputs.len(), Where::ExtraOutput)?,
+            params: list(key.params.len(), Where::Param)?,
+            saved: state.pointer(read.saved.as_ref())?,
+            grad_output: state.pointer(grads.first())?,
+            grad_extra_outputs: grads.iter().skip(1).map(|grad| state.pointer(Some(grad))).collect::<Result<_, _>>()?,
+        })
+    }
+}
+
+/// Runs the oldest weight gradient that was put off and gives it to `weight`; returns the new tensor, or None when
+/// it went into `main_grad`.
+#[pyfunction]
+#[pyo3(signature = (handle, weight, fuse_wgrad_accumulation, /))]
+pub(crate) fn program_backward_dw<'py>(
+    handle: &Bound<'py, WeightHandle>,
+    weight: &Bound<'py, PyAny>,
+    fuse_wgrad_accumulation: bool,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let state = state(handle.py())?;
+    run_waiting(state, handle, weight, fuse_wgrad_accumulation).map_err(|failure| {
+        let name = handle.try_borrow().ok().map(|handle| handle.name().to_string());
+        failure.named(name.as_deref())
+    })
+}
+
+fn run_waiting<'py>(
+    state: &State,
+    handle: &Bound<'py, WeightHandle>,
+    weight: &Bound<'py, PyAny>,
+    fuse: bool,
+) -> Result<Option<Bound<'py, PyAny>>, Failure> {
+    let py = handle.py();
+    let Some(waiting) = handle.try_borrow_mut()?.waiting.pop_front() else {
+        return Err(Error::state(OP, "backward_dw() was called without a backward before it").into());
+    };
+    let program = &waiting.program;
+    let device = program.key().device;
+    let _guard = state.guard(py, device)?;
+    let place = Place { device, stream: state.reader.stream(py, device)? };
+    let (dw, accumulate) = if fuse {
+        main_grad(state, weight, waiting.overwrite_main_grad)?
+    } else {
+        let view = view_of(&state.reader, weight, "weight")?;
+        (state.empty_sized(py, device, view.shape(), view.dtype())?, false)
+    };
+    let read = Read::new(state, program, waiting.saved.bind(py))?;
+    let key = program.key();
+    let list = |count: usize, at: fn(u16) -> Where| {
+        (0..count as u16).map(|index| read.pointer(state, at(index))).collect::<Result<Vec<_>, _>>()
+    };
+    let (extras, extra_outputs) =
+        (list(key.extras.len(), Where::Extra)?, list(program.extra_outputs().len(), Where::ExtraOutput)?);
+    let mut deferred = vec![DevPtr::null(); program.deferred_bytes().len()];
+    deferred[waiting.linear] = state.pointer(Some(waiting.grad.bind(py)))?;
+    let bindings = Bindings {
+        input: read.pointer(state, Where::Input)?,
+        extras: &extras,
+        extra_outputs: &extra_outputs,
+        saved: state.pointer(read.saved.as_ref())?,
+        deferred: &deferred,
+        ..Bindings::NONE
+    };
+    let view = view_of(&state.reader, &dw, "the weight's gradient")?;
+    let external = Dispatcher::external_bytes(place, 0)?;
+    let scratch = state.optional_bytes(py, place.device, external.bytes())?;
+    let memory = external.memory(state.pointer(scratch.as_ref())?);
+    let mut dispatcher = state.dispatcher(py)?;
+    let address = view.data().address();
+    let plan = program.weight_grad_plan(&mut dispatcher.0, waiting.linear, view.dtype(), accumulate, address)?;
+    let mut lane = dispatcher.0.lane(place, 0, memory)?;
+    program.run_waiting(&mut lane, waiting.linear, &plan, &bindings, view.data())?;
+    drop(dispatcher);
+    Ok(if fuse { None } else { Some(dw) })
+}

@@ -1,0 +1,480 @@
+//! One forward of a program: read the tensors, find or compile the program, allocate, run, keep.
+//!
+//! The dispatcher and the handles are borrowed only between calls into Python, which may let other threads in.
+
+use std::sync::Arc;
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDictMethods, PyTuple};
+use te_fast_core::autocast::Region;
+use te_fast_core::dispatch::{Dispatcher, Place};
+use te_fast_core::driver;
+use te_fast_core::kernel::DevPtr;
+use te_fast_core::layer::{Microbatch, WeightRecord, WeightToken};
+use te_fast_core::linear::{Segments, WeightBuffer};
+use te_fast_core::program::{Bindings, LinearSlots, Place as Where, Program, ProgramKey, Weights};
+use te_fast_core::tensor::{DType, Device, TensorView};
+use te_fast_core::{Error, Float};
+
+use crate::error::{Failure, IntoPython};
+use crate::linear_run::readable;
+use crate::program::{Compiled, OpSlots, ProgramHandle, Shapes, Tuples};
+use crate::state::State;
+use crate::tensor::view_of;
+use crate::weight::{CachedWeight, make_weight};
+
+const OP: &str = "ops";
+
+/// One linear op's weight in a call.
+#[derive(Debug)]
+pub(crate) struct CallWeight {
+    /// None in high precision.
+    pub(crate) quantized: Option<Arc<CachedWeight>>,
+    pub(crate) slots: Option<OpSlots>,
+    /// torch's version of the weight; none for inference tensors.
+    pub(crate) version: Option<u64>,
+}
+
+/// What a forward leaves.
+pub(crate) struct Done<'py> {
+    pub(crate) y: Bound<'py, PyAny>,
+    pub(crate) extra_outputs: Vec<Bound<'py, PyAny>>,
+    pub(crate) saved: Option<Bound<'py, PyAny>>,
+    pub(crate) compiled: Arc<Compiled>,
+    pub(crate) shapes: Arc<Shapes>,
+    pub(crate) params: Vec<Bound<'py, PyAny>>,
+    pub(crate) weights: Vec<CallWeight>,
+}
+
+impl<'py> Done<'py> {
+    /// What backward reads: the saved buffer, and the call's own tensors in the order of [`Program::reads`].
+    pub(crate) fn to_save(&self, x: &Bound<'py, PyAny>, extras: &[Bound<'py, PyAny>]) -> PyResult<Bound<'py, PyTuple>> {
+        let py = x.py();
+        let mut tensors = vec![self.saved.clone().unwrap_or_else(|| py.None().into_bound(py))];
+        for place in self.compiled.program.reads() {
+            tensors.push(match *place {
+                Where::Input => x.clone(),
+                Where::Extra(index) => extras[usize::from(index)].clone(),
+                Where::ExtraOutput(index) => self.extra_outputs[usize::from(index)].clone(),
+                Where::Param(index) => self.params[usize::from(index)].clone(),
+                _ => py.None().into_bound(py),
+            });
+        }
+        PyTuple::new(py, tensors)
+    }
+}
+
+/// One forward. `extra_grads` and `input_grad` say what wants a gradient; parameters are asked when `grads` is set.
+pub(crate) struct Call<'a, 'py> {
+    pub(crate) state: &'a State,
+    pub(crate) handle: &'a Bound<'py, ProgramHandle>,
+    pub(crate) owner: &'a Bound<'py, PyAny>,
+    pub(crate) x: &'a Bound<'py, PyAny>,
+    pub(crate) extras: &'a [Bound<'py, PyAny>],
+    pub(crate) params: Vec<Bound<'py, PyAny>>,
+    pub(crate) microbatch: Microbatch,
+    pub(crate) grads: bool,
+    pub(crate) input_grad: bool,
+    pub(crate) extra_grads: Vec<bool>,
+}
+
+/// The tensors of a call as the kernels read them: copies where the originals are strided or misaligned.
+struct Tensors<'a> {
+    x: TensorView<'a>,
+    extras: Vec<TensorView<'a>>,
+    params: Vec<TensorView<'a>>,
+    /// Which parameters are read from copies: their addresses mean nothing.
+    copied: Vec<bool>,
+}
+
+#[inline]
+pub(crate) fn requires_grad(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    tensor.getattr(intern!(tensor.py(), "requires_grad"))?.is_truthy()
+}
+
+/// The parameters of a program, as their modules hold them now.
+pub(crate) fn parameters<'py>(handle: &Bound<'py, ProgramHandle>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    let py = handle.py();
+    let program = handle.try_borrow()?;
+    program
+        .params
+        .iter()
+        .map(|param| {
+            let found = param.parameters.bind(py).get_item(param.name.bind(py))?;
+            match found.filter(|value| !value.is_none()) {
+                Some(tensor) => Ok(tensor),
+                None => {
+                    let message = format!("{}: parameter {} was removed", program.name, param.name.bind(py));
+                    Err(Error::state(OP, message)).python()
+                }
+            }
+        })
+        .collect()
+}
+
+/// Copies of those tensors that are not contiguous and aligned.
+fn copies<'py>(state: &State, list: &[Bound<'py, PyAny>], what: &'static str) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    list.iter().map(|tensor| Ok(readable(state, tensor, what)?.unwrap_or_else(|| tensor.clone()))).collect()
+}
+
+fn float(view: &TensorView<'_>, what: &'static str) -> Result<Float, Error> {
+    view.dtype().as_float().ok_or_else(|| Error::dtype(OP, what, "float32, float16 or bfloat16", view.dtype()))
+}
+
+impl<'py> Call<'_, 'py> {
+    pub(crate) fn run(&self) -> PyResult<Done<'py>> {
+        self.prepared().map_err(|failure| {
+            let name = self.handle.try_borrow().ok().map(|handle| handle.name.clone());
+            failure.named(name.as_deref())
+        })
+    }
+
+    fn prepared(&self) -> Result<Done<'py>, Failure> {
+        let state = self.state;
+        let x = readable(state, self.x, "the input")?.unwrap_or_else(|| self.x.clone());
+        let (extras, params) =
+            (copies(state, self.extras, "an extra input")?, copies(state, &self.params, "a parameter")?);
+        let tensors = Tensors {
+            x: view_of(&state.reader, &x, "the input")?,
+            extras: extras
+                .iter()
+                .map(|tensor| view_of(&state.reader, tensor, "an extra input"))
+                .collect::<Result<_, _>>()?,
+            params: params
+                .iter()
+                .map(|tensor| view_of(&state.reader, tensor, "a parameter"))
+                .collect::<Result<_, _>>()?,
+            copied: params.iter().zip(&self.params).map(|(read, own)| !read.is(own)).collect(),
+        };
+        self.on_tensors(&tensors, &extras)
+    }
+
+    fn on_tensors(&self, tensors: &Tensors<'_>, extras: &[Bound<'py, PyAny>]) -> Result<Done<'py>, Failure> {
+        let (py, state) = (self.x.py(), self.state);
+        let x = &tensors.x;
+        let _guard = state.guard(py, x.device())?;
+        let place = Place { device: x.device(), stream: state.reader.stream(py, x.device())? };
+        let region = *state.dispatcher(py)?.0.autocast.current();
+        let compiled = self.compiled(tensors, &region)?;
+        let program = &compiled.program;
+        self.handle.try_borrow_mut()?.last_region = region.enabled.then_some(region);
+        if region.enabled && region.recipe.is_delayed() {
+            self.ensure_slots(region.epoch)?;
+        }
+        let shapes = self.handle.try_borrow_mut()?.shapes(py, x, program.out_cols(), program.extra_output_cols())?;
+        let capturing = matches!(place.device, Device::Cuda(_)) && driver::is_capturing(place.stream)?;
+        let prepared = self.weights(tensors, &compiled, &region, place, capturing)?;
+
+        let extra_outputs = self.extra_outputs(&compiled, &shapes, place, extras)?;
+        let y = self.output(&compiled, &shapes, place, extras, &extra_outputs)?;
+        let saved = match &compiled.saved_size {
+            Some(size) => Some(state.empty(py, place.device, size.bind(py), state.unit_stride.bind(py), DType::U8)?),
+            None => None,
+        };
+        let external = Dispatcher::external_bytes(place, program.forward_scratch())?;
+        let scratch = state.optional_bytes(py, place.device, external.bytes())?;
+        let extra_output_pointers =
+            extra_outputs.iter().map(|tensor| state.pointer(Some(tensor))).collect::<Result<Vec<_>, _>>()?;
+        let params: Vec<DevPtr<'_>> = tensors.params.iter().map(TensorView::data).collect();
+        let extra_pointers: Vec<DevPtr<'_>> = tensors.extras.iter().map(TensorView::data).collect();
+        let bindings = Bindings {
+            input: x.data(),
+            extras: &extra_pointers,
+            output: if program.output() == Where::Output { state.pointer(Some(&y))? } else { DevPtr::null() },
+            extra_outputs: &extra_output_pointers,
+            params: &params,
+            saved: state.pointer(saved.as_ref())?,
+            ..Bindings::NONE
+        };
+        self.launch(&compiled, place, &bindings, &prepared, external.memory(state.pointer(scratch.as_ref())?))?;
+        let weights = self.keep(prepared, place, capturing)?;
+        let params = self.params.iter().map(Bound::clone).collect();
+        Ok(Done { y, extra_outputs, saved, compiled, shapes, params, weights })
+    }
+
+    /// The compiled program for these tensors.
+    fn compiled(&self, tensors: &Tensors<'_>, region: &Region) -> Result<Arc<Compiled>, Failure> {
+        let (py, state) = (self.x.py(), self.state);
+        let x = &tensors.x;
+        let activation = float(x, "the input")?;
+        let wants = |tensor: &Bound<'_, PyAny>| -> PyResult<bool> { Ok(self.grads && requires_grad(tensor)?) };
+        let param_grads = self.params.iter().map(wants).collect::<PyResult<Vec<_>>>()?;
+        let any_rows = state.dispatcher(py)?.0.auto_pad;
+        let mut handle = self.handle.try_borrow_mut()?;
+        let deferred = handle
+            .weights
+            .iter()
+            .map(|weight| Ok(weight.bind(py).try_borrow()?.delay_wgrad_compute))
+            .collect::<Result<Vec<bool>, PyErr>>()?;
+        let epoch = region.enabled.then_some(region.epoch);
+        let (rows, cols) = (x.rows(), x.shape().last().map_or(1, |&cols| cols as usize));
+        let same = |list: &[(Float, bool)], views: &[TensorView<'_>], grads: &[bool]| {
+            list.len() == views.len()
+                && list
+                    .iter()
+                    .zip(views)
+                    .zip(grads)
+                    .all(|((&(dtype, grad), view), &wanted)| grad == wanted && view.dtype() == DType::from(dtype))
+        };
+        let found = handle.find(|program| {
+            let key = program.key();
+            key.epoch == epoch
+                && key.rows == rows
+                && key.cols == cols
+                && key.activation == activation
+                && key.device == x.device()
+                && key.any_rows == any_rows
+                && key.input_grad == self.input_grad
+                && key.deferred == deferred
+                && same(&key.params, &tensors.params, &param_grads)
+                && same(&key.extras, &tensors.extras, &self.extra_grads)
+        });
+        if let Some(compiled) = found {
+            drop(handle);
+            state.dispatcher(py)?.0.trace.counters.plan_hits += 1;
+            return Ok(compiled);
+        }
+        let typed = |views: &[TensorView<'_>], grads: &[bool], what| -> Result<Vec<(Float, bool)>, Error> {
+            views.iter().zip(grads).map(|(view, &grad)| Ok((float(view, what)?, grad))).collect()
+        };
+        let key = ProgramKey {
+            epoch,
+            rows,
+            cols,
+            activation,
+            device: x.device(),
+            any_rows,
+            input_grad: self.input_grad,
+            params: typed(&tensors.params, &param_grads, "a parameter")?,
+            extras: typed(&tensors.extras, &self.extra_grads, "an extra input")?,
+            deferred,
+        };
+        self.check(&handle, tensors, &key)?;
+        let chain = handle.chain.clone();
+        drop(handle);
+        let recipe = region.enabled.then_some(&region.recipe);
+        let program = {
+            let mut dispatcher = state.dispatcher(py)?;
+            dispatcher.0.trace.counters.plan_misses += 1;
+            Arc::new(Program::new(&mut dispatcher.0, &chain, key, recipe)?)
+        };
+        let size = PyTuple::new(py, [program.saved_bytes()])?.unbind();
+        let compiled = Arc::new(Compiled {
+            saved_size: (program.saved_bytes() != 0).then_some(size),
+            params: tensors.params.iter().map(|view| Tuples::new(py, view.shape())).collect::<PyResult<_>>()?,
+            program,
+        });
+        self.handle.try_borrow_mut()?.insert(&compiled);
+        Ok(compiled)
+    }
+
+    /// Shapes, types and devices that the program itself does not see.
+    fn check(&self, handle: &ProgramHandle, tensors: &Tensors<'_>, key: &ProgramKey) -> Result<(), Failure> {
+        let (x, py) = (&tensors.x, self.x.py());
+        if x.shape().is_empty() {
+            return Err(Error::shape(OP, "the input", "a tensor of at least one dimension", "a scalar").into());
+        }
+        let widths = handle.chain.widths(key.cols)?;
+        for (param, view) in handle.params.iter().zip(&tensors.params) {
+            let name = param.name.bind(py);
+            if view.device() != x.device() {
+                let expected = format!("{}, where parameter {name} is (move one with .to())", view.device());
+                return Err(Error::device(OP, "the input", expected, x.device()).into());
+            }
+            if handle.strict_types && view.dtype() != x.dtype() {
+                let expected =
+                    format!("{}, the type of parameter {name} (cast it, or use torch.autocast)", view.dtype());
+                return Err(Error::dtype(OP, "the input", expected, x.dtype()).into());
+            }
+        }
+        handle.chain.check_params(tensors.params.iter().map(TensorView::shape))?;
+        for (index, link) in handle.chain.links().iter().enumerate() {
+            if link.op.extra_inputs() == 0 {
+                continue;
+            }
+            let extra = &tensors.extras[link.extra_input];
+            if extra.device() != x.device() {
+                let expected = format!("{}, where the input of op {} is", x.device(), link.label);
+                return Err(Error::device(OP, "an extra input", expected, extra.device()).into());
+            }
+            link.check_extra(extra.shape(), key.rows, widths[index], extra.dtype(), x.dtype())?;
+        }
+        Ok(())
+    }
+
+    #[cold]
+    fn init_slots(&self) -> PyResult<()> {
+        self.owner.call_method0(intern!(self.x.py(), "_init_delayed_scaling")).map(drop)
+    }
+
+    fn ensure_slots(&self, epoch: u64) -> PyResult<()> {
+        let py = self.x.py();
+        let missing = {
+            let handle = self.handle.try_borrow()?;
+            let mut missing = false;
+            for weight in &handle.weights {
+                missing |= weight.bind(py).try_borrow()?.slots.as_ref().is_none_or(|slots| slots.epoch != epoch);
+            }
+            missing
+        };
+        if missing { self.init_slots() } else { Ok(()) }
+    }
+
+    /// The quantised weight of every linear op: the kept one where it serves, else memory for a fresh one.
+    fn weights(
+        &self,
+        tensors: &Tensors<'_>,
+        compiled: &Compiled,
+        region: &Region,
+        place: Place,
+        capturing: bool,
+    ) -> Result<Vec<Prepared>, Failure> {
+        let (py, state) = (self.x.py(), self.state);
+        let handle = self.handle.try_borrow()?;
+        let delayed = region.recipe.is_delayed();
+        let (generation, cache_epoch, optimizer_steps) = {
+            let dispatcher = &state.dispatcher(py)?.0;
+            (dispatcher.forward_generation, dispatcher.cache_epoch, dispatcher.optimizer_steps)
+        };
+        let mut list = Vec::with_capacity(handle.weights.len());
+        for (linear, (weight, param)) in handle.weights.iter().zip(handle.chain.linear_params()).enumerate() {
+            let version =
+                self.params[param].getattr(intern!(py, "_version")).and_then(|version| version.extract()).ok();
+            if !region.enabled {
+                list.push(Prepared { quantized: None, slots: None, version, fresh: None });
+                continue;
+            }
+            let mut weight = weight.bind(py).try_borrow_mut()?;
+            let view = &tensors.params[param];
+            let address = if tensors.copied[param] {
+                view_of(&state.reader, &self.params[param], "a parameter")?.data().address()
+            } else {
+                view.data().address()
+            };
+            let record = WeightRecord {
+                token: WeightToken { address, version, dtype: view.dtype() },
+                device: place.device,
+                segments: compiled.program.weight_segments(linear),
+                epoch: region.epoch,
+                generation: if delayed { generation } else { 0 },
+                cache_epoch,
+                training: compiled.program.key().any_grad(),
+                optimizer_steps,
+            };
+            let slots = if delayed { weight.slots.clone() } else { None };
+            let reused = weight.cache.reusable(py, state, &record, self.microbatch, (place, capturing))?;
+            let (quantized, fresh) = if let Some(reused) = reused {
+                (reused, None)
+            } else {
+                let recycled = weight.cache.recycle(&record, place, capturing);
+                drop(weight);
+                let made = make_weight(py, state, &self.params[param], record, recycled)?;
+                (Arc::new(made), Some(param))
+            };
+            list.push(Prepared { quantized: Some(quantized), slots, version, fresh });
+        }
+        Ok(list)
+    }
+
+    fn extra_outputs(
+        &self,
+        compiled: &Compiled,
+        shapes: &Shapes,
+        place: Place,
+        extras: &[Bound<'py, PyAny>],
+    ) -> Result<Vec<Bound<'py, PyAny>>, Failure> {
+        let (py, state) = (self.x.py(), self.state);
+        let dtype = DType::from(compiled.program.key().activation);
+        let mut outputs: Vec<Bound<'py, PyAny>> = Vec::with_capacity(shapes.extra_outputs.len());
+        for (index, (&at, tuples)) in compiled.program.extra_outputs().iter().zip(&shapes.extra_outputs).enumerate() {
+            let tensor = match at {
+                Where::Input => self.x.clone(),
+                Where::Extra(extra) => extras[usize::from(extra)].clone(),
+                Where::ExtraOutput(other) if usize::from(other) != index => {
+                    outputs[usize::from(other)].call_method0("detach")?
+                }
+                _ => state.empty(py, place.device, tuples.size.bind(py), tuples.stride.bind(py), dtype)?,
+            };
+            outputs.push(tensor);
+        }
+        Ok(outputs)
+    }
+
+    fn output(
+        &self,
+        compiled: &Compiled,
+        shapes: &Shapes,
+        place: Place,
+        extras: &[Bound<'py, PyAny>],
+        extra_outputs: &[Bound<'py, PyAny>],
+    ) -> Result<Bound<'py, PyAny>, Failure> {
+        let dtype = DType::from(compiled.program.key().activation);
+        let (py, out) = (self.x.py(), &shapes.output);
+        Ok(match compiled.program.output() {
+            Where::Input if extra_outputs.is_empty() => self.x.clone(),
+            Where::Input => self.x.call_method0("detach")?,
+            Where::Extra(extra) => extras[usize::from(extra)].clone(),
+            // Two outputs must be two tensors for autograd.
+            Where::ExtraOutput(index) => extra_outputs[usize::from(index)].call_method0("detach")?,
+            _ => self.state.empty(py, place.device, out.size.bind(py), out.stride.bind(py), dtype)?,
+        })
+    }
+
+    fn launch(
+        &self,
+        compiled: &Compiled,
+        place: Place,
+        bindings: &Bindings<'_>,
+        prepared: &[Prepared],
+        memory: te_fast_core::dispatch::Memory<'_>,
+    ) -> Result<(), Failure> {
+        let program = &compiled.program;
+        let (buffers, slots) = weight_arguments(prepared.iter().map(|weight| (&weight.quantized, &weight.slots)));
+        let fresh: Vec<Option<DevPtr<'_>>> =
+            prepared.iter().map(|weight| weight.fresh.map(|param| bindings.params[param])).collect();
+        let mut dispatcher = self.state.dispatcher(self.x.py())?;
+        for slots in prepared.iter().filter_map(|weight| weight.slots.as_ref()) {
+            dispatcher.0.autocast.mark_ran(&slots.forward);
+        }
+        let weights = Weights { buffers: &buffers, fresh: &fresh, slots: &slots, skip: DevPtr::null() };
+        let mut lane = dispatcher.0.lane(place, program.forward_scratch(), memory)?;
+        program.run_forward(&mut lane, bindings, &weights)?;
+        Ok(())
+    }
+
+    fn keep(&self, prepared: Vec<Prepared>, place: Place, capturing: bool) -> Result<Vec<CallWeight>, Failure> {
+        let py = self.x.py();
+        let handle = self.handle.try_borrow()?;
+        let mut list = Vec::with_capacity(prepared.len());
+        for (weight, Prepared { quantized, slots, version, fresh }) in handle.weights.iter().zip(prepared) {
+            if let (Some(quantized), Some(_)) = (&quantized, fresh) {
+                weight.bind(py).try_borrow_mut()?.cache.keep(quantized, place, capturing);
+            }
+            list.push(CallWeight { quantized, slots, version });
+        }
+        Ok(list)
+    }
+}
+
+/// A weight before its launch.
+struct Prepared {
+    quantized: Option<Arc<CachedWeight>>,
+    slots: Option<OpSlots>,
+    version: Option<u64>,
+    /// The parameter that is to be quantised now.
+    fresh: Option<usize>,
+}
+
+/// Buffers and slots as a program takes them.
+pub(crate) fn weight_arguments<'a>(
+    weights: impl Iterator<Item = (&'a Option<Arc<CachedWeight>>, &'a Option<OpSlots>)>,
+) -> (Vec<WeightBuffer<'a>>, Vec<LinearSlots<'a>>) {
+    weights
+        .map(|(quantized, slots)| {
+            let none = || WeightBuffer { data: DevPtr::null(), segments: Segments::default() };
+            let buffer = quantized.as_ref().map_or_else(none, |quantized| quantized.weight_buffer());
+            (buffer, slots.as_ref().map_or(LinearSlots::NONE, OpSlots::slots))
+        })
+        .unzip()
+}
