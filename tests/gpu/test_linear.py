@@ -194,6 +194,53 @@ def test_whole_step_in_a_graph():
     assert torch.equal(layer.weight.grad, dw)
 
 
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
+def test_a_graph_skips_its_weight_where_the_flag_says(name, warm):
+    layer, x, grad = make(64, 256, 128, torch.bfloat16, bias=False)
+    recipe, manager = RECIPES[name](), te.FP8GlobalStateManager
+    manager.set_skip_fp8_weight_update_tensor(False)
+    try:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2 if warm else 0):
+                with te.autocast(recipe=recipe, _graph=True):
+                    layer(x).backward(grad)
+        torch.cuda.current_stream().wait_stream(side)
+        layer.weight.grad = x.grad = None
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph), te.autocast(recipe=recipe, _graph=True):
+            y = layer(x, is_first_microbatch=False)
+            y.backward(grad)
+        seen = []
+        for factor, skip in ((1, False), (-2, True), (1, False), (4, True), (1, True)):
+            with torch.no_grad():
+                layer.weight.mul_(factor)
+            manager.set_skip_fp8_weight_update_tensor(skip)
+            junk = [torch.full((256, 256), 77, device="cuda") for _ in range(4)]
+            graph.replay()
+            seen.append((y.clone(), x.grad.clone(), layer.weight.grad.clone()))
+            del junk
+    finally:
+        manager.reset()
+    for (y0, dx0, dw0), (y1, dx1, dw1) in (
+        (seen[0], seen[1]),
+        (seen[2], seen[3]),
+        (seen[3], seen[4]),
+    ):
+        assert torch.equal(y0, y1)
+        assert torch.equal(dx0, dx1)
+        assert torch.equal(dw0, dw1)
+    assert torch.equal(seen[2][0], -2 * seen[0][0])
+    assert torch.equal(seen[2][1], -2 * seen[0][1])
+    with torch.no_grad():
+        layer.weight.mul_(0.25)  # what the last quantisation saw
+    expected = reference(layer, x, grad)
+    assert relative(seen[4][0], expected["y"]) < 0.1
+    assert relative(seen[4][1], expected["dx"]) < 0.1
+
+
 def test_two_threads_on_two_streams():
     layer, x, grad = make(256, 512, 512, torch.bfloat16)
     layers = [make(256, 512, 512, torch.bfloat16)[0] for _ in range(2)]

@@ -184,10 +184,11 @@ class FP8GlobalStateManager:
 
     @classmethod
     def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:
-        """Set the flag that graph wrappers use to skip weight quantisation in a captured graph.
+        """Set the flag by which a captured graph skips the quantisation of its weights.
 
-        Layers do not read it yet: a captured graph quantises its weights on every replay, which is
-        right but not skipped.
+        It is a number on the device that a replay reads: a graph that was captured after the first
+        call of this quantises its weights where `skip` is false, as in the first microbatch, and
+        uses those of an earlier replay where it is true.
         """
         if autocast_state.skip_fp8_weight_update_tensor is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -131,12 +131,19 @@ def _update_backward_scales() -> None:
     _delayed.update_scales(forward=False)
 
 
+def _skip_weight_flag() -> torch.Tensor | None:
+    from te_fast.pytorch._global_state import autocast_state
+
+    return autocast_state.skip_fp8_weight_update_tensor
+
+
 # `Function.apply` of Python costs 2 us more than the C++ method that it wraps, for functorch: its
 # transforms do not reach the native path, since their tensors have no memory to read.
 _native.install_linear(
     super(torch.autograd.Function, _LinearFunction).apply,
     _backward_once,
     _update_backward_scales,
+    _skip_weight_flag,
 )
 
 

@@ -22,6 +22,8 @@ pub(crate) struct Hooks {
     pub(crate) backward_once: Py<PyAny>,
     /// Updates the backward scales of delayed scaling.
     pub(crate) update_backward_scales: Py<PyAny>,
+    /// The tensor of `set_skip_fp8_weight_update_tensor`, or None.
+    pub(crate) skip_weight_flag: Py<PyAny>,
 }
 
 static HOOKS: PyOnceLock<Hooks> = PyOnceLock::new();
@@ -33,8 +35,9 @@ pub(crate) fn install_linear(
     apply: Py<PyAny>,
     backward_once: Py<PyAny>,
     update_backward_scales: Py<PyAny>,
+    skip_weight_flag: Py<PyAny>,
 ) {
-    let _ = HOOKS.set(py, Hooks { apply, backward_once, update_backward_scales });
+    let _ = HOOKS.set(py, Hooks { apply, backward_once, update_backward_scales, skip_weight_flag });
 }
 
 pub(crate) fn hooks(py: Python<'_>) -> PyResult<&Hooks> {
@@ -338,7 +341,7 @@ pub(crate) fn linear_autograd_forward<'py>(
         weight_version: done.weight_version,
         fuse_wgrad_accumulation: config.fuse_wgrad_accumulation,
         slots: done.slots,
-        overwrite_main_grad: bits.has(Bits::FIRST_MICROBATCH),
+        overwrite_main_grad: done.overwrite_main_grad,
         updates_backward_scales,
         bias_grad: bits.has(Bits::BIAS_GRAD),
     };

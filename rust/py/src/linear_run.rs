@@ -9,7 +9,6 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 use te_fast_core::dispatch::{Dispatcher, Place};
 use te_fast_core::driver;
-use te_fast_core::kernel::DevPtr;
 use te_fast_core::layer::{WeightRecord, WeightToken};
 use te_fast_core::linear::{Forward, LinearKey, LinearPlan, Slot};
 use te_fast_core::recipe::Needs;
@@ -19,7 +18,7 @@ use te_fast_core::{Error, Float};
 
 use crate::error::{Failure, IntoPython};
 use crate::layer::{Geometry, LayerConfig, LinearHandle, Slots, slot};
-use crate::linear::Bits;
+use crate::linear::{Bits, hooks};
 use crate::state::State;
 use crate::tensor::view_of;
 use crate::weight::{CachedWeight, make_weight};
@@ -37,6 +36,8 @@ pub(crate) struct Done<'py> {
     pub(crate) weight: Arc<CachedWeight>,
     pub(crate) slots: Option<Slots>,
     pub(crate) weight_version: Option<u64>,
+    /// `main_grad` is set, not added to.
+    pub(crate) overwrite_main_grad: bool,
 }
 
 /// The Python exception, with the name of the layer.
@@ -106,6 +107,8 @@ struct Decision {
     record: WeightRecord,
     weight_version: Option<u64>,
     reused: Option<Arc<CachedWeight>>,
+    /// A float on the device that says whether a captured graph skips the weight's quantisation.
+    skip_flag: Option<Py<PyAny>>,
 }
 
 impl<'py> Call<'_, 'py> {
@@ -134,14 +137,13 @@ impl<'py> Call<'_, 'py> {
         };
         let external = Dispatcher::external_bytes(*place, plan.forward_scratch())?;
         let scratch = state.optional_bytes(py, place.device, external.bytes())?;
-        let fresh = decision.reused.is_none();
-        let weight = if let Some(weight) = &decision.reused {
-            Arc::clone(weight)
-        } else {
-            let recycled = self.handle.try_borrow_mut()?.cache.recycle(&decision.record, *place, decision.capturing);
-            Arc::new(make_weight(py, state, self.parameter, decision.record, recycled)?)
-        };
+        let skippable = decision.skip_flag.is_some();
+        let fresh = decision.reused.is_none() || skippable;
+        let weight = self.quantised_weight(&decision)?;
         let bias = self.bias_operand(plan.key().activation)?;
+        // A weight that is not there yet is quantised, whatever the flag; a graph runs later.
+        let skip_flag = decision.skip_flag.as_ref().filter(|_| decision.reused.is_some() || decision.capturing);
+        let skip_flag = skip_flag.map(|flag| flag.bind(py));
 
         let io = Forward {
             x: x.data(),
@@ -154,7 +156,7 @@ impl<'py> Call<'_, 'py> {
                 Some(slots) => [slot(&slots.forward, 0), slot(&slots.forward, 1)],
                 None => [Slot::NONE; 2],
             },
-            skip_weight: DevPtr::null(),
+            skip_weight: state.pointer(skip_flag)?,
         };
         let memory = external.memory(state.pointer(scratch.as_ref())?);
         CLOCK.mark(Stage::Allocate);
@@ -165,12 +167,30 @@ impl<'py> Call<'_, 'py> {
             }
             plan.forward(&mut dispatcher.0.lane(*place, plan.forward_scratch(), memory)?, &io)?;
         }
-        if fresh {
+        if skippable {
+            self.handle.try_borrow_mut()?.cache.keep_skippable(&weight);
+        } else if fresh {
             self.handle.try_borrow_mut()?.cache.keep(&weight, *place, decision.capturing);
         }
         CLOCK.mark(Stage::Finish);
         let Decision { plan, geometry, slots, weight_version, .. } = decision;
-        Ok(Done { y, saved, plan, geometry, weight, slots, weight_version })
+        // Transformer Engine takes `is_first_microbatch` for False where the flag decides.
+        let overwrite_main_grad = self.bits.has(Bits::FIRST_MICROBATCH) && !skippable;
+        Ok(Done { y, saved, plan, geometry, weight, slots, weight_version, overwrite_main_grad })
+    }
+
+    /// The kept weight, or memory for one.
+    fn quantised_weight(&self, decision: &Decision) -> Result<Arc<CachedWeight>, Failure> {
+        let Decision { place, capturing, record, .. } = decision;
+        if let Some(weight) = &decision.reused {
+            return Ok(Arc::clone(weight));
+        }
+        let recycled = if decision.skip_flag.is_some() {
+            None
+        } else {
+            self.handle.try_borrow_mut()?.cache.recycle(record, *place, *capturing)
+        };
+        Ok(Arc::new(make_weight(self.x.py(), self.state, self.parameter, *record, recycled)?))
     }
 
     /// Shapes, types and devices; sizes that FP8 takes are the plan's to check.
@@ -250,11 +270,14 @@ impl<'py> Call<'_, 'py> {
         };
         drop(guard);
         let capturing = matches!(place.device, Device::Cuda(_)) && driver::is_capturing(place.stream)?;
-        let mut decision =
-            Decision { plan, saved_size, geometry, slots, place, capturing, record, weight_version, reused: None };
+        let skip_flag = if capturing || region.graph { skip_flag(state, py, place.device)? } else { None };
         let microbatch = self.bits.microbatch();
-        decision.reused = handle.cache.reusable(py, state, &decision.record, microbatch, (place, capturing))?;
-        Ok(decision)
+        let reused = if skip_flag.is_some() {
+            handle.cache.skippable(&record)
+        } else {
+            handle.cache.reusable(py, state, &record, microbatch, (place, capturing))?
+        };
+        Ok(Decision { plan, saved_size, geometry, slots, place, capturing, record, weight_version, reused, skip_flag })
     }
 
     /// Address and version say whether a weight is the one that was quantised; and torch's own version of it.
@@ -291,6 +314,23 @@ impl<'py> Call<'_, 'py> {
         let copy = bias.call_method0("detach")?.call_method1("to", (self.state.torch.dtype(bias.py(), wanted),))?;
         Ok(Some(readable(self.state, &copy, "bias")?.unwrap_or(copy)))
     }
+}
+
+/// What `FP8GlobalStateManager.set_skip_fp8_weight_update_tensor` has set.
+#[cold]
+fn skip_flag(state: &State, py: Python<'_>, device: Device) -> Result<Option<Py<PyAny>>, Failure> {
+    let flag = hooks(py)?.skip_weight_flag.bind(py).call0()?;
+    if flag.is_none() {
+        return Ok(None);
+    }
+    let view = view_of(&state.reader, &flag, "skip_fp8_weight_update")?;
+    if view.device() != device {
+        let expected = format!("{device}, where the layer is");
+        return Err(
+            Error::device(OP, "the tensor of set_skip_fp8_weight_update_tensor", expected, view.device()).into()
+        );
+    }
+    Ok(Some(flag.unbind()))
 }
 
 fn float(view: &TensorView<'_>, what: &'static str) -> Result<Float, Error> {

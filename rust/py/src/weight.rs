@@ -44,13 +44,16 @@ pub(crate) struct WeightCache {
     streams: Vec<Stream>,
     /// The weight of a graph under capture: its bytes exist when the graph runs, not now.
     captured: Option<Arc<CachedWeight>>,
+    /// Weights that captured graphs quantise where a flag on the device does not tell them to skip it. The graphs hold
+    /// their addresses, so that they live as long as the layer.
+    skippable: Vec<Arc<CachedWeight>>,
 }
 
 /// Memory for a weight that is to be quantised.
 pub(crate) type Recycled = Option<(Held, usize)>;
 
 impl WeightCache {
-    /// Forgets it: the next forward quantises the weight again.
+    /// Forgets it: the next forward quantises the weight again. Captured graphs keep theirs.
     pub(crate) fn clear(&mut self) {
         self.kept = None;
         self.captured = None;
@@ -75,6 +78,26 @@ impl WeightCache {
             self.share_with(py, place)?;
         }
         Ok(Some(kept))
+    }
+
+    /// The weight of graphs that can skip its quantisation, if there is one for such calls.
+    pub(crate) fn skippable(&self, wanted: &WeightRecord) -> Option<Arc<CachedWeight>> {
+        let fits = |kept: &&Arc<CachedWeight>| {
+            let (there, needed) = (&kept.record, wanted);
+            there.token.address == needed.token.address
+                && there.token.dtype == needed.token.dtype
+                && there.device == needed.device
+                && there.segments == needed.segments
+                && there.epoch == needed.epoch
+        };
+        self.skippable.iter().find(fits).cloned()
+    }
+
+    /// Keeps one of those.
+    pub(crate) fn keep_skippable(&mut self, weight: &Arc<CachedWeight>) {
+        if !self.skippable.iter().any(|known| Arc::ptr_eq(known, weight)) {
+            self.skippable.push(Arc::clone(weight));
+        }
     }
 
     /// Orders another stream's reads of the kept weight behind the stream that wrote it.

@@ -1,0 +1,144 @@
+"""The flag by which a captured graph skips the quantisation of its weights, on the host backend."""
+
+import pytest
+import torch
+
+import te_fast.pytorch as te
+from te_fast import dispatch
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+
+RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "block": Float8BlockScaling}
+manager = te.FP8GlobalStateManager
+
+
+@pytest.fixture(params=RECIPES)
+def recipe(request):
+    return RECIPES[request.param]()
+
+
+@pytest.fixture(autouse=True)
+def cpu_flag(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    manager.reset()
+    yield
+    manager.reset()
+
+
+def make(**options):
+    torch.manual_seed(3)
+    layer = te.Linear(64, 48, bias=False, device="cpu", params_dtype=torch.bfloat16, **options)
+    return layer, torch.randn(32, 64, dtype=torch.bfloat16)
+
+
+def graph_call(layer, x, recipe, **options):
+    """A call as a graph wrapper makes it: it updates delayed scales itself."""
+    with te.autocast(recipe=recipe, _graph=True):
+        return layer(x, **options)
+
+
+@pytest.mark.parametrize("first", [None, True, False], ids=["none", "first", "later"])
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+def test_the_flag_decides_whether_the_weight_is_quantised(recipe, first, grad):
+    layer, x = make()
+    x.requires_grad_(grad)
+    manager.set_skip_fp8_weight_update_tensor(False)
+    with torch.set_grad_enabled(grad):
+        former = graph_call(layer, x, recipe, is_first_microbatch=first)
+        with torch.no_grad():
+            layer.weight.mul_(-2)
+        manager.set_skip_fp8_weight_update_tensor(True)
+        skipped = graph_call(layer, x, recipe, is_first_microbatch=first)
+        manager.set_skip_fp8_weight_update_tensor(False)
+        fresh = graph_call(layer, x, recipe, is_first_microbatch=first)
+    assert torch.equal(skipped, former)
+    assert torch.allclose(fresh, -2 * former, rtol=0.1, atol=0.1)
+    assert not torch.equal(fresh, former)
+
+
+def test_a_weight_that_is_not_there_is_quantised_whatever_the_flag(recipe):
+    layer, x = make()
+    with torch.no_grad():
+        with te.autocast(recipe=recipe):
+            wanted = layer(x)
+        manager.set_skip_fp8_weight_update_tensor(True)
+        assert torch.equal(graph_call(layer, x, recipe), wanted)
+
+
+def test_calls_outside_of_graphs_do_not_read_the_flag(recipe):
+    layer, x = make()
+    with torch.no_grad():
+        manager.set_skip_fp8_weight_update_tensor(True)
+        graph_call(layer, x, recipe)
+        layer.weight.mul_(-2)
+        with te.autocast(recipe=recipe):
+            eager = layer(x)
+        fresh, _ = make()
+        fresh.weight.mul_(-2)
+        with te.autocast(recipe=recipe):
+            assert torch.equal(eager, fresh(x))
+        layer.weight.fill_(0)
+        with te.autocast(recipe=recipe):
+            assert not layer(x).any()
+        assert graph_call(layer, x, recipe).any()  # the graph's own is older
+
+
+def test_delayed_scales_are_those_of_the_quantised_weight():
+    recipe = DelayedScaling(amax_history_len=4)
+    layer, x = make()
+    x.requires_grad_()
+    manager.set_skip_fp8_weight_update_tensor(False)
+    graph_call(layer, x, recipe)
+    state = layer.fp8_meta["scaling_fwd"]
+    weight_amax = layer.weight.abs().max().float()
+    assert state.amax_history[0, 1] == weight_amax
+    manager.reduce_and_update_fp8_tensors(forward=True)
+    scale = state.scale.clone()
+    assert scale[1] == 448.0 / weight_amax
+
+    graph_call(layer, x, recipe)  # quantised with the new scale
+    manager.reduce_and_update_fp8_tensors(forward=True)
+    assert torch.equal(state.scale, scale)
+    manager.set_skip_fp8_weight_update_tensor(True)
+    expected = graph_call(layer, x, recipe)
+    with torch.no_grad():
+        layer.weight.mul_(64)
+    skipped = graph_call(layer, x, recipe)
+    assert torch.equal(skipped, expected)
+    assert state.amax_history[0, 1] == 0  # a skipped weight leaves no maximum
+    assert state.amax_history[0, 0] == x.abs().max().float()
+    manager.reduce_and_update_fp8_tensors(forward=True)
+    assert torch.equal(state.scale, scale)
+    assert torch.equal(graph_call(layer, x, recipe), expected)
+
+    manager.set_skip_fp8_weight_update_tensor(False)
+    saturated = graph_call(layer, x, recipe)
+    assert state.amax_history[0, 1] == 64 * weight_amax
+    manager.reduce_and_update_fp8_tensors(forward=True)
+    assert state.scale[1] == 448.0 / (64 * weight_amax)
+    fitting = graph_call(layer, x, recipe)
+    assert torch.allclose(fitting, 64 * expected, rtol=0.1, atol=4)
+    assert not torch.equal(fitting, saturated)
+
+
+def test_gradients_are_added_where_the_flag_decides(recipe):
+    layer, x = make(fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.ones(48, 64)
+    manager.set_skip_fp8_weight_update_tensor(False)
+    y = graph_call(layer, x, recipe, is_first_microbatch=True)
+    y.backward(torch.zeros_like(y))
+    assert torch.equal(layer.weight.main_grad, torch.ones(48, 64))
+    manager.reset()
+    y = graph_call(layer, x, recipe, is_first_microbatch=True)
+    y.backward(torch.zeros_like(y))
+    assert not layer.weight.main_grad.any()
+
+
+def test_the_graphs_weight_outlives_the_cache(recipe):
+    layer, x = make()
+    manager.set_skip_fp8_weight_update_tensor(False)
+    with torch.no_grad():
+        former = graph_call(layer, x, recipe)
+        dispatch.drop_weight_cache(layer)
+        manager.set_skip_fp8_weight_update_tensor(True)
+        layer.weight.fill_(0)
+        assert torch.equal(graph_call(layer, x, recipe), former)
