@@ -227,6 +227,7 @@ def test_availability_follows_the_current_device(
     from te_fast.pytorch import _support
 
     monkeypatch.setattr(_support, "get_device_compute_capability", lambda: capability)
+    monkeypatch.setattr(_support, "driver_problem", lambda: "")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert q.is_fp8_available() is fp8
     assert q.is_fp8_block_scaling_available() is block

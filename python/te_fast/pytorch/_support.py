@@ -12,7 +12,8 @@ from typing import Literal, overload
 import torch
 
 from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling, Recipe
-from te_fast.errors import DeviceError, UnsupportedError
+from te_fast.errors import CudaError, DeviceError, UnsupportedError
+from te_fast.pytorch import _ops
 
 __all__ = [
     "check_fp8_block_scaling_support",
@@ -40,6 +41,16 @@ def _capability_of(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
+@cache
+def driver_problem() -> str:
+    """Return why the machine's CUDA driver cannot run te_fast's kernels; nothing where it can."""
+    try:
+        _ops.native.cuda_driver_version()
+    except CudaError as error:
+        return str(error)
+    return ""
+
+
 def get_device_compute_capability() -> tuple[int, int]:
     """Return the compute capability of the current GPU.
 
@@ -56,8 +67,10 @@ def get_device_compute_capability() -> tuple[int, int]:
 def check_fp8_support() -> tuple[bool, str]:
     """Return whether FP8 with one scale per tensor can run, and why not."""
     capability = get_device_compute_capability()
-    if capability == _HOST or capability >= (8, 9):
+    if capability == _HOST:
         return True, ""
+    if capability >= (8, 9):
+        return not driver_problem(), driver_problem()
     return False, "Device compute capability 8.9 or higher required for FP8 execution."
 
 
@@ -70,7 +83,7 @@ def check_fp8_block_scaling_support() -> tuple[bool, str]:
         return False, _NOT_YET.format("FP8 block scaling on compute capability 10.0 or higher")
     cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
     if capability >= (9, 0) and cuda >= (12, 9):
-        return True, ""
+        return not driver_problem(), driver_problem()
     reason = "FP8 block scaled GEMM requires compute capability 9.0 or higher and CUDA >= 12.9."
     return False, reason
 

@@ -13,6 +13,7 @@ from te_fast.errors import DeviceError, DtypeError, ShapeError, StateError, Unsu
 from te_fast.pytorch import _extra_state, _ops
 from te_fast.pytorch._delayed import DelayedScalingRecipeState
 from te_fast.pytorch._global_state import FP8GlobalStateManager
+from te_fast.pytorch._support import driver_problem
 
 __all__ = ["TransformerEngineBaseModule", "dummy_wgrad_for", "get_dummy_wgrad"]
 
@@ -68,9 +69,10 @@ def check_device(device: torch.device | str, layer: str) -> torch.device:
         message = f"{layer}: device must be cuda, cpu or meta, got {chosen}"
         raise DeviceError(message)
     if chosen.type == "cuda" and not torch.cuda.is_available():
+        problem = driver_problem() or "torch sees no CUDA GPU"
         message = (
-            f"{layer}: device={str(device)!r} was asked for, and no CUDA GPU is usable here. Pass "
-            "device='cpu' to run on the host backend, or 'meta' to defer"
+            f"{layer}: device={str(device)!r} was asked for. {problem}. Pass device='cpu' to run on "
+            "the host backend, or 'meta' to defer"
         )
         raise DeviceError(message)
     return chosen

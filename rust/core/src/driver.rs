@@ -20,6 +20,33 @@ use crate::kernel::{DevPtr, Grid};
 /// First driver that loads machine code made by nvcc 13.0.
 const MINIMUM_DRIVER: i32 = 13_000;
 
+/// Every driver function that is called from here: bindings resolve each at its first use and panic without it.
+const FUNCTIONS: [&CStr; 23] = [
+    c"cuCtxGetCurrent",
+    c"cuCtxSetCurrent",
+    c"cuDeviceGet",
+    c"cuDeviceGetAttribute",
+    c"cuDevicePrimaryCtxRetain",
+    c"cuDriverGetVersion",
+    c"cuEventCreate",
+    c"cuEventDestroy_v2",
+    c"cuEventRecord",
+    c"cuFuncGetAttribute",
+    c"cuFuncSetAttribute",
+    c"cuGetErrorString",
+    c"cuInit",
+    c"cuKernelGetFunction",
+    c"cuLaunchKernelEx",
+    c"cuLibraryGetKernel",
+    c"cuLibraryLoadData",
+    c"cuMemAlloc_v2",
+    c"cuMemFree_v2",
+    c"cuMemsetD8Async",
+    c"cuStreamIsCapturing",
+    c"cuStreamSynchronize",
+    c"cuStreamWaitEvent",
+];
+
 /// A CUDA stream; zero is the legacy default stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Stream(pub u64);
@@ -68,6 +95,16 @@ fn initialise() -> std::result::Result<i32, String> {
     if !unsafe { sys::is_culib_present() } {
         return Err("no CUDA driver library (libcuda.so.1) was found".into());
     }
+    // SAFETY: the library was found.
+    let library = unsafe { sys::culib() };
+    let lacks = |name: &&CStr| {
+        // SAFETY: the address is only looked up, never called.
+        unsafe { library.get::<*const c_void>(name.to_bytes_with_nul()) }.is_err()
+    };
+    let missing: Vec<_> = FUNCTIONS.iter().copied().filter(lacks).collect();
+    if missing.contains(&c"cuDriverGetVersion") {
+        return Err("the CUDA driver library (libcuda.so.1) that was found has no cuDriverGetVersion; it is no driver, check LD_LIBRARY_PATH".into());
+    }
     let mut version = 0;
     // SAFETY: cuDriverGetVersion may be called before cuInit and writes one integer.
     let result = unsafe { sys::cuDriverGetVersion(&raw mut version) };
@@ -81,6 +118,14 @@ fn initialise() -> std::result::Result<i32, String> {
             version % 1000 / 10,
             MINIMUM_DRIVER / 1000,
             MINIMUM_DRIVER % 1000 / 10,
+        ));
+    }
+    if let Some(name) = missing.first() {
+        return Err(format!(
+            "the CUDA driver library (libcuda.so.1) says that it supports CUDA {}.{} and lacks {}; it is incomplete, check LD_LIBRARY_PATH or install the NVIDIA driver again",
+            version / 1000,
+            version % 1000 / 10,
+            name.to_string_lossy(),
         ));
     }
     // SAFETY: cuInit takes a flag that must be 0.
@@ -432,5 +477,20 @@ impl Drop for DeviceBuffer {
         // SAFETY: allocated in `allocate`, freed once. cuMemFree waits for work that uses it; an error at process end,
         // when the driver is gone, leaves nothing to do.
         let _ = unsafe { sys::cuMemFree_v2(self.address) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_function_that_is_called_is_looked_for() {
+        let called = include_str!("driver.rs").split("sys::cu").skip(1);
+        for rest in called.filter(|rest| rest.starts_with(char::is_uppercase)) {
+            let end = rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(rest.len());
+            let name = CString::new(format!("cu{}", &rest[..end])).unwrap_or_default();
+            assert!(FUNCTIONS.contains(&name.as_c_str()), "{name:?}");
+        }
     }
 }
