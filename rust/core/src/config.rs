@@ -2,6 +2,7 @@
 
 /// Settings of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "switches that do not depend on each other")]
 pub struct Config {
     /// `TE_FAST_SYNC=1`: wait after every launch, so that an error names the launch that made it.
     pub synchronise: bool,

@@ -16,6 +16,7 @@ mod program_backward;
 mod program_call;
 mod program_functions;
 mod program_run;
+mod program_tensors;
 mod state;
 mod tensor;
 mod weight;

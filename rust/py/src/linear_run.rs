@@ -318,7 +318,7 @@ impl<'py> Call<'_, 'py> {
 
 /// What `FP8GlobalStateManager.set_skip_fp8_weight_update_tensor` has set.
 #[cold]
-fn skip_flag(state: &State, py: Python<'_>, device: Device) -> Result<Option<Py<PyAny>>, Failure> {
+pub(crate) fn skip_flag(state: &State, py: Python<'_>, device: Device) -> Result<Option<Py<PyAny>>, Failure> {
     let flag = hooks(py)?.skip_weight_flag.bind(py).call0()?;
     if flag.is_none() {
         return Ok(None);

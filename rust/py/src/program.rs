@@ -184,6 +184,11 @@ impl ProgramHandle {
         self.params.push(Parameter { parameters: parameters.clone().unbind(), name });
     }
 
+    /// Linear ops whose weight gradient waits for `backward_dw`.
+    pub(crate) fn deferred(&self, py: Python<'_>) -> PyResult<Vec<bool>> {
+        self.weights.iter().map(|weight| Ok(weight.bind(py).try_borrow()?.delay_wgrad_compute)).collect()
+    }
+
     /// The compiled program that `fits`; the last one used is found first.
     #[inline]
     pub(crate) fn find(&mut self, fits: impl Fn(&Program) -> bool) -> Option<Arc<Compiled>> {

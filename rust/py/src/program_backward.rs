@@ -17,7 +17,8 @@ use crate::linear::hooks;
 use crate::linear_backward::{after_main_grad, main_grad};
 use crate::linear_run::readable;
 use crate::program::{Compiled, ProgramHandle, Shapes, WaitingGrad, WeightHandle};
-use crate::program_run::{CallWeight, weight_arguments};
+use crate::program_run::CallWeight;
+use crate::program_tensors::weight_arguments;
 use crate::state::{State, state};
 use crate::tensor::view_of;
 

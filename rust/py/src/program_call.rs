@@ -10,7 +10,8 @@ use crate::error::{IntoPython, named};
 use crate::linear::{Bits, can_skip_module_call};
 use crate::program::ProgramHandle;
 use crate::program_backward::{ProgramSaved, run};
-use crate::program_run::{Call, Done, parameters, requires_grad};
+use crate::program_run::{Call, Done};
+use crate::program_tensors::{parameters, requires_grad};
 use crate::state::{State, state};
 use crate::tensor::{instance_dict, view_of};
 
@@ -208,7 +209,7 @@ fn kept<'py>(
         weights: std::mem::take(&mut done.weights),
         extra_shapes,
         params: std::mem::take(&mut done.params).into_iter().map(Bound::unbind).collect(),
-        overwrite_main_grad: bits.has(Bits::FIRST_MICROBATCH),
+        overwrite_main_grad: bits.has(Bits::FIRST_MICROBATCH) && !done.skippable,
         updates_backward_scales: delayed && state.dispatcher(py)?.0.autocast.take_first_fp8_module(),
     })
 }
@@ -254,7 +255,6 @@ pub(crate) fn program_autograd_forward<'py>(
 /// tensors to save).
 #[pyfunction]
 #[pyo3(signature = (program, owner, x, extra_inputs, is_first_microbatch, input_needs_grad, extra_need_grad, parameters_need_grad, /))]
-#[expect(clippy::too_many_arguments, reason = "a Python function's arguments")]
 #[expect(clippy::type_complexity, reason = "a Python tuple")]
 pub(crate) fn program_run_forward<'py>(
     program: &Bound<'py, ProgramHandle>,

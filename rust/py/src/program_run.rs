@@ -6,20 +6,20 @@ use std::sync::Arc;
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDictMethods, PyTuple};
+use pyo3::types::PyTuple;
+use te_fast_core::Error;
 use te_fast_core::autocast::Region;
-use te_fast_core::dispatch::{Dispatcher, Place};
+use te_fast_core::dispatch::{Dispatcher, Memory, Place};
 use te_fast_core::driver;
 use te_fast_core::kernel::DevPtr;
 use te_fast_core::layer::{Microbatch, WeightRecord, WeightToken};
-use te_fast_core::linear::{Segments, WeightBuffer};
-use te_fast_core::program::{Bindings, LinearSlots, Place as Where, Program, ProgramKey, Weights};
+use te_fast_core::program::{Bindings, Place as Where, Program, ProgramKey, Weights};
 use te_fast_core::tensor::{DType, Device, TensorView};
-use te_fast_core::{Error, Float};
 
-use crate::error::{Failure, IntoPython};
-use crate::linear_run::readable;
+use crate::error::Failure;
+use crate::linear_run::{readable, skip_flag};
 use crate::program::{Compiled, OpSlots, ProgramHandle, Shapes, Tuples};
+use crate::program_tensors::{copies, float, requires_grad, same, typed, weight_arguments};
 use crate::state::State;
 use crate::tensor::view_of;
 use crate::weight::{CachedWeight, make_weight};
@@ -45,6 +45,8 @@ pub(crate) struct Done<'py> {
     pub(crate) shapes: Arc<Shapes>,
     pub(crate) params: Vec<Bound<'py, PyAny>>,
     pub(crate) weights: Vec<CallWeight>,
+    /// A flag on the device decides whether weights are quantised: `is_first_microbatch` is taken for False.
+    pub(crate) skippable: bool,
 }
 
 impl<'py> Done<'py> {
@@ -86,40 +88,6 @@ struct Tensors<'a> {
     params: Vec<TensorView<'a>>,
     /// Which parameters are read from copies: their addresses mean nothing.
     copied: Vec<bool>,
-}
-
-#[inline]
-pub(crate) fn requires_grad(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
-    tensor.getattr(intern!(tensor.py(), "requires_grad"))?.is_truthy()
-}
-
-/// The parameters of a program, as their modules hold them now.
-pub(crate) fn parameters<'py>(handle: &Bound<'py, ProgramHandle>) -> PyResult<Vec<Bound<'py, PyAny>>> {
-    let py = handle.py();
-    let program = handle.try_borrow()?;
-    program
-        .params
-        .iter()
-        .map(|param| {
-            let found = param.parameters.bind(py).get_item(param.name.bind(py))?;
-            match found.filter(|value| !value.is_none()) {
-                Some(tensor) => Ok(tensor),
-                None => {
-                    let message = format!("{}: parameter {} was removed", program.name, param.name.bind(py));
-                    Err(Error::state(OP, message)).python()
-                }
-            }
-        })
-        .collect()
-}
-
-/// Copies of those tensors that are not contiguous and aligned.
-fn copies<'py>(state: &State, list: &[Bound<'py, PyAny>], what: &'static str) -> PyResult<Vec<Bound<'py, PyAny>>> {
-    list.iter().map(|tensor| Ok(readable(state, tensor, what)?.unwrap_or_else(|| tensor.clone()))).collect()
-}
-
-fn float(view: &TensorView<'_>, what: &'static str) -> Result<Float, Error> {
-    view.dtype().as_float().ok_or_else(|| Error::dtype(OP, what, "float32, float16 or bfloat16", view.dtype()))
 }
 
 impl<'py> Call<'_, 'py> {
@@ -164,7 +132,12 @@ impl<'py> Call<'_, 'py> {
         }
         let shapes = self.handle.try_borrow_mut()?.shapes(py, x, program.out_cols(), program.extra_output_cols())?;
         let capturing = matches!(place.device, Device::Cuda(_)) && driver::is_capturing(place.stream)?;
-        let prepared = self.weights(tensors, &compiled, &region, place, capturing)?;
+        let flagged = region.enabled && (capturing || region.graph);
+        let flag = if flagged { skip_flag(state, py, place.device)? } else { None };
+        let prepared = self.weights(tensors, &compiled, &region, (place, capturing), flag.is_some())?;
+        // Weights that are not there yet are quantised, whatever the flag; a graph runs later.
+        let skips = capturing || prepared.iter().all(|weight| weight.reused);
+        let flag = flag.as_ref().map(|flag| flag.bind(py));
 
         let extra_outputs = self.extra_outputs(&compiled, &shapes, place, extras)?;
         let y = self.output(&compiled, &shapes, place, extras, &extra_outputs)?;
@@ -187,10 +160,13 @@ impl<'py> Call<'_, 'py> {
             saved: state.pointer(saved.as_ref())?,
             ..Bindings::NONE
         };
-        self.launch(&compiled, place, &bindings, &prepared, external.memory(state.pointer(scratch.as_ref())?))?;
-        let weights = self.keep(prepared, place, capturing)?;
+        let memory = external.memory(state.pointer(scratch.as_ref())?);
+        let skip = state.pointer(flag.filter(|_| skips))?;
+        self.launch(&compiled, &bindings, &prepared, (place, memory), skip)?;
+        let skippable = flag.is_some();
+        let weights = self.keep(prepared, place, capturing, skippable)?;
         let params = self.params.iter().map(Bound::clone).collect();
-        Ok(Done { y, extra_outputs, saved, compiled, shapes, params, weights })
+        Ok(Done { y, extra_outputs, saved, compiled, shapes, params, weights, skippable })
     }
 
     /// The compiled program for these tensors.
@@ -202,21 +178,9 @@ impl<'py> Call<'_, 'py> {
         let param_grads = self.params.iter().map(wants).collect::<PyResult<Vec<_>>>()?;
         let any_rows = state.dispatcher(py)?.0.auto_pad;
         let mut handle = self.handle.try_borrow_mut()?;
-        let deferred = handle
-            .weights
-            .iter()
-            .map(|weight| Ok(weight.bind(py).try_borrow()?.delay_wgrad_compute))
-            .collect::<Result<Vec<bool>, PyErr>>()?;
+        let deferred = handle.deferred(py)?;
         let epoch = region.enabled.then_some(region.epoch);
         let (rows, cols) = (x.rows(), x.shape().last().map_or(1, |&cols| cols as usize));
-        let same = |list: &[(Float, bool)], views: &[TensorView<'_>], grads: &[bool]| {
-            list.len() == views.len()
-                && list
-                    .iter()
-                    .zip(views)
-                    .zip(grads)
-                    .all(|((&(dtype, grad), view), &wanted)| grad == wanted && view.dtype() == DType::from(dtype))
-        };
         let found = handle.find(|program| {
             let key = program.key();
             key.epoch == epoch
@@ -230,14 +194,11 @@ impl<'py> Call<'_, 'py> {
                 && same(&key.params, &tensors.params, &param_grads)
                 && same(&key.extras, &tensors.extras, &self.extra_grads)
         });
+        drop(handle);
         if let Some(compiled) = found {
-            drop(handle);
             state.dispatcher(py)?.0.trace.counters.plan_hits += 1;
             return Ok(compiled);
         }
-        let typed = |views: &[TensorView<'_>], grads: &[bool], what| -> Result<Vec<(Float, bool)>, Error> {
-            views.iter().zip(grads).map(|(view, &grad)| Ok((float(view, what)?, grad))).collect()
-        };
         let key = ProgramKey {
             epoch,
             rows,
@@ -250,9 +211,17 @@ impl<'py> Call<'_, 'py> {
             extras: typed(&tensors.extras, &self.extra_grads, "an extra input")?,
             deferred,
         };
-        self.check(&handle, tensors, &key)?;
-        let chain = handle.chain.clone();
-        drop(handle);
+        self.compile(tensors, region, key)
+    }
+
+    #[cold]
+    fn compile(&self, tensors: &Tensors<'_>, region: &Region, key: ProgramKey) -> Result<Arc<Compiled>, Failure> {
+        let (py, state) = (self.x.py(), self.state);
+        let chain = {
+            let handle = self.handle.try_borrow()?;
+            self.check(&handle, tensors, &key)?;
+            handle.chain.clone()
+        };
         let recipe = region.enabled.then_some(&region.recipe);
         let program = {
             let mut dispatcher = state.dispatcher(py)?;
@@ -327,8 +296,8 @@ impl<'py> Call<'_, 'py> {
         tensors: &Tensors<'_>,
         compiled: &Compiled,
         region: &Region,
-        place: Place,
-        capturing: bool,
+        (place, capturing): (Place, bool),
+        skippable: bool,
     ) -> Result<Vec<Prepared>, Failure> {
         let (py, state) = (self.x.py(), self.state);
         let handle = self.handle.try_borrow()?;
@@ -342,7 +311,7 @@ impl<'py> Call<'_, 'py> {
             let version =
                 self.params[param].getattr(intern!(py, "_version")).and_then(|version| version.extract()).ok();
             if !region.enabled {
-                list.push(Prepared { quantized: None, slots: None, version, fresh: None });
+                list.push(Prepared { quantized: None, slots: None, version, fresh: None, reused: true });
                 continue;
             }
             let mut weight = weight.bind(py).try_borrow_mut()?;
@@ -363,16 +332,21 @@ impl<'py> Call<'_, 'py> {
                 optimizer_steps,
             };
             let slots = if delayed { weight.slots.clone() } else { None };
-            let reused = weight.cache.reusable(py, state, &record, self.microbatch, (place, capturing))?;
-            let (quantized, fresh) = if let Some(reused) = reused {
-                (reused, None)
+            let reused = if skippable {
+                weight.cache.skippable(&record)
             } else {
-                let recycled = weight.cache.recycle(&record, place, capturing);
+                weight.cache.reusable(py, state, &record, self.microbatch, (place, capturing))?
+            };
+            let is_reused = reused.is_some();
+            let (quantized, fresh) = if let Some(reused) = reused {
+                (reused, skippable.then_some(param))
+            } else {
+                let recycled = if skippable { None } else { weight.cache.recycle(&record, place, capturing) };
                 drop(weight);
                 let made = make_weight(py, state, &self.params[param], record, recycled)?;
                 (Arc::new(made), Some(param))
             };
-            list.push(Prepared { quantized: Some(quantized), slots, version, fresh });
+            list.push(Prepared { quantized: Some(quantized), slots, version, fresh, reused: is_reused });
         }
         Ok(list)
     }
@@ -424,10 +398,10 @@ impl<'py> Call<'_, 'py> {
     fn launch(
         &self,
         compiled: &Compiled,
-        place: Place,
         bindings: &Bindings<'_>,
         prepared: &[Prepared],
-        memory: te_fast_core::dispatch::Memory<'_>,
+        (place, memory): (Place, Memory<'_>),
+        skip: DevPtr<'_>,
     ) -> Result<(), Failure> {
         let program = &compiled.program;
         let (buffers, slots) = weight_arguments(prepared.iter().map(|weight| (&weight.quantized, &weight.slots)));
@@ -437,19 +411,30 @@ impl<'py> Call<'_, 'py> {
         for slots in prepared.iter().filter_map(|weight| weight.slots.as_ref()) {
             dispatcher.0.autocast.mark_ran(&slots.forward);
         }
-        let weights = Weights { buffers: &buffers, fresh: &fresh, slots: &slots, skip: DevPtr::null() };
+        let weights = Weights { buffers: &buffers, fresh: &fresh, slots: &slots, skip };
         let mut lane = dispatcher.0.lane(place, program.forward_scratch(), memory)?;
         program.run_forward(&mut lane, bindings, &weights)?;
         Ok(())
     }
 
-    fn keep(&self, prepared: Vec<Prepared>, place: Place, capturing: bool) -> Result<Vec<CallWeight>, Failure> {
+    fn keep(
+        &self,
+        prepared: Vec<Prepared>,
+        place: Place,
+        capturing: bool,
+        skippable: bool,
+    ) -> Result<Vec<CallWeight>, Failure> {
         let py = self.x.py();
         let handle = self.handle.try_borrow()?;
         let mut list = Vec::with_capacity(prepared.len());
-        for (weight, Prepared { quantized, slots, version, fresh }) in handle.weights.iter().zip(prepared) {
+        for (weight, Prepared { quantized, slots, version, fresh, .. }) in handle.weights.iter().zip(prepared) {
             if let (Some(quantized), Some(_)) = (&quantized, fresh) {
-                weight.bind(py).try_borrow_mut()?.cache.keep(quantized, place, capturing);
+                let cache = &mut weight.bind(py).try_borrow_mut()?.cache;
+                if skippable {
+                    cache.keep_skippable(quantized);
+                } else {
+                    cache.keep(quantized, place, capturing);
+                }
             }
             list.push(CallWeight { quantized, slots, version });
         }
@@ -464,17 +449,6 @@ struct Prepared {
     version: Option<u64>,
     /// The parameter that is to be quantised now.
     fresh: Option<usize>,
-}
-
-/// Buffers and slots as a program takes them.
-pub(crate) fn weight_arguments<'a>(
-    weights: impl Iterator<Item = (&'a Option<Arc<CachedWeight>>, &'a Option<OpSlots>)>,
-) -> (Vec<WeightBuffer<'a>>, Vec<LinearSlots<'a>>) {
-    weights
-        .map(|(quantized, slots)| {
-            let none = || WeightBuffer { data: DevPtr::null(), segments: Segments::default() };
-            let buffer = quantized.as_ref().map_or_else(none, |quantized| quantized.weight_buffer());
-            (buffer, slots.as_ref().map_or(LinearSlots::NONE, OpSlots::slots))
-        })
-        .unzip()
+    /// The kept one serves.
+    reused: bool,
 }

@@ -9,9 +9,9 @@ use crate::ops::affine::{AffinePlan, AffineSpec};
 use crate::ops::cast::{CastPlan, CastSpec};
 use crate::ops::norm::NormKind;
 use crate::ops::norm_backward::{NormBackwardPlan, NormBackwardSpec};
+use crate::program::Facts;
 use crate::program::chain::{Chain, Link, Op, ProgramKey};
 use crate::program::forward::{Forward, Kept};
-use crate::program::linear_op::LinearOp;
 use crate::program::memory::{At, Place, Scratch};
 use crate::program::step::{Action, Fused, Operand, QuantAt, SlotOf, Step, UnpackAt};
 use crate::recipe::Recipe;
@@ -31,12 +31,7 @@ pub(crate) struct Backward {
 }
 
 pub(crate) struct Compiler<'a> {
-    pub(crate) chain: &'a Chain,
-    pub(crate) key: &'a ProgramKey,
-    pub(crate) recipe: Option<&'a Recipe>,
-    pub(crate) widths: &'a [usize],
-    pub(crate) linears: &'a [LinearOp],
-    pub(crate) grads_before: &'a [bool],
+    pub(crate) facts: &'a Facts<'a>,
     pub(crate) forward: &'a Forward,
     pub(crate) dispatcher: &'a mut Dispatcher,
     pub(crate) out: Backward,
@@ -55,17 +50,17 @@ struct Grad {
 
 impl Compiler<'_> {
     pub(crate) fn run(mut self) -> Result<Backward> {
-        self.out.grad_extras = vec![Place::None; self.chain.extra_inputs()];
-        self.out.deferred = vec![0; self.linears.len()];
+        self.out.grad_extras = vec![Place::None; self.facts.chain.extra_inputs()];
+        self.out.deferred = vec![0; self.facts.linears.len()];
         let mut grad = Grad { high: At::of(Place::GradOutput), quantized: None };
-        for index in (0..self.chain.links().len()).rev() {
-            let link = &self.chain.links()[index];
+        for index in (0..self.facts.chain.links().len()).rev() {
+            let link = &self.facts.chain.links()[index];
             if !self.runs(index) {
                 return Ok(self.out);
             }
             self.op(index, link, &mut grad).map_err(|error| error.within(&link.label))?;
         }
-        if self.key.input_grad {
+        if self.facts.key.input_grad {
             self.out.grad_input = grad.high.place;
         }
         Ok(self.out)
@@ -73,7 +68,7 @@ impl Compiler<'_> {
 
     /// Whether the op or anything before it wants a gradient.
     fn runs(&self, index: usize) -> bool {
-        self.grads_before[index + 1]
+        self.facts.grads_before[index + 1]
     }
 
     fn op(&mut self, index: usize, link: &Link, grad: &mut Grad) -> Result<()> {
@@ -84,7 +79,7 @@ impl Compiler<'_> {
             Op::Norm { .. } => self.norm(index, link, grad),
             Op::Activation { .. } => self.activation(index, link, grad),
             Op::AddExtraInput { .. } => {
-                if self.key.extras[link.extra_input].1 {
+                if self.facts.key.extras[link.extra_input].1 {
                     self.out.grad_extras[link.extra_input] = grad.high.place;
                 }
                 Ok(())
@@ -101,7 +96,7 @@ impl Compiler<'_> {
 
     /// The op before `index`, identities left out.
     fn op_before(&self, index: usize) -> Option<(usize, Op)> {
-        let links = self.chain.links();
+        let links = self.facts.chain.links();
         (0..index).rev().map(|at| (at, links[at].op)).find(|(_, op)| !matches!(op, Op::Identity))
     }
 
@@ -111,7 +106,9 @@ impl Compiler<'_> {
 
     fn touch(&mut self, places: &[At]) {
         let step = self.out.steps.len();
-        places.iter().for_each(|&at| self.out.scratch.touch(at, step));
+        for &at in places {
+            self.out.scratch.touch(at, step);
+        }
     }
 
     fn scratch(&mut self, bytes: usize) -> At {
@@ -120,24 +117,27 @@ impl Compiler<'_> {
 
     /// Where the gradient of edge `index` goes: to whoever hands it out first, else into scratch.
     fn place_of(&mut self, index: usize) -> At {
-        let links = self.chain.links();
+        let links = self.facts.chain.links();
         for at in (0..index).rev() {
             match links[at].op {
                 Op::Identity => {}
                 Op::AddExtraInput { .. } => {
                     let extra = links[at].extra_input;
-                    if self.key.extras[extra].1 {
+                    if self.facts.key.extras[extra].1 {
                         return At::of(Place::GradExtra(extra as u16));
                     }
                 }
-                _ => return self.scratch(self.key.rows * self.widths[index] * self.key.activation.size()),
+                _ => {
+                    return self
+                        .scratch(self.facts.key.rows * self.facts.widths[index] * self.facts.key.activation.size());
+                }
             }
         }
         At::of(Place::GradInput)
     }
 
     fn param_grad(&self, param: usize) -> At {
-        if self.key.params[param].1 { At::of(Place::GradParam(param as u16)) } else { At::NONE }
+        if self.facts.key.params[param].1 { At::of(Place::GradParam(param as u16)) } else { At::NONE }
     }
 
     /// `alpha · g + r` as the gradient of edge `index`.
@@ -154,7 +154,7 @@ impl Compiler<'_> {
             Some(y) => y,
             None => self.place_of(index),
         };
-        let (rows, cols, input) = (self.key.rows, self.widths[index], self.key.activation);
+        let (rows, cols, input) = (self.facts.key.rows, self.facts.widths[index], self.facts.key.activation);
         let plan = AffinePlan::new(AffineSpec { rows, cols, input, output: input, row: input, alpha })?;
         self.touch(&[grad.high, r, y]);
         self.step(Action::Affine { plan, x: grad.high, r, b: At::NONE, y }, (index, index), text);
@@ -173,7 +173,7 @@ impl Compiler<'_> {
 
     /// The op behind a `MakeExtraOutput` that adds the extra gradient in its own launch.
     fn takes_branch(&self, index: usize) -> Option<usize> {
-        let links = self.chain.links();
+        let links = self.facts.chain.links();
         let Op::MakeExtraOutput { in_place } = links[index].op else { return None };
         let behind = (index + 1..links.len()).find(|&at| !matches!(links[at].op, Op::Identity))?;
         match links[behind].op {
@@ -187,7 +187,7 @@ impl Compiler<'_> {
     fn branch_before(&self, index: usize) -> Option<At> {
         let (before, _) = self.op_before(index)?;
         (self.takes_branch(before) == Some(index))
-            .then(|| At::of(Place::GradExtraOutput(self.chain.links()[before].extra_output as u16)))
+            .then(|| At::of(Place::GradExtraOutput(self.facts.chain.links()[before].extra_output as u16)))
     }
 
     fn bias(&mut self, index: usize, link: &Link, cols: usize, grad: &mut Grad) -> Result<()> {
@@ -196,13 +196,13 @@ impl Compiler<'_> {
             return Ok(()); // an activation's backward has summed it already
         }
         if let Some((_, Op::Linear { .. })) = self.op_before(index) {
-            let linear = &self.linears[link.linear - 1];
+            let linear = &self.facts.linears[link.linear - 1];
             if linear.quantized.as_ref().is_some_and(|quantized| quantized.dy.is_some()) {
                 self.bias_grad = out; // the quantisation of the gradient sums it
                 return Ok(());
             }
         }
-        let (rows, input) = (self.key.rows, self.key.activation);
+        let (rows, input) = (self.facts.key.rows, self.facts.key.activation);
         let spec = CastSpec {
             rows,
             cols,
@@ -223,9 +223,9 @@ impl Compiler<'_> {
     /// Layouts of the gradient that a linear op's GEMMs read, and where the input's scales are unpacked to; a weight
     /// gradient that waits keeps its own.
     fn grad_layouts(&mut self, linear: usize) -> (Fused, UnpackAt) {
-        let op = &self.linears[linear];
+        let op = &self.facts.linears[linear];
         let (segments, scales) = op.grad_segments();
-        let at = if self.key.deferred[linear] && op.weight_grad {
+        let at = if self.facts.key.deferred[linear] && op.weight_grad {
             self.out.deferred[linear] = segments.bytes;
             At::of(Place::Deferred(linear as u16))
         } else {
@@ -249,17 +249,17 @@ impl Compiler<'_> {
 
     fn linear(&mut self, index: usize, link: &Link, grad: &mut Grad) -> Result<()> {
         let linear = link.linear;
-        let (row, col) = if self.linears[linear].quantized.is_some() {
-            self.quantized_grad(index, linear, grad)?
+        let (row, col) = if self.facts.linears[linear].quantized.is_some() {
+            self.quantized_grad(index, linear, grad)
         } else {
             self.plain_grad(index, linear, grad)?
         };
-        let op = &self.linears[linear];
+        let op = &self.facts.linears[linear];
         let (weight_grad, input_grad) = (op.weight_grad, op.input_grad);
         let accumulate = self.branch_before(index).filter(|_| input_grad);
         let dgrad = input_grad.then(|| op.dgrad(self.dispatcher, accumulate.is_some())).transpose()?;
         let own_wgrad =
-            (weight_grad && !self.key.deferred[linear]).then(|| op.own_wgrad(self.dispatcher)).transpose()?;
+            (weight_grad && !self.facts.key.deferred[linear]).then(|| op.own_wgrad(self.dispatcher)).transpose()?;
         if let Some(plan) = dgrad {
             let d = match accumulate {
                 Some(branch) => branch,
@@ -286,7 +286,7 @@ impl Compiler<'_> {
 
     fn weight_operand(&self, linear: usize, param: usize) -> Operand {
         let converted = self.forward.converted[linear];
-        if self.linears[linear].quantized.is_some() {
+        if self.facts.linears[linear].quantized.is_some() {
             Operand::WeightCol(linear)
         } else if converted.is_some() {
             Operand::high(converted)
@@ -295,12 +295,12 @@ impl Compiler<'_> {
         }
     }
 
-    fn quantized_grad(&mut self, index: usize, linear: usize, grad: &mut Grad) -> Result<(QuantAt, QuantAt)> {
+    fn quantized_grad(&mut self, index: usize, linear: usize, grad: &mut Grad) -> (QuantAt, QuantAt) {
         if let Some(layouts) = grad.quantized.take() {
-            return Ok(layouts);
+            return layouts;
         }
-        let Some(plan) = self.linears[linear].quantized.as_ref().and_then(|quantized| quantized.dy) else {
-            return Ok((QuantAt::default(), QuantAt::default()));
+        let Some(plan) = self.facts.linears[linear].quantized.as_ref().and_then(|quantized| quantized.dy) else {
+            return (QuantAt::default(), QuantAt::default());
         };
         let (to, mut unpack) = self.grad_layouts(linear);
         if let (Kept::Linear { x }, true) = (self.forward.kept[index], unpack.count != 0) {
@@ -317,18 +317,18 @@ impl Compiler<'_> {
             (true, true) => "cast + transpose + bias gradient",
         };
         self.step(Action::Quantize { plan, x: grad.high, to, dbias, spare, unpack }, (index, index), text);
-        Ok((to.row, to.col))
+        (to.row, to.col)
     }
 
     /// The gradient in high precision; copied where the weight's gradient waits for it.
     fn plain_grad(&mut self, index: usize, linear: usize, grad: &mut Grad) -> Result<(QuantAt, QuantAt)> {
         let at = QuantAt { data: grad.high, scale: At::NONE };
-        let op = &self.linears[linear];
-        if !(self.key.deferred[linear] && op.weight_grad) {
+        let op = &self.facts.linears[linear];
+        if !(self.facts.key.deferred[linear] && op.weight_grad) {
             return Ok((at, at));
         }
-        self.out.deferred[linear] = op.rows * op.outputs * self.key.activation.size();
-        let (rows, cols, input) = (op.rows, op.outputs, self.key.activation);
+        self.out.deferred[linear] = op.rows * op.outputs * self.facts.key.activation.size();
+        let (rows, cols, input) = (op.rows, op.outputs, self.facts.key.activation);
         let plan = AffinePlan::new(AffineSpec { rows, cols, input, output: input, row: input, alpha: 1.0 })?;
         let y = At::of(Place::Deferred(linear as u16));
         self.touch(&[grad.high]);
@@ -339,23 +339,23 @@ impl Compiler<'_> {
     fn norm(&mut self, index: usize, link: &Link, grad: &mut Grad) -> Result<()> {
         let Op::Norm { kind, cols, zero_centered_gamma, .. } = link.op else { return Ok(()) };
         let Kept::Norm { x, mean, rstd } = self.forward.kept[index] else { return Ok(()) };
-        let input_grad = self.grads_before[index];
+        let input_grad = self.facts.grads_before[index];
         let layer_norm = matches!(kind, NormKind::LayerNorm);
         let dgamma = self.param_grad(link.param);
         let dbeta = if layer_norm { self.param_grad(link.param + 1) } else { At::NONE };
         let add = self.branch_before(index).filter(|_| input_grad).unwrap_or(At::NONE);
         let plan = NormBackwardPlan::new(NormBackwardSpec {
-            rows: self.key.rows,
+            rows: self.facts.key.rows,
             cols,
             kind,
-            input: self.key.activation,
-            weight: self.key.params[link.param].0,
+            input: self.facts.key.activation,
+            weight: self.facts.key.params[link.param].0,
             zero_centered_gamma,
             add: add.is_some(),
             dx: input_grad,
             dgamma: dgamma.is_some(),
             dbeta: dbeta.is_some(),
-            processors: self.dispatcher.multiprocessors(self.key.device)?,
+            processors: self.dispatcher.multiprocessors(self.facts.key.device)?,
         })?;
         let dx = if input_grad { self.place_of(index) } else { At::NONE };
         let partial = self.scratch(plan.partial_bytes());
@@ -372,10 +372,10 @@ impl Compiler<'_> {
     /// The linear op, through at most a bias, whose gradient an activation's backward at `index` may quantise; and the
     /// bias's parameter.
     fn fp8_producer(&self, index: usize) -> Option<(usize, Option<usize>)> {
-        if !self.recipe.is_some_and(Recipe::is_delayed) {
+        if !self.facts.recipe.is_some_and(Recipe::is_delayed) {
             return None;
         }
-        let links = self.chain.links();
+        let links = self.facts.chain.links();
         let (mut before, mut op) = self.op_before(index)?;
         let mut bias = None;
         if let Op::Bias { .. } = op {
@@ -384,7 +384,7 @@ impl Compiler<'_> {
         }
         let linear = links[before].linear;
         let quantizes = matches!(op, Op::Linear { .. })
-            && self.linears[linear].quantized.as_ref().is_some_and(|quantized| quantized.dy.is_some());
+            && self.facts.linears[linear].quantized.as_ref().is_some_and(|quantized| quantized.dy.is_some());
         quantizes.then_some((linear, bias))
     }
 
@@ -405,22 +405,22 @@ impl Compiler<'_> {
         }
         let to = producer.map_or(Fused::NONE, |(linear, _)| self.grad_layouts(linear).0);
         let dbias = producer.and_then(|(_, bias)| bias).map_or(At::NONE, |param| self.param_grad(param));
-        let dx_wanted = self.grads_before[index];
+        let dx_wanted = self.facts.grads_before[index];
         let dx = if producer.is_none() && dx_wanted { self.place_of(index) } else { At::NONE };
-        let scale_grad = row_scale.is_some() && self.key.extras[link.extra_input].1;
+        let scale_grad = row_scale.is_some() && self.facts.key.extras[link.extra_input].1;
         let drow_scale = if scale_grad { At::of(Place::GradExtra(link.extra_input as u16)) } else { At::NONE };
         let plan = ActivationBackwardPlan::new(ActivationBackwardSpec {
-            rows: self.key.rows,
-            cols: self.widths[index + 1],
+            rows: self.facts.key.rows,
+            cols: self.facts.widths[index + 1],
             activation: function,
             interleave,
-            input: self.key.activation,
+            input: self.facts.key.activation,
             high: dx.is_some(),
-            fp8: producer.and(self.recipe).map(|recipe| recipe.bwd),
+            fp8: producer.and(self.facts.recipe).map(|recipe| recipe.bwd),
             rowwise: to.row.data.is_some(),
             columnwise: to.col.data.is_some(),
             dbias: dbias.is_some(),
-            row_scale: row_scale.is_some().then(|| self.key.extras[link.extra_input].0),
+            row_scale: row_scale.is_some().then(|| self.facts.key.extras[link.extra_input].0),
             row_scale_grad: scale_grad,
         })?;
         if scale_grad {
@@ -443,9 +443,9 @@ impl Compiler<'_> {
     }
 
     fn note_unfused(&mut self, index: usize) {
-        let per_tensor = self.recipe.is_some_and(|recipe| !recipe.is_delayed());
+        let per_tensor = self.facts.recipe.is_some_and(|recipe| !recipe.is_delayed());
         if per_tensor && matches!(self.op_before(index), Some((_, Op::Linear { .. } | Op::Bias { .. }))) {
-            let label = &self.chain.links()[index].label;
+            let label = &self.facts.chain.links()[index].label;
             self.out.notes.push(format!(
                 "the backward of {label} does not quantise: only delayed scaling knows the scale beforehand"
             ));

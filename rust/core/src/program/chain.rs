@@ -70,9 +70,8 @@ impl Op {
     #[must_use]
     pub const fn params(&self) -> usize {
         match self {
-            Self::Linear { .. } | Self::Bias { .. } => 1,
+            Self::Linear { .. } | Self::Bias { .. } | Self::Norm { kind: NormKind::RmsNorm, .. } => 1,
             Self::Norm { kind: NormKind::LayerNorm, .. } => 2,
-            Self::Norm { kind: NormKind::RmsNorm, .. } => 1,
             _ => 0,
         }
     }

@@ -4,16 +4,15 @@ use te_fast_kernels::Float;
 
 use crate::dispatch::Dispatcher;
 use crate::error::Result;
-use crate::gemm::Epilogue;
-use crate::ops::activation::{Activation, ActivationPlan, ActivationSpec};
+use crate::ops::activation::{ActivationPlan, ActivationSpec};
 use crate::ops::affine::{AffinePlan, AffineSpec};
 use crate::ops::cast_block::BlockShape;
 use crate::ops::dequantize::{DequantizePlan, DequantizeSpec};
 use crate::ops::norm::{NormKind, NormPlan, NormSpec};
-use crate::program::chain::{Chain, Link, Op, ProgramKey};
-use crate::program::linear_op::{LinearOp, Tail};
+use crate::program::Facts;
+use crate::program::chain::{Link, Op};
 use crate::program::memory::{At, Place, Saved, Scratch};
-use crate::program::step::{Action, Fused, Operand, QuantAt, SlotOf, Step, UnpackAt};
+use crate::program::step::{Action, Fused, QuantAt, SlotOf, Step, UnpackAt};
 use crate::quantizer::{QuantPlan, QuantSpec};
 use crate::recipe::{Quantization, Recipe, Scaling, Usage};
 
@@ -56,34 +55,28 @@ pub(crate) struct Forward {
 }
 
 pub(crate) struct Compiler<'a> {
-    pub(crate) chain: &'a Chain,
-    pub(crate) key: &'a ProgramKey,
-    pub(crate) recipe: Option<&'a Recipe>,
-    pub(crate) widths: &'a [usize],
-    pub(crate) linears: &'a [LinearOp],
-    /// Whether anything before op `i` wants a gradient.
-    pub(crate) grads_before: &'a [bool],
+    pub(crate) facts: &'a Facts<'a>,
     pub(crate) dispatcher: &'a mut Dispatcher,
     pub(crate) out: Forward,
 }
 
 /// The value of an edge as the ops before it left it.
 #[derive(Clone, Copy, Debug)]
-struct Value {
-    high: At,
+pub(super) struct Value {
+    pub(super) high: At,
     /// Row and column layout for the linear op that comes next.
-    quantized: Option<(QuantAt, QuantAt)>,
+    pub(super) quantized: Option<(QuantAt, QuantAt)>,
 }
 
 impl Compiler<'_> {
     pub(crate) fn run(mut self) -> Result<Forward> {
-        let count = self.chain.links().len();
+        let count = self.facts.chain.links().len();
         self.out.kept = vec![Kept::Nothing; count];
-        self.out.converted = vec![At::NONE; self.linears.len()];
+        self.out.converted = vec![At::NONE; self.facts.linears.len()];
         let mut value = Value { high: At::of(Place::Input), quantized: None };
         let mut index = 0;
         while index < count {
-            let link = &self.chain.links()[index];
+            let link = &self.facts.chain.links()[index];
             let next = self.op(index, link, &mut value).map_err(|error| error.within(&link.label))?;
             index = next;
         }
@@ -104,41 +97,43 @@ impl Compiler<'_> {
             Op::Activation { .. } => self.activation(index, value),
             Op::AddExtraInput { in_place } => self.add(index, link, in_place, value),
             Op::Bias { .. } => {
-                let row = (Place::Param(link.param as u16), self.key.params[link.param].0);
+                let row = (Place::Param(link.param as u16), self.facts.key.params[link.param].0);
                 self.affine(index, value, 1.0, At::NONE, Some(row), "bias")
             }
             Op::ConstantScale { scale } => self.affine(index, value, scale, At::NONE, None, "scale"),
         }
     }
 
-    fn link(&self, index: usize) -> Option<&Link> {
-        self.chain.links().get(index)
+    pub(super) fn link(&self, index: usize) -> Option<&Link> {
+        self.facts.chain.links().get(index)
     }
 
-    fn op_at(&self, index: usize) -> Option<Op> {
+    pub(super) fn op_at(&self, index: usize) -> Option<Op> {
         self.link(index).map(|link| link.op)
     }
 
-    fn step(&mut self, action: Action, ops: (usize, usize), text: &'static str) {
+    pub(super) fn step(&mut self, action: Action, ops: (usize, usize), text: &'static str) {
         self.out.steps.push(Step { action, ops, text });
     }
 
     /// Marks places as used by the next step.
-    fn touch(&mut self, places: &[At]) {
+    pub(super) fn touch(&mut self, places: &[At]) {
         let step = self.out.steps.len();
-        places.iter().for_each(|&at| self.out.scratch.touch(at, step));
+        for &at in places {
+            self.out.scratch.touch(at, step);
+        }
     }
 
-    fn scratch(&mut self, bytes: usize) -> At {
+    pub(super) fn scratch(&mut self, bytes: usize) -> At {
         if bytes == 0 { At::NONE } else { self.out.scratch.allocate(bytes, self.out.steps.len()) }
     }
 
     /// Whether the backward of op `index` needs what its forward computed from.
-    fn runs_backward(&self, index: usize) -> bool {
-        let link = &self.chain.links()[index];
-        let own = (link.param..link.param + link.op.params()).any(|param| self.key.params[param].1);
-        let extra = link.op.extra_inputs() != 0 && self.key.extras[link.extra_input].1;
-        self.grads_before[index] || own || extra
+    pub(super) fn runs_backward(&self, index: usize) -> bool {
+        let link = &self.facts.chain.links()[index];
+        let own = (link.param..link.param + link.op.params()).any(|param| self.facts.key.params[param].1);
+        let extra = link.op.extra_inputs() != 0 && self.facts.key.extras[link.extra_input].1;
+        self.facts.grads_before[index] || own || extra
     }
 
     /// Whether backward reads edge `index` in high precision.
@@ -147,7 +142,7 @@ impl Compiler<'_> {
             Some(Op::Norm { .. }) => self.runs_backward(index),
             Some(Op::Activation { cache_quantized_input, .. }) => !cache_quantized_input && self.runs_backward(index),
             Some(Op::Linear { .. }) => {
-                let linear = &self.linears[self.chain.links()[index].linear];
+                let linear = &self.facts.linears[self.facts.chain.links()[index].linear];
                 linear.weight_grad && linear.quantized.is_none()
             }
             _ => false,
@@ -165,7 +160,7 @@ impl Compiler<'_> {
     }
 
     /// Where the value of edge `index` goes.
-    fn place_of(&mut self, index: usize) -> At {
+    pub(super) fn place_of(&mut self, index: usize) -> At {
         let mut first = index;
         while let Some(Op::Identity) = self.op_at(first) {
             first += 1;
@@ -176,7 +171,7 @@ impl Compiler<'_> {
                 At::of(Place::ExtraOutput(link.extra_output as u16))
             }
             Some(_) => {
-                let bytes = self.key.rows * self.widths[index] * self.key.activation.size();
+                let bytes = self.facts.key.rows * self.facts.widths[index] * self.facts.key.activation.size();
                 if self.keeps_edge(first) { self.out.saved.allocate(bytes) } else { self.scratch(bytes.max(1)) }
             }
         }
@@ -186,7 +181,7 @@ impl Compiler<'_> {
     fn fp8_consumer(&self, index: usize) -> Option<(usize, bool)> {
         let (consumer, handed_out) = self.consumer(index);
         let link = self.link(consumer)?;
-        let delayed = self.recipe.is_some_and(Recipe::is_delayed);
+        let delayed = self.facts.recipe.is_some_and(Recipe::is_delayed);
         (matches!(link.op, Op::Linear { .. }) && delayed).then_some((link.linear, handed_out))
     }
 
@@ -194,19 +189,21 @@ impl Compiler<'_> {
     fn note_unfused(&mut self, index: usize, what: &str) {
         let (consumer, _) = self.consumer(index + 1);
         let Some(link) = self.link(consumer).filter(|link| matches!(link.op, Op::Linear { .. })) else { return };
-        let scaling = match self.recipe.map(|recipe| recipe.scaling) {
+        let scaling = match self.facts.recipe.map(|recipe| recipe.scaling) {
             Some(Scaling::Current) => "current scaling needs the maximum of the whole tensor before it can quantise",
             Some(Scaling::Block) => "block scaling quantises in blocks that span rows",
             _ => return,
         };
         let note =
-            format!("{what} {} does not quantise for {}: {scaling}", self.chain.links()[index].label, link.label);
+            format!("{what} {} does not quantise for {}: {scaling}", self.facts.chain.links()[index].label, link.label);
         self.out.notes.push(note);
     }
 
     /// Where the layouts of a linear op's input go.
     fn input_layouts(&mut self, linear: usize) -> (QuantAt, QuantAt) {
-        let Some(quantized) = &self.linears[linear].quantized else { return (QuantAt::default(), QuantAt::default()) };
+        let Some(quantized) = &self.facts.linears[linear].quantized else {
+            return (QuantAt::default(), QuantAt::default());
+        };
         let columnwise = quantized.usages.input().columnwise;
         let row_segments = quantized.x_segments(Usage { rowwise: true, columnwise: false });
         let col_segments = quantized.x_segments(Usage { rowwise: false, columnwise });
@@ -224,176 +221,16 @@ impl Compiler<'_> {
         (row, col)
     }
 
-    fn fused(&mut self, linear: usize) -> Fused {
+    pub(super) fn fused(&mut self, linear: usize) -> Fused {
         let (row, col) = self.input_layouts(linear);
         self.touch(&[row.data, row.scale]);
         Fused { row, col, slot: SlotOf::Input(linear) }
     }
 
-    fn linear(&mut self, index: usize, link: &Link, value: &mut Value) -> Result<usize> {
-        let linear = link.linear;
-        let (tail, d, next, text) = self.tail(index);
-        let x = if self.linears[linear].quantized.is_some() {
-            self.quantized_operands(index, linear, value)?
-        } else {
-            if self.linears[linear].weight_grad {
-                self.out.kept[index] = Kept::Linear { x: QuantAt { data: value.high, scale: At::NONE } };
-            }
-            Operand::high(value.high)
-        };
-        let w = self.weight_operand(index, link)?;
-        let bias = if tail.bias { self.bias(index + 1)? } else { At::NONE };
-        let d = match d {
-            Some(extra) => extra,
-            None => self.place_of(next),
-        };
-        let plan = self.linears[linear].fprop(self.dispatcher, &tail)?;
-        let touched = |operand: Operand| match operand {
-            Operand::At(at) => [at.data, at.scale],
-            _ => [At::NONE; 2],
-        };
-        self.touch(&touched(x));
-        self.touch(&touched(w));
-        self.touch(&[bias, d]);
-        self.step(Action::Gemm { plan, x, w, bias, d }, (index, next - 1), text);
-        *value = Value { high: d, quantized: None };
-        Ok(next)
-    }
-
-    /// What is fused behind the GEMM of the linear op at `index`, where the result goes if that is settled by it, the
-    /// next op, and the name of the whole.
-    fn tail(&mut self, index: usize) -> (Tail, Option<At>, usize, &'static str) {
-        let mut tail = Tail { bias: false, alpha: 1.0, epilogue: Epilogue::None, accumulate: false };
-        let mut next = index + 1;
-        tail.bias = matches!(self.op_at(next), Some(Op::Bias { .. }));
-        next += usize::from(tail.bias);
-        let extra = |at: Option<&Link>| match at {
-            Some(link) if matches!(link.op, Op::AddExtraInput { in_place: true }) => {
-                Some(At::of(Place::Extra(link.extra_input as u16)))
-            }
-            _ => None,
-        };
-        if let Some(extra) = extra(self.link(next)) {
-            tail.accumulate = true;
-            return (tail, Some(extra), next + 1, if tail.bias { "gemm + bias + add" } else { "gemm + add" });
-        }
-        if let (false, Some(Op::ConstantScale { scale }), Some(extra)) =
-            (tail.bias, self.op_at(next), extra(self.link(next + 1)))
-        {
-            (tail.alpha, tail.accumulate) = (scale, true);
-            return (tail, Some(extra), next + 2, "gemm + scale + add");
-        }
-        if let Some(epilogue) = self.epilogue(next) {
-            tail.epilogue = epilogue;
-            let text = match (tail.bias, epilogue) {
-                (true, Epilogue::Gelu) => "gemm + bias + gelu",
-                (true, _) => "gemm + bias + relu",
-                (false, Epilogue::Gelu) => "gemm + gelu",
-                (false, _) => "gemm + relu",
-            };
-            return (tail, None, next + 1, text);
-        }
-        (tail, None, next, if tail.bias { "gemm + bias" } else { "gemm" })
-    }
-
-    /// cuBLASLt's epilogue for the activation at `index`: where backward needs its input, it is not computed away.
-    fn epilogue(&mut self, index: usize) -> Option<Epilogue> {
-        let Some(Op::Activation { function, scaled: false, .. }) = self.op_at(index) else { return None };
-        let epilogue = match function {
-            Activation::Gelu => Epilogue::Gelu,
-            Activation::Relu => Epilogue::Relu,
-            _ => return None,
-        };
-        let reason = if self.runs_backward(index) {
-            "backward needs the activation's input"
-        } else if self.recipe.is_some_and(|recipe| !recipe.is_per_tensor()) {
-            "cuBLASLt has no activation behind block-scaled operands"
-        } else {
-            return Some(epilogue);
-        };
-        let label = &self.chain.links()[index].label;
-        self.out.notes.push(format!("{label} is not an epilogue of the GEMM before it: {reason}"));
-        None
-    }
-
-    /// The input of a linear op in FP8: as the op before left it, or by a launch of its own.
-    fn quantized_operands(&mut self, index: usize, linear: usize, value: &mut Value) -> Result<Operand> {
-        let (row, col) = match value.quantized.take() {
-            Some(layouts) => layouts,
-            None => {
-                let to = self.fused(linear);
-                let Some(quantized) = &self.linears[linear].quantized else { return Ok(Operand::high(value.high)) };
-                let plan = quantized.x;
-                let spare = self.scratch(plan.scratch_bytes());
-                self.touch(&[value.high, spare]);
-                let text = if to.col.data.is_some() { "cast + transpose" } else { "cast" };
-                let action =
-                    Action::Quantize { plan, x: value.high, to, dbias: At::NONE, spare, unpack: UnpackAt::default() };
-                self.step(action, (index, index), text);
-                (to.row, to.col)
-            }
-        };
-        if col.data.is_some() {
-            self.out.kept[index] = Kept::Linear { x: col };
-        }
-        Ok(Operand::At(row))
-    }
-
-    /// The weight: quantised if the kept one does not serve, or converted, or as it is.
-    fn weight_operand(&mut self, index: usize, link: &Link) -> Result<Operand> {
-        let linear = &self.linears[link.linear];
-        let param = At::of(Place::Param(link.param as u16));
-        if let Some(quantized) = &linear.quantized {
-            let plan = quantized.w;
-            let spare = self.scratch(plan.scratch_bytes());
-            self.touch(&[spare]);
-            self.step(
-                Action::Weight { linear: link.linear, plan, spare },
-                (index, index),
-                "weight cast, if it changed",
-            );
-            return Ok(Operand::WeightRow(link.linear));
-        }
-        if linear.weight == linear.activation {
-            return Ok(Operand::high(param));
-        }
-        let (outputs, inputs, input_grad, from) = (linear.outputs, linear.inputs, linear.input_grad, linear.weight);
-        let bytes = outputs * inputs * self.key.activation.size();
-        let to = if input_grad { self.out.saved.allocate(bytes) } else { self.scratch(bytes) };
-        self.convert(index, param, (outputs, inputs), from, to)?;
-        self.out.converted[link.linear] = to;
-        Ok(Operand::high(to))
-    }
-
-    /// A bias in the type that the GEMM takes.
-    fn bias(&mut self, index: usize) -> Result<At> {
-        let link = &self.chain.links()[index];
-        let (from, wanted) = (self.key.params[link.param].0, self.linears[link.linear - 1].bias_dtype());
-        let param = At::of(Place::Param(link.param as u16));
-        let Op::Bias { size } = link.op else { return Ok(param) };
-        if from == wanted {
-            return Ok(param);
-        }
-        let to = self.scratch(size * wanted.size());
-        let plan =
-            AffinePlan::new(AffineSpec { rows: 1, cols: size, input: from, output: wanted, row: from, alpha: 1.0 })?;
-        self.touch(&[to]);
-        self.step(Action::Affine { plan, x: param, r: At::NONE, b: At::NONE, y: to }, (index, index), "convert bias");
-        Ok(to)
-    }
-
-    fn convert(&mut self, index: usize, x: At, (rows, cols): (usize, usize), from: Float, y: At) -> Result<()> {
-        let output = self.key.activation;
-        let plan = AffinePlan::new(AffineSpec { rows, cols, input: from, output, row: from, alpha: 1.0 })?;
-        self.touch(&[y]);
-        self.step(Action::Affine { plan, x, r: At::NONE, b: At::NONE, y }, (index, index), "convert weight");
-        Ok(())
-    }
-
     fn norm(&mut self, index: usize, residual: At, sum: At, value: &mut Value) -> Result<usize> {
-        let link = &self.chain.links()[index];
+        let link = &self.facts.chain.links()[index];
         let Op::Norm { kind, cols, eps, zero_centered_gamma } = link.op else { return Ok(index + 1) };
-        let (param, rows) = (link.param, self.key.rows);
+        let (param, rows) = (link.param, self.facts.key.rows);
         let fp8 = self.fp8_consumer(index + 1);
         if fp8.is_none() {
             self.note_unfused(index, "norm");
@@ -409,13 +246,13 @@ impl Compiler<'_> {
             rows,
             cols,
             kind,
-            input: self.key.activation,
-            weight: self.key.params[param].0,
+            input: self.facts.key.activation,
+            weight: self.facts.key.params[param].0,
             zero_centered_gamma,
             eps,
             residual: residual.is_some(),
             high,
-            fp8: fp8.and(self.recipe).map(|recipe| recipe.fwd),
+            fp8: fp8.and(self.facts.recipe).map(|recipe| recipe.fwd),
             rowwise: to.row.data.is_some(),
             columnwise: to.col.data.is_some(),
             stats,
@@ -458,7 +295,7 @@ impl Compiler<'_> {
         }
         let sum = self.place_of(index + 1);
         if handed_out {
-            for _ in self.chain.links()[index + 1..consumer].iter().filter(|link| link.op.extra_outputs() != 0) {
+            for _ in self.facts.chain.links()[index + 1..consumer].iter().filter(|link| link.op.extra_outputs() != 0) {
                 self.out.extra_outputs.push(sum.place);
             }
         }
@@ -477,7 +314,7 @@ impl Compiler<'_> {
     ) -> Result<usize> {
         let in_place = matches!(self.op_at(index), Some(Op::AddExtraInput { in_place: true }));
         let y = if in_place { r } else { self.place_of(index + 1) };
-        let (rows, cols, activation) = (self.key.rows, self.widths[index], self.key.activation);
+        let (rows, cols, activation) = (self.facts.key.rows, self.facts.widths[index], self.facts.key.activation);
         let (b, b_type) = row.map_or((At::NONE, activation), |(place, dtype)| (At::of(place), dtype));
         let spec = AffineSpec { rows, cols, input: activation, output: activation, row: b_type, alpha };
         let plan = AffinePlan::new(spec)?;
@@ -488,12 +325,12 @@ impl Compiler<'_> {
     }
 
     fn activation(&mut self, index: usize, value: &mut Value) -> Result<usize> {
-        let link = &self.chain.links()[index];
+        let link = &self.facts.chain.links()[index];
         let Op::Activation { function, interleave, scaled, cache_quantized_input } = link.op else {
             return Ok(index + 1);
         };
         let row_scale = if scaled { At::of(Place::Extra(link.extra_input as u16)) } else { At::NONE };
-        let row_scale_type = scaled.then(|| self.key.extras[link.extra_input].0);
+        let row_scale_type = scaled.then(|| self.facts.key.extras[link.extra_input].0);
         let fp8 = self.fp8_consumer(index + 1);
         if fp8.is_none() {
             self.note_unfused(index, "activation");
@@ -505,13 +342,13 @@ impl Compiler<'_> {
         let to = fp8.map_or(Fused::NONE, |(linear, _)| self.fused(linear));
         let y = if high { self.place_of(index + 1) } else { At::NONE };
         let plan = ActivationPlan::new(ActivationSpec {
-            rows: self.key.rows,
-            cols: self.widths[index + 1],
+            rows: self.facts.key.rows,
+            cols: self.facts.widths[index + 1],
             activation: function,
             interleave,
-            input: self.key.activation,
+            input: self.facts.key.activation,
             high,
-            fp8: fp8.and(self.recipe).map(|recipe| recipe.fwd),
+            fp8: fp8.and(self.facts.recipe).map(|recipe| recipe.fwd),
             rowwise: to.row.data.is_some(),
             columnwise: to.col.data.is_some(),
             row_scale: row_scale_type,
@@ -531,7 +368,7 @@ impl Compiler<'_> {
     fn keep_activation(&mut self, index: usize, x: At, row_scale: At, in_fp8: bool) -> Result<()> {
         let mut quantized = None;
         if in_fp8 {
-            let (rows, cols, input) = (self.key.rows, self.widths[index], self.key.activation);
+            let (rows, cols, input) = (self.facts.key.rows, self.facts.widths[index], self.facts.key.activation);
             let usage = Usage { rowwise: true, columnwise: false };
             let output = te_fast_kernels::Fp8::E4m3;
             let plan = QuantPlan::new(&QuantSpec {
@@ -543,7 +380,7 @@ impl Compiler<'_> {
                 output,
                 usage,
                 dbias: false,
-                processors: self.dispatcher.multiprocessors(self.key.device)?,
+                processors: self.dispatcher.multiprocessors(self.facts.key.device)?,
             })?;
             let segments = crate::linear::Segments::behind(0, &plan, usage);
             let at = self.out.saved.allocate(segments.bytes);

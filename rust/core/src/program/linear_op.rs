@@ -105,7 +105,7 @@ impl LinearOp {
         Some(Problems { recipe, key, in_features: self.inputs, out_features: self.outputs })
     }
 
-    fn plain(&self, size: [usize; 3], x: Operand, w: Operand, d: Float) -> Problem {
+    fn plain(size: [usize; 3], x: Operand, w: Operand, d: Float) -> Problem {
         let [m, n, k] = size;
         Problem {
             m,
@@ -125,10 +125,17 @@ impl LinearOp {
     }
 
     /// `x · Wᵀ`, with what is fused behind it.
-    pub(crate) fn fprop(&self, dispatcher: &mut Dispatcher, tail: &Tail) -> Result<Arc<GemmPlan>> {
+    pub(crate) fn fprop(&self, dispatcher: &mut Dispatcher, tail: Tail) -> Result<Arc<GemmPlan>> {
         let Self { rows, inputs, outputs, .. } = *self;
         let problem = self.problems().map_or_else(
-            || self.plain([rows, outputs, inputs], self.high(inputs, false), self.high(inputs, false), self.activation),
+            || {
+                Self::plain(
+                    [rows, outputs, inputs],
+                    self.high(inputs, false),
+                    self.high(inputs, false),
+                    self.activation,
+                )
+            },
             |problems| problems.fprop(),
         );
         let problem = Problem {
@@ -145,7 +152,14 @@ impl LinearOp {
     pub(crate) fn dgrad(&self, dispatcher: &mut Dispatcher, accumulate: bool) -> Result<Arc<GemmPlan>> {
         let Self { rows, inputs, outputs, .. } = *self;
         let problem = self.problems().map_or_else(
-            || self.plain([rows, inputs, outputs], self.high(outputs, false), self.high(inputs, true), self.activation),
+            || {
+                Self::plain(
+                    [rows, inputs, outputs],
+                    self.high(outputs, false),
+                    self.high(inputs, true),
+                    self.activation,
+                )
+            },
             |problems| problems.dgrad(),
         );
         dispatcher.gemm(self.device, Problem { alpha: Factor::new(self.alpha), accumulate, ..problem })
@@ -163,7 +177,7 @@ impl LinearOp {
         let problem = self.problems().map_or_else(
             || {
                 let (dy, x) = (self.high(outputs, true), self.high(inputs, true));
-                let problem = self.plain([outputs, inputs, rows], dy, x, self.activation);
+                let problem = Self::plain([outputs, inputs, rows], dy, x, self.activation);
                 Problem { d, accumulate, alignment, ..problem }
             },
             |problems| problems.wgrad(d, accumulate, alignment),

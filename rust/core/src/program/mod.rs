@@ -6,6 +6,7 @@
 mod backward;
 mod chain;
 mod forward;
+mod forward_linear;
 mod linear_op;
 mod memory;
 mod replay;
@@ -100,35 +101,10 @@ impl Program {
         let linears = linear_indices(chain)
             .map(|index| LinearOp::new(chain, index, &key, recipe, grads_before[index], processors))
             .collect::<Result<Vec<_>>>()?;
-        let forward = forward::Compiler {
-            chain,
-            key: &key,
-            recipe,
-            widths: &widths,
-            linears: &linears,
-            grads_before: &grads_before,
+        let (forward, backward) = compile(
             dispatcher,
-            out: Forward::default(),
-        }
-        .run()?;
-        let backward = if key.any_grad() {
-            backward::Compiler {
-                chain,
-                key: &key,
-                recipe,
-                widths: &widths,
-                linears: &linears,
-                grads_before: &grads_before,
-                forward: &forward,
-                dispatcher,
-                out: Backward::default(),
-                unpacked: memory::At::NONE,
-                bias_grad: memory::At::NONE,
-            }
-            .run()?
-        } else {
-            Backward { grad_extras: vec![Place::None; chain.extra_inputs()], ..Backward::default() }
-        };
+            &Facts { chain, key: &key, recipe, widths: &widths, linears: &linears, grads_before: &grads_before },
+        )?;
         let waiting = linear_indices(chain)
             .zip(&linears)
             .map(|(index, linear)| waiting(&forward.kept[index], linear, &key, chain.links()[index].linear))
@@ -392,6 +368,36 @@ fn addresses(call: &Call<'_, '_>, bindings: &Bindings<'_>, list: &mut Vec<u64>) 
     for plan in call.weight_grads.iter().flatten() {
         list.push((plan.problem().d as u64) << 1 | u64::from(plan.problem().accumulate));
     }
+}
+
+/// What both directions are compiled from.
+pub(crate) struct Facts<'a> {
+    pub(crate) chain: &'a Chain,
+    pub(crate) key: &'a ProgramKey,
+    pub(crate) recipe: Option<&'a Recipe>,
+    pub(crate) widths: &'a [usize],
+    pub(crate) linears: &'a [LinearOp],
+    /// For each op, and behind the last, whether anything before wants a gradient.
+    pub(crate) grads_before: &'a [bool],
+}
+
+fn compile(dispatcher: &mut Dispatcher, facts: &Facts<'_>) -> Result<(Forward, Backward)> {
+    let forward = forward::Compiler { facts, dispatcher, out: Forward::default() }.run()?;
+    if !facts.key.any_grad() {
+        let grad_extras = vec![Place::None; facts.chain.extra_inputs()];
+        return Ok((forward, Backward { grad_extras, ..Backward::default() }));
+    }
+    let none = memory::At::NONE;
+    let backward = backward::Compiler {
+        facts,
+        forward: &forward,
+        dispatcher,
+        out: Backward::default(),
+        unpacked: none,
+        bias_grad: none,
+    }
+    .run()?;
+    Ok((forward, backward))
 }
 
 impl Direction {

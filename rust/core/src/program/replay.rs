@@ -84,24 +84,20 @@ impl Replay {
         let addresses = state.seen.remove(index);
         state.captures += 1;
         let before = target.trace.counters;
-        match capture(target, &mut run) {
-            Ok(graph) => {
-                let counters = target.trace.counters.since(&before);
-                if let Backend::Cuda(queue) = &target.backend {
-                    graph.launch(queue.stream)?;
-                }
-                if state.graphs.len() >= KEPT {
-                    state.graphs.remove(0);
-                }
-                state.graphs.push(Entry { addresses, graph, counters });
-                Ok(())
-            }
-            Err(_) => {
-                // What cannot be captured runs as it did before; its own errors show then.
-                target.trace.counters = before;
-                run(target)
-            }
+        let Ok(graph) = capture(target, &mut run) else {
+            // What cannot be captured runs as it did before; its own errors show then.
+            target.trace.counters = before;
+            return run(target);
+        };
+        let counters = target.trace.counters.since(&before);
+        if let Backend::Cuda(queue) = &target.backend {
+            graph.launch(queue.stream)?;
         }
+        if state.graphs.len() >= KEPT {
+            state.graphs.remove(0);
+        }
+        state.graphs.push(Entry { addresses, graph, counters });
+        Ok(())
     }
 }
 
@@ -111,6 +107,6 @@ fn capture(target: &mut Target<'_>, run: &mut impl FnMut(&mut Target<'_>) -> Res
     };
     Graph::capture(queue, |queue| {
         let queue = crate::driver::CudaQueue { device: &mut *queue.device, stream: queue.stream };
-        run(&mut Target { backend: Backend::Cuda(queue), trace: &mut *trace })
+        run(&mut Target { backend: Backend::Cuda(queue), trace })
     })
 }

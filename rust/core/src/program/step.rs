@@ -144,7 +144,6 @@ impl Fused {
 
 /// What a step launches.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "steps lie in one array that is walked in order")]
 pub(crate) enum Action {
     Quantize {
         plan: QuantPlan,
@@ -293,11 +292,12 @@ impl Step {
                 },
             ),
             Action::Dequantize { plan, q, out } => plan.run(target, at(&q.data), at(out), at(&q.scale)),
-            _ => self.run_pointwise(target, call),
+            Action::Norm { .. } | Action::NormBackward { .. } => self.run_norm(target, call),
+            Action::Activation { .. } | Action::ActivationBackward { .. } => self.run_activation(target, call),
         }
     }
 
-    fn run_pointwise<'a>(&self, target: &mut Target<'_>, call: &Call<'a, '_>) -> Result<()> {
+    fn run_norm<'a>(&self, target: &mut Target<'_>, call: &Call<'a, '_>) -> Result<()> {
         let at = |at: &At| -> DevPtr<'a> { call.resolver.get(*at) };
         let counters = call.workspace.counters;
         match &self.action {
@@ -339,6 +339,14 @@ impl Step {
                     counters,
                 },
             ),
+            _ => Ok(()),
+        }
+    }
+
+    fn run_activation<'a>(&self, target: &mut Target<'_>, call: &Call<'a, '_>) -> Result<()> {
+        let at = |at: &At| -> DevPtr<'a> { call.resolver.get(*at) };
+        let counters = call.workspace.counters;
+        match &self.action {
             Action::Activation { plan, x, row_scale, y, to } => {
                 let slot = call.slot(to.slot);
                 plan.run(
