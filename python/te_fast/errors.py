@@ -8,6 +8,7 @@ A message names the layer or op, what was expected, what came, and what to do ab
 from __future__ import annotations
 
 __all__ = [
+    "ArgumentError",
     "CudaError",
     "DeviceError",
     "DtypeError",
@@ -21,6 +22,13 @@ __all__ = [
 
 class TeFastError(Exception):
     """Base of every error that te_fast raises on purpose."""
+
+
+class ArgumentError(TeFastError, ValueError, TypeError):
+    """An argument that an op or container does not take, or a value that it cannot use.
+
+    Transformer Engine's ops raise ``ValueError`` in some of these places and ``TypeError`` in others.
+    """
 
 
 class ShapeError(TeFastError, ValueError):

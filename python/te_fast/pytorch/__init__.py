@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from te_fast.pytorch import ops
 from te_fast.pytorch._device import set_cuda_device_every_batch, should_set_cuda_device_every_batch
 from te_fast.pytorch.linear import Linear
 from te_fast.pytorch.padding import Fp8Padding, Fp8Unpadding
@@ -53,6 +54,7 @@ __all__ = [
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
+    "ops",
     "quantized_model_init",
     "set_cuda_device_every_batch",
     "should_set_cuda_device_every_batch",

@@ -185,7 +185,8 @@ def _checked(recipe: DelayedScaling, tensors: list[torch.Tensor]) -> ExtraState:
             f"{direction} scales and histories must be torch.float32",
         )
         _expect(
-            history.dim() == 2 and history.numel() > 0 and scale.shape == history.shape[1:],
+            # Ops that quantise in one direction only have no scales of the other.
+            history.dim() == 2 and len(history) > 0 and scale.shape == history.shape[1:],
             f"{direction} histories of shape {tuple(history.shape)} do not fit scales of shape "
             f"{tuple(scale.shape)}",
         )
@@ -194,7 +195,9 @@ def _checked(recipe: DelayedScaling, tensors: list[torch.Tensor]) -> ExtraState:
             f"{direction} scales must be positive and finite",
         )
         _expect(not bool((history < 0).any()), f"{direction} maxima must not be negative")
-    recipe.amax_history_len = tensors[1].shape[0]
+    lengths = [len(tensors[i + 1]) for i in (0, 2) if tensors[i].numel()]
+    _expect(bool(lengths), "expected scales of one tensor at least")
+    recipe.amax_history_len = lengths[0]
     return ExtraState(recipe, *tensors)
 
 
@@ -203,15 +206,38 @@ def _unpack_pickled(data: bytes) -> ExtraState | None:
     if root is None:
         return None
     _expect(type(root) is dict, "expected a dictionary")
+    if root.keys() <= {"forward", "backward"}:
+        root = _flattened(root)
+        if root is None:
+            return None
     recipe = root.get("recipe")
     if isinstance(recipe, Instance) and recipe.name != "DelayedScaling":
         return None
     # Transformer Engine 1.x kept no recipe: there was none but delayed scaling.
     _expect(recipe is None or isinstance(recipe, Instance), "expected a recipe")
     records = [root.get(key) for key in _KEYS]
-    tensors = [record.tensor() for record in records if isinstance(record, TensorRecord)]
-    _expect(len(tensors) == len(_KEYS), f"expected the tensors {', '.join(_KEYS)}")
+    tensors = [item.tensor() if isinstance(item, TensorRecord) else item for item in records]
+    missing = any(not isinstance(tensor, torch.Tensor) for tensor in tensors)
+    _expect(not missing, f"expected the tensors {', '.join(_KEYS)}")
     return _checked(_recipe_of(recipe), tensors)
+
+
+def _flattened(root: dict[Any, Any]) -> dict[Any, Any] | None:
+    """Bring the state of a ``transformer_engine.pytorch.ops`` op, by direction, into a layer's form.
+
+    A direction without quantised tensors is absent there; one without scales stands for it here.
+    """
+    parts = [root[mode] for mode in ("forward", "backward") if mode in root]
+    _expect(all(type(part) is dict for part in parts), "expected a dictionary of each direction")
+    if not parts:
+        return None
+    flat: dict[Any, Any] = {"recipe": parts[0].get("recipe")}
+    for part in parts:
+        flat.update((key, value) for key, value in part.items() if key in _KEYS)
+    for scale, history in (_KEYS[:2], _KEYS[2:]):
+        if scale not in flat and history not in flat:
+            flat[scale], flat[history] = torch.empty(0), torch.empty(1, 0)
+    return flat
 
 
 def _recipe_of(instance: Instance | None) -> DelayedScaling:

@@ -1,0 +1,378 @@
+"""Running a plan: native programs alone, or Python operations and native segments under one autograd node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from te_fast.errors import StateError
+from te_fast.pytorch import _ops
+from te_fast.pytorch._delayed import update_scales
+from te_fast.pytorch._global_state import FP8GlobalStateManager
+from te_fast.pytorch.ops.op import OperationContext
+
+if TYPE_CHECKING:
+    from te_fast.common.recipe import Recipe
+    from te_fast.pytorch.ops._plan import Plan, Step
+    from te_fast.pytorch.ops._routing import Slot
+    from te_fast.pytorch.ops.fuser import OperationFuser
+
+__all__ = ["Call", "run_native"]
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def run_native(
+    owner: OperationFuser,
+    plan: Plan,
+    x: torch.Tensor,
+    extra_inputs: Tensors,
+    is_first_microbatch: bool | None,
+) -> Any:
+    """Run a group of native operations; each program has an autograd node of its own."""
+    if plan.single is not None:
+        return _ops.program_apply(plan.single, owner, x, extra_inputs, is_first_microbatch)
+    routing = plan.routing
+    given = dict(zip(routing.inputs, extra_inputs, strict=True))
+    made: dict[Slot, torch.Tensor] = {}
+    for step in plan.native or ():
+        extras = tuple(
+            given[index, number] if source is None else made[source]
+            for index in step.indices
+            for number, source in enumerate(routing.sources[index])
+        )
+        result = _ops.program_apply(step.program, owner, x, extras, is_first_microbatch)
+        x, outputs = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
+        made.update(zip(_output_slots(plan, step), outputs, strict=True))
+    if routing.outputs:
+        return (x, *(made[slot] for slot in routing.outputs))
+    return x
+
+
+def _output_slots(plan: Plan, step: Step) -> list[Slot]:
+    return [(i, number) for i in step.indices for number in range(plan.ops[i].num_extra_outputs)]
+
+
+class _Function(torch.autograd.Function):
+    """Arguments: input, call, then parameters and extra inputs, which autograd must know of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Call, *_: torch.Tensor) -> Any:
+        outputs, saved = call.forward(x)
+        ctx.save_for_backward(*saved)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(y for y in outputs if not y.is_floating_point()))
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        return ctx.call.backward(ctx.saved_tensors, grads)
+
+
+class _Snapshot:
+    """Live maxima of delayed scaling, to go back to when a forward fails."""
+
+    def __init__(self, plan: Plan, recipe: Recipe | None) -> None:
+        self.rows: list[torch.Tensor] = []
+        if recipe is not None and recipe.delayed():
+            states = (op._delayed_state("forward") for op in plan.ops)
+            self.rows = [state.amax_history[0] for state in states if state is not None]
+        self.kept = [row.clone() for row in self.rows]
+
+    def restore(self) -> None:
+        for row, kept in zip(self.rows, self.kept, strict=True):
+            row.copy_(kept)
+
+
+class Call:
+    """One forward of a group with Python operations, and what its backward needs."""
+
+    def __init__(
+        self,
+        fuser: OperationFuser,
+        plan: Plan,
+        kwargs: list[dict[str, Any]] | None,
+        is_first_microbatch: bool | None,
+        recipe: Recipe | None,
+    ) -> None:
+        self.fuser = fuser
+        self.plan = plan
+        self.kwargs = kwargs
+        self.is_first_microbatch = is_first_microbatch
+        self.recipe = recipe
+        self.contexts = [OperationContext() for _ in plan.ops]
+        #: Extra inputs that the caller gave, and extra outputs, while forward runs.
+        self.given: dict[Slot, torch.Tensor] = {}
+        self.made: dict[Slot, torch.Tensor] = {}
+        #: Native state of the segments, by their first index.
+        self.kept: dict[int, Any] = {}
+        #: Where the tensors that an operation or segment saved are, by its first index.
+        self.saved: dict[int, slice] = {}
+        #: Size, type and device of what each step returned, by its last index.
+        self.edges: dict[int, tuple[torch.Size, torch.dtype, torch.device]] = {}
+        #: First operation with a backward.
+        self.first = len(plan.ops)
+        self.input_needs_grad = False
+        self.updates_scales = False
+
+    def run(self, x: torch.Tensor, extra_inputs: Tensors) -> Any:
+        """Run forward, with autograd where a gradient is wanted."""
+        plan = self.plan
+        self.given = dict(zip(plan.routing.inputs, extra_inputs, strict=True))
+        parameters: list[torch.Tensor] = []
+        wanted = torch.is_grad_enabled()
+        self.input_needs_grad = wanted and x.requires_grad
+        self.first = 0 if self.input_needs_grad else len(plan.ops)
+        for index in range(len(plan.ops)):
+            own = plan.parameters_of(index)
+            parameters += own
+            if wanted and index < self.first:
+                inputs = [tensor for slot, tensor in self.given.items() if slot[0] == index]
+                if any(tensor.requires_grad for tensor in (*own, *inputs)):
+                    self.first = index
+        snapshot = _Snapshot(plan, self.recipe)
+        try:
+            for index, op in enumerate(plan.ops):
+                op.pre_fuser_forward(requires_grad=index >= self.first)
+            if self.first < len(plan.ops):
+                self._take_scale_update()
+                return _Function.apply(x, self, *parameters, *extra_inputs)
+            with torch.no_grad():
+                outputs, _ = self.forward(x)
+            return outputs if len(outputs) > 1 else outputs[0]
+        except BaseException:
+            snapshot.restore()
+            raise
+
+    def _take_scale_update(self) -> None:
+        """Update backward scales after this backward, if no native segment is there to do it."""
+        plan = self.plan
+        quantises = any(op.num_quantizers("backward") for op in plan.ops)
+        if self.recipe is not None and quantises and all(s.program is None for s in plan.forward):
+            self.updates_scales = FP8GlobalStateManager.is_first_fp8_module()
+
+    # Forward --------------------------------------------------------------------------------------
+
+    def forward(self, x: torch.Tensor) -> tuple[Tensors, list[torch.Tensor | None]]:
+        """Return the outputs and what autograd is to save."""
+        saved: list[torch.Tensor | None] = []
+        for step in self.plan.forward:
+            run = self._python_forward if step.program is None else self._native_forward
+            x = run(step, x, saved)
+            self.edges[step.indices[-1]] = (x.shape, x.dtype, x.device)
+        outputs = [x, *(self.made[slot] for slot in self.plan.routing.outputs)]
+        self.given, self.made = {}, {}
+        # Two outputs of one autograd node must not be one tensor.
+        for position, y in enumerate(outputs):
+            if any(y is earlier for earlier in outputs[:position]):
+                outputs[position] = y.detach()
+        return tuple(outputs), saved
+
+    def _extra_inputs(self, index: int, step: Step) -> tuple[Any, ...]:
+        """Return the extra inputs of an operation; None for one that its own fusion makes."""
+        found: list[Any] = []
+        for number, source in enumerate(self.plan.routing.sources[index]):
+            if source is None:
+                found.append(self.given[index, number])
+            else:
+                found.append(None if source[0] in step.indices else self.made[source])
+        return tuple(found)
+
+    def _native_forward(
+        self, step: Step, x: torch.Tensor, saved: list[torch.Tensor | None]
+    ) -> torch.Tensor:
+        start = len(saved)
+        extras = tuple(
+            tensor for index in step.indices for tensor in self._extra_inputs(index, step)
+        )
+        wanted = self.first < len(self.plan.ops)
+        y, outputs, kept, tensors = _ops.program_run_forward(
+            step.program,
+            self.fuser,
+            x,
+            extras,
+            self.is_first_microbatch,
+            self.input_needs_grad or self.first < step.indices[0],
+            tuple(wanted and tensor.requires_grad for tensor in extras),
+            wanted
+            and any(p.requires_grad for i in step.indices for p in self.plan.parameters_of(i)),
+        )
+        self.made.update(zip(_output_slots(self.plan, step), outputs, strict=True))
+        self.kept[step.indices[0]] = kept
+        saved += tensors
+        self.saved[step.indices[0]] = slice(start, len(saved))
+        return y
+
+    def _python_forward(
+        self, step: Step, x: torch.Tensor, saved: list[torch.Tensor | None]
+    ) -> torch.Tensor:
+        assert step.op is not None
+        contexts = [self.contexts[index] for index in step.indices]
+        for index, context in zip(step.indices, contexts, strict=True):
+            context.requires_grad = index >= self.first
+        kwargs: list[dict[str, Any]] = [{} for _ in step.indices]
+        if self.kwargs:
+            kwargs = [self.kwargs[index] for index in step.indices]
+        x, outputs = step.op.fuser_forward(
+            contexts,
+            x,
+            basic_op_extra_inputs=[self._extra_inputs(index, step) for index in step.indices],
+            prev_op_grad_output_quantizer=None,
+            next_op_input_quantizer=None,
+            basic_op_kwargs=kwargs,
+        )
+        self._take_outputs(step, [tuple(ys) for ys in outputs])
+        for index, context in zip(step.indices, contexts, strict=True):
+            start = len(saved)
+            saved += context.to_save or ()
+            context.to_save = None
+            self.saved[index] = slice(start, len(saved))
+        return x
+
+    def _take_outputs(self, step: Step, outputs: list[tuple[Any, ...]]) -> None:
+        labels, routing = self.plan.labels, self.plan.routing
+        expected = [self.plan.ops[index].num_extra_outputs for index in step.indices]
+        got = [len(ys) for ys in outputs]
+        if got != expected:
+            message = (
+                f"op {labels[step.indices[0]]}: {type(step.op).__name__} returned {got} extra outputs "
+                f"of its basic ops, expected {expected}"
+            )
+            raise StateError(message)
+        for index, ys in zip(step.indices, outputs, strict=True):
+            for number, y in enumerate(ys):
+                slot = (index, number)
+                users = routing.consumers.get(slot, ())
+                if y is not None:
+                    self.made[slot] = self._marked(index, y)
+                elif slot in routing.outputs or any(user not in step.indices for user in users):
+                    message = (
+                        f"op {labels[index]}: {type(step.op).__name__} returned None as extra output "
+                        f"{number}, which is needed elsewhere"
+                    )
+                    raise StateError(message)
+
+    def _marked(self, index: int, y: torch.Tensor) -> torch.Tensor:
+        """Return an extra output that tells its consumer whether it wants a gradient."""
+        wanted = index >= self.first and y.is_floating_point()
+        return y if y.requires_grad == wanted else y.detach().requires_grad_(wanted)
+
+    # Backward -------------------------------------------------------------------------------------
+
+    def backward(
+        self, saved: tuple[torch.Tensor | None, ...], grads: tuple[torch.Tensor | None, ...]
+    ) -> tuple[Any, ...]:
+        """Return the gradients of the autograd function's arguments."""
+        plan, routing = self.plan, self.plan.routing
+        dy, *extra = grads
+        output_grads: dict[Slot, torch.Tensor | None] = dict(
+            zip(routing.outputs, extra, strict=True)
+        )
+        input_grads: dict[Slot, torch.Tensor | None] = {}
+        parameter_grads: list[tuple[Any, ...]] = [()] * len(plan.ops)
+        for step in reversed(plan.backward):
+            if step.indices[-1] < self.first:
+                dy = None
+                break
+            dy = self._edge_grad(step, dy)
+            run = self._python_backward if step.program is None else self._native_backward
+            dy, params, inputs = run(step, saved, dy, output_grads)
+            for index, own, taken in zip(step.indices, params, inputs, strict=True):
+                parameter_grads[index] = own
+                for number, (source, grad) in enumerate(
+                    zip(routing.sources[index], taken, strict=True)
+                ):
+                    if source is None:
+                        input_grads[index, number] = grad
+                    elif grad is not None and source[0] not in step.indices:
+                        former = output_grads.get(source)
+                        output_grads[source] = grad if former is None else former + grad
+        if self.updates_scales:
+            update_scales(forward=False)
+        flat = [
+            grad
+            for index, own in enumerate(parameter_grads)
+            for grad in self._all_parameter_grads(index, own)
+        ]
+        dx = dy if self.input_needs_grad else None
+        return (dx, None, *flat, *(input_grads.get(slot) for slot in routing.inputs))
+
+    def _edge_grad(self, step: Step, dy: torch.Tensor | None) -> torch.Tensor:
+        """Return the gradient of a step's output in the output's type; none is zero."""
+        edge = self.edges.get(step.indices[-1])
+        if edge is None:  # inside an operation that fuses forward alone
+            if dy is None:
+                label = self.plan.labels[step.indices[-1] + 1]
+                message = f"op {label}: backward returned no gradient of its input"
+                raise StateError(message)
+            return dy
+        shape, dtype, device = edge
+        if dy is None:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return dy if dy.dtype == dtype else dy.to(dtype)
+
+    def _all_parameter_grads(self, index: int, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        count = len(self.plan.parameters_of(index))
+        if len(grads) not in (0, count):
+            message = (
+                f"op {self.plan.labels[index]}: backward returned {len(grads)} gradients of "
+                f"parameters, the op has {count}"
+            )
+            raise StateError(message)
+        return grads or (None,) * count
+
+    def _native_backward(
+        self,
+        step: Step,
+        saved: tuple[torch.Tensor | None, ...],
+        dy: torch.Tensor,
+        output_grads: dict[Slot, torch.Tensor | None],
+    ) -> tuple[Any, list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+        first = step.indices[0]
+        extra = tuple(output_grads.get(slot) for slot in _output_slots(self.plan, step))
+        dx, params, inputs = _ops.program_run_backward(
+            self.kept[first], saved[self.saved[first]], dy, extra
+        )
+        counts = [len(self.plan.parameters_of(index)) for index in step.indices]
+        widths = [len(self.plan.routing.sources[index]) for index in step.indices]
+        return dx, _split(params, counts), _split(inputs, widths)
+
+    def _python_backward(
+        self,
+        step: Step,
+        saved: tuple[torch.Tensor | None, ...],
+        dy: torch.Tensor,
+        output_grads: dict[Slot, torch.Tensor | None],
+    ) -> tuple[Any, list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+        assert step.op is not None
+        contexts = [self.contexts[index] for index in step.indices]
+        for index, context in zip(step.indices, contexts, strict=True):
+            context.saved_tensors = saved[self.saved[index]]
+        dx, params, inputs = step.op.fuser_backward(
+            contexts,
+            dy,
+            basic_op_grad_extra_outputs=[
+                tuple(
+                    output_grads.get((index, number))
+                    for number in range(self.plan.ops[index].num_extra_outputs)
+                )
+                for index in step.indices
+            ],
+        )
+        for context in contexts:
+            context.saved_tensors = None
+        counts = [len(self.plan.routing.sources[index]) for index in step.indices]
+        taken = [tuple(grads or ()) or (None,) * n for grads, n in zip(inputs, counts, strict=True)]
+        return dx, [tuple(grads or ()) for grads in params], taken
+
+
+def _split(flat: tuple[Any, ...], counts: list[int]) -> list[tuple[Any, ...]]:
+    parts, start = [], 0
+    for count in counts:
+        parts.append(tuple(flat[start : start + count]))
+        start += count
+    return parts

@@ -1,0 +1,104 @@
+"""The basic operations."""
+
+from __future__ import annotations
+
+from te_fast.pytorch.ops.basic.activation import GELU, QGELU, ReLU, SiLU, SReLU
+from te_fast.pytorch.ops.basic.arithmetic import AddExtraInput, ConstantScale, MakeExtraOutput
+from te_fast.pytorch.ops.basic.basic_linear import BasicLinear
+from te_fast.pytorch.ops.basic.bias import Bias
+from te_fast.pytorch.ops.basic.dropout import Dropout
+from te_fast.pytorch.ops.basic.glu import (
+    GEGLU,
+    GLU,
+    QGEGLU,
+    ClampedSwiGLU,
+    ReGLU,
+    SiTUGLU,
+    SReGLU,
+    SwiGLU,
+)
+from te_fast.pytorch.ops.basic.identity import (
+    AllGather,
+    AllReduce,
+    Identity,
+    ReduceScatter,
+    Reshape,
+)
+from te_fast.pytorch.ops.basic.l2normalization import L2Normalization
+from te_fast.pytorch.ops.basic.norm import LayerNorm, RMSNorm
+from te_fast.pytorch.ops.basic.quantize import Quantize
+from te_fast.pytorch.ops.basic.scaled import (
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+)
+
+__all__ = [
+    "GEGLU",
+    "GELU",
+    "GLU",
+    "QGEGLU",
+    "QGELU",
+    "AddExtraInput",
+    "AllGather",
+    "AllReduce",
+    "BasicLinear",
+    "Bias",
+    "ClampedSwiGLU",
+    "ConstantScale",
+    "Dropout",
+    "Identity",
+    "L2Normalization",
+    "LayerNorm",
+    "MakeExtraOutput",
+    "Quantize",
+    "RMSNorm",
+    "ReGLU",
+    "ReLU",
+    "ReduceScatter",
+    "Reshape",
+    "SReGLU",
+    "SReLU",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSiTUGLU",
+    "ScaledSwiGLU",
+    "SiLU",
+    "SiTUGLU",
+    "SwiGLU",
+]
+
+# What the native program runs instead of these classes' Python methods. A subclass that overrides one
+# of them runs in Python.
+for _operation in (
+    GEGLU,
+    GELU,
+    GLU,
+    QGEGLU,
+    QGELU,
+    AddExtraInput,
+    AllGather,
+    AllReduce,
+    BasicLinear,
+    Bias,
+    ClampedSwiGLU,
+    ConstantScale,
+    Identity,
+    LayerNorm,
+    MakeExtraOutput,
+    RMSNorm,
+    ReGLU,
+    ReLU,
+    ReduceScatter,
+    SReGLU,
+    SReLU,
+    ScaledClampedQGeGLU,
+    ScaledSReLU,
+    ScaledSiTUGLU,
+    ScaledSwiGLU,
+    SiLU,
+    SiTUGLU,
+    SwiGLU,
+):
+    _operation._native_class = _operation

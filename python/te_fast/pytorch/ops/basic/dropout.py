@@ -1,0 +1,56 @@
+"""Dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fast.errors import ArgumentError
+from te_fast.pytorch.ops._common import compute_dtype
+from te_fast.pytorch.ops.op import BasicOperation, OperationContext
+
+__all__ = ["Dropout"]
+
+
+class Dropout(BasicOperation):
+    """Set entries to zero with probability `p` in training, and multiply the others by ``1/(1-p)``.
+
+    Parameters
+    ----------
+    p : float
+        Probability, at least 0 and less than 1.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0.0 <= p < 1.0:
+            message = f"Dropout: p must be at least 0 and less than 1, got {p!r}"
+            raise ArgumentError(message)
+        self.dropout_probability = p
+
+    def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Draw the mask, one byte per entry, and keep it."""
+        x = input_.to(compute_dtype(input_))
+        if not self.training or self.dropout_probability == 0.0:
+            return x
+        keep = 1.0 - self.dropout_probability
+        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(keep)
+        if ctx.requires_grad:
+            ctx.save_for_backward(mask)
+            ctx.factor = 1.0 / keep  # type: ignore[attr-defined]
+        return (x * mask).mul_(1.0 / keep)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[()]]:
+        """Apply the same mask."""
+        if not ctx.saved_tensors:
+            return grad_output, ()
+        (mask,) = ctx.saved_tensors
+        assert mask is not None
+        return (grad_output * mask).mul_(ctx.factor), ()  # type: ignore[attr-defined]
+
+    def extra_repr(self) -> str:
+        """Probability."""
+        return f"p={self.dropout_probability}"

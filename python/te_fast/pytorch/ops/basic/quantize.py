@@ -1,0 +1,83 @@
+"""Rounding to FP8 in the middle of a chain."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from te_fast.common.recipe import Recipe
+from te_fast.pytorch._global_state import FP8GlobalStateManager
+from te_fast.pytorch.ops.op import BasicOperation, OperationContext
+
+__all__ = ["Quantize"]
+
+
+class Quantize(BasicOperation):
+    """Round to the values that the region's recipe gives FP8; the identity outside of a region.
+
+    The result has the input's type: te_fast has no quantised tensors outside of its programs. A
+    linear operation after it takes its input to FP8 as it always does.
+
+    Parameters
+    ----------
+    forward : bool, default = True
+        Round in forward.
+    backward : bool, default = False
+        Round the gradient in backward.
+    """
+
+    def __init__(self, forward: bool = True, backward: bool = False) -> None:
+        super().__init__()
+        self._quantize_forward = forward
+        self._quantize_backward = backward
+        self._device: torch.device | None = None
+
+    def num_quantizers(self, mode: str) -> int:
+        """One in each direction that is rounded."""
+        wanted = {"forward": self._quantize_forward, "backward": self._quantize_backward}
+        return int(wanted.get(mode, False))
+
+    def _state_device(self) -> torch.device | None:
+        return self._device
+
+    def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Round, if asked to in forward."""
+        enabled = FP8GlobalStateManager.is_fp8_enabled()
+        recipe = FP8GlobalStateManager.get_fp8_recipe() if enabled else None
+        ctx.recipe = recipe  # type: ignore[attr-defined]
+        if recipe is None:
+            return input_
+        self._device = input_.device
+        self.reset_recipe_state(recipe=recipe)
+        return self._rounded(input_, recipe, "forward") if self._quantize_forward else input_
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[()]]:
+        """Round, if asked to in backward."""
+        recipe: Recipe | None = ctx.recipe  # type: ignore[attr-defined]
+        if recipe is None or not self._quantize_backward:
+            return grad_output, ()
+        return self._rounded(grad_output, recipe, "backward"), ()
+
+    def _rounded(
+        self, x: torch.Tensor, recipe: Recipe, mode: Literal["forward", "backward"]
+    ) -> torch.Tensor:
+        from te_fast import dispatch
+
+        if x.numel() == 0:
+            return x
+        options: dict[str, Any] = {}
+        state = self._delayed_state(mode)
+        if state is not None:
+            options = {"scale": state.scale, "amax": state.amax_history[0]}
+            state.slots.mark_ran()
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        role: Literal["input", "grad"] = "input" if mode == "forward" else "grad"
+        quantized = dispatch.quantize(flat, recipe, role=role, **options)
+        return dispatch.dequantize(quantized, x.dtype).view(x.shape)
+
+    def extra_repr(self) -> str:
+        """Directions."""
+        return f"forward={self._quantize_forward}, backward={self._quantize_backward}"

@@ -1,0 +1,317 @@
+"""Groups of operations: fusions, plans, and the choice between the native program and Python."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import torch
+
+from te_fast.common.recipe import Recipe
+from te_fast.errors import ArgumentError, DtypeError, StateError, UnsupportedError
+from te_fast.pytorch import _ops
+from te_fast.pytorch._global_state import FP8GlobalStateManager
+from te_fast.pytorch.ops import _chain
+from te_fast.pytorch.ops._common import compute_dtype
+from te_fast.pytorch.ops._plan import Plan, make_plan, match
+from te_fast.pytorch.ops._routing import Routing
+from te_fast.pytorch.ops.op import BasicOperation, FusedOperation, FusibleOperation
+
+__all__ = [
+    "OperationFuser",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+]
+
+#: ``func(ops, *, recipe) -> ops``: may replace runs of operations by fused ones.
+FusionFunction = Callable[..., list[FusibleOperation]]
+
+_fusers: WeakSet[OperationFuser] = WeakSet()
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def flatten(ops: Sequence[FusibleOperation], names: Sequence[str]) -> tuple[list[Any], list[str]]:
+    """Return the basic operations of a list, and the position and type that messages give them."""
+    basic: list[Any] = []
+    labels: list[str] = []
+    for op, name in zip(ops, names, strict=True):
+        if isinstance(op, FusedOperation):
+            parts = op._ops()
+            inner, inner_labels = flatten(parts, [f"{name}.{i}" for i in range(len(parts))])
+            basic += inner
+            labels += inner_labels
+        else:
+            basic.append(op)
+            labels.append(f"{name}: {type(op).__name__}")
+    return basic, labels
+
+
+class OperationFuser:
+    """Run adjacent operations as one, with one autograd node.
+
+    Operations that the native program has are compiled into it, the others run in Python between
+    its segments.
+
+    Parameters
+    ----------
+    ops : list of FusibleOperation
+        The operations, in order.
+    names : list of str, optional
+        Their positions, for messages.
+    """
+
+    forward_backward_fusion_functions: ClassVar[list[FusionFunction]] = []
+    forward_fusion_functions: ClassVar[list[FusionFunction]] = []
+    backward_fusion_functions: ClassVar[list[FusionFunction]] = []
+
+    def __init__(self, ops: list[FusibleOperation], names: Sequence[str] | None = None) -> None:
+        names = [str(index) for index in range(len(ops))] if names is None else names
+        for op, name in zip(ops, names, strict=True):
+            if not isinstance(op, FusibleOperation):
+                message = f"op {name}: expected a FusibleOperation, got {type(op).__name__}"
+                raise ArgumentError(message)
+        self._basic_ops: list[BasicOperation]
+        self._basic_ops, self._labels = flatten(ops, names)
+        self._name = f"ops {names[0]}-{names[-1]}" if len(names) > 1 else f"op {self._labels[0]}"
+        self._routing = Routing.of(self._basic_ops, self._labels)
+        self._channels_stale = False
+        self._plans: dict[Any, Plan] = {}
+        #: The native program, if it is all and nothing but calling it is left to do.
+        self._single: Any = None
+        self._running = False
+        self._ready = False
+        self._arity = 1 + len(self._routing.inputs)
+        for op in self._basic_ops:
+            op._captured_by(self)
+        _fusers.add(self)
+
+    @property
+    def num_extra_inputs(self) -> int:
+        """Extra inputs that the caller gives."""
+        return len(self._routing.inputs)
+
+    # Plans ----------------------------------------------------------------------------------------
+
+    def _plan(self, recipe: Recipe | None) -> Plan:
+        """Return how the group runs under a recipe; registered fusions may depend on its type."""
+        kind = OperationFuser
+        custom = bool(
+            kind.forward_backward_fusion_functions
+            or kind.forward_fusion_functions
+            or kind.backward_fusion_functions
+        )
+        key = (type(recipe), getattr(recipe, "backward_override", None)) if custom else None
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._make_plan(recipe)
+            self._single = None if custom else plan.single
+        return plan
+
+    def _make_plan(self, recipe: Recipe | None) -> Plan:
+        if not self._ready:
+            for op in self._basic_ops:
+                op.pre_first_fuser_forward()
+            self._ready = True
+        kind = OperationFuser
+        joint = _fused(self._basic_ops, kind.forward_backward_fusion_functions, recipe)
+        forward = _fused(joint, kind.forward_fusion_functions, recipe)
+        backward = _fused(joint, kind.backward_fusion_functions, recipe)
+        return make_plan(
+            self._basic_ops,
+            self._labels,
+            self._routing,
+            match(forward, self._basic_ops, self._labels),
+            match(backward, self._basic_ops, self._labels),
+        )
+
+    def _forget(self, *, stale: bool = False) -> None:
+        """Forget all plans; a stale group never runs again."""
+        self._plans.clear()
+        self._single = None
+        self._channels_stale = self._channels_stale or stale
+
+    def explain(self) -> str:
+        """Say what runs, per direction; compiled programs are shown with their launches."""
+        plan = self._plan(None) if not self._plans else next(reversed(self._plans.values()))
+        return plan.explain(self._name)
+
+    # Running --------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+        is_first_microbatch: bool | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run the group.
+
+        Parameters
+        ----------
+        input : torch.Tensor
+            Input.
+        *extra_inputs : torch.Tensor
+            Extra inputs of the operations, in their order.
+        basic_op_kwargs : list of dict, optional
+            Keyword arguments of the basic operations.
+        is_first_microbatch : bool, optional
+            As of :class:`te_fast.pytorch.Linear`.
+
+        Returns
+        -------
+        torch.Tensor or tuple
+            Output; with extra outputs, and those.
+        """
+        self._check(input, extra_inputs, basic_op_kwargs)
+        recipe = None
+        if FP8GlobalStateManager.is_fp8_enabled():
+            recipe = FP8GlobalStateManager.get_fp8_recipe()
+        plan = self._plan(recipe)
+        if _is_any_autocast_enabled():
+            dtype = compute_dtype(input)
+            input = input.to(dtype)
+            extra_inputs = tuple(
+                extra.to(dtype) if extra.is_floating_point() else extra for extra in extra_inputs
+            )
+        if plan.native is not None and not basic_op_kwargs:
+            return _chain.run_native(self, plan, input, extra_inputs, is_first_microbatch)
+        if self._running:
+            message = f"{self._name}: called from one of its own operations"
+            raise StateError(message)
+        self._running = True
+        try:
+            call = _chain.Call(self, plan, basic_op_kwargs, is_first_microbatch, recipe)
+            return call.run(input, extra_inputs)
+        finally:
+            self._running = False
+
+    def _refuse_stale(self) -> None:
+        if self._channels_stale:
+            message = (
+                f"{self._name}: extra tensor channels changed after the group was made; make a new "
+                "OperationFuser or Sequential"
+            )
+            raise StateError(message)
+
+    def _check(
+        self,
+        x: Any,
+        extra_inputs: tuple[Any, ...],
+        basic_op_kwargs: list[dict[str, Any]] | None,
+    ) -> None:
+        """Check what can be before anything runs."""
+        self._refuse_stale()
+        if len(extra_inputs) != self.num_extra_inputs:
+            takers = ", ".join(self._labels[index] for index, _ in self._routing.inputs) or "none"
+            message = (
+                f"{self._name}: expected {self.num_extra_inputs} extra inputs ({takers}), "
+                f"got {len(extra_inputs)}"
+            )
+            raise ArgumentError(message)
+        for what, tensor in (("input", x), *(("extra input", extra) for extra in extra_inputs)):
+            if not isinstance(tensor, torch.Tensor):
+                message = (
+                    f"{self._name}: the {what} must be a torch.Tensor, got {type(tensor).__name__}"
+                )
+                raise DtypeError(message)
+        if type(x) not in _PLAIN or torch._C._are_functorch_transforms_active():
+            message = (
+                f"{self._name}: tensor subclasses and torch.func transforms do not work in ops, got "
+                f"{type(x).__name__}"
+            )
+            raise UnsupportedError(message)
+        if basic_op_kwargs:
+            self._check_kwargs(basic_op_kwargs)
+
+    def _check_kwargs(self, basic_op_kwargs: list[dict[str, Any]]) -> None:
+        if len(basic_op_kwargs) != len(self._basic_ops):
+            message = (
+                f"{self._name}: expected keyword arguments of {len(self._basic_ops)} basic ops, "
+                f"got {len(basic_op_kwargs)}"
+            )
+            raise ArgumentError(message)
+        for op, label, kwargs in zip(self._basic_ops, self._labels, basic_op_kwargs, strict=True):
+            unknown = [name for name in kwargs if not _takes(op, name)]
+            if unknown:
+                message = f"op {label} takes no keyword argument {', '.join(sorted(unknown))}"
+                raise ArgumentError(message)
+
+    def _init_delayed_scaling(self) -> None:
+        """Register scales with the dispatcher; it calls this when the autocast region is new."""
+        recipe = FP8GlobalStateManager.get_fp8_recipe()
+        epoch = _ops.autocast_region()[5]
+        for op in self._basic_ops:
+            op.reset_recipe_state(recipe=recipe)
+            op._set_slots(epoch)
+
+
+def _takes(op: BasicOperation, name: str) -> bool:
+    """Tell whether an operation's forward has a keyword argument; te_fast's own have none."""
+    own = type(op)
+    overrides = own.fuser_forward is not BasicOperation.fuser_forward
+    method = own.fuser_forward if overrides else own.op_forward
+    if method.__module__.startswith(f"{__package__}."):
+        return False
+    if overrides:
+        return True  # it reads basic_op_kwargs itself
+    parameters = inspect.signature(method).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return True
+    return name in parameters and name not in ("self", "ctx", "input_")
+
+
+def _fused(
+    ops: Sequence[FusibleOperation], functions: list[FusionFunction], recipe: Recipe | None
+) -> list[FusibleOperation]:
+    fused = list(ops)
+    for function in functions:
+        fused = function(fused, recipe=recipe)
+    return fused
+
+
+def _register(functions: list[FusionFunction], function: FusionFunction, *, first: bool) -> None:
+    functions.insert(0 if first else len(functions), function)
+    for fuser in _fusers:
+        fuser._forget()
+
+
+def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
+    """Register a fusion whose operation has both ``fuser_forward`` and ``fuser_backward``.
+
+    Its backward may rely on what its forward kept. These come before the fusions of one direction.
+
+    Parameters
+    ----------
+    op_fusion_func : Callable
+        ``func(ops, *, recipe) -> ops``; may replace runs of basic operations by
+        :class:`FusedOperation` objects.
+    prepend : bool, default = False
+        Apply it before those registered earlier, not after.
+    """
+    _register(OperationFuser.forward_backward_fusion_functions, op_fusion_func, first=prepend)
+
+
+def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
+    """Register a fusion of forward alone: its ``fuser_forward`` keeps what the basic operations would.
+
+    Parameters
+    ----------
+    op_fusion_func, prepend
+        As of :func:`register_forward_backward_fusion`.
+    """
+    _register(OperationFuser.forward_fusion_functions, op_fusion_func, first=prepend)
+
+
+def register_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
+    """Register a fusion of backward alone: its ``fuser_backward`` takes what the basic operations kept.
+
+    Parameters
+    ----------
+    op_fusion_func, prepend
+        As of :func:`register_forward_backward_fusion`.
+    """
+    _register(OperationFuser.backward_fusion_functions, op_fusion_func, first=prepend)

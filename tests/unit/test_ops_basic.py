@@ -1,0 +1,352 @@
+"""Every op alone against plain torch in FP64: as the native program runs it, and in Python."""
+
+import pytest
+import torch
+
+import ops_reference as ref
+from te_fast.errors import ArgumentError, DtypeError, ShapeError, StateError, UnsupportedError
+from te_fast.pytorch import ops
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Relative to the largest magnitude: a rounding to the type, and FP32 sums in another order.
+ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
+
+UNARY = {
+    "GELU": ref.gelu,
+    "QGELU": ref.qgelu,
+    "ReLU": ref.relu,
+    "SReLU": ref.srelu,
+    "SiLU": ref.silu,
+}
+GATED = {
+    "GLU": ref.gated(ref.sigmoid),
+    "GEGLU": ref.gated(ref.gelu),
+    "QGEGLU": ref.gated(ref.qgelu),
+    "ReGLU": ref.gated(ref.relu),
+    "SReGLU": ref.gated(ref.srelu),
+    "SwiGLU": ref.gated(ref.silu),
+    "ClampedSwiGLU": ref.clamped_swiglu,
+    "SiTUGLU": ref.situ_glu,
+}
+SCALED = {
+    "ScaledSReLU": ref.srelu,
+    "ScaledSwiGLU": ref.gated(ref.silu),
+    "ScaledClampedQGeGLU": ref.clamped_swiglu,
+    "ScaledSiTUGLU": ref.situ_glu,
+}
+
+
+def in_python(op):
+    """The same op as a subclass of the user's own, so that its Python methods run."""
+    kind = type(op)
+
+    def fuser_forward(self, *args, **kwargs):
+        return kind.fuser_forward(self, *args, **kwargs)
+
+    op.__class__ = type(f"My{kind.__name__}", (kind,), {"fuser_forward": fuser_forward})
+    assert not op._is_native()
+    return op
+
+
+@pytest.fixture(params=["native", "python"])
+def way(request):
+    return in_python if request.param == "python" else lambda op: op
+
+
+def leaf(*shape, dtype=torch.float32, seed=0, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * scale).to(dtype).requires_grad_()
+
+
+def close(got, expected, dtype, slack=1.0):
+    assert got.dtype == dtype
+    assert got.shape == expected.shape
+    # Differences of terms that cancel, as in a LayerNorm of one column, are of the terms' size.
+    bound = ROUNDING[dtype] * slack * max(float(expected.detach().abs().max()), 1.0)
+    assert (got.double() - expected.double()).abs().max() <= bound
+
+
+def compare(op, formula, inputs, dtype, slack=1.0):
+    """Forward and backward of ``op(*inputs)`` and of the formula of the inputs and parameters."""
+    y = op(*inputs)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (*inputs, *op.parameters())]
+    expected = formula(*wide)
+    close(y, expected, dtype, slack)
+    grad = leaf(*y.shape, dtype=dtype, seed=9).detach()
+    y.backward(grad)
+    expected.backward(grad.double())
+    for got, want in zip((*inputs, *op.parameters()), wide, strict=True):
+        close(got.grad, want.grad, got.dtype, slack)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", UNARY)
+def test_activation(name, dtype, way):
+    compare(way(getattr(ops, name)()), UNARY[name], [leaf(5, 3, 24, dtype=dtype, scale=2)], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleave", [None, 1, 4, 8])
+@pytest.mark.parametrize("name", GATED)
+def test_gated_activation(name, interleave, dtype, way):
+    op = way(getattr(ops, name)(glu_interleave_size=interleave))
+    x = leaf(5, 3, 32, dtype=dtype, scale=4)
+    compare(op, lambda x: GATED[name](x, interleave), [x], dtype)
+
+
+def test_gated_activations_take_the_first_half_for_the_gate():
+    x = torch.tensor([[3.0, -2.0, 10.0, 100.0]])
+    assert torch.equal(ops.ReGLU()(x), torch.tensor([[30.0, 0.0]]))
+
+
+def test_constants_of_activations(way):
+    x = leaf(7, 32, scale=4)
+    op = way(ops.ClampedSwiGLU(limit=2.0, alpha=1.1, glu_linear_offset=0.25))
+    compare(op, lambda x: ref.clamped_swiglu(x, None, 2.0, 1.1, 0.25), [x], torch.float32)
+    x = leaf(7, 32, scale=4)
+    op = way(ops.SiTUGLU(1.5, beta2=3.0))
+    compare(op, lambda x: ref.situ_glu(x, None, 1.5, 3.0), [x], torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleave", [None, 4])
+@pytest.mark.parametrize("name", SCALED)
+def test_scaled_activation(name, interleave, dtype, way):
+    formula = SCALED[name]
+    options = {} if name == "ScaledSReLU" else {"glu_interleave_size": interleave}
+    op = way(getattr(ops, name)(**options))
+
+    def scaled(x, scales):
+        return formula(x, *options.values()) * scales[..., None]
+
+    inputs = [leaf(5, 3, 32, dtype=dtype, scale=2), leaf(5, 3, dtype=dtype, seed=1)]
+    compare(op, scaled, inputs, dtype, slack=2)
+
+
+@pytest.mark.parametrize("op", [ops.GELU, ops.SwiGLU])
+def test_cached_input_is_rounded_to_fp8(op, way):
+    x = leaf(8, 32, dtype=torch.bfloat16)
+    grad = leaf(8, 32, dtype=torch.bfloat16, seed=3).detach()
+    y = way(op(cache_quantized_input=True))(x)
+    exact = op()(x.detach())
+    assert torch.equal(y, exact)
+    grad = grad[:, : y.shape[-1]]
+    y.backward(grad)
+    scale = 448.0 / x.detach().abs().max().float()
+    rounded = (x.detach().float() * scale).to(torch.float8_e4m3fn).float() / scale
+    other = rounded.double().requires_grad_()
+    {ops.GELU: ref.gelu, ops.SwiGLU: ref.gated(ref.silu)}[op](other).backward(grad.double())
+    close(x.grad, other.grad, torch.bfloat16, slack=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("cols", [1, 17, 64, 1000])
+def test_norms(cols, zero_centered, dtype, way):
+    for name, formula in (("LayerNorm", ref.layer_norm), ("RMSNorm", ref.rms_norm)):
+        op = getattr(ops, name)(
+            cols, eps=1e-3, zero_centered_gamma=zero_centered, device="cpu", dtype=dtype
+        )
+        start = 0.0 if zero_centered else 1.0
+        assert torch.equal(op.weight, torch.full((cols,), start, dtype=dtype))
+        for seed, parameter in enumerate(op.parameters()):
+            parameter.data.copy_(leaf(cols, seed=seed).detach())
+        x = leaf(6, 5, cols, dtype=dtype, seed=5)
+
+        def reference(x, *parameters, formula=formula):
+            return formula(x, *parameters, eps=1e-3, zero_centered=zero_centered)
+
+        compare(way(op), reference, [x], dtype, slack=8)
+
+
+def test_norm_over_several_dimensions():
+    op = ops.LayerNorm((4, 6), device="cpu")
+    assert op.weight.shape == (4, 6)
+    for seed, parameter in enumerate(op.parameters()):
+        parameter.data.copy_(leaf(4, 6, seed=seed).detach())
+
+    def reference(x, weight, bias):
+        return torch.nn.functional.layer_norm(x, (4, 6), weight, bias)
+
+    compare(op, reference, [leaf(3, 4, 6, seed=5)], torch.float32, slack=4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_and_bias(dtype, way):
+    op = ops.BasicLinear(32, 16, device="cpu", dtype=dtype)
+    compare(way(op), lambda x, w: x @ w.T, [leaf(3, 8, 32, dtype=dtype)], dtype)
+    op = ops.Bias(16, device="cpu", dtype=dtype)
+    op.bias.data.copy_(leaf(16).detach())
+    compare(way(op), lambda x, b: x + b, [leaf(3, 8, 16, dtype=dtype)], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ops_without_parameters(dtype, way):
+    x = leaf(3, 4, 16, dtype=dtype)
+    compare(way(ops.ConstantScale(-1.5)), lambda x: -1.5 * x, [x], dtype)
+    for identity in (ops.Identity(), ops.AllReduce(), ops.AllGather(), ops.ReduceScatter()):
+        compare(way(identity), lambda x: x, [leaf(3, 4, 16, dtype=dtype)], dtype)
+    inputs = [leaf(3, 4, 16, dtype=dtype), leaf(3, 4, 16, dtype=dtype, seed=1)]
+    compare(way(ops.AddExtraInput()), lambda x, extra: x + extra, inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_python_ops(dtype):
+    x = leaf(3, 4, 16, dtype=dtype)
+    compare(ops.L2Normalization(), ref.l2_normalization, [x], dtype, slack=2)
+    compare(ops.Reshape((2, -1)), lambda x: x.reshape(2, 96), [leaf(3, 4, 16, dtype=dtype)], dtype)
+
+
+def test_dropout():
+    op = ops.Dropout(0.25)
+    x = torch.ones(100, 100, requires_grad=True)
+    torch.manual_seed(3)
+    y = op(x)
+    kept = y != 0
+    assert torch.equal(y[kept], torch.full_like(y[kept], 1 / 0.75))
+    assert 0.73 < kept.float().mean() < 0.77
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach())
+    assert torch.equal(op.eval()(x), x)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_extra_output(in_place, way):
+    op = way(ops.MakeExtraOutput(in_place=in_place))
+    x = leaf(4, 8)
+    y, extra = op(x)
+    assert torch.equal(y, x)
+    assert torch.equal(extra, x)
+    (y * 2 + extra * 3).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 5.0))
+    for used in range(2):
+        x.grad = None
+        op(x)[used].sum().backward()
+        assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_extra_input_in_place_takes_its_memory():
+    extra = torch.ones(4, 8)
+    y = in_python(ops.AddExtraInput(in_place=True))(torch.full((4, 8), 2.0), extra)
+    assert torch.equal(extra, torch.full((4, 8), 3.0))
+    assert y.data_ptr() == extra.data_ptr()
+
+
+def test_initial_values():
+    torch.manual_seed(5)
+    op = ops.BasicLinear(64, 48, device="cpu")
+    torch.manual_seed(5)
+    assert torch.equal(op.weight, torch.nn.Linear(64, 48, bias=False).weight)
+    assert torch.equal(ops.Linear(64, 48, device="cpu").bias, torch.zeros(48))
+    assert ops.Linear(64, 48, bias=False, device="cpu").bias is None
+    op = ops.BasicLinear(8, 8, device="cpu", dtype=torch.bfloat16)
+    assert op.weight.dtype == torch.bfloat16
+
+
+def test_weight_is_initialised_under_the_tracker():
+    forked = []
+
+    class Tracker:
+        def fork(self):
+            forked.append(True)
+            return torch.random.fork_rng(devices=[])
+
+    ops.Linear(8, 8, device="cpu", rng_state_tracker_function=Tracker)
+    assert forked == [True]
+
+
+def test_meta_parameters_become_real_at_the_first_forward():
+    chain = ops.Sequential(
+        ops.LayerNorm(16, device="meta", zero_centered_gamma=True),
+        ops.Linear(16, 8, device="meta"),
+        ops.RMSNorm(8, device="meta"),
+    )
+    assert all(parameter.is_meta for parameter in chain.parameters())
+    if torch.cuda.is_available():
+        pytest.skip("they go to the GPU")
+    assert chain(torch.randn(4, 16)).shape == (4, 8)
+    assert not any(parameter.is_meta for parameter in chain.parameters())
+    assert torch.equal(chain[0].weight, torch.zeros(16))
+    assert chain[1].weight.abs().max() > 0
+
+
+def test_reset_parameters_of_meta_ops():
+    op = ops.Linear(16, 8, device="meta")
+    op.reset_parameters()
+    assert not op.weight.is_meta
+    assert op.basic_ops[0].weight is op.weight
+    assert torch.equal(op.bias.cpu(), torch.zeros(8))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ops.BasicLinear(8, 8, device="cpu", dtype=torch.int8), "dtype must be"),
+        (lambda: ops.BasicLinear(8, 8, tensor_parallel_mode="both"), "tensor_parallel_mode"),
+        (lambda: ops.SwiGLU(glu_interleave_size=0), "glu_interleave_size"),
+        (lambda: ops.SiTUGLU(beta1=0.0), "beta1 must be positive"),
+        (lambda: ops.ClampedSwiGLU(limit=-1.0), "limit must be positive"),
+        (lambda: ops.Dropout(1.0), "p must be"),
+        (lambda: ops.LayerNorm((), device="cpu"), "normalized_shape"),
+        (lambda: ops.FusedOperation([]), "needs basic operations"),
+    ],
+)
+def test_bad_arguments(make, message):
+    with pytest.raises(ArgumentError, match=message):
+        make()
+    with pytest.raises(ValueError):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ops.BasicLinear(8, 8, device="cpu", userbuffers_options={"a": 1}), "userbuffers"),
+        (lambda: ops.LayerNorm(8, device="cpu", sm_margin=2), "sm_margin"),
+        (lambda: ops.RMSNorm(8, device="cpu", sm_margin={"forward": 1}), "sm_margin"),
+        (lambda: ops.ScaledSwiGLU(activation_recompute_in_mlp=True), "activation_recompute"),
+        (lambda: ops.GroupedLinear, "GroupedLinear is not there yet"),
+        (lambda: ops.fused.ForwardLinearBiasAdd, "explain"),
+    ],
+)
+def test_what_is_not_supported_says_so(make, message):
+    with pytest.raises(UnsupportedError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes"),
+    [
+        (lambda: ops.BasicLinear(8, 8, device="cpu"), [(2, 7)]),
+        (lambda: ops.BasicLinear(8, 8, device="cpu"), [()]),
+        (lambda: ops.Bias(8, device="cpu"), [(2, 7)]),
+        (lambda: ops.LayerNorm(8, device="cpu"), [(2, 7)]),
+        (lambda: ops.SwiGLU(), [(2, 7)]),
+        (lambda: ops.SwiGLU(glu_interleave_size=4), [(2, 12)]),
+        (lambda: ops.AddExtraInput(), [(2, 8), (2, 1)]),
+        (lambda: ops.ScaledSwiGLU(), [(2, 8), (2, 1)]),
+    ],
+)
+def test_shapes_that_do_not_fit(op, shapes, way):
+    op = way(op())
+    with pytest.raises(ShapeError):
+        op(*(torch.zeros(shape) for shape in shapes))
+
+
+def test_reshape_that_does_not_fit():
+    with pytest.raises(ShapeError, match="Reshape"):
+        ops.Reshape((3, -1))(torch.zeros(4, 4))
+
+
+def test_inputs_that_are_no_tensors():
+    with pytest.raises(DtypeError, match="0: GELU.*must be a torch.Tensor, got list"):
+        ops.GELU()([1.0])
+    with pytest.raises(UnsupportedError, match="subclasses"):
+        ops.GELU()(torch.zeros(2).as_subclass(type("T", (torch.Tensor,), {})))
+    with pytest.raises(DtypeError):
+        ops.GELU()(torch.zeros(2, 2, dtype=torch.int64))
+
+
+def test_ops_with_extra_tensors_have_no_op_forward():
+    with pytest.raises(StateError, match="fuser_forward"):
+        ops.AddExtraInput().op_forward(None, torch.zeros(2))
