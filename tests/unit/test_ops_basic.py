@@ -324,7 +324,7 @@ def test_what_is_not_supported_says_so(make, message):
         (lambda: ops.SwiGLU(), [(2, 7)]),
         (lambda: ops.SwiGLU(glu_interleave_size=4), [(2, 12)]),
         (lambda: ops.AddExtraInput(), [(2, 8), (2, 1)]),
-        (lambda: ops.ScaledSwiGLU(), [(2, 8), (2, 1)]),
+        (lambda: ops.ScaledSwiGLU(), [(2, 8), (4,)]),
     ],
 )
 def test_shapes_that_do_not_fit(op, shapes, way):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from te_fast.pytorch import ops
 from te_fast.pytorch._device import set_cuda_device_every_batch, should_set_cuda_device_every_batch
 from te_fast.pytorch.linear import Linear
+from te_fast.pytorch.norm import LayerNorm, RMSNorm
 from te_fast.pytorch.padding import Fp8Padding, Fp8Unpadding
 from te_fast.pytorch.permutation import (
     moe_permute,
@@ -35,7 +36,9 @@ __all__ = [
     "FP8GlobalStateManager",
     "Fp8Padding",
     "Fp8Unpadding",
+    "LayerNorm",
     "Linear",
+    "RMSNorm",
     "autocast",
     "fp8_autocast",
     "fp8_model_init",

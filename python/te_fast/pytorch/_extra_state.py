@@ -22,7 +22,13 @@ from te_fast.common.recipe import DelayedScaling, Format
 from te_fast.errors import RecipeError, StateError
 from te_fast.pytorch._pickle_reader import Instance, TensorRecord, read
 
-__all__ = ["ExtraState", "pack", "pack_for_transformer_engine", "unpack"]
+__all__ = [
+    "ExtraState",
+    "pack",
+    "pack_for_transformer_engine",
+    "pack_op_for_transformer_engine",
+    "unpack",
+]
 
 _MAGIC = b"te_fast\0"
 _VERSION = 1
@@ -272,7 +278,7 @@ def _format_of(instance: Instance) -> Format:
 
 
 def pack_for_transformer_engine(state: ExtraState | None) -> torch.Tensor:
-    """Write a state as Transformer Engine does, which reads it as a pickle.
+    """Write a layer's state as Transformer Engine does, which reads it as a pickle.
 
     Parameters
     ----------
@@ -287,8 +293,45 @@ def pack_for_transformer_engine(state: ExtraState | None) -> torch.Tensor:
     """
     if state is None:
         return pack(None)
+    items = {"recipe": _recipe_fragment(state.recipe), **_tensor_fragments(state, _KEYS)}
+    items["extra_fp8_variables"] = _fragment({"num_gemms": state.scale_fwd.numel() // 3})
+    return _pickled(items)
+
+
+def pack_op_for_transformer_engine(state: ExtraState | None) -> torch.Tensor:
+    """Write an op's state as Transformer Engine does: a dictionary by direction.
+
+    Parameters
+    ----------
+    state : ExtraState, optional
+        ``None`` for recipes that keep nothing.
+
+    Returns
+    -------
+    torch.Tensor
+        As of :func:`pack_for_transformer_engine`.
+    """
+    if state is None:
+        return pack(None)
+    items = {}
+    for mode, keys in (("forward", _KEYS[:2]), ("backward", _KEYS[2:])):
+        if getattr(state, keys[0]).numel():
+            parts = {"recipe": _recipe_fragment(state.recipe), **_tensor_fragments(state, keys)}
+            parts["extra_fp8_variables"] = _fragment({})
+            items[mode] = _dictionary(parts)
+    return _pickled(items)
+
+
+def _pickled(items: dict[str, bytes]) -> torch.Tensor:
+    return _tensor_of(b"\x80\x03" + _dictionary(items) + b".")
+
+
+def _tensor_fragments(state: ExtraState, keys: tuple[str, ...]) -> dict[str, bytes]:
+    return {key: _fragment(getattr(state, key).detach().cpu().clone()) for key in keys}
+
+
+def _recipe_fragment(recipe: DelayedScaling) -> bytes:
     module = "transformer_engine.common.recipe"
-    recipe = state.recipe
     value = _fragment(tuple(recipe.fp8_format.value))
     number_format = f"c{module}\nFormat\nc{module}\n_FormatHelper\n".encode() + value + b"\x81\x85R"
     values = {name: getattr(recipe, name) for name in (*_RECIPE_FIELDS, "amax_history_len")}
@@ -297,12 +340,7 @@ def pack_for_transformer_engine(state: ExtraState | None) -> torch.Tensor:
         values["amax_compute_algo"] = "max"
     fields = {name: _fragment(item) for name, item in values.items()}
     fields["fp8_format"] = number_format
-    items = {
-        "recipe": f"c{module}\nDelayedScaling\n".encode() + b")\x81" + _dictionary(fields) + b"b",
-        **{key: _fragment(getattr(state, key).detach().cpu().clone()) for key in _KEYS},
-        "extra_fp8_variables": _fragment({"num_gemms": state.scale_fwd.numel() // 3}),
-    }
-    return _tensor_of(b"\x80\x03" + _dictionary(items) + b".")
+    return f"c{module}\nDelayedScaling\n".encode() + b")\x81" + _dictionary(fields) + b"b"
 
 
 def _fragment(value: Any) -> bytes:

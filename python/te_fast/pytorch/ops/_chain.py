@@ -22,6 +22,20 @@ if TYPE_CHECKING:
 __all__ = ["Call", "run_native"]
 
 Tensors = tuple[torch.Tensor, ...]
+#: Size, type and device of a tensor between two steps.
+Edge = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def _edge(tensor: torch.Tensor) -> Edge:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _grad_of(edge: Edge, grad: torch.Tensor | None) -> torch.Tensor:
+    """Return a tensor's gradient in its type; none is zero."""
+    shape, dtype, device = edge
+    if grad is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return grad if grad.dtype == dtype else grad.to(dtype)
 
 
 def run_native(
@@ -113,7 +127,9 @@ class Call:
         #: Where the tensors that an operation or segment saved are, by its first index.
         self.saved: dict[int, slice] = {}
         #: Size, type and device of what each step returned, by its last index.
-        self.edges: dict[int, tuple[torch.Size, torch.dtype, torch.device]] = {}
+        self.edges: dict[int, Edge] = {}
+        #: The same of the segments' extra outputs.
+        self.native_outputs: dict[Slot, Edge] = {}
         #: First operation with a backward.
         self.first = len(plan.ops)
         self.input_needs_grad = False
@@ -163,7 +179,7 @@ class Call:
         for step in self.plan.forward:
             run = self._python_forward if step.program is None else self._native_forward
             x = run(step, x, saved)
-            self.edges[step.indices[-1]] = (x.shape, x.dtype, x.device)
+            self.edges[step.indices[-1]] = _edge(x)
         outputs = [x, *(self.made[slot] for slot in self.plan.routing.outputs)]
         self.given, self.made = {}, {}
         # Two outputs of one autograd node must not be one tensor.
@@ -201,7 +217,9 @@ class Call:
             wanted
             and any(p.requires_grad for i in step.indices for p in self.plan.parameters_of(i)),
         )
-        self.made.update(zip(_output_slots(self.plan, step), outputs, strict=True))
+        slots = _output_slots(self.plan, step)
+        self.made.update(zip(slots, outputs, strict=True))
+        self.native_outputs.update(zip(slots, map(_edge, outputs), strict=True))
         self.kept[step.indices[0]] = kept
         saved += tensors
         self.saved[step.indices[0]] = slice(start, len(saved))
@@ -302,7 +320,7 @@ class Call:
         return (dx, None, *flat, *(input_grads.get(slot) for slot in routing.inputs))
 
     def _edge_grad(self, step: Step, dy: torch.Tensor | None) -> torch.Tensor:
-        """Return the gradient of a step's output in the output's type; none is zero."""
+        """Return the gradient of a step's output."""
         edge = self.edges.get(step.indices[-1])
         if edge is None:  # inside an operation that fuses forward alone
             if dy is None:
@@ -310,10 +328,7 @@ class Call:
                 message = f"op {label}: backward returned no gradient of its input"
                 raise StateError(message)
             return dy
-        shape, dtype, device = edge
-        if dy is None:
-            return torch.zeros(shape, dtype=dtype, device=device)
-        return dy if dy.dtype == dtype else dy.to(dtype)
+        return _grad_of(edge, dy)
 
     def _all_parameter_grads(self, index: int, grads: tuple[Any, ...]) -> tuple[Any, ...]:
         count = len(self.plan.parameters_of(index))
@@ -333,7 +348,10 @@ class Call:
         output_grads: dict[Slot, torch.Tensor | None],
     ) -> tuple[Any, list[tuple[Any, ...]], list[tuple[Any, ...]]]:
         first = step.indices[0]
-        extra = tuple(output_grads.get(slot) for slot in _output_slots(self.plan, step))
+        extra = tuple(
+            _grad_of(self.native_outputs[slot], output_grads.get(slot))
+            for slot in _output_slots(self.plan, step)
+        )
         dx, params, inputs = _ops.program_run_backward(
             self.kept[first], saved[self.saved[first]], dy, extra
         )

@@ -129,7 +129,7 @@ def match(
 def _parts(op: FusibleOperation) -> list[Any]:
     if not isinstance(op, FusedOperation):
         return [op]
-    return [part for inner in op._ops() for part in _parts(inner)]
+    return [part for inner in op._parts() for part in _parts(inner)]
 
 
 def make_plan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -40,7 +41,7 @@ def flatten(ops: Sequence[FusibleOperation], names: Sequence[str]) -> tuple[list
     labels: list[str] = []
     for op, name in zip(ops, names, strict=True):
         if isinstance(op, FusedOperation):
-            parts = op._ops()
+            parts = op._parts()
             inner, inner_labels = flatten(parts, [f"{name}.{i}" for i in range(len(parts))])
             basic += inner
             labels += inner_labels
@@ -80,11 +81,10 @@ class OperationFuser:
         self._routing = Routing.of(self._basic_ops, self._labels)
         self._channels_stale = False
         self._plans: dict[Any, Plan] = {}
-        #: The native program, if it is all and nothing but calling it is left to do.
-        self._single: Any = None
+        #: A module that is nothing but this group, and may call its program directly.
+        self._module: weakref.ref[torch.nn.Module] | None = None
         self._running = False
         self._ready = False
-        self._arity = 1 + len(self._routing.inputs)
         for op in self._basic_ops:
             op._captured_by(self)
         _fusers.add(self)
@@ -108,8 +108,18 @@ class OperationFuser:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._make_plan(recipe)
-            self._single = None if custom else plan.single
+            if not custom:
+                self._direct(plan.single)
         return plan
+
+    def runs_for(self, module: torch.nn.Module) -> None:
+        """Let a module that is nothing but this group call its program directly."""
+        self._module = weakref.ref(module)
+
+    def _direct(self, program: Any) -> None:
+        module = None if self._module is None else self._module()
+        if module is not None:
+            module.__dict__["_direct_program"] = program
 
     def _make_plan(self, recipe: Recipe | None) -> Plan:
         if not self._ready:
@@ -131,7 +141,7 @@ class OperationFuser:
     def _forget(self, *, stale: bool = False) -> None:
         """Forget all plans; a stale group never runs again."""
         self._plans.clear()
-        self._single = None
+        self._direct(None)
         self._channels_stale = self._channels_stale or stale
 
     def explain(self) -> str:

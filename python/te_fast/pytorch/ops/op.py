@@ -10,6 +10,7 @@ from weakref import WeakSet
 import torch
 
 from te_fast.errors import ArgumentError, StateError
+from te_fast.pytorch import _ops
 from te_fast.pytorch.ops._recipe_state import RecipeStateModule
 
 if TYPE_CHECKING:
@@ -143,11 +144,22 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
         fuser = self._own_fuser
         if fuser is None or fuser._channels_stale:
             fuser = self.__dict__["_own_fuser"] = OperationFuser([self])
+            fuser.runs_for(self)
         return fuser
+
+    def _init_delayed_scaling(self) -> None:
+        """Register scales; called when the operation runs alone and the region is new."""
+        self._fuser()._init_delayed_scaling()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let subclasses that override ``forward`` be called as any module."""
+        super().__init_subclass__(**options)
+        if "forward" in cls.__dict__ and "__call__" not in cls.__dict__:
+            cls.__call__ = torch.nn.Module.__call__  # type: ignore[method-assign]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what refers to containers and native objects."""
-        dropped = ("_own_fuser", "_capturing_fusers")
+        dropped = ("_own_fuser", "_capturing_fusers", "_direct_program")
         return {name: value for name, value in self.__dict__.items() if name not in dropped}
 
 
@@ -345,14 +357,23 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     def _set_slots(self, epoch: int) -> None:
         """Tell the native half where delayed scaling's state is."""
 
+    # `op(x)` enters here: the native program runs at once where no hook or option asks for more.
+    __call__ = _ops.program_call_method
+
     def forward(
         self,
         input: torch.Tensor,
         *extra_inputs: torch.Tensor,
+        is_first_microbatch: bool | None = None,
         **kwargs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Apply the operation alone."""
-        return self._fuser()(input, *extra_inputs, basic_op_kwargs=[kwargs] if kwargs else None)
+        return self._fuser()(
+            input,
+            *extra_inputs,
+            basic_op_kwargs=[kwargs] if kwargs else None,
+            is_first_microbatch=is_first_microbatch,
+        )
 
 
 _OVERRIDABLE = (
@@ -390,22 +411,31 @@ class FusedOperation(FusibleOperation):
 
     def pre_first_fuser_forward(self) -> None:
         """Prepare all basic operations."""
-        for op in self._ops():
+        for op in self._parts():
             op.pre_first_fuser_forward()
 
     def pre_fuser_forward(self, *, requires_grad: bool) -> None:
         """Prepare all basic operations."""
-        for op in self._ops():
+        for op in self._parts():
             op.pre_fuser_forward(requires_grad=requires_grad)
 
-    def _ops(self) -> list[Any]:
+    def _parts(self) -> list[Any]:
         return list(self.basic_ops)
+
+    # As of BasicOperation.
+    __call__ = _ops.program_call_method
 
     def forward(
         self,
         input: torch.Tensor,
         *extra_inputs: torch.Tensor,
         basic_op_kwargs: list[dict[str, Any]] | None = None,
+        is_first_microbatch: bool | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Apply the operation alone."""
-        return self._fuser()(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+        return self._fuser()(
+            input,
+            *extra_inputs,
+            basic_op_kwargs=basic_op_kwargs,
+            is_first_microbatch=is_first_microbatch,
+        )

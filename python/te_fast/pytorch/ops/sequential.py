@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.nn.modules import module as torch_module
 
 from te_fast.errors import ArgumentError, StateError
 from te_fast.pytorch import _ops
@@ -14,16 +13,6 @@ from te_fast.pytorch.ops.fuser import OperationFuser
 from te_fast.pytorch.ops.op import FusedOperation, FusibleOperation
 
 __all__ = ["Sequential"]
-
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-_MICROBATCH = {"is_first_microbatch"}
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-_GLOBAL_HOOKS = (
-    torch_module._global_forward_hooks,
-    torch_module._global_forward_pre_hooks,
-    torch_module._global_backward_hooks,
-    torch_module._global_backward_pre_hooks,
-)
 
 
 class Sequential(torch.nn.Module):
@@ -40,8 +29,6 @@ class Sequential(torch.nn.Module):
     def __init__(self, *args: Any) -> None:
         super().__init__()
         self._module_groups: list[Any] | None = None
-        #: The only group, if it is of operations.
-        self._only: OperationFuser | None = None
         if len(args) == 1 and isinstance(args[0], dict):
             for name, module in args[0].items():
                 self.add_module(name, module)
@@ -62,7 +49,7 @@ class Sequential(torch.nn.Module):
         if any(isinstance(group, OperationFuser) and group._running for group in groups):
             message = "Sequential: edited from one of its own operations while it runs"
             raise StateError(message)
-        self.__dict__.update(_module_groups=None, _only=None)
+        self.__dict__.update(_module_groups=None, _direct_program=None)
 
     def add_module(self, name: str, module: torch.nn.Module | None) -> None:
         """Add or replace a module."""
@@ -179,10 +166,14 @@ class Sequential(torch.nn.Module):
                 run = []
             if module is not None:
                 groups.append(module)
-        only = groups[0] if len(groups) == 1 else None
-        self._only = only if isinstance(only, OperationFuser) else None
+        if len(groups) == 1 and isinstance(groups[0], OperationFuser):
+            groups[0].runs_for(self)
         self._module_groups = groups
         return groups
+
+    def _init_delayed_scaling(self) -> None:
+        """Register scales; called when the only group's program runs and the region is new."""
+        self._groups()[0]._init_delayed_scaling()
 
     def explain(self) -> str:
         """Say what runs: programs with their launches per direction, and why a fusion did not apply.
@@ -211,43 +202,18 @@ class Sequential(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the groups out: a copy makes its own."""
-        return {**self.__dict__, "_module_groups": None, "_only": None}
+        return {**self.__dict__, "_module_groups": None, "_direct_program": None}
 
-    # Running, fast --------------------------------------------------------------------------------
+    # Running --------------------------------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all modules; one native program is run at once where no hook or option asks for more."""
-        state = self.__dict__
-        only = state["_only"]
-        if (
-            only is not None
-            and (program := only._single) is not None
-            and len(args) == only._arity
-            and type(args[0]) in _PLAIN
-            and (not kwargs or kwargs.keys() == _MICROBATCH)
-            and not (
-                state["_forward_hooks"]
-                or state["_forward_pre_hooks"]
-                or state["_backward_hooks"]
-                or state["_backward_pre_hooks"]
-                or any(_GLOBAL_HOOKS)
-                or "forward" in state
-                or "_compiled_call_impl" in state
-                or _is_any_autocast_enabled()
-            )
-        ):
-            return _ops.program_apply(
-                program, only, args[0], args[1:], kwargs.get("is_first_microbatch")
-            )
-        return torch.nn.Module.__call__(self, *args, **kwargs)
+    # `chain(x)` enters here: one native program runs at once where no hook or option asks for more.
+    __call__ = _ops.program_call_method
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Let subclasses that override ``forward`` be called as any module."""
         super().__init_subclass__(**options)
         if "forward" in cls.__dict__ and "__call__" not in cls.__dict__:
             cls.__call__ = torch.nn.Module.__call__  # type: ignore[method-assign]
-
-    # Running --------------------------------------------------------------------------------------
 
     def forward(
         self,
@@ -335,7 +301,7 @@ class Sequential(torch.nn.Module):
                 )
                 raise ArgumentError(message)
             while isinstance(op, FusedOperation):
-                op = op._ops()[0]
+                op = op._parts()[0]
             found[id(op)] = kwargs
         return found
 

@@ -197,7 +197,7 @@ class BasicLinear(BasicOperation):
         """Multiply by the weight, and the input by the gradient."""
         kept = getattr(ctx, "kept", None)
         if kept is not None:
-            dx, (dw,), _ = _ops.program_run_backward(kept, ctx.saved_tensors, grad_output, ())
+            dx, (dw,), _ = _ops.program_run_backward(kept, ctx.saved_tensors or (), grad_output, ())
             return dx, (dw,)
         x, weight = ctx.saved_tensors or ()
         assert x is not None

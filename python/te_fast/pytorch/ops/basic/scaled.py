@@ -74,10 +74,10 @@ class ScaledActivation(ExtraTensorOperation):
         raise NotImplementedError
 
     def _check(self, x: torch.Tensor, scales: torch.Tensor) -> None:
-        if scales.shape != x.shape[:-1]:
+        if scales.numel() * x.shape[-1] != x.numel():
             message = (
-                f"{type(self).__name__}: the extra input must have shape {list(x.shape[:-1])}, one "
-                f"factor per row, got {list(scales.shape)}"
+                f"{type(self).__name__}: the extra input must have one factor per row, "
+                f"{list(x.shape[:-1])}, got {list(scales.shape)}"
             )
             raise ShapeError(message)
 
@@ -99,7 +99,7 @@ class ScaledActivation(ExtraTensorOperation):
         return self._scaled(x.float(), scales.float()).to(x.dtype), [()]
 
     def _scaled(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return self._formula(x) * scales.unsqueeze(-1)
+        return self._formula(x) * scales.reshape(*x.shape[:-1], 1)
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: torch.Tensor, **_: Any

@@ -1,0 +1,428 @@
+"""Ops inside of an FP8 region: against te_fast.pytorch.Linear, and against plain torch with FP8's error."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import ops_reference as ref
+import te_fast
+import te_fast.pytorch as te
+from ops_reference import leaf, randomise
+from te_fast import dispatch
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
+from te_fast.errors import StateError
+from te_fast.pytorch import ops
+from te_fast.pytorch._extra_state import pack_op_for_transformer_engine, unpack
+
+RECIPES = {
+    "delayed": lambda: DelayedScaling(amax_history_len=4),
+    "current": Float8CurrentScaling,
+    "block": Float8BlockScaling,
+}
+
+
+@pytest.fixture(params=RECIPES)
+def recipe(request):
+    return RECIPES[request.param]()
+
+
+class Nothing(ops.Identity):
+    """An op of the user's own that does nothing, so that the chain runs in Python."""
+
+    def op_forward(self, ctx, input_, **_):
+        return input_
+
+
+@pytest.fixture(params=["native", "python"])
+def between(request):
+    return [] if request.param == "native" else [Nothing()]
+
+
+def linears(*between, bias=True, dtype=torch.bfloat16):
+    """Two linear ops in a chain, and layers with the same parameters."""
+    options = {"device": "cpu", "dtype": dtype, "bias": bias}
+    chain = ops.Sequential(ops.Linear(64, 48, **options), *between, ops.Linear(48, 32, **options))
+    randomise(chain)
+    layers = [
+        te.Linear(*sizes, device="cpu", params_dtype=dtype, bias=bias)
+        for sizes in ((64, 48), (48, 32))
+    ]
+    for layer, op in zip(layers, (chain[0], chain[-1]), strict=True):
+        layer.weight.data.copy_(op.weight)
+        if bias:
+            layer.bias.data.copy_(op.bias)
+    return chain, torch.nn.Sequential(*layers)
+
+
+def step(module, x, grad, recipe, **options):
+    with te.autocast(recipe=recipe):
+        y = module(x, **options)
+    y.backward(grad)
+    return y
+
+
+def distance(got, expected):
+    difference = (got.detach().double() - expected.detach().double()).norm()
+    return float(difference / expected.detach().double().norm())
+
+
+def close(got, expected, bound):
+    assert got.shape == expected.shape
+    assert distance(got, expected) <= bound
+
+
+def compare(chain, layers, recipe, steps=3, bound=0.0, rows=16):
+    for number in range(steps):
+        xs = [leaf(rows, 64, dtype=torch.bfloat16, seed=number) for _ in range(2)]
+        grad = leaf(rows, 32, dtype=torch.bfloat16, seed=number + 7).detach()
+        y, expected = (step(m, x, grad, recipe) for m, x in zip((chain, layers), xs, strict=True))
+        close(y, expected, bound)
+        close(xs[0].grad, xs[1].grad, bound)
+        for got, want in zip(chain.parameters(), layers.parameters(), strict=True):
+            close(got.grad, want.grad, bound)
+            got.grad = want.grad = None
+
+
+# A result that stays in FP8 from one linear op to the next is not rounded to BF16 on the way.
+HAND_OVER = 2**-8
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_linear_is_the_layer(recipe, bias):
+    for rows in (8, 16, 32):
+        chain, layers = linears(bias=bias)
+        x = [leaf(rows, 64, dtype=torch.bfloat16) for _ in range(2)]
+        grad = leaf(rows, 48, dtype=torch.bfloat16, seed=1).detach()
+        y = step(chain[0], x[0], grad, recipe)
+        expected = step(layers[0], x[1], grad, recipe)
+        assert torch.equal(y, expected)
+        assert torch.equal(x[0].grad, x[1].grad)
+        for got, want in zip(chain[0].parameters(), layers[0].parameters(), strict=True):
+            close(got.grad, want.grad, 2**-9 if bias else 0.0)
+
+
+def test_linear_chain(recipe, between):
+    compare(*linears(*between), recipe, bound=HAND_OVER * 4)
+
+
+@pytest.mark.parametrize("activation", ["GELU", "SiLU", "ReLU", "SReLU", "SwiGLU", "GEGLU"])
+def test_mlp(recipe, activation, between):
+    """Within a few times the error that FP8's rounding gives each product."""
+    options = {"device": "cpu", "dtype": torch.bfloat16}
+    gated = activation.endswith("GLU")
+    chain = randomise(
+        ops.Sequential(
+            ops.LayerNorm(64, **options),
+            ops.Linear(64, 256, **options),
+            *between,
+            getattr(ops, activation)(),
+            ops.Linear(128 if gated else 256, 64, **options),
+        )
+    )
+    function = {"SwiGLU": ref.gated(ref.silu), "GEGLU": ref.gated(ref.gelu)}.get(activation)
+    function = function or getattr(ref, activation.lower())
+
+    def formula(x, gamma, beta, w1, b1, w2, b2):
+        return function(ref.layer_norm(x, gamma, beta) @ w1.T + b1) @ w2.T + b2
+
+    for number in range(2):  # delayed scaling begins with scales of one
+        for parameter in chain.parameters():
+            parameter.grad = None
+        x = leaf(32, 64, dtype=torch.bfloat16, seed=number)
+        grad = leaf(32, 64, dtype=torch.bfloat16, seed=number + 7).detach()
+        y = step(chain, x, grad, recipe)
+        wide = [t.detach().double().requires_grad_() for t in (x, *chain.parameters())]
+        expected = formula(*wide)
+        expected.backward(grad.double())
+        close(y, expected, 0.06)
+        close(x.grad, wide[0].grad, 0.12)
+        for parameter, want in zip(chain.parameters(), wide[1:], strict=True):
+            close(parameter.grad, want.grad, 0.12)
+
+
+def test_region_of_another_recipe():
+    chain, layers = linears()
+    for make in (*RECIPES.values(), *RECIPES.values()):
+        compare(chain, layers, make(), steps=1, bound=HAND_OVER * 4)
+    compare(chain, layers, None, steps=0)
+    x = leaf(16, 64, dtype=torch.bfloat16)
+    close(chain(x), layers(x), 2**-8)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 17])
+def test_rows_are_padded_where_they_may_be(rows, between):
+    with pytest.raises(ValueError, match="multiple of 8"):
+        compare(*linears(*between), Float8BlockScaling(), rows=rows)
+    former = te_fast.auto_pad(True)
+    try:
+        compare(*linears(*between), Float8BlockScaling(), rows=rows, bound=HAND_OVER * 4)
+    finally:
+        te_fast.auto_pad(former)
+
+
+def test_frozen_weights(recipe, between):
+    chain, _ = linears(*between)
+    for parameter in chain.parameters():
+        parameter.requires_grad_(False)
+    x = leaf(16, 64, dtype=torch.bfloat16)
+    step(chain, x, torch.ones(16, 32, dtype=torch.bfloat16), recipe)
+    assert x.grad is not None
+    assert all(parameter.grad is None for parameter in chain.parameters())
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        assert not chain(x).requires_grad
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"], indirect=True)
+def test_retained_graphs(recipe, between):
+    # Under delayed scaling the first backward moves the scales that a second one takes.
+    chain, _ = linears(*between)
+    x = leaf(16, 64, dtype=torch.bfloat16)
+    with te.autocast(recipe=recipe):
+        y = chain(x)
+    tensors = [x, *chain.parameters()]
+    once = torch.autograd.grad(y.sum(), tensors, retain_graph=True)
+    again = torch.autograd.grad(y.sum(), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_activation_checkpointing(outside, between):
+    chain, _ = linears(*between)
+    x = leaf(16, 64, dtype=torch.bfloat16)
+    recipe = Float8CurrentScaling()
+
+    def run(x):
+        with te.autocast(recipe=recipe, enabled=not outside):
+            return chain(x)
+
+    def forward():
+        with te.autocast(recipe=recipe, enabled=outside):
+            return checkpoint(chain if outside else run, x, use_reentrant=False)
+
+    with te.autocast(recipe=recipe):
+        expected = torch.autograd.grad(chain(x).sum(), [x, *chain.parameters()])
+    got = torch.autograd.grad(forward().sum(), [x, *chain.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_weights_are_cached_over_microbatches(recipe):
+    chain, _ = linears()
+    x = torch.randn(16, 64, dtype=torch.bfloat16)
+    casts = []
+    for is_first in (True, False, False, None, True):
+        dispatch.reset_counters()
+        with te.autocast(recipe=recipe), torch.no_grad():
+            chain(x, is_first_microbatch=is_first)
+        casts.append(dispatch.counters()["weight_casts"])
+    assert casts[0] == 2
+    assert casts[1:3] == [0, 0]
+    assert casts[4] == 2
+
+
+def test_an_optimizer_step_renews_cached_weights(recipe):
+    chain, layers = linears()
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (chain, layers)]
+    for number in range(3):
+        grad = leaf(16, 32, dtype=torch.bfloat16, seed=number).detach()
+        results = []
+        for module, optimizer in zip((chain, layers), optimizers, strict=True):
+            x = leaf(16, 64, dtype=torch.bfloat16, seed=number)
+            optimizer.zero_grad()
+            results.append(step(module, x, grad, recipe))
+            optimizer.step()
+        close(*results, HAND_OVER * 4)
+
+
+def test_main_grad(recipe, between):
+    options = {"device": "cpu", "dtype": torch.bfloat16, "accumulate_into_main_grad": True}
+    chain = randomise(ops.Sequential(ops.Linear(64, 48, **options), *between))
+    weight = chain[0].weight
+    weight.main_grad = torch.ones(48, 64)
+    x = leaf(16, 64, dtype=torch.bfloat16)
+    step(chain, x, torch.ones(16, 48, dtype=torch.bfloat16), recipe)
+    assert weight.grad is None
+    expected = 1 + torch.ones(48, 16) @ x.detach().float()
+    close(weight.main_grad, expected, 0.05)
+
+
+# Delayed scaling ----------------------------------------------------------------------------------
+
+
+def scales(op):
+    return [op._delayed_state(mode).scale for mode in ("forward", "backward")]
+
+
+def test_scales_are_those_of_the_layer(between):
+    recipe = DelayedScaling(amax_history_len=4)
+    chain, layers = linears(*between)
+    for number in range(5):
+        grad = leaf(16, 32, dtype=torch.bfloat16, seed=number + 7).detach()
+        for module in (chain, layers):
+            step(module, leaf(16, 64, dtype=torch.bfloat16, seed=number), grad, recipe)
+        forward, backward = scales(chain[0].basic_ops[0])
+        assert forward.shape == (2,)
+        assert backward.shape == (1,)
+        meta = layers[0].fp8_meta
+        assert torch.equal(forward, meta["scaling_fwd"].scale[:2])
+        assert torch.allclose(backward, meta["scaling_bwd"].scale[:1], rtol=0.1)
+    assert not torch.equal(forward, torch.ones(2))
+    assert scales(chain[0].basic_ops[1] if False else chain[-1].basic_ops[0])[0].shape == (2,)
+
+
+def test_a_failed_forward_leaves_the_scales_as_they_were():
+    class Failing(Nothing):
+        def op_forward(self, ctx, input_, **_):
+            if self.fail:
+                raise ZeroDivisionError
+            return input_
+
+    failing = Failing()
+    failing.fail = False
+    chain, _ = linears(failing)
+    recipe = DelayedScaling(amax_history_len=4)
+    grad = torch.ones(16, 32, dtype=torch.bfloat16)
+    step(chain, leaf(16, 64, dtype=torch.bfloat16), grad, recipe)
+    states = [chain[i].basic_ops[0]._delayed_state("forward") for i in (0, -1)]
+    before = [(state.scale.clone(), state.amax_history.clone()) for state in states]
+    failing.fail = True
+    with pytest.raises(ZeroDivisionError), te.autocast(recipe=recipe):
+        chain(100 * leaf(16, 64, dtype=torch.bfloat16))
+    for state, (scale, history) in zip(states, before, strict=True):
+        assert torch.equal(state.scale, scale)
+        assert torch.equal(state.amax_history, history)
+
+
+def trained(recipe=None):
+    chain, _ = linears()
+    recipe = recipe or DelayedScaling(amax_history_len=4, margin=1, amax_compute_algo="most_recent")
+    grad = leaf(16, 32, dtype=torch.bfloat16, seed=7).detach()
+    for number in range(3):
+        step(chain, leaf(16, 64, dtype=torch.bfloat16, seed=number), grad, recipe)
+    return chain, recipe
+
+
+def infer(chain, recipe):
+    with torch.no_grad(), te.autocast(recipe=copy.copy(recipe)):
+        return chain(leaf(16, 64, dtype=torch.bfloat16, seed=9))
+
+
+def test_checkpoint_keeps_the_scales():
+    chain, recipe = trained()
+    state = chain.state_dict()
+    assert [key for key in state if key.endswith("_extra_state")] == [
+        "0.basic_ops.0._extra_state",
+        "1.basic_ops.0._extra_state",
+    ]
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    other, _ = linears()
+    infer(other, recipe)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for index in range(2):
+        for got, want in zip(
+            scales(other[index].basic_ops[0]), scales(chain[index].basic_ops[0]), strict=True
+        ):
+            assert torch.equal(got, want)
+    assert torch.equal(infer(other, recipe), infer(chain, recipe))
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
+)
+def test_copies_keep_scales_of_their_own(duplicate):
+    chain, recipe = trained()
+    other = duplicate(chain)
+    before = [scale.clone() for scale in scales(chain[0].basic_ops[0])]
+    assert torch.equal(infer(other, recipe), infer(chain, recipe))
+    grad = torch.ones(16, 32, dtype=torch.bfloat16)
+    step(other, 50 * leaf(16, 64, dtype=torch.bfloat16).detach(), grad, recipe)
+    assert torch.equal(scales(chain[0].basic_ops[0])[1], before[1])
+
+
+def test_states_of_transformer_engine_load():
+    chain, recipe = trained()
+    other, _ = linears()
+    state = other.state_dict()
+    for index in range(2):
+        key = f"{index}.basic_ops.0._extra_state"
+        own = unpack(chain.state_dict()[key], layer="test")
+        state[key] = pack_op_for_transformer_engine(own)
+        state[f"{index}.basic_ops.1._extra_state"] = torch.empty(0, dtype=torch.uint8)
+    other.load_state_dict(state)
+    for got, want in zip(scales(other[0].basic_ops[0]), scales(chain[0].basic_ops[0]), strict=True):
+        assert torch.equal(got, want)
+    assert other[0].basic_ops[0]._fp8_metas["forward"]["recipe"].margin == 1
+    assert torch.equal(infer(other, recipe), infer(chain, recipe))
+
+
+def test_states_that_do_not_fit_are_refused():
+    chain, _ = trained()
+    layer = te.Linear(64, 48, device="cpu", params_dtype=torch.bfloat16)
+    grad = torch.ones(16, 48, dtype=torch.bfloat16)
+    step(layer, leaf(16, 64, dtype=torch.bfloat16), grad, DelayedScaling())
+    before = [scale.clone() for scale in scales(chain[0].basic_ops[0])]
+    op = chain[0].basic_ops[0]
+    with pytest.raises(StateError, match="belongs to another op"):
+        op.set_extra_state(layer.state_dict()["_extra_state"])
+    with pytest.raises(StateError, match="cannot read _extra_state"):
+        op.set_extra_state(torch.ones(7, dtype=torch.uint8))
+    assert all(torch.equal(a, b) for a, b in zip(scales(op), before, strict=True))
+    op.reset_recipe_state(recipe=None)
+    assert "0.basic_ops.0._extra_state" not in chain.state_dict()
+
+
+def test_history_length_follows_the_recipe():
+    chain, _ = trained()
+    grad = torch.ones(16, 32, dtype=torch.bfloat16)
+    step(chain, leaf(16, 64, dtype=torch.bfloat16), grad, DelayedScaling(amax_history_len=9))
+    state = chain[0].basic_ops[0]._delayed_state("forward")
+    assert state.amax_history.shape == (9, 2)
+
+
+# Quantize -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(True, False), (False, True), (True, True)])
+def test_quantize(recipe, forward, backward):
+    op = ops.Quantize(forward=forward, backward=backward)
+    x = leaf(16, 128, dtype=torch.bfloat16)
+    grad = leaf(16, 128, dtype=torch.bfloat16, seed=1).detach()
+    y = step(op, x, grad, recipe)
+    options = {}
+    if recipe.delayed():
+        options = {"scale": torch.ones(1), "amax": torch.zeros(1)}
+    for got, source, role, wanted in (
+        (y, x.detach(), "input", forward),
+        (x.grad, grad, "grad", backward),
+    ):
+        quantized = dispatch.quantize(source, recipe, role=role, **options)
+        rounded = dispatch.dequantize(quantized, torch.bfloat16)
+        assert torch.equal(got, rounded if wanted else source)
+        assert not torch.equal(rounded, source)
+    assert torch.equal(op(x), x)
+
+
+def test_quantize_keeps_scales():
+    op = ops.Quantize(forward=True, backward=True)
+    recipe = DelayedScaling(amax_history_len=2, fp8_format=Format.HYBRID)
+    x = torch.full((8, 16), 3.0, requires_grad=True)
+    for _ in range(2):
+        step(op, x, torch.full((8, 16), 5.0), recipe)
+    assert torch.equal(op._delayed_state("forward").scale, torch.tensor([448 / 3.0]))
+    assert torch.equal(op._delayed_state("backward").scale, torch.tensor([57344 / 5.0]))
+    other = ops.Quantize(forward=True, backward=True)
+    other.load_state_dict(op.state_dict())
+    assert torch.equal(other._delayed_state("forward").scale, torch.tensor([448 / 3.0]))
+    one_way = ops.Quantize()
+    step(one_way, x, torch.full((8, 16), 5.0), recipe)
+    again = ops.Quantize()
+    again.load_state_dict(one_way.state_dict())
+    assert again._delayed_state("backward") is None
+    assert torch.equal(
+        again._delayed_state("forward").scale, one_way._delayed_state("forward").scale
+    )
