@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,6 +69,18 @@ def run_native(
 
 def _output_slots(plan: Plan, step: Step) -> list[Slot]:
     return [(i, number) for i in step.indices for number in range(plan.ops[i].num_extra_outputs)]
+
+
+@dataclass
+class _Nothing:
+    """What a native segment keeps of a forward on zero rows: its inputs' sizes, for gradients of zeros."""
+
+    edges: list[Edge]
+
+
+def _on_nothing(program: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """Return the empty outputs of a segment on zero rows, which no kernel has to see."""
+    return [x.new_zeros(*x.shape[:-1], cols) for cols in program.widths(x.shape[-1])]
 
 
 class _Function(torch.autograd.Function):
@@ -206,17 +220,22 @@ class Call:
             tensor for index in step.indices for tensor in self._extra_inputs(index, step)
         )
         wanted = self.first < len(self.plan.ops)
-        y, outputs, kept, tensors = _ops.program_run_forward(
-            step.program,
-            self.fuser,
-            x,
-            extras,
-            self.is_first_microbatch,
-            self.input_needs_grad or self.first < step.indices[0],
-            tuple(wanted and tensor.requires_grad for tensor in extras),
-            wanted
-            and any(p.requires_grad for i in step.indices for p in self.plan.parameters_of(i)),
-        )
+        result: Any
+        if x.numel() == 0:
+            y, *outputs = _on_nothing(step.program, x)
+            result = (y, outputs, _Nothing([_edge(tensor) for tensor in (x, *extras)]), ())
+        else:
+            result = _ops.program_run_forward(
+                step.program,
+                self.fuser,
+                x,
+                extras,
+                self.is_first_microbatch,
+                self.input_needs_grad or self.first < step.indices[0],
+                tuple(wanted and tensor.requires_grad for tensor in extras),
+                wanted,
+            )
+        y, outputs, kept, tensors = result
         slots = _output_slots(self.plan, step)
         self.made.update(zip(slots, outputs, strict=True))
         self.native_outputs.update(zip(slots, map(_edge, outputs), strict=True))
@@ -352,9 +371,15 @@ class Call:
             _grad_of(self.native_outputs[slot], output_grads.get(slot))
             for slot in _output_slots(self.plan, step)
         )
-        dx, params, inputs = _ops.program_run_backward(
-            self.kept[first], saved[self.saved[first]], dy, extra
-        )
+        kept = self.kept[first]
+        result: Any
+        if isinstance(kept, _Nothing):
+            dx, *inputs = (_grad_of(edge, None) for edge in kept.edges)
+            parameters = [p for i in step.indices for p in self.plan.parameters_of(i)]
+            result = (dx, [torch.zeros_like(parameter) for parameter in parameters], inputs)
+        else:
+            result = _ops.program_run_backward(kept, saved[self.saved[first]], dy, extra)
+        dx, params, inputs = result
         counts = [len(self.plan.parameters_of(index)) for index in step.indices]
         widths = [len(self.plan.routing.sources[index]) for index in step.indices]
         return dx, _split(params, counts), _split(inputs, widths)
@@ -388,7 +413,7 @@ class Call:
         return dx, [tuple(grads or ()) for grads in params], taken
 
 
-def _split(flat: tuple[Any, ...], counts: list[int]) -> list[tuple[Any, ...]]:
+def _split(flat: Sequence[Any], counts: list[int]) -> list[tuple[Any, ...]]:
     parts, start = [], 0
     for count in counts:
         parts.append(tuple(flat[start : start + count]))
