@@ -49,7 +49,8 @@ fn key() -> LinearKey {
 fn forward(criterion: &mut Criterion, group: &str, recording: Recording) {
     let mut group = criterion.benchmark_group(group);
     for (name, recipe) in RECIPES {
-        let mut dispatcher = Dispatcher::new(Config { synchronise: false, check_device: true, exchange_table: true });
+        let mut dispatcher =
+            Dispatcher::new(Config { synchronise: false, check_device: true, exchange_table: true, graphs: true });
         let plan = LinearPlan::new(&mut dispatcher, &recipe, key(), FEATURES, FEATURES).unwrap();
         let mut x = vec![0x3f80_u16; ROWS * FEATURES];
         let mut y = vec![0_u16; ROWS * FEATURES];
@@ -90,7 +91,8 @@ fn host_backend(criterion: &mut Criterion) {
 fn autocast(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("autocast_enter_exit");
     for (name, recipe) in RECIPES {
-        let mut dispatcher = Dispatcher::new(Config { synchronise: false, check_device: true, exchange_table: true });
+        let mut dispatcher =
+            Dispatcher::new(Config { synchronise: false, check_device: true, exchange_table: true, graphs: true });
         let request = Request { enabled: true, calibrating: false, graph: false, recipe: Some(recipe), group: 0 };
         group.bench_function(name, |bencher| {
             bencher.iter(|| {
@@ -107,7 +109,8 @@ fn autocast(criterion: &mut Criterion) {
 /// cuBLASLt is found as torch's copy would be: put its folder (`nvidia/cu13/lib` of site-packages) on
 /// `LD_LIBRARY_PATH`.
 fn cuda(criterion: &mut Criterion) {
-    let mut dispatcher = Dispatcher::new(Config { synchronise: false, check_device: true, exchange_table: true });
+    let mut dispatcher =
+        Dispatcher::new(Config { synchronise: false, check_device: true, exchange_table: true, graphs: true });
     let place = Place { device: Device::Cuda(0), stream: Stream(0) };
     if let Err(error) = dispatcher.make_current(place.device) {
         println!("linear_fwd_cuda: skipped, {error}");

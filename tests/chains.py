@@ -1,0 +1,157 @@
+"""Chains of ops for the tests of programs: run by a native program, and by torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from te_fast.pytorch import _ops
+from te_fast.pytorch._delayed import DelayedScalingRecipeState
+from te_fast.pytorch._global_state import FP8GlobalStateManager
+
+ACTIVATIONS = {
+    "gelu": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "silu": functional.silu,
+    "swiglu": lambda x: functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+}
+
+
+class Chain(torch.nn.Module):
+    """Ops written down as a list of names, run by a program and by torch."""
+
+    def __init__(self, ops: list[Any], cols: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.ops = ops
+        self.handles: list[Any] = []
+        self.program = _ops.Program("chain")
+        for index, op in enumerate(ops):
+            cols = self._append(index, op, cols, dtype)
+
+    def _append(self, index: int, op: Any, cols: int, dtype: torch.dtype) -> int:
+        name, *arguments = op
+        label = f"{index}: {name}"
+        if name == "linear":
+            outputs = arguments[0]
+            weight = torch.randn(outputs, cols, dtype=dtype) * cols**-0.5
+            self.register_parameter(f"p{index}", torch.nn.Parameter(weight))
+            self.handles.append(_ops.WeightHandle(label))
+            self.program.linear(
+                label, self.handles[-1], self._parameters, f"p{index}", cols, outputs
+            )
+            return int(outputs)
+        if name == "bias":
+            self.register_parameter(f"p{index}", torch.nn.Parameter(torch.randn(cols, dtype=dtype)))
+            self.program.bias(label, self._parameters, f"p{index}", cols)
+        elif name == "add":
+            self.program.add_extra_input(label, arguments[0])
+        elif name == "branch":
+            self.program.make_extra_output(label, arguments[0])
+        elif name == "scale":
+            self.program.constant_scale(label, arguments[0])
+        elif name in ACTIVATIONS:
+            self.program.activation(label, name)
+            return cols // 2 if name == "swiglu" else cols
+        else:
+            self.program.identity(label)
+        return cols
+
+    def _init_delayed_scaling(self) -> None:
+        recipe: Any = FP8GlobalStateManager.get_fp8_recipe()
+        if not hasattr(self, "fwd"):
+            count = len(self.handles)
+            device = next(self.parameters()).device
+            self.fwd = DelayedScalingRecipeState(
+                recipe, mode="forward", num_quantizers=2 * count, device=device
+            )
+            self.bwd = DelayedScalingRecipeState(
+                recipe, mode="backward", num_quantizers=count, device=device
+            )
+        self.fwd.use(recipe, None)
+        self.bwd.use(recipe, None)
+        epoch = _ops.autocast_region()[5]
+        for index, handle in enumerate(self.handles):
+            handle.set_slots(epoch, self.fwd.slots, self.bwd.slots, 2 * index, index)
+
+    def forward(self, x: torch.Tensor, *extras: torch.Tensor, first: bool | None = None) -> Any:
+        return _ops.program_apply(self.program, self, x, extras, first)
+
+    def reference(self, x: torch.Tensor, *extras: torch.Tensor) -> Any:
+        remaining, outputs = list(extras), []
+        for index, (name, *arguments) in enumerate(self.ops):
+            parameter = getattr(self, f"p{index}", None)
+            if name == "linear":
+                x = functional.linear(x, parameter)
+            elif name == "bias":
+                x = x + parameter
+            elif name == "add":
+                x = x + remaining.pop(0)
+            elif name == "branch":
+                outputs.append(x)
+            elif name == "scale":
+                x = x * arguments[0]
+            elif name in ACTIVATIONS:
+                x = ACTIVATIONS[name](x)
+        return (x, *outputs) if outputs else x
+
+
+def results(
+    chain: Chain, run: Any, x: torch.Tensor, extras: list[torch.Tensor], grads: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, *extras)]
+    chain.zero_grad(set_to_none=True)
+    # In-place ops write into an extra input: torch forbids that for leaves.
+    out = run(leaves[0], *[extra.clone() for extra in leaves[1:]])
+    outputs = out if isinstance(out, tuple) else (out,)
+    torch.autograd.backward(outputs, [grad.clone() for grad in grads[: len(outputs)]])
+    made = [*outputs, *[leaf.grad for leaf in leaves], *[p.grad for p in chain.parameters()]]
+    return [tensor.detach().clone() for tensor in made]
+
+
+CHAINS: dict[str, list[Any]] = {
+    "linear": [("linear", 48)],
+    "linear_bias": [("linear", 48), ("bias",)],
+    "bias_alone": [("bias",)],
+    "scale": [("scale", 0.5)],
+    "identity": [("identity",)],
+    "three": [("linear", 64), ("bias",), ("linear", 48), ("identity",), ("linear", 32), ("bias",)],
+    "add": [("linear", 48), ("add", False)],
+    "add_in_place": [("linear", 48), ("bias",), ("add", True)],
+    "scale_add": [("linear", 48), ("scale", 0.25), ("add", True)],
+    "linear_scale": [("linear", 48), ("scale", -2.0), ("linear", 32)],
+    "add_first": [("add", False), ("linear", 48), ("bias",)],
+    "two_adds": [("add", False), ("add", False), ("linear", 48)],
+    "add_last_alone": [("add", False)],
+    "branch": [("linear", 32), ("branch", False), ("linear", 48)],
+    "branch_in_place": [("linear", 32), ("branch", True), ("linear", 48)],
+    "branch_first": [("branch", False), ("linear", 48)],
+    "branch_last": [("linear", 48), ("branch", False)],
+    "branch_alone": [("branch", False)],
+    "two_branches": [("linear", 32), ("branch", False), ("branch", False), ("linear", 48)],
+    "gelu_alone": [("gelu",)],
+    "mlp": [("linear", 64), ("bias",), ("gelu",), ("linear", 32), ("bias",)],
+    "relu": [("linear", 64), ("bias",), ("relu",), ("linear", 32)],
+    "swiglu": [("linear", 128), ("swiglu",), ("linear", 32), ("bias",)],
+    "silu_branch": [("linear", 64), ("silu",), ("branch", False), ("linear", 32)],
+    "residual": [("branch", False), ("linear", 32), ("bias",), ("add", False), ("linear", 48)],
+}
+
+
+def case(ops: list[Any], rows: int = 24) -> tuple[Chain, torch.Tensor, list[Any], list[Any]]:
+    torch.manual_seed(0)
+    chain = Chain(ops, 32)
+    x = torch.randn(2, rows // 2, 32)
+    extras, grads = [], []
+    width = 32
+    for name, *arguments in ops:
+        if name == "linear":
+            width = arguments[0]
+        elif name == "swiglu":
+            width //= 2
+        elif name == "add":
+            extras.append(torch.randn(2, rows // 2, width))
+        elif name == "branch":
+            grads.append(torch.randn(2, rows // 2, width))
+    return chain, x, extras, [torch.randn(2, rows // 2, width), *grads]

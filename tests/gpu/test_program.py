@@ -1,0 +1,155 @@
+"""Native op programs on a GPU: against torch, against the host backend, and against themselves as graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import te_fast.pytorch as te
+from chains import CHAINS, Chain, case, results
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+
+pytestmark = pytest.mark.gpu
+RECIPES = [DelayedScaling, Float8CurrentScaling, Float8BlockScaling]
+LINEAR = [name for name in CHAINS if "linear" in str(CHAINS[name])]
+# Rounding of one result in the type, with room for a few roundings in a row.
+BOUNDS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def on_gpu(name: str, dtype: torch.dtype, rows: int = 48) -> tuple[Chain, Any, Any, Any]:
+    chain, x, extras, grads = case(CHAINS[name], rows)
+    chain = chain.to("cuda", dtype)
+    to = {"device": "cuda", "dtype": dtype}
+    return chain, x.to(**to), [t.to(**to) for t in extras], [t.to(**to) for t in grads]
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("name", CHAINS)
+def test_high_precision_is_torch(name: str, dtype: torch.dtype) -> None:
+    chain, x, extras, grads = on_gpu(name, dtype)
+    ours = results(chain, chain, x, extras, grads)
+    wide = chain.double()
+    doubles = [[t.double() for t in extras], [t.double() for t in grads]]
+    theirs = results(wide, wide.reference, x.double(), *doubles)
+    for got, expected in zip(ours, theirs, strict=True):
+        assert got.dtype == dtype
+        assert (got.double() - expected).norm() <= BOUNDS[dtype] * expected.norm()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", LINEAR)
+def test_fp8_is_the_host_backend(name: str, recipe: Any) -> None:
+    chain, x, extras, grads = on_gpu(name, torch.bfloat16)
+    host, *_ = case(CHAINS[name], 48)
+    host = host.to(torch.bfloat16)
+    host.load_state_dict(chain.state_dict())
+    cpu = [x.cpu(), [t.cpu() for t in extras], [t.cpu() for t in grads]]
+    for _ in range(2):  # delayed scaling: the first step measures
+        with te.autocast(recipe=recipe()):
+            ours = results(chain, chain, x, extras, grads)
+            theirs = results(host, host, *cpu)
+    for got, expected in zip(ours, theirs, strict=True):
+        # Sums run in another order, so that single values round to a neighbour of E4M3 or E5M2.
+        difference = (got.cpu().float() - expected.float()).norm()
+        assert difference <= 0.04 * expected.float().norm()
+
+
+@pytest.mark.parametrize("name", ["mlp", "relu"])
+@pytest.mark.parametrize("recipe", [None, DelayedScaling, Float8CurrentScaling])
+def test_activation_epilogues_compute_what_the_kernels_do(name: str, recipe: Any) -> None:
+    chain, x, extras, _ = on_gpu(name, torch.bfloat16)
+    x[0, 0, 0] = float("nan")
+    region = {"enabled": recipe is not None, "recipe": recipe() if recipe else None}
+    with te.autocast(**region):
+        with torch.no_grad():
+            fused = chain(x, *extras)
+        apart = chain(x, *extras)
+    steps = [text for plan in chain.program.explain() for text, _ in plan["forward"]]
+    assert any("gelu" in text or "relu" in text for text in steps)
+    assert fused[0, 0].isnan().all()
+    assert apart[0, 0].isnan().all()
+    rest = [t.flatten(0, 1)[1:].float() for t in (fused, apart)]
+    assert (rest[0] - rest[1]).norm() <= 0.05 * rest[1].norm()
+
+
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling, Float8BlockScaling])
+@pytest.mark.parametrize("name", ["three", "mlp", "residual"])
+def test_graphs_of_repeated_addresses_give_the_same_bits(name: str, recipe: Any) -> None:
+    chain, x, extras, grads = on_gpu(name, torch.bfloat16, rows=64)
+    inputs = [torch.randn_like(x) for _ in range(5)]
+    buffer = x.clone().requires_grad_()
+    region = {"enabled": recipe is not None, "recipe": recipe() if recipe else None}
+    seen: dict[int, list[torch.Tensor]] = {}
+    for step in range(20):
+        index = step % len(inputs)
+        with torch.no_grad():
+            buffer.copy_(inputs[index])
+        chain.zero_grad(set_to_none=True)
+        buffer.grad = None
+        with te.autocast(**region):
+            out = chain(buffer, *[t.clone() for t in extras])
+        outputs = out if isinstance(out, tuple) else (out,)
+        torch.autograd.backward(outputs, [t.clone() for t in grads[: len(outputs)]])
+        made = [*outputs, buffer.grad, *[p.grad for p in chain.parameters()]]
+        copies = [t.detach().clone() for t in made]
+        if index in seen:
+            for got, expected in zip(copies, seen[index], strict=True):
+                assert torch.equal(got, expected)
+        seen[index] = copies
+        del out, outputs, made
+
+
+def test_a_replayed_chain_sees_a_changed_weight() -> None:
+    chain, x, _, _ = on_gpu("three", torch.bfloat16)
+    with te.autocast(recipe=Float8CurrentScaling()), torch.no_grad():
+        for _ in range(4):
+            before = chain(x).clone()
+        chain.p0.mul_(2.0)
+        after = [chain(x).clone() for _ in range(4)]
+    assert all(torch.equal(after[0], other) for other in after)
+    assert not torch.equal(before, after[0])
+
+
+def test_capture_and_streams() -> None:
+    chain, x, _, _ = on_gpu("mlp", torch.bfloat16)
+    with te.autocast(recipe=Float8CurrentScaling()), torch.no_grad():
+        expected = chain(x).clone()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = chain(x)
+        for _ in range(3):
+            captured.zero_()
+            graph.replay()
+            assert torch.equal(captured, expected)
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        for _ in range(6):
+            outs = []
+            for stream in streams:
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    outs.append(chain(x))
+            torch.cuda.synchronize()
+            assert all(torch.equal(out, expected) for out in outs)
+
+
+def test_memory_is_flat() -> None:
+    chain, x, _, grads = on_gpu("mlp", torch.bfloat16, rows=512)
+    recipe = DelayedScaling()
+
+    def step() -> None:
+        with te.autocast(recipe=recipe):
+            y = chain(x.clone().requires_grad_())
+        y.backward(grads[0])
+        chain.zero_grad(set_to_none=True)
+
+    for _ in range(10):
+        step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(200):
+        step()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
