@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import threading
 from collections import OrderedDict
 
 import pytest
@@ -299,8 +300,45 @@ def test_a_group_does_not_run_inside_itself():
             return grad_output, ()
 
     owner = [ops.Sequential(ops.GELU(), Recursive())]
-    with pytest.raises(StateError, match="from one of its own operations"):
+    with pytest.raises(StateError, match="0: GELU: its group ops 0-1 was called from an operation"):
         owner[0](torch.zeros(2, 4))
+
+
+def test_an_op_is_in_one_running_group_only():
+    class Calling(ops.Identity):
+        def op_forward(self, ctx, input_, **_):
+            return inner[0](input_)
+
+    shared = ops.ReLU()
+    inner = [ops.Sequential(ops.GELU(), Shift(), shared)]
+    chain = ops.Sequential(Calling(), shared)
+    with pytest.raises(StateError, match="2: ReLU: its group ops 0-2 was called .* of ops 0-1"):
+        chain(torch.zeros(2, 4))
+    inner[0].pop(2)
+    assert chain(torch.zeros(2, 4))[0, 0] == 1
+
+
+def test_a_group_runs_in_several_threads_at_once():
+    barrier = threading.Barrier(2)
+
+    class Meeting(ops.Identity):
+        def op_forward(self, ctx, input_, **_):
+            barrier.wait(timeout=20)
+            return 2 * input_
+
+    sequential = ops.Sequential(ops.ConstantScale(3.0), Meeting())
+    results = {}
+
+    def run(value):
+        results[value] = sequential(torch.full((2, 4), value))
+
+    threads = [threading.Thread(target=run, args=(value,)) for value in (1.0, 2.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(y, torch.full((2, 4), 6 * value)) for value, y in results.items())
+    assert len(results) == 2
 
 
 def test_operations_may_be_shared():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -31,6 +32,16 @@ __all__ = [
 FusionFunction = Callable[..., list[FusibleOperation]]
 
 _fusers: WeakSet[OperationFuser] = WeakSet()
+
+
+class _Running(threading.local):
+    """Groups whose forward is under way in a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.groups: list[OperationFuser] = []
+
+
+_running = _Running()
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -69,7 +80,7 @@ class OperationFuser:
     forward_fusion_functions: ClassVar[list[FusionFunction]] = []
     backward_fusion_functions: ClassVar[list[FusionFunction]] = []
 
-    def __init__(self, ops: list[FusibleOperation], names: Sequence[str] | None = None) -> None:
+    def __init__(self, ops: list[FusibleOperation], *, names: Sequence[str] | None = None) -> None:
         names = [str(index) for index in range(len(ops))] if names is None else names
         for op, name in zip(ops, names, strict=True):
             if not isinstance(op, FusibleOperation):
@@ -83,7 +94,6 @@ class OperationFuser:
         self._plans: dict[Any, Plan] = {}
         #: A module that is nothing but this group, and may call its program directly.
         self._module: weakref.ref[torch.nn.Module] | None = None
-        self._running = False
         self._ready = False
         for op in self._basic_ops:
             op._captured_by(self)
@@ -189,15 +199,29 @@ class OperationFuser:
             )
         if plan.native is not None and not basic_op_kwargs:
             return _chain.run_native(self, plan, input, extra_inputs, is_first_microbatch)
-        if self._running:
-            message = f"{self._name}: called from one of its own operations"
-            raise StateError(message)
-        self._running = True
+        self._refuse_nesting()
+        _running.groups.append(self)
         try:
             call = _chain.Call(self, plan, basic_op_kwargs, is_first_microbatch, recipe)
             return call.run(input, extra_inputs)
         finally:
-            self._running = False
+            _running.groups.pop()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward of the group is under way in this thread."""
+        return self in _running.groups
+
+    def _refuse_nesting(self) -> None:
+        """Raise if an operation is in the middle of a forward of a group already."""
+        for group in _running.groups:
+            for op, label in zip(self._basic_ops, self._labels, strict=True):
+                if any(op is other for other in group._basic_ops):
+                    message = (
+                        f"op {label}: its group {self._name} was called from an operation of "
+                        f"{group._name}, which has it too and is running"
+                    )
+                    raise StateError(message)
 
     def _refuse_stale(self) -> None:
         if self._channels_stale:

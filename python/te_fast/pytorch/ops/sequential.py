@@ -46,7 +46,7 @@ class Sequential(torch.nn.Module):
             If a forward is running.
         """
         groups = self.__dict__.get("_module_groups") or ()
-        if any(isinstance(group, OperationFuser) and group._running for group in groups):
+        if any(isinstance(group, OperationFuser) and group.is_running for group in groups):
             message = "Sequential: edited from one of its own operations while it runs"
             raise StateError(message)
         self.__dict__.update(_module_groups=None, _direct_program=None)
@@ -162,7 +162,7 @@ class Sequential(torch.nn.Module):
                 run.append((name, module))
                 continue
             if run:
-                groups.append(OperationFuser([op for _, op in run], [key for key, _ in run]))
+                groups.append(OperationFuser([op for _, op in run], names=[key for key, _ in run]))
                 run = []
             if module is not None:
                 groups.append(module)
