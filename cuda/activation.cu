@@ -31,29 +31,31 @@ struct ActivationParams {
 };
 static_assert(sizeof(ActivationParams) == 136);
 
+// Rows whose loads are under way at once.
+template <bool kVectors, Floating In>
+constexpr int kForwardRows = !kVectors         ? 1
+                             : sizeof(In) == 2 ? 4
+                                               : 2;
+
 // The tile's rows: y stored, the bytes left in the own slots of `buffer`. Returns max |y| of the thread.
 template <bool kVectors, bool kGated, Floating In, typename ActivationCurve>
 __device__ float activate_rows(const ActivationParams& p, const TilePlace& place, const ActivationCurve& curve,
                                TransposeBuffer& buffer) {
-    constexpr int kStep = kRowsAtOnce<kVectors, In>;
+    constexpr int kStep = kForwardRows<kVectors, In>, kCount = Halves<kGated>::kCount;
     const In* x = static_cast<const In*>(p.x);
-    const Halves<kGated> halves{place.cols, p.interleave};
-    const Halves<false> whole{place.cols, 0};
+    const PatchPlace<kGated> from(place, {place.cols, p.interleave});
     const float scale = p.scale == nullptr ? 0.0f : *p.scale;
     float amax = 0.0f;
 #pragma unroll 1
     for (int step = 0; step < kPatch; step += kStep) {
-        Raw8<In> raw[kStep][halves.kCount];
+        Raw8<In> raw[kStep][kCount];
 #pragma unroll
         for (int i = 0; i < kStep; ++i) {
 #pragma unroll
-            for (int half = 0; half < halves.kCount; ++half) {
-                raw[i][half] = load_half8<kVectors>(x, place, halves, place.row(step + i), half);
-            }
+            for (int half = 0; half < kCount; ++half) raw[i][half] = load_row8<kVectors>(x, from, step + i, half);
         }
 #pragma unroll
         for (int i = 0; i < kStep; ++i) {
-            const size_t row = place.row(step + i);
             float y[8];
             unpack8<In>(raw[i][0], y);
 #pragma unroll
@@ -64,12 +66,15 @@ __device__ float activate_rows(const ActivationParams& p, const TilePlace& place
 #pragma unroll
                 for (int c = 0; c < 8; ++c) y[c] *= curve.linear(l[c]);
             }
-            if (p.row_scale != nullptr) {
-                const float s = row < place.rows ? load_float(p.row_scale, row, p.row_scale_kind) : 0.0f;
+            if (p.row_scale != nullptr && step + i < from.rows) {
+                const float s = load_float(p.row_scale, place.row(step + i), p.row_scale_kind);
 #pragma unroll
                 for (int c = 0; c < 8; ++c) y[c] *= s;
             }
-            if (p.y != nullptr) store_half8<kVectors>(static_cast<In*>(p.y), place, whole, row, 0, y);
+            if (p.y != nullptr) {
+                const PatchPlace<false> to(place, {place.cols, 0});
+                store_row8<kVectors>(static_cast<In*>(p.y), to, step + i, 0, y);
+            }
             if (p.scale != nullptr) {
                 absmax_into(amax, y);
                 own_slot(buffer, place, step + i) = p.e5m2 != 0 ? encode8<e5m2>(y, scale) : encode8<e4m3>(y, scale);

@@ -63,78 +63,92 @@ struct RowInputs {
     Raw8<In> dy, x[Halves<kGated>::kCount];
 };
 
-// Eight elements of one row: d * s becomes dx in `d`, the sum of dy * y is returned.
+// Rows whose loads are under way at once.
+template <bool kVectors, Floating In>
+constexpr int kBackwardRows = kVectors && sizeof(In) == 2 ? 2 : 1;
+
+// What the eight elements of a row have in common.
+struct RowFactor {
+    const void* scale;  // null: 1
+    uint32_t kind;
+    float* dots;  // null: none; this tile's sums of dy * y, by row
+};
+
+// Eight elements of one row: d * s into `d`, and the sum over the tile's row of dy * y into row.dots.
 template <bool kGated, Floating In, typename ActivationCurve>
-__device__ inline float differentiate8(const RowInputs<In, kGated>& in, const ActivationCurve& curve, float s,
-                                       float (&d)[Halves<kGated>::kCount][8]) {
-    float dy[8], g[8], dot = 0.0f;
+__device__ inline void differentiate8(const RowInputs<In, kGated>& in, const ActivationCurve& curve,
+                                      const RowFactor& factor, size_t row, bool inside,
+                                      float (&d)[Halves<kGated>::kCount][8]) {
+    float dy[8], x[8];
+    ValueSlope act[8], lin[8];
     unpack8<In>(in.dy, dy);
-    unpack8<In>(in.x[0], g);
+    unpack8<In>(in.x[0], x);
+#pragma unroll
+    for (int c = 0; c < 8; ++c) act[c] = curve.pair(x[c]);
     if constexpr (kGated) {
-        float l[8];
-        unpack8<In>(in.x[1], l);
+        unpack8<In>(in.x[1], x);
 #pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            const ValueSlope act = curve.pair(g[c]), lin = curve.linear_pair(l[c]);
-            const float up = dy[c] * s;
-            d[0][c] = up * lin.value * act.slope;
-            d[1][c] = up * act.value * lin.slope;
-            dot = fmaf(dy[c], act.value * lin.value, dot);
-        }
-    } else {
+        for (int c = 0; c < 8; ++c) lin[c] = curve.linear_pair(x[c]);
+    }
+    if (factor.dots != nullptr) {
+        float dot = 0.0f;
 #pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            const ValueSlope act = curve.pair(g[c]);
-            d[0][c] = dy[c] * s * act.slope;
-            dot = fmaf(dy[c], act.value, dot);
+        for (int c = 0; c < 8; ++c) dot = fmaf(dy[c], kGated ? act[c].value * lin[c].value : act[c].value, dot);
+#pragma unroll
+        for (int lane = kPatches / 2; lane > 0; lane /= 2) dot += __shfl_xor_sync(kFullWarp, dot, lane);
+        if (threadIdx.x % kPatches == 0 && inside) factor.dots[row] = dot;
+    }
+    if (factor.scale != nullptr && inside) {
+        const float s = load_float(factor.scale, row, factor.kind);
+#pragma unroll
+        for (int c = 0; c < 8; ++c) dy[c] *= s;
+    }
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+        d[0][c] = dy[c] * act[c].slope;
+        if constexpr (kGated) {
+            d[0][c] = dy[c] * lin[c].value * act[c].slope;
+            d[1][c] = dy[c] * act[c].value * lin[c].slope;
         }
     }
-    return dot;
 }
 
 // The tile's rows: dx stored, the bytes left in the own slots, this tile's part of ds in `partial`.
 template <bool kVectors, bool kGated, Floating In, typename ActivationCurve>
 __device__ Totals<kGated> differentiate_rows(const ActivationBackwardParams& p, const TilePlace& place,
                                              const ActivationCurve& curve, BackwardShared<kGated>& shared) {
-    constexpr int kStep = kRowsAtOnce<kVectors, In>;
+    constexpr int kStep = kBackwardRows<kVectors, In>, kCount = Halves<kGated>::kCount;
     const Halves<kGated> halves{place.cols, p.interleave};
-    const Halves<false> whole{place.cols, 0};
+    const PatchPlace<kGated> patch(place, halves);
+    const PatchPlace<false> dy_patch(place, {place.cols, 0});
     const float scale = p.scale == nullptr ? 0.0f : *p.scale;
-    float* dots = p.partial;
-    if (p.dbias != nullptr) dots += p.tiles_rows * halves.stride();
-    dots += place.col0 / kTile * place.rows;
+    RowFactor factor{p.row_scale, p.row_scale_kind, nullptr};
+    if (p.drow_scale != nullptr) {
+        const size_t before = p.dbias == nullptr ? 0 : p.tiles_rows * halves.stride();
+        factor.dots = p.partial + before + place.col0 / kTile * place.rows;
+    }
     Totals<kGated> totals;
 #pragma unroll 1
     for (int step = 0; step < kPatch; step += kStep) {
         RowInputs<In, kGated> in[kStep];
 #pragma unroll
         for (int i = 0; i < kStep; ++i) {
-            const size_t row = place.row(step + i);
-            in[i].dy = load_half8<kVectors>(static_cast<const In*>(p.dy), place, whole, row, 0);
+            in[i].dy = load_row8<kVectors>(static_cast<const In*>(p.dy), dy_patch, step + i, 0);
 #pragma unroll
-            for (int half = 0; half < halves.kCount; ++half) {
-                in[i].x[half] = load_half8<kVectors>(static_cast<const In*>(p.x), place, halves, row, half);
+            for (int half = 0; half < kCount; ++half) {
+                in[i].x[half] = load_row8<kVectors>(static_cast<const In*>(p.x), patch, step + i, half);
             }
         }
 #pragma unroll
         for (int i = 0; i < kStep; ++i) {
-            const size_t row = place.row(step + i);
-            float s = 1.0f;
-            if (p.row_scale != nullptr) {
-                s = row < place.rows ? load_float(p.row_scale, row, p.row_scale_kind) : 0.0f;
-            }
-            float d[halves.kCount][8];
-            float dot = differentiate8<kGated, In>(in[i], curve, s, d);
-            if (p.drow_scale != nullptr) {
+            float d[kCount][8];
+            // The first column of the tile is inside in every thread that stores a dot.
+            differentiate8<kGated, In>(in[i], curve, factor, place.row(step + i), step + i < patch.rows, d);
 #pragma unroll
-                for (int lane = kPatches / 2; lane > 0; lane /= 2) dot += __shfl_xor_sync(kFullWarp, dot, lane);
-                if (place.patch_col == 0 && row < place.rows) dots[row] = dot;
-            }
-#pragma unroll
-            for (int half = 0; half < halves.kCount; ++half) {
+            for (int half = 0; half < kCount; ++half) {
 #pragma unroll
                 for (int c = 0; c < 8; ++c) totals.columns[half][c] += d[half][c];
-                if (p.dx != nullptr) store_half8<kVectors>(static_cast<In*>(p.dx), place, halves, row, half, d[half]);
+                if (p.dx != nullptr) store_row8<kVectors>(static_cast<In*>(p.dx), patch, step + i, half, d[half]);
                 if (p.scale != nullptr) {
                     absmax_into(totals.amax, d[half]);
                     own_slot(shared.tile[half], place, step + i) =

@@ -47,11 +47,12 @@ struct Halves {
 
     // Elements of one row of x.
     __device__ size_t stride() const { return kCount * cols; }
+    // From a column of the activated half to the one of the linear half that it meets.
+    __device__ uint32_t to_linear() const { return interleave == 0 ? static_cast<uint32_t>(cols) : interleave; }
     // Column in x of `col` of half 0 (activated) or 1 (linear); the plan keeps cols below 2^31.
     __device__ uint32_t column(uint32_t col, int half) const {
         if constexpr (!kGated) return col;
-        if (interleave == 0) return col + half * static_cast<uint32_t>(cols);
-        return col + (col / interleave + half) * interleave;
+        return col + (interleave == 0 ? 0 : col / interleave * interleave) + half * to_linear();
     }
     // Whether eight columns from a multiple of eight on stay together.
     __device__ bool keeps_vectors() const { return cols % kPatch == 0 && interleave % kPatch == 0; }
@@ -65,47 +66,67 @@ struct HalfColumn {
     __device__ size_t operator()(size_t col) const { return halves.column(static_cast<uint32_t>(col), half); }
 };
 
-// Eight elements of row `row` of a tensor of halves, from column place.col() of half `half`; zeros outside.
-template <bool kVectors, bool kGated, Floating In>
-__device__ inline Raw8<In> load_half8(const In* x, const TilePlace& place, const Halves<kGated>& halves, size_t row,
-                                      int half) {
-    const int width = place.width();
-    if (row >= place.rows || width == 0) return zero8<In>();
-    const In* from = x + row * halves.stride();
-    const uint32_t col = static_cast<uint32_t>(place.col());
-    if constexpr (kVectors) {
-        return load8<In>(from + halves.column(col, half));
-    } else {
-        float values[8];
+// A thread's patch in a tensor of halves: its first element in half 0, and how far it reaches.
+template <bool kGated>
+struct PatchPlace {
+    size_t first, stride;  // elements
+    uint32_t to_linear;
+    int rows, width;            // inside the tensor, rows 0 where the width is
+    uint32_t interleave, left;  // gated: columns before the first block's end
+
+    __device__ PatchPlace(const TilePlace& place, const Halves<kGated>& halves)
+        : stride(halves.stride()), to_linear(halves.to_linear()), width(place.width()), interleave(halves.interleave) {
+        const uint32_t col = static_cast<uint32_t>(place.col());
+        first = place.row(0) * stride + halves.column(col, 0);
+        left = interleave == 0 ? kPatch : interleave - col % interleave;
+        const size_t below = place.row(0) < place.rows && width > 0 ? place.rows - place.row(0) : 0;
+        rows = static_cast<int>(min(below, static_cast<size_t>(kPatch)));
+    }
+
+    // Where row `i` of the patch begins in half `half`.
+    __device__ size_t at(int i, int half) const { return first + i * stride + half * to_linear; }
+
+    // Calls `visit(c, offset)` for each of the eight columns that is inside.
+    template <typename Visit>
+    __device__ void for_columns(Visit visit) const {
+        uint32_t offset = 0, until = left;
 #pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            values[c] = c < width ? to_float(from[halves.column(col + c, half)]) : 0.0f;
+        for (int c = 0; c < kPatch; ++c) {
+            if (c < width) visit(c, offset);
+            ++offset;
+            if (kGated && interleave != 0 && --until == 0) {
+                offset += interleave;
+                until = interleave;
+            }
         }
+    }
+};
+
+// Eight elements of row `i` of the patch; zeros outside.
+template <bool kVectors, Floating In, bool kGated>
+__device__ inline Raw8<In> load_row8(const In* x, const PatchPlace<kGated>& patch, int i, int half) {
+    if (i >= patch.rows) return zero8<In>();
+    const In* from = x + patch.at(i, half);
+    if constexpr (kVectors) {
+        return load8<In>(from);
+    } else {
+        float values[8] = {};
+        patch.for_columns([&](int c, uint32_t offset) { values[c] = to_float(from[offset]); });
         return pack8<In>(values);
     }
 }
 
 // The way back: rounds eight values to Out and stores those inside.
-template <bool kVectors, bool kGated, Floating Out>
-__device__ inline void store_half8(Out* to, const TilePlace& place, const Halves<kGated>& halves, size_t row, int half,
-                                   const float (&values)[8]) {
-    const int width = place.width();
-    if (row >= place.rows || width == 0) return;
-    to += row * halves.stride();
-    const uint32_t col = static_cast<uint32_t>(place.col());
+template <bool kVectors, Floating Out, bool kGated>
+__device__ inline void store_row8(Out* to, const PatchPlace<kGated>& patch, int i, int half, const float (&values)[8]) {
+    if (i >= patch.rows) return;
+    to += patch.at(i, half);
     if constexpr (kVectors) {
-        store8<Out>(to + halves.column(col, half), pack8<Out>(values));
+        store8<Out>(to, pack8<Out>(values));
     } else {
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            if (c < width) to[halves.column(col + c, half)] = from_float<Out>(values[c]);
-        }
+        patch.for_columns([&](int c, uint32_t offset) { to[offset] = from_float<Out>(values[c]); });
     }
 }
-
-// Rows whose loads are under way at once.
-template <bool kVectors, Floating In>
-constexpr int kRowsAtOnce = kVectors && sizeof(In) == 2 ? 2 : 1;
 
 // Eight scaled values as FP8.
 template <Fp8 Out>
@@ -140,22 +161,19 @@ __device__ inline void store_tile(const Fp8Outputs& to, const TilePlace& place, 
     uint2 bytes[kPatch];
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) bytes[i] = own_slot(buffer, place, i);
-    const int width = place.width();
-    if (to.out != nullptr && width != 0) {
-        uint8_t* line = to.out + place.row(0) * halves.stride();
-        const uint32_t col = static_cast<uint32_t>(place.col()), first = halves.column(col, half);
+    if (to.out != nullptr) {
+        const PatchPlace<kGated> patch(place, halves);
 #pragma unroll
         for (int i = 0; i < kPatch; ++i) {
-            if (place.row(i) >= place.rows) break;
+            if (i >= patch.rows) break;
+            uint8_t* line = to.out + patch.at(i, half);
             if constexpr (kVectors) {
-                *reinterpret_cast<uint2*>(line + first) = bytes[i];
+                *reinterpret_cast<uint2*>(line) = bytes[i];
             } else {
-                for (int c = 0; c < width; ++c) {
-                    const uint32_t word = c < 4 ? bytes[i].x : bytes[i].y;
-                    line[halves.column(col + c, half)] = static_cast<uint8_t>(word >> (8 * (c % 4)));
-                }
+                patch.for_columns([&](int c, uint32_t offset) {
+                    line[offset] = static_cast<uint8_t>((c < 4 ? bytes[i].x : bytes[i].y) >> (8 * (c % 4)));
+                });
             }
-            line += halves.stride();
         }
     }
     if (to.out_t != nullptr) {

@@ -14,6 +14,7 @@
 
 #include <cstdint>
 
+#include "math.cuh"
 #include "ptx.cuh"
 
 namespace te_fast {
@@ -38,15 +39,14 @@ struct ValueSlope {
 // sigmoid(-t / log2(e)).
 __device__ inline float sigmoid_exp2(float t) { return ptx::reciprocal_fast(1.0f + ptx::exp2_fast(t)); }
 
-// sigmoid and 1 - sigmoid of -t / log2(e), both to full relative precision.
+// sigmoid and 1 - sigmoid of -t / log2(e), both to full relative precision, except that `rest` is 0 where `value` is 0:
+// whatever it is multiplied with is 0 there.
 struct SigmoidPair {
     float value, rest;
     __device__ explicit SigmoidPair(float t) {
-        const float z = ptx::exp2_fast(-fabsf(t));
-        const float near_one = ptx::reciprocal_fast(1.0f + z), near_zero = z * near_one;
-        const bool upper = t <= 0.0f;
-        value = upper ? near_one : near_zero;
-        rest = upper ? near_zero : near_one;
+        const float z = ptx::exp2_fast(t);
+        value = ptx::reciprocal_fast(1.0f + z);
+        rest = fminf(z, kF32Max) * value;  // infinity times zero would be NaN
     }
 };
 

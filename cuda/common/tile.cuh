@@ -31,7 +31,7 @@ constexpr int kTileBlocks = sizeof(In) == 4 ? 2 : kNarrowTileBlocks;
 // Transposed tile: [column][slot], a slot being the 8 bytes of one patch column. Slot s of column c lies at
 // s ^ (c / 8): the 16 threads that write together (equal s, c / 8 = 0..15) meet 16 different slots, and those that
 // read 16 bytes together (equal c) still find neighbouring slots side by side, swapped where c / 8 is odd.
-struct TransposeBuffer {
+struct alignas(16) TransposeBuffer {
     uint2 slot[kTile][kPatches];
 };
 
