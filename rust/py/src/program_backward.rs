@@ -68,9 +68,10 @@ pub(crate) fn program_backward<'py>(
     let py = ctx.py();
     let state = state(py)?;
     if state.torch.is_grad_enabled.bind(py).call0()?.is(PyBool::new(py, true)) {
+        let arguments: Vec<_> = std::iter::once(ctx.clone()).chain(grads.iter()).collect();
         return py
             .import(intern!(py, "te_fast.pytorch._ops"))?
-            .call_method1(intern!(py, "program_backward_once"), (ctx, grads));
+            .call_method1(intern!(py, "program_backward_once"), PyTuple::new(py, arguments)?);
     }
     let tensors = ctx.getattr(intern!(py, "saved_tensors"))?.cast_into::<PyTuple>()?;
     let kept = ctx.getattr(intern!(py, "te_saved"))?.cast_into::<ProgramSaved>()?;
