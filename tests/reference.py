@@ -166,3 +166,25 @@ def dequantize(
     """Values of FP8 bytes under a ``scale_inv`` that broadcasts over them."""
     values = data.view(TORCH_FP8[fmt]).float()
     return _scaled(values, scale_inv.expand_as(values)).to(dtype)
+
+
+def quantized_values(t, fmt, kind, *, transposed=False, scale=None):
+    """What FP8 makes of ``t`` as FP64: per tensor, in 1x128 blocks along the contraction, or 128x128."""
+    t = t.detach()
+    t = t.t().contiguous() if transposed else t
+    if kind == "2d":
+        bytes_, inverse = quantize_2d(t, fmt)
+        blocks = inverse[:, : -(-t.shape[1] // 128)]
+        spread = blocks.repeat_interleave(128, 0)[: t.shape[0]].repeat_interleave(128, 1)[
+            :, : t.shape[1]
+        ]
+    elif kind == "1d":
+        bytes_, inverse = quantize_1d(t, fmt)
+        spread = inverse[:, : t.shape[0]].t().repeat_interleave(128, 1)[:, : t.shape[1]]
+    else:
+        scale = amax_to_scale(amax_of(t), FP8_MAX[fmt]) if scale is None else scale
+        bytes_, spread = (
+            quantize_per_tensor(t, scale, fmt),
+            reciprocal(torch.as_tensor(scale)),
+        )
+    return bytes_.view(TORCH_FP8[fmt]).double() * spread.double()

@@ -57,6 +57,8 @@ __all__ = [
     "program_autograd_forward",
     "program_backward",
     "program_backward_dw",
+    "program_layer_call",
+    "program_layer_forward",
     "program_module_call",
     "program_run_backward",
     "program_run_forward",
@@ -347,6 +349,16 @@ def program_backward(ctx: Any, *grads: Tensor) -> Any: ...
 def program_backward_dw(
     handle: WeightHandle, weight: Tensor, fuse_wgrad_accumulation: bool, /
 ) -> Tensor | None: ...
+def program_layer_call(
+    module: Any,
+    inp: Any,
+    is_first_microbatch: Any = None,
+    fp8_output: Any = None,
+    fp8_grad: Any = None,
+) -> Any: ...
+def program_layer_forward(
+    module: Any, inp: Any, is_first_microbatch: bool | None = None
+) -> Any: ...
 def program_module_call(
     module: Any,
     inp: Any,

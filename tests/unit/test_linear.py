@@ -51,28 +51,6 @@ def step(layer, x, grad, recipe, **options):
     return y
 
 
-def values(t, fmt, kind, *, transposed=False, scale=None):
-    """What FP8 makes of ``t`` as FP64: per tensor, in 1x128 blocks along the contraction, or 128x128."""
-    t = t.detach()
-    t = t.t().contiguous() if transposed else t
-    if kind == "2d":
-        bytes_, inverse = ref.quantize_2d(t, fmt)
-        blocks = inverse[:, : -(-t.shape[1] // 128)]
-        spread = blocks.repeat_interleave(128, 0)[: t.shape[0]].repeat_interleave(128, 1)[
-            :, : t.shape[1]
-        ]
-    elif kind == "1d":
-        bytes_, inverse = ref.quantize_1d(t, fmt)
-        spread = inverse[:, : t.shape[0]].t().repeat_interleave(128, 1)[:, : t.shape[1]]
-    else:
-        scale = ref.amax_to_scale(ref.amax_of(t), ref.FP8_MAX[fmt]) if scale is None else scale
-        bytes_, spread = (
-            ref.quantize_per_tensor(t, scale, fmt),
-            ref.reciprocal(torch.as_tensor(scale)),
-        )
-    return bytes_.view(ref.TORCH_FP8[fmt]).double() * spread.double()
-
-
 def expected(layer, x, grad, name):
     """Products of quantised operands; delayed scaling is taken in its first step, at scale 1."""
     w, bias = layer.weight.detach(), layer.bias.detach()
@@ -85,11 +63,11 @@ def expected(layer, x, grad, name):
         kinds, grad_format = ("t", "t", "t"), "e5m2"
         scale = torch.tensor(1.0) if name == "delayed" else None
     quantised = {
-        "x": values(x, "e4m3", kinds[0], scale=scale),
-        "xt": values(x, "e4m3", kinds[0], transposed=True, scale=scale),
-        "w": values(w, "e4m3", kinds[1], scale=scale),
-        "g": values(grad, grad_format, kinds[2], scale=scale),
-        "gt": values(grad, grad_format, kinds[2], transposed=True, scale=scale),
+        "x": ref.quantized_values(x, "e4m3", kinds[0], scale=scale),
+        "xt": ref.quantized_values(x, "e4m3", kinds[0], transposed=True, scale=scale),
+        "w": ref.quantized_values(w, "e4m3", kinds[1], scale=scale),
+        "g": ref.quantized_values(grad, grad_format, kinds[2], scale=scale),
+        "gt": ref.quantized_values(grad, grad_format, kinds[2], transposed=True, scale=scale),
     }
     return {
         "y": quantised["x"] @ quantised["w"].t() + bias,
@@ -308,6 +286,27 @@ def test_parameters_split_into_main_grad(fp8):
         y.backward(grad)
         got = torch.cat([layer.a_weight.main_grad, layer.b_weight.main_grad]) - base
         assert torch.allclose(got, plain.weight.grad.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+@pytest.mark.parametrize("first", [None, True])
+def test_parts_wait_for_their_delayed_gradient(fp8, first):
+    options = {"delay_wgrad_compute": True, "fuse_wgrad_accumulation": True}
+    layer, plain = make(parameters_split=("a", "b"), **options), make()
+    with torch.no_grad():
+        plain.weight.copy_(torch.cat([layer.a_weight, layer.b_weight]))
+    x, grad = inputs(32, layer)
+    parts = layer.a_weight, layer.b_weight
+    for part in parts:
+        part.main_grad = torch.full((24, 64), 2.0)
+    for each, call in ((layer, {"is_first_microbatch": first}), (plain, {})):
+        with te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
+            y = each(x, **call)
+        y.backward(grad)
+    assert all(part.grad is None for part in parts)
+    layer.backward_dw()
+    got = torch.cat([part.main_grad for part in parts]) - (0.0 if first else 2.0)
+    assert torch.allclose(got, plain.weight.grad.float(), rtol=2e-2, atol=2e-2)
 
 
 def test_parameters_split_errors():

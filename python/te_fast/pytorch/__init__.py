@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from te_fast.pytorch import ops
 from te_fast.pytorch._device import set_cuda_device_every_batch, should_set_cuda_device_every_batch
+from te_fast.pytorch.layernorm_linear import LayerNormLinear
+from te_fast.pytorch.layernorm_mlp import LayerNormMLP
 from te_fast.pytorch.linear import Linear
 from te_fast.pytorch.norm import LayerNorm, RMSNorm
 from te_fast.pytorch.padding import Fp8Padding, Fp8Unpadding
@@ -37,6 +39,8 @@ __all__ = [
     "Fp8Padding",
     "Fp8Unpadding",
     "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "RMSNorm",
     "autocast",

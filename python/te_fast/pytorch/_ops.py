@@ -33,6 +33,8 @@ from te_fast._native import (
     note_scale_change,
     program_apply,
     program_backward_dw,
+    program_layer_call,
+    program_layer_forward,
     program_run_backward,
     program_run_forward,
     update_scales,
@@ -63,6 +65,8 @@ __all__ = [
     "program_apply",
     "program_backward_dw",
     "program_call_method",
+    "program_layer_call_method",
+    "program_layer_forward",
     "program_run_backward",
     "program_run_forward",
     "update_scales",
@@ -91,6 +95,16 @@ def _program_call(self: Any, *args: Any, **kwargs: Any) -> Any:
 #: dict names; None there sends calls through ``forward``.
 program_call_method = (
     instance_method(_native.program_module_call) if _DYNAMO_TAKES_BUILTINS else _program_call
+)
+
+
+def _program_layer_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return program_layer_call(self, *args, **kwargs)
+
+
+#: The same with ``Linear``'s arguments, for layers that have ``_forward_general`` beside the program.
+program_layer_call_method = (
+    instance_method(program_layer_call) if _DYNAMO_TAKES_BUILTINS else _program_layer_call
 )
 
 
@@ -168,7 +182,7 @@ program_function_apply = super(torch.autograd.Function, _ProgramFunction).apply
 
 
 @once_differentiable
-def program_backward_once(ctx: Any, grads: tuple[torch.Tensor, ...]) -> Any:
+def program_backward_once(ctx: Any, *grads: torch.Tensor) -> Any:
     """Backward under ``create_graph=True``: differentiating again raises."""
     return _native.program_backward(ctx, *grads)
 

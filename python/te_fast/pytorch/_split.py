@@ -9,6 +9,13 @@ import torch
 
 from te_fast.errors import DtypeError, ShapeError
 from te_fast.pytorch import _high_precision
+from te_fast.pytorch._parameters import (
+    Init,
+    constant,
+    initialise,
+    mark_parallel,
+    materialise,
+)
 from te_fast.pytorch.base import TransformerEngineBaseModule
 
 if TYPE_CHECKING:
@@ -61,6 +68,7 @@ class _Concatenate(torch.autograd.Function):
         ctx: Any, layer: SplitLinear, adjacent: bool, overwrite: bool, *parts: torch.Tensor
     ) -> torch.Tensor:
         ctx.layer, ctx.parts, ctx.overwrite = layer, parts, overwrite
+        ctx.set_materialize_grads(False)
         if not adjacent:
             return torch.cat([part.detach() for part in parts])
         first = parts[0].detach()
@@ -70,7 +78,12 @@ class _Concatenate(torch.autograd.Function):
         return whole.set_(first.untyped_storage(), first.storage_offset(), size, stride)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:  # backward_dw gives it later, and adds it
+            if ctx.layer.fuse_wgrad_accumulation and ctx.overwrite:
+                for part in ctx.parts:
+                    _high_precision.main_grad_of(part).zero_()
+            return (None,) * (3 + len(ctx.parts))
         parts = grad.split([part.shape[0] for part in ctx.parts])
         if not ctx.layer.fuse_wgrad_accumulation:
             return (None, None, None, *parts)
@@ -107,6 +120,8 @@ class SplitLinear(TransformerEngineBaseModule):
     weight: torch.Tensor
     bias: torch.Tensor
     use_bias: bool
+    parallel_mode: str | None
+    init_method: Init | None
     fuse_wgrad_accumulation: bool
 
     def _make_linear_parameters(self, parameters_split: Parts, options: dict[str, Any]) -> None:
@@ -126,6 +141,23 @@ class SplitLinear(TransformerEngineBaseModule):
         bias = torch.empty(self.out_features, **options)
         for name, part in zip(self.bias_names, bias.split(sizes), strict=True):
             self.register_parameter(name, torch.nn.Parameter(part))
+
+    def _reset_linear(self) -> None:
+        is_row = self.parallel_mode == "row"
+        for name in self.weight_names:
+            weight = materialise(self, name)
+            initialise(self, weight, self.init_method, forks=True)
+            if self.parallel_mode is not None:
+                mark_parallel(weight, 1 if is_row else 0)
+            if self.delay_wgrad_compute:
+                weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+        for name in self.bias_names if self.use_bias else ():
+            bias = materialise(self, name)
+            initialise(self, bias, constant(0.0), forks=False)
+            if is_row:
+                bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+            elif self.parallel_mode is not None:
+                mark_parallel(bias, 0)
 
     def _weight(self, *, overwrite: bool) -> tuple[torch.Tensor, int | None]:
         """Return the whole weight, and what stands in for a concatenation's version."""

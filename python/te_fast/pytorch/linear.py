@@ -11,14 +11,7 @@ from torch.nn import functional
 from te_fast.errors import ShapeError, StateError
 from te_fast.pytorch import _high_precision, _ops
 from te_fast.pytorch._global_state import FP8GlobalStateManager, autocast_state
-from te_fast.pytorch._parameters import (
-    constant,
-    initialise,
-    mark_parallel,
-    materialise,
-    options_of,
-    refuse,
-)
+from te_fast.pytorch._parameters import options_of, refuse
 from te_fast.pytorch._split import SplitLinear
 
 __all__ = ["Linear"]
@@ -196,21 +189,7 @@ class Linear(SplitLinear):
         """
         if defer_init:
             return
-        is_row = self.parallel_mode == "row"
-        for name in self.weight_names:
-            weight = materialise(self, name)
-            initialise(self, weight, self.init_method, forks=True)
-            if self.parallel_mode is not None:
-                mark_parallel(weight, 1 if is_row else 0)
-            if self.delay_wgrad_compute:
-                weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
-        for name in self.bias_names if self.use_bias else ():
-            bias = materialise(self, name)
-            initialise(self, bias, constant(0.0), forks=False)
-            if is_row:
-                bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
-            elif self.parallel_mode is not None:
-                mark_parallel(bias, 0)
+        self._reset_linear()
         self._drop_weight_cache()
 
     # `layer(x)` enters here: nn.Module.__call__ without its cost where no hook asks for it.

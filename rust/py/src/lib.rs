@@ -15,6 +15,7 @@ mod program;
 mod program_backward;
 mod program_call;
 mod program_functions;
+mod program_layer;
 mod program_run;
 mod program_tensors;
 mod state;
@@ -58,6 +59,8 @@ mod _native {
     use crate::program_call::{
         program_apply, program_autograd_forward, program_module_call, program_run_backward, program_run_forward,
     };
+    #[pymodule_export]
+    use crate::program_layer::{program_layer_call, program_layer_forward};
     #[pymodule_export]
     use crate::state::DispatcherCell;
     #[pymodule_export]

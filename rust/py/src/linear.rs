@@ -90,16 +90,27 @@ pub(crate) fn linear_call<'py>(
     fp8_output: Option<&Bound<'py, PyAny>>,
     fp8_grad: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
+    let optional = [("is_first_microbatch", is_first_microbatch), ("fp8_output", fp8_output), ("fp8_grad", fp8_grad)];
+    module_call(module, inp, &optional, |state, attributes, first| forward(state, module, attributes, inp, first))
+}
+
+/// The call of a layer with [`linear_call`]'s arguments: `forward` is for those that ask for no more than that.
+#[inline]
+pub(crate) fn module_call<'py>(
+    module: &Bound<'py, PyAny>,
+    inp: &Bound<'py, PyAny>,
+    optional: &[(&str, Option<&Bound<'py, PyAny>>); 3],
+    forward: impl FnOnce(&State, &Bound<'py, PyDict>, Option<bool>) -> PyResult<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
     let py = module.py();
     let state = state(py)?;
     let attributes = instance_dict(module)?;
-    if fp8_output.is_some() || fp8_grad.is_some() || !can_skip_module_call(py, state, &attributes)? {
-        let optional =
-            [("is_first_microbatch", is_first_microbatch), ("fp8_output", fp8_output), ("fp8_grad", fp8_grad)];
-        return slow_call(state, module, inp, &optional);
+    let [(_, is_first_microbatch), others @ ..] = optional;
+    if others.iter().any(|(_, value)| value.is_some()) || !can_skip_module_call(py, state, &attributes)? {
+        return slow_call(state, module, inp, optional);
     }
     let is_first_microbatch = is_first_microbatch.map(PyAnyMethods::is_truthy).transpose()?;
-    forward(state, module, &attributes, inp, is_first_microbatch)
+    forward(state, &attributes, is_first_microbatch)
 }
 
 #[cold]

@@ -1,0 +1,310 @@
+"""Layers that are chains of native ops: LayerNormLinear and LayerNormMLP.
+
+Such a layer is a native program. Nothing here computes a step of it: a subclass says which ops the
+program has and which parameters they read, and this class runs it.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fast.errors import ShapeError, StateError
+from te_fast.pytorch import _high_precision, _ops
+from te_fast.pytorch._global_state import autocast_state
+from te_fast.pytorch._parameters import constant, initialise, materialise
+from te_fast.pytorch._recompute import recomputed
+from te_fast.pytorch._torch_state import copy_into
+from te_fast.pytorch.base import TransformerEngineBaseModule
+
+if TYPE_CHECKING:
+    from te_fast.pytorch._torch_state import Source
+
+__all__ = ["CompoundModule"]
+
+_NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+
+
+class CompoundModule(TransformerEngineBaseModule):
+    """A norm, or none, and what follows it, as one native program."""
+
+    # What a subclass's constructor sets.
+    eps: float
+    normalization: str | None
+    zero_centered_gamma: bool
+    return_layernorm_output: bool
+    return_layernorm_output_gathered: bool
+    return_bias: bool
+    fuse_wgrad_accumulation: bool
+    checkpoint = False
+
+    layer_norm_weight: torch.Tensor | None
+    layer_norm_bias: torch.Tensor | None
+    _handles: dict[str, _ops.WeightHandle]
+    _programs: dict[tuple[bool, bool], _ops.Program]
+    _direct_program: _ops.Program | None
+    _stand_ins: dict[str, torch.Tensor]
+    _lock: threading.Lock
+    _NATIVE = ("_handles", "_programs", "_direct_program", "_stand_ins", "_lock")
+
+    # What a subclass says ------------------------------------------------------------------------
+
+    #: Name of the argument that is the size of the input, for messages.
+    _FEATURES: str
+    #: Names of the weights of the linear ops, in order.
+    _LINEARS: tuple[str, ...]
+
+    def _append_ops(
+        self,
+        program: _ops.Program,
+        parameters: dict[str, Any],
+        observe: Callable[[], None],
+    ) -> None:
+        """Append the ops; `observe` stands before each linear one."""
+        raise NotImplementedError
+
+    def _used_parameters(self, is_first_microbatch: bool | None) -> dict[str, torch.Tensor]:
+        """Return what the program reads, by the names that it reads it under, in op order."""
+        raise NotImplementedError
+
+    def _returned_bias(self) -> torch.Tensor:
+        """Return what ``return_bias`` returns."""
+        raise NotImplementedError
+
+    def _is_whole(self) -> bool:
+        """Tell whether every parameter that the program reads is one of the layer's."""
+        return True
+
+    # Construction --------------------------------------------------------------------------------
+
+    def _check_norm(self, normalization: str | None, *, optional: bool) -> None:
+        known = (*_NORMALIZATIONS, None) if optional else _NORMALIZATIONS
+        if normalization not in known:
+            message = (
+                f"{self.name}: normalization must be one of {', '.join(map(repr, known))}, got "
+                f"{normalization!r}"
+            )
+            raise ShapeError(message)
+
+    def _make_norm_parameters(self, size: int, options: dict[str, Any]) -> None:
+        for name in ("layer_norm_weight", "layer_norm_bias"):
+            is_there = self.normalization == "LayerNorm" or (
+                self.normalization == "RMSNorm" and name == "layer_norm_weight"
+            )
+            made = torch.nn.Parameter(torch.empty(size, **options)) if is_there else None
+            self.register_parameter(name, made)
+
+    def _reset_norm(self) -> None:
+        for name, value in (
+            ("layer_norm_weight", float(not self.zero_centered_gamma)),
+            ("layer_norm_bias", 0.0),
+        ):
+            if getattr(self, name) is not None:
+                parameter: Any = materialise(self, name)
+                initialise(self, parameter, constant(value), forks=False)
+                parameter.sequence_parallel = self.sequence_parallel
+
+    def _append_norm(self, program: _ops.Program, parameters: dict[str, Any], size: int) -> None:
+        if self.normalization is not None:
+            bias = "layer_norm_bias" if self.normalization == "LayerNorm" else None
+            program.norm(
+                "layer_norm",
+                self.normalization,
+                parameters,
+                "layer_norm_weight",
+                bias,
+                size,
+                self.eps,
+                self.zero_centered_gamma,
+            )
+
+    def _norm_names(self) -> tuple[str, ...]:
+        names = ("layer_norm_weight", "layer_norm_bias")
+        return tuple(name for name in names if getattr(self, name) is not None)
+
+    # The native half -----------------------------------------------------------------------------
+
+    def _make_native(self) -> None:
+        handles = {}
+        for name in self._LINEARS:
+            handle = _ops.WeightHandle(self.name)
+            # The parts' gradients reach their main_grad where the concatenation is undone.
+            handle.fuse_wgrad_accumulation = self.fuse_wgrad_accumulation and self._is_whole()
+            handle.delay_wgrad_compute = self.delay_wgrad_compute
+            handles[name] = handle
+        # In `__dict__`, where nn.Module keeps its hands off them.
+        self.__dict__["_handles"] = handles
+        self.__dict__["_programs"] = {}
+        self.__dict__["_stand_ins"] = {}
+        self.__dict__["_lock"] = threading.Lock()
+        # What a call runs that needs nothing of Python; None where every call does.
+        direct = None
+        if self._is_whole() and not self.checkpoint and not self.return_bias:
+            direct = self._make_program(self._parameters, observed=False)
+            direct.strict_types = True
+        self.__dict__["_direct_program"] = direct
+
+    def _make_program(self, parameters: dict[str, Any], *, observed: bool) -> _ops.Program:
+        """Make a program that reads its parameters from a dict.
+
+        An `observed` one returns the input of every linear op beside the result.
+        """
+        program = _ops.Program(self.name)
+        wanted = len(self._LINEARS) if observed else int(self.return_layernorm_output)
+
+        def observe() -> None:
+            if program.num_extra_outputs < wanted:
+                program.make_extra_output("input", False)
+
+        self._append_ops(program, parameters, observe)
+        return program
+
+    def _program_of(self, parameters: dict[str, Any], *, observed: bool) -> _ops.Program:
+        key = (parameters is self._parameters, observed)
+        if key not in self._programs:
+            self._programs[key] = self._make_program(parameters, observed=observed)
+        return self._programs[key]
+
+    def _weight_handles(self) -> dict[str, Any]:
+        return self._handles
+
+    def _plan_count(self) -> int:
+        programs = [self._direct_program, *self._programs.values()]
+        return sum(program.plan_count() for program in programs if program is not None)
+
+    def _set_slots(self, epoch: int, forward: Any, backward: Any) -> None:
+        for index, handle in enumerate(self._handles.values()):
+            bases = index * self._FORWARD_SLOTS, index * self._BACKWARD_SLOTS
+            handle.set_slots(epoch, forward, backward, *bases)
+
+    # Forward -------------------------------------------------------------------------------------
+
+    def _forward_general(self, inp: Any, is_first_microbatch: bool | None) -> Any:
+        """Forward of calls that the native fast path does not take."""
+        parameters = self._used_parameters(is_first_microbatch)
+        weight = next(iter(parameters.values()))
+        self._check_input(inp, self._FEATURES, getattr(self, self._FEATURES), weight.device)
+        self.set_activation_dtype(inp)
+        self._refuse_functorch("here; call torch.nn layers inside of them")
+        x = inp.to(self.activation_dtype)
+        if type(x) not in (torch.Tensor, torch.nn.Parameter):
+            x = x.as_subclass(torch.Tensor)
+        if autocast_state.fp8_calibration and not autocast_state.fp8_enabled:
+            out = self._calibrate(parameters, x, is_first_microbatch)
+        elif self.checkpoint and torch.is_grad_enabled() and x.numel() > 0:
+            out = recomputed(self, parameters, x, is_first_microbatch)
+        else:
+            out = self._run(
+                parameters, lambda program: self._apply_program(program, x, is_first_microbatch)
+            )
+        return self._with_bias(out) if self.return_bias else out
+
+    def _apply_program(
+        self, program: _ops.Program, x: torch.Tensor, is_first_microbatch: bool | None
+    ) -> Any:
+        return _ops.program_apply(program, self, x, (), is_first_microbatch)
+
+    def _run(
+        self,
+        parameters: dict[str, torch.Tensor],
+        call: Callable[[_ops.Program], Any],
+        *,
+        observed: bool = False,
+    ) -> Any:
+        """Call with the program that reads `parameters`: the layer's own, or stand-ins for them."""
+        own = self._parameters
+        if all(own.get(name) is tensor for name, tensor in parameters.items()):
+            return call(self._program_of(own, observed=observed))
+        with self._lock:
+            self._stand_ins.update(parameters)
+            try:
+                return call(self._program_of(self._stand_ins, observed=observed))
+            finally:
+                self._stand_ins.clear()
+
+    def _with_bias(self, out: Any) -> tuple[torch.Tensor, ...]:
+        y, *others = out if isinstance(out, tuple) else (out,)
+        return (y, self._returned_bias().to(y.dtype), *others)
+
+    def _calibrate(
+        self,
+        parameters: dict[str, torch.Tensor],
+        x: torch.Tensor,
+        is_first_microbatch: bool | None,
+    ) -> Any:
+        """Take the absolute maxima that FP8 would, while computing in high precision."""
+        y, *inputs = self._run(
+            parameters,
+            lambda program: self._apply_program(program, x, is_first_microbatch),
+            observed=True,
+        )
+        self.init_fp8_metadata(self.fp8_meta["num_gemms"])
+        state = self.fp8_meta.get("scaling_fwd")
+        if state is not None and x.numel() > 0:
+            with torch.no_grad():
+                self._record(state, inputs, [parameters[name] for name in self._LINEARS])
+        return (y, inputs[0]) if self.return_layernorm_output else y
+
+    def _record(
+        self, state: Any, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+    ) -> None:
+        live = state.amax_history[0]
+        for index, tensors in enumerate(zip(inputs, weights, strict=True)):
+            maxima = torch.stack([tensor.abs().amax().float() for tensor in tensors])
+            base = index * self._FORWARD_SLOTS
+            live[base : base + 2] = torch.maximum(live[base : base + 2], maxima)
+        state.slots.mark_ran()
+
+    # Weight gradients ----------------------------------------------------------------------------
+
+    def backward_dw(self) -> None:
+        """Compute the weights' gradients of the oldest backward that left them, the last one first.
+
+        Raises
+        ------
+        StateError
+            If no backward did.
+        """
+        if not self.delay_wgrad_compute:
+            return
+        waiting = [name for name, handle in self._handles.items() if handle.deferred_count()]
+        if not waiting:
+            message = f"{self.name}: backward_dw() was called without a backward before it"
+            raise StateError(message)
+        for name in reversed(waiting):
+            self._compute_deferred(name, self._handles[name])
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
+            hook()
+
+    def _compute_deferred(self, name: str, handle: _ops.WeightHandle) -> None:
+        weight, fuse = getattr(self, name), self.fuse_wgrad_accumulation
+        dw = _ops.program_backward_dw(handle, weight, fuse)
+        if dw is not None:
+            _high_precision.give(weight, dw, fuse=fuse, overwrite=False)
+
+    # Parameters ----------------------------------------------------------------------------------
+
+    def reset_layer_norm_parameters(self) -> None:
+        """Initialise the norm's parameters; deprecated, as in Transformer Engine.
+
+        Call :meth:`reset_parameters` instead.
+        """
+        message = f"{type(self).__name__}.reset_layer_norm_parameters: use reset_parameters instead"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        self._reset_norm()
+
+    # Checkpoints of torch.nn ---------------------------------------------------------------------
+
+    def _load_norm(self, source: Source | None) -> None:
+        """Copy a ``torch.nn`` norm; its weight is 1 + that of a zero-centred one."""
+        if source is None:
+            return
+        targets = {name.rpartition("_")[2]: [getattr(self, name)] for name in self._norm_names()}
+        copy_into(targets, [source], f"{self.name}: layer_norm")
+        if self.zero_centered_gamma and self.layer_norm_weight is not None:
+            with torch.no_grad():
+                self.layer_norm_weight.sub_(1.0)

@@ -1,0 +1,65 @@
+"""Copies the parameters of ``torch.nn`` modules into layers that have them under other names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from te_fast.errors import DtypeError, ShapeError
+
+__all__ = ["Source", "copy_into"]
+
+#: A module of ``torch.nn``, or its state dict.
+Source = torch.nn.Module | Mapping[str, torch.Tensor]
+
+
+def _state_of(source: Source, what: str) -> Mapping[str, torch.Tensor]:
+    if isinstance(source, torch.nn.Module):
+        return source.state_dict()
+    if isinstance(source, Mapping):
+        return source
+    message = f"{what} must come from a module or its state dict, got {type(source).__name__}"
+    raise DtypeError(message)
+
+
+def copy_into(
+    targets: Mapping[str, Sequence[torch.Tensor]], sources: Source | Sequence[Source], what: str
+) -> None:
+    """Copy parameters, strictly: every one of both sides, all of it.
+
+    Parameters
+    ----------
+    targets : mapping of str to sequence of torch.Tensor
+        By name in the source, the parts that its rows go into, one after the other.
+    sources : module or state dict, or a sequence of them
+        The rows of several follow one another.
+    what : str
+        Layer and part, for messages.
+
+    Raises
+    ------
+    ShapeError
+        If a name is missing or too many, or a shape differs; nothing has changed then.
+    DtypeError
+        If a source is neither a module nor a mapping.
+    """
+    listed = list(sources) if isinstance(sources, Sequence) else [sources]
+    states = [_state_of(source, what) for source in listed]
+    for state in states:
+        names = {name for name in state if not name.endswith("_extra_state")}
+        if names != set(targets):
+            message = f"{what} needs exactly {sorted(targets)}, got {sorted(names)}"
+            raise ShapeError(message)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, parts in targets.items():
+        whole = torch.cat([state[name].detach() for state in states])
+        rows = [part.shape[0] for part in parts]
+        expected = (sum(rows), *parts[0].shape[1:])
+        if whole.shape != expected:
+            message = f"{what}.{name} must have shape {list(expected)}, got {list(whole.shape)}"
+            raise ShapeError(message)
+        copies.extend(zip(parts, whole.split(rows), strict=True))
+    with torch.no_grad():
+        for part, values in copies:
+            part.copy_(values)
