@@ -28,6 +28,14 @@ namespace te_fast {
 constexpr int kBlock = 128;  // elements that share a scale
 constexpr int kChunk = 16;   // elements of one FP8 store
 
+// Blocks per multiprocessor. Tokens with few experts want many, to hide the wait for the map; without the hardware's
+// conversion to FP8 they need more registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+constexpr int kCastBlocks = 8;
+#else
+constexpr int kCastBlocks = 12;
+#endif
+
 struct PermuteCastParams {
     const void* x;
     uint8_t* out;
@@ -195,7 +203,7 @@ __device__ void permute_cast(const PermuteCastParams& p) {
         ptx::wait_for_prior_grids();
         return clear_gaps(p, shared.gaps);
     }
-    cast_token<sizeof(In) == 4 ? 2 : 4, In, Out>(p, shared);
+    cast_token<sizeof(In) == 4 ? 1 : 2, In, Out>(p, shared);
 }
 
 constexpr int kScaleTile = 64;
@@ -212,14 +220,16 @@ __device__ inline void permute_scales(const PermuteScalesParams& p) {
     const uint32_t inner = threadIdx.x % kScaleTile, outer = threadIdx.x / kScaleTile;
     if (outer == 0) token[inner] = row0 + inner < p.rows ? p.row_tokens[row0 + inner] : -1;
     __syncthreads();
+    float value[kScaleTile / kSide];  // all under way before the first is used
 #pragma unroll
-    for (uint32_t i = outer; i < kScaleTile; i += kSide) {
-        float value = row0 + i < p.rows ? p.zero_scale : 0.0f;
-        if (token[i] >= 0 && block0 + inner < p.blocks) {
-            value = p.token_scales[static_cast<uint64_t>(token[i]) * p.blocks + block0 + inner];
-        }
-        tile[i][inner] = value;
+    for (uint32_t j = 0; j < kScaleTile / kSide; ++j) {
+        const int32_t from = token[outer + j * kSide];
+        const bool read = from >= 0 && block0 + inner < p.blocks;
+        value[j] = row0 + outer + j * kSide < p.rows ? p.zero_scale : 0.0f;
+        if (read) value[j] = p.token_scales[static_cast<uint64_t>(from) * p.blocks + block0 + inner];
     }
+#pragma unroll
+    for (uint32_t j = 0; j < kScaleTile / kSide; ++j) tile[outer + j * kSide][inner] = value[j];
     __syncthreads();
 #pragma unroll
     for (uint32_t i = outer; i < kScaleTile; i += kSide) {
@@ -230,10 +240,10 @@ __device__ inline void permute_scales(const PermuteScalesParams& p) {
 
 }  // namespace te_fast
 
-#define INSTANCE(symbol, in, out)                                         \
-    extern "C" __global__ void __launch_bounds__(te_fast::kRowThreads, 7) \
-        symbol(const __grid_constant__ te_fast::PermuteCastParams p) {    \
-        te_fast::permute_cast<te_fast::in, te_fast::out>(p);              \
+#define INSTANCE(symbol, in, out)                                                            \
+    extern "C" __global__ void __launch_bounds__(te_fast::kRowThreads, te_fast::kCastBlocks) \
+        symbol(const __grid_constant__ te_fast::PermuteCastParams p) {                       \
+        te_fast::permute_cast<te_fast::in, te_fast::out>(p);                                 \
     }
 
 INSTANCE(permute_cast_f32_e4m3, f32, e4m3)

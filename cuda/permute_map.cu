@@ -17,8 +17,8 @@
 // Launch: permute_map_*: slices * chunks + 1 blocks of 256 threads, at most kMaxTiles + 1; `chunk_tokens` is a
 //         multiple of 32.
 //         permute_dropped: 1 block of 32 threads: reads the count of dropped rows and clears it on request.
-// Needs:  routing contiguous, experts <= 1024; counts [chunks][slices * 32] of uint32, shares
-//         [slices][tokens] of uint8 (mask alone); a `slot` that no launch running at the same time uses.
+// Needs:  routing contiguous, experts <= 1024; counts [chunks][slices * 32] of uint32 and behind them one sum per
+//         tile, shares [slices][tokens] of uint8 (mask alone); a `slot` that no launch running at the same time uses.
 // Moves:  the routing map once (index: once per slice, from L2), 4 (2n + 1) bytes per token with n experts.
 
 #include "common/math.cuh"
@@ -201,6 +201,26 @@ __device__ __noinline__ void pack_span(const PermuteMapParams& p, MapShared& sha
     __syncthreads();
 }
 
+// One sum per tile, behind the counts of all tiles.
+__device__ inline uint32_t* tile_sums(const PermuteMapParams& p) {
+    return p.counts + static_cast<size_t>(gridDim.x - 1) * 32;
+}
+
+// Sum of load(i) for i in [begin, end) in steps of `step`, eight loads under way at a time: left to itself the
+// compiler takes the last ones of a loop one after the other, at the price of a trip to L2 each.
+template <typename Load>
+__device__ inline uint32_t sum_loads(uint32_t begin, uint32_t end, uint32_t step, Load load) {
+    uint32_t sum = 0;
+    for (uint32_t i = begin; i < end; i += 8 * step) {
+        uint32_t value[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) value[j] = i + j * step < end ? load(i + j * step) : 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum += value[j];
+    }
+    return sum;
+}
+
 // Counts a tile and publishes it; several blocks may do so for one tile, with the same numbers.
 template <typename Routing>
 __device__ __noinline__ void count_tile(const PermuteMapParams& p, MapShared& shared, uint32_t at) {
@@ -218,7 +238,11 @@ __device__ __noinline__ void count_tile(const PermuteMapParams& p, MapShared& sh
             }
         }
     }
-    if (threadIdx.x < 32) p.counts[(tile.chunk * tile.slices + tile.slice) * 32 + lane] = count;
+    if (threadIdx.x < 32) {
+        p.counts[at * 32 + lane] = count;
+        const uint32_t all = __reduce_add_sync(kFullWarp, count);
+        if (lane == 0) tile_sums(p)[at] = all;
+    }
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();  // covers what the barrier ordered before it: all that the block published
@@ -266,23 +290,32 @@ __device__ bool wait_for_all(const PermuteMapParams& p, MapShared& shared) {
 __device__ inline void place_tile(const PermuteMapParams& p, MapShared& shared, const Tile& tile) {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const uint32_t chunks = (gridDim.x - 1) / tile.slices;
-    const uint32_t vectors = tile.slice * 8;  // of four counts: the lower slices of a chunk
-    const uint32_t width = tile.slices * 8;
-    const uint4* counts = reinterpret_cast<const uint4*>(p.counts);
-    uint32_t lower = 0;
-    for (uint32_t i = threadIdx.x; i < chunks * vectors; i += kMapThreads) {
-        const uint4 v = __ldcg(counts + i / vectors * width + i % vectors);
-        lower += v.x + v.y + v.z + v.w;
+    const uint32_t tiles = gridDim.x - 1;
+    uint32_t sum[kMaxTiles / kMapThreads];  // of the lower slices; under way together with the first counts
+#pragma unroll
+    for (int j = 0; j < kMaxTiles / kMapThreads; ++j) {
+        const uint32_t at = threadIdx.x + j * kMapThreads;
+        sum[j] = at < tiles && at % tile.slices < tile.slice ? __ldcg(tile_sums(p) + at) : 0;
     }
-    for (int distance = 16; distance > 0; distance /= 2) lower += __shfl_xor_sync(kFullWarp, lower, distance);
-    if (lane == 0) shared.lower[warp] = lower;
     uint32_t total = 0, earlier = 0;
-#pragma unroll 8
-    for (uint32_t chunk = warp; chunk < chunks; chunk += kMapWarps) {
-        const uint32_t count = __ldcg(p.counts + (chunk * tile.slices + tile.slice) * 32 + lane);
-        total += count;
-        earlier += chunk < tile.chunk ? count : 0;
+    for (uint32_t chunk = warp; chunk < chunks; chunk += 8 * kMapWarps) {
+        uint32_t count[8];
+#pragma unroll
+        for (uint32_t j = 0; j < 8; ++j) {
+            const uint32_t at = chunk + j * kMapWarps;
+            count[j] = at < chunks ? __ldcg(p.counts + (at * tile.slices + tile.slice) * 32 + lane) : 0;
+        }
+#pragma unroll
+        for (uint32_t j = 0; j < 8; ++j) {
+            total += count[j];
+            earlier += chunk + j * kMapWarps < tile.chunk ? count[j] : 0;
+        }
     }
+    uint32_t lower = 0;
+#pragma unroll
+    for (const uint32_t part : sum) lower += part;
+    lower = __reduce_add_sync(kFullWarp, lower);
+    if (lane == 0) shared.lower[warp] = lower;
     shared.total[warp][lane] = total;
     shared.earlier[warp][lane] = earlier;
     __syncthreads();
@@ -319,15 +352,13 @@ __device__ inline void describe(const PermuteMapParams& p) {
     __shared__ uint32_t counts[kMaxExperts];
     for (uint32_t e = threadIdx.x; e < width; e += kMapThreads) counts[e] = 0;
     __syncthreads();
-    // Vectors of four experts side by side, as many chunks at once as there are threads for.
-    const uint32_t vectors = width / 4, vector = threadIdx.x % vectors;
-#pragma unroll 8
-    for (uint32_t chunk = threadIdx.x / vectors; chunk < chunks; chunk += kMapThreads / vectors) {
-        if (threadIdx.x >= kMapThreads / vectors * vectors) break;
-        const uint4 v = __ldcg(reinterpret_cast<const uint4*>(p.counts + chunk * width) + vector);
-        const uint32_t word[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) atomicAdd(&counts[vector * 4 + j], word[j]);
+    // Experts side by side, as many chunks at once as there are threads for.
+    const uint32_t together = max(kMapThreads / width, 1u);
+    for (uint32_t i = threadIdx.x; i < together * width; i += kMapThreads) {
+        const uint32_t e = i % width;
+        const uint32_t count = sum_loads(i / width, chunks, together,
+                                         [&](uint32_t chunk) { return __ldcg(p.counts + chunk * width + e); });
+        atomicAdd(&counts[e], count);
     }
     __syncthreads();
     const uint32_t first = threadIdx.x * kEach;
@@ -360,12 +391,9 @@ __device__ inline void describe(const PermuteMapParams& p) {
 
 // Experts that a token has in higher slices.
 __device__ inline uint32_t higher_experts(const PermuteMapParams& p, const Tile& tile, uint64_t token) {
-    uint32_t count = 0;
-    if (token >= p.tokens) return count;
-#pragma unroll 8
-    for (uint32_t slice = tile.slice + 1; slice < tile.slices; ++slice)
-        count += __ldcg(p.shares + slice * p.tokens + token);
-    return count;
+    if (token >= p.tokens) return 0;
+    return sum_loads(tile.slice + 1, tile.slices, 1,
+                     [&](uint32_t slice) -> uint32_t { return __ldcg(p.shares + slice * p.tokens + token); });
 }
 
 // Entries of a span's tokens in this slice, a lane per token, experts in descending order: those of higher slices

@@ -96,7 +96,8 @@ __device__ void merge_vectors(const UnpermuteParams& p, const MergeShared& share
 #pragma unroll
                 for (int c = 0; c < kCols; ++c) {
                     const uint64_t col = base + c * kRowThreads * 8;
-                    if (row >= 0 && col < p.cols) raw[j][c] = load8<T>(x + static_cast<uint64_t>(row) * p.cols + col);
+                    const bool read = row >= 0 && col < p.cols;
+                    raw[j][c] = read ? load8<T>(x + static_cast<uint64_t>(row) * p.cols + col) : zero8<T>();
                 }
             }
 #pragma unroll
@@ -154,7 +155,7 @@ __device__ void unpermute(const UnpermuteParams& p) {
     }
     if (p.cols % 8 == 0 && is_aligned(p.x, 16) && is_aligned(p.out, 16)) {
         if (count <= 2) return merge_vectors<2, 2, T>(p, shared, token, count);
-        if (count <= 4) return merge_vectors<4, sizeof(T) == 4 ? 1 : 2, T>(p, shared, token, count);
+        if (count <= 4) return merge_vectors<4, 1, T>(p, shared, token, count);
         merge_vectors<sizeof(T) == 4 ? 4 : 8, 1, T>(p, shared, token, count);
     } else {
         merge_elements<T>(p, shared, token, count);
@@ -329,18 +330,20 @@ __device__ inline void permute_ends(const PermuteEndsParams& p) {
 
 }  // namespace te_fast
 
-#define INSTANCE(symbol, kernel, params, type)                            \
-    extern "C" __global__ void __launch_bounds__(te_fast::kRowThreads, 5) \
-        symbol(const __grid_constant__ te_fast::params p) {               \
-        te_fast::kernel<te_fast::type>(p);                                \
+// `blocks` per multiprocessor: a block of fwd spends most of its life waiting for the map and for its rows, so many
+// serve better than much in flight in each; bwd holds two rows and the gradient in registers.
+#define INSTANCE(symbol, kernel, params, type, blocks)                         \
+    extern "C" __global__ void __launch_bounds__(te_fast::kRowThreads, blocks) \
+        symbol(const __grid_constant__ te_fast::params p) {                    \
+        te_fast::kernel<te_fast::type>(p);                                     \
     }
 
-INSTANCE(unpermute_fwd_f32, unpermute, UnpermuteParams, f32)
-INSTANCE(unpermute_fwd_f16, unpermute, UnpermuteParams, f16)
-INSTANCE(unpermute_fwd_bf16, unpermute, UnpermuteParams, bf16)
-INSTANCE(unpermute_bwd_f32, unpermute_bwd, UnpermuteBwdParams, f32)
-INSTANCE(unpermute_bwd_f16, unpermute_bwd, UnpermuteBwdParams, f16)
-INSTANCE(unpermute_bwd_bf16, unpermute_bwd, UnpermuteBwdParams, bf16)
+INSTANCE(unpermute_fwd_f32, unpermute, UnpermuteParams, f32, 8)
+INSTANCE(unpermute_fwd_f16, unpermute, UnpermuteParams, f16, 8)
+INSTANCE(unpermute_fwd_bf16, unpermute, UnpermuteParams, bf16, 8)
+INSTANCE(unpermute_bwd_f32, unpermute_bwd, UnpermuteBwdParams, f32, 5)
+INSTANCE(unpermute_bwd_f16, unpermute_bwd, UnpermuteBwdParams, f16, 5)
+INSTANCE(unpermute_bwd_bf16, unpermute_bwd, UnpermuteBwdParams, bf16, 5)
 
 extern "C" __global__ void __launch_bounds__(te_fast::kEndsThreads)
     permute_ends(const __grid_constant__ te_fast::PermuteEndsParams p) {

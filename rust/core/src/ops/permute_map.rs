@@ -19,8 +19,9 @@ const MAX_TILES: usize = 512;
 const TILES: usize = 128;
 /// Tokens of a chunk that are worth a block.
 const SHORT_CHUNK: usize = 64;
-/// Tokens of a chunk whose bits stay in shared memory.
-const LONG_CHUNK: usize = 2048;
+/// Tokens of a chunk in long maps: half of those whose bits stay in shared memory, so that two blocks share a
+/// multiprocessor.
+const LONG_CHUNK: usize = 1024;
 const MAP_THREADS: u32 = 256;
 const ENDS_THREADS: u32 = 512;
 /// Most parts that ends are counted in.
@@ -34,7 +35,7 @@ params! {
         pub routing: DevPtr<'a>,
         /// The map.
         pub row_id_map: DevPtr<'a>,
-        /// Scratch: u32 `[chunks][slices * 32]`.
+        /// Scratch: u32 `[chunks][slices * 32]`, then one sum per slice of a chunk.
         pub counts: DevPtr<'a>,
         /// Scratch: u8 `[slices][T]`, mask alone.
         pub shares: DevPtr<'a>,
@@ -196,7 +197,7 @@ impl MapPlan {
     }
 
     const fn count_bytes(&self) -> usize {
-        self.chunks * self.slices * SLICE * 4
+        self.chunks * self.slices * (SLICE + 1) * 4
     }
 
     /// Launches it; without tokens there is nothing to write but zeros, which the caller has.
