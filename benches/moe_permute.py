@@ -4,8 +4,9 @@
 
 GPU time: CUDA events around one call, the L2 cache flushed by a read before it, the host kept ahead
 with a sleep on the device; median. Host time: bursts of calls under no_grad, median. `zero_()` of the
-output in the same run is the ceiling that a permutation is measured against, a byte floor at the
-measured copy rate the one for merging. Transformer Engine runs beside it where it is installed.
+output in the same run is the ceiling that a permutation is measured against (beside it a copy that
+reads and writes as many bytes in all), a byte floor at the measured copy rate the one for merging.
+Transformer Engine runs beside it where it is installed.
 """
 
 from __future__ import annotations
@@ -119,9 +120,13 @@ def measure(clock: Clock, size: tuple[int, int, int, int, int], rate: float) -> 
     listed = counts.tolist()
     routed = sum(listed)
     padded_rows = sum(-(-count // align) * align for count in listed)
-    out, _, row_id_map, offsets, _ = te.moe_permute_and_pad_with_probs(
-        x, probs, mask, listed, align, num_out_tokens=padded_rows
+    # As in training: a permutation that autograd records leaves the ends of the experts' rows with its map.
+    recorded, _, row_id_map, offsets, _ = te.moe_permute_and_pad_with_probs(
+        x.clone().requires_grad_(), probs, mask, listed, align, num_out_tokens=padded_rows
     )
+    out = recorded.detach()
+    moved = torch.empty(hidden * (tokens + padded_rows), dtype=torch.uint8, device="cuda")
+    as_many = torch.empty_like(moved)
     small, _, small_map = te.moe_permute_with_probs(x, probs, mask, routed)
     dx = torch.randn_like(x)
 
@@ -148,6 +153,7 @@ def measure(clock: Clock, size: tuple[int, int, int, int, int], rate: float) -> 
     bodies: dict[str, Callable[[], object]] = {
         "zero permuted": small.clone().zero_,
         "zero padded": out.clone().zero_,
+        "copy as permute+pad": lambda: as_many.copy_(moved),
         "map": lambda: native.moe_map(mask, align, *no_index),
         "permute": lambda: te.moe_permute_with_probs(x, probs, mask, routed),
         "permute+pad": lambda: te.moe_permute_and_pad_with_probs(
@@ -191,7 +197,7 @@ def measure(clock: Clock, size: tuple[int, int, int, int, int], rate: float) -> 
             continue
         with torch.no_grad():
             figures[name] = clock.gpu_us(body)
-            if name not in ("zero permuted", "zero padded") and torch.cuda.is_available():
+            if not name.startswith(("zero", "copy")):
                 figures[f"host {name}"] = clock.host_us(body)
     row = 2 * hidden
     figures["floor unpermute"] = row * (tokens + routed) / rate
@@ -204,6 +210,7 @@ def ratios(figures: dict[str, float]) -> dict[str, float]:
     ratio = {
         "permute / zero_": figures["permute"] / figures["zero permuted"],
         "permute+pad / zero_": figures["permute+pad"] / figures["zero padded"],
+        "permute+pad / copy": figures["permute+pad"] / figures["copy as permute+pad"],
         "fp8 tensor / permute+pad": figures["permute+pad+fp8 tensor"] / figures["permute+pad"],
         "fp8 block / permute+pad": figures["permute+pad+fp8 block"] / figures["permute+pad"],
         "unpermute bwd / floor": figures["unpermute backward"]

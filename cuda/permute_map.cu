@@ -206,21 +206,6 @@ __device__ inline uint32_t* tile_sums(const PermuteMapParams& p) {
     return p.counts + static_cast<size_t>(gridDim.x - 1) * 32;
 }
 
-// Sum of load(i) for i in [begin, end) in steps of `step`, eight loads under way at a time: left to itself the
-// compiler takes the last ones of a loop one after the other, at the price of a trip to L2 each.
-template <typename Load>
-__device__ inline uint32_t sum_loads(uint32_t begin, uint32_t end, uint32_t step, Load load) {
-    uint32_t sum = 0;
-    for (uint32_t i = begin; i < end; i += 8 * step) {
-        uint32_t value[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) value[j] = i + j * step < end ? load(i + j * step) : 0;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) sum += value[j];
-    }
-    return sum;
-}
-
 // Counts a tile and publishes it; several blocks may do so for one tile, with the same numbers.
 template <typename Routing>
 __device__ __noinline__ void count_tile(const PermuteMapParams& p, MapShared& shared, uint32_t at) {

@@ -1,4 +1,4 @@
-// Prefix sums and running maxima over a block.
+// Sums of what lies in memory, prefix sums and running maxima over a block.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +20,21 @@ struct Maximum {
         return a > b ? a : b;
     }
 };
+
+// Sum of load(i) for i in [begin, end) in steps of `step`, eight loads under way at a time: left to itself the
+// compiler takes the last ones of a loop one after the other, at the price of a trip to L2 each.
+template <typename Load>
+__device__ inline uint32_t sum_loads(uint32_t begin, uint32_t end, uint32_t step, Load load) {
+    uint32_t sum = 0;
+    for (uint32_t i = begin; i < end; i += 8 * step) {
+        uint32_t value[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) value[j] = i + j * step < end ? load(i + j * step) : 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum += value[j];
+    }
+    return sum;
+}
 
 // Inclusive scan over the threads of a block whose identity element is zero; `scratch` holds one T per warp and may
 // be reused after the next barrier. `total` is the scan of the whole block. Contains barriers.

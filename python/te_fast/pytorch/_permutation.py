@@ -18,6 +18,8 @@ from te_fast.pytorch._ops import native
 __all__ = [
     "dropped_rows",
     "move_rows",
+    "pad_by_list",
+    "padded",
     "permute",
     "permute_cast",
     "permute_exact",
@@ -45,6 +47,16 @@ def _ends_of(row_id_map: torch.Tensor) -> torch.Tensor | None:
     return kept[0] if kept is not None and kept[1] == row_id_map._version else None
 
 
+def _moved_gradients(name: str, ctx: Any, dout: Any, dprobs: Any) -> Any:
+    """Rows of gradient for a backward that moves rows: zeros where only the probabilities have one."""
+    if torch.is_grad_enabled():
+        _twice(name)
+    if dout is None and dprobs is not None:
+        rows, cols, dtype, device = ctx.like
+        return torch.zeros((rows, cols), dtype=dtype, device=device)
+    return dout
+
+
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -70,14 +82,10 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dprobs: Any, *_: Any) -> Any:
-        if torch.is_grad_enabled():
-            _twice("moe_permute")
-        row_id_map, pad_offsets = ctx.saved_tensors
+        dout = _moved_gradients("moe_permute", ctx, dout, dprobs)
         if dout is None:
-            if dprobs is None:
-                return None, None, None, None, None, None
-            rows, cols, dtype, device = ctx.like
-            dout = torch.zeros((rows, cols), dtype=dtype, device=device)
+            return None, None, None, None, None, None
+        row_id_map, pad_offsets = ctx.saved_tensors
         grad, probs_grad = native.moe_unpermute(
             dout, row_id_map, None, pad_offsets, dprobs, ctx.tokens, ctx.top_k
         )
@@ -165,13 +173,9 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dprobs: Any, _: Any) -> Any:
-        if torch.is_grad_enabled():
-            _twice("moe_sort_chunks_by_index and Fp8Padding")
+        dout = _moved_gradients("moe_sort_chunks_by_index and Fp8Padding", ctx, dout, dprobs)
         if dout is None:
-            if dprobs is None:
-                return None, None, None, None, None, None, None
-            rows, cols, dtype, device = ctx.like
-            dout = torch.zeros((rows, cols), dtype=dtype, device=device)
+            return None, None, None, None, None, None, None
         # PAD and UNPAD, SORT and UNSORT differ in the last bit.
         grad, probs_grad, _ = native.moe_pad(
             dout, dprobs, ctx.splits, ctx.index, ctx.mode ^ 1, ctx.align, ctx.rows
@@ -290,6 +294,24 @@ def move_rows(
     if _wants_grad(inp, probs):
         return _move_apply(inp, probs, splits, index, mode, align, rows)
     return native.moe_pad(inp, probs, splits, index, mode, align, rows)
+
+
+def padded(splits: list[int], align: int) -> list[int]:
+    """Round splits up to multiples of ``align``."""
+    return [-(-rows // align) * align for rows in splits]
+
+
+def pad_by_list(
+    inp: torch.Tensor, splits: list[int], align: int
+) -> tuple[torch.Tensor | None, list[int]]:
+    """Pad by a list: rows, None where nothing is padded, and the padded splits."""
+    if _is_compiling() or _wants_grad(inp, None):
+        to = padded(splits, align)
+        if to == splits:
+            return None, to
+        return move_rows(inp, None, splits, None, PAD, align, sum(to))[0], to
+    out, _, to = native.moe_pad(inp, None, splits, None, PAD, align, None)
+    return out, to
 
 
 def sort_chunks(

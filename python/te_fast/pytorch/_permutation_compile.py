@@ -20,6 +20,15 @@ def _present(tensor: Any, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(0) if tensor is None else tensor
 
 
+def _fake_pads(inp: torch.Tensor, routing_map: torch.Tensor, align: int) -> list[torch.Tensor]:
+    """Make ``pad_offsets`` and the padded tokens per expert, empty without padding."""
+    experts = routing_map.size(1)
+    return [
+        inp.new_empty((experts,), dtype=torch.int64) if align > 0 else inp.new_empty(0)
+        for _ in range(2)
+    ]
+
+
 def _map_size(routing_map: torch.Tensor, index: bool) -> tuple[Any, ...]:
     tokens, columns = routing_map.shape
     return (tokens * columns,) if index else (tokens, 2 * columns + 1)
@@ -49,15 +58,11 @@ def _permute_fake(
     align: int,
     index: bool,
 ) -> Any:
-    pads = [
-        inp.new_empty((routing_map.size(1),), dtype=torch.int64) if align > 0 else inp.new_empty(0)
-        for _ in range(2)
-    ]
     return (
         inp.new_empty((rows, inp.size(1))),
         inp.new_empty(0) if probs is None else probs.new_empty((rows,)),
         inp.new_empty(_map_size(routing_map, index), dtype=torch.int32),
-        *pads,
+        *_fake_pads(inp, routing_map, align),
     )
 
 
@@ -207,10 +212,6 @@ def _permute_cast_fake(
     pow2: bool,
 ) -> Any:
     del amax, eps, pow2
-    pads = [
-        inp.new_empty((routing_map.size(1),), dtype=torch.int64) if align > 0 else inp.new_empty(0)
-        for _ in range(2)
-    ]
     dtype = torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
     blocks, ld = (inp.size(1) + 127) // 128, (rows + 3) // 4 * 4
     return (
@@ -218,7 +219,7 @@ def _permute_cast_fake(
         inp.new_empty((blocks, ld), dtype=torch.float32) if scale is None else inp.new_empty(0),
         inp.new_empty(0) if probs is None else probs.new_empty((rows,)),
         inp.new_empty(_map_size(routing_map, False), dtype=torch.int32),
-        *pads,
+        *_fake_pads(inp, routing_map, align),
     )
 
 

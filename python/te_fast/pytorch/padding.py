@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -83,18 +83,14 @@ class Fp8Padding(_Aligned):
         self._check(m_splits)
         align = self._align()
         rows_of = inp.view(-1, inp.size(-1))
-        padded_splits: Any = None
         if isinstance(m_splits, torch.Tensor):
             most = rows_of.size(0) + self.num_gemms * (align - 1)
             rows = most // align * align if num_out_tokens is None else num_out_tokens
-        else:
-            padded_splits = [(rows + align - 1) // align * align for rows in m_splits]
-            if padded_splits == list(m_splits):
-                return inp, m_splits
-            m_splits = list(m_splits)
-            rows = sum(padded_splits)
-        out, _, padded = impl.move_rows(rows_of, None, m_splits, None, impl.PAD, align, rows)
-        return out, padded_splits if padded is None else padded
+            out, _, padded = impl.move_rows(rows_of, None, m_splits, None, impl.PAD, align, rows)
+            return out, padded
+        splits = m_splits if type(m_splits) is list else list(m_splits)
+        out, padded = impl.pad_by_list(rows_of, splits, align)
+        return (inp, m_splits) if out is None else (out, padded)
 
 
 class Fp8Unpadding(_Aligned):
@@ -137,9 +133,9 @@ class Fp8Unpadding(_Aligned):
         if isinstance(m_splits, torch.Tensor):
             rows = rows_of.size(0) if num_out_tokens is None else num_out_tokens
         else:
-            if all(rows % align == 0 for rows in m_splits):
-                return inp
-            m_splits = list(m_splits)
+            m_splits = m_splits if type(m_splits) is list else list(m_splits)
             rows = sum(m_splits)
+            if rows == sum(impl.padded(m_splits, align)):
+                return inp
         out = impl.move_rows(rows_of, None, m_splits, None, impl.UNPAD, align, rows)[0]
         return out

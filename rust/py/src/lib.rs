@@ -11,6 +11,7 @@ mod linear_run;
 mod permute;
 mod permute_call;
 mod permute_cast;
+mod permute_route;
 mod program;
 mod program_backward;
 mod program_call;

@@ -4,79 +4,18 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use te_fast_core::kernel::{DevPtr, Target};
 use te_fast_core::ops::permute::{Layout, MapBuffers, MapShape, PermuteBuffers, PermutePlan};
-use te_fast_core::ops::permute_map::{EndsPlan, MapOutputs, MapPlan, MapSpec, Routing, read_dropped};
+use te_fast_core::ops::permute_map::{EndsPlan, MapOutputs, MapPlan, MapSpec, read_dropped};
 use te_fast_core::ops::permute_merge::{UnpermuteBuffers, UnpermuteBwdBuffers, UnpermutePlan};
 use te_fast_core::tensor::{DType, TensorView};
 use te_fast_core::{Error, Float};
 
 use crate::error::IntoPython;
 use crate::permute_call::{Call, Input};
+use crate::permute_route::{
+    MapTensors, Permuted, Route, RouteSpec, TokenInputs, Wanted, made_map, map_outputs, routing_of,
+};
 use crate::state::state;
 use crate::tensor::view_of;
-
-/// A routing map as the map kernel takes it.
-pub(crate) fn routing_of(
-    call: &Call<'_, '_>,
-    view: &TensorView<'_>,
-    index: bool,
-    tokens: usize,
-) -> PyResult<(Layout, Routing)> {
-    call.same_device(view, "routing_map")?;
-    let &[rows, columns] = view.shape() else {
-        return Err(Error::shape(call.op, "routing_map", "of two dimensions", format_args!("{:?}", view.shape())))
-            .python();
-    };
-    if rows as usize != tokens {
-        return Err(Error::shape(call.op, "routing_map", format_args!("of {tokens} rows, one per token"), rows))
-            .python();
-    }
-    let routing = match (index, view.dtype()) {
-        (false, DType::Bool | DType::U8 | DType::I8) => Routing::Mask8,
-        (false, DType::I32) => Routing::Mask32,
-        (false, DType::I64) => Routing::Mask64,
-        (true, DType::I32) => Routing::Index,
-        (false, other) => {
-            return Err(Error::dtype(call.op, "a routing mask", "bool or an integer type of 8, 32 or 64 bits", other))
-                .python();
-        }
-        (true, other) => return Err(Error::dtype(call.op, "routing indices", "torch.int32", other)).python(),
-    };
-    let columns = columns as usize;
-    let layout = if index { Layout::Index { top_k: columns } } else { Layout::Mask { experts: columns } };
-    Ok((layout, routing))
-}
-
-/// The tensors that a map kernel writes.
-pub(crate) struct MapTensors<'py> {
-    pub(crate) row_id_map: Bound<'py, PyAny>,
-    pub(crate) ends: Option<Bound<'py, PyAny>>,
-    pub(crate) pad_offsets: Option<Bound<'py, PyAny>>,
-    pub(crate) padded_counts: Option<Bound<'py, PyAny>>,
-}
-
-/// What a map call asks for.
-#[derive(Clone, Copy)]
-pub(crate) struct Wanted {
-    pub(crate) pads: bool,
-    pub(crate) ends: bool,
-}
-
-impl<'py> MapTensors<'py> {
-    pub(crate) fn new(call: &Call<'_, 'py>, shape: &MapShape, plan: &MapPlan, wanted: Wanted) -> PyResult<Self> {
-        let experts = plan.experts() as i64;
-        let map_size = match shape.layout {
-            Layout::Mask { experts } => vec![shape.tokens as i64, 2 * experts as i64 + 1],
-            Layout::Index { top_k } => vec![(shape.tokens * top_k) as i64],
-        };
-        let per_expert = |wanted: bool, dtype| wanted.then(|| call.empty(&[experts], dtype)).transpose();
-        Ok(Self {
-            row_id_map: call.empty(&map_size, DType::I32)?,
-            ends: per_expert(wanted.ends, DType::I32)?,
-            pad_offsets: per_expert(wanted.pads, DType::I64)?,
-            padded_counts: per_expert(wanted.pads, DType::I64)?,
-        })
-    }
-}
 
 /// Ends of an index map's rows, whose experts the map does not tell apart, start with the last expert's.
 fn ends_of<'a>(shape: &MapShape, plan: &MapPlan, ends: DevPtr<'a>) -> DevPtr<'a> {
@@ -100,64 +39,28 @@ pub(crate) fn moe_permute<'py>(
 ) -> PyResult<Bound<'py, PyTuple>> {
     let (py, op) = (inp.py(), "moe_permute");
     let state = state(py)?;
-    let (inp, routing_map) = (Input::new(state, inp, "inp")?, Input::new(state, routing_map, "routing_map")?);
-    let probs = Input::optional(state, probs, "probs")?;
-    let (x, routing_view) = (inp.view(state)?, routing_map.view(state)?);
-    let probs_view = probs.as_ref().map(|probs| probs.view(state)).transpose()?;
-    let call = Call::new(state, py, op, x.device())?;
-    let (tokens, cols) = call.matrix(&x, "inp")?;
-    let float = call.float(&x, "inp")?;
-    let (layout, routing) = routing_of(&call, &routing_view, index, tokens)?;
-    let shape = MapShape { tokens, rows, layout };
-    let prob = call.probs(probs_view.as_ref(), tokens, shape.slots())?;
-    let map_plan = MapPlan::new(MapSpec { shape, routing, align: align.max(1) }).python()?;
-    let plan = PermutePlan::new(shape, cols * float.size(), prob).python()?;
-
-    let wanted = Wanted { pads: align > 0, ends: keep_ends };
-    let map = MapTensors::new(&call, &shape, &map_plan, wanted)?;
-    let out = call.empty(&[rows as i64, cols as i64], float.into())?;
-    let out_probs = prob.map(|prob| call.empty(&[rows as i64], prob.into())).transpose()?;
-    let outputs = map_outputs(&call, &routing_view, &map)?;
+    let inputs = TokenInputs::new(state, inp, routing_map, probs)?;
+    let views = inputs.views(state)?;
+    let call = Call::new(state, py, op, views.x.device())?;
+    let route = Route::new(&call, &views, RouteSpec { rows, align, index })?;
+    let plan = PermutePlan::new(route.shape, route.cols * route.float.size(), route.prob).python()?;
+    let permuted = Permuted::new(&call, &route, route.float.into(), Wanted { pads: align > 0, ends: keep_ends })?;
+    let outputs = map_outputs(&call, &views.routing, &permuted.map)?;
     let buffers = PermuteBuffers {
-        x: x.data(),
-        out: call.pointer(Some(&out))?,
-        probs: probs_view.map_or(DevPtr::null(), |view| view.data()),
-        out_probs: call.pointer(out_probs.as_ref())?,
-        map: MapBuffers {
-            map: outputs.row_id_map,
-            pad_offsets: outputs.pad_offsets,
-            ends: DevPtr::null(),
-            partials: 1,
-        },
+        x: views.x.data(),
+        out: call.pointer(Some(&permuted.out))?,
+        probs: views.probs(),
+        out_probs: call.pointer(permuted.probs.as_ref())?,
+        map: made_map(&outputs),
         behind_map: true,
     };
-    let ends_bytes = 4 * map_plan.experts();
-    call.run(map_plan.scratch_bytes() + ends_bytes.next_multiple_of(256), |target, scratch| {
-        let ends = if outputs.ends.is_null() { scratch } else { outputs.ends };
-        let scratch = scratch.offset(ends_bytes.next_multiple_of(256));
-        map_plan.run(target, &MapOutputs { ends, scratch, ..outputs })?;
-        let map = MapBuffers { ends: ends_of(&shape, &map_plan, ends), ..buffers.map };
+    call.run(route.scratch_bytes(), |target, scratch| {
+        let ends = route.run(target, &outputs, scratch)?;
+        let map = MapBuffers { ends: ends_of(&route.shape, &route.plan, ends), ..buffers.map };
         plan.run(target, &PermuteBuffers { map, ..buffers })
     })?;
-    (out, out_probs, map.row_id_map, map.pad_offsets, map.padded_counts, map.ends).into_pyobject(py)
-}
-
-/// Pointers of the map's tensors; scratch and totals are the caller's to set.
-pub(crate) fn map_outputs<'a>(
-    call: &Call<'_, '_>,
-    routing: &TensorView<'a>,
-    map: &'a MapTensors<'_>,
-) -> PyResult<MapOutputs<'a>> {
-    let pointer = |tensor: Option<&'a Bound<'_, PyAny>>| call.state.pointer(tensor).python();
-    Ok(MapOutputs {
-        routing: routing.data(),
-        row_id_map: pointer(Some(&map.row_id_map))?,
-        ends: pointer(map.ends.as_ref())?,
-        pad_offsets: pointer(map.pad_offsets.as_ref())?,
-        padded_counts: pointer(map.padded_counts.as_ref())?,
-        totals: DevPtr::null(),
-        scratch: DevPtr::null(),
-    })
+    let map = permuted.map;
+    (permuted.out, permuted.probs, map.row_id_map, map.pad_offsets, map.padded_counts, map.ends).into_pyobject(py)
 }
 
 /// The map alone: (`row_id_map`, `pad_offsets`, `padded_counts`, ends, totals); totals are the padded and the routed rows.

@@ -1,18 +1,17 @@
 //! MoE permutation into FP8, padding and chunk sorting as Python sees them.
 
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyList, PyTuple};
 use te_fast_core::kernel::DevPtr;
 use te_fast_core::ops::pad::{Integers, Move, PadBuffers, PadPlan, PadSpec, Splits};
-use te_fast_core::ops::permute::{Layout, MapBuffers, MapShape};
+use te_fast_core::ops::permute::MapBuffers;
 use te_fast_core::ops::permute_cast::{PermuteCastBuffers, PermuteCastPlan, PermuteCastSpec, Scaling};
-use te_fast_core::ops::permute_map::{MapOutputs, MapPlan, MapSpec};
 use te_fast_core::tensor::{DType, TensorView};
 use te_fast_core::{Error, Float, Fp8};
 
 use crate::error::IntoPython;
-use crate::permute::{MapTensors, Wanted, map_outputs, routing_of};
 use crate::permute_call::{Call, Input};
+use crate::permute_route::{Permuted, Route, RouteSpec, TokenInputs, Wanted, made_map, map_outputs};
 use crate::state::state;
 
 /// How the caller wants rows quantised.
@@ -55,55 +54,38 @@ pub(crate) fn moe_permute_cast<'py>(
 ) -> PyResult<Bound<'py, PyTuple>> {
     let (py, op) = (inp.py(), "moe_permute_quantize");
     let state = state(py)?;
-    let cast: CastArguments<'py> = cast.extract()?;
-    let (inp, routing_map) = (Input::new(state, inp, "inp")?, Input::new(state, routing_map, "routing_map")?);
-    let probs = Input::optional(state, probs, "probs")?;
-    let (x, routing_view) = (inp.view(state)?, routing_map.view(state)?);
-    let probs_view = probs.as_ref().map(|probs| probs.view(state)).transpose()?;
-    let call = Call::new(state, py, op, x.device())?;
-    let (tokens, cols) = call.matrix(&x, "inp")?;
-    let input = call.float(&x, "inp")?;
-    let (layout, routing) = routing_of(&call, &routing_view, false, tokens)?;
-    let shape = MapShape { tokens, rows, layout };
-    let prob = call.probs(probs_view.as_ref(), tokens, shape.slots())?;
-    let map_plan = MapPlan::new(MapSpec { shape, routing, align: align.max(1) }).python()?;
-    let scaling =
-        if cast.scale.is_some() { Scaling::Tensor } else { Scaling::Block { eps: cast.eps, pow2: cast.pow2 } };
-    let output = if cast.e5m2 { Fp8::E5m2 } else { Fp8::E4m3 };
+    let CastArguments { e5m2, scale, amax, eps, pow2 } = cast.extract()?;
+    let inputs = TokenInputs::new(state, inp, routing_map, probs)?;
+    let views = inputs.views(state)?;
+    let call = Call::new(state, py, op, views.x.device())?;
+    let route = Route::new(&call, &views, RouteSpec { rows, align, index: false })?;
+    let scaling = if scale.is_some() { Scaling::Tensor } else { Scaling::Block { eps, pow2 } };
+    let output = if e5m2 { Fp8::E5m2 } else { Fp8::E4m3 };
+    let Route { cols, float: input, prob, shape, .. } = route;
     let plan = PermuteCastPlan::new(PermuteCastSpec { shape, cols, input, output, prob, scaling }).python()?;
 
-    let map = MapTensors::new(&call, &shape, &map_plan, Wanted { pads: align > 0, ends: false })?;
-    let out = call.empty(&[rows as i64, cols as i64], output.into())?;
-    let out_probs = prob.map(|prob| call.empty(&[rows as i64], prob.into())).transpose()?;
+    let permuted = Permuted::new(&call, &route, output.into(), Wanted { pads: align > 0, ends: false })?;
     let (blocks, ld) = plan.scale_shape();
-    let scale_inv =
-        if cast.scale.is_some() { None } else { Some(call.empty(&[blocks as i64, ld as i64], DType::F32)?) };
-    let outputs = map_outputs(&call, &routing_view, &map)?;
+    let scale_inv = if scale.is_some() { None } else { Some(call.empty(&[blocks as i64, ld as i64], DType::F32)?) };
+    let outputs = map_outputs(&call, &views.routing, &permuted.map)?;
     let buffers = PermuteCastBuffers {
-        x: x.data(),
-        out: call.pointer(Some(&out))?,
-        probs: probs_view.map_or(DevPtr::null(), |view| view.data()),
-        out_probs: call.pointer(out_probs.as_ref())?,
-        scale: one_f32(&call, cast.scale.as_ref(), "scale")?,
-        amax: one_f32(&call, cast.amax.as_ref(), "amax")?,
+        x: views.x.data(),
+        out: call.pointer(Some(&permuted.out))?,
+        probs: views.probs(),
+        out_probs: call.pointer(permuted.probs.as_ref())?,
+        scale: one_f32(&call, scale.as_ref(), "scale")?,
+        amax: one_f32(&call, amax.as_ref(), "amax")?,
         scale_inv: call.pointer(scale_inv.as_ref())?,
         scratch: DevPtr::null(),
-        map: MapBuffers {
-            map: outputs.row_id_map,
-            pad_offsets: outputs.pad_offsets,
-            ends: DevPtr::null(),
-            partials: 1,
-        },
+        map: made_map(&outputs),
     };
-    let ends_bytes = (4 * map_plan.experts()).next_multiple_of(256);
-    let map_bytes = map_plan.scratch_bytes().next_multiple_of(256);
-    call.run(ends_bytes + map_bytes + plan.scratch_bytes(), |target, ends| {
-        map_plan.run(target, &MapOutputs { ends, scratch: ends.offset(ends_bytes), ..outputs })?;
-        let scratch = ends.offset(ends_bytes + map_bytes);
+    call.run(route.scratch_bytes() + plan.scratch_bytes(), |target, scratch| {
+        let ends = route.run(target, &outputs, scratch)?;
+        let scratch = scratch.offset(route.scratch_bytes());
         plan.run(target, &PermuteCastBuffers { scratch, map: MapBuffers { ends, ..buffers.map }, ..buffers })
     })?;
-    debug_assert!(matches!(shape.layout, Layout::Mask { .. }));
-    (out, scale_inv, out_probs, map.row_id_map, map.pad_offsets, map.padded_counts).into_pyobject(py)
+    let map = permuted.map;
+    (permuted.out, scale_inv, permuted.probs, map.row_id_map, map.pad_offsets, map.padded_counts).into_pyobject(py)
 }
 
 /// A vector of integers on the call's device.
@@ -145,8 +127,30 @@ fn order_of<'a>(
     }
 }
 
-/// Rows moved in segments: (out, `out_probs`, padded splits where the splits to pad by are a tensor). `splits` is a list of int or a tensor on the input's device; `mode` is
-/// 0 to pad, 1 to unpad, 2 to sort chunks, 3 to undo that.
+/// The integers of a list.
+fn integers_of(list: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {
+    list.iter().map(|value| value.extract()).collect()
+}
+
+/// Every value rounded up to a multiple of `align`.
+fn padded_to(values: &[i64], align: usize) -> Vec<i64> {
+    let align = (align.max(1)) as i64;
+    values.iter().map(|&rows| (rows + (align - 1)).div_euclid(align) * align).collect()
+}
+
+/// What a mode means, and which function it serves.
+const fn move_of(mode: u32) -> (Move, &'static str) {
+    match mode {
+        0 => (Move::Pad, "Fp8Padding"),
+        1 => (Move::Unpad, "Fp8Unpadding"),
+        2 => (Move::Sort, "moe_sort_chunks_by_index"),
+        _ => (Move::Unsort, "moe_sort_chunks_by_index"),
+    }
+}
+
+/// Rows moved in segments: (out, `out_probs`, padded splits). `splits` is a list of int or a tensor on the input's
+/// device; `mode` is 0 to pad, 1 to unpad, 2 to sort chunks, 3 to undo that. Padded splits come where rows are padded
+/// by a tensor, and by a list if `rows` is None: they tell the rows then, and `out` is None where nothing is padded.
 #[pyfunction]
 #[pyo3(signature = (inp, probs, splits, index, mode, align, rows, /))]
 pub(crate) fn moe_pad<'py>(
@@ -156,16 +160,11 @@ pub(crate) fn moe_pad<'py>(
     index: Option<&Bound<'py, PyAny>>,
     mode: u32,
     align: usize,
-    rows: usize,
+    rows: Option<usize>,
 ) -> PyResult<Bound<'py, PyTuple>> {
     let py = inp.py();
     let state = state(py)?;
-    let (mode, op) = match mode {
-        0 => (Move::Pad, "Fp8Padding"),
-        1 => (Move::Unpad, "Fp8Unpadding"),
-        2 => (Move::Sort, "moe_sort_chunks_by_index"),
-        _ => (Move::Unsort, "moe_sort_chunks_by_index"),
-    };
+    let (mode, op) = move_of(mode);
     let (inp, probs) = (Input::new(state, inp, "inp")?, Input::optional(state, probs, "probs")?);
     let x = inp.view(state)?;
     let probs_view = probs.as_ref().map(|probs| probs.view(state)).transpose()?;
@@ -173,8 +172,12 @@ pub(crate) fn moe_pad<'py>(
     let (in_rows, cols) = call.matrix(&x, "inp")?;
     let float = call.float(&x, "inp")?;
     let prob = row_probs(&call, probs_view.as_ref(), in_rows)?;
-    let values =
-        if splits.is_instance_of::<pyo3::types::PyList>() { Some(splits.extract::<Vec<i64>>()?) } else { None };
+    let values = splits.cast::<PyList>().ok().map(integers_of).transpose()?;
+    let listed = values.as_deref().filter(|_| rows.is_none()).map(|values| padded_to(values, align));
+    if listed.is_some() && listed == values {
+        return (py.None(), py.None(), splits).into_pyobject(py);
+    }
+    let rows = rows.unwrap_or_else(|| listed.iter().flatten().sum::<i64>() as usize);
     let held = if values.is_none() { Some(Input::new(state, splits, "splits")?) } else { None };
     let splits_view = held.as_ref().map(|held| held.view(state)).transpose()?;
     let splits = match (&values, &splits_view) {
@@ -205,5 +208,6 @@ pub(crate) fn moe_pad<'py>(
         padded_splits: call.pointer(padded.as_ref())?,
     };
     call.run(0, |target, _| plan.run(target, &buffers, &splits))?;
+    let padded = listed.map_or(Ok(padded), |listed| PyList::new(py, listed).map(|list| Some(list.into_any())))?;
     (out, out_probs, padded).into_pyobject(py)
 }

@@ -131,8 +131,11 @@ impl State {
         size: &[i64],
         dtype: DType,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let strides = contiguous_strides(size);
-        self.empty(py, device, &PyTuple::new(py, size)?, &PyTuple::new(py, strides)?, dtype)
+        let shape = PyTuple::new(py, size)?;
+        if size.len() == 1 {
+            return self.empty(py, device, &shape, self.unit_stride.bind(py), dtype);
+        }
+        self.empty(py, device, &shape, &PyTuple::new(py, contiguous_strides(size))?, dtype)
     }
 
     /// A buffer of bytes.
