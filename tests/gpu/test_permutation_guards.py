@@ -24,7 +24,7 @@ CASES = [
     (513, 17, 3, 40, "random"),
     (500, 12, 4, 48, "one"),
     (64, 5, 2, 144, "none"),
-    (1000, 8, 2, 128, "random"),
+    (1000, 8, 2, 96, "random"),
 ]
 
 
@@ -77,7 +77,7 @@ def test_permutations_write_their_results_alone(case, dtype, extra):
             x, probs, mask, None, align, num_out_tokens=rows
         )
         out, _, row_id_map, *_ = kept["forward"]
-        return [*kept["forward"], row_id_map._te_fast_ends[0]] if out.numel() else kept["forward"]
+        return [*kept["forward"], row_id_map._te_fast_ends[0]]
 
     assert_only_results_are_written(permute)
     out, permuted, row_id_map, offsets, _ = kept["forward"]
@@ -169,7 +169,7 @@ def functions(case):
 
     def without_probs(x, probs):
         out, row_id_map = te.moe_permute(x, mask, rows)
-        return (te.moe_unpermute(out, row_id_map, restore_shape=shape) + probs[0, 0].to(x.dtype),)
+        return (te.moe_unpermute(out, row_id_map, restore_shape=shape),)
 
     def by_index(x, probs):
         out, row_id_map = te.moe_permute(x, indices, 600, map_type="index")
@@ -189,13 +189,12 @@ def functions(case):
         return out, moved, te.moe_sort_chunks_by_index(x, splits, order)
 
     def padded_by_list(x, probs):
-        return padding(x, listed)[0], unpadding(padding(x, listed)[0] * 2, listed) + probs.sum().to(
-            x.dtype
-        )
+        out, _ = padding(x, listed)
+        return out, unpadding(out * 2, listed)
 
     def padded_by_tensor(x, probs):
         out, padded = padding(x, splits, num_out_tokens=400)
-        return out, padded, unpadding(out, splits, num_out_tokens=300) + probs[0, 0].to(x.dtype)
+        return out, padded, unpadding(out, splits, num_out_tokens=300)
 
     return {
         function.__name__: function
