@@ -10,33 +10,6 @@
 
 namespace te_fast {
 
-enum class FloatKind : uint32_t { kF32, kF16, kBf16 };  // as `Float` in ids.rs
-
-__device__ inline float load_float(const void* from, size_t index, uint32_t kind) {
-    switch (static_cast<FloatKind>(kind)) {
-        case FloatKind::kF32:
-            return static_cast<const f32*>(from)[index];
-        case FloatKind::kF16:
-            return to_float(static_cast<const f16*>(from)[index]);
-        default:
-            return to_float(static_cast<const bf16*>(from)[index]);
-    }
-}
-
-__device__ inline void store_float(void* to, size_t index, uint32_t kind, float x) {
-    switch (static_cast<FloatKind>(kind)) {
-        case FloatKind::kF32:
-            static_cast<f32*>(to)[index] = x;
-            break;
-        case FloatKind::kF16:
-            static_cast<f16*>(to)[index] = from_float<f16>(x);
-            break;
-        default:
-            static_cast<bf16*>(to)[index] = from_float<bf16>(x);
-            break;
-    }
-}
-
 // Where column `col` of y lies in a row of x: activated and linear halves side by side, or, with interleave > 0, in
 // alternating blocks of that many columns. A tensor that is not gated has the activated half alone.
 template <bool kGated>
@@ -126,19 +99,6 @@ __device__ inline void store_row8(Out* to, const PatchPlace<kGated>& patch, int 
     } else {
         patch.for_columns([&](int c, uint32_t offset) { to[offset] = from_float<Out>(values[c]); });
     }
-}
-
-// Eight scaled values as FP8.
-template <Fp8 Out>
-__device__ inline uint2 encode8(const float (&x)[8], float scale) {
-    return make_uint2(fp8_pair<Out>(x[0] * scale, x[1] * scale) | (fp8_pair<Out>(x[2] * scale, x[3] * scale) << 16),
-                      fp8_pair<Out>(x[4] * scale, x[5] * scale) | (fp8_pair<Out>(x[6] * scale, x[7] * scale) << 16));
-}
-
-// Raises `amax` to the largest of eight magnitudes, NaN aside.
-__device__ inline void absmax_into(float& amax, const float (&x)[8]) {
-#pragma unroll
-    for (int c = 0; c < 8; ++c) amax = fmaxf(amax, fabsf(x[c]));
 }
 
 // Each thread keeps the bytes of its patch in its own eight slots, in row order, until the tile is stored.

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 
 namespace te_fast {
@@ -37,6 +38,34 @@ __device__ inline T from_float(float x) {
         return __float2half_rn(x);
     } else {
         return __float2bfloat16_rn(x);
+    }
+}
+
+// Elements of a type known at run time.
+enum class FloatKind : uint32_t { kF32, kF16, kBf16 };  // as `Float` in ids.rs
+
+__device__ inline float load_float(const void* from, size_t index, uint32_t kind) {
+    switch (static_cast<FloatKind>(kind)) {
+        case FloatKind::kF32:
+            return static_cast<const f32*>(from)[index];
+        case FloatKind::kF16:
+            return to_float(static_cast<const f16*>(from)[index]);
+        default:
+            return to_float(static_cast<const bf16*>(from)[index]);
+    }
+}
+
+__device__ inline void store_float(void* to, size_t index, uint32_t kind, float x) {
+    switch (static_cast<FloatKind>(kind)) {
+        case FloatKind::kF32:
+            static_cast<f32*>(to)[index] = x;
+            break;
+        case FloatKind::kF16:
+            static_cast<f16*>(to)[index] = from_float<f16>(x);
+            break;
+        default:
+            static_cast<bf16*>(to)[index] = from_float<bf16>(x);
+            break;
     }
 }
 

@@ -74,6 +74,13 @@ __device__ inline uint2 cast8(const Raw8<In>& raw, const float (&scale)[8]) {
                       fp8_pair<Out>(x[4], x[5]) | (fp8_pair<Out>(x[6], x[7]) << 16));
 }
 
+// Eight scaled values as FP8.
+template <Fp8 Out>
+__device__ inline uint2 encode8(const float (&x)[8], float scale) {
+    return make_uint2(fp8_pair<Out>(x[0] * scale, x[1] * scale) | (fp8_pair<Out>(x[2] * scale, x[3] * scale) << 16),
+                      fp8_pair<Out>(x[4] * scale, x[5] * scale) | (fp8_pair<Out>(x[6] * scale, x[7] * scale) << 16));
+}
+
 // Eight FP8 bytes as floats (exact).
 template <Fp8 In>
 __device__ inline void decode8(uint2 bytes, float (&out)[8]) {

@@ -52,6 +52,12 @@ __device__ inline float absmax8(const Raw8<T>& x) {
     }
 }
 
+// Raises `amax` to the largest of eight magnitudes, NaN aside.
+__device__ inline void absmax_into(float& amax, const float (&x)[8]) {
+#pragma unroll
+    for (int c = 0; c < 8; ++c) amax = fmaxf(amax, fabsf(x[c]));
+}
+
 __device__ inline float warp_max(float x) {
 #pragma unroll
     for (int lane = 16; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, lane));
