@@ -14,6 +14,17 @@ __device__ inline uint4 load_once(const uint4* address) {
     return value;
 }
 
+// bar.sync: until `threads` threads of the block, whole warps, have come to barrier `id` (0 is that of __syncthreads).
+__device__ inline void sync_threads(unsigned id, unsigned threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// No instruction: the compiler takes the words for new ones. What it made of them before (eight floats where four
+// words are enough) need not be kept in registers until they are used again.
+__device__ inline void forget(uint4& words) {
+    asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
+}
+
 // griddepcontrol.wait: until every grid before this one in the stream has finished and its writes are visible.
 // First statement of each kernel that is launched with programmatic stream serialisation, which saves the host 0.5 us.
 __device__ inline void wait_for_prior_grids() {

@@ -64,6 +64,13 @@ __device__ inline float warp_max(float x) {
     return x;
 }
 
+// The same bits in every lane.
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+    for (int lane = 16; lane > 0; lane /= 2) x += __shfl_xor_sync(kFullWarp, x, lane);
+    return x;
+}
+
 // Maximum over the block, in every thread; `scratch` holds one float per warp. Starts and ends with a barrier
 // between uses of `scratch` only if the caller places one.
 template <int kThreads>

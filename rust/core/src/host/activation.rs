@@ -2,17 +2,13 @@
 //! those of `cuda/common/activation_math.cuh`; results differ from the GPU's by the last bits of 2^x and 1/x.
 
 use half::{bf16, f16};
-use rayon::prelude::*;
 use te_fast_kernels::{Float, KernelId};
 
 use crate::error::{Error, Result};
 use crate::host::cast::transpose_with;
-use crate::host::fp8::{E4m3, E5m2, Format, PARALLEL_FROM, Real, is_noop, magnitude_bits, read_scalar, write_scalar};
-use crate::kernel::DevPtr;
+use crate::host::fp8::{Real, is_noop, read_scalar, write_scalar};
+use crate::host::rows::{Outputs, Values, for_row_groups, raise, row_bytes};
 use crate::ops::activation::{ActivationParams, Constants, Curve};
-
-/// Rows that one task activates.
-pub(crate) const ROWS: usize = 16;
 
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
 /// `2 k` with `k = sqrt(2 / pi)`.
@@ -135,104 +131,6 @@ impl Halves {
     }
 }
 
-/// Factors per row, of a type known at run time.
-#[derive(Clone, Copy)]
-pub(crate) struct RowValues<'a> {
-    data: DevPtr<'a>,
-    float: Float,
-}
-
-impl<'a> RowValues<'a> {
-    pub(crate) const fn new(data: DevPtr<'a>, kind: u32) -> Self {
-        let float = match kind {
-            0 => Float::F32,
-            1 => Float::F16,
-            _ => Float::Bf16,
-        };
-        Self { data, float }
-    }
-
-    /// The factor of a row; 1 where there is none.
-    pub(crate) fn get(self, row: usize) -> f32 {
-        if self.data.is_null() {
-            return 1.0;
-        }
-        let one = self.data.offset(row * self.float.size());
-        match self.float {
-            Float::F32 => one.slice::<f32>(1)[0],
-            Float::F16 => one.slice::<f16>(1)[0].to_f32(),
-            Float::Bf16 => one.slice::<bf16>(1)[0].to_f32(),
-        }
-    }
-
-    /// Writes the value of a row, rounded to the type; nothing for null.
-    pub(crate) fn set(self, row: usize, value: f32) {
-        if self.data.is_null() {
-            return;
-        }
-        let one = self.data.offset(row * self.float.size());
-        match self.float {
-            Float::F32 => one.slice_mut::<f32>(1)[0] = value,
-            Float::F16 => one.slice_mut::<f16>(1)[0] = f16::from_f32(value),
-            Float::Bf16 => one.slice_mut::<bf16>(1)[0] = bf16::from_f32(value),
-        }
-    }
-}
-
-/// Where one tensor goes: rounded to its type, as FP8 bytes, or both.
-pub(crate) struct Outputs<'a> {
-    pub(crate) high: DevPtr<'a>,
-    pub(crate) bytes: DevPtr<'a>,
-    pub(crate) scale: f32,
-    pub(crate) e5m2: bool,
-    /// Elements of a row.
-    pub(crate) stride: usize,
-}
-
-impl Outputs<'_> {
-    /// Stores one row; returns the bits of its largest magnitude.
-    pub(crate) fn store<T: Real>(&self, row: usize, values: &[f32]) -> u32 {
-        let first = row * self.stride;
-        let high = self.high.offset(first * size_of::<T>()).slice_mut::<T>(values.len());
-        high.iter_mut().zip(values).for_each(|(out, &value)| *out = T::from_f32(value));
-        let encode = if self.e5m2 { E5m2::encode } else { E4m3::encode };
-        let bytes = self.bytes.offset(first).slice_mut::<u8>(values.len());
-        bytes.iter_mut().zip(values).for_each(|(out, &value)| *out = encode(value * self.scale));
-        values.iter().map(|&value| magnitude_bits(value)).fold(0, u32::max)
-    }
-}
-
-/// Runs `task` for every group of [`ROWS`] rows, in parallel where `elements` are many; results in order.
-pub(crate) fn for_row_groups<R: Send>(
-    rows: usize,
-    elements: usize,
-    task: impl Fn(std::ops::Range<usize>) -> R + Sync,
-) -> Vec<R> {
-    let group = |index: usize| task(index * ROWS..rows.min((index + 1) * ROWS));
-    let groups = rows.div_ceil(ROWS);
-    if elements < PARALLEL_FROM {
-        (0..groups).map(group).collect()
-    } else {
-        (0..groups).into_par_iter().map(group).collect()
-    }
-}
-
-/// The row layout if there is one, else bytes that only the transposed layout needs.
-pub(crate) fn row_bytes<'a>(out: DevPtr<'a>, out_t: DevPtr<'_>, spare: &'a mut Vec<u8>, len: usize) -> DevPtr<'a> {
-    if !out.is_null() || out_t.is_null() {
-        return out;
-    }
-    spare.resize(len, 0);
-    DevPtr::from_slice(spare)
-}
-
-/// Raises `amax` to the largest of some magnitudes.
-pub(crate) fn raise(amax: DevPtr<'_>, bits: impl Iterator<Item = u32>) {
-    if let [slot] = amax.slice_mut::<u32>(1) {
-        *slot = bits.fold(*slot, u32::max);
-    }
-}
-
 /// Runs `activation_*` and `activation_gated_*`.
 ///
 /// # Errors
@@ -265,7 +163,7 @@ fn activation<T: Real>(p: &ActivationParams<'_>, function: &Function, halves: Ha
     let mut spare = Vec::new();
     let bytes = row_bytes(p.out, p.out_t, &mut spare, rows * cols);
     let outputs = Outputs { high: p.y, bytes, scale, e5m2: p.e5m2 != 0, stride: cols };
-    let factors = RowValues::new(p.row_scale, p.row_scale_kind);
+    let factors = Values::new(p.row_scale, p.row_scale_kind);
     let largest = for_row_groups(rows, x.len(), |group| {
         let mut y = vec![0.0_f32; cols];
         group

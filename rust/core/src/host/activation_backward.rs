@@ -5,9 +5,10 @@ use half::{bf16, f16};
 use te_fast_kernels::{Float, KernelId};
 
 use crate::error::{Error, Result};
-use crate::host::activation::{Function, Halves, Outputs, RowValues, for_row_groups, raise, row_bytes};
+use crate::host::activation::{Function, Halves};
 use crate::host::cast::transpose_with;
 use crate::host::fp8::{Real, is_noop, read_scalar, write_scalar};
+use crate::host::rows::{Outputs, Values, for_row_groups, raise, row_bytes};
 use crate::ops::activation::Constants;
 use crate::ops::activation_backward::ActivationBackwardParams;
 
@@ -68,8 +69,8 @@ fn backward<T: Real>(p: &ActivationBackwardParams<'_>, function: &Function, halv
     let mut spare = Vec::new();
     let bytes = row_bytes(p.out, p.out_t, &mut spare, rows * stride);
     let outputs = Outputs { high: p.dx, bytes, scale, e5m2: p.e5m2 != 0, stride };
-    let factors = RowValues::new(p.row_scale, p.row_scale_kind);
-    let factor_grads = RowValues::new(p.row_scale_grad, p.row_scale_kind);
+    let factors = Values::new(p.row_scale, p.row_scale_kind);
+    let factor_grads = Values::new(p.row_scale_grad, p.row_scale_kind);
     let summed = if p.dbias.is_null() { 0 } else { stride };
     let groups = for_row_groups(rows, x.len(), |group| {
         let (mut dx, mut sums, mut largest) = (vec![0.0_f32; stride], vec![0.0_f64; summed], 0);

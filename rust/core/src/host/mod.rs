@@ -15,4 +15,5 @@ pub(crate) mod permute;
 pub(crate) mod permute_cast;
 pub(crate) mod permute_map;
 pub(crate) mod permute_merge;
+pub(crate) mod rows;
 pub(crate) mod scale_update;
