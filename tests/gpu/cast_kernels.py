@@ -196,7 +196,8 @@ def cast_block(
     )
     params = struct.pack(
         "6Q8QIIf3I", *map(pointer, (x, out, out_t, scale_inv, scale_inv_t, noop)),
-        rows, cols, ceil_div(rows, 16) * 16, scale_ld, scale_ld_t, 0, 0, 0, tiles_rows, tiles_cols, eps, int(pow2), 0, 0,
+        rows, cols, ceil_div(rows, 16) * 16, scale_ld, scale_ld_t, 0, 0, 0,
+        tiles_rows, tiles_cols, eps, int(pow2), 0, 0,
     )  # fmt: skip
     return Kernel(image, f"cast_block_{dims}d_{name}_{fmt}", tiles_rows * tiles_cols, params)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from te_fast.pytorch import ops
 from te_fast.pytorch._device import set_cuda_device_every_batch, should_set_cuda_device_every_batch
+from te_fast.pytorch.distributed import checkpoint
 from te_fast.pytorch.layernorm_linear import LayerNormLinear
 from te_fast.pytorch.layernorm_mlp import LayerNormMLP
 from te_fast.pytorch.linear import Linear
@@ -44,6 +45,7 @@ __all__ = [
     "Linear",
     "RMSNorm",
     "autocast",
+    "checkpoint",
     "fp8_autocast",
     "fp8_model_init",
     "get_align_size_for_quantization",

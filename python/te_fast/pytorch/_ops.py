@@ -24,6 +24,7 @@ from te_fast._native import (
     autocast_set,
     autocast_set_depth,
     autocast_set_first,
+    autocast_set_recompute,
     autocast_take_first,
     instance_method,
     linear_apply,
@@ -55,6 +56,7 @@ __all__ = [
     "autocast_set",
     "autocast_set_depth",
     "autocast_set_first",
+    "autocast_set_recompute",
     "autocast_take_first",
     "linear_apply",
     "linear_backward_dw",
@@ -151,6 +153,12 @@ def _skip_weight_flag() -> torch.Tensor | None:
     return autocast_state.skip_fp8_weight_update_tensor
 
 
+def _recompute(module: Any, generation: int) -> Any:
+    from te_fast.pytorch import _scale_tape
+
+    return _scale_tape.scales(module, generation)
+
+
 # `Function.apply` of Python costs 2 us more than the C++ method that it wraps, for functorch: its
 # transforms do not reach the native path, since their tensors have no memory to read.
 _native.install_linear(
@@ -158,6 +166,7 @@ _native.install_linear(
     _backward_once,
     _update_backward_scales,
     _skip_weight_flag,
+    _recompute,
 )
 
 

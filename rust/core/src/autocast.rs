@@ -202,6 +202,9 @@ pub struct AutocastState {
     depth: u32,
     recipes: Vec<Recipe>,
     groups: Vec<u64>,
+    /// Layers of delayed scaling ask Python which scales to use: activation recomputation records them in its first
+    /// phase and uses them again in its second.
+    pub recompute: bool,
     registries: [Registry; 2],
     next_id: u64,
 }
@@ -213,6 +216,7 @@ impl Default for AutocastState {
             depth: 0,
             recipes: Vec::new(),
             groups: Vec::new(),
+            recompute: false,
             registries: [Registry::default(), Registry::default()],
             next_id: 1,
         }
@@ -294,6 +298,7 @@ impl AutocastState {
     pub fn reset(&mut self) {
         self.region = Region::HIGH_PRECISION;
         self.depth = 0;
+        self.recompute = false;
         for registry in &mut self.registries {
             registry.ran = false;
             for slots in registry.slots.iter().filter_map(Weak::upgrade) {

@@ -6,11 +6,13 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use te_fast_core::autocast::{AmaxSlots, Region};
+use te_fast_core::kernel::DevPtr;
 use te_fast_core::layer::PlanCache;
 use te_fast_core::linear::{LinearPlan, Slot};
 use te_fast_core::tensor::TensorView;
 
 use crate::state::contiguous_strides;
+use crate::tensor::Held;
 use crate::weight::{CachedWeight, WeightCache};
 
 /// Shapes of one layer that are kept as tuples.
@@ -22,6 +24,21 @@ pub(crate) struct Slots {
     pub(crate) epoch: u64,
     pub(crate) forward: Arc<AmaxSlots>,
     pub(crate) backward: Arc<AmaxSlots>,
+}
+
+/// The forward scales of an earlier call, which its recomputation uses without raising a maximum.
+#[derive(Debug)]
+pub(crate) struct Replay {
+    pub(crate) scale: Held,
+    /// Updates of the scales before it.
+    pub(crate) generation: u64,
+}
+
+impl Replay {
+    /// One tensor's slot.
+    pub(crate) fn slot(&self, index: usize) -> Slot<'_> {
+        Slot { scale: self.scale.ptr().offset(4 * index), amax: DevPtr::null() }
+    }
 }
 
 /// One tensor's slot out of a direction's.
@@ -75,6 +92,8 @@ pub(crate) struct LinearHandle {
     pub(crate) name: String,
     pub(crate) cache: WeightCache,
     pub(crate) slots: Option<Slots>,
+    /// Scales of the next call, if that is a recomputation.
+    pub(crate) replay: Option<Replay>,
     pub(crate) deferred: VecDeque<DeferredWeightGrad>,
     /// Region of the last forward, if that was in FP8: what a recomputation during backward repeats.
     pub(crate) last_region: Option<Region>,
@@ -159,6 +178,7 @@ impl LinearHandle {
             name,
             cache: WeightCache::default(),
             slots: None,
+            replay: None,
             deferred: VecDeque::new(),
             last_region: None,
             plans: PlanCache::default(),

@@ -31,8 +31,8 @@ mod _native {
     #[pymodule_export]
     use crate::autocast::{
         AutocastRegion, NativeRecipe, SlotsHandle, autocast_callbacks, autocast_objects, autocast_region,
-        autocast_reset, autocast_set, autocast_set_depth, autocast_set_first, autocast_take_first, note_scale_change,
-        update_scales,
+        autocast_reset, autocast_set, autocast_set_depth, autocast_set_first, autocast_set_recompute,
+        autocast_take_first, note_scale_change, update_scales,
     };
     #[pymodule_export]
     use crate::dispatch::{

@@ -8,10 +8,10 @@ use pyo3::types::{PyAnyMethods, PyBool, PyDict, PyDictMethods, PyTuple};
 use te_fast_core::autocast::Region;
 use te_fast_core::layer::Microbatch;
 
-use crate::layer::{LinearHandle, LinearSaved};
+use crate::layer::{LinearHandle, LinearSaved, Replay};
 use crate::linear_run::run;
 use crate::state::{State, state};
-use crate::tensor::instance_dict;
+use crate::tensor::{Held, instance_dict};
 
 /// Python's half: what runs when a call leaves the fast path.
 #[derive(Debug)]
@@ -24,6 +24,8 @@ pub(crate) struct Hooks {
     pub(crate) update_backward_scales: Py<PyAny>,
     /// The tensor of `set_skip_fp8_weight_update_tensor`, or None.
     pub(crate) skip_weight_flag: Py<PyAny>,
+    /// `recompute(module, generation) -> None | (scale, generation)`, while activation recomputation is on.
+    pub(crate) recompute: Py<PyAny>,
 }
 
 static HOOKS: PyOnceLock<Hooks> = PyOnceLock::new();
@@ -36,8 +38,10 @@ pub(crate) fn install_linear(
     backward_once: Py<PyAny>,
     update_backward_scales: Py<PyAny>,
     skip_weight_flag: Py<PyAny>,
+    recompute: Py<PyAny>,
 ) {
-    let _ = HOOKS.set(py, Hooks { apply, backward_once, update_backward_scales, skip_weight_flag });
+    let hooks = Hooks { apply, backward_once, update_backward_scales, skip_weight_flag, recompute };
+    let _ = HOOKS.set(py, hooks);
 }
 
 pub(crate) fn hooks(py: Python<'_>) -> PyResult<&Hooks> {
@@ -200,9 +204,10 @@ fn forward<'py>(
         return general();
     }
     let Some((weight, bias)) = parameters(state, attributes, config.apply_bias)? else { return general() };
-    let (region, auto_pad) = {
+    let (region, auto_pad, recompute) = {
         let dispatcher = state.dispatcher(py)?;
-        (*dispatcher.0.autocast.current(), dispatcher.0.auto_pad)
+        let autocast = &dispatcher.0.autocast;
+        (*autocast.current(), dispatcher.0.auto_pad, autocast.recompute)
     };
     let y = if region.enabled {
         // Block-scaled GEMMs need the rows padded, which Python does.
@@ -215,7 +220,7 @@ fn forward<'py>(
             handle.try_borrow_mut()?.last_region = Some(region);
         }
         if region.recipe.is_delayed() {
-            ensure_slots(module, handle, region.epoch)?;
+            ensure_slots(state, module, handle, (region.epoch, recompute))?;
         }
         apply(state, handle, input, &weight, bias.as_ref(), Bits::of_microbatch(is_first_microbatch))?
     } else {
@@ -231,13 +236,12 @@ fn forward<'py>(
         }
         match state.torch.linear.bind(py).call1((input, &weight, bias.as_ref())) {
             Ok(y) => y,
-            Err(_) => return general(), // says what does not fit, in terms of the layer
+            // Says what does not fit, in terms of the layer. Saved-tensor hooks end a recomputation by another exception.
+            Err(error) if error.is_instance_of::<PyRuntimeError>(py) => return general(),
+            Err(error) => return Err(error),
         }
     };
-    if !config.return_bias {
-        return Ok(y);
-    }
-    module.call_method1(intern!(py, "_with_bias"), (y,))
+    if config.return_bias { module.call_method1(intern!(py, "_with_bias"), (y,)) } else { Ok(y) }
 }
 
 /// Activation checkpointing runs a forward again during backward, when the autocast region may be over: puts the
@@ -260,12 +264,34 @@ fn recomputed_region(state: &State, handle: &Bound<'_, LinearHandle>) -> PyResul
     Ok(Some(former))
 }
 
-/// Sets delayed scaling up for the region, if this layer has not seen it.
+/// Sets delayed scaling up for the region, if this layer has not seen it, and for a phase of recomputation.
 #[inline]
-fn ensure_slots(module: &Bound<'_, PyAny>, handle: &Bound<'_, LinearHandle>, epoch: u64) -> PyResult<()> {
+fn ensure_slots(
+    state: &State,
+    module: &Bound<'_, PyAny>,
+    handle: &Bound<'_, LinearHandle>,
+    (epoch, recompute): (u64, bool),
+) -> PyResult<()> {
     if handle.try_borrow()?.slots.as_ref().is_none_or(|slots| slots.epoch != epoch) {
         module.call_method0(intern!(module.py(), "_init_delayed_scaling"))?;
     }
+    if recompute { recompute_scales(state, module, handle) } else { Ok(()) }
+}
+
+/// Tells Python that a layer of delayed scaling runs within activation recomputation: its first phase notes the scales,
+/// the second hands them back.
+#[cold]
+fn recompute_scales(state: &State, module: &Bound<'_, PyAny>, handle: &Bound<'_, LinearHandle>) -> PyResult<()> {
+    let py = module.py();
+    let generation = state.dispatcher(py)?.0.forward_generation;
+    let scales = hooks(py)?.recompute.bind(py).call1((module, generation))?;
+    let replay = if scales.is_none() {
+        None
+    } else {
+        let (scale, generation): (Bound<'_, PyAny>, u64) = scales.extract()?;
+        Some(Replay { scale: Held::new(&state.reader, &scale)?, generation })
+    };
+    handle.try_borrow_mut()?.replay = replay;
     Ok(())
 }
 
@@ -284,9 +310,12 @@ pub(crate) fn linear_apply<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let state = state(module.py())?;
     handle.try_borrow_mut()?.version = version;
-    let region = *state.dispatcher(module.py())?.0.autocast.current();
+    let (region, recompute) = {
+        let dispatcher = state.dispatcher(module.py())?;
+        (*dispatcher.0.autocast.current(), dispatcher.0.autocast.recompute)
+    };
     if region.recipe.is_delayed() {
-        ensure_slots(module, handle, region.epoch)?;
+        ensure_slots(state, module, handle, (region.epoch, recompute))?;
     }
     let mixed = if mixed_dtypes { Bits::MIXED_DTYPES } else { 0 };
     apply(state, handle, inp, weight, bias, Bits::of_microbatch(is_first_microbatch) | mixed)

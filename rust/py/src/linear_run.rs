@@ -17,7 +17,7 @@ use te_fast_core::trace::{CLOCK, Stage};
 use te_fast_core::{Error, Float};
 
 use crate::error::{Failure, IntoPython};
-use crate::layer::{Geometry, LayerConfig, LinearHandle, Slots, slot};
+use crate::layer::{Geometry, LayerConfig, LinearHandle, Replay, Slots, slot};
 use crate::linear::{Bits, hooks};
 use crate::state::State;
 use crate::tensor::view_of;
@@ -101,6 +101,7 @@ struct Decision {
     saved_size: Option<Py<PyTuple>>,
     geometry: Py<Geometry>,
     slots: Option<Slots>,
+    replay: Option<Replay>,
     place: Place,
     capturing: bool,
     /// The weight as this call would quantise it.
@@ -126,7 +127,7 @@ impl<'py> Call<'_, 'py> {
         self.check(&config, x, w)?;
         CLOCK.mark(Stage::Read);
         let _guard = state.guard(py, x.device())?;
-        let decision = self.decide(&config, x, w)?;
+        let decision = self.decide(x, w)?;
         let Decision { plan, geometry, slots, place, .. } = &decision;
         CLOCK.mark(Stage::Plan);
         let sizes = geometry.get();
@@ -152,9 +153,10 @@ impl<'py> Call<'_, 'py> {
             bias: state.pointer(bias.as_ref())?,
             y: state.pointer(Some(&y))?,
             saved: state.pointer(saved.as_ref())?,
-            slots: match slots {
-                Some(slots) => [slot(&slots.forward, 0), slot(&slots.forward, 1)],
-                None => [Slot::NONE; 2],
+            slots: match (&decision.replay, slots) {
+                (Some(replay), _) => [replay.slot(0), replay.slot(1)],
+                (None, Some(slots)) => [slot(&slots.forward, 0), slot(&slots.forward, 1)],
+                (None, None) => [Slot::NONE; 2],
             },
             skip_weight: state.pointer(skip_flag)?,
         };
@@ -162,7 +164,7 @@ impl<'py> Call<'_, 'py> {
         CLOCK.mark(Stage::Allocate);
         {
             let mut dispatcher = state.dispatcher(py)?;
-            if let Some(slots) = slots {
+            if let (Some(slots), None) = (slots, &decision.replay) {
                 dispatcher.0.autocast.mark_ran(&slots.forward);
             }
             plan.forward(&mut dispatcher.0.lane(*place, plan.forward_scratch(), memory)?, &io)?;
@@ -220,7 +222,7 @@ impl<'py> Call<'_, 'py> {
         Ok(())
     }
 
-    fn decide(&self, config: &LayerConfig, x: &TensorView<'_>, w: &TensorView<'_>) -> Result<Decision, Failure> {
+    fn decide(&self, x: &TensorView<'_>, w: &TensorView<'_>) -> Result<Decision, Failure> {
         let (py, state) = (self.x.py(), self.state);
         let place = Place { device: x.device(), stream: state.reader.stream(py, x.device())? };
         let (token, weight_version) = self.token(w)?;
@@ -235,35 +237,20 @@ impl<'py> Call<'_, 'py> {
             activation: float(x, "the input")?,
             weight: float(w, "the weight")?,
             device: x.device(),
-            needs: Needs {
-                input_grad: self.bits.has(Bits::INPUT_GRAD),
-                weight_grad: self.bits.has(Bits::WEIGHT_GRAD),
-                save_original_input: handle.save_original_input,
-                recompute_later: false,
-            },
+            needs: self.needs(handle.save_original_input),
             bias_grad: self.bits.has(Bits::BIAS_GRAD),
             bias: self.bias.is_some(),
             any_rows: dispatcher.auto_pad,
         };
-        let (plan, saved_size) = if let Some((plan, saved_size)) = handle.plans.get(&key) {
-            dispatcher.trace.counters.plan_hits += 1;
-            (Arc::clone(plan), saved_size.as_ref().map(|size| size.clone_ref(py)))
-        } else {
-            dispatcher.trace.counters.plan_misses += 1;
-            let plan = LinearPlan::new(dispatcher, &region.recipe, key, config.in_features, config.out_features)?;
-            let plan = Arc::new(plan);
-            let size = PyTuple::new(py, [plan.saved_bytes()])?.unbind();
-            let saved_size = (plan.saved_bytes() != 0).then_some(size);
-            handle.plans.insert(Arc::clone(&plan), saved_size.as_ref().map(|size| size.clone_ref(py)));
-            (plan, saved_size)
-        };
+        let (plan, saved_size) = find_plan(py, &mut handle, dispatcher, key)?;
         let slots = if region.recipe.is_delayed() { handle.slots.clone() } else { None };
+        let replay = handle.replay.take();
         let record = WeightRecord {
             token,
             device: key.device,
             segments: plan.weight_segments(),
             epoch: key.epoch,
-            generation: if slots.is_some() { dispatcher.forward_generation } else { 0 },
+            generation: generation_of(replay.as_ref(), slots.as_ref(), dispatcher.forward_generation),
             cache_epoch: dispatcher.cache_epoch,
             training: self.bits.has(Bits::ANY_GRAD),
             optimizer_steps: dispatcher.optimizer_steps,
@@ -277,7 +264,24 @@ impl<'py> Call<'_, 'py> {
         } else {
             handle.cache.reusable(py, state, &record, microbatch, (place, capturing))?
         };
-        Ok(Decision { plan, saved_size, geometry, slots, place, capturing, record, weight_version, reused, skip_flag })
+        Ok(Decision {
+            plan,
+            saved_size,
+            geometry,
+            slots,
+            replay,
+            place,
+            capturing,
+            record,
+            weight_version,
+            reused,
+            skip_flag,
+        })
+    }
+
+    fn needs(&self, save_original_input: bool) -> Needs {
+        let (input_grad, weight_grad) = (self.bits.has(Bits::INPUT_GRAD), self.bits.has(Bits::WEIGHT_GRAD));
+        Needs { input_grad, weight_grad, save_original_input, recompute_later: false }
     }
 
     /// Address and version say whether a weight is the one that was quantised; and torch's own version of it.
@@ -315,6 +319,34 @@ impl<'py> Call<'_, 'py> {
         Ok(Some(readable(self.state, &copy, "bias")?.unwrap_or(copy)))
     }
 }
+
+/// Updates before the scales that a call uses; 0 where scales follow from the weight alone.
+fn generation_of(replay: Option<&Replay>, slots: Option<&Slots>, now: u64) -> u64 {
+    replay.map_or(if slots.is_some() { now } else { 0 }, |replay| replay.generation)
+}
+
+/// The plan of `key`, and the size of what it keeps for backward as a tuple.
+#[inline]
+fn find_plan(
+    py: Python<'_>,
+    handle: &mut LinearHandle,
+    dispatcher: &mut Dispatcher,
+    key: LinearKey,
+) -> Result<Planned, Failure> {
+    if let Some((plan, saved_size)) = handle.plans.get(&key) {
+        dispatcher.trace.counters.plan_hits += 1;
+        return Ok((Arc::clone(plan), saved_size.as_ref().map(|size| size.clone_ref(py))));
+    }
+    dispatcher.trace.counters.plan_misses += 1;
+    let (recipe, config) = (dispatcher.autocast.current().recipe, handle.config);
+    let plan = Arc::new(LinearPlan::new(dispatcher, &recipe, key, config.in_features, config.out_features)?);
+    let size = PyTuple::new(py, [plan.saved_bytes()])?.unbind();
+    let saved_size = (plan.saved_bytes() != 0).then_some(size);
+    handle.plans.insert(Arc::clone(&plan), saved_size.as_ref().map(|size| size.clone_ref(py)));
+    Ok((plan, saved_size))
+}
+
+type Planned = (Arc<LinearPlan>, Option<Py<PyTuple>>);
 
 /// What `FP8GlobalStateManager.set_skip_fp8_weight_update_tensor` has set.
 #[cold]

@@ -1,0 +1,93 @@
+"""The scales of delayed scaling in activation recomputation.
+
+A region's scales are updated when it ends, before backward runs its forwards again. Each layer that
+runs in the first phase notes its scales on a tape; in the second phase it takes them back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from te_fast.errors import StateError
+from te_fast.pytorch import _ops
+
+__all__ = ["Tape", "phase", "scales"]
+
+Note = tuple[torch.Tensor, int, bool]
+
+
+class Tape:
+    """What the layers of one first phase noted, each in the order of its calls."""
+
+    def __init__(self) -> None:
+        # By identity, with the layer itself: while it lives, nothing else has its id.
+        self._notes: dict[int, tuple[Any, deque[Note]]] = {}
+
+    def push(self, module: Any, note: Note) -> None:
+        """Add a layer's note."""
+        self._notes.setdefault(id(module), (module, deque()))[1].append(note)
+
+    def take(self, module: Any) -> Note:
+        """Take a layer's oldest note.
+
+        Raises
+        ------
+        StateError
+            If there is none.
+        """
+        if id(module) not in self._notes:
+            message = (
+                f"{module.name}: a recomputation runs this layer more often than the forward that it "
+                "repeats; checkpointed functions must run the same layers each time"
+            )
+            raise StateError(message)
+        notes = self._notes[id(module)][1]
+        note = notes.popleft()
+        if not notes:
+            del self._notes[id(module)]
+        return note
+
+    def copy(self) -> Tape:
+        """Return a tape to take from, so that this one serves once more."""
+        other = Tape()
+        other._notes = {key: (module, notes.copy()) for key, (module, notes) in self._notes.items()}
+        return other
+
+
+#: The phases in force, outermost first: a tape, and whether it is read.
+_phases: list[tuple[Tape, bool]] = []
+
+
+@contextmanager
+def phase(tape: Tape, *, reads: bool) -> Iterator[None]:
+    """Let layers of delayed scaling write to a tape, or read it."""
+    _phases.append((tape, reads))
+    _ops.autocast_set_recompute(True)
+    try:
+        yield
+    finally:
+        _phases.pop()
+        _ops.autocast_set_recompute(bool(_phases))
+
+
+def scales(module: Any, generation: int) -> tuple[torch.Tensor, int] | None:
+    """Note a layer's scales, or return those of the first phase; the dispatcher calls this."""
+    grad = torch.is_grad_enabled()
+    read = next((tape for tape, reads in reversed(_phases) if reads), None)
+    if read is None:
+        # With gradients, the first phase's own node updates the backward scales.
+        first = not grad and _ops.autocast_take_first()
+        note = module.fp8_meta["scaling_fwd"].scale.clone(), generation, first
+    else:
+        note = read.take(module)
+        if grad and note[2]:
+            _ops.autocast_set_first(True)
+    for tape, reads in _phases:
+        if not reads:
+            tape.push(module, note)
+    return None if read is None else note[:2]

@@ -1,0 +1,183 @@
+"""Activation checkpointing, with the scales of the forward that is recomputed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from te_fast.errors import UnsupportedError
+from te_fast.pytorch import _scale_tape
+from te_fast.pytorch._global_state import FP8GlobalStateManager
+
+__all__ = [
+    "activation_recompute_forward",
+    "checkpoint",
+    "in_fp8_activation_recompute_phase",
+    "is_fp8_activation_recompute_enabled",
+]
+
+# The tape of regions that name none: first in, first out over all of them.
+_default_tape = _scale_tape.Tape()
+
+
+class activation_recompute_forward:
+    """Run layers as one phase of activation recomputation.
+
+    In the first phase layers of delayed scaling note their scales, in the second each takes them
+    back, in the order of its calls, and records no maximum.
+
+    Parameters
+    ----------
+    activation_recompute : bool, default = False
+        Activations are recomputed; without, the region changes nothing.
+    recompute_phase : bool, default = False
+        This is the recomputation.
+    """
+
+    _enabled = False
+    _recomputes = False
+
+    def __init__(
+        self,
+        activation_recompute: bool = False,
+        recompute_phase: bool = False,
+        *,
+        _tape: _scale_tape.Tape | None = None,
+    ) -> None:
+        self.activation_recompute = activation_recompute
+        self.recompute_phase = recompute_phase
+        self._tape = _default_tape if _tape is None else _tape
+
+    def __enter__(self) -> None:
+        """Put the phase in force."""
+        state = activation_recompute_forward
+        self._former = state._enabled, state._recomputes
+        state._enabled = self.activation_recompute and FP8GlobalStateManager.is_fp8_enabled()
+        state._recomputes = self.recompute_phase
+        self._phase: Any = nullcontext()
+        if self.activation_recompute:
+            self._phase = _scale_tape.phase(self._tape, reads=self.recompute_phase)
+        self._phase.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        """Put the former phase back in force."""
+        state = activation_recompute_forward
+        state._enabled, state._recomputes = self._former
+        self._phase.__exit__(*exception)
+
+
+def is_fp8_activation_recompute_enabled() -> bool:
+    """Return whether FP8 layers run in a phase of activation recomputation."""
+    return activation_recompute_forward._enabled
+
+
+def in_fp8_activation_recompute_phase() -> bool:
+    """Return whether they run for the second time."""
+    return activation_recompute_forward._recomputes
+
+
+class _Recomputed:
+    """A checkpointed function: notes scales in its first call, and repeats it with them later."""
+
+    def __init__(
+        self, function: Callable[..., Any], kwargs: dict[str, Any], tracker: Any | None
+    ) -> None:
+        self._function = function
+        self._kwargs = kwargs
+        self._tracker = tracker
+        self._tape = _scale_tape.Tape()
+        self._autocast: tuple[Any, ...] | None = None
+        self._rng_states: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._autocast is None:
+            self._autocast = FP8GlobalStateManager.get_autocast_state()
+            if self._tracker is not None:
+                self._rng_states = self._tracker().get_states()
+            with activation_recompute_forward(True, False, _tape=self._tape):
+                return self._function(*args, **self._kwargs)
+        former = FP8GlobalStateManager.get_autocast_state()
+        enabled, calibrating, recipe, group, _, graph = self._autocast
+        state = (enabled, calibrating, recipe, group, False, graph)
+        FP8GlobalStateManager.set_autocast_state(state)
+        rng_states = None
+        if self._tracker is not None:
+            rng_states = self._tracker().get_states()
+            self._tracker().set_states(self._rng_states)
+        try:
+            with activation_recompute_forward(True, True, _tape=self._tape.copy()):
+                return self._function(*args, **self._kwargs)
+        finally:
+            if self._tracker is not None:
+                self._tracker().set_states(rng_states)
+            FP8GlobalStateManager.set_autocast_state(former)
+
+
+def _is_old_call(args: tuple[Any, ...]) -> bool:
+    """Whether arguments come in the order of early Transformer Engine."""
+    if len(args) < 4 or not isinstance(args[0], bool) or not callable(args[1]):
+        return False
+    group = getattr(torch.distributed, "ProcessGroup", type(None))
+    return args[2] is None or isinstance(args[2], group)
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    tp_group: Any = None,
+    use_reentrant: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Run a function and keep its inputs alone for backward, which runs it again.
+
+    As ``torch.utils.checkpoint``; beyond it, the second run is under the autocast region of the
+    first, with its scales of delayed scaling, so that gradients are those of a run without.
+
+    Parameters
+    ----------
+    function : Callable
+        Function or module.
+    *args
+        Its arguments.
+    distribute_saved_activations : bool, default = False
+        Not supported yet.
+    get_rng_state_tracker : Callable, optional
+        Returns a tracker with ``get_states`` and ``set_states``; the second run has the states of
+        the first.
+    tp_group : torch.distributed.ProcessGroup, optional
+        Ranks that `distribute_saved_activations` would distribute over; without it, it says nothing.
+    use_reentrant : bool, default = True
+        Which of torch's two ways.
+    **kwargs
+        ``context_fn``, ``determinism_check`` and ``debug`` go to torch, which takes them with
+        ``use_reentrant=False``; all others to the function.
+
+    Raises
+    ------
+    UnsupportedError
+        For `distribute_saved_activations`.
+    """
+    if _is_old_call(args):
+        message = (
+            "checkpoint: pass distribute_saved_activations, get_rng_state_tracker and tp_group by "
+            "keyword; their positions are deprecated"
+        )
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        (distribute_saved_activations, get_rng_state_tracker, _), args = args[:3], args[3:]
+    if distribute_saved_activations:
+        message = "checkpoint: distribute_saved_activations=True is not supported yet"
+        raise UnsupportedError(message)
+    options = {
+        name: kwargs.pop(name)
+        for name in ("context_fn", "determinism_check", "debug")
+        if name in kwargs
+    }
+    run = _Recomputed(function, kwargs, get_rng_state_tracker)
+    return torch_checkpoint(run, *args, use_reentrant=use_reentrant, **options)

@@ -1,0 +1,264 @@
+"""Activation checkpointing: gradients and scales are those of a run without, bit for bit."""
+
+import pytest
+import torch
+from torch import nn
+
+import te_fast.pytorch as te
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.errors import StateError, UnsupportedError
+from te_fast.pytorch.distributed import (
+    activation_recompute_forward,
+    in_fp8_activation_recompute_phase,
+    is_fp8_activation_recompute_enabled,
+)
+
+RECIPES = {
+    "delayed": lambda: DelayedScaling(amax_history_len=4),
+    "current": Float8CurrentScaling,
+    "block": Float8BlockScaling,
+}
+REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "hooks"])
+
+
+@pytest.fixture(params=RECIPES)
+def recipe(request):
+    return RECIPES[request.param]()
+
+
+def linear(seed):
+    torch.manual_seed(seed)
+    return te.Linear(64, 64, device="cpu", params_dtype=torch.bfloat16)
+
+
+class Tracker:
+    """As CudaRNGStatesTracker, with a number for a state."""
+
+    state = 1
+
+    def get_states(self):
+        return self.state
+
+    def set_states(self, state):
+        self.state = state
+
+
+class Net(nn.Module):
+    """Three layers, the middle one called twice; any of them checkpointed."""
+
+    def __init__(self, checkpointed, reentrant=True, nested=False):
+        super().__init__()
+        self.layers = nn.ModuleList([linear(seed) for seed in range(3)])
+        self.checkpointed, self.reentrant, self.nested = checkpointed, reentrant, nested
+
+    def run(self, function, x):
+        return te.checkpoint(function, x, use_reentrant=self.reentrant)
+
+    def block(self, x):
+        inner = self.layers[1]
+        x = self.run(inner, x) if self.nested else inner(x)
+        return nn.functional.gelu(inner(x))
+
+    def forward(self, x):
+        if "all" in self.checkpointed:
+            return self.run(lambda x: self.layers[2](self.block(self.layers[0](x))), x)
+        x = self.run(self.layers[0], x) if 0 in self.checkpointed else self.layers[0](x)
+        x = self.run(self.block, x) if 1 in self.checkpointed else self.block(x)
+        return self.run(self.layers[2], x) if 2 in self.checkpointed else self.layers[2](x)
+
+
+def scales(net):
+    return [
+        tensor.clone()
+        for layer in net.layers
+        for key in ("scaling_fwd", "scaling_bwd")
+        if key in layer.fp8_meta
+        for tensor in (layer.fp8_meta[key].scale, layer.fp8_meta[key].amax_history)
+    ]
+
+
+def train(net, recipe, *, steps=4, region_inside=False, in_flight=1):
+    """Everything that a few steps leave; scales change strongly from step to step."""
+    seen = []
+    torch.manual_seed(11)
+    for i in range(steps):
+        pairs = []
+        for _ in range(in_flight):
+            x = (torch.randn(32, 64) * 3**i).bfloat16().requires_grad_()
+            if region_inside:
+
+                def function(x):
+                    with te.autocast(recipe=recipe):
+                        return net(x)
+
+                y = te.checkpoint(function, x) if region_inside == "checkpoint" else function(x)
+            else:
+                with te.autocast(recipe=recipe):
+                    y = net(x)
+            pairs.append((x, y))
+        for x, y in pairs:
+            y.backward(torch.randn(32, 64).bfloat16() * 2**i)
+            seen += [y.detach(), x.grad]
+        seen += [parameter.grad.clone() for parameter in net.parameters()] + scales(net)
+        net.zero_grad()
+    return seen
+
+
+def check(net, plain, recipe, **options):
+    got, wanted = train(net, recipe, **options), train(plain, recipe, **options)
+    assert len(got) == len(wanted)
+    for index, (one, other) in enumerate(zip(got, wanted, strict=True)):
+        assert torch.equal(one, other), index
+
+
+@REENTRANT
+@pytest.mark.parametrize("checkpointed", [[0], [1], [2], [0, 1, 2], ["all"]], ids=str)
+def test_nothing_differs(recipe, checkpointed, reentrant):
+    check(Net(checkpointed, reentrant), Net([]), recipe)
+
+
+@REENTRANT
+def test_nested(recipe, reentrant):
+    check(Net([0, 1], reentrant, nested=True), Net([]), recipe)
+
+
+@REENTRANT
+def test_several_forwards_before_their_backwards(recipe, reentrant):
+    check(Net([0, 1, 2], reentrant), Net([]), recipe, in_flight=3)
+
+
+def test_the_region_is_inside(recipe):
+    got = train(Net([]), recipe, region_inside="checkpoint")
+    wanted = train(Net([]), recipe, region_inside=True)
+    assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+
+
+def test_backward_inside_another_region():
+    """The second run is under the region of the first, whatever surrounds it."""
+    results = []
+    for checkpointed in ([], [1]):
+        net = Net(checkpointed)
+        x = torch.ones(32, 64, dtype=torch.bfloat16, requires_grad=True)
+        with te.autocast(recipe=DelayedScaling()):
+            y = net(x)
+        with te.autocast(recipe=Float8CurrentScaling()):
+            y.sum().backward()
+            assert te.FP8GlobalStateManager.get_fp8_recipe().float8_current_scaling()
+        results.append([x.grad, *(parameter.grad for parameter in net.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@REENTRANT
+def test_outside_of_fp8(reentrant):
+    net, plain = Net([0, 1, 2], reentrant), Net([])
+    x = torch.randn(32, 64).bfloat16().requires_grad_()
+    net(x).sum().backward()
+    got, x.grad = x.grad, None
+    plain(x).sum().backward()
+    assert torch.equal(got, x.grad)
+
+
+def test_retained_graph_runs_again():
+    layer = linear(0)
+    x = torch.randn(32, 64).bfloat16().requires_grad_()
+    with te.autocast(recipe=DelayedScaling()):
+        y = te.checkpoint(layer, x)
+    y.sum().backward(retain_graph=True)
+    first, x.grad = x.grad.clone(), None
+    y.sum().backward()
+    assert torch.equal(x.grad, first)
+
+
+def test_phases():
+    seen = []
+
+    def function(x):
+        phase = is_fp8_activation_recompute_enabled(), in_fp8_activation_recompute_phase()
+        seen.append(phase)
+        return x * 2
+
+    x = torch.ones(2, requires_grad=True)
+    with te.autocast():
+        y = te.checkpoint(function, x)
+    y.sum().backward()
+    te.checkpoint(function, x).sum().backward()
+    assert seen == [(True, False), (True, True), (False, False), (False, True)]
+    assert not is_fp8_activation_recompute_enabled()
+    assert not in_fp8_activation_recompute_phase()
+
+
+def test_phases_by_hand():
+    """As Megatron-LM's own checkpointing calls them."""
+    layer, x = linear(0), torch.randn(32, 64).bfloat16()
+    recipe = DelayedScaling()
+    with te.autocast(recipe=recipe), activation_recompute_forward(True, False):
+        first = layer(x).detach()
+    assert layer.fp8_meta["scaling_fwd"].scale[0] != 1
+    history = layer.fp8_meta["scaling_fwd"].amax_history.clone()
+    with te.autocast(recipe=recipe, _graph=True), activation_recompute_forward(True, True):
+        again = layer(x)
+    assert torch.equal(first, again)
+    assert torch.equal(history, layer.fp8_meta["scaling_fwd"].amax_history)
+    with (
+        te.autocast(recipe=recipe),
+        activation_recompute_forward(True, True),
+        pytest.raises(StateError, match="more often"),
+    ):
+        layer(x)
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        assert not torch.equal(layer(x), first)  # scales have changed
+
+
+def test_an_exception_leaves_no_phase():
+    def function(x):
+        raise KeyError("from the function")
+
+    x = torch.ones(2, requires_grad=True)
+    with te.autocast(), pytest.raises(KeyError):
+        te.checkpoint(function, x)
+    assert not is_fp8_activation_recompute_enabled()
+    assert not in_fp8_activation_recompute_phase()
+
+
+def test_arguments():
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(UnsupportedError, match="distribute_saved_activations"):
+        te.checkpoint(torch.sin, x, distribute_saved_activations=True)
+
+    def scaled(x, *, factor):
+        return x * factor
+
+    for reentrant in (True, False):
+        te.checkpoint(scaled, x, factor=3, use_reentrant=reentrant).sum().backward()
+        assert torch.equal(x.grad, torch.full((2,), 3.0))
+        x.grad = None
+    with pytest.warns(DeprecationWarning, match="by keyword"):
+        y = te.checkpoint(torch.sin, False, Tracker, None, x)
+    assert torch.equal(y, torch.sin(x))
+
+
+@REENTRANT
+def test_states_of_a_random_number_tracker(reentrant):
+    tracker = Tracker()
+
+    def function(x):
+        tracker.state += 1
+        return x.sin() * tracker.state
+
+    x = torch.ones(2, requires_grad=True)
+    y = te.checkpoint(function, x, get_rng_state_tracker=lambda: tracker, use_reentrant=reentrant)
+    tracker.state = 40
+    y.sum().backward()
+    assert torch.allclose(x.grad, 2 * torch.cos(torch.ones(2)))
+    assert tracker.state == 40
+
+
+@REENTRANT
+def test_torchs_own_outside_of_fp8(reentrant):
+    """It ends a recomputation by an exception, which is not an error of the layer's."""
+    layer = linear(0)
+    x = torch.randn(32, 64).bfloat16().requires_grad_()
+    layer(x).sum().backward()
+    wanted, x.grad = x.grad, None
+    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+    assert torch.equal(x.grad, wanted)
