@@ -26,9 +26,45 @@ def recipe(request):
     return RECIPES[request.param]()
 
 
+OPTIONS = {"device": "cpu", "params_dtype": torch.bfloat16}
+
+
 def linear(seed):
     torch.manual_seed(seed)
-    return te.Linear(64, 64, device="cpu", params_dtype=torch.bfloat16)
+    return te.Linear(64, 64, **OPTIONS)
+
+
+def mlp(seed, **options):
+    torch.manual_seed(seed)
+    return te.LayerNormMLP(64, 64, normalization=None, **OPTIONS, **options)
+
+
+def recomputed_mlp(seed):
+    """Its own recomputation inside of the other."""
+    return mlp(seed, checkpoint=True)
+
+
+def chain(seed):
+    torch.manual_seed(seed)
+    options = {"device": "cpu", "dtype": torch.bfloat16}
+    return te.ops.Sequential(
+        te.ops.Linear(64, 64, **options),
+        te.ops.GELU(),
+        te.ops.Linear(64, 64, bias=False, **options),
+    )
+
+
+def mixed_chain(seed):
+    """Two groups of ops, with a module of torch's in between."""
+    torch.manual_seed(seed)
+    options = {"device": "cpu", "dtype": torch.bfloat16}
+    ops = te.ops.Linear(64, 64, **options), nn.Tanh(), te.ops.Linear(64, 64, **options)
+    return te.ops.Sequential(*ops)
+
+
+LAYERS = pytest.mark.parametrize(
+    "make", [mlp, recomputed_mlp, chain, mixed_chain], ids=lambda make: make.__name__
+)
 
 
 class Tracker:
@@ -46,9 +82,9 @@ class Tracker:
 class Net(nn.Module):
     """Three layers, the middle one called twice; any of them checkpointed."""
 
-    def __init__(self, checkpointed, reentrant=True, nested=False):
+    def __init__(self, checkpointed, reentrant=True, nested=False, make=linear):
         super().__init__()
-        self.layers = nn.ModuleList([linear(seed) for seed in range(3)])
+        self.layers = nn.ModuleList([make(seed) for seed in range(3)])
         self.checkpointed, self.reentrant, self.nested = checkpointed, reentrant, nested
 
     def run(self, function, x):
@@ -68,23 +104,24 @@ class Net(nn.Module):
 
 
 def scales(net):
-    return [
-        tensor.clone()
-        for layer in net.layers
-        for key in ("scaling_fwd", "scaling_bwd")
-        if key in layer.fp8_meta
-        for tensor in (layer.fp8_meta[key].scale, layer.fp8_meta[key].amax_history)
-    ]
+    states = []
+    for module in net.modules():
+        if hasattr(module, "fp8_meta"):
+            states += [module.fp8_meta.get(key) for key in ("scaling_fwd", "scaling_bwd")]
+        elif hasattr(module, "_delayed_state"):
+            states += [module._delayed_state(mode) for mode in ("forward", "backward")]
+    states = [state for state in states if state is not None]
+    return [tensor.clone() for state in states for tensor in (state.scale, state.amax_history)]
 
 
-def train(net, recipe, *, steps=4, region_inside=False, in_flight=1):
+def train(net, recipe, *, steps=4, region_inside=False, in_flight=1, input_grad=True):
     """Everything that a few steps leave; scales change strongly from step to step."""
     seen = []
     torch.manual_seed(11)
     for i in range(steps):
         pairs = []
         for _ in range(in_flight):
-            x = (torch.randn(32, 64) * 3**i).bfloat16().requires_grad_()
+            x = (torch.randn(32, 64) * 3**i).bfloat16().requires_grad_(input_grad)
             if region_inside:
 
                 def function(x):
@@ -98,8 +135,9 @@ def train(net, recipe, *, steps=4, region_inside=False, in_flight=1):
             pairs.append((x, y))
         for x, y in pairs:
             y.backward(torch.randn(32, 64).bfloat16() * 2**i)
-            seen += [y.detach(), x.grad]
-        seen += [parameter.grad.clone() for parameter in net.parameters()] + scales(net)
+            seen += [y.detach(), *([x.grad] if input_grad else [])]
+        grads = [parameter.grad for parameter in net.parameters()]
+        seen += [grad.clone() for grad in grads if grad is not None] + scales(net)
         net.zero_grad()
     return seen
 
@@ -115,6 +153,31 @@ def check(net, plain, recipe, **options):
 @pytest.mark.parametrize("checkpointed", [[0], [1], [2], [0, 1, 2], ["all"]], ids=str)
 def test_nothing_differs(recipe, checkpointed, reentrant):
     check(Net(checkpointed, reentrant), Net([]), recipe)
+
+
+@REENTRANT
+@LAYERS
+def test_layers_that_are_programs(recipe, reentrant, make):
+    plain = mlp if make is recomputed_mlp else make
+    check(Net(["all"], reentrant, make=make), Net([], make=plain), recipe)
+
+
+@REENTRANT
+@LAYERS
+def test_programs_several_forwards_before_their_backwards(reentrant, make):
+    plain = mlp if make is recomputed_mlp else make
+    net, plain = Net([0, 1, 2], reentrant, make=make), Net([], make=plain)
+    check(net, plain, DelayedScaling(amax_history_len=4), in_flight=3)
+
+
+@pytest.mark.parametrize("make", [linear, mlp], ids=lambda make: make.__name__)
+def test_first_layer_is_frozen(make):
+    """It has no node in backward: the next one's updates the backward scales."""
+    nets = Net(["all"], reentrant=False, make=make), Net([], make=make)
+    for net in nets:
+        for parameter in net.layers[0].parameters():
+            parameter.requires_grad_(False)
+    check(*nets, DelayedScaling(amax_history_len=4), input_grad=False)
 
 
 @REENTRANT

@@ -22,6 +22,7 @@ __all__ = [
     "DelayedScalingRecipeState",
     "fp8_dtype",
     "native_recipe",
+    "scale_of",
     "states",
     "update_all",
     "update_scales",
@@ -218,6 +219,11 @@ def _rebuild(
     state._amax_history = amax_history
     state._register(recipe, group)
     return state
+
+
+def scale_of(number: int) -> torch.Tensor:
+    """Return the scales of the state whose slots have this number."""
+    return _states[number].scale
 
 
 def states(*, forward: bool) -> Iterator[DelayedScalingRecipeState]:

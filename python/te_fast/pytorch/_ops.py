@@ -153,10 +153,10 @@ def _skip_weight_flag() -> torch.Tensor | None:
     return autocast_state.skip_fp8_weight_update_tensor
 
 
-def _recompute(module: Any, generation: int) -> Any:
+def _recompute(handle: Any, slots: int, generation: int, grads: bool) -> Any:
     from te_fast.pytorch import _scale_tape
 
-    return _scale_tape.scales(module, generation)
+    return _scale_tape.scales(handle, slots, generation, grads)
 
 
 # `Function.apply` of Python costs 2 us more than the C++ method that it wraps, for functorch: its

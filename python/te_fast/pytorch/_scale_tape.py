@@ -1,7 +1,7 @@
 """The scales of delayed scaling in activation recomputation.
 
-A region's scales are updated when it ends, before backward runs its forwards again. Each layer that
-runs in the first phase notes its scales on a tape; in the second phase it takes them back.
+A region's scales are updated when it ends, before backward runs its forwards again. Each linear op
+that runs in the first phase notes its scales on a tape; in the second phase it takes them back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from te_fast.errors import StateError
-from te_fast.pytorch import _ops
+from te_fast.pytorch import _delayed, _ops
 
 __all__ = ["Tape", "phase", "scales"]
 
@@ -22,40 +22,40 @@ Note = tuple[torch.Tensor, int, bool]
 
 
 class Tape:
-    """What the layers of one first phase noted, each in the order of its calls."""
+    """What the linear ops of one first phase noted, each in the order of its calls."""
 
     def __init__(self) -> None:
-        # By identity, with the layer itself: while it lives, nothing else has its id.
+        # By identity, with the op's handle: while it lives, nothing else has its id.
         self._notes: dict[int, tuple[Any, deque[Note]]] = {}
 
-    def push(self, module: Any, note: Note) -> None:
-        """Add a layer's note."""
-        self._notes.setdefault(id(module), (module, deque()))[1].append(note)
+    def push(self, handle: Any, note: Note) -> None:
+        """Add an op's note."""
+        self._notes.setdefault(id(handle), (handle, deque()))[1].append(note)
 
-    def take(self, module: Any) -> Note:
-        """Take a layer's oldest note.
+    def take(self, handle: Any) -> Note:
+        """Take an op's oldest note.
 
         Raises
         ------
         StateError
             If there is none.
         """
-        if id(module) not in self._notes:
+        if id(handle) not in self._notes:
             message = (
-                f"{module.name}: a recomputation runs this layer more often than the forward that it "
+                f"{handle.name}: a recomputation runs this layer more often than the forward that it "
                 "repeats; checkpointed functions must run the same layers each time"
             )
             raise StateError(message)
-        notes = self._notes[id(module)][1]
+        notes = self._notes[id(handle)][1]
         note = notes.popleft()
         if not notes:
-            del self._notes[id(module)]
+            del self._notes[id(handle)]
         return note
 
     def copy(self) -> Tape:
         """Return a tape to take from, so that this one serves once more."""
         other = Tape()
-        other._notes = {key: (module, notes.copy()) for key, (module, notes) in self._notes.items()}
+        other._notes = {key: (handle, notes.copy()) for key, (handle, notes) in self._notes.items()}
         return other
 
 
@@ -75,19 +75,20 @@ def phase(tape: Tape, *, reads: bool) -> Iterator[None]:
         _ops.autocast_set_recompute(bool(_phases))
 
 
-def scales(module: Any, generation: int) -> tuple[torch.Tensor, int] | None:
-    """Note a layer's scales, or return those of the first phase; the dispatcher calls this."""
-    grad = torch.is_grad_enabled()
+def scales(
+    handle: Any, slots: int, generation: int, grads: bool
+) -> tuple[torch.Tensor, int] | None:
+    """Note an op's scales, or return those of the first phase; the dispatcher calls this."""
     read = next((tape for tape, reads in reversed(_phases) if reads), None)
     if read is None:
         # With gradients, the first phase's own node updates the backward scales.
-        first = not grad and _ops.autocast_take_first()
-        note = module.fp8_meta["scaling_fwd"].scale.clone(), generation, first
+        first = not grads and _ops.autocast_take_first()
+        note = _delayed.scale_of(slots).clone(), generation, first
     else:
-        note = read.take(module)
-        if grad and note[2]:
+        note = read.take(handle)
+        if grads and note[2]:
             _ops.autocast_set_first(True)
     for tape, reads in _phases:
         if not reads:
-            tape.push(module, note)
+            tape.push(handle, note)
     return None if read is None else note[:2]

@@ -312,14 +312,6 @@ pub(crate) fn autocast_set_first(py: Python<'_>, is_first: bool) -> PyResult<()>
     Ok(())
 }
 
-/// Whether layers of delayed scaling take part in activation recomputation.
-#[pyfunction]
-#[pyo3(signature = (active, /))]
-pub(crate) fn autocast_set_recompute(py: Python<'_>, active: bool) -> PyResult<()> {
-    state(py)?.dispatcher(py)?.0.autocast.recompute = active;
-    Ok(())
-}
-
 /// Overwrites the number of regions entered.
 #[pyfunction]
 #[pyo3(signature = (depth, /))]

@@ -6,13 +6,12 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use te_fast_core::autocast::{AmaxSlots, Region};
-use te_fast_core::kernel::DevPtr;
 use te_fast_core::layer::PlanCache;
 use te_fast_core::linear::{LinearPlan, Slot};
 use te_fast_core::tensor::TensorView;
 
+use crate::replay::Replay;
 use crate::state::contiguous_strides;
-use crate::tensor::Held;
 use crate::weight::{CachedWeight, WeightCache};
 
 /// Shapes of one layer that are kept as tuples.
@@ -24,21 +23,6 @@ pub(crate) struct Slots {
     pub(crate) epoch: u64,
     pub(crate) forward: Arc<AmaxSlots>,
     pub(crate) backward: Arc<AmaxSlots>,
-}
-
-/// The forward scales of an earlier call, which its recomputation uses without raising a maximum.
-#[derive(Debug)]
-pub(crate) struct Replay {
-    pub(crate) scale: Held,
-    /// Updates of the scales before it.
-    pub(crate) generation: u64,
-}
-
-impl Replay {
-    /// One tensor's slot.
-    pub(crate) fn slot(&self, index: usize) -> Slot<'_> {
-        Slot { scale: self.scale.ptr().offset(4 * index), amax: DevPtr::null() }
-    }
 }
 
 /// One tensor's slot out of a direction's.
@@ -188,6 +172,12 @@ impl LinearHandle {
             bias_size: PyTuple::new(py, [out_features])?.unbind(),
             unit_stride: PyTuple::new(py, [1])?.unbind(),
         })
+    }
+
+    /// Name in messages.
+    #[getter]
+    fn name(&self) -> &str {
+        &self.name
     }
 
     #[getter]

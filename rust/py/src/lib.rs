@@ -19,6 +19,7 @@ mod program_functions;
 mod program_layer;
 mod program_run;
 mod program_tensors;
+mod replay;
 mod state;
 mod tensor;
 mod weight;
@@ -31,8 +32,8 @@ mod _native {
     #[pymodule_export]
     use crate::autocast::{
         AutocastRegion, NativeRecipe, SlotsHandle, autocast_callbacks, autocast_objects, autocast_region,
-        autocast_reset, autocast_set, autocast_set_depth, autocast_set_first, autocast_set_recompute,
-        autocast_take_first, note_scale_change, update_scales,
+        autocast_reset, autocast_set, autocast_set_depth, autocast_set_first, autocast_take_first, note_scale_change,
+        update_scales,
     };
     #[pymodule_export]
     use crate::dispatch::{
@@ -62,6 +63,8 @@ mod _native {
     };
     #[pymodule_export]
     use crate::program_layer::{program_layer_call, program_layer_forward};
+    #[pymodule_export]
+    use crate::replay::autocast_set_recompute;
     #[pymodule_export]
     use crate::state::DispatcherCell;
     #[pymodule_export]

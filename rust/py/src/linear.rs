@@ -8,10 +8,11 @@ use pyo3::types::{PyAnyMethods, PyBool, PyDict, PyDictMethods, PyTuple};
 use te_fast_core::autocast::Region;
 use te_fast_core::layer::Microbatch;
 
-use crate::layer::{LinearHandle, LinearSaved, Replay};
+use crate::layer::{LinearHandle, LinearSaved};
 use crate::linear_run::run;
+use crate::replay::replay;
 use crate::state::{State, state};
-use crate::tensor::{Held, instance_dict};
+use crate::tensor::instance_dict;
 
 /// Python's half: what runs when a call leaves the fast path.
 #[derive(Debug)]
@@ -24,7 +25,7 @@ pub(crate) struct Hooks {
     pub(crate) update_backward_scales: Py<PyAny>,
     /// The tensor of `set_skip_fp8_weight_update_tensor`, or None.
     pub(crate) skip_weight_flag: Py<PyAny>,
-    /// `recompute(module, generation) -> None | (scale, generation)`, while activation recomputation is on.
+    /// `recompute(handle, slots, generation, grads) -> None | (scale, generation)`, while activation recomputation is on.
     pub(crate) recompute: Py<PyAny>,
 }
 
@@ -275,22 +276,16 @@ fn ensure_slots(
     if handle.try_borrow()?.slots.as_ref().is_none_or(|slots| slots.epoch != epoch) {
         module.call_method0(intern!(module.py(), "_init_delayed_scaling"))?;
     }
-    if recompute { recompute_scales(state, module, handle) } else { Ok(()) }
+    if recompute { recompute_scales(state, handle) } else { Ok(()) }
 }
 
-/// Tells Python that a layer of delayed scaling runs within activation recomputation: its first phase notes the scales,
-/// the second hands them back.
+/// Has the next call quantise with the scales that activation recomputation wants.
 #[cold]
-fn recompute_scales(state: &State, module: &Bound<'_, PyAny>, handle: &Bound<'_, LinearHandle>) -> PyResult<()> {
-    let py = module.py();
-    let generation = state.dispatcher(py)?.0.forward_generation;
-    let scales = hooks(py)?.recompute.bind(py).call1((module, generation))?;
-    let replay = if scales.is_none() {
-        None
-    } else {
-        let (scale, generation): (Bound<'_, PyAny>, u64) = scales.extract()?;
-        Some(Replay { scale: Held::new(&state.reader, &scale)?, generation })
-    };
+fn recompute_scales(state: &State, handle: &Bound<'_, LinearHandle>) -> PyResult<()> {
+    let slots = handle.try_borrow()?.slots.clone();
+    let Some(slots) = slots else { return Ok(()) };
+    let grads = state.torch.is_grad_enabled.bind(handle.py()).call0()?.is_truthy()?;
+    let replay = replay(state, handle, &slots.forward, grads)?;
     handle.try_borrow_mut()?.replay = replay;
     Ok(())
 }

@@ -17,8 +17,9 @@ use te_fast_core::trace::{CLOCK, Stage};
 use te_fast_core::{Error, Float};
 
 use crate::error::{Failure, IntoPython};
-use crate::layer::{Geometry, LayerConfig, LinearHandle, Replay, Slots, slot};
+use crate::layer::{Geometry, LayerConfig, LinearHandle, Slots, slot};
 use crate::linear::{Bits, hooks};
+use crate::replay::Replay;
 use crate::state::State;
 use crate::tensor::view_of;
 use crate::weight::{CachedWeight, make_weight};

@@ -14,6 +14,7 @@ use te_fast_core::tensor::TensorView;
 use crate::error::IntoPython;
 use crate::layer::slot;
 use crate::program_functions::activation_named;
+use crate::replay::Replay;
 use crate::state::contiguous_strides;
 use crate::weight::WeightCache;
 
@@ -37,6 +38,12 @@ impl OpSlots {
             weight: slot(&self.forward, self.forward_base + 1),
             grad: slot(&self.backward, self.backward_base),
         }
+    }
+
+    /// The same, with the forward scales of a call that is repeated.
+    pub(crate) fn replayed<'a>(&'a self, replay: &'a Replay) -> LinearSlots<'a> {
+        let (input, weight) = (replay.slot(self.forward_base), replay.slot(self.forward_base + 1));
+        LinearSlots { input, weight, ..self.slots() }
     }
 }
 

@@ -42,6 +42,15 @@ pub(crate) struct ProgramSaved {
     pub(crate) updates_backward_scales: bool,
 }
 
+#[pymethods]
+impl ProgramSaved {
+    /// Whether the backward updates the backward scales.
+    #[getter]
+    fn updates_backward_scales(&self) -> bool {
+        self.updates_backward_scales
+    }
+}
+
 /// Where a parameter's gradient goes.
 enum ParamGrad<'py> {
     None,
@@ -266,7 +275,7 @@ impl<'py> BackwardCall<'_, 'py> {
         let read = Read::new(state, program, self.tensors)?;
         let external = Dispatcher::external_bytes(place, program.backward_scratch())?;
         let scratch = state.optional_bytes(py, place.device, external.bytes())?;
-        let (buffers, slots) = weight_arguments(kept.weights.iter().map(|weight| (&weight.quantized, &weight.slots)));
+        let (buffers, slots) = weight_arguments(kept.weights.iter().map(|weight| (&weight.quantized, weight.slots())));
         let tensors = Pointers::new(state, &read, kept, grads)?;
         let grad_extras = extras.iter().map(|grad| state.pointer(grad.as_ref())).collect::<Result<Vec<_>, _>>()?;
         let (grad_params, deferred) = self.target_pointers(py, targets)?;

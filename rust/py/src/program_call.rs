@@ -101,7 +101,8 @@ fn apply<'py>(
     let (x, extras) = &cast(state, program, x, extras)?;
     let params = parameters(program)?;
     let mut wants = false;
-    if state.torch.is_grad_enabled.bind(py).call0()?.is(PyBool::new(py, true)) {
+    let grad_mode = state.torch.is_grad_enabled.bind(py).call0()?.is(PyBool::new(py, true));
+    if grad_mode {
         for tensor in std::iter::once(x).chain(&params).chain(extras) {
             wants = wants || requires_grad(tensor)?;
         }
@@ -123,7 +124,8 @@ fn apply<'py>(
         return program_function(py)?.call1(PyTuple::new(py, arguments)?);
     }
     let microbatch = Bits(bits).microbatch();
-    let extra_grads = vec![false; extras.len()];
+    // What is recomputed later with gradients is fused as it will be then: the same bits.
+    let grads = !grad_mode && state.dispatcher(py)?.0.autocast.recompute;
     let call = Call {
         state,
         handle: program,
@@ -132,9 +134,10 @@ fn apply<'py>(
         extras,
         params,
         microbatch,
-        grads: false,
-        input_grad: false,
-        extra_grads,
+        grads,
+        input_grad: grads,
+        extra_grads: vec![grads; extras.len()],
+        grad_mode,
     };
     results(call.run()?)
 }
@@ -243,6 +246,7 @@ pub(crate) fn program_autograd_forward<'py>(
         grads: true,
         input_grad: requires_grad(x)?,
         extra_grads: extras.iter().map(requires_grad).collect::<PyResult<_>>()?,
+        grad_mode: true,
     };
     let mut done = call.run()?;
     ctx.setattr(intern!(py, "to_save"), done.to_save(x, extras)?)?;
@@ -283,6 +287,7 @@ pub(crate) fn program_run_forward<'py>(
         grads: parameters_need_grad,
         input_grad: input_needs_grad,
         extra_grads: extra_need_grad,
+        grad_mode: wants,
     };
     let former = recomputed_region(state, program)?;
     let done = call.run();

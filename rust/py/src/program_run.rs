@@ -13,13 +13,14 @@ use te_fast_core::dispatch::{Dispatcher, Memory, Place};
 use te_fast_core::driver;
 use te_fast_core::kernel::DevPtr;
 use te_fast_core::layer::{Microbatch, WeightRecord, WeightToken};
-use te_fast_core::program::{Bindings, Place as Where, Program, ProgramKey, Weights};
+use te_fast_core::program::{Bindings, LinearSlots, Place as Where, Program, ProgramKey, Weights};
 use te_fast_core::tensor::{DType, Device, TensorView};
 
 use crate::error::Failure;
 use crate::linear_run::{readable, skip_flag};
-use crate::program::{Compiled, OpSlots, ProgramHandle, Shapes, Tuples};
+use crate::program::{Compiled, OpSlots, ProgramHandle, Shapes, Tuples, WeightHandle};
 use crate::program_tensors::{copies, float, requires_grad, same, typed, weight_arguments};
+use crate::replay::{Replay, replay};
 use crate::state::State;
 use crate::tensor::view_of;
 use crate::weight::{CachedWeight, make_weight};
@@ -34,6 +35,12 @@ pub(crate) struct CallWeight {
     pub(crate) slots: Option<OpSlots>,
     /// torch's version of the weight; none for inference tensors.
     pub(crate) version: Option<u64>,
+}
+
+impl CallWeight {
+    pub(crate) fn slots(&self) -> LinearSlots<'_> {
+        self.slots.as_ref().map_or(LinearSlots::NONE, OpSlots::slots)
+    }
 }
 
 /// What a forward leaves.
@@ -79,6 +86,8 @@ pub(crate) struct Call<'a, 'py> {
     pub(crate) grads: bool,
     pub(crate) input_grad: bool,
     pub(crate) extra_grads: Vec<bool>,
+    /// torch's grad mode where the chain was called.
+    pub(crate) grad_mode: bool,
 }
 
 /// The tensors of a call as the kernels read them: copies where the originals are strided or misaligned.
@@ -127,14 +136,17 @@ impl<'py> Call<'_, 'py> {
         let compiled = self.compiled(tensors, &region)?;
         let program = &compiled.program;
         self.handle.try_borrow_mut()?.last_region = region.enabled.then_some(region);
-        if region.enabled && region.recipe.is_delayed() {
+        let replays = if region.enabled && region.recipe.is_delayed() {
             self.ensure_slots(region.epoch)?;
-        }
+            self.replays()?
+        } else {
+            Vec::new()
+        };
         let shapes = self.handle.try_borrow_mut()?.shapes(py, x, program.out_cols(), program.extra_output_cols())?;
         let capturing = matches!(place.device, Device::Cuda(_)) && driver::is_capturing(place.stream)?;
         let flagged = region.enabled && (capturing || region.graph);
         let flag = if flagged { skip_flag(state, py, place.device)? } else { None };
-        let prepared = self.weights(tensors, &compiled, &region, (place, capturing), flag.is_some())?;
+        let prepared = self.weights(tensors, &compiled, &region, (place, capturing), flag.is_some(), replays)?;
         // Weights that are not there yet are quantised, whatever the flag; a graph runs later.
         let skips = capturing || prepared.iter().all(|weight| weight.reused);
         let flag = flag.as_ref().map(|flag| flag.bind(py));
@@ -290,6 +302,20 @@ impl<'py> Call<'_, 'py> {
         if missing { self.init_slots() } else { Ok(()) }
     }
 
+    /// For each linear op, the scales that activation recomputation wants; empty outside of it.
+    fn replays(&self) -> PyResult<Vec<Option<Replay>>> {
+        let (py, state) = (self.x.py(), self.state);
+        if !state.dispatcher(py)?.0.autocast.recompute {
+            return Ok(Vec::new());
+        }
+        let weights: Vec<_> = self.handle.try_borrow()?.weights.iter().map(|weight| weight.clone_ref(py)).collect();
+        let one = |weight: Py<WeightHandle>| {
+            let slots = weight.bind(py).try_borrow()?.slots.clone();
+            slots.map_or(Ok(None), |slots| replay(state, weight.bind(py), &slots.forward, self.grad_mode))
+        };
+        weights.into_iter().map(one).collect()
+    }
+
     /// The quantised weight of every linear op: the kept one where it serves, else memory for a fresh one.
     fn weights(
         &self,
@@ -298,6 +324,7 @@ impl<'py> Call<'_, 'py> {
         region: &Region,
         (place, capturing): (Place, bool),
         skippable: bool,
+        replays: Vec<Option<Replay>>,
     ) -> Result<Vec<Prepared>, Failure> {
         let (py, state) = (self.x.py(), self.state);
         let handle = self.handle.try_borrow()?;
@@ -307,26 +334,24 @@ impl<'py> Call<'_, 'py> {
             (dispatcher.forward_generation, dispatcher.cache_epoch, dispatcher.optimizer_steps)
         };
         let mut list = Vec::with_capacity(handle.weights.len());
+        let mut replays = replays.into_iter();
         for (linear, (weight, param)) in handle.weights.iter().zip(handle.chain.linear_params()).enumerate() {
             let version =
                 self.params[param].getattr(intern!(py, "_version")).and_then(|version| version.extract()).ok();
             if !region.enabled {
-                list.push(Prepared { quantized: None, slots: None, version, fresh: None, reused: true });
+                list.push(Prepared { quantized: None, slots: None, replay: None, version, fresh: None, reused: true });
                 continue;
             }
             let mut weight = weight.bind(py).try_borrow_mut()?;
             let view = &tensors.params[param];
-            let address = if tensors.copied[param] {
-                view_of(&state.reader, &self.params[param], "a parameter")?.data().address()
-            } else {
-                view.data().address()
-            };
+            let address = self.address(tensors, param)?;
+            let replay = replays.next().flatten();
             let record = WeightRecord {
                 token: WeightToken { address, version, dtype: view.dtype() },
                 device: place.device,
                 segments: compiled.program.weight_segments(linear),
                 epoch: region.epoch,
-                generation: if delayed { generation } else { 0 },
+                generation: replay.as_ref().map_or(if delayed { generation } else { 0 }, |replay| replay.generation),
                 cache_epoch,
                 training: compiled.program.key().any_grad(),
                 optimizer_steps,
@@ -346,9 +371,17 @@ impl<'py> Call<'_, 'py> {
                 let made = make_weight(py, state, &self.params[param], record, recycled)?;
                 (Arc::new(made), Some(param))
             };
-            list.push(Prepared { quantized: Some(quantized), slots, version, fresh, reused: is_reused });
+            list.push(Prepared { quantized: Some(quantized), slots, replay, version, fresh, reused: is_reused });
         }
         Ok(list)
+    }
+
+    /// Where a parameter itself lies, and not the copy that is read.
+    fn address(&self, tensors: &Tensors<'_>, param: usize) -> Result<usize, Failure> {
+        if tensors.copied[param] {
+            return Ok(view_of(&self.state.reader, &self.params[param], "a parameter")?.data().address());
+        }
+        Ok(tensors.params[param].data().address())
     }
 
     fn extra_outputs(
@@ -404,11 +437,13 @@ impl<'py> Call<'_, 'py> {
         skip: DevPtr<'_>,
     ) -> Result<(), Failure> {
         let program = &compiled.program;
-        let (buffers, slots) = weight_arguments(prepared.iter().map(|weight| (&weight.quantized, &weight.slots)));
+        let (buffers, slots) = weight_arguments(prepared.iter().map(|weight| (&weight.quantized, weight.slots())));
         let fresh: Vec<Option<DevPtr<'_>>> =
             prepared.iter().map(|weight| weight.fresh.map(|param| bindings.params[param])).collect();
         let mut dispatcher = self.state.dispatcher(self.x.py())?;
-        for slots in prepared.iter().filter_map(|weight| weight.slots.as_ref()) {
+        // A repeated call raises no maximum.
+        let first_runs = prepared.iter().filter(|weight| weight.replay.is_none());
+        for slots in first_runs.filter_map(|weight| weight.slots.as_ref()) {
             dispatcher.0.autocast.mark_ran(&slots.forward);
         }
         let weights = Weights { buffers: &buffers, fresh: &fresh, slots: &slots, skip };
@@ -446,9 +481,20 @@ impl<'py> Call<'_, 'py> {
 struct Prepared {
     quantized: Option<Arc<CachedWeight>>,
     slots: Option<OpSlots>,
+    replay: Option<Replay>,
     version: Option<u64>,
     /// The parameter that is to be quantised now.
     fresh: Option<usize>,
     /// The kept one serves.
     reused: bool,
+}
+
+impl Prepared {
+    fn slots(&self) -> LinearSlots<'_> {
+        match (&self.slots, &self.replay) {
+            (Some(slots), Some(replay)) => slots.replayed(replay),
+            (Some(slots), None) => slots.slots(),
+            (None, _) => LinearSlots::NONE,
+        }
+    }
 }

@@ -12,7 +12,7 @@ use te_fast_core::{Error, Float};
 
 use crate::error::IntoPython;
 use crate::linear_run::readable;
-use crate::program::{OpSlots, ProgramHandle};
+use crate::program::ProgramHandle;
 use crate::state::State;
 use crate::weight::CachedWeight;
 
@@ -72,13 +72,13 @@ pub(crate) fn typed(views: &[TensorView<'_>], grads: &[bool], what: &'static str
 
 /// Buffers and slots as a program takes them.
 pub(crate) fn weight_arguments<'a>(
-    weights: impl Iterator<Item = (&'a Option<Arc<CachedWeight>>, &'a Option<OpSlots>)>,
+    weights: impl Iterator<Item = (&'a Option<Arc<CachedWeight>>, LinearSlots<'a>)>,
 ) -> (Vec<WeightBuffer<'a>>, Vec<LinearSlots<'a>>) {
     weights
         .map(|(quantized, slots)| {
             let none = || WeightBuffer { data: DevPtr::null(), segments: Segments::default() };
             let buffer = quantized.as_ref().map_or_else(none, |quantized| quantized.weight_buffer());
-            (buffer, slots.as_ref().map_or(LinearSlots::NONE, OpSlots::slots))
+            (buffer, slots)
         })
         .unzip()
 }
