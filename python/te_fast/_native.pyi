@@ -52,6 +52,7 @@ __all__ = [
     "moe_permute_cast",
     "moe_unpermute",
     "moe_unpermute_backward",
+    "norm",
     "note_optimizer_step",
     "note_scale_change",
     "program_apply",
@@ -344,6 +345,13 @@ def moe_unpermute(
 def moe_unpermute_backward(
     dout: Any, inp: Any, row_id_map: Any, probs: Any, pad_offsets: Any, ends: Any, top_k: Any, /
 ) -> Any: ...
+def norm(
+    x: Tensor,
+    function: tuple[str, float, bool],
+    inputs: tuple[Tensor | None, ...],
+    outputs: tuple[Tensor | None, ...],
+    /,
+) -> None: ...
 def note_optimizer_step() -> None: ...
 def note_scale_change() -> None: ...
 def program_apply(

@@ -20,6 +20,7 @@ from te_fast._dispatch_activation import (
     activation_backward,
     activation_outputs,
 )
+from te_fast._dispatch_norm import NormFunction, NormOutputs, norm, norm_outputs
 from te_fast.common.recipe import Recipe
 from te_fast.errors import ShapeError
 from te_fast.pytorch import _ops
@@ -30,6 +31,8 @@ __all__ = [
     "ActivationOutputs",
     "DeviceFacts",
     "Launch",
+    "NormFunction",
+    "NormOutputs",
     "QuantizedTensor",
     "activation",
     "activation_backward",
@@ -43,6 +46,8 @@ __all__ = [
     "gemm",
     "inventory",
     "linear_forward",
+    "norm",
+    "norm_outputs",
     "plan_count",
     "quantize",
     "record",

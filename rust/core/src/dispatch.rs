@@ -114,6 +114,15 @@ pub struct Dispatcher {
     host: HostState,
 }
 
+/// What plans size their grids and blocks by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Streaming multiprocessors.
+    pub multiprocessors: u32,
+    /// Shared memory that a block may ask for, bytes.
+    pub shared_bytes: u32,
+}
+
 impl Dispatcher {
     /// A dispatcher that has touched no device.
     #[must_use]
@@ -165,6 +174,16 @@ impl Dispatcher {
             Device::Cpu => Ok(1),
             Device::Cuda(ordinal) => Ok(self.facts(ordinal)?.multiprocessors),
         }
+    }
+
+    /// What a launch can have on the device; little on the host, which uses none of it.
+    ///
+    /// # Errors
+    /// No driver, no such device.
+    pub fn limits(&mut self, device: Device) -> Result<Limits> {
+        let Device::Cuda(ordinal) = device else { return Ok(Limits { multiprocessors: 1, shared_bytes: 48 << 10 }) };
+        let facts = self.facts(ordinal)?;
+        Ok(Limits { multiprocessors: facts.multiprocessors, shared_bytes: facts.shared_bytes })
     }
 
     #[inline]

@@ -221,6 +221,7 @@ images! {
     Pad = "pad",
     Activation = "activation",
     ActivationBackward = "activation_backward",
+    Norm = "norm",
 }
 
 kernels! {
@@ -282,6 +283,12 @@ kernels! {
     ActivationBackward(Float) "activation_backward" in ActivationBackward;
     /// The same of two halves.
     ActivationGatedBackward(Float) "activation_gated_backward" in ActivationBackward;
+    /// Normalisation of rows that registers hold.
+    Norm(Float) "norm" in Norm;
+    /// The same with FP8 in the transposed layout.
+    NormTranspose(Float) "norm_transpose" in Norm;
+    /// Normalisation of rows of any length.
+    NormLong(Float) "norm_long" in Norm;
 }
 
 const BASES: [usize; FAMILIES] = {
@@ -337,6 +344,7 @@ impl KernelId {
                 | Image::Pad
                 | Image::Activation
                 | Image::ActivationBackward
+                | Image::Norm
         )
     }
 }

@@ -8,12 +8,13 @@ use te_fast_core::ops::activation_backward::{
     ActivationBackwardBuffers, ActivationBackwardPlan, ActivationBackwardSpec,
 };
 use te_fast_core::tensor::{DType, TensorView};
-use te_fast_core::{Error, Float, Fp8};
+use te_fast_core::{Error, Float};
 
+use crate::dispatch_tensors::{fp8_of, matrix, sized, start};
 use crate::error::IntoPython;
 use crate::permute_call::Call;
 use crate::program_functions::{Constants, activation_of};
-use crate::state::{State, state};
+use crate::state::state;
 use crate::tensor::view_of;
 
 /// A function with its constants.
@@ -72,55 +73,6 @@ pub(crate) struct ScaleArguments<'py> {
     row_scale: Option<Bound<'py, PyAny>>,
 }
 
-/// A contiguous tensor of the call's device, as `(rows, cols)`.
-fn matrix<'a>(call: &Call<'_, '_>, tensor: &'a Bound<'_, PyAny>, what: &'static str) -> PyResult<TensorView<'a>> {
-    let view = view_of(&call.state.reader, tensor, what).python()?;
-    call.same_device(&view, what)?;
-    if view.numel() != 0 && !view.is_contiguous() {
-        return Err(Error::layout(call.op, what, "contiguous", format_args!("strides {:?}", view.strides()))).python();
-    }
-    Ok(view)
-}
-
-/// An optional tensor of `count` elements of `dtype`; null for none.
-fn sized<'a>(
-    call: &Call<'_, '_>,
-    tensor: Option<&'a Bound<'_, PyAny>>,
-    what: &'static str,
-    dtype: DType,
-    count: usize,
-) -> PyResult<DevPtr<'a>> {
-    let Some(tensor) = tensor else { return Ok(DevPtr::null()) };
-    let view = matrix(call, tensor, what)?;
-    call.dtype(&view, what, dtype)?;
-    if view.numel() != count {
-        return Err(Error::shape(call.op, what, format_args!("{count} elements"), view.numel())).python();
-    }
-    Ok(view.data())
-}
-
-/// The FP8 type that the layouts agree on.
-fn fp8_of(call: &Call<'_, '_>, outputs: &OutputArguments<'_>) -> PyResult<Option<Fp8>> {
-    let mut found = None;
-    for tensor in [&outputs.rowwise, &outputs.columnwise].into_iter().flatten() {
-        let view = matrix(call, tensor, "the FP8 output")?;
-        let fp8 = match view.dtype() {
-            DType::E4m3 => Fp8::E4m3,
-            DType::E5m2 => Fp8::E5m2,
-            other => {
-                let expected = "torch.float8_e4m3fn or torch.float8_e5m2";
-                return Err(Error::dtype(call.op, "the FP8 output", expected, other)).python();
-            }
-        };
-        if found.is_some_and(|found| found != fp8) {
-            return Err(Error::dtype(call.op, "the transposed output", "of the row layout's type", view.dtype()))
-                .python();
-        }
-        found = Some(fp8);
-    }
-    Ok(found)
-}
-
 /// What both directions read alike.
 struct Common<'a> {
     rows: usize,
@@ -163,14 +115,6 @@ fn common<'a>(
     })
 }
 
-fn start<'s, 'py>(state: &'s State, py: Python<'py>, op: &'static str, x: &TensorView<'_>) -> PyResult<Call<'s, 'py>> {
-    let call = Call::new(state, py, op, x.device())?;
-    if x.numel() == 0 || x.is_contiguous() {
-        return Ok(call);
-    }
-    Err(Error::layout(op, "x", "contiguous", format_args!("strides {:?}", x.strides()))).python()
-}
-
 /// Writes the activation of `x` to `outputs`.
 #[pyfunction]
 #[pyo3(signature = (x, function, outputs, scales, /))]
@@ -187,7 +131,7 @@ pub(crate) fn activation(
     let x = view_of(&state.reader, x, "x").python()?;
     let call = start(state, py, op, &x)?;
     let c = common(&call, x, activation, &scales)?;
-    let fp8 = fp8_of(&call, &outputs)?;
+    let fp8 = fp8_of(&call, [&outputs.rowwise, &outputs.columnwise])?;
     let plan = ActivationPlan::new(ActivationSpec {
         rows: c.rows,
         cols: c.cols,
@@ -236,7 +180,7 @@ pub(crate) fn activation_backward(
     let x = view_of(&state.reader, x, "x").python()?;
     let call = start(state, py, op, &x)?;
     let c = common(&call, x, activation, &scales)?;
-    let fp8 = fp8_of(&call, &outputs)?;
+    let fp8 = fp8_of(&call, [&outputs.rowwise, &outputs.columnwise])?;
     let plan = ActivationBackwardPlan::new(ActivationBackwardSpec {
         rows: c.rows,
         cols: c.cols,

@@ -3,6 +3,8 @@
 mod autocast;
 mod dispatch;
 mod dispatch_activation;
+mod dispatch_norm;
+mod dispatch_tensors;
 mod error;
 mod layer;
 mod linear;
@@ -43,6 +45,8 @@ mod _native {
     };
     #[pymodule_export]
     use crate::dispatch_activation::{activation, activation_backward};
+    #[pymodule_export]
+    use crate::dispatch_norm::norm;
     #[pymodule_export]
     use crate::layer::{Geometry, LinearHandle, LinearSaved};
     #[pymodule_export]

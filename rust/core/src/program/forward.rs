@@ -256,6 +256,7 @@ impl Compiler<'_> {
             rowwise: to.row.data.is_some(),
             columnwise: to.col.data.is_some(),
             stats,
+            limits: self.dispatcher.limits(self.facts.key.device)?,
         })?;
         let x = value.high;
         if stats {

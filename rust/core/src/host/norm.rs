@@ -1,0 +1,85 @@
+//! Host kernels of `cuda/norm.cu`. Statistics are those of FP64 sums, so that they differ from the GPU's by the
+//! rounding of its sums; everything after them is the GPU's FP32.
+
+use half::{bf16, f16};
+use te_fast_kernels::{Float, KernelId};
+
+use crate::error::{Error, Result};
+use crate::host::cast::transpose_with;
+use crate::host::fp8::{Real, is_noop, read_scalar, write_scalar};
+use crate::host::rows::{Outputs, Values, for_row_groups, raise, row_bytes};
+use crate::ops::norm::NormParams;
+
+/// Runs `norm_*`, `norm_transpose_*` and `norm_long_*`, which differ in how they share out the work.
+///
+/// # Errors
+/// An id that does not take these parameters.
+pub(crate) fn run(p: &NormParams<'_>, id: KernelId) -> Result<()> {
+    let (KernelId::Norm(input) | KernelId::NormTranspose(input) | KernelId::NormLong(input)) = id else {
+        return Err(Error::state("norm", id.symbol()));
+    };
+    match input {
+        Float::F32 => norm::<f32>(p),
+        Float::F16 => norm::<f16>(p),
+        Float::Bf16 => norm::<bf16>(p),
+    }
+    Ok(())
+}
+
+/// Mean and inverse deviation of a row; no mean for RMSNorm.
+fn stats(row: &[f32], rms: bool, eps: f32) -> (f32, f32) {
+    let count = row.len() as f64;
+    let mean = if rms { 0.0 } else { (row.iter().map(|&x| f64::from(x)).sum::<f64>() / count) as f32 };
+    let squares = row.iter().map(|&x| f64::from(x - mean).powi(2)).sum::<f64>();
+    (mean, 1.0 / ((squares / count) as f32 + eps).sqrt())
+}
+
+fn norm<T: Real>(p: &NormParams<'_>) {
+    if is_noop(p.noop) {
+        return;
+    }
+    let (rows, cols, ld_t) = (p.rows as usize, p.cols as usize, p.ld_t as usize);
+    let x = p.x.slice::<T>(rows * cols);
+    let scale = read_scalar(p.scale).unwrap_or(1.0);
+    write_scalar(p.scale_inv, 1.0 / scale);
+    let mut spare = Vec::new();
+    let bytes = row_bytes(p.out, p.out_t, &mut spare, rows * cols);
+    let outputs = Outputs { high: p.y, bytes, scale, e5m2: p.e5m2 != 0, stride: cols };
+    let (gamma, beta) = (Values::new(p.gamma, p.weight_kind), Values::new(p.beta, p.weight_kind));
+    let one = if p.zero_centered != 0 { 1.0 } else { 0.0 };
+    let factors: Vec<f32> = (0..cols).map(|col| gamma.get(col) + one).collect();
+    let summands: Vec<f32> = (0..cols).map(|col| if p.beta.is_null() { 0.0 } else { beta.get(col) }).collect();
+    let largest = for_row_groups(rows, x.len(), |group| {
+        let mut line = vec![0.0_f32; cols];
+        group
+            .map(|row| {
+                line.iter_mut().zip(&x[row * cols..]).for_each(|(to, x)| *to = x.to_f32());
+                add_residual::<T>(p, row, &mut line);
+                let (mean, rstd) = stats(&line, p.rms != 0, p.eps);
+                write_scalar(p.mean.offset(row * 4), mean);
+                write_scalar(p.rstd.offset(row * 4), rstd);
+                for (value, (factor, summand)) in line.iter_mut().zip(factors.iter().zip(&summands)) {
+                    *value = (*value - mean) * rstd * factor + summand;
+                }
+                outputs.store::<T>(row, &line)
+            })
+            .fold(0, u32::max)
+    });
+    raise(p.amax, largest.into_iter());
+    let bytes = bytes.slice::<u8>(rows * cols);
+    transpose_with(p.out_t, rows, cols, ld_t, |row, col| bytes[row * cols + col]);
+}
+
+/// Adds the residual to a row, if there is one, and stores the rounded sum.
+fn add_residual<T: Real>(p: &NormParams<'_>, row: usize, line: &mut [f32]) {
+    if p.residual.is_null() {
+        return;
+    }
+    let first = row * line.len() * size_of::<T>();
+    let residual = p.residual.offset(first).slice::<T>(line.len());
+    let sum = p.sum.offset(first).slice_mut::<T>(line.len());
+    for ((value, residual), sum) in line.iter_mut().zip(residual).zip(sum) {
+        *sum = T::from_f32(*value + residual.to_f32());
+        *value = sum.to_f32();
+    }
+}
