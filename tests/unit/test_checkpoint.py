@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+import te_fast
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import StateError, UnsupportedError
@@ -316,6 +318,34 @@ def test_states_of_a_random_number_tracker(reentrant):
     assert tracker.state == 40
 
 
+@pytest.mark.parametrize("kind", ["split", "torch autocast", "rows to pad"])
+def test_torchs_own_after_the_region_repeats_it(recipe, kind):
+    """Also where a call leaves the native fast path."""
+    options = {"parameters_split": ("q", "k")} if kind == "split" else {}
+    dtype = torch.float32 if kind == "torch autocast" else torch.bfloat16
+    found = []
+    te_fast.auto_pad(kind == "rows to pad")
+    try:
+        for remade in (False, True):
+            torch.manual_seed(0)
+            layer = te.Linear(64, 64, device="cpu", params_dtype=dtype, **options)
+            x = torch.randn(13 if kind == "rows to pad" else 32, 64, dtype=dtype).requires_grad_()
+
+            def function(x, layer=layer):
+                with torch.autocast("cpu", torch.bfloat16, enabled=kind == "torch autocast"):
+                    return layer(x).float()
+
+            with te.autocast(recipe=recipe):
+                y = torch_checkpoint(function, x, use_reentrant=False) if remade else function(x)
+            if recipe.delayed():  # whose second run has the scales of the time: those of now, again
+                layer.fp8_meta["scaling_fwd"].reset()
+            y.square().sum().backward()
+            found.append([x.grad, *(parameter.grad for parameter in layer.parameters())])
+    finally:
+        te_fast.auto_pad(False)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 @REENTRANT
 def test_torchs_own_outside_of_fp8(reentrant):
     """It ends a recomputation by an exception, which is not an error of the layer's."""
@@ -323,5 +353,5 @@ def test_torchs_own_outside_of_fp8(reentrant):
     x = torch.randn(32, 64).bfloat16().requires_grad_()
     layer(x).sum().backward()
     wanted, x.grad = x.grad, None
-    torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
+    torch_checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
     assert torch.equal(x.grad, wanted)

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from te_fast.errors import ShapeError, StateError
 from te_fast.pytorch import _high_precision, _ops
-from te_fast.pytorch._global_state import FP8GlobalStateManager, autocast_state
+from te_fast.pytorch._global_state import autocast_state
+from te_fast.pytorch._overridden import OverriddenLinear
 from te_fast.pytorch._parameters import options_of, refuse
 from te_fast.pytorch._split import SplitLinear
 
@@ -79,7 +80,9 @@ class Linear(SplitLinear):
     """
 
     _handle: _ops.LinearHandle
-    _NATIVE = ("_handle",)
+    # What runs under a recipe with backward_override, once there was one.
+    _overridden: OverriddenLinear | None
+    _NATIVE = ("_handle", "_overridden")
 
     def __init__(
         self,
@@ -159,12 +162,17 @@ class Linear(SplitLinear):
         )
         handle.save_original_input = self.__dict__.get("_save_original_input", False)
         self.__dict__["_handle"] = handle
+        self.__dict__["_overridden"] = None
 
     def _weight_handles(self) -> dict[str, Any]:
-        return {"weight": self._handle}
+        handles: dict[str, Any] = {"weight": self._handle}
+        if self._overridden is not None:
+            handles["weight, backward_override"] = self._overridden.handle
+        return handles
 
     def _plan_count(self) -> int:
-        return self._handle.plan_count()
+        count = self._handle.plan_count()
+        return count if self._overridden is None else count + self._overridden.program.plan_count()
 
     def _set_slots(self, epoch: int, forward: Any, backward: Any) -> None:
         self._handle.set_slots(epoch, forward, backward)
@@ -243,16 +251,33 @@ class Linear(SplitLinear):
         if autocast_state.fp8_enabled and inp.numel() > 0:
             self._refuse_functorch("in FP8; call the layer outside of te_fast.pytorch.autocast")
             inp = inp.to(self.activation_dtype)
-            mixed = weight.dtype != inp.dtype
             x = self._padded(inp)
-            out = _ops.linear_apply(
-                self, self._handle, x, weight, bias, is_first_microbatch, mixed, version
-            )
+            if not _ops.autocast_recipe().overrides_backward:
+                mixed = weight.dtype != inp.dtype
+                out = _ops.linear_apply(
+                    self, self._handle, x, weight, bias, is_first_microbatch, mixed, version
+                )
+            else:
+                run = self._override()
+                out = run(self, x, weight, bias, version, is_first_microbatch)
             if x is not inp:
                 out = out[: inp.numel() // self.in_features].view(*inp.shape[:-1], -1)
         else:
             out = self._high_precision(inp, weight, bias, is_first_microbatch)
         return self._with_bias(out) if self.return_bias else out
+
+    def _override(self) -> OverriddenLinear:
+        """Return what runs under a recipe with ``backward_override``."""
+        run = self._overridden
+        if run is None:
+            sizes = self.in_features, self.out_features
+            run = OverriddenLinear(self.name, *sizes, bias=self.apply_bias)
+            run.handle.fuse_wgrad_accumulation = (
+                self.fuse_wgrad_accumulation and self._parts is None
+            )
+            run.handle.delay_wgrad_compute = self.delay_wgrad_compute
+            self.__dict__["_overridden"] = run
+        return run
 
     def _padded(self, inp: torch.Tensor) -> torch.Tensor:
         """Return the input with the rows that block-scaled GEMMs need, where padding is allowed."""
@@ -260,7 +285,7 @@ class Linear(SplitLinear):
         if (
             rows % _ROWS == 0
             or not _ops.native.auto_pad()
-            or not FP8GlobalStateManager.get_fp8_recipe().float8_block_scaling()
+            or not _ops.autocast_recipe().is_block_scaled
         ):
             return inp
         return functional.pad(inp.reshape(rows, -1), (0, 0, 0, _ROWS - rows % _ROWS))
@@ -306,6 +331,12 @@ class Linear(SplitLinear):
         if self._handle.deferred_count():
             fuse = self.fuse_wgrad_accumulation and self._parts is None
             dw = _ops.linear_backward_dw(self._handle, parameters[0], fuse)
+        elif self._overridden is not None and self._overridden.handle.deferred_count():
+            fuse = self.fuse_wgrad_accumulation and self._parts is None
+            whole = parameters[0]
+            if self._parts is not None:
+                whole = self._weight(overwrite=False)[0].detach()
+            dw = _ops.program_backward_dw(self._overridden.handle, whole, fuse)
         elif self._deferred:
             x, grad, overwrite = self._deferred.pop(0)
             dw = _high_precision.weight_gradient(self, parameters, x, grad, overwrite=overwrite)

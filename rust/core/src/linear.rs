@@ -11,7 +11,7 @@ use crate::dispatch::{Dispatcher, Lane, Workspace};
 use crate::error::Result;
 use crate::gemm::{GemmIo, GemmPlan};
 use crate::kernel::{DevPtr, Target};
-use crate::linear_gemms::{Problems, check_recipe, check_sizes};
+use crate::linear_gemms::{Problems, check_plan, check_sizes};
 pub use crate::linear_operands::Segments;
 use crate::linear_operands::{OperandSpecs, UnpackedScales};
 use crate::ops::cast_block::Unpack;
@@ -148,7 +148,7 @@ impl LinearPlan {
         in_features: usize,
         out_features: usize,
     ) -> Result<Self> {
-        check_recipe(recipe, &key)?;
+        check_plan(recipe, &key)?;
         check_sizes(&key, in_features, out_features)?;
         let LinearKey { device, needs, .. } = key;
         let processors = dispatcher.multiprocessors(device)?;

@@ -92,16 +92,25 @@ impl Problems<'_> {
     }
 }
 
-/// What plans do not run yet, and what contradicts itself.
+/// What contradicts itself.
 pub(crate) fn check_recipe(recipe: &Recipe, key: &LinearKey) -> Result<()> {
-    if recipe.backward_override != BackwardOverride::None {
-        return Err(Error::unsupported(OP, "the recipe's backward_override is not supported yet; leave it at None"));
+    if recipe.is_delayed() && recipe.backward_override != BackwardOverride::None {
+        return Err(Error::value(OP, "delayed scaling has no backward_override; leave it at None"));
     }
     if recipe.is_delayed() && key.needs.save_original_input {
         return Err(Error::value(
             OP,
             "save_original_input=True does not go with delayed scaling, whose scale changes before backward; use current or block scaling",
         ));
+    }
+    Ok(())
+}
+
+/// The same, and what programs of one linear op run instead.
+pub(crate) fn check_plan(recipe: &Recipe, key: &LinearKey) -> Result<()> {
+    check_recipe(recipe, key)?;
+    if recipe.backward_override != BackwardOverride::None {
+        return Err(Error::unsupported(OP, "a plan of one layer has no backward_override; compile a program"));
     }
     Ok(())
 }

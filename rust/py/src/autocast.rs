@@ -95,6 +95,18 @@ impl NativeRecipe {
         Ok(Self(recipe))
     }
 
+    /// Whether scales are those of blocks.
+    #[getter]
+    fn is_block_scaled(&self) -> bool {
+        !self.0.is_per_tensor()
+    }
+
+    /// Whether backward is in another precision than forward.
+    #[getter]
+    fn overrides_backward(&self) -> bool {
+        self.0.backward_override != BackwardOverride::None
+    }
+
     fn __repr__(&self) -> String {
         format!("{:?}", self.0)
     }
@@ -286,6 +298,12 @@ pub(crate) fn autocast_objects(py: Python<'_>) -> PyResult<(OptionalObject, Opti
     let objects = callbacks(py)?.objects.bind(py).try_borrow()?;
     let clone = |object: &OptionalObject| object.as_ref().map(|object| object.clone_ref(py));
     Ok((clone(&objects.recipe), clone(&objects.group)))
+}
+
+/// The recipe of the region in force; in a recomputation, of the one that it repeats.
+#[pyfunction]
+pub(crate) fn autocast_recipe(py: Python<'_>) -> PyResult<NativeRecipe> {
+    Ok(NativeRecipe(state(py)?.dispatcher(py)?.0.autocast.current().recipe))
 }
 
 /// The region in force: (enabled, calibrating, graph, is first FP8 module, depth, epoch).

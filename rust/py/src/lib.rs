@@ -33,9 +33,9 @@ use pyo3::prelude::*;
 mod _native {
     #[pymodule_export]
     use crate::autocast::{
-        AutocastRegion, NativeRecipe, SlotsHandle, autocast_callbacks, autocast_objects, autocast_region,
-        autocast_reset, autocast_set, autocast_set_depth, autocast_set_first, autocast_take_first, note_scale_change,
-        update_scales,
+        AutocastRegion, NativeRecipe, SlotsHandle, autocast_callbacks, autocast_objects, autocast_recipe,
+        autocast_region, autocast_reset, autocast_set, autocast_set_depth, autocast_set_first, autocast_take_first,
+        note_scale_change, update_scales,
     };
     #[pymodule_export]
     use crate::dispatch::{

@@ -7,6 +7,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyAnyMethods, PyBool, PyDict, PyDictMethods, PyTuple};
 use te_fast_core::autocast::Region;
 use te_fast_core::layer::Microbatch;
+use te_fast_core::recipe::BackwardOverride;
 
 use crate::layer::{LinearHandle, LinearSaved};
 use crate::linear_run::run;
@@ -201,15 +202,31 @@ fn forward<'py>(
         let handle = handle.try_borrow()?;
         (handle.config, handle.last_region.as_ref().map(|region| region.epoch))
     };
-    if !config.whole || !state.torch.is_plain(input) || state.torch.is_autocast_enabled.bind(py).call0()?.is_truthy()? {
-        return general();
-    }
-    let Some((weight, bias)) = parameters(state, attributes, config.apply_bias)? else { return general() };
     let (region, auto_pad, recompute) = {
         let dispatcher = state.dispatcher(py)?;
         let autocast = &dispatcher.0.autocast;
         (*autocast.current(), dispatcher.0.auto_pad, autocast.recompute)
     };
+    if region.enabled && last_epoch != Some(region.epoch) {
+        handle.try_borrow_mut()?.last_region = Some(region);
+    }
+    if !region.enabled
+        && last_epoch.is_some()
+        && let Some(former) = recomputed_region(state, handle)?
+    {
+        let again = forward(state, module, attributes, input, is_first_microbatch);
+        state.dispatcher(py)?.0.autocast.restore(&former);
+        return again;
+    }
+    let overridden = region.recipe.backward_override != BackwardOverride::None; // runs a program
+    if !config.whole
+        || overridden
+        || !state.torch.is_plain(input)
+        || state.torch.is_autocast_enabled.bind(py).call0()?.is_truthy()?
+    {
+        return general();
+    }
+    let Some((weight, bias)) = parameters(state, attributes, config.apply_bias)? else { return general() };
     let y = if region.enabled {
         // Block-scaled GEMMs need the rows padded, which Python does.
         let pads = auto_pad && !region.recipe.is_per_tensor();
@@ -217,32 +234,33 @@ fn forward<'py>(
             Some(view) if view.numel() > 0 && (!pads || view.rows().is_multiple_of(8)) => {}
             _ => return general(),
         }
-        if last_epoch != Some(region.epoch) {
-            handle.try_borrow_mut()?.last_region = Some(region);
-        }
         if region.recipe.is_delayed() {
             ensure_slots(state, module, handle, (region.epoch, recompute))?;
         }
         apply(state, handle, input, &weight, bias.as_ref(), Bits::of_microbatch(is_first_microbatch))?
     } else {
-        if last_epoch.is_some()
-            && let Some(former) = recomputed_region(state, handle)?
-        {
-            let again = forward(state, module, attributes, input, is_first_microbatch);
-            state.dispatcher(py)?.0.autocast.restore(&former);
-            return again;
-        }
         if region.calibrating || config.fuse_wgrad_accumulation || config.delay_wgrad_compute {
             return general();
         }
-        match state.torch.linear.bind(py).call1((input, &weight, bias.as_ref())) {
-            Ok(y) => y,
-            // Says what does not fit, in terms of the layer. Saved-tensor hooks end a recomputation by another exception.
-            Err(error) if error.is_instance_of::<PyRuntimeError>(py) => return general(),
-            Err(error) => return Err(error),
-        }
+        let Some(y) = plain_linear(state, input, &weight, bias.as_ref())? else { return general() };
+        y
     };
     if config.return_bias { module.call_method1(intern!(py, "_with_bias"), (y,)) } else { Ok(y) }
+}
+
+/// torch's own; none where the layer is to say what does not fit. Saved-tensor hooks end a recomputation by another
+/// exception.
+fn plain_linear<'py>(
+    state: &State,
+    input: &Bound<'py, PyAny>,
+    weight: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let py = input.py();
+    match state.torch.linear.bind(py).call1((input, weight, bias)) {
+        Err(error) if error.is_instance_of::<PyRuntimeError>(py) => Ok(None),
+        result => result.map(Some),
+    }
 }
 
 /// Activation checkpointing runs a forward again during backward, when the autocast region may be over: puts the

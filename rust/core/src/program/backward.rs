@@ -12,6 +12,7 @@ use crate::ops::norm_backward::{NormBackwardPlan, NormBackwardSpec};
 use crate::program::Facts;
 use crate::program::chain::{Chain, Link, Op, ProgramKey};
 use crate::program::forward::{Forward, Kept};
+use crate::program::linear_op::BackwardOperands;
 use crate::program::memory::{At, Place, Scratch};
 use crate::program::step::{Action, Fused, Operand, QuantAt, SlotOf, Step, UnpackAt};
 use crate::recipe::Recipe;
@@ -249,7 +250,7 @@ impl Compiler<'_> {
 
     fn linear(&mut self, index: usize, link: &Link, grad: &mut Grad) -> Result<()> {
         let linear = link.linear;
-        let (row, col) = if self.facts.linears[linear].quantized.is_some() {
+        let (row, col) = if self.facts.linears[linear].backward() == BackwardOperands::Quantized {
             self.quantized_grad(index, linear, grad)
         } else {
             self.plain_grad(index, linear, grad)?
@@ -265,7 +266,7 @@ impl Compiler<'_> {
                 Some(branch) => branch,
                 None => self.place_of(index),
             };
-            let w = self.weight_operand(linear, link.param);
+            let w = self.weight_operand(index, link)?;
             if let Operand::At(at) = w {
                 self.touch(&[at.data]);
             }
@@ -274,24 +275,57 @@ impl Compiler<'_> {
             self.step(Action::Gemm { plan, x: Operand::At(row), w, bias: At::NONE, d }, (index, index), text);
             *grad = Grad { high: d, quantized: None };
         }
-        if let (Some(plan), Kept::Linear { x }) = (own_wgrad, self.forward.kept[index]) {
-            let unpacked = std::mem::replace(&mut self.unpacked, At::NONE);
-            let x = if unpacked.is_some() { QuantAt { scale: unpacked, ..x } } else { x };
-            self.touch(&[col.data, col.scale, unpacked]);
+        let Kept::Linear { x } = self.forward.kept[index] else { return Ok(()) };
+        let x = self.kept_input(index, linear, x)?;
+        if let Some(plan) = own_wgrad {
+            self.touch(&[col.data, col.scale, x.data, x.scale]);
             let (dy, x, d) = (Operand::At(col), Operand::At(x), self.param_grad(link.param));
             self.step(Action::WeightGrad { linear, plan, dy, x, d }, (index, index), "wgrad gemm");
         }
         Ok(())
     }
 
-    fn weight_operand(&self, linear: usize, param: usize) -> Operand {
-        let converted = self.forward.converted[linear];
-        if self.facts.linears[linear].quantized.is_some() {
-            Operand::WeightCol(linear)
-        } else if converted.is_some() {
-            Operand::high(converted)
+    /// The input as the weight's gradient takes it.
+    fn kept_input(&mut self, index: usize, linear: usize, x: QuantAt) -> Result<QuantAt> {
+        let unpacked = std::mem::replace(&mut self.unpacked, At::NONE);
+        if unpacked.is_some() {
+            return Ok(QuantAt { scale: unpacked, ..x });
+        }
+        let op = &self.facts.linears[linear];
+        let Some(plan) = op.keeps_row().then(|| op.dequantize(false)).transpose()?.flatten() else { return Ok(x) };
+        let out = if self.facts.key.deferred[linear] {
+            At::of(Place::Deferred(linear as u16)).plus(op.high_grad_bytes())
         } else {
-            Operand::high(At::of(Place::Param(param as u16)))
+            self.scratch(plan.out_bytes())
+        };
+        self.step(Action::Dequantize { plan, q: Operand::At(x), out }, (index, index), "dequantise the input");
+        Ok(QuantAt { data: out, scale: At::NONE })
+    }
+
+    /// The weight as the input's gradient takes it.
+    fn weight_operand(&mut self, index: usize, link: &Link) -> Result<Operand> {
+        let op = &self.facts.linears[link.linear];
+        let param = At::of(Place::Param(link.param as u16));
+        let converted = self.forward.converted[link.linear];
+        match op.backward() {
+            BackwardOperands::Quantized => Ok(Operand::WeightCol(link.linear)),
+            BackwardOperands::High if converted.is_some() => Ok(Operand::high(converted)),
+            BackwardOperands::High if op.weight == op.activation => Ok(Operand::high(param)),
+            BackwardOperands::High => {
+                let (rows, cols, input, output) = (op.outputs, op.inputs, op.weight, op.activation);
+                let plan = AffinePlan::new(AffineSpec { rows, cols, input, output, row: input, alpha: 1.0 })?;
+                let y = self.scratch(rows * cols * output.size());
+                let action = Action::Affine { plan, x: param, r: At::NONE, b: At::NONE, y };
+                self.step(action, (index, index), "convert weight");
+                Ok(Operand::high(y))
+            }
+            BackwardOperands::Dequantized => {
+                let Some(plan) = op.dequantize(true)? else { return Ok(Operand::high(param)) };
+                let out = self.scratch(plan.out_bytes());
+                let q = Operand::WeightRow(link.linear);
+                self.step(Action::Dequantize { plan, q, out }, (index, index), "dequantise the weight");
+                Ok(Operand::high(out))
+            }
         }
     }
 
@@ -327,7 +361,8 @@ impl Compiler<'_> {
         if !(self.facts.key.deferred[linear] && op.weight_grad) {
             return Ok((at, at));
         }
-        self.out.deferred[linear] = op.rows * op.outputs * self.facts.key.activation.size();
+        let input = if op.keeps_row() { op.rows * op.inputs * self.facts.key.activation.size() } else { 0 };
+        self.out.deferred[linear] = op.high_grad_bytes() + input;
         let (rows, cols, input) = (op.rows, op.outputs, self.facts.key.activation);
         let plan = AffinePlan::new(AffineSpec { rows, cols, input, output: input, row: input, alpha: 1.0 })?;
         let y = At::of(Place::Deferred(linear as u16));
@@ -395,7 +430,11 @@ impl Compiler<'_> {
             None => x,
             Some((plan, q)) => {
                 let out = self.scratch(plan.out_bytes());
-                self.step(Action::Dequantize { plan, q, out }, (index, index), "dequantise the kept input");
+                self.step(
+                    Action::Dequantize { plan, q: Operand::At(q), out },
+                    (index, index),
+                    "dequantise the kept input",
+                );
                 out
             }
         };

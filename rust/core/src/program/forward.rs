@@ -141,10 +141,7 @@ impl Compiler<'_> {
         match self.op_at(index) {
             Some(Op::Norm { .. }) => self.runs_backward(index),
             Some(Op::Activation { cache_quantized_input, .. }) => !cache_quantized_input && self.runs_backward(index),
-            Some(Op::Linear { .. }) => {
-                let linear = &self.facts.linears[self.facts.chain.links()[index].linear];
-                linear.weight_grad && linear.quantized.is_none()
-            }
+            Some(Op::Linear { .. }) => self.facts.linears[self.facts.chain.links()[index].linear].keeps_high(),
             _ => false,
         }
     }
@@ -208,7 +205,9 @@ impl Compiler<'_> {
         let row_segments = quantized.x_segments(Usage { rowwise: true, columnwise: false });
         let col_segments = quantized.x_segments(Usage { rowwise: false, columnwise });
         let shares_scale = quantized.x.shares_scale();
-        let row = self.scratch(row_segments.bytes);
+        let keeps_row = self.facts.linears[linear].keeps_row();
+        let row =
+            if keeps_row { self.out.saved.allocate(row_segments.bytes) } else { self.scratch(row_segments.bytes) };
         let mut row = QuantAt { data: row.plus(row_segments.row), scale: row.plus(row_segments.row_scale) };
         let mut col = QuantAt::default();
         if columnwise {

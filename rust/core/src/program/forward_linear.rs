@@ -17,13 +17,13 @@ impl Compiler<'_> {
     pub(super) fn linear(&mut self, index: usize, link: &Link, value: &mut Value) -> Result<usize> {
         let linear = link.linear;
         let (tail, d, next, text) = self.tail(index);
+        if self.facts.linears[linear].keeps_high() {
+            self.out.kept[index] = Kept::Linear { x: QuantAt { data: value.high, scale: At::NONE } };
+        }
         let x = if let Some(quantized) = &self.facts.linears[linear].quantized {
             let plan = quantized.x;
             self.quantized_input(index, linear, plan, value)
         } else {
-            if self.facts.linears[linear].weight_grad {
-                self.out.kept[index] = Kept::Linear { x: QuantAt { data: value.high, scale: At::NONE } };
-            }
             Operand::high(value.high)
         };
         let w = self.weight_operand(index, link)?;
@@ -117,6 +117,8 @@ impl Compiler<'_> {
         };
         if col.data.is_some() {
             self.out.kept[index] = Kept::Linear { x: col };
+        } else if self.facts.linears[linear].keeps_row() {
+            self.out.kept[index] = Kept::Linear { x: row };
         }
         Operand::At(row)
     }

@@ -4,15 +4,17 @@ use std::sync::Arc;
 
 use te_fast_kernels::Float;
 
-use crate::dispatch::Dispatcher;
+use crate::dispatch::{Dispatcher, aligned};
 use crate::error::{Error, Result};
 use crate::gemm::{Epilogue, Factor, GemmPlan, Operand, Problem, ScaleMode};
 use crate::linear::{LinearKey, LinearPlan, Segments};
 use crate::linear_gemms::{Problems, check_recipe, check_sizes};
 use crate::linear_operands::{OperandSpecs, UnpackedScales};
+use crate::ops::cast_block::BlockShape;
+use crate::ops::dequantize::{DequantizePlan, DequantizeSpec};
 use crate::program::chain::{Chain, OP, Op, ProgramKey};
 use crate::quantizer::QuantPlan;
-use crate::recipe::{Needs, Recipe, Usage, Usages};
+use crate::recipe::{BackwardOverride, Block, Needs, Recipe, Usage, Usages};
 use crate::tensor::{DType, Device};
 
 /// Every pointer of a GEMM is at least this aligned: torch and te_fast allocate so.
@@ -27,6 +29,17 @@ pub(crate) struct Quantized {
     pub(crate) w: QuantPlan,
     pub(crate) dy: Option<QuantPlan>,
     pub(crate) usages: Usages,
+}
+
+/// What the GEMMs of a linear op's backward multiply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum BackwardOperands {
+    /// All in FP8.
+    Quantized,
+    /// All in high precision.
+    High,
+    /// The gradient in high precision, with input and weight as forward quantised them.
+    Dequantized,
 }
 
 /// A linear op, for one key.
@@ -105,6 +118,48 @@ impl LinearOp {
         Some(Problems { recipe, key, in_features: self.inputs, out_features: self.outputs })
     }
 
+    /// The GEMMs of a backward in FP8.
+    fn backward_problems(&self) -> Option<Problems<'_>> {
+        self.problems().filter(|_| self.backward() == BackwardOperands::Quantized)
+    }
+
+    /// What its backward multiplies.
+    pub(crate) fn backward(&self) -> BackwardOperands {
+        match self.quantized.as_ref().map(|quantized| quantized.recipe.backward_override) {
+            None | Some(BackwardOverride::HighPrecision) => BackwardOperands::High,
+            Some(BackwardOverride::None) => BackwardOperands::Quantized,
+            Some(BackwardOverride::Dequantized) => BackwardOperands::Dequantized,
+        }
+    }
+
+    /// Whether forward leaves the row layout of the input to backward.
+    pub(crate) fn keeps_row(&self) -> bool {
+        self.weight_grad && self.backward() == BackwardOperands::Dequantized
+    }
+
+    /// Whether forward leaves the input in high precision to backward.
+    pub(crate) fn keeps_high(&self) -> bool {
+        self.weight_grad && self.backward() == BackwardOperands::High
+    }
+
+    /// The quantised input, or weight, back in the type of the activations; none in high precision.
+    pub(crate) fn dequantize(&self, of_weight: bool) -> Result<Option<DequantizePlan>> {
+        let Some(Quantized { recipe, .. }) = &self.quantized else { return Ok(None) };
+        let (rows, quantization) = if of_weight { (self.outputs, recipe.weight) } else { (self.rows, recipe.input) };
+        let block = match quantization.block {
+            Block::Tensor => None,
+            Block::Row => Some(BlockShape::OneDimensional),
+            Block::Square => Some(BlockShape::TwoDimensional),
+        };
+        let (cols, input, output) = (self.inputs, recipe.fwd, self.activation);
+        DequantizePlan::new(DequantizeSpec { rows, cols, ld: cols, input, output, block }).map(Some)
+    }
+
+    /// Bytes of the gradient in high precision, where a dequantised input lies behind it.
+    pub(crate) fn high_grad_bytes(&self) -> usize {
+        aligned(self.rows * self.outputs * self.activation.size())
+    }
+
     fn plain(size: [usize; 3], x: Operand, w: Operand, d: Float) -> Problem {
         let [m, n, k] = size;
         Problem {
@@ -151,7 +206,7 @@ impl LinearOp {
     /// `dy · W`.
     pub(crate) fn dgrad(&self, dispatcher: &mut Dispatcher, accumulate: bool) -> Result<Arc<GemmPlan>> {
         let Self { rows, inputs, outputs, .. } = *self;
-        let problem = self.problems().map_or_else(
+        let problem = self.backward_problems().map_or_else(
             || {
                 Self::plain(
                     [rows, inputs, outputs],
@@ -174,7 +229,7 @@ impl LinearOp {
         alignment: u16,
     ) -> Result<Arc<GemmPlan>> {
         let Self { rows, inputs, outputs, .. } = *self;
-        let problem = self.problems().map_or_else(
+        let problem = self.backward_problems().map_or_else(
             || {
                 let (dy, x) = (self.high(outputs, true), self.high(inputs, true));
                 let problem = Self::plain([outputs, inputs, rows], dy, x, self.activation);

@@ -27,7 +27,7 @@ use crate::kernel::DevPtr;
 use crate::linear::{Segments, WeightBuffer};
 use crate::program::backward::Backward;
 use crate::program::forward::{Forward, Kept};
-use crate::program::linear_op::LinearOp;
+use crate::program::linear_op::{BackwardOperands, LinearOp};
 use crate::program::memory::Resolver;
 use crate::program::replay::Replay;
 use crate::program::step::{Call, Operand, QuantAt, Step};
@@ -430,8 +430,11 @@ fn waiting(kept: &Kept, linear: &LinearOp, key: &ProgramKey, number: usize) -> O
         return None;
     }
     let base = memory::At::of(Place::Deferred(number as u16));
-    if linear.quantized.is_none() {
-        return Some((x, QuantAt { data: base, scale: memory::At::NONE }));
+    let high = |at| QuantAt { data: at, scale: memory::At::NONE };
+    match linear.backward() {
+        BackwardOperands::High => return Some((x, high(base))),
+        BackwardOperands::Dequantized => return Some((high(base.plus(linear.high_grad_bytes())), high(base))),
+        BackwardOperands::Quantized => {}
     }
     let (segments, scales) = linear.grad_segments();
     let dy = QuantAt { data: base.plus(segments.col), scale: base.plus(segments.col_scale) };
@@ -465,6 +468,7 @@ fn reads(kept: &[Kept], backward: &[Step]) -> Vec<Place> {
         match &step.action {
             step::Action::Gemm { w: Operand::At(at), .. } => note(at.data.place),
             step::Action::NormBackward { gamma, .. } => note(gamma.place),
+            step::Action::Affine { x, .. } => note(x.place),
             _ => {}
         }
     }

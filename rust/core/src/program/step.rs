@@ -230,7 +230,7 @@ pub(crate) enum Action {
     },
     Dequantize {
         plan: DequantizePlan,
-        q: QuantAt,
+        q: Operand,
         out: At,
     },
 }
@@ -291,7 +291,10 @@ impl Step {
                     ..CastBuffers::NONE
                 },
             ),
-            Action::Dequantize { plan, q, out } => plan.run(target, at(&q.data), at(out), at(&q.scale)),
+            Action::Dequantize { plan, q, out } => {
+                let q = q.resolve(call);
+                plan.run(target, q.data, at(out), q.scale)
+            }
             Action::Norm { .. } | Action::NormBackward { .. } => self.run_norm(target, call),
             Action::Activation { .. } | Action::ActivationBackward { .. } => self.run_activation(target, call),
         }
