@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import te_fast
 import te_fast.pytorch as te
 from chains import CHAINS, case, results
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import DtypeError, ShapeError, StateError
 from te_fast.pytorch import _ops
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 RECIPES = [DelayedScaling, Float8CurrentScaling, Float8BlockScaling]
 
@@ -252,3 +256,151 @@ def test_torch_autocast_sets_the_type() -> None:
     y.backward(grads[0].bfloat16())
     assert chain.p0.grad is not None
     assert chain.p0.grad.dtype == torch.float32
+
+
+# FP8 from one linear op to the next ---------------------------------------------------------------
+
+
+def forward_steps(chain: Any) -> list[str]:
+    return [text for text, _ in chain.program.explain()[-1]["forward"]]
+
+
+def measured(ops: list[Any], rows: int = 24, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a chain whose scales come from two steps, its input, and the recipe."""
+    chain, x, _, grads = case(ops, rows)
+    chain, x, recipe = chain.to(dtype), x.to(dtype), DelayedScaling()
+    for _ in range(2):
+        with te.autocast(recipe=recipe):
+            results(chain, chain, x, [], [grad.to(dtype) for grad in grads])
+    return chain, x, recipe
+
+
+def apart_and_handed(chain: Any, x: torch.Tensor, recipe: Any) -> list[torch.Tensor]:
+    """Return results with and without gradients, and the maxima that each left."""
+    chain.fwd.amax_history[0].zero_()
+    with te.autocast(recipe=recipe):
+        apart = chain(x).detach()
+        found = chain.fwd.amax_history[0].clone()
+        chain.fwd.amax_history[0].zero_()
+        with torch.no_grad():
+            handed = chain(x)
+        live = chain.fwd.amax_history[0].clone()  # leaving the region rolls it
+    return [apart, handed, found, live]
+
+
+HANDOVER = [("linear", 64), ("bias",), ("linear", 48), ("identity",), ("linear", 32)]
+
+
+def test_linear_ops_hand_fp8_over_without_gradients() -> None:
+    chain, x, recipe = measured([*HANDOVER, ("gelu",), ("linear", 32)])
+    apart, handed, found, live = apart_and_handed(chain, x, recipe)
+    # The GEMM's GELU and the kernel's round differently.
+    torch.testing.assert_close(handed, apart, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(live, found, rtol=1e-6, atol=0)
+    steps = forward_steps(chain)
+    assert steps.count("gemm, in FP8") == 1
+    assert "gemm + bias, in FP8" in steps
+    assert "gemm + gelu, in FP8" in steps
+    assert [text for text in steps if "cast" in text and "weight" not in text] == ["cast"]
+
+
+@pytest.fixture
+def _any_rows() -> Iterator[None]:
+    former = te_fast.auto_pad(True)
+    yield
+    te_fast.auto_pad(former)
+
+
+@pytest.mark.usefixtures("_any_rows")
+@pytest.mark.parametrize("rows", [2, 24, 34])
+@pytest.mark.parametrize("count", [2, 40])
+def test_fp8_handed_over_has_the_bits_of_a_cast(count: int, rows: int) -> None:
+    chain, x, recipe = measured([("linear", 32)] * count, rows)
+    apart, handed, found, live = apart_and_handed(chain, x, recipe)
+    # FP32 between the ops: nothing is rounded that a handed over value is not.
+    assert torch.equal(handed, apart)
+    assert torch.equal(live, found)
+    assert found[::2].all()
+    assert forward_steps(chain).count("gemm, in FP8") == count - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fp8_handed_over_is_rounded_once_less(dtype: torch.dtype) -> None:
+    chain, x, recipe = measured([*HANDOVER, ("bias",), ("linear", 32)], dtype=dtype)
+    apart, handed, found, live = apart_and_handed(chain, x, recipe)
+    assert "gemm + bias, in FP8" in forward_steps(chain)
+    # A value that the type rounds over the middle of two of E4M3 goes the other way: with BF16's 8 bits
+    # one in 32 does, by 1/8 of itself at most, which makes 0.02 a value, and three are handed over.
+    assert (handed - apart).float().norm() <= 0.05 * apart.float().norm()
+    torch.testing.assert_close(live, found, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+def test_handing_over_keeps_a_maximum_of_an_earlier_call() -> None:
+    chain, x, recipe = measured(HANDOVER)
+    with te.autocast(recipe=recipe), torch.no_grad():
+        chain.fwd.amax_history[0, 2] = 1000.0
+        chain(x)
+        live = chain.fwd.amax_history[0].clone()
+    assert live[2] == 1000.0
+    assert 0 < live[4] < 1000.0
+
+
+def test_nan_handed_over_stays_one_and_is_no_maximum() -> None:
+    chain, x, recipe = measured(HANDOVER)
+    x[0, 0] = torch.nan
+    apart, handed, found, live = apart_and_handed(chain, x, recipe)
+    assert handed[0, 0].isnan().all()
+    assert torch.equal(handed[0, 1:], apart[0, 1:])
+    assert torch.equal(live, found)
+    assert live.isfinite().all()
+
+
+def test_frozen_linear_ops_hand_over_in_training() -> None:
+    chain, x, recipe = measured(HANDOVER)
+    grad = torch.randn(2, 12, 32)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        with te.autocast(recipe=recipe):
+            y = chain(leaf)
+        y.backward(grad)
+        assert leaf.grad is not None
+        return y.detach(), leaf.grad
+
+    step()
+    scales = [chain.fwd.scale.clone(), chain.bwd.scale.clone()]
+    trained = step()
+    chain.requires_grad_(False)
+    chain.fwd.scale.copy_(scales[0])
+    chain.bwd.scale.copy_(scales[1])
+    frozen = step()
+    assert forward_steps(chain).count("gemm, in FP8") == 1
+    assert torch.equal(frozen[0], trained[0])
+    assert torch.equal(frozen[1], trained[1])
+
+
+def test_what_does_not_hand_over_says_why() -> None:
+    chain, x, recipe = measured(HANDOVER)
+    with te.autocast(recipe=recipe):
+        chain(x)
+    training = chain.program.explain()[-1]["notes"]
+    because = "does not hand FP8 over to 2: linear, whose weight gradient needs it transposed"
+    assert f"0: linear {because}" in training
+    # Two linear ops with an activation between: a launch less, two more.
+    chain, x, recipe = measured(CHAINS["mlp"], dtype=torch.bfloat16)
+    apart_and_handed(chain, x, recipe)
+    assert forward_steps(chain) == [
+        "cast",
+        "weight cast, if it changed",
+        "gemm + bias + gelu",
+        "cast",
+        "weight cast, if it changed",
+        "gemm + bias",
+    ]
+    notes = chain.program.explain()[-1]["notes"]
+    assert any("because one value saves a launch and needs two" in note for note in notes)
+    # What is handed out is needed in high precision.
+    chain, x, _, _ = case([("linear", 48), ("branch", False), ("linear", 32)])
+    with te.autocast(recipe=recipe), torch.no_grad():
+        chain(x)
+    assert not [text for text in forward_steps(chain) if "FP8" in text]

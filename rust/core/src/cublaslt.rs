@@ -15,7 +15,7 @@ use cudarc::cublaslt::sys::{
 };
 use libloading::os::unix::{Library, RTLD_LAZY, RTLD_LOCAL};
 
-use crate::cublaslt_attributes as attribute;
+use crate::cublaslt_attributes::{self as attribute, data_type};
 use crate::driver::Stream;
 use crate::error::{Error, ErrorKind, Result};
 use crate::gemm::{Epilogue, GemmIo, Operand, Problem, ScaleMode, WORKSPACE_BYTES};
@@ -150,16 +150,6 @@ fn failure(call: &'static str, status: Status, problem: &Problem) -> Error {
     ErrorKind::Cublas { call, status, what: format!("{problem:?}") }.into()
 }
 
-const fn data_type(dtype: DType) -> u32 {
-    match dtype {
-        DType::F16 => 2,
-        DType::Bf16 => 14,
-        DType::E4m3 => 28,
-        DType::E5m2 => 29,
-        _ => 0, // CUDA_R_32F; `CublasLt::plan` lets nothing else through.
-    }
-}
-
 /// cuBLASLt for one device.
 #[derive(Debug)]
 pub struct CublasLt {
@@ -199,14 +189,12 @@ impl CublasLt {
             }
         }
         let block = |operand: Operand| matches!(operand.scale, ScaleMode::Block1d | ScaleMode::Block2d);
-        if (block(problem.x) || block(problem.w)) && self.api.version < BLOCK_SCALING_VERSION {
-            return Err(Error::unsupported(
-                "gemm",
-                format!(
-                    "FP8 block scaling needs cuBLAS 12.9 or newer, and torch brought {}; use a torch built for CUDA 12.9 or newer",
-                    self.api.version
-                ),
-            ));
+        let version = self.api.version;
+        if (block(problem.x) || block(problem.w)) && version < BLOCK_SCALING_VERSION {
+            let message = format!(
+                "FP8 block scaling needs a torch built for CUDA 12.9 or newer: this one brought cuBLAS {version}"
+            );
+            return Err(Error::unsupported("gemm", message));
         }
         let mut plan = CublasPlan::empty(self.api, self.handle);
         plan.describe(problem)?;
@@ -248,7 +236,7 @@ impl CublasLt {
                     plan.desc,
                     plan.w,
                     plan.x,
-                    plan.d,
+                    plan.c,
                     plan.d,
                     preference,
                     CANDIDATES as i32,
@@ -289,7 +277,7 @@ impl CublasLt {
                 plan.desc,
                 plan.w,
                 plan.x,
-                plan.d,
+                plan.c,
                 plan.d,
                 &raw const algorithm,
                 &raw mut result,
@@ -324,10 +312,12 @@ pub struct CublasPlan {
     desc: cublasLtMatmulDesc_t,
     x: cublasLtMatrixLayout_t,
     w: cublasLtMatrixLayout_t,
+    c: cublasLtMatrixLayout_t,
     d: cublasLtMatrixLayout_t,
     algorithm: cublasLtMatmulAlgo_t,
     has_bias: bool,
     has_scales: bool,
+    stores_fp8: bool,
 }
 
 // SAFETY: descriptors are plain memory of cuBLASLt, not bound to a thread.
@@ -344,10 +334,12 @@ impl CublasPlan {
             desc: std::ptr::null_mut(),
             x: std::ptr::null_mut(),
             w: std::ptr::null_mut(),
+            c: std::ptr::null_mut(),
             d: std::ptr::null_mut(),
             algorithm: cublasLtMatmulAlgo_t { data: [0; 8] },
             has_bias: false,
             has_scales: false,
+            stores_fp8: false,
         }
     }
 
@@ -390,8 +382,17 @@ impl CublasPlan {
         if epilogue != 0 {
             self.set(attribute::DESC_EPILOGUE, &epilogue, problem)?;
         }
+        self.stores_fp8 = matches!(problem.d, DType::E4m3 | DType::E5m2);
+        if self.stores_fp8 {
+            let status = self.set_pointer(attribute::DESC_D_SCALE_POINTER, ANY_ADDRESS)
+                | self.set_pointer(attribute::DESC_AMAX_D_POINTER, ANY_ADDRESS);
+            check("cublasLtMatmulDescSetAttribute", status, problem)?;
+        }
         self.w = self.layout(&problem.w, problem.n, problem)?;
         self.x = self.layout(&problem.x, problem.m, problem)?;
+        // There is no FP8 C; without beta it is not read.
+        let c = if self.stores_fp8 { problem.bias.unwrap_or(DType::Bf16) } else { problem.d };
+        self.c = self.matrix(c, problem.n, problem.m, problem.ldd, problem)?;
         self.d = self.matrix(problem.d, problem.n, problem.m, problem.ldd, problem)?;
         Ok(())
     }
@@ -443,6 +444,10 @@ impl CublasPlan {
         if self.has_bias {
             status |= self.set_pointer(attribute::DESC_BIAS_POINTER, io.bias.address() as u64);
         }
+        if self.stores_fp8 {
+            status |= self.set_pointer(attribute::DESC_D_SCALE_POINTER, io.d_scale.address() as u64);
+            status |= self.set_pointer(attribute::DESC_AMAX_D_POINTER, io.d_amax.address() as u64);
+        }
         let alpha = problem.alpha.value();
         let beta = f32::from(u8::from(problem.accumulate));
         let d = io.d.address() as *mut c_void;
@@ -460,7 +465,7 @@ impl CublasPlan {
                     self.x,
                     (&raw const beta).cast(),
                     d,
-                    self.d,
+                    self.c,
                     d,
                     self.d,
                     &raw const self.algorithm,
@@ -479,7 +484,7 @@ impl CublasPlan {
 
 impl Drop for CublasPlan {
     fn drop(&mut self) {
-        for layout in [self.x, self.w, self.d] {
+        for layout in [self.x, self.w, self.c, self.d] {
             if !layout.is_null() {
                 // SAFETY: created by this plan, destroyed once.
                 let _ = unsafe { (self.api.layout_destroy)(layout) };

@@ -100,7 +100,7 @@ pub struct Problem {
     pub x: Operand,
     /// Second operand, `n × k`.
     pub w: Operand,
-    /// Type of the result.
+    /// Type of the result; FP8 is stored under a given scale, and its maximum is found.
     pub d: DType,
     /// Elements between two rows of the result.
     pub ldd: usize,
@@ -133,8 +133,27 @@ pub struct GemmIo<'a> {
     pub bias: DevPtr<'a>,
     /// Result.
     pub d: DevPtr<'a>,
+    /// Scale of an FP8 result, 16-byte aligned; null for others.
+    pub d_scale: DevPtr<'a>,
+    /// Set to the maximum of an FP8 result before scaling, 16-byte aligned; null for others.
+    pub d_amax: DevPtr<'a>,
     /// [`WORKSPACE_BYTES`] bytes on a GPU; null on the host.
     pub workspace: DevPtr<'a>,
+}
+
+impl GemmIo<'_> {
+    /// No pointer at all.
+    pub const NONE: Self = Self {
+        x: DevPtr::null(),
+        x_scale: DevPtr::null(),
+        w: DevPtr::null(),
+        w_scale: DevPtr::null(),
+        bias: DevPtr::null(),
+        d: DevPtr::null(),
+        d_scale: DevPtr::null(),
+        d_amax: DevPtr::null(),
+        workspace: DevPtr::null(),
+    };
 }
 
 /// A problem made ready for one device.

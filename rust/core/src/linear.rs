@@ -282,6 +282,7 @@ impl LinearPlan {
             bias: io.bias,
             d: io.y,
             workspace: workspace.gemm,
+            ..GemmIo::NONE
         };
         CLOCK.mark(Stage::Cast);
         let result = self.fprop.run(target, &gemm);
@@ -328,9 +329,9 @@ impl LinearPlan {
                 x_scale: dy_row.scale,
                 w: weight.data,
                 w_scale: weight.scale,
-                bias: DevPtr::null(),
                 d: io.dx,
                 workspace: workspace.gemm,
+                ..GemmIo::NONE
             };
             dgrad.run(target, &gemm)?;
         }
@@ -402,9 +403,9 @@ impl LinearPlan {
             x_scale: dy.scale,
             w: x.data,
             w_scale: x.scale,
-            bias: DevPtr::null(),
             d: io.dw,
             workspace: workspace.gemm,
+            ..GemmIo::NONE
         };
         wgrad.run(target, &gemm)
     }

@@ -214,6 +214,7 @@ images! {
     ScaleUpdate = "scale_update",
     Dequantize = "dequantize",
     Affine = "affine",
+    Handover = "handover",
     PermuteMap = "permute_map",
     Permute = "permute",
     PermuteCast = "permute_cast",
@@ -251,6 +252,8 @@ kernels! {
     Dequantize2d(Fp8, Float) "dequantize_2d" in Dequantize;
     /// Scaling, addition and conversion.
     Affine(Float) "affine" in Affine;
+    /// Scales of FP8 values that go from GEMM to GEMM.
+    Handover() "handover" in Handover;
     /// Row map of an MoE permutation from a mask of bytes.
     PermuteMapMaskU8() "permute_map_mask_u8" in PermuteMap;
     /// The same from a mask of 32-bit integers.
@@ -337,6 +340,7 @@ impl KernelId {
                 | Image::Amax
                 | Image::Dequantize
                 | Image::Affine
+                | Image::Handover
                 | Image::PermuteMap
                 | Image::Permute
                 | Image::PermuteCast

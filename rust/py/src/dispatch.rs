@@ -422,6 +422,7 @@ pub(crate) fn gemm<'py>(
         bias: bias_view.map_or(DevPtr::null(), |bias| bias.data()),
         d: result.data(),
         workspace: lane.workspace.gemm,
+        ..GemmIo::NONE
     };
     plan.run(&mut lane.target, &io).python()
 }

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use crate::error::{Error, Result};
 use crate::gemm::{Epilogue, Factor, GemmIo, Operand, Problem, ScaleMode};
-use crate::host::fp8;
+use crate::host::fp8::{self, E4m3, E5m2, Format};
 use crate::kernel::DevPtr;
 use crate::tensor::DType;
 
@@ -40,6 +40,8 @@ pub(crate) fn run(problem: &Problem, io: &GemmIo<'_>) -> Result<()> {
         Epilogue::Gelu => product.par_iter_mut().for_each(|value| *value = gelu(*value)),
     }
     match problem.d {
+        DType::E4m3 => store_fp8::<E4m3>(io, &product, problem),
+        DType::E5m2 => store_fp8::<E5m2>(io, &product, problem),
         DType::F32 => store(io.d.slice_mut::<f32>(span(m, n, ldd)), &product, problem, |value| value, |old| old),
         DType::Bf16 => store(io.d.slice_mut::<bf16>(span(m, n, ldd)), &product, problem, bf16::from_f32, bf16::to_f32),
         DType::F16 => store(io.d.slice_mut::<f16>(span(m, n, ldd)), &product, problem, f16::from_f32, f16::to_f32),
@@ -151,6 +153,18 @@ fn load_row(dtype: DType, data: DevPtr<'_>, n: usize) -> Result<Vec<f32>> {
         DType::Bf16 => data.slice::<bf16>(n).iter().map(|value| value.to_f32()).collect(),
         other => return Err(Error::dtype("gemm", "the bias", "float32, float16 or bfloat16", other)),
     })
+}
+
+/// FP8 under the given scale; the maximum before scaling is found, NaN left out.
+fn store_fp8<F: Format>(io: &GemmIo<'_>, product: &[f32], problem: &Problem) {
+    let &Problem { m, n, ldd, .. } = problem;
+    let scale = scalar(io.d_scale);
+    let amax = f32::from_bits(fp8::amax_bits(product));
+    fp8::write_scalar(io.d_amax, amax);
+    let d = io.d.slice_mut::<u8>(span(m, n, ldd));
+    d.par_chunks_mut(ldd).zip(product.par_chunks(n)).for_each(|(d, product)| {
+        d.iter_mut().zip(product).for_each(|(d, &value)| *d = F::encode(value * scale));
+    });
 }
 
 fn store<T: Copy + Send + Sync>(

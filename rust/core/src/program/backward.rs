@@ -272,7 +272,11 @@ impl Compiler<'_> {
             }
             self.touch(&[row.data, row.scale, d]);
             let text = if accumulate.is_some() { "dgrad gemm + add" } else { "dgrad gemm" };
-            self.step(Action::Gemm { plan, x: Operand::At(row), w, bias: At::NONE, d }, (index, index), text);
+            self.step(
+                Action::Gemm { plan, x: Operand::At(row), w, bias: At::NONE, d, handover: At::NONE },
+                (index, index),
+                text,
+            );
             *grad = Grad { high: d, quantized: None };
         }
         let Kept::Linear { x } = self.forward.kept[index] else { return Ok(()) };

@@ -11,6 +11,7 @@ use crate::ops::dequantize::{DequantizePlan, DequantizeSpec};
 use crate::ops::norm::{NormKind, NormPlan, NormSpec};
 use crate::program::Facts;
 use crate::program::chain::{Link, Op};
+use crate::program::forward_handover::{Handovers, handovers_possible};
 use crate::program::memory::{At, Place, Saved, Scratch};
 use crate::program::step::{Action, Fused, QuantAt, SlotOf, Step, UnpackAt};
 use crate::quantizer::{QuantPlan, QuantSpec};
@@ -54,10 +55,11 @@ pub(crate) struct Forward {
     pub(crate) notes: Vec<String>,
 }
 
-pub(crate) struct Compiler<'a> {
-    pub(crate) facts: &'a Facts<'a>,
-    pub(crate) dispatcher: &'a mut Dispatcher,
-    pub(crate) out: Forward,
+pub(super) struct Compiler<'a> {
+    pub(super) facts: &'a Facts<'a>,
+    pub(super) dispatcher: &'a mut Dispatcher,
+    pub(super) out: Forward,
+    pub(super) handovers: Handovers,
 }
 
 /// The value of an edge as the ops before it left it.
@@ -68,8 +70,28 @@ pub(super) struct Value {
     pub(super) quantized: Option<(QuantAt, QuantAt)>,
 }
 
-impl Compiler<'_> {
-    pub(crate) fn run(mut self) -> Result<Forward> {
+/// Compiles the forward; without handing FP8 over where that turns out not to pay.
+pub(crate) fn compile(dispatcher: &mut Dispatcher, facts: &Facts<'_>) -> Result<Forward> {
+    if handovers_possible(facts) {
+        let mut compiler = Compiler::new(dispatcher, facts);
+        compiler.begin_handovers();
+        compiler.run()?;
+        if compiler.handovers.pay() {
+            compiler.end_handovers();
+            return Ok(compiler.out);
+        }
+    }
+    let mut compiler = Compiler::new(dispatcher, facts);
+    compiler.run()?;
+    Ok(compiler.out)
+}
+
+impl<'a> Compiler<'a> {
+    fn new(dispatcher: &'a mut Dispatcher, facts: &'a Facts<'a>) -> Self {
+        Self { facts, dispatcher, out: Forward::default(), handovers: Handovers::NONE }
+    }
+
+    fn run(&mut self) -> Result<()> {
         let count = self.facts.chain.links().len();
         self.out.kept = vec![Kept::Nothing; count];
         self.out.converted = vec![At::NONE; self.facts.linears.len()];
@@ -81,9 +103,11 @@ impl Compiler<'_> {
             index = next;
         }
         self.out.output = value.high.place;
-        Ok(self.out)
+        Ok(())
     }
+}
 
+impl Compiler<'_> {
     /// Compiles the op at `index` with what fuses behind it; returns the next op.
     fn op(&mut self, index: usize, link: &Link, value: &mut Value) -> Result<usize> {
         match link.op {
@@ -147,7 +171,7 @@ impl Compiler<'_> {
     }
 
     /// The first op from `index` on that does more than hand its input on; and whether it is handed out before.
-    fn consumer(&self, mut index: usize) -> (usize, bool) {
+    pub(super) fn consumer(&self, mut index: usize) -> (usize, bool) {
         let mut handed_out = false;
         while let Some(Op::Identity | Op::MakeExtraOutput { .. }) = self.op_at(index) {
             handed_out |= matches!(self.op_at(index), Some(Op::MakeExtraOutput { .. }));
@@ -175,7 +199,7 @@ impl Compiler<'_> {
     }
 
     /// The linear op that takes edge `index` in FP8 under delayed scaling, from a kernel that computes and quantises.
-    fn fp8_consumer(&self, index: usize) -> Option<(usize, bool)> {
+    pub(super) fn fp8_consumer(&self, index: usize) -> Option<(usize, bool)> {
         let (consumer, handed_out) = self.consumer(index);
         let link = self.link(consumer)?;
         let delayed = self.facts.recipe.is_some_and(Recipe::is_delayed);

@@ -1,5 +1,7 @@
 //! Compiles the forward of linear ops: operands, what fuses behind the GEMM, and where the result goes.
 
+use std::sync::Arc;
+
 use te_fast_kernels::Float;
 
 use crate::error::Result;
@@ -12,6 +14,18 @@ use crate::program::linear_op::Tail;
 use crate::program::memory::{At, Place};
 use crate::program::step::{Action, Operand, QuantAt, UnpackAt};
 use crate::quantizer::QuantPlan;
+
+/// What a GEMM and its tail are called, by the precision of the result.
+struct Text {
+    high: &'static str,
+    fp8: &'static str,
+}
+
+impl Text {
+    const fn of(text: &'static str) -> Self {
+        Self { high: text, fp8: text }
+    }
+}
 
 impl Compiler<'_> {
     pub(super) fn linear(&mut self, index: usize, link: &Link, value: &mut Value) -> Result<usize> {
@@ -28,26 +42,33 @@ impl Compiler<'_> {
         };
         let w = self.weight_operand(index, link)?;
         let bias = if tail.bias { self.bias(index + 1)? } else { At::NONE };
-        let d = match d {
-            Some(extra) => extra,
-            None => self.place_of(next),
+        let handed_over = if d.is_none() { self.hand_over(index, next, tail)? } else { None };
+        let (plan, d, handover, text) = if let Some((plan, row)) = &handed_over {
+            (Arc::clone(plan), row.data, row.scale, text.fp8)
+        } else {
+            let d = match d {
+                Some(extra) => extra,
+                None => self.place_of(next),
+            };
+            (self.facts.linears[linear].fprop(self.dispatcher, tail, None)?, d, At::NONE, text.high)
         };
-        let plan = self.facts.linears[linear].fprop(self.dispatcher, tail)?;
-        let touched = |operand: Operand| match operand {
-            Operand::At(at) => [at.data, at.scale],
-            _ => [At::NONE; 2],
+        for operand in [x, w] {
+            if let Operand::At(at) = operand {
+                self.touch(&[at.data, at.scale]);
+            }
+        }
+        self.touch(&[bias, d, handover]);
+        self.step(Action::Gemm { plan, x, w, bias, d, handover }, (index, next - 1), text);
+        *value = match handed_over {
+            Some((_, row)) => Value { high: At::NONE, quantized: Some((row, QuantAt::default())) },
+            None => Value { high: d, quantized: None },
         };
-        self.touch(&touched(x));
-        self.touch(&touched(w));
-        self.touch(&[bias, d]);
-        self.step(Action::Gemm { plan, x, w, bias, d }, (index, next - 1), text);
-        *value = Value { high: d, quantized: None };
         Ok(next)
     }
 
     /// What is fused behind the GEMM of the linear op at `index`, where the result goes if that is settled by it, the
     /// next op, and the name of the whole.
-    fn tail(&mut self, index: usize) -> (Tail, Option<At>, usize, &'static str) {
+    fn tail(&mut self, index: usize) -> (Tail, Option<At>, usize, Text) {
         let mut tail = Tail { bias: false, alpha: 1.0, epilogue: Epilogue::None, accumulate: false };
         let mut next = index + 1;
         tail.bias = matches!(self.op_at(next), Some(Op::Bias { .. }));
@@ -60,25 +81,30 @@ impl Compiler<'_> {
         };
         if let Some(extra) = extra(self.link(next)) {
             tail.accumulate = true;
-            return (tail, Some(extra), next + 1, if tail.bias { "gemm + bias + add" } else { "gemm + add" });
+            return (tail, Some(extra), next + 1, Text::of(if tail.bias { "gemm + bias + add" } else { "gemm + add" }));
         }
         if let (false, Some(Op::ConstantScale { scale }), Some(extra)) =
             (tail.bias, self.op_at(next), extra(self.link(next + 1)))
         {
             (tail.alpha, tail.accumulate) = (scale, true);
-            return (tail, Some(extra), next + 2, "gemm + scale + add");
+            return (tail, Some(extra), next + 2, Text::of("gemm + scale + add"));
         }
         if let Some(epilogue) = self.epilogue(next) {
             tail.epilogue = epilogue;
             let text = match (tail.bias, epilogue) {
-                (true, Epilogue::Gelu) => "gemm + bias + gelu",
-                (true, _) => "gemm + bias + relu",
-                (false, Epilogue::Gelu) => "gemm + gelu",
-                (false, _) => "gemm + relu",
+                (true, Epilogue::Gelu) => Text { high: "gemm + bias + gelu", fp8: "gemm + bias + gelu, in FP8" },
+                (true, _) => Text { high: "gemm + bias + relu", fp8: "gemm + bias + relu, in FP8" },
+                (false, Epilogue::Gelu) => Text { high: "gemm + gelu", fp8: "gemm + gelu, in FP8" },
+                (false, _) => Text { high: "gemm + relu", fp8: "gemm + relu, in FP8" },
             };
             return (tail, None, next + 1, text);
         }
-        (tail, None, next, if tail.bias { "gemm + bias" } else { "gemm" })
+        let text = if tail.bias {
+            Text { high: "gemm + bias", fp8: "gemm + bias, in FP8" }
+        } else {
+            Text { high: "gemm", fp8: "gemm, in FP8" }
+        };
+        (tail, None, next, text)
     }
 
     /// cuBLASLt's epilogue for the activation at `index`: where backward needs its input, it is not computed away.

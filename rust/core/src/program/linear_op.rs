@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use te_fast_kernels::Float;
+use te_fast_kernels::{Float, Fp8};
 
 use crate::dispatch::{Dispatcher, aligned};
 use crate::error::{Error, Result};
@@ -179,8 +179,8 @@ impl LinearOp {
         }
     }
 
-    /// `x · Wᵀ`, with what is fused behind it.
-    pub(crate) fn fprop(&self, dispatcher: &mut Dispatcher, tail: Tail) -> Result<Arc<GemmPlan>> {
+    /// `x · Wᵀ`, with what is fused behind it; into FP8 for an op that takes it so.
+    pub(crate) fn fprop(&self, dispatcher: &mut Dispatcher, tail: Tail, d: Option<Fp8>) -> Result<Arc<GemmPlan>> {
         let Self { rows, inputs, outputs, .. } = *self;
         let problem = self.problems().map_or_else(
             || {
@@ -194,6 +194,7 @@ impl LinearOp {
             |problems| problems.fprop(),
         );
         let problem = Problem {
+            d: d.map_or(problem.d, DType::from),
             bias: tail.bias.then(|| self.bias_dtype().into()),
             alpha: Factor::new(tail.alpha),
             epilogue: tail.epilogue,

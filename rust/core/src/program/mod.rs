@@ -6,6 +6,7 @@
 mod backward;
 mod chain;
 mod forward;
+mod forward_handover;
 mod forward_linear;
 mod linear_op;
 mod memory;
@@ -22,7 +23,7 @@ pub use step::LinearSlots;
 
 use crate::dispatch::{Dispatcher, Lane};
 use crate::error::Result;
-use crate::gemm::GemmPlan;
+use crate::gemm::{GemmIo, GemmPlan};
 use crate::kernel::DevPtr;
 use crate::linear::{Segments, WeightBuffer};
 use crate::program::backward::Backward;
@@ -320,14 +321,14 @@ impl Program {
         let Lane { target, workspace } = lane;
         let resolver =
             Resolver { bindings, scratch: workspace.scratch, scratch_offsets: &[], saved_offsets: &self.saved_offsets };
-        let io = crate::gemm::GemmIo {
+        let io = GemmIo {
             x: resolver.get(dy.data),
             x_scale: resolver.get(dy.scale),
             w: resolver.get(x.data),
             w_scale: resolver.get(x.scale),
-            bias: DevPtr::null(),
             d,
             workspace: workspace.gemm,
+            ..GemmIo::NONE
         };
         plan.run(target, &io)
     }
@@ -382,7 +383,7 @@ pub(crate) struct Facts<'a> {
 }
 
 fn compile(dispatcher: &mut Dispatcher, facts: &Facts<'_>) -> Result<(Forward, Backward)> {
-    let forward = forward::Compiler { facts, dispatcher, out: Forward::default() }.run()?;
+    let forward = forward::compile(dispatcher, facts)?;
     if !facts.key.any_grad() {
         let grad_extras = vec![Place::None; facts.chain.extra_inputs()];
         return Ok((forward, Backward { grad_extras, ..Backward::default() }));

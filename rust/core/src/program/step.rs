@@ -13,6 +13,7 @@ use crate::ops::affine::AffinePlan;
 use crate::ops::cast::{CastBuffers, CastPlan};
 use crate::ops::cast_block::Unpack;
 use crate::ops::dequantize::DequantizePlan;
+use crate::ops::handover::{self, FOUND_AT, HandoverEntry, SCALE_AT};
 use crate::ops::norm::{NormBuffers, NormPlan};
 use crate::ops::norm_backward::{NormBackwardBuffers, NormBackwardPlan};
 use crate::program::memory::{At, Resolver};
@@ -164,6 +165,14 @@ pub(crate) enum Action {
         w: Operand,
         bias: At,
         d: At,
+        /// Row of the handover table whose linear op takes the result in FP8.
+        handover: At,
+    },
+    /// Lays out the scales of values that GEMMs hand over in FP8, or raises their maxima.
+    Handover {
+        linears: Vec<usize>,
+        table: At,
+        after: bool,
     },
     WeightGrad {
         linear: usize,
@@ -275,7 +284,17 @@ impl Step {
                     },
                 )
             }
-            Action::Gemm { plan, x, w, bias, d } => plan.run(target, &gemm_io(call, x, w, at(bias), at(d))),
+            Action::Gemm { plan, x, w, bias, d, handover } => {
+                let (d_scale, d_amax) = (at(handover).offset(SCALE_AT), at(handover).offset(FOUND_AT));
+                plan.run(target, &GemmIo { d_scale, d_amax, ..gemm_io(call, x, w, at(bias), at(d)) })
+            }
+            Action::Handover { linears, table, after } => {
+                let slots = linears.iter().map(|&linear| {
+                    let slot = call.slot(SlotOf::Input(linear));
+                    HandoverEntry { scale: slot.scale, amax: slot.amax }
+                });
+                handover::run(target, at(table), slots, *after)
+            }
             Action::WeightGrad { linear, plan, dy, x, d } => {
                 let plan = call.weight_grads.get(*linear).and_then(Option::as_ref).unwrap_or(plan);
                 plan.run(target, &gemm_io(call, dy, x, DevPtr::null(), at(d)))
@@ -417,5 +436,14 @@ fn quant_io<'a>(call: &Call<'a, '_>, x: DevPtr<'a>, to: &Fused, dbias: DevPtr<'a
 
 fn gemm_io<'a>(call: &Call<'a, '_>, x: &Operand, w: &Operand, bias: DevPtr<'a>, d: DevPtr<'a>) -> GemmIo<'a> {
     let (x, w) = (x.resolve(call), w.resolve(call));
-    GemmIo { x: x.data, x_scale: x.scale, w: w.data, w_scale: w.scale, bias, d, workspace: call.workspace.gemm }
+    GemmIo {
+        x: x.data,
+        x_scale: x.scale,
+        w: w.data,
+        w_scale: w.scale,
+        bias,
+        d,
+        workspace: call.workspace.gemm,
+        ..GemmIo::NONE
+    }
 }

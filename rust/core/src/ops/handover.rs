@@ -1,0 +1,73 @@
+//! Scales of FP8 values that one GEMM writes and the next one reads, for a chain of linear ops in one launch.
+
+use te_fast_kernels::KernelId;
+
+use crate::error::{Error, Result};
+use crate::host;
+use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::params;
+
+/// Entries of one launch.
+pub const ENTRIES: usize = 32;
+/// Bytes of a row of the table: inverse scale, scale and maximum, each on 16 bytes of its own.
+pub const ROW_BYTES: usize = 48;
+/// Where a row has the scale.
+pub const SCALE_AT: usize = 16;
+/// Where a row has the maximum that the GEMM found.
+pub const FOUND_AT: usize = 32;
+
+/// One tensor's slot of delayed scaling.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct HandoverEntry<'a> {
+    /// The scale.
+    pub scale: DevPtr<'a>,
+    /// The maximum to raise.
+    pub amax: DevPtr<'a>,
+}
+
+params! {
+    /// Parameters of `handover`.
+    pub struct HandoverParams<'a> [536] for Handover => host::handover::run {
+        /// The slots.
+        pub entries: [HandoverEntry<'a>; 32],
+        /// f32 `[first + count, 12]`.
+        pub table: DevPtr<'a>,
+        /// Row of the first entry.
+        pub first: u32,
+        /// Entries in use.
+        pub count: u32,
+        /// Raise the maxima instead of laying the scales out.
+        pub after: u32,
+        /// Zero.
+        pub unused: u32,
+    }
+}
+
+/// Fills the table before the GEMMs, or raises the slots' maxima behind them.
+///
+/// # Errors
+/// A null pointer, or the launch fails.
+pub fn run<'a>(
+    target: &mut Target<'_>,
+    table: DevPtr<'a>,
+    slots: impl ExactSizeIterator<Item = HandoverEntry<'a>>,
+    after: bool,
+) -> Result<()> {
+    let (mut slots, mut first) = (slots, 0);
+    while slots.len() != 0 {
+        let mut entries = [HandoverEntry { scale: DevPtr::null(), amax: DevPtr::null() }; ENTRIES];
+        let mut count = 0;
+        for (entry, slot) in entries.iter_mut().zip(slots.by_ref().take(ENTRIES)) {
+            if slot.scale.is_null() || slot.amax.is_null() {
+                return Err(Error::state("handover", "a slot of delayed scaling is missing"));
+            }
+            *entry = slot;
+            count += 1;
+        }
+        let params = HandoverParams { entries, table, first, count, after: u32::from(after), unused: 0 };
+        launch(target, KernelId::Handover, Grid::linear(1, ENTRIES as u32), &params)?;
+        first += count;
+    }
+    Ok(())
+}
