@@ -272,11 +272,8 @@ impl Compiler<'_> {
             }
             self.touch(&[row.data, row.scale, d]);
             let text = if accumulate.is_some() { "dgrad gemm + add" } else { "dgrad gemm" };
-            self.step(
-                Action::Gemm { plan, x: Operand::At(row), w, bias: At::NONE, d, handover: At::NONE },
-                (index, index),
-                text,
-            );
+            let (x, bias, handover) = (Operand::At(row), At::NONE, At::NONE);
+            self.step(Action::Gemm { plan, x, w, bias, d, handover }, (index, index), text);
             *grad = Grad { high: d, quantized: None };
         }
         let Kept::Linear { x } = self.forward.kept[index] else { return Ok(()) };

@@ -264,26 +264,7 @@ impl Step {
                 let unpack = Unpack { packed: at(packed), unpacked: at(unpacked), count: *count };
                 plan.run_unpacking(target, &quant_io(call, at(x), to, at(dbias), at(spare)), unpack)
             }
-            Action::Weight { linear, plan, spare } => {
-                let Some(weight) = call.fresh[*linear] else { return Ok(()) };
-                let to = call.weights[*linear];
-                let slot = call.slot(SlotOf::Weight(*linear));
-                target.trace.counters.weight_casts += 1;
-                plan.run(
-                    target,
-                    &QuantIo {
-                        x: weight,
-                        row: to.segments.row(to.data),
-                        col: to.segments.col(to.data),
-                        scale: slot.scale,
-                        amax: slot.amax,
-                        noop: call.skip_weight,
-                        dbias: DevPtr::null(),
-                        scratch: at(spare),
-                        counters: call.workspace.counters,
-                    },
-                )
-            }
+            Action::Weight { linear, plan, spare } => run_weight(target, call, *linear, plan, at(spare)),
             Action::Gemm { plan, x, w, bias, d, handover } => {
                 let (d_scale, d_amax) = (at(handover).offset(SCALE_AT), at(handover).offset(FOUND_AT));
                 plan.run(target, &GemmIo { d_scale, d_amax, ..gemm_io(call, x, w, at(bias), at(d)) })
@@ -411,6 +392,23 @@ impl Step {
             _ => Ok(()),
         }
     }
+}
+
+/// Quantises a weight, unless the kept one serves.
+fn run_weight<'a>(
+    target: &mut Target<'_>,
+    call: &Call<'a, '_>,
+    linear: usize,
+    plan: &QuantPlan,
+    scratch: DevPtr<'a>,
+) -> Result<()> {
+    let Some(x) = call.fresh[linear] else { return Ok(()) };
+    let to = call.weights[linear];
+    let Slot { scale, amax } = call.slot(SlotOf::Weight(linear));
+    let (row, col) = (to.segments.row(to.data), to.segments.col(to.data));
+    let (noop, dbias, counters) = (call.skip_weight, DevPtr::null(), call.workspace.counters);
+    target.trace.counters.weight_casts += 1;
+    plan.run(target, &QuantIo { x, row, col, scale, amax, noop, dbias, scratch, counters })
 }
 
 /// Per-tensor scaling has one inverse scale, beside the row layout if there is one.
