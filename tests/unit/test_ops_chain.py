@@ -294,6 +294,18 @@ def test_nothing_outlives_backward(between):
     assert alive() is None
 
 
+@pytest.mark.filterwarnings("ignore")  # dynamo warns of what it does itself
+def test_torch_compile_breaks_the_graph_and_is_right(between):
+    module = mlp(torch.float32, *between)
+    x = leaf(8, 16)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: torch.relu(module(x)) * 2, backend="eager")
+    for _ in range(2):
+        expected = torch.autograd.grad((torch.relu(module(x)) * 2).sum(), x)
+        got = torch.autograd.grad(compiled(x).sum(), x)
+        assert torch.equal(got[0], expected[0])
+
+
 # The user's own ops -------------------------------------------------------------------------------
 
 

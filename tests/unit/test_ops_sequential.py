@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
-from te_fast.errors import ArgumentError, StateError, TeFastError
+from te_fast.errors import ArgumentError, DtypeError, StateError, TeFastError
 from te_fast.pytorch import ops
 
 
@@ -215,6 +215,13 @@ def test_number_of_extra_inputs():
             sequential(x, *extras)
     with pytest.raises(ArgumentError, match="none"):
         ops.Sequential(ops.GELU())(x, x)
+    direct = ops.Sequential(ops.AddExtraInput())
+    for _ in range(2):  # the second call goes to the program at once
+        assert torch.equal(direct(x, x), x)
+        with pytest.raises(ValueError, match="expected 1 extra inputs"):
+            direct(x)
+        with pytest.raises(DtypeError, match="must be a torch.Tensor, got NoneType"):
+            direct(x, None)
 
 
 class Shift(ops.BasicOperation):

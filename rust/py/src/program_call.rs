@@ -54,7 +54,10 @@ pub(crate) fn program_module_call<'py>(
     let state = state(py)?;
     let attributes = instance_dict(module)?;
     let program = attributes.get_item(intern!(py, "_direct_program"))?.filter(|program| !program.is_none());
-    let plain = others.is_none() && state.torch.is_plain(inp) && can_skip_module_call(py, state, &attributes)?;
+    let plain = others.is_none()
+        && state.torch.is_plain(inp)
+        && extra_inputs.iter().all(|extra| state.torch.is_plain(&extra))
+        && can_skip_module_call(py, state, &attributes)?;
     if let Some(program) = program.filter(|_| plain) {
         let is_first = is_first_microbatch.filter(|value| !value.is_none()).map(PyAnyMethods::is_truthy).transpose()?;
         return program_apply(program.cast::<ProgramHandle>()?, module, inp, extra_inputs, is_first);
