@@ -12,7 +12,8 @@ unexport PYTHONPATH
 
 PYTHON ?= python3
 # The torch that the environment gets. Any release from 2.6 on: each has its own environment.
-CURRENT_TORCH := 2.15.0
+# No release after 2.14.1 has a wheel for Python 3.10.
+CURRENT_TORCH := $(shell $(PYTHON) -c 'import sys; print("2.14.1" if sys.version_info < (3, 11) else "2.15.0")')
 TORCH ?= $(CURRENT_TORCH)
 # Machine code of the build that is tested; `make wheel` builds for the release list of rust/kernels/build.rs.
 TEST_ARCHS ?= 90

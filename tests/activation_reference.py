@@ -52,6 +52,12 @@ _HALVES = {
 }
 
 
+def clamped(x, low, high):
+    """``x.clamp``, with the slope 1 of Transformer Engine at the limits; torch's depends on its version."""
+    x = torch.where(x > high, high, x)
+    return torch.where(x < low, low, x)
+
+
 def activate(x, function):
     """The function of a tensor of any type, in that type."""
     if function.name in _CURVES:
@@ -60,8 +66,8 @@ def activate(x, function):
     if function.name in _HALVES:
         return _CURVES[_HALVES[function.name]](g) * linear
     if function.name == "clamped_swiglu":
-        g = g.clamp(max=function.limit)
-        linear = linear.clamp(-function.limit, function.limit) + function.offset
+        g = clamped(g, -torch.inf, function.limit)
+        linear = clamped(linear, -function.limit, function.limit) + function.offset
         return g * torch.sigmoid(function.alpha * g) * linear
     assert function.name == "situ_glu"
     bounded = function.beta1 * torch.tanh(g / function.beta1) * torch.sigmoid(g)

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 import reference as ref
+from activation_reference import clamped
 
 
 def _gate(activate, x):
@@ -30,7 +31,7 @@ def _srelu(x):
 
 def _clamped_swiglu(x, limit=7.0, alpha=1.702, glu_linear_offset=1.0):
     left, right = x.chunk(2, -1)
-    left, right = left.clamp(max=limit), right.clamp(-limit, limit)
+    left, right = clamped(left, -torch.inf, limit), clamped(right, -limit, limit)
     return left * torch.sigmoid(alpha * left) * (right + glu_linear_offset)
 
 
