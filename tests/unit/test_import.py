@@ -65,6 +65,24 @@ except RuntimeError as error:
 else:
     raise SystemExit("no error")
 """,
+    "torch.compile leaves the graph at a layer, silently": """
+import warnings
+import torch
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch._dynamo
+import te_fast.pytorch as te
+from te_fast.common.recipe import Float8CurrentScaling
+layer = te.Linear(32, 16, device="cpu")
+x = torch.ones(8, 32)
+def function(x):
+    with te.autocast(recipe=Float8CurrentScaling()):
+        return layer(torch.sin(x)) + 1
+# With gradients, torch warns by itself that it looks at those of an intermediate tensor.
+with torch.no_grad():
+    for each in (function, layer, lambda x: layer(x) * 2):
+        assert torch.equal(torch.compile(each, backend="eager")(x), each(x))
+""",
     "the version is that of the distribution": """
 import importlib.metadata
 import te_fast

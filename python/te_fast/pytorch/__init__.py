@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from te_fast.pytorch import ops
 from te_fast.pytorch._device import set_cuda_device_every_batch, should_set_cuda_device_every_batch
 from te_fast.pytorch.distributed import checkpoint
@@ -34,6 +36,18 @@ from te_fast.pytorch.quantization import (
     is_nvfp4_available,
     quantized_model_init,
 )
+
+# torch.compile leaves the graph where a layer runs natively, as it does at Transformer Engine's layers, and would ask
+# the user to report that.
+for _message in (
+    r"Graph break due to unsupported builtin ",
+    r"Dynamo does not know how to trace the builtin `",
+):
+    _ours = (
+        r"(te_fast\._native\.|<unknown module>\."
+        r"(AmaxSlots|AutocastRegion|LinearHandle|Program|Recipe|WeightHandle)\.__new__)"
+    )
+    warnings.filterwarnings("ignore", message=_message + _ours)
 
 __all__ = [
     "FP8GlobalStateManager",
