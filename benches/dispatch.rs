@@ -9,6 +9,7 @@
 )]
 
 use std::hint::black_box;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, criterion_group, criterion_main};
@@ -18,9 +19,10 @@ use te_fast_core::config::Config;
 use te_fast_core::dispatch::{Dispatcher, Memory, Place};
 use te_fast_core::driver::{DeviceBuffer, Stream};
 use te_fast_core::kernel::{Backend, DevPtr};
+use te_fast_core::layer::{Microbatch, PlanCache, WeightRecord, WeightToken};
 use te_fast_core::linear::{Forward, LinearKey, LinearPlan, Slot, WeightBuffer};
 use te_fast_core::recipe::{Needs, Recipe};
-use te_fast_core::tensor::Device;
+use te_fast_core::tensor::{DType, Device};
 use te_fast_core::trace::Recording;
 
 /// Forwards between two synchronisations.
@@ -45,13 +47,31 @@ fn key() -> LinearKey {
     }
 }
 
-/// A forward with a cached weight; `recording` says whether it also computes.
+/// A weight that is kept and has not changed.
+fn record(plan: &LinearPlan) -> WeightRecord {
+    WeightRecord {
+        token: WeightToken { address: 64, version: Some(1), dtype: DType::Bf16 },
+        device: Device::Cpu,
+        segments: plan.weight_segments(),
+        epoch: 1,
+        generation: 0,
+        cache_epoch: 0,
+        training: false,
+        optimizer_steps: 0,
+    }
+}
+
+/// A forward with a cached weight, the plan looked up and the weight found to serve; `recording` says whether it also
+/// computes.
 fn forward(criterion: &mut Criterion, group: &str, recording: Recording) {
     let mut group = criterion.benchmark_group(group);
     for (name, recipe) in RECIPES {
         let mut dispatcher =
             Dispatcher::new(Config { synchronise: false, check_device: true, exchange_table: true, graphs: true });
-        let plan = LinearPlan::new(&mut dispatcher, &recipe, key(), FEATURES, FEATURES).unwrap();
+        let plan = Arc::new(LinearPlan::new(&mut dispatcher, &recipe, key(), FEATURES, FEATURES).unwrap());
+        let mut plans = PlanCache::default();
+        plans.insert(Arc::clone(&plan), ());
+        let kept = record(&plan);
         let mut x = vec![0x3f80_u16; ROWS * FEATURES];
         let mut y = vec![0_u16; ROWS * FEATURES];
         let mut weight = vec![0_u64; plan.weight_segments().bytes.div_ceil(8)];
@@ -71,8 +91,9 @@ fn forward(criterion: &mut Criterion, group: &str, recording: Recording) {
         dispatcher.trace.record(recording);
         group.bench_function(name, |bencher| {
             bencher.iter(|| {
-                let scratch = black_box(&plan).forward_scratch();
-                let mut lane = dispatcher.lane(HOST, scratch, Memory::Own).unwrap();
+                let (plan, ()) = plans.get(black_box(&key())).unwrap();
+                assert!(black_box(&kept).serves(&record(plan), Microbatch::Unknown, false));
+                let mut lane = dispatcher.lane(HOST, plan.forward_scratch(), Memory::Own).unwrap();
                 plan.forward(&mut lane, black_box(&io)).unwrap();
             });
         });
