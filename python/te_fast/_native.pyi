@@ -60,6 +60,7 @@ __all__ = [
     "program_autograd_forward",
     "program_backward",
     "program_backward_dw",
+    "program_grads_of_nothing",
     "program_layer_call",
     "program_layer_forward",
     "program_module_call",
@@ -373,6 +374,13 @@ def program_backward(ctx: Any, *grads: Tensor) -> Any: ...
 def program_backward_dw(
     handle: WeightHandle, weight: Tensor, fuse_wgrad_accumulation: bool, /
 ) -> Tensor | None: ...
+def program_grads_of_nothing(
+    program: Program,
+    params: tuple[Tensor, ...],
+    wanted: Sequence[bool],
+    overwrite_main_grad: bool,
+    /,
+) -> tuple[Tensor | None, ...]: ...
 def program_layer_call(
     module: Any,
     inp: Any,

@@ -184,6 +184,60 @@ def test_return_bias(kind, norm_too):
     assert not any("bias" in key and "norm" not in key for key in without.state_dict())
 
 
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+def test_no_rows_treat_main_grad_as_linear_does(kind, fp8):
+    layers = [make(kind, fuse_wgrad_accumulation=True)]
+    layers.append(te.Linear(64, 48, device="cpu", fuse_wgrad_accumulation=True))
+    for first, attribute, left in (
+        (None, False, 2.0),
+        (False, False, 2.0),
+        (True, False, 0.0),
+        (None, True, 0.0),
+    ):
+        for layer in layers:
+            taken = weights(layer).values() if layer is layers[0] else [layer.weight]
+            for weight in taken:
+                weight.main_grad = torch.full(weight.shape, 2.0)
+                weight.overwrite_main_grad = attribute
+                weight.grad_added_to_main_grad = False
+            x = torch.empty(0, features(layer)[0], requires_grad=True)
+            with te.autocast(enabled=fp8):
+                y = layer(x, is_first_microbatch=first)
+            y.sum().backward()
+            for weight in taken:
+                assert (weight.main_grad == left).all()
+                assert weight.grad_added_to_main_grad
+                assert weight.grad.shape == weight.shape
+                weight.grad = None
+                del weight.grad_added_to_main_grad
+            layer(x).sum().backward()
+            assert all(weight.grad is None for weight in taken)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_no_rows_leave_a_weight_gradient_for_later(kind, fuse):
+    layers = [make(kind, delay_wgrad_compute=True, fuse_wgrad_accumulation=fuse)]
+    options = {"delay_wgrad_compute": True, "fuse_wgrad_accumulation": fuse}
+    layers.append(te.Linear(64, 48, device="cpu", **options))
+    for layer in layers:
+        taken = weights(layer).values() if layer is layers[0] else [layer.weight]
+        for weight in taken:
+            weight.main_grad = torch.full(weight.shape, 2.0)
+        for first in (None, True):
+            x = torch.empty(0, features(layer)[0], requires_grad=True)
+            layer(x, is_first_microbatch=first).sum().backward()
+        assert all(weight.grad is None for weight in taken)
+        for left in (2.0, 0.0):
+            layer.backward_dw()
+            if fuse:
+                assert all((weight.main_grad == left).all() for weight in taken)
+                assert all(weight.grad is None for weight in taken)
+            else:
+                assert not any(weight.grad.any() for weight in taken)
+        with pytest.raises(te_fast.StateError, match="without a backward"):
+            layer.backward_dw()
+
+
 # Gradients that go their own way -----------------------------------------------------------------
 
 

@@ -291,6 +291,24 @@ def test_main_grad(recipe, between):
     close(weight.main_grad, expected, 0.05)
 
 
+@pytest.mark.parametrize("first", [None, False, True])
+def test_main_grad_of_no_rows(recipe, between, first):
+    options = {"device": "cpu", "dtype": torch.bfloat16, "accumulate_into_main_grad": True}
+    chain = randomise(ops.Sequential(ops.Linear(64, 48, **options), *between))
+    weight = chain[0].weight
+    weight.main_grad = torch.ones(48, 64)
+    weight.grad_added_to_main_grad = False
+    x = leaf(0, 64, dtype=torch.bfloat16)
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        y = chain(x, is_first_microbatch=first)
+    y.sum().backward()
+    assert (weight.main_grad == (0.0 if first else 1.0)).all()
+    assert weight.grad_added_to_main_grad
+    assert weight.grad.shape == weight.shape
+    assert not chain[0].bias.grad.any()
+    assert x.grad.shape == (0, 64)
+
+
 # Delayed scaling ----------------------------------------------------------------------------------
 
 

@@ -197,6 +197,21 @@ def test_zero_rows_have_empty_outputs_and_zero_gradients() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in chain.parameters())
 
 
+def test_zero_rows_give_frozen_parameters_and_extra_inputs_what_is_theirs() -> None:
+    chain, _, extras, _ = case(CHAINS["residual"])
+    first = next(chain.parameters())
+    first.requires_grad_(False)
+    leaf = torch.zeros(2, 0, 32)
+    extra = extras[0][:, :0].clone().requires_grad_()
+    outputs = chain(leaf, extra)
+    assert [y.shape for y in outputs] == [(2, 0, 48), (2, 0, 32)]
+    outputs[0].sum().backward()
+    assert first.grad is None
+    assert extra.grad is not None
+    assert extra.grad.shape == extra.shape
+    assert all(p.grad is not None and not p.grad.any() for p in list(chain.parameters())[1:])
+
+
 def test_strided_inputs_and_parameters_work() -> None:
     chain, x, _, grads = case(CHAINS["three"])
     expected = results(chain, chain, x, [], grads)

@@ -35,6 +35,7 @@ from te_fast._native import (
     note_scale_change,
     program_apply,
     program_backward_dw,
+    program_grads_of_nothing,
     program_layer_call,
     program_layer_forward,
     program_run_backward,
@@ -69,6 +70,7 @@ __all__ = [
     "program_apply",
     "program_backward_dw",
     "program_call_method",
+    "program_grads_of_nothing",
     "program_layer_call_method",
     "program_layer_forward",
     "program_run_backward",
@@ -199,23 +201,28 @@ def program_backward_once(ctx: Any, *grads: torch.Tensor) -> Any:
 
 
 class _Nothing(torch.autograd.Function):
-    """A chain on zero rows: empty outputs, gradients of zeros."""
+    """A chain on zero rows. Arguments: call, input, extra inputs, parameters."""
 
     @staticmethod
-    def forward(ctx: Any, shapes: tuple[Any, ...], *tensors: torch.Tensor) -> Any:
-        ctx.inputs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        outputs = tuple(tensors[0].new_zeros(shape) for shape in shapes)
+    def forward(ctx: Any, call: tuple[Any, ...], *tensors: torch.Tensor) -> Any:
+        program, inputs, overwrite = call
+        ctx.call = (program, tensors[inputs:], overwrite)
+        ctx.inputs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors[:inputs]]
+        x = tensors[0]
+        outputs = tuple(x.new_zeros(*x.shape[:-1], cols) for cols in program.widths(x.shape[-1]))
         return outputs[0] if len(outputs) == 1 else outputs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        program, parameters, overwrite = ctx.call
+        needed = ctx.needs_input_grad[1:]
         zeros = [
-            torch.zeros(shape, dtype=dtype, device=device) if needed else None
-            for (shape, dtype, device), needed in zip(
-                ctx.inputs, ctx.needs_input_grad[1:], strict=True
-            )
+            torch.zeros(shape, dtype=dtype, device=device) if wanted else None
+            for (shape, dtype, device), wanted in zip(ctx.inputs, needed, strict=False)
         ]
-        return (None, *zeros)
+        wanted = needed[len(zeros) :]
+        return (None, *zeros, *program_grads_of_nothing(program, parameters, wanted, overwrite))
 
 
 def program_on_nothing(
@@ -223,11 +230,8 @@ def program_on_nothing(
     x: torch.Tensor,
     extras: tuple[torch.Tensor, ...],
     params: tuple[torch.Tensor, ...],
+    overwrite_main_grad: bool,
 ) -> Any:
-    """Run a chain on zero rows, which no kernel has to see.
-
-    A weight with ``main_grad`` is given zeros by autograd, as if its gradient had been added.
-    """
-    out, *others = program.widths(x.shape[-1])
-    shapes = tuple((*x.shape[:-1], cols) for cols in (out, *others))
-    return _Nothing.apply(shapes, x, *extras, *params)
+    """Run a chain on zero rows, which no kernel has to see."""
+    call = (program, 1 + len(extras), overwrite_main_grad)
+    return _Nothing.apply(call, x, *extras, *params)

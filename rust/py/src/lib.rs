@@ -19,6 +19,7 @@ mod program_backward;
 mod program_call;
 mod program_functions;
 mod program_layer;
+mod program_nothing;
 mod program_run;
 mod program_tensors;
 mod replay;
@@ -67,6 +68,8 @@ mod _native {
     };
     #[pymodule_export]
     use crate::program_layer::{program_layer_call, program_layer_forward};
+    #[pymodule_export]
+    use crate::program_nothing::program_grads_of_nothing;
     #[pymodule_export]
     use crate::replay::autocast_set_recompute;
     #[pymodule_export]

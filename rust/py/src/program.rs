@@ -50,12 +50,19 @@ impl OpSlots {
 /// A weight gradient put off until `backward_dw`.
 #[derive(Debug)]
 pub(crate) struct WaitingGrad {
+    /// What it is computed from; none after a forward on zero rows.
+    pub(crate) rows: Option<WaitingRows>,
+    pub(crate) overwrite_main_grad: bool,
+}
+
+/// Operands of a weight gradient that was put off.
+#[derive(Debug)]
+pub(crate) struct WaitingRows {
     pub(crate) program: Arc<Program>,
     pub(crate) linear: usize,
     /// The saved tensors of the node, and its gradient.
     pub(crate) saved: Py<PyTuple>,
     pub(crate) grad: Py<PyAny>,
-    pub(crate) overwrite_main_grad: bool,
 }
 
 /// What a linear op inside a program keeps between calls.

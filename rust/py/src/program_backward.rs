@@ -16,7 +16,7 @@ use crate::error::Failure;
 use crate::linear::hooks;
 use crate::linear_backward::{after_main_grad, main_grad};
 use crate::linear_run::readable;
-use crate::program::{Compiled, ProgramHandle, Shapes, WaitingGrad, WeightHandle};
+use crate::program::{Compiled, ProgramHandle, Shapes, WaitingGrad, WaitingRows, WeightHandle};
 use crate::program_run::CallWeight;
 use crate::program_tensors::weight_arguments;
 use crate::state::{State, state};
@@ -358,13 +358,10 @@ impl<'py> BackwardCall<'_, 'py> {
                 ParamGrad::Main(..) => after_main_grad(kept.params[param].bind(py))?,
                 ParamGrad::Waiting(grad) => {
                     let linear = params.iter().position(|&of| of == param).unwrap_or(0);
-                    let waiting = WaitingGrad {
-                        program: Arc::clone(&kept.compiled.program),
-                        linear,
-                        saved: self.tensors.clone().unbind(),
-                        grad: grad.unbind(),
-                        overwrite_main_grad: kept.overwrite_main_grad,
-                    };
+                    let program = Arc::clone(&kept.compiled.program);
+                    let (saved, grad) = (self.tensors.clone().unbind(), grad.unbind());
+                    let rows = Some(WaitingRows { program, linear, saved, grad });
+                    let waiting = WaitingGrad { rows, overwrite_main_grad: kept.overwrite_main_grad };
                     let weight = kept.handle.bind(py).try_borrow()?.weights[linear].clone_ref(py);
                     weight.bind(py).try_borrow_mut()?.waiting.push_back(waiting);
                     None
@@ -443,16 +440,26 @@ fn run_waiting<'py>(
     let Some(waiting) = handle.try_borrow_mut()?.waiting.pop_front() else {
         return Err(Error::state(OP, "backward_dw() was called without a backward before it").into());
     };
-    let program = &waiting.program;
-    let device = program.key().device;
-    let _guard = state.guard(py, device)?;
-    let place = Place { device, stream: state.reader.stream(py, device)? };
     let (dw, accumulate) = if fuse {
         main_grad(state, weight, waiting.overwrite_main_grad)?
     } else {
         let view = view_of(&state.reader, weight, "weight")?;
-        (state.empty_sized(py, device, view.shape(), view.dtype())?, false)
+        (state.empty_sized(py, view.device(), view.shape(), view.dtype())?, false)
     };
+    match &waiting.rows {
+        Some(rows) => run_rows(state, rows, &dw, accumulate)?,
+        None if accumulate => {}
+        None => drop(dw.call_method0("zero_")?),
+    }
+    Ok(if fuse { None } else { Some(dw) })
+}
+
+/// The GEMM of a gradient that waited.
+fn run_rows(state: &State, waiting: &WaitingRows, dw: &Bound<'_, PyAny>, accumulate: bool) -> Result<(), Failure> {
+    let (py, program) = (dw.py(), &waiting.program);
+    let device = program.key().device;
+    let _guard = state.guard(py, device)?;
+    let place = Place { device, stream: state.reader.stream(py, device)? };
     let read = Read::new(state, program, waiting.saved.bind(py))?;
     let key = program.key();
     let list = |count: usize, at: fn(u16) -> Where| {
@@ -470,7 +477,7 @@ fn run_waiting<'py>(
         deferred: &deferred,
         ..Bindings::NONE
     };
-    let view = view_of(&state.reader, &dw, "the weight's gradient")?;
+    let view = view_of(&state.reader, dw, "the weight's gradient")?;
     let external = Dispatcher::external_bytes(place, 0)?;
     let scratch = state.optional_bytes(py, place.device, external.bytes())?;
     let memory = external.memory(state.pointer(scratch.as_ref())?);
@@ -479,6 +486,5 @@ fn run_waiting<'py>(
     let plan = program.weight_grad_plan(&mut dispatcher.0, waiting.linear, view.dtype(), accumulate, address)?;
     let mut lane = dispatcher.0.lane(place, 0, memory)?;
     program.run_waiting(&mut lane, waiting.linear, &plan, &bindings, view.data())?;
-    drop(dispatcher);
-    Ok(if fuse { None } else { Some(dw) })
+    Ok(())
 }

@@ -111,7 +111,8 @@ fn apply<'py>(
         }
     }
     if view_of(&state.reader, x, "the input").python()?.numel() == 0 {
-        let arguments = (program, x, PyTuple::new(py, extras)?, PyTuple::new(py, &params)?);
+        let overwrite = Bits(bits).has(Bits::FIRST_MICROBATCH);
+        let arguments = (program, x, PyTuple::new(py, extras)?, PyTuple::new(py, &params)?, overwrite);
         return py
             .import(intern!(py, "te_fast.pytorch._ops"))?
             .call_method1(intern!(py, "program_on_nothing"), arguments);

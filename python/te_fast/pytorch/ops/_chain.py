@@ -73,9 +73,21 @@ def _output_slots(plan: Plan, step: Step) -> list[Slot]:
 
 @dataclass
 class _Nothing:
-    """What a native segment keeps of a forward on zero rows: its inputs' sizes, for gradients of zeros."""
+    """What a native segment keeps of a forward on zero rows."""
 
+    program: Any
+    #: Of its inputs, for gradients of zeros.
     edges: list[Edge]
+    overwrite_main_grad: bool
+
+    def backward(self, parameters: Tensors) -> tuple[torch.Tensor, Sequence[Any], Sequence[Any]]:
+        """Return the gradients of input, parameters and extra inputs."""
+        dx, *inputs = (_grad_of(edge, None) for edge in self.edges)
+        wanted = tuple(parameter.requires_grad for parameter in parameters)
+        grads = _ops.program_grads_of_nothing(
+            self.program, parameters, wanted, self.overwrite_main_grad
+        )
+        return dx, grads, inputs
 
 
 def _on_nothing(program: Any, x: torch.Tensor) -> list[torch.Tensor]:
@@ -223,7 +235,9 @@ class Call:
         result: Any
         if x.numel() == 0:
             y, *outputs = _on_nothing(step.program, x)
-            result = (y, outputs, _Nothing([_edge(tensor) for tensor in (x, *extras)]), ())
+            edges = [_edge(tensor) for tensor in (x, *extras)]
+            kept = _Nothing(step.program, edges, self.is_first_microbatch is True)
+            result = (y, outputs, kept, ())
         else:
             result = _ops.program_run_forward(
                 step.program,
@@ -374,9 +388,8 @@ class Call:
         kept = self.kept[first]
         result: Any
         if isinstance(kept, _Nothing):
-            dx, *inputs = (_grad_of(edge, None) for edge in kept.edges)
             parameters = [p for i in step.indices for p in self.plan.parameters_of(i)]
-            result = (dx, [torch.zeros_like(parameter) for parameter in parameters], inputs)
+            result = kept.backward(tuple(parameters))
         else:
             result = _ops.program_run_backward(kept, saved[self.saved[first]], dy, extra)
         dx, params, inputs = result

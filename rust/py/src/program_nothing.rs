@@ -1,0 +1,63 @@
+//! A chain on zero rows: nothing is launched, and gradients of zeros go the ways of others.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+
+use crate::error::Failure;
+use crate::linear_backward::{after_main_grad, main_grad};
+use crate::program::{ProgramHandle, WaitingGrad};
+use crate::state::{State, state};
+
+/// What autograd is given for the parameters: zeros, or nothing where the gradient goes into `main_grad` or waits for
+/// `backward_dw`.
+#[pyfunction]
+#[pyo3(signature = (program, params, wanted, overwrite_main_grad, /))]
+pub(crate) fn program_grads_of_nothing<'py>(
+    program: &Bound<'py, ProgramHandle>,
+    params: &Bound<'py, PyTuple>,
+    wanted: Vec<bool>,
+    overwrite_main_grad: bool,
+) -> PyResult<Bound<'py, PyTuple>> {
+    let py = program.py();
+    let state = state(py)?;
+    let handle = program.try_borrow()?;
+    let mut linears = handle.chain.linear_params().zip(&handle.weights).peekable();
+    let zeros_like = py.import(intern!(py, "torch"))?.getattr(intern!(py, "zeros_like"))?;
+    let mut grads = Vec::with_capacity(params.len());
+    for (index, (param, wanted)) in params.iter().zip(wanted).enumerate() {
+        let linear = linears.next_if(|&(of, _)| of == index);
+        if !wanted {
+            grads.push(None);
+            continue;
+        }
+        if let Some((_, weight)) = linear {
+            let mut weight = weight.bind(py).try_borrow_mut()?;
+            if weight.delay_wgrad_compute {
+                weight.waiting.push_back(WaitingGrad { rows: None, overwrite_main_grad });
+                grads.push(None);
+                continue;
+            }
+            if weight.fuse_wgrad_accumulation {
+                drop(weight);
+                let given = into_main_grad(state, &param, overwrite_main_grad);
+                grads.push(given.map_err(|failure| failure.named(Some(&handle.name)))?);
+                continue;
+            }
+        }
+        grads.push(Some(zeros_like.call1((param,))?));
+    }
+    PyTuple::new(py, grads)
+}
+
+fn into_main_grad<'py>(
+    state: &State,
+    weight: &Bound<'py, PyAny>,
+    overwrite: bool,
+) -> Result<Option<Bound<'py, PyAny>>, Failure> {
+    let (grad, accumulate) = main_grad(state, weight, overwrite)?;
+    if !accumulate {
+        grad.call_method0("zero_")?;
+    }
+    Ok(after_main_grad(weight)?)
+}
