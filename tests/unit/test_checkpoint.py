@@ -64,8 +64,17 @@ def mixed_chain(seed):
     return te.ops.Sequential(*ops)
 
 
+def frozen_chain(seed):
+    """Its linear ops hand FP8 on to each other: only the first one has a weight gradient."""
+    torch.manual_seed(seed)
+    options = {"device": "cpu", "dtype": torch.bfloat16}
+    made = te.ops.Sequential(*(te.ops.Linear(64, 64, **options) for _ in range(3)))
+    made[1:].requires_grad_(False)
+    return made
+
+
 LAYERS = pytest.mark.parametrize(
-    "make", [mlp, recomputed_mlp, chain, mixed_chain], ids=lambda make: make.__name__
+    "make", [mlp, recomputed_mlp, chain, mixed_chain, frozen_chain], ids=lambda make: make.__name__
 )
 
 

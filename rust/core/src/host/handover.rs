@@ -22,7 +22,7 @@ pub(crate) fn run(p: &HandoverParams<'_>, id: KernelId) -> Result<()> {
             write_scalar(row, 1.0 / scale);
             write_scalar(row.offset(SCALE_AT), scale);
             write_scalar(found, 0.0);
-        } else {
+        } else if !entry.amax.is_null() {
             let found = read_scalar(found).unwrap_or(0.0);
             if found > read_scalar(entry.amax).unwrap_or(0.0) {
                 write_scalar(entry.amax, found);

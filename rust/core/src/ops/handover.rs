@@ -22,7 +22,7 @@ pub const FOUND_AT: usize = 32;
 pub struct HandoverEntry<'a> {
     /// The scale.
     pub scale: DevPtr<'a>,
-    /// The maximum to raise.
+    /// The maximum to raise; null where a call is repeated.
     pub amax: DevPtr<'a>,
 }
 
@@ -59,8 +59,8 @@ pub fn run<'a>(
         let mut entries = [HandoverEntry { scale: DevPtr::null(), amax: DevPtr::null() }; ENTRIES];
         let mut count = 0;
         for (entry, slot) in entries.iter_mut().zip(slots.by_ref().take(ENTRIES)) {
-            if slot.scale.is_null() || slot.amax.is_null() {
-                return Err(Error::state("handover", "a slot of delayed scaling is missing"));
+            if slot.scale.is_null() {
+                return Err(Error::state("handover", "a scale of delayed scaling is missing"));
             }
             *entry = slot;
             count += 1;
