@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ops_reference as ref
 from ops_reference import ROUNDING, close, compare, leaf, randomise
-from te_fast.errors import StateError
+from te_fast.errors import ShapeError, StateError
 from te_fast.pytorch import ops
 
 
@@ -387,6 +387,38 @@ def test_wrong_results_of_own_ops(result, message):
     kind = type("LearnableScale", (LearnableScale,), {"op_backward": result})
     with pytest.raises(StateError, match=message):
         ops.Sequential(kind())(leaf(2, 4)).sum().backward()
+
+
+def test_wrong_gradient_of_an_own_op():
+    class Cut(LearnableScale):
+        def op_backward(self, ctx, grad_output):
+            return grad_output[:1], (None,)
+
+    chain = ops.Sequential(ops.Linear(16, 16, device="cpu"), Cut())
+    message = (
+        r"1: Cut: backward returned a gradient of shape \[1, 16\] of its input of shape \[8, 16\]"
+    )
+    with pytest.raises(ShapeError, match=message):
+        chain(leaf(8, 16)).sum().backward()
+
+
+def test_wrong_gradient_of_an_extra_output_that_an_own_op_took():
+    class Cut(Split):
+        num_extra_inputs, num_extra_outputs = 1, 0
+
+        def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, **_):
+            return input_ + basic_op_extra_inputs[0][0], [()]
+
+        def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+            return grad_output, [()], [(grad_output[:1],)]
+
+    make = ops.MakeExtraOutput()
+    make.set_extra_output_channel(0, "c", output_to_caller=False)
+    cut = Cut()
+    cut.set_extra_input_channel(0, "c")
+    chain = ops.Sequential(ops.Linear(16, 16, device="cpu"), make, cut)
+    with pytest.raises(ShapeError, match="a gradient must be 8 rows of 16"):
+        chain(leaf(8, 16)).sum().backward()
 
 
 def test_wrong_number_of_extra_outputs():

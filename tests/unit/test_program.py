@@ -243,6 +243,45 @@ def test_bad_input_is_named() -> None:
         chain(x[:, :5], extras[0][:, :5])
 
 
+def test_bad_input_after_good_is_named() -> None:
+    """A compiled program is found by types; sizes are looked at each time."""
+    chain, x, extras, _ = case([("linear", 48), ("bias",), ("add", False)])
+    chain(x, *extras)
+    for bad in (extras[0][:1], extras[0][..., :24], extras[0].flatten()):
+        with pytest.raises(ShapeError, match="op 2: add"):
+            chain(x, bad)
+    for name, bad in (("p0", torch.zeros(48, 16)), ("p0", torch.zeros(16, 32))):
+        parameter = getattr(chain, name)
+        good, parameter.data = parameter.data, bad
+        with pytest.raises(ShapeError, match="op 0: linear was made with"):
+            chain(x, *extras)
+        parameter.data = good
+    chain.p1 = torch.nn.Parameter(torch.zeros(24))
+    with pytest.raises(ShapeError, match="op 1: bias was made with"):
+        chain(x, *extras)
+
+
+def test_gradients_and_saved_tensors_of_other_sizes_are_refused() -> None:
+    chain, x, _, grads = case(CHAINS["branch"])
+    [y, (branch,), kept, saved] = _ops.program_run_forward(
+        chain.program, chain, x, (), None, True, (), True
+    )
+    assert kept is not None
+    for wrong in ([grads[0][:1], grads[1]], [grads[0], grads[1][..., :16]]):
+        with pytest.raises(ShapeError, match=r"a gradient must be 24 rows of .*, as its tensor"):
+            _ops.program_run_backward(kept, saved, wrong[0], (wrong[1],))
+    with pytest.raises(DtypeError, match="a gradient must be torch.float32"):
+        _ops.program_run_backward(kept, saved, grads[0].half(), (grads[1],))
+    for index, tensor in enumerate(saved):
+        if tensor is not None:
+            others = (*saved[:index], tensor.flatten()[:-1], *saved[index + 1 :])
+            with pytest.raises(ShapeError, match="as forward saved it"):
+                _ops.program_run_backward(kept, others, grads[0], (grads[1],))
+    dx, _, _ = _ops.program_run_backward(kept, saved, grads[0], (grads[1],))
+    assert dx is not None
+    assert (y.shape, branch.shape, dx.shape) == ((2, 12, 48), (2, 12, 32), x.shape)
+
+
 def test_a_weight_changed_before_backward_is_refused() -> None:
     chain, x, _, grads = case(CHAINS["three"])
     with te.autocast(recipe=Float8CurrentScaling()):

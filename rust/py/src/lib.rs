@@ -17,6 +17,7 @@ mod permute_route;
 mod program;
 mod program_backward;
 mod program_call;
+mod program_check;
 mod program_functions;
 mod program_layer;
 mod program_nothing;

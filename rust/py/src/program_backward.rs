@@ -17,6 +17,7 @@ use crate::linear::hooks;
 use crate::linear_backward::{after_main_grad, main_grad};
 use crate::linear_run::readable;
 use crate::program::{Compiled, ProgramHandle, Shapes, WaitingGrad, WaitingRows, WeightHandle};
+use crate::program_check::{check_grad, check_saved};
 use crate::program_run::CallWeight;
 use crate::program_tensors::weight_arguments;
 use crate::state::{State, state};
@@ -127,14 +128,19 @@ struct Read<'py> {
 }
 
 impl<'py> Read<'py> {
-    fn new(state: &State, program: &Program, tensors: &Bound<'py, PyTuple>) -> PyResult<Self> {
+    fn new(state: &State, program: &Program, tensors: &Bound<'py, PyTuple>) -> Result<Self, Failure> {
+        let read = |tensor: Bound<'py, PyAny>, bytes: usize| -> Result<_, Failure> {
+            let tensor = readable(state, &tensor, "a saved tensor")?.unwrap_or(tensor);
+            check_saved(program, bytes, &view_of(&state.reader, &tensor, "a saved tensor")?)?;
+            Ok(tensor)
+        };
         let saved = Some(tensors.get_item(0)?).filter(|saved| !saved.is_none());
-        let tensors = program
-            .reads()
-            .iter()
+        let saved = saved.map(|saved| read(saved, program.saved_bytes())).transpose()?;
+        let places = program.reads().iter().zip(program.read_bytes());
+        let tensors = places
             .zip(tensors.iter().skip(1))
-            .map(|(&place, tensor)| Ok((place, readable(state, &tensor, "a saved tensor")?.unwrap_or(tensor))))
-            .collect::<PyResult<_>>()?;
+            .map(|((&place, &bytes), tensor)| Ok((place, read(tensor, bytes)?)))
+            .collect::<Result<_, Failure>>()?;
         Ok(Self { saved, tensors })
     }
 
@@ -154,13 +160,8 @@ impl<'py> BackwardCall<'_, 'py> {
             .iter()
             .map(|grad| Ok(readable(state, grad, "a gradient")?.unwrap_or_else(|| grad.clone())))
             .collect::<PyResult<_>>()?;
-        for grad in &grads {
-            let view = view_of(&state.reader, grad, "a gradient")?;
-            let expected = DType::from(key.activation);
-            if view.dtype() != expected || view.device() != key.device {
-                let got = format!("{} on {}", view.dtype(), view.device());
-                return Err(Error::dtype(OP, "a gradient", format!("{expected} on {}", key.device), got).into());
-            }
+        for (index, grad) in grads.iter().enumerate() {
+            check_grad(program, index, &view_of(&state.reader, grad, "a gradient")?)?;
         }
         let _guard = state.guard(py, key.device)?;
         let place = Place { device: key.device, stream: state.reader.stream(py, key.device)? };

@@ -7,7 +7,6 @@ use std::sync::Arc;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
-use te_fast_core::Error;
 use te_fast_core::autocast::Region;
 use te_fast_core::dispatch::{Dispatcher, Memory, Place};
 use te_fast_core::driver;
@@ -19,13 +18,12 @@ use te_fast_core::tensor::{DType, Device, TensorView};
 use crate::error::Failure;
 use crate::linear_run::{readable, skip_flag};
 use crate::program::{Compiled, OpSlots, ProgramHandle, Shapes, Tuples, WeightHandle};
+use crate::program_check::check;
 use crate::program_tensors::{copies, float, requires_grad, same, typed, weight_arguments};
 use crate::replay::{Replay, replay};
 use crate::state::State;
 use crate::tensor::view_of;
 use crate::weight::{CachedWeight, make_weight};
-
-const OP: &str = "ops";
 
 /// One linear op's weight in a call.
 #[derive(Debug)]
@@ -91,10 +89,10 @@ pub(crate) struct Call<'a, 'py> {
 }
 
 /// The tensors of a call as the kernels read them: copies where the originals are strided or misaligned.
-struct Tensors<'a> {
-    x: TensorView<'a>,
-    extras: Vec<TensorView<'a>>,
-    params: Vec<TensorView<'a>>,
+pub(crate) struct Tensors<'a> {
+    pub(crate) x: TensorView<'a>,
+    pub(crate) extras: Vec<TensorView<'a>>,
+    pub(crate) params: Vec<TensorView<'a>>,
     /// Which parameters are read from copies: their addresses mean nothing.
     copied: Vec<bool>,
 }
@@ -208,6 +206,7 @@ impl<'py> Call<'_, 'py> {
         });
         drop(handle);
         if let Some(compiled) = found {
+            check(py, &*self.handle.try_borrow()?, tensors, rows, compiled.program.widths())?;
             state.dispatcher(py)?.0.trace.counters.plan_hits += 1;
             return Ok(compiled);
         }
@@ -231,7 +230,7 @@ impl<'py> Call<'_, 'py> {
         let (py, state) = (self.x.py(), self.state);
         let chain = {
             let handle = self.handle.try_borrow()?;
-            self.check(&handle, tensors, &key)?;
+            check(py, &handle, tensors, key.rows, &handle.chain.widths(key.cols)?)?;
             handle.chain.clone()
         };
         let recipe = region.enabled.then_some(&region.recipe);
@@ -248,40 +247,6 @@ impl<'py> Call<'_, 'py> {
         });
         self.handle.try_borrow_mut()?.insert(&compiled);
         Ok(compiled)
-    }
-
-    /// Shapes, types and devices that the program itself does not see.
-    fn check(&self, handle: &ProgramHandle, tensors: &Tensors<'_>, key: &ProgramKey) -> Result<(), Failure> {
-        let (x, py) = (&tensors.x, self.x.py());
-        if x.shape().is_empty() {
-            return Err(Error::shape(OP, "the input", "a tensor of at least one dimension", "a scalar").into());
-        }
-        let widths = handle.chain.widths(key.cols)?;
-        for (param, view) in handle.params.iter().zip(&tensors.params) {
-            let name = param.name.bind(py);
-            if view.device() != x.device() {
-                let expected = format!("{}, where parameter {name} is (move one with .to())", view.device());
-                return Err(Error::device(OP, "the input", expected, x.device()).into());
-            }
-            if handle.strict_types && view.dtype() != x.dtype() {
-                let expected =
-                    format!("{}, the type of parameter {name} (cast it, or use torch.autocast)", view.dtype());
-                return Err(Error::dtype(OP, "the input", expected, x.dtype()).into());
-            }
-        }
-        handle.chain.check_params(tensors.params.iter().map(TensorView::shape))?;
-        for (index, link) in handle.chain.links().iter().enumerate() {
-            if link.op.extra_inputs() == 0 {
-                continue;
-            }
-            let extra = &tensors.extras[link.extra_input];
-            if extra.device() != x.device() {
-                let expected = format!("{}, where the input of op {} is", x.device(), link.label);
-                return Err(Error::device(OP, "an extra input", expected, extra.device()).into());
-            }
-            link.check_extra(extra.shape(), key.rows, widths[index], extra.dtype(), x.dtype())?;
-        }
-        Ok(())
     }
 
     #[cold]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from te_fast.errors import StateError
+from te_fast.errors import ShapeError, StateError
 from te_fast.pytorch import _ops
 from te_fast.pytorch._delayed import update_scales
 from te_fast.pytorch._global_state import FP8GlobalStateManager
@@ -361,6 +361,13 @@ class Call:
                 message = f"op {label}: backward returned no gradient of its input"
                 raise StateError(message)
             return dy
+        if dy is not None and dy.numel() != edge[0].numel():
+            label = self.plan.labels[step.indices[-1] + 1]
+            message = (
+                f"op {label}: backward returned a gradient of shape {list(dy.shape)} of its input of "
+                f"shape {list(edge[0])}"
+            )
+            raise ShapeError(message)
         return _grad_of(edge, dy)
 
     def _all_parameter_grads(self, index: int, grads: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ use te_fast_kernels::Float;
 use crate::error::{Error, Result};
 use crate::ops::activation::Activation;
 use crate::ops::norm::NormKind;
+use crate::program::memory::Place;
 use crate::tensor::{DType, Device};
 
 pub(crate) const OP: &str = "ops";
@@ -187,6 +188,38 @@ impl Chain {
             }
         }
         Ok(())
+    }
+
+    /// Bytes of a tensor of the call's, of those that backward reads; `widths` are the columns of the edges.
+    pub(crate) fn bytes_of(&self, key: &ProgramKey, widths: &[usize], place: Place) -> usize {
+        let ops = || self.links.iter().zip(widths);
+        let (elements, dtype) = match place {
+            Place::Input => (key.rows * key.cols, key.activation),
+            Place::Extra(index) => {
+                let takes = |link: &Link| link.op.extra_inputs() != 0 && link.extra_input == usize::from(index);
+                let cols = ops().find(|(link, _)| takes(link)).map_or(0, |(link, &cols)| match link.op {
+                    Op::AddExtraInput { .. } => cols,
+                    _ => 1,
+                });
+                (key.rows * cols, key.extras[usize::from(index)].0)
+            }
+            Place::ExtraOutput(index) => {
+                let makes = |link: &Link| link.op.extra_outputs() != 0 && link.extra_output == usize::from(index);
+                (key.rows * ops().find(|(link, _)| makes(link)).map_or(0, |(_, &cols)| cols), key.activation)
+            }
+            Place::Param(index) => {
+                let owns = |link: &&Link| (link.param..link.param + link.op.params()).contains(&usize::from(index));
+                let elements = self.links.iter().find(owns).map_or(0, |link| match link.op {
+                    Op::Linear { inputs, outputs } => inputs * outputs,
+                    Op::Bias { size } => size,
+                    Op::Norm { cols, .. } => cols,
+                    _ => 0,
+                });
+                (elements, key.params[usize::from(index)].0)
+            }
+            _ => return 0,
+        };
+        elements * dtype.size()
     }
 
     /// Columns of the edges for an input of `cols` columns: edge `i` is the input of op `i`, the last one the output.

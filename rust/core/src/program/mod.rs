@@ -75,9 +75,11 @@ pub struct Program {
     /// What a waiting weight gradient is computed from, per linear op: the input and the gradient.
     waiting: Vec<Option<(QuantAt, QuantAt)>>,
     grad_dtypes: Vec<Float>,
-    out_cols: usize,
+    /// Columns of the edges.
+    widths: Vec<usize>,
     extra_output_cols: Vec<usize>,
     reads: Vec<Place>,
+    read_bytes: Vec<usize>,
     notes: Vec<String>,
     graphs: bool,
 }
@@ -117,13 +119,15 @@ impl Program {
             .filter(|(link, _)| matches!(link.op, Op::MakeExtraOutput { .. }))
             .map(|(_, &cols)| cols)
             .collect();
+        let reads = reads(&forward.kept, &backward.steps);
         Ok(Self {
             recipe: recipe.copied(),
             waiting,
             grad_dtypes: (0..chain.params()).map(|param| backward::grad_dtype(chain, &key, param)).collect(),
-            out_cols: widths.last().copied().unwrap_or(key.cols),
             extra_output_cols,
-            reads: reads(&forward.kept, &backward.steps),
+            read_bytes: reads.iter().map(|&place| chain.bytes_of(&key, &widths, place)).collect(),
+            reads,
+            widths,
             saved_bytes: forward.saved.bytes,
             saved_offsets: forward.saved.offsets,
             output: forward.output,
@@ -178,8 +182,14 @@ impl Program {
 
     /// Columns of the output.
     #[must_use]
-    pub const fn out_cols(&self) -> usize {
-        self.out_cols
+    pub fn out_cols(&self) -> usize {
+        self.widths.last().copied().unwrap_or(self.key.cols)
+    }
+
+    /// Columns of the edges: the input of each op, and the output.
+    #[must_use]
+    pub fn widths(&self) -> &[usize] {
+        &self.widths
     }
 
     /// Columns of each extra output.
@@ -210,6 +220,12 @@ impl Program {
     #[must_use]
     pub fn deferred_bytes(&self) -> &[usize] {
         &self.deferred
+    }
+
+    /// Bytes of each of those.
+    #[must_use]
+    pub fn read_bytes(&self) -> &[usize] {
+        &self.read_bytes
     }
 
     /// Whether backward reads the quantised weight of a linear op.

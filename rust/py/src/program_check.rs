@@ -1,0 +1,76 @@
+//! Checks of a program's tensors at every call: a compiled program is found by types, and takes sizes for granted.
+
+use pyo3::prelude::*;
+use te_fast_core::Error;
+use te_fast_core::program::Program;
+use te_fast_core::tensor::{DType, TensorView};
+
+use crate::error::Failure;
+use crate::program::ProgramHandle;
+use crate::program_run::Tensors;
+
+const OP: &str = "ops";
+
+/// Refuses tensors of a forward that do not fit the chain; `widths` are the columns of its edges.
+pub(crate) fn check(
+    py: Python<'_>,
+    handle: &ProgramHandle,
+    tensors: &Tensors<'_>,
+    rows: usize,
+    widths: &[usize],
+) -> Result<(), Failure> {
+    let x = &tensors.x;
+    if x.shape().is_empty() {
+        return Err(Error::shape(OP, "the input", "a tensor of at least one dimension", "a scalar").into());
+    }
+    for (param, view) in handle.params.iter().zip(&tensors.params) {
+        let name = param.name.bind(py);
+        if view.device() != x.device() {
+            let expected = format!("{}, where parameter {name} is (move one with .to())", view.device());
+            return Err(Error::device(OP, "the input", expected, x.device()).into());
+        }
+        if handle.strict_types && view.dtype() != x.dtype() {
+            let expected = format!("{}, the type of parameter {name} (cast it, or use torch.autocast)", view.dtype());
+            return Err(Error::dtype(OP, "the input", expected, x.dtype()).into());
+        }
+    }
+    handle.chain.check_params(tensors.params.iter().map(TensorView::shape))?;
+    if tensors.extras.is_empty() {
+        return Ok(());
+    }
+    for (link, &cols) in handle.chain.links().iter().zip(widths).filter(|(link, _)| link.op.extra_inputs() != 0) {
+        let extra = &tensors.extras[link.extra_input];
+        if extra.device() != x.device() {
+            let expected = format!("{}, where the input of op {} is", x.device(), link.label);
+            return Err(Error::device(OP, "an extra input", expected, extra.device()).into());
+        }
+        link.check_extra(extra.shape(), rows, cols, extra.dtype(), x.dtype())?;
+    }
+    Ok(())
+}
+
+/// Refuses a gradient of the output, or of extra output `index - 1`, that a Python op made otherwise than its tensor.
+pub(crate) fn check_grad(program: &Program, index: usize, grad: &TensorView<'_>) -> Result<(), Error> {
+    let key = program.key();
+    let (expected, device) = (DType::from(key.activation), key.device);
+    if grad.dtype() != expected || grad.device() != device {
+        let got = format!("{} on {}", grad.dtype(), grad.device());
+        return Err(Error::dtype(OP, "a gradient", format!("{expected} on {device}"), got));
+    }
+    let cols = if index == 0 { program.out_cols() } else { program.extra_output_cols()[index - 1] };
+    if grad.numel() != key.rows * cols {
+        let expected = format!("{} rows of {cols}, as its tensor", key.rows);
+        return Err(Error::shape(OP, "a gradient", expected, format!("a tensor of shape {:?}", grad.shape())));
+    }
+    Ok(())
+}
+
+/// Refuses a tensor that a saved-tensor hook brought back otherwise than forward saved it.
+pub(crate) fn check_saved(program: &Program, bytes: usize, tensor: &TensorView<'_>) -> Result<(), Error> {
+    let (got, device) = (tensor.numel() * tensor.dtype().size(), program.key().device);
+    if (got, tensor.device()) == (bytes, device) {
+        return Ok(());
+    }
+    let expected = format!("{bytes} bytes on {device}, as forward saved it");
+    Err(Error::shape(OP, "a saved tensor", expected, format!("{got} bytes on {}", tensor.device())))
+}
