@@ -341,7 +341,8 @@ def record(*, execute: bool = True) -> Iterator[list[Launch]]:
     Parameters
     ----------
     execute : bool
-        False counts launches without making them: outputs stay uninitialised.
+        False makes no launch and notes none: :func:`counters` counts them, and outputs stay
+        uninitialised. That is how bookkeeping alone is timed.
 
     Yields
     ------

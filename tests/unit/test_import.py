@@ -65,6 +65,14 @@ except RuntimeError as error:
 else:
     raise SystemExit("no error")
 """,
+    "NVTE_SET_CUDA_DEVICE=0 turns the device check off": """
+import os
+os.environ["NVTE_SET_CUDA_DEVICE"] = "0"
+import te_fast.pytorch as te
+assert not te.should_set_cuda_device_every_batch()
+te.set_cuda_device_every_batch(True)
+assert te.should_set_cuda_device_every_batch()
+""",
     "torch.compile leaves the graph at a layer, silently": """
 import warnings
 import torch

@@ -63,7 +63,7 @@ pub enum Recording {
     Off,
     /// Note and launch.
     Tee,
-    /// Note, do not launch: pure bookkeeping, for benches.
+    /// Count, do not launch: pure bookkeeping, for benches.
     Only,
 }
 

@@ -383,7 +383,7 @@ pub(crate) fn gemm<'py>(
     let bias_view = bias.map(|bias| contiguous(state, bias, "gemm", "bias")).transpose()?;
     if k != w_k || result.rows() != m || result.cols() != n || bias_view.is_some_and(|bias| bias.numel() != n) {
         let got = format!("x {:?}, w {:?}, d {:?}", x_view.shape(), w_view.shape(), result.shape());
-        return Err(Error::shape("gemm", "the operands", "x [m, k], w [n, k], d [m, n] and bias [n]", got)).python();
+        return Err(Error::shape("gemm", "the operands", "x [m, k], w [n, k], out [m, n] and bias [n]", got)).python();
     }
     let mut others = [Some(x_view), Some(w_view), bias_view].into_iter().flatten().map(|view| view.device());
     if let Some(other) = others.find(|&other| other != device) {

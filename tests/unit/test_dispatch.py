@@ -1,0 +1,210 @@
+"""``te_fast.dispatch``: the dispatcher by hand."""
+
+import pytest
+import torch
+
+import reference as ref
+import te_fast
+import te_fast.pytorch as te
+from te_fast import dispatch
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has facts")
+
+
+def tensor(rows, cols, dtype=torch.bfloat16):
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows + cols)).to(dtype)
+
+
+def assert_close(got, wanted, bound):
+    assert (got.double() - wanted).norm() < bound * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_gemm_in_high_precision(dtype):
+    x, w, bias = tensor(24, 40, dtype), tensor(56, 40, dtype), tensor(1, 56, dtype)[0]
+    wanted = x.double() @ w.double().t()
+    bound = 4 * torch.finfo(dtype).eps
+    out = torch.full((24, 56), torch.nan, dtype=dtype)
+    assert dispatch.gemm(x, w, out) is out
+    assert_close(out, wanted, bound)
+    dispatch.gemm(x, w, out, bias=bias)
+    assert_close(out, wanted + bias.double(), bound)
+    dispatch.gemm(x, w, out, accumulate=True)
+    assert_close(out, 2 * wanted + bias.double(), bound)
+    dispatch.gemm(x.t().contiguous(), w, out, x_k_outermost=True)
+    assert_close(out, wanted, bound)
+    dispatch.gemm(x, w.t().contiguous(), out, w_k_outermost=True)
+    assert_close(out, wanted, bound)
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize("kind", ["t", "1d"])
+def test_gemm_of_quantised_operands(kind, columnwise):
+    """Either layout of an operand contracts along its rows."""
+    recipe = Float8CurrentScaling() if kind == "t" else Float8BlockScaling()
+    x, w = tensor(48, 160), tensor(80, 160)
+    made = []
+    for operand in (x, w):
+        own = operand.t().contiguous() if columnwise else operand
+        made.append(dispatch.quantize(own, recipe, columnwise=True))
+    out = torch.empty(48, 80)
+    dispatch.gemm(*made, out, x_columnwise=columnwise, w_columnwise=columnwise)
+    values = [ref.quantized_values(operand, "e4m3", kind) for operand in (x, w)]
+    assert_close(out, values[0] @ values[1].t(), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "what"),
+    [
+        (((24, 40), (56, 48), (24, 56)), "gemm"),
+        (((24, 40), (56, 40), (24, 40)), "out"),
+        (((24, 40, 2), (56, 40), (24, 56)), "gemm"),
+    ],
+)
+def test_gemm_refuses_what_does_not_fit(shapes, what):
+    x, w, out = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
+    with pytest.raises(te_fast.ShapeError, match=what):
+        dispatch.gemm(x, w, out)
+    assert (out == 0).all()
+
+
+def test_a_missing_layout_is_named():
+    quantized = dispatch.quantize(tensor(16, 32), Float8CurrentScaling(), columnwise=False)
+    with pytest.raises(te_fast.ShapeError, match="layout"):
+        dispatch.dequantize(quantized, columnwise=True)
+
+
+def layer_of(**options):
+    torch.manual_seed(0)
+    options = {"device": "cpu", "params_dtype": torch.bfloat16} | options
+    return te.Linear(64, 48, **options)
+
+
+def test_linear_forward_is_the_layer_without_its_hooks():
+    layer, x = layer_of(), tensor(32, 64)
+    wanted = layer(x)
+    layer.register_forward_hook(lambda *_: pytest.fail("a hook ran"))
+    assert torch.equal(dispatch.linear_forward(layer, x), wanted)
+    with te.autocast(recipe=Float8CurrentScaling()):
+        first = dispatch.linear_forward(layer, x, True)
+        assert torch.equal(dispatch.linear_forward(layer, x, is_first_microbatch=False), first)
+    assert not torch.equal(first, wanted)
+
+
+def test_plans_and_counters():
+    layer = layer_of()
+    with torch.no_grad(), te.autocast(recipe=Float8CurrentScaling()):
+        layer(tensor(32, 64))
+        assert dispatch.plan_count(layer) == 1
+        dispatch.reset_counters()
+        assert set(dispatch.counters().values()) == {0}
+        layer(tensor(32, 64))
+        counted = dispatch.counters()
+        assert counted["plan_hits"] == 1
+        assert counted["gemms"] == 1
+        assert counted["launches"] > 0
+        assert counted["plan_misses"] == counted["weight_casts"] == 0
+        layer(tensor(16, 64))
+        assert dispatch.counters()["plan_misses"] == 1
+        assert dispatch.plan_count(layer) == 2
+
+
+def test_memory_is_given_back_and_taken_again():
+    layer, x = layer_of(), tensor(32, 64)
+    with torch.no_grad(), te.autocast(recipe=Float8CurrentScaling()):
+        wanted = layer(x)
+        held = dispatch.inventory()["cpu"]
+        assert held["gemm_plans"] > 0
+        dispatch.release_memory()
+        # What is zero between launches stays.
+        assert dispatch.inventory()["cpu"]["private_bytes"] <= held["private_bytes"] - x.numel()
+        assert torch.equal(layer(x), wanted)
+
+
+def test_launches_that_are_not_made():
+    layer, x = layer_of(), tensor(32, 64)
+    with torch.no_grad(), te.autocast(recipe=Float8CurrentScaling()):
+        wanted = layer(x)
+        with dispatch.record() as made:
+            assert torch.equal(layer(x), wanted)
+        assert [launch.name for launch in made][-1] == "gemm"
+        dispatch.reset_counters()
+        with dispatch.record(execute=False) as noted:
+            layer(x)
+        assert noted == []
+        counted = dispatch.counters()
+        assert counted["launches"] + counted["gemms"] == len(made)
+        # Nothing that was not computed is kept.
+        assert torch.equal(layer(x), wanted)
+
+
+def test_stages_of_a_forward():
+    layer, x = layer_of(), tensor(32, 64)
+    with torch.no_grad(), te.autocast(recipe=Float8CurrentScaling()):
+        stages = dispatch.stage_times(layer, x, calls=5)
+    assert len(stages) > 3
+    assert all(time >= 0 for time in stages.values())
+    assert sum(stages.values()) > 0
+
+
+def test_padding_is_asked_for():
+    layer, x = layer_of(), tensor(5, 64)
+    assert dispatch.auto_pad(True) is False
+    try:
+        with te.autocast(recipe=Float8CurrentScaling()):
+            assert layer(x).shape == (5, 48)
+    finally:
+        assert dispatch.auto_pad(False) is True
+    with te.autocast(), pytest.raises(ValueError, match="auto_pad"):
+        layer(x)
+
+
+@NO_GPU
+@pytest.mark.parametrize("ask", [dispatch.device_facts, dispatch.cuda_driver_version])
+def test_facts_of_no_gpu(ask):
+    with pytest.raises(te_fast.CudaError, match="CUDA"):
+        ask()
+
+
+def test_the_device_check_can_be_turned_off():
+    assert te.should_set_cuda_device_every_batch()
+    te.set_cuda_device_every_batch(False)
+    try:
+        assert not te.should_set_cuda_device_every_batch()
+        assert layer_of()(tensor(32, 64)).shape == (32, 48)
+    finally:
+        te.set_cuda_device_every_batch(True)
+    assert te.should_set_cuda_device_every_batch()
+
+
+def test_a_failed_forward_leaves_scales_and_weight_as_they_were():
+    layer, x = layer_of(), tensor(32, 64)
+    recipe = DelayedScaling()
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        wanted = layer(x)
+        state = layer.fp8_meta["scaling_fwd"]
+        live = state.amax_history[0].clone()
+        for wrong in (x[:5] * 100, x.float() * 100, (x * 100)[:, :32]):
+            with pytest.raises(te_fast.TeFastError):
+                layer(wrong)
+        assert torch.equal(state.amax_history[0], live)
+        assert torch.equal(layer(x), wanted)
+
+
+class Tracker:
+    """As Megatron's: forks a generator of its own."""
+
+    def __init__(self):
+        self.forked = []
+
+    def fork(self, name="model-parallel-rng"):
+        self.forked.append(name)
+        return torch.random.fork_rng(devices=[])
+
+
+def test_initialisation_forks_the_tracker():
+    tracker = Tracker()
+    layer_of(get_rng_state_tracker=lambda: tracker)
+    layer_of(get_rng_state_tracker=lambda: tracker, rng_tracker_name="expert")
+    assert tracker.forked == ["model-parallel-rng", "expert"]
