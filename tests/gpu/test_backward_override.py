@@ -12,7 +12,7 @@ pytestmark = [
 ]
 
 RECIPES = {"current": Float8CurrentScaling, "block": Float8BlockScaling}
-# One GEMM of BF16, FP16 or (through TF32's absence) FP32 operands, its result rounded to the type.
+# One GEMM, its result rounded to the type.
 BOUNDS = {torch.float32: 2e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 
@@ -46,7 +46,9 @@ def test_against_fp64_and_host(name, override, dtype):
         got = gradients(layer, x, dy, recipe)
         assert torch.equal(got["y"], gradients(layer, x, dy, RECIPES[name]())["y"])
         for key, value in gradients(layer, x, dy, recipe).items():
-            assert relative(value, wanted[key]) < 2 * BOUNDS[dtype], key
+            # The FP8 product adds up in fewer bits than FP32 has.
+            bound = 2e-3 if key == "y" else 0
+            assert relative(value, wanted[key]) < max(2 * BOUNDS[dtype], bound), key
     if override == "high_precision":
         exact = {"dx": dy.double() @ layer.weight.double(), "dw": dy.double().t() @ x.double()}
         for key, value in exact.items():

@@ -213,6 +213,8 @@ def test_a_graph_skips_its_weight_where_the_flag_says(name, warm):
         with torch.cuda.graph(graph), te.autocast(recipe=recipe, _graph=True):
             y = layer(x, is_first_microbatch=False)
             y.backward(grad)
+        for _ in range(2):  # delayed scaling updates the gradient's scale, which settles
+            graph.replay()
         seen = []
         for factor, skip in ((1, False), (-2, True), (1, False), (4, True), (1, True)):
             with torch.no_grad():
@@ -232,8 +234,10 @@ def test_a_graph_skips_its_weight_where_the_flag_says(name, warm):
         assert torch.equal(y0, y1)
         assert torch.equal(dx0, dx1)
         assert torch.equal(dw0, dw1)
-    assert torch.equal(seen[2][0], -2 * seen[0][0])
-    assert torch.equal(seen[2][1], -2 * seen[0][1])
+    # Delayed scaling's scale stays, so that the smallest numbers round otherwise.
+    bound = 0.02 if name == "delayed" else 0
+    assert relative(seen[2][0], -2 * seen[0][0]) <= bound
+    assert relative(seen[2][1], -2 * seen[0][1]) <= bound
     with torch.no_grad():
         layer.weight.mul_(0.25)  # what the last quantisation saw
     expected = reference(layer, x, grad)
