@@ -14,7 +14,7 @@ import te_fast.pytorch as te
 from ops_reference import leaf, randomise
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
-from te_fast.errors import StateError
+from te_fast.errors import ShapeError, StateError
 from te_fast.pytorch import ops
 from te_fast.pytorch._extra_state import pack_op_for_transformer_engine, unpack
 
@@ -333,27 +333,95 @@ def test_scales_are_those_of_the_layer(between):
     assert scales(chain[0].basic_ops[1] if False else chain[-1].basic_ops[0])[0].shape == (2,)
 
 
-def test_a_failed_forward_leaves_the_scales_as_they_were():
-    class Failing(Nothing):
-        def op_forward(self, ctx, input_, **_):
-            if self.fail:
-                raise ZeroDivisionError
-            return input_
+class Failing(Nothing):
+    fail = False
 
-    failing = Failing()
-    failing.fail = False
-    chain, _ = linears(failing)
+    def op_forward(self, ctx, input_, **_):
+        if self.fail:
+            message = "on purpose"
+            raise ZeroDivisionError(message)
+        return input_
+
+
+def late_failure(kind):
+    """Return a chain, and a way to run it that may fail behind its first linear op."""
+    torch.manual_seed(5)
+    options = {"device": "cpu", "dtype": torch.bfloat16}
+    first, second = ops.Linear(64, 48, **options), ops.Linear(48, 64, **options)
+    if kind == "own op":
+        failing = Failing()
+        chain = ops.Sequential(first, failing, second)
+
+        def run(x, *, fail):
+            failing.fail = fail
+            return chain(x)
+
+        return chain, run, (ZeroDivisionError, "on purpose")
+    if kind == "channel":
+        make, add = ops.MakeExtraOutput(), ops.AddExtraInput()
+        make.set_extra_output_channel(0, "residual", output_to_caller=False)
+        add.set_extra_input_channel(0, "residual")
+        chain = ops.Sequential(make, first, second, add, ops.AddExtraInput())
+    else:
+        chain = ops.Sequential(first, torch.nn.Tanh(), second, ops.AddExtraInput())
+
+    def run(x, *, fail):
+        return chain(x, torch.zeros_like(x)[: 8 if fail else None])
+
+    return chain, run, (ShapeError, "AddExtraInput")
+
+
+LATE = pytest.mark.parametrize("kind", ["own op", "channel", "plain module"])
+
+
+def late_state(chain):
+    found = []
+    for module in chain.modules():
+        if isinstance(module, ops.BasicLinear):
+            states = [module._delayed_state(mode) for mode in ("forward", "backward")]
+            found += [t.clone() for s in states for t in (s.scale, s.amax_history)]
+    return found
+
+
+@LATE
+def test_a_failed_forward_leaves_the_scales_as_they_were(kind):
+    chain, run, (error, message) = late_failure(kind)
     recipe = DelayedScaling(amax_history_len=4)
-    grad = torch.ones(16, 32, dtype=torch.bfloat16)
-    step(chain, leaf(16, 64, dtype=torch.bfloat16), grad, recipe)
-    states = [chain[i].basic_ops[0]._delayed_state("forward") for i in (0, -1)]
-    before = [(state.scale.clone(), state.amax_history.clone()) for state in states]
-    failing.fail = True
-    with pytest.raises(ZeroDivisionError), te.autocast(recipe=recipe):
-        chain(100 * leaf(16, 64, dtype=torch.bfloat16))
-    for state, (scale, history) in zip(states, before, strict=True):
-        assert torch.equal(state.scale, scale)
-        assert torch.equal(state.amax_history, history)
+    with te.autocast(recipe=recipe):
+        y = run(leaf(16, 64, dtype=torch.bfloat16), fail=False)
+    y.backward(torch.ones_like(y))
+    before = late_state(chain)
+    x = 100 * leaf(16, 64, dtype=torch.bfloat16)
+    with te.autocast(recipe=recipe):
+        with pytest.raises(error, match=message):
+            run(x, fail=True)
+        assert all(map(torch.equal, late_state(chain), before))
+    assert all(map(torch.equal, late_state(chain), before))
+    with pytest.raises(error, match=message), te.autocast(recipe=recipe):
+        run(x, fail=True)
+    assert all(map(torch.equal, late_state(chain), before))
+
+
+@LATE
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_failed_forward_leaves_no_trace_in_what_follows(kind, at):
+    """At the very first forward, or later; behind it in the same region, all is as without it."""
+    left = []
+    for fails in (False, True):
+        chain, run, (error, _) = late_failure(kind)
+        recipe = DelayedScaling(amax_history_len=4)
+        for number in range(4):
+            x = leaf(16, 64, dtype=torch.bfloat16, seed=number)
+            with te.autocast(recipe=recipe):
+                if fails and number == at:
+                    with pytest.raises(error):
+                        run(100 * x, fail=True)
+                y = run(x, fail=False)
+            y.backward(torch.ones_like(y) * 3**number)
+            left += [y, x.grad, *(p.grad.clone() for p in chain.parameters()), *late_state(chain)]
+            chain.zero_grad()
+    half = len(left) // 2
+    assert all(map(torch.equal, left[:half], left[half:]))
 
 
 def trained(recipe=None):

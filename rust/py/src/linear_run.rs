@@ -165,10 +165,10 @@ impl<'py> Call<'_, 'py> {
         CLOCK.mark(Stage::Allocate);
         {
             let mut dispatcher = state.dispatcher(py)?;
+            plan.forward(&mut dispatcher.0.lane(*place, plan.forward_scratch(), memory)?, &io)?;
             if let (Some(slots), None) = (slots, &decision.replay) {
                 dispatcher.0.autocast.mark_ran(&slots.forward);
             }
-            plan.forward(&mut dispatcher.0.lane(*place, plan.forward_scratch(), memory)?, &io)?;
         }
         if skippable {
             self.handle.try_borrow_mut()?.cache.keep_skippable(&weight);

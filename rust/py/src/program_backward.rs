@@ -297,12 +297,12 @@ impl<'py> BackwardCall<'_, 'py> {
         let weight_grads = self.weight_grad_plans(py, targets)?;
         let memory = external.memory(state.pointer(scratch.as_ref())?);
         let mut dispatcher = state.dispatcher(py)?;
-        for slots in kept.weights.iter().filter_map(|weight| weight.slots.as_ref()) {
-            dispatcher.0.autocast.mark_ran(&slots.backward);
-        }
         let weights = Weights { buffers: &buffers, fresh: &[], slots: &slots, skip: DevPtr::null() };
         let mut lane = dispatcher.0.lane(place, program.backward_scratch(), memory)?;
         program.run_backward(&mut lane, &bindings, &weights, &weight_grads)?;
+        for slots in kept.weights.iter().filter_map(|weight| weight.slots.as_ref()) {
+            dispatcher.0.autocast.mark_ran(&slots.backward);
+        }
         Ok(())
     }
 

@@ -406,14 +406,14 @@ impl<'py> Call<'_, 'py> {
         let fresh: Vec<Option<DevPtr<'_>>> =
             prepared.iter().map(|weight| weight.fresh.map(|param| bindings.params[param])).collect();
         let mut dispatcher = self.state.dispatcher(self.x.py())?;
+        let weights = Weights { buffers: &buffers, fresh: &fresh, slots: &slots, skip };
+        let mut lane = dispatcher.0.lane(place, program.forward_scratch(), memory)?;
+        program.run_forward(&mut lane, bindings, &weights)?;
         // A repeated call raises no maximum.
         let first_runs = prepared.iter().filter(|weight| weight.replay.is_none());
         for slots in first_runs.filter_map(|weight| weight.slots.as_ref()) {
             dispatcher.0.autocast.mark_ran(&slots.forward);
         }
-        let weights = Weights { buffers: &buffers, fresh: &fresh, slots: &slots, skip };
-        let mut lane = dispatcher.0.lane(place, program.forward_scratch(), memory)?;
-        program.run_forward(&mut lane, bindings, &weights)?;
         Ok(())
     }
 

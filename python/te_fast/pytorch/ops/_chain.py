@@ -13,6 +13,7 @@ from te_fast.errors import ShapeError, StateError
 from te_fast.pytorch import _ops
 from te_fast.pytorch._delayed import update_scales
 from te_fast.pytorch._global_state import FP8GlobalStateManager
+from te_fast.pytorch.ops._undo import Undo
 from te_fast.pytorch.ops.op import OperationContext
 
 if TYPE_CHECKING:
@@ -46,10 +47,25 @@ def run_native(
     x: torch.Tensor,
     extra_inputs: Tensors,
     is_first_microbatch: bool | None,
+    recipe: Recipe | None,
 ) -> Any:
     """Run a group of native operations; each program has an autograd node of its own."""
     if plan.single is not None:
         return _ops.program_apply(plan.single, owner, x, extra_inputs, is_first_microbatch)
+
+    def run() -> Any:
+        return _run_programs(owner, plan, x, extra_inputs, is_first_microbatch)
+
+    return plan.trials.run(run, plan.ops, recipe, (x, *extra_inputs))
+
+
+def _run_programs(
+    owner: OperationFuser,
+    plan: Plan,
+    x: torch.Tensor,
+    extra_inputs: Tensors,
+    is_first_microbatch: bool | None,
+) -> Any:
     routing = plan.routing
     given = dict(zip(routing.inputs, extra_inputs, strict=True))
     made: dict[Slot, torch.Tensor] = {}
@@ -113,21 +129,6 @@ class _Function(torch.autograd.Function):
         return ctx.call.backward(ctx.saved_tensors, grads)
 
 
-class _Snapshot:
-    """Live maxima of delayed scaling, to go back to when a forward fails."""
-
-    def __init__(self, plan: Plan, recipe: Recipe | None) -> None:
-        self.rows: list[torch.Tensor] = []
-        if recipe is not None and recipe.delayed():
-            states = (op._delayed_state("forward") for op in plan.ops)
-            self.rows = [state.amax_history[0] for state in states if state is not None]
-        self.kept = [row.clone() for row in self.rows]
-
-    def restore(self) -> None:
-        for row, kept in zip(self.rows, self.kept, strict=True):
-            row.copy_(kept)
-
-
 class Call:
     """One forward of a group with Python operations, and what its backward needs."""
 
@@ -176,7 +177,7 @@ class Call:
                 inputs = [tensor for slot, tensor in self.given.items() if slot[0] == index]
                 if any(tensor.requires_grad for tensor in (*own, *inputs)):
                     self.first = index
-        snapshot = _Snapshot(plan, self.recipe)
+        undo = Undo(plan.ops, self.recipe)
         try:
             for index, op in enumerate(plan.ops):
                 op.pre_fuser_forward(requires_grad=index >= self.first)
@@ -187,7 +188,7 @@ class Call:
                 outputs, _ = self.forward(x)
             return outputs if len(outputs) > 1 else outputs[0]
         except BaseException:
-            snapshot.restore()
+            undo.restore()
             raise
 
     def _take_scale_update(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from te_fast.errors import StateError
 from te_fast.pytorch import _ops
 from te_fast.pytorch.ops._routing import Routing
+from te_fast.pytorch.ops._undo import Trials
 from te_fast.pytorch.ops.op import BasicOperation, FusedOperation, FusibleOperation
 
 __all__ = ["Match", "Plan", "Step", "make_plan", "match"]
@@ -44,6 +45,8 @@ class Plan:
         The one program, if it is all and no extra tensor is wired inside.
     parameters : list of list of dict
         Per basic operation, the dictionaries that hold its parameters.
+    trials : Trials
+        Calls of several native segments that have gone well.
     """
 
     ops: list[BasicOperation]
@@ -54,6 +57,7 @@ class Plan:
     native: list[Step] | None = None
     single: Any = None
     parameters: list[list[dict[str, Any]]] = field(default_factory=list)
+    trials: Trials = field(default_factory=Trials)
 
     def parameters_of(self, index: int) -> list[Any]:
         """Return the parameters of a basic operation, as they are now."""

@@ -198,7 +198,7 @@ class OperationFuser:
                 extra.to(dtype) if extra.is_floating_point() else extra for extra in extra_inputs
             )
         if plan.native is not None and not basic_op_kwargs:
-            return _chain.run_native(self, plan, input, extra_inputs, is_first_microbatch)
+            return _chain.run_native(self, plan, input, extra_inputs, is_first_microbatch, recipe)
         self._refuse_nesting()
         _running.groups.append(self)
         try:

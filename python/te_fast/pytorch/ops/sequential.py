@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from te_fast.errors import ArgumentError, StateError
 from te_fast.pytorch import _ops
+from te_fast.pytorch._global_state import FP8GlobalStateManager
+from te_fast.pytorch.ops._undo import Trials
 from te_fast.pytorch.ops.fuser import OperationFuser
 from te_fast.pytorch.ops.op import FusedOperation, FusibleOperation
 
@@ -29,6 +31,7 @@ class Sequential(torch.nn.Module):
     def __init__(self, *args: Any) -> None:
         super().__init__()
         self._module_groups: list[Any] | None = None
+        self._trials = Trials()
         if len(args) == 1 and isinstance(args[0], dict):
             for name, module in args[0].items():
                 self.add_module(name, module)
@@ -49,7 +52,7 @@ class Sequential(torch.nn.Module):
         if any(isinstance(group, OperationFuser) and group.is_running for group in groups):
             message = "Sequential: edited from one of its own operations while it runs"
             raise StateError(message)
-        self.__dict__.update(_module_groups=None, _direct_program=None)
+        self.__dict__.update(_module_groups=None, _direct_program=None, _trials=Trials())
 
     def add_module(self, name: str, module: torch.nn.Module | None) -> None:
         """Add or replace a module."""
@@ -202,7 +205,8 @@ class Sequential(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the groups out: a copy makes its own."""
-        return {**self.__dict__, "_module_groups": None, "_direct_program": None}
+        left_out = {"_module_groups": None, "_direct_program": None, "_trials": Trials()}
+        return {**self.__dict__, **left_out}
 
     # Running --------------------------------------------------------------------------------------
 
@@ -262,7 +266,25 @@ class Sequential(torch.nn.Module):
             )
             raise ArgumentError(message)
         kwargs = self._kwargs_by_op(op_kwargs)
-        x, extras = input, list(extra_inputs)
+
+        def run() -> Any:
+            return self._run(groups, input, extra_inputs, kwargs, is_first_microbatch)
+
+        if len(groups) < 2 or not FP8GlobalStateManager.is_fp8_enabled():
+            return run()
+        recipe = FP8GlobalStateManager.get_fp8_recipe()
+        ops = [op for fuser in fusers for op in fuser._basic_ops]
+        return self._trials.run(run, ops, recipe, (input, *extra_inputs))
+
+    def _run(
+        self,
+        groups: list[Any],
+        x: torch.Tensor,
+        extra_inputs: Sequence[torch.Tensor],
+        kwargs: dict[int, Any],
+        is_first_microbatch: bool | None,
+    ) -> Any:
+        extras = list(extra_inputs)
         outputs: list[torch.Tensor] = []
         for group in groups:
             if self._module_groups is not groups:

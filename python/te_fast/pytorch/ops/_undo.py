@@ -1,0 +1,91 @@
+"""What a forward that fails halfway has changed of delayed scaling, put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fast.pytorch import _ops
+
+if TYPE_CHECKING:
+    from te_fast.common.recipe import Recipe
+    from te_fast.pytorch.ops.op import BasicOperation
+
+__all__ = ["Trials", "Undo"]
+
+_LIMIT = 256
+
+
+class Undo:
+    """The live maxima of some operations, and whether the next FP8 module is the region's first.
+
+    An update passes over tensors whose maximum is 0.
+
+    Parameters
+    ----------
+    ops : sequence of BasicOperation
+        The operations that are about to run.
+    recipe : Recipe, optional
+        The region's; only delayed scaling has anything to put back.
+    """
+
+    def __init__(self, ops: Sequence[BasicOperation], recipe: Recipe | None) -> None:
+        self._ops = list(ops) if recipe is not None and recipe.delayed() else []
+        states = [op._delayed_state("forward") for op in self._ops]
+        self._made = [state is not None for state in states]
+        self._rows = [state.amax_history[0] for state in states if state is not None]
+        # One launch for all.
+        self._kept = torch.cat(self._rows) if self._rows else None
+        self._first = _ops.autocast_region()[3]
+
+    def restore(self) -> None:
+        """Put all back. Weights that were quantised meanwhile are quantised, and measured, again."""
+        if not self._ops:
+            return
+        if self._kept is not None:
+            parts = self._kept.split([row.numel() for row in self._rows])
+            torch._foreach_copy_(self._rows, list(parts))
+        for op, made in zip(self._ops, self._made, strict=True):
+            state = op._delayed_state("forward")
+            if not made and state is not None:  # by the forward that failed
+                state.amax_history.zero_()
+        _ops.note_scale_change()
+        _ops.autocast_set_first(self._first)
+
+
+class Trials:
+    """Kinds of calls that have gone well once: sizes, types and options fit, whatever their values.
+
+    Several programs one after the other are undone if a later one refuses; a call whose kind is known
+    has nothing to be refused for, and costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[Hashable] = set()
+
+    def run(
+        self,
+        function: Callable[[], Any],
+        ops: Sequence[BasicOperation],
+        recipe: Recipe | None,
+        tensors: Sequence[torch.Tensor],
+    ) -> Any:
+        """Call `function`, which runs `ops` on `tensors`."""
+        if recipe is None or not recipe.delayed():
+            return function()
+        kinds = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
+        kind = (_ops.autocast_region()[5], torch.is_grad_enabled(), kinds)
+        if kind in self._known:
+            return function()
+        undo = Undo(ops, recipe)
+        try:
+            result = function()
+        except BaseException:
+            undo.restore()
+            raise
+        if len(self._known) >= _LIMIT:
+            self._known.clear()
+        self._known.add(kind)
+        return result
