@@ -8,6 +8,8 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
+from guarded import POISON, Guarded  # noqa: E402
+
 import activation_reference as ref  # noqa: E402
 from te_fast import dispatch  # noqa: E402
 from te_fast.dispatch import ActivationFunction, ActivationOutputs  # noqa: E402
@@ -24,23 +26,6 @@ FUNCTIONS += [
 ]
 # Odd, aligned, a tile, tiles and a bit; more tiles than blocks run at once.
 SHAPES = [(1, 4), (7, 12), (128, 128), (130, 136), (257, 260), (1000, 384), (3, 4000)]
-POISON, CANARY = 0xA5, 256
-
-
-class Guarded:
-    """A tensor of poisoned bytes between two canaries."""
-
-    def __init__(self, shape, dtype, offset=0):
-        count = torch.Size(shape).numel() * dtype.itemsize
-        self.whole = torch.full(
-            (count + 2 * CANARY + offset,), POISON, dtype=torch.uint8, device="cuda"
-        )
-        self.first, self.end = CANARY + offset, CANARY + offset + count
-        self.tensor = self.whole[self.first : self.end].view(dtype).view(shape)
-
-    def check(self):
-        edges = torch.cat([self.whole[: self.first], self.whole[self.end :]])
-        assert (edges == POISON).all(), "a kernel wrote outside its buffer"
 
 
 def guarded_outputs(outputs, offset=0):
