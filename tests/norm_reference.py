@@ -32,3 +32,38 @@ def tolerance(x, gamma, function, beta=None):
     if beta is not None:
         size = size + beta.double().abs()
     return 8 * 2.0**-24 * size
+
+
+def differentiate(dy, x, gamma, function, add=None):
+    """FP64 gradients of x, gamma and beta, by autograd."""
+    x, gamma = x.double().requires_grad_(), gamma.double().requires_grad_()
+    beta = torch.zeros_like(gamma, requires_grad=True)
+    y, _, _ = normalise(x, gamma, function, beta)
+    dx, dgamma, dbeta = torch.autograd.grad(y, [x, gamma, beta], dy.double())
+    return dx if add is None else dx + add.double(), dgamma, dbeta
+
+
+def gradient_tolerances(dy, x, gamma, function, add=None):
+    """What FP32 arithmetic may be off by in the gradients of x, gamma and beta: shares of their terms' sizes."""
+    _, mean, rstd = (
+        stat if i == 0 else stat[:, None] for i, stat in enumerate(normalise(x, gamma, function))
+    )
+    dy = dy.double().abs()
+    factor = (gamma.double() + (1 if function.zero_centered_gamma else 0)).abs()
+    up, normed = dy * factor, (x.double().abs() + mean.abs()) * rstd
+    size = rstd * (up + up.mean(1, keepdim=True) + normed * (up * normed).mean(1, keepdim=True))
+    if add is not None:
+        size = size + add.double().abs()
+    return 16 * 2.0**-24 * size, 16 * 2.0**-24 * (dy * normed).sum(0), 16 * 2.0**-24 * dy.sum(0)
+
+
+def near(got, expected, bound):
+    """Whether `got` is `expected` within `bound` and the rounding to its type; NaN and infinities in equal places."""
+    expected, got_double = expected.cpu(), got.double().cpu()
+    finite = expected.abs() <= torch.finfo(got.dtype).max
+    error = torch.where(finite, (got_double - expected).abs(), 0.0)
+    rounding = 1.01 * EPSILON[got.dtype] * expected.abs() + 2.0**-24 * (got.dtype == torch.float16)
+    same = torch.where(finite, got_double.isfinite(), ~got_double.isfinite())
+    return got.shape == expected.shape and bool(
+        (same & ((error <= bound.cpu() + rounding) | ~finite)).all()
+    )

@@ -25,6 +25,9 @@ __device__ inline void forget(uint4& words) {
     asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
 }
 
+// The same for a number that addresses are made of: they are made anew instead of being kept.
+__device__ inline void forget(uint32_t& number) { asm volatile("" : "+r"(number)); }
+
 // griddepcontrol.wait: until every grid before this one in the stream has finished and its writes are visible.
 // First statement of each kernel that is launched with programmatic stream serialisation, which saves the host 0.5 us.
 __device__ inline void wait_for_prior_grids() {
@@ -38,6 +41,68 @@ __device__ inline void wait_for_prior_grids() {
 __device__ inline void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+constexpr bool kBulkCopies = true;
+#else
+constexpr bool kBulkCopies = false;  // the functions that need them are not called
+#endif
+
+__device__ inline uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// mbarrier.init: a barrier in shared memory whose phases end with `count` arrivals and the bytes they announced.
+// Others see it after init_barriers_done and a barrier of the block.
+__device__ inline void init_barrier(uint64_t& barrier, uint32_t count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count) : "memory");
+}
+
+// fence.mbarrier_init: the copy engine sees the barriers too.
+__device__ inline void init_barriers_done() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+// mbarrier.arrive.
+__device__ inline void arrive(uint64_t& barrier) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }" ::"r"(shared_address(&barrier))
+                 : "memory");
+}
+
+// mbarrier.arrive.expect_tx: an arrival that announces `bytes` of copies.
+__device__ inline void arrive_expecting(uint64_t& barrier, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(
+                     shared_address(&barrier)),
+                 "r"(bytes)
+                 : "memory");
+#endif
+}
+
+// mbarrier.try_wait.parity until the phase of this parity has ended.
+__device__ inline void wait(uint64_t& barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again%=; }" ::"r"(shared_address(&barrier)),
+        "r"(parity)
+        : "memory");
+#endif
+}
+
+// cp.async.bulk.shared.global: `bytes`, a multiple of 16, between 16-byte aligned addresses, by the copy engine, which
+// tells the barrier.
+__device__ inline void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t& barrier) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(&barrier))
+                 : "memory");
 #endif
 }
 

@@ -42,6 +42,17 @@ class NormOutputs(NamedTuple):
     rstd: torch.Tensor | None = None
 
 
+class NormGradients(NamedTuple):
+    """What the gradient of a norm writes; None where not asked for."""
+
+    #: Gradient of the input, in its type, ``(rows, cols)``.
+    dx: torch.Tensor | None = None
+    #: Gradient of gamma, in its type, ``(cols,)``.
+    dgamma: torch.Tensor | None = None
+    #: Gradient of beta, in gamma's type, ``(cols,)``; LayerNorm alone has one.
+    dbeta: torch.Tensor | None = None
+
+
 def norm_outputs(
     x: torch.Tensor,
     function: NormFunction,
@@ -144,4 +155,82 @@ def norm(
     :class:`torch.nn.LayerNorm`; RMSNorm: ``x / sqrt(mean(x * x) + eps) * gamma``.
     """
     _native.norm(x, function, (gamma, beta, residual, scale, amax, noop), out)
+    return out
+
+
+def norm_gradients(
+    x: torch.Tensor, gamma: torch.Tensor, function: NormFunction, *, dx: bool = True
+) -> NormGradients:
+    """Allocate the outputs of :func:`norm_backward`.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        The input ``(rows, cols)``.
+    gamma : torch.Tensor
+        Factors ``(cols,)``.
+    function : NormFunction
+        The norm.
+    dx : bool
+        With the gradient of the input.
+
+    Returns
+    -------
+    NormGradients
+        Uninitialised tensors.
+    """
+    with_beta = function.normalization == "LayerNorm"
+    return NormGradients(
+        torch.empty_like(x) if dx else None,
+        torch.empty_like(gamma),
+        torch.empty_like(gamma) if with_beta else None,
+    )
+
+
+def norm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    gamma: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    function: NormFunction,
+    out: NormGradients,
+    *,
+    add: torch.Tensor | None = None,
+) -> NormGradients:
+    """Differentiate a norm, in one kernel where a block can hold a row, else in two.
+
+    Parameters
+    ----------
+    dy : torch.Tensor
+        Gradient of the result, as `x`.
+    x : torch.Tensor
+        What :func:`norm` normalised: its input, or with a residual ``out.sum``. float32, float16 or
+        bfloat16 ``(rows, cols)``, contiguous.
+    gamma : torch.Tensor
+        Factors ``(cols,)``, of any of these types.
+    mean, rstd : torch.Tensor
+        The statistics that :func:`norm` wrote; `mean` is None for RMSNorm.
+    function : NormFunction
+        The norm.
+    out : NormGradients
+        What is written.
+    add : torch.Tensor, optional
+        Added to the gradient of the input, of its shape and type: what came through a residual branch.
+
+    Returns
+    -------
+    NormGradients
+        `out`.
+
+    Raises
+    ------
+    ShapeError, DtypeError, DeviceError, CudaError
+        If the tensors do not fit.
+
+    Notes
+    -----
+    All arithmetic is FP32. The sums over rows are in an order that depends on shape and device alone.
+    """
+    _native.norm_backward(x, function, (dy, gamma, mean, rstd, add), out)
     return out

@@ -54,6 +54,7 @@ __all__ = [
     "moe_unpermute",
     "moe_unpermute_backward",
     "norm",
+    "norm_backward",
     "note_optimizer_step",
     "note_scale_change",
     "program_apply",
@@ -353,6 +354,13 @@ def moe_unpermute_backward(
     dout: Any, inp: Any, row_id_map: Any, probs: Any, pad_offsets: Any, ends: Any, top_k: Any, /
 ) -> Any: ...
 def norm(
+    x: Tensor,
+    function: tuple[str, float, bool],
+    inputs: tuple[Tensor | None, ...],
+    outputs: tuple[Tensor | None, ...],
+    /,
+) -> None: ...
+def norm_backward(
     x: Tensor,
     function: tuple[str, float, bool],
     inputs: tuple[Tensor | None, ...],

@@ -20,7 +20,15 @@ from te_fast._dispatch_activation import (
     activation_backward,
     activation_outputs,
 )
-from te_fast._dispatch_norm import NormFunction, NormOutputs, norm, norm_outputs
+from te_fast._dispatch_norm import (
+    NormFunction,
+    NormGradients,
+    NormOutputs,
+    norm,
+    norm_backward,
+    norm_gradients,
+    norm_outputs,
+)
 from te_fast.common.recipe import Recipe
 from te_fast.errors import ShapeError
 from te_fast.pytorch import _ops
@@ -32,6 +40,7 @@ __all__ = [
     "DeviceFacts",
     "Launch",
     "NormFunction",
+    "NormGradients",
     "NormOutputs",
     "QuantizedTensor",
     "activation",
@@ -47,6 +56,8 @@ __all__ = [
     "inventory",
     "linear_forward",
     "norm",
+    "norm_backward",
+    "norm_gradients",
     "norm_outputs",
     "plan_count",
     "quantize",

@@ -223,6 +223,8 @@ images! {
     Activation = "activation",
     ActivationBackward = "activation_backward",
     Norm = "norm",
+    NormBackward = "norm_backward",
+    NormBackwardLong = "norm_backward_long",
 }
 
 kernels! {
@@ -292,6 +294,12 @@ kernels! {
     NormTranspose(Float) "norm_transpose" in Norm;
     /// Normalisation of rows of any length.
     NormLong(Float) "norm_long" in Norm;
+    /// Gradient of a norm for rows that a block holds.
+    NormBackward(Float) "norm_backward" in NormBackward;
+    /// Sums over rows that the gradient of a norm needs.
+    NormBackwardSums(Float) "norm_backward_sums" in NormBackwardLong;
+    /// The gradient from these.
+    NormBackwardTiles(Float) "norm_backward_tiles" in NormBackwardLong;
 }
 
 const BASES: [usize; FAMILIES] = {
@@ -349,6 +357,8 @@ impl KernelId {
                 | Image::Activation
                 | Image::ActivationBackward
                 | Image::Norm
+                | Image::NormBackward
+                | Image::NormBackwardLong
         )
     }
 }

@@ -4,6 +4,7 @@ mod autocast;
 mod dispatch;
 mod dispatch_activation;
 mod dispatch_norm;
+mod dispatch_norm_backward;
 mod dispatch_tensors;
 mod error;
 mod layer;
@@ -49,6 +50,8 @@ mod _native {
     use crate::dispatch_activation::{activation, activation_backward};
     #[pymodule_export]
     use crate::dispatch_norm::norm;
+    #[pymodule_export]
+    use crate::dispatch_norm_backward::norm_backward;
     #[pymodule_export]
     use crate::layer::{Geometry, LinearHandle, LinearSaved};
     #[pymodule_export]

@@ -12,6 +12,7 @@ pub(crate) mod fp8;
 pub(crate) mod gemm;
 pub(crate) mod handover;
 pub(crate) mod norm;
+pub(crate) mod norm_backward;
 pub(crate) mod pad;
 pub(crate) mod permute;
 pub(crate) mod permute_cast;

@@ -1,48 +1,427 @@
-//! Normalisation of rows: the plan's interface; its kernels follow.
-#![allow(missing_docs, clippy::all, clippy::pedantic, dead_code)]
-use crate::error::Result;
-use crate::kernel::{DevPtr, Target};
-use te_fast_kernels::Float;
+//! Gradient of LayerNorm and RMSNorm: of the input, with the gradient of a residual branch added, and of the weights
+//! in a fixed order of addition.
 
-use crate::ops::norm::NormKind;
-#[derive(Clone, Copy, Debug)]
+use te_fast_kernels::{Float, KernelId};
+
+use crate::dispatch::{COUNTER_BYTES, Limits, aligned};
+use crate::error::{Error, Result};
+use crate::host;
+use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::ops::activation::check_outputs;
+use crate::ops::norm::{NormKind, check_shape};
+use crate::params;
+
+/// What a gradient of a norm does, apart from where its buffers are.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[expect(clippy::struct_excessive_bools, reason = "outputs are asked for one by one")]
 pub struct NormBackwardSpec {
+    /// Rows.
     pub rows: usize,
+    /// Columns, which one row's statistics are over; at least 1.
     pub cols: usize,
+    /// Statistics of the forward.
     pub kind: NormKind,
+    /// Type of the gradients in and out and of the forward's input.
     pub input: Float,
+    /// Type of gamma and of the weights' gradients.
     pub weight: Float,
+    /// Factors are `gamma + 1`.
     pub zero_centered_gamma: bool,
+    /// Add another gradient of the input.
     pub add: bool,
+    /// Write the gradient of the input.
     pub dx: bool,
+    /// Write the gradient of gamma.
     pub dgamma: bool,
+    /// Write the gradient of beta; `LayerNorm` alone has one.
     pub dbeta: bool,
-    pub processors: u32,
+    /// What a launch can have on the device.
+    pub limits: Limits,
 }
+
+params! {
+    /// Parameters of `norm_backward_*`, `norm_backward_sums_*` and `norm_backward_tiles_*`.
+    pub struct NormBackwardParams<'a> [128] for NormBackward | NormBackwardSums | NormBackwardTiles
+        => host::norm_backward::run {
+        /// Gradient of the result `[rows, cols]`.
+        pub dy: DevPtr<'a>,
+        /// What the forward normalised `[rows, cols]`.
+        pub x: DevPtr<'a>,
+        /// Factors `[cols]`.
+        pub gamma: DevPtr<'a>,
+        /// f32 `[rows]`; null for RMSNorm.
+        pub mean: DevPtr<'a>,
+        /// f32 `[rows]`.
+        pub rstd: DevPtr<'a>,
+        /// What is added to the gradient of the input, or null.
+        pub add: DevPtr<'a>,
+        /// Gradient of the input `[rows, cols]`, or null.
+        pub dx: DevPtr<'a>,
+        /// Gradient of the factors `[cols]`, or null.
+        pub dgamma: DevPtr<'a>,
+        /// Gradient of the summands `[cols]`, or null.
+        pub dbeta: DevPtr<'a>,
+        /// f32 `[sums wanted][rows summed apart][cols]`.
+        pub partial: DevPtr<'a>,
+        /// f32 `[rows, 2]`, of the kernels in two steps.
+        pub sums: DevPtr<'a>,
+        /// Zero between launches.
+        pub counters: DevPtr<'a>,
+        /// Rows.
+        pub rows: u32,
+        /// Columns.
+        pub cols: u32,
+        /// Type of gamma and of the weights' gradients, as [`Float`].
+        pub weight_kind: u32,
+        /// 1: factors are gamma + 1.
+        pub zero_centered: u32,
+        /// Threads that have a row.
+        pub team: u32,
+        /// Rows that a team has under way.
+        pub stages: u32,
+        /// Tiles along the columns.
+        pub tiles_cols: u32,
+        /// Rows of a tile.
+        pub chunk: u32,
+    }
+}
+
+/// Buffers of one gradient; null where the plan has no use for one.
 #[derive(Clone, Copy, Debug)]
 pub struct NormBackwardBuffers<'a> {
+    /// Gradient of the result `[rows, cols]`, contiguous; any alignment, 16 bytes is fast, as for every tensor here.
     pub dy: DevPtr<'a>,
+    /// What the forward normalised: its input, or the sum with the residual.
     pub x: DevPtr<'a>,
+    /// Factors `[cols]`.
     pub gamma: DevPtr<'a>,
+    /// f32 `[rows]`; null for RMSNorm.
     pub mean: DevPtr<'a>,
+    /// f32 `[rows]`.
     pub rstd: DevPtr<'a>,
+    /// What is added to the gradient of the input, of its shape and type.
     pub add: DevPtr<'a>,
+    /// Receives the gradient of the input.
     pub dx: DevPtr<'a>,
+    /// Receives the gradient of the factors `[cols]`.
     pub dgamma: DevPtr<'a>,
+    /// Receives the gradient of the summands `[cols]`.
     pub dbeta: DevPtr<'a>,
+    /// [`NormBackwardPlan::partial_bytes`], 16-byte aligned, of any content.
     pub partial: DevPtr<'a>,
+    /// [`COUNTER_BYTES`], zeroed once when allocated. One launch at a time may use them.
     pub counters: DevPtr<'a>,
 }
-#[derive(Clone, Copy, Debug)]
-pub struct NormBackwardPlan(NormBackwardSpec);
+
+impl NormBackwardBuffers<'_> {
+    /// No buffer at all; callers set those that their plan needs.
+    pub const NONE: Self = Self {
+        dy: DevPtr::null(),
+        x: DevPtr::null(),
+        gamma: DevPtr::null(),
+        mean: DevPtr::null(),
+        rstd: DevPtr::null(),
+        add: DevPtr::null(),
+        dx: DevPtr::null(),
+        dgamma: DevPtr::null(),
+        dbeta: DevPtr::null(),
+        partial: DevPtr::null(),
+        counters: DevPtr::null(),
+    };
+}
+
+/// How the rows are shared out.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Way {
+    /// One launch: teams of threads hold rows, and columns are summed as the rows pass.
+    Rows { team: u32, stages: u32, grid: Grid },
+    /// Two launches: sums over rows, then tiles.
+    Tiles { tiles_cols: u32, chunk: u32, sums: Grid, tiles: Grid },
+}
+
+/// A checked gradient: kernels and grids are chosen.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct NormBackwardPlan {
+    spec: NormBackwardSpec,
+    way: Way,
+}
+
+const OP: &str = "norm_backward";
+/// Threads of a block that holds rows, and of one that sums them.
+const ROW_THREADS: u32 = 512;
+/// Columns of a row that a thread holds where rows are short, and where they are long.
+const FEW_COLS: usize = 16;
+const MOST_COLS: usize = 24;
+const MIN_TEAM: u32 = 4;
+/// Stages of the ring: the one that is read, and at least one on its way.
+const MIN_STAGES: usize = 2;
+const MAX_STAGES: usize = 8;
+/// Static shared memory of a block.
+const RESERVED_SHARED: usize = 9 << 10;
+const TILE_THREADS: u32 = 256;
+const TILE_COLS: usize = 128;
+/// Rows that a tile passes over at a time.
+const TILE_STEP: usize = 16;
+/// Blocks per multiprocessor that the tiles' rows are divided for, and that sum rows.
+const TILE_BLOCKS: usize = 8;
+const SUM_BLOCKS: usize = 4;
+
 impl NormBackwardPlan {
-    pub fn new(_: NormBackwardSpec) -> Result<Self> {
-        Err(crate::error::Error::unsupported("norm", "the kernels are not built yet"))
+    /// Checks `spec`, picks the kernels and shares out the rows.
+    ///
+    /// # Errors
+    /// A shape beyond what a launch or the counters can index, the gradient of a beta that RMSNorm has not, a branch
+    /// to add without a gradient of the input, or nothing to write.
+    pub fn new(spec: NormBackwardSpec) -> Result<Self> {
+        let NormBackwardSpec { rows, cols, .. } = spec;
+        check_outputs(OP, spec.dx || spec.dgamma || spec.dbeta, None, false)?;
+        check_shape(OP, rows, cols)?;
+        if i32::try_from(rows).is_err() {
+            return Err(Error::shape(OP, "the number of rows", "below 2**31", rows));
+        }
+        if spec.dbeta && spec.kind == NormKind::RmsNorm {
+            return Err(Error::value(OP, "RMSNorm has no beta"));
+        }
+        if spec.add && !spec.dx {
+            return Err(Error::value(OP, "a gradient to add needs the gradient of the input"));
+        }
+        let way = match Self::rows_way(&spec) {
+            Some(way) => way,
+            None => Self::tiles_way(&spec)?,
+        };
+        Ok(Self { spec, way })
     }
-    pub fn partial_bytes(&self) -> usize {
-        0
+
+    /// Rows in registers and shared memory, if they fit.
+    fn rows_way(spec: &NormBackwardSpec) -> Option<Way> {
+        let most = MOST_COLS * ROW_THREADS as usize;
+        let team = spec.cols.div_ceil(FEW_COLS).next_power_of_two().clamp(MIN_TEAM as usize, ROW_THREADS as usize);
+        let teams = ROW_THREADS as usize / team;
+        let operands = if spec.add { 3 } else { 2 };
+        let stage = operands * teams * spec.cols * spec.input.size();
+        let shared = (spec.limits.shared_bytes as usize).saturating_sub(RESERVED_SHARED);
+        // The ring's memory is where a block adds the sums of its teams in the end.
+        let sums = spec.cols.div_ceil(8 * team) * 8 * size_of::<f32>() * ROW_THREADS as usize;
+        let stages = (shared / stage).min(MAX_STAGES);
+        if spec.cols > most || stages < MIN_STAGES || sums > shared {
+            return None;
+        }
+        let blocks = spec.rows.div_ceil(teams).clamp(1, spec.limits.multiprocessors.max(1) as usize);
+        let grid = Grid::linear(blocks as u32, ROW_THREADS).with_shared((stages * stage).max(sums) as u32);
+        Some(Way::Rows { team: team as u32, stages: stages as u32, grid })
     }
-    pub fn run(&self, _: &mut Target<'_>, _: &NormBackwardBuffers<'_>) -> Result<()> {
+
+    fn tiles_way(spec: &NormBackwardSpec) -> Result<Way> {
+        let NormBackwardSpec { rows, cols, .. } = *spec;
+        let processors = spec.limits.multiprocessors.max(1) as usize;
+        let tiles_cols = cols.div_ceil(TILE_COLS);
+        if tiles_cols * size_of::<u32>() > COUNTER_BYTES {
+            let most = COUNTER_BYTES / size_of::<u32>() * TILE_COLS;
+            return Err(Error::shape(OP, "the number of columns", format_args!("at most {most}"), cols));
+        }
+        let parts = (TILE_BLOCKS * processors).div_ceil(tiles_cols).min(rows.div_ceil(TILE_STEP)).max(1);
+        let chunk = rows.div_ceil(parts).next_multiple_of(TILE_STEP).max(TILE_STEP);
+        let tiles = tiles_cols * rows.div_ceil(chunk).max(1);
+        let sums = rows.min(SUM_BLOCKS * processors);
+        Ok(Way::Tiles {
+            tiles_cols: tiles_cols as u32,
+            chunk: chunk as u32,
+            sums: Grid::linear(sums as u32, ROW_THREADS),
+            tiles: Grid::linear(tiles as u32, TILE_THREADS),
+        })
+    }
+
+    /// What the plan was made for.
+    #[must_use]
+    pub const fn spec(&self) -> &NormBackwardSpec {
+        &self.spec
+    }
+
+    /// Bytes of the sums over rows, which lie before those of columns.
+    const fn sums_bytes(&self) -> usize {
+        match self.way {
+            Way::Rows { .. } => 0,
+            Way::Tiles { .. } => aligned(2 * size_of::<f32>() * self.spec.rows),
+        }
+    }
+
+    /// Size of the sums that blocks leave to each other.
+    #[must_use]
+    pub const fn partial_bytes(&self) -> usize {
+        let apart = match self.way {
+            Way::Rows { grid, .. } => grid.blocks[0],
+            Way::Tiles { tiles, tiles_cols, .. } => tiles.blocks[0] / tiles_cols,
+        };
+        let wanted = self.spec.dgamma as usize + self.spec.dbeta as usize;
+        self.sums_bytes() + wanted * apart as usize * self.spec.cols * size_of::<f32>()
+    }
+
+    /// Launches the gradient.
+    ///
+    /// # Errors
+    /// A buffer that the plan needs is null, or the launch fails.
+    #[inline]
+    pub fn run(&self, target: &mut Target<'_>, buffers: &NormBackwardBuffers<'_>) -> Result<()> {
+        self.check(target.is_host(), buffers)?;
+        let (spec, params) = (&self.spec, self.params(buffers));
+        if spec.rows == 0 && !spec.dgamma && !spec.dbeta {
+            return Ok(());
+        }
+        match self.way {
+            Way::Rows { grid, .. } => launch(target, KernelId::NormBackward(spec.input), grid, &params),
+            Way::Tiles { sums, tiles, .. } => {
+                if spec.dx {
+                    launch(target, KernelId::NormBackwardSums(spec.input), sums, &params)?;
+                }
+                launch(target, KernelId::NormBackwardTiles(spec.input), tiles, &params)
+            }
+        }
+    }
+
+    #[inline]
+    fn params<'a>(&self, b: &NormBackwardBuffers<'a>) -> NormBackwardParams<'a> {
+        let spec = &self.spec;
+        let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
+        let (team, stages, tiles_cols, chunk) = match self.way {
+            Way::Rows { team, stages, .. } => (team, stages, 0, 0),
+            Way::Tiles { tiles_cols, chunk, .. } => (0, 0, tiles_cols, chunk),
+        };
+        NormBackwardParams {
+            dy: b.dy,
+            x: b.x,
+            gamma: b.gamma,
+            mean: used(spec.kind == NormKind::LayerNorm, b.mean),
+            rstd: b.rstd,
+            add: used(spec.add, b.add),
+            dx: used(spec.dx, b.dx),
+            dgamma: used(spec.dgamma, b.dgamma),
+            dbeta: used(spec.dbeta, b.dbeta),
+            partial: b.partial.offset(self.sums_bytes()),
+            sums: b.partial,
+            counters: b.counters,
+            rows: spec.rows as u32,
+            cols: spec.cols as u32,
+            weight_kind: spec.weight as u32,
+            zero_centered: u32::from(spec.zero_centered_gamma),
+            team,
+            stages,
+            tiles_cols,
+            chunk,
+        }
+    }
+
+    /// Every buffer that the kernels will use is there.
+    fn check(&self, host: bool, b: &NormBackwardBuffers<'_>) -> Result<()> {
+        let spec = &self.spec;
+        let sums = spec.dgamma || spec.dbeta;
+        let missing = (spec.rows != 0
+            && (b.dy.is_null()
+                || b.x.is_null()
+                || b.rstd.is_null()
+                || (spec.kind == NormKind::LayerNorm && b.mean.is_null())
+                || (spec.add && b.add.is_null())
+                || (spec.dx && b.dx.is_null())))
+            || b.gamma.is_null()
+            || (spec.dgamma && b.dgamma.is_null())
+            || (spec.dbeta && b.dbeta.is_null())
+            || (self.sums_bytes() != 0 && b.partial.is_null())
+            // The host backend sums columns without a workspace.
+            || (!host && sums && (b.counters.is_null() || b.partial.is_null()));
+        if missing {
+            return Err(Error::value(OP, "a buffer that the plan needs is null"));
+        }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HOPPER: Limits = Limits { multiprocessors: 132, shared_bytes: 232_448 };
+    const ADA: Limits = Limits { multiprocessors: 128, shared_bytes: 101_376 };
+    const SPEC: NormBackwardSpec = NormBackwardSpec {
+        rows: 8192,
+        cols: 8192,
+        kind: NormKind::LayerNorm,
+        input: Float::Bf16,
+        weight: Float::F32,
+        zero_centered_gamma: false,
+        add: false,
+        dx: true,
+        dgamma: true,
+        dbeta: true,
+        limits: HOPPER,
+    };
+
+    #[test]
+    fn every_length_has_a_launch_within_the_limits() -> Result<()> {
+        for limits in [HOPPER, ADA, Limits { multiprocessors: 1, shared_bytes: 0 }] {
+            for input in [Float::F32, Float::Bf16] {
+                for cols in [1, 7, 64, 65, 1024, 8191, 8192, 8193, 16_384, 16_385, 65_536, 1 << 20] {
+                    for rows in [0, 1, 16, 17, 8192] {
+                        let plan = NormBackwardPlan::new(NormBackwardSpec { rows, cols, input, limits, ..SPEC })?;
+                        match plan.way {
+                            Way::Rows { team, stages, grid } => {
+                                assert!(
+                                    cols <= team as usize * MOST_COLS && ROW_THREADS.is_multiple_of(team),
+                                    "{plan:?}"
+                                );
+                                assert!((MIN_STAGES as u32..=8).contains(&stages) && team >= MIN_TEAM, "{plan:?}");
+                                assert!(grid.shared_bytes as usize + RESERVED_SHARED <= limits.shared_bytes as usize);
+                                assert!(grid.blocks[0] <= limits.multiprocessors && grid.blocks[0] >= 1);
+                            }
+                            Way::Tiles { tiles_cols, chunk, tiles, sums } => {
+                                let parts = tiles.blocks[0] / tiles_cols;
+                                assert!(tiles.blocks[0] % tiles_cols == 0 && parts >= 1, "{plan:?}");
+                                assert!(tiles_cols as usize * TILE_COLS >= cols, "{plan:?}");
+                                assert!(parts as usize * chunk as usize >= rows, "{plan:?}");
+                                assert_eq!(sums.blocks[0] == 0, rows == 0);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn rows_go_where_they_fit() -> Result<()> {
+        let stages = |cols, input, add, limits| {
+            let spec = NormBackwardSpec { cols, input, add, limits, ..SPEC };
+            Ok::<_, Error>(match NormBackwardPlan::new(spec)?.way {
+                Way::Rows { team, stages, .. } => Some((team, stages)),
+                Way::Tiles { .. } => None,
+            })
+        };
+        assert_eq!(stages(8192, Float::Bf16, false, HOPPER)?, Some((512, 6)));
+        assert_eq!(stages(8192, Float::Bf16, true, HOPPER)?, Some((512, 4)));
+        assert_eq!(stages(1024, Float::F32, false, HOPPER)?, Some((64, 3)));
+        assert_eq!(stages(12_288, Float::Bf16, false, HOPPER)?, Some((512, 4)));
+        assert_eq!(stages(12_288, Float::F32, false, ADA)?, None);
+        assert_eq!(stages(16_384, Float::Bf16, false, HOPPER)?, None);
+        Ok(())
+    }
+
+    #[test]
+    fn partial_sums_are_one_row_per_block() -> Result<()> {
+        assert_eq!(NormBackwardPlan::new(SPEC)?.partial_bytes(), 2 * 132 * 8192 * 4);
+        let rms = NormBackwardSpec { kind: NormKind::RmsNorm, dbeta: false, rows: 100, ..SPEC };
+        assert_eq!(NormBackwardPlan::new(rms)?.partial_bytes(), 100 * 8192 * 4);
+        let long = NormBackwardSpec { cols: 65_536, rows: 100, dbeta: false, ..SPEC };
+        assert_eq!(NormBackwardPlan::new(long)?.partial_bytes(), aligned(800) + 3 * 65_536 * 4);
+        Ok(())
+    }
+
+    #[test]
+    fn what_does_not_fit_is_an_error() {
+        let refused = |spec| assert!(NormBackwardPlan::new(spec).is_err(), "{spec:?}");
+        refused(NormBackwardSpec { dx: false, dgamma: false, dbeta: false, ..SPEC });
+        refused(NormBackwardSpec { kind: NormKind::RmsNorm, ..SPEC });
+        refused(NormBackwardSpec { add: true, dx: false, ..SPEC });
+        refused(NormBackwardSpec { cols: 0, ..SPEC });
+        refused(NormBackwardSpec { rows: 1 << 31, ..SPEC });
+        refused(NormBackwardSpec { rows: 1, cols: 1 << 22, ..SPEC });
     }
 }

@@ -391,7 +391,7 @@ impl Compiler<'_> {
             dx: input_grad,
             dgamma: dgamma.is_some(),
             dbeta: dbeta.is_some(),
-            processors: self.dispatcher.multiprocessors(self.facts.key.device)?,
+            limits: self.dispatcher.limits(self.facts.key.device)?,
         })?;
         let dx = if input_grad { self.place_of(index) } else { At::NONE };
         let partial = self.scratch(plan.partial_bytes());

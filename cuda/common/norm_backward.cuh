@@ -1,0 +1,121 @@
+// The gradient of a norm, eight columns of a row at a time, and the parameters of its kernels.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "row.cuh"
+
+namespace te_fast {
+
+struct NormBackwardParams {
+    const void* dy;
+    const void* x;
+    const void* gamma;
+    const float* mean;  // null: RMSNorm
+    const float* rstd;
+    const void* add;     // null: none
+    void* dx;            // null: none
+    void* dgamma;        // null: none
+    void* dbeta;         // null: none
+    float* partial;      // sums of columns of dgamma, then of dbeta: [rows that were summed apart][cols] each
+    float* sums;         // norm_backward_sums, norm_backward_tiles: RowSums [rows]
+    unsigned* counters;  // zero between launches
+    uint32_t rows, cols;
+    uint32_t weight_kind, zero_centered;
+    uint32_t team, stages;       // norm_backward
+    uint32_t tiles_cols, chunk;  // norm_backward_tiles: tiles along the columns, rows of a tile
+};
+static_assert(sizeof(NormBackwardParams) == 128);
+
+// Statistics of the forward.
+struct RowStats {
+    float mean, rstd;
+};
+
+__device__ inline RowStats load_stats(const NormBackwardParams& p, uint32_t row) {
+    if (row >= p.rows) return {0.0f, 0.0f};
+    return {p.mean == nullptr ? 0.0f : __ldg(p.mean + row), __ldg(p.rstd + row)};
+}
+
+// Over a row, of g * dy and of g * dy * h: sums, in the end means.
+struct RowSums {
+    float plain, normed;
+
+    __device__ void finish(const NormBackwardParams& p, float reciprocal) {
+        plain = p.mean == nullptr ? 0.0f : plain * reciprocal;
+        normed *= reciprocal;
+    }
+};
+
+// dx of a row is rstd * (g * dy + slope * x + offset).
+struct RowLine {
+    float rstd, slope, offset;
+
+    __device__ RowLine(const RowStats& stats, const RowSums& means)
+        : rstd(stats.rstd), slope(-stats.rstd * means.normed), offset(fmaf(-slope, stats.mean, -means.plain)) {}
+};
+
+// dy and x of eight columns.
+struct Columns8 {
+    float dy[8], x[8];
+
+    template <Floating In>
+    __device__ Columns8(const Raw8<In>& raw_dy, const Raw8<In>& raw_x) {
+        unpack8<In>(raw_dy, dy);
+        unpack8<In>(raw_x, x);
+    }
+
+    // x becomes h.
+    __device__ void normalise(const RowStats& stats) {
+        const float shift = -stats.mean * stats.rstd;
+#pragma unroll
+        for (int c = 0; c < 8; ++c) x[c] = fmaf(x[c], stats.rstd, shift);
+    }
+
+    // After normalise.
+    __device__ void add_to(RowSums& sums, const float (&factor)[8]) const {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+            const float up = factor[c] * dy[c];
+            sums.plain += up;
+            sums.normed = fmaf(up, x[c], sums.normed);
+        }
+    }
+
+    // After normalise.
+    __device__ void add_to(float (&dgamma)[8], float (&dbeta)[8]) const {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+            dgamma[c] = fmaf(dy[c], x[c], dgamma[c]);
+            dbeta[c] += dy[c];
+        }
+    }
+
+    // Before normalise.
+    __device__ void gradient(const RowLine& line, const float (&factor)[8], float (&dx)[8]) const {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+            dx[c] = fmaf(factor[c], dy[c], fmaf(line.slope, x[c], line.offset)) * line.rstd;
+        }
+    }
+};
+
+// g of eight columns; zeros behind the end of the row.
+template <bool kVectors>
+__device__ inline void load_factor(const NormBackwardParams& p, size_t col, int width, float (&factor)[8]) {
+    load_weight8<kVectors>(p.gamma, p.weight_kind, col, width, factor);
+    if (p.zero_centered == 0) return;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) factor[c] += 1.0f;
+}
+
+template <Floating In>
+__device__ inline bool rows_are_vectors(const NormBackwardParams& p) {
+    return p.cols % 8 == 0 && is_aligned(p.dy, 16) && is_aligned(p.x, 16) && is_aligned(p.add, 16) &&
+           is_aligned(p.dx, 16);
+}
+
+__device__ inline float& element(float4& four, int i) { return (&four.x)[i]; }
+
+}  // namespace te_fast

@@ -1,0 +1,438 @@
+// Gradient of LayerNorm and RMSNorm for rows that a block holds.
+//
+//   h[r][c]   = (x[r][c] - mean[r]) * rstd[r]      mean is 0 for RMSNorm
+//   g[c]      = gamma[c]                           zero-centred: gamma[c] + 1
+//   a[r]      = sum over c of g[c] * dy[r][c] / cols           0 for RMSNorm
+//   b[r]      = sum over c of g[c] * dy[r][c] * h[r][c] / cols
+//   dx[r][c]  = rstd[r] * (g[c] * dy[r][c] - a[r] - h[r][c] * b[r]) + add[r][c]
+//   dgamma[c] = sum over r of dy[r][c] * h[r][c]   dbeta[c] = sum over r of dy[r][c]
+//
+// All of it is FP32. A team of threads has a row, and a thread the same columns of each row that its team comes to:
+// their sums stay in registers. The copy engine brings the rows of a block's teams, which lie side by side, to a ring
+// in shared memory. dgamma and dbeta are summed in this order: the rows of a team; the teams of a block; every 16th
+// block; the 16 classes.
+//
+// Launch: norm_backward: up to 65535 blocks of 512 threads; shared memory for stages * (2 or, with add, 3) rows per
+//         team and for 16 KiB * ceil(cols / (8 * team)).
+// Needs:  contiguous tensors, any alignment; 1 <= cols <= 24 * team; team a power of two from 4 to 512; stages 2 to 8.
+//         dgamma, dbeta: partial f32 [2][blocks][cols], 16-byte aligned; four counters.
+// Moves:  sizeof(In) per element of dy, x, add and dx; 16 bytes per column and block for dgamma and dbeta.
+
+#include "common/math.cuh"
+#include "common/norm_backward.cuh"
+#include "common/reduce.cuh"
+#include "common/rendezvous.cuh"
+
+namespace te_fast {
+
+constexpr uint32_t kThreads = 512;
+constexpr uint32_t kWarps = kThreads / 32;
+constexpr uint32_t kMaxStages = 8;
+constexpr uint32_t kFlight = 9;      // partial sums that a thread has under way: those of 144 blocks
+constexpr uint32_t kItemCols = 128;  // columns that a block finishes at a time, four per lane
+
+struct Shared {
+    uint64_t full[kMaxStages], empty[kMaxStages];  // barriers of the ring
+    float sums[2][2][kWarps];                      // of a row, by turn and kind
+    float4 columns[kWarps][32];
+};
+
+// The threads of one row.
+struct Team {
+    uint32_t threads, id, rank;
+    uint32_t turn = 0;
+
+    __device__ explicit Team(uint32_t threads)
+        : threads(threads), id(threadIdx.x / threads), rank(threadIdx.x % threads) {}
+
+    // First of the eight columns of slot `i`.
+    __device__ uint32_t col(int i) const { return 8 * (rank + i * threads); }
+
+    // Sums over the team, the same bits in each of its threads. Two buffers: who writes to one again has passed the
+    // barrier that everybody comes to after having read it.
+    __device__ void add(RowSums& sums, Shared& shared) {
+        if (threads < 32) return add_narrow(sums);
+        // One half of the warp goes on with one sum, the other half with the other one.
+        const uint32_t lane = threadIdx.x % 32;
+        const bool upper = lane >= 16;
+        float sum =
+            (upper ? sums.normed : sums.plain) + __shfl_xor_sync(kFullWarp, upper ? sums.plain : sums.normed, 16);
+#pragma unroll
+        for (int other = 8; other > 0; other /= 2) sum += __shfl_xor_sync(kFullWarp, sum, other);
+        if (threads > 32) {
+            const uint32_t warps = threads / 32;
+            float* of_warps = shared.sums[turn ^= 1][upper];
+            if (lane % 16 == 0) of_warps[threadIdx.x / 32] = sum;
+            ptx::sync_threads(id + 1, threads);
+            sum = of_warps[id * warps + lane % warps];
+#pragma unroll
+            for (int other = 8; other > 0; other /= 2) {
+                if (other < static_cast<int>(warps)) sum += __shfl_xor_sync(kFullWarp, sum, other);
+            }
+        }
+        sums = {__shfl_sync(kFullWarp, sum, 0), __shfl_sync(kFullWarp, sum, 16)};
+    }
+
+  private:
+    __device__ void add_narrow(RowSums& sums) const {
+        for (uint32_t other = threads / 2; other > 0; other /= 2) {
+            sums.plain += __shfl_xor_sync(kFullWarp, sums.plain, other);
+            sums.normed += __shfl_xor_sync(kFullWarp, sums.normed, other);
+        }
+    }
+};
+
+// Where a row comes from: the copy engine's ring in shared memory, or memory, by 16 bytes or by elements.
+enum class Source { kRing, kVectors, kElements };
+
+// The rows of all teams of a block, which lie side by side in memory: stages of dy, x and add each.
+template <Floating In>
+struct Ring {
+    uint8_t* memory;
+    uint32_t rows, operand_bytes, stage_bytes;
+    uint32_t stage = 0, parity = 0;
+
+    __device__ Ring(const NormBackwardParams& p, void* memory)
+        : memory(static_cast<uint8_t*>(memory)),
+          rows(kThreads / p.team),
+          operand_bytes(rows * p.cols * static_cast<uint32_t>(sizeof(In))),
+          stage_bytes(operand_bytes * (p.add == nullptr ? 2 : 3)) {}
+
+    // Asks for the rows from `row0` on, if there are any. One thread.
+    __device__ void request(const NormBackwardParams& p, Shared& shared, uint32_t stage, uint32_t row0) const {
+        if (row0 >= p.rows) return;
+        const size_t first = static_cast<size_t>(row0) * p.cols;
+        const uint32_t left = p.rows - row0;
+        const uint32_t bytes = left < rows ? left * p.cols * static_cast<uint32_t>(sizeof(In)) : operand_bytes;
+        uint8_t* to = memory + stage * stage_bytes;
+        ptx::arrive_expecting(shared.full[stage], p.add == nullptr ? 2 * bytes : 3 * bytes);
+        ptx::copy_bulk(to, static_cast<const In*>(p.dy) + first, bytes, shared.full[stage]);
+        ptx::copy_bulk(to + operand_bytes, static_cast<const In*>(p.x) + first, bytes, shared.full[stage]);
+        if (p.add == nullptr) return;
+        ptx::copy_bulk(to + 2 * operand_bytes, static_cast<const In*>(p.add) + first, bytes, shared.full[stage]);
+    }
+
+    // Begins; the block's rows are every `stride`th from `row0` on. Contains a barrier.
+    __device__ void start(const NormBackwardParams& p, Shared& shared, uint32_t row0, uint32_t stride) const {
+        if (threadIdx.x == 0) {
+            for (uint32_t i = 0; i < p.stages; ++i) {
+                ptx::init_barrier(shared.full[i], 1);
+                ptx::init_barrier(shared.empty[i], kWarps);
+            }
+            ptx::init_barriers_done();
+            for (uint32_t i = 0; i < p.stages; ++i) request(p, shared, i, row0 + i * stride);
+        }
+        __syncthreads();
+    }
+
+    // Asks for the rows that take the place of the stage before this one. One thread.
+    __device__ void refill(const NormBackwardParams& p, Shared& shared, uint32_t row0) const {
+        if (row0 >= p.rows) return;
+        const uint32_t before = stage == 0 ? p.stages - 1 : stage - 1;
+        ptx::wait(shared.empty[before], stage == 0 ? parity ^ 1 : parity);
+        request(p, shared, before, row0);
+    }
+
+    // This warp has read the stage.
+    __device__ void release(const NormBackwardParams& p, Shared& shared) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ptx::arrive(shared.empty[stage]);
+        parity ^= stage + 1 == p.stages;
+        stage = stage + 1 == p.stages ? 0 : stage + 1;
+    }
+
+    __device__ Raw8<In> read(uint32_t operand, size_t element) const {
+        const auto* from = reinterpret_cast<const uint4*>(memory + stage * stage_bytes + operand * operand_bytes) +
+                           element * sizeof(In) / sizeof(uint4);
+        Raw8<In> raw;
+#pragma unroll
+        for (int j = 0; j < static_cast<int>(sizeof(In) / 2); ++j) raw.word[j] = from[j];
+        return raw;
+    }
+};
+
+// What a thread has of its columns.
+template <int kSlots>
+struct ColumnSums {
+    float dgamma[kSlots][8] = {}, dbeta[kSlots][8] = {};
+};
+
+template <Floating In>
+__device__ inline void forget(Raw8<In>& raw) {
+#pragma unroll
+    for (int j = 0; j < static_cast<int>(sizeof(In) / 2); ++j) ptx::forget(raw.word[j]);
+}
+
+// Statistics of a team's rows, the `k`th being `first + k * stride`: each lane reads those of one row in as many as the
+// team has lanes in a warp, long before they are needed.
+struct StatsQueue {
+    const NormBackwardParams& p;
+    uint32_t lanes, row, stride;  // of this lane's next read
+    RowStats now, following;
+
+    __device__ StatsQueue(const NormBackwardParams& p, const Team& team, uint32_t first, uint32_t stride)
+        : p(p), lanes(min(team.threads, 32u)), row(first + threadIdx.x % lanes * stride), stride(stride) {
+        following = read();
+        now = following;
+    }
+
+    // Of the `k`th row; in ascending order, and in all threads of a warp.
+    __device__ RowStats at(uint32_t k) {
+        if (k % lanes == 0) {
+            now = following;
+            following = read();
+        }
+        const int lane = static_cast<int>(k % lanes), width = static_cast<int>(lanes);
+        return {__shfl_sync(kFullWarp, now.mean, lane, width), __shfl_sync(kFullWarp, now.rstd, lane, width)};
+    }
+
+  private:
+    __device__ RowStats read() {
+        const RowStats stats = load_stats(p, row);
+        row += lanes * stride;
+        return stats;
+    }
+};
+
+// The rows of a block's teams, and what they add up to.
+template <Source kSource, Floating In, int kSlots>
+struct Rows {
+    static constexpr bool kRing = kSource == Source::kRing;
+    // Words that are needed twice stay in registers where there are enough.
+    static constexpr bool kKept = kSlots <= 2 && sizeof(In) == 2;
+    const NormBackwardParams& p;
+    Shared& shared;
+    Team& team;
+    Ring<In> ring;
+    float factor[kSlots][8];
+    ColumnSums<kSlots> total;
+    Raw8<In> kept[kKept ? kSlots : 1][2];
+
+    __device__ Rows(const NormBackwardParams& p, Shared& shared, Team& team, void* memory)
+        : p(p), shared(shared), team(team), ring(p, memory) {}
+
+    __device__ Raw8<In> read(uint32_t operand, const void* tensor, uint32_t row, uint32_t col) const {
+        if constexpr (kRing) {
+            return ring.read(operand, team.id * p.cols + col);
+        } else {
+            return load_part<kSource == Source::kVectors, In>(tensor, static_cast<size_t>(row) * p.cols + col,
+                                                              width_at(col, p.cols));
+        }
+    }
+
+    __device__ RowSums sum(uint32_t row, const RowStats& stats) {
+        RowSums sums{0.0f, 0.0f};
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i) {
+            const uint32_t col = team.col(i);
+            if (row >= p.rows || col >= p.cols) continue;
+            if constexpr (!kRing) ptx::forget(row);
+            Raw8<In> dy = read(0, p.dy, row, col), x = read(1, p.x, row, col);
+            Columns8 part(dy, x);
+            part.normalise(stats);
+            part.add_to(sums, factor[i]);
+            part.add_to(total.dgamma[i], total.dbeta[i]);
+            if constexpr (kKept) {
+                forget(dy);
+                forget(x);
+                kept[i][0] = dy;
+                kept[i][1] = x;
+            }
+        }
+        return sums;
+    }
+
+    __device__ Columns8 again(uint32_t row, int i) const {
+        if constexpr (kKept) {
+            return Columns8(kept[i][0], kept[i][1]);
+        } else {
+            return Columns8(read(0, p.dy, row, team.col(i)), read(1, p.x, row, team.col(i)));
+        }
+    }
+
+    __device__ void store(uint32_t row, const RowLine& line) {
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i) {
+            const uint32_t col = team.col(i);
+            if (row >= p.rows || col >= p.cols) continue;
+            float dx[8];
+            again(row, i).gradient(line, factor[i], dx);
+            if (p.add != nullptr) {
+                float add[8];
+                unpack8<In>(read(2, p.add, row, col), add);
+#pragma unroll
+                for (int c = 0; c < 8; ++c) dx[c] += add[c];
+            }
+            store_part<kSource != Source::kElements, In>(p.dx, static_cast<size_t>(row) * p.cols + col,
+                                                         width_at(col, p.cols), pack8<In>(dx));
+        }
+    }
+
+    __device__ void run() {
+        const uint32_t stride = gridDim.x * ring.rows;
+        const float reciprocal = 1.0f / static_cast<float>(p.cols);
+        uint32_t row0 = blockIdx.x * ring.rows;
+        if constexpr (kRing) ring.start(p, shared, row0, stride);
+        StatsQueue queue(p, team, row0 + team.id, stride);
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i) load_factor<false>(p, team.col(i), width_at(team.col(i), p.cols), factor[i]);
+#pragma unroll 1
+        for (uint32_t k = 0; row0 < p.rows; row0 += stride, ++k) {
+            const uint32_t row = row0 + team.id;
+            const RowStats stats = kRing ? queue.at(k) : load_stats(p, row);
+            if constexpr (kRing) ptx::wait(shared.full[ring.stage], ring.parity);
+            RowSums sums = sum(row, stats);
+            if constexpr (kRing) {
+                if (threadIdx.x == 0 && k != 0) ring.refill(p, shared, row0 + (p.stages - 1) * stride);
+                __syncwarp();
+            }
+            if (p.dx != nullptr) {
+                team.add(sums, shared);
+                sums.finish(p, reciprocal);
+                store(row, RowLine(stats, sums));
+            }
+            if constexpr (kRing) ring.release(p, shared);
+        }
+    }
+};
+
+// The block's sums of its columns, those of its teams added, to `to`. Contains barriers.
+template <int kSlots>
+__device__ void publish(const NormBackwardParams& p, const Team& team, float (&total)[kSlots][8], float4* scratch,
+                        float* to) {
+    __syncthreads();
+    const uint32_t apart = max(team.threads, 32u), slots = ceil_div<uint32_t>(p.cols, 8 * team.threads);
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+            for (uint32_t lane = 16; lane >= team.threads; lane /= 2) {
+                total[i][c] += __shfl_xor_sync(kFullWarp, total[i][c], lane);
+            }
+        }
+        if (static_cast<uint32_t>(i) >= slots) continue;
+        float4* words = scratch + 2 * i * kThreads + threadIdx.x;
+        words[0] = make_float4(total[i][0], total[i][1], total[i][2], total[i][3]);
+        words[kThreads] = make_float4(total[i][4], total[i][5], total[i][6], total[i][7]);
+    }
+    __syncthreads();
+    for (uint32_t item = threadIdx.x; item < 2 * slots * team.threads; item += kThreads) {
+        const uint32_t word = item / team.threads, rank = item % team.threads;
+        const uint32_t col = 8 * (rank + word / 2 * team.threads) + 4 * (word % 2);
+        const float4* from = scratch + word * kThreads + rank;
+        float4 sum = from[0];
+        for (uint32_t other = apart; other < kThreads; other += apart) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) element(sum, i) += (&from[other].x)[i];
+        }
+        if (p.cols % 4 == 0) {
+            if (col < p.cols) *reinterpret_cast<float4*>(to + col) = sum;
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (col + i < p.cols) to[col + i] = element(sum, i);
+            }
+        }
+    }
+}
+
+// Four columns of what a block has published; zeros behind the end.
+__device__ inline float4 load_partial(const NormBackwardParams& p, const float* from, uint32_t col) {
+    if (p.cols % 4 == 0 && col < p.cols) return __ldcg(reinterpret_cast<const float4*>(from + col));
+    float4 part = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (col + i < p.cols) element(part, i) = __ldcg(from + col + i);
+    }
+    return part;
+}
+
+// Adds what the blocks have published for 128 columns. Contains barriers.
+__device__ inline void finish_columns(const NormBackwardParams& p, const float* from, void* to, uint32_t col0,
+                                      Shared& shared) {
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const uint32_t col = col0 + 4 * lane;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (uint32_t first = warp; first < gridDim.x; first += kWarps * kFlight) {
+        float4 part[kFlight];
+#pragma unroll
+        for (uint32_t i = 0; i < kFlight; ++i) {
+            const uint32_t block = first + i * kWarps;
+            part[i] = block < gridDim.x ? load_partial(p, from + static_cast<size_t>(block) * p.cols, col)
+                                        : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < kFlight; ++i) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) element(sum, j) += element(part[i], j);
+        }
+    }
+    __syncthreads();  // the sums of the item before have been read
+    shared.columns[warp][lane] = sum;
+    __syncthreads();
+    if (threadIdx.x >= kItemCols || col0 + threadIdx.x >= p.cols) return;
+    float total = 0.0f;
+#pragma unroll
+    for (uint32_t i = 0; i < kWarps; ++i) total += (&shared.columns[i][0].x)[threadIdx.x];
+    store_float(to, col0 + threadIdx.x, p.weight_kind, total);
+}
+
+template <Source kSource, Floating In, int kSlots>
+__device__ void norm_backward(const NormBackwardParams& p, Shared& shared, uint4* dynamic) {
+    auto& rendezvous = *reinterpret_cast<Rendezvous*>(p.counters);
+    const bool summed = p.dgamma != nullptr || p.dbeta != nullptr;
+    if (summed) rendezvous.enter();
+    Team team(p.team);
+    Rows<kSource, In, kSlots> rows(p, shared, team, dynamic);
+    rows.run();
+    if (!summed) return;
+    auto* scratch = reinterpret_cast<float4*>(dynamic);
+    const size_t size = static_cast<size_t>(gridDim.x) * p.cols, own = static_cast<size_t>(blockIdx.x) * p.cols;
+    float* const dbeta_partial = p.partial + (p.dgamma == nullptr ? 0 : size);
+    if (p.dgamma != nullptr) publish(p, team, rows.total.dgamma, scratch, p.partial + own);
+    if (p.dbeta != nullptr) publish(p, team, rows.total.dbeta, scratch, dbeta_partial + own);
+    if (rendezvous.meet()) {
+        const uint32_t tiles = ceil_div<uint32_t>(p.cols, kItemCols);
+        const uint32_t of_dgamma = p.dgamma == nullptr ? 0 : tiles;
+        const uint32_t items = of_dgamma + (p.dbeta == nullptr ? 0 : tiles);
+        for (uint32_t item = rendezvous.first(); item < items; item = rendezvous.next(item)) {
+            const bool is_dgamma = item < of_dgamma;
+            const uint32_t col0 = (is_dgamma ? item : item - of_dgamma) * kItemCols;
+            finish_columns(p, is_dgamma ? p.partial : dbeta_partial, is_dgamma ? p.dgamma : p.dbeta, col0, shared);
+        }
+    }
+    rendezvous.leave();
+}
+
+template <Source kSource, Floating In>
+__device__ void norm_backward(const NormBackwardParams& p, Shared& shared, uint4* dynamic) {
+    if (p.cols <= 16 * p.team) {
+        norm_backward<kSource, In, 2>(p, shared, dynamic);
+    } else {
+        norm_backward<kSource, In, 3>(p, shared, dynamic);
+    }
+}
+
+template <Floating In>
+__device__ void norm_backward(const NormBackwardParams& p) {
+    __shared__ Shared shared;
+    extern __shared__ uint4 dynamic[];
+    if (rows_are_vectors<In>(p)) {
+        norm_backward<ptx::kBulkCopies ? Source::kRing : Source::kVectors, In>(p, shared, dynamic);
+    } else {
+        norm_backward<Source::kElements, In>(p, shared, dynamic);
+    }
+}
+
+}  // namespace te_fast
+
+#define INSTANCE(symbol, in)                                            \
+    extern "C" __global__ void __launch_bounds__(te_fast::kThreads, 1)  \
+        symbol(const __grid_constant__ te_fast::NormBackwardParams p) { \
+        te_fast::ptx::wait_for_prior_grids();                           \
+        te_fast::norm_backward<te_fast::in>(p);                         \
+    }
+
+INSTANCE(norm_backward_f32, f32)
+INSTANCE(norm_backward_f16, f16)
+INSTANCE(norm_backward_bf16, bf16)
