@@ -122,6 +122,8 @@ impl Compiler<'_> {
         for at in (0..index).rev() {
             match links[at].op {
                 Op::Identity => {}
+                // The op behind it has added the extra gradient.
+                Op::MakeExtraOutput { .. } if self.takes_branch(at).is_some() => {}
                 Op::AddExtraInput { .. } => {
                     let extra = links[at].extra_input;
                     if self.facts.key.extras[extra].1 {
@@ -151,10 +153,7 @@ impl Compiler<'_> {
         into: Option<At>,
         text: &'static str,
     ) -> Result<()> {
-        let y = match into {
-            Some(y) => y,
-            None => self.place_of(index),
-        };
+        let y = into.unwrap_or_else(|| self.place_of(index));
         let (rows, cols, input) = (self.facts.key.rows, self.facts.widths[index], self.facts.key.activation);
         let plan = AffinePlan::new(AffineSpec { rows, cols, input, output: input, row: input, alpha })?;
         self.touch(&[grad.high, r, y]);
