@@ -218,7 +218,7 @@ def test_number_of_extra_inputs():
     direct = ops.Sequential(ops.AddExtraInput())
     for _ in range(2):  # the second call goes to the program at once
         assert torch.equal(direct(x, x), x)
-        with pytest.raises(ValueError, match="expected 1 extra inputs"):
+        with pytest.raises(ArgumentError, match=r"expected 1 extra inputs \(0: AddExtraInput\)"):
             direct(x)
         with pytest.raises(DtypeError, match="must be a torch.Tensor, got NoneType"):
             direct(x, None)

@@ -59,8 +59,13 @@ pub(crate) fn program_module_call<'py>(
         && extra_inputs.iter().all(|extra| state.torch.is_plain(&extra))
         && can_skip_module_call(py, state, &attributes)?;
     if let Some(program) = program.filter(|_| plain) {
-        let is_first = is_first_microbatch.filter(|value| !value.is_none()).map(PyAnyMethods::is_truthy).transpose()?;
-        return program_apply(program.cast::<ProgramHandle>()?, module, inp, extra_inputs, is_first);
+        let program = program.cast::<ProgramHandle>()?;
+        // Another number of extra inputs is an error, which the long way words.
+        if program.try_borrow()?.chain.extra_inputs() == extra_inputs.len() {
+            let is_first = is_first_microbatch.filter(|first| !first.is_none());
+            let is_first = is_first.map(PyAnyMethods::is_truthy).transpose()?;
+            return program_apply(program, module, inp, extra_inputs, is_first);
+        }
     }
     let keywords = others.map_or_else(|| Ok(PyDict::new(py)), PyDictMethods::copy)?;
     if let Some(is_first) = is_first_microbatch {
