@@ -99,7 +99,7 @@ assert te_fast.__version__ == importlib.metadata.version("te_fast")
 }
 
 DRIVER = """
-import json, os, sys, tempfile, traceback
+import json, os, sys, tempfile, traceback, types
 import torch
 
 def run(script):
@@ -109,7 +109,9 @@ def run(script):
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
             try:
-                exec(script, {"__name__": "case"})
+                # A module like any other: torch.compile imports it by its name.
+                case = sys.modules["case"] = types.ModuleType("case")
+                exec(script, case.__dict__)
                 code = 0
             except BaseException:
                 traceback.print_exc()

@@ -44,7 +44,7 @@ for _message in (
     r"Dynamo does not know how to trace the builtin `",
 ):
     _ours = (
-        r"(te_fast\._native\.|<unknown module>\."
+        r"(te_fast\._native\.|(None|<unknown module>)\."
         r"(AmaxSlots|AutocastRegion|LinearHandle|Program|Recipe|WeightHandle)\.__new__)"
     )
     warnings.filterwarnings("ignore", message=_message + _ours)
