@@ -21,7 +21,12 @@ from te_fast import dispatch
 from te_fast.dispatch import NormFunction
 
 REPEATS = 25
-BARS = {"backward": 1.2}
+BARS = {
+    "forward": 1.1,
+    "forward + cast": 1.12,
+    "forward + cast + transpose": 1.25,
+    "backward": 1.2,
+}
 SHAPES = [(8192, 8192), (8192, 4096), (8192, 16384), (16384, 1024), (65536, 128), (4096, 32768)]
 
 Case = tuple[Callable[[], object], int]
@@ -49,6 +54,37 @@ class Timer:
         )
 
 
+def forward(
+    shape: tuple[int, int],
+    function: NormFunction,
+    *,
+    layouts: tuple[bool, bool] = (False, False),
+    residual: bool = False,
+) -> Case:
+    """Return a call and its fewest bytes; with `layouts`, row and transposed, FP8 alone is written."""
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    gamma, beta = torch.randn(2, shape[1], device="cuda", dtype=torch.bfloat16)
+    casts = any(layouts)
+    out = dispatch.norm_outputs(
+        x,
+        function,
+        high_precision=not casts,
+        fp8_dtype=torch.float8_e4m3fn if casts else None,
+        rowwise=layouts[0],
+        columnwise=layouts[1],
+        residual=residual,
+        stats=True,
+    )
+    others = {
+        "beta": beta if function.normalization == "LayerNorm" else None,
+        "residual": torch.randn_like(x) if residual else None,
+        "scale": torch.ones(1, device="cuda") if casts else None,
+        "amax": torch.zeros(1, device="cuda") if casts else None,
+    }
+    size = x.numel() * (2 + (sum(layouts) if casts else 2) + (4 if residual else 0))
+    return lambda: dispatch.norm(x, gamma, function, out, **others), size
+
+
 def backward(shape: tuple[int, int], function: NormFunction, *, add: bool = False) -> Case:
     """Return a call and its fewest bytes."""
     dy, x = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -65,6 +101,14 @@ def cases() -> dict[str, Callable[[tuple[int, int]], Case]]:
     made: dict[str, Callable[[tuple[int, int]], Case]] = {}
     for name in ("LayerNorm", "RMSNorm"):
         function = NormFunction(name)  # type: ignore[arg-type]
+        made[f"{name} forward"] = lambda shape, f=function: forward(shape, f)
+        made[f"{name} forward + cast"] = lambda shape, f=function: forward(
+            shape, f, layouts=(True, False)
+        )
+        made[f"{name} forward + cast + transpose"] = lambda shape, f=function: forward(
+            shape, f, layouts=(True, True)
+        )
+        made[f"add + {name} forward"] = lambda shape, f=function: forward(shape, f, residual=True)
         made[f"{name} backward"] = lambda shape, f=function: backward(shape, f)
         made[f"{name} backward + add"] = lambda shape, f=function: backward(shape, f, add=True)
     return made
@@ -100,7 +144,7 @@ def main() -> None:
                 "floor_us": round(floor, 2),
                 "ratio": round(micros / floor, 3),
             }
-            print(shape, f"{name:28}", rows[name], flush=True)
+            print(shape, f"{name:40}", rows[name], flush=True)
         report["shapes"]["x".join(map(str, shape))] = rows
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(json.dumps(report, indent=1) + "\n")

@@ -6,318 +6,143 @@
 //   y[r][c] = (s[r][c] - mean[r]) * rstd[r] * gamma[c] + beta[c]     zero-centred: gamma[c] + 1
 //   out[r][c] = fp8(y[r][c] * scale)     out_t[c][r] = out[r][c], 0 for rows <= r < ld_t     amax = max |y|
 //
-// All of it is FP32, y included on its way to FP8. A team of whole warps has a row.
+// All of it is FP32, y included on its way to FP8, and (s - mean) * rstd one FMA. A team of warps has a row, a warp
+// 4 KiB of it; the variance is that of each warp about its own mean, put together by the distances of the means.
 //
-// Launch: norm:           a team holds its row in registers: cols <= 32 * team, FP32
-//                         16 * team. Blocks = ceil(rows / strip) with
-//                         strip = blockDim / team.
-//         norm_transpose: the same; a block collects the bytes of `strip` rows, 16 or 32, in strip * chunk bytes of
-//                         shared memory, chunk >= cols. Any number of blocks of 1024 threads.
-//         norm_long:      any cols; the block is the team, strips of 1 row, or of 16 through strip * chunk bytes of
-//                         shared memory with out_t. Blocks = ceil(max(rows, ld_t) / strip) of 1024 threads.
-// Needs:  contiguous tensors, any alignment but that of out_t, 16 bytes; cols >= 1; ld_t and strip multiples of 16
-//         with out_t; chunk a multiple of 128; team 32, 128, 256, 512 or 1024.
+// Launch: norm:           a team holds a row in registers, while the next one is on its way to shared memory. Any
+//                         number of blocks; strip = blockDim / team.
+//         norm_transpose: the same; a block collects the bytes of `strip` = 32 rows in shared memory.
+//         norm_pair:      the same in clusters of two blocks with `strip` = 16 rows each; an even number of blocks.
+//         norm_long:      any cols; `strip` rows at a time, 32 with out_t, `chunk` columns of them at a time.
+//         At most 512 threads. Dynamic shared memory: ring * 128 bytes per thread, then with out_t strip * chunk bytes.
+// Needs:  contiguous tensors, any alignment but that of out_t, 16 bytes; cols >= 1; ld_t a multiple of 16; chunk a
+//         multiple of 128, and at least cols but for norm_long; team a multiple of 32 that divides blockDim.
 // Moves:  per element sizeof(In) for x, for the residual, for the sum and for y, 1 byte per FP8 layout written;
-//         norm_long reads its input three times, RMSNorm twice, of which the first time from memory.
+//         norm_long, and every kernel for tensors without 16-byte loads, reads its input three times.
 
-#include "common/reduce.cuh"
-#include "common/row.cuh"
-#include "common/tile.cuh"
+#include "common/norm_part.cuh"
 
 namespace te_fast {
 
-struct NormParams {
-    const void* x;
-    const void* residual;  // null: none
-    void* sum;             // s, with a residual
-    const void* gamma;
-    const void* beta;    // null: none
-    void* y;             // null: none
-    float* mean;         // null: none
-    float* rstd;         // null: none
-    uint8_t* out;        // null: none
-    uint8_t* out_t;      // null: none
-    const float* scale;  // null: no cast
-    float* scale_inv;    // null: none
-    float* amax;         // null: none; else *amax = max(*amax, |y|)
-    const float* noop;   // null: none; *noop == 1 leaves every output as it is
-    uint64_t rows, cols, ld_t;
-    float eps;
-    uint32_t team, strip, chunk;
-    uint32_t weight_kind, rms, zero_centered, e5m2;
-};
-static_assert(sizeof(NormParams) == 168);
+enum class Way { kRows, kTransposed, kPair, kLong };
 
-constexpr int kMaxThreads = 1024;
-constexpr int kMaxWarps = kMaxThreads / 32;
-// Vectors of eight elements that a thread holds of a row; ops/norm.rs counts on them.
-template <Floating In>
-constexpr int kSlots = sizeof(In) == 4 ? 2 : 4;
-constexpr uint32_t kMaxStrip = 32;  // rows of a block whose bytes are stored transposed together
-
-struct Shared {
-    float sums[2][kMaxWarps];
-    float mean[kMaxStrip], rstd[kMaxStrip];
-};
-
-// The threads of one row.
-struct Team {
-    uint32_t threads, id, rank;
-    uint32_t turn = 0;
-
-    __device__ explicit Team(uint32_t threads)
-        : threads(threads), id(threadIdx.x / threads), rank(threadIdx.x % threads) {}
-
-    // Sum over the team, the same bits in each of its threads. Two buffers: who writes to one again has passed the
-    // barrier that everybody comes to after having read it.
-    __device__ float sum(float x, Shared& shared) {
-        x = warp_sum(x);
-        if (threads == 32) return x;
-        float* sums = shared.sums[turn ^= 1];
-        const uint32_t lane = threadIdx.x % 32;
-        if (lane == 0) sums[threadIdx.x / 32] = x;
-        ptx::sync_threads(id + 1, threads);
-        return warp_sum(lane < threads / 32 ? sums[id * (threads / 32) + lane] : 0.0f);
-    }
-};
-
-struct Stats {
-    float mean, rstd;
-};
-
-// Adds the residual to eight elements. The sum is rounded, so that backward, which reads it, sees the same numbers.
-template <bool kVectors, Floating In>
-__device__ inline Raw8<In> store_sum(const NormParams& p, const Raw8<In>& raw, size_t index, int width) {
-    float a[8], b[8];
-    unpack8<In>(raw, a);
-    unpack8<In>(load_part<kVectors, In>(p.residual, index, width), b);
+// Normalises a thread's part of the rows from `row0` on; `put` takes the bytes. kKeep: with the weights at hand.
+template <bool kWhole, bool kKeep, int kRows, Floating In, typename Put>
+__device__ __forceinline__ void normalise(const NormParams& p, const RowPart<kRows, In>& part,
+                                          const Stats (&stats)[kRows], size_t row0, const Weights* kept, float scale,
+                                          float& amax, Put put) {
+    using Part = RowPart<kRows, In>;
+    const size_t index = row0 * p.cols + part.col;
 #pragma unroll
-    for (int c = 0; c < 8; ++c) a[c] += b[c];
-    const Raw8<In> sum = pack8<In>(a);
-    store_part<kVectors, In>(p.sum, index, width, sum);
-    return sum;
-}
-
-template <Floating In>
-__device__ inline float sum8(const Raw8<In>& raw) {
-    float x[8];
-    unpack8<In>(raw, x);
-    return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
-}
-
-// Sum of the squared distances of `width` elements from `mean`.
-template <bool kVectors, Floating In>
-__device__ inline float squares8(const Raw8<In>& raw, float mean, int width) {
-    float x[8], total = 0.0f;
-    unpack8<In>(raw, x);
+    for (int k = 0; k < Part::kVectors; ++k) {
+        if (!kWhole && k >= part.vectors) break;
+        Weights loaded;
+        if constexpr (!kKeep) loaded = load_weights<true>(p, part.col + k * Part::kRun, 8);
+        const Weights& weights = kKeep ? kept[kKeep ? k : 0] : loaded;
 #pragma unroll
-    for (int c = 0; c < 8; ++c) {
-        const float d = x[c] - mean;
-        if (kVectors || c < width) total = fmaf(d, d, total);
-    }
-    return total;
-}
-
-__device__ inline float rstd_of(const NormParams& p, float squares) {
-    return __frcp_rn(__fsqrt_rn(squares / static_cast<float>(p.cols) + p.eps));
-}
-
-__device__ inline void store_stats(const NormParams& p, size_t row, const Stats& stats) {
-    if (p.mean != nullptr) p.mean[row] = stats.mean;
-    if (p.rstd != nullptr) p.rstd[row] = stats.rstd;
-}
-
-// Normalises eight elements, stores what is asked for, and returns the bytes. `amax` is raised.
-template <bool kVectors, Floating In>
-__device__ inline uint2 normalise8(const NormParams& p, const Raw8<In>& raw, const Stats& stats, size_t row, size_t col,
-                                   int width, float scale, float& amax) {
-    float y[8], gamma[8];
-    unpack8<In>(raw, y);
-    load_weight8<kVectors>(p.gamma, p.weight_kind, col, width, gamma);
-    const float one = p.zero_centered != 0 ? 1.0f : 0.0f;
-#pragma unroll
-    for (int c = 0; c < 8; ++c) y[c] = (y[c] - stats.mean) * stats.rstd * (gamma[c] + one);
-    if (p.beta != nullptr) {
-        float beta[8];
-        load_weight8<kVectors>(p.beta, p.weight_kind, col, width, beta);
-#pragma unroll
-        for (int c = 0; c < 8; ++c) y[c] += beta[c];
-    }
-    const size_t index = row * p.cols + col;
-    if (p.y != nullptr) store_part<kVectors, In>(p.y, index, width, pack8<In>(y));
-    if (p.scale == nullptr) return make_uint2(0, 0);
-    if constexpr (!kVectors) {
-        // A row of NaN or Inf has made something of the zeros behind its end.
-#pragma unroll
-        for (int c = 0; c < 8; ++c) y[c] = c < width ? y[c] : 0.0f;
-    }
-    absmax_into(amax, y);
-    const uint2 bytes = p.e5m2 != 0 ? encode8<e5m2>(y, scale) : encode8<e4m3>(y, scale);
-    if (p.out != nullptr) {
-        if constexpr (kVectors) {
-            *reinterpret_cast<uint2*>(p.out + index) = bytes;
-        } else {
-            store_bytes_partial(p.out + index, bytes, width);
-        }
-    }
-    return bytes;
-}
-
-// Where a row of a strip keeps the bytes of `col`: rows from 16 on keep 64 bytes the other way round, so that both
-// halves of a strip are read from different banks.
-__device__ inline uint8_t* staged(uint8_t* stage, uint32_t chunk, uint32_t row, uint32_t col) {
-    return stage + row * chunk + (col ^ ((row & 16) << 2));
-}
-
-// Writes `strip` rows from `row0` on and `cols` columns from `col0` on, which lie in `stage`, transposed.
-__device__ void store_strip(const NormParams& p, uint8_t* stage, size_t row0, size_t col0, size_t cols) {
-    const uint32_t groups = p.strip / 16, words = static_cast<uint32_t>(ceil_div<size_t>(cols, 4));
-    for (uint32_t item = threadIdx.x; item < words * groups; item += blockDim.x) {
-        const uint32_t group = item % groups, col = item / groups * 4;
-        if (row0 + group * 16 >= p.ld_t) continue;
-        uint32_t low[4][4];
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-            low[i / 4][i % 4] = *reinterpret_cast<const uint32_t*>(staged(stage, p.chunk, group * 16 + i, col));
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) transpose_bytes(low[i]);
-        uint8_t* to = p.out_t + (col0 + col) * p.ld_t + row0 + group * 16;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (col + i >= cols) break;
-            *reinterpret_cast<uint4*>(to + i * p.ld_t) = make_uint4(low[0][i], low[1][i], low[2][i], low[3][i]);
+        for (int row = 0; row < kRows; ++row) {
+            uint2 bytes = make_uint2(0, 0);
+            if (kWhole || row0 + row < p.rows) {
+                const Outputs to = outputs_at<In>(p, index + row * p.cols + k * Part::kRun, 8);
+                bytes = normalise8<true, In>(p, part.slot[row][k], stats[row], weights, to, scale, amax);
+            }
+            put(row, part.col + k * Part::kRun, bytes);
         }
     }
 }
 
-// What a thread holds of its team's row: whole vectors.
-template <Floating In>
-struct RowPart {
-    Raw8<In> slot[kSlots<In>];
-
-    __device__ static uint32_t col(const Team& team, int i) { return 8 * (team.rank + i * team.threads); }
-
-    __device__ void load(const NormParams& p, size_t row, uint32_t col, int i) {
-        slot[i] = load_part<true, In>(p.x, row * p.cols + col, col < p.cols ? 8 : 0);
-    }
-
-    __device__ void load(const NormParams& p, const Team& team, size_t row) {
-#pragma unroll
-        for (int i = 0; i < kSlots<In>; ++i) load(p, row, col(team, i), i);
-    }
-
-    __device__ void add_residual(const NormParams& p, const Team& team, size_t row) {
-#pragma unroll
-        for (int i = 0; i < kSlots<In>; ++i) {
-            const uint32_t at = col(team, i);
-            if (at < p.cols) slot[i] = store_sum<true, In>(p, slot[i], row * p.cols + at, 8);
-        }
-    }
-
-    __device__ void forget() {
-#pragma unroll
-        for (int i = 0; i < kSlots<In>; ++i) {
-#pragma unroll
-            for (int j = 0; j < static_cast<int>(sizeof(In) / 2); ++j) ptx::forget(slot[i].word[j]);
-        }
-    }
-
-    __device__ Stats stats(const NormParams& p, Team& team, Shared& shared) {
-        float mean = 0.0f, squares = 0.0f;
-        if (p.rms == 0) {
-#pragma unroll
-            for (int i = 0; i < kSlots<In>; ++i) mean += sum8<In>(slot[i]);
-            mean = team.sum(mean, shared) / static_cast<float>(p.cols);
-            forget();
-        }
-#pragma unroll
-        for (int i = 0; i < kSlots<In>; ++i) {
-            if (col(team, i) < p.cols) squares += squares8<true, In>(slot[i], mean, 8);
-        }
-        const Stats stats{mean, rstd_of(p, team.sum(squares, shared))};
-        forget();
-        return stats;
-    }
-};
-
-// Rows that teams hold in registers; with kTransposed strip after strip, and the next row is asked for as soon as the
-// registers of this one are free.
-template <bool kTransposed, Floating In>
-__device__ float norm_rows(const NormParams& p, Shared& shared, uint8_t* stage) {
+// Rows that teams hold in registers, strip after strip. kRows > 1: gamma and beta stay in registers too.
+template <Way kWay, int kRows, Floating In>
+__device__ float norm_rows(const NormParams& p, Shared& shared, uint4* dynamic) {
+    constexpr bool kTransposed = kWay != Way::kRows, kPair = kWay == Way::kPair, kKeep = kRows > 1;
+    using Part = RowPart<kRows, In>;
     Team team(p.team);
-    const uint32_t teams = blockDim.x / p.team, cols = static_cast<uint32_t>(p.cols);
+    Part part(p, dynamic, team);
+    Weights kept[kKeep ? Part::kVectors : 1];
+    if constexpr (kKeep) {
+#pragma unroll
+        for (int i = 0; i < Part::kVectors; ++i) {
+            if (i < part.vectors) kept[i] = load_weights<true>(p, part.col + i * Part::kRun, 8);
+        }
+    }
+    const Stage<kPair> stage{reinterpret_cast<uint8_t*>(dynamic + p.ring * Part::ring_words()), p.chunk};
+    const uint32_t rank = strip_rank<kPair>(), blocks = kPair ? 2 : 1, step = blockDim.x / p.team * kRows;
     const size_t end = kTransposed ? p.ld_t : p.rows, stride = static_cast<size_t>(gridDim.x) * p.strip;
     const float scale = p.scale == nullptr ? 0.0f : *p.scale;
-    constexpr bool ahead = kTransposed;
     float amax = 0.0f;
-    RowPart<In> part;
-    size_t row0 = static_cast<size_t>(blockIdx.x) * p.strip;
-    if (ahead && row0 + team.id < p.rows) part.load(p, team, row0 + team.id);
-    for (; row0 < end; row0 += stride) {
-        for (uint32_t i = team.id; i < p.strip; i += teams) {
-            const size_t row = row0 + i;
-            if (row < p.rows) {
-                if (!ahead) part.load(p, team, row);
-                if (p.residual != nullptr) part.add_residual(p, team, row);
-                const Stats stats = part.stats(p, team, shared);
-                if (team.rank == 0) store_stats(p, row, stats);
-                const size_t following = i + teams < p.strip ? row + teams : row0 + stride + team.id;
+    size_t strip0 = static_cast<size_t>(blockIdx.x / blocks) * blocks * p.strip;
+    const uint32_t first = team.id * kRows;
+    if (first < p.strip) part.ask(p, strip0 + rank * p.strip + first);
+    for (; strip0 < end; strip0 += stride) {
+        const size_t base = strip0 + rank * p.strip;
+        for (uint32_t i = first; i < p.strip; i += step) {
+            const size_t row0 = base + i;
+            Stats stats[kRows];
+            part.load(p, row0);
+            part.stats(p, team, shared, i + step < p.strip ? row0 + step : base + stride + first, stats);
+            if (team.rank == 0) {
 #pragma unroll
-                for (int k = 0; k < kSlots<In>; ++k) {
-                    const uint32_t col = part.col(team, k);
-                    if (col >= cols) break;
-                    const uint2 bytes = normalise8<true, In>(p, part.slot[k], stats, row, col, 8, scale, amax);
-                    if constexpr (kTransposed) *reinterpret_cast<uint2*>(staged(stage, p.chunk, i, col)) = bytes;
-                    if (ahead && following < p.rows) part.load(p, following, col, k);
+                for (int row = 0; row < kRows; ++row) {
+                    if (row0 + row < p.rows) store_stats(p, row0 + row, stats[row]);
                 }
-            } else if constexpr (kTransposed) {
-                for (uint32_t col = 8 * team.rank; col < cols; col += 8 * team.threads) {
-                    *reinterpret_cast<uint2*>(staged(stage, p.chunk, i, col)) = make_uint2(0, 0);
-                }
+            }
+            const auto put = [&](uint32_t row, uint32_t col, uint2 bytes) {
+                if constexpr (kTransposed) stage.at(i + row, col) = bytes;
+            };
+            if (part.is_whole(p, row0)) {
+                normalise<true, kKeep>(p, part, stats, row0, kept, scale, amax, put);
+            } else {
+                normalise<false, kKeep>(p, part, stats, row0, kept, scale, amax, put);
             }
         }
         if constexpr (kTransposed) {
-            __syncthreads();
-            store_strip(p, stage, row0, 0, cols);
-            __syncthreads();
+            sync_strip<kPair>();
+            store_strip<kPair>(p, stage, strip0, 0, p.cols);
+            sync_strip<kPair>();
         }
     }
+    ptx::wait_copies<0>();
     return amax;
 }
 
 // Statistics of a row of any length and alignment; with a residual the sum is stored on the way.
 template <bool kVectors, Floating In>
 __device__ Stats read_stats(const NormParams& p, size_t row, Team& team, Shared& shared) {
-    const void* from = p.residual == nullptr ? p.x : p.sum;
     const size_t first = row * p.cols, step = 8 * team.threads;
-    float mean = 0.0f, squares = 0.0f;
-    if (p.rms == 0 || p.residual != nullptr) {
-        for (size_t col = 8 * team.rank; col < p.cols; col += step) {
-            const int width = width_at(col, p.cols);
-            Raw8<In> raw = load_part<kVectors, In>(p.x, first + col, width);
-            if (p.residual != nullptr) raw = store_sum<kVectors, In>(p, raw, first + col, width);
-            mean += sum8<In>(raw);
-        }
-    }
-    mean = p.rms != 0 ? 0.0f : team.sum(mean, shared) / static_cast<float>(p.cols);
+    const void* from = p.residual == nullptr ? p.x : p.sum;
+    float mean[1] = {}, squares[1] = {};
     for (size_t col = 8 * team.rank; col < p.cols; col += step) {
         const int width = width_at(col, p.cols);
-        squares += squares8<kVectors, In>(load_part<kVectors, In>(from, first + col, width), mean, width);
+        Raw8<In> raw = load_part<kVectors, In>(p.x, first + col, width);
+        if (p.residual != nullptr) {
+            raw = add8<In>(raw, load_part<kVectors, In>(p.residual, first + col, width));
+            store_part<kVectors, In>(p.sum, first + col, width, raw);
+        }
+        mean[0] += sum8<In>(raw);
     }
-    return {mean, rstd_of(p, team.sum(squares, shared))};
+    team.sum<1>(mean, shared);
+    mean[0] = p.rms != 0 ? 0.0f : mean[0] / static_cast<float>(p.cols);
+    for (size_t col = 8 * team.rank; col < p.cols; col += step) {
+        const int width = width_at(col, p.cols);
+        add_squares8<kVectors, In>(load_part<kVectors, In>(from, first + col, width), mean[0], width, squares[0]);
+    }
+    team.sum<1>(squares, shared);
+    return {mean[0], rstd_of(p, squares[0])};
 }
 
 // Rows that teams read anew for each use: for rows that registers cannot hold, and for those without 16-byte loads.
-template <bool kVectors, Floating In>
-__device__ float norm_again(const NormParams& p, Shared& shared, uint8_t* stage) {
+template <Way kWay, bool kVectors, Floating In>
+__device__ float norm_again(const NormParams& p, Shared& shared, uint4* dynamic) {
+    constexpr bool kPair = kWay == Way::kPair;
     Team team(p.team);
-    const uint32_t teams = blockDim.x / p.team;
+    const Stage<kPair> stage{reinterpret_cast<uint8_t*>(dynamic + p.ring * (blockDim.x * (kHeldBytes / 16))), p.chunk};
+    const uint32_t rank = strip_rank<kPair>(), blocks = kPair ? 2 : 1, teams = blockDim.x / p.team;
     const void* from = p.residual == nullptr ? p.x : p.sum;
     const size_t end = p.out_t == nullptr ? p.rows : p.ld_t, stride = static_cast<size_t>(gridDim.x) * p.strip;
     const float scale = p.scale == nullptr ? 0.0f : *p.scale;
     float amax = 0.0f;
-    for (size_t row0 = static_cast<size_t>(blockIdx.x) * p.strip; row0 < end; row0 += stride) {
+    for (size_t strip0 = static_cast<size_t>(blockIdx.x / blocks) * blocks * p.strip; strip0 < end; strip0 += stride) {
+        const size_t row0 = strip0 + rank * p.strip;
         for (uint32_t i = team.id; i < p.strip && row0 + i < p.rows; i += teams) {
             const Stats stats = read_stats<kVectors, In>(p, row0 + i, team, shared);
             if (team.rank == 0) {
@@ -338,44 +163,47 @@ __device__ float norm_again(const NormParams& p, Shared& shared, uint8_t* stage)
                         const int width = width_at(col, p.cols);
                         const Raw8<In> raw = load_part<kVectors, In>(from, row * p.cols + col, width);
                         const Stats stats{shared.mean[i], shared.rstd[i]};
-                        bytes = normalise8<kVectors, In>(p, raw, stats, row, col, width, scale, amax);
+                        bytes = normalise8<kVectors, In>(p, raw, stats, load_weights<kVectors>(p, col, width),
+                                                         outputs_at<In>(p, row * p.cols + col, width), scale, amax);
                     }
-                    if (p.out_t != nullptr) *reinterpret_cast<uint2*>(staged(stage, p.chunk, i, at)) = bytes;
+                    if (p.out_t != nullptr) stage.at(i, at) = bytes;
                 }
             }
             if (p.out_t == nullptr) continue;
-            __syncthreads();
-            store_strip(p, stage, row0, col0, cols);
-            __syncthreads();
+            sync_strip<kPair>();
+            store_strip<kPair>(p, stage, strip0, col0, cols);
+            sync_strip<kPair>();
         }
         __syncthreads();
     }
     return amax;
 }
 
-enum class Way { kRows, kTransposed, kLong };
-
 template <Way kWay, Floating In>
-__device__ float norm_by(const NormParams& p, bool vectors, Shared& shared, uint8_t* stage) {
-    if (!vectors) return norm_again<false, In>(p, shared, stage);
+__device__ float norm_by(const NormParams& p, bool vectors, Shared& shared, uint4* dynamic) {
+    if (!vectors) return norm_again<kWay, false, In>(p, shared, dynamic);
     if constexpr (kWay == Way::kLong) {
-        return norm_again<true, In>(p, shared, stage);
+        return norm_again<kWay, true, In>(p, shared, dynamic);
     } else {
-        return norm_rows<kWay == Way::kTransposed, In>(p, shared, stage);
+        constexpr int kRows = kSlots<In> / 2;
+        if (p.cols <= 16 * p.team) return norm_rows<kWay, kRows, In>(p, shared, dynamic);
+        return norm_rows<kWay, 1, In>(p, shared, dynamic);
     }
 }
 
 template <Way kWay, Floating In>
 __device__ void norm(const NormParams& p) {
+#if __CUDA_ARCH__ < 900
+    if constexpr (kWay == Way::kPair) return;  // no plan launches pairs where there are no clusters
+#endif
     if (p.noop != nullptr && *p.noop == 1.0f) return;
     if (blockIdx.x == 0 && threadIdx.x == 0 && p.scale_inv != nullptr) *p.scale_inv = __frcp_rn(*p.scale);
     __shared__ Shared shared;
     extern __shared__ uint4 dynamic[];
-    auto* stage = reinterpret_cast<uint8_t*>(dynamic);
     const bool vectors = p.cols % 8 == 0 && is_aligned(p.x, 16) && is_aligned(p.residual, 16) &&
                          is_aligned(p.sum, 16) && is_aligned(p.gamma, 16) && is_aligned(p.beta, 16) &&
                          is_aligned(p.y, 16) && is_aligned(p.out, 8);
-    float amax = norm_by<kWay, In>(p, vectors, shared, stage);
+    float amax = norm_by<kWay, In>(p, vectors, shared, dynamic);
     if (p.scale != nullptr && p.amax != nullptr) {
         amax = warp_max(amax);
         if (threadIdx.x % 32 == 0) atomic_max_nonnegative(p.amax, amax);
@@ -384,19 +212,28 @@ __device__ void norm(const NormParams& p) {
 
 }  // namespace te_fast
 
-#define INSTANCE(symbol, way, in)                                      \
-    extern "C" __global__ void __launch_bounds__(te_fast::kMaxThreads) \
-        symbol(const __grid_constant__ te_fast::NormParams p) {        \
-        te_fast::ptx::wait_for_prior_grids();                          \
-        te_fast::norm<te_fast::Way::way, te_fast::in>(p);              \
+#if __CUDA_ARCH__ >= 900
+#define PAIRED __cluster_dims__(2, 1, 1)
+#else
+#define PAIRED
+#endif
+
+#define INSTANCE(symbol, way, in, dims)                                  \
+    extern "C" __global__ void dims __launch_bounds__(te_fast::kThreads) \
+        symbol(const __grid_constant__ te_fast::NormParams p) {          \
+        te_fast::ptx::wait_for_prior_grids();                            \
+        te_fast::norm<te_fast::Way::way, te_fast::in>(p);                \
     }
 
-INSTANCE(norm_f32, kRows, f32)
-INSTANCE(norm_f16, kRows, f16)
-INSTANCE(norm_bf16, kRows, bf16)
-INSTANCE(norm_transpose_f32, kTransposed, f32)
-INSTANCE(norm_transpose_f16, kTransposed, f16)
-INSTANCE(norm_transpose_bf16, kTransposed, bf16)
-INSTANCE(norm_long_f32, kLong, f32)
-INSTANCE(norm_long_f16, kLong, f16)
-INSTANCE(norm_long_bf16, kLong, bf16)
+INSTANCE(norm_f32, kRows, f32, )
+INSTANCE(norm_f16, kRows, f16, )
+INSTANCE(norm_bf16, kRows, bf16, )
+INSTANCE(norm_transpose_f32, kTransposed, f32, )
+INSTANCE(norm_transpose_f16, kTransposed, f16, )
+INSTANCE(norm_transpose_bf16, kTransposed, bf16, )
+INSTANCE(norm_pair_f32, kPair, f32, PAIRED)
+INSTANCE(norm_pair_f16, kPair, f16, PAIRED)
+INSTANCE(norm_pair_bf16, kPair, bf16, PAIRED)
+INSTANCE(norm_long_f32, kLong, f32, )
+INSTANCE(norm_long_f16, kLong, f16, )
+INSTANCE(norm_long_bf16, kLong, bf16, )

@@ -106,6 +106,38 @@ __device__ inline void copy_bulk(void* to, const void* from, uint32_t bytes, uin
 #endif
 }
 
+// cp.async.cg.shared.global: 16 bytes that the thread finds in shared memory after wait_copies; zeros unless `inside`.
+__device__ inline void copy_async16(void* shared, const void* global, bool inside) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+                 "r"(inside ? 16 : 0)
+                 : "memory");
+}
+
+// cp.async.commit_group: what the thread has asked for since the last one becomes a group.
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// cp.async.wait_group: until all but the thread's latest `kLeft` groups have arrived.
+template <int kLeft>
+__device__ inline void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// mma.m16n8k16: d += a * b, 16 x 16 by 16 x 8 elements of 16 bits each, row by column, sums in FP32.
+__device__ inline void mma_f16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                               uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ inline void mma_bf16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 // ex2.approx.ftz.f32: 2^x within 2 ulp; a result below 2^-126 is 0.
 __device__ inline float exp2_fast(float x) {
     float value;
@@ -119,5 +151,25 @@ __device__ inline float reciprocal_fast(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
     return value;
 }
+
+#if __CUDA_ARCH__ >= 900
+// %cluster_ctarank: this block's number in its cluster.
+__device__ inline uint32_t cluster_rank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// barrier.cluster.arrive and .wait: until every thread of the cluster has come here; what they wrote is visible.
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// mapa: where block `rank` of the cluster has what this block has at `address` of its shared memory.
+__device__ inline const uint8_t* of_rank(const uint8_t* address, uint32_t rank) {
+    uint64_t there;
+    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(address), "r"(rank));
+    return reinterpret_cast<const uint8_t*>(there);
+}
+#endif
 
 }  // namespace te_fast::ptx

@@ -21,3 +21,16 @@ class Guarded:
     def check(self):
         edges = torch.cat([self.whole[: self.first], self.whole[self.end :]])
         assert (edges == POISON).all(), "a kernel wrote outside its buffer"
+
+
+def guarded_like(outputs, offset=0, aligned=()):
+    """A named tuple's tensors, poisoned, between canaries, `offset` elements off alignment but for fields `aligned`.
+
+    Returns the guards by name and the same tuple of the new tensors.
+    """
+    guards = {}
+    for name, tensor in outputs._asdict().items():
+        if tensor is not None:
+            shift = 0 if name in aligned else offset * tensor.element_size()
+            guards[name] = Guarded(tensor.shape, tensor.dtype, shift)
+    return guards, outputs._replace(**{name: guard.tensor for name, guard in guards.items()})

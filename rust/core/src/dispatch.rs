@@ -114,6 +114,9 @@ pub struct Dispatcher {
     host: HostState,
 }
 
+/// First compute capability that has clusters of blocks.
+const CLUSTERS_FROM: (u32, u32) = (9, 0);
+
 /// What plans size their grids and blocks by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
@@ -121,6 +124,8 @@ pub struct Limits {
     pub multiprocessors: u32,
     /// Shared memory that a block may ask for, bytes.
     pub shared_bytes: u32,
+    /// Whether blocks can form clusters.
+    pub clusters: bool,
 }
 
 impl Dispatcher {
@@ -181,9 +186,11 @@ impl Dispatcher {
     /// # Errors
     /// No driver, no such device.
     pub fn limits(&mut self, device: Device) -> Result<Limits> {
-        let Device::Cuda(ordinal) = device else { return Ok(Limits { multiprocessors: 1, shared_bytes: 48 << 10 }) };
-        let facts = self.facts(ordinal)?;
-        Ok(Limits { multiprocessors: facts.multiprocessors, shared_bytes: facts.shared_bytes })
+        let Device::Cuda(ordinal) = device else {
+            return Ok(Limits { multiprocessors: 1, shared_bytes: 48 << 10, clusters: false });
+        };
+        let &DeviceFacts { capability, multiprocessors, shared_bytes, .. } = self.facts(ordinal)?;
+        Ok(Limits { multiprocessors, shared_bytes, clusters: capability >= CLUSTERS_FROM })
     }
 
     #[inline]

@@ -55,8 +55,8 @@ pub struct NormSpec {
 }
 
 params! {
-    /// Parameters of `norm_*`, `norm_transpose_*` and `norm_long_*`.
-    pub struct NormParams<'a> [168] for Norm | NormTranspose | NormLong => host::norm::run {
+    /// Parameters of `norm_*`, `norm_transpose_*`, `norm_pair_*` and `norm_long_*`.
+    pub struct NormParams<'a> [168] for Norm | NormTranspose | NormPair | NormLong => host::norm::run {
         /// Input `[rows, cols]`.
         pub x: DevPtr<'a>,
         /// What is added to it, or null.
@@ -87,10 +87,10 @@ params! {
         pub noop: DevPtr<'a>,
         /// Rows.
         pub rows: u64,
-        /// Columns.
-        pub cols: u64,
         /// Leading dimension of `out_t`.
         pub ld_t: u64,
+        /// Columns.
+        pub cols: u32,
         /// What is added to the variance.
         pub eps: f32,
         /// Threads that have a row.
@@ -99,6 +99,8 @@ params! {
         pub strip: u32,
         /// Columns that a block has at a time.
         pub chunk: u32,
+        /// Tensors that come through shared memory: none, x, x and the residual.
+        pub ring: u32,
         /// Type of gamma and beta, as [`Float`].
         pub weight_kind: u32,
         /// 1: no mean.
@@ -167,32 +169,112 @@ impl NormBuffers<'_> {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NormPlan {
     spec: NormSpec,
-    kernel: KernelId,
+    share: Share,
     grid: Grid,
     ld_t: usize,
-    team: u32,
-    strip: u32,
-    chunk: u32,
 }
 
 const OP: &str = "norm";
-const MAX_THREADS: u32 = 1024;
-/// Threads of a block of rows that share nothing.
-const ROW_THREADS: u32 = 256;
-/// Sizes of a team; a block has at most 15 that are larger than a warp, one barrier each.
-const TEAMS: [u32; 5] = [32, 128, 256, 512, 1024];
-/// Bytes of its row that a thread holds in registers.
-const HELD_BYTES: usize = 64;
-/// Rows whose bytes are stored transposed together.
-const STRIPS: [u32; 2] = [32, 16];
+const THREADS: u32 = 512;
+/// Threads of a block that stores no transposed layout, where there are too few rows for more.
+const ROW_THREADS: u32 = 128;
+/// Bytes of its team's rows that a thread holds.
+const HELD_BYTES: usize = 128;
+/// Columns of a thread that has several rows at a time; one of longer rows has as many as it holds.
+const NARROW: usize = 16;
+/// Rows that are stored transposed together.
+const STRIP: u32 = 32;
 /// What chunks are a multiple of.
 const CHUNK: usize = 128;
 /// Static shared memory of a block, and what the driver keeps.
 const RESERVED_SHARED: u32 = 2048;
 
-/// The smallest team that can hold a row in registers.
-pub(crate) fn team_for(cols: usize, input: Float) -> Option<u32> {
-    TEAMS.into_iter().find(|&team| cols <= team as usize * HELD_BYTES / input.size())
+/// Threads that have rows to themselves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Team {
+    threads: u32,
+    /// Rows at a time.
+    rows: u32,
+}
+
+impl Team {
+    /// The smallest that can hold rows of `cols` columns in registers.
+    fn of(cols: usize, input: Float) -> Option<Self> {
+        let held = HELD_BYTES / input.size();
+        [NARROW, held].into_iter().find_map(|columns| {
+            let threads = cols.div_ceil(columns * 32) * 32;
+            let rows = (held / columns) as u32;
+            (threads <= THREADS as usize).then_some(Self { threads: threads as u32, rows })
+        })
+    }
+
+    /// As many as fit into so many threads, at least one.
+    const fn fill(self, threads: u32) -> u32 {
+        if threads < self.threads { self.threads } else { threads / self.threads * self.threads }
+    }
+}
+
+/// How a block works through its rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Share {
+    kernel: KernelId,
+    threads: u32,
+    team: u32,
+    strip: u32,
+    chunk: u32,
+    ring: u32,
+}
+
+impl Share {
+    fn shared_bytes(&self, columnwise: bool) -> usize {
+        let stage = if columnwise { self.strip as usize * self.chunk as usize } else { 0 };
+        self.ring as usize * self.threads as usize * HELD_BYTES + stage
+    }
+
+    /// Without the transposed layout.
+    fn of_rows(spec: &NormSpec, team: Option<Team>, whole: u32, shared: usize) -> Self {
+        let Some(team) = team else {
+            let kernel = KernelId::NormLong(spec.input);
+            return Self { kernel, threads: THREADS, team: THREADS, strip: 1, chunk: whole, ring: 0 };
+        };
+        let strip_of = |threads| threads / team.threads * team.rows;
+        let many = spec.rows >= (spec.limits.multiprocessors * strip_of(team.fill(THREADS))) as usize;
+        let threads = team.fill(if many { THREADS } else { ROW_THREADS });
+        let (kernel, strip) = (KernelId::Norm(spec.input), strip_of(threads));
+        let share = |ring| Self { kernel, threads, team: team.threads, strip, chunk: whole, ring };
+        let ring = (0..=1 + u32::from(spec.residual)).rev().find(|&ring| share(ring).shared_bytes(false) <= shared);
+        share(ring.unwrap_or(0))
+    }
+
+    /// With it: the first way whose shared memory the device has.
+    fn of_strips(spec: &NormSpec, team: Option<Team>, whole: u32, shared: usize) -> Self {
+        let one = KernelId::NormTranspose(spec.input);
+        let pair = KernelId::NormPair(spec.input);
+        let most = if spec.residual { 2 } else { 1 };
+        let ways = [(one, most), (one, 1), (pair, most), (pair, 1), (one, 0), (pair, 0)];
+        let held = ways.into_iter().filter(|&(kernel, _)| kernel != pair || spec.limits.clusters).find_map(|way| {
+            let ((kernel, ring), team) = (way, team?);
+            let strip = if kernel == pair { STRIP / 2 } else { STRIP };
+            let threads = team.fill(THREADS);
+            let share = Self { kernel, threads, team: team.threads, strip, chunk: whole, ring };
+            (share.shared_bytes(true) <= shared).then_some(share)
+        });
+        held.unwrap_or_else(|| {
+            let most = (shared / STRIP as usize / CHUNK).max(1) * CHUNK;
+            let kernel = KernelId::NormLong(spec.input);
+            Self { kernel, threads: THREADS, team: THREADS, strip: STRIP, chunk: whole.min(most as u32), ring: 0 }
+        })
+    }
+
+    /// Blocks for so many strips: all of them, but no more than run at once where a block goes on to other strips.
+    fn blocks(&self, strips: usize, multiprocessors: u32) -> usize {
+        let at_once = (multiprocessors.max(1) * (THREADS / self.threads)) as usize;
+        match self.kernel {
+            KernelId::NormLong(_) => strips,
+            KernelId::NormPair(_) => strips.min(at_once).next_multiple_of(2),
+            _ => strips.min(at_once),
+        }
+    }
 }
 
 impl NormPlan {
@@ -201,48 +283,25 @@ impl NormPlan {
     /// # Errors
     /// A shape beyond what a launch can index, an eps that is negative or NaN, or nothing to write.
     pub fn new(spec: NormSpec) -> Result<Self> {
-        let NormSpec { rows, cols, input, .. } = spec;
-        check_outputs(OP, spec.high || spec.stats || spec.residual, spec.fp8, spec.rowwise || spec.columnwise)?;
+        let NormSpec { rows, cols, input, columnwise, .. } = spec;
+        check_outputs(OP, spec.high || spec.stats || spec.residual, spec.fp8, spec.rowwise || columnwise)?;
         check_shape(OP, rows, cols)?;
         if spec.eps.is_nan() || spec.eps < 0.0 {
             return Err(Error::value(OP, format_args!("eps must not be negative, got {}", spec.eps)));
         }
-        let ld_t = if spec.columnwise { rows.next_multiple_of(TRANSPOSED_ALIGN) } else { 0 };
-        let whole = cols.next_multiple_of(CHUNK);
-        let shared =
-            (spec.limits.shared_bytes.saturating_sub(RESERVED_SHARED) as usize).max(STRIPS[1] as usize * CHUNK);
-        let team = team_for(cols, input);
-        let strip = STRIPS.into_iter().find(|&strip| strip as usize * whole <= shared);
-        // The plan without its grid's size, and the threads of a block.
-        let plan = |kernel, team, strip, chunk: usize| Self {
-            spec,
-            kernel,
-            grid: Grid::linear(1, MAX_THREADS),
-            ld_t,
-            team,
-            strip,
-            chunk: chunk as u32,
+        let ld_t = if columnwise { rows.next_multiple_of(TRANSPOSED_ALIGN) } else { 0 };
+        let team = Team::of(cols, input);
+        let whole = cols.next_multiple_of(CHUNK) as u32;
+        let shared = spec.limits.shared_bytes.saturating_sub(RESERVED_SHARED) as usize;
+        let share = if columnwise {
+            Share::of_strips(&spec, team, whole, shared)
+        } else {
+            Share::of_rows(&spec, team, whole, shared)
         };
-        let mut plan = match (spec.columnwise, team, strip) {
-            (false, Some(team), _) => plan(KernelId::Norm(input), team, ROW_THREADS.max(team) / team, whole),
-            (false, None, _) => plan(KernelId::NormLong(input), MAX_THREADS, 1, whole),
-            (true, Some(team), Some(strip)) => plan(KernelId::NormTranspose(input), team, strip, whole),
-            (true, _, _) => {
-                let strip = STRIPS[1];
-                let most = shared / strip as usize / CHUNK * CHUNK;
-                plan(KernelId::NormLong(input), MAX_THREADS, strip, whole.min(most))
-            }
-        };
-        let strips = rows.max(ld_t).div_ceil(plan.strip as usize).max(1);
-        let blocks = match plan.kernel {
-            KernelId::NormTranspose(_) => strips.min(spec.limits.multiprocessors.max(1) as usize),
-            _ => strips,
-        };
-        let blocks = i32::try_from(blocks).map_err(|_| Error::shape(OP, "the number of rows", "below 2**31", rows))?;
-        let threads = if matches!(plan.kernel, KernelId::Norm(_)) { ROW_THREADS.max(plan.team) } else { MAX_THREADS };
-        let stage = if spec.columnwise { plan.strip * plan.chunk } else { 0 };
-        plan.grid = Grid::linear(blocks as u32, threads).with_shared(stage);
-        Ok(plan)
+        let strips = rows.max(ld_t).div_ceil(share.strip as usize).max(1);
+        let blocks = share.blocks(strips, spec.limits.multiprocessors) as u32;
+        let grid = Grid::linear(blocks, share.threads).with_shared(share.shared_bytes(columnwise) as u32);
+        Ok(Self { spec, share, grid, ld_t })
     }
 
     /// What the plan was made for.
@@ -301,18 +360,19 @@ impl NormPlan {
             amax: used(casts, b.amax),
             noop: b.noop,
             rows: spec.rows as u64,
-            cols: spec.cols as u64,
             ld_t: self.ld_t as u64,
+            cols: spec.cols as u32,
             eps: spec.eps,
-            team: self.team,
-            strip: self.strip,
-            chunk: self.chunk,
+            team: self.share.team,
+            strip: self.share.strip,
+            chunk: self.share.chunk,
+            ring: self.share.ring,
             weight_kind: spec.weight as u32,
             rms: u32::from(spec.kind == NormKind::RmsNorm),
             zero_centered: u32::from(spec.zero_centered_gamma),
             e5m2: u32::from(spec.fp8 == Some(Fp8::E5m2)),
         };
-        launch(target, self.kernel, self.grid, &params)
+        launch(target, self.share.kernel, self.grid, &params)
     }
 
     /// Every buffer that the kernel will use is there, and aligned where it must be.
@@ -342,6 +402,9 @@ pub(crate) fn check_shape(op: &'static str, rows: usize, cols: usize) -> Result<
     if cols == 0 || i32::try_from(cols).is_err() {
         return Err(Error::shape(op, "the number of columns", "from 1 to 2**31 - 1", cols));
     }
+    if i32::try_from(rows).is_err() {
+        return Err(Error::shape(op, "the number of rows", "below 2**31", rows));
+    }
     if rows.checked_mul(cols).and_then(|count| count.checked_mul(4)).is_none() {
         return Err(Error::shape(op, "the tensor", "of a size that memory can have", format_args!("{rows} x {cols}")));
     }
@@ -352,8 +415,8 @@ pub(crate) fn check_shape(op: &'static str, rows: usize, cols: usize) -> Result<
 mod tests {
     use super::*;
 
-    const HOPPER: Limits = Limits { multiprocessors: 132, shared_bytes: 232_448 };
-    const ADA: Limits = Limits { multiprocessors: 128, shared_bytes: 101_376 };
+    const HOPPER: Limits = Limits { multiprocessors: 132, shared_bytes: 232_448, clusters: true };
+    const ADA: Limits = Limits { multiprocessors: 128, shared_bytes: 101_376, clusters: false };
 
     fn plan(rows: usize, cols: usize, input: Float, columnwise: bool, limits: Limits) -> Result<NormPlan> {
         NormPlan::new(NormSpec {
@@ -376,25 +439,11 @@ mod tests {
 
     #[test]
     fn every_length_has_a_launch_within_the_limits() -> Result<()> {
-        for limits in [HOPPER, ADA, Limits { multiprocessors: 1, shared_bytes: 0 }] {
+        for limits in [HOPPER, ADA, Limits { shared_bytes: 48 << 10, ..ADA }] {
             for input in [Float::F32, Float::Bf16] {
                 for cols in [1, 7, 1024, 1025, 4096, 8192, 12_288, 16_384, 32_768, 32_769, 65_536, 1 << 20] {
                     for columnwise in [false, true] {
-                        let plan = plan(1000, cols, input, columnwise, limits)?;
-                        let Grid { blocks, threads, shared_bytes } = plan.grid;
-                        assert!(shared_bytes <= limits.shared_bytes.max(RESERVED_SHARED), "{plan:?}");
-                        assert_eq!((threads % plan.team, plan.chunk % CHUNK as u32), (0, 0), "{plan:?}");
-                        assert!(blocks[0] >= 1 && threads <= MAX_THREADS, "{plan:?}");
-                        if matches!(plan.kernel, KernelId::NormLong(_)) {
-                            assert_eq!(blocks[0] as usize, plan.spec.rows.max(plan.ld_t).div_ceil(plan.strip as usize));
-                        } else {
-                            assert!(cols <= plan.team as usize * HELD_BYTES / input.size(), "{plan:?}");
-                            assert!(plan.chunk as usize >= cols, "{plan:?}");
-                        }
-                        if columnwise {
-                            assert!(plan.strip == 16 || plan.strip == 32, "{plan:?}");
-                            assert_eq!(shared_bytes, plan.strip * plan.chunk);
-                        }
+                        check(&plan(1000, cols, input, columnwise, limits)?, limits);
                     }
                 }
             }
@@ -402,11 +451,32 @@ mod tests {
         Ok(())
     }
 
+    fn check(plan: &NormPlan, limits: Limits) {
+        let NormPlan { spec, share, grid, .. } = plan;
+        let strips = spec.rows.max(plan.ld_t).div_ceil(share.strip as usize);
+        assert!(grid.shared_bytes <= limits.shared_bytes, "{plan:?}");
+        assert_eq!((grid.threads % share.team, share.team % 32, share.chunk % CHUNK as u32), (0, 0, 0), "{plan:?}");
+        assert!(grid.blocks[0] >= 1 && grid.threads <= THREADS, "{plan:?}");
+        if let KernelId::NormLong(_) = share.kernel {
+            assert_eq!(grid.blocks[0] as usize, strips);
+        } else {
+            assert!(spec.cols <= share.team as usize * HELD_BYTES / spec.input.size(), "{plan:?}");
+            assert!(share.chunk as usize >= spec.cols, "{plan:?}");
+        }
+        if let KernelId::NormPair(_) = share.kernel {
+            assert!(limits.clusters && grid.blocks[0].is_multiple_of(2) && share.strip == 16, "{plan:?}");
+        } else if spec.columnwise {
+            assert_eq!(share.strip, 32, "{plan:?}");
+        }
+    }
+
     #[test]
     fn rows_go_where_they_fit() -> Result<()> {
-        let kernel = |cols, columnwise, limits| plan(4096, cols, Float::Bf16, columnwise, limits).map(|p| p.kernel);
+        let kernel =
+            |cols, columnwise, limits| plan(4096, cols, Float::Bf16, columnwise, limits).map(|p| p.share.kernel);
         assert_eq!(kernel(8192, false, HOPPER)?, KernelId::Norm(Float::Bf16));
-        assert_eq!(kernel(8192, true, HOPPER)?, KernelId::NormTranspose(Float::Bf16));
+        assert_eq!(kernel(4096, true, HOPPER)?, KernelId::NormTranspose(Float::Bf16));
+        assert_eq!(kernel(8192, true, HOPPER)?, KernelId::NormPair(Float::Bf16));
         assert_eq!(kernel(8192, true, ADA)?, KernelId::NormLong(Float::Bf16));
         assert_eq!(kernel(65_536, false, HOPPER)?, KernelId::NormLong(Float::Bf16));
         assert!(plan(4, 0, Float::F32, false, HOPPER).is_err());

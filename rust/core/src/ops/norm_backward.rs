@@ -338,8 +338,8 @@ impl NormBackwardPlan {
 mod tests {
     use super::*;
 
-    const HOPPER: Limits = Limits { multiprocessors: 132, shared_bytes: 232_448 };
-    const ADA: Limits = Limits { multiprocessors: 128, shared_bytes: 101_376 };
+    const HOPPER: Limits = Limits { multiprocessors: 132, shared_bytes: 232_448, clusters: true };
+    const ADA: Limits = Limits { multiprocessors: 128, shared_bytes: 101_376, clusters: false };
     const SPEC: NormBackwardSpec = NormBackwardSpec {
         rows: 8192,
         cols: 8192,
@@ -356,7 +356,7 @@ mod tests {
 
     #[test]
     fn every_length_has_a_launch_within_the_limits() -> Result<()> {
-        for limits in [HOPPER, ADA, Limits { multiprocessors: 1, shared_bytes: 0 }] {
+        for limits in [HOPPER, ADA, Limits { multiprocessors: 1, shared_bytes: 0, clusters: false }] {
             for input in [Float::F32, Float::Bf16] {
                 for cols in [1, 7, 64, 65, 1024, 8191, 8192, 8193, 16_384, 16_385, 65_536, 1 << 20] {
                     for rows in [0, 1, 16, 17, 8192] {
