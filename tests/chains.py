@@ -122,14 +122,22 @@ class Chain(torch.nn.Module):
 
 
 def results(
-    chain: Chain, run: Any, x: torch.Tensor, extras: list[torch.Tensor], grads: list[torch.Tensor]
+    chain: Chain,
+    run: Any,
+    x: torch.Tensor,
+    extras: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    *,
+    backwards: int = 1,
 ) -> list[torch.Tensor]:
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, *extras)]
     chain.zero_grad(set_to_none=True)
     # In-place ops write into an extra input: torch forbids that for leaves.
     out = run(leaves[0], *[extra.clone() for extra in leaves[1:]])
     outputs = out if isinstance(out, tuple) else (out,)
-    torch.autograd.backward(outputs, [grad.clone() for grad in grads[: len(outputs)]])
+    for left in reversed(range(backwards)):
+        clones = [grad.clone() for grad in grads[: len(outputs)]]
+        torch.autograd.backward(outputs, clones, retain_graph=left > 0)
     made = [*outputs, *[leaf.grad for leaf in leaves], *[p.grad for p in chain.parameters()]]
     return [tensor.detach().clone() for tensor in made]
 
@@ -175,7 +183,7 @@ CHAINS: dict[str, list[Any]] = {
     "norm_branch": [("layer_norm",), ("branch", False), ("linear", 48)],
     "block": [
         *[("branch", False), ("rms_norm",), ("linear", 64), ("silu",), ("linear", 32), ("bias",)],
-        *[("add", False), ("branch", True), ("layer_norm",), ("linear", 32), ("add", True)],
+        *[("add", False), ("branch", True), ("layer_norm",), ("linear", 32), ("add", False)],
     ],
 }
 
