@@ -181,6 +181,7 @@ CHAINS: dict[str, list[Any]] = {
     "branch_norm_in_place": [("branch", True), ("rms_norm",), ("linear", 48)],
     "two_branches_norm": [("branch", False), ("branch", False), ("layer_norm",), ("linear", 48)],
     "norm_branch": [("layer_norm",), ("branch", False), ("linear", 48)],
+    "norm_hand": [("rms_norm",), ("linear", 64), ("linear", 48), ("bias",), ("linear", 32)],
     "block": [
         *[("branch", False), ("rms_norm",), ("linear", 64), ("silu",), ("linear", 32), ("bias",)],
         *[("add", False), ("branch", True), ("layer_norm",), ("linear", 32), ("add", False)],

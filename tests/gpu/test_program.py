@@ -76,7 +76,7 @@ def test_activation_epilogues_compute_what_the_kernels_do(name: str, recipe: Any
 
 
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling, Float8BlockScaling])
-@pytest.mark.parametrize("name", ["three", "mlp", "residual"])
+@pytest.mark.parametrize("name", ["three", "mlp", "residual", "norm_swiglu", "block"])
 def test_graphs_of_repeated_addresses_give_the_same_bits(name: str, recipe: Any) -> None:
     chain, x, extras, grads = on_gpu(name, torch.bfloat16, rows=64)
     inputs = [torch.randn_like(x) for _ in range(5)]
@@ -113,9 +113,17 @@ def test_a_replayed_chain_sees_a_changed_weight() -> None:
     assert not torch.equal(before, after[0])
 
 
-def test_capture_and_streams() -> None:
-    chain, x, _, _ = on_gpu("mlp", torch.bfloat16)
-    with te.autocast(recipe=Float8CurrentScaling()), torch.no_grad():
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("mlp", Float8CurrentScaling),
+        ("norm_swiglu", Float8BlockScaling),
+        ("norm_hand", DelayedScaling),
+    ],
+)
+def test_capture_and_streams(name: str, recipe: Any) -> None:
+    chain, x, _, _ = on_gpu(name, torch.bfloat16)
+    with te.autocast(recipe=recipe()), torch.no_grad():
         expected = chain(x).clone()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -134,6 +142,38 @@ def test_capture_and_streams() -> None:
                     outs.append(chain(x))
             torch.cuda.synchronize()
             assert all(torch.equal(out, expected) for out in outs)
+
+
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling, Float8BlockScaling])
+@pytest.mark.parametrize("name", ["mlp", "norm_swiglu", "block"])
+def test_capture_of_forward_and_backward(name: str, recipe: Any) -> None:
+    chain, x, extras, grads = on_gpu(name, torch.bfloat16, rows=64)
+    leaves = [t.requires_grad_() for t in (x, *extras)]
+    tensors = [*leaves, *chain.parameters()]
+    region = {"enabled": recipe is not None, "recipe": recipe() if recipe else None}
+
+    def step() -> list[torch.Tensor]:
+        with te.autocast(**region):
+            out = chain(*leaves)
+        outputs = out if isinstance(out, tuple) else (out,)
+        clones = [t.clone() for t in grads[: len(outputs)]]  # some are added to in place
+        return [*outputs, *torch.autograd.grad(outputs, tensors, clones)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            expected = [t.detach().clone() for t in step()]
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        for tensor in captured:
+            tensor.detach().zero_()
+        graph.replay()
+        assert all(map(torch.equal, captured, expected))
 
 
 def test_memory_is_flat() -> None:
