@@ -5,13 +5,15 @@
 //
 // y stays in FP32 between the two; `act` and `lin` are those of common/activation_math.cuh; s is 1 without row_scale.
 //
-// Launch: activation, activation_gated: blocks = ceil(cols / 128) * ceil(max(rows, ld_t) / 128); 256 threads.
+// Launch: activation, activation_gated: blocks = plan.tiles_cols * plan.strips, tiles_cols = ceil(cols / 128) and
+//         tiles_rows = ceil(rows / 128), both at least 1; 256 threads; 48 KiB of dynamic shared memory. The plan is any
+//         that covers the tiles (common/strip.cuh).
 // Needs:  contiguous tensors; any rows, cols, alignment of x, y and out; ld_t a multiple of 16, out_t 16-byte aligned;
 //         interleave 0 or a divisor of cols.
 // Moves:  sizeof(In) per element of x, and per element of y sizeof(In) for y and 1 byte per FP8 layout written.
 
-#include "common/activation.cuh"
 #include "common/reduce.cuh"
+#include "common/strip.cuh"
 
 namespace te_fast {
 
@@ -27,102 +29,133 @@ struct ActivationParams {
     const float* noop;      // null: none; *noop == 1 leaves every output as it is
     uint64_t rows, cols, ld_t;
     CurveConstants constants;
-    uint32_t curve, row_scale_kind, interleave, e5m2, tiles_cols;
+    StripPlan plan;
+    uint32_t curve, row_scale_kind, interleave, e5m2;
 };
-static_assert(sizeof(ActivationParams) == 136);
+static_assert(sizeof(ActivationParams) == 168);
 
-// Rows whose loads are under way at once.
-template <bool kVectors, Floating In>
-constexpr int kForwardRows = !kVectors         ? 1
-                             : sizeof(In) == 2 ? 4
-                                               : 2;
+template <bool kGated, Floating In>
+struct ForwardShared {
+    TransposeBuffer tile;
+    RowRing<kInputs<kGated, false>, In> ring;
+};
+// What the launch asks for, in ops/activation.rs.
+static_assert(sizeof(ForwardShared<false, bf16>) == 48 << 10 && sizeof(ForwardShared<false, f32>) == 48 << 10);
+static_assert(sizeof(ForwardShared<true, bf16>) == 48 << 10 && sizeof(ForwardShared<true, f32>) == 48 << 10);
 
-// The tile's rows: y stored, the bytes left in the own slots of `buffer`. Returns max |y| of the thread.
-template <bool kVectors, bool kGated, Floating In, typename ActivationCurve>
-__device__ float activate_rows(const ActivationParams& p, const TilePlace& place, const ActivationCurve& curve,
-                               TransposeBuffer& buffer) {
-    constexpr int kStep = kForwardRows<kVectors, In>, kCount = Halves<kGated>::kCount;
-    const In* x = static_cast<const In*>(p.x);
-    const PatchPlace<kGated> from(place, {place.cols, p.interleave});
+// Eight elements of y before the row's factor.
+template <bool kGated, Floating In, typename ActivationCurve>
+__device__ inline void activate8(const RowInputs<kGated, false, In>& in, const ActivationCurve& curve, float (&y)[8]) {
+    if constexpr (std::same_as<ActivationCurve, AnyCurve>) {
+        return with_curve<kGated>(curve.kind, curve.constants, [&](const auto& c) { activate8<kGated, In>(in, c, y); });
+    } else {
+        unpack8<In>(in.tensor[0], y);
+#pragma unroll
+        for (int c = 0; c < 8; ++c) y[c] = curve.value(y[c]);
+        if constexpr (kGated) {
+            float l[8];
+            unpack8<In>(in.tensor[1], l);
+#pragma unroll
+            for (int c = 0; c < 8; ++c) y[c] *= curve.linear(l[c]);
+        }
+    }
+}
+
+// The rows of the strip. Returns max |y| of the thread. `kCasts`: it is known that y is cast, written in row layout and
+// nowhere in high precision, and that there is no row scale.
+template <bool kVectors, bool kCasts, bool kGated, Floating In, typename ActivationCurve>
+__device__ __forceinline__ float activate_rows(const ActivationParams& p, const Strip& strip,
+                                               const ActivationCurve& curve, ForwardShared<kGated, In>& shared) {
+    TilePlace place = strip.top(p.rows, p.cols);
+    PatchPlace<kGated> from(place, {p.cols, p.interleave});
+    PatchPlace<false> to(place, {p.cols, 0});
+    RowReader<kVectors, kGated, false, In> reader(p.x, nullptr, from, to, shared.ring);
     const float scale = p.scale == nullptr ? 0.0f : *p.scale;
     float amax = 0.0f;
+    const auto do_row = [&](int i, uint2& bytes) {
+        float y[8];
+        activate8<kGated, In>(reader.read(i), curve, y);
+        if (!kCasts && p.row_scale != nullptr && i < to.rows) {
+            const float s = load_float(p.row_scale, place.row(i), p.row_scale_kind);
+#pragma unroll
+            for (int c = 0; c < 8; ++c) y[c] *= s;
+        }
+        if (!kCasts && p.y != nullptr) store_row8<kVectors>(static_cast<In*>(p.y), to, i, 0, y);
+        if (!kCasts && p.scale == nullptr) return;
+        absmax_into(amax, y);
+        bytes = p.e5m2 != 0 ? encode8<e5m2>(y, scale) : encode8<e4m3>(y, scale);
+        if (kCasts || p.out != nullptr) store_bytes8<kVectors>(p.out, to, i, 0, bytes);
+    };
 #pragma unroll 1
-    for (int step = 0; step < kPatch; step += kStep) {
-        Raw8<In> raw[kStep][kCount];
+    for (uint32_t left = strip.tiles; left > 0; --left) {
+        if constexpr (kCasts) {
+#pragma unroll 1
+            for (int above = 0; above < kPatch; above += RowGroup::kRows) {
+                RowGroup group;
 #pragma unroll
-        for (int i = 0; i < kStep; ++i) {
-#pragma unroll
-            for (int half = 0; half < kCount; ++half) raw[i][half] = load_row8<kVectors>(x, from, step + i, half);
+                for (int i = 0; i < RowGroup::kRows; ++i) do_row(above + i, group.row[i]);
+                if (p.out_t == nullptr) continue;
+                if (above == 0) __syncthreads();  // the tile before has been read
+                group.put(shared.tile, above);
+            }
+        } else {
+            if (p.out_t != nullptr) __syncthreads();  // the tile before has been read
+#pragma unroll 1
+            for (int i = 0; i < kPatch; ++i) do_row(i, own_slot(shared.tile, i));
+            if (p.out_t != nullptr) put_slots(shared.tile);
         }
-#pragma unroll
-        for (int i = 0; i < kStep; ++i) {
-            float y[8];
-            unpack8<In>(raw[i][0], y);
-#pragma unroll
-            for (int c = 0; c < 8; ++c) y[c] = curve.value(y[c]);
-            if constexpr (kGated) {
-                float l[8];
-                unpack8<In>(raw[i][1], l);
-#pragma unroll
-                for (int c = 0; c < 8; ++c) y[c] *= curve.linear(l[c]);
-            }
-            if (p.row_scale != nullptr && step + i < from.rows) {
-                const float s = load_float(p.row_scale, place.row(step + i), p.row_scale_kind);
-#pragma unroll
-                for (int c = 0; c < 8; ++c) y[c] *= s;
-            }
-            if (p.y != nullptr) {
-                const PatchPlace<false> to(place, {place.cols, 0});
-                store_row8<kVectors>(static_cast<In*>(p.y), to, step + i, 0, y);
-            }
-            if (p.scale != nullptr) {
-                absmax_into(amax, y);
-                own_slot(buffer, place, step + i) = p.e5m2 != 0 ? encode8<e5m2>(y, scale) : encode8<e4m3>(y, scale);
-            }
+        if (p.out_t != nullptr) {
+            clear_rows(shared.tile, to.rows);
+            __syncthreads();
+            store_columns<false>(p.out_t, p.ld_t, place.row0, strip.tile_col * kTile, {p.cols, 0}, 0, shared.tile);
         }
+        place.row0 += kTile;
+        from.descend();
+        to.descend();
     }
     return amax;
 }
 
 // Blocks per multiprocessor that the registers are capped for: the most without a spill.
-template <bool kGated, Floating In>
-constexpr int kForwardBlocks = kGated && kTileBlocks<In> > 3 ? 3 : kTileBlocks<In>;
+template <bool kGated>
+constexpr int kForwardBlocks = !kManyBlocks ? 2
+                               : kGated     ? 3
+                                            : 4;
 
 template <bool kGated, Floating In>
-__device__ void activation(const ActivationParams& p) {
+__device__ __forceinline__ void activation(const ActivationParams& p) {
     if (p.noop != nullptr && *p.noop == 1.0f) return;
-    const TilePlace place(p.rows, p.cols, blockIdx.x / p.tiles_cols, blockIdx.x % p.tiles_cols);
+    const Strip strip(p.plan);
     if (blockIdx.x == 0 && threadIdx.x == 0 && p.scale_inv != nullptr) *p.scale_inv = __frcp_rn(*p.scale);
 
-    __shared__ TransposeBuffer buffer;
-    const bool vectors = Halves<kGated>{place.cols, p.interleave}.keeps_vectors() && is_aligned(p.x, 16) &&
+    extern __shared__ uint4 dynamic[];
+    auto& shared = *reinterpret_cast<ForwardShared<kGated, In>*>(dynamic);
+    const bool vectors = Halves<kGated>{p.cols, p.interleave}.keeps_vectors() && is_aligned(p.x, 16) &&
                          is_aligned(p.y, 16) && is_aligned(p.out, 8);
     float amax = 0.0f;
-    with_curve<kGated>(p.curve, p.constants, [&](const auto& curve) {
-        amax = vectors ? activate_rows<true, kGated, In>(p, place, curve, buffer)
-                       : activate_rows<false, kGated, In>(p, place, curve, buffer);
-    });
-    if (p.scale == nullptr) return;
-    if (p.amax != nullptr) {
+    const AnyCurve any{p.curve, p.constants};
+    if (!vectors) {
+        amax = activate_rows<false, false, kGated, In>(p, strip, any, shared);
+    } else if (p.scale == nullptr || p.out == nullptr || p.y != nullptr || p.row_scale != nullptr) {
+        amax = activate_rows<true, false, kGated, In>(p, strip, any, shared);
+    } else {
+        with_curve<kGated>(p.curve, p.constants, [&](const auto& curve) {
+            amax = activate_rows<true, true, kGated, In>(p, strip, curve, shared);
+        });
+    }
+    if (p.scale != nullptr && p.amax != nullptr) {
         amax = warp_max(amax);
         if (threadIdx.x % 32 == 0) atomic_max_nonnegative(p.amax, amax);
-    }
-    const Fp8Outputs outputs{p.out, p.out_t, p.ld_t};
-    const Halves<false> whole{place.cols, 0};
-    if (vectors) {
-        store_tile<true>(outputs, place, whole, 0, buffer);
-    } else {
-        store_tile<false>(outputs, place, whole, 0, buffer);
     }
 }
 
 }  // namespace te_fast
 
-#define INSTANCE(symbol, gated, in)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(te_fast::kTileThreads, te_fast::kForwardBlocks<gated, te_fast::in>) \
-        symbol(const __grid_constant__ te_fast::ActivationParams p) {                                                \
-        te_fast::ptx::wait_for_prior_grids();                                                                        \
-        te_fast::activation<gated, te_fast::in>(p);                                                                  \
+#define INSTANCE(symbol, gated, in)                                                                     \
+    extern "C" __global__ void __launch_bounds__(te_fast::kTileThreads, te_fast::kForwardBlocks<gated>) \
+        symbol(const __grid_constant__ te_fast::ActivationParams p) {                                   \
+        te_fast::ptx::wait_for_prior_grids();                                                           \
+        te_fast::activation<gated, te_fast::in>(p);                                                     \
     }
 
 INSTANCE(activation_f32, false, f32)

@@ -7,17 +7,19 @@
 //   dbias[c] = sum over r of dx[r][c]
 //   out, out_t, amax: as in activation.cu, of dx       dx stays in FP32 before all of these
 //
-// Sums are in f32 in a fixed order. ds: 8 columns; a tree over the 16 patches of a tile; the tiles t of each of 8
-// classes t % 8; the classes. dbias: 8 rows; two such groups; the 8 pairs of a tile; tiles and classes as above.
+// Sums are in f32 in an order that shape and plan fix. ds: 8 columns; a tree over the 16 patches of a tile; the
+// tiles t of each of 8 classes t % 8; the classes. dbias: the rows of a strip that a thread has, 8 of each tile; two
+// such; the 8 pairs; the strips by classes, as the tiles above.
 //
-// Launch: activation_backward, activation_gated_backward: blocks = tiles_cols * tiles_rows, tiles_cols = ceil(cols /
-//         128), tiles_rows = ceil(max(rows, ld_t) / 128), both at least 1; 256 threads.
+// Launch: activation_backward, activation_gated_backward: blocks = plan.tiles_cols * plan.strips, tiles_cols =
+//         ceil(cols / 128) and tiles_rows = ceil(rows / 128), both at least 1; 256 threads; dynamic shared memory
+//         48 KiB, gated 56 KiB, gated f32 80 KiB.
 // Needs:  as activation.cu. dbias, ds: counters zeroed once at allocation, they are zero again after each launch.
 // Moves:  sizeof(In) per element of dy and of x, and per element of dx sizeof(In) for dx and 1 byte per FP8 layout
-//         written; dbias adds 8 bytes per column of dx and tile, ds 8 bytes per row and tile.
+//         written; dbias adds 8 bytes per column of dx and strip, ds 8 bytes per row and tile.
 
-#include "common/activation.cuh"
 #include "common/reduce.cuh"
+#include "common/strip.cuh"
 
 namespace te_fast {
 
@@ -34,167 +36,174 @@ struct ActivationBackwardParams {
     float* amax;            // null: none; else *amax = max(*amax, |dx|)
     const float* noop;      // null: none; *noop == 1 leaves every output as it is
     void* dbias;            // null: none
-    float* partial;         // dbias: [tiles_rows][halves * cols], then ds: [tiles_cols][rows]
-    unsigned* counters;     // dbias: [halves * tiles_cols * 4], then ds: [tiles_rows]
+    float* partial;         // dbias: [strips][halves * cols], then ds: [tiles_cols][rows]
+    unsigned* counters;     // dbias: [tiles_cols], then ds: [strips]
     uint64_t rows, cols, ld_t;
     CurveConstants constants;
-    uint32_t curve, row_scale_kind, interleave, e5m2, tiles_rows, tiles_cols, unused;
+    StripPlan plan;
+    uint32_t curve, row_scale_kind, interleave, e5m2;
 };
-static_assert(sizeof(ActivationBackwardParams) == 184);
+static_assert(sizeof(ActivationBackwardParams) == 208);
 
 constexpr int kWarps = kTileThreads / 32;
-constexpr int kSumWarps = kTile / 32;  // each finishes 32 columns of a half
 
-template <bool kGated>
+template <bool kGated, Floating In>
 struct BackwardShared {
     TransposeBuffer tile[Halves<kGated>::kCount];
-    float sums[Halves<kGated>::kCount][kWarps][kTile];
+    union {
+        RowRing<kInputs<kGated, true>, In> ring;            // while rows are read
+        float sums[Halves<kGated>::kCount][kWarps][kTile];  // after that
+    };
 };
+// What the launch asks for, in ops/activation_backward.rs.
+static_assert(sizeof(BackwardShared<false, bf16>) == 48 << 10 && sizeof(BackwardShared<false, f32>) == 48 << 10);
+static_assert(sizeof(BackwardShared<true, bf16>) == 56 << 10 && sizeof(BackwardShared<true, f32>) == 80 << 10);
 
-// What the threads of a block keep of the rows they have passed.
+// Floats of `partial` that the column sums take.
+template <bool kGated>
+__device__ inline size_t column_partials(const ActivationBackwardParams& p) {
+    return p.dbias == nullptr ? 0 : static_cast<size_t>(p.plan.strips) * Halves<kGated>::kCount * p.cols;
+}
+
+// What a thread keeps of the rows it has passed.
 template <bool kGated>
 struct Totals {
     float amax = 0.0f;
-    float columns[Halves<kGated>::kCount][8] = {};  // sums of this thread's 8 rows
-};
+    float columns[Halves<kGated>::kCount][8] = {};
 
-template <Floating In, bool kGated>
-struct RowInputs {
-    Raw8<In> dy, x[Halves<kGated>::kCount];
+    __device__ void add(int half, const float (&d)[8]) {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) columns[half][c] += d[c];
+    }
 };
-
-// Rows whose loads are under way at once.
-template <bool kVectors, Floating In>
-constexpr int kBackwardRows = kVectors && sizeof(In) == 2 ? 2 : 1;
 
 // What the eight elements of a row have in common.
 struct RowFactor {
     const void* scale;  // null: 1
     uint32_t kind;
-    float* dots;  // null: none; this tile's sums of dy * y, by row
+    float* dots;  // null: none; this column of tiles' sums of dy * y, by row
 };
 
 // Eight elements of one row: d * s into `d`, and the sum over the tile's row of dy * y into row.dots.
-template <bool kGated, Floating In, typename ActivationCurve>
-__device__ inline void differentiate8(const RowInputs<In, kGated>& in, const ActivationCurve& curve,
+template <bool kCasts, bool kGated, Floating In, typename ActivationCurve>
+__device__ inline void differentiate8(const RowInputs<kGated, true, In>& in, const ActivationCurve& curve,
                                       const RowFactor& factor, size_t row, bool inside,
                                       float (&d)[Halves<kGated>::kCount][8]) {
-    float dy[8], x[8];
-    ValueSlope act[8], lin[8];
-    unpack8<In>(in.dy, dy);
-    unpack8<In>(in.x[0], x);
-#pragma unroll
-    for (int c = 0; c < 8; ++c) act[c] = curve.pair(x[c]);
-    if constexpr (kGated) {
-        unpack8<In>(in.x[1], x);
-#pragma unroll
-        for (int c = 0; c < 8; ++c) lin[c] = curve.linear_pair(x[c]);
-    }
-    if (factor.dots != nullptr) {
-        float dot = 0.0f;
-#pragma unroll
-        for (int c = 0; c < 8; ++c) dot = fmaf(dy[c], kGated ? act[c].value * lin[c].value : act[c].value, dot);
-#pragma unroll
-        for (int lane = kPatches / 2; lane > 0; lane /= 2) dot += __shfl_xor_sync(kFullWarp, dot, lane);
-        if (threadIdx.x % kPatches == 0 && inside) factor.dots[row] = dot;
-    }
-    if (factor.scale != nullptr && inside) {
-        const float s = load_float(factor.scale, row, factor.kind);
-#pragma unroll
-        for (int c = 0; c < 8; ++c) dy[c] *= s;
-    }
+    float dy[8], g[8], l[8];
+    unpack8<In>(in.tensor[Halves<kGated>::kCount], dy);
+    unpack8<In>(in.tensor[0], g);
+    if constexpr (kGated) unpack8<In>(in.tensor[1], l);
+    float s = 1.0f, dot = 0.0f;
+    if (!kCasts && factor.scale != nullptr && inside) s = load_float(factor.scale, row, factor.kind);
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
-        d[0][c] = dy[c] * act[c].slope;
+        const ValueSlope act = curve.pair(g[c]);
         if constexpr (kGated) {
-            d[0][c] = dy[c] * lin[c].value * act[c].slope;
-            d[1][c] = dy[c] * act[c].value * lin[c].slope;
+            const ValueSlope lin = curve.linear_pair(l[c]);
+            if constexpr (!kCasts) dot = fmaf(dy[c], act.value * lin.value, dot);
+            const float up = kCasts ? dy[c] : dy[c] * s;
+            d[0][c] = up * lin.value * act.slope;
+            d[1][c] = up * act.value * lin.slope;
+        } else {
+            if constexpr (!kCasts) dot = fmaf(dy[c], act.value, dot);
+            d[0][c] = (kCasts ? dy[c] : dy[c] * s) * act.slope;
         }
+    }
+    if (!kCasts && factor.dots != nullptr) {
+#pragma unroll
+        for (int lane = kPatches / 2; lane > 0; lane /= 2) dot += __shfl_xor_sync(kFullWarp, dot, lane);
+        // The first column of the tile is inside in every thread that stores.
+        if (threadIdx.x % kPatches == 0 && inside) factor.dots[row] = dot;
     }
 }
 
-// The tile's rows: dx stored, the bytes left in the own slots, this tile's part of ds in `partial`.
-template <bool kVectors, bool kGated, Floating In, typename ActivationCurve>
-__device__ Totals<kGated> differentiate_rows(const ActivationBackwardParams& p, const TilePlace& place,
-                                             const ActivationCurve& curve, BackwardShared<kGated>& shared) {
-    constexpr int kStep = kBackwardRows<kVectors, In>, kCount = Halves<kGated>::kCount;
-    const Halves<kGated> halves{place.cols, p.interleave};
-    const PatchPlace<kGated> patch(place, halves);
-    const PatchPlace<false> dy_patch(place, {place.cols, 0});
-    const float scale = p.scale == nullptr ? 0.0f : *p.scale;
-    RowFactor factor{p.row_scale, p.row_scale_kind, nullptr};
-    if (p.drow_scale != nullptr) {
-        const size_t before = p.dbias == nullptr ? 0 : p.tiles_rows * halves.stride();
-        factor.dots = p.partial + before + place.col0 / kTile * place.rows;
-    }
-    Totals<kGated> totals;
-#pragma unroll 1
-    for (int step = 0; step < kPatch; step += kStep) {
-        RowInputs<In, kGated> in[kStep];
-#pragma unroll
-        for (int i = 0; i < kStep; ++i) {
-            in[i].dy = load_row8<kVectors>(static_cast<const In*>(p.dy), dy_patch, step + i, 0);
-#pragma unroll
-            for (int half = 0; half < kCount; ++half) {
-                in[i].x[half] = load_row8<kVectors>(static_cast<const In*>(p.x), patch, step + i, half);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kStep; ++i) {
-            float d[kCount][8];
-            // The first column of the tile is inside in every thread that stores a dot.
-            differentiate8<kGated, In>(in[i], curve, factor, place.row(step + i), step + i < patch.rows, d);
-#pragma unroll
-            for (int half = 0; half < kCount; ++half) {
-#pragma unroll
-                for (int c = 0; c < 8; ++c) totals.columns[half][c] += d[half][c];
-                if (p.dx != nullptr) store_row8<kVectors>(static_cast<In*>(p.dx), patch, step + i, half, d[half]);
-                if (p.scale != nullptr) {
-                    absmax_into(totals.amax, d[half]);
-                    own_slot(shared.tile[half], place, step + i) =
-                        p.e5m2 != 0 ? encode8<e5m2>(d[half], scale) : encode8<e4m3>(d[half], scale);
-                }
-            }
-        }
-    }
-    return totals;
+template <bool kCasts, bool kGated, Floating In>
+__device__ inline void differentiate8(const RowInputs<kGated, true, In>& in, const AnyCurve& any,
+                                      const RowFactor& factor, size_t row, bool inside,
+                                      float (&d)[Halves<kGated>::kCount][8]) {
+    with_curve<kGated>(any.kind, any.constants, [&](const auto& curve) {
+        differentiate8<kCasts, kGated, In>(in, curve, factor, row, inside, d);
+    });
 }
 
-// Sums the columns of the tile, writes them to `partial` and counts the arrival. True in a warp that was the last to
-// arrive for its 32 columns. Contains one barrier.
-template <bool kGated>
-__device__ bool sum_columns(const ActivationBackwardParams& p, const TilePlace& place, Totals<kGated>& totals,
-                            BackwardShared<kGated>& shared) {
+// The tile at `row0` and `col0`, which lies transposed in shared memory and of which `rows` rows from the thread's
+// patch on are inside the tensor. Contains a barrier.
+template <bool kGated, Floating In>
+__device__ __forceinline__ void store_transposed_halves(const ActivationBackwardParams& p, size_t row0, uint32_t col0,
+                                                        int rows, BackwardShared<kGated, In>& shared) {
     constexpr int kCount = Halves<kGated>::kCount;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Halves<kGated> halves{p.cols, p.interleave};
+#pragma unroll
+    for (int half = 0; half < kCount; ++half) clear_rows(shared.tile[half], rows);
+    __syncthreads();
 #pragma unroll
     for (int half = 0; half < kCount; ++half) {
-        float (&total)[8] = totals.columns[half];
+        store_columns<kGated>(p.out_t, p.ld_t, row0, col0, halves, half, shared.tile[half]);
+    }
+}
+
+// The rows of the strip: dx stored in every form, this column of tiles' part of ds in `partial`. `kCasts`: it is known
+// that dx is cast, written in row layout and nowhere in high precision, and that there is no row scale.
+template <bool kVectors, bool kCasts, bool kGated, Floating In, typename ActivationCurve>
+__device__ __forceinline__ Totals<kGated> differentiate_rows(const ActivationBackwardParams& p, const Strip& strip,
+                                                             const ActivationCurve& curve,
+                                                             BackwardShared<kGated, In>& shared) {
+    constexpr int kCount = Halves<kGated>::kCount;
+    TilePlace place = strip.top(p.rows, p.cols);
+    PatchPlace<kGated> patch(place, {p.cols, p.interleave});
+    PatchPlace<false> dy_patch(place, {p.cols, 0});
+    RowReader<kVectors, kGated, true, In> reader(p.x, p.dy, patch, dy_patch, shared.ring);
+    const float scale = p.scale == nullptr ? 0.0f : *p.scale;
+    float* dots = p.partial + column_partials<kGated>(p) + strip.tile_col * p.rows;
+    const RowFactor factor{p.row_scale, p.row_scale_kind, p.drow_scale == nullptr ? nullptr : dots};
+    Totals<kGated> totals;
+    // Row `i`; keep(half, bytes) takes its bytes.
+    const auto do_row = [&](int i, auto keep) {
+        float d[kCount][8];
+        differentiate8<kCasts, kGated, In>(reader.read(i), curve, factor, place.row(i), i < patch.rows, d);
 #pragma unroll
-        for (int c = 0; c < 8; ++c) total[c] += __shfl_xor_sync(kFullWarp, total[c], kPatches);
-        if (lane < kPatches) {
+        for (int half = 0; half < kCount; ++half) {
+            totals.add(half, d[half]);
+            if (!kCasts && p.dx != nullptr) store_row8<kVectors>(static_cast<In*>(p.dx), patch, i, half, d[half]);
+            if (!kCasts && p.scale == nullptr) continue;
+            absmax_into(totals.amax, d[half]);
+            const uint2 bytes = p.e5m2 != 0 ? encode8<e5m2>(d[half], scale) : encode8<e4m3>(d[half], scale);
+            if (kCasts || p.out != nullptr) store_bytes8<kVectors>(p.out, patch, i, half, bytes);
+            keep(half, bytes);
+        }
+    };
+#pragma unroll 1
+    for (uint32_t left = strip.tiles; left > 0; --left) {
+        if constexpr (kCasts) {
+#pragma unroll 1
+            for (int above = 0; above < kPatch; above += RowGroup::kRows) {
+                RowGroup groups[kCount];
 #pragma unroll
-            for (int c = 0; c < 8; c += 4) {
-                *reinterpret_cast<float4*>(&shared.sums[half][warp][lane * kPatch + c]) =
-                    make_float4(total[c], total[c + 1], total[c + 2], total[c + 3]);
+                for (int i = 0; i < RowGroup::kRows; ++i) {
+                    do_row(above + i, [&](int half, uint2 bytes) { groups[half].row[i] = bytes; });
+                }
+                if (p.out_t == nullptr) continue;
+                if (above == 0) __syncthreads();  // the tile before has been read
+#pragma unroll
+                for (int half = 0; half < kCount; ++half) groups[half].put(shared.tile[half], above);
+            }
+        } else {
+            if (p.out_t != nullptr) __syncthreads();  // the tile before has been read
+#pragma unroll 1
+            for (int i = 0; i < kPatch; ++i) {
+                do_row(i, [&](int half, uint2 bytes) { own_slot(shared.tile[half], i) = bytes; });
+            }
+#pragma unroll
+            for (int half = 0; half < kCount; ++half) {
+                if (p.out_t != nullptr) put_slots(shared.tile[half]);
             }
         }
+        if (p.out_t != nullptr) store_transposed_halves(p, place.row0, strip.tile_col * kTile, patch.rows, shared);
+        place.row0 += kTile;
+        patch.descend();
+        dy_patch.descend();
     }
-    __syncthreads();
-    if (warp >= kCount * kSumWarps) return false;
-    const int half = warp / kSumWarps;
-    const size_t local = threadIdx.x % kTile, col = place.col0 + local;
-    float sum = shared.sums[half][0][local];
-#pragma unroll
-    for (int i = 1; i < kWarps; ++i) sum += shared.sums[half][i][local];
-    const size_t stride = kCount * place.cols;
-    if (col < place.cols) p.partial[place.row0 / kTile * stride + half * place.cols + col] = sum;
-    __threadfence();
-    __syncwarp();
-    const size_t counter = (half * p.tiles_cols + place.col0 / kTile) * kSumWarps + warp % kSumWarps;
-    unsigned arrived = 0;
-    if (lane == 0) arrived = atomicInc(p.counters + counter, p.tiles_rows - 1);
-    return __shfl_sync(kFullWarp, arrived, 0) == p.tiles_rows - 1;
+    return totals;
 }
 
 // Sum of `count` partial results that lie `stride` apart, which other blocks wrote.
@@ -213,70 +222,99 @@ __device__ inline float sum_partials(const float* from, uint64_t count, size_t s
     return total[0];
 }
 
-// The warp that arrived last for its 32 columns adds the tiles' sums.
+// Sums the columns of the strip; the block that arrives last for its 128 columns adds the strips. Contains barriers.
 template <bool kGated, Floating In>
-__device__ void finish_columns(const ActivationBackwardParams& p, const TilePlace& place) {
-    const Halves<kGated> halves{place.cols, p.interleave};
-    const int half = threadIdx.x / kTile;
-    const size_t col = place.col0 + threadIdx.x % kTile;
-    __threadfence();
-    if (col >= place.cols) return;
-    const float sum =
-        sum_partials(p.partial + half * place.cols + col, ceil_div<uint64_t>(p.rows, kTile), halves.stride());
-    static_cast<In*>(p.dbias)[halves.column(static_cast<uint32_t>(col), half)] = from_float<In>(sum);
-}
-
-// The block that arrives last for its 128 rows adds the tiles' parts of ds. Contains barriers.
-template <bool kGated>
-__device__ void finish_rows(const ActivationBackwardParams& p, const TilePlace& place) {
-    const Halves<kGated> halves{place.cols, p.interleave};
-    const bool sums = p.dbias != nullptr;
-    unsigned* counters = p.counters + (sums ? halves.kCount * p.tiles_cols * kSumWarps : 0);
-    if (!is_last_block(counters + place.row0 / kTile, p.tiles_cols)) return;
-    const size_t row = place.row0 + threadIdx.x;
-    if (threadIdx.x >= kTile || row >= place.rows) return;
-    const float* from = p.partial + (sums ? p.tiles_rows * halves.stride() : 0) + row;
-    store_float(p.drow_scale, row, p.row_scale_kind, sum_partials(from, p.tiles_cols, place.rows));
-}
-
-// Blocks per multiprocessor that the registers are capped for: the most without a spill.
-template <bool kGated, Floating In>
-constexpr int kBackwardBlocks = kGated || kTileBlocks<In> < 3 ? 2 : 3;
-
-template <bool kGated, Floating In>
-__device__ void activation_backward(const ActivationBackwardParams& p) {
-    if (p.noop != nullptr && *p.noop == 1.0f) return;
-    const TilePlace place(p.rows, p.cols, blockIdx.x / p.tiles_cols, blockIdx.x % p.tiles_cols);
-    if (blockIdx.x == 0 && threadIdx.x == 0 && p.scale_inv != nullptr) *p.scale_inv = __frcp_rn(*p.scale);
-
-    __shared__ BackwardShared<kGated> shared;
-    const Halves<kGated> halves{place.cols, p.interleave};
-    const bool vectors = halves.keeps_vectors() && is_aligned(p.x, 16) && is_aligned(p.dy, 16) &&
-                         is_aligned(p.dx, 16) && is_aligned(p.out, 8);
-    Totals<kGated> totals;
-    with_curve<kGated>(p.curve, p.constants, [&](const auto& curve) {
-        totals = vectors ? differentiate_rows<true, kGated, In>(p, place, curve, shared)
-                         : differentiate_rows<false, kGated, In>(p, place, curve, shared);
-    });
-    // Before the tile's stores: the fence inside waits for every store its thread has made.
-    const bool last = p.dbias != nullptr && sum_columns(p, place, totals, shared);
-    if (p.scale != nullptr) {
-        if (p.amax != nullptr) {
-            const float amax = warp_max(totals.amax);
-            if (threadIdx.x % 32 == 0) atomic_max_nonnegative(p.amax, amax);
-        }
-        const Fp8Outputs outputs{p.out, p.out_t, p.ld_t};
+__device__ void sum_columns(const ActivationBackwardParams& p, Totals<kGated>& totals,
+                            BackwardShared<kGated, In>& shared) {
+    const Strip strip(p.plan);
+    constexpr int kCount = Halves<kGated>::kCount;
+    static_assert(kCount * kTile <= kTileThreads);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    ptx::wait_copies<0>();
+    __syncthreads();  // the ring is free
 #pragma unroll
-        for (int half = 0; half < halves.kCount; ++half) {
-            if (vectors) {
-                store_tile<true>(outputs, place, halves, half, shared.tile[half]);
-            } else {
-                store_tile<false>(outputs, place, halves, half, shared.tile[half]);
+    for (int half = 0; half < kCount; ++half) {
+        float (&total)[8] = totals.columns[half];
+#pragma unroll
+        for (int c = 0; c < 8; ++c) total[c] += __shfl_xor_sync(kFullWarp, total[c], kPatches);
+        if (lane < kPatches) {
+#pragma unroll
+            for (int c = 0; c < 8; c += 4) {
+                *reinterpret_cast<float4*>(&shared.sums[half][warp][lane * kPatch + c]) =
+                    make_float4(total[c], total[c + 1], total[c + 2], total[c + 3]);
             }
         }
     }
-    if (last) finish_columns<kGated, In>(p, place);
-    if (p.drow_scale != nullptr) finish_rows<kGated>(p, place);
+    __syncthreads();
+    const Halves<kGated> halves{p.cols, p.interleave};
+    const int half = threadIdx.x / kTile;
+    const size_t col = static_cast<size_t>(strip.tile_col) * kTile + threadIdx.x % kTile;
+    const bool inside = half < kCount && col < p.cols;
+    float* from = p.partial + half * p.cols + col;
+    if (inside) {
+        float sum = shared.sums[half][0][threadIdx.x % kTile];
+#pragma unroll
+        for (int i = 1; i < kWarps; ++i) sum += shared.sums[half][i][threadIdx.x % kTile];
+        from[strip.index * halves.stride()] = sum;
+    }
+    if (!is_last_block(p.counters + strip.tile_col, p.plan.strips) || !inside) return;
+    const float sum = sum_partials(from, p.plan.strips, halves.stride());
+    static_cast<In*>(p.dbias)[halves.column(static_cast<uint32_t>(col), half)] = from_float<In>(sum);
+}
+
+// The block that arrives last for the rows of its strip adds the columns of tiles. Contains barriers.
+template <bool kGated>
+__device__ void sum_rows(const ActivationBackwardParams& p) {
+    const Strip strip(p.plan);
+    unsigned* counters = p.counters + (p.dbias == nullptr ? 0 : p.plan.tiles_cols);
+    if (!is_last_block(counters + strip.index, p.plan.tiles_cols)) return;
+    const float* from = p.partial + column_partials<kGated>(p);
+    const size_t end = strip.top(p.rows, p.cols).rows;
+    for (size_t row = strip.first_row() + threadIdx.x; row < end; row += kTileThreads) {
+        store_float(p.drow_scale, row, p.row_scale_kind, sum_partials(from + row, p.plan.tiles_cols, p.rows));
+    }
+}
+
+// Blocks per multiprocessor that the registers are capped for: the most without a spill, architecture by architecture.
+// Those of Hopper are in ops/activation_backward.rs.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+constexpr int kGatedBackwardBlocks = 3;
+#else
+constexpr int kGatedBackwardBlocks = 2;
+#endif
+template <bool kGated, Floating In>
+constexpr int kBackwardBlocks = kGated        ? (std::same_as<In, bf16> ? kGatedBackwardBlocks : 2)
+                                : kManyBlocks ? 4
+                                              : 2;
+
+template <bool kGated, Floating In>
+__device__ __forceinline__ void activation_backward(const ActivationBackwardParams& p) {
+    if (p.noop != nullptr && *p.noop == 1.0f) return;
+    const Strip strip(p.plan);
+    if (blockIdx.x == 0 && threadIdx.x == 0 && p.scale_inv != nullptr) *p.scale_inv = __frcp_rn(*p.scale);
+
+    extern __shared__ uint4 dynamic[];
+    auto& shared = *reinterpret_cast<BackwardShared<kGated, In>*>(dynamic);
+    const Halves<kGated> halves{p.cols, p.interleave};
+    const bool vectors = halves.keeps_vectors() && is_aligned(p.x, 16) && is_aligned(p.dy, 16) &&
+                         is_aligned(p.dx, 16) && is_aligned(p.out, 8);
+    Totals<kGated> totals;
+    const AnyCurve any{p.curve, p.constants};
+    if (!vectors) {
+        totals = differentiate_rows<false, false, kGated, In>(p, strip, any, shared);
+    } else if (p.scale == nullptr || p.out == nullptr || p.dx != nullptr || p.row_scale != nullptr) {
+        totals = differentiate_rows<true, false, kGated, In>(p, strip, any, shared);
+    } else {
+        with_curve<kGated>(p.curve, p.constants, [&](const auto& curve) {
+            totals = differentiate_rows<true, true, kGated, In>(p, strip, curve, shared);
+        });
+    }
+    if (p.scale != nullptr && p.amax != nullptr) {
+        const float amax = warp_max(totals.amax);
+        if (threadIdx.x % 32 == 0) atomic_max_nonnegative(p.amax, amax);
+    }
+    if (p.dbias != nullptr) sum_columns(p, totals, shared);
+    if (p.drow_scale != nullptr) sum_rows<kGated>(p);
 }
 
 }  // namespace te_fast

@@ -161,7 +161,7 @@ struct Curve<CurveKind::kSitu> {
 // Calls `body` with the curve of `kind`; the branch is the same for the whole grid. kClamped, kSigmoid and kSitu exist
 // gated alone.
 template <bool kGated, typename Body>
-__device__ inline void with_curve(uint32_t kind, const CurveConstants& constants, Body body) {
+__device__ __forceinline__ void with_curve(uint32_t kind, const CurveConstants& constants, Body body) {
     switch (static_cast<CurveKind>(kind)) {
         case CurveKind::kGelu:
             return body(Curve<CurveKind::kGelu>(constants));
@@ -185,5 +185,11 @@ __device__ inline void with_curve(uint32_t kind, const CurveConstants& constants
         }
     }
 }
+
+// A curve that is looked up for each row, where code counts for more than time.
+struct AnyCurve {
+    uint32_t kind;
+    const CurveConstants& constants;
+};
 
 }  // namespace te_fast

@@ -28,6 +28,20 @@ __device__ inline void forget(uint4& words) {
 // The same for a number that addresses are made of: they are made anew instead of being kept.
 __device__ inline void forget(uint32_t& number) { asm volatile("" : "+r"(number)); }
 
+// mov %tid.x: threadIdx.x read again, where registers are too dear to keep it.
+__device__ inline uint32_t thread_index() {
+    uint32_t index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+}
+
+// mov %ctaid.x: blockIdx.x read again, likewise.
+__device__ inline uint32_t block_index() {
+    uint32_t index;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+    return index;
+}
+
 // griddepcontrol.wait: until every grid before this one in the stream has finished and its writes are visible.
 // First statement of each kernel that is launched with programmatic stream serialisation, which saves the host 0.5 us.
 __device__ inline void wait_for_prior_grids() {

@@ -95,9 +95,11 @@ __device__ inline void atomic_max_nonnegative(float* amax, float x) {
 // Everything that the other blocks wrote before is visible to that block. Contains barriers.
 __device__ inline bool is_last_block(unsigned* counter, unsigned blocks) {
     __shared__ bool last;
-    __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) last = atomicInc(counter, blocks - 1) == blocks - 1;
+    if (threadIdx.x == 0) {
+        __threadfence();  // of what the barrier has shown it, too
+        last = atomicInc(counter, blocks - 1) == blocks - 1;
+    }
     __syncthreads();
     if (last) __threadfence();
     return last;

@@ -194,6 +194,7 @@ pub(crate) fn activation_backward(
         dbias: outputs.column_sums.is_some(),
         row_scale: c.row_scale,
         row_scale_grad: outputs.row_scale_grad.is_some(),
+        processors: state.dispatcher(py)?.0.multiprocessors(c.x.device()).python()?,
     })
     .python()?;
     let (byte, high) = (fp8.map_or(DType::U8, DType::from), DType::from(c.input));

@@ -141,8 +141,7 @@ pub(crate) fn run(p: &ActivationParams<'_>, id: KernelId) -> Result<()> {
         KernelId::ActivationGated(float) => (2, float),
         _ => return Err(Error::state("activation", id.symbol())),
     };
-    let constants = Constants { alpha: p.alpha, limit: p.limit, offset: p.offset, beta1: p.beta1, beta2: p.beta2 };
-    let function = Function::new(p.curve, constants)?;
+    let function = Function::new(p.curve, p.constants)?;
     let halves = Halves { cols: p.cols as usize, interleave: p.interleave as usize, count };
     match float {
         Float::F32 => activation::<f32>(p, &function, halves),

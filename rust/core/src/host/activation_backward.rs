@@ -9,7 +9,6 @@ use crate::host::activation::{Function, Halves};
 use crate::host::cast::transpose_with;
 use crate::host::fp8::{Real, is_noop, read_scalar, write_scalar};
 use crate::host::rows::{Outputs, Values, for_row_groups, raise, row_bytes};
-use crate::ops::activation::Constants;
 use crate::ops::activation_backward::ActivationBackwardParams;
 
 /// Runs `activation_backward_*` and `activation_gated_backward_*`.
@@ -22,8 +21,7 @@ pub(crate) fn run(p: &ActivationBackwardParams<'_>, id: KernelId) -> Result<()> 
         KernelId::ActivationGatedBackward(float) => (2, float),
         _ => return Err(Error::state("activation_backward", id.symbol())),
     };
-    let constants = Constants { alpha: p.alpha, limit: p.limit, offset: p.offset, beta1: p.beta1, beta2: p.beta2 };
-    let function = Function::new(p.curve, constants)?;
+    let function = Function::new(p.curve, p.constants)?;
     let halves = Halves { cols: p.cols as usize, interleave: p.interleave as usize, count };
     match float {
         Float::F32 => backward::<f32>(p, &function, halves),

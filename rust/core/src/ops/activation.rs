@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use crate::host;
 use crate::kernel::{DevPtr, Grid, Target, launch};
 use crate::ops::cast::{THREADS, TRANSPOSED_ALIGN, aligned, tiles};
+use crate::ops::strips::StripPlan;
 use crate::params;
 
 /// An activation function. Of a gated one the activated half `g` is the first half of the last dimension and the
@@ -86,14 +87,20 @@ impl Curve {
     }
 }
 
-/// Constants of a curve; zero where it has none.
+/// Constants of a curve; zero where it has none. As `CurveConstants` in `cuda/common/activation_math.cuh`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Constants {
-    pub(crate) alpha: f32,
-    pub(crate) limit: f32,
-    pub(crate) offset: f32,
-    pub(crate) beta1: f32,
-    pub(crate) beta2: f32,
+#[repr(C)]
+pub struct Constants {
+    /// Of the swish and clamped curves.
+    pub alpha: f32,
+    /// Of the clamped curve.
+    pub limit: f32,
+    /// Of the clamped curve.
+    pub offset: f32,
+    /// Of the bounded swish.
+    pub beta1: f32,
+    /// Of the bounded swish.
+    pub beta2: f32,
 }
 
 impl Activation {
@@ -155,18 +162,23 @@ pub(crate) struct Shape {
     pub(crate) interleave: usize,
 }
 
-/// Launch geometry of a tile per block.
+/// How the tensor is walked and where its transposed layout lies.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tiling {
-    pub(crate) grid: Grid,
+    pub(crate) strips: StripPlan,
     pub(crate) ld_t: usize,
-    pub(crate) tiles_rows: u32,
-    pub(crate) tiles_cols: u32,
+}
+
+impl Tiling {
+    /// The grid of a kernel that takes `shared` bytes of dynamic shared memory.
+    pub(crate) const fn grid(&self, shared: u32) -> Grid {
+        Grid::linear(self.strips.strips * self.strips.tiles_cols, THREADS).with_shared(shared)
+    }
 }
 
 impl Shape {
-    /// Checks the shape and the activation's constants.
-    pub(crate) fn tiling(&self, columnwise: bool) -> Result<Tiling> {
+    /// Checks the shape and the activation's constants; strips for `resident` blocks at once, `None`: single tiles.
+    pub(crate) fn tiling(&self, columnwise: bool, resident: Option<u32>) -> Result<Tiling> {
         self.activation.check(self.op)?;
         let interleave = self.interleave;
         if interleave != 0 && !(self.activation.is_gated() && self.cols.is_multiple_of(interleave)) {
@@ -184,13 +196,17 @@ impl Shape {
         // An empty tensor still has a scale_inv or a bias gradient to write.
         let (tiles_rows, tiles_cols) = (tiles_rows.max(1), tiles_cols.max(1));
         let ld_t = if columnwise { self.rows.next_multiple_of(TRANSPOSED_ALIGN) } else { 0 };
-        Ok(Tiling { grid: Grid::linear(tiles_rows * tiles_cols, THREADS), ld_t, tiles_rows, tiles_cols })
+        let strips = match resident {
+            Some(resident) => StripPlan::balanced(tiles_rows, tiles_cols, resident),
+            None => StripPlan::single_tiles(tiles_rows, tiles_cols),
+        };
+        Ok(Tiling { strips, ld_t })
     }
 }
 
 params! {
     /// Parameters of `activation_*` and `activation_gated_*`.
-    pub struct ActivationParams<'a> [136] for Activation | ActivationGated => host::activation::run {
+    pub struct ActivationParams<'a> [168] for Activation | ActivationGated => host::activation::run {
         /// Input `[rows, cols]`, gated `[rows, 2 * cols]`.
         pub x: DevPtr<'a>,
         /// Result `[rows, cols]` in the input's type, or null.
@@ -215,16 +231,10 @@ params! {
         pub cols: u64,
         /// Leading dimension of `out_t`.
         pub ld_t: u64,
-        /// Constant of the swish and clamped curves.
-        pub alpha: f32,
-        /// Constant of the clamped curve.
-        pub limit: f32,
-        /// Constant of the clamped curve.
-        pub offset: f32,
-        /// Constant of the bounded swish.
-        pub beta1: f32,
-        /// Constant of the bounded swish.
-        pub beta2: f32,
+        /// Of the curve.
+        pub constants: Constants,
+        /// The walk.
+        pub strips: StripPlan,
         /// Number of the curve.
         pub curve: u32,
         /// Type of `row_scale`, as [`Float`].
@@ -233,8 +243,6 @@ params! {
         pub interleave: u32,
         /// FP8 type: 0 is E4M3, 1 is E5M2.
         pub e5m2: u32,
-        /// Tiles along the columns.
-        pub tiles_cols: u32,
     }
 }
 
@@ -310,6 +318,8 @@ pub struct ActivationPlan {
 }
 
 const OP: &str = "activation";
+/// `sizeof(ForwardShared)` in `cuda/activation.cu`.
+const SHARED_BYTES: u32 = 48 << 10;
 
 impl ActivationPlan {
     /// Checks `spec` and picks the kernel.
@@ -319,7 +329,7 @@ impl ActivationPlan {
     pub fn new(spec: ActivationSpec) -> Result<Self> {
         let ActivationSpec { rows, cols, activation, interleave, input, .. } = spec;
         check_outputs(OP, spec.high, spec.fp8, spec.rowwise || spec.columnwise)?;
-        let tiling = Shape { op: OP, rows, cols, activation, interleave }.tiling(spec.columnwise)?;
+        let tiling = Shape { op: OP, rows, cols, activation, interleave }.tiling(spec.columnwise, None)?;
         let kernel = if activation.is_gated() { KernelId::ActivationGated(input) } else { KernelId::Activation(input) };
         Ok(Self { spec, kernel, tiling })
     }
@@ -361,7 +371,7 @@ impl ActivationPlan {
     #[inline]
     pub fn run(&self, target: &mut Target<'_>, buffers: &ActivationBuffers<'_>) -> Result<()> {
         self.check(target.is_host(), buffers)?;
-        let (b, spec, constants) = (buffers, &self.spec, self.spec.activation.constants());
+        let (b, spec) = (buffers, &self.spec);
         let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let casts = spec.fp8.is_some();
         let params = ActivationParams {
@@ -377,18 +387,14 @@ impl ActivationPlan {
             rows: spec.rows as u64,
             cols: spec.cols as u64,
             ld_t: self.tiling.ld_t as u64,
-            alpha: constants.alpha,
-            limit: constants.limit,
-            offset: constants.offset,
-            beta1: constants.beta1,
-            beta2: constants.beta2,
+            constants: spec.activation.constants(),
+            strips: self.tiling.strips,
             curve: spec.activation.curve() as u32,
             row_scale_kind: spec.row_scale.map_or(0, |float| float as u32),
             interleave: spec.interleave as u32,
             e5m2: u32::from(spec.fp8 == Some(Fp8::E5m2)),
-            tiles_cols: self.tiling.tiles_cols,
         };
-        launch(target, self.kernel, self.tiling.grid, &params)
+        launch(target, self.kernel, self.tiling.grid(SHARED_BYTES), &params)
     }
 
     /// Every buffer that the kernel will use is there, and aligned where it must be.

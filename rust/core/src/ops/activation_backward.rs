@@ -7,13 +7,14 @@ use crate::dispatch::COUNTER_BYTES;
 use crate::error::{Error, Result};
 use crate::host;
 use crate::kernel::{DevPtr, Target, launch};
-use crate::ops::activation::{Activation, Shape, Tiling, check_outputs};
+use crate::ops::activation::{Activation, Constants, Shape, Tiling, check_outputs};
 use crate::ops::cast::aligned;
+use crate::ops::strips::StripPlan;
 use crate::params;
 
 params! {
     /// Parameters of `activation_backward_*` and `activation_gated_backward_*`.
-    pub struct ActivationBackwardParams<'a> [184] for ActivationBackward | ActivationGatedBackward
+    pub struct ActivationBackwardParams<'a> [208] for ActivationBackward | ActivationGatedBackward
         => host::activation_backward::run {
         /// Gradient of the result `[rows, cols]`.
         pub dy: DevPtr<'a>,
@@ -39,9 +40,9 @@ params! {
         pub noop: DevPtr<'a>,
         /// Column sums of the gradient, in the input's type, or null.
         pub dbias: DevPtr<'a>,
-        /// Sums of the tiles: f32 `[tiles_rows, cols of x]` for `dbias`, then `[tiles_cols, rows]`.
+        /// Partial sums: f32 `[strips, cols of x]` for `dbias`, then `[tiles_cols, rows]`.
         pub partial: DevPtr<'a>,
-        /// Arrival counters, u32 `[4 * halves * tiles_cols]` for `dbias`, then `[tiles_rows]`; zero between launches.
+        /// Arrival counters, u32 `[tiles_cols]` for `dbias`, then `[strips]`; zero between launches.
         pub counters: DevPtr<'a>,
         /// Rows.
         pub rows: u64,
@@ -49,16 +50,10 @@ params! {
         pub cols: u64,
         /// Leading dimension of `out_t`.
         pub ld_t: u64,
-        /// Constant of the swish and clamped curves.
-        pub alpha: f32,
-        /// Constant of the clamped curve.
-        pub limit: f32,
-        /// Constant of the clamped curve.
-        pub offset: f32,
-        /// Constant of the bounded swish.
-        pub beta1: f32,
-        /// Constant of the bounded swish.
-        pub beta2: f32,
+        /// Of the curve.
+        pub constants: Constants,
+        /// The walk.
+        pub strips: StripPlan,
         /// Number of the curve.
         pub curve: u32,
         /// Type of `row_scale` and its gradient, as [`Float`].
@@ -67,12 +62,6 @@ params! {
         pub interleave: u32,
         /// FP8 type: 0 is E4M3, 1 is E5M2.
         pub e5m2: u32,
-        /// Tiles along the rows.
-        pub tiles_rows: u32,
-        /// Tiles along the columns.
-        pub tiles_cols: u32,
-        /// Zero.
-        pub unused: u32,
     }
 }
 
@@ -104,6 +93,8 @@ pub struct ActivationBackwardSpec {
     pub row_scale: Option<Float>,
     /// Write that factor's gradient, in its type.
     pub row_scale_grad: bool,
+    /// Multiprocessors of the device (any number for the host backend).
+    pub processors: u32,
 }
 
 /// Buffers of one gradient; null where the plan has no use for one.
@@ -169,6 +160,24 @@ pub struct ActivationBackwardPlan {
 
 const OP: &str = "activation_backward";
 
+/// Blocks that one multiprocessor of a Hopper runs at once, as in `cuda/activation_backward.cu`.
+const fn resident_blocks(gated: bool, input: Float) -> u32 {
+    match (gated, input) {
+        (false, _) => 4,
+        (true, Float::Bf16) => 3,
+        (true, _) => 2,
+    }
+}
+
+/// `sizeof(BackwardShared)` in `cuda/activation_backward.cu`.
+const fn shared_bytes(gated: bool, input: Float) -> u32 {
+    match (gated, input) {
+        (false, _) => 48 << 10,
+        (true, Float::F32) => 80 << 10,
+        (true, _) => 56 << 10,
+    }
+}
+
 impl ActivationBackwardPlan {
     /// Checks `spec` and picks the kernel.
     ///
@@ -182,7 +191,8 @@ impl ActivationBackwardPlan {
         if spec.row_scale_grad && spec.row_scale.is_none() {
             return Err(Error::value(OP, "the gradient of the row scale needs a row scale"));
         }
-        let tiling = Shape { op: OP, rows, cols, activation, interleave }.tiling(spec.columnwise)?;
+        let resident = spec.processors * resident_blocks(activation.is_gated(), input);
+        let tiling = Shape { op: OP, rows, cols, activation, interleave }.tiling(spec.columnwise, Some(resident))?;
         let kernel = if activation.is_gated() {
             KernelId::ActivationGatedBackward(input)
         } else {
@@ -240,17 +250,17 @@ impl ActivationBackwardPlan {
     /// Size of the arrival counters.
     #[must_use]
     pub const fn counter_bytes(&self) -> usize {
-        let Tiling { tiles_rows, tiles_cols, .. } = self.tiling;
-        let columns = if self.spec.dbias { tiles_cols as usize * 4 * self.spec.activation.halves() } else { 0 };
-        let rows = if self.spec.row_scale_grad { tiles_rows as usize } else { 0 };
+        let StripPlan { strips, tiles_cols, .. } = self.tiling.strips;
+        let columns = if self.spec.dbias { tiles_cols as usize } else { 0 };
+        let rows = if self.spec.row_scale_grad { strips as usize } else { 0 };
         (columns + rows) * size_of::<u32>()
     }
 
-    /// Size of the tiles' sums.
+    /// Size of the partial sums.
     #[must_use]
     pub const fn partial_bytes(&self) -> usize {
-        let Tiling { tiles_rows, tiles_cols, .. } = self.tiling;
-        let columns = if self.spec.dbias { tiles_rows as usize * self.input_cols() } else { 0 };
+        let StripPlan { strips, tiles_cols, .. } = self.tiling.strips;
+        let columns = if self.spec.dbias { strips as usize * self.input_cols() } else { 0 };
         let rows = if self.spec.row_scale_grad { tiles_cols as usize * self.spec.rows } else { 0 };
         (columns + rows) * size_of::<f32>()
     }
@@ -262,12 +272,13 @@ impl ActivationBackwardPlan {
     #[inline]
     pub fn run(&self, target: &mut Target<'_>, buffers: &ActivationBackwardBuffers<'_>) -> Result<()> {
         self.check(target.is_host(), buffers)?;
-        launch(target, self.kernel, self.tiling.grid, &self.params(buffers))
+        let shared = shared_bytes(self.spec.activation.is_gated(), self.spec.input);
+        launch(target, self.kernel, self.tiling.grid(shared), &self.params(buffers))
     }
 
     #[inline]
     fn params<'a>(&self, b: &ActivationBackwardBuffers<'a>) -> ActivationBackwardParams<'a> {
-        let (spec, constants) = (&self.spec, self.spec.activation.constants());
+        let spec = &self.spec;
         let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let (casts, sums) = (spec.fp8.is_some(), spec.dbias || spec.row_scale_grad);
         ActivationBackwardParams {
@@ -288,18 +299,12 @@ impl ActivationBackwardPlan {
             rows: spec.rows as u64,
             cols: spec.cols as u64,
             ld_t: self.tiling.ld_t as u64,
-            alpha: constants.alpha,
-            limit: constants.limit,
-            offset: constants.offset,
-            beta1: constants.beta1,
-            beta2: constants.beta2,
+            constants: spec.activation.constants(),
+            strips: self.tiling.strips,
             curve: spec.activation.curve() as u32,
             row_scale_kind: spec.row_scale.map_or(0, |float| float as u32),
             interleave: spec.interleave as u32,
             e5m2: u32::from(spec.fp8 == Some(Fp8::E5m2)),
-            tiles_rows: self.tiling.tiles_rows,
-            tiles_cols: self.tiling.tiles_cols,
-            unused: 0,
         }
     }
 
@@ -347,13 +352,14 @@ mod tests {
         dbias: true,
         row_scale: Some(Float::F32),
         row_scale_grad: true,
+        processors: 132,
     };
 
     #[test]
     fn sizes_follow_the_outputs() -> Result<()> {
         let plan = ActivationBackwardPlan::new(SPEC)?;
         assert_eq!((plan.dx_bytes(), plan.out_bytes(), plan.out_t_bytes()), (130 * 96, 130 * 48, 144 * 48));
-        assert_eq!((plan.dbias_bytes(), plan.counter_bytes()), (96, 4 * (8 + 2)));
+        assert_eq!((plan.dbias_bytes(), plan.counter_bytes()), (96, 4 * (1 + 2)));
         assert_eq!(plan.partial_bytes(), 4 * (2 * 48 + 130));
         Ok(())
     }
@@ -363,7 +369,7 @@ mod tests {
         let refused = |spec| assert!(ActivationBackwardPlan::new(spec).is_err(), "{spec:?}");
         refused(ActivationBackwardSpec { row_scale: None, ..SPEC });
         refused(ActivationBackwardSpec { interleave: 7, ..SPEC });
-        refused(ActivationBackwardSpec { rows: 128 * 16384, ..SPEC });
+        refused(ActivationBackwardSpec { cols: 128 * 16384, ..SPEC });
         let nothing = ActivationBackwardSpec { fp8: None, rowwise: false, columnwise: false, high: false, ..SPEC };
         refused(ActivationBackwardSpec { dbias: false, row_scale_grad: false, ..nothing });
         assert!(ActivationBackwardPlan::new(nothing).is_ok());

@@ -17,3 +17,4 @@ pub mod permute_cast;
 pub mod permute_map;
 pub mod permute_merge;
 pub mod scale_update;
+pub mod strips;

@@ -444,8 +444,7 @@ impl Compiler<'_> {
         }
         let to = producer.map_or(Fused::NONE, |(linear, _)| self.grad_layouts(linear).0);
         let dbias = producer.and_then(|(_, bias)| bias).map_or(At::NONE, |param| self.param_grad(param));
-        let dx_wanted = self.facts.grads_before[index];
-        let dx = if producer.is_none() && dx_wanted { self.place_of(index) } else { At::NONE };
+        let dx = if producer.is_none() && self.facts.grads_before[index] { self.place_of(index) } else { At::NONE };
         let scale_grad = row_scale.is_some() && self.facts.key.extras[link.extra_input].1;
         let drow_scale = if scale_grad { At::of(Place::GradExtra(link.extra_input as u16)) } else { At::NONE };
         let plan = ActivationBackwardPlan::new(ActivationBackwardSpec {
@@ -461,6 +460,7 @@ impl Compiler<'_> {
             dbias: dbias.is_some(),
             row_scale: row_scale.is_some().then(|| self.facts.key.extras[link.extra_input].0),
             row_scale_grad: scale_grad,
+            processors: self.dispatcher.multiprocessors(self.facts.key.device)?,
         })?;
         if scale_grad {
             self.out.grad_extras[link.extra_input] = drow_scale.place;

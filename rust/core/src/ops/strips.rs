@@ -1,0 +1,93 @@
+//! How the activation kernels walk a tensor: columns of tiles, cut into strips, one block a strip.
+//! The mirror of `StripPlan` in `cuda/common/strip.cuh`.
+
+/// Strips of a tensor, from the top of each column of tiles: `count[k]` strips of `tiles[k]` tiles, level by level.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct StripPlan {
+    /// Tiles along the rows.
+    pub tiles_rows: u32,
+    /// Tiles along the columns.
+    pub tiles_cols: u32,
+    /// Strips of one column of tiles.
+    pub strips: u32,
+    /// Strips of each level.
+    pub count: [u32; 3],
+    /// Their tiles; the last strip may have fewer.
+    pub tiles: [u32; 3],
+}
+
+/// From this length on a strip pays for being cut into long and short ones: below, so few tiles are left for the short
+/// ones that what each costs to start and to end counts for more.
+const LONG: u32 = 6;
+/// Strips of a column that are considered; more come only with tensors so tall that the waves are many anyway.
+const MOST: u32 = 256;
+/// Tiles of the longest strip: its rows fit 31 bits.
+const LONGEST: u32 = 1 << 23;
+
+impl StripPlan {
+    /// Every tile by itself.
+    pub(crate) const fn single_tiles(tiles_rows: u32, tiles_cols: u32) -> Self {
+        Self { tiles_rows, tiles_cols, strips: tiles_rows, count: [tiles_rows, 0, 0], tiles: [1, 0, 0] }
+    }
+
+    /// Strips for `resident` blocks that run at once. Equal ones whose waves take the shortest; if they are long, the
+    /// lower quarter becomes short ones, which wait for whichever multiprocessor is free first.
+    pub(crate) fn balanced(tiles_rows: u32, tiles_cols: u32, resident: u32) -> Self {
+        let length = |count: u32| tiles_rows.div_ceil(count);
+        // In half tiles; a strip costs half a tile beside its tiles.
+        let time = |count: &u32| {
+            let blocks = u64::from(tiles_cols) * u64::from(*count);
+            blocks.div_ceil(u64::from(resident.max(1))) * (2 * u64::from(length(*count)) + 1)
+        };
+        let count = (tiles_rows.div_ceil(LONGEST).max(1)..=tiles_rows.clamp(1, MOST)).min_by_key(time).unwrap_or(1);
+        let equal = length(count);
+        if equal < LONG {
+            let strips = tiles_rows.div_ceil(equal.max(1));
+            return Self { tiles_rows, tiles_cols, strips, count: [strips, 0, 0], tiles: [equal, 0, 0] };
+        }
+        let long = equal * 3 / 4;
+        let left = tiles_rows.saturating_sub(count * long);
+        let medium = long / 4;
+        let medium_count = left / 2 / medium.max(1);
+        let short_count = left - medium_count * medium;
+        Self {
+            tiles_rows,
+            tiles_cols,
+            strips: count + medium_count + short_count,
+            count: [count, medium_count, short_count],
+            tiles: [long, medium, 1],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strips_cover_every_tile_once() {
+        for tiles_rows in (1..200).chain([1000, 4096, 1 << 20]) {
+            for tiles_cols in [1, 7, 64, 300, 5000] {
+                for resident in [1, 264, 396, 528] {
+                    let plan = StripPlan::balanced(tiles_rows, tiles_cols, resident);
+                    let levels = || plan.count.iter().zip(&plan.tiles);
+                    assert_eq!(plan.count.iter().sum::<u32>(), plan.strips, "{plan:?}");
+                    let covered: u32 = levels().map(|(count, tiles)| count * tiles).sum();
+                    let last = levels().filter(|(count, _)| **count != 0).map(|(_, tiles)| *tiles).next_back();
+                    assert!(covered >= tiles_rows && covered - tiles_rows < last.unwrap_or(0), "{plan:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn strips_fit_the_machine() {
+        let levels = |plan: StripPlan| (plan.count, plan.tiles);
+        // Measured on an H200 (benches/results/activation_h200.md).
+        assert_eq!(levels(StripPlan::balanced(64, 64, 396)), ([6, 4, 8], [8, 2, 1]));
+        assert_eq!(levels(StripPlan::balanced(32, 32, 264)), ([8, 0, 0], [4, 0, 0]));
+        assert_eq!(levels(StripPlan::balanced(2, 8, 396)), ([2, 0, 0], [1, 0, 0]));
+        assert_eq!(StripPlan::single_tiles(5, 3).strips, 5);
+    }
+}
