@@ -1,7 +1,8 @@
 //! Compiles `cuda/*.cu` to one fatbin each and checks that every symbol of `ids.rs` is in its image.
 //!
 //! The same inputs give the same bytes: no GPU is looked for. `TE_FAST_CUDA_ARCHS` names the architectures,
-//! `TE_FAST_NVCC` the compiler, `TE_FAST_SKIP_CUDA=1` builds without images.
+//! `TE_FAST_NVCC` the compiler, `TE_FAST_LINEINFO=1` adds line numbers for profilers, `TE_FAST_SKIP_CUDA=1` builds without
+//! images.
 #![allow(missing_docs, clippy::expect_used, clippy::panic, clippy::unwrap_used)]
 
 use std::env;
@@ -25,6 +26,7 @@ fn main() {
         "TE_FAST_SKIP_CUDA",
         "TE_FAST_NVCC",
         "TE_FAST_CUDA_ARCHS",
+        "TE_FAST_LINEINFO",
         "CUDA_HOME",
         "CUDA_PATH",
         "VIRTUAL_ENV",
@@ -145,7 +147,11 @@ fn compile(nvcc: &Path, archs: &[&str], sources: &Path, out: &Path, image: Image
 
 fn run_nvcc(nvcc: &Path, archs: &[&str], source: &Path, output: &Path, kept: &Path) {
     let mut command = Command::new(nvcc);
-    command.args(["-fatbin", "-std=c++20", "-O3", "-lineinfo", "-Xptxas=-warn-spills", "-Werror=all-warnings"]);
+    command.args(["-fatbin", "-std=c++20", "-O3", "-Xptxas=-warn-spills", "-Werror=all-warnings"]);
+    // Two thirds of an image, which only profilers and the sanitizer read.
+    if env::var("TE_FAST_LINEINFO").is_ok_and(|value| value == "1") {
+        command.arg("-lineinfo");
+    }
     for arch in archs {
         command.arg(format!("-gencode=arch=compute_{arch},code=sm_{arch}"));
     }
