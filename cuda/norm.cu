@@ -6,7 +6,7 @@
 //   y[r][c] = (s[r][c] - mean[r]) * rstd[r] * gamma[c] + beta[c]     zero-centred: gamma[c] + 1
 //   out[r][c] = fp8(y[r][c] * scale)     out_t[c][r] = out[r][c], 0 for rows <= r < ld_t     amax = max |y|
 //
-// All of it is FP32, y included on its way to FP8, and (s - mean) * rstd one FMA. A team of warps has a row, a warp
+// All of it is FP32, y included on its way to FP8, and (s - mean) * rstd one FMA for 16-bit In. A team of warps has a row, a warp
 // 4 KiB of it; the variance is that of each warp about its own mean, put together by the distances of the means.
 //
 // Launch: norm:           a team holds a row in registers, while the next one is on its way to shared memory. Any

@@ -25,6 +25,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
+# FP8 products of the GPU keep some 14 bits of a sum. What is quantised next moves as if it had been rounded to FP16.
+ON_GPU = QUANTIZED | {torch.float32: QUANTIZED[torch.float16]}
+
 
 def layer_and_data(kind, rows, inputs, outputs, dtype, **options):
     layer = make(kind, inputs, outputs, dtype, device="cuda", **options)
@@ -51,12 +54,12 @@ def test_fp8_against_references_and_host(kind, name, dtype, shape):
     layer, x, grad = layer_and_data(kind, *shape, dtype)
     wanted = chain.quantized(layer, x, grad, name)
     y = step(layer, x, grad, RECIPES[name]())
-    assert_close({"y": y, **gradients(layer, x)}, wanted, 1.5 * QUANTIZED[dtype])
+    assert_close({"y": y, **gradients(layer, x)}, wanted, 1.5 * ON_GPU[dtype])
     host = make(kind, *shape[1:], dtype)
     host_x = x.detach().cpu().requires_grad_()
     host_y = step(host, host_x, grad.cpu(), RECIPES[name]())
     same = {key: value.to("cuda") for key, value in gradients(host, host_x).items()}
-    assert_close({"y": y, **gradients(layer, x)}, {"y": host_y.cuda(), **same}, QUANTIZED[dtype])
+    assert_close({"y": y, **gradients(layer, x)}, {"y": host_y.cuda(), **same}, ON_GPU[dtype])
 
 
 @pytest.mark.parametrize("activation", chain.ACTIVATIONS)
@@ -66,7 +69,7 @@ def test_activations(activation, name):
     if name is None:
         wanted, bound = chain.exact(layer, x, grad), 1e-5
     else:
-        wanted, bound = chain.quantized(layer, x, grad, name), 2 * QUANTIZED[torch.float32]
+        wanted, bound = chain.quantized(layer, x, grad, name), ON_GPU[torch.float32]
     y = step(layer, x, grad, RECIPES[name]() if name else None)
     assert_close({"y": y, **gradients(layer, x)}, wanted, bound)
 

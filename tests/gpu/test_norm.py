@@ -38,6 +38,9 @@ SHAPES = [
     (2, 100001),
 ]
 
+# The step of subnormal numbers; BF16 has FP32's results rounded, whose own step counts.
+SUBNORMAL = {torch.float16: 2.0**-24}
+
 
 def make(rows, cols, dtype, weight, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -56,7 +59,7 @@ def shifted(tensor, offset):
 def assert_near(got, expected, bound):
     error = (got.double() - expected).abs()
     rounding = 1.01 * ref.EPSILON[got.dtype] * expected.abs()
-    rounding = rounding + 2.0**-24 * (got.dtype == torch.float16)
+    rounding = rounding + SUBNORMAL.get(got.dtype, 2.0**-149)
     assert (error <= bound + rounding).all(), (error - bound - rounding).max().item()
 
 
@@ -120,7 +123,8 @@ def test_against_fp64_and_host(function, dtype, shape, kind):
         if kind == "both":
             check_fp8(out, host, expected, bound, fmt, scale)
         if kind != "high":
-            assert amax.item() == pytest.approx(host_amax.item(), rel=1e-5)
+            slack = bound.max().item()
+            assert amax.item() == pytest.approx(host_amax.item(), rel=1e-5, abs=slack)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=str)

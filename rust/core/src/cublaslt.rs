@@ -451,6 +451,8 @@ impl CublasPlan {
         let alpha = problem.alpha.value();
         let beta = f32::from(u8::from(problem.accumulate));
         let d = io.d.address() as *mut c_void;
+        // What is not read may be null, and must be where C is no FP8 type as D is: "in place" it would be refused.
+        let c: *const c_void = if self.stores_fp8 { std::ptr::null() } else { d };
         if status == 0 {
             // SAFETY: descriptors were made for this problem; the plan that owns the call checked sizes and the
             // pointers are on this device; alpha and beta are read during the call (host pointer mode).
@@ -464,7 +466,7 @@ impl CublasPlan {
                     io.x.address() as *const c_void,
                     self.x,
                     (&raw const beta).cast(),
-                    d,
+                    c,
                     self.c,
                     d,
                     self.d,

@@ -184,6 +184,9 @@ const HELD_BYTES: usize = 128;
 const NARROW: usize = 16;
 /// Rows that are stored transposed together.
 const STRIP: u32 = 32;
+/// Rows of a block that the kernels have room for in static shared memory, `kMaxStrip`.
+#[cfg(test)]
+const MAX_STRIP: u32 = 64;
 /// What chunks are a multiple of.
 const CHUNK: usize = 128;
 /// Static shared memory of a block, and what the driver keeps.
@@ -443,7 +446,9 @@ mod tests {
             for input in [Float::F32, Float::Bf16] {
                 for cols in [1, 7, 1024, 1025, 4096, 8192, 12_288, 16_384, 32_768, 32_769, 65_536, 1 << 20] {
                     for columnwise in [false, true] {
-                        check(&plan(1000, cols, input, columnwise, limits)?, limits);
+                        for rows in [1000, 100_000] {
+                            check(&plan(rows, cols, input, columnwise, limits)?, limits);
+                        }
                     }
                 }
             }
@@ -456,6 +461,7 @@ mod tests {
         let strips = spec.rows.max(plan.ld_t).div_ceil(share.strip as usize);
         assert!(grid.shared_bytes <= limits.shared_bytes, "{plan:?}");
         assert_eq!((grid.threads % share.team, share.team % 32, share.chunk % CHUNK as u32), (0, 0, 0), "{plan:?}");
+        assert!((1..=MAX_STRIP).contains(&share.strip), "{plan:?}");
         assert!(grid.blocks[0] >= 1 && grid.threads <= THREADS, "{plan:?}");
         if let KernelId::NormLong(_) = share.kernel {
             assert_eq!(grid.blocks[0] as usize, strips);
