@@ -66,13 +66,8 @@ fn record(plan: &LinearPlan) -> WeightRecord {
 fn forward(criterion: &mut Criterion, group: &str, recording: Recording) {
     let mut group = criterion.benchmark_group(group);
     for (name, recipe) in RECIPES {
-        let mut dispatcher = Dispatcher::new(Config {
-            synchronise: false,
-            check_device: true,
-            exchange_table: true,
-            graphs: true,
-            handover: true,
-        });
+        let mut dispatcher =
+            Dispatcher::new(Config { synchronise: false, check_device: true, exchange_table: true, graphs: true });
         let plan = Arc::new(LinearPlan::new(&mut dispatcher, &recipe, key(), FEATURES, FEATURES).unwrap());
         let mut plans = PlanCache::default();
         plans.insert(Arc::clone(&plan), ());
@@ -117,13 +112,8 @@ fn host_backend(criterion: &mut Criterion) {
 fn autocast(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("autocast_enter_exit");
     for (name, recipe) in RECIPES {
-        let mut dispatcher = Dispatcher::new(Config {
-            synchronise: false,
-            check_device: true,
-            exchange_table: true,
-            graphs: true,
-            handover: true,
-        });
+        let mut dispatcher =
+            Dispatcher::new(Config { synchronise: false, check_device: true, exchange_table: true, graphs: true });
         let request = Request { enabled: true, calibrating: false, graph: false, recipe: Some(recipe), group: 0 };
         group.bench_function(name, |bencher| {
             bencher.iter(|| {
@@ -140,13 +130,8 @@ fn autocast(criterion: &mut Criterion) {
 /// cuBLASLt is found as torch's copy would be: put its folder (`nvidia/cu13/lib` of site-packages) on
 /// `LD_LIBRARY_PATH`.
 fn cuda(criterion: &mut Criterion) {
-    let mut dispatcher = Dispatcher::new(Config {
-        synchronise: false,
-        check_device: true,
-        exchange_table: true,
-        graphs: true,
-        handover: true,
-    });
+    let mut dispatcher =
+        Dispatcher::new(Config { synchronise: false, check_device: true, exchange_table: true, graphs: true });
     let place = Place { device: Device::Cuda(0), stream: Stream(0) };
     if let Err(error) = dispatcher.make_current(place.device) {
         println!("linear_fwd_cuda: skipped, {error}");

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -53,9 +52,10 @@ def test_fp8_is_the_host_backend(name: str, recipe: Any) -> None:
             ours = results(chain, chain, x, extras, grads)
             theirs = results(host, host, *cpu)
     for got, expected in zip(ours, theirs, strict=True):
-        # Sums run in another order, so that single values round to a neighbour of E4M3 or E5M2.
+        # Sums run in another order, so that single values round to a neighbour of E4M3 or E5M2; where one is the
+        # largest of a gradient, its scale moves by one in 256, and a tenth of the gradient to neighbours.
         difference = (got.cpu().float() - expected.float()).norm()
-        assert difference <= 0.04 * expected.float().norm()
+        assert difference <= 0.06 * expected.float().norm()
 
 
 @pytest.mark.parametrize("name", ["mlp", "relu"])
@@ -199,13 +199,9 @@ def test_memory_is_flat() -> None:
     assert torch.cuda.memory_allocated() == before
 
 
-hands_over = pytest.mark.skipif(
-    os.environ.get("TE_FAST_FP8_HANDOVER") != "1", reason="needs TE_FAST_FP8_HANDOVER=1"
-)
 HANDOVER = [("linear", 64), ("bias",), ("linear", 48), ("relu",), ("linear", 32), ("linear", 32)]
 
 
-@hands_over
 @pytest.mark.parametrize("rows", [64, 8, 2])
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("ops", [HANDOVER, [("linear", 32)] * 40, [("linear", 4096)] * 3])
@@ -250,7 +246,6 @@ def test_fp8_handed_over_is_rounded_once_less(
     assert refused <= sum(op[0] == "relu" for op in ops), notes
 
 
-@hands_over
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_fp8_handed_over_is_the_host_backend(dtype: torch.dtype) -> None:
     chain, x, _, _ = case([*HANDOVER, ("gelu",), ("linear", 48)], 64)
@@ -266,7 +261,6 @@ def test_fp8_handed_over_is_the_host_backend(dtype: torch.dtype) -> None:
     assert (ours.cpu() - theirs).float().norm() <= 0.05 * theirs.float().norm()
 
 
-@hands_over
 def test_nan_and_overflow_handed_over() -> None:
     chain, x, _, _ = case([("linear", 32)] * 3, 64)
     chain, x = chain.to("cuda", torch.bfloat16), x.to("cuda", torch.bfloat16)

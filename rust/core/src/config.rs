@@ -12,8 +12,6 @@ pub struct Config {
     pub exchange_table: bool,
     /// `TE_FAST_GRAPHS=0` turns it off: op programs whose tensors lie where they lay before run as one CUDA graph.
     pub graphs: bool,
-    /// `TE_FAST_FP8_HANDOVER=1`: on a GPU, too, linear ops hand FP8 on to each other.
-    pub handover: bool,
 }
 
 impl Config {
@@ -25,7 +23,6 @@ impl Config {
             check_device: flag("NVTE_SET_CUDA_DEVICE", true),
             exchange_table: !flag("TE_FAST_NO_EXCHANGE", false),
             graphs: flag("TE_FAST_GRAPHS", true),
-            handover: flag("TE_FAST_FP8_HANDOVER", false),
         }
     }
 }

@@ -29,7 +29,7 @@ fn key(grads: bool) -> LinearKey {
 }
 
 fn step(recipe: &Recipe, grads: bool) -> u64 {
-    let config = Config { synchronise: false, check_device: true, exchange_table: true, graphs: true, handover: true };
+    let config = Config { synchronise: false, check_device: true, exchange_table: true, graphs: true };
     let mut dispatcher = Dispatcher::new(config);
     let mut plans = PlanCache::default();
     let plan = LinearPlan::new(&mut dispatcher, recipe, key(grads), 64, 48).unwrap();

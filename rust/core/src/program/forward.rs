@@ -72,7 +72,7 @@ pub(super) struct Value {
 
 /// Compiles the forward; without handing FP8 over where that turns out not to pay.
 pub(crate) fn compile(dispatcher: &mut Dispatcher, facts: &Facts<'_>) -> Result<Forward> {
-    if handovers_possible(facts, dispatcher.config) {
+    if handovers_possible(facts) {
         let mut compiler = Compiler::new(dispatcher, facts);
         compiler.begin_handovers();
         compiler.run()?;

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use crate::config::Config;
 use crate::error::{ErrorKind, Result};
 use crate::gemm::{Epilogue, GemmPlan};
 use crate::ops::handover::ROW_BYTES;
@@ -12,7 +11,6 @@ use crate::program::linear_op::Tail;
 use crate::program::memory::At;
 use crate::program::step::{Action, QuantAt};
 use crate::recipe::{Recipe, Usage};
-use crate::tensor::Device;
 
 /// What a forward hands over.
 #[derive(Debug)]
@@ -35,16 +33,9 @@ impl Handovers {
     }
 }
 
-/// On a GPU only where the process asks for it, until cuBLASLt's products with FP8 results have been tested there.
-fn allowed(facts: &Facts<'_>, config: Config) -> bool {
-    config.handover || facts.key.device == Device::Cpu
-}
-
 /// Whether some linear op could take its input so: no backward reads it.
-pub(super) fn handovers_possible(facts: &Facts<'_>, config: Config) -> bool {
-    allowed(facts, config)
-        && facts.recipe.is_some_and(Recipe::is_delayed)
-        && facts.linears.iter().skip(1).any(|taker| !taker.weight_grad)
+pub(super) fn handovers_possible(facts: &Facts<'_>) -> bool {
+    facts.recipe.is_some_and(Recipe::is_delayed) && facts.linears.iter().skip(1).any(|taker| !taker.weight_grad)
 }
 
 impl Compiler<'_> {
@@ -82,10 +73,6 @@ impl Compiler<'_> {
         let taker_op = &self.facts.linears[taker];
         if taker_op.weight_grad {
             self.note_kept_high(index, next, "whose weight gradient needs it transposed");
-            return Ok(None);
-        }
-        if !allowed(self.facts, self.dispatcher.config) {
-            self.note_kept_high(index, next, "on a GPU without TE_FAST_FP8_HANDOVER=1");
             return Ok(None);
         }
         let own = &self.facts.linears[self.facts.chain.links()[index].linear];
