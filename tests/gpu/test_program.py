@@ -58,6 +58,29 @@ def test_fp8_is_the_host_backend(name: str, recipe: Any) -> None:
         assert difference <= 0.06 * expected.float().norm()
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ["three", "residual", "norm_swiglu", "block"])
+@pytest.mark.parametrize("rows", [2, 34])
+def test_any_number_of_rows_with_auto_pad(name: str, recipe: Any, rows: int) -> None:
+    chain, x, extras, grads = on_gpu(name, torch.bfloat16, rows)
+    host, *_ = case(CHAINS[name], rows)
+    host = host.to(torch.bfloat16)
+    host.load_state_dict(chain.state_dict())
+    cpu = [x.cpu(), [t.cpu() for t in extras], [t.cpu() for t in grads]]
+    former = te_fast.auto_pad(True)
+    try:
+        for _ in range(2):
+            with te.autocast(recipe=recipe()):
+                ours = results(chain, chain, x, extras, grads)
+                theirs = results(host, host, *cpu)
+    finally:
+        te_fast.auto_pad(former)
+    for got, expected in zip(ours, theirs, strict=True):
+        assert got.shape == expected.shape
+        difference = (got.cpu().float() - expected.float()).norm()
+        assert difference <= 0.08 * expected.float().norm()
+
+
 @pytest.mark.parametrize("name", ["mlp", "relu"])
 @pytest.mark.parametrize("recipe", [None, DelayedScaling, Float8CurrentScaling])
 def test_activation_epilogues_compute_what_the_kernels_do(name: str, recipe: Any) -> None:

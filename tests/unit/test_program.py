@@ -47,6 +47,31 @@ def test_fp8_is_torch_to_fp8_rounding(name: str, recipe: Any) -> None:
         assert (got - expected).norm() <= (0.2 if name == "relu" else 0.16) * expected.norm()
 
 
+@pytest.mark.parametrize("name", ["three", "residual", "add_first", "norm_swiglu", "block"])
+def test_rows_that_block_scaling_lacks_are_appended_and_cut_off(name: str) -> None:
+    chain, x, extras, grads = case(CHAINS[name], 34)
+    recipe = Float8BlockScaling()
+    with te.autocast(recipe=recipe), pytest.raises(ShapeError, match="append 6 rows"):
+        results(chain, chain, x, extras, grads)
+    former = te_fast.auto_pad(True)
+    try:
+        with te.autocast(recipe=recipe):
+            ours = results(chain, chain, x, extras, grads)
+    finally:
+        te_fast.auto_pad(former)
+
+    def more(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(tensor.flatten(0, 1), (0, 0, 0, 6))
+
+    with te.autocast(recipe=recipe):
+        wanted = results(chain, chain, more(x), [*map(more, extras)], [*map(more, grads)])
+    parameters = len(list(chain.parameters()))
+    for got, expected in zip(ours[:-parameters], wanted[:-parameters], strict=True):
+        assert got.shape[:2] == x.shape[:2]
+        assert torch.equal(got.flatten(0, 1), expected[:34])
+    assert all(map(torch.equal, ours[-parameters:], wanted[-parameters:]))
+
+
 @pytest.mark.parametrize("name", ["three", "residual", "branch_in_place"])
 def test_frozen_parts_get_no_gradient_and_others_the_same(name: str) -> None:
     chain, x, extras, grads = case(CHAINS[name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -38,10 +38,12 @@ from te_fast._native import (
     program_grads_of_nothing,
     program_layer_call,
     program_layer_forward,
-    program_run_backward,
-    program_run_forward,
+    rows_to_pad,
     update_scales,
 )
+from te_fast._native import program_run_backward as _run_backward
+from te_fast._native import program_run_forward as _run_forward
+from te_fast.pytorch._padding import Padding
 
 __all__ = [
     "AmaxSlots",
@@ -67,12 +69,14 @@ __all__ = [
     "linear_forward",
     "native",
     "note_scale_change",
+    "padding_of",
     "program_apply",
     "program_backward_dw",
     "program_call_method",
     "program_grads_of_nothing",
     "program_layer_call_method",
     "program_layer_forward",
+    "program_padded",
     "program_run_backward",
     "program_run_forward",
     "update_scales",
@@ -235,3 +239,66 @@ def program_on_nothing(
     """Run a chain on zero rows, which no kernel has to see."""
     call = (program, 1 + len(extras), overwrite_main_grad)
     return _Nothing.apply(call, x, *extras, *params)
+
+
+def padding_of(x: torch.Tensor) -> Padding | None:
+    """Return what makes the rows of `x` as many as the current region's GEMMs take, None where they are."""
+    if x.numel() == 0:
+        return None
+    missing = rows_to_pad(x.numel() // x.size(-1))
+    return Padding.behind(x, missing) if missing else None
+
+
+def program_padded(
+    program: Any,
+    owner: Any,
+    x: torch.Tensor,
+    extras: tuple[torch.Tensor, ...],
+    is_first_microbatch: bool | None,
+) -> Any:
+    """Apply a program to inputs whose rows are too few for its GEMMs."""
+    padding = padding_of(x)
+    assert padding is not None  # the caller has looked
+    more = tuple(map(padding.pad, extras))
+    out = program_apply(program, owner, padding.pad(x), more, is_first_microbatch)
+    return tuple(map(padding.cut, out)) if isinstance(out, tuple) else padding.cut(out)
+
+
+class _PaddedRun(NamedTuple):
+    """What a backward of padded rows needs."""
+
+    run: ProgramSaved
+    padding: Padding
+    updates_backward_scales: bool
+
+
+def program_run_forward(
+    program: Program,
+    owner: Any,
+    x: torch.Tensor,
+    extras: tuple[torch.Tensor, ...],
+    *arguments: Any,
+) -> Any:
+    """As the native function, with rows appended where the GEMMs need them."""
+    padding = padding_of(x)
+    if padding is None:
+        return _run_forward(program, owner, x, extras, *arguments)
+    more = tuple(map(padding.pad, extras))
+    y, others, run, saved = _run_forward(program, owner, padding.pad(x), more, *arguments)
+    kept = None if run is None else _PaddedRun(run, padding, run.updates_backward_scales)
+    return padding.cut(y), tuple(map(padding.cut, others)), kept, saved
+
+
+def program_run_backward(
+    kept: ProgramSaved | _PaddedRun,
+    saved: tuple[torch.Tensor | None, ...],
+    dy: torch.Tensor,
+    extra_grads: tuple[torch.Tensor, ...],
+) -> Any:
+    """As the native function, for what :func:`program_run_forward` returned."""
+    if not isinstance(kept, _PaddedRun):
+        return _run_backward(kept, saved, dy, extra_grads)
+    run, padding, _ = kept
+    more = tuple(map(padding.pad, extra_grads))
+    dx, gradients, extras = _run_backward(run, saved, padding.pad(dy), more)
+    return padding.cut(dx), gradients, tuple(map(padding.cut, extras))

@@ -17,9 +17,6 @@ from te_fast.pytorch._split import SplitLinear
 
 __all__ = ["Linear"]
 
-# FP8 takes multiples of this many rows.
-_ROWS = 8
-
 
 class Linear(SplitLinear):
     """Apply ``y = x Wᵀ + b``, in FP8 inside :class:`te_fast.pytorch.autocast`.
@@ -251,7 +248,8 @@ class Linear(SplitLinear):
         if autocast_state.fp8_enabled and inp.numel() > 0:
             self._refuse_functorch("in FP8; call the layer outside of te_fast.pytorch.autocast")
             inp = inp.to(self.activation_dtype)
-            x = self._padded(inp)
+            padding = _ops.padding_of(inp)
+            x = inp if padding is None else padding.pad(inp)
             if not _ops.autocast_recipe().overrides_backward:
                 mixed = weight.dtype != inp.dtype
                 out = _ops.linear_apply(
@@ -260,8 +258,8 @@ class Linear(SplitLinear):
             else:
                 run = self._override()
                 out = run(self, x, weight, bias, version, is_first_microbatch)
-            if x is not inp:
-                out = out[: inp.numel() // self.in_features].view(*inp.shape[:-1], -1)
+            if padding is not None:
+                out = padding.cut(out)
         else:
             out = self._high_precision(inp, weight, bias, is_first_microbatch)
         return self._with_bias(out) if self.return_bias else out
@@ -278,17 +276,6 @@ class Linear(SplitLinear):
             run.handle.delay_wgrad_compute = self.delay_wgrad_compute
             self.__dict__["_overridden"] = run
         return run
-
-    def _padded(self, inp: torch.Tensor) -> torch.Tensor:
-        """Return the input with the rows that block-scaled GEMMs need, where padding is allowed."""
-        rows = inp.numel() // self.in_features
-        if (
-            rows % _ROWS == 0
-            or not _ops.native.auto_pad()
-            or not _ops.autocast_recipe().is_block_scaled
-        ):
-            return inp
-        return functional.pad(inp.reshape(rows, -1), (0, 0, 0, _ROWS - rows % _ROWS))
 
     def _high_precision(
         self,

@@ -149,7 +149,7 @@ impl LinearPlan {
         out_features: usize,
     ) -> Result<Self> {
         check_plan(recipe, &key)?;
-        check_sizes(&key, in_features, out_features)?;
+        check_sizes(recipe, &key, in_features, out_features)?;
         let LinearKey { device, needs, .. } = key;
         let processors = dispatcher.multiprocessors(device)?;
         let usages = Usages::of_linear(recipe, needs, false);

@@ -5,14 +5,12 @@ use te_fast_kernels::Fp8;
 use crate::error::{Error, Result};
 use crate::gemm::{Epilogue, Factor, Operand, Problem, ScaleMode};
 use crate::linear::{LinearKey, LinearPlan};
-use crate::recipe::{BackwardOverride, Block, Recipe};
+use crate::recipe::{BackwardOverride, Block, ROW_GRANULE, Recipe};
 use crate::tensor::DType;
 
 const OP: &str = "linear";
 /// FP8 rows must be a multiple of this many bytes for the tensor cores.
 const GRANULE: usize = 16;
-/// Row counts must be a multiple of this, as in Transformer Engine.
-const ROW_GRANULE: usize = 8;
 
 /// The three GEMMs of a layer.
 pub(crate) struct Problems<'a> {
@@ -115,8 +113,9 @@ pub(crate) fn check_plan(recipe: &Recipe, key: &LinearKey) -> Result<()> {
     Ok(())
 }
 
-/// Transformer Engine's rule, with the remedy: leading dimensions of 8, the last of 16.
-pub(crate) fn check_sizes(key: &LinearKey, in_features: usize, out_features: usize) -> Result<()> {
+/// Transformer Engine's rule, with the remedy: leading dimensions of 8, the last of 16. Other numbers of rows, where they
+/// are allowed, come with the rows that the recipe's GEMMs need appended.
+pub(crate) fn check_sizes(recipe: &Recipe, key: &LinearKey, in_features: usize, out_features: usize) -> Result<()> {
     if !in_features.is_multiple_of(GRANULE) {
         return Err(Error::shape(
             OP,
@@ -134,8 +133,8 @@ pub(crate) fn check_sizes(key: &LinearKey, in_features: usize, out_features: usi
             out_features,
         ));
     }
-    if !key.any_rows && !key.rows.is_multiple_of(ROW_GRANULE) {
-        let missing = ROW_GRANULE - key.rows % ROW_GRANULE;
+    let missing = key.rows.next_multiple_of(ROW_GRANULE) - key.rows;
+    if missing != 0 && !(key.any_rows && recipe.missing_rows(key.rows) == 0) {
         return Err(Error::shape(
             OP,
             "the product of the input's leading dimensions",

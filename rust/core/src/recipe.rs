@@ -5,6 +5,9 @@ use te_fast_kernels::Fp8;
 
 use crate::error::{Error, Result};
 
+/// Transformer Engine wants row counts to be multiples of this.
+pub const ROW_GRANULE: usize = 8;
+
 /// How scales come about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
@@ -166,6 +169,13 @@ impl Recipe {
     #[must_use]
     pub const fn is_per_tensor(&self) -> bool {
         matches!(self.scaling, Scaling::Delayed | Scaling::Current)
+    }
+
+    /// Rows to append until GEMMs take them: cuBLASLt has block-scaled ones for multiples of 8 only, per-tensor ones for
+    /// any number.
+    #[must_use]
+    pub const fn missing_rows(&self, rows: usize) -> usize {
+        if self.is_per_tensor() { 0 } else { rows.next_multiple_of(ROW_GRANULE) - rows }
     }
 
     /// Refuses values that no kernel can work with.

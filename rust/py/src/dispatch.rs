@@ -153,10 +153,11 @@ pub(crate) fn note_optimizer_step(py: Python<'_>) -> PyResult<()> {
     Ok(())
 }
 
-/// Whether row counts that are no multiple of 8 are taken.
+/// Rows that the current region's FP8 GEMMs need behind `rows`, where the user lets them be appended.
 #[pyfunction]
-pub(crate) fn auto_pad(py: Python<'_>) -> PyResult<bool> {
-    Ok(state(py)?.dispatcher(py)?.0.auto_pad)
+#[pyo3(signature = (rows, /))]
+pub(crate) fn rows_to_pad(py: Python<'_>, rows: usize) -> PyResult<usize> {
+    Ok(state(py)?.dispatcher(py)?.0.rows_to_pad(rows))
 }
 
 /// Whether each call compares the tensors' device with the current one; returns the former setting.

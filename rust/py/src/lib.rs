@@ -42,8 +42,8 @@ mod _native {
     };
     #[pymodule_export]
     use crate::dispatch::{
-        auto_pad, counters, cuda_driver_version, dequantize, device_facts, gemm, has_exchange_table, image_facts,
-        inventory, note_optimizer_step, quantize, record, recorded, release_memory, reset_counters, set_auto_pad,
+        counters, cuda_driver_version, dequantize, device_facts, gemm, has_exchange_table, image_facts, inventory,
+        note_optimizer_step, quantize, record, recorded, release_memory, reset_counters, rows_to_pad, set_auto_pad,
         set_check_device, stage_clock, stage_nanoseconds,
     };
     #[pymodule_export]

@@ -228,10 +228,9 @@ fn forward<'py>(
     }
     let Some((weight, bias)) = parameters(state, attributes, config.apply_bias)? else { return general() };
     let y = if region.enabled {
-        // Block-scaled GEMMs need the rows padded, which Python does.
-        let pads = auto_pad && !region.recipe.is_per_tensor();
         match state.reader.read(input)? {
-            Some(view) if view.numel() > 0 && (!pads || view.rows().is_multiple_of(8)) => {}
+            // Rows are appended in Python.
+            Some(view) if view.numel() > 0 && (!auto_pad || region.recipe.missing_rows(view.rows()) == 0) => {}
             _ => return general(),
         }
         if region.recipe.is_delayed() {

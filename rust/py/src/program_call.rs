@@ -28,14 +28,31 @@ pub(crate) fn program_apply<'py>(
     is_first_microbatch: Option<bool>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let state = state(x.py())?;
-    let bits = Bits::of_microbatch(is_first_microbatch);
-    let extras: Vec<Bound<'py, PyAny>> = extra_inputs.iter().collect();
+    let run = || {
+        if state.dispatcher(x.py())?.0.auto_pad && lacks_rows(state, x)? {
+            let arguments = (program, owner, x, extra_inputs, is_first_microbatch);
+            return ops(x.py())?.call_method1(intern!(x.py(), "program_padded"), arguments);
+        }
+        let extras: Vec<Bound<'py, PyAny>> = extra_inputs.iter().collect();
+        apply(state, program, owner, x, &extras, Bits::of_microbatch(is_first_microbatch))
+    };
     if let Some(former) = recomputed_region(state, program)? {
-        let again = apply(state, program, owner, x, &extras, bits);
+        let again = run();
         state.dispatcher(x.py())?.0.autocast.restore(&former);
         return again;
     }
-    apply(state, program, owner, x, &extras, bits)
+    run()
+}
+
+fn ops(py: Python<'_>) -> PyResult<Bound<'_, PyModule>> {
+    py.import(intern!(py, "te_fast.pytorch._ops"))
+}
+
+/// Whether rows have to be appended; the call itself says what is wrong with an input that is none.
+#[cold]
+fn lacks_rows(state: &State, x: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let Ok(view) = view_of(&state.reader, x, "the input") else { return Ok(false) };
+    Ok(view.numel() != 0 && state.dispatcher(x.py())?.0.rows_to_pad(view.rows()) != 0)
 }
 
 /// `module(x, *extra_inputs)` of a module whose result is its program's: as `nn.Module.__call__`, without its cost
@@ -118,9 +135,7 @@ fn apply<'py>(
     if view_of(&state.reader, x, "the input").python()?.numel() == 0 {
         let overwrite = Bits(bits).has(Bits::FIRST_MICROBATCH);
         let arguments = (program, x, PyTuple::new(py, extras)?, PyTuple::new(py, &params)?, overwrite);
-        return py
-            .import(intern!(py, "te_fast.pytorch._ops"))?
-            .call_method1(intern!(py, "program_on_nothing"), arguments);
+        return ops(py)?.call_method1(intern!(py, "program_on_nothing"), arguments);
     }
     if wants {
         let mut arguments = Vec::with_capacity(params.len() + extras.len() + 4);
@@ -154,9 +169,7 @@ fn apply<'py>(
 /// `torch._C._FunctionBase.apply` of the programs' autograd function.
 fn program_function(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
     static APPLY: pyo3::sync::PyOnceLock<Py<PyAny>> = pyo3::sync::PyOnceLock::new();
-    let apply = APPLY.get_or_try_init(py, || {
-        py.import("te_fast.pytorch._ops")?.getattr("program_function_apply").map(Bound::unbind)
-    })?;
+    let apply = APPLY.get_or_try_init(py, || ops(py)?.getattr("program_function_apply").map(Bound::unbind))?;
     Ok(apply.bind(py).clone())
 }
 

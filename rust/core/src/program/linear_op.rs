@@ -279,7 +279,7 @@ pub(crate) struct Tail {
 impl Quantized {
     fn new(recipe: &Recipe, key: LinearKey, inputs: usize, outputs: usize, processors: u32) -> Result<Self> {
         check_recipe(recipe, &key)?;
-        check_sizes(&key, inputs, outputs)?;
+        check_sizes(recipe, &key, inputs, outputs)?;
         let usages = Usages::of_linear(recipe, key.needs, false);
         let spec = OperandSpecs { recipe, key: &key, usages, in_features: inputs, out_features: outputs, processors };
         let (x, w, dy) = (spec.x()?, spec.w()?, spec.dy()?);
