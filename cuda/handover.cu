@@ -43,7 +43,7 @@ __device__ void handover_entry(const HandoverParams& p) {
         row[0] = __frcp_rn(scale);
         row[kScale] = scale;
         row[kFound] = 0.0f;
-    } else if (entry.amax != nullptr && row[kFound] > 0.0f) {
+    } else if (entry.amax != nullptr && row[kFound] > 0.0f) {  // cuBLASLt finds NaN where there is one: no maximum
         atomic_max_nonnegative(entry.amax, row[kFound]);
     }
 }
