@@ -6,7 +6,8 @@
 //                  a = max over the rolled window, the value that slot 0 loses included ("max"), or last
 //                  if a finite and > 0: scale = fp8_max * 2^-margin / a, F32 max where that is infinite
 //
-// Launch: one block of 256 threads per entry; scale_update_few takes the same with a small parameter struct.
+// Launch: blocks of 256 threads, one column of them per entry; the blocks of a column share the entry's tensors.
+//         scale_update_few takes the same with a small parameter struct.
 // Needs:  h [L, n] and scale [n] contiguous; every entry of a launch has the same L.
 // Moves:  8 bytes per history slot.
 
@@ -16,6 +17,7 @@
 namespace te_fast {
 
 constexpr int kThreads = 256;
+constexpr int kSlots = 4;  // slots of a history per thread and barrier: TE's default of 1024 takes one
 
 struct ScaleEntry {
     float* history;
@@ -38,13 +40,20 @@ static_assert(sizeof(ScaleUpdateParams<1020>) == 32656, "kernel parameters end a
 // Rolls one history in place and returns the maximum over the window, in every thread.
 __device__ inline float roll(float* history, uint64_t length, uint64_t stride, float last, float* scratch) {
     float amax = 0.0f;
-    for (uint64_t base = 0; base < length; base += kThreads) {
-        const uint64_t i = base + threadIdx.x;
-        float next = 0.0f;
-        if (i < length) next = i + 1 < length ? history[(i + 1) * stride] : last;
-        amax = fmaxf(amax, next);
+    for (uint64_t base = 0; base < length; base += kSlots * kThreads) {
+        float next[kSlots];
+#pragma unroll
+        for (int k = 0; k < kSlots; ++k) {
+            const uint64_t i = base + k * kThreads + threadIdx.x;
+            next[k] = i + 1 < length ? history[(i + 1) * stride] : i < length ? last : 0.0f;
+            amax = fmaxf(amax, next[k]);
+        }
         __syncthreads();  // all of this span is read before any of it is written
-        if (i < length) history[i * stride] = i == 0 ? 0.0f : next;
+#pragma unroll
+        for (int k = 0; k < kSlots; ++k) {
+            const uint64_t i = base + k * kThreads + threadIdx.x;
+            if (i < length) history[i * stride] = i == 0 ? 0.0f : next[k];
+        }
     }
     amax = block_max<kThreads>(amax, scratch);
     __syncthreads();
@@ -55,7 +64,7 @@ template <int kEntries>
 __device__ void scale_update(const ScaleUpdateParams<kEntries>& p) {
     __shared__ float scratch[kThreads / 32];
     const ScaleEntry& entry = p.entry[blockIdx.x];
-    for (uint32_t c = 0; c < entry.count; ++c) {
+    for (uint32_t c = blockIdx.y; c < entry.count; c += gridDim.y) {
         float* history = entry.history + c;
         const float reduced = entry.reduced == nullptr ? 0.0f : entry.reduced[c];
         const float last = reduced != 0.0f ? reduced : history[0];

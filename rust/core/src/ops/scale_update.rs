@@ -4,7 +4,7 @@ use te_fast_kernels::{Fp8, KernelId};
 
 use crate::error::{Error, Result};
 use crate::host;
-use crate::kernel::{DevPtr, Grid, Params, Target, launch};
+use crate::kernel::{DevPtr, Grid, Target, launch};
 use crate::ops::cast::THREADS;
 use crate::params;
 
@@ -12,6 +12,8 @@ use crate::params;
 pub const MANY: usize = 1020;
 /// Entries of one `scale_update_few` launch, whose parameters cost the host next to nothing to hand over.
 pub const FEW: usize = 62;
+/// Most blocks that share an entry's tensors.
+const COLUMN: u32 = 64;
 
 /// Histories and scales of one group of tensors, a layer's forward say.
 #[derive(Clone, Copy, Debug)]
@@ -112,14 +114,16 @@ impl ScaleUpdatePlan {
         let (history_len, most_recent) = (self.history_len as u64, u32::from(self.choice == AmaxChoice::MostRecent));
         for chunk in entries.chunks(MANY) {
             let entries = chunk.len() as u32;
+            let tensors = chunk.iter().map(|entry| entry.count).max().unwrap_or(0).clamp(1, COLUMN);
+            let grid = Grid { blocks: [entries, tensors, 1], ..Grid::linear(entries, THREADS) };
             if chunk.len() <= FEW {
                 let entry = filled(chunk);
                 let params = ScaleUpdateFewParams { history_len, entries, most_recent, entry };
-                send(target, KernelId::ScaleUpdateFew, entries, &params)?;
+                launch(target, KernelId::ScaleUpdateFew, grid, &params)?;
             } else {
                 let entry = filled(chunk);
                 let params = ScaleUpdateParams { history_len, entries, most_recent, entry };
-                send(target, KernelId::ScaleUpdate, entries, &params)?;
+                launch(target, KernelId::ScaleUpdate, grid, &params)?;
             }
         }
         Ok(())
@@ -130,8 +134,4 @@ fn filled<'a, const N: usize>(chunk: &[ScaleEntry<'a>]) -> [ScaleEntry<'a>; N] {
     let mut entry = [ScaleEntry::EMPTY; N];
     entry.iter_mut().zip(chunk).for_each(|(slot, given)| *slot = *given);
     entry
-}
-
-fn send<P: Params>(target: &mut Target<'_>, id: KernelId, entries: u32, params: &P) -> Result<()> {
-    launch(target, id, Grid::linear(entries, THREADS), params)
 }
