@@ -7,13 +7,14 @@
 //   and, with blocks, have the scale of a zero block.
 //
 // The GEMM wants the inverse scales of neighbouring rows side by side, and neighbouring rows come from different
-// tokens: four bytes are written at a time. The rows of an expert come in the order of their tokens, so that L2 puts
-// the bytes of a sector together.
+// tokens. So permute_cast_* leaves them per token, with the token of every row (-1 for a zero row), and
+// permute_scales puts them in their places with whole-line writes.
 //
-// Launch: zero_blocks + tokens blocks, 128 threads; the first zero_blocks clear rows, the others take one token each.
-// Needs:  contiguous x [T, cols] and out [rows, cols], both 16-byte aligned, cols % 16 == 0; scale_inv
-//         [blocks, scale_ld], scale_ld >= rows: columns from `rows` on are written zero; zero_blocks > 0 with rows.
-// Moves:  sizeof(In) T cols + rows cols bytes, 4 blocks rows for the scales, and the map.
+// Launch: permute_cast_*: zero_blocks + tokens blocks, 128 threads; the first zero_blocks clear rows, the others take
+//         one token each. permute_scales: ceil(scale_ld / 64) * ceil(blocks / 64) blocks of 256 threads.
+// Needs:  contiguous x [T, cols] and out [rows, cols], both 16-byte aligned, cols % 16 == 0; token_scales [T, blocks],
+//         row_tokens [rows], scale_inv [blocks, scale_ld], scale_ld >= rows: columns from `rows` on are written zero.
+// Moves:  sizeof(In) T cols + rows cols bytes, 4 blocks (2 T + rows) for the scales, and the map.
 
 #include "common/fp8.cuh"
 #include "common/math.cuh"
@@ -28,8 +29,8 @@ constexpr int kBlock = 128;  // elements that share a scale
 constexpr int kChunk = 16;   // elements of one FP8 store
 
 // Blocks per multiprocessor. Tokens with few experts want many, to hide the wait for the map; without the hardware's
-// conversion to FP8, and by sm_89's compiler, they are given more registers.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+// conversion to FP8 they need more registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 constexpr int kCastBlocks = 8;
 #else
 constexpr int kCastBlocks = 12;
@@ -40,22 +41,28 @@ struct PermuteCastParams {
     uint8_t* out;
     const void* probs;  // null: none
     void* out_probs;
-    const float* scale;  // per tensor; null with blocks
-    float* amax;         // per tensor; null: none
-    float* scale_inv;    // blocks; null per tensor
-    uint64_t scale_ld;
+    const float* scale;   // per tensor; null with blocks
+    float* amax;          // per tensor; null: none
+    float* token_scales;  // blocks; null per tensor
+    int32_t* row_tokens;
     RowMap map;
     uint32_t cols;
     float eps;
     uint32_t pow2;
     ProbType prob_type;
-    float zero_scale;  // inverse scale of a zero block
-    uint32_t unused;
-
-    __device__ uint32_t blocks() const { return ceil_div(cols, uint32_t{kBlock}); }
-    __device__ float& inverse(uint32_t block, uint64_t row) const { return scale_inv[block * scale_ld + row]; }
 };
-static_assert(sizeof(PermuteCastParams) == 144);  // always launched behind the row map, as permute.cu's behind_map
+static_assert(sizeof(PermuteCastParams) == 136);  // always launched behind the row map, as permute.cu's behind_map
+
+struct PermuteScalesParams {
+    const float* token_scales;
+    const int32_t* row_tokens;
+    float* scale_inv;
+    uint64_t rows;
+    uint64_t scale_ld;
+    uint32_t blocks;
+    float zero_scale;  // inverse scale of a zero block
+};
+static_assert(sizeof(PermuteScalesParams) == 48);
 
 struct CastShared {
     union {
@@ -71,25 +78,15 @@ __device__ inline float block_scale(const PermuteCastParams& p, float amax) {
     return scale_from_amax(amax, Out::kMax, p.eps, kMaxFinite<In>, p.pow2 != 0);
 }
 
-// Rows that no token fills, and the columns of the scales behind the last row.
 __device__ inline void clear_gaps(const PermuteCastParams& p, Gaps& gaps) {
     load_gaps(p.map, gaps);
-    if (blockIdx.x == 0 && p.scale_inv != nullptr) {
-        const uint32_t behind = static_cast<uint32_t>(p.scale_ld - p.map.rows);
-        for (uint32_t i = threadIdx.x; i < p.blocks() * behind; i += kRowThreads) {
-            p.inverse(i / behind, p.map.rows + i % behind) = 0.0f;
-        }
-    }
     for (uint64_t i = blockIdx.x;; i += p.map.zero_blocks) {
         const uint64_t row = gap_row(p.map, gaps, i);
         if (row >= p.map.rows) return;
         zero_row<kRowThreads>(p.out + row * p.cols, p.cols);
-        if (p.scale_inv != nullptr) {
-            for (uint32_t block = threadIdx.x; block < p.blocks(); block += kRowThreads) {
-                p.inverse(block, row) = p.zero_scale;
-            }
-        }
-        if (threadIdx.x == 0 && p.out_probs != nullptr) store_prob(p.out_probs, row, p.prob_type, 0.0f);
+        if (threadIdx.x != 0) continue;
+        if (p.row_tokens != nullptr) p.row_tokens[row] = -1;
+        if (p.out_probs != nullptr) store_prob(p.out_probs, row, p.prob_type, 0.0f);
     }
 }
 
@@ -105,6 +102,7 @@ __device__ inline bool permute_probs(const PermuteCastParams& p, uint64_t token,
             copy_prob(p.probs, from, p.out_probs, row, p.prob_type);
             shared.zero[k] = load_prob(p.probs, from, p.prob_type) == 0.0f;
         }
+        if (p.row_tokens != nullptr) p.row_tokens[row] = shared.zero[k] ? -1 : static_cast<int32_t>(token);
         any |= !shared.zero[k];
     }
     return __syncthreads_or(any) != 0;
@@ -135,42 +133,28 @@ __device__ inline float block_amax(float x) {
     return x;
 }
 
-// Quantises the chunks at base + j * kRowThreads + threadIdx.x, with `scale` the ones of their blocks; the largest
-// magnitude among them.
+// Quantises the chunks at base + j * kRowThreads + threadIdx.x; the largest magnitude among them.
 template <int kChunks, Floating In, Fp8 Out>
-__device__ inline float quantise(const PermuteCastParams& p, const Chunk<In> (&chunk)[kChunks], uint4 (&bytes)[kChunks],
-                                 float (&scale)[kChunks]) {
+__device__ inline float quantise(const PermuteCastParams& p, uint64_t token, uint32_t base,
+                                 const Chunk<In> (&chunk)[kChunks], uint4 (&bytes)[kChunks]) {
+    const bool blocks = p.token_scales != nullptr;
     float amax = 0.0f;
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) {
+        const uint32_t at = base + j * kRowThreads + threadIdx.x;
         const float largest = chunk[j].absmax();
-        if (p.scale_inv == nullptr) {
+        if (!blocks) {
             amax = fmaxf(amax, largest);
-            scale[j] = *p.scale;
-        } else {
-            scale[j] = block_scale<In, Out>(p, block_amax(largest));
+            bytes[j] = chunk[j].template cast<Out>(*p.scale);
+            continue;
         }
-        bytes[j] = chunk[j].template cast<Out>(scale[j]);
+        const float scale = block_scale<In, Out>(p, block_amax(largest));
+        bytes[j] = chunk[j].template cast<Out>(scale);
+        if (threadIdx.x % 8 == 0 && at < p.cols / kChunk) {
+            p.token_scales[token * ceil_div(p.cols, uint32_t{kBlock}) + at / 8] = __frcp_rn(scale);
+        }
     }
     return amax;
-}
-
-// The eight lanes of a block store its inverse scale for a destination each.
-template <int kChunks>
-__device__ inline void store_scales(const PermuteCastParams& p, const CastShared& shared, int count, uint32_t base,
-                                    const float (&scale)[kChunks]) {
-    float inverse[kChunks];
-#pragma unroll
-    for (int j = 0; j < kChunks; ++j) inverse[j] = __frcp_rn(scale[j]);
-    for (int k = static_cast<int>(threadIdx.x % 8); k < count; k += 8) {
-        if (shared.slots.row[k] < 0) continue;
-#pragma unroll
-        for (int j = 0; j < kChunks; ++j) {
-            const uint32_t block = (base + j * kRowThreads + threadIdx.x) / 8;
-            if (block >= p.blocks()) break;
-            p.inverse(block, shared.slots.row[k]) = shared.zero[k] ? p.zero_scale : inverse[j];
-        }
-    }
 }
 
 template <int kChunks, Floating In, Fp8 Out>
@@ -195,9 +179,7 @@ __device__ void cast_token(const PermuteCastParams& p, CastShared& shared) {
             any = permute_probs(p, token, count, shared);
         }
         uint4 bytes[kChunks];
-        float scale[kChunks];
-        amax = fmaxf(amax, quantise<kChunks, In, Out>(p, chunk, bytes, scale));
-        if (p.scale_inv != nullptr) store_scales<kChunks>(p, shared, count, base, scale);
+        amax = fmaxf(amax, quantise<kChunks, In, Out>(p, token, base, chunk, bytes));
         for (int k = 0; k < count; ++k) {
             if (shared.slots.row[k] < 0) continue;
             uint4* to = reinterpret_cast<uint4*>(p.out + static_cast<uint64_t>(shared.slots.row[k]) * p.cols);
@@ -224,6 +206,38 @@ __device__ void permute_cast(const PermuteCastParams& p) {
     cast_token<sizeof(In) == 4 ? 1 : 2, In, Out>(p, shared);
 }
 
+constexpr int kScaleTile = 64;
+constexpr int kScaleThreads = 256;
+
+__device__ inline void permute_scales(const PermuteScalesParams& p) {
+    __shared__ float tile[kScaleTile][kScaleTile + 1];  // [row][block], padded against bank conflicts
+    __shared__ int32_t token[kScaleTile];
+    ptx::wait_for_prior_grids();
+    const uint32_t across = ceil_div(p.blocks, uint32_t{kScaleTile});
+    const uint64_t row0 = static_cast<uint64_t>(blockIdx.x / across) * kScaleTile;
+    const uint32_t block0 = blockIdx.x % across * kScaleTile;
+    constexpr int kSide = kScaleThreads / kScaleTile;
+    const uint32_t inner = threadIdx.x % kScaleTile, outer = threadIdx.x / kScaleTile;
+    if (outer == 0) token[inner] = row0 + inner < p.rows ? p.row_tokens[row0 + inner] : -1;
+    __syncthreads();
+    float value[kScaleTile / kSide];  // all under way before the first is used
+#pragma unroll
+    for (uint32_t j = 0; j < kScaleTile / kSide; ++j) {
+        const int32_t from = token[outer + j * kSide];
+        const bool read = from >= 0 && block0 + inner < p.blocks;
+        value[j] = row0 + outer + j * kSide < p.rows ? p.zero_scale : 0.0f;
+        if (read) value[j] = p.token_scales[static_cast<uint64_t>(from) * p.blocks + block0 + inner];
+    }
+#pragma unroll
+    for (uint32_t j = 0; j < kScaleTile / kSide; ++j) tile[outer + j * kSide][inner] = value[j];
+    __syncthreads();
+#pragma unroll
+    for (uint32_t i = outer; i < kScaleTile; i += kSide) {
+        const uint64_t row = row0 + inner;
+        if (row < p.scale_ld && block0 + i < p.blocks) p.scale_inv[(block0 + i) * p.scale_ld + row] = tile[inner][i];
+    }
+}
+
 }  // namespace te_fast
 
 #define INSTANCE(symbol, in, out)                                                            \
@@ -238,3 +252,8 @@ INSTANCE(permute_cast_f16_e4m3, f16, e4m3)
 INSTANCE(permute_cast_f16_e5m2, f16, e5m2)
 INSTANCE(permute_cast_bf16_e4m3, bf16, e4m3)
 INSTANCE(permute_cast_bf16_e5m2, bf16, e5m2)
+
+extern "C" __global__ void __launch_bounds__(te_fast::kScaleThreads)
+    permute_scales(const __grid_constant__ te_fast::PermuteScalesParams p) {
+    te_fast::permute_scales(p);
+}

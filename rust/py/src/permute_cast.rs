@@ -76,11 +76,13 @@ pub(crate) fn moe_permute_cast<'py>(
         scale: one_f32(&call, scale.as_ref(), "scale")?,
         amax: one_f32(&call, amax.as_ref(), "amax")?,
         scale_inv: call.pointer(scale_inv.as_ref())?,
+        scratch: DevPtr::null(),
         map: made_map(&outputs),
     };
-    call.run(route.scratch_bytes(), |target, scratch| {
+    call.run(route.scratch_bytes() + plan.scratch_bytes(), |target, scratch| {
         let ends = route.run(target, &outputs, scratch)?;
-        plan.run(target, &PermuteCastBuffers { map: MapBuffers { ends, ..buffers.map }, ..buffers })
+        let scratch = scratch.offset(route.scratch_bytes());
+        plan.run(target, &PermuteCastBuffers { scratch, map: MapBuffers { ends, ..buffers.map }, ..buffers })
     })?;
     let map = permuted.map;
     (permuted.out, scale_inv, permuted.probs, map.row_id_map, map.pad_offsets, map.padded_counts).into_pyobject(py)

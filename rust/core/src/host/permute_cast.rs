@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::host::fp8::{Format, Real, amax_bits, dispatch_types, read_scalar, scale_from_amax, write_scalar};
 use crate::host::permute::{HostMap, Slot, copy_prob, load_prob, store_prob};
 use crate::ops::cast::TILE;
-use crate::ops::permute_cast::PermuteCastParams;
+use crate::ops::permute_cast::{PermuteCastParams, PermuteScalesParams};
 
 /// Runs `permute_cast_*`.
 ///
@@ -21,24 +21,24 @@ pub(crate) fn run(p: &PermuteCastParams<'_>, id: KernelId) -> Result<()> {
 fn cast<T: Real, F: Format>(p: &PermuteCastParams<'_>) {
     let map = HostMap::new(&p.map);
     let cols = p.cols as usize;
-    let (blocks, ld) = if p.scale_inv.is_null() { (0, 1) } else { (cols.div_ceil(TILE), p.scale_ld as usize) };
+    let blocks = if p.token_scales.is_null() { 0 } else { cols.div_ceil(TILE) };
     let (x, out) = (p.x.slice::<T>(map.tokens * cols), p.out.slice_mut::<u8>(map.rows * cols));
-    let scale_inv = p.scale_inv.slice_mut::<f32>(blocks * ld);
-    for line in scale_inv.chunks_mut(ld) {
-        line[map.rows..].fill(0.0);
-    }
+    let token_scales = p.token_scales.slice_mut::<f32>(map.tokens * blocks);
+    let row_tokens = p.row_tokens.slice_mut::<i32>(map.rows);
     for row in map.gaps() {
         out[row * cols..][..cols].fill(0);
-        scale_inv.iter_mut().skip(row).step_by(ld).for_each(|inverse| *inverse = p.zero_scale);
+        if let Some(token) = row_tokens.get_mut(row) {
+            *token = -1;
+        }
         if !p.out_probs.is_null() {
             store_prob(p.out_probs, row, p.prob_type, 0.0);
         }
     }
     let mut amax = 0;
-    let (mut bytes, mut inverses) = (vec![0; cols], vec![0.0; blocks]);
+    let mut bytes = vec![0; cols];
     for token in 0..map.tokens {
         let values = &x[token * cols..][..cols];
-        quantise::<T, F>(p, values, &mut bytes, &mut inverses);
+        quantise::<T, F>(p, values, &mut bytes, &mut token_scales[token * blocks..][..blocks]);
         for Slot { row, column } in map.token(token) {
             let Some(row) = row else { continue };
             let mut zero = false;
@@ -47,8 +47,8 @@ fn cast<T: Real, F: Format>(p: &PermuteCastParams<'_>) {
                 copy_prob(p.probs, from, p.out_probs, row, p.prob_type);
                 zero = load_prob(p.probs, from, p.prob_type) == 0.0;
             }
-            for (to, &inverse) in scale_inv.iter_mut().skip(row).step_by(ld).zip(&inverses) {
-                *to = if zero { p.zero_scale } else { inverse };
+            if let Some(slot) = row_tokens.get_mut(row) {
+                *slot = if zero { -1 } else { token as i32 };
             }
             let to = &mut out[row * cols..][..cols];
             if zero {
@@ -74,4 +74,27 @@ fn quantise<T: Real, F: Format>(p: &PermuteCastParams<'_>, x: &[T], bytes: &mut 
         }
         bytes.iter_mut().zip(x).for_each(|(byte, value)| *byte = F::encode(value.to_f32() * scale));
     }
+}
+
+/// Runs `permute_scales`.
+///
+/// # Errors
+/// None.
+#[expect(clippy::unnecessary_wraps, reason = "the signature of host kernels")]
+pub(crate) fn run_scales(p: &PermuteScalesParams<'_>, _: KernelId) -> Result<()> {
+    let (rows, ld, blocks) = (p.rows as usize, p.scale_ld as usize, p.blocks as usize);
+    let row_tokens = p.row_tokens.slice::<i32>(rows);
+    let tokens = row_tokens.iter().map(|&token| token + 1).max().unwrap_or(0) as usize;
+    let token_scales = p.token_scales.slice::<f32>(tokens * blocks);
+    for (block, line) in p.scale_inv.slice_mut::<f32>(blocks * ld).chunks_mut(ld).enumerate() {
+        for (row, scale) in line.iter_mut().enumerate() {
+            *scale = match row_tokens.get(row) {
+                None => 0.0,
+                Some(&token) => {
+                    usize::try_from(token).map_or(p.zero_scale, |token| token_scales[token * blocks + block])
+                }
+            };
+        }
+    }
+    Ok(())
 }

@@ -12,10 +12,12 @@ use crate::params;
 
 /// Elements of one FP8 store.
 const CHUNK: usize = 16;
+const SCALE_TILE: usize = 64;
+const SCALE_THREADS: u32 = 256;
 
 params! {
     /// Parameters of `permute_cast_*`.
-    pub struct PermuteCastParams<'a> [144] for PermuteCast => host::permute_cast::run {
+    pub struct PermuteCastParams<'a> [136] for PermuteCast => host::permute_cast::run {
         /// Rows of the tokens.
         pub x: DevPtr<'a>,
         /// Permuted FP8 rows.
@@ -28,10 +30,10 @@ params! {
         pub scale: DevPtr<'a>,
         /// One f32 that is raised to the amax of the rows written, or null.
         pub amax: DevPtr<'a>,
-        /// Inverse scales f32 `[blocks, scale_ld]`, null per tensor.
-        pub scale_inv: DevPtr<'a>,
-        /// Last dimension of the scales.
-        pub scale_ld: u64,
+        /// Inverse scales f32 `[T, blocks]`, null per tensor.
+        pub token_scales: DevPtr<'a>,
+        /// i32 `[rows]`, null per tensor.
+        pub row_tokens: DevPtr<'a>,
         /// The map.
         pub map: RowMapParams<'a>,
         /// Columns.
@@ -42,10 +44,26 @@ params! {
         pub pow2: u32,
         /// Type of the probabilities.
         pub prob_type: u32,
+    }
+}
+
+params! {
+    /// Parameters of `permute_scales`.
+    pub struct PermuteScalesParams<'a> [48] for PermuteScales => host::permute_cast::run_scales {
+        /// Inverse scales f32 `[T, blocks]`.
+        pub token_scales: DevPtr<'a>,
+        /// i32 `[rows]`: the token of a row, -1 for a zero row.
+        pub row_tokens: DevPtr<'a>,
+        /// f32 `[blocks, scale_ld]`.
+        pub scale_inv: DevPtr<'a>,
+        /// Rows.
+        pub rows: u64,
+        /// Last dimension of the scales.
+        pub scale_ld: u64,
+        /// Blocks of a row.
+        pub blocks: u32,
         /// Inverse scale of a zero block.
         pub zero_scale: f32,
-        /// To the multiple of 8.
-        pub unused: u32,
     }
 }
 
@@ -106,6 +124,8 @@ pub struct PermuteCastBuffers<'a> {
     pub amax: DevPtr<'a>,
     /// f32 [`PermuteCastPlan::scale_shape`], with blocks.
     pub scale_inv: DevPtr<'a>,
+    /// [`PermuteCastPlan::scratch_bytes`].
+    pub scratch: DevPtr<'a>,
     /// The map, with its ends.
     pub map: MapBuffers<'a>,
 }
@@ -139,7 +159,16 @@ impl PermuteCastPlan {
         (self.blocks(), self.spec.shape.rows.next_multiple_of(4))
     }
 
-    /// Launches it.
+    /// Size of the scratch memory.
+    #[must_use]
+    pub fn scratch_bytes(&self) -> usize {
+        match self.spec.scaling {
+            Scaling::Tensor => 0,
+            Scaling::Block { .. } => 4 * (self.spec.shape.tokens * self.blocks() + self.spec.shape.rows),
+        }
+    }
+
+    /// Launches it; with blocks, two kernels.
     ///
     /// # Errors
     /// Misaligned buffers, or the driver's refusal.
@@ -155,7 +184,7 @@ impl PermuteCastPlan {
             Scaling::Tensor => (0.0, false, false),
             Scaling::Block { eps, pow2 } => (eps, pow2, true),
         };
-        let zero_scale = if blocks { 1.0 / scale_from_amax(0.0, output.max(), eps, largest(input), pow2) } else { 0.0 };
+        let row_tokens = b.scratch.offset(4 * shape.tokens * self.blocks());
         let params = PermuteCastParams {
             x: b.x,
             out: b.out,
@@ -163,18 +192,31 @@ impl PermuteCastPlan {
             out_probs: b.out_probs,
             scale: if blocks { DevPtr::null() } else { b.scale },
             amax: if blocks { DevPtr::null() } else { b.amax },
-            scale_inv: if blocks { b.scale_inv } else { DevPtr::null() },
-            scale_ld: self.scale_shape().1 as u64,
+            token_scales: if blocks { b.scratch } else { DevPtr::null() },
+            row_tokens: if blocks { row_tokens } else { DevPtr::null() },
             map: RowMapParams::new(&shape, &b.map, zero_blocks),
             cols: cols as u32,
             eps,
             pow2: u32::from(pow2),
             prob_type: prob_code(prob),
-            zero_scale,
-            unused: 0,
         };
         let grid = Grid::linear(zero_blocks + shape.tokens as u32, ROW_THREADS);
-        launch(target, KernelId::PermuteCast(input, output), grid, &params)
+        launch(target, KernelId::PermuteCast(input, output), grid, &params)?;
+        if !blocks {
+            return Ok(());
+        }
+        let (scale_blocks, scale_ld) = self.scale_shape();
+        let params = PermuteScalesParams {
+            token_scales: b.scratch,
+            row_tokens,
+            scale_inv: b.scale_inv,
+            rows: shape.rows as u64,
+            scale_ld: scale_ld as u64,
+            blocks: scale_blocks as u32,
+            zero_scale: 1.0 / scale_from_amax(0.0, output.max(), eps, largest(input), pow2),
+        };
+        let tiles = scale_ld.div_ceil(SCALE_TILE) * scale_blocks.div_ceil(SCALE_TILE);
+        launch(target, KernelId::PermuteScales, Grid::linear(tiles as u32, SCALE_THREADS), &params)
     }
 }
 
@@ -189,7 +231,8 @@ mod tests {
         let scaling = Scaling::Block { eps: 0.0, pow2: true };
         let spec = PermuteCastSpec { shape, cols: 144, input: Float::Bf16, output: Fp8::E4m3, prob: None, scaling };
         let plan = PermuteCastPlan::new(spec)?;
-        assert_eq!(plan.scale_shape(), (2, 12));
+        assert_eq!((plan.scale_shape(), plan.scratch_bytes()), ((2, 12), 4 * (10 + 9)));
+        assert_eq!(PermuteCastPlan::new(PermuteCastSpec { scaling: Scaling::Tensor, ..spec })?.scratch_bytes(), 0);
         assert!(PermuteCastPlan::new(PermuteCastSpec { cols: 24, ..spec }).is_err());
         Ok(())
     }
