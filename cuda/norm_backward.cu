@@ -63,6 +63,7 @@ struct Team {
             const uint32_t warps = threads / 32;
             float* of_warps = shared.sums[turn ^= 1][upper];
             if (lane % 16 == 0) of_warps[threadIdx.x / 32] = sum;
+            ptx::forget(id);  // not the sum, which would stay in a register
             ptx::sync_threads(id + 1, threads);
             sum = of_warps[id * warps + lane % warps];
 #pragma unroll
@@ -98,36 +99,40 @@ struct Ring {
           operand_bytes(rows * p.cols * static_cast<uint32_t>(sizeof(In))),
           stage_bytes(operand_bytes * (p.add == nullptr ? 2 : 3)) {}
 
-    // Asks for the rows from `row0` on, if there are any. One thread.
+    // Whether this thread asks for an operand: the first one of each of the first warps, so that none is long about it.
+    __device__ bool asks(const NormBackwardParams& p) const {
+        const uint32_t thread = ptx::thread_index();
+        return thread % 32 == 0 && thread < (p.add == nullptr ? 2 : 3) * 32;
+    }
+
+    // Asks for the thread's operand of the rows from `row0` on, if there are any.
     __device__ void request(const NormBackwardParams& p, Shared& shared, uint32_t stage, uint32_t row0) const {
         if (row0 >= p.rows) return;
-        const size_t first = static_cast<size_t>(row0) * p.cols;
-        const uint32_t left = p.rows - row0;
+        const uint32_t operand = ptx::thread_index() / 32, left = p.rows - row0;
         const uint32_t bytes = left < rows ? left * p.cols * static_cast<uint32_t>(sizeof(In)) : operand_bytes;
-        uint8_t* to = memory + stage * stage_bytes;
-        ptx::arrive_expecting(shared.full[stage], p.add == nullptr ? 2 * bytes : 3 * bytes);
-        ptx::copy_bulk(to, static_cast<const In*>(p.dy) + first, bytes, shared.full[stage]);
-        ptx::copy_bulk(to + operand_bytes, static_cast<const In*>(p.x) + first, bytes, shared.full[stage]);
-        if (p.add == nullptr) return;
-        ptx::copy_bulk(to + 2 * operand_bytes, static_cast<const In*>(p.add) + first, bytes, shared.full[stage]);
+        const void* tensor = operand == 0 ? p.dy : operand == 1 ? p.x : p.add;
+        ptx::arrive_expecting(shared.full[stage], bytes);
+        ptx::copy_bulk(memory + stage * stage_bytes + operand * operand_bytes,
+                       static_cast<const In*>(tensor) + static_cast<size_t>(row0) * p.cols, bytes, shared.full[stage]);
     }
 
     // Begins; the block's rows are every `stride`th from `row0` on. Contains a barrier.
     __device__ void start(const NormBackwardParams& p, Shared& shared, uint32_t row0, uint32_t stride) const {
         if (threadIdx.x == 0) {
             for (uint32_t i = 0; i < p.stages; ++i) {
-                ptx::init_barrier(shared.full[i], 1);
+                ptx::init_barrier(shared.full[i], p.add == nullptr ? 2 : 3);
                 ptx::init_barrier(shared.empty[i], kWarps);
             }
             ptx::init_barriers_done();
-            for (uint32_t i = 0; i < p.stages; ++i) request(p, shared, i, row0 + i * stride);
         }
         __syncthreads();
+        if (!asks(p)) return;
+        for (uint32_t i = 0; i < p.stages; ++i) request(p, shared, i, row0 + i * stride);
     }
 
-    // Asks for the rows that take the place of the stage before this one. One thread.
+    // Asks for the rows that take the place of the stage before this one.
     __device__ void refill(const NormBackwardParams& p, Shared& shared, uint32_t row0) const {
-        if (row0 >= p.rows) return;
+        if (!asks(p) || row0 >= p.rows) return;
         const uint32_t before = stage == 0 ? p.stages - 1 : stage - 1;
         ptx::wait(shared.empty[before], stage == 0 ? parity ^ 1 : parity);
         request(p, shared, before, row0);
@@ -157,17 +162,11 @@ struct ColumnSums {
     float dgamma[kSlots][8] = {}, dbeta[kSlots][8] = {};
 };
 
-template <Floating In>
-__device__ inline void forget(Raw8<In>& raw) {
-#pragma unroll
-    for (int j = 0; j < static_cast<int>(sizeof(In) / 2); ++j) ptx::forget(raw.word[j]);
-}
-
 // Statistics of a team's rows, the `k`th being `first + k * stride`: each lane reads those of one row in as many as the
 // team has lanes in a warp, long before they are needed.
 struct StatsQueue {
     const NormBackwardParams& p;
-    uint32_t lanes, row, stride;  // of this lane's next read
+    uint32_t lanes, row, stride;  // a power of two; of this lane's next read
     RowStats now, following;
 
     __device__ StatsQueue(const NormBackwardParams& p, const Team& team, uint32_t first, uint32_t stride)
@@ -178,17 +177,18 @@ struct StatsQueue {
 
     // Of the `k`th row; in ascending order, and in all threads of a warp.
     __device__ RowStats at(uint32_t k) {
-        if (k % lanes == 0) {
+        const int lane = static_cast<int>(k & (lanes - 1)), width = static_cast<int>(lanes);
+        if (lane == 0) {
             now = following;
             following = read();
         }
-        const int lane = static_cast<int>(k % lanes), width = static_cast<int>(lanes);
         return {__shfl_sync(kFullWarp, now.mean, lane, width), __shfl_sync(kFullWarp, now.rstd, lane, width)};
     }
 
   private:
     __device__ RowStats read() {
         const RowStats stats = load_stats(p, row);
+        ptx::forget(stride);  // not the product, which would stay in a register
         row += lanes * stride;
         return stats;
     }
@@ -198,7 +198,7 @@ struct StatsQueue {
 template <Source kSource, Floating In, int kSlots>
 struct Rows {
     static constexpr bool kRing = kSource == Source::kRing;
-    // Words that are needed twice stay in registers where there are enough.
+    // What is needed twice stays in registers where there are enough.
     static constexpr bool kKept = kSlots <= 2 && sizeof(In) == 2;
     const NormBackwardParams& p;
     Shared& shared;
@@ -206,7 +206,7 @@ struct Rows {
     Ring<In> ring;
     float factor[kSlots][8];
     ColumnSums<kSlots> total;
-    Raw8<In> kept[kKept ? kSlots : 1][2];
+    Columns8 kept[kKept ? kSlots : 1];
 
     __device__ Rows(const NormBackwardParams& p, Shared& shared, Team& team, void* memory)
         : p(p), shared(shared), team(team), ring(p, memory) {}
@@ -220,43 +220,47 @@ struct Rows {
         }
     }
 
+    // The columns of slot `i`.
+    __device__ Columns8 load(uint32_t row, int i, const RowStats& stats) const {
+        if constexpr (!kRing) ptx::forget(row);
+        const uint32_t col = team.col(i);
+        Columns8 part(read(0, p.dy, row, col), read(1, p.x, row, col));
+        part.normalise(stats);
+        return part;
+    }
+
     __device__ RowSums sum(uint32_t row, const RowStats& stats) {
         RowSums sums{0.0f, 0.0f};
 #pragma unroll
         for (int i = 0; i < kSlots; ++i) {
-            const uint32_t col = team.col(i);
-            if (row >= p.rows || col >= p.cols) continue;
-            if constexpr (!kRing) ptx::forget(row);
-            Raw8<In> dy = read(0, p.dy, row, col), x = read(1, p.x, row, col);
-            Columns8 part(dy, x);
-            part.normalise(stats);
-            part.add_to(sums, factor[i]);
+            if (row >= p.rows || team.col(i) >= p.cols) continue;
+            Columns8 part = load(row, i, stats);
             part.add_to(total.dgamma[i], total.dbeta[i]);
-            if constexpr (kKept) {
-                forget(dy);
-                forget(x);
-                kept[i][0] = dy;
-                kept[i][1] = x;
-            }
+            part.weigh(factor[i]);
+            part.add_to(sums);
+            if constexpr (kKept) kept[i] = part;
         }
         return sums;
     }
 
-    __device__ Columns8 again(uint32_t row, int i) const {
+    // The columns of slot `i` once more, weighed.
+    __device__ Columns8 again(uint32_t row, int i, const RowStats& stats) const {
         if constexpr (kKept) {
-            return Columns8(kept[i][0], kept[i][1]);
+            return kept[i];
         } else {
-            return Columns8(read(0, p.dy, row, team.col(i)), read(1, p.x, row, team.col(i)));
+            Columns8 part = load(row, i, stats);
+            part.weigh(factor[i]);
+            return part;
         }
     }
 
-    __device__ void store(uint32_t row, const RowLine& line) {
+    __device__ void store(uint32_t row, const RowStats& stats, const RowSums& means) {
 #pragma unroll
         for (int i = 0; i < kSlots; ++i) {
             const uint32_t col = team.col(i);
             if (row >= p.rows || col >= p.cols) continue;
             float dx[8];
-            again(row, i).gradient(line, factor[i], dx);
+            again(row, i, stats).gradient(stats, means, dx);
             if (p.add != nullptr) {
                 float add[8];
                 unpack8<In>(read(2, p.add, row, col), add);
@@ -270,7 +274,7 @@ struct Rows {
 
     __device__ void run() {
         const uint32_t stride = gridDim.x * ring.rows;
-        const float reciprocal = 1.0f / static_cast<float>(p.cols);
+        const float reciprocal = __frcp_rn(static_cast<float>(p.cols));
         uint32_t row0 = blockIdx.x * ring.rows;
         if constexpr (kRing) ring.start(p, shared, row0, stride);
         StatsQueue queue(p, team, row0 + team.id, stride);
@@ -283,23 +287,45 @@ struct Rows {
             if constexpr (kRing) ptx::wait(shared.full[ring.stage], ring.parity);
             RowSums sums = sum(row, stats);
             if constexpr (kRing) {
-                if (threadIdx.x == 0 && k != 0) ring.refill(p, shared, row0 + (p.stages - 1) * stride);
+                if (k != 0) ring.refill(p, shared, row0 + (p.stages - 1) * stride);
                 __syncwarp();
             }
             if (p.dx != nullptr) {
                 team.add(sums, shared);
                 sums.finish(p, reciprocal);
-                store(row, RowLine(stats, sums));
+                store(row, stats, sums);
             }
             if constexpr (kRing) ring.release(p, shared);
         }
     }
 };
 
-// The block's sums of its columns, those of its teams added, to `to`. Contains barriers.
+__device__ inline void store_partial(const NormBackwardParams& p, float* to, uint32_t col, const float4& sum) {
+    if (p.cols % 4 == 0) {
+        if (col < p.cols) *reinterpret_cast<float4*>(to + col) = sum;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (col + i < p.cols) to[col + i] = element(sum, i);
+        }
+    }
+}
+
+// The block's sums of its columns, those of its teams added, to `to`. Contains barriers unless a team is the block.
 template <int kSlots>
 __device__ void publish(const NormBackwardParams& p, const Team& team, float (&total)[kSlots][8], float4* scratch,
                         float* to) {
+    if (team.threads == kThreads) {
+#pragma unroll
+        for (int i = 0; i < kSlots; ++i) {
+#pragma unroll
+            for (int c = 0; c < 8; c += 4) {
+                store_partial(p, to, team.col(i) + c,
+                              make_float4(total[i][c], total[i][c + 1], total[i][c + 2], total[i][c + 3]));
+            }
+        }
+        return;
+    }
     __syncthreads();
     const uint32_t apart = max(team.threads, 32u), slots = ceil_div<uint32_t>(p.cols, 8 * team.threads);
 #pragma unroll
@@ -325,14 +351,7 @@ __device__ void publish(const NormBackwardParams& p, const Team& team, float (&t
 #pragma unroll
             for (int i = 0; i < 4; ++i) element(sum, i) += (&from[other].x)[i];
         }
-        if (p.cols % 4 == 0) {
-            if (col < p.cols) *reinterpret_cast<float4*>(to + col) = sum;
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (col + i < p.cols) to[col + i] = element(sum, i);
-            }
-        }
+        store_partial(p, to, col, sum);
     }
 }
 
@@ -391,7 +410,9 @@ __device__ void norm_backward(const NormBackwardParams& p, Shared& shared, uint4
     float* const dbeta_partial = p.partial + (p.dgamma == nullptr ? 0 : size);
     if (p.dgamma != nullptr) publish(p, team, rows.total.dgamma, scratch, p.partial + own);
     if (p.dbeta != nullptr) publish(p, team, rows.total.dbeta, scratch, dbeta_partial + own);
-    if (rendezvous.meet()) {
+    const bool works = rendezvous.meet();
+    const unsigned place = rendezvous.start_leaving();
+    if (works) {
         const uint32_t tiles = ceil_div<uint32_t>(p.cols, kItemCols);
         const uint32_t of_dgamma = p.dgamma == nullptr ? 0 : tiles;
         const uint32_t items = of_dgamma + (p.dbeta == nullptr ? 0 : tiles);
@@ -401,7 +422,7 @@ __device__ void norm_backward(const NormBackwardParams& p, Shared& shared, uint4
             finish_columns(p, is_dgamma ? p.partial : dbeta_partial, is_dgamma ? p.dgamma : p.dbeta, col0, shared);
         }
     }
-    rendezvous.leave();
+    rendezvous.leave(place);
 }
 
 template <Source kSource, Floating In>

@@ -44,7 +44,8 @@ __device__ void sum_rows(const NormBackwardParams& p) {
             float factor[8];
             load_factor<kVectors>(p, col, width, factor);
             part.normalise(stats);
-            part.add_to(sums, factor);
+            part.weigh(factor);
+            part.add_to(sums);
         }
         sums = {warp_sum(sums.plain), warp_sum(sums.normed)};
         turn ^= 1;
@@ -75,11 +76,12 @@ __device__ TileSums differentiate_tile(const NormBackwardParams& p, uint32_t fir
         const size_t index = static_cast<size_t>(row) * p.cols + col;
         const RowStats stats = load_stats(p, row);
         Columns8 part(load_part<kVectors, In>(p.dy, index, width), load_part<kVectors, In>(p.x, index, width));
-        float dx[8];
-        if (p.dx != nullptr) part.gradient(RowLine(stats, row_sums(p)[row]), factor, dx);
         part.normalise(stats);
         part.add_to(total.dgamma, total.dbeta);
         if (p.dx == nullptr) continue;
+        float dx[8];
+        part.weigh(factor);
+        part.gradient(stats, row_sums(p)[row], dx);
         if (p.add != nullptr) {
             float add[8];
             unpack8<In>(load_part<kVectors, In>(p.add, index, width), add);

@@ -48,17 +48,11 @@ struct RowSums {
     }
 };
 
-// dx of a row is rstd * (g * dy + slope * x + offset).
-struct RowLine {
-    float rstd, slope, offset;
-
-    __device__ RowLine(const RowStats& stats, const RowSums& means)
-        : rstd(stats.rstd), slope(-stats.rstd * means.normed), offset(fmaf(-slope, stats.mean, -means.plain)) {}
-};
-
 // dy and x of eight columns.
 struct Columns8 {
     float dy[8], x[8];
+
+    Columns8() = default;
 
     template <Floating In>
     __device__ Columns8(const Raw8<In>& raw_dy, const Raw8<In>& raw_x) {
@@ -74,16 +68,6 @@ struct Columns8 {
     }
 
     // After normalise.
-    __device__ void add_to(RowSums& sums, const float (&factor)[8]) const {
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            const float up = factor[c] * dy[c];
-            sums.plain += up;
-            sums.normed = fmaf(up, x[c], sums.normed);
-        }
-    }
-
-    // After normalise.
     __device__ void add_to(float (&dgamma)[8], float (&dbeta)[8]) const {
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
@@ -92,12 +76,25 @@ struct Columns8 {
         }
     }
 
-    // Before normalise.
-    __device__ void gradient(const RowLine& line, const float (&factor)[8], float (&dx)[8]) const {
+    // dy becomes g * dy.
+    __device__ void weigh(const float (&factor)[8]) {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) dy[c] *= factor[c];
+    }
+
+    // After weigh.
+    __device__ void add_to(RowSums& sums) const {
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
-            dx[c] = fmaf(factor[c], dy[c], fmaf(line.slope, x[c], line.offset)) * line.rstd;
+            sums.plain += dy[c];
+            sums.normed = fmaf(dy[c], x[c], sums.normed);
         }
+    }
+
+    // After weigh.
+    __device__ void gradient(const RowStats& stats, const RowSums& means, float (&dx)[8]) const {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) dx[c] = (dy[c] + fmaf(x[c], -means.normed, -means.plain)) * stats.rstd;
     }
 };
 
@@ -117,5 +114,6 @@ __device__ inline bool rows_are_vectors(const NormBackwardParams& p) {
 }
 
 __device__ inline float& element(float4& four, int i) { return (&four.x)[i]; }
+__device__ inline float element(const float4& four, int i) { return (&four.x)[i]; }
 
 }  // namespace te_fast

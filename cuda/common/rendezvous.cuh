@@ -24,10 +24,10 @@ struct Rendezvous {
     // True when every block has arrived and what it wrote before is visible; false in a block that need not wait.
     // Contains barriers.
     __device__ bool meet() {
+        const bool waits = threadIdx.x == 0 && read(started) == gridDim.x;  // on its way while stores are waited for
         __threadfence();
         __syncthreads();
         if (threadIdx.x == 0) {
-            const bool waits = read(started) == gridDim.x;
             unsigned came = atomicAdd(&arrived, waits ? 1 : kAbsent + 1) + 1;
             while (waits && came % kAbsent != gridDim.x) came = read(arrived);
             __threadfence();
@@ -42,9 +42,15 @@ struct Rendezvous {
     __device__ unsigned first() { return state() == kAll ? blockIdx.x : take(); }
     __device__ unsigned next(unsigned before) { return state() == kAll ? before + gridDim.x : take(); }
 
+    // After meet: asks for the block's place among those that leave, if it will not take items. The answer, which
+    // leave needs, is on its way while the block works.
+    __device__ unsigned start_leaving() { return threadIdx.x == 0 && state() != kSome ? leave_place() : 0; }
+
     // Last, in every block.
-    __device__ void leave() {
-        if (threadIdx.x != 0 || atomicInc(&left, gridDim.x - 1) != gridDim.x - 1) return;
+    __device__ void leave(unsigned place) {
+        if (threadIdx.x != 0) return;
+        if (state() == kSome) place = leave_place();
+        if (place != gridDim.x - 1) return;
         started = 0;
         arrived = 0;
         item = 0;
@@ -58,6 +64,8 @@ struct Rendezvous {
         __shared__ State state;
         return state;
     }
+
+    __device__ unsigned leave_place() { return atomicInc(&left, gridDim.x - 1); }
 
     __device__ unsigned take() {
         __shared__ unsigned taken;
