@@ -6,17 +6,19 @@
 //   y[r][c] = (s[r][c] - mean[r]) * rstd[r] * gamma[c] + beta[c]     zero-centred: gamma[c] + 1
 //   out[r][c] = fp8(y[r][c] * scale)     out_t[c][r] = out[r][c], 0 for rows <= r < ld_t     amax = max |y|
 //
-// All of it is FP32, y included on its way to FP8, and (s - mean) * rstd one FMA for 16-bit In. A team of warps has a row, a warp
-// 4 KiB of it; the variance is that of each warp about its own mean, put together by the distances of the means.
+// All of it is FP32, y included on its way to FP8, and (s - mean) * rstd one FMA for 16-bit In. A team of warps has a
+// row, 512 columns each warp; the variance is that of sums and squares, or, where these cancel, and of FP32, a second
+// sum about the mean.
 //
 // Launch: norm:           a team holds a row in registers, while the next one is on its way to shared memory. Any
-//                         number of blocks; strip = blockDim / team.
-//         norm_transpose: the same; a block collects the bytes of `strip` = 32 rows in shared memory.
-//         norm_pair:      the same in clusters of two blocks with `strip` = 16 rows each; an even number of blocks.
+//                         number of blocks; strip = rows that the teams of a block hold.
+//         norm_transpose: the same; a block collects the bytes of `strip` = 16, 32 or 64 rows in shared memory.
 //         norm_long:      any cols; `strip` rows at a time, 32 with out_t, `chunk` columns of them at a time.
 //         At most 512 threads. Dynamic shared memory: ring * 128 bytes per thread, then with out_t strip * chunk bytes.
+//         In clusters of up to eight blocks, but for norm_long, these have `chunk` columns of each row each.
 // Needs:  contiguous tensors, any alignment but that of out_t, 16 bytes; cols >= 1; ld_t a multiple of 16; chunk a
-//         multiple of 128, and at least cols but for norm_long; team a multiple of 32 that divides blockDim.
+//         multiple of 128, and times the blocks of a cluster at least cols but for norm_long; team a multiple of 32
+//         that divides blockDim; 16 * team >= chunk with out_t or clusters.
 // Moves:  per element sizeof(In) for x, for the residual, for the sum and for y, 1 byte per FP8 layout written;
 //         norm_long, and every kernel for tensors without 16-byte loads, reads its input three times.
 
@@ -24,14 +26,15 @@
 
 namespace te_fast {
 
-enum class Way { kRows, kTransposed, kPair, kLong };
+enum class Way { kRows, kTransposed, kLong };
 
 // Normalises a thread's part of the rows from `row0` on; `put` takes the bytes. kKeep: with the weights at hand.
-template <bool kWhole, bool kKeep, int kRows, Floating In, typename Put>
+template <Store kStore, bool kKeep, int kRows, Floating In, typename Put>
 __device__ __forceinline__ void normalise(const NormParams& p, const RowPart<kRows, In>& part,
                                           const Stats (&stats)[kRows], size_t row0, const Weights* kept, float scale,
                                           float& amax, Put put) {
     using Part = RowPart<kRows, In>;
+    constexpr bool kWhole = kStore != Store::kAny;
     const size_t index = row0 * p.cols + part.col;
 #pragma unroll
     for (int k = 0; k < Part::kVectors; ++k) {
@@ -44,9 +47,9 @@ __device__ __forceinline__ void normalise(const NormParams& p, const RowPart<kRo
             uint2 bytes = make_uint2(0, 0);
             if (kWhole || row0 + row < p.rows) {
                 const Outputs to = outputs_at<In>(p, index + row * p.cols + k * Part::kRun, 8);
-                bytes = normalise8<true, In>(p, part.slot[row][k], stats[row], weights, to, scale, amax);
+                bytes = normalise8<true, In, kStore>(p, part.slot[row][k], stats[row], weights, to, scale, amax);
             }
-            put(row, part.col + k * Part::kRun, bytes);
+            put(row, part.own + k * Part::kRun, bytes);
         }
     }
 }
@@ -54,10 +57,16 @@ __device__ __forceinline__ void normalise(const NormParams& p, const RowPart<kRo
 // Rows that teams hold in registers, strip after strip. kRows > 1: gamma and beta stay in registers too.
 template <Way kWay, int kRows, Floating In>
 __device__ float norm_rows(const NormParams& p, Shared& shared, uint4* dynamic) {
-    constexpr bool kTransposed = kWay != Way::kRows, kPair = kWay == Way::kPair, kKeep = kRows > 1;
+    constexpr bool kTransposed = kWay == Way::kTransposed, kKeep = kRows > 1;
     using Part = RowPart<kRows, In>;
     Team team(p.team);
+    team.join_cluster(shared);
     Part part(p, dynamic, team);
+    const uint32_t rows = blockDim.x / p.team * kRows, first = team.id * kRows;
+    const uint32_t own = blockIdx.x / team.blocks, all = gridDim.x / team.blocks;
+    const size_t end = kTransposed ? p.ld_t : p.rows, stride = all * static_cast<size_t>(p.strip);
+    size_t strip0 = own * static_cast<size_t>(p.strip);
+    if (first < p.strip) part.ask(p, strip0 + first);  // before anything that waits
     Weights kept[kKeep ? Part::kVectors : 1];
     if constexpr (kKeep) {
 #pragma unroll
@@ -65,40 +74,42 @@ __device__ float norm_rows(const NormParams& p, Shared& shared, uint4* dynamic) 
             if (i < part.vectors) kept[i] = load_weights<true>(p, part.col + i * Part::kRun, 8);
         }
     }
-    const Stage<kPair> stage{reinterpret_cast<uint8_t*>(dynamic + p.ring * Part::ring_words()), p.chunk};
-    const uint32_t rank = strip_rank<kPair>(), blocks = kPair ? 2 : 1, step = blockDim.x / p.team * kRows;
-    const size_t end = kTransposed ? p.ld_t : p.rows, stride = static_cast<size_t>(gridDim.x) * p.strip;
+    const Stage stage{reinterpret_cast<uint8_t*>(dynamic + p.ring * Part::ring_words()), p.strip};
+    const Store store = usual_store(p);
     const float scale = p.scale == nullptr ? 0.0f : *p.scale;
     float amax = 0.0f;
-    size_t strip0 = static_cast<size_t>(blockIdx.x / blocks) * blocks * p.strip;
-    const uint32_t first = team.id * kRows;
-    if (first < p.strip) part.ask(p, strip0 + rank * p.strip + first);
     for (; strip0 < end; strip0 += stride) {
-        const size_t base = strip0 + rank * p.strip;
-        for (uint32_t i = first; i < p.strip; i += step) {
-            const size_t row0 = base + i;
-            Stats stats[kRows];
+        for (uint32_t i = first; i < p.strip; i += rows) {
+            const size_t row0 = strip0 + i;
             part.load(p, row0);
-            part.stats(p, team, shared, i + step < p.strip ? row0 + step : base + stride + first, stats);
-            if (team.rank == 0) {
+            const Stats mine = part.stats(p, team, shared, i + rows < p.strip ? row0 + rows : strip0 + stride + first);
+            if (team.rank < kRows * Part::kLanes && team.rank % Part::kLanes == 0 && team.block == 0 &&
+                row0 + Part::lane_row() < p.rows) {
+                store_stats(p, row0 + Part::lane_row(), mine);
+            }
+            Stats stats[kRows];
 #pragma unroll
-                for (int row = 0; row < kRows; ++row) {
-                    if (row0 + row < p.rows) store_stats(p, row0 + row, stats[row]);
-                }
+            for (int row = 0; row < kRows; ++row) {
+                stats[row] = {Part::of_row(mine.mean, row), Part::of_row(mine.rstd, row)};
             }
             const auto put = [&](uint32_t row, uint32_t col, uint2 bytes) {
-                if constexpr (kTransposed) stage.at(i + row, col) = bytes;
+                if constexpr (kTransposed) stage.write(i + row, col, bytes);
             };
-            if (part.is_whole(p, row0)) {
-                normalise<true, kKeep>(p, part, stats, row0, kept, scale, amax, put);
+            const bool whole = part.is_whole(p, row0);
+            if (whole && store == Store::kE4m3) {
+                normalise<Store::kE4m3, kKeep>(p, part, stats, row0, kept, scale, amax, put);
+            } else if (!kTransposed && whole && store == Store::kHigh) {
+                normalise<Store::kHigh, kKeep>(p, part, stats, row0, kept, scale, amax, put);
             } else {
-                normalise<false, kKeep>(p, part, stats, row0, kept, scale, amax, put);
+                normalise<Store::kAny, kKeep>(p, part, stats, row0, kept, scale, amax, put);
             }
+            __syncwarp();  // lanes part at the ragged end of a row
         }
         if constexpr (kTransposed) {
-            sync_strip<kPair>();
-            store_strip<kPair>(p, stage, strip0, 0, p.cols);
-            sync_strip<kPair>();
+            const uint32_t col0 = team.block * p.chunk;
+            __syncthreads();
+            if (col0 < p.cols) store_strip(p, stage, strip0, col0, min(p.cols - col0, p.chunk));
+            __syncthreads();
         }
     }
     ptx::wait_copies<0>();
@@ -120,29 +131,26 @@ __device__ Stats read_stats(const NormParams& p, size_t row, Team& team, Shared&
         }
         mean[0] += sum8<In>(raw);
     }
-    team.sum<1>(mean, shared);
-    mean[0] = p.rms != 0 ? 0.0f : mean[0] / static_cast<float>(p.cols);
+    const float total = team.sum<1>(mean, shared);
+    mean[0] = p.rms != 0 ? 0.0f : total / static_cast<float>(p.cols);
     for (size_t col = 8 * team.rank; col < p.cols; col += step) {
         const int width = width_at(col, p.cols);
         add_squares8<kVectors, In>(load_part<kVectors, In>(from, first + col, width), mean[0], width, squares[0]);
     }
-    team.sum<1>(squares, shared);
-    return {mean[0], rstd_of(p, squares[0])};
+    return {mean[0], rstd_of(p, team.sum<1>(squares, shared))};
 }
 
 // Rows that teams read anew for each use: for rows that registers cannot hold, and for those without 16-byte loads.
-template <Way kWay, bool kVectors, Floating In>
+template <bool kVectors, Floating In>
 __device__ float norm_again(const NormParams& p, Shared& shared, uint4* dynamic) {
-    constexpr bool kPair = kWay == Way::kPair;
     Team team(p.team);
-    const Stage<kPair> stage{reinterpret_cast<uint8_t*>(dynamic + p.ring * (blockDim.x * (kHeldBytes / 16))), p.chunk};
-    const uint32_t rank = strip_rank<kPair>(), blocks = kPair ? 2 : 1, teams = blockDim.x / p.team;
+    const Stage stage{reinterpret_cast<uint8_t*>(dynamic + p.ring * (blockDim.x * (kHeldBytes / 16))), p.strip};
+    const uint32_t teams = blockDim.x / p.team;
     const void* from = p.residual == nullptr ? p.x : p.sum;
     const size_t end = p.out_t == nullptr ? p.rows : p.ld_t, stride = static_cast<size_t>(gridDim.x) * p.strip;
     const float scale = p.scale == nullptr ? 0.0f : *p.scale;
     float amax = 0.0f;
-    for (size_t strip0 = static_cast<size_t>(blockIdx.x / blocks) * blocks * p.strip; strip0 < end; strip0 += stride) {
-        const size_t row0 = strip0 + rank * p.strip;
+    for (size_t row0 = blockIdx.x * static_cast<size_t>(p.strip); row0 < end; row0 += stride) {
         for (uint32_t i = team.id; i < p.strip && row0 + i < p.rows; i += teams) {
             const Stats stats = read_stats<kVectors, In>(p, row0 + i, team, shared);
             if (team.rank == 0) {
@@ -166,13 +174,13 @@ __device__ float norm_again(const NormParams& p, Shared& shared, uint4* dynamic)
                         bytes = normalise8<kVectors, In>(p, raw, stats, load_weights<kVectors>(p, col, width),
                                                          outputs_at<In>(p, row * p.cols + col, width), scale, amax);
                     }
-                    if (p.out_t != nullptr) stage.at(i, at) = bytes;
+                    if (p.out_t != nullptr) stage.write(i, at, bytes);
                 }
             }
             if (p.out_t == nullptr) continue;
-            sync_strip<kPair>();
-            store_strip<kPair>(p, stage, strip0, col0, cols);
-            sync_strip<kPair>();
+            __syncthreads();
+            store_strip(p, stage, row0, col0, cols);
+            __syncthreads();
         }
         __syncthreads();
     }
@@ -181,21 +189,19 @@ __device__ float norm_again(const NormParams& p, Shared& shared, uint4* dynamic)
 
 template <Way kWay, Floating In>
 __device__ float norm_by(const NormParams& p, bool vectors, Shared& shared, uint4* dynamic) {
-    if (!vectors) return norm_again<kWay, false, In>(p, shared, dynamic);
+    if (!vectors) return norm_again<false, In>(p, shared, dynamic);
     if constexpr (kWay == Way::kLong) {
-        return norm_again<kWay, true, In>(p, shared, dynamic);
+        return norm_again<true, In>(p, shared, dynamic);
     } else {
-        constexpr int kRows = kSlots<In> / 2;
-        if (p.cols <= 16 * p.team) return norm_rows<kWay, kRows, In>(p, shared, dynamic);
-        return norm_rows<kWay, 1, In>(p, shared, dynamic);
+        if constexpr (kWay == Way::kRows) {
+            if (p.chunk > 16 * p.team) return norm_rows<kWay, 1, In>(p, shared, dynamic);
+        }
+        return norm_rows<kWay, kSlots<In> / 2, In>(p, shared, dynamic);
     }
 }
 
 template <Way kWay, Floating In>
 __device__ void norm(const NormParams& p) {
-#if __CUDA_ARCH__ < 900
-    if constexpr (kWay == Way::kPair) return;  // no plan launches pairs where there are no clusters
-#endif
     if (p.noop != nullptr && *p.noop == 1.0f) return;
     if (blockIdx.x == 0 && threadIdx.x == 0 && p.scale_inv != nullptr) *p.scale_inv = __frcp_rn(*p.scale);
     __shared__ Shared shared;
@@ -212,28 +218,19 @@ __device__ void norm(const NormParams& p) {
 
 }  // namespace te_fast
 
-#if __CUDA_ARCH__ >= 900
-#define PAIRED __cluster_dims__(2, 1, 1)
-#else
-#define PAIRED
-#endif
-
-#define INSTANCE(symbol, way, in, dims)                                  \
-    extern "C" __global__ void dims __launch_bounds__(te_fast::kThreads) \
-        symbol(const __grid_constant__ te_fast::NormParams p) {          \
-        te_fast::ptx::wait_for_prior_grids();                            \
-        te_fast::norm<te_fast::Way::way, te_fast::in>(p);                \
+#define INSTANCE(symbol, way, in)                                   \
+    extern "C" __global__ void __launch_bounds__(te_fast::kThreads) \
+        symbol(const __grid_constant__ te_fast::NormParams p) {     \
+        te_fast::ptx::wait_for_prior_grids();                       \
+        te_fast::norm<te_fast::Way::way, te_fast::in>(p);           \
     }
 
-INSTANCE(norm_f32, kRows, f32, )
-INSTANCE(norm_f16, kRows, f16, )
-INSTANCE(norm_bf16, kRows, bf16, )
-INSTANCE(norm_transpose_f32, kTransposed, f32, )
-INSTANCE(norm_transpose_f16, kTransposed, f16, )
-INSTANCE(norm_transpose_bf16, kTransposed, bf16, )
-INSTANCE(norm_pair_f32, kPair, f32, PAIRED)
-INSTANCE(norm_pair_f16, kPair, f16, PAIRED)
-INSTANCE(norm_pair_bf16, kPair, bf16, PAIRED)
-INSTANCE(norm_long_f32, kLong, f32, )
-INSTANCE(norm_long_f16, kLong, f16, )
-INSTANCE(norm_long_bf16, kLong, bf16, )
+INSTANCE(norm_f32, kRows, f32)
+INSTANCE(norm_f16, kRows, f16)
+INSTANCE(norm_bf16, kRows, bf16)
+INSTANCE(norm_transpose_f32, kTransposed, f32)
+INSTANCE(norm_transpose_f16, kTransposed, f16)
+INSTANCE(norm_transpose_bf16, kTransposed, bf16)
+INSTANCE(norm_long_f32, kLong, f32)
+INSTANCE(norm_long_f16, kLong, f16)
+INSTANCE(norm_long_bf16, kLong, bf16)

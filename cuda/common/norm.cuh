@@ -35,13 +35,15 @@ static_assert(sizeof(NormParams) == 168);
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr uint32_t kMaxStrip = 64;  // rows of a block at a time; ops/norm.rs keeps to it
-constexpr int kHeldBytes = 128;  // of its team's rows that a thread holds; ops/norm.rs counts on it
+constexpr int kHeldBytes = 128;     // of its team's rows that a thread holds; ops/norm.rs counts on it
 template <Floating In>
 constexpr int kSlots = kHeldBytes / (8 * sizeof(In));  // vectors of eight elements
 constexpr int kMaxSums = 8;                            // of a team at a time
+constexpr int kMaxBlocks = 8;                          // of a cluster
 
 struct Shared {
-    float parts[2][kMaxSums][kWarps];
+    uint64_t sent[2][kWarps];
+    float parts[2][kMaxSums][kWarps * kMaxBlocks];
     float mean[kMaxStrip], rstd[kMaxStrip];
 };
 
@@ -49,21 +51,38 @@ struct Stats {
     float mean, rstd;
 };
 
-// The threads that have rows to themselves.
+// The threads that have rows to themselves: of one block, or as many of each block of a cluster.
 struct Team {
-    uint32_t threads, id, rank;
+    uint32_t threads, id, rank;  // in this block
+    uint32_t blocks = 1, block = 0;
     uint32_t turn = 0;
 
     __device__ explicit Team(uint32_t threads)
         : threads(threads), id(threadIdx.x / threads), rank(threadIdx.x % threads) {}
 
-    // Sums over the team, several at a time, the same bits in each thread. Lanes come to have one row each (32 / kRows
-    // of them the same), so that a shuffle adds for several rows. Two buffers: who writes to one again has passed the
-    // barrier that everybody comes to after having read it.
+    // From here on the blocks of a cluster, if there is one, have their rows together. Contains a barrier of them all.
+    __device__ void join_cluster(Shared& shared) {
+#if __CUDA_ARCH__ >= 900
+        blocks = ptx::cluster_blocks();
+        block = ptx::cluster_rank();
+        if (blocks == 1) return;
+        if (threadIdx.x < 2 * kWarps) ptx::init_barrier(shared.sent[0][threadIdx.x], 1);
+        ptx::init_barriers_done();
+        ptx::cluster_arrive();
+        ptx::cluster_wait();
+#endif
+    }
+
+    // Lanes of a sum, whose number is lane / kLanes.
     template <int kSums>
-    __device__ void sum(float (&x)[kSums], Shared& shared) {
-        constexpr uint32_t kLanes = 32 / kSums;
-        const uint32_t lane = threadIdx.x % 32;
+    static constexpr uint32_t kLanes = 32 / kSums;
+
+    // Sums over the team, several at a time: the same bits in each lane of a sum, in each warp. A shuffle adds for
+    // several sums, since lanes come to have one each. Two buffers: who writes to one again has passed the barrier that
+    // everybody comes to after having read it.
+    template <int kSums>
+    __device__ float sum(float (&x)[kSums], Shared& shared) {
+        const uint32_t lane = threadIdx.x % 32, first = lane % kLanes<kSums>;
 #pragma unroll
         for (int half = kSums / 2, bit = 16; half > 0; half /= 2, bit /= 2) {
             const bool upper = (lane & bit) != 0;
@@ -73,22 +92,39 @@ struct Team {
                 x[i] = (upper ? x[i + half] : x[i]) + __shfl_xor_sync(kFullWarp, give, bit);
             }
         }
-        float own = add_lanes<kLanes>(x[0]);
-        const uint32_t sum = lane / kLanes, warps = threads / 32;
-        if (warps > 1) {
-            float* parts = shared.parts[turn ^= 1][sum];
-            if (lane % kLanes == 0) parts[threadIdx.x / 32] = own;
-            __syncwarp();
-            ptx::sync_threads(id + 1, threads);
-            own = 0.0f;
-            for (uint32_t warp = lane % kLanes; warp < warps; warp += kLanes) own += parts[id * warps + warp];
-            own = add_lanes<kLanes>(own);
-        }
+        float own = add_lanes<kLanes<kSums>>(x[0]);
+        const uint32_t warps = threads / 32 * blocks;  // block by block
+        if (warps == 1) return own;
+        float* parts = shared.parts[turn % 2][lane / kLanes<kSums>] + id * warps;
+        share<kSums>(own, parts + block * (threads / 32) + rank / 32, first, shared);
+        own = 0.0f;
+        for (uint32_t from = first; from < warps; from += kWarps) {
 #pragma unroll
-        for (int i = 0; i < kSums; ++i) x[i] = __shfl_sync(kFullWarp, own, i * kLanes);
+            for (uint32_t i = 0; i < kWarps; i += kLanes<kSums>) own += from + i < warps ? parts[from + i] : 0.0f;
+        }
+        ++turn;
+        return add_lanes<kLanes<kSums>>(own);
     }
 
   private:
+    // The warp's part to every block, until all are there.
+    template <int kSums>
+    __device__ void share(float own, float* to, uint32_t first, Shared& shared) {
+        if (blocks == 1) {
+            if (first == 0) *to = own;
+            __syncwarp();
+            ptx::sync_threads(id + 1, threads);
+            return;
+        }
+#if __CUDA_ARCH__ >= 900
+        uint64_t& sent = shared.sent[turn % 2][id];
+        if (rank == 0) ptx::arrive_expecting(sent, kSums * sizeof(float) * (threads / 32) * blocks);
+        for (uint32_t other = first; other < blocks; other += kLanes<kSums>) ptx::send(to, own, sent, other);
+        __syncwarp();
+        ptx::wait_sent(sent, turn / 2 % 2);
+#endif
+    }
+
     template <uint32_t kLanes>
     __device__ static float add_lanes(float x) {
 #pragma unroll
@@ -152,6 +188,14 @@ __device__ inline Weights load_weights(const NormParams& p, size_t col, int widt
     return weights;
 }
 
+// What is stored: of rows of whole vectors the two usual cases apart, without questions in between.
+enum class Store { kAny, kHigh, kE4m3 };
+
+__device__ inline Store usual_store(const NormParams& p) {
+    if (p.scale == nullptr) return p.y != nullptr ? Store::kHigh : Store::kAny;
+    return p.y == nullptr && p.out != nullptr && p.e5m2 == 0 ? Store::kE4m3 : Store::kAny;
+}
+
 // Where eight columns of a row go.
 struct Outputs {
     uint8_t *y, *out;
@@ -159,9 +203,10 @@ struct Outputs {
 };
 
 // Normalises eight elements, stores what is asked for, and returns the bytes. `amax` is raised.
-template <bool kVectors, Floating In>
+template <bool kVectors, Floating In, Store kStore = Store::kAny>
 __device__ inline uint2 normalise8(const NormParams& p, const Raw8<In>& raw, const Stats& stats, const Weights& weights,
                                    const Outputs& to, float scale, float& amax) {
+    constexpr bool kAny = kStore == Store::kAny;
     float y[8];
     unpack8<In>(raw, y);
     const float shift = -stats.mean * stats.rstd;
@@ -171,16 +216,16 @@ __device__ inline uint2 normalise8(const NormParams& p, const Raw8<In>& raw, con
         const float z = sizeof(In) == 4 ? (y[c] - stats.mean) * stats.rstd : fmaf(y[c], stats.rstd, shift);
         y[c] = fmaf(z, weights.gamma[c], weights.beta[c]);
     }
-    if (p.y != nullptr) store_part<kVectors, In>(to.y, 0, to.width, pack8<In>(y));
-    if (p.scale == nullptr) return make_uint2(0, 0);
+    if (kStore == Store::kHigh || (kAny && p.y != nullptr)) store_part<kVectors, In>(to.y, 0, to.width, pack8<In>(y));
+    if (kStore == Store::kHigh || (kAny && p.scale == nullptr)) return make_uint2(0, 0);
     if constexpr (!kVectors) {
         // A row of NaN or Inf has made something of the zeros behind its end.
 #pragma unroll
         for (int c = 0; c < 8; ++c) y[c] = c < to.width ? y[c] : 0.0f;
     }
     absmax_into(amax, y);
-    const uint2 bytes = p.e5m2 != 0 ? encode8<e5m2>(y, scale) : encode8<e4m3>(y, scale);
-    if (p.out != nullptr) {
+    const uint2 bytes = kAny && p.e5m2 != 0 ? encode8<e5m2>(y, scale) : encode8<e4m3>(y, scale);
+    if (!kAny || p.out != nullptr) {
         if constexpr (kVectors) {
             *reinterpret_cast<uint2*>(to.out) = bytes;
         } else {
@@ -195,64 +240,44 @@ __device__ inline Outputs outputs_at(const NormParams& p, size_t index, int widt
     return {static_cast<uint8_t*>(p.y) + index * sizeof(In), p.out + index, width};
 }
 
-// Where the bytes of `strip` rows wait until they are stored transposed, 32 rows at a time. Rows from 16 on keep 64
-// bytes the other way round, so that both halves are read from different banks. kPair: the halves are two blocks'.
-template <bool kPair>
+// Where the bytes of a strip of 16, 32 or 64 rows wait until they are stored transposed: 128 columns after 128 columns,
+// row after row, so that rows are a constant distance apart. Groups of 16 rows keep pieces of 64 and of 32 bytes the
+// other way round, so that those of one column are read from different banks.
 struct Stage {
+    static constexpr uint32_t kPiece = 128;
     uint8_t* bytes;
-    uint32_t chunk;
+    uint32_t strip;
 
-    __device__ uint2& at(uint32_t row, uint32_t col) const {
-        return *reinterpret_cast<uint2*>(bytes + row * chunk + (col ^ ((row & 16) << 2)));
+    __device__ uint8_t* at(uint32_t row, uint32_t col) const {
+        const uint32_t turned = (col % kPiece) ^ ((row & 16) << 2) ^ (row & 32);
+        return bytes + col / kPiece * (strip * kPiece) + row * kPiece + turned;
     }
 
-    // Four columns of 16 rows.
-    __device__ void read(uint32_t half, uint32_t col, uint32_t (&rows)[4][4]) const {
-        const uint8_t* from = bytes + (col ^ (half << 6)) + half * 16 * chunk;
-#if __CUDA_ARCH__ >= 900
-        if constexpr (kPair) from = ptx::of_rank(bytes + col, half);
-#endif
+    __device__ void write(uint32_t row, uint32_t col, uint2 value) const {
+        *reinterpret_cast<uint2*>(at(row, col)) = value;
+    }
+
+    // Four columns of the 16 rows from `row` on.
+    __device__ void read(uint32_t row, uint32_t col, uint32_t (&rows)[4][4]) const {
+        const uint8_t* from = at(row, col);
 #pragma unroll
-        for (int i = 0; i < 16; ++i) rows[i / 4][i % 4] = *reinterpret_cast<const uint32_t*>(from + i * chunk);
+        for (int i = 0; i < 16; ++i) rows[i / 4][i % 4] = *reinterpret_cast<const uint32_t*>(from + i * kPiece);
     }
 };
 
-// Barrier of the blocks that share a strip.
-template <bool kPair>
-__device__ inline void sync_strip() {
-    __syncwarp();  // lanes part at the ragged end of a row, and these barriers are of whole warps
-    if constexpr (kPair) {
-#if __CUDA_ARCH__ >= 900
-        ptx::cluster_arrive();
-        ptx::cluster_wait();
-#endif
-    } else {
-        __syncthreads();
-    }
-}
-
-// This block's number among those that share a strip.
-template <bool kPair>
-__device__ inline uint32_t strip_rank() {
-#if __CUDA_ARCH__ >= 900
-    if constexpr (kPair) return ptx::cluster_rank();
-#endif
-    return 0;
-}
-
-// Writes 32 rows from `row0` on and `cols` columns from `col0` on transposed. Of a pair each block has every other
-// group of 256 columns.
-template <bool kPair>
-__device__ void store_strip(const NormParams& p, const Stage<kPair>& stage, size_t row0, size_t col0, uint32_t cols) {
-    const uint32_t items = 2 * ceil_div<uint32_t>(cols, 4), blocks = kPair ? 2 : 1;
-    for (uint32_t item = threadIdx.x + strip_rank<kPair>() * blockDim.x; item < items; item += blocks * blockDim.x) {
-        const uint32_t half = item % 2, col = item / 2 * 4;
-        if (row0 + half * 16 >= p.ld_t) continue;
+// Writes the rows of a strip from `row0` on and `cols` columns from `col0` on transposed.
+__device__ inline void store_strip(const NormParams& p, const Stage& stage, size_t row0, size_t col0, uint32_t cols) {
+    const uint32_t bits = stage.strip / 32;  // 1, 2 or 4 groups of 16 rows
+    const uint32_t items = ceil_div<uint32_t>(cols, 4) << bits, group = threadIdx.x & ((1u << bits) - 1);
+    const uint32_t row = group * 16, step = (blockDim.x >> bits) * 4;  // threads keep to their rows
+    if (row0 + row >= p.ld_t) return;
+    uint32_t col = (threadIdx.x >> bits) * 4;
+    uint8_t* to = p.out_t + (col0 + col) * p.ld_t + row0 + row;
+    for (uint32_t item = threadIdx.x; item < items; item += blockDim.x, col += step, to += step * p.ld_t) {
         uint32_t rows[4][4];
-        stage.read(half, col, rows);
+        stage.read(row, col, rows);
 #pragma unroll
         for (int i = 0; i < 4; ++i) transpose_bytes(rows[i]);
-        uint8_t* to = p.out_t + (col0 + col) * p.ld_t + row0 + half * 16;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if (col + i >= cols) break;

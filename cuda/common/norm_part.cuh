@@ -10,17 +10,25 @@ namespace te_fast {
 template <int kRows, Floating In>
 struct RowPart {
     static constexpr int kVectors = kSlots<In> / kRows, kWords = sizeof(In) / 2, kRun = 256;
+    static constexpr int kSums = sizeof(In) == 2 ? 2 * kRows : kRows;
+    static constexpr uint32_t kLanes = Team::kLanes<kSums>;
     Raw8<In> slot[kRows][kVectors];
-    uint32_t col;  // of the first vector
+    uint32_t own;  // first vector's column of the block's
+    uint32_t col;  // and of the row's
     int vectors;   // inside the row
     bool plain;    // all of the warp's columns are, and nothing but x is read, through the ring
     uint4* ring;
 
     __device__ RowPart(const NormParams& p, uint4* dynamic, const Team& team)
-        : col(team.rank / 32 * kRun * kVectors + team.rank % 32 * 8),
-          vectors(col >= p.cols ? 0 : static_cast<int>(min(ceil_div<uint32_t>(p.cols - col, kRun), kVectors))),
+        : own(team.rank / 32 * kRun * kVectors + team.rank % 32 * 8),
+          col(team.block * p.chunk + own),
+          vectors(inside(min(p.cols, (team.block + 1) * p.chunk))),
           plain(__all_sync(kFullWarp, vectors == kVectors) && p.residual == nullptr && p.ring == 1),
           ring(dynamic + threadIdx.x / 32 * (kHeldBytes * 2) + threadIdx.x % 32) {}
+
+    __device__ int inside(uint32_t end) const {
+        return col >= end ? 0 : static_cast<int>(min(ceil_div<uint32_t>(end - col, kRun), kVectors));
+    }
 
     // Words of the ring from one tensor to the next.
     __device__ static uint32_t ring_words() { return blockDim.x * (kHeldBytes / 16); }
@@ -96,6 +104,36 @@ struct RowPart {
         }
     }
 
+    // Sums of each row over the lanes, then, of 16-bit elements, of their squares: by matrix units. Of the product
+    // [X; 1] * Xt, X being eight columns of eight lanes' elements, the upper half has the squares on its diagonal, the
+    // lower half sums.
+    __device__ void add_up(float (&sums)[kSums]) const {
+        const uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+            if constexpr (sizeof(In) == 4) {
+                sums[row] = 0.0f;
+#pragma unroll
+                for (int i = 0; i < kVectors; ++i) sums[row] += sum8<In>(slot[row][i]);
+            } else {
+                float d[4] = {};
+#pragma unroll
+                for (int i = 0; i < kVectors; ++i) {
+                    const uint4 word = slot[row][i].word[0];
+                    if constexpr (std::same_as<In, bf16>) {
+                        ptx::mma_bf16(d, word.x, 0x3f803f80, word.y, 0x3f803f80, word.x, word.y);
+                        ptx::mma_bf16(d, word.z, 0x3f803f80, word.w, 0x3f803f80, word.z, word.w);
+                    } else {
+                        ptx::mma_f16(d, word.x, 0x3c003c00, word.y, 0x3c003c00, word.x, word.y);
+                        ptx::mma_f16(d, word.z, 0x3c003c00, word.w, 0x3c003c00, word.z, word.w);
+                    }
+                }
+                sums[row] = 0.125f * (d[2] + d[3]);  // eight lanes have the same
+                sums[kRows + row] = lane % 4 != lane / 8 ? 0.0f : lane / 4 % 2 == 0 ? d[0] : d[1];
+            }
+        }
+    }
+
     // Else the compiler keeps the floats that it has made of a word instead of the word.
     __device__ void forget() {
 #pragma unroll
@@ -108,80 +146,49 @@ struct RowPart {
         }
     }
 
-    // Sums and sums of squares of each row over the lanes, by matrix units. Of the product [X; 1] * Xt, X being
-    // eight columns of eight lanes' elements, the upper half has the squares on its diagonal, the lower half sums.
-    __device__ void add_up(float (&sums)[2 * kRows]) const {
-        const uint32_t lane = threadIdx.x % 32;
-#pragma unroll
-        for (int row = 0; row < kRows; ++row) {
-            float d[4] = {};
-#pragma unroll
-            for (int i = 0; i < kVectors; ++i) {
-                const uint4 word = slot[row][i].word[0];
-                if constexpr (std::same_as<In, bf16>) {
-                    ptx::mma_bf16(d, word.x, 0x3f803f80, word.y, 0x3f803f80, word.x, word.y);
-                    ptx::mma_bf16(d, word.z, 0x3f803f80, word.w, 0x3f803f80, word.z, word.w);
-                } else {
-                    ptx::mma_f16(d, word.x, 0x3c003c00, word.y, 0x3c003c00, word.x, word.y);
-                    ptx::mma_f16(d, word.z, 0x3c003c00, word.w, 0x3c003c00, word.z, word.w);
-                }
-            }
-            sums[row] = 0.125f * (d[2] + d[3]);  // eight lanes have the same
-            sums[kRows + row] = lane % 4 != lane / 8 ? 0.0f : lane / 4 % 2 == 0 ? d[0] : d[1];
-        }
-    }
+    // The row whose statistics this lane has.
+    __device__ static uint32_t lane_row() { return threadIdx.x % 32 / kLanes % kRows; }
 
-    // Sums of squared distances from the means, over the team.
-    __device__ void add_squares(const NormParams& p, Team& team, Shared& shared, const float (&mean)[kRows],
-                                float (&squares)[kRows]) {
+    // The number that the lanes of `row` have.
+    __device__ static float of_row(float x, int row) { return __shfl_sync(kFullWarp, x, row * kLanes); }
+
+    // Sum of squared distances of this lane's row from its mean, over the team.
+    __device__ float add_squares(Team& team, Shared& shared, float mean) {
+        float squares[kRows];
 #pragma unroll
         for (int row = 0; row < kRows; ++row) {
+            const float center = of_row(mean, row);
             squares[row] = 0.0f;
 #pragma unroll
             for (int i = 0; i < kVectors; ++i) {
-                if (i < vectors) add_squares8<true, In>(slot[row][i], mean[row], 8, squares[row]);
+                if (i < vectors) add_squares8<true, In>(slot[row][i], center, 8, squares[row]);
             }
         }
         forget();
-        team.sum<kRows>(squares, shared);
+        const float total = team.sum<kRows>(squares, shared);
+        return __shfl_sync(kFullWarp, total, lane_row() * Team::kLanes<kRows>);
     }
 
-    // Statistics of the rows. Once these are in registers, those from `next` on are sent for.
-    __device__ void stats(const NormParams& p, Team& team, Shared& shared, size_t next, Stats (&stats)[kRows]) {
+    // Statistics of this lane's row. Once the rows are in registers, those from `next` on are sent for.
+    __device__ Stats stats(const NormParams& p, Team& team, Shared& shared, size_t next) {
         const float share = 1.0f / static_cast<float>(p.cols);
-        float mean[kRows] = {}, squares[kRows];
-        if constexpr (sizeof(In) == 2) {
-            float sums[2 * kRows];
-            add_up(sums);
-            ask(p, next);
-            team.sum<2 * kRows>(sums, shared);
-            bool cancels = false;
-#pragma unroll
-            for (int row = 0; row < kRows; ++row) {
-                if (p.rms == 0) mean[row] = sums[row] * share;
-                squares[row] = fmaf(-sums[row], mean[row], sums[kRows + row]);
-                cancels |= sums[row] * mean[row] > 4.0f * squares[row];
-            }
-            // A mean far from 0 leaves little of the difference: once more, from the mean.
-            if (cancels) add_squares(p, team, shared, mean, squares);
+        float sums[kSums];
+        add_up(sums);
+        ask(p, next);
+        const float total = team.sum<kSums>(sums, shared);
+        if constexpr (sizeof(In) == 4) {
+            const float mean = p.rms != 0 ? 0.0f : total * share;
+            return {mean, rstd_of(p, add_squares(team, shared, mean))};
         } else {
-            if (p.rms == 0) {
-#pragma unroll
-                for (int row = 0; row < kRows; ++row) {
-#pragma unroll
-                    for (int i = 0; i < kVectors; ++i) mean[row] += sum8<In>(slot[row][i]);
-                }
-            }
-            ask(p, next);
-            if (p.rms == 0) {
-                team.sum<kRows>(mean, shared);
-#pragma unroll
-                for (int row = 0; row < kRows; ++row) mean[row] *= share;
-            }
-            add_squares(p, team, shared, mean, squares);
+            const float other = __shfl_xor_sync(kFullWarp, total, 16);
+            const bool upper = threadIdx.x % 32 >= 16;
+            const float sum = upper ? other : total, square = upper ? total : other;
+            const float mean = p.rms != 0 ? 0.0f : sum * share;
+            float squares = fmaf(-sum, mean, square);
+            // A mean far from 0 leaves little of the difference: once more, from the mean.
+            if (__any_sync(kFullWarp, sum * mean > 4.0f * squares)) squares = add_squares(team, shared, mean);
+            return {mean, rstd_of(p, squares)};
         }
-#pragma unroll
-        for (int row = 0; row < kRows; ++row) stats[row] = {mean[row], rstd_of(p, squares[row])};
     }
 };
 

@@ -178,11 +178,36 @@ __device__ inline uint32_t cluster_rank() {
 __device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// mapa: where block `rank` of the cluster has what this block has at `address` of its shared memory.
-__device__ inline const uint8_t* of_rank(const uint8_t* address, uint32_t rank) {
-    uint64_t there;
-    asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(address), "r"(rank));
-    return reinterpret_cast<const uint8_t*>(there);
+// %cluster_nctarank: how many blocks the cluster has, 1 for a launch without clusters.
+__device__ inline uint32_t cluster_blocks() {
+    uint32_t blocks;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+    return blocks;
+}
+
+// st.async, mapa: writes a number where block `rank` of the cluster has what this block has at `to`, and tells that
+// block's `barrier` of four bytes.
+__device__ inline void send(float* to, float value, uint64_t& barrier, uint32_t rank) {
+    asm volatile(
+        "{ .reg .b32 there, that;\n"
+        "mapa.shared::cluster.u32 there, %0, %3;\n"
+        "mapa.shared::cluster.u32 that, %2, %3;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %1, [that]; }" ::"r"(
+            shared_address(to)),
+        "f"(value), "r"(shared_address(&barrier)), "r"(rank)
+        : "memory");
+}
+
+// mbarrier.try_wait.parity, then .acquire.cluster: `wait` for what other blocks have sent. Only the last try is of the
+// wide scope, whose every try invalidates L1.
+__device__ inline void wait_sent(uint64_t& barrier, uint32_t parity) {
+    asm volatile(
+        "{ .reg .pred done;\n"
+        "again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again%=;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1; }" ::"r"(shared_address(&barrier)),
+        "r"(parity)
+        : "memory");
 }
 #endif
 

@@ -153,19 +153,28 @@ pub struct Grid {
     pub threads: u32,
     /// Dynamic shared memory of a block, bytes; at most what the kernel's instance was loaded with.
     pub shared_bytes: u32,
+    /// Blocks of a cluster, which divides `blocks[0]`; 1 for a launch without clusters.
+    pub cluster: u32,
 }
 
 impl Grid {
     /// A one-dimensional grid without dynamic shared memory.
     #[must_use]
     pub const fn linear(blocks: u32, threads: u32) -> Self {
-        Self { blocks: [blocks, 1, 1], threads, shared_bytes: 0 }
+        Self { blocks: [blocks, 1, 1], threads, shared_bytes: 0, cluster: 1 }
     }
 
     /// The same with dynamic shared memory.
     #[must_use]
     pub const fn with_shared(mut self, bytes: u32) -> Self {
         self.shared_bytes = bytes;
+        self
+    }
+
+    /// The same in clusters of `blocks` blocks.
+    #[must_use]
+    pub const fn with_cluster(mut self, blocks: u32) -> Self {
+        self.cluster = blocks;
         self
     }
 

@@ -130,7 +130,7 @@ impl Trace {
         if self.recording == Recording::Off {
             return true;
         }
-        let nowhere = Grid { blocks: [0; 3], threads: 0, shared_bytes: 0 };
+        let nowhere = Grid { blocks: [0; 3], threads: 0, shared_bytes: 0, cluster: 1 };
         self.note(|| Launch { name: "gemm", grid: nowhere, params: Vec::new(), problem: Some(*problem) })
     }
 

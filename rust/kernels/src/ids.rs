@@ -292,8 +292,6 @@ kernels! {
     Norm(Float) "norm" in Norm;
     /// The same with FP8 in the transposed layout.
     NormTranspose(Float) "norm_transpose" in Norm;
-    /// The same in clusters of two blocks.
-    NormPair(Float) "norm_pair" in Norm;
     /// Normalisation of rows of any length.
     NormLong(Float) "norm_long" in Norm;
     /// Gradient of a norm for rows that a block holds.

@@ -10,16 +10,12 @@ use crate::host::fp8::{Real, is_noop, read_scalar, write_scalar};
 use crate::host::rows::{Outputs, Values, for_row_groups, raise, row_bytes};
 use crate::ops::norm::NormParams;
 
-/// Runs `norm_*`, `norm_transpose_*`, `norm_pair_*` and `norm_long_*`, which differ in how they share out the work.
+/// Runs `norm_*`, `norm_transpose_*` and `norm_long_*`, which differ in how they share out the work.
 ///
 /// # Errors
 /// An id that does not take these parameters.
 pub(crate) fn run(p: &NormParams<'_>, id: KernelId) -> Result<()> {
-    let (KernelId::Norm(input)
-    | KernelId::NormTranspose(input)
-    | KernelId::NormPair(input)
-    | KernelId::NormLong(input)) = id
-    else {
+    let (KernelId::Norm(input) | KernelId::NormTranspose(input) | KernelId::NormLong(input)) = id else {
         return Err(Error::state("norm", id.symbol()));
     };
     match input {

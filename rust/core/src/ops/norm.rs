@@ -55,8 +55,8 @@ pub struct NormSpec {
 }
 
 params! {
-    /// Parameters of `norm_*`, `norm_transpose_*`, `norm_pair_*` and `norm_long_*`.
-    pub struct NormParams<'a> [168] for Norm | NormTranspose | NormPair | NormLong => host::norm::run {
+    /// Parameters of `norm_*`, `norm_transpose_*` and `norm_long_*`.
+    pub struct NormParams<'a> [168] for Norm | NormTranspose | NormLong => host::norm::run {
         /// Input `[rows, cols]`.
         pub x: DevPtr<'a>,
         /// What is added to it, or null.
@@ -93,7 +93,7 @@ params! {
         pub cols: u32,
         /// What is added to the variance.
         pub eps: f32,
-        /// Threads that have a row.
+        /// Threads of a block that have a row, or their columns of it.
         pub team: u32,
         /// Rows that a block has at a time.
         pub strip: u32,
@@ -182,15 +182,32 @@ const ROW_THREADS: u32 = 128;
 const HELD_BYTES: usize = 128;
 /// Columns of a thread that has several rows at a time; one of longer rows has as many as it holds.
 const NARROW: usize = 16;
-/// Rows that are stored transposed together.
-const STRIP: u32 = 32;
 /// Rows of a block that the kernels have room for in static shared memory, `kMaxStrip`.
 #[cfg(test)]
 const MAX_STRIP: u32 = 64;
 /// What chunks are a multiple of.
 const CHUNK: usize = 128;
-/// Static shared memory of a block, and what the driver keeps.
-const RESERVED_SHARED: u32 = 2048;
+/// Static shared memory of a block.
+const STATIC_SHARED: usize = 9 << 10;
+/// What the driver keeps of each block.
+const DRIVER_SHARED: usize = 1 << 10;
+/// How rows are stored transposed: blocks that share a row, threads, rows that are stored together, tensors on their way
+/// through shared memory. The first that fits is the fastest on an H200: runs of 64 bytes, then few blocks.
+const TRANSPOSED: [Layout; 11] = [
+    Layout::new(1, 256, 64, 1),
+    Layout::new(1, 512, 64, 1),
+    Layout::new(2, 512, 64, 1),
+    Layout::new(1, 512, 32, 2),
+    Layout::new(1, 512, 32, 1),
+    Layout::new(2, 512, 32, 2),
+    Layout::new(2, 512, 32, 1),
+    Layout::new(4, 512, 32, 1),
+    Layout::new(8, 512, 32, 1),
+    Layout::new(1, 256, 32, 1),
+    Layout::new(1, 512, 32, 0),
+];
+/// The most blocks that share a row, `kMaxBlocks`.
+const MAX_BLOCKS: u32 = 8;
 
 /// Threads that have rows to themselves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -217,6 +234,21 @@ impl Team {
     }
 }
 
+/// A row of [`TRANSPOSED`].
+#[derive(Clone, Copy)]
+struct Layout {
+    blocks: u32,
+    threads: u32,
+    strip: u32,
+    ring: u32,
+}
+
+impl Layout {
+    const fn new(blocks: u32, threads: u32, strip: u32, ring: u32) -> Self {
+        Self { blocks, threads, strip, ring }
+    }
+}
+
 /// How a block works through its rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Share {
@@ -226,6 +258,8 @@ struct Share {
     strip: u32,
     chunk: u32,
     ring: u32,
+    /// Blocks of a cluster, which have `chunk` columns of its rows each.
+    blocks: u32,
 }
 
 impl Share {
@@ -234,50 +268,70 @@ impl Share {
         self.ring as usize * self.threads as usize * HELD_BYTES + stage
     }
 
-    /// Without the transposed layout.
-    fn of_rows(spec: &NormSpec, team: Option<Team>, whole: u32, shared: usize) -> Self {
-        let Some(team) = team else {
+    /// Without the transposed layout: rows that registers of one block cannot hold are shared by as few as can.
+    fn of_rows(spec: &NormSpec, shared: usize) -> Self {
+        let held = THREADS as usize * NARROW;
+        let most = if spec.limits.clusters { MAX_BLOCKS as usize } else { 1 };
+        let blocks = spec.cols.div_ceil(held).next_power_of_two();
+        let blocks = if blocks <= most { blocks } else { 1 };
+        let chunk = whole_columns(spec.cols, blocks);
+        let Some(team) = Team::of(spec.cols.min(chunk as usize), spec.input) else {
             let kernel = KernelId::NormLong(spec.input);
-            return Self { kernel, threads: THREADS, team: THREADS, strip: 1, chunk: whole, ring: 0 };
+            return Self { kernel, threads: THREADS, team: THREADS, strip: 1, chunk, ring: 0, blocks: 1 };
         };
         let strip_of = |threads| threads / team.threads * team.rows;
         let many = spec.rows >= (spec.limits.multiprocessors * strip_of(team.fill(THREADS))) as usize;
         let threads = team.fill(if many { THREADS } else { ROW_THREADS });
-        let (kernel, strip) = (KernelId::Norm(spec.input), strip_of(threads));
-        let share = |ring| Self { kernel, threads, team: team.threads, strip, chunk: whole, ring };
+        let (kernel, strip, blocks) = (KernelId::Norm(spec.input), strip_of(threads), blocks as u32);
+        let share = |ring| Self { kernel, threads, team: team.threads, strip, chunk, ring, blocks };
         let ring = (0..=1 + u32::from(spec.residual)).rev().find(|&ring| share(ring).shared_bytes(false) <= shared);
         share(ring.unwrap_or(0))
     }
 
-    /// With it: the first way whose shared memory the device has.
-    fn of_strips(spec: &NormSpec, team: Option<Team>, whole: u32, shared: usize) -> Self {
-        let one = KernelId::NormTranspose(spec.input);
-        let pair = KernelId::NormPair(spec.input);
-        let most = if spec.residual { 2 } else { 1 };
-        let ways = [(one, most), (one, 1), (pair, most), (pair, 1), (one, 0), (pair, 0)];
-        let held = ways.into_iter().filter(|&(kernel, _)| kernel != pair || spec.limits.clusters).find_map(|way| {
-            let ((kernel, ring), team) = (way, team?);
-            let strip = if kernel == pair { STRIP / 2 } else { STRIP };
-            let threads = team.fill(THREADS);
-            let share = Self { kernel, threads, team: team.threads, strip, chunk: whole, ring };
-            (share.shared_bytes(true) <= shared).then_some(share)
+    /// With it: the first layout whose shared memory the device has.
+    fn of_strips(spec: &NormSpec, shared: usize) -> Self {
+        let NormSpec { rows, cols, input, limits, .. } = *spec;
+        let whole = whole_columns(cols, 1);
+        let held = TRANSPOSED.into_iter().find_map(|layout| {
+            let Layout { blocks, strip, ring, .. } = layout;
+            let chunk = whole_columns(cols, blocks as usize);
+            let team = Team::of(cols.min(chunk as usize), input).filter(|team| team.rows > 1)?;
+            if team.threads > layout.threads || (blocks > 1 && !limits.clusters) || ring > 1 + u32::from(spec.residual)
+            {
+                return None;
+            }
+            // Half as many strips of twice the rows would leave more than a quarter of the multiprocessors idle.
+            if strip == 64 && 4 * rows.div_ceil(64) * (blocks as usize) < 3 * limits.multiprocessors as usize {
+                return None;
+            }
+            let (kernel, threads) = (KernelId::NormTranspose(input), team.fill(layout.threads));
+            let share = Self { kernel, threads, team: team.threads, strip, chunk, ring, blocks };
+            let many = (THREADS / layout.threads) as usize; // blocks of a multiprocessor
+            let each = (shared + STATIC_SHARED - (many - 1) * DRIVER_SHARED) / many - STATIC_SHARED;
+            (share.shared_bytes(true) <= each).then_some(share)
         });
         held.unwrap_or_else(|| {
-            let most = (shared / STRIP as usize / CHUNK).max(1) * CHUNK;
-            let kernel = KernelId::NormLong(spec.input);
-            Self { kernel, threads: THREADS, team: THREADS, strip: STRIP, chunk: whole.min(most as u32), ring: 0 }
+            let (kernel, strip) = (KernelId::NormLong(input), 32);
+            let most = (shared / strip as usize / CHUNK).max(1) * CHUNK;
+            Self { kernel, threads: THREADS, team: THREADS, strip, chunk: whole.min(most as u32), ring: 0, blocks: 1 }
         })
     }
 
     /// Blocks for so many strips: all of them, but no more than run at once where a block goes on to other strips.
-    fn blocks(&self, strips: usize, multiprocessors: u32) -> usize {
-        let at_once = (multiprocessors.max(1) * (THREADS / self.threads)) as usize;
-        match self.kernel {
-            KernelId::NormLong(_) => strips,
-            KernelId::NormPair(_) => strips.min(at_once).next_multiple_of(2),
-            _ => strips.min(at_once),
+    fn grid_blocks(&self, strips: usize, multiprocessors: u32) -> usize {
+        if let KernelId::NormLong(_) = self.kernel {
+            return strips;
         }
+        // Clusters of four and eight find room on 120 of an H200's 132 multiprocessors; one too many would come last.
+        let usable = if self.blocks > 2 { multiprocessors / 11 * 10 } else { multiprocessors };
+        let clusters = usable * (THREADS / self.threads) / self.blocks;
+        strips.min(clusters.max(1) as usize) * self.blocks as usize
     }
+}
+
+/// Columns of each of `blocks` blocks.
+fn whole_columns(cols: usize, blocks: usize) -> u32 {
+    cols.div_ceil(blocks).next_multiple_of(CHUNK) as u32
 }
 
 impl NormPlan {
@@ -286,24 +340,19 @@ impl NormPlan {
     /// # Errors
     /// A shape beyond what a launch can index, an eps that is negative or NaN, or nothing to write.
     pub fn new(spec: NormSpec) -> Result<Self> {
-        let NormSpec { rows, cols, input, columnwise, .. } = spec;
+        let NormSpec { rows, cols, columnwise, .. } = spec;
         check_outputs(OP, spec.high || spec.stats || spec.residual, spec.fp8, spec.rowwise || columnwise)?;
         check_shape(OP, rows, cols)?;
         if spec.eps.is_nan() || spec.eps < 0.0 {
             return Err(Error::value(OP, format_args!("eps must not be negative, got {}", spec.eps)));
         }
         let ld_t = if columnwise { rows.next_multiple_of(TRANSPOSED_ALIGN) } else { 0 };
-        let team = Team::of(cols, input);
-        let whole = cols.next_multiple_of(CHUNK) as u32;
-        let shared = spec.limits.shared_bytes.saturating_sub(RESERVED_SHARED) as usize;
-        let share = if columnwise {
-            Share::of_strips(&spec, team, whole, shared)
-        } else {
-            Share::of_rows(&spec, team, whole, shared)
-        };
+        let shared = (spec.limits.shared_bytes as usize).saturating_sub(STATIC_SHARED);
+        let share = if columnwise { Share::of_strips(&spec, shared) } else { Share::of_rows(&spec, shared) };
         let strips = rows.max(ld_t).div_ceil(share.strip as usize).max(1);
-        let blocks = share.blocks(strips, spec.limits.multiprocessors) as u32;
-        let grid = Grid::linear(blocks, share.threads).with_shared(share.shared_bytes(columnwise) as u32);
+        let blocks = share.grid_blocks(strips, spec.limits.multiprocessors) as u32;
+        let bytes = share.shared_bytes(columnwise) as u32;
+        let grid = Grid::linear(blocks, share.threads).with_shared(bytes).with_cluster(share.blocks);
         Ok(Self { spec, share, grid, ld_t })
     }
 
@@ -466,25 +515,38 @@ mod tests {
         if let KernelId::NormLong(_) = share.kernel {
             assert_eq!(grid.blocks[0] as usize, strips);
         } else {
-            assert!(spec.cols <= share.team as usize * HELD_BYTES / spec.input.size(), "{plan:?}");
-            assert!(share.chunk as usize >= spec.cols, "{plan:?}");
+            let team = share.team as usize;
+            let held = if spec.columnwise { NARROW } else { HELD_BYTES / spec.input.size() };
+            assert!((share.chunk as usize).min(spec.cols) <= team * held, "{plan:?}");
+            assert!((share.chunk * share.blocks) as usize >= spec.cols, "{plan:?}");
+            assert!(grid.cluster <= if limits.clusters { MAX_BLOCKS } else { 1 }, "{plan:?}");
+            assert!(grid.blocks[0].is_multiple_of(grid.cluster), "{plan:?}");
+            assert!(share.blocks == 1 || share.chunk as usize <= team * NARROW, "{plan:?}");
         }
-        if let KernelId::NormPair(_) = share.kernel {
-            assert!(limits.clusters && grid.blocks[0].is_multiple_of(2) && share.strip == 16, "{plan:?}");
-        } else if spec.columnwise {
-            assert_eq!(share.strip, 32, "{plan:?}");
+        if spec.columnwise {
+            assert!([32, 64].contains(&share.strip), "{plan:?}");
         }
     }
 
     #[test]
     fn rows_go_where_they_fit() -> Result<()> {
-        let kernel =
-            |cols, columnwise, limits| plan(4096, cols, Float::Bf16, columnwise, limits).map(|p| p.share.kernel);
-        assert_eq!(kernel(8192, false, HOPPER)?, KernelId::Norm(Float::Bf16));
-        assert_eq!(kernel(4096, true, HOPPER)?, KernelId::NormTranspose(Float::Bf16));
-        assert_eq!(kernel(8192, true, HOPPER)?, KernelId::NormPair(Float::Bf16));
-        assert_eq!(kernel(8192, true, ADA)?, KernelId::NormLong(Float::Bf16));
-        assert_eq!(kernel(65_536, false, HOPPER)?, KernelId::NormLong(Float::Bf16));
+        let share = |cols, columnwise, limits| {
+            plan(8192, cols, Float::Bf16, columnwise, limits).map(|p| (p.share.kernel, p.share.blocks, p.share.strip))
+        };
+        let (norm, transpose) = (KernelId::Norm(Float::Bf16), KernelId::NormTranspose(Float::Bf16));
+        let long = KernelId::NormLong(Float::Bf16);
+        assert_eq!(share(8192, false, HOPPER)?, (norm, 1, 4));
+        assert_eq!(share(16_384, false, HOPPER)?, (norm, 2, 4));
+        assert_eq!(share(65_536, false, HOPPER)?, (norm, 8, 4));
+        assert_eq!(share(16_384, false, ADA)?, (norm, 1, 2));
+        assert_eq!(share(65_536, false, ADA)?, (long, 1, 1));
+        assert_eq!(share(1024, true, HOPPER)?, (transpose, 1, 64));
+        assert_eq!(share(4096, true, HOPPER)?, (transpose, 2, 64));
+        assert_eq!(share(8192, true, HOPPER)?, (transpose, 2, 32));
+        assert_eq!(share(32_768, true, HOPPER)?, (transpose, 8, 32));
+        assert_eq!(share(65_536, true, HOPPER)?, (long, 1, 32));
+        assert_eq!(share(2048, true, ADA)?, (transpose, 1, 32));
+        assert_eq!(share(8192, true, ADA)?, (long, 1, 32));
         assert!(plan(4, 0, Float::F32, false, HOPPER).is_err());
         assert!(plan(usize::MAX / 8, 64, Float::F32, false, HOPPER).is_err());
         Ok(())
