@@ -15,7 +15,7 @@
 // Launch: norm_backward: up to 65535 blocks of 512 threads; shared memory for stages * (2 or, with add, 3) rows per
 //         team and for 16 KiB * ceil(cols / (8 * team)).
 // Needs:  contiguous tensors, any alignment; 1 <= cols <= 24 * team; team a power of two from 4 to 512; stages 2 to 8.
-//         dgamma, dbeta: partial f32 [2][blocks][cols], 16-byte aligned; four counters.
+//         dgamma, dbeta: partial f32 [2][blocks][cols, up to a multiple of 8 * team], 16-byte aligned; four counters.
 // Moves:  sizeof(In) per element of dy, x, add and dx; 16 bytes per column and block for dgamma and dbeta.
 
 #include "common/math.cuh"
@@ -29,7 +29,7 @@ constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / 32;
 constexpr uint32_t kMaxStages = 8;
 constexpr uint32_t kFlight = 9;      // partial sums that a thread has under way: those of 144 blocks
-constexpr uint32_t kItemCols = 128;  // columns that a block finishes at a time, four per lane
+constexpr uint32_t kItemWords = 32;  // words of four columns that a block finishes at a time, one per lane
 
 struct Shared {
     uint64_t full[kMaxStages], empty[kMaxStages];  // barriers of the ring
@@ -300,34 +300,37 @@ struct Rows {
     }
 };
 
-__device__ inline void store_partial(const NormBackwardParams& p, float* to, uint32_t col, const float4& sum) {
-    if (p.cols % 4 == 0) {
-        if (col < p.cols) *reinterpret_cast<float4*>(to + col) = sum;
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (col + i < p.cols) to[col + i] = element(sum, i);
-        }
+// How a block publishes sums of columns: words of four, slot by slot, the first words of the threads of a team before
+// their second ones, so that neighbours write side by side. The last slot's may lie outside and are left out.
+struct Words {
+    uint32_t team, count;
+
+    __device__ explicit Words(const NormBackwardParams& p)
+        : team(p.team), count(2 * team * ceil_div<uint32_t>(p.cols, 8 * team)) {}
+
+    // First of the columns of a word.
+    __device__ uint32_t col(uint32_t word) const {
+        return 8 * (word / (2 * team) * team + word % team) + 4 * (word / team % 2);
     }
-}
+};
 
 // The block's sums of its columns, those of its teams added, to `to`. Contains barriers unless a team is the block.
 template <int kSlots>
 __device__ void publish(const NormBackwardParams& p, const Team& team, float (&total)[kSlots][8], float4* scratch,
-                        float* to) {
+                        float4* to) {
     if (team.threads == kThreads) {
 #pragma unroll
         for (int i = 0; i < kSlots; ++i) {
-#pragma unroll
-            for (int c = 0; c < 8; c += 4) {
-                store_partial(p, to, team.col(i) + c,
-                              make_float4(total[i][c], total[i][c + 1], total[i][c + 2], total[i][c + 3]));
-            }
+            if (team.col(i) >= p.cols) break;
+            float4* words = to + 2 * i * kThreads + threadIdx.x;
+            words[0] = make_float4(total[i][0], total[i][1], total[i][2], total[i][3]);
+            words[kThreads] = make_float4(total[i][4], total[i][5], total[i][6], total[i][7]);
         }
         return;
     }
     __syncthreads();
-    const uint32_t apart = max(team.threads, 32u), slots = ceil_div<uint32_t>(p.cols, 8 * team.threads);
+    const Words layout(p);
+    const uint32_t apart = max(team.threads, 32u);
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
 #pragma unroll
@@ -336,49 +339,38 @@ __device__ void publish(const NormBackwardParams& p, const Team& team, float (&t
                 total[i][c] += __shfl_xor_sync(kFullWarp, total[i][c], lane);
             }
         }
-        if (static_cast<uint32_t>(i) >= slots) continue;
+        if (2 * i * team.threads >= layout.count) continue;
         float4* words = scratch + 2 * i * kThreads + threadIdx.x;
         words[0] = make_float4(total[i][0], total[i][1], total[i][2], total[i][3]);
         words[kThreads] = make_float4(total[i][4], total[i][5], total[i][6], total[i][7]);
     }
     __syncthreads();
-    for (uint32_t item = threadIdx.x; item < 2 * slots * team.threads; item += kThreads) {
-        const uint32_t word = item / team.threads, rank = item % team.threads;
-        const uint32_t col = 8 * (rank + word / 2 * team.threads) + 4 * (word % 2);
-        const float4* from = scratch + word * kThreads + rank;
+    for (uint32_t word = threadIdx.x; word < layout.count; word += kThreads) {
+        if (layout.col(word) >= p.cols) continue;
+        const float4* from = scratch + word / team.threads * kThreads + word % team.threads;
         float4 sum = from[0];
         for (uint32_t other = apart; other < kThreads; other += apart) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) element(sum, i) += (&from[other].x)[i];
         }
-        store_partial(p, to, col, sum);
+        to[word] = sum;
     }
 }
 
-// Four columns of what a block has published; zeros behind the end.
-__device__ inline float4 load_partial(const NormBackwardParams& p, const float* from, uint32_t col) {
-    if (p.cols % 4 == 0 && col < p.cols) return __ldcg(reinterpret_cast<const float4*>(from + col));
-    float4 part = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        if (col + i < p.cols) element(part, i) = __ldcg(from + col + i);
-    }
-    return part;
-}
-
-// Adds what the blocks have published for 128 columns. Contains barriers.
-__device__ inline void finish_columns(const NormBackwardParams& p, const float* from, void* to, uint32_t col0,
-                                      Shared& shared) {
+// Adds what the blocks have published in the 32 words from `first` on. Contains barriers.
+__device__ inline void finish_words(const NormBackwardParams& p, const Words& layout, const float4* from, void* to,
+                                    uint32_t first, Shared& shared) {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const uint32_t col = col0 + 4 * lane;
+    const bool inside = first + lane < layout.count && layout.col(first + lane) < p.cols;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (uint32_t first = warp; first < gridDim.x; first += kWarps * kFlight) {
+    from += first + lane;
+    for (uint32_t before = warp; before < gridDim.x; before += kWarps * kFlight) {
         float4 part[kFlight];
 #pragma unroll
         for (uint32_t i = 0; i < kFlight; ++i) {
-            const uint32_t block = first + i * kWarps;
-            part[i] = block < gridDim.x ? load_partial(p, from + static_cast<size_t>(block) * p.cols, col)
-                                        : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            const uint32_t block = before + i * kWarps;
+            part[i] = inside && block < gridDim.x ? __ldcg(from + static_cast<size_t>(block) * layout.count)
+                                                  : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
 #pragma unroll
         for (uint32_t i = 0; i < kFlight; ++i) {
@@ -389,11 +381,12 @@ __device__ inline void finish_columns(const NormBackwardParams& p, const float* 
     __syncthreads();  // the sums of the item before have been read
     shared.columns[warp][lane] = sum;
     __syncthreads();
-    if (threadIdx.x >= kItemCols || col0 + threadIdx.x >= p.cols) return;
+    const uint32_t word = first + threadIdx.x / 4, col = layout.col(word) + threadIdx.x % 4;
+    if (threadIdx.x >= 4 * kItemWords || word >= layout.count || col >= p.cols) return;
     float total = 0.0f;
 #pragma unroll
     for (uint32_t i = 0; i < kWarps; ++i) total += (&shared.columns[i][0].x)[threadIdx.x];
-    store_float(to, col0 + threadIdx.x, p.weight_kind, total);
+    store_float(to, col, p.weight_kind, total);
 }
 
 template <Source kSource, Floating In, int kSlots>
@@ -406,20 +399,24 @@ __device__ void norm_backward(const NormBackwardParams& p, Shared& shared, uint4
     rows.run();
     if (!summed) return;
     auto* scratch = reinterpret_cast<float4*>(dynamic);
-    const size_t size = static_cast<size_t>(gridDim.x) * p.cols, own = static_cast<size_t>(blockIdx.x) * p.cols;
-    float* const dbeta_partial = p.partial + (p.dgamma == nullptr ? 0 : size);
-    if (p.dgamma != nullptr) publish(p, team, rows.total.dgamma, scratch, p.partial + own);
+    const Words layout(p);
+    const size_t size = static_cast<size_t>(gridDim.x) * layout.count,
+                 own = static_cast<size_t>(blockIdx.x) * layout.count;
+    auto* const partial = reinterpret_cast<float4*>(p.partial);
+    float4* const dbeta_partial = partial + (p.dgamma == nullptr ? 0 : size);
+    if (p.dgamma != nullptr) publish(p, team, rows.total.dgamma, scratch, partial + own);
     if (p.dbeta != nullptr) publish(p, team, rows.total.dbeta, scratch, dbeta_partial + own);
     const bool works = rendezvous.meet();
     const unsigned place = rendezvous.start_leaving();
     if (works) {
-        const uint32_t tiles = ceil_div<uint32_t>(p.cols, kItemCols);
-        const uint32_t of_dgamma = p.dgamma == nullptr ? 0 : tiles;
-        const uint32_t items = of_dgamma + (p.dbeta == nullptr ? 0 : tiles);
+        const uint32_t of_each = ceil_div(layout.count, kItemWords);
+        const uint32_t of_dgamma = p.dgamma == nullptr ? 0 : of_each;
+        const uint32_t items = of_dgamma + (p.dbeta == nullptr ? 0 : of_each);
         for (uint32_t item = rendezvous.first(); item < items; item = rendezvous.next(item)) {
             const bool is_dgamma = item < of_dgamma;
-            const uint32_t col0 = (is_dgamma ? item : item - of_dgamma) * kItemCols;
-            finish_columns(p, is_dgamma ? p.partial : dbeta_partial, is_dgamma ? p.dgamma : p.dbeta, col0, shared);
+            const uint32_t first = (is_dgamma ? item : item - of_dgamma) * kItemWords;
+            if (layout.col(first) >= p.cols) continue;
+            finish_words(p, layout, is_dgamma ? partial : dbeta_partial, is_dgamma ? p.dgamma : p.dbeta, first, shared);
         }
     }
     rendezvous.leave(place);

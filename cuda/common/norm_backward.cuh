@@ -114,6 +114,5 @@ __device__ inline bool rows_are_vectors(const NormBackwardParams& p) {
 }
 
 __device__ inline float& element(float4& four, int i) { return (&four.x)[i]; }
-__device__ inline float element(const float4& four, int i) { return (&four.x)[i]; }
 
 }  // namespace te_fast

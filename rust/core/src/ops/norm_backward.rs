@@ -61,7 +61,7 @@ params! {
         pub dgamma: DevPtr<'a>,
         /// Gradient of the summands `[cols]`, or null.
         pub dbeta: DevPtr<'a>,
-        /// f32 `[sums wanted][rows summed apart][cols]`.
+        /// f32 `[sums wanted][rows summed apart][cols, up to whole slots of a team]`.
         pub partial: DevPtr<'a>,
         /// f32 `[rows, 2]`, of the kernels in two steps.
         pub sums: DevPtr<'a>,
@@ -152,6 +152,8 @@ const ROW_THREADS: u32 = 512;
 /// Columns of a row that a thread holds where rows are short, and where they are long.
 const FEW_COLS: usize = 16;
 const MOST_COLS: usize = 24;
+/// Those of one slot, side by side.
+const SLOT_COLS: usize = 8;
 const MIN_TEAM: u32 = 4;
 /// Stages of the ring: the one that is read, and at least one on its way.
 const MIN_STAGES: usize = 2;
@@ -201,7 +203,7 @@ impl NormBackwardPlan {
         let stage = operands * teams * spec.cols * spec.input.size();
         let shared = (spec.limits.shared_bytes as usize).saturating_sub(RESERVED_SHARED);
         // The ring's memory is where a block adds the sums of its teams in the end.
-        let sums = spec.cols.div_ceil(8 * team) * 8 * size_of::<f32>() * ROW_THREADS as usize;
+        let sums = spec.cols.div_ceil(SLOT_COLS * team) * SLOT_COLS * size_of::<f32>() * ROW_THREADS as usize;
         let stages = (shared / stage).min(MAX_STAGES);
         if spec.cols > most || stages < MIN_STAGES || sums > shared {
             return None;
@@ -248,12 +250,14 @@ impl NormBackwardPlan {
     /// Size of the sums that blocks leave to each other.
     #[must_use]
     pub const fn partial_bytes(&self) -> usize {
-        let apart = match self.way {
-            Way::Rows { grid, .. } => grid.blocks[0],
-            Way::Tiles { tiles, tiles_cols, .. } => tiles.blocks[0] / tiles_cols,
+        let cols = self.spec.cols;
+        // A block publishes what its threads hold, columns behind the end with it.
+        let (apart, width) = match self.way {
+            Way::Rows { team, grid, .. } => (grid.blocks[0], cols.next_multiple_of(SLOT_COLS * team as usize)),
+            Way::Tiles { tiles, tiles_cols, .. } => (tiles.blocks[0] / tiles_cols, cols),
         };
         let wanted = self.spec.dgamma as usize + self.spec.dbeta as usize;
-        self.sums_bytes() + wanted * apart as usize * self.spec.cols * size_of::<f32>()
+        self.sums_bytes() + wanted * apart as usize * width * size_of::<f32>()
     }
 
     /// Launches the gradient.
@@ -409,6 +413,8 @@ mod tests {
         assert_eq!(NormBackwardPlan::new(SPEC)?.partial_bytes(), 2 * 132 * 8192 * 4);
         let rms = NormBackwardSpec { kind: NormKind::RmsNorm, dbeta: false, rows: 100, ..SPEC };
         assert_eq!(NormBackwardPlan::new(rms)?.partial_bytes(), 100 * 8192 * 4);
+        let ragged = NormBackwardSpec { cols: 5000, ..rms };
+        assert_eq!(NormBackwardPlan::new(ragged)?.partial_bytes(), 100 * 8192 * 4);
         let long = NormBackwardSpec { cols: 65_536, rows: 100, dbeta: false, ..SPEC };
         assert_eq!(NormBackwardPlan::new(long)?.partial_bytes(), aligned(800) + 3 * 65_536 * 4);
         Ok(())
