@@ -9,8 +9,7 @@ use std::sync::OnceLock;
 
 use cudarc::driver::sys::{
     self, CUcontext, CUdevice_attribute, CUfunction, CUfunction_attribute, CUlaunchAttribute, CUlaunchAttributeID,
-    CUlaunchAttributeValue, CUlaunchAttributeValue_union__bindgen_ty_1, CUlaunchConfig, CUlibrary, CUresult, CUstream,
-    CUstreamCaptureStatus,
+    CUlaunchAttributeValue as Value, CUlibrary, CUresult, CUstream, CUstreamCaptureStatus,
 };
 use te_fast_kernels::{Image, KernelId, architectures, image_bytes};
 
@@ -345,24 +344,18 @@ impl CudaQueue<'_> {
             None => self.device.function(id)?,
         };
         let [x, y, z] = grid.blocks;
-        let cluster = CUlaunchAttributeValue_union__bindgen_ty_1 { x: grid.cluster, y: 1, z: 1 };
+        let attribute = |id, value| CUlaunchAttribute { id, pad: [0; 4], value };
+        let serial = Value { programmaticStreamSerializationAllowed: 1 };
+        let cluster =
+            Value { clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: grid.cluster, y: 1, z: 1 } };
         let mut attributes = [
-            CUlaunchAttribute {
-                id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-                pad: [0; 4],
-                value: CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-            },
-            CUlaunchAttribute {
-                id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
-                pad: [0; 4],
-                value: CUlaunchAttributeValue { clusterDim: cluster },
-            },
+            attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, serial),
+            attribute(CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, cluster),
         ];
         // The kernel waits for the grids before it itself, so the launch need not: 0.5 us less on the host.
         let early = id.waits_for_prior_grids() && self.device.facts.capability.0 >= 9;
-        let clustered = grid.cluster > 1;
-        let used = &mut attributes[usize::from(!early)..1 + usize::from(clustered)];
-        let config = CUlaunchConfig {
+        let used = &mut attributes[usize::from(!early)..=usize::from(grid.cluster > 1)];
+        let config = sys::CUlaunchConfig {
             gridDimX: x,
             gridDimY: y,
             gridDimZ: z,

@@ -11,6 +11,7 @@ pub mod dequantize;
 pub mod handover;
 pub mod norm;
 pub mod norm_backward;
+mod norm_share;
 pub mod pad;
 pub mod permute;
 pub mod permute_cast;

@@ -1,7 +1,7 @@
 //! LayerNorm and RMSNorm of rows: with a residual added before, the result in high precision, as FP8 in row layout,
 //! transposed layout or both. The gradient is in [`crate::ops::norm_backward`].
 
-use te_fast_kernels::{Float, Fp8, KernelId};
+use te_fast_kernels::{Float, Fp8};
 
 use crate::dispatch::Limits;
 use crate::error::{Error, Result};
@@ -9,6 +9,7 @@ use crate::host;
 use crate::kernel::{DevPtr, Grid, Target, launch};
 use crate::ops::activation::check_outputs;
 use crate::ops::cast::{TRANSPOSED_ALIGN, aligned};
+use crate::ops::norm_share::Share;
 use crate::params;
 
 /// Which statistics a row is normalised by.
@@ -175,164 +176,6 @@ pub struct NormPlan {
 }
 
 const OP: &str = "norm";
-const THREADS: u32 = 512;
-/// Threads of a block that stores no transposed layout, where there are too few rows for more.
-const ROW_THREADS: u32 = 128;
-/// Bytes of its team's rows that a thread holds.
-const HELD_BYTES: usize = 128;
-/// Columns of a thread that has several rows at a time; one of longer rows has as many as it holds.
-const NARROW: usize = 16;
-/// Rows of a block that the kernels have room for in static shared memory, `kMaxStrip`.
-#[cfg(test)]
-const MAX_STRIP: u32 = 64;
-/// What chunks are a multiple of.
-const CHUNK: usize = 128;
-/// Static shared memory of a block.
-const STATIC_SHARED: usize = 9 << 10;
-/// What the driver keeps of each block.
-const DRIVER_SHARED: usize = 1 << 10;
-/// How rows are stored transposed: blocks that share a row, threads, rows that are stored together, tensors on their way
-/// through shared memory. The first that fits is the fastest on an H200: runs of 64 bytes, then few blocks.
-const TRANSPOSED: [Layout; 11] = [
-    Layout::new(1, 256, 64, 1),
-    Layout::new(1, 512, 64, 1),
-    Layout::new(2, 512, 64, 1),
-    Layout::new(1, 512, 32, 2),
-    Layout::new(1, 512, 32, 1),
-    Layout::new(2, 512, 32, 2),
-    Layout::new(2, 512, 32, 1),
-    Layout::new(4, 512, 32, 1),
-    Layout::new(8, 512, 32, 1),
-    Layout::new(1, 256, 32, 1),
-    Layout::new(1, 512, 32, 0),
-];
-/// The most blocks that share a row, `kMaxBlocks`.
-const MAX_BLOCKS: u32 = 8;
-
-/// Threads that have rows to themselves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Team {
-    threads: u32,
-    /// Rows at a time.
-    rows: u32,
-}
-
-impl Team {
-    /// The smallest that can hold rows of `cols` columns in registers.
-    fn of(cols: usize, input: Float) -> Option<Self> {
-        let held = HELD_BYTES / input.size();
-        [NARROW, held].into_iter().find_map(|columns| {
-            let threads = cols.div_ceil(columns * 32) * 32;
-            let rows = (held / columns) as u32;
-            (threads <= THREADS as usize).then_some(Self { threads: threads as u32, rows })
-        })
-    }
-
-    /// As many as fit into so many threads, at least one.
-    const fn fill(self, threads: u32) -> u32 {
-        if threads < self.threads { self.threads } else { threads / self.threads * self.threads }
-    }
-}
-
-/// A row of [`TRANSPOSED`].
-#[derive(Clone, Copy)]
-struct Layout {
-    blocks: u32,
-    threads: u32,
-    strip: u32,
-    ring: u32,
-}
-
-impl Layout {
-    const fn new(blocks: u32, threads: u32, strip: u32, ring: u32) -> Self {
-        Self { blocks, threads, strip, ring }
-    }
-}
-
-/// How a block works through its rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Share {
-    kernel: KernelId,
-    threads: u32,
-    team: u32,
-    strip: u32,
-    chunk: u32,
-    ring: u32,
-    /// Blocks of a cluster, which have `chunk` columns of its rows each.
-    blocks: u32,
-}
-
-impl Share {
-    fn shared_bytes(&self, columnwise: bool) -> usize {
-        let stage = if columnwise { self.strip as usize * self.chunk as usize } else { 0 };
-        self.ring as usize * self.threads as usize * HELD_BYTES + stage
-    }
-
-    /// Without the transposed layout: rows that registers of one block cannot hold are shared by as few as can.
-    fn of_rows(spec: &NormSpec, shared: usize) -> Self {
-        let held = THREADS as usize * NARROW;
-        let most = if spec.limits.clusters { MAX_BLOCKS as usize } else { 1 };
-        let blocks = spec.cols.div_ceil(held).next_power_of_two();
-        let blocks = if blocks <= most { blocks } else { 1 };
-        let chunk = whole_columns(spec.cols, blocks);
-        let Some(team) = Team::of(spec.cols.min(chunk as usize), spec.input) else {
-            let kernel = KernelId::NormLong(spec.input);
-            return Self { kernel, threads: THREADS, team: THREADS, strip: 1, chunk, ring: 0, blocks: 1 };
-        };
-        let strip_of = |threads| threads / team.threads * team.rows;
-        let many = spec.rows >= (spec.limits.multiprocessors * strip_of(team.fill(THREADS))) as usize;
-        let threads = team.fill(if many { THREADS } else { ROW_THREADS });
-        let (kernel, strip, blocks) = (KernelId::Norm(spec.input), strip_of(threads), blocks as u32);
-        let share = |ring| Self { kernel, threads, team: team.threads, strip, chunk, ring, blocks };
-        let ring = (0..=1 + u32::from(spec.residual)).rev().find(|&ring| share(ring).shared_bytes(false) <= shared);
-        share(ring.unwrap_or(0))
-    }
-
-    /// With it: the first layout whose shared memory the device has.
-    fn of_strips(spec: &NormSpec, shared: usize) -> Self {
-        let NormSpec { rows, cols, input, limits, .. } = *spec;
-        let whole = whole_columns(cols, 1);
-        let held = TRANSPOSED.into_iter().find_map(|layout| {
-            let Layout { blocks, strip, ring, .. } = layout;
-            let chunk = whole_columns(cols, blocks as usize);
-            let team = Team::of(cols.min(chunk as usize), input).filter(|team| team.rows > 1)?;
-            if team.threads > layout.threads || (blocks > 1 && !limits.clusters) || ring > 1 + u32::from(spec.residual)
-            {
-                return None;
-            }
-            // Half as many strips of twice the rows would leave more than a quarter of the multiprocessors idle.
-            if strip == 64 && 4 * rows.div_ceil(64) * (blocks as usize) < 3 * limits.multiprocessors as usize {
-                return None;
-            }
-            let (kernel, threads) = (KernelId::NormTranspose(input), team.fill(layout.threads));
-            let share = Self { kernel, threads, team: team.threads, strip, chunk, ring, blocks };
-            let many = (THREADS / layout.threads) as usize; // blocks of a multiprocessor
-            let each = (shared + STATIC_SHARED - (many - 1) * DRIVER_SHARED) / many - STATIC_SHARED;
-            (share.shared_bytes(true) <= each).then_some(share)
-        });
-        held.unwrap_or_else(|| {
-            let (kernel, strip) = (KernelId::NormLong(input), 32);
-            let most = (shared / strip as usize / CHUNK).max(1) * CHUNK;
-            Self { kernel, threads: THREADS, team: THREADS, strip, chunk: whole.min(most as u32), ring: 0, blocks: 1 }
-        })
-    }
-
-    /// Blocks for so many strips: all of them, but no more than run at once where a block goes on to other strips.
-    fn grid_blocks(&self, strips: usize, multiprocessors: u32) -> usize {
-        if let KernelId::NormLong(_) = self.kernel {
-            return strips;
-        }
-        // Clusters of four and eight find room on 120 of an H200's 132 multiprocessors; one too many would come last.
-        let usable = if self.blocks > 2 { multiprocessors / 11 * 10 } else { multiprocessors };
-        let clusters = usable * (THREADS / self.threads) / self.blocks;
-        strips.min(clusters.max(1) as usize) * self.blocks as usize
-    }
-}
-
-/// Columns of each of `blocks` blocks.
-fn whole_columns(cols: usize, blocks: usize) -> u32 {
-    cols.div_ceil(blocks).next_multiple_of(CHUNK) as u32
-}
 
 impl NormPlan {
     /// Checks `spec`, picks the kernel and shares out the rows.
@@ -347,8 +190,7 @@ impl NormPlan {
             return Err(Error::value(OP, format_args!("eps must not be negative, got {}", spec.eps)));
         }
         let ld_t = if columnwise { rows.next_multiple_of(TRANSPOSED_ALIGN) } else { 0 };
-        let shared = (spec.limits.shared_bytes as usize).saturating_sub(STATIC_SHARED);
-        let share = if columnwise { Share::of_strips(&spec, shared) } else { Share::of_rows(&spec, shared) };
+        let share = Share::of(&spec);
         let strips = rows.max(ld_t).div_ceil(share.strip as usize).max(1);
         let blocks = share.grid_blocks(strips, spec.limits.multiprocessors) as u32;
         let bytes = share.shared_bytes(columnwise) as u32;
@@ -465,7 +307,10 @@ pub(crate) fn check_shape(op: &'static str, rows: usize, cols: usize) -> Result<
 
 #[cfg(test)]
 mod tests {
+    use te_fast_kernels::KernelId;
+
     use super::*;
+    use crate::ops::norm_share::{CHUNK, HELD_BYTES, MAX_BLOCKS, MAX_STRIP, NARROW, THREADS};
 
     const HOPPER: Limits = Limits { multiprocessors: 132, shared_bytes: 232_448, clusters: true };
     const ADA: Limits = Limits { multiprocessors: 128, shared_bytes: 101_376, clusters: false };
