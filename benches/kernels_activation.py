@@ -1,51 +1,31 @@
 """GPU time of the activation kernels over their byte floor at the copy rate of the same run.
 
-``python benches/kernels_activation.py [out.json]`` on a machine with a GPU. Each figure is the median of the kernel
-durations that the profiler reports; before each launch a 1 GiB read fills L2 with clean lines of other data.
+``python benches/kernels_activation.py [out.json]`` on a machine with a GPU; ``_kernels.py`` says how it is taken.
 """
 
 from __future__ import annotations
 
-import json
-import platform
-import statistics
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from _kernels import BARRED, Case, Shape, measure
 from te_fast import dispatch
 from te_fast.dispatch import ActivationFunction
 
-REPEATS = 25
 BAR = 1.2
+SHAPES = [(8192, 8192), (8192, 16384), (4096, 4096), (256, 1024)]
+KINDS = [
+    {"gradient": False},
+    {"gradient": True},
+    {"gradient": False, "fp8": False},
+    {"gradient": True, "fp8": False},
+    {"gradient": True, "row_scale": True},
+]
+OTHERS = ["silu", "relu", "srelu", "geglu", "glu", "reglu", "clamped_swiglu", "situ_glu"]
 
 
-class Timer:
-    """Median kernel time of a launch."""
-
-    def __init__(self) -> None:
-        self.flush = torch.ones(1 << 28, dtype=torch.int32, device="cuda")
-
-    def kernel_us(self, launch: Callable[[], object], repeats: int = REPEATS) -> float:
-        launch()
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as trace:
-            for _ in range(repeats):
-                self.flush.amax()
-                launch()
-            torch.cuda.synchronize()
-        times = [
-            event.device_time
-            for event in trace.events()
-            if event.name.startswith(("activation", "Memcpy DtoD"))
-        ]
-        return statistics.median(times)
-
-
-def case(
+def launch_of(
     name: str, shape: tuple[int, int], *, gradient: bool, fp8: bool = True, row_scale: bool = False
 ) -> tuple[Callable[[], object], int]:
     """Return a launch and its fewest bytes."""
@@ -77,66 +57,18 @@ def case(
     return lambda: dispatch.activation_backward(dy, x, function, out, **options), size
 
 
-def copy_rate(timer: Timer) -> float:
-    """Bytes read and written per µs by a 2 GiB device-to-device copy."""
-    source = torch.randint(0, 255, (1 << 31,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / timer.kernel_us(lambda: target.copy_(source), 8)
-
-
-def main() -> None:
-    timer = Timer()
-    rate = copy_rate(timer)
-    report = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "host": platform.release(),
-        "command": "python benches/kernels_activation.py",
-        "copy_tb_per_s": rate / 1e6,
-        "bar": BAR,
-        "shapes": {},
-    }
-    kinds = [
-        {"gradient": False},
-        {"gradient": True},
-        {"gradient": False, "fp8": False},
-        {"gradient": True, "fp8": False},
-        {"gradient": True, "row_scale": True},
-    ]
-    for shape in [(8192, 8192), (8192, 16384), (4096, 4096), (256, 1024)]:
-        rows = {}
-        names = ["gelu", "swiglu"]
-        if shape == (8192, 8192):
-            names += [
-                "silu",
-                "relu",
-                "srelu",
-                "geglu",
-                "glu",
-                "reglu",
-                "clamped_swiglu",
-                "situ_glu",
-            ]
-        for name in names:
-            for kind in kinds if name in ("gelu", "swiglu") else kinds[:2]:
-                launch, size = case(name, shape, **kind)
-                micros = timer.kernel_us(launch)
-                what = "backward" if kind["gradient"] else "forward"
-                what += (
-                    " + dscale" if kind.get("row_scale") else " + dbias" if kind["gradient"] else ""
-                )
-                what += " + cast + transpose" if kind.get("fp8", True) else ""
-                rows[f"{name} {what}"] = {
-                    "us": round(micros, 2),
-                    "floor_us": round(size / rate, 2),
-                    "ratio": round(micros * rate / size, 3),
-                }
-                print(shape, f"{name} {what:40}", rows[f"{name} {what}"], flush=True)
-                del launch
-        report["shapes"]["x".join(map(str, shape))] = rows
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(report, indent=1) + "\n")
+def cases(shape: Shape) -> Iterator[Case]:
+    """GELU and SwiGLU in every form; the others at the shape of the bars, as FP8 layers use them."""
+    for name in ["gelu", "swiglu", *(OTHERS if shape == BARRED else ())]:
+        for kind in KINDS if name in ("gelu", "swiglu") else KINDS[:2]:
+            what = "backward" if kind["gradient"] else "forward"
+            if kind["gradient"]:
+                what += " + dscale" if kind.get("row_scale") else " + dbias"
+            if kind.get("fp8", True):
+                what += " + cast + transpose"
+            bar = BAR if kind in KINDS[:2] else None
+            yield Case(f"{name} {what}", *launch_of(name, shape, **kind), bar)
 
 
 if __name__ == "__main__":
-    main()
+    measure("kernels_activation", SHAPES, cases)

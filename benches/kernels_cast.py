@@ -1,20 +1,17 @@
 """GPU time of the cast kernels over their byte floor at the copy rate of the same run.
 
-``python benches/kernels_cast.py [out.json]`` on a machine with a GPU. Each figure is the median of the kernel
-durations that the profiler reports; before each launch a 1 GiB read fills L2 with clean lines of other data.
+``python benches/kernels_cast.py [out.json]`` on a machine with a GPU; ``_kernels.py`` says how it is taken.
 """
 
 from __future__ import annotations
 
-import json
-import platform
-import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+
+from _kernels import Case, Shape, measure
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu"))
 import cast_kernels as kernels
@@ -27,31 +24,7 @@ BARS = {
     "block_1d_both": 1.25,
     "block_2d_both": 1.15,
 }
-REPEATS = 25
-
-
-class Timer:
-    """Median kernel time of a case, all kernels of the case summed."""
-
-    def __init__(self) -> None:
-        self.flush = torch.ones(1 << 28, dtype=torch.int32, device="cuda")
-
-    def kernels_us(self, launches: list[Callable[[], None]], repeats: int = REPEATS) -> float:
-        for launch in launches:
-            launch()
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as trace:
-            for _ in range(repeats):
-                self.flush.amax()
-                for launch in launches:
-                    launch()
-            torch.cuda.synchronize()
-        times: dict[str, list[float]] = {}
-        for event in trace.events():
-            ours = ("cast", "amax", "scale", "dequantize", "Memcpy DtoD")
-            if event.name.startswith(ours):
-                times.setdefault(event.name, []).append(event.device_time)
-        return sum(statistics.median(found) for found in times.values())
+SHAPES = [(8192, 8192), (4096, 4096), (256, 1024)]
 
 
 class Tensors:
@@ -77,7 +50,7 @@ class Tensors:
         self.counters = torch.zeros(4 * (cols // 128 + 1), dtype=torch.int32, device="cuda")
 
 
-def cases(t: Tensors) -> dict[str, tuple[list[Callable[[], None]], float]]:
+def launches(t: Tensors) -> dict[str, tuple[list[Callable[[], None]], float]]:
     """Return launches and fewest bytes of each case."""
     n, name, fmt = t.x.numel(), "bf16", "e4m3"
     delayed = {"name": name, "scale_inv": t.scale_inv, "amax": t.amax}
@@ -131,40 +104,16 @@ def cases(t: Tensors) -> dict[str, tuple[list[Callable[[], None]], float]]:
     }
 
 
-def copy_rate(timer: Timer) -> float:
-    """Bytes read and written per µs by a 2 GiB device-to-device copy."""
-    source = torch.randint(0, 255, (1 << 31,), dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / timer.kernels_us([lambda: target.copy_(source)], 8)
+def cases(shape: Shape) -> Iterator[Case]:
+    """Every cast, its launches one after the other."""
+    for name, (calls, size) in launches(Tensors(*shape)).items():
 
+        def run(calls: list[Callable[[], None]] = calls) -> None:
+            for call in calls:
+                call()
 
-def main() -> None:
-    timer = Timer()
-    rate = copy_rate(timer)
-    report = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "host": platform.release(),
-        "command": "python benches/kernels_cast.py",
-        "copy_tb_per_s": rate / 1e6,
-        "shapes": {},
-    }
-    for shape in [(8192, 8192), (4096, 4096), (256, 1024)]:
-        rows = {}
-        for case, (launches, size) in cases(Tensors(*shape)).items():
-            micros = timer.kernels_us(launches)
-            rows[case] = {
-                "us": round(micros, 2),
-                "floor_us": round(size / rate, 2),
-                "ratio": round(micros * rate / size, 3),
-            }
-            if shape == (8192, 8192) and case in BARS:
-                rows[case]["bar"] = BARS[case]
-            print(shape, f"{case:24}", rows[case])
-        report["shapes"]["x".join(map(str, shape))] = rows
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(report, indent=1) + "\n")
+        yield Case(name, run, size, BARS.get(name))
 
 
 if __name__ == "__main__":
-    main()
+    measure("kernels_cast", SHAPES, cases)
