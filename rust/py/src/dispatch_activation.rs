@@ -1,7 +1,6 @@
 //! Activation functions for direct use from Python: `te_fast.dispatch` wraps these.
 
 use pyo3::prelude::*;
-use te_fast_core::dispatch::Dispatcher;
 use te_fast_core::kernel::DevPtr;
 use te_fast_core::ops::activation::{Activation, ActivationBuffers, ActivationPlan, ActivationSpec};
 use te_fast_core::ops::activation_backward::{
@@ -200,9 +199,6 @@ pub(crate) fn activation_backward(
     let (byte, high) = (fp8.map_or(DType::U8, DType::from), DType::from(c.input));
     let factor = c.row_scale.map_or(DType::F32, DType::from);
     let stride = activation.halves() * c.cols;
-    let external = Dispatcher::external_bytes(call.place, plan.partial_bytes()).python()?;
-    let scratch = state.optional_bytes(py, call.place.device, external.bytes())?;
-    let memory = external.memory(call.pointer(scratch.as_ref())?);
     let buffers = ActivationBackwardBuffers {
         dy: sized(&call, Some(dy), "dy", high, c.rows * c.cols)?,
         x: c.x.data(),
@@ -218,8 +214,8 @@ pub(crate) fn activation_backward(
         dbias: sized(&call, outputs.column_sums.as_ref(), "column_sums", high, stride)?,
         ..ActivationBackwardBuffers::NONE
     };
-    let mut dispatcher = state.dispatcher(py)?;
-    let mut lane = dispatcher.0.lane(call.place, plan.partial_bytes(), memory).python()?;
-    let (partial, counters) = (lane.workspace.scratch, lane.workspace.counters);
-    plan.run(&mut lane.target, &ActivationBackwardBuffers { partial, counters, ..buffers }).python()
+    call.with_lane(plan.partial_bytes(), |lane| {
+        let (partial, counters) = (lane.workspace.scratch, lane.workspace.counters);
+        plan.run(&mut lane.target, &ActivationBackwardBuffers { partial, counters, ..buffers })
+    })
 }

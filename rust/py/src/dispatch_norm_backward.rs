@@ -2,7 +2,6 @@
 
 use pyo3::prelude::*;
 use te_fast_core::Error;
-use te_fast_core::dispatch::Dispatcher;
 use te_fast_core::ops::norm::NormKind;
 use te_fast_core::ops::norm_backward::{NormBackwardBuffers, NormBackwardPlan, NormBackwardSpec};
 use te_fast_core::tensor::DType;
@@ -75,9 +74,6 @@ pub(crate) fn norm_backward(
     })
     .python()?;
     let (high, count) = (DType::from(input), rows * cols);
-    let external = Dispatcher::external_bytes(call.place, plan.partial_bytes()).python()?;
-    let scratch = state.optional_bytes(py, call.place.device, external.bytes())?;
-    let memory = external.memory(call.pointer(scratch.as_ref())?);
     let buffers = NormBackwardBuffers {
         dy: sized(&call, Some(&inputs.dy), "dy", high, count)?,
         x: x.data(),
@@ -90,8 +86,8 @@ pub(crate) fn norm_backward(
         dbeta: sized(&call, outputs.dbeta.as_ref(), "the gradient of beta", weight.into(), cols)?,
         ..NormBackwardBuffers::NONE
     };
-    let mut dispatcher = state.dispatcher(py)?;
-    let mut lane = dispatcher.0.lane(call.place, plan.partial_bytes(), memory).python()?;
-    let (partial, counters) = (lane.workspace.scratch, lane.workspace.counters);
-    plan.run(&mut lane.target, &NormBackwardBuffers { partial, counters, ..buffers }).python()
+    call.with_lane(plan.partial_bytes(), |lane| {
+        let (partial, counters) = (lane.workspace.scratch, lane.workspace.counters);
+        plan.run(&mut lane.target, &NormBackwardBuffers { partial, counters, ..buffers })
+    })
 }

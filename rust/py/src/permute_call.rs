@@ -1,7 +1,7 @@
 //! What every MoE entry point does first: make tensors contiguous, check them, find the place and private memory.
 
 use pyo3::prelude::*;
-use te_fast_core::dispatch::{Memory, OWN_SCRATCH_LIMIT, Place};
+use te_fast_core::dispatch::{Dispatcher, Lane, Memory, OWN_SCRATCH_LIMIT, Place};
 use te_fast_core::driver::is_capturing;
 use te_fast_core::kernel::{DevPtr, Target};
 use te_fast_core::tensor::{DType, Device, TensorView};
@@ -83,6 +83,20 @@ impl<'s, 'py> Call<'s, 'py> {
         let mut dispatcher = self.state.dispatcher(self.py)?;
         let mut target = dispatcher.0.target(self.place).python()?;
         body(&mut target, scratch).python()
+    }
+
+    /// Runs `body` with `bytes` of scratch memory and what else a stream has of its own.
+    pub(crate) fn with_lane(
+        &self,
+        bytes: usize,
+        body: impl FnOnce(&mut Lane<'_>) -> te_fast_core::Result<()>,
+    ) -> PyResult<()> {
+        let external = Dispatcher::external_bytes(self.place, bytes).python()?;
+        let scratch = self.state.optional_bytes(self.py, self.place.device, external.bytes())?;
+        let memory = external.memory(self.pointer(scratch.as_ref())?);
+        let mut dispatcher = self.state.dispatcher(self.py)?;
+        let mut lane = dispatcher.0.lane(self.place, bytes, memory).python()?;
+        body(&mut lane).python()
     }
 
     /// `view` must be on the call's device.

@@ -178,9 +178,6 @@ impl NormBackwardPlan {
         let NormBackwardSpec { rows, cols, .. } = spec;
         check_outputs(OP, spec.dx || spec.dgamma || spec.dbeta, None, false)?;
         check_shape(OP, rows, cols)?;
-        if i32::try_from(rows).is_err() {
-            return Err(Error::shape(OP, "the number of rows", "below 2**31", rows));
-        }
         if spec.dbeta && spec.kind == NormKind::RmsNorm {
             return Err(Error::value(OP, "RMSNorm has no beta"));
         }

@@ -222,7 +222,7 @@ impl Program {
         &self.deferred
     }
 
-    /// Bytes of each of those.
+    /// Bytes of each tensor that backward reads.
     #[must_use]
     pub fn read_bytes(&self) -> &[usize] {
         &self.read_bytes
