@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FUNCTIONS = [NormFunction("LayerNorm"), NormFunction("RMSNorm", 1e-6, zero_centered_gamma=True)]
-# Every size of team, odd and aligned; strips of 16 and 32 rows, whole and not; what no register or no shared memory
+# Every size of team, odd and aligned; strips of 32 and 64 rows, whole and not; what no register or no shared memory
 # holds; more strips than blocks.
 SHAPES = [
     (1, 1),
