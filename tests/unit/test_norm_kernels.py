@@ -28,15 +28,6 @@ def make(rows, cols, dtype, weight=None, seed=0, offset=0.0):
     return x, gamma, beta
 
 
-def assert_near(got, expected, bound):
-    error = (got.double() - expected).abs()
-    rounding = 1.01 * ref.EPSILON[got.dtype] * expected.abs() + 2.0**-24 * (
-        got.dtype == torch.float16
-    )
-    assert got.shape == expected.shape
-    assert (error <= bound + rounding).all(), (error - bound - rounding).max().item()
-
-
 @pytest.mark.parametrize("function", FUNCTIONS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("weight", DTYPES, ids=str)
@@ -47,7 +38,7 @@ def test_against_fp64(function, dtype, weight, shape):
         out = dispatch.norm_outputs(x, function, stats=True)
         dispatch.norm(x, gamma, function, out, beta=bias)
         y, mean, rstd = ref.normalise(x, gamma, function, bias)
-        assert_near(out.high_precision, y, ref.tolerance(x, gamma, function, bias))
+        assert ref.near(out.high_precision, y, ref.tolerance(x, gamma, function, bias))
         assert torch.allclose(out.rstd.double(), rstd, rtol=1e-6, atol=0)
         assert (out.mean is None) == (function.normalization == "RMSNorm")
         if out.mean is not None:
@@ -73,7 +64,7 @@ def test_a_large_mean_does_not_cancel(function):
     out = dispatch.norm_outputs(x, function)
     dispatch.norm(x, gamma, function, out, beta=beta)
     y, _, _ = ref.normalise(x, gamma, function, beta)
-    assert_near(out.high_precision, y, ref.tolerance(x, gamma, function, beta))
+    assert ref.near(out.high_precision, y, ref.tolerance(x, gamma, function, beta))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=str)
@@ -90,7 +81,7 @@ def test_fp8(function, dtype, fmt, layouts, shape):
     dispatch.norm(x, gamma, function, out, beta=beta, scale=scale, amax=amax)
     expected, _, _ = ref.normalise(x, gamma, function, beta)
     bound = ref.tolerance(x, gamma, function, beta)
-    assert_near(out.high_precision, expected, bound)
+    assert ref.near(out.high_precision, expected, bound)
     magnitude = bound / ARITHMETIC
     if layouts[0]:
         assert_fp8_near(out.rowwise_data, expected, scale, fmt, magnitude)
@@ -116,7 +107,7 @@ def test_residual(dtype):
     dispatch.norm(x, gamma, function, out, beta=beta, residual=residual)
     assert torch.equal(out.sum, x + residual)
     y, mean, _ = ref.normalise(out.sum, gamma, function, beta)
-    assert_near(out.high_precision, y, ref.tolerance(out.sum, gamma, function, beta))
+    assert ref.near(out.high_precision, y, ref.tolerance(out.sum, gamma, function, beta))
     assert torch.allclose(out.mean.double(), mean, rtol=1e-6, atol=1e-7)
 
 
@@ -138,7 +129,7 @@ def test_peculiar_rows(function):
     # Infinity less the infinite mean, or times a zero rstd.
     assert y[2, 5].isnan()
     expected, _, _ = ref.normalise(x[[4, 5]], gamma, function)
-    assert_near(y[[4, 5]], expected, ref.tolerance(x[[4, 5]], gamma, function))
+    assert ref.near(y[[4, 5]], expected, ref.tolerance(x[[4, 5]], gamma, function))
     # NaN never counts towards the amax.
     assert amax.item() == y[y.isfinite()].abs().max().item()
 
