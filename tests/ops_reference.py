@@ -98,7 +98,7 @@ def compare(module, formula, inputs, *, count=1):
     for seed, (got, want) in enumerate(zip(outputs, expected, strict=True)):
         close(got, want)
         grads.append(leaf(*got.shape, dtype=got.dtype, seed=seed + 90).detach())
-    torch.autograd.backward(outputs, grads)
+    torch.autograd.backward(outputs, [grad.clone() for grad in grads])
     torch.autograd.backward(expected, [grad.double() for grad in grads])
     for got, want in zip(tensors, wide, strict=True):
         if want.grad is None:

@@ -118,25 +118,26 @@ impl Compiler<'_> {
 
     /// Where the gradient of edge `index` goes: to whoever hands it out first, else into scratch.
     fn place_of(&mut self, index: usize) -> At {
-        let links = self.facts.chain.links();
-        for at in (0..index).rev() {
-            match links[at].op {
-                Op::Identity => {}
+        let Facts { chain, key, widths, .. } = *self.facts;
+        let mut is_grad_input = key.input_grad;
+        for (at, link) in chain.links()[..index].iter().enumerate().rev() {
+            match link.op {
+                // Their input's gradient is their output's.
+                Op::Identity | Op::Bias { .. } => {}
                 // The op behind it has added the extra gradient.
                 Op::MakeExtraOutput { .. } if self.takes_branch(at).is_some() => {}
-                Op::AddExtraInput { .. } => {
-                    let extra = links[at].extra_input;
-                    if self.facts.key.extras[extra].1 {
-                        return At::of(Place::GradExtra(extra as u16));
-                    }
-                }
+                Op::AddExtraInput { .. } if !key.extras[link.extra_input].1 => {}
+                Op::AddExtraInput { .. } => return At::of(Place::GradExtra(link.extra_input as u16)),
                 _ => {
-                    return self
-                        .scratch(self.facts.key.rows * self.facts.widths[index] * self.facts.key.activation.size());
+                    is_grad_input = false;
+                    break;
                 }
             }
         }
-        At::of(Place::GradInput)
+        if is_grad_input {
+            return At::of(Place::GradInput);
+        }
+        self.scratch(key.rows * widths[index] * key.activation.size())
     }
 
     fn param_grad(&self, param: usize) -> At {
