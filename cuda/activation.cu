@@ -128,7 +128,7 @@ __device__ __forceinline__ void activation(const ActivationParams& p) {
     const Strip strip(p.plan);
     if (blockIdx.x == 0 && threadIdx.x == 0 && p.scale_inv != nullptr) *p.scale_inv = __frcp_rn(*p.scale);
 
-    extern __shared__ uint4 dynamic[];
+    extern __shared__ __align__(ptx::kCopyAlign) uint4 dynamic[];
     auto& shared = *reinterpret_cast<ForwardShared<kGated, In>*>(dynamic);
     const bool vectors = Halves<kGated>{p.cols, p.interleave}.keeps_vectors() && is_aligned(p.x, 16) &&
                          is_aligned(p.y, 16) && is_aligned(p.out, 8);

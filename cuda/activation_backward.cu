@@ -293,7 +293,7 @@ __device__ __forceinline__ void activation_backward(const ActivationBackwardPara
     const Strip strip(p.plan);
     if (blockIdx.x == 0 && threadIdx.x == 0 && p.scale_inv != nullptr) *p.scale_inv = __frcp_rn(*p.scale);
 
-    extern __shared__ uint4 dynamic[];
+    extern __shared__ __align__(ptx::kCopyAlign) uint4 dynamic[];
     auto& shared = *reinterpret_cast<BackwardShared<kGated, In>*>(dynamic);
     const Halves<kGated> halves{p.cols, p.interleave};
     const bool vectors = halves.keeps_vectors() && is_aligned(p.x, 16) && is_aligned(p.dy, 16) &&

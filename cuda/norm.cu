@@ -205,7 +205,7 @@ __device__ void norm(const NormParams& p) {
     if (p.noop != nullptr && *p.noop == 1.0f) return;
     if (blockIdx.x == 0 && threadIdx.x == 0 && p.scale_inv != nullptr) *p.scale_inv = __frcp_rn(*p.scale);
     __shared__ Shared shared;
-    extern __shared__ uint4 dynamic[];
+    extern __shared__ __align__(ptx::kCopyAlign) uint4 dynamic[];
     const bool vectors = p.cols % 8 == 0 && is_aligned(p.x, 16) && is_aligned(p.residual, 16) &&
                          is_aligned(p.sum, 16) && is_aligned(p.gamma, 16) && is_aligned(p.beta, 16) &&
                          is_aligned(p.y, 16) && is_aligned(p.out, 8);

@@ -434,7 +434,7 @@ __device__ void norm_backward(const NormBackwardParams& p, Shared& shared, uint4
 template <Floating In>
 __device__ void norm_backward(const NormBackwardParams& p) {
     __shared__ Shared shared;
-    extern __shared__ uint4 dynamic[];
+    extern __shared__ __align__(ptx::kCopyAlign) uint4 dynamic[];
     if (rows_are_vectors<In>(p)) {
         norm_backward<ptx::kBulkCopies ? Source::kRing : Source::kVectors, In>(p, shared, dynamic);
     } else {

@@ -109,6 +109,10 @@ __device__ inline void wait(uint64_t& barrier, uint32_t parity) {
 #endif
 }
 
+// What the shared memory that copies go to is aligned to. Where lines of 128 bytes do not begin together on both sides,
+// each sector is fetched twice; one static variable before the dynamic memory is enough for that.
+constexpr int kCopyAlign = 128;
+
 // cp.async.bulk.shared.global: `bytes`, a multiple of 16, between 16-byte aligned addresses, by the copy engine, which
 // tells the barrier.
 __device__ inline void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t& barrier) {
