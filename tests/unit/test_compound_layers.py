@@ -318,6 +318,34 @@ def subsets(layer):
     yield names
 
 
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("rows", [32, 0])
+def test_delayed_weight_gradients_mark_their_parameters(kind, fp8, split, rows):
+    """Megatron-LM's hook after `backward_dw` asserts that there is a `.grad`, and adds it if not told."""
+    options = {"delay_wgrad_compute": True, "fuse_wgrad_accumulation": True, "device": "cpu"}
+    parts = {"parameters_split": ("a", "b")} if split else {}
+    layers = [te.Linear(64, 48, **options, **parts)]
+    if kind == "linear":
+        layers.append(make(kind, **options, **parts))
+    elif not split:
+        layers.append(make(kind, **options))
+    for layer in layers:
+        taken = [p for p in layer.parameters() if p.dim() == 2]
+        for weight in taken:
+            weight.main_grad = torch.zeros(weight.shape)
+            weight.grad_added_to_main_grad = False
+            weight.zero_out_wgrad = True
+        with te.autocast(enabled=fp8):
+            y = layer(torch.randn(rows, 64))
+        y.sum().backward()
+        layer.backward_dw()
+        for weight in taken:
+            assert weight.grad_added_to_main_grad
+            assert not weight.grad.any()
+            assert bool(weight.main_grad.any()) == bool(rows)
+
+
 @pytest.mark.parametrize("input_grad", [True, False])
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
 def test_frozen_parts(kind, fp8, input_grad):

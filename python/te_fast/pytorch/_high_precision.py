@@ -43,8 +43,6 @@ def give(
 
     Into ``main_grad`` with `fuse`, else into ``.grad``. Returns what autograd is given.
     """
-    from te_fast.pytorch.base import dummy_wgrad_for
-
     if not fuse:
         if parameter.grad is None:
             parameter.grad = grad.to(parameter.dtype)
@@ -56,6 +54,17 @@ def give(
         main_grad.copy_(grad)
     else:
         main_grad.add_(grad)
+    return after_main_grad(parameter)
+
+
+def after_main_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return what autograd is given for a parameter whose gradient goes into ``main_grad``.
+
+    With ``grad_added_to_main_grad`` set on the parameter, it becomes true and autograd gets a dummy
+    gradient, so that hooks fire; else it gets none.
+    """
+    from te_fast.pytorch.base import dummy_wgrad_for
+
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
@@ -121,11 +130,8 @@ class _Linear(torch.autograd.Function):
             # The parts of a split weight get their share where the concatenation is undone.
             parameters = [ctx.weight] if layer._parts is None else [ctx.weight, ctx.weight]
             dw = weight_gradient(layer, parameters, x, grad, overwrite=ctx.overwrite)
-            if layer._parts is None and hasattr(ctx.weight, "grad_added_to_main_grad"):
-                from te_fast.pytorch.base import dummy_wgrad_for
-
-                ctx.weight.grad_added_to_main_grad = True
-                dw = dummy_wgrad_for(ctx.weight)
+        if needs_weight and layer.fuse_wgrad_accumulation and layer._parts is None:
+            dw = after_main_grad(ctx.weight)
         return dx, dw, db, None, None
 
 

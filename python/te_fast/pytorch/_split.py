@@ -80,10 +80,12 @@ class _Concatenate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if grad is None:  # backward_dw gives it later, and adds it
-            if ctx.layer.fuse_wgrad_accumulation and ctx.overwrite:
+            if not ctx.layer.fuse_wgrad_accumulation:
+                return (None,) * (3 + len(ctx.parts))
+            if ctx.overwrite:
                 for part in ctx.parts:
                     _high_precision.main_grad_of(part).zero_()
-            return (None,) * (3 + len(ctx.parts))
+            return (None, None, None, *map(_high_precision.after_main_grad, ctx.parts))
         parts = grad.split([part.shape[0] for part in ctx.parts])
         if not ctx.layer.fuse_wgrad_accumulation:
             return (None, None, None, *parts)

@@ -208,7 +208,10 @@ impl<'py> BackwardCall<'_, 'py> {
                     overwrite_main_grad: self.kept.overwrite_main_grad,
                 };
                 self.kept.handle.bind(py).try_borrow_mut()?.deferred.push_back(deferred);
-                Ok(None)
+                if !self.kept.fuse_wgrad_accumulation {
+                    return Ok(None);
+                }
+                Ok(after_main_grad(self.kept.weight_object.bind(py))?)
             }
         }
     }

@@ -364,8 +364,11 @@ impl<'py> BackwardCall<'_, 'py> {
                     let rows = Some(WaitingRows { program, linear, saved, grad });
                     let waiting = WaitingGrad { rows, overwrite_main_grad: kept.overwrite_main_grad };
                     let weight = kept.handle.bind(py).try_borrow()?.weights[linear].clone_ref(py);
-                    weight.bind(py).try_borrow_mut()?.waiting.push_back(waiting);
-                    None
+                    let mut weight = weight.bind(py).try_borrow_mut()?;
+                    weight.waiting.push_back(waiting);
+                    let fuses = weight.fuse_wgrad_accumulation;
+                    drop(weight);
+                    if fuses { after_main_grad(kept.params[param].bind(py))? } else { None }
                 }
             });
         }

@@ -35,7 +35,9 @@ pub(crate) fn program_grads_of_nothing<'py>(
             let mut weight = weight.bind(py).try_borrow_mut()?;
             if weight.delay_wgrad_compute {
                 weight.waiting.push_back(WaitingGrad { rows: None, overwrite_main_grad });
-                grads.push(None);
+                let fuses = weight.fuse_wgrad_accumulation;
+                drop(weight);
+                grads.push(if fuses { after_main_grad(&param)? } else { None });
                 continue;
             }
             if weight.fuse_wgrad_accumulation {
