@@ -243,7 +243,7 @@ def program_on_nothing(
 
 def padding_of(x: torch.Tensor) -> Padding | None:
     """Return what makes the rows of `x` as many as the current region's GEMMs take, None where they are."""
-    if x.numel() == 0:
+    if x.numel() == 0 or x.dim() == 0:
         return None
     missing = rows_to_pad(x.numel() // x.size(-1))
     return Padding.behind(x, missing) if missing else None

@@ -20,8 +20,10 @@ pub(crate) fn check(
     widths: &[usize],
 ) -> Result<(), Failure> {
     let x = &tensors.x;
-    if x.shape().is_empty() {
-        return Err(Error::shape(OP, "the input", "a tensor of at least one dimension", "a scalar").into());
+    let needs_rows = handle.chain.links().iter().find(|link| !link.op.is_elementwise());
+    if let (Some(link), true) = (needs_rows, x.shape().is_empty()) {
+        let expected = format!("a tensor of at least one dimension, as op {} takes it", link.label);
+        return Err(Error::shape(OP, "the input", expected, "a scalar").into());
     }
     for (param, view) in handle.params.iter().zip(&tensors.params) {
         let name = param.name.bind(py);

@@ -77,6 +77,16 @@ impl Op {
         }
     }
 
+    /// Whether the op works on each element by itself, so that a tensor without dimensions will do.
+    #[must_use]
+    pub const fn is_elementwise(&self) -> bool {
+        match self {
+            Self::Linear { .. } | Self::Bias { .. } | Self::Norm { .. } => false,
+            Self::Activation { function, scaled, .. } => !(function.is_gated() || *scaled),
+            _ => true,
+        }
+    }
+
     /// Extra inputs of the op.
     #[must_use]
     pub const fn extra_inputs(&self) -> usize {
@@ -251,7 +261,7 @@ impl Link {
                     let expected = format!("{wanted}, the type of the input of op {}", self.label);
                     return Err(Error::dtype(OP, "an extra input", expected, got));
                 }
-                count == (rows * cols) as i64 && shape.last() == Some(&(cols as i64))
+                count == (rows * cols) as i64 && shape.last().is_none_or(|&last| last == cols as i64)
             }
             _ => count == rows as i64,
         };
