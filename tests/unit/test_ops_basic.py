@@ -55,7 +55,7 @@ def way(request):
 
 def leaf(*shape, dtype=torch.float32, seed=0, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(*shape, generator=generator) * scale).to(dtype).requires_grad_()
+    return (torch.randn(shape, generator=generator) * scale).to(dtype).requires_grad_()
 
 
 def close(got, expected, dtype, slack=1.0):
@@ -350,3 +350,81 @@ def test_inputs_that_are_no_tensors():
 def test_ops_with_extra_tensors_have_no_op_forward():
     with pytest.raises(StateError, match="fuser_forward"):
         ops.AddExtraInput().op_forward(None, torch.zeros(2))
+
+
+# Scalars and types -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("op", "formula"),
+    [
+        (lambda: ops.ConstantScale(-2.5), lambda x: -2.5 * x),
+        (ops.Identity, lambda x: x),
+        (ops.GELU, ref.gelu),
+    ],
+)
+def test_a_scalar_has_elements_but_no_rows(op, formula, way):
+    compare(way(op()), formula, [torch.tensor(1.5, requires_grad=True)], torch.float32)
+
+
+def test_a_scalar_is_added():
+    x, extra = torch.tensor(1.5), torch.tensor(2.0)
+    y, before = ops.Sequential(ops.MakeExtraOutput(), ops.AddExtraInput())(x, extra)
+    assert (y.shape, y.item(), before.item()) == ((), 3.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda: ops.Linear(1, 5, device="cpu"),
+        lambda: ops.Bias(1, device="cpu"),
+        lambda: ops.RMSNorm(1, device="cpu"),
+        ops.SwiGLU,
+    ],
+)
+def test_ops_on_rows_refuse_a_scalar(op):
+    with pytest.raises(ShapeError, match="scalar|multiple of 2"):
+        op()(torch.tensor(1.5))
+
+
+PARAMETRIC = {
+    "linear": (
+        lambda **options: ops.Linear(16, 16, **options),
+        lambda x, w, b: x @ w.T + b,
+    ),
+    "layer_norm": (lambda **options: ops.LayerNorm(16, **options), ref.layer_norm),
+    "rms_norm": (lambda **options: ops.RMSNorm(16, **options), ref.rms_norm),
+}
+
+
+@pytest.mark.parametrize("weight_type", DTYPES)
+@pytest.mark.parametrize("input_type", DTYPES)
+@pytest.mark.parametrize("name", PARAMETRIC)
+def test_linear_and_norms_compute_in_the_type_of_their_weights(name, input_type, weight_type, way):
+    make, formula = PARAMETRIC[name]
+    op = make(device="cpu", dtype=weight_type)
+    op = op if name == "linear" else way(op)
+    ref.randomise(op)
+    x = leaf(4, 16, dtype=input_type)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, *op.parameters())]
+    expected = formula(wide[0].to(weight_type).double(), *wide[1:])
+    y = op(x)
+    close(y, expected, weight_type, slack=4)
+    grad = leaf(4, 16, dtype=weight_type, seed=3).detach()
+    y.backward(grad)
+    expected.backward(grad.double())
+    coarse = max(ROUNDING[input_type], ROUNDING[weight_type])
+    for got, want in zip((x, *op.parameters()), wide, strict=True):
+        assert got.grad.dtype == got.dtype
+        assert (got.grad.double() - want.grad).abs().max() <= 4 * coarse * want.grad.abs().max()
+    assert op(x[:0]).dtype == weight_type
+    # What one type compiled serves no other one.
+    assert op(x.detach().to(weight_type)).dtype == weight_type
+    assert op(x).dtype == weight_type
+
+
+def test_a_bias_computes_in_the_wider_type(way):
+    bias = way(ops.Bias(8, device="cpu", dtype=torch.bfloat16))
+    assert bias(leaf(2, 8)).dtype == torch.float32
+    assert bias(leaf(2, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert ops.Bias(8, device="cpu")(leaf(2, 8, dtype=torch.bfloat16)).dtype == torch.float32

@@ -449,3 +449,80 @@ def test_an_op_that_fails_leaves_the_chain_usable():
         module(leaf(8, 16))
     failing.fail = False
     compare(module, mlp_formula, [leaf(8, 16)])
+
+
+# Types --------------------------------------------------------------------------------------------
+
+
+def test_types_change_where_an_op_has_a_weight_of_another(between):
+    wide, narrow = {"device": "cpu"}, {"device": "cpu", "dtype": torch.bfloat16}
+    module = randomise(
+        ops.Sequential(
+            ops.MakeExtraOutput(),
+            ops.Linear(16, 16, **narrow),
+            ops.GELU(),
+            *between,
+            ops.MakeExtraOutput(),
+            ops.RMSNorm(16, **wide),
+            ops.SiLU(),
+            ops.Linear(16, 8, bias=False, **narrow),
+        )
+    )
+
+    def formula(x, w1, b1, gamma, w2):
+        h = ref.gelu(x @ w1.T + b1)
+        return ref.silu(ref.rms_norm(h, gamma)) @ w2.T, x, h
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        module.zero_grad()
+        x = leaf(4, 16, dtype=dtype)
+        outputs = module(x)
+        assert [y.dtype for y in outputs] == [torch.bfloat16, dtype, torch.bfloat16]
+        tensors = [x, *module.parameters()]
+        inputs = [tensor.detach().double().requires_grad_() for tensor in tensors]
+        expected = formula(*inputs)
+        grads = [leaf(*y.shape, dtype=y.dtype, seed=5 + i).detach() for i, y in enumerate(outputs)]
+        torch.autograd.backward(outputs, grads)
+        torch.autograd.backward(expected, [grad.double() for grad in grads])
+        bound = ROUNDING[torch.bfloat16]
+        for got, want in (
+            *zip(outputs, expected, strict=True),
+            *((t.grad, i.grad) for t, i in zip(tensors, inputs, strict=True)),
+        ):
+            assert (got.double() - want).abs().max() <= bound * want.abs().max()
+        assert [t.grad.dtype for t in tensors] == [t.dtype for t in tensors]
+
+
+def test_half_of_a_module_that_has_run():
+    module = mlp()
+    x = leaf(4, 16)
+    assert module(x).dtype == torch.float32
+    module[-1].half()
+    assert module(x).dtype == torch.float16
+    module.bfloat16()
+    y = module(x)
+    y.sum().backward()
+    assert (y.dtype, x.grad.dtype) == (torch.bfloat16, torch.float32)
+    assert "in torch.bfloat16" in module.explain()
+
+
+def test_a_fused_backward_finds_the_type_of_the_linear_op():
+    """As Transformer Engine's documentation writes such an operation."""
+
+    class LinearScale(ops.FusedOperation):
+        def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+            x, weight = basic_op_ctxs[1].saved_tensors
+            dtype = basic_op_ctxs[1].dtype
+            dx = grad_output.double() @ (self.basic_ops[0].scale * weight.double())
+            dw = grad_output.double().T @ x.double()
+            return dx.to(dtype), [(), (dw.to(dtype),)], [(), ()]
+
+    def fuse(group, **_):
+        return [LinearScale(group)]
+
+    module = ops.Sequential(ops.ConstantScale(1.25), ops.Linear(8, 8, bias=False, device="cpu"))
+    ops.register_backward_fusion(fuse)
+    try:
+        compare(randomise(module), lambda x, w: 1.25 * x @ w.T, [leaf(4, 8)])
+    finally:
+        ops.OperationFuser.backward_fusion_functions.remove(fuse)

@@ -6,10 +6,11 @@ use pyo3::types::{PyAnyMethods, PyBool, PyDict, PyDictMethods, PyTuple};
 use te_fast_core::Error;
 use te_fast_core::autocast::Region;
 
-use crate::error::{IntoPython, named};
+use crate::error::{IntoPython, is_a, named};
 use crate::linear::{Bits, can_skip_module_call};
 use crate::program::ProgramHandle;
 use crate::program_backward::{ProgramSaved, run};
+use crate::program_check::mixed_types;
 use crate::program_run::{Call, Done};
 use crate::program_tensors::{parameters, requires_grad};
 use crate::state::{State, state};
@@ -27,14 +28,26 @@ pub(crate) fn program_apply<'py>(
     extra_inputs: &Bound<'py, PyTuple>,
     is_first_microbatch: Option<bool>,
 ) -> PyResult<Bound<'py, PyAny>> {
+    apply_in_region((program, owner), x, extra_inputs, is_first_microbatch, Bits::MIXED_DTYPES)
+}
+
+/// The same; without [`Bits::MIXED_DTYPES`], parameters must have the input's type.
+fn apply_in_region<'py>(
+    (program, owner): (&Bound<'py, ProgramHandle>, &Bound<'py, PyAny>),
+    x: &Bound<'py, PyAny>,
+    extra_inputs: &Bound<'py, PyTuple>,
+    is_first_microbatch: Option<bool>,
+    mixed: u32,
+) -> PyResult<Bound<'py, PyAny>> {
     let state = state(x.py())?;
     let run = || {
         if state.dispatcher(x.py())?.0.auto_pad && lacks_rows(state, x)? {
+            check_types(state, program, x, mixed)?;
             let arguments = (program, owner, x, extra_inputs, is_first_microbatch);
             return ops(x.py())?.call_method1(intern!(x.py(), "program_padded"), arguments);
         }
         let extras: Vec<Bound<'py, PyAny>> = extra_inputs.iter().collect();
-        apply(state, program, owner, x, &extras, Bits::of_microbatch(is_first_microbatch))
+        apply(state, program, owner, x, &extras, Bits::of_microbatch(is_first_microbatch) | mixed)
     };
     if let Some(former) = recomputed_region(state, program)? {
         let again = run();
@@ -52,7 +65,23 @@ fn ops(py: Python<'_>) -> PyResult<Bound<'_, PyModule>> {
 #[cold]
 fn lacks_rows(state: &State, x: &Bound<'_, PyAny>) -> PyResult<bool> {
     let Ok(view) = view_of(&state.reader, x, "the input") else { return Ok(false) };
-    Ok(view.numel() != 0 && state.dispatcher(x.py())?.0.rows_to_pad(view.rows()) != 0)
+    Ok(view.numel() != 0 && !view.shape().is_empty() && state.dispatcher(x.py())?.0.rows_to_pad(view.rows()) != 0)
+}
+
+/// Refuses parameters of another type than the input's, unless `mixed`; the fast path finds out by its compiled program.
+#[cold]
+fn check_types(state: &State, program: &Bound<'_, ProgramHandle>, x: &Bound<'_, PyAny>, mixed: u32) -> PyResult<()> {
+    if Bits(mixed).has(Bits::MIXED_DTYPES) {
+        return Ok(());
+    }
+    let dtype = view_of(&state.reader, x, "the input").python()?.dtype();
+    for parameter in parameters(program)? {
+        let other = view_of(&state.reader, &parameter, "a parameter").python()?.dtype();
+        if other != dtype {
+            return Err(mixed_types(other, dtype)).python();
+        }
+    }
+    Ok(())
 }
 
 /// `module(x, *extra_inputs)` of a module whose result is its program's: as `nn.Module.__call__`, without its cost
@@ -81,7 +110,11 @@ pub(crate) fn program_module_call<'py>(
         if program.try_borrow()?.chain.extra_inputs() == extra_inputs.len() {
             let is_first = is_first_microbatch.filter(|first| !first.is_none());
             let is_first = is_first.map(PyAnyMethods::is_truthy).transpose()?;
-            return program_apply(program, module, inp, extra_inputs, is_first);
+            match apply_in_region((program, module), inp, extra_inputs, is_first, 0) {
+                // Parameters of another type than the input's: the long way casts in between.
+                Err(error) if is_a(py, &error, "DtypeError") => {}
+                done => return done,
+            }
         }
     }
     let keywords = others.map_or_else(|| Ok(PyDict::new(py)), PyDictMethods::copy)?;
@@ -123,7 +156,8 @@ fn apply<'py>(
     bits: u32,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = x.py();
-    let (x, extras) = &cast(state, program, x, extras)?;
+    let (x, extras, is_cast) = &cast(state, program, x, extras)?;
+    let bits = if *is_cast { bits | Bits::MIXED_DTYPES } else { bits };
     let params = parameters(program)?;
     let mut wants = false;
     let grad_mode = state.torch.is_grad_enabled.bind(py).call0()?.is(PyBool::new(py, true));
@@ -133,6 +167,7 @@ fn apply<'py>(
         }
     }
     if view_of(&state.reader, x, "the input").python()?.numel() == 0 {
+        check_types(state, program, x, bits)?;
         let overwrite = Bits(bits).has(Bits::FIRST_MICROBATCH);
         let arguments = (program, x, PyTuple::new(py, extras)?, PyTuple::new(py, &params)?, overwrite);
         return ops(py)?.call_method1(intern!(py, "program_on_nothing"), arguments);
@@ -147,7 +182,6 @@ fn apply<'py>(
         arguments.push(bits.into_pyobject(py)?.into_any());
         return program_function(py)?.call1(PyTuple::new(py, arguments)?);
     }
-    let microbatch = Bits(bits).microbatch();
     // What is recomputed later with gradients is fused as it will be then: the same bits.
     let grads = !grad_mode && state.dispatcher(py)?.0.autocast.recompute;
     let call = Call {
@@ -157,7 +191,7 @@ fn apply<'py>(
         x,
         extras,
         params,
-        microbatch,
+        bits: Bits(bits),
         grads,
         input_grad: grads,
         extra_grads: vec![grads; extras.len()],
@@ -183,9 +217,9 @@ fn results(done: Done<'_>) -> PyResult<Bound<'_, PyAny>> {
     Ok(PyTuple::new(py, all)?.into_any())
 }
 
-type Inputs<'py> = (Bound<'py, PyAny>, Vec<Bound<'py, PyAny>>);
+type Inputs<'py> = (Bound<'py, PyAny>, Vec<Bound<'py, PyAny>>, bool);
 
-/// The inputs in the type that `torch.autocast` wants, with a check of their number.
+/// The inputs in the type that `torch.autocast` wants, with a check of their number; and whether it wants any.
 #[inline]
 fn cast<'py>(
     state: &State,
@@ -202,16 +236,16 @@ fn cast<'py>(
         }
     }
     if !state.torch.is_autocast_enabled.bind(py).call0()?.is_truthy()? {
-        return Ok((x.clone(), extras.to_vec()));
+        return Ok((x.clone(), extras.to_vec(), false));
     }
     let torch = py.import(intern!(py, "torch"))?;
     let kind = x.getattr(intern!(py, "device"))?.getattr(intern!(py, "type"))?;
     if !torch.call_method1(intern!(py, "is_autocast_enabled"), (&kind,))?.is_truthy()? {
-        return Ok((x.clone(), extras.to_vec()));
+        return Ok((x.clone(), extras.to_vec(), false));
     }
     let dtype = torch.call_method1(intern!(py, "get_autocast_dtype"), (&kind,))?;
     let to = |tensor: &Bound<'py, PyAny>| tensor.call_method1(intern!(py, "to"), (&dtype,));
-    Ok((to(x)?, extras.iter().map(to).collect::<PyResult<_>>()?))
+    Ok((to(x)?, extras.iter().map(to).collect::<PyResult<_>>()?, true))
 }
 
 fn kept<'py>(
@@ -264,7 +298,7 @@ pub(crate) fn program_autograd_forward<'py>(
         x,
         extras,
         params: params.to_vec(),
-        microbatch: bits.microbatch(),
+        bits,
         grads: true,
         input_grad: requires_grad(x)?,
         extra_grads: extras.iter().map(requires_grad).collect::<PyResult<_>>()?,
@@ -294,7 +328,7 @@ pub(crate) fn program_run_forward<'py>(
 ) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyTuple>, Option<Bound<'py, ProgramSaved>>, Bound<'py, PyTuple>)> {
     let py = x.py();
     let state = state(py)?;
-    let bits = Bits(Bits::of_microbatch(is_first_microbatch));
+    let bits = Bits(Bits::of_microbatch(is_first_microbatch) | Bits::MIXED_DTYPES);
     let extras: Vec<Bound<'py, PyAny>> = extra_inputs.iter().collect();
     let params = parameters(program)?;
     let wants = input_needs_grad || parameters_need_grad || extra_need_grad.iter().any(|&wanted| wanted);
@@ -305,7 +339,7 @@ pub(crate) fn program_run_forward<'py>(
         x,
         extras: &extras,
         params,
-        microbatch: bits.microbatch(),
+        bits,
         grads: parameters_need_grad,
         input_grad: input_needs_grad,
         extra_grads: extra_need_grad,

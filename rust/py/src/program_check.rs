@@ -51,6 +51,12 @@ pub(crate) fn check(
     Ok(())
 }
 
+/// What a call is told that takes no parameters of another type than the input's.
+#[cold]
+pub(crate) fn mixed_types(parameter: DType, input: DType) -> Error {
+    Error::dtype(OP, "the input", format!("{parameter}, the type of a parameter"), input)
+}
+
 /// Refuses a gradient of the output, or of extra output `index - 1`, that a Python op made otherwise than its tensor.
 pub(crate) fn check_grad(program: &Program, index: usize, grad: &TensorView<'_>) -> Result<(), Error> {
     let key = program.key();

@@ -11,14 +11,15 @@ use te_fast_core::autocast::Region;
 use te_fast_core::dispatch::{Dispatcher, Memory, Place};
 use te_fast_core::driver;
 use te_fast_core::kernel::DevPtr;
-use te_fast_core::layer::{Microbatch, WeightRecord, WeightToken};
+use te_fast_core::layer::{WeightRecord, WeightToken};
 use te_fast_core::program::{Bindings, LinearSlots, Place as Where, Program, ProgramKey, Weights};
 use te_fast_core::tensor::{DType, Device, TensorView};
 
 use crate::error::Failure;
+use crate::linear::Bits;
 use crate::linear_run::{readable, skip_flag};
 use crate::program::{Compiled, OpSlots, ProgramHandle, Shapes, Tuples, WeightHandle};
-use crate::program_check::check;
+use crate::program_check::{check, mixed_types};
 use crate::program_tensors::{copies, float, requires_grad, same, typed, weight_arguments};
 use crate::replay::{Replay, replay};
 use crate::state::State;
@@ -80,7 +81,7 @@ pub(crate) struct Call<'a, 'py> {
     pub(crate) x: &'a Bound<'py, PyAny>,
     pub(crate) extras: &'a [Bound<'py, PyAny>],
     pub(crate) params: Vec<Bound<'py, PyAny>>,
-    pub(crate) microbatch: Microbatch,
+    pub(crate) bits: Bits,
     pub(crate) grads: bool,
     pub(crate) input_grad: bool,
     pub(crate) extra_grads: Vec<bool>,
@@ -206,6 +207,7 @@ impl<'py> Call<'_, 'py> {
         });
         drop(handle);
         if let Some(compiled) = found {
+            self.check_types(compiled.program.key())?;
             check(py, &*self.handle.try_borrow()?, tensors, rows, compiled.program.widths())?;
             state.dispatcher(py)?.0.trace.counters.plan_hits += 1;
             return Ok(compiled);
@@ -222,7 +224,16 @@ impl<'py> Call<'_, 'py> {
             extras: typed(&tensors.extras, &self.extra_grads, "an extra input")?,
             deferred,
         };
+        self.check_types(&key)?;
         self.compile(tensors, region, key)
+    }
+
+    fn check_types(&self, key: &ProgramKey) -> Result<(), Failure> {
+        let other = key.params.iter().find(|(dtype, _)| *dtype != key.activation);
+        match other.filter(|_| !self.bits.has(Bits::MIXED_DTYPES)) {
+            Some(&(dtype, _)) => Err(mixed_types(dtype.into(), key.activation.into()).into()),
+            None => Ok(()),
+        }
     }
 
     #[cold]
@@ -325,7 +336,7 @@ impl<'py> Call<'_, 'py> {
             let reused = if skippable {
                 weight.cache.skippable(&record)
             } else {
-                weight.cache.reusable(py, state, &record, self.microbatch, (place, capturing))?
+                weight.cache.reusable(py, state, &record, self.bits.microbatch(), (place, capturing))?
             };
             let is_reused = reused.is_some();
             let (quantized, fresh) = if let Some(reused) = reused {

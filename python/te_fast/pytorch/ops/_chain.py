@@ -70,6 +70,7 @@ def _run_programs(
     given = dict(zip(routing.inputs, extra_inputs, strict=True))
     made: dict[Slot, torch.Tensor] = {}
     for step in plan.native or ():
+        x = x if step.dtype is None else x.to(step.dtype)
         extras = tuple(
             given[index, number] if source is None else made[source]
             for index in step.indices
@@ -229,6 +230,7 @@ class Call:
         self, step: Step, x: torch.Tensor, saved: list[torch.Tensor | None]
     ) -> torch.Tensor:
         start = len(saved)
+        x = x if step.dtype is None else x.to(step.dtype)
         extras = tuple(
             tensor for index in step.indices for tensor in self._extra_inputs(index, step)
         )

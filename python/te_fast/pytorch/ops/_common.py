@@ -65,10 +65,12 @@ def to_real(op: torch.nn.Module, name: str) -> torch.Tensor:
     return made
 
 
-def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """Return the type that an op computes in: autocast's, or the input's."""
+def compute_dtype(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.dtype:
+    """Return the type that an op computes in: autocast's, else its weight's, or the input's without."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return (x if weight is None else weight).dtype
 
 
 def refuse_ranks(group: Any, op: str, argument: str) -> None:

@@ -6,16 +6,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from te_fast.errors import StateError
 from te_fast.pytorch import _ops
 from te_fast.pytorch.ops._routing import Routing
 from te_fast.pytorch.ops._undo import Trials
 from te_fast.pytorch.ops.op import BasicOperation, FusedOperation, FusibleOperation
 
-__all__ = ["Match", "Plan", "Step", "make_plan", "match"]
+__all__ = ["Match", "Plan", "Step", "Types", "make_plan", "match"]
 
 #: An operation, and the indices of the basic operations that it stands for.
 Match = tuple[FusibleOperation, tuple[int, ...]]
+#: Types of a group's input and of what each operation makes of it; None if all are one.
+Types = tuple[torch.dtype, ...] | None
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +29,8 @@ class Step:
     indices: tuple[int, ...]
     op: FusibleOperation | None = None
     program: Any = None
+    #: Type that the program's input is cast to; None for none.
+    dtype: torch.dtype | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +85,8 @@ class Plan:
 def _title(step: Step, labels: Sequence[str]) -> str:
     covered = ", ".join(labels[index] for index in step.indices)
     if step.program is not None:
-        return f"native program of {covered}"
+        cast = "" if step.dtype is None else f" in {step.dtype}"
+        return f"native program of {covered}{cast}"
     kind = type(step.op).__name__
     how = "fused operation" if isinstance(step.op, FusedOperation) else "operation"
     return f"Python {how} {kind} of {covered}"
@@ -142,6 +149,7 @@ def make_plan(
     routing: Routing,
     forward: list[Match],
     backward: list[Match],
+    types: Types = None,
 ) -> Plan:
     """Split a group into native segments and what runs in Python.
 
@@ -155,7 +163,7 @@ def make_plan(
         for i in indices
     }
     native = [index not in covered and op._is_native() for index, op in enumerate(ops)]
-    segments = {step.indices[0]: step for step in _segments(ops, labels, routing, native)}
+    segments = {step.indices[0]: step for step in _segments(ops, labels, routing, native, types)}
     inside = {index for step in segments.values() for index in step.indices}
     plan = Plan(
         ops,
@@ -167,7 +175,7 @@ def make_plan(
     if all(step.program is not None for step in plan.forward):
         plan.native = plan.forward
         everything = sum(op.num_extra_outputs for op in ops) == len(routing.outputs)
-        if len(plan.forward) == 1 and everything and not routing.has_channels:
+        if len(plan.forward) == 1 and types is None and everything and not routing.has_channels:
             plan.single = plan.forward[0].program
     plan.parameters = [[module._parameters for module in op.modules()] for op in ops]
     return plan
@@ -184,25 +192,35 @@ def _steps(matches: list[Match], segments: dict[int, Step], inside: set[int]) ->
 
 
 def _segments(
-    ops: list[BasicOperation], labels: list[str], routing: Routing, native: list[bool]
+    ops: list[BasicOperation],
+    labels: list[str],
+    routing: Routing,
+    native: list[bool],
+    types: Types,
 ) -> Iterator[Step]:
-    """Compile the runs of native operations; a channel's consumer begins another program."""
+    """Compile the runs of native operations; a channel's consumer, and another type, begin another program."""
     run: list[int] = []
+    dtype = None
     for index, is_native in enumerate(native):
         fed = any(source is not None and source[0] in run for source in routing.sources[index])
-        if run and (fed or not is_native):
-            yield _compile(ops, labels, run)
+        is_cast = types is not None and types[index] != types[index + 1]
+        if run and (fed or is_cast or not is_native):
+            yield _compile(ops, labels, run, dtype)
             run = []
         if is_native:
+            if not run:
+                dtype = types[index + 1] if types is not None and is_cast else None
             run.append(index)
     if run:
-        yield _compile(ops, labels, run)
+        yield _compile(ops, labels, run, dtype)
 
 
-def _compile(ops: list[BasicOperation], labels: list[str], run: list[int]) -> Step:
+def _compile(
+    ops: list[BasicOperation], labels: list[str], run: list[int], dtype: torch.dtype | None
+) -> Step:
     first, last = (labels[run[i]].partition(":")[0] for i in (0, -1))
     name = f"op {labels[run[0]]}" if len(run) == 1 else f"ops {first}-{last}"
     program = _ops.Program(name)
     for index in run:
         ops[index]._append_to(program, labels[index])
-    return Step(tuple(run), program=program)
+    return Step(tuple(run), program=program, dtype=dtype)

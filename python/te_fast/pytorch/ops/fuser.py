@@ -17,7 +17,7 @@ from te_fast.pytorch import _ops
 from te_fast.pytorch._global_state import FP8GlobalStateManager
 from te_fast.pytorch.ops import _chain
 from te_fast.pytorch.ops._common import compute_dtype
-from te_fast.pytorch.ops._plan import Plan, make_plan, match
+from te_fast.pytorch.ops._plan import Plan, Types, make_plan, match
 from te_fast.pytorch.ops._routing import Routing
 from te_fast.pytorch.ops.op import BasicOperation, FusedOperation, FusibleOperation
 
@@ -106,7 +106,14 @@ class OperationFuser:
 
     # Plans ----------------------------------------------------------------------------------------
 
-    def _plan(self, recipe: Recipe | None) -> Plan:
+    def _types(self, dtype: torch.dtype) -> Types:
+        """Return the types of an input, and of what each operation makes of it; None if all are one."""
+        types = [dtype]
+        for op in self._basic_ops:
+            types.append(op._result_type(types[-1]))
+        return None if types.count(dtype) == len(types) else tuple(types)
+
+    def _plan(self, recipe: Recipe | None, types: Types = None) -> Plan:
         """Return how the group runs under a recipe; registered fusions may depend on its type."""
         kind = OperationFuser
         custom = bool(
@@ -114,11 +121,12 @@ class OperationFuser:
             or kind.forward_fusion_functions
             or kind.backward_fusion_functions
         )
-        key = (type(recipe), getattr(recipe, "backward_override", None)) if custom else None
+        override = getattr(recipe, "backward_override", None)
+        key = (types, type(recipe), override) if custom else (types,)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._make_plan(recipe)
-            if not custom:
+            plan = self._plans[key] = self._make_plan(recipe, types)
+            if not custom and types is None:
                 self._direct(plan.single)
         return plan
 
@@ -131,7 +139,7 @@ class OperationFuser:
         if module is not None:
             module.__dict__["_direct_program"] = program
 
-    def _make_plan(self, recipe: Recipe | None) -> Plan:
+    def _make_plan(self, recipe: Recipe | None, types: Types) -> Plan:
         if not self._ready:
             for op in self._basic_ops:
                 op.pre_first_fuser_forward()
@@ -146,6 +154,7 @@ class OperationFuser:
             self._routing,
             match(forward, self._basic_ops, self._labels),
             match(backward, self._basic_ops, self._labels),
+            types,
         )
 
     def _forget(self, *, stale: bool = False) -> None:
@@ -190,13 +199,16 @@ class OperationFuser:
         recipe = None
         if FP8GlobalStateManager.is_fp8_enabled():
             recipe = FP8GlobalStateManager.get_fp8_recipe()
-        plan = self._plan(recipe)
-        if _is_any_autocast_enabled():
+        types = None
+        if _is_any_autocast_enabled() and torch.is_autocast_enabled(input.device.type):
             dtype = compute_dtype(input)
             input = input.to(dtype)
             extra_inputs = tuple(
                 extra.to(dtype) if extra.is_floating_point() else extra for extra in extra_inputs
             )
+        elif input.is_floating_point():
+            types = self._types(input.dtype)
+        plan = self._plan(recipe, types)
         if plan.native is not None and not basic_op_kwargs:
             return _chain.run_native(self, plan, input, extra_inputs, is_first_microbatch, recipe)
         self._refuse_nesting()

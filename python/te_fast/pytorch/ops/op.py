@@ -349,6 +349,10 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
             getattr(own, name) is getattr(native, name) for name in _OVERRIDABLE
         )
 
+    def _result_type(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type of the result, given the input's; not asked under ``torch.autocast``."""
+        return dtype
+
     def _append_to(self, program: Any, label: str) -> None:
         """Append this to a native program."""
         message = f"{label} is no native operation"

@@ -125,6 +125,9 @@ class BasicLinear(BasicOperation):
         handle.fuse_wgrad_accumulation = self._accumulate_into_main_grad
         self.__dict__["_handle"] = handle
 
+    def _result_type(self, dtype: torch.dtype) -> torch.dtype:
+        return self.weight.dtype
+
     def _append_to(self, program: Any, label: str) -> None:
         sizes = (self.in_features, self.out_features)
         program.linear(label, self._handle, self._parameters, "weight", *sizes)
@@ -168,7 +171,7 @@ class BasicLinear(BasicOperation):
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         """Multiply; in high precision input and weight are what is kept."""
         self._check(input_)
-        dtype = compute_dtype(input_)
+        dtype = ctx.dtype = compute_dtype(input_, self.weight)  # type: ignore[attr-defined]
         if autocast_state.fp8_enabled:
             return self._quantized_forward(ctx, input_.to(dtype))
         x, weight = input_.to(dtype), self.weight.to(dtype)

@@ -61,6 +61,9 @@ class Bias(BasicOperation):
         if self.bias.is_meta:
             self.reset_parameters()
 
+    def _result_type(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.promote_types(dtype, self.bias.dtype)
+
     def _append_to(self, program: Any, label: str) -> None:
         program.bias(label, self._parameters, "bias", self.local_size)
 
@@ -72,6 +75,8 @@ class Bias(BasicOperation):
                 f"tensor of shape {list(input_.shape)}"
             )
             raise ShapeError(message)
+        if not torch.is_autocast_enabled(input_.device.type):
+            return input_ + self.bias
         dtype = compute_dtype(input_)
         return input_.to(dtype) + self.bias.to(dtype)
 

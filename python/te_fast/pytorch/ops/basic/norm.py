@@ -88,6 +88,9 @@ class Norm(BasicOperation):
         # The native program normalises the last dimension alone.
         return len(self.normalized_shape) == 1 and super()._is_native()
 
+    def _result_type(self, dtype: torch.dtype) -> torch.dtype:
+        return self.weight.dtype
+
     def _append_to(self, program: Any, label: str) -> None:
         program.norm(
             label,
@@ -119,7 +122,8 @@ class Norm(BasicOperation):
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         """Normalise in FP32 and round once; keep the input."""
         self._check(input_)
-        x = input_.to(compute_dtype(input_))
+        x = input_.to(compute_dtype(input_, self.weight))
+        ctx.dtype = x.dtype  # type: ignore[attr-defined]
         parameters = [getattr(self, name) for name in self._names]
         if ctx.requires_grad:
             ctx.save_for_backward(x, *parameters)
