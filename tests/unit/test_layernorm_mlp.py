@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import compound_reference as chain
 import te_fast
@@ -18,7 +19,7 @@ from compound_layers import (
     make,
     step,
 )
-from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.pytorch._extra_state import ExtraState, pack, unpack
 
 GATED = ["geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"]
@@ -190,6 +191,25 @@ def test_checkpoint_under_torch_autocast(fp8):
         y.backward(grad.bfloat16())
         found.append(gradients(each, x))
     assert_close(found[0], found[1], 0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "recipe", [Float8CurrentScaling(), Float8BlockScaling()], ids=["current", "block"]
+)
+def test_checkpoint_inside_of_torchs(recipe, reentrant):
+    """torch runs the forward again outside of the region, and backward runs that one again."""
+    layer, plain = mlp(checkpoint=True, activation="silu"), mlp(activation="silu")
+    x, grad = data(layer)
+    y = step(plain, x, grad, recipe)
+    wanted = gradients(plain, x)
+    x.grad = None
+    with te.autocast(recipe=recipe):
+        again = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+    again.backward(grad)
+    assert torch.equal(y, again)
+    for name, value in gradients(layer, x).items():
+        assert torch.equal(value, wanted[name]), name
 
 
 def test_checkpoint_without_rows():

@@ -25,6 +25,9 @@ class _Forward:
     def __init__(self) -> None:
         self.region = FP8GlobalStateManager.get_autocast_state()
         self._tape = _scale_tape.Tape()
+        is_outside = not FP8GlobalStateManager.is_fp8_enabled() and _ops.autocast_region()[4] == 0
+        #: torch's checkpoint runs this forward during backward: the program repeats its last region.
+        self._is_repeated = is_outside and torch._C._current_graph_task_id() >= 0
 
     def first(self) -> AbstractContextManager[None]:
         """Note the scales."""
@@ -33,6 +36,10 @@ class _Forward:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Put region and scales back for a while; nothing is recorded meanwhile."""
+        if self._is_repeated:
+            with _scale_tape.phase(self._tape.copy(), reads=True):
+                yield
+            return
         region, depth = FP8GlobalStateManager.get_autocast_state(), _ops.autocast_region()[4]
         *parts, _, graph = self.region
         FP8GlobalStateManager.set_autocast_state((*parts, False, graph))
