@@ -12,6 +12,7 @@ __all__ = [
     "CudaError",
     "DeviceError",
     "DtypeError",
+    "OptionError",
     "RecipeError",
     "ShapeError",
     "StateError",
@@ -33,6 +34,10 @@ class ArgumentError(TeFastError, ValueError, TypeError):
 
 class ShapeError(TeFastError, ValueError):
     """A rank, size or alignment does not fit."""
+
+
+class OptionError(ShapeError, AssertionError):
+    """A word that is none of those that an argument of a layer knows; Transformer Engine asserts."""
 
 
 class DtypeError(TeFastError, TypeError):

@@ -228,3 +228,9 @@ def test_reference_itself():
     )
     y = torch.nn.functional.linear(norm, layer.weight, layer.bias)
     assert_close({"y": y}, chain.exact(layer, x, grad), 2e-6)
+
+
+@pytest.mark.parametrize("layer", [te.Linear, te.LayerNormLinear])
+def test_unknown_parallel_mode(layer):
+    with pytest.raises(AssertionError, match="parallel_mode must be"):
+        layer(64, 48, device="cpu", parallel_mode="diagonal")

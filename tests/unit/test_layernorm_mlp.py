@@ -74,6 +74,7 @@ def test_activation_params(fp8):
     [
         ({"activation": "tanh"}, NotImplementedError, "activation must be one of .*'tanh'"),
         ({"activation_params": {"limit": 1.0}}, TypeError, "gelu may have"),
+        ({"activation_params": 7.0}, TypeError, "must be a dict"),
         (
             {"activation": "clamped_swiglu", "activation_params": {"slope": 1.0}},
             TypeError,

@@ -272,6 +272,8 @@ def test_unknown_op_kwargs(op_kwargs, message):
         sequential(torch.zeros(2, 4), op_kwargs={Shift(): {}})
     with pytest.raises(IndexError):
         sequential(torch.zeros(2, 4), op_kwargs={9: {}})
+    with pytest.raises(ArgumentError, match="must be a dict"):
+        sequential(torch.zeros(2, 4), op_kwargs=3)
 
 
 def test_edits_during_a_forward():

@@ -207,6 +207,9 @@ class LayerNormMLP(CompoundModule):
             known = ", ".join((*_PLAIN, *_GATED))
             message = f"{self.name}: activation must be one of {known}, got {activation!r}"
             raise UnsupportedError(message)
+        if given is not None and not isinstance(given, Mapping):
+            message = f"{self.name}: activation_params must be a dict, got {type(given).__name__} {given!r}"
+            raise DtypeError(message)
         floats: dict[str, Any] = dict(_PARAMETERS.get(activation, {}))
         for key, value in (given or {}).items():
             if key not in floats:

@@ -312,6 +312,9 @@ class Sequential(torch.nn.Module):
 
     def _kwargs_by_op(self, op_kwargs: dict[Any, dict[str, Any]] | None) -> dict[int, Any]:
         """Return keyword arguments by the identity of the basic operation that takes them."""
+        if op_kwargs is not None and not isinstance(op_kwargs, dict):
+            message = f"Sequential: op_kwargs must be a dict, got {type(op_kwargs).__name__}"
+            raise ArgumentError(message)
         found: dict[int, Any] = {}
         modules = list(self._modules.values())
         for key, kwargs in (op_kwargs or {}).items():
