@@ -32,8 +32,11 @@ class ArgumentError(TeFastError, ValueError, TypeError):
     """
 
 
-class ShapeError(TeFastError, ValueError):
-    """A rank, size or alignment does not fit."""
+class ShapeError(TeFastError, ValueError, AssertionError):
+    """A rank, size or alignment does not fit.
+
+    Transformer Engine asserts most of these and raises ``ValueError`` for the others; this class is both.
+    """
 
 
 class OptionError(ShapeError, AssertionError):
