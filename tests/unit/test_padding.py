@@ -60,6 +60,68 @@ def test_splits_as_a_tensor(dtype):
     assert torch.equal(exact, padded_reference(x, splits, 8))
 
 
+@pytest.mark.parametrize("rows", [None, 0])
+def test_padded_splits_of_no_rows(rows):
+    # Memory that the allocator hands out again is not zero.
+    splits = [torch.full((1,), 77) for _ in range(64)]
+    del splits
+    splits = torch.tensor([0 if rows is None else 3])
+    x = torch.randn(int(splits), 4)
+    out, padded = te.Fp8Padding(1, 16)(x, splits, num_out_tokens=rows)
+    assert out.shape == (0, 4)
+    assert padded.tolist() == [0 if rows is None else 16]
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_capacity_for_lists(needs_grad):
+    x = torch.randn(9, 4, requires_grad=needs_grad)
+    out, padded = te.Fp8Padding(2, 8)(x, [4, 5], num_out_tokens=21)
+    assert padded == [8, 8]
+    assert torch.equal(out, padded_reference(x, [4, 5], 8, 21))
+    back = te.Fp8Unpadding(2, 8)(out, [4, 5], num_out_tokens=11)
+    assert torch.equal(back, torch.cat([x, torch.zeros(2, 4)]))
+    aligned = torch.randn(16, 4)
+    longer, padded = te.Fp8Padding(2, 8)(aligned, [8, 8], num_out_tokens=17)
+    assert padded == [8, 8]
+    assert torch.equal(longer, padded_reference(aligned, [8, 8], 8, 17))
+    assert torch.equal(te.Fp8Unpadding(2, 8)(longer, [8, 8], num_out_tokens=16), aligned)
+
+
+def test_leading_dimensions_in_any_layout():
+    x = torch.randn(3, 2, 4).transpose(0, 1)
+    out, _ = te.Fp8Padding(1, 4)(x, [6])
+    assert torch.equal(out, padded_reference(x.reshape(6, 4), [6], 4))
+    padded = out.view(4, 2, 4).transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(te.Fp8Unpadding(1, 4)(padded, [6]), x.reshape(6, 4))
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_lists_that_do_not_fit_the_rows(needs_grad):
+    x = torch.randn(6, 4, requires_grad=needs_grad)
+    for module, splits in [
+        (te.Fp8Padding(2, 4), [3, 4]),
+        (te.Fp8Padding(2, 4), [-1, 7]),
+        (te.Fp8Unpadding(2, 4), [3, 4]),
+        (te.Fp8Unpadding(2, 4), [-1, 3]),
+    ]:
+        with pytest.raises(ShapeError, match="m_splits must be"):
+            module(x, splits)
+
+
+def test_splits_of_a_backward_are_those_of_its_forward():
+    x, splits, order = torch.randn(16, 4, requires_grad=True), [3, 5, 8], torch.tensor([2, 0, 1])
+    out, _ = te.Fp8Padding(3, 8)(x, splits)
+    dout = torch.randn_like(out)
+    splits[:] = [8, 8, 0]
+    out.backward(dout)
+    assert torch.equal(x.grad, dout[[*range(3), *range(8, 13), *range(16, 24)]])
+    sizes = torch.tensor([3, 5, 8])
+    out = te.moe_sort_chunks_by_index(x, sizes, order)
+    sizes.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_alignment_follows_the_recipe_of_the_first_forward():
     padding = te.Fp8Padding(1)
     with te.autocast(enabled=True, recipe=recipe.Float8CurrentScaling()):
@@ -70,8 +132,9 @@ def test_alignment_follows_the_recipe_of_the_first_forward():
 
 
 def test_padding_errors():
-    with pytest.raises(ShapeError, match="one per GEMM"):
-        te.Fp8Padding(2, 16)(torch.randn(3, 4), [3])
+    for error in (ShapeError, AssertionError):  # TE asserts
+        with pytest.raises(error, match="one per GEMM"):
+            te.Fp8Padding(2, 16)(torch.randn(3, 4), [3])
     with pytest.raises(ShapeError, match="align_size must be positive"):
         te.Fp8Unpadding(2, 0)
     with pytest.raises(DtypeError, match="torch.float32"):

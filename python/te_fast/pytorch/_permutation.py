@@ -11,15 +11,14 @@ from typing import Any, NoReturn
 import torch
 
 from te_fast import _config
-from te_fast.errors import StateError, UnsupportedError
+from te_fast.errors import ShapeError, StateError, UnsupportedError
 from te_fast.pytorch import _permutation_compile as compiled
 from te_fast.pytorch._ops import native
 
 __all__ = [
     "dropped_rows",
+    "move_by_list",
     "move_rows",
-    "pad_by_list",
-    "padded",
     "permute",
     "permute_cast",
     "permute_exact",
@@ -162,8 +161,10 @@ class _Move(torch.autograd.Function):
         align: int,
         rows: int,
     ) -> Any:
-        ctx.splits = splits
-        ctx.index = index
+        # Saved as tensors are, or copied: backward has to find what forward read.
+        listed = type(splits) is list
+        ctx.save_for_backward(None if listed else splits, index)
+        ctx.splits = splits.copy() if listed else None
         ctx.mode = mode
         ctx.align = align
         ctx.like = (rows, inp.size(1), inp.dtype, inp.device)
@@ -176,9 +177,16 @@ class _Move(torch.autograd.Function):
         dout = _moved_gradients("moe_sort_chunks_by_index and Fp8Padding", ctx, dout, dprobs)
         if dout is None:
             return None, None, None, None, None, None, None
+        splits, index = ctx.saved_tensors
         # PAD and UNPAD, SORT and UNSORT differ in the last bit.
         grad, probs_grad, _ = native.moe_pad(
-            dout, dprobs, ctx.splits, ctx.index, ctx.mode ^ 1, ctx.align, ctx.rows
+            dout,
+            dprobs,
+            ctx.splits if splits is None else splits,
+            index,
+            ctx.mode ^ 1,
+            ctx.align,
+            ctx.rows,
         )
         return grad, probs_grad, None, None, None, None, None
 
@@ -296,22 +304,33 @@ def move_rows(
     return native.moe_pad(inp, probs, splits, index, mode, align, rows)
 
 
-def padded(splits: list[int], align: int) -> list[int]:
-    """Round splits up to multiples of ``align``."""
+def _padded(splits: list[int], align: int) -> list[int]:
     return [-(-rows // align) * align for rows in splits]
 
 
-def pad_by_list(
-    inp: torch.Tensor, splits: list[int], align: int
-) -> tuple[torch.Tensor | None, list[int]]:
-    """Pad by a list: rows, None where nothing is padded, and the padded splits."""
-    if _is_compiling() or _wants_grad(inp, None):
-        to = padded(splits, align)
+def move_by_list(
+    inp: torch.Tensor, splits: list[int], mode: int, align: int, rows: int | None
+) -> tuple[Any, Any]:
+    """Pad or unpad by a list: rows, None for those of `inp`, and the padded splits (padding alone).
+
+    Without `rows` the list tells their number.
+    """
+    if rows is None and not _is_compiling() and not _wants_grad(inp, None):
+        out, to = native.moe_pad_list(inp, splits, mode, align)
+        return out, to
+    to = _padded(splits, align)
+    taken, made = (splits, to) if mode == PAD else (to, splits)
+    if sum(taken) > inp.size(0) or any(split < 0 for split in splits):
+        msg = (
+            f"{'Fp8Padding' if mode == PAD else 'Fp8Unpadding'}: m_splits must be none negative and "
+            f"take at most the {inp.size(0)} rows of inp, got {splits}"
+        )
+        raise ShapeError(msg)
+    if rows is None:
         if to == splits:
             return None, to
-        return move_rows(inp, None, splits, None, PAD, align, sum(to))[0], to
-    out, _, to = native.moe_pad(inp, None, splits, None, PAD, align, None)
-    return out, to
+        rows = sum(made)
+    return move_rows(inp, None, splits, None, mode, align, rows)[0], to
 
 
 def sort_chunks(

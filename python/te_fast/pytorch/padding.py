@@ -16,6 +16,15 @@ if TYPE_CHECKING:
 __all__ = ["Fp8Padding", "Fp8Unpadding"]
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _align_of_recipe() -> int:
+    return get_align_size_for_quantization(FP8GlobalStateManager.get_fp8_recipe())
+
+
+def _matrix(inp: torch.Tensor) -> torch.Tensor:
+    return inp if inp.dim() == 2 else inp.reshape(-1, inp.size(-1))
+
+
 class _Aligned(torch.nn.Module):
     """Splits of a grouped GEMM and the alignment, which the recipe of the first forward decides."""
 
@@ -27,20 +36,15 @@ class _Aligned(torch.nn.Module):
         self.num_gemms = num_gemms
         self.align_size = align_size
 
-    def _align(self) -> int:
-        if self.align_size is None:
-            self.align_size = get_align_size_for_quantization(
-                FP8GlobalStateManager.get_fp8_recipe()
-            )
+    def _decide_align(self) -> int:
+        self.align_size = _align_of_recipe()
         return self.align_size
 
-    def _check(self, m_splits: torch.Tensor | Sequence[int]) -> None:
-        if len(m_splits) != self.num_gemms:
-            msg = (
-                f"{type(self).__name__}: m_splits must have {self.num_gemms} entries, one per GEMM, "
-                f"got {len(m_splits)}"
-            )
-            raise ShapeError(msg)
+    def _count_error(self, m_splits: torch.Tensor | Sequence[int]) -> ShapeError:
+        return ShapeError(
+            f"{type(self).__name__}: m_splits must have {self.num_gemms} entries, one per GEMM, "
+            f"got {len(m_splits)}"
+        )
 
 
 class Fp8Padding(_Aligned):
@@ -71,8 +75,8 @@ class Fp8Padding(_Aligned):
         m_splits : list of int or torch.Tensor
             Rows of every split. As a tensor on the input's device nothing is read back.
         num_out_tokens : int, optional
-            Rows of the result for a tensor of splits; by default the most that the padding can need. The
-            rest is zero.
+            Rows of the result, the rest of which is zero; by default as many as a list needs, or the most
+            that a tensor can need.
 
         Returns
         -------
@@ -80,16 +84,17 @@ class Fp8Padding(_Aligned):
             Padded rows, and the padded splits in the form of ``m_splits``. An input that needs no padding
             is returned itself.
         """
-        self._check(m_splits)
-        align = self._align()
-        rows_of = inp.view(-1, inp.size(-1))
+        if len(m_splits) != self.num_gemms:
+            raise self._count_error(m_splits)
+        align = self.align_size or self._decide_align()
+        rows_of = _matrix(inp)
         if isinstance(m_splits, torch.Tensor):
             most = rows_of.size(0) + self.num_gemms * (align - 1)
             rows = most // align * align if num_out_tokens is None else num_out_tokens
             out, _, padded = impl.move_rows(rows_of, None, m_splits, None, impl.PAD, align, rows)
             return out, padded
         splits = m_splits if type(m_splits) is list else list(m_splits)
-        out, padded = impl.pad_by_list(rows_of, splits, align)
+        out, padded = impl.move_by_list(rows_of, splits, impl.PAD, align, num_out_tokens)
         return (inp, m_splits) if out is None else (out, padded)
 
 
@@ -120,22 +125,21 @@ class Fp8Unpadding(_Aligned):
         m_splits : list of int or torch.Tensor
             Rows of every split without padding.
         num_out_tokens : int, optional
-            Rows of the result for a tensor of splits; by default those of ``inp``, the rest of which is zero.
+            Rows of the result, the rest of which is zero; by default as many as a list needs, or those of
+            ``inp`` for a tensor.
 
         Returns
         -------
         torch.Tensor
             Rows ``(sum(m_splits), hidden)``. An input without padding is returned itself.
         """
-        self._check(m_splits)
-        align = self._align()
-        rows_of = inp.view(-1, inp.size(-1))
+        if len(m_splits) != self.num_gemms:
+            raise self._count_error(m_splits)
+        align = self.align_size or self._decide_align()
+        rows_of = _matrix(inp)
         if isinstance(m_splits, torch.Tensor):
             rows = rows_of.size(0) if num_out_tokens is None else num_out_tokens
-        else:
-            m_splits = m_splits if type(m_splits) is list else list(m_splits)
-            rows = sum(m_splits)
-            if rows == sum(impl.padded(m_splits, align)):
-                return inp
-        out = impl.move_rows(rows_of, None, m_splits, None, impl.UNPAD, align, rows)[0]
-        return out
+            return impl.move_rows(rows_of, None, m_splits, None, impl.UNPAD, align, rows)[0]
+        splits = m_splits if type(m_splits) is list else list(m_splits)
+        out, _ = impl.move_by_list(rows_of, splits, impl.UNPAD, align, num_out_tokens)
+        return inp if out is None else out

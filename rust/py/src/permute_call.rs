@@ -11,24 +11,25 @@ use crate::error::IntoPython;
 use crate::state::{Guard, State};
 use crate::tensor::view_of;
 
-/// A tensor and, where its layout asks for one, the contiguous copy that kernels read.
-pub(crate) struct Input<'py>(Bound<'py, PyAny>);
+/// A tensor as it was read, and the contiguous copy for kernels where its layout asks for one.
+pub(crate) struct Input<'a, 'py> {
+    given: TensorView<'a>,
+    copy: Option<Bound<'py, PyAny>>,
+}
 
-impl<'py> Input<'py> {
+impl<'a, 'py> Input<'a, 'py> {
     /// `tensor`, made contiguous when it is not.
     #[inline]
-    pub(crate) fn new(state: &State, tensor: &Bound<'py, PyAny>, what: &'static str) -> PyResult<Self> {
-        if view_of(&state.reader, tensor, what).python()?.is_contiguous() {
-            Ok(Self(tensor.clone()))
-        } else {
-            Ok(Self(tensor.call_method0("contiguous")?))
-        }
+    pub(crate) fn new(state: &State, tensor: &'a Bound<'py, PyAny>, what: &'static str) -> PyResult<Self> {
+        let given = view_of(&state.reader, tensor, what).python()?;
+        let copy = if given.is_contiguous() { None } else { Some(tensor.call_method0("contiguous")?) };
+        Ok(Self { given, copy })
     }
 
     /// The same for an optional tensor.
     pub(crate) fn optional(
         state: &State,
-        tensor: Option<&Bound<'py, PyAny>>,
+        tensor: Option<&'a Bound<'py, PyAny>>,
         what: &'static str,
     ) -> PyResult<Option<Self>> {
         tensor.map(|tensor| Self::new(state, tensor, what)).transpose()
@@ -36,7 +37,10 @@ impl<'py> Input<'py> {
 
     #[inline]
     pub(crate) fn view(&self, state: &State) -> PyResult<TensorView<'_>> {
-        view_of(&state.reader, &self.0, "a tensor").python()
+        match &self.copy {
+            None => Ok(self.given),
+            Some(copy) => view_of(&state.reader, copy, "a tensor").python(),
+        }
     }
 }
 

@@ -1,7 +1,8 @@
 //! MoE permutation into FP8, padding and chunk sorting as Python sees them.
 
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyTuple};
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyInt, PyList, PyTuple};
 use te_fast_core::kernel::DevPtr;
 use te_fast_core::ops::pad::{Integers, Move, PadBuffers, PadPlan, PadSpec, Splits};
 use te_fast_core::ops::permute::MapBuffers;
@@ -14,20 +15,8 @@ use crate::permute_call::{Call, Input};
 use crate::permute_route::{Permuted, Route, RouteSpec, TokenInputs, Wanted, made_map, map_outputs};
 use crate::state::state;
 
-/// How the caller wants rows quantised.
-#[derive(FromPyObject)]
-pub(crate) struct CastArguments<'py> {
-    #[pyo3(item(0))]
-    e5m2: bool,
-    #[pyo3(item(1))]
-    scale: Option<Bound<'py, PyAny>>,
-    #[pyo3(item(2))]
-    amax: Option<Bound<'py, PyAny>>,
-    #[pyo3(item(3))]
-    eps: f32,
-    #[pyo3(item(4))]
-    pow2: bool,
-}
+/// How the caller wants rows quantised: (e5m2, scale, amax, eps, pow2).
+type CastArguments<'py> = (bool, Option<Bound<'py, PyAny>>, Option<Bound<'py, PyAny>>, f32, bool);
 
 fn one_f32<'a>(call: &Call<'_, '_>, tensor: Option<&'a Bound<'_, PyAny>>, what: &'static str) -> PyResult<DevPtr<'a>> {
     let Some(tensor) = tensor else { return Ok(DevPtr::null()) };
@@ -54,7 +43,7 @@ pub(crate) fn moe_permute_cast<'py>(
 ) -> PyResult<Bound<'py, PyTuple>> {
     let (py, op) = (inp.py(), "moe_permute_quantize");
     let state = state(py)?;
-    let CastArguments { e5m2, scale, amax, eps, pow2 } = cast.extract()?;
+    let (e5m2, scale, amax, eps, pow2) = cast.extract::<CastArguments<'_>>()?;
     let inputs = TokenInputs::new(state, inp, routing_map, probs)?;
     let views = inputs.views(state)?;
     let call = Call::new(state, py, op, views.x.device())?;
@@ -151,9 +140,100 @@ const fn move_of(mode: u32) -> (Move, &'static str) {
     }
 }
 
+/// A list of splits that was checked against the rows of the input, and what padding makes of it.
+struct Listed {
+    values: Vec<i64>,
+    padded: Vec<i64>,
+    out_rows: usize,
+}
+
+impl Listed {
+    fn new(
+        call: &Call<'_, '_>,
+        mode: Move,
+        splits: &Bound<'_, PyList>,
+        align: usize,
+        in_rows: usize,
+    ) -> PyResult<Self> {
+        let refuse = |expected: std::fmt::Arguments<'_>| {
+            Err(Error::shape(call.op, "m_splits", expected, format_args!("{splits:?}"))).python()
+        };
+        let Ok(values) = integers_of(splits) else {
+            return refuse(format_args!("integers of 64 bits"));
+        };
+        let add = |sum: usize, &rows: &i64| usize::try_from(rows).ok()?.checked_add(sum);
+        let plain = values.iter().try_fold(0, add).filter(|&rows| rows <= in_rows);
+        let padded = if plain.is_some() { padded_to(&values, align) } else { Vec::new() };
+        let padded_rows = padded.iter().sum::<i64>() as usize;
+        match (plain, mode) {
+            (Some(_), Move::Pad) => Ok(Self { values, padded, out_rows: padded_rows }),
+            (Some(plain), _) if padded_rows <= in_rows => Ok(Self { values, padded, out_rows: plain }),
+            _ => refuse(format_args!("none negative, and take at most the {in_rows} rows of inp")),
+        }
+    }
+
+    fn padded_list<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        let known = multiples(py);
+        let integer = |&rows: &i64| match known.get(rows as usize / STEP) {
+            Some(integer) if (rows as usize).is_multiple_of(STEP) => integer.bind(py).clone(),
+            _ => PyInt::new(py, rows),
+        };
+        PyList::new(py, self.padded.iter().map(integer))
+    }
+}
+
+/// What alignments are multiples of, as a rule.
+const STEP: usize = 16;
+
+/// The first multiples of [`STEP`] as Python has them: to make and free integers takes longer than all else that a
+/// list of padded splits needs.
+fn multiples(py: Python<'_>) -> &'static [Py<PyInt>] {
+    static MULTIPLES: PyOnceLock<Vec<Py<PyInt>>> = PyOnceLock::new();
+    MULTIPLES.get_or_init(py, || (0..4096).map(|count| PyInt::new(py, count * STEP).unbind()).collect())
+}
+
+/// Rows padded or unpadded by a list: (out, padded splits). The list tells the number of rows; where it pads nothing,
+/// out is None. Padded splits come with `mode` 0, to pad; 1 is to unpad.
+#[pyfunction]
+#[pyo3(signature = (inp, splits, mode, align, /))]
+pub(crate) fn moe_pad_list<'py>(
+    inp: &Bound<'py, PyAny>,
+    splits: &Bound<'py, PyList>,
+    mode: u32,
+    align: usize,
+) -> PyResult<Bound<'py, PyTuple>> {
+    let py = inp.py();
+    let state = state(py)?;
+    let (mode, op) = move_of(mode);
+    let inp = Input::new(state, inp, "inp")?;
+    let x = inp.view(state)?;
+    let call = Call::new(state, py, op, x.device())?;
+    let (in_rows, cols) = call.matrix(&x, "inp")?;
+    let float = call.float(&x, "inp")?;
+    let listed = Listed::new(&call, mode, splits, align, in_rows)?;
+    if listed.padded == listed.values {
+        return (py.None(), splits).into_pyobject(py);
+    }
+    let (out_rows, row_bytes) = (listed.out_rows, cols * float.size());
+    let plan = PadPlan::new(PadSpec { mode, in_rows, out_rows, row_bytes, align }).python()?;
+    let out = call.empty(&[out_rows as i64, cols as i64], float.into())?;
+    let buffers = PadBuffers {
+        x: x.data(),
+        out: call.pointer(Some(&out))?,
+        probs: DevPtr::null(),
+        out_probs: DevPtr::null(),
+        prob: None,
+        index: None,
+        padded_splits: DevPtr::null(),
+    };
+    call.run(0, |target, _| plan.run(target, &buffers, &Splits::Values(&listed.values)))?;
+    let padded = if mode == Move::Pad { Some(listed.padded_list(py)?) } else { None };
+    (out, padded).into_pyobject(py)
+}
+
 /// Rows moved in segments: (out, `out_probs`, padded splits). `splits` is a list of int or a tensor on the input's
 /// device; `mode` is 0 to pad, 1 to unpad, 2 to sort chunks, 3 to undo that. Padded splits come where rows are padded
-/// by a tensor, and by a list if `rows` is None: they tell the rows then, and `out` is None where nothing is padded.
+/// by a tensor.
 #[pyfunction]
 #[pyo3(signature = (inp, probs, splits, index, mode, align, rows, /))]
 pub(crate) fn moe_pad<'py>(
@@ -163,7 +243,7 @@ pub(crate) fn moe_pad<'py>(
     index: Option<&Bound<'py, PyAny>>,
     mode: u32,
     align: usize,
-    rows: Option<usize>,
+    rows: usize,
 ) -> PyResult<Bound<'py, PyTuple>> {
     let py = inp.py();
     let state = state(py)?;
@@ -176,11 +256,6 @@ pub(crate) fn moe_pad<'py>(
     let float = call.float(&x, "inp")?;
     let prob = row_probs(&call, probs_view.as_ref(), in_rows)?;
     let values = splits.cast::<PyList>().ok().map(integers_of).transpose()?;
-    let listed = values.as_deref().filter(|_| rows.is_none()).map(|values| padded_to(values, align));
-    if listed.is_some() && listed == values {
-        return (py.None(), py.None(), splits).into_pyobject(py);
-    }
-    let rows = rows.unwrap_or_else(|| listed.iter().flatten().sum::<i64>() as usize);
     let held = if values.is_none() { Some(Input::new(state, splits, "splits")?) } else { None };
     let splits_view = held.as_ref().map(|held| held.view(state)).transpose()?;
     let splits = match (&values, &splits_view) {
@@ -211,6 +286,5 @@ pub(crate) fn moe_pad<'py>(
         padded_splits: call.pointer(padded.as_ref())?,
     };
     call.run(0, |target, _| plan.run(target, &buffers, &splits))?;
-    let padded = listed.map_or(Ok(padded), |listed| PyList::new(py, listed).map(|list| Some(list.into_any())))?;
     (out, out_probs, padded).into_pyobject(py)
 }

@@ -12,10 +12,10 @@ use crate::permute_call::{Call, Input};
 use crate::state::State;
 
 /// Rows, routing map and probabilities as the caller gave them, made contiguous.
-pub(crate) struct TokenInputs<'py> {
-    inp: Input<'py>,
-    routing_map: Input<'py>,
-    probs: Option<Input<'py>>,
+pub(crate) struct TokenInputs<'a, 'py> {
+    inp: Input<'a, 'py>,
+    routing_map: Input<'a, 'py>,
+    probs: Option<Input<'a, 'py>>,
 }
 
 /// The same, read.
@@ -25,12 +25,12 @@ pub(crate) struct TokenViews<'a> {
     probs: Option<TensorView<'a>>,
 }
 
-impl<'py> TokenInputs<'py> {
+impl<'a, 'py> TokenInputs<'a, 'py> {
     pub(crate) fn new(
         state: &State,
-        inp: &Bound<'py, PyAny>,
-        routing_map: &Bound<'py, PyAny>,
-        probs: Option<&Bound<'py, PyAny>>,
+        inp: &'a Bound<'py, PyAny>,
+        routing_map: &'a Bound<'py, PyAny>,
+        probs: Option<&'a Bound<'py, PyAny>>,
     ) -> PyResult<Self> {
         Ok(Self {
             inp: Input::new(state, inp, "inp")?,

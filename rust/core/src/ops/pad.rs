@@ -168,7 +168,7 @@ impl PadPlan {
     /// More splits than a launch takes, or the driver's refusal.
     pub fn run(&self, target: &mut Target<'_>, b: &PadBuffers<'_>, splits: &Splits<'_>) -> Result<()> {
         let PadSpec { mode, in_rows, out_rows, row_bytes, align } = self.spec;
-        if row_bytes == 0 || out_rows == 0 {
+        if out_rows == 0 && b.padded_splits.is_null() {
             return Ok(());
         }
         let count = splits.count();
@@ -206,7 +206,7 @@ impl PadPlan {
             index_type: u32::from(index.wide),
             inline_splits,
         };
-        let blocks = out_rows.div_ceil(ROWS_PER_BLOCK).min(BLOCKS) as u32;
+        let blocks = out_rows.div_ceil(ROWS_PER_BLOCK).clamp(1, BLOCKS) as u32;
         launch(target, KernelId::PadRows, Grid::linear(blocks, THREADS).with_shared(12 * count as u32), &params)
     }
 }
