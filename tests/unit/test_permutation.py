@@ -112,6 +112,9 @@ def test_permute_counts_rows_when_none_are_given():
     assert torch.equal(out, expected)
     assert torch.equal(probs, expected_probs)
 
+    plain, _ = te.moe_permute(case.x, case.mask, None)
+    assert torch.equal(plain, case.x[(rows_of(case.mask).t() >= 0).nonzero()[:, 1]])
+
 
 @pytest.mark.parametrize("num_out", [-1, 0, 17, 200])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -256,6 +259,16 @@ def test_no_tokens(map_type):
     assert x.grad.shape == (0, 8)
 
 
+def test_no_rows_of_an_index_map():
+    row_id_map = torch.full((6,), -1, dtype=torch.int32)
+    probs = torch.rand(3, 2, requires_grad=True)
+    merged = te.moe_unpermute(torch.empty(0, 4), row_id_map, probs, map_type="index")
+    assert torch.equal(merged, torch.zeros(3, 4))
+    merged.sum().backward()
+    assert torch.equal(probs.grad, torch.zeros(3, 2))
+    assert te.moe_unpermute(torch.empty(0, 4), row_id_map, map_type="index").shape == (6, 4)
+
+
 def test_no_tokens_with_a_capacity():
     x, probs = torch.empty(0, 8), torch.empty(0, 4)
     out, permuted, row_id_map, offsets, padded = te.moe_permute_and_pad_with_probs(
@@ -321,6 +334,7 @@ def test_a_changed_map_is_counted_again():
         ({"routing_map": torch.zeros(6, 3)}, TypeError, "bool or an integer type"),
         ({"probs": torch.rand(6, 4)}, ValueError, r"of shape \[6, 3\]"),
         ({"probs": torch.rand(6, 3).double()}, TypeError, "probs must be torch.float32"),
+        ({"inp": torch.randn(5, 8)}, AssertionError, "one per token"),  # TE asserts
     ],
 )
 def test_errors_name_what_is_wrong(change, error, match):
@@ -343,13 +357,31 @@ def test_errors_of_arguments():
         te.moe_permute_and_pad_with_probs(x, probs, mask, None, 16)
     with pytest.raises(ShapeError, match="must have 2 entries"):
         te.moe_permute_and_pad_with_probs(x, probs, mask, [8], 16)
+    pad = te.moe_permute_and_pad_with_probs
+    with pytest.raises(ShapeError, match="tokens_per_expert must be of one dimension"):
+        pad(x, probs, mask, torch.tensor(8), 16)
+    for counts in (torch.tensor([8, 8, 8]), torch.ones(3, device="meta").int()):
+        with pytest.raises(ShapeError, match="tokens_per_expert must have 2 entries"):
+            pad(x, probs, mask, counts, 16)
+    with pytest.raises(DtypeError, match="tokens_per_expert must be integers"):
+        pad(x, probs, mask, torch.tensor([4.0, 4.0]), 16)
+    with pytest.raises(ShapeError, match="routing_map must be of two dimensions"):
+        pad(x, probs, mask[:, 0], [4, 4], 16)
     with pytest.raises(DtypeError, match="integer type"):
         te.moe_permute(x, torch.rand(4, 2), map_type="index")
     out, row_id_map = te.moe_permute(x, mask, 8)
     with pytest.raises(ShapeError, match="restore_shape"):
         te.moe_unpermute(out, row_id_map, restore_shape=(3, 8))
+    for shape in [(4,), (1, 4, 8), (-4, 8), (4, 9)]:
+        with pytest.raises(ShapeError, match="restore_shape must be"):
+            te.moe_unpermute(out, row_id_map, restore_shape=shape)
+    with pytest.raises(ShapeError, match="inp must be of two dimensions"):
+        te.moe_unpermute(out[0], row_id_map, restore_shape=(4, 8))
     with pytest.raises(ShapeError, match="row_id_map"):
         te.moe_unpermute(out, row_id_map, map_type="index")
+    out, index_map = te.moe_permute(x, mask.int(), map_type="index")
+    with pytest.raises(ShapeError, match="merging_probs must be of two dimensions"):
+        te.moe_unpermute(out, index_map, torch.rand(8), map_type="index")
     with pytest.raises(ShapeError, match="pad_offsets"):
         te.moe_unpermute(out, row_id_map, pad_offsets=torch.zeros(3, dtype=torch.int64))
     with pytest.raises(DtypeError, match="pad_offsets"):
@@ -371,6 +403,27 @@ def test_debug_mode_raises_on_dropped_rows(monkeypatch):
     te.moe_permute(case.x, case.mask, case.routed)
     with pytest.raises(RuntimeError, match=r"2 routed rows did not fit into num_out_tokens"):
         te.moe_permute(case.x, case.mask, case.routed - 2)
+
+
+def test_debug_mode_takes_no_other_calls_drops_for_its_own(monkeypatch):
+    case = make_case(9, 3, 2, 4)
+    permutation.moe_dropped_rows("cpu", reset=True)
+    monkeypatch.setattr("te_fast._config.DEBUG", True)
+    indices = torch.zeros(9, 2, dtype=torch.int32)
+    te.moe_permute(case.x, indices, 15, map_type="index")  # which drops on purpose
+    te.moe_permute(case.x, case.mask, case.routed)
+    te.moe_permute_and_quantize(
+        torch.randn(9, 16), None, case.mask, case.routed, scale=torch.ones(1)
+    )
+    assert permutation.moe_dropped_rows("cpu") == 3
+
+
+def test_no_hidden_elements_move_no_probabilities():
+    mask, probs = torch.ones(3, 2, dtype=torch.bool), torch.rand(3, 2)
+    with pytest.raises(ShapeError, match="bytes of a row"):
+        te.moe_permute_and_pad_with_probs(torch.empty(3, 0), probs, mask, [3, 3], 4)
+    with pytest.raises(ShapeError, match="hidden size"):
+        te.moe_permute_and_quantize(torch.empty(3, 0), probs, mask, 6)
 
 
 def test_non_contiguous_inputs():

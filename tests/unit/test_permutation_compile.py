@@ -70,6 +70,16 @@ def test_permute_and_pad_with_counts_on_the_cpu(case):
     check(layer, case.x, case.probs)
 
 
+def test_permute_and_pad_with_a_tensor_of_counts(case):
+    counts = case.mask.sum(0)
+
+    def layer(x, probs):
+        return te.moe_permute_and_pad_with_probs(x, probs, case.mask, counts, 16)[:2]
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        check(layer, case.x, case.probs)
+
+
 def test_permute_by_index():
     indices = torch.randint(0, 4, (24, 2), dtype=torch.int32)
 
@@ -109,8 +119,17 @@ def test_sort_and_pad():
     check(pad, torch.randn(16, 4))
 
 
+def test_alignment_by_recipe():
+    def pad(x):
+        return te.Fp8Padding(3)(x, [3, 5, 8])[0]
+
+    check(pad, torch.randn(16, 4))
+
+
 def test_quantize():
     case = make_case(24, 4, 2, 32)
+    case.x.requires_grad_()
+    case.probs.requires_grad_()
     eager = te.moe_permute_and_quantize(case.x, case.probs, case.mask, ROWS, align_size=16)
     traced = compiled(te.moe_permute_and_quantize)(
         case.x, case.probs, case.mask, ROWS, align_size=16

@@ -108,6 +108,10 @@ def test_errors():
         te.moe_permute_and_quantize(case.x, None, case.mask, 4)
     with pytest.raises(DtypeError, match="fp8_dtype"):
         te.moe_permute_and_quantize(case.x, None, case.mask, 4, fp8_dtype=torch.uint8)
+    with pytest.raises(ShapeError, match="must not be negative, got -1 and 0"):
+        te.moe_permute_and_quantize(case.x, None, case.mask, -1)
+    with pytest.raises(ShapeError, match="must not be negative, got 4 and -16"):
+        te.moe_permute_and_quantize(case.x, None, case.mask, 4, align_size=-16)
     with pytest.raises(ShapeError, match="give scale too"):
         te.moe_permute_and_quantize(case.x, None, case.mask, 4, amax=torch.zeros(1))
     with pytest.raises(DtypeError, match="scale"):

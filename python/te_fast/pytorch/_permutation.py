@@ -220,21 +220,31 @@ def permute(
         return permute_exact(inp, probs, routing_map, align)
     if _is_compiling():
         return compiled.permute(inp, probs, routing_map, rows, align, index)
+    dropped = _dropped_so_far(inp) if _config.DEBUG else 0
     if _wants_grad(inp, probs):
         result: Permuted = _permute_apply(inp, probs, routing_map, rows, align, index)
     else:
         result = native.moe_permute(inp, routing_map, probs, rows, align, index, False)[:5]
-    if _config.DEBUG and not index:
-        _raise_on_drops(inp, rows)
+    if _config.DEBUG and not index:  # an index map may drop rows on purpose
+        _raise_on_drops(inp, rows, dropped)
     return result
 
 
 def permute_exact(
-    inp: torch.Tensor, probs: torch.Tensor | None, routing_map: torch.Tensor, align: int
+    inp: torch.Tensor,
+    probs: torch.Tensor | None,
+    routing_map: torch.Tensor,
+    align: int,
+    counts: torch.Tensor | None = None,
 ) -> Permuted:
-    """Permute into as many rows as there are: one synchronisation, after the map."""
+    """Permute into as many rows as there are: one synchronisation, after the map.
+
+    Under ``torch.compile`` the number comes from `counts`, by default those of the routing map, and
+    ``pad_offsets`` is never None.
+    """
     if _is_compiling():
-        counts = (routing_map != 0).sum(0)
+        if counts is None:
+            counts = (routing_map != 0).sum(0)
         if align > 0:
             counts = (counts + (align - 1)) // align * align
         rows = int(counts.sum().item())
@@ -263,9 +273,10 @@ def permute_cast(
     """Permute into FP8 rows."""
     if _is_compiling():
         return compiled.permute_cast(inp, probs, routing_map, rows, align, cast)
+    dropped = _dropped_so_far(inp) if _config.DEBUG else 0
     result = native.moe_permute_cast(inp, routing_map, probs, rows, align, cast)
     if _config.DEBUG:
-        _raise_on_drops(inp, rows)
+        _raise_on_drops(inp, rows, dropped)
     return result
 
 
@@ -345,8 +356,12 @@ def dropped_rows(device: torch.device, *, reset: bool) -> int:
     return int(native.moe_dropped(torch.empty(1, device=device), reset).item())
 
 
-def _raise_on_drops(inp: torch.Tensor, rows: int) -> None:
-    dropped = int(native.moe_dropped(inp, True).item())
+def _dropped_so_far(inp: torch.Tensor) -> int:
+    return int(native.moe_dropped(inp, False).item())
+
+
+def _raise_on_drops(inp: torch.Tensor, rows: int, before: int) -> None:
+    dropped = _dropped_so_far(inp) - before
     if dropped:
         msg = (
             f"moe_permute: {dropped} routed rows did not fit into num_out_tokens = {rows}; "

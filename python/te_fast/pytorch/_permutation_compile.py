@@ -338,9 +338,10 @@ def move(
 def permute_cast(
     inp: torch.Tensor, probs: _Optional, routing_map: torch.Tensor, rows: int, align: int, cast: Any
 ) -> Any:
-    """Trace :func:`te_fast.pytorch._permutation.permute_cast`."""
+    """Trace :func:`te_fast.pytorch._permutation.permute_cast`, which has no gradient."""
+    probs = None if probs is None else probs.detach()
     out, scales, out_probs, row_id_map, pads, counts = _permute_cast(
-        inp, probs, routing_map, rows, align, *cast
+        inp.detach(), probs, routing_map, rows, align, *cast
     )
     padded = (pads, counts) if align > 0 else (None, None)
     scales = None if cast[1] is not None else scales

@@ -8,7 +8,7 @@ dropped in order and counted (:func:`moe_dropped_rows`). CPU tensors run on the 
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -33,7 +33,7 @@ __all__ = [
 def moe_permute(
     inp: torch.Tensor,
     routing_map: torch.Tensor,
-    num_out_tokens: int = -1,
+    num_out_tokens: int | None = -1,
     max_token_num: int = -1,
     map_type: str = "mask",
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,8 +47,8 @@ def moe_permute(
         For ``map_type='mask'`` ``(tokens, experts)``, bool or integer: nonzero routes the token to the
         expert. For ``'index'`` ``(tokens, top_k)`` int32: expert ids, up to 1023; others are not routed.
     num_out_tokens : int, default = -1
-        Rows of the result. With a mask, -1 counts them, which synchronises once; with an index, 0 and
-        less mean ``tokens * top_k``. Rows that do not fit are dropped.
+        Rows of the result. With a mask, -1 and None count them, which synchronises once; with an index,
+        None, 0 and less mean ``tokens * top_k``. Rows that do not fit are dropped.
     max_token_num : int, default = -1
         Transformer Engine's hint for a workspace that te_fast does not need.
     map_type : str, default = 'mask'
@@ -64,6 +64,8 @@ def moe_permute(
     index = _is_index(map_type)
     if not inp.numel():
         return inp, _empty_map(inp, routing_map, index=index)
+    if num_out_tokens is None:
+        num_out_tokens = -1
     if index:
         routing_map = _as_int32(routing_map, "routing_map", "Permute")
         rows = num_out_tokens if num_out_tokens > 0 else routing_map.numel()
@@ -77,7 +79,7 @@ def moe_permute_with_probs(
     inp: torch.Tensor,
     probs: torch.Tensor,
     routing_map: torch.Tensor,
-    num_out_tokens: int = -1,
+    num_out_tokens: int | None = -1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Permute rows and probabilities by a routing mask.
 
@@ -92,7 +94,7 @@ def moe_permute_with_probs(
     routing_map : torch.Tensor
         Mask ``(tokens, experts)``, bool or integer.
     num_out_tokens : int, default = -1
-        Rows of the result; -1 counts them, which synchronises once.
+        Rows of the result; -1 and None count them, which synchronises once.
 
     Returns
     -------
@@ -102,6 +104,8 @@ def moe_permute_with_probs(
     if not inp.numel():
         # The sums keep both in the graph, with empty gradients.
         return inp + probs[:0].sum().to(inp.dtype), probs.sum(dim=1), _empty_map(inp, routing_map)
+    if num_out_tokens is None:
+        num_out_tokens = -1
     out, permuted_probs, row_id_map, _, _ = impl.permute(
         inp, probs, routing_map, num_out_tokens, 0, index=False
     )
@@ -146,27 +150,23 @@ def moe_permute_and_pad_with_probs(
     if align_size <= 0:
         msg = f"moe_permute_and_pad_with_probs: align_size must be positive, got {align_size}"
         raise ShapeError(msg)
-    if num_out_tokens is None and tokens_per_expert is None:
+    if num_out_tokens is not None:
+        return impl.permute(inp, probs, routing_map, num_out_tokens, align_size, index=False)
+    if tokens_per_expert is None:
         msg = (
             "moe_permute_and_pad_with_probs: tokens_per_expert must be given, got None; "
             "or give num_out_tokens, a capacity in rows"
         )
         raise ShapeError(msg)
-    if num_out_tokens is not None:
-        return impl.permute(inp, probs, routing_map, num_out_tokens, align_size, index=False)
-    if isinstance(tokens_per_expert, torch.Tensor) and tokens_per_expert.device.type != "cpu":
-        return impl.permute_exact(inp, probs, routing_map, align_size)
-    counts = (
-        tokens_per_expert.tolist()
-        if isinstance(tokens_per_expert, torch.Tensor)
-        else list(tokens_per_expert or ())
-    )
-    if len(counts) != routing_map.size(1):
-        msg = (
-            f"moe_permute_and_pad_with_probs: tokens_per_expert must have {routing_map.size(1)} entries, "
-            f"one per expert, got {len(counts)}"
-        )
-        raise ShapeError(msg)
+    _check_counts(tokens_per_expert, routing_map)
+    if isinstance(tokens_per_expert, torch.Tensor):
+        if tokens_per_expert.device.type != "cpu":
+            return impl.permute_exact(inp, probs, routing_map, align_size)
+        if torch.compiler.is_compiling():
+            return impl.permute_exact(inp, probs, routing_map, align_size, tokens_per_expert)
+        counts = tokens_per_expert.tolist()
+    else:
+        counts = list(tokens_per_expert)
     rows = sum(-(-count // align_size) * align_size for count in counts)
     out, permuted_probs, row_id_map, pad_offsets, padded = impl.permute(
         inp, probs, routing_map, rows, align_size, index=False
@@ -237,6 +237,12 @@ def moe_permute_and_quantize(
             f"got {fp8_dtype}"
         )
         raise DtypeError(msg)
+    if num_out_tokens < 0 or align_size < 0:
+        msg = (
+            "moe_permute_and_quantize: num_out_tokens and align_size must not be negative, "
+            f"got {num_out_tokens} and {align_size}"
+        )
+        raise ShapeError(msg)
     if amax is not None and scale is None:
         msg = "moe_permute_and_quantize: amax is collected per tensor; give scale too, or no amax"
         raise ShapeError(msg)
@@ -286,24 +292,32 @@ def moe_unpermute(
         _warn("probs kwarg is deprecated. Use merging_probs kwarg instead.")
         merging_probs = probs
     index = _is_index(map_type)
-    if not inp.numel():
-        return _nothing_to_merge(inp, row_id_map, merging_probs, restore_shape)
-    top_k = 0
-    if index:
-        row_id_map = _as_int32(row_id_map, "row_id_map", "Unpermute")
-        if merging_probs is not None and merging_probs.dtype != torch.float32:
-            _warn(_recommends("probs", merging_probs.dtype, "Unpermute", torch.float32))
-            merging_probs = merging_probs.to(torch.float32)
-        top_k = 1 if merging_probs is None else merging_probs.size(1)
-        tokens = row_id_map.size(0) // max(top_k, 1)
-    else:
-        tokens = (row_id_map.shape if restore_shape is None else restore_shape)[0]
-    if restore_shape is not None and restore_shape[1] != inp.size(1):
+    if inp.dim() != 2:
+        _refuse_rank("moe_unpermute", "inp", inp, 2)
+    if restore_shape is not None and (
+        len(restore_shape) != 2 or restore_shape[0] < 0 or restore_shape[1] != inp.size(1)
+    ):
         msg = (
-            f"moe_unpermute: restore_shape must be ({tokens}, {inp.size(1)}), the hidden size of inp, "
+            f"moe_unpermute: restore_shape must be (tokens, {inp.size(1)}), the hidden size of inp, "
             f"got {tuple(restore_shape)}"
         )
         raise ShapeError(msg)
+    top_k = 0
+    if index:
+        row_id_map = _as_int32(row_id_map, "row_id_map", "Unpermute")
+        top_k = 1
+        if merging_probs is not None:
+            if merging_probs.dim() != 2:
+                _refuse_rank("moe_unpermute", "merging_probs", merging_probs, 2)
+            top_k = merging_probs.size(1)
+            if merging_probs.dtype != torch.float32:
+                _warn(_recommends("probs", merging_probs.dtype, "Unpermute", torch.float32))
+                merging_probs = merging_probs.to(torch.float32)
+        tokens = row_id_map.numel() // max(top_k, 1)
+    else:
+        tokens = (row_id_map.shape if restore_shape is None else restore_shape)[0]
+    if not inp.numel():
+        return _nothing_to_merge(inp, merging_probs, restore_shape or (tokens, inp.size(1)))
     return impl.unpermute(inp, row_id_map, merging_probs, pad_offsets, tokens, top_k)
 
 
@@ -426,16 +440,33 @@ def _empty_map(
     return torch.full(size, -1 if index else 0, dtype=torch.int32, device=inp.device)
 
 
+def _refuse_rank(op: str, name: str, tensor: torch.Tensor, rank: int) -> NoReturn:
+    dimensions = "two dimensions" if rank == 2 else "one dimension"
+    msg = f"{op}: {name} must be of {dimensions}, got {tuple(tensor.shape)}"
+    raise ShapeError(msg)
+
+
+def _check_counts(counts: torch.Tensor | Sequence[int], routing_map: torch.Tensor) -> None:
+    """Fail unless there is one integer per expert; a GPU's are not read."""
+    op = "moe_permute_and_pad_with_probs"
+    if routing_map.dim() != 2:
+        _refuse_rank(op, "routing_map", routing_map, 2)
+    experts = routing_map.size(1)
+    if isinstance(counts, torch.Tensor):
+        if counts.dim() != 1:
+            _refuse_rank(op, "tokens_per_expert", counts, 1)
+        if counts.dtype.is_floating_point or counts.dtype.is_complex:
+            msg = f"{op}: tokens_per_expert must be integers, got {counts.dtype}"
+            raise DtypeError(msg)
+    if len(counts) != experts:
+        msg = f"{op}: tokens_per_expert must have {experts} entries, one per expert, got {len(counts)}"
+        raise ShapeError(msg)
+
+
 def _nothing_to_merge(
-    inp: torch.Tensor,
-    row_id_map: torch.Tensor,
-    merging_probs: torch.Tensor | None,
-    restore_shape: torch.Size | Sequence[int] | None,
+    inp: torch.Tensor, merging_probs: torch.Tensor | None, shape: torch.Size | Sequence[int]
 ) -> torch.Tensor:
     """Zeros that depend on both arguments, so that a rank without rows still takes part in backward."""
-    shape = restore_shape
-    if shape is None:
-        shape = (row_id_map.size(0) if row_id_map.dim() == 2 else inp.size(0), inp.size(1))
     out = inp.new_zeros(tuple(shape)) + inp.sum()
     return out if merging_probs is None else out + merging_probs[:0].sum().to(out.dtype)
 

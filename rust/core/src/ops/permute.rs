@@ -206,11 +206,14 @@ impl PermutePlan {
     /// Checks the sizes; `prob` is the type of the probabilities that move along.
     ///
     /// # Errors
-    /// Sizes beyond what a launch can index.
+    /// Sizes beyond what a launch can index, or probabilities of rows without elements, which no launch moves.
     pub fn new(shape: MapShape, row_bytes: usize, prob: Option<Float>) -> Result<Self> {
         shape.check("permute")?;
         if !row_bytes.is_multiple_of(2) || i32::try_from(row_bytes).is_err() {
             return Err(Error::shape("permute", "bytes of a row", "even and below 2**31", row_bytes));
+        }
+        if row_bytes == 0 && prob.is_some() {
+            return Err(Error::shape("permute", "bytes of a row", "positive where probabilities move along", 0));
         }
         Ok(Self { shape, row_bytes, prob })
     }

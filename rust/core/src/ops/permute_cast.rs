@@ -143,8 +143,9 @@ impl PermuteCastPlan {
     /// Sizes beyond what a launch can index, or columns that are no multiple of 16.
     pub fn new(spec: PermuteCastSpec) -> Result<Self> {
         spec.shape.check("permute_quantize")?;
-        if !spec.cols.is_multiple_of(CHUNK) || i32::try_from(spec.cols).is_err() {
-            return Err(Error::shape("permute_quantize", "the hidden size", "a multiple of 16 below 2**31", spec.cols));
+        if spec.cols == 0 || !spec.cols.is_multiple_of(CHUNK) || i32::try_from(spec.cols).is_err() {
+            let expected = "a positive multiple of 16 below 2**31";
+            return Err(Error::shape("permute_quantize", "the hidden size", expected, spec.cols));
         }
         Ok(Self { spec })
     }
@@ -174,7 +175,7 @@ impl PermuteCastPlan {
     /// Misaligned buffers, or the driver's refusal.
     pub fn run(&self, target: &mut Target<'_>, b: &PermuteCastBuffers<'_>) -> Result<()> {
         let PermuteCastSpec { shape, cols, input, output, prob, scaling } = self.spec;
-        if cols == 0 || shape.rows == 0 {
+        if shape.rows == 0 {
             return Ok(());
         }
         aligned("permute_quantize", "the input", b.x)?;
