@@ -402,7 +402,7 @@ def program_layer_forward(
 ) -> Any: ...
 def program_module_call(
     module: Any,
-    inp: Any,
+    input: Any,
     *extra_inputs: Tensor,
     is_first_microbatch: bool | None = None,
     **others: Any,

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 __all__ = [
     "ArgumentError",
+    "ArgumentNameError",
     "CudaError",
     "DeviceError",
     "DtypeError",
-    "OptionError",
     "RecipeError",
     "ShapeError",
     "StateError",
@@ -32,15 +32,15 @@ class ArgumentError(TeFastError, ValueError, TypeError):
     """
 
 
+class ArgumentNameError(ArgumentError, RuntimeError):
+    """An argument is given by its old and its new name, or by neither; Transformer Engine's class."""
+
+
 class ShapeError(TeFastError, ValueError, AssertionError):
     """A rank, size or alignment does not fit.
 
     Transformer Engine asserts most of these and raises ``ValueError`` for the others; this class is both.
     """
-
-
-class OptionError(ShapeError, AssertionError):
-    """A word that is none of those that an argument of a layer knows; Transformer Engine asserts."""
 
 
 class DtypeError(TeFastError, TypeError):

@@ -73,6 +73,8 @@ def test_bad_arguments():
         te.LayerNorm(16, hidden_size=16, device="cpu")
     with pytest.raises(ArgumentError, match="params_dtype is the old name"):
         te.RMSNorm(16, params_dtype=torch.float32, dtype=torch.float32, device="cpu")
+    with pytest.raises(RuntimeError):  # Transformer Engine's class
+        te.RMSNorm(device="cpu")
     with pytest.raises(UnsupportedError, match="sm_margin"):
         te.RMSNorm(16, sm_margin=4, device="cpu")
     norm = te.LayerNorm(16, device="cpu")
@@ -81,3 +83,15 @@ def test_bad_arguments():
             norm(torch.zeros(4, 15))
     with pytest.warns(DeprecationWarning, match="defer_init"):
         norm.reset_parameters(defer_init=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("LayerNorm", "reset_layer_norm_parameters"), ("RMSNorm", "reset_rms_norm_parameters")],
+)
+def test_reset_by_its_old_name(name, method):
+    norm = getattr(te, name)(16, device="cpu")
+    norm.weight.data.zero_()
+    with pytest.warns(DeprecationWarning, match="reset_parameters"):
+        getattr(norm, method)()
+    assert (norm.weight == 1).all()

@@ -402,3 +402,18 @@ def test_explain_and_print():
     assert "Python operation Dropout of 4: Dropout" in text
     assert "ReLU: a plain module" in text
     assert text in repr(sequential)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ops.Sequential(ops.GELU()),
+        lambda: ops.Sequential(ops.GELU(), torch.nn.Identity()),
+        ops.GELU,
+        lambda: ops.Linear(4, 4, device="cpu"),
+    ],
+)
+def test_the_input_by_its_name(make):
+    module, x = make(), torch.ones(2, 4)
+    for _ in range(2):  # the second one runs the program at once
+        assert torch.equal(module(input=x), module(x))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fast.errors import OptionError, StateError
+from te_fast.errors import ShapeError, StateError
 from te_fast.pytorch import _high_precision, _ops
 from te_fast.pytorch._global_state import autocast_state
 from te_fast.pytorch._parameters import constant, initialise, materialise
@@ -88,7 +88,7 @@ class CompoundModule(TransformerEngineBaseModule):
                 f"{self.name}: normalization must be one of {', '.join(map(repr, known))}, got "
                 f"{normalization!r}"
             )
-            raise OptionError(message)
+            raise ShapeError(message)
 
     def _make_norm_parameters(self, size: int, options: dict[str, Any]) -> None:
         for name in ("layer_norm_weight", "layer_norm_bias"):

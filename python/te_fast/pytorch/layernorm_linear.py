@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fast.errors import OptionError
+from te_fast.errors import ShapeError
 from te_fast.pytorch import _ops
 from te_fast.pytorch._compound import CompoundModule
 from te_fast.pytorch._parameters import options_of, refuse
@@ -138,7 +138,7 @@ class LayerNormLinear(CompoundModule, SplitLinear):
         refuse(self.name, unsupported)
         if parallel_mode not in (None, "column"):
             message = f"{self.name}: parallel_mode must be None or 'column', got {parallel_mode!r}"
-            raise OptionError(message)
+            raise ShapeError(message)
         self.set_tensor_parallel_group(tp_group)
         self.in_features, self.out_features = in_features, out_features
         self.eps = eps

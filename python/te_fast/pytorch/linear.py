@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from te_fast.errors import OptionError, StateError
+from te_fast.errors import ShapeError, StateError
 from te_fast.pytorch import _high_precision, _ops
 from te_fast.pytorch._global_state import autocast_state
 from te_fast.pytorch._overridden import OverriddenLinear
@@ -126,7 +126,7 @@ class Linear(SplitLinear):
             message = (
                 f"{self.name}: parallel_mode must be None, 'column' or 'row', got {parallel_mode!r}"
             )
-            raise OptionError(message)
+            raise ShapeError(message)
         self.set_tensor_parallel_group(tp_group)
         self.in_features = in_features
         self.out_features = out_features

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import ArgumentError
+from te_fast.errors import ArgumentNameError
 from te_fast.pytorch import ops
 from te_fast.pytorch.ops.basic.norm import Norm
 
@@ -56,11 +56,11 @@ class _NormModule(Norm):
             taken = normalized_shape is not None if new != "dtype" else "dtype" in kwargs
             if given is not None and taken:
                 message = f"{name}: {old} is the old name of {new}; pass one of them"
-                raise ArgumentError(message)
+                raise ArgumentNameError(message)
         shape = hidden_size if normalized_shape is None else normalized_shape
         if shape is None:
             message = f"{name}: normalized_shape is missing"
-            raise ArgumentError(message)
+            raise ArgumentNameError(message)
         if params_dtype is not None:
             kwargs["dtype"] = params_dtype
         # Read by reset_parameters, which the constructor calls.
@@ -85,14 +85,27 @@ class _NormModule(Norm):
             for parameter in self.parameters():
                 parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
+    def _reset_by_old_name(self, name: str) -> None:
+        message = f"{type(self).__name__}.{name}: use reset_parameters instead"
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
+        self.reset_parameters()
+
 
 class LayerNorm(_NormModule, ops.LayerNorm):
     """``(x - mean) / sqrt(variance + eps) · γ + β``."""
 
     __doc__ = f"{__doc__}\n{(_NormModule.__doc__ or '').partition('fuses.')[2]}"
 
+    def reset_layer_norm_parameters(self) -> None:
+        """Initialise the parameters; deprecated: call :meth:`reset_parameters`."""
+        self._reset_by_old_name("reset_layer_norm_parameters")
+
 
 class RMSNorm(_NormModule, ops.RMSNorm):
     """``x / sqrt(mean(x²) + eps) · γ``."""
 
     __doc__ = f"{__doc__}\n{(_NormModule.__doc__ or '').partition('fuses.')[2]}"
+
+    def reset_rms_norm_parameters(self) -> None:
+        """Initialise the parameters; deprecated: call :meth:`reset_parameters`."""
+        self._reset_by_old_name("reset_rms_norm_parameters")

@@ -86,12 +86,12 @@ fn check_types(state: &State, program: &Bound<'_, ProgramHandle>, x: &Bound<'_, 
 
 /// `module(x, *extra_inputs)` of a module whose result is its program's: as `nn.Module.__call__`, without its cost
 /// where no hook and no override asks for it. The module names the program in `_direct_program` of its dict, or None
-/// while calls have to go through `forward`.
+/// while calls have to go through `forward`. Argument names are those of `forward`.
 #[pyfunction]
-#[pyo3(signature = (module, inp, *extra_inputs, is_first_microbatch=None, **others))]
+#[pyo3(signature = (module, input, *extra_inputs, is_first_microbatch=None, **others))]
 pub(crate) fn program_module_call<'py>(
     module: &Bound<'py, PyAny>,
-    inp: &Bound<'py, PyAny>,
+    input: &Bound<'py, PyAny>,
     extra_inputs: &Bound<'py, PyTuple>,
     is_first_microbatch: Option<&Bound<'py, PyAny>>,
     others: Option<&Bound<'py, PyDict>>,
@@ -101,7 +101,7 @@ pub(crate) fn program_module_call<'py>(
     let attributes = instance_dict(module)?;
     let program = attributes.get_item(intern!(py, "_direct_program"))?.filter(|program| !program.is_none());
     let plain = others.is_none()
-        && state.torch.is_plain(inp)
+        && state.torch.is_plain(input)
         && extra_inputs.iter().all(|extra| state.torch.is_plain(&extra))
         && can_skip_module_call(py, state, &attributes)?;
     if let Some(program) = program.filter(|_| plain) {
@@ -110,7 +110,7 @@ pub(crate) fn program_module_call<'py>(
         if program.try_borrow()?.chain.extra_inputs() == extra_inputs.len() {
             let is_first = is_first_microbatch.filter(|first| !first.is_none());
             let is_first = is_first.map(PyAnyMethods::is_truthy).transpose()?;
-            match apply_in_region((program, module), inp, extra_inputs, is_first, 0) {
+            match apply_in_region((program, module), input, extra_inputs, is_first, 0) {
                 // Parameters of another type than the input's: the long way casts in between.
                 Err(error) if is_a(py, &error, "DtypeError") => {}
                 done => return done,
@@ -121,7 +121,7 @@ pub(crate) fn program_module_call<'py>(
     if let Some(is_first) = is_first_microbatch {
         keywords.set_item(intern!(py, "is_first_microbatch"), is_first)?;
     }
-    let mut arguments = vec![module.clone(), inp.clone()];
+    let mut arguments = vec![module.clone(), input.clone()];
     arguments.extend(extra_inputs.iter());
     state.torch.module_call.bind(py).call(PyTuple::new(py, arguments)?, Some(&keywords))
 }
