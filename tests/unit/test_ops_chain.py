@@ -524,5 +524,9 @@ def test_a_fused_backward_finds_the_type_of_the_linear_op():
     ops.register_backward_fusion(fuse)
     try:
         compare(randomise(module), lambda x, w: 1.25 * x @ w.T, [leaf(4, 8)])
+        group = module._module_groups[0]
+        ((fused, indices),) = group._backward_ops
+        assert (type(fused), indices) == (LinearScale, [0, 1])
+        assert [indices for _, indices in group._forward_ops] == [[0], [1]]
     finally:
         ops.OperationFuser.backward_fusion_functions.remove(fuse)

@@ -70,6 +70,16 @@ class Plan:
         found = (p for owner in self.parameters[index] for p in owner.values() if p is not None)
         return list(dict.fromkeys(found))
 
+    def matches(self, steps: list[Step]) -> list[tuple[FusibleOperation, list[int]]]:
+        """Return operations with the indices of the basic ones that they stand for."""
+        found: list[tuple[FusibleOperation, list[int]]] = []
+        for step in steps:
+            if step.op is not None:
+                found.append((step.op, list(step.indices)))
+            else:
+                found += [(self.ops[index], [index]) for index in step.indices]
+        return found
+
     def explain(self, name: str) -> str:
         """Say what runs, per direction."""
         lines = [f"{name}:"]

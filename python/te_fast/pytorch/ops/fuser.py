@@ -163,10 +163,24 @@ class OperationFuser:
         self._direct(None)
         self._channels_stale = self._channels_stale or stale
 
+    def _last_plan(self) -> Plan:
+        return self._plan(None) if not self._plans else next(reversed(self._plans.values()))
+
     def explain(self) -> str:
         """Say what runs, per direction; compiled programs are shown with their launches."""
-        plan = self._plan(None) if not self._plans else next(reversed(self._plans.values()))
-        return plan.explain(self._name)
+        return self._last_plan().explain(self._name)
+
+    # Transformer Engine's tests look here whether a registered fusion was applied.
+
+    @property
+    def _forward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
+        """What runs forward, and the basic operations that it stands for; fused ones are the user's."""
+        return self._last_plan().matches(self._last_plan().forward)
+
+    @property
+    def _backward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
+        """The same of backward, in its order."""
+        return self._last_plan().matches(self._last_plan().backward)[::-1]
 
     # Running --------------------------------------------------------------------------------------
 
