@@ -741,6 +741,31 @@ def test_unknown_norm(kind):
     assert isinstance(caught.value, AssertionError)  # as Transformer Engine's
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("eps", 10.0),
+        ("zero_centered_gamma", True),
+        ("return_layernorm_output", True),
+        ("return_bias", True),
+    ],
+)
+def test_attributes_that_change_after_a_forward(kind, recipe, name, value):
+    layer, other = make(kind), make(kind, **{name: value})
+    other.load_state_dict(layer.state_dict())
+    x, _ = data(layer)
+    with torch.no_grad(), te.autocast(recipe=recipe):  # which leaves the scales
+        layer(x)
+        other(x)
+    setattr(layer, name, value)
+    layer.apply_bias = other.apply_bias
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        got, wanted = layer(x), other(x)
+    got, wanted = (y if isinstance(y, tuple) else (y,) for y in (got, wanted))
+    assert len(got) == len(wanted)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
 def test_unaligned_features(kind):
     for layer in (make(kind, 40, 48), make(kind, 64, 44)):
         x, grad = data(layer)

@@ -417,3 +417,31 @@ def test_the_input_by_its_name(make):
     module, x = make(), torch.ones(2, 4)
     for _ in range(2):  # the second one runs the program at once
         assert torch.equal(module(input=x), module(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [
+        (lambda **o: ops.ConstantScale(o.get("scale", 2.0)), "scale", 3.0),
+        (lambda **o: te.LayerNorm(8, device="cpu", **o), "eps", 10.0),
+        (lambda **o: ops.RMSNorm(8, device="cpu", **o), "zero_centered_gamma", True),
+        (ops.ClampedSwiGLU, "limit", 0.1),
+        (ops.SwiGLU, "glu_interleave_size", 2),
+        (ops.GELU, "cache_quantized_input", True),
+    ],
+)
+def test_constants_that_change_after_a_forward(make, name, value):
+    op, other = make(), make(**{name: value})
+    if name == "zero_centered_gamma":
+        other.load_state_dict(op.state_dict())
+    chain = ops.Sequential(op, ops.Identity())
+    x = torch.randn(4, 8, requires_grad=True)
+    for module in (op, chain):
+        module(x).sum().backward()
+    setattr(op, name, value)
+    wanted = other(x)
+    (grad,) = torch.autograd.grad(wanted.sum(), x)
+    for module in (op, chain):
+        y = module(x)
+        assert torch.equal(y, wanted)
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], grad)

@@ -176,6 +176,8 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     num_extra_outputs: int = 0
     #: Whether block scaling may be in force; te_fast does not ask.
     supports_float8_block_scaling: bool = True
+    #: Attributes that a native program has as constants: it is compiled again after a change.
+    _constant_names: ClassVar[frozenset[str]] = frozenset()
     #: Class whose methods te_fast's native program stands for; None for Python operations.
     _native_class: ClassVar[type[BasicOperation] | None] = None
 
@@ -334,6 +336,13 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     def _channels_changed(self) -> None:
         for fuser in self.__dict__.get("_capturing_fusers", ()):
             fuser._forget(stale=True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, and forget the programs that have it as a constant."""
+        super().__setattr__(name, value)
+        if name in self._constant_names:
+            for fuser in self.__dict__.get("_capturing_fusers", ()):
+                fuser._forget()
 
     def _captured_by(self, fuser: OperationFuser) -> None:
         self.__dict__.setdefault("_capturing_fusers", WeakSet()).add(fuser)

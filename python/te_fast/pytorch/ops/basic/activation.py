@@ -58,6 +58,17 @@ class Activation(BasicOperation):
         Keep the input for backward in FP8 (E4M3, one scale): half the memory, more rounding.
     """
 
+    _constant_names = frozenset(
+        {
+            "cache_quantized_input",
+            "glu_interleave_size",
+            "limit",
+            "alpha",
+            "glu_linear_offset",
+            "beta1",
+            "beta2",
+        }
+    )
     #: Name in the native program.
     _kind: ClassVar[str]
 

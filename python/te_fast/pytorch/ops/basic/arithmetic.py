@@ -26,6 +26,8 @@ class ConstantScale(BasicOperation):
         The factor.
     """
 
+    _constant_names = frozenset({"scale"})
+
     def __init__(self, scale: float) -> None:
         super().__init__()
         self.scale = scale

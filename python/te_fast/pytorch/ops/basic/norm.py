@@ -32,6 +32,7 @@ class Norm(BasicOperation):
         Multiprocessors left to other kernels; only 0 is supported.
     """
 
+    _constant_names = frozenset({"eps", "zero_centered_gamma"})
     #: Name in the native program.
     _kind: ClassVar[str]
     _names: ClassVar[tuple[str, ...]]

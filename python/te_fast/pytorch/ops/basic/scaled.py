@@ -9,7 +9,7 @@ import torch
 
 from te_fast.errors import ShapeError, StateError, UnsupportedError
 from te_fast.pytorch.ops._common import compute_dtype
-from te_fast.pytorch.ops.basic.activation import check_halves, differentiate, srelu
+from te_fast.pytorch.ops.basic.activation import Activation, check_halves, differentiate, srelu
 from te_fast.pytorch.ops.basic.glu import (
     check_interleave,
     check_positive,
@@ -51,6 +51,7 @@ class ScaledActivation(ExtraTensorOperation):
     """
 
     num_extra_inputs = 1
+    _constant_names = Activation._constant_names
     _kind: ClassVar[str]
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
