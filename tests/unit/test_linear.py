@@ -889,3 +889,25 @@ def test_all_scales_of_a_direction_are_updated_by_one_launch():
     with torch.no_grad(), dispatch.record() as launches, te.autocast(recipe=recipe):
         layers[0](x)
     assert not any(launch.name.startswith("scale_update") for launch in launches)
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+def test_attributes_that_change_after_a_forward(fp8):
+    layer, plain = make(), make()
+    x, grad = inputs(32, layer)
+
+    def run(module):
+        with te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
+            return module(x)
+
+    for module in (plain, layer):
+        run(module).backward(grad)
+    layer.weight.grad = None
+    layer.weight.main_grad = torch.zeros(48, 64)
+    layer.fuse_wgrad_accumulation = True
+    run(layer).backward(grad)
+    assert layer.weight.grad is None
+    assert torch.allclose(layer.weight.main_grad, plain.weight.grad.float(), rtol=2e-2, atol=0.1)
+    layer.return_bias, layer.apply_bias = True, False
+    y, bias = run(layer)
+    assert torch.allclose((y + bias).float(), run(plain).float(), rtol=2e-2, atol=2e-2)

@@ -50,19 +50,12 @@ class CompoundModule(TransformerEngineBaseModule):
     _stand_ins: dict[str, torch.Tensor]
     _lock: threading.Lock
     _NATIVE = ("_handles", "_programs", "_direct_program", "_stand_ins", "_lock")
-    #: Attributes that the native half is made from.
-    _CONSTANTS = frozenset(
-        {
-            "eps",
-            "zero_centered_gamma",
-            "return_layernorm_output",
-            "return_bias",
-            "apply_bias",
-            "fuse_wgrad_accumulation",
-            "delay_wgrad_compute",
-            "checkpoint",
-        }
-    )
+    _CONSTANTS = TransformerEngineBaseModule._CONSTANTS | {
+        "eps",
+        "zero_centered_gamma",
+        "return_layernorm_output",
+        "checkpoint",
+    }
 
     # What a subclass says ------------------------------------------------------------------------
 
@@ -91,12 +84,6 @@ class CompoundModule(TransformerEngineBaseModule):
     def _is_whole(self) -> bool:
         """Tell whether every parameter that the program reads is one of the layer's."""
         return True
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, and make the native half anew if it depends on that."""
-        super().__setattr__(name, value)
-        if name in self._CONSTANTS and "_programs" in self.__dict__:
-            self._make_native()
 
     # Construction --------------------------------------------------------------------------------
 

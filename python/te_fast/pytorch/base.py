@@ -94,6 +94,10 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     #: Attributes that hold native objects: no part of copies and pickles, which make their own.
     _NATIVE: tuple[str, ...] = ()
+    #: Attributes that the native half is made from: it is made anew when one of them is set.
+    _CONSTANTS = frozenset(
+        {"return_bias", "apply_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute"}
+    )
     delay_wgrad_compute: bool
     #: FP8 slots: input, weight, output per GEMM forward; output's and input's gradient backward.
     _FORWARD_SLOTS = 3
@@ -126,6 +130,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
             cls.__call__ = torch.nn.Module.__call__  # type: ignore[method-assign]
 
     # The native half ------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, and make the native half anew if it depends on that."""
+        super().__setattr__(name, value)
+        if name in self._CONSTANTS and self._NATIVE[0] in self.__dict__:
+            self._make_native()
 
     def _make_native(self) -> None:
         """Make the attributes of ``_NATIVE``, from what the constructor has set."""
