@@ -49,6 +49,7 @@ __all__ = [
     "moe_map",
     "moe_pad",
     "moe_pad_list",
+    "moe_padded_splits",
     "moe_permute",
     "moe_permute_cast",
     "moe_unpermute",
@@ -335,6 +336,7 @@ def moe_pad(
     inp: Any, probs: Any, splits: Any, index: Any, mode: Any, align: Any, rows: Any, /
 ) -> Any: ...
 def moe_pad_list(inp: Any, splits: Any, mode: Any, align: Any, /) -> Any: ...
+def moe_padded_splits(splits: Any, mode: Any, align: Any, in_rows: Any, /) -> Any: ...
 def moe_permute(
     inp: Any, routing_map: Any, probs: Any, rows: Any, align: Any, index: Any, keep_ends: Any, /
 ) -> Any: ...

@@ -315,8 +315,16 @@ def move_rows(
     return native.moe_pad(inp, probs, splits, index, mode, align, rows)
 
 
-def _padded(splits: list[int], align: int) -> list[int]:
-    return [-(-rows // align) * align for rows in splits]
+def _padded_splits(
+    splits: list[int], mode: int, align: int, in_rows: int
+) -> tuple[int | None, list[int]]:
+    """Trace the native ``moe_padded_splits``."""
+    padded = [-(-rows // align) * align for rows in splits]
+    taken, made = (splits, padded) if mode == PAD else (padded, splits)
+    if sum(taken) > in_rows or any(rows < 0 for rows in splits):
+        msg = f"Fp8Padding: m_splits must take at most the {in_rows} rows of inp, got {splits}"
+        raise ShapeError(msg)
+    return None if padded == splits else sum(made), padded
 
 
 def move_by_list(
@@ -326,22 +334,17 @@ def move_by_list(
 
     Without `rows` the list tells their number.
     """
-    if rows is None and not _is_compiling() and not _wants_grad(inp, None):
-        out, to = native.moe_pad_list(inp, splits, mode, align)
-        return out, to
-    to = _padded(splits, align)
-    taken, made = (splits, to) if mode == PAD else (to, splits)
-    if sum(taken) > inp.size(0) or any(split < 0 for split in splits):
-        msg = (
-            f"{'Fp8Padding' if mode == PAD else 'Fp8Unpadding'}: m_splits must be none negative and "
-            f"take at most the {inp.size(0)} rows of inp, got {splits}"
-        )
-        raise ShapeError(msg)
+    compiling = _is_compiling()
+    if rows is None and not compiling and not _wants_grad(inp, None):
+        out, padded = native.moe_pad_list(inp, splits, mode, align)
+        return out, padded
+    split = _padded_splits if compiling else native.moe_padded_splits
+    needed, padded = split(splits, mode, align, inp.size(0))
     if rows is None:
-        if to == splits:
-            return None, to
-        rows = sum(made)
-    return move_rows(inp, None, splits, None, mode, align, rows)[0], to
+        if needed is None:
+            return None, padded
+        rows = needed
+    return move_rows(inp, None, splits, None, mode, align, rows)[0], padded
 
 
 def sort_chunks(

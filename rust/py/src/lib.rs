@@ -61,7 +61,7 @@ mod _native {
     #[pymodule_export]
     use crate::permute::{moe_apply, moe_dropped, moe_map, moe_permute, moe_unpermute, moe_unpermute_backward};
     #[pymodule_export]
-    use crate::permute_cast::{moe_pad, moe_pad_list, moe_permute_cast};
+    use crate::permute_cast::{moe_pad, moe_pad_list, moe_padded_splits, moe_permute_cast};
     #[pymodule_export]
     use crate::program::{ProgramHandle, WeightHandle};
     #[pymodule_export]

@@ -118,7 +118,11 @@ fn order_of<'a>(
 
 /// The integers of a list.
 fn integers_of(list: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {
-    list.iter().map(|value| value.extract()).collect()
+    let mut integers = Vec::with_capacity(list.len()); // collect() does not know the length of results
+    for value in list {
+        integers.push(value.extract()?);
+    }
+    Ok(integers)
 }
 
 /// Every value rounded up to a multiple of `align`.
@@ -148,15 +152,10 @@ struct Listed {
 }
 
 impl Listed {
-    fn new(
-        call: &Call<'_, '_>,
-        mode: Move,
-        splits: &Bound<'_, PyList>,
-        align: usize,
-        in_rows: usize,
-    ) -> PyResult<Self> {
+    fn new(mode: u32, splits: &Bound<'_, PyList>, align: usize, in_rows: usize) -> PyResult<Self> {
+        let (mode, op) = move_of(mode);
         let refuse = |expected: std::fmt::Arguments<'_>| {
-            Err(Error::shape(call.op, "m_splits", expected, format_args!("{splits:?}"))).python()
+            Err(Error::shape(op, "m_splits", expected, format_args!("{splits:?}"))).python()
         };
         let Ok(values) = integers_of(splits) else {
             return refuse(format_args!("integers of 64 bits"));
@@ -170,6 +169,10 @@ impl Listed {
             (Some(plain), _) if padded_rows <= in_rows => Ok(Self { values, padded, out_rows: plain }),
             _ => refuse(format_args!("none negative, and take at most the {in_rows} rows of inp")),
         }
+    }
+
+    fn pads_nothing(&self) -> bool {
+        self.padded == self.values
     }
 
     fn padded_list<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
@@ -204,18 +207,18 @@ pub(crate) fn moe_pad_list<'py>(
 ) -> PyResult<Bound<'py, PyTuple>> {
     let py = inp.py();
     let state = state(py)?;
-    let (mode, op) = move_of(mode);
+    let (kind, op) = move_of(mode);
     let inp = Input::new(state, inp, "inp")?;
     let x = inp.view(state)?;
     let call = Call::new(state, py, op, x.device())?;
     let (in_rows, cols) = call.matrix(&x, "inp")?;
     let float = call.float(&x, "inp")?;
-    let listed = Listed::new(&call, mode, splits, align, in_rows)?;
-    if listed.padded == listed.values {
+    let listed = Listed::new(mode, splits, align, in_rows)?;
+    if listed.pads_nothing() {
         return (py.None(), splits).into_pyobject(py);
     }
     let (out_rows, row_bytes) = (listed.out_rows, cols * float.size());
-    let plan = PadPlan::new(PadSpec { mode, in_rows, out_rows, row_bytes, align }).python()?;
+    let plan = PadPlan::new(PadSpec { mode: kind, in_rows, out_rows, row_bytes, align }).python()?;
     let out = call.empty(&[out_rows as i64, cols as i64], float.into())?;
     let buffers = PadBuffers {
         x: x.data(),
@@ -227,8 +230,25 @@ pub(crate) fn moe_pad_list<'py>(
         padded_splits: DevPtr::null(),
     };
     call.run(0, |target, _| plan.run(target, &buffers, &Splits::Values(&listed.values)))?;
-    let padded = if mode == Move::Pad { Some(listed.padded_list(py)?) } else { None };
+    let padded = if kind == Move::Pad { Some(listed.padded_list(py)?) } else { None };
     (out, padded).into_pyobject(py)
+}
+
+/// What `moe_pad_list` makes of an input with `in_rows` rows: (rows of the output, padded splits); no rows where
+/// nothing is padded.
+#[pyfunction]
+#[pyo3(signature = (splits, mode, align, in_rows, /))]
+pub(crate) fn moe_padded_splits<'py>(
+    splits: &Bound<'py, PyList>,
+    mode: u32,
+    align: usize,
+    in_rows: usize,
+) -> PyResult<(Option<usize>, Bound<'py, PyList>)> {
+    let listed = Listed::new(mode, splits, align, in_rows)?;
+    if listed.pads_nothing() {
+        return Ok((None, splits.clone()));
+    }
+    Ok((Some(listed.out_rows), listed.padded_list(splits.py())?))
 }
 
 /// Rows moved in segments: (out, `out_probs`, padded splits). `splits` is a list of int or a tensor on the input's
