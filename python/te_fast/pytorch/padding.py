@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 __all__ = ["Fp8Padding", "Fp8Unpadding"]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _align_of_recipe() -> int:
     return get_align_size_for_quantization(FP8GlobalStateManager.get_fp8_recipe())
+
+
+# What torch.compiler.assume_constant_result sets, which imports torch._dynamo to do so.
+_align_of_recipe._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _matrix(inp: torch.Tensor) -> torch.Tensor:
