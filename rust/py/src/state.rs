@@ -17,6 +17,39 @@ use crate::tensor::{Reader, view_of};
 #[derive(Debug)]
 pub(crate) struct DispatcherCell(pub(crate) Dispatcher);
 
+/// Dimensions of the sizes that are kept.
+const KEPT_DIMS: usize = 2;
+const KEPT_SIZES: usize = 64;
+
+/// Arguments of torch's allocators for sizes that come again: making and freeing the tuples takes a quarter of the
+/// time of an allocation. A size has one place, and the last that came holds it.
+#[pyclass(module = "te_fast._native", name = "AllocationArguments")]
+#[derive(Debug)]
+pub(crate) struct AllocationArguments([Option<(SizeKey, Py<PyTuple>)>; KEPT_SIZES]);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct SizeKey {
+    size: [i64; KEPT_DIMS],
+    dims: usize,
+    dtype: DType,
+}
+
+impl SizeKey {
+    /// None for more dimensions than are kept.
+    #[inline]
+    fn new(size: &[i64], dtype: DType) -> Option<Self> {
+        let mut key = Self { size: [0; KEPT_DIMS], dims: size.len(), dtype };
+        key.size.get_mut(..size.len())?.copy_from_slice(size);
+        Some(key)
+    }
+
+    #[inline]
+    fn place(&self) -> usize {
+        let mix = |hash: u64, &size: &i64| (hash ^ size as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        (self.size.iter().fold(self.dtype as u64, mix) >> 32) as usize % KEPT_SIZES
+    }
+}
+
 /// torch's functions and types that calls use.
 #[derive(Debug)]
 pub(crate) struct Torch {
@@ -39,6 +72,7 @@ pub(crate) struct Torch {
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) cell: Py<DispatcherCell>,
+    arguments: Py<AllocationArguments>,
     pub(crate) reader: Reader,
     pub(crate) torch: Torch,
     /// `(1,)`, the stride of a buffer.
@@ -82,7 +116,8 @@ impl State {
         let config = Config::from_environment();
         let cell = Py::new(py, DispatcherCell(Dispatcher::new(config)))?;
         let unit_stride = PyTuple::new(py, [1])?.unbind();
-        Ok(Self { cell, reader: Reader::new(py, by_object, config.exchange_table)?, torch, unit_stride })
+        let arguments = Py::new(py, AllocationArguments([const { None }; KEPT_SIZES]))?;
+        Ok(Self { cell, arguments, reader: Reader::new(py, by_object, config.exchange_table)?, torch, unit_stride })
     }
 
     /// The dispatcher for a stretch without calls into Python.
@@ -110,17 +145,39 @@ impl State {
         stride: &Bound<'py, PyTuple>,
         dtype: DType,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let empty = match (device, &self.torch.empty_cuda) {
-            (Device::Cpu, _) => &self.torch.empty_cpu,
-            (Device::Cuda(_), Some(empty)) => empty,
+        self.allocator(py, device)?.call1((size, stride, self.torch.dtype(py, dtype)))
+    }
+
+    #[inline]
+    fn allocator<'a, 'py>(&'a self, py: Python<'py>, device: Device) -> PyResult<&'a Bound<'py, PyAny>> {
+        match (device, &self.torch.empty_cuda) {
+            (Device::Cpu, _) => Ok(self.torch.empty_cpu.bind(py)),
+            (Device::Cuda(_), Some(empty)) => Ok(empty.bind(py)),
             (Device::Cuda(_), None) => {
-                return Err(to_python(te_fast_core::Error::unsupported(
-                    "allocation",
-                    "this torch was built without CUDA",
-                )));
+                Err(to_python(te_fast_core::Error::unsupported("allocation", "this torch was built without CUDA")))
             }
-        };
-        empty.bind(py).call1((size, stride, self.torch.dtype(py, dtype)))
+        }
+    }
+
+    /// (size, stride, dtype) of a contiguous tensor. What is kept is not borrowed while Python objects are made: Python
+    /// may collect garbage then, which runs anything.
+    #[inline]
+    fn arguments<'py>(&self, py: Python<'py>, size: &[i64], dtype: DType) -> PyResult<Bound<'py, PyTuple>> {
+        let key = SizeKey::new(size, dtype);
+        if let Some(key) = key
+            && let Some((kept, tuple)) = &self.arguments.bind(py).try_borrow()?.0[key.place()]
+            && *kept == key
+        {
+            return Ok(tuple.bind(py).clone());
+        }
+        let stride = PyTuple::new(py, contiguous_strides(size))?;
+        let tuple = (PyTuple::new(py, size)?, stride, self.torch.dtype(py, dtype)).into_pyobject(py)?;
+        if let Some(key) = key {
+            let former =
+                self.arguments.bind(py).try_borrow_mut()?.0[key.place()].replace((key, tuple.clone().unbind()));
+            drop(former);
+        }
+        Ok(tuple)
     }
 
     /// A contiguous tensor of `size`.
@@ -131,11 +188,8 @@ impl State {
         size: &[i64],
         dtype: DType,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let shape = PyTuple::new(py, size)?;
-        if size.len() == 1 {
-            return self.empty(py, device, &shape, self.unit_stride.bind(py), dtype);
-        }
-        self.empty(py, device, &shape, &PyTuple::new(py, contiguous_strides(size))?, dtype)
+        let arguments = self.arguments(py, size, dtype)?;
+        self.allocator(py, device)?.call1(arguments)
     }
 
     /// A buffer of bytes.
