@@ -24,6 +24,7 @@ namespace te_fast {
 
 constexpr int kEndsThreads = 512;
 constexpr int kWarps = kRowThreads / 32;
+constexpr int kFew = 4;    // rows of a token that threads find together
 constexpr int kDots = 32;  // dot products of a token that are in shared memory at once
 
 struct UnpermuteParams {
@@ -69,55 +70,90 @@ struct MergeShared {
 // acc + p * x, rounded twice.
 __device__ inline float add_scaled(float acc, float p, float x) { return __fadd_rn(acc, __fmul_rn(p, x)); }
 
-// Reads slots and probabilities. Ends with a barrier.
-__device__ inline int load_merge(const RowMap& m, const void* probs, ProbType type, uint64_t token,
-                                 MergeShared& shared) {
+__device__ inline float slot_prob(const RowMap& m, const void* probs, ProbType type, uint64_t token, const Slots& slots,
+                                  int k) {
+    const bool read = probs != nullptr && slots.row[k] >= 0;
+    return read ? load_prob(probs, token * m.slots() + slots.column[k], type) : 1.0f;
+}
+
+// Reads slots and, if there are more than `few`, their probabilities. Ends with a barrier.
+__device__ inline int load_merge(const RowMap& m, const void* probs, ProbType type, uint64_t token, MergeShared& shared,
+                                 int few = 0) {
     const int count = load_slots<kRowThreads>(m, token, shared.slots);
-    for (int k = threadIdx.x; k < count; k += kRowThreads) {
-        const bool read = probs != nullptr && shared.slots.row[k] >= 0;
-        shared.prob[k] = read ? load_prob(probs, token * m.slots() + shared.slots.column[k], type) : 1.0f;
+    for (int k = threadIdx.x; k < count && count > few; k += kRowThreads) {
+        shared.prob[k] = slot_prob(m, probs, type, token, shared.slots, k);
     }
     __syncthreads();
     return count;
 }
 
-// kRows rows by kCols vectors of eight columns are in flight per thread.
+// At most kRows rows: every thread reads the probabilities, which come beside the rows; kCols vectors of eight columns
+// of each row are in flight per thread.
 template <int kRows, int kCols, Floating T>
-__device__ void merge_vectors(const UnpermuteParams& p, const MergeShared& shared, uint64_t token, int count) {
+__device__ void merge_few(const UnpermuteParams& p, const Slots& slots, uint64_t token, int count) {
     const T* x = static_cast<const T*>(p.x);
     T* out = static_cast<T*>(p.out) + token * p.cols;
+    int64_t row[kRows];
+    float prob[kRows];
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+        row[j] = j < count ? slots.row[j] : -1;
+        prob[j] = j < count ? slot_prob(p.map, p.probs, p.prob_type, token, slots, j) : 0.0f;
+    }
     for (uint64_t base = threadIdx.x * 8ull; base < p.cols; base += kRowThreads * 8 * kCols) {
-        float acc[kCols][8] = {};
-        for (int first = 0; first < count; first += kRows) {
-            Raw8<T> raw[kRows][kCols];
+        Raw8<T> raw[kCols][kRows];
+#pragma unroll
+        for (int c = 0; c < kCols; ++c) {
+            const uint64_t col = base + c * kRowThreads * 8;
 #pragma unroll
             for (int j = 0; j < kRows; ++j) {
-                const int64_t row = first + j < count ? shared.slots.row[first + j] : -1;
-#pragma unroll
-                for (int c = 0; c < kCols; ++c) {
-                    const uint64_t col = base + c * kRowThreads * 8;
-                    const bool read = row >= 0 && col < p.cols;
-                    raw[j][c] = read ? load8<T>(x + static_cast<uint64_t>(row) * p.cols + col) : zero8<T>();
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < kRows; ++j) {
-                if (first + j >= count || shared.slots.row[first + j] < 0) continue;
-                const float prob = shared.prob[first + j];
-#pragma unroll
-                for (int c = 0; c < kCols; ++c) {
-                    float value[8];
-                    unpack8<T>(raw[j][c], value);
-#pragma unroll
-                    for (int i = 0; i < 8; ++i) acc[c][i] = add_scaled(acc[c][i], prob, value[i]);
-                }
+                const bool read = row[j] >= 0 && col < p.cols;
+                raw[c][j] = read ? load8<T>(x + static_cast<uint64_t>(row[j]) * p.cols + col) : zero8<T>();
             }
         }
 #pragma unroll
         for (int c = 0; c < kCols; ++c) {
             const uint64_t col = base + c * kRowThreads * 8;
-            if (col < p.cols) store8<T>(out + col, pack8<T>(acc[c]));
+            if (col >= p.cols) break;
+            float acc[8] = {};
+#pragma unroll
+            for (int j = 0; j < kRows; ++j) {
+                if (row[j] < 0) continue;
+                float value[8];
+                unpack8<T>(raw[c][j], value);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) acc[i] = add_scaled(acc[i], prob[j], value[i]);
+            }
+            store8<T>(out + col, pack8<T>(acc));
         }
+    }
+}
+
+// Any number of rows, kRows of them in flight per thread.
+template <int kRows, Floating T>
+__device__ void merge_vectors(const UnpermuteParams& p, const MergeShared& shared, uint64_t token, int count) {
+    const T* x = static_cast<const T*>(p.x);
+    T* out = static_cast<T*>(p.out) + token * p.cols;
+    for (uint64_t col = threadIdx.x * 8ull; col < p.cols; col += kRowThreads * 8) {
+        float acc[8] = {};
+        for (int first = 0; first < count; first += kRows) {
+            Raw8<T> raw[kRows];
+#pragma unroll
+            for (int j = 0; j < kRows; ++j) {
+                const int64_t row = first + j < count ? shared.slots.row[first + j] : -1;
+                raw[j] = row >= 0 ? load8<T>(x + static_cast<uint64_t>(row) * p.cols + col) : zero8<T>();
+            }
+#pragma unroll
+            for (int j = 0; j < kRows; ++j) {
+                if (first + j >= count || shared.slots.row[first + j] < 0) continue;
+                const float prob = shared.prob[first + j];
+                float value[8];
+                unpack8<T>(raw[j], value);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) acc[i] = add_scaled(acc[i], prob, value[i]);
+            }
+        }
+        store8<T>(out + col, pack8<T>(acc));
     }
 }
 
@@ -145,7 +181,8 @@ __device__ void unpermute(const UnpermuteParams& p) {
         for (uint64_t e = threadIdx.x; e < width; e += kRowThreads)
             store_prob(p.out_probs, token * width + e, p.out_prob_type, 0.0f);
     }
-    const int count = load_merge(p.map, p.probs, p.prob_type, token, shared);
+    const bool vectors = p.cols % 8 == 0 && is_aligned(p.x, 16) && is_aligned(p.out, 16);
+    const int count = load_merge(p.map, p.probs, p.prob_type, token, shared, vectors ? kFew : 0);
     if (p.out_probs != nullptr) {  // the zeros above are ordered before by the barrier in load_merge
         for (int k = threadIdx.x; k < count; k += kRowThreads) {
             if (shared.slots.row[k] < 0) continue;
@@ -153,13 +190,10 @@ __device__ void unpermute(const UnpermuteParams& p) {
             copy_prob(p.in_probs, static_cast<uint64_t>(shared.slots.row[k]), p.out_probs, to, p.out_prob_type);
         }
     }
-    if (p.cols % 8 == 0 && is_aligned(p.x, 16) && is_aligned(p.out, 16)) {
-        if (count <= 2) return merge_vectors<2, 2, T>(p, shared, token, count);
-        if (count <= 4) return merge_vectors<4, 1, T>(p, shared, token, count);
-        merge_vectors<sizeof(T) == 4 ? 4 : 8, 1, T>(p, shared, token, count);
-    } else {
-        merge_elements<T>(p, shared, token, count);
-    }
+    if (!vectors) return merge_elements<T>(p, shared, token, count);
+    if (count <= 2) return merge_few<2, 2, T>(p, shared.slots, token, count);
+    if (count <= kFew) return merge_few<kFew, sizeof(T) == 4 ? 1 : 2, T>(p, shared.slots, token, count);
+    merge_vectors<sizeof(T) == 4 ? 4 : 8, T>(p, shared, token, count);
 }
 
 struct BwdShared {
