@@ -114,8 +114,8 @@ struct Chunk {
     Raw8<In> half[2];
 
     __device__ void load(const In* from) {
-        half[0] = load8<In>(from);
-        half[1] = load8<In>(from + 8);
+        half[0] = load8<In, true>(from);
+        half[1] = load8<In, true>(from + 8);
     }
     __device__ float absmax() const { return fmaxf(absmax8<In>(half[0]), absmax8<In>(half[1])); }
 

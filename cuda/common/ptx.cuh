@@ -14,6 +14,15 @@ __device__ inline uint4 load_once(const uint4* address) {
     return value;
 }
 
+// ld.global.v4.u32: data whose sectors another load of the thread reads too; it finds them in the first-level cache.
+__device__ inline uint4 load(const uint4* address) {
+    uint4 value;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address));
+    return value;
+}
+
 // bar.sync: until `threads` threads of the block, whole warps, have come to barrier `id` (0 is that of __syncthreads).
 __device__ inline void sync_threads(unsigned id, unsigned threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -124,11 +133,20 @@ __device__ inline void copy_bulk(void* to, const void* from, uint32_t bytes, uin
 #endif
 }
 
-// cp.async.cg.shared.global: 16 bytes that the thread finds in shared memory after wait_copies; zeros unless `inside`.
+// cp.async.shared.global: 16 bytes that the thread finds in shared memory after wait_copies; zeros unless `inside`.
+// Past the first-level cache, or, where another copy of the thread has the other half of the sector, through it
+// (kApart).
+template <bool kApart = false>
 __device__ inline void copy_async16(void* shared, const void* global, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-                 "r"(inside ? 16 : 0)
-                 : "memory");
+    if constexpr (kApart) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+                     "r"(inside ? 16 : 0)
+                     : "memory");
+    } else {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+                     "r"(inside ? 16 : 0)
+                     : "memory");
+    }
 }
 
 // cp.async.commit_group: what the thread has asked for since the last one becomes a group.

@@ -24,8 +24,7 @@ struct Strip {
     uint32_t index, tile_col, first, tiles;
 
     // Strips lie row-major: neighbours in the grid read neighbouring columns.
-    __device__ explicit Strip(const StripPlan& plan) : first(0), tiles(0) {
-        const uint32_t block = ptx::block_index();
+    __device__ explicit Strip(const StripPlan& plan, uint32_t block = ptx::block_index()) : first(0), tiles(0) {
         index = block / plan.tiles_cols;
         tile_col = block - index * plan.tiles_cols;
         uint32_t before = index;
@@ -87,8 +86,9 @@ class RowReader {
     __device__ void copy(int slot, int tensor, const In* from, bool inside) {
 #pragma unroll
         for (int word = 0; word < Ring::kWords; ++word) {
-            ptx::copy_async16(&ring_.slot[slot][tensor][word][threadIdx.x], reinterpret_cast<const uint4*>(from) + word,
-                              inside);
+            // Two words of a thread lie in one sector.
+            ptx::copy_async16<(Ring::kWords > 1)>(&ring_.slot[slot][tensor][word][threadIdx.x],
+                                                  reinterpret_cast<const uint4*>(from) + word, inside);
         }
     }
 

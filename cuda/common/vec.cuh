@@ -13,13 +13,15 @@ __device__ inline bool is_aligned(const void* pointer, unsigned bytes) {
     return (reinterpret_cast<uintptr_t>(pointer) & (bytes - 1)) == 0;
 }
 
-// 16-byte loads of elements that are read once; `from` is 16-byte aligned.
-template <Floating T>
+// 16-byte loads of elements that are read once; `from` is 16-byte aligned. kApart: the thread's other half of a sector
+// of 32 bytes comes by another load, as for the two words of eight f32.
+template <Floating T, bool kApart = sizeof(T) == 4>
 __device__ inline Raw8<T> load8(const T* from) {
     Raw8<T> raw;
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) {
-        raw.word[i] = ptx::load_once(reinterpret_cast<const uint4*>(from) + i);
+        const uint4* at = reinterpret_cast<const uint4*>(from) + i;
+        raw.word[i] = kApart ? ptx::load(at) : ptx::load_once(at);
     }
     return raw;
 }
