@@ -191,8 +191,10 @@ impl ActivationBackwardPlan {
         if spec.row_scale_grad && spec.row_scale.is_none() {
             return Err(Error::value(OP, "the gradient of the row scale needs a row scale"));
         }
-        let resident = spec.processors * resident_blocks(activation.is_gated(), input);
-        let tiling = Shape { op: OP, rows, cols, activation, interleave }.tiling(spec.columnwise, Some(resident))?;
+        // Single tiles are the fastest, but each would have sums of its own to hand over.
+        let sums = spec.dbias || spec.row_scale_grad;
+        let resident = sums.then(|| spec.processors * resident_blocks(activation.is_gated(), input));
+        let tiling = Shape { op: OP, rows, cols, activation, interleave }.tiling(spec.columnwise, resident)?;
         let kernel = if activation.is_gated() {
             KernelId::ActivationGatedBackward(input)
         } else {
