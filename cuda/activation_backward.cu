@@ -8,8 +8,7 @@
 //   out, out_t, amax: as in activation.cu, of dx       dx stays in FP32 before all of these
 //
 // Sums are in f32 in an order that shape and plan fix. ds: 8 columns; a tree over the 16 patches of a tile; the
-// tiles t of each of 8 classes t % 8; the classes. dbias: the rows of a strip that a thread has, 8 of each tile; two
-// such; the 8 pairs; the strips by classes, as the tiles above.
+// tiles t of each of 8 classes t % 8; the classes. dbias: common/column_sums.cuh.
 //
 // Launch: activation_backward, activation_gated_backward: blocks = plan.tiles_cols * plan.strips, tiles_cols =
 //         ceil(cols / 128) and tiles_rows = ceil(rows / 128), both at least 1; 256 threads; dynamic shared memory
@@ -18,8 +17,7 @@
 // Moves:  sizeof(In) per element of dy and of x, and per element of dx sizeof(In) for dx and 1 byte per FP8 layout
 //         written; dbias adds 8 bytes per column of dx and strip, ds 8 bytes per row and tile.
 
-#include "common/reduce.cuh"
-#include "common/strip.cuh"
+#include "common/column_sums.cuh"
 
 namespace te_fast {
 
@@ -45,14 +43,12 @@ struct ActivationBackwardParams {
 };
 static_assert(sizeof(ActivationBackwardParams) == 208);
 
-constexpr int kWarps = kTileThreads / 32;
-
 template <bool kGated, Floating In>
 struct BackwardShared {
     TransposeBuffer tile[Halves<kGated>::kCount];
     union {
-        RowRing<kInputs<kGated, true>, In> ring;            // while rows are read
-        float sums[Halves<kGated>::kCount][kWarps][kTile];  // after that
+        RowRing<kInputs<kGated, true>, In> ring;  // while rows are read
+        WarpTotals<Halves<kGated>::kCount> sums;  // after that
     };
 };
 // What the launch asks for, in ops/activation_backward.rs.
@@ -69,7 +65,7 @@ __device__ inline size_t column_partials(const ActivationBackwardParams& p) {
 template <bool kGated>
 struct Totals {
     float amax = 0.0f;
-    float columns[Halves<kGated>::kCount][8] = {};
+    ColumnTotals<Halves<kGated>::kCount> columns = {};
 
     __device__ void add(int half, const float (&d)[8]) {
 #pragma unroll
@@ -206,62 +202,6 @@ __device__ __forceinline__ Totals<kGated> differentiate_rows(const ActivationBac
     return totals;
 }
 
-// Sum of `count` partial results that lie `stride` apart, which other blocks wrote.
-__device__ inline float sum_partials(const float* from, uint64_t count, size_t stride) {
-    constexpr uint64_t kClasses = 8;
-    float total[kClasses] = {};
-#pragma unroll 2
-    for (uint64_t tile = 0; tile < count; tile += kClasses) {
-#pragma unroll
-        for (uint64_t i = 0; i < kClasses; ++i) {
-            if (tile + i < count) total[i] += __ldcg(from + (tile + i) * stride);
-        }
-    }
-#pragma unroll
-    for (uint64_t i = 1; i < kClasses; ++i) total[0] += total[i];
-    return total[0];
-}
-
-// Sums the columns of the strip; the block that arrives last for its 128 columns adds the strips. Contains barriers.
-template <bool kGated, Floating In>
-__device__ void sum_columns(const ActivationBackwardParams& p, Totals<kGated>& totals,
-                            BackwardShared<kGated, In>& shared) {
-    const Strip strip(p.plan);
-    constexpr int kCount = Halves<kGated>::kCount;
-    static_assert(kCount * kTile <= kTileThreads);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    ptx::wait_copies<0>();
-    __syncthreads();  // the ring is free
-#pragma unroll
-    for (int half = 0; half < kCount; ++half) {
-        float (&total)[8] = totals.columns[half];
-#pragma unroll
-        for (int c = 0; c < 8; ++c) total[c] += __shfl_xor_sync(kFullWarp, total[c], kPatches);
-        if (lane < kPatches) {
-#pragma unroll
-            for (int c = 0; c < 8; c += 4) {
-                *reinterpret_cast<float4*>(&shared.sums[half][warp][lane * kPatch + c]) =
-                    make_float4(total[c], total[c + 1], total[c + 2], total[c + 3]);
-            }
-        }
-    }
-    __syncthreads();
-    const Halves<kGated> halves{p.cols, p.interleave};
-    const int half = threadIdx.x / kTile;
-    const size_t col = static_cast<size_t>(strip.tile_col) * kTile + threadIdx.x % kTile;
-    const bool inside = half < kCount && col < p.cols;
-    float* from = p.partial + half * p.cols + col;
-    if (inside) {
-        float sum = shared.sums[half][0][threadIdx.x % kTile];
-#pragma unroll
-        for (int i = 1; i < kWarps; ++i) sum += shared.sums[half][i][threadIdx.x % kTile];
-        from[strip.index * halves.stride()] = sum;
-    }
-    if (!is_last_block(p.counters + strip.tile_col, p.plan.strips) || !inside) return;
-    const float sum = sum_partials(from, p.plan.strips, halves.stride());
-    static_cast<In*>(p.dbias)[halves.column(static_cast<uint32_t>(col), half)] = from_float<In>(sum);
-}
-
 // The block that arrives last for the rows of its strip adds the columns of tiles. Contains barriers.
 template <bool kGated>
 __device__ void sum_rows(const ActivationBackwardParams& p) {
@@ -313,7 +253,11 @@ __device__ __forceinline__ void activation_backward(const ActivationBackwardPara
         const float amax = warp_max(totals.amax);
         if (threadIdx.x % 32 == 0) atomic_max_nonnegative(p.amax, amax);
     }
-    if (p.dbias != nullptr) sum_columns(p, totals, shared);
+    if (p.dbias != nullptr) {
+        // Found again: kept through the rows it costs registers.
+        sum_columns<kGated>(Strip(p.plan), totals.columns, shared.sums, p.plan.strips, halves, p.partial, p.counters,
+                            static_cast<In*>(p.dbias));
+    }
     if (p.drow_scale != nullptr) sum_rows<kGated>(p);
 }
 

@@ -1,16 +1,15 @@
 // Scaled cast to FP8 in row layout, transposed layout or both, with optional column sums.
 //
 //   q[r][c] = fp8(float(x[r][c]) * scale)     out[r][c] = q[r][c]     out_t[c][r] = q[r][c], 0 for rows <= r < ld_t
-//   dbias[c] = sum over r of float(x[r][c])   (f32; the order: 8 rows; two such groups; the 8 pairs of a tile; the
-//                                              tiles t of each of 8 classes t % 8; the classes)
+//   dbias[c] = sum over r of float(x[r][c])   (f32, in the order of common/column_sums.cuh)
 //
-// Launch: cast_transpose: blocks = tiles_cols * tiles_rows with tiles_rows = ceil(max(rows, ld_t) / 128); 256 threads.
+// Launch: blocks = plan.tiles_cols * plan.strips, tiles_cols = ceil(cols / 128) and tiles_rows = ceil(rows / 128), both
+//         at least 1; 256 threads; 48 KiB of dynamic shared memory. The plan is any that covers the tiles.
 // Needs:  contiguous x; any rows, cols, alignment of x and out; ld_t a multiple of 16, out_t 16-byte aligned.
 //         out or out_t may be null. dbias: counters zeroed once at allocation, they are zero again after each launch.
-// Moves:  sizeof(In) + 1 byte per element and per layout written; dbias adds 8 bytes per column and tile.
+// Moves:  sizeof(In) + 1 byte per element and per layout written; dbias adds 8 bytes per column and strip.
 
-#include "common/reduce.cuh"
-#include "common/tile.cuh"
+#include "common/column_sums.cuh"
 
 namespace te_fast {
 
@@ -23,145 +22,102 @@ struct CastTransposeParams {
     float* amax;         // null: none; else *amax = max(*amax, |x|)
     const float* noop;   // null: none; *noop == 1 leaves every output as it is
     void* dbias;         // dbias kernels alone
-    float* partial;      // [tiles_rows][cols]
-    unsigned* counters;  // [4 * tiles_cols]
+    float* partial;      // [strips][cols]
+    unsigned* counters;  // [tiles_cols]
     uint64_t rows, cols, ld_t;
-    uint32_t tiles_rows, tiles_cols;
+    StripPlan plan;
     uint32_t reverse;  // walk the tensor from its end, where a preceding amax pass left it in L2
-    uint32_t zero;     // 0
 };
-static_assert(sizeof(CastTransposeParams) == 120);
+static_assert(sizeof(CastTransposeParams) == 144);
 
-constexpr int kWarps = kTileThreads / 32;
-template <bool kDbias>
-struct Shared {
-    TransposeBuffer transpose;
-    float sums[kDbias ? kWarps : 1][kTile];
+template <Floating In>
+struct CastShared {
+    TransposeBuffer tile;
+    union {
+        RowRing<1, In> ring;  // while rows are read
+        WarpTotals<1> sums;   // after that
+    };
 };
+static_assert(sizeof(CastShared<bf16>) == 48 << 10 && sizeof(CastShared<f32>) == 48 << 10);
 
-constexpr int kSumWarps = kTile / 32;  // each finishes 32 columns
-
-// Sums the columns of the tile, writes them to `partial` and counts the arrival, in the order that the head comment
-// gives. True in a warp that was the last to arrive for its 32 columns. This comes before the tile's stores, because
-// the fence waits for every store its thread has made. Contains one barrier.
-template <Floating In>
-__device__ bool sum_columns(const CastTransposeParams& p, const TilePlace& place, const Raw8<In> (&patch)[kPatch],
-                            float (&sums)[kWarps][kTile]) {
-    float total[8];
-    unpack8<In>(patch[0], total);
-#pragma unroll
-    for (int i = 1; i < kPatch; ++i) {
-        float x[8];
-        unpack8<In>(patch[i], x);
-#pragma unroll
-        for (int c = 0; c < 8; ++c) total[c] += x[c];
-    }
-#pragma unroll
-    for (int c = 0; c < 8; ++c) total[c] += __shfl_xor_sync(kFullWarp, total[c], kPatches);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (lane < kPatches) {
-#pragma unroll
-        for (int c = 0; c < 8; c += 4) {
-            *reinterpret_cast<float4*>(&sums[warp][lane * kPatch + c]) =
-                make_float4(total[c], total[c + 1], total[c + 2], total[c + 3]);
-        }
-    }
-    __syncthreads();
-    if (warp >= kSumWarps) return false;
-    float sum = sums[0][threadIdx.x];
-#pragma unroll
-    for (int i = 1; i < kWarps; ++i) sum += sums[i][threadIdx.x];
-    const size_t col = place.col0 + threadIdx.x;
-    if (col < place.cols) p.partial[(place.row0 / kTile) * place.cols + col] = sum;
-    __threadfence();
-    __syncwarp();
-    unsigned arrived = 0;
-    if (lane == 0) arrived = atomicInc(p.counters + (place.col0 / kTile) * kSumWarps + warp, p.tiles_rows - 1);
-    return __shfl_sync(kFullWarp, arrived, 0) == p.tiles_rows - 1;
-}
-
-// The warp that arrived last for its 32 columns adds the tiles' sums.
-template <Floating In>
-__device__ void finish_columns(const CastTransposeParams& p, size_t col) {
-    constexpr uint64_t kClasses = 8;
-    __threadfence();
-    if (col >= p.cols) return;
-    float total[kClasses] = {};
-    const uint64_t tiles = ceil_div<uint64_t>(p.rows, kTile);
-#pragma unroll 2
-    for (uint64_t tile = 0; tile < tiles; tile += kClasses) {
-#pragma unroll
-        for (uint64_t i = 0; i < kClasses; ++i) {
-            if (tile + i < tiles) total[i] += __ldcg(p.partial + (tile + i) * p.cols + col);
-        }
-    }
-#pragma unroll
-    for (uint64_t i = 1; i < kClasses; ++i) total[0] += total[i];
-    static_cast<In*>(p.dbias)[col] = from_float<In>(total[0]);
-}
-
+// The rows of the strip.
 template <bool kVectors, bool kDbias, Floating In, Fp8 Out>
-__device__ void cast_tile(const CastTransposeParams& p, const TilePlace& place, Shared<kDbias>& shared) {
-    Raw8<In> patch[kPatch];
-    load_patch<kVectors, In>(patch, static_cast<const In*>(p.x), place);
-    bool last = false;
-    if constexpr (kDbias) {
-        last = sum_columns<In>(p, place, patch, shared.sums);
-        // A zero that the compiler cannot see: else it keeps the 64 floats of the sums for the cast, and spills.
+__device__ __forceinline__ void cast_rows(const CastTransposeParams& p, const Strip& strip, CastShared<In>& shared,
+                                          ColumnTotals<1>& totals) {
+    TilePlace place = strip.top(p.rows, p.cols);
+    PatchPlace<false> patch(place, {p.cols, 0});
+    RowReader<kVectors, false, false, In> reader(p.x, nullptr, patch, patch, shared.ring);
+    const float scale = p.scale == nullptr ? 0.0f : *p.scale;
+    Raw8<In> amax = zero8<In>();
+#pragma unroll 1
+    for (uint32_t left = strip.tiles; left > 0; --left) {
+#pragma unroll 1
+        for (int above = 0; above < kPatch; above += RowGroup::kRows) {
+            RowGroup group;
 #pragma unroll
-        for (int i = 0; i < kPatch; ++i) {
+            for (int i = 0; i < RowGroup::kRows; ++i) {
+                const Raw8<In> raw = reader.read(above + i).tensor[0];
+                absmax_into<In>(amax, raw);
+                if constexpr (kDbias) {
+                    float x[8];
+                    unpack8<In>(raw, x);
 #pragma unroll
-            for (int j = 0; j < static_cast<int>(sizeof(In) / 2); ++j) {
-                uint4& word = patch[i].word[j];
-                word = make_uint4(word.x ^ p.zero, word.y ^ p.zero, word.z ^ p.zero, word.w ^ p.zero);
+                    for (int c = 0; c < 8; ++c) totals[0][c] += x[c];
+                }
+                group.row[i] = cast8<Out, In>(raw, scale);
+                if (p.out != nullptr) store_bytes8<kVectors>(p.out, patch, above + i, 0, group.row[i]);
             }
-        }
-    }
-    if (p.amax != nullptr) {
-        Raw8<In> acc = zero8<In>();
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i) absmax_into<In>(acc, patch[i]);
-        const float amax = warp_max(absmax8<In>(acc));
-        if (threadIdx.x % 32 == 0) atomic_max_nonnegative(p.amax, amax);
-    }
-    if (p.scale != nullptr) {
-        const float scale = *p.scale;
-        uint2 bytes[kPatch];
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i) {
-            bytes[i] = cast8<Out, In>(patch[i], scale);
-            if (p.out != nullptr) store_patch_row<kVectors>(p.out, place, i, bytes[i]);
+            if (p.out_t == nullptr) continue;
+            if (above == 0) __syncthreads();  // the tile before has been read
+            group.put(shared.tile, above);
         }
         if (p.out_t != nullptr) {
-            clear_outside(bytes, place);
-            store_transposed(p.out_t, p.ld_t, place, bytes, shared.transpose);
+            clear_rows(shared.tile, patch.rows);
+            __syncthreads();
+            store_columns<false>(p.out_t, p.ld_t, place.row0, strip.tile_col * kTile, {p.cols, 0}, 0, shared.tile);
         }
+        place.row0 += kTile;
+        patch.descend();
     }
-    if (kDbias && last) finish_columns<In>(p, place.col0 + threadIdx.x);
+    if (p.amax != nullptr) {
+        const float largest = warp_max(absmax8<In>(amax));
+        if (threadIdx.x % 32 == 0) atomic_max_nonnegative(p.amax, largest);
+    }
 }
+
+// Blocks per multiprocessor that the registers are capped for: the most without a spill.
+template <bool kDbias>
+constexpr int kCastBlocks = !kManyBlocks ? 2
+                            : kDbias     ? 3
+                                         : 4;
 
 template <bool kDbias, Floating In, Fp8 Out>
 __device__ void cast_transpose(const CastTransposeParams& p) {
     if (p.noop != nullptr && *p.noop == 1.0f) return;
-    const uint32_t index = p.reverse != 0 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    const TilePlace place(p.rows, p.cols, index / p.tiles_cols, index % p.tiles_cols);
-    if (index == 0 && threadIdx.x == 0 && p.scale_inv != nullptr) *p.scale_inv = __frcp_rn(*p.scale);
+    const Strip strip(p.plan, p.reverse != 0 ? gridDim.x - 1 - ptx::block_index() : ptx::block_index());
+    if (blockIdx.x == 0 && threadIdx.x == 0 && p.scale_inv != nullptr) *p.scale_inv = __frcp_rn(*p.scale);
 
-    __shared__ Shared<kDbias> shared;
+    extern __shared__ __align__(ptx::kCopyAlign) uint4 dynamic[];
+    auto& shared = *reinterpret_cast<CastShared<In>*>(dynamic);
+    ColumnTotals<1> totals = {};
     if (rows_are_vectors<In>(static_cast<const In*>(p.x), p.out, p.cols)) {
-        cast_tile<true, kDbias, In, Out>(p, place, shared);
+        cast_rows<true, kDbias, In, Out>(p, strip, shared, totals);
     } else {
-        cast_tile<false, kDbias, In, Out>(p, place, shared);
+        cast_rows<false, kDbias, In, Out>(p, strip, shared, totals);
+    }
+    if constexpr (kDbias) {
+        sum_columns<false>(strip, totals, shared.sums, p.plan.strips, {p.cols, 0}, p.partial, p.counters,
+                           static_cast<In*>(p.dbias));
     }
 }
 
 }  // namespace te_fast
 
-#define INSTANCE(symbol, dbias, in, out)                                                                   \
-    extern "C" __global__ void __launch_bounds__(te_fast::kTileThreads, te_fast::kTileBlocks<te_fast::in>) \
-        symbol(const __grid_constant__ te_fast::CastTransposeParams p) {                                   \
-        te_fast::ptx::wait_for_prior_grids();                                                              \
-        te_fast::cast_transpose<dbias, te_fast::in, te_fast::out>(p);                                      \
+#define INSTANCE(symbol, dbias, in, out)                                                             \
+    extern "C" __global__ void __launch_bounds__(te_fast::kTileThreads, te_fast::kCastBlocks<dbias>) \
+        symbol(const __grid_constant__ te_fast::CastTransposeParams p) {                             \
+        te_fast::ptx::wait_for_prior_grids();                                                        \
+        te_fast::cast_transpose<dbias, te_fast::in, te_fast::out>(p);                                \
     }
 
 INSTANCE(cast_transpose_f32_e4m3, false, f32, e4m3)

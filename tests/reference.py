@@ -5,7 +5,12 @@ Nothing here uses te_fast: both backends are compared with these functions, bit 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 TORCH_FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -113,22 +118,29 @@ def quantize_2d(
     return to_fp8_bytes(_scaled(x, spread), fmt), _padded(reciprocal(scale), _up(scale.shape[1], 4))
 
 
-def column_sums(x: torch.Tensor) -> torch.Tensor:
-    """Bias gradient in the order of summation that ``cuda/cast_transpose.cu`` documents, in the dtype of ``x``."""
+def column_sums(x: torch.Tensor, strips: Sequence[int] = ()) -> torch.Tensor:
+    """Bias gradient in the order of summation that ``cuda/common/column_sums.cuh`` documents, in the dtype of ``x``.
+
+    ``strips`` are lengths in tiles of 128 rows; each tile is one by default, as on the host backend.
+    """
     rows, cols = x.shape
     tiles = _blocks(x.float(), 128, 1).view(_up(rows, 128) // 128, 16, 8, cols)
-    patches = tiles[:, :, 0]
-    for i in range(1, 8):
-        patches = patches + tiles[:, :, i]
-    pairs = patches[:, 0::2] + patches[:, 1::2]
-    sums = pairs[:, 0]
-    for i in range(1, 8):
-        sums = sums + pairs[:, i]
+    sums = []
+    for strip in tiles.split(list(strips) or 1):
+        patches = x.new_zeros(16, cols, dtype=torch.float32)
+        for tile in strip:
+            for i in range(8):
+                patches = patches + tile[:, i]
+        pairs = patches[0::2] + patches[1::2]
+        total = pairs[0]
+        for i in range(1, 8):
+            total = total + pairs[i]
+        sums.append(total)
     total = None
     for group in range(8):
         part = x.new_zeros(cols, dtype=torch.float32)
-        for tile in sums[group::8]:
-            part = part + tile
+        for strip in sums[group::8]:
+            part = part + strip
         total = part if total is None else total + part
     return total.to(x.dtype)
 

@@ -145,15 +145,15 @@ struct RowGroup {
 // Clears the bytes of rows from `rows` on of the patch in the transposed tile: outside the tensor they are zero,
 // whatever curve and scale made of them.
 __device__ inline void clear_rows(TransposeBuffer& buffer, int rows) {
+    if (rows >= kPatch) return;
     const uint32_t thread = ptx::thread_index(), patch_row = thread / kPatches, patch_col = thread % kPatches;
+    const uint64_t kept = (uint64_t{1} << 8 * max(rows, 0)) - 1;  // row 0 in the lowest byte
+    const uint32_t low = static_cast<uint32_t>(kept), high = static_cast<uint32_t>(kept >> 32);
+    const uint2 mask = patch_row % 2 == 0 ? make_uint2(low, high) : make_uint2(high, low);  // as RowGroup::put has them
 #pragma unroll 1
-    for (int i = max(rows, 0); i < kPatch; ++i) {
-#pragma unroll 1
-        for (int c = 0; c < kPatch; ++c) {
-            uint2& slot = buffer.slot[patch_col * kPatch + c][patch_row ^ patch_col];
-            const uint32_t word = (i / RowGroup::kRows) ^ (patch_row & 1);
-            reinterpret_cast<uint8_t*>(&slot)[4 * word + i % RowGroup::kRows] = 0;
-        }
+    for (int c = 0; c < kPatch; ++c) {
+        uint2& slot = buffer.slot[patch_col * kPatch + c][patch_row ^ patch_col];
+        slot = make_uint2(slot.x & mask.x, slot.y & mask.y);
     }
 }
 

@@ -18,6 +18,8 @@ FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 CANARY = 256
 POISON = 0xA5
+#: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+MAX_DYNAMIC_SHARED = 8
 
 
 @functools.cache
@@ -60,6 +62,7 @@ def function(image: str, symbol: str) -> ctypes.c_void_p:
         driver().cuModuleGetFunction(ctypes.byref(handle), module(image), symbol.encode()),
         f"loading {symbol}",
     )
+    check(driver().cuFuncSetAttribute(handle, MAX_DYNAMIC_SHARED, 64 << 10), "cuFuncSetAttribute")
     return handle
 
 
@@ -67,17 +70,29 @@ class Kernel:
     """A launch with its parameter bytes made once, so that timing repeats nothing but the launch."""
 
     def __init__(
-        self, image: str, symbol: str, blocks: int, params: bytes, threads: int = 256
+        self,
+        image: str,
+        symbol: str,
+        blocks: int,
+        params: bytes,
+        threads: int = 256,
+        shared: int = 0,
     ) -> None:
         self.function = function(image, symbol)
-        self.blocks, self.threads = blocks, threads
+        self.blocks, self.threads, self.shared = blocks, threads, shared
         self.params = ctypes.create_string_buffer(params, len(params))
         self.pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
 
     def __call__(self) -> None:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         code = driver().cuLaunchKernel(
-            self.function, self.blocks, 1, 1, self.threads, 1, 1, 0, stream, self.pointers, None
+            self.function,
+            *(self.blocks, 1, 1),
+            *(self.threads, 1, 1),
+            self.shared,
+            stream,
+            self.pointers,
+            None,
         )
         check(code, "cuLaunchKernel")
 
@@ -122,25 +137,16 @@ def cast(
 
 def cast_transpose(
     x, out, out_t, scale, fmt, *, name, ld_t=0, scale_inv=None, amax=None, noop=None, reverse=False,
-    dbias=None, partial=None, counters=None, image="cast_transpose",
+    dbias=None, partial=None, counters=None, strip=1, image="cast_transpose",
 ):  # fmt: skip
     rows, cols = x.shape
-    tiles_rows = max(1, ceil_div(max(rows, ld_t), 128))
-    tiles_cols = max(1, ceil_div(cols, 128))
+    tiles_rows, tiles_cols = max(1, ceil_div(rows, 128)), max(1, ceil_div(cols, 128))
+    strips = ceil_div(tiles_rows, strip)
     pointers = (x, out, out_t, scale, scale_inv, amax, noop, dbias, partial, counters)
-    params = struct.pack(
-        "10Q3Q4I",
-        *map(pointer, pointers),
-        rows,
-        cols,
-        ld_t,
-        tiles_rows,
-        tiles_cols,
-        int(reverse),
-        0,
-    )
+    plan = (tiles_rows, tiles_cols, strips, strips, 0, 0, strip, 0, 0)
+    params = struct.pack("10Q3Q10I", *map(pointer, pointers), rows, cols, ld_t, *plan, int(reverse))
     stem = "cast_transpose" if dbias is None else "cast_transpose_dbias"
-    return Kernel(image, f"{stem}_{name}_{fmt}", tiles_rows * tiles_cols, params)
+    return Kernel(image, f"{stem}_{name}_{fmt}", tiles_cols * strips, params, shared=48 << 10)
 
 
 def amax(

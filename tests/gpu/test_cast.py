@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,30 +99,42 @@ def check_cast(rows: int, cols: int, name: str, fmt: str, offset: int = 0) -> No
 
 
 def check_cast_transpose(
-    rows: int, cols: int, name: str, fmt: str, *, row=True, column=True, dbias=True, offset=0
+    rows: int,
+    cols: int,
+    name: str,
+    fmt: str,
+    *,
+    row=True,
+    column=True,
+    dbias=True,
+    offset=0,
+    strip=1,
 ):
     x, scale = data(rows, cols, name, special=not dbias, offset=offset), scalar(0.3)
     ld_t = ceil_div(rows, 16) * 16
     out = Guarded(rows * cols) if row else None
     out_t = Guarded(cols * ld_t) if column else None
     scale_inv, amax = Guarded(4), scalar(0.0)
-    extra = {}
+    extra: dict[str, Any] = {}
     if dbias:
         tiles_rows = max(1, ceil_div(rows, 128))
         extra = {
             "dbias": Guarded(cols * x.element_size()),
             "partial": Guarded(tiles_rows * cols * 4),
-            "counters": Guarded(max(1, ceil_div(cols, 128)) * 16, fill=0),
+            "counters": Guarded(max(1, ceil_div(cols, 128)) * 4, fill=0),
         }
-    launch = kernels.cast_transpose(x, out, out_t, scale, fmt, name=name, ld_t=ld_t if column else 0,
-                                    scale_inv=scale_inv, amax=amax, reverse=cols % 2 == 1, **extra)  # fmt: skip
+    extra |= {"scale_inv": scale_inv, "amax": amax, "reverse": cols % 2 == 1, "strip": strip}
+    extra["ld_t"] = ld_t if column else 0
+    launch = kernels.cast_transpose(x, out, out_t, scale, fmt, name=name, **extra)
     launch()
     if dbias:
         first = extra["dbias"].read().clone()
         launch()  # the counters were left ready
         same(extra["dbias"].read(), first, "dbias twice")
         assert not extra["counters"].read().any()
-        same(extra["dbias"].read(x.dtype), reference.column_sums(x), "dbias")
+        tiles = max(1, ceil_div(rows, 128))
+        strips = [min(strip, tiles - first) for first in range(0, tiles, strip)]
+        same(extra["dbias"].read(x.dtype), reference.column_sums(x, strips), "dbias")
     expected = reference.quantize_per_tensor(x, scale, fmt)
     if row:
         same(out.read(), expected, "row layout")
@@ -270,6 +283,7 @@ class TestShapes:
             for dbias in (False, True):
                 check_cast_transpose(*shape, name, fmt, row=row, column=column, dbias=dbias)
         check_cast_transpose(*shape, name, fmt, offset=3, dbias=False)
+        check_cast_transpose(*shape, name, fmt, strip=3)
 
     @pytest.mark.parametrize("dims", [1, 2])
     def test_cast_block(self, shape, name, fmt, dims):
@@ -363,7 +377,7 @@ def test_scale_update(length, layers, most_recent, with_reduced):
 
 def test_column_sums_alone():
     x = data(700, 264, "bf16", special=False)
-    dbias, partial, counters = Guarded(264 * 2), Guarded(6 * 264 * 4), Guarded(3 * 16, fill=0)
+    dbias, partial, counters = Guarded(264 * 2), Guarded(6 * 264 * 4), Guarded(3 * 4, fill=0)
     kernels.cast_transpose(
         x, None, None, None, "e4m3", name="bf16", dbias=dbias, partial=partial, counters=counters
     )()

@@ -110,6 +110,7 @@ impl QuantPlan {
                 columnwise: spec.usage.columnwise,
                 dbias: spec.dbias,
                 reverse,
+                processors: spec.processors,
             })
         };
         let steps = match spec.scaling {
@@ -295,14 +296,6 @@ fn block_plan(spec: &QuantSpec) -> Result<CastBlockPlan> {
 
 /// Block casts have no fused column sums; a pass of its own makes them.
 fn column_sums(spec: &QuantSpec) -> Result<CastPlan> {
-    CastPlan::new(CastSpec {
-        rows: spec.rows,
-        cols: spec.cols,
-        input: spec.input,
-        output: spec.output,
-        rowwise: false,
-        columnwise: false,
-        dbias: true,
-        reverse: true,
-    })
+    let QuantSpec { rows, cols, input, processors, .. } = *spec;
+    CastPlan::new(CastSpec { reverse: true, ..CastSpec::column_sums(rows, cols, input, processors) })
 }

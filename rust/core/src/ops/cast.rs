@@ -6,6 +6,7 @@ use te_fast_kernels::{Float, Fp8, KernelId};
 use crate::error::{Error, Result};
 use crate::host;
 use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::ops::strips::StripPlan;
 use crate::params;
 
 /// Rows and columns of the tile that a thread block casts; also the side of a scaling block.
@@ -14,6 +15,10 @@ pub const TILE: usize = 128;
 pub const TRANSPOSED_ALIGN: usize = 16;
 /// Threads of a block in every kernel of the cast family.
 pub(crate) const THREADS: u32 = 256;
+/// `sizeof(CastShared)` in `cuda/cast_transpose.cu`.
+const SHARED: u32 = 48 << 10;
+/// Blocks that sum columns which one multiprocessor of a Hopper runs at once, as in `cuda/cast_transpose.cu`.
+const SUMMING_BLOCKS: u32 = 3;
 /// Elements that a block casts in row layout alone.
 const SPAN: usize = 8192;
 
@@ -43,7 +48,7 @@ params! {
 
 params! {
     /// Parameters of `cast_transpose_*` and `cast_transpose_dbias_*`.
-    pub struct CastTransposeParams<'a> [120] for CastTranspose | CastTransposeDbias => host::cast::run_transpose {
+    pub struct CastTransposeParams<'a> [144] for CastTranspose | CastTransposeDbias => host::cast::run_transpose {
         /// Input `[rows, cols]`.
         pub x: DevPtr<'a>,
         /// FP8 bytes `[rows, cols]`, or null.
@@ -60,9 +65,9 @@ params! {
         pub noop: DevPtr<'a>,
         /// Column sums `[cols]` in the input's type.
         pub dbias: DevPtr<'a>,
-        /// Sums of the tiles, f32 `[tiles_rows, cols]`.
+        /// Sums of the strips, f32 `[strips, cols]`.
         pub partial: DevPtr<'a>,
-        /// Arrival counters, u32 `[4 * tiles_cols]`, zero between launches.
+        /// Arrival counters, u32 `[tiles_cols]`, zero between launches.
         pub counters: DevPtr<'a>,
         /// Rows of the input.
         pub rows: u64,
@@ -70,14 +75,10 @@ params! {
         pub cols: u64,
         /// Leading dimension of `out_t`.
         pub ld_t: u64,
-        /// Tiles along the rows.
-        pub tiles_rows: u32,
-        /// Tiles along the columns.
-        pub tiles_cols: u32,
+        /// The walk.
+        pub strips: StripPlan,
         /// Walk the tensor from its end.
         pub reverse: u32,
-        /// Zero.
-        pub unused: u32,
     }
 }
 
@@ -101,6 +102,17 @@ pub struct CastSpec {
     pub dbias: bool,
     /// Walk the tensor from its end: what an amax pass just read last is still in L2.
     pub reverse: bool,
+    /// Multiprocessors of the device (any number for the host backend).
+    pub processors: u32,
+}
+
+impl CastSpec {
+    /// Column sums of a tensor alone.
+    #[must_use]
+    pub const fn column_sums(rows: usize, cols: usize, input: Float, processors: u32) -> Self {
+        let (rowwise, columnwise, dbias, reverse) = (false, false, true, false);
+        Self { rows, cols, input, output: Fp8::E4m3, rowwise, columnwise, dbias, reverse, processors }
+    }
 }
 
 /// Buffers of one cast; null where the plan has no use for one.
@@ -151,8 +163,7 @@ pub struct CastPlan {
     kernel: KernelId,
     grid: Grid,
     ld_t: usize,
-    tiles_rows: u32,
-    tiles_cols: u32,
+    strips: StripPlan,
 }
 
 impl CastPlan {
@@ -169,15 +180,22 @@ impl CastPlan {
         // An empty tensor still has a scale_inv or a bias gradient to write.
         let (tiles_rows, tiles_cols) = (tiles_rows.max(1), tiles_cols.max(1));
         let (input, output) = (spec.input, spec.output);
-        let (kernel, blocks) = match (spec.columnwise, spec.dbias) {
-            (_, true) => (KernelId::CastTransposeDbias(input, output), tiles_rows * tiles_cols),
-            (true, false) => (KernelId::CastTranspose(input, output), tiles_rows * tiles_cols),
+        // Single tiles are the fastest, but each would have sums of its own to hand over.
+        let strips = if spec.dbias {
+            StripPlan::balanced(tiles_rows, tiles_cols, spec.processors * SUMMING_BLOCKS)
+        } else {
+            StripPlan::single_tiles(tiles_rows, tiles_cols)
+        };
+        let tiled = Grid::linear(strips.strips * tiles_cols, THREADS).with_shared(SHARED);
+        let (kernel, grid) = match (spec.columnwise, spec.dbias) {
+            (_, true) => (KernelId::CastTransposeDbias(input, output), tiled),
+            (true, false) => (KernelId::CastTranspose(input, output), tiled),
             (false, false) => {
                 let blocks = (spec.rows * spec.cols).div_ceil(SPAN).max(1);
-                (KernelId::Cast(input, output), blocks as u32)
+                (KernelId::Cast(input, output), Grid::linear(blocks as u32, THREADS))
             }
         };
-        Ok(Self { spec, kernel, grid: Grid::linear(blocks, THREADS), ld_t, tiles_rows, tiles_cols })
+        Ok(Self { spec, kernel, grid, ld_t, strips })
     }
 
     /// What the plan was made for.
@@ -213,13 +231,13 @@ impl CastPlan {
     /// Size of the arrival counters.
     #[must_use]
     pub const fn counter_bytes(&self) -> usize {
-        if self.spec.dbias { self.tiles_cols as usize * 4 * size_of::<u32>() } else { 0 }
+        if self.spec.dbias { self.strips.tiles_cols as usize * size_of::<u32>() } else { 0 }
     }
 
-    /// Size of the tiles' sums.
+    /// Size of the strips' sums.
     #[must_use]
     pub const fn partial_bytes(&self) -> usize {
-        if self.spec.dbias { self.tiles_rows as usize * self.spec.cols * 4 } else { 0 }
+        if self.spec.dbias { self.strips.strips as usize * self.spec.cols * size_of::<f32>() } else { 0 }
     }
 
     /// Launches the cast.
@@ -260,10 +278,8 @@ impl CastPlan {
             rows: spec.rows as u64,
             cols: spec.cols as u64,
             ld_t: self.ld_t as u64,
-            tiles_rows: self.tiles_rows,
-            tiles_cols: self.tiles_cols,
+            strips: self.strips,
             reverse: u32::from(spec.reverse),
-            unused: 0,
         };
         launch(target, self.kernel, self.grid, &params)
     }
@@ -325,13 +341,14 @@ mod tests {
         columnwise: true,
         dbias: true,
         reverse: false,
+        processors: 132,
     };
 
     #[test]
     fn sizes_follow_the_layouts() -> Result<()> {
         let plan = CastPlan::new(SPEC)?;
         assert_eq!((plan.transposed_ld(), plan.out_bytes(), plan.out_t_bytes()), (144, 130 * 24, 144 * 24));
-        assert_eq!((plan.dbias_bytes(), plan.counter_bytes(), plan.partial_bytes()), (48, 16, 2 * 24 * 4));
+        assert_eq!((plan.dbias_bytes(), plan.counter_bytes(), plan.partial_bytes()), (48, 4, 2 * 24 * 4));
         let row = CastPlan::new(CastSpec { columnwise: false, dbias: false, ..SPEC })?;
         assert_eq!((row.out_t_bytes(), row.dbias_bytes(), row.partial_bytes()), (0, 0, 0));
         assert_eq!(row.kernel, KernelId::Cast(Float::Bf16, Fp8::E4m3));

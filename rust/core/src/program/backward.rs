@@ -204,17 +204,8 @@ impl Compiler<'_> {
             }
         }
         let (rows, input) = (self.facts.key.rows, self.facts.key.activation);
-        let spec = CastSpec {
-            rows,
-            cols,
-            input,
-            output: te_fast_kernels::Fp8::E4m3,
-            rowwise: false,
-            columnwise: false,
-            dbias: true,
-            reverse: false,
-        };
-        let plan = CastPlan::new(spec)?;
+        let processors = self.dispatcher.multiprocessors(self.facts.key.device)?;
+        let plan = CastPlan::new(CastSpec::column_sums(rows, cols, input, processors))?;
         let partial = self.scratch(plan.partial_bytes());
         self.touch(&[grad.high, partial]);
         self.step(Action::ColumnSums { plan, x: grad.high, out, partial }, (index, index), "bias gradient");
