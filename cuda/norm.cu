@@ -7,18 +7,21 @@
 //   out[r][c] = fp8(y[r][c] * scale)     out_t[c][r] = out[r][c], 0 for rows <= r < ld_t     amax = max |y|
 //
 // All of it is FP32, y included on its way to FP8, and (s - mean) * rstd one FMA for 16-bit In. A team of warps has a
-// row, 512 columns each warp; the variance is that of sums and squares, or, where these cancel, and of FP32, a second
-// sum about the mean.
+// row, neighbouring columns each warp; the variance is that of sums and squares, or, where these cancel, and of FP32, a
+// second sum about the mean.
 //
-// Launch: norm:           a team holds a row in registers, while the next one is on its way to shared memory. Any
-//                         number of blocks; strip = rows that the teams of a block hold.
-//         norm_transpose: the same; a block collects the bytes of `strip` = 16, 32 or 64 rows in shared memory.
+// Launch: norm:           a team holds two rows in registers, 64 bytes of each a thread, or one, 128 bytes, while the
+//                         next are on their way to shared memory. Any number of blocks; strip = rows that the teams of
+//                         a block hold.
+//         norm_transpose: 16 columns and 128 bytes a thread; a block collects the bytes of `strip` = 16, 32 or 64 rows
+//                         in shared memory.
 //         norm_long:      any cols; `strip` rows at a time, 32 with out_t, `chunk` columns of them at a time.
-//         At most 512 threads. Dynamic shared memory: ring * 128 bytes per thread, then with out_t strip * chunk bytes.
-//         In clusters of up to eight blocks, but for norm_long, these have `chunk` columns of each row each.
+//         At most 512 threads. Dynamic shared memory: ring * 128 bytes per thread; then, for two rows, 8 * chunk, with
+//         out_t strip * chunk bytes. In clusters of up to eight blocks, but for norm_long, these have `chunk` columns
+//         of each row each.
 // Needs:  contiguous tensors, any alignment but that of out_t, 16 bytes; cols >= 1; ld_t a multiple of 16; chunk a
 //         multiple of 128, and times the blocks of a cluster at least cols but for norm_long; team a multiple of 32
-//         that divides blockDim; 16 * team >= chunk with out_t or clusters.
+//         that divides blockDim and is large enough for chunk columns.
 // Moves:  per element sizeof(In) for x, for the residual, for the sum and for y, 1 byte per FP8 layout written;
 //         norm_long, and every kernel for tensors without 16-byte loads, reads its input three times.
 
@@ -28,20 +31,45 @@ namespace te_fast {
 
 enum class Way { kRows, kTransposed, kLong };
 
-// Normalises a thread's part of the rows from `row0` on; `put` takes the bytes. kKeep: with the weights at hand.
-template <Store kStore, bool kKeep, int kRows, Floating In, typename Put>
-__device__ __forceinline__ void normalise(const NormParams& p, const RowPart<kRows, In>& part,
-                                          const Stats (&stats)[kRows], size_t row0, const Weights* kept, float scale,
-                                          float& amax, Put put) {
-    using Part = RowPart<kRows, In>;
+// Where gamma and beta are between one group of rows and the next: in global, registers, shared memory.
+enum class Keep { kNot, kRegisters, kShared };
+
+template <Keep kKeep, int kVectors>
+struct Kept {
+    Weights own[kKeep == Keep::kRegisters ? kVectors : 1];
+    WeightPlanes planes;
+
+    // `room`: of the planes. Contains a barrier of the block for them.
+    template <typename Part>
+    __device__ Kept(const NormParams& p, const Part& part, uint32_t col0, uint4* room)
+        : planes{reinterpret_cast<float4*>(room), p.chunk / 8} {
+        if constexpr (kKeep == Keep::kShared) {
+            planes.fill(p, col0);
+            __syncthreads();
+        } else if constexpr (kKeep == Keep::kRegisters) {
+#pragma unroll
+            for (int i = 0; i < kVectors; ++i) {
+                if (i < part.vectors) own[i] = load_weights<true>(p, part.col + i * Part::kRun, 8);
+            }
+        }
+    }
+};
+
+// Normalises a thread's part of the rows from `row0` on; `put` takes the bytes.
+template <Store kStore, Keep kKeep, int kRows, int kVectors, Floating In, typename Put>
+__device__ __forceinline__ void normalise(const NormParams& p, const RowPart<kRows, kVectors, In>& part,
+                                          const Stats (&stats)[kRows], size_t row0, const Kept<kKeep, kVectors>& kept,
+                                          float scale, float& amax, Put put) {
+    using Part = RowPart<kRows, kVectors, In>;
     constexpr bool kWhole = kStore != Store::kAny;
     const size_t index = row0 * p.cols + part.col;
 #pragma unroll
-    for (int k = 0; k < Part::kVectors; ++k) {
+    for (int k = 0; k < kVectors; ++k) {
         if (!kWhole && k >= part.vectors) break;
         Weights loaded;
-        if constexpr (!kKeep) loaded = load_weights<true>(p, part.col + k * Part::kRun, 8);
-        const Weights& weights = kKeep ? kept[kKeep ? k : 0] : loaded;
+        if constexpr (kKeep == Keep::kNot) loaded = load_weights<true>(p, part.col + k * Part::kRun, 8);
+        if constexpr (kKeep == Keep::kShared) loaded = kept.planes.read(part.own + k * Part::kRun);
+        const Weights& weights = kKeep == Keep::kRegisters ? kept.own[k] : loaded;
 #pragma unroll
         for (int row = 0; row < kRows; ++row) {
             uint2 bytes = make_uint2(0, 0);
@@ -54,33 +82,30 @@ __device__ __forceinline__ void normalise(const NormParams& p, const RowPart<kRo
     }
 }
 
-// Rows that teams hold in registers, strip after strip. kRows > 1: gamma and beta stay in registers too.
-template <Way kWay, int kRows, Floating In>
+// Rows that teams hold in registers, strip after strip. Behind the ring: the weights, or the bytes to be transposed.
+template <Way kWay, Keep kKeep, int kRows, int kVectors, Floating In>
 __device__ float norm_rows(const NormParams& p, Shared& shared, uint4* dynamic) {
-    constexpr bool kTransposed = kWay == Way::kTransposed, kKeep = kRows > 1;
-    using Part = RowPart<kRows, In>;
+    constexpr bool kTransposed = kWay == Way::kTransposed;
+    using Part = RowPart<kRows, kVectors, In>;
     Team team(p.team);
     team.join_cluster(shared);
     Part part(p, dynamic, team);
     const uint32_t rows = blockDim.x / p.team * kRows, first = team.id * kRows;
-    const uint32_t own = blockIdx.x / team.blocks, all = gridDim.x / team.blocks;
-    const size_t end = kTransposed ? p.ld_t : p.rows, stride = all * static_cast<size_t>(p.strip);
-    size_t strip0 = own * static_cast<size_t>(p.strip);
+    // Below 2^31, as ops/norm.rs has checked, and a stride.
+    const uint32_t end = static_cast<uint32_t>(kTransposed ? p.ld_t : p.rows),
+                   stride = gridDim.x / team.blocks * p.strip;
+    uint32_t strip0 = blockIdx.x / team.blocks * p.strip;
     if (first < p.strip) part.ask(p, strip0 + first);  // before anything that waits
-    Weights kept[kKeep ? Part::kVectors : 1];
-    if constexpr (kKeep) {
-#pragma unroll
-        for (int i = 0; i < Part::kVectors; ++i) {
-            if (i < part.vectors) kept[i] = load_weights<true>(p, part.col + i * Part::kRun, 8);
-        }
-    }
-    const Stage stage{reinterpret_cast<uint8_t*>(dynamic + p.ring * Part::ring_words()), p.strip};
+    uint4* behind = dynamic + p.ring * Part::ring_words();
+    const uint32_t col0 = team.block * p.chunk;
+    const Kept<kKeep, kVectors> kept(p, part, col0, behind);
+    const Stage stage{reinterpret_cast<uint8_t*>(behind), p.strip};
     const Store store = usual_store(p);
     const float scale = p.scale == nullptr ? 0.0f : *p.scale;
     float amax = 0.0f;
     for (; strip0 < end; strip0 += stride) {
         for (uint32_t i = first; i < p.strip; i += rows) {
-            const size_t row0 = strip0 + i;
+            const uint32_t row0 = strip0 + i;
             part.load(p, row0);
             const Stats mine = part.stats(p, team, shared, i + rows < p.strip ? row0 + rows : strip0 + stride + first);
             if (team.rank < kRows * Part::kLanes && team.rank % Part::kLanes == 0 && team.block == 0 &&
@@ -106,7 +131,6 @@ __device__ float norm_rows(const NormParams& p, Shared& shared, uint4* dynamic) 
             __syncwarp();  // lanes part at the ragged end of a row
         }
         if constexpr (kTransposed) {
-            const uint32_t col0 = team.block * p.chunk;
             __syncthreads();
             if (col0 < p.cols) store_strip(p, stage, strip0, col0, min(p.cols - col0, p.chunk));
             __syncthreads();
@@ -193,10 +217,14 @@ __device__ float norm_by(const NormParams& p, bool vectors, Shared& shared, uint
     if constexpr (kWay == Way::kLong) {
         return norm_again<true, In>(p, shared, dynamic);
     } else {
-        if constexpr (kWay == Way::kRows) {
-            if (p.chunk > 16 * p.team) return norm_rows<kWay, 1, In>(p, shared, dynamic);
+        constexpr int kSize = sizeof(In);
+        if constexpr (kWay == Way::kTransposed) {
+            return norm_rows<kWay, Keep::kRegisters, 8 / kSize, 2, In>(p, shared, dynamic);
+        } else {
+            if (p.chunk * kSize <= 64 * p.team)
+                return norm_rows<kWay, Keep::kShared, 2, 8 / kSize, In>(p, shared, dynamic);
+            return norm_rows<kWay, Keep::kNot, 1, 16 / kSize, In>(p, shared, dynamic);
         }
-        return norm_rows<kWay, kSlots<In> / 2, In>(p, shared, dynamic);
     }
 }
 

@@ -36,10 +36,8 @@ constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr uint32_t kMaxStrip = 64;  // rows of a block at a time; ops/norm.rs keeps to it
 constexpr int kHeldBytes = 128;     // of its team's rows that a thread holds; ops/norm.rs counts on it
-template <Floating In>
-constexpr int kSlots = kHeldBytes / (8 * sizeof(In));  // vectors of eight elements
-constexpr int kMaxSums = 8;                            // of a team at a time
-constexpr int kMaxBlocks = 8;                          // of a cluster
+constexpr int kMaxSums = 8;         // of a team at a time
+constexpr int kMaxBlocks = 8;       // of a cluster
 
 struct Shared {
     uint64_t sent[2][kWarps];
@@ -187,6 +185,37 @@ __device__ inline Weights load_weights(const NormParams& p, size_t col, int widt
     for (int c = 0; c < 8; ++c) weights.gamma[c] += one;
     return weights;
 }
+
+// Weights of a block's columns in shared memory: in four planes, so that 16 bytes of each lane lie side by side.
+struct WeightPlanes {
+    float4* planes;
+    uint32_t size;
+
+    __device__ void fill(const NormParams& p, uint32_t col0) const {
+        for (uint32_t i = threadIdx.x; i < size && col0 + 8 * i < p.cols; i += blockDim.x) {
+            const Weights w = load_weights<true>(p, col0 + 8 * i, 8);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float *g = w.gamma + 4 * half, *b = w.beta + 4 * half;
+                planes[half * size + i] = make_float4(g[0], g[1], g[2], g[3]);
+                planes[(2 + half) * size + i] = make_float4(b[0], b[1], b[2], b[3]);
+            }
+        }
+    }
+
+    // Of eight columns from `col` of the block's on.
+    __device__ Weights read(uint32_t col) const {
+        Weights w;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float4 g = planes[half * size + col / 8], b = planes[(2 + half) * size + col / 8];
+            float *gamma = w.gamma + 4 * half, *beta = w.beta + 4 * half;
+            gamma[0] = g.x, gamma[1] = g.y, gamma[2] = g.z, gamma[3] = g.w;
+            beta[0] = b.x, beta[1] = b.y, beta[2] = b.z, beta[3] = b.w;
+        }
+        return w;
+    }
+};
 
 // What is stored: of rows of whole vectors the two usual cases apart, without questions in between.
 enum class Store { kAny, kHigh, kE4m3 };

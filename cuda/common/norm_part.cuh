@@ -7,9 +7,10 @@ namespace te_fast {
 
 // A thread's vectors of its team's rows: on their way in shared memory, where only this thread reads them, then in
 // registers. A warp has neighbouring runs of 256 columns, so that all distances within a row are constants.
-template <int kRows, Floating In>
+template <int kRows, int kVectors, Floating In>
 struct RowPart {
-    static constexpr int kVectors = kSlots<In> / kRows, kWords = sizeof(In) / 2, kRun = 256;
+    static_assert(kRows * kVectors * 8 * sizeof(In) == kHeldBytes);
+    static constexpr int kWords = sizeof(In) / 2, kRun = 256;
     static constexpr int kSums = sizeof(In) == 2 ? 2 * kRows : kRows;
     static constexpr uint32_t kLanes = Team::kLanes<kSums>;
     Raw8<In> slot[kRows][kVectors];

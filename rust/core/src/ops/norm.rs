@@ -190,11 +190,10 @@ impl NormPlan {
             return Err(Error::value(OP, format_args!("eps must not be negative, got {}", spec.eps)));
         }
         let ld_t = if columnwise { rows.next_multiple_of(TRANSPOSED_ALIGN) } else { 0 };
-        let share = Share::of(&spec);
+        let (share, bytes) = Share::new(&spec);
         let strips = rows.max(ld_t).div_ceil(share.strip as usize).max(1);
         let blocks = share.grid_blocks(strips, spec.limits.multiprocessors) as u32;
-        let bytes = share.shared_bytes(columnwise) as u32;
-        let grid = Grid::linear(blocks, share.threads).with_shared(bytes).with_cluster(share.blocks);
+        let grid = Grid::linear(blocks, share.threads).with_shared(bytes as u32).with_cluster(share.blocks);
         Ok(Self { spec, share, grid, ld_t })
     }
 
@@ -310,7 +309,7 @@ mod tests {
     use te_fast_kernels::KernelId;
 
     use super::*;
-    use crate::ops::norm_share::{CHUNK, HELD_BYTES, MAX_BLOCKS, MAX_STRIP, NARROW, THREADS};
+    use crate::ops::norm_share::{CHUNK, HELD_BYTES, MAX_BLOCKS, MAX_STRIP, THREADS, TRANSPOSED_COLUMNS, WEIGHT_BYTES};
 
     const HOPPER: Limits = Limits { multiprocessors: 132, shared_bytes: 232_448, clusters: true };
     const ADA: Limits = Limits { multiprocessors: 128, shared_bytes: 101_376, clusters: false };
@@ -361,12 +360,17 @@ mod tests {
             assert_eq!(grid.blocks[0] as usize, strips);
         } else {
             let team = share.team as usize;
-            let held = if spec.columnwise { NARROW } else { HELD_BYTES / spec.input.size() };
+            let held = if spec.columnwise { TRANSPOSED_COLUMNS } else { HELD_BYTES / spec.input.size() };
             assert!((share.chunk as usize).min(spec.cols) <= team * held, "{plan:?}");
             assert!((share.chunk * share.blocks) as usize >= spec.cols, "{plan:?}");
             assert!(grid.cluster <= if limits.clusters { MAX_BLOCKS } else { 1 }, "{plan:?}");
             assert!(grid.blocks[0].is_multiple_of(grid.cluster), "{plan:?}");
-            assert!(share.blocks == 1 || share.chunk as usize <= team * NARROW, "{plan:?}");
+            // How the kernel tells whether it has two rows at a time, whose weights it keeps.
+            let bytes = share.chunk as usize * spec.input.size();
+            let two = !spec.columnwise && bytes <= 64 * team;
+            let ring = share.ring as usize * share.threads as usize * HELD_BYTES;
+            assert!(!two || grid.shared_bytes as usize == ring + WEIGHT_BYTES * share.chunk as usize, "{plan:?}");
+            assert!(two || spec.columnwise || share.strip == share.threads / share.team, "{plan:?}");
         }
         if spec.columnwise {
             assert!([32, 64].contains(&share.strip), "{plan:?}");
@@ -384,6 +388,7 @@ mod tests {
         assert_eq!(share(16_384, false, HOPPER)?, (norm, 2, 4));
         assert_eq!(share(65_536, false, HOPPER)?, (norm, 8, 4));
         assert_eq!(share(16_384, false, ADA)?, (norm, 1, 2));
+        assert_eq!(share(32_768, false, ADA)?, (norm, 1, 1));
         assert_eq!(share(65_536, false, ADA)?, (long, 1, 1));
         assert_eq!(share(1024, true, HOPPER)?, (transpose, 1, 64));
         assert_eq!(share(4096, true, HOPPER)?, (transpose, 2, 64));

@@ -11,8 +11,13 @@ pub(super) const THREADS: u32 = 512;
 const ROW_THREADS: u32 = 128;
 /// Bytes of its team's rows that a thread holds.
 pub(super) const HELD_BYTES: usize = 128;
-/// Columns of a thread that has several rows at a time; one of longer rows has as many as it holds.
-pub(super) const NARROW: usize = 16;
+/// Columns of a row that a block has at most, if blocks can share rows: what keeps its gamma and beta, as f32, and its
+/// rows in shared memory.
+const BLOCK_COLUMNS: usize = 8192;
+/// Columns of a thread, with the transposed layout.
+pub(super) const TRANSPOSED_COLUMNS: usize = 16;
+/// Gamma and beta of a column in shared memory.
+pub(super) const WEIGHT_BYTES: usize = 8;
 /// Rows of a block that the kernels have room for in static shared memory, `kMaxStrip`.
 #[cfg(test)]
 pub(super) const MAX_STRIP: u32 = 64;
@@ -49,14 +54,11 @@ struct Team {
 }
 
 impl Team {
-    /// The smallest that can hold rows of `cols` columns in registers.
-    fn of(cols: usize, input: Float) -> Option<Self> {
-        let held = HELD_BYTES / input.size();
-        [NARROW, held].into_iter().find_map(|columns| {
-            let threads = cols.div_ceil(columns * 32) * 32;
-            let rows = (held / columns) as u32;
-            (threads <= THREADS as usize).then_some(Self { threads: threads as u32, rows })
-        })
+    /// For `cols` columns, of which a thread has so many of each row that it holds.
+    fn new(cols: usize, input: Float, each: usize) -> Option<Self> {
+        let threads = cols.div_ceil(each * 32) * 32;
+        let rows = (HELD_BYTES / input.size() / each) as u32;
+        (threads <= THREADS as usize).then_some(Self { threads: threads as u32, rows })
     }
 
     /// As many as fit into so many threads, at least one.
@@ -94,44 +96,52 @@ pub(super) struct Share {
 }
 
 impl Share {
-    pub(super) fn of(spec: &NormSpec) -> Self {
+    /// The way of a launch, and the bytes of dynamic shared memory of a block.
+    pub(super) fn new(spec: &NormSpec) -> (Self, usize) {
         let shared = (spec.limits.shared_bytes as usize).saturating_sub(STATIC_SHARED);
         if spec.columnwise { Self::of_strips(spec, shared) } else { Self::of_rows(spec, shared) }
     }
 
-    pub(super) fn shared_bytes(&self, columnwise: bool) -> usize {
-        let stage = if columnwise { self.strip as usize * self.chunk as usize } else { 0 };
-        self.ring as usize * self.threads as usize * HELD_BYTES + stage
+    fn shared_bytes(&self, columnwise: bool, team: Team) -> usize {
+        let chunk = self.chunk as usize;
+        let weights = if team.rows == 2 { WEIGHT_BYTES * chunk } else { 0 };
+        let behind = if columnwise { self.strip as usize * chunk } else { weights };
+        self.ring as usize * self.threads as usize * HELD_BYTES + behind
     }
 
-    /// Without the transposed layout: rows that registers of one block cannot hold are shared by as few as can.
-    fn of_rows(spec: &NormSpec, shared: usize) -> Self {
-        let held = THREADS as usize * NARROW;
-        let most = if spec.limits.clusters { MAX_BLOCKS as usize } else { 1 };
-        let blocks = spec.cols.div_ceil(held).next_power_of_two();
+    /// Without the transposed layout: by teams with two rows at a time, gamma and beta in shared memory, else with one.
+    fn of_rows(spec: &NormSpec, shared: usize) -> (Self, usize) {
+        let NormSpec { cols, input, limits, .. } = *spec;
+        let most = if limits.clusters { MAX_BLOCKS as usize } else { 1 };
+        let blocks = cols.div_ceil(BLOCK_COLUMNS).next_power_of_two();
         let blocks = if blocks <= most { blocks } else { 1 };
-        let chunk = whole_columns(spec.cols, blocks);
-        let Some(team) = Team::of(spec.cols.min(chunk as usize), spec.input) else {
-            let kernel = KernelId::NormLong(spec.input);
-            return Self { kernel, threads: THREADS, team: THREADS, strip: 1, chunk, ring: 0, blocks: 1 };
-        };
-        let strip_of = |threads| threads / team.threads * team.rows;
-        let many = spec.rows >= (spec.limits.multiprocessors * strip_of(team.fill(THREADS))) as usize;
-        let threads = team.fill(if many { THREADS } else { ROW_THREADS });
-        let (kernel, strip, blocks) = (KernelId::Norm(spec.input), strip_of(threads), blocks as u32);
-        let share = |ring| Self { kernel, threads, team: team.threads, strip, chunk, ring, blocks };
-        let ring = (0..=1 + u32::from(spec.residual)).rev().find(|&ring| share(ring).shared_bytes(false) <= shared);
-        share(ring.unwrap_or(0))
+        let chunk = whole_columns(cols, blocks);
+        let held = [2, 1].into_iter().find_map(|rows| {
+            let team = Team::new(cols.min(chunk as usize), input, HELD_BYTES / rows / input.size())?;
+            let strip_of = |threads| threads / team.threads * team.rows;
+            let many = spec.rows >= (limits.multiprocessors * strip_of(team.fill(THREADS))) as usize;
+            let threads = team.fill(if many { THREADS } else { ROW_THREADS });
+            let (kernel, strip, blocks) = (KernelId::Norm(input), strip_of(threads), blocks as u32);
+            (0..=1 + u32::from(spec.residual)).rev().find_map(|ring| {
+                let share = Self { kernel, threads, team: team.threads, strip, chunk, ring, blocks };
+                let bytes = share.shared_bytes(false, team);
+                (bytes <= shared).then_some((share, bytes))
+            })
+        });
+        held.unwrap_or_else(|| {
+            let kernel = KernelId::NormLong(input);
+            (Self { kernel, threads: THREADS, team: THREADS, strip: 1, chunk, ring: 0, blocks: 1 }, 0)
+        })
     }
 
     /// With it: the first layout whose shared memory the device has.
-    fn of_strips(spec: &NormSpec, shared: usize) -> Self {
+    fn of_strips(spec: &NormSpec, shared: usize) -> (Self, usize) {
         let NormSpec { rows, cols, input, limits, .. } = *spec;
         let whole = whole_columns(cols, 1);
         let held = TRANSPOSED.into_iter().find_map(|layout| {
             let Layout { blocks, strip, ring, .. } = layout;
             let chunk = whole_columns(cols, blocks as usize);
-            let team = Team::of(cols.min(chunk as usize), input).filter(|team| team.rows > 1)?;
+            let team = Team::new(cols.min(chunk as usize), input, TRANSPOSED_COLUMNS)?;
             if team.threads > layout.threads || (blocks > 1 && !limits.clusters) || ring > 1 + u32::from(spec.residual)
             {
                 return None;
@@ -144,12 +154,15 @@ impl Share {
             let share = Self { kernel, threads, team: team.threads, strip, chunk, ring, blocks };
             let many = (THREADS / layout.threads) as usize; // blocks of a multiprocessor
             let each = (shared + STATIC_SHARED - (many - 1) * DRIVER_SHARED) / many - STATIC_SHARED;
-            (share.shared_bytes(true) <= each).then_some(share)
+            let bytes = share.shared_bytes(true, team);
+            (bytes <= each).then_some((share, bytes))
         });
         held.unwrap_or_else(|| {
             let (kernel, strip) = (KernelId::NormLong(input), 32);
             let most = (shared / strip as usize / CHUNK).max(1) * CHUNK;
-            Self { kernel, threads: THREADS, team: THREADS, strip, chunk: whole.min(most as u32), ring: 0, blocks: 1 }
+            let chunk = whole.min(most as u32);
+            let share = Self { kernel, threads: THREADS, team: THREADS, strip, chunk, ring: 0, blocks: 1 };
+            (share, (strip * chunk) as usize)
         })
     }
 
