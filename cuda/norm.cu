@@ -44,7 +44,7 @@ struct Kept {
     __device__ Kept(const NormParams& p, const Part& part, uint32_t col0, uint4* room)
         : planes{reinterpret_cast<float4*>(room), p.chunk / 8} {
         if constexpr (kKeep == Keep::kShared) {
-            planes.fill(p, col0);
+            planes.fill<true>(p, col0);
             __syncthreads();
         } else if constexpr (kKeep == Keep::kRegisters) {
 #pragma unroll
@@ -230,18 +230,9 @@ __device__ float norm_by(const NormParams& p, bool vectors, Shared& shared, uint
 
 template <Way kWay, Floating In>
 __device__ void norm(const NormParams& p) {
-    if (p.noop != nullptr && *p.noop == 1.0f) return;
-    if (blockIdx.x == 0 && threadIdx.x == 0 && p.scale_inv != nullptr) *p.scale_inv = __frcp_rn(*p.scale);
     __shared__ Shared shared;
     extern __shared__ __align__(ptx::kCopyAlign) uint4 dynamic[];
-    const bool vectors = p.cols % 8 == 0 && is_aligned(p.x, 16) && is_aligned(p.residual, 16) &&
-                         is_aligned(p.sum, 16) && is_aligned(p.gamma, 16) && is_aligned(p.beta, 16) &&
-                         is_aligned(p.y, 16) && is_aligned(p.out, 8);
-    float amax = norm_by<kWay, In>(p, vectors, shared, dynamic);
-    if (p.scale != nullptr && p.amax != nullptr) {
-        amax = warp_max(amax);
-        if (threadIdx.x % 32 == 0) atomic_max_nonnegative(p.amax, amax);
-    }
+    with_amax(p, [&] { return norm_by<kWay, In>(p, all_vectors(p), shared, dynamic); });
 }
 
 }  // namespace te_fast

@@ -191,9 +191,10 @@ struct WeightPlanes {
     float4* planes;
     uint32_t size;
 
+    template <bool kVectors>
     __device__ void fill(const NormParams& p, uint32_t col0) const {
         for (uint32_t i = threadIdx.x; i < size && col0 + 8 * i < p.cols; i += blockDim.x) {
-            const Weights w = load_weights<true>(p, col0 + 8 * i, 8);
+            const Weights w = load_weights<kVectors>(p, col0 + 8 * i, width_at(col0 + 8 * i, p.cols));
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const float *g = w.gamma + 4 * half, *b = w.beta + 4 * half;
@@ -267,6 +268,24 @@ __device__ inline uint2 normalise8(const NormParams& p, const Raw8<In>& raw, con
 template <Floating In>
 __device__ inline Outputs outputs_at(const NormParams& p, size_t index, int width) {
     return {static_cast<uint8_t*>(p.y) + index * sizeof(In), p.out + index, width};
+}
+
+// Whether every row allows 16-byte accesses.
+__device__ inline bool all_vectors(const NormParams& p) {
+    return p.cols % 8 == 0 && is_aligned(p.x, 16) && is_aligned(p.residual, 16) && is_aligned(p.sum, 16) &&
+           is_aligned(p.gamma, 16) && is_aligned(p.beta, 16) && is_aligned(p.y, 16) && is_aligned(p.out, 8);
+}
+
+// What a launch does besides `rows()`, which returns the thread's maximum of |y|.
+template <typename Rows>
+__device__ inline void with_amax(const NormParams& p, Rows rows) {
+    if (p.noop != nullptr && *p.noop == 1.0f) return;
+    if (blockIdx.x == 0 && threadIdx.x == 0 && p.scale_inv != nullptr) *p.scale_inv = __frcp_rn(*p.scale);
+    float amax = rows();
+    if (p.scale != nullptr && p.amax != nullptr) {
+        amax = warp_max(amax);
+        if (threadIdx.x % 32 == 0) atomic_max_nonnegative(p.amax, amax);
+    }
 }
 
 // Where the bytes of a strip of 16, 32 or 64 rows wait until they are stored transposed: 128 columns after 128 columns,

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FUNCTIONS = [NormFunction("LayerNorm"), NormFunction("RMSNorm", 1e-6, zero_centered_gamma=True)]
 # Every size of team, odd and aligned; strips of 32 and 64 rows, whole and not; what no register or no shared memory
-# holds; more strips than blocks.
+# holds; more strips than blocks; several rows a warp.
 SHAPES = [
     (1, 1),
     (7, 12),
@@ -36,6 +36,12 @@ SHAPES = [
     (3, 65536),
     (9000, 264),
     (2, 100001),
+    (40000, 128),
+    (600, 24),
+    (2100, 64),
+    (1030, 255),
+    (70, 100),
+    (517, 256),
 ]
 
 

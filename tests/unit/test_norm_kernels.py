@@ -161,13 +161,14 @@ def test_noop_leaves_everything():
 
 def test_one_launch():
     function = FUNCTIONS[0]
-    x, gamma, beta = make(64, 64, torch.bfloat16)
-    out = dispatch.norm_outputs(
-        x, function, fp8_dtype=torch.float8_e4m3fn, columnwise=True, residual=True, stats=True
-    )
-    with dispatch.record() as launches:
-        dispatch.norm(x, gamma, function, out, beta=beta, residual=x, scale=torch.ones(1))
-    assert [launch.name for launch in launches] == ["norm_transpose_bf16"]
+    for cols, name in ((64, "norm_short_transpose_bf16"), (264, "norm_transpose_bf16")):
+        x, gamma, beta = make(64, cols, torch.bfloat16)
+        out = dispatch.norm_outputs(
+            x, function, fp8_dtype=torch.float8_e4m3fn, columnwise=True, residual=True, stats=True
+        )
+        with dispatch.record() as launches:
+            dispatch.norm(x, gamma, function, out, beta=beta, residual=x, scale=torch.ones(1))
+        assert [launch.name for launch in launches] == [name]
 
 
 def test_bad_input():

@@ -223,6 +223,7 @@ images! {
     Activation = "activation",
     ActivationBackward = "activation_backward",
     Norm = "norm",
+    NormShort = "norm_short",
     NormBackward = "norm_backward",
     NormBackwardLong = "norm_backward_long",
 }
@@ -294,6 +295,10 @@ kernels! {
     NormTranspose(Float) "norm_transpose" in Norm;
     /// Normalisation of rows of any length.
     NormLong(Float) "norm_long" in Norm;
+    /// Normalisation of rows of which a warp has several.
+    NormShort(Float) "norm_short" in NormShort;
+    /// The same with FP8 in the transposed layout.
+    NormShortTranspose(Float) "norm_short_transpose" in NormShort;
     /// Gradient of a norm for rows that a block holds.
     NormBackward(Float) "norm_backward" in NormBackward;
     /// Sums over rows that the gradient of a norm needs.
@@ -357,6 +362,7 @@ impl KernelId {
                 | Image::Activation
                 | Image::ActivationBackward
                 | Image::Norm
+                | Image::NormShort
                 | Image::NormBackward
                 | Image::NormBackwardLong
         )

@@ -1,4 +1,4 @@
-//! Host kernels of `cuda/norm.cu`. Statistics are those of FP64 sums, so that they differ from the GPU's by the
+//! Host kernels of `cuda/norm.cu` and `cuda/norm_short.cu`. Statistics are those of FP64 sums, so that they differ from the GPU's by the
 //! rounding of its sums; everything after them is the GPU's FP32.
 
 use half::{bf16, f16};
@@ -10,12 +10,18 @@ use crate::host::fp8::{Real, is_noop, read_scalar, write_scalar};
 use crate::host::rows::{Outputs, Values, for_row_groups, raise, row_bytes};
 use crate::ops::norm::NormParams;
 
-/// Runs `norm_*`, `norm_transpose_*` and `norm_long_*`, which differ in how they share out the work.
+/// Runs `norm_*`, `norm_transpose_*`, `norm_long_*`, `norm_short_*` and `norm_short_transpose_*`, which differ in how they
+/// share out the work.
 ///
 /// # Errors
 /// An id that does not take these parameters.
 pub(crate) fn run(p: &NormParams<'_>, id: KernelId) -> Result<()> {
-    let (KernelId::Norm(input) | KernelId::NormTranspose(input) | KernelId::NormLong(input)) = id else {
+    let (KernelId::Norm(input)
+    | KernelId::NormTranspose(input)
+    | KernelId::NormLong(input)
+    | KernelId::NormShort(input)
+    | KernelId::NormShortTranspose(input)) = id
+    else {
         return Err(Error::state("norm", id.symbol()));
     };
     match input {

@@ -56,8 +56,9 @@ pub struct NormSpec {
 }
 
 params! {
-    /// Parameters of `norm_*`, `norm_transpose_*` and `norm_long_*`.
-    pub struct NormParams<'a> [168] for Norm | NormTranspose | NormLong => host::norm::run {
+    /// Parameters of `norm_*`, `norm_transpose_*`, `norm_long_*`, `norm_short_*` and `norm_short_transpose_*`.
+    pub struct NormParams<'a> [168] for Norm | NormTranspose | NormLong | NormShort | NormShortTranspose
+        => host::norm::run {
         /// Input `[rows, cols]`.
         pub x: DevPtr<'a>,
         /// What is added to it, or null.
@@ -309,7 +310,9 @@ mod tests {
     use te_fast_kernels::KernelId;
 
     use super::*;
-    use crate::ops::norm_share::{CHUNK, HELD_BYTES, MAX_BLOCKS, MAX_STRIP, THREADS, TRANSPOSED_COLUMNS, WEIGHT_BYTES};
+    use crate::ops::norm_share::{
+        CHUNK, HELD_BYTES, MAX_BLOCKS, MAX_STRIP, SHORT_COLUMNS, THREADS, TRANSPOSED_COLUMNS, WEIGHT_BYTES,
+    };
 
     const HOPPER: Limits = Limits { multiprocessors: 132, shared_bytes: 232_448, clusters: true };
     const ADA: Limits = Limits { multiprocessors: 128, shared_bytes: 101_376, clusters: false };
@@ -337,9 +340,27 @@ mod tests {
     fn every_length_has_a_launch_within_the_limits() -> Result<()> {
         for limits in [HOPPER, ADA, Limits { shared_bytes: 48 << 10, ..ADA }] {
             for input in [Float::F32, Float::Bf16] {
-                for cols in [1, 7, 1024, 1025, 4096, 8192, 12_288, 16_384, 32_768, 32_769, 65_536, 1 << 20] {
+                for cols in [
+                    1,
+                    7,
+                    32,
+                    100,
+                    128,
+                    256,
+                    257,
+                    1024,
+                    1025,
+                    4096,
+                    8192,
+                    12_288,
+                    16_384,
+                    32_768,
+                    32_769,
+                    65_536,
+                    1 << 20,
+                ] {
                     for columnwise in [false, true] {
-                        for rows in [1000, 100_000] {
+                        for rows in [1000, 1_000_000] {
                             check(&plan(rows, cols, input, columnwise, limits)?, limits);
                         }
                     }
@@ -352,12 +373,22 @@ mod tests {
     fn check(plan: &NormPlan, limits: Limits) {
         let NormPlan { spec, share, grid, .. } = plan;
         let strips = spec.rows.max(plan.ld_t).div_ceil(share.strip as usize);
+        let lanes = if spec.cols <= SHORT_COLUMNS { 1 } else { 32 };
         assert!(grid.shared_bytes <= limits.shared_bytes, "{plan:?}");
-        assert_eq!((grid.threads % share.team, share.team % 32, share.chunk % CHUNK as u32), (0, 0, 0), "{plan:?}");
-        assert!((1..=MAX_STRIP).contains(&share.strip), "{plan:?}");
+        assert_eq!((grid.threads % share.team, share.team % lanes, share.chunk % CHUNK as u32), (0, 0, 0), "{plan:?}");
+        let most = if lanes == 1 { grid.threads } else { MAX_STRIP };
+        assert!((1..=most).contains(&share.strip), "{plan:?}");
         assert!(grid.blocks[0] >= 1 && grid.threads <= THREADS, "{plan:?}");
         if let KernelId::NormLong(_) = share.kernel {
             assert_eq!(grid.blocks[0] as usize, strips);
+        } else if lanes == 1 {
+            assert!(share.team.is_power_of_two() && (4..=32).contains(&share.team), "{plan:?}");
+            assert!((share.team as usize) * 8 >= spec.cols && share.chunk as usize >= spec.cols, "{plan:?}");
+            assert_eq!((grid.threads, grid.cluster), (128, 1), "{plan:?}");
+            let held = 128 / share.team as usize * (8 / spec.input.size());
+            assert!(spec.columnwise || share.strip as usize == held, "{plan:?}");
+            let stage = if spec.columnwise { share.strip } else { 0 };
+            assert_eq!(grid.shared_bytes, (8 + stage) * share.chunk, "{plan:?}");
         } else {
             let team = share.team as usize;
             let held = if spec.columnwise { TRANSPOSED_COLUMNS } else { HELD_BYTES / spec.input.size() };
@@ -384,6 +415,13 @@ mod tests {
         };
         let (norm, transpose) = (KernelId::Norm(Float::Bf16), KernelId::NormTranspose(Float::Bf16));
         let long = KernelId::NormLong(Float::Bf16);
+        let (short, short_transpose) = (KernelId::NormShort(Float::Bf16), KernelId::NormShortTranspose(Float::Bf16));
+        assert_eq!(share(3, false, HOPPER)?, (short, 1, 128));
+        assert_eq!(share(64, false, ADA)?, (short, 1, 64));
+        assert_eq!(share(128, false, HOPPER)?, (short, 1, 32));
+        assert_eq!(share(256, false, HOPPER)?, (short, 1, 16));
+        assert_eq!(share(257, false, HOPPER)?, (norm, 1, 32));
+        assert_eq!(share(128, true, HOPPER)?, (short_transpose, 1, 32));
         assert_eq!(share(8192, false, HOPPER)?, (norm, 1, 4));
         assert_eq!(share(16_384, false, HOPPER)?, (norm, 2, 4));
         assert_eq!(share(65_536, false, HOPPER)?, (norm, 8, 4));

@@ -42,6 +42,16 @@ const TRANSPOSED: [Layout; 11] = [
     Layout::new(1, 256, 32, 1),
     Layout::new(1, 512, 32, 0),
 ];
+/// Threads of a block that has several rows a warp, `kShortThreads`.
+const SHORT_THREADS: u32 = 128;
+/// Bytes of these rows that a thread holds, `kShortBytes`.
+const SHORT_BYTES: usize = 64;
+/// Columns of a lane of such a row.
+const LANE_COLUMNS: usize = 8;
+/// Columns of the longest one: a warp has it.
+pub(super) const SHORT_COLUMNS: usize = 32 * LANE_COLUMNS;
+/// The fewest lanes of one, whose sums matrix units have.
+const MIN_LANES: usize = 4;
 /// The most blocks that share a row, `kMaxBlocks`.
 pub(super) const MAX_BLOCKS: u32 = 8;
 
@@ -99,7 +109,13 @@ impl Share {
     /// The way of a launch, and the bytes of dynamic shared memory of a block.
     pub(super) fn new(spec: &NormSpec) -> (Self, usize) {
         let shared = (spec.limits.shared_bytes as usize).saturating_sub(STATIC_SHARED);
-        if spec.columnwise { Self::of_strips(spec, shared) } else { Self::of_rows(spec, shared) }
+        if spec.cols <= SHORT_COLUMNS {
+            Self::of_short_rows(spec)
+        } else if spec.columnwise {
+            Self::of_strips(spec, shared)
+        } else {
+            Self::of_rows(spec, shared)
+        }
     }
 
     fn shared_bytes(&self, columnwise: bool, team: Team) -> usize {
@@ -107,6 +123,26 @@ impl Share {
         let weights = if team.rows == 2 { WEIGHT_BYTES * chunk } else { 0 };
         let behind = if columnwise { self.strip as usize * chunk } else { weights };
         self.ring as usize * self.threads as usize * HELD_BYTES + behind
+    }
+
+    /// Rows of which a warp has several, with the transposed layout or without.
+    fn of_short_rows(spec: &NormSpec) -> (Self, usize) {
+        let NormSpec { rows, cols, input, limits, columnwise, .. } = *spec;
+        let lanes = cols.div_ceil(LANE_COLUMNS).next_power_of_two().max(MIN_LANES);
+        let held = SHORT_THREADS as usize / lanes * (SHORT_BYTES / LANE_COLUMNS / input.size());
+        // Runs of 64 bytes are faster where every block has several.
+        let wide = rows >= 4 * 64 * (limits.multiprocessors * short_blocks(true)) as usize;
+        let (kernel, strip) = match (columnwise, wide) {
+            (false, _) => (KernelId::NormShort(input), held as u32),
+            (true, false) => (KernelId::NormShortTranspose(input), 32),
+            (true, true) => (KernelId::NormShortTranspose(input), 64),
+        };
+        let (threads, team, chunk) = (SHORT_THREADS, lanes as u32, whole_columns(cols, 1));
+        let stage = if columnwise { strip * chunk } else { 0 };
+        (
+            Self { kernel, threads, team, strip, chunk, ring: 0, blocks: 1 },
+            WEIGHT_BYTES * chunk as usize + stage as usize,
+        )
     }
 
     /// Without the transposed layout: by teams with two rows at a time, gamma and beta in shared memory, else with one.
@@ -168,14 +204,25 @@ impl Share {
 
     /// Blocks for so many strips: all of them, but no more than run at once where a block goes on to other strips.
     pub(super) fn grid_blocks(&self, strips: usize, multiprocessors: u32) -> usize {
-        if let KernelId::NormLong(_) = self.kernel {
-            return strips;
+        let short = match self.kernel {
+            KernelId::NormLong(_) => return strips,
+            KernelId::NormShort(_) => short_blocks(false),
+            KernelId::NormShortTranspose(_) => short_blocks(true),
+            _ => 0,
+        };
+        if short > 0 {
+            return strips.min((multiprocessors * short) as usize);
         }
         // Clusters of four and eight find room on 120 of an H200's 132 multiprocessors; one too many would come last.
         let usable = if self.blocks > 2 { multiprocessors / 11 * 10 } else { multiprocessors };
         let clusters = usable * (THREADS / self.threads) / self.blocks;
         strips.min(clusters.max(1) as usize) * self.blocks as usize
     }
+}
+
+/// Blocks of short rows that a multiprocessor has room for, `kShortBlocks`.
+const fn short_blocks(columnwise: bool) -> u32 {
+    if columnwise { 6 } else { 8 }
 }
 
 /// Columns of each of `blocks` blocks.
