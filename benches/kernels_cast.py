@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 
 from _kernels import Case, Shape, measure
+from te_fast import dispatch
+from te_fast.common.recipe import DelayedScaling
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "gpu"))
 import cast_kernels as kernels
@@ -59,8 +61,21 @@ def launches(t: Tensors) -> dict[str, tuple[list[Callable[[], None]], float]]:
     ld_t = t.x.shape[0]
     amax = kernels.amax(t.x, t.workspace, fmt, **current)
     cast_transpose = kernels.cast_transpose(t.x, t.out, t.out_t, t.scale, fmt, ld_t=ld_t, **delayed)
-    fused = kernels.cast_transpose(t.x, t.out, t.out_t, t.scale, fmt, ld_t=ld_t, **delayed, **dbias)
-    sums = kernels.cast_transpose(t.x, None, None, None, fmt, name=name, **dbias)
+    # Sums are handed over strip by strip: as the dispatcher cuts them, and by six strips, one wave of blocks.
+    strip = kernels.ceil_div(kernels.ceil_div(ld_t, 128), 6)
+    sums = kernels.cast_transpose(t.x, None, None, None, fmt, name=name, strip=strip, **dbias)
+    recipe = DelayedScaling()
+
+    def fused() -> None:
+        dispatch.quantize(
+            *(t.x, recipe),
+            role="grad",
+            columnwise=True,
+            scale=t.scale,
+            amax=t.amax,
+            column_sums=True,
+        )
+
     backwards = kernels.cast_transpose(
         t.x, t.out, t.out_t, t.scale, fmt, ld_t=ld_t, name=name, reverse=True
     )
