@@ -1,4 +1,4 @@
-// Gradient of LayerNorm and RMSNorm for rows that a block holds.
+// Gradient of LayerNorm and RMSNorm for rows that a block, or the blocks of a cluster together, hold.
 //
 //   h[r][c]   = (x[r][c] - mean[r]) * rstd[r]      mean is 0 for RMSNorm
 //   g[c]      = gamma[c]                           zero-centred: gamma[c] + 1
@@ -14,89 +14,38 @@
 //
 // Launch: norm_backward: up to 65535 blocks of 512 threads; shared memory for stages * (2 or, with add, 3) rows per
 //         team and for 16 KiB * ceil(cols / (8 * team)).
+//         norm_backward_cluster: the same in clusters of up to 8 blocks, which have `chunk` columns of each row each.
 // Needs:  contiguous tensors, any alignment; 1 <= cols <= 24 * team; team a power of two from 4 to 512; stages 2 to 8.
-//         dgamma, dbeta: partial f32 [2][blocks][cols, up to a multiple of 8 * team], 16-byte aligned; four counters.
+//         norm_backward_cluster: team 512; chunk a multiple of 8, at most 16 * team, and times the blocks of a cluster
+//         at least cols.
+//         dgamma, dbeta: partial f32 [2][blocks][cols, or chunk, up to a multiple of 8 * team], 16-byte aligned; four
+//         counters.
 // Moves:  sizeof(In) per element of dy, x, add and dx; 16 bytes per column and block for dgamma and dbeta.
 
-#include "common/math.cuh"
-#include "common/norm_backward.cuh"
-#include "common/reduce.cuh"
+#include "common/norm_backward_team.cuh"
 #include "common/rendezvous.cuh"
 
 namespace te_fast {
 
-constexpr uint32_t kThreads = 512;
-constexpr uint32_t kWarps = kThreads / 32;
-constexpr uint32_t kMaxStages = 8;
 constexpr uint32_t kFlight = 9;      // partial sums that a thread has under way: those of 144 blocks
 constexpr uint32_t kItemWords = 32;  // words of four columns that a block finishes at a time, one per lane
-
-struct Shared {
-    uint64_t full[kMaxStages], empty[kMaxStages];  // barriers of the ring
-    float sums[2][2][kWarps];                      // of a row, by turn and kind
-    float4 columns[kWarps][32];
-};
-
-// The threads of one row.
-struct Team {
-    uint32_t threads, id, rank;
-    uint32_t turn = 0;
-
-    __device__ explicit Team(uint32_t threads)
-        : threads(threads), id(threadIdx.x / threads), rank(threadIdx.x % threads) {}
-
-    // First of the eight columns of slot `i`.
-    __device__ uint32_t col(int i) const { return 8 * (rank + i * threads); }
-
-    // Sums over the team, the same bits in each of its threads. Two buffers: who writes to one again has passed the
-    // barrier that everybody comes to after having read it.
-    __device__ void add(RowSums& sums, Shared& shared) {
-        if (threads < 32) return add_narrow(sums);
-        // One half of the warp goes on with one sum, the other half with the other one.
-        const uint32_t lane = threadIdx.x % 32;
-        const bool upper = lane >= 16;
-        float sum =
-            (upper ? sums.normed : sums.plain) + __shfl_xor_sync(kFullWarp, upper ? sums.plain : sums.normed, 16);
-#pragma unroll
-        for (int other = 8; other > 0; other /= 2) sum += __shfl_xor_sync(kFullWarp, sum, other);
-        if (threads > 32) {
-            const uint32_t warps = threads / 32;
-            float* of_warps = shared.sums[turn ^= 1][upper];
-            if (lane % 16 == 0) of_warps[threadIdx.x / 32] = sum;
-            ptx::forget(id);  // not the sum, which would stay in a register
-            ptx::sync_threads(id + 1, threads);
-            sum = of_warps[id * warps + lane % warps];
-#pragma unroll
-            for (int other = 8; other > 0; other /= 2) {
-                if (other < static_cast<int>(warps)) sum += __shfl_xor_sync(kFullWarp, sum, other);
-            }
-        }
-        sums = {__shfl_sync(kFullWarp, sum, 0), __shfl_sync(kFullWarp, sum, 16)};
-    }
-
-  private:
-    __device__ void add_narrow(RowSums& sums) const {
-        for (uint32_t other = threads / 2; other > 0; other /= 2) {
-            sums.plain += __shfl_xor_sync(kFullWarp, sums.plain, other);
-            sums.normed += __shfl_xor_sync(kFullWarp, sums.normed, other);
-        }
-    }
-};
 
 // Where a row comes from: the copy engine's ring in shared memory, or memory, by 16 bytes or by elements.
 enum class Source { kRing, kVectors, kElements };
 
 // The rows of all teams of a block, which lie side by side in memory: stages of dy, x and add each.
-template <Floating In>
+template <bool kCluster, Floating In>
 struct Ring {
     uint8_t* memory;
+    Span<kCluster> span;
     uint32_t rows, operand_bytes, stage_bytes;
     uint32_t stage = 0, parity = 0;
 
-    __device__ Ring(const NormBackwardParams& p, void* memory)
+    __device__ Ring(const NormBackwardParams& p, const Span<kCluster>& span, void* memory)
         : memory(static_cast<uint8_t*>(memory)),
+          span(span),
           rows(kThreads / p.team),
-          operand_bytes(rows * p.cols * static_cast<uint32_t>(sizeof(In))),
+          operand_bytes(rows * span.width(p) * static_cast<uint32_t>(sizeof(In))),
           stage_bytes(operand_bytes * (p.add == nullptr ? 2 : 3)) {}
 
     // Whether this thread asks for an operand: the first one of each of the first warps, so that none is long about it.
@@ -109,11 +58,12 @@ struct Ring {
     __device__ void request(const NormBackwardParams& p, Shared& shared, uint32_t stage, uint32_t row0) const {
         if (row0 >= p.rows) return;
         const uint32_t operand = ptx::thread_index() / 32, left = p.rows - row0;
-        const uint32_t bytes = left < rows ? left * p.cols * static_cast<uint32_t>(sizeof(In)) : operand_bytes;
+        const uint32_t bytes = left < rows ? left * span.width(p) * static_cast<uint32_t>(sizeof(In)) : operand_bytes;
         const void* tensor = operand == 0 ? p.dy : operand == 1 ? p.x : p.add;
         ptx::arrive_expecting(shared.full[stage], bytes);
         ptx::copy_bulk(memory + stage * stage_bytes + operand * operand_bytes,
-                       static_cast<const In*>(tensor) + static_cast<size_t>(row0) * p.cols, bytes, shared.full[stage]);
+                       static_cast<const In*>(tensor) + static_cast<size_t>(row0) * p.cols + span.first(), bytes,
+                       shared.full[stage]);
     }
 
     // Begins; the block's rows are every `stride`th from `row0` on. Contains a barrier.
@@ -194,29 +144,41 @@ struct StatsQueue {
     }
 };
 
+// Where a cluster's kernel would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr bool kFewRegisters = true;
+#else
+constexpr bool kFewRegisters = false;
+#endif
+
 // The rows of a block's teams, and what they add up to.
-template <Source kSource, Floating In, int kSlots>
+template <Source kSource, bool kCluster, Floating In, int kSlots>
 struct Rows {
     static constexpr bool kRing = kSource == Source::kRing;
     // What is needed twice stays in registers where there are enough.
-    static constexpr bool kKept = kSlots <= 2 && sizeof(In) == 2;
+    static constexpr bool kKept = kSlots <= 2 && sizeof(In) == 2 && !(kCluster && kFewRegisters);
     const NormBackwardParams& p;
     Shared& shared;
     Team& team;
-    Ring<In> ring;
+    Span<kCluster> span;
+    Ring<kCluster, In> ring;
     float factor[kSlots][8];
     ColumnSums<kSlots> total;
     Columns8 kept[kKept ? kSlots : 1];
 
     __device__ Rows(const NormBackwardParams& p, Shared& shared, Team& team, void* memory)
-        : p(p), shared(shared), team(team), ring(p, memory) {}
+        : p(p), shared(shared), team(team), span(p), ring(p, span, memory) {}
+
+    // Of the block's column `col` of a row.
+    __device__ size_t index(uint32_t row, uint32_t col) const {
+        return static_cast<size_t>(row) * p.cols + span.first() + col;
+    }
 
     __device__ Raw8<In> read(uint32_t operand, const void* tensor, uint32_t row, uint32_t col) const {
         if constexpr (kRing) {
-            return ring.read(operand, team.id * p.cols + col);
+            return ring.read(operand, team.id * span.width(p) + col);
         } else {
-            return load_part<kSource == Source::kVectors, In>(tensor, static_cast<size_t>(row) * p.cols + col,
-                                                              width_at(col, p.cols));
+            return load_part<kSource == Source::kVectors, In>(tensor, index(row, col), width_at(col, span.width(p)));
         }
     }
 
@@ -233,7 +195,7 @@ struct Rows {
         RowSums sums{0.0f, 0.0f};
 #pragma unroll
         for (int i = 0; i < kSlots; ++i) {
-            if (row >= p.rows || team.col(i) >= p.cols) continue;
+            if (row >= p.rows || team.col(i) >= span.width(p)) continue;
             Columns8 part = load(row, i, stats);
             part.add_to(total.dgamma[i], total.dbeta[i]);
             part.weigh(factor[i]);
@@ -258,7 +220,7 @@ struct Rows {
 #pragma unroll
         for (int i = 0; i < kSlots; ++i) {
             const uint32_t col = team.col(i);
-            if (row >= p.rows || col >= p.cols) continue;
+            if (row >= p.rows || col >= span.width(p)) continue;
             float dx[8];
             again(row, i, stats).gradient(stats, means, dx);
             if (p.add != nullptr) {
@@ -267,19 +229,22 @@ struct Rows {
 #pragma unroll
                 for (int c = 0; c < 8; ++c) dx[c] += add[c];
             }
-            store_part<kSource != Source::kElements, In>(p.dx, static_cast<size_t>(row) * p.cols + col,
-                                                         width_at(col, p.cols), pack8<In>(dx));
+            store_part<kSource != Source::kElements, In>(p.dx, index(row, col), width_at(col, span.width(p)),
+                                                         pack8<In>(dx));
         }
     }
 
     __device__ void run() {
-        const uint32_t stride = gridDim.x * ring.rows;
+        const uint32_t stride = gridDim.x / span.blocks() * ring.rows;
         const float reciprocal = __frcp_rn(static_cast<float>(p.cols));
-        uint32_t row0 = blockIdx.x * ring.rows;
+        uint32_t row0 = blockIdx.x / span.blocks() * ring.rows;
+        Team::join<kCluster>(shared);
         if constexpr (kRing) ring.start(p, shared, row0, stride);
         StatsQueue queue(p, team, row0 + team.id, stride);
 #pragma unroll
-        for (int i = 0; i < kSlots; ++i) load_factor<false>(p, team.col(i), width_at(team.col(i), p.cols), factor[i]);
+        for (int i = 0; i < kSlots; ++i) {
+            load_factor<false>(p, span.first() + team.col(i), width_at(team.col(i), span.width(p)), factor[i]);
+        }
 #pragma unroll 1
         for (uint32_t k = 0; row0 < p.rows; row0 += stride, ++k) {
             const uint32_t row = row0 + team.id;
@@ -291,7 +256,7 @@ struct Rows {
                 __syncwarp();
             }
             if (p.dx != nullptr) {
-                team.add(sums, shared);
+                team.add(sums, shared, span);
                 sums.finish(p, reciprocal);
                 store(row, stats, sums);
             }
@@ -305,8 +270,8 @@ struct Rows {
 struct Words {
     uint32_t team, count;
 
-    __device__ explicit Words(const NormBackwardParams& p)
-        : team(p.team), count(2 * team * ceil_div<uint32_t>(p.cols, 8 * team)) {}
+    // Of blocks that have up to `cols` columns.
+    __device__ Words(uint32_t team, uint32_t cols) : team(team), count(2 * team * ceil_div(cols, 8 * team)) {}
 
     // First of the columns of a word.
     __device__ uint32_t col(uint32_t word) const {
@@ -316,12 +281,12 @@ struct Words {
 
 // The block's sums of its columns, those of its teams added, to `to`. Contains barriers unless a team is the block.
 template <int kSlots>
-__device__ void publish(const NormBackwardParams& p, const Team& team, float (&total)[kSlots][8], float4* scratch,
-                        float4* to) {
+__device__ void publish(const Words& layout, uint32_t width, const Team& team, float (&total)[kSlots][8],
+                        float4* scratch, float4* to) {
     if (team.threads == kThreads) {
 #pragma unroll
         for (int i = 0; i < kSlots; ++i) {
-            if (team.col(i) >= p.cols) break;
+            if (team.col(i) >= width) break;
             float4* words = to + 2 * i * kThreads + threadIdx.x;
             words[0] = make_float4(total[i][0], total[i][1], total[i][2], total[i][3]);
             words[kThreads] = make_float4(total[i][4], total[i][5], total[i][6], total[i][7]);
@@ -329,7 +294,6 @@ __device__ void publish(const NormBackwardParams& p, const Team& team, float (&t
         return;
     }
     __syncthreads();
-    const Words layout(p);
     const uint32_t apart = max(team.threads, 32u);
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
@@ -346,7 +310,7 @@ __device__ void publish(const NormBackwardParams& p, const Team& team, float (&t
     }
     __syncthreads();
     for (uint32_t word = threadIdx.x; word < layout.count; word += kThreads) {
-        if (layout.col(word) >= p.cols) continue;
+        if (layout.col(word) >= width) continue;
         const float4* from = scratch + word / team.threads * kThreads + word % team.threads;
         float4 sum = from[0];
         for (uint32_t other = apart; other < kThreads; other += apart) {
@@ -357,20 +321,23 @@ __device__ void publish(const NormBackwardParams& p, const Team& team, float (&t
     }
 }
 
-// Adds what the blocks have published in the 32 words from `first` on. Contains barriers.
-__device__ inline void finish_words(const NormBackwardParams& p, const Words& layout, const float4* from, void* to,
-                                    uint32_t first, Shared& shared) {
-    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const bool inside = first + lane < layout.count && layout.col(first + lane) < p.cols;
+// Adds what the blocks that have the columns of `span` have published in the 32 words from `first` on. Contains
+// barriers.
+template <bool kCluster>
+__device__ inline void finish_words(const NormBackwardParams& p, const Words& layout, const Span<kCluster>& span,
+                                    const float4* from, void* to, uint32_t first, Shared& shared) {
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = gridDim.x / span.blocks();
+    const bool inside = first + lane < layout.count && layout.col(first + lane) < span.width(p);
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    from += first + lane;
-    for (uint32_t before = warp; before < gridDim.x; before += kWarps * kFlight) {
+    from += static_cast<size_t>(span.block()) * layout.count + first + lane;
+    for (uint32_t before = warp; before < blocks; before += kWarps * kFlight) {
         float4 part[kFlight];
 #pragma unroll
         for (uint32_t i = 0; i < kFlight; ++i) {
             const uint32_t block = before + i * kWarps;
-            part[i] = inside && block < gridDim.x ? __ldcg(from + static_cast<size_t>(block) * layout.count)
-                                                  : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            part[i] = inside && block < blocks
+                          ? __ldcg(from + static_cast<size_t>(block) * span.blocks() * layout.count)
+                          : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
 #pragma unroll
         for (uint32_t i = 0; i < kFlight; ++i) {
@@ -382,75 +349,81 @@ __device__ inline void finish_words(const NormBackwardParams& p, const Words& la
     shared.columns[warp][lane] = sum;
     __syncthreads();
     const uint32_t word = first + threadIdx.x / 4, col = layout.col(word) + threadIdx.x % 4;
-    if (threadIdx.x >= 4 * kItemWords || word >= layout.count || col >= p.cols) return;
+    if (threadIdx.x >= 4 * kItemWords || word >= layout.count || col >= span.width(p)) return;
     float total = 0.0f;
 #pragma unroll
     for (uint32_t i = 0; i < kWarps; ++i) total += (&shared.columns[i][0].x)[threadIdx.x];
-    store_float(to, col, p.weight_kind, total);
+    store_float(to, span.first() + col, p.weight_kind, total);
 }
 
-template <Source kSource, Floating In, int kSlots>
+template <Source kSource, bool kCluster, int kSlots, Floating In>
 __device__ void norm_backward(const NormBackwardParams& p, Shared& shared, uint4* dynamic) {
     auto& rendezvous = *reinterpret_cast<Rendezvous*>(p.counters);
     const bool summed = p.dgamma != nullptr || p.dbeta != nullptr;
     if (summed) rendezvous.enter();
     Team team(p.team);
-    Rows<kSource, In, kSlots> rows(p, shared, team, dynamic);
+    Rows<kSource, kCluster, In, kSlots> rows(p, shared, team, dynamic);
     rows.run();
     if (!summed) return;
     auto* scratch = reinterpret_cast<float4*>(dynamic);
-    const Words layout(p);
+    const Span<kCluster> span(p);
+    const Words layout(p.team, span.most(p));
     const size_t size = static_cast<size_t>(gridDim.x) * layout.count,
                  own = static_cast<size_t>(blockIdx.x) * layout.count;
     auto* const partial = reinterpret_cast<float4*>(p.partial);
     float4* const dbeta_partial = partial + (p.dgamma == nullptr ? 0 : size);
-    if (p.dgamma != nullptr) publish(p, team, rows.total.dgamma, scratch, partial + own);
-    if (p.dbeta != nullptr) publish(p, team, rows.total.dbeta, scratch, dbeta_partial + own);
+    if (p.dgamma != nullptr) publish(layout, span.width(p), team, rows.total.dgamma, scratch, partial + own);
+    if (p.dbeta != nullptr) publish(layout, span.width(p), team, rows.total.dbeta, scratch, dbeta_partial + own);
     const bool works = rendezvous.meet();
     const unsigned place = rendezvous.start_leaving();
     if (works) {
-        const uint32_t of_each = ceil_div(layout.count, kItemWords);
+        const uint32_t of_block = ceil_div(layout.count, kItemWords), of_each = of_block * span.blocks();
         const uint32_t of_dgamma = p.dgamma == nullptr ? 0 : of_each;
         const uint32_t items = of_dgamma + (p.dbeta == nullptr ? 0 : of_each);
         for (uint32_t item = rendezvous.first(); item < items; item = rendezvous.next(item)) {
             const bool is_dgamma = item < of_dgamma;
-            const uint32_t first = (is_dgamma ? item : item - of_dgamma) * kItemWords;
-            if (layout.col(first) >= p.cols) continue;
-            finish_words(p, layout, is_dgamma ? partial : dbeta_partial, is_dgamma ? p.dgamma : p.dbeta, first, shared);
+            const uint32_t number = is_dgamma ? item : item - of_dgamma, first = number % of_block * kItemWords;
+            const Span<kCluster> theirs = span.of_block(p, number / of_block);
+            if (layout.col(first) >= theirs.width(p)) continue;
+            finish_words(p, layout, theirs, is_dgamma ? partial : dbeta_partial, is_dgamma ? p.dgamma : p.dbeta, first,
+                         shared);
         }
     }
     rendezvous.leave(place);
 }
 
-template <Source kSource, Floating In>
+template <bool kCluster, Source kSource, Floating In>
 __device__ void norm_backward(const NormBackwardParams& p, Shared& shared, uint4* dynamic) {
-    if (p.cols <= 16 * p.team) {
-        norm_backward<kSource, In, 2>(p, shared, dynamic);
-    } else {
-        norm_backward<kSource, In, 3>(p, shared, dynamic);
+    if (kCluster || p.cols <= 16 * p.team) {
+        norm_backward<kSource, kCluster, 2, In>(p, shared, dynamic);
+    } else if constexpr (!kCluster) {
+        norm_backward<kSource, kCluster, 3, In>(p, shared, dynamic);
     }
 }
 
-template <Floating In>
+template <bool kCluster, Floating In>
 __device__ void norm_backward(const NormBackwardParams& p) {
     __shared__ Shared shared;
     extern __shared__ __align__(ptx::kCopyAlign) uint4 dynamic[];
     if (rows_are_vectors<In>(p)) {
-        norm_backward<ptx::kBulkCopies ? Source::kRing : Source::kVectors, In>(p, shared, dynamic);
+        norm_backward<kCluster, ptx::kBulkCopies ? Source::kRing : Source::kVectors, In>(p, shared, dynamic);
     } else {
-        norm_backward<Source::kElements, In>(p, shared, dynamic);
+        norm_backward<kCluster, Source::kElements, In>(p, shared, dynamic);
     }
 }
 
 }  // namespace te_fast
 
-#define INSTANCE(symbol, in)                                            \
+#define INSTANCE(symbol, cluster, in)                                   \
     extern "C" __global__ void __launch_bounds__(te_fast::kThreads, 1)  \
         symbol(const __grid_constant__ te_fast::NormBackwardParams p) { \
         te_fast::ptx::wait_for_prior_grids();                           \
-        te_fast::norm_backward<te_fast::in>(p);                         \
+        te_fast::norm_backward<cluster, te_fast::in>(p);                \
     }
 
-INSTANCE(norm_backward_f32, f32)
-INSTANCE(norm_backward_f16, f16)
-INSTANCE(norm_backward_bf16, bf16)
+INSTANCE(norm_backward_f32, false, f32)
+INSTANCE(norm_backward_f16, false, f16)
+INSTANCE(norm_backward_bf16, false, bf16)
+INSTANCE(norm_backward_cluster_f32, true, f32)
+INSTANCE(norm_backward_cluster_f16, true, f16)
+INSTANCE(norm_backward_cluster_bf16, true, bf16)

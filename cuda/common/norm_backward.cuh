@@ -23,8 +23,9 @@ struct NormBackwardParams {
     unsigned* counters;  // zero between launches
     uint32_t rows, cols;
     uint32_t weight_kind, zero_centered;
-    uint32_t team, stages;       // norm_backward
-    uint32_t tiles_cols, chunk;  // norm_backward_tiles: tiles along the columns, rows of a tile
+    uint32_t team, stages;  // norm_backward
+    uint32_t tiles_cols;    // norm_backward_tiles: tiles along the columns
+    uint32_t chunk;         // norm_backward_tiles: rows of a tile; norm_backward_cluster: columns of a block
 };
 static_assert(sizeof(NormBackwardParams) == 128);
 

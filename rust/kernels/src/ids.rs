@@ -301,6 +301,8 @@ kernels! {
     NormShortTranspose(Float) "norm_short_transpose" in NormShort;
     /// Gradient of a norm for rows that a block holds.
     NormBackward(Float) "norm_backward" in NormBackward;
+    /// The same for rows that the blocks of a cluster hold together.
+    NormBackwardCluster(Float) "norm_backward_cluster" in NormBackward;
     /// Sums over rows that the gradient of a norm needs.
     NormBackwardSums(Float) "norm_backward_sums" in NormBackwardLong;
     /// The gradient from these.

@@ -9,12 +9,15 @@ use crate::host::fp8::Real;
 use crate::host::rows::{Values, for_row_groups};
 use crate::ops::norm_backward::NormBackwardParams;
 
-/// Runs `norm_backward_*`, `norm_backward_sums_*` and `norm_backward_tiles_*`.
+/// Runs `norm_backward_*`, `norm_backward_cluster_*`, `norm_backward_sums_*` and `norm_backward_tiles_*`.
 ///
 /// # Errors
 /// An id that does not take these parameters.
 pub(crate) fn run(p: &NormBackwardParams<'_>, id: KernelId) -> Result<()> {
-    let (KernelId::NormBackward(input) | KernelId::NormBackwardSums(input) | KernelId::NormBackwardTiles(input)) = id
+    let (KernelId::NormBackward(input)
+    | KernelId::NormBackwardCluster(input)
+    | KernelId::NormBackwardSums(input)
+    | KernelId::NormBackwardTiles(input)) = id
     else {
         return Err(Error::state("norm_backward", id.symbol()));
     };

@@ -193,7 +193,7 @@ impl NormPlan {
         let ld_t = if columnwise { rows.next_multiple_of(TRANSPOSED_ALIGN) } else { 0 };
         let (share, bytes) = Share::new(&spec);
         let strips = rows.max(ld_t).div_ceil(share.strip as usize).max(1);
-        let blocks = share.grid_blocks(strips, spec.limits.multiprocessors) as u32;
+        let blocks = share.grid_blocks(strips, &spec.limits) as u32;
         let grid = Grid::linear(blocks, share.threads).with_shared(bytes as u32).with_cluster(share.blocks);
         Ok(Self { spec, share, grid, ld_t })
     }

@@ -40,9 +40,9 @@ pub struct NormBackwardSpec {
 }
 
 params! {
-    /// Parameters of `norm_backward_*`, `norm_backward_sums_*` and `norm_backward_tiles_*`.
-    pub struct NormBackwardParams<'a> [128] for NormBackward | NormBackwardSums | NormBackwardTiles
-        => host::norm_backward::run {
+    /// Parameters of `norm_backward_*`, `norm_backward_cluster_*`, `norm_backward_sums_*` and `norm_backward_tiles_*`.
+    pub struct NormBackwardParams<'a> [128]
+        for NormBackward | NormBackwardCluster | NormBackwardSums | NormBackwardTiles => host::norm_backward::run {
         /// Gradient of the result `[rows, cols]`.
         pub dy: DevPtr<'a>,
         /// What the forward normalised `[rows, cols]`.
@@ -133,8 +133,9 @@ impl NormBackwardBuffers<'_> {
 /// How the rows are shared out.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Way {
-    /// One launch: teams of threads hold rows, and columns are summed as the rows pass.
-    Rows { team: u32, stages: u32, grid: Grid },
+    /// One launch: teams of threads hold rows, and columns are summed as the rows pass. `chunk` columns of a row are a
+    /// block's: all, or in clusters its share.
+    Rows { team: u32, stages: u32, chunk: u32, grid: Grid },
     /// Two launches: sums over rows, then tiles.
     Tiles { tiles_cols: u32, chunk: u32, sums: Grid, tiles: Grid },
 }
@@ -158,6 +159,10 @@ const MIN_TEAM: u32 = 4;
 /// Stages of the ring: the one that is read, and at least one on its way.
 const MIN_STAGES: usize = 2;
 const MAX_STAGES: usize = 8;
+/// Columns that a block of a cluster has at most.
+const CLUSTER_COLS: usize = FEW_COLS * ROW_THREADS as usize;
+/// Most blocks of a cluster, `kMaxBlocks`.
+const MAX_BLOCKS: usize = 8;
 /// Static shared memory of a block.
 const RESERVED_SHARED: usize = 9 << 10;
 const TILE_THREADS: u32 = 256;
@@ -184,7 +189,7 @@ impl NormBackwardPlan {
         if spec.add && !spec.dx {
             return Err(Error::value(OP, "a gradient to add needs the gradient of the input"));
         }
-        let way = match Self::rows_way(&spec) {
+        let way = match Self::rows_way(&spec).or_else(|| Self::cluster_way(&spec)) {
             Some(way) => way,
             None => Self::tiles_way(&spec)?,
         };
@@ -207,7 +212,25 @@ impl NormBackwardPlan {
         }
         let blocks = spec.rows.div_ceil(teams).clamp(1, spec.limits.multiprocessors.max(1) as usize);
         let grid = Grid::linear(blocks as u32, ROW_THREADS).with_shared((stages * stage).max(sums) as u32);
-        Some(Way::Rows { team: team as u32, stages: stages as u32, grid })
+        Some(Way::Rows { team: team as u32, stages: stages as u32, chunk: spec.cols as u32, grid })
+    }
+
+    /// Longer rows, which as few blocks of a cluster as can hold together.
+    fn cluster_way(spec: &NormBackwardSpec) -> Option<Way> {
+        let blocks = spec.cols.div_ceil(CLUSTER_COLS).next_power_of_two();
+        let chunk = spec.cols.div_ceil(blocks).next_multiple_of(TILE_COLS);
+        let operands = if spec.add { 3 } else { 2 };
+        let stage = operands * chunk * spec.input.size();
+        let shared = (spec.limits.shared_bytes as usize).saturating_sub(RESERVED_SHARED);
+        let stages = (shared / stage).min(MAX_STAGES);
+        if !spec.limits.clusters || blocks > MAX_BLOCKS || stages < MIN_STAGES {
+            return None;
+        }
+        let (blocks, chunk) = (blocks as u32, chunk as u32);
+        let clusters = spec.rows.clamp(1, spec.limits.clusters_at_once(blocks, 1) as usize) as u32;
+        let grid =
+            Grid::linear(clusters * blocks, ROW_THREADS).with_shared((stages * stage) as u32).with_cluster(blocks);
+        Some(Way::Rows { team: ROW_THREADS, stages: stages as u32, chunk, grid })
     }
 
     fn tiles_way(spec: &NormBackwardSpec) -> Result<Way> {
@@ -250,7 +273,9 @@ impl NormBackwardPlan {
         let cols = self.spec.cols;
         // A block publishes what its threads hold, columns behind the end with it.
         let (apart, width) = match self.way {
-            Way::Rows { team, grid, .. } => (grid.blocks[0], cols.next_multiple_of(SLOT_COLS * team as usize)),
+            Way::Rows { team, chunk, grid, .. } => {
+                (grid.blocks[0], (chunk as usize).next_multiple_of(SLOT_COLS * team as usize))
+            }
             Way::Tiles { tiles, tiles_cols, .. } => (tiles.blocks[0] / tiles_cols, cols),
         };
         let wanted = self.spec.dgamma as usize + self.spec.dbeta as usize;
@@ -269,7 +294,10 @@ impl NormBackwardPlan {
             return Ok(());
         }
         match self.way {
-            Way::Rows { grid, .. } => launch(target, KernelId::NormBackward(spec.input), grid, &params),
+            Way::Rows { grid, .. } => {
+                let (alone, together) = (KernelId::NormBackward(spec.input), KernelId::NormBackwardCluster(spec.input));
+                launch(target, if grid.cluster == 1 { alone } else { together }, grid, &params)
+            }
             Way::Tiles { sums, tiles, .. } => {
                 if spec.dx {
                     launch(target, KernelId::NormBackwardSums(spec.input), sums, &params)?;
@@ -284,7 +312,7 @@ impl NormBackwardPlan {
         let spec = &self.spec;
         let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let (team, stages, tiles_cols, chunk) = match self.way {
-            Way::Rows { team, stages, .. } => (team, stages, 0, 0),
+            Way::Rows { team, stages, chunk, .. } => (team, stages, 0, chunk),
             Way::Tiles { tiles_cols, chunk, .. } => (0, 0, tiles_cols, chunk),
         };
         NormBackwardParams {
@@ -363,11 +391,14 @@ mod tests {
                     for rows in [0, 1, 16, 17, 8192] {
                         let plan = NormBackwardPlan::new(NormBackwardSpec { rows, cols, input, limits, ..SPEC })?;
                         match plan.way {
-                            Way::Rows { team, stages, grid } => {
-                                assert!(
-                                    cols <= team as usize * MOST_COLS && ROW_THREADS.is_multiple_of(team),
-                                    "{plan:?}"
-                                );
+                            Way::Rows { team, stages, chunk, grid } => {
+                                let each = if grid.cluster == 1 { MOST_COLS } else { FEW_COLS };
+                                assert!(chunk as usize <= team as usize * each, "{plan:?}");
+                                assert!(ROW_THREADS.is_multiple_of(team), "{plan:?}");
+                                // The last block has columns, too.
+                                let (most, blocks) = (chunk as usize, grid.cluster as usize);
+                                assert!(most * blocks >= cols && most * (blocks - 1) < cols, "{plan:?}");
+                                assert!(grid.blocks[0].is_multiple_of(grid.cluster), "{plan:?}");
                                 assert!((MIN_STAGES as u32..=8).contains(&stages) && team >= MIN_TEAM, "{plan:?}");
                                 assert!(grid.shared_bytes as usize + RESERVED_SHARED <= limits.shared_bytes as usize);
                                 assert!(grid.blocks[0] <= limits.multiprocessors && grid.blocks[0] >= 1);
@@ -401,7 +432,9 @@ mod tests {
         assert_eq!(stages(1024, Float::F32, false, HOPPER)?, Some((64, 3)));
         assert_eq!(stages(12_288, Float::Bf16, false, HOPPER)?, Some((512, 4)));
         assert_eq!(stages(12_288, Float::F32, false, ADA)?, None);
-        assert_eq!(stages(16_384, Float::Bf16, false, HOPPER)?, None);
+        assert_eq!(stages(16_384, Float::Bf16, false, HOPPER)?, Some((512, 6)));
+        assert_eq!(stages(65_536, Float::F32, true, HOPPER)?, Some((512, 2)));
+        assert_eq!(stages(65_537, Float::Bf16, false, HOPPER)?, None);
         Ok(())
     }
 
@@ -412,8 +445,10 @@ mod tests {
         assert_eq!(NormBackwardPlan::new(rms)?.partial_bytes(), 100 * 8192 * 4);
         let ragged = NormBackwardSpec { cols: 5000, ..rms };
         assert_eq!(NormBackwardPlan::new(ragged)?.partial_bytes(), 100 * 8192 * 4);
-        let long = NormBackwardSpec { cols: 65_536, rows: 100, dbeta: false, ..SPEC };
-        assert_eq!(NormBackwardPlan::new(long)?.partial_bytes(), aligned(800) + 3 * 65_536 * 4);
+        let long = NormBackwardSpec { cols: 16_384, rows: 100, dbeta: false, ..SPEC };
+        assert_eq!(NormBackwardPlan::new(long)?.partial_bytes(), 66 * 16_384 * 4);
+        let longest = NormBackwardSpec { cols: 131_072, ..long };
+        assert_eq!(NormBackwardPlan::new(longest)?.partial_bytes(), aligned(800) + 2 * 131_072 * 4);
         Ok(())
     }
 

@@ -3,6 +3,7 @@
 
 use te_fast_kernels::{Float, KernelId};
 
+use crate::dispatch::Limits;
 use crate::ops::norm::NormSpec;
 
 /// The most threads of a block.
@@ -203,7 +204,7 @@ impl Share {
     }
 
     /// Blocks for so many strips: all of them, but no more than run at once where a block goes on to other strips.
-    pub(super) fn grid_blocks(&self, strips: usize, multiprocessors: u32) -> usize {
+    pub(super) fn grid_blocks(&self, strips: usize, limits: &Limits) -> usize {
         let short = match self.kernel {
             KernelId::NormLong(_) => return strips,
             KernelId::NormShort(_) => short_blocks(false),
@@ -211,12 +212,10 @@ impl Share {
             _ => 0,
         };
         if short > 0 {
-            return strips.min((multiprocessors * short) as usize);
+            return strips.min((limits.multiprocessors * short) as usize);
         }
-        // Clusters of four and eight find room on 120 of an H200's 132 multiprocessors; one too many would come last.
-        let usable = if self.blocks > 2 { multiprocessors / 11 * 10 } else { multiprocessors };
-        let clusters = usable * (THREADS / self.threads) / self.blocks;
-        strips.min(clusters.max(1) as usize) * self.blocks as usize
+        let clusters = limits.clusters_at_once(self.blocks, THREADS / self.threads);
+        strips.min(clusters as usize) * self.blocks as usize
     }
 }
 
