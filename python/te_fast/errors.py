@@ -13,6 +13,7 @@ __all__ = [
     "CudaError",
     "DeviceError",
     "DtypeError",
+    "MissingError",
     "RecipeError",
     "ShapeError",
     "StateError",
@@ -65,6 +66,13 @@ class StateError(TeFastError, RuntimeError):
 
 class UnsupportedError(TeFastError, NotImplementedError):
     """An argument or a combination that Transformer Engine has and te_fast does not (yet)."""
+
+
+class MissingError(UnsupportedError, AttributeError):
+    """A name that Transformer Engine's module has and te_fast's has not (yet).
+
+    As an ``AttributeError`` it lets ``hasattr`` answer, and an import of the name raise ``ImportError``.
+    """
 
 
 class CudaError(TeFastError, RuntimeError):

@@ -314,6 +314,13 @@ def test_what_is_not_supported_says_so(make, message):
         make()
 
 
+def test_what_is_not_there_can_be_asked_for():
+    assert not hasattr(ops, "GroupedLinear")
+    assert not hasattr(ops.fused, "ForwardLinearBiasAdd")
+    with pytest.raises(ImportError):
+        from te_fast.pytorch.ops import GroupedLinear  # noqa: F401
+
+
 @pytest.mark.parametrize(
     ("op", "shapes"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from te_fast.errors import UnsupportedError
+from te_fast.errors import MissingError
 from te_fast.pytorch.ops import fused
 from te_fast.pytorch.ops.basic import (
     GEGLU,
@@ -104,6 +104,6 @@ def __getattr__(name: str) -> object:
     """Say so of what Transformer Engine has here and te_fast does not yet."""
     if name == "GroupedLinear":
         message = "te_fast.pytorch.ops.GroupedLinear is not there yet; keep Transformer Engine's"
-        raise UnsupportedError(message)
+        raise MissingError(message)
     message = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(message)

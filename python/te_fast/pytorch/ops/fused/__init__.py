@@ -7,7 +7,7 @@ own are registered with ``register_forward_fusion`` and its kin.
 
 from __future__ import annotations
 
-from te_fast.errors import UnsupportedError
+from te_fast.errors import MissingError
 
 __all__: list[str] = []
 
@@ -20,4 +20,4 @@ def __getattr__(name: str) -> object:
         f"te_fast.pytorch.ops.fused.{name}: te_fast fuses inside of native programs and has no fused "
         "classes; Sequential.explain() shows what was fused"
     )
-    raise UnsupportedError(message)
+    raise MissingError(message)
