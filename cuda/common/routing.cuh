@@ -82,20 +82,10 @@ __device__ inline int load_slots(const RowMap& m, uint64_t token, Slots& slots) 
     }
     const int experts = static_cast<int>(m.experts);
     const int32_t* entry = m.map + token * (2 * static_cast<uint64_t>(m.experts) + 1);
-    // The first slots are read beside their number, not after it: most tokens have no more.
-    const int early = min(experts, 32);
-    int k = static_cast<int>(threadIdx.x), expert = -1;
-    int64_t row = -1;
-    if (k < early) {
-        row = entry[k];
-        expert = entry[experts + k];
-    }
     const int count = min(max(entry[2 * experts], 0), experts);
-    for (; k < count; k += kThreads) {
-        if (k >= early) {
-            row = entry[k];
-            expert = entry[experts + k];
-        }
+    for (int k = threadIdx.x; k < count; k += kThreads) {
+        int64_t row = entry[k];
+        const int expert = entry[experts + k];
         const bool known = expert >= 0 && expert < experts;
         if (row >= 0 && known && m.pad_offsets != nullptr) row += m.pad_offsets[expert];
         slots.row[k] = known && row >= 0 && row < static_cast<int64_t>(m.rows) ? static_cast<int32_t>(row) : -1;
