@@ -147,6 +147,17 @@ def check_duplicates() -> Iterator[str]:
             yield f"more than {MAX_DUPLICATE} equal lines from {where}"
 
 
+def check_dynamic_shared() -> Iterator[str]:
+    """Find dynamic shared memory that does not begin on a line, where copies would fetch sectors twice."""
+    pattern = re.compile(
+        r"extern __shared__ (?!__align__\(ptx::kCopyAlign\) )[^;\n]*\bdynamic\[\];"
+    )
+    for path in sources(".cu", ".cuh"):
+        for match in pattern.finditer(code(path)):
+            line = line_of(code(path), match.start())
+            yield f"{path}:{line}: dynamic shared memory without __align__(ptx::kCopyAlign)"
+
+
 CHECKS: list[Callable[[], Iterator[str]]] = [
     check_lengths,
     check_parameters,
@@ -155,6 +166,7 @@ CHECKS: list[Callable[[], Iterator[str]]] = [
     check_native_importers,
     check_left_over,
     check_duplicates,
+    check_dynamic_shared,
 ]
 
 

@@ -106,3 +106,12 @@ def test_equal_runs_of_lines_are_found(tree):
     run = "".join(f"value_{number} = {number}\n" for number in range(13))
     tree(a_dot_py=run, b_dot_py="first = 0\n" + run)
     assert len(list(check_rules.check_duplicates())) == 1
+
+
+def test_dynamic_shared_memory_off_a_line_is_found(tree):
+    tree(
+        a_dot_cu="extern __shared__ uint4 dynamic[];\n",
+        b_dot_cu="extern __shared__ __align__(ptx::kCopyAlign) uint4 dynamic[];\n",
+    )
+    problems = list(check_rules.check_dynamic_shared())
+    assert [problem.split(":")[0] for problem in problems] == ["a.cu"]
