@@ -49,7 +49,7 @@ class Tensors:
         )
         self.dbias = torch.empty(cols, device="cuda", dtype=torch.bfloat16)
         self.partial = torch.empty(rows // 128 + 1, cols, **single)
-        self.counters = torch.zeros(4 * (cols // 128 + 1), dtype=torch.int32, device="cuda")
+        self.counters = torch.zeros(cols // 128 + 1, dtype=torch.int32, device="cuda")
 
 
 def launches(t: Tensors) -> dict[str, tuple[list[Callable[[], None]], float]]:

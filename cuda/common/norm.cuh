@@ -34,8 +34,8 @@ static_assert(sizeof(NormParams) == 168);
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr uint32_t kMaxStrip = 64;  // rows of a block at a time; ops/norm.rs keeps to it
-constexpr int kHeldBytes = 128;     // of its team's rows that a thread holds; ops/norm.rs counts on it
+constexpr uint32_t kMaxStrip = 64;  // rows of a block at a time; ops/norm_share.rs keeps to it
+constexpr int kHeldBytes = 128;     // of its team's rows that a thread holds; ops/norm_share.rs counts on it
 constexpr int kMaxSums = 8;         // of a team at a time
 constexpr int kMaxBlocks = 8;       // of a cluster
 

@@ -129,8 +129,8 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// How many clusters of so many blocks, of which a multiprocessor has room for `each`, run at once. Those of four and
-    /// eight find room on 120 of an H200's 132 multiprocessors; one too many would come last.
+    /// How many clusters of so many blocks, of which a multiprocessor has room for `each`, run at once. Those of four
+    /// and eight find room on 120 of an H200's 132 multiprocessors; one too many would come last.
     #[must_use]
     pub const fn clusters_at_once(&self, blocks: u32, each: u32) -> u32 {
         let usable = if blocks > 2 { self.multiprocessors / 11 * 10 } else { self.multiprocessors };

@@ -1,5 +1,5 @@
-//! Host kernels of `cuda/norm.cu` and `cuda/norm_short.cu`. Statistics are those of FP64 sums, so that they differ from the GPU's by the
-//! rounding of its sums; everything after them is the GPU's FP32.
+//! Host kernels of `cuda/norm.cu` and `cuda/norm_short.cu`. Statistics are those of FP64 sums, so that they differ from
+//! the GPU's by the rounding of its sums; everything after them is the GPU's FP32.
 
 use half::{bf16, f16};
 use te_fast_kernels::{Float, KernelId};
@@ -10,8 +10,8 @@ use crate::host::fp8::{Real, is_noop, read_scalar, write_scalar};
 use crate::host::rows::{Outputs, Values, for_row_groups, raise, row_bytes};
 use crate::ops::norm::NormParams;
 
-/// Runs `norm_*`, `norm_transpose_*`, `norm_long_*`, `norm_short_*` and `norm_short_transpose_*`, which differ in how they
-/// share out the work.
+/// Runs `norm_*`, `norm_transpose_*`, `norm_long_*`, `norm_short_*` and `norm_short_transpose_*`, which differ in how
+/// they share out the work.
 ///
 /// # Errors
 /// An id that does not take these parameters.

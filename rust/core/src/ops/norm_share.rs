@@ -28,8 +28,8 @@ pub(super) const CHUNK: usize = 128;
 const STATIC_SHARED: usize = 9 << 10;
 /// What the driver keeps of each block.
 const DRIVER_SHARED: usize = 1 << 10;
-/// How rows are stored transposed: blocks that share a row, threads, rows that are stored together, tensors on their way
-/// through shared memory. The first that fits is the fastest on an H200: runs of 64 bytes, then few blocks.
+/// How rows are stored transposed: blocks that share a row, threads, rows that are stored together, tensors on their
+/// way through shared memory. The first that fits is the fastest on an H200: runs of 64 bytes, then few blocks.
 const TRANSPOSED: [Layout; 11] = [
     Layout::new(1, 256, 64, 1),
     Layout::new(1, 512, 64, 1),
@@ -205,17 +205,16 @@ impl Share {
 
     /// Blocks for so many strips: all of them, but no more than run at once where a block goes on to other strips.
     pub(super) fn grid_blocks(&self, strips: usize, limits: &Limits) -> usize {
-        let short = match self.kernel {
-            KernelId::NormLong(_) => return strips,
-            KernelId::NormShort(_) => short_blocks(false),
-            KernelId::NormShortTranspose(_) => short_blocks(true),
-            _ => 0,
-        };
-        if short > 0 {
-            return strips.min((limits.multiprocessors * short) as usize);
+        let short = |columnwise| strips.min((limits.multiprocessors * short_blocks(columnwise)) as usize);
+        match self.kernel {
+            KernelId::NormLong(_) => strips,
+            KernelId::NormShort(_) => short(false),
+            KernelId::NormShortTranspose(_) => short(true),
+            _ => {
+                let clusters = limits.clusters_at_once(self.blocks, THREADS / self.threads);
+                strips.min(clusters as usize) * self.blocks as usize
+            }
         }
-        let clusters = limits.clusters_at_once(self.blocks, THREADS / self.threads);
-        strips.min(clusters as usize) * self.blocks as usize
     }
 }
 
