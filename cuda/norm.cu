@@ -90,11 +90,14 @@ __device__ float norm_rows(const NormParams& p, Shared& shared, uint4* dynamic) 
     Team team(p.team);
     team.join_cluster(shared);
     Part part(p, dynamic, team);
-    const uint32_t rows = blockDim.x / p.team * kRows, first = team.id * kRows;
     // Below 2^31, as ops/norm.rs has checked, and a stride.
-    const uint32_t end = static_cast<uint32_t>(kTransposed ? p.ld_t : p.rows),
-                   stride = gridDim.x / team.blocks * p.strip;
-    uint32_t strip0 = blockIdx.x / team.blocks * p.strip;
+    const uint32_t end = static_cast<uint32_t>(kTransposed ? p.ld_t : p.rows);
+    const uint32_t clusters = gridDim.x / team.blocks, cluster = blockIdx.x / team.blocks;
+    const uint32_t rows = blockDim.x / p.team * kRows, stride = clusters * p.strip;
+    // The rows that are stored transposed together lie together. Others are dealt out first to one team of each block,
+    // then to the next, so that what is left for the last round is shared by all multiprocessors.
+    const uint32_t first = kTransposed ? team.id * kRows : 0;
+    uint32_t strip0 = kTransposed ? cluster * p.strip : (team.id * clusters + cluster) * kRows;
     if (first < p.strip) part.ask(p, strip0 + first);  // before anything that waits
     uint4* behind = dynamic + p.ring * Part::ring_words();
     const uint32_t col0 = team.block * p.chunk;
