@@ -5,8 +5,8 @@
 //
 // Launch: zero_blocks + tokens blocks, 128 threads; the first zero_blocks clear rows, the others take one token each.
 // Needs:  contiguous x [T, row_bytes] and out [rows, row_bytes], row_bytes even; row_bytes and rows < 2^31. Rows of a
-// multiple of
-//         16 bytes at 16-byte aligned addresses take the vector path. Destinations outside out are skipped.
+//         multiple of 16 bytes at 16-byte aligned addresses take the vector path. Destinations outside out are skipped
+//         and, in a map that the launch before has made, struck off.
 // Moves:  row_bytes (T + rows), and the map.
 
 #include "common/math.cuh"
@@ -26,7 +26,8 @@ struct PermuteParams {
     RowMap map;
     uint64_t row_bytes;
     ProbType prob_type;
-    uint32_t behind_map;  // the launch before is the row map, which has waited for all before it: x is complete
+    // The launch before is the row map, which has waited for all before it: x is complete. The map is this call's own.
+    uint32_t behind_map;
 };
 static_assert(sizeof(PermuteParams) == 104);
 
@@ -56,7 +57,7 @@ __device__ inline void permute_probs(const PermuteParams& p, uint64_t token, int
         if (p.probs == nullptr || shared.slots.row[k] < 0) continue;
         const uint64_t from = first + shared.slots.column[k];
         copy_prob(p.probs, from, p.out_probs, static_cast<uint64_t>(shared.slots.row[k]), p.prob_type);
-        shared.zero[k] = load_prob(p.probs, from, p.prob_type) == 0.0f;
+        shared.zero[k] = is_zero_prob(p.probs, from, p.prob_type);
     }
 }
 
@@ -101,6 +102,7 @@ __device__ void permute_token(const PermuteParams& p, PermuteShared& shared) {
         }
         scatter<kVectors>(p, shared, count, first, words, row);
     }
+    if (p.behind_map != 0) strike_dropped<kRowThreads>(p.map, token, shared.slots, count);
 }
 
 __device__ inline void permute(const PermuteParams& p) {

@@ -29,9 +29,11 @@ constexpr int kBlock = 128;  // elements that share a scale
 constexpr int kChunk = 16;   // elements of one FP8 store
 
 // Blocks per multiprocessor. Tokens with few experts want many, to hide the wait for the map; without the hardware's
-// conversion to FP8 they need more registers.
+// conversion to FP8 they need more registers, and what the compiler makes for sm_120 needs a few more.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 constexpr int kCastBlocks = 8;
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kCastBlocks = 10;
 #else
 constexpr int kCastBlocks = 12;
 #endif
@@ -51,7 +53,7 @@ struct PermuteCastParams {
     uint32_t pow2;
     ProbType prob_type;
 };
-static_assert(sizeof(PermuteCastParams) == 136);  // always launched behind the row map, as permute.cu's behind_map
+static_assert(sizeof(PermuteCastParams) == 136);  // always launched behind its own row map, as permute.cu's behind_map
 
 struct PermuteScalesParams {
     const float* token_scales;
@@ -93,6 +95,7 @@ __device__ inline void clear_gaps(const PermuteCastParams& p, Gaps& gaps) {
 // Moves the probabilities, notes which slots are zero; whether any slot takes the row itself.
 __device__ inline bool permute_probs(const PermuteCastParams& p, uint64_t token, int count, CastShared& shared) {
     bool any = false;
+#pragma unroll 1  // a token has fewer slots than a block has threads, as a rule; registers are scarce
     for (int k = threadIdx.x; k < count; k += kRowThreads) {
         shared.zero[k] = false;
         if (shared.slots.row[k] < 0) continue;
@@ -100,7 +103,7 @@ __device__ inline bool permute_probs(const PermuteCastParams& p, uint64_t token,
         if (p.probs != nullptr) {
             const uint64_t from = token * p.map.slots() + shared.slots.column[k];
             copy_prob(p.probs, from, p.out_probs, row, p.prob_type);
-            shared.zero[k] = load_prob(p.probs, from, p.prob_type) == 0.0f;
+            shared.zero[k] = is_zero_prob(p.probs, from, p.prob_type);
         }
         if (p.row_tokens != nullptr) p.row_tokens[row] = shared.zero[k] ? -1 : static_cast<int32_t>(token);
         any |= !shared.zero[k];
@@ -191,6 +194,7 @@ __device__ void cast_token(const PermuteCastParams& p, CastShared& shared) {
             }
         }
     }
+    strike_dropped<kRowThreads>(p.map, token, shared.slots, count);
     if (p.amax == nullptr || !any) return;
     amax = block_max<kRowThreads>(amax, shared.amax);
     if (threadIdx.x == 0) atomic_max_nonnegative(p.amax, amax);

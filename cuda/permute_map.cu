@@ -5,7 +5,8 @@
 //   padded_counts[e] = ceil(count(e) / align) * align     pad_offsets[e] = sum over e' < e of padded - count
 //   ends[e] = sum over e' <= e of count(e')                totals = {padded rows, routed rows}
 // The map is Transformer Engine's, written in its defined entries only (common/routing.cuh). Routed rows whose padded
-// place is at or past `capacity` are counted as dropped; the index map holds -1 for them.
+// place is at or past `capacity` are counted as dropped; the index map holds -1 for them, and the permutation behind
+// takes them off a mask map.
 //
 // How: a block owns 32 experts (a slice) of a chunk of tokens. A lane packs its token's 32 experts into one word, and
 // a transpose of 32 words gives each lane an expert's 32 tokens. The block publishes how many tokens each of its

@@ -2,7 +2,7 @@
 //
 // Two layouts, both int32 and both Transformer Engine's:
 //   mask   [T, 2E + 1]: n destination rows, descending, from entry 0; their experts from entry E; n in entry 2E.
-//          The rows do not count padding; pad_offsets [E] adds it.
+//          The rows do not count padding; pad_offsets [E] adds it. Slots that were dropped are not among the n.
 //   index  [K, T]: the destination of slot k of token t, -1 where it was dropped.
 // A map may come from anywhere, so every entry is checked against the tensor that it points into.
 #pragma once
@@ -18,12 +18,13 @@ namespace te_fast {
 constexpr int kMaxExperts = 1024;
 constexpr int kRowThreads = 128;  // of the kernels that take one token per block
 
-enum class ProbType : uint32_t { kF32 = 0, kF16 = 1, kBf16 = 2 };
+enum class ProbType : uint32_t { kF32 = 0, kF16 = 1, kBf16 = 2, kF64 = 3 };
 
 __device__ inline float load_prob(const void* probs, size_t i, ProbType type) {
     if (type == ProbType::kF32) return static_cast<const float*>(probs)[i];
     if (type == ProbType::kF16) return to_float(static_cast<const f16*>(probs)[i]);
-    return to_float(static_cast<const bf16*>(probs)[i]);
+    if (type == ProbType::kBf16) return to_float(static_cast<const bf16*>(probs)[i]);
+    return static_cast<float>(static_cast<const double*>(probs)[i]);
 }
 
 __device__ inline void store_prob(void* probs, size_t i, ProbType type, float value) {
@@ -31,22 +32,32 @@ __device__ inline void store_prob(void* probs, size_t i, ProbType type, float va
         static_cast<float*>(probs)[i] = value;
     } else if (type == ProbType::kF16) {
         static_cast<f16*>(probs)[i] = from_float<f16>(value);
-    } else {
+    } else if (type == ProbType::kBf16) {
         static_cast<bf16*>(probs)[i] = from_float<bf16>(value);
+    } else {
+        static_cast<double*>(probs)[i] = value;
     }
+}
+
+// Exactly 0, which a small double is not though its float is.
+__device__ inline bool is_zero_prob(const void* probs, size_t i, ProbType type) {
+    if (type == ProbType::kF64) return static_cast<const uint64_t*>(probs)[i] << 1 == 0;
+    return load_prob(probs, i, type) == 0.0f;
 }
 
 // Copies the bits, so that a NaN keeps its payload.
 __device__ inline void copy_prob(const void* from, size_t i, void* to, size_t j, ProbType type) {
     if (type == ProbType::kF32) {
         static_cast<uint32_t*>(to)[j] = static_cast<const uint32_t*>(from)[i];
+    } else if (type == ProbType::kF64) {
+        static_cast<uint64_t*>(to)[j] = static_cast<const uint64_t*>(from)[i];
     } else {
         static_cast<uint16_t*>(to)[j] = static_cast<const uint16_t*>(from)[i];
     }
 }
 
 struct RowMap {
-    const int32_t* map;
+    int32_t* map;                // written by strike_dropped alone
     const int64_t* pad_offsets;  // [E], null: none
     const int32_t* ends;         // [partials][E]: per part of the tokens, the row behind the last of each expert
     uint64_t tokens;
@@ -92,6 +103,23 @@ __device__ inline int load_slots(const RowMap& m, uint64_t token, Slots& slots) 
         slots.column[k] = static_cast<uint16_t>(known ? expert : 0);
     }
     return count;
+}
+
+// Takes the slots that found no row off the token's list, in a mask map that was made for this tensor: rows descend, so
+// they are its first ones. All threads, behind the barrier that follows load_slots.
+template <int kThreads>
+__device__ inline void strike_dropped(const RowMap& m, uint64_t token, const Slots& slots, int count) {
+    if (m.experts == 0 || count == 0 || slots.row[0] >= 0) return;
+    int dropped = 1;
+    while (dropped < count && slots.row[dropped] < 0) ++dropped;
+    int32_t* entry = m.map + token * (2 * static_cast<uint64_t>(m.experts) + 1);
+    for (int k = threadIdx.x; k < count - dropped; k += kThreads) {
+        const int expert = slots.column[dropped + k];
+        const int32_t pad = m.pad_offsets == nullptr ? 0 : static_cast<int32_t>(m.pad_offsets[expert]);
+        entry[k] = slots.row[dropped + k] - pad;
+        entry[m.experts + k] = expert;
+    }
+    if (threadIdx.x == 0) entry[2 * m.experts] = count - dropped;
 }
 
 // Rows that no token fills: the padding behind each expert and what is left at the end of the tensor.

@@ -9,7 +9,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 import te_fast.pytorch as te  # noqa: E402
-from permutation_reference import make_case, permute_reference  # noqa: E402
+from permutation_reference import make_case, permute_reference, rows_of  # noqa: E402
 from te_fast.pytorch import permutation  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +32,7 @@ DTYPES = [
     (torch.bfloat16, torch.float32),
     (torch.float32, torch.bfloat16),
     (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float64),
 ]
 
 
@@ -43,13 +44,13 @@ def same(device_value, host_value, what):
     assert torch.equal(bits(device_value), bits(host_value)), what
 
 
-def defined(row_id_map, mask):
+def defined(row_id_map):
     """The entries that Transformer Engine defines, zeros elsewhere."""
-    tokens, experts = mask.shape
-    count = mask.sum(1, keepdim=True)
-    place = torch.arange(experts)
-    keep = torch.cat([place < count, place < count, torch.ones(tokens, 1, dtype=torch.bool)], 1)
-    return torch.where(keep, row_id_map.cpu(), 0)
+    row_id_map = row_id_map.cpu()
+    count = row_id_map[:, -1:]
+    place = torch.arange(row_id_map.size(1) // 2)
+    keep = torch.cat([place < count, place < count, count >= 0], 1)
+    return torch.where(keep, row_id_map, 0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -80,7 +81,7 @@ def test_cuda_equals_host(case, dtypes, extra):
             for t in (out, probs, merged)
         ]
         torch.autograd.backward([out, probs, merged], grads)
-        exact = [out, probs, defined(row_id_map, data.mask), offsets, padded, merged, plain]
+        exact = [out, probs, defined(row_id_map), offsets, padded, merged, plain]
         exact += [here.x.grad, here.probs.grad, y.grad]
         results.append((exact, weights.grad))
     names = [
@@ -99,13 +100,41 @@ def test_cuda_equals_host(case, dtypes, extra):
         same(cuda, host, name)
     if rows:
         # Sums over `hidden` in another order: eps * sqrt(hidden) for FP32, a rounding of the type beyond it.
-        tolerance = 1e-4 if dtypes[1] == torch.float32 else 2e-2
+        tolerance = 1e-4 if dtypes[1].itemsize >= 4 else 2e-2
         torch.testing.assert_close(
             results[1][1].cpu().float(),
             results[0][1].float(),
             rtol=tolerance,
             atol=tolerance * hidden**0.5,
         )
+
+
+@pytest.mark.parametrize("rows", [0, 1, 777, 1500])
+def test_dropped_rows_are_not_in_the_map(rows):
+    case = make_case(600, 130, 3, 16, dtype=torch.bfloat16)
+    here = case.to("cuda")
+    kept = case.mask & (rows_of(case.mask) < rows)
+    count = kept.sum(1)
+    for row_id_map in (
+        te.moe_permute(here.x, here.mask, rows)[1],
+        te.moe_permute_with_probs(here.x, here.probs, here.mask, rows)[2],
+        te.moe_permute_and_quantize(here.x, here.probs, here.mask, rows)[3],
+        te.moe_permute_and_quantize(
+            here.x, None, here.mask, rows, scale=here.x.new_ones(1).float()
+        )[3],
+    ):
+        assert torch.equal(row_id_map[:, -1].cpu(), count.int())
+        host = te.moe_permute(case.x, case.mask, rows)[1]
+        assert torch.equal(defined(row_id_map), defined(host))
+
+
+def test_maps_that_are_given_stay_as_they_are():
+    case = make_case(600, 130, 3, 16).to("cuda")
+    _, row_id_map = te.moe_permute(case.x, case.mask, case.routed)
+    before = defined(row_id_map)
+    y = torch.randn(700, 16, device="cuda", requires_grad=True)  # fewer rows than the map has
+    te.moe_unpermute(y, row_id_map, restore_shape=case.x.shape).sum().backward()
+    assert torch.equal(defined(row_id_map), before)
 
 
 @pytest.mark.parametrize("hidden", [16, 144, 7168])

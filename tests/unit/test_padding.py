@@ -160,6 +160,13 @@ def test_sort_chunks(dtype):
     assert torch.equal(probs.grad, expected_probs)
 
 
+def test_sort_chunks_moves_fp64_probabilities():
+    probs = torch.rand(7, dtype=torch.float64)
+    sizes, index = torch.tensor([[3, 0], [4, 0]]).t()[0], torch.tensor([1, 9, 0])[::2]  # strided
+    _, moved = te.moe_sort_chunks_by_index_with_probs(torch.randn(7, 2), probs, sizes, index)
+    assert torch.equal(moved, probs[[3, 4, 5, 6, 0, 1, 2]])
+
+
 def test_sort_chunks_edges():
     empty = torch.empty(0, 4)
     assert te.moe_sort_chunks_by_index(empty, torch.tensor([0]), torch.tensor([0])) is empty

@@ -19,7 +19,7 @@ from permutation_reference import (
     permute_reference,
     rows_of,
 )
-from te_fast.errors import DtypeError, ShapeError
+from te_fast.errors import DtypeError, ShapeError, UnsupportedError
 from te_fast.pytorch import permutation
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -30,14 +30,15 @@ def bits(tensor):
     return tensor.contiguous().view(torch.uint8)
 
 
-def check_map(case: Case, row_id_map):
-    """Every entry that Transformer Engine defines, and its dtype and shape."""
+def check_map(case: Case, row_id_map, kept=None):
+    """Every entry that Transformer Engine defines, and its dtype and shape; `kept` is what was not dropped."""
     tokens, experts = case.mask.shape
     assert row_id_map.dtype == torch.int32
     assert row_id_map.shape == (tokens, 2 * experts + 1)
     rows = rows_of(case.mask)
+    kept = case.mask if kept is None else kept
     for token in range(tokens):
-        chosen = case.mask[token].nonzero().flatten().flip(0)
+        chosen = kept[token].nonzero().flatten().flip(0)
         count = len(chosen)
         assert row_id_map[token, 2 * experts] == count
         assert row_id_map[token, experts : experts + count].tolist() == chosen.tolist()
@@ -83,9 +84,9 @@ def test_permute_and_pad_capacity(kind, align, extra):
     assert pad_offsets.dtype == torch.int64
     assert torch.equal(pad_offsets, expected_offsets)
     assert torch.equal(padded, expected_padded)
-    check_map(case, row_id_map)
-    destinations = (rows_of(case.mask) + expected_offsets)[case.mask]
-    assert permutation.moe_dropped_rows("cpu") == int((destinations >= capacity).sum())
+    kept = case.mask & (rows_of(case.mask) + expected_offsets < capacity)
+    check_map(case, row_id_map, kept)
+    assert permutation.moe_dropped_rows("cpu") == case.routed - int(kept.sum())
 
 
 @pytest.mark.parametrize("form", ["tensor", "list"])
@@ -137,11 +138,93 @@ def test_index_map(num_out, dtype):
     assert torch.equal(bits(merged), bits(reference.to(dtype)))
 
 
+@pytest.mark.parametrize("rows", [0, 1, 11])
+def test_dropped_rows_are_not_in_the_map(rows):
+    case = make_case(13, 5, 2, 16)
+    kept = case.mask & (rows_of(case.mask) < rows)
+    for row_id_map in (
+        te.moe_permute_with_probs(case.x, case.probs, case.mask, rows)[2],
+        te.moe_permute(case.x, case.mask, rows)[1],
+        te.moe_permute_and_quantize(case.x, case.probs, case.mask, rows)[3],
+        te.moe_permute_and_quantize(case.x, None, case.mask, rows, scale=torch.ones(1))[3],
+    ):
+        check_map(case, row_id_map, kept)
+        assert row_id_map[:, -1].sum() == rows
+
+
+def test_maps_that_are_given_stay_as_they_are():
+    case = make_case(13, 5, 2, 8)
+    _, row_id_map = te.moe_permute(case.x, case.mask, case.routed)
+    before = row_id_map.clone()
+    y = torch.randn(7, 8, requires_grad=True)  # fewer rows than the map has
+    te.moe_unpermute(y, row_id_map, restore_shape=case.x.shape).sum().backward()
+    assert torch.equal(row_id_map[:, -1], before[:, -1])
+    check_map(case, row_id_map)
+
+
+def test_fp64_probabilities():
+    """What routers give that compute in FP64: moved as they are, rounded to FP32 where they weigh rows."""
+    case = make_case(21, 6, 2, 8, zeros=True)
+    case.probs = case.probs.double() / 3
+    case.probs[case.mask] += 1e-12 * (case.probs[case.mask] != 0)
+    token, expert = case.mask.nonzero()[0].tolist()
+    case.probs[token, expert] = 1e-300  # not zero, though its FP32 is
+    x, probs = case.x.clone().requires_grad_(), case.probs.clone().requires_grad_()
+    out, permuted, row_id_map, offsets, _ = te.moe_permute_and_pad_with_probs(
+        x, probs, case.mask, case.mask.sum(0), 4
+    )
+    expected, expected_probs, _, _ = permute_reference(case, 4, None)
+    assert torch.equal(out, expected)
+    assert permuted.dtype == torch.float64
+    assert torch.equal(bits(permuted), bits(expected_probs))
+    weight = torch.rand(len(permuted), dtype=torch.float64)
+    (permuted * weight).sum().backward(retain_graph=True)
+    destination = rows_of(case.mask) + offsets
+    expected_grad = torch.where(case.mask, weight[destination.clamp(min=0)], 0)
+    assert torch.equal(probs.grad, expected_grad)
+
+    y, weights = out.detach().requires_grad_(), case.probs.clone().requires_grad_()
+    merged = te.moe_unpermute(y, row_id_map, weights, x.shape, pad_offsets=offsets)
+    assert torch.equal(merged, merge_reference(case, y.detach(), case.probs.float(), offsets))
+    dout = torch.randn_like(merged)
+    merged.backward(dout)
+    dots = (dout[:, None] * y.detach()[destination.clamp(min=0)]).sum(2).double()
+    torch.testing.assert_close(weights.grad, torch.where(case.mask, dots, 0.0))
+    quantized = te.moe_permute_and_quantize(
+        torch.randn(21, 16), case.probs, case.mask, case.routed, scale=torch.ones(1)
+    )
+    assert torch.equal(bits(quantized[2]), bits(permute_reference(case, 1, None)[1]))
+
+
+@pytest.mark.parametrize("kind", ["permute", "index", "unpermute", "pad", "sort", "Fp8Padding"])
+def test_quantised_tensors_are_refused_with_the_way_out(kind):
+    class Float8Tensor(torch.Tensor):  # without memory of its own, as Transformer Engine's
+        @staticmethod
+        def __new__(cls, data):
+            return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.bfloat16)
+
+        __torch_dispatch__ = classmethod(lambda *_: pytest.fail("the tensor was dispatched"))
+
+    case = make_case(6, 3, 1, 16)
+    x, counts = Float8Tensor(case.x), case.mask.sum(0)
+    _, row_id_map = te.moe_permute(case.x, case.mask, case.routed)
+    calls = {
+        "permute": lambda: te.moe_permute(x, case.mask, case.routed),
+        "index": lambda: te.moe_permute(x, case.mask.int(), map_type="index"),
+        "unpermute": lambda: te.moe_unpermute(x, row_id_map),
+        "pad": lambda: te.moe_permute_and_pad_with_probs(x, case.probs, case.mask, counts, 4),
+        "sort": lambda: te.moe_sort_chunks_by_index(x, counts, torch.tensor([2, 0, 1])),
+        "Fp8Padding": lambda: te.Fp8Padding(3, 16)(x, counts.tolist()),
+    }
+    with pytest.raises(UnsupportedError, match=r"inp is a Float8Tensor.*\.dequantize\(\)"):
+        calls[kind]()
+
+
 def test_index_map_of_another_type_warns_and_casts():
     indices = torch.tensor([[1, 0], [0, 2]])
     x = torch.randn(2, 4)
     with pytest.warns(
-        UserWarning, match=r"data type of the input `routing_map` of Permute is torch.int64"
+        UserWarning, match=r"data type of the input `index` of Permute is torch.int64"
     ):
         out, row_id_map = te.moe_permute(x, indices, map_type="index")
     assert torch.equal(out, x[[0, 1, 0, 1]])
@@ -333,7 +416,7 @@ def test_a_changed_map_is_counted_again():
         ),
         ({"routing_map": torch.zeros(6, 3)}, TypeError, "bool or an integer type"),
         ({"probs": torch.rand(6, 4)}, ValueError, r"of shape \[6, 3\]"),
-        ({"probs": torch.rand(6, 3).double()}, TypeError, "probs must be torch.float32"),
+        ({"probs": torch.ones(6, 3).int()}, TypeError, "probs must be torch.float32"),
         ({"inp": torch.randn(5, 8)}, AssertionError, "one per token"),  # TE asserts
     ],
 )

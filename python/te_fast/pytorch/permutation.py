@@ -2,7 +2,8 @@
 
 Every function runs one or two kernels of te_fast. Nothing synchronises the device when the number
 of output rows is given; buffers larger than needed end in zero rows, and rows that do not fit are
-dropped in order and counted (:func:`moe_dropped_rows`). CPU tensors run on the host kernels.
+dropped in order, left out of the row map and counted (:func:`moe_dropped_rows`). CPU tensors run on
+the host kernels.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def moe_permute(
         expert. For ``'index'`` ``(tokens, top_k)`` int32: expert ids, up to 1023; others are not routed.
     num_out_tokens : int, default = -1
         Rows of the result. With a mask, -1 and None count them, which synchronises once; with an index,
-        None, 0 and less mean ``tokens * top_k``. Rows that do not fit are dropped.
+        None, 0 and less mean ``tokens * top_k``. Rows that do not fit are dropped and not in ``row_id_map``.
     max_token_num : int, default = -1
         Transformer Engine's hint for a workspace that te_fast does not need.
     map_type : str, default = 'mask'
@@ -67,7 +68,7 @@ def moe_permute(
     if num_out_tokens is None:
         num_out_tokens = -1
     if index:
-        routing_map = _as_int32(routing_map, "routing_map", "Permute")
+        routing_map = _as_int32(routing_map, "index", "Permute")
         rows = num_out_tokens if num_out_tokens > 0 else routing_map.numel()
     else:
         rows = num_out_tokens
@@ -90,7 +91,7 @@ def moe_permute_with_probs(
     inp : torch.Tensor
         Rows ``(tokens, hidden)`` in FP32, FP16 or BF16.
     probs : torch.Tensor
-        Probabilities ``(tokens, experts)`` in FP32, FP16 or BF16.
+        Probabilities ``(tokens, experts)`` in FP32, FP16, BF16 or FP64.
     routing_map : torch.Tensor
         Mask ``(tokens, experts)``, bool or integer.
     num_out_tokens : int, default = -1
@@ -128,7 +129,7 @@ def moe_permute_and_pad_with_probs(
     inp : torch.Tensor
         Rows ``(tokens, hidden)`` in FP32, FP16 or BF16.
     probs : torch.Tensor
-        Probabilities ``(tokens, experts)`` in FP32, FP16 or BF16.
+        Probabilities ``(tokens, experts)`` in FP32, FP16, BF16 or FP64.
     routing_map : torch.Tensor
         Mask ``(tokens, experts)``, bool or integer.
     tokens_per_expert : torch.Tensor or sequence of int
@@ -361,7 +362,7 @@ def moe_sort_chunks_by_index_with_probs(
     inp : torch.Tensor
         Rows ``(rows, hidden)``.
     probs : torch.Tensor
-        One value per row, ``(rows,)``, in FP32, FP16 or BF16.
+        One value per row, ``(rows,)``, in FP32, FP16, BF16 or FP64.
     split_sizes : torch.Tensor
         Rows of every chunk, ``(chunks,)`` int32 or int64; up to 4096 chunks.
     sorted_index : torch.Tensor

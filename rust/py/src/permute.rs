@@ -2,12 +2,12 @@
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
+use te_fast_core::Error;
 use te_fast_core::kernel::{DevPtr, Target};
-use te_fast_core::ops::permute::{Layout, MapBuffers, MapShape, PermuteBuffers, PermutePlan};
+use te_fast_core::ops::permute::{Layout, MapBuffers, MapShape, PermuteBuffers, PermutePlan, Prob};
 use te_fast_core::ops::permute_map::{EndsPlan, MapOutputs, MapPlan, MapSpec, read_dropped};
 use te_fast_core::ops::permute_merge::{UnpermuteBuffers, UnpermuteBwdBuffers, UnpermutePlan};
 use te_fast_core::tensor::{DType, TensorView};
-use te_fast_core::{Error, Float};
 
 use crate::error::IntoPython;
 use crate::permute_call::{Call, Input};
@@ -250,7 +250,7 @@ pub(crate) fn moe_unpermute<'py>(
     let out_prob = match &in_view {
         Some(view) => {
             call.shape(view, "the gradient of permuted_probs", &[rows as i64])?;
-            Some(call.float(view, "the gradient of permuted_probs")?)
+            Some(call.prob(view, "the gradient of permuted_probs")?)
         }
         None => None,
     };
@@ -299,7 +299,7 @@ pub(crate) fn moe_unpermute_backward<'py>(
     call.same_device(&grad, "the gradient")?;
     call.dtype(&grad, "the gradient", x.dtype())?;
     call.shape(&grad, "the gradient", &[shape.tokens as i64, cols as i64])?;
-    let prob = call.probs(Some(&probs), shape.tokens, shape.slots())?.unwrap_or(Float::F32);
+    let prob = call.probs(Some(&probs), shape.tokens, shape.slots())?.unwrap_or(Prob::F32);
     let pads_view = pads.as_ref().map(|pads| pads.view(state)).transpose()?;
     let pad_offsets = pads_of(&call, pads_view.as_ref(), &shape)?;
     let plan = UnpermutePlan::new(shape, cols, float).python()?;

@@ -4,6 +4,7 @@ use pyo3::prelude::*;
 use te_fast_core::dispatch::{Dispatcher, Lane, Memory, OWN_SCRATCH_LIMIT, Place};
 use te_fast_core::driver::is_capturing;
 use te_fast_core::kernel::{DevPtr, Target};
+use te_fast_core::ops::permute::Prob;
 use te_fast_core::tensor::{DType, Device, TensorView};
 use te_fast_core::{Error, Float};
 
@@ -21,7 +22,7 @@ impl<'a, 'py> Input<'a, 'py> {
     /// `tensor`, made contiguous when it is not.
     #[inline]
     pub(crate) fn new(state: &State, tensor: &'a Bound<'py, PyAny>, what: &'static str) -> PyResult<Self> {
-        let given = view_of(&state.reader, tensor, what).python()?;
+        let given = view_of(&state.reader, tensor, what).map_err(|error| unreadable(tensor, what, error)).python()?;
         let copy = if given.is_contiguous() { None } else { Some(tensor.call_method0("contiguous")?) };
         Ok(Self { given, copy })
     }
@@ -42,6 +43,28 @@ impl<'a, 'py> Input<'a, 'py> {
             Some(copy) => view_of(&state.reader, copy, "a tensor").python(),
         }
     }
+}
+
+/// The error of a tensor that cannot be read. Quantised ones, which Transformer Engine permutes, say what to do.
+#[cold]
+fn unreadable(tensor: &Bound<'_, PyAny>, what: &str, error: Error) -> Error {
+    let kind = tensor.get_type();
+    let is_subclass = tensor
+        .py()
+        .import("torch")
+        .and_then(|torch| torch.getattr("Tensor"))
+        .and_then(|base| Ok(!kind.is(&base) && tensor.is_instance(&base)?));
+    if !is_subclass.unwrap_or(false) {
+        return error;
+    }
+    let name = kind.name().map_or_else(|_| "tensor subclass".to_string(), |name| name.to_string());
+    Error::unsupported(
+        "te_fast",
+        format_args!(
+            "{what} is a {name}, which has no memory of its own; give a plain tensor, for a quantised one its .dequantize(). \
+             moe_permute_and_quantize permutes into FP8"
+        ),
+    )
 }
 
 /// Where a call runs.
@@ -121,7 +144,7 @@ impl<'s, 'py> Call<'s, 'py> {
             .python()
     }
 
-    /// The type of rows or probabilities.
+    /// The type of rows.
     pub(crate) fn float(&self, view: &TensorView<'_>, what: &'static str) -> PyResult<Float> {
         match view.dtype().as_float() {
             Some(float) => Ok(float),
@@ -148,10 +171,16 @@ impl<'s, 'py> Call<'s, 'py> {
     }
 
     /// Probabilities `(tokens, slots)`, or none.
-    pub(crate) fn probs(&self, probs: Option<&TensorView<'_>>, tokens: usize, slots: usize) -> PyResult<Option<Float>> {
+    pub(crate) fn probs(&self, probs: Option<&TensorView<'_>>, tokens: usize, slots: usize) -> PyResult<Option<Prob>> {
         let Some(view) = probs else { return Ok(None) };
         self.same_device(view, "probs")?;
         self.shape(view, "probs", &[tokens as i64, slots as i64])?;
-        self.float(view, "probs").map(Some)
+        self.prob(view, "probs").map(Some)
+    }
+
+    /// The type of probabilities.
+    pub(crate) fn prob(&self, view: &TensorView<'_>, what: &'static str) -> PyResult<Prob> {
+        let expected = "torch.float32, torch.float16, torch.bfloat16 or torch.float64";
+        Prob::of(view.dtype()).ok_or_else(|| Error::dtype(self.op, what, expected, view.dtype())).python()
     }
 }

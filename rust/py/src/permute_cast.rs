@@ -5,10 +5,10 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyInt, PyList, PyTuple};
 use te_fast_core::kernel::DevPtr;
 use te_fast_core::ops::pad::{Integers, Move, PadBuffers, PadPlan, PadSpec, Splits};
-use te_fast_core::ops::permute::MapBuffers;
+use te_fast_core::ops::permute::{MapBuffers, Prob};
 use te_fast_core::ops::permute_cast::{PermuteCastBuffers, PermuteCastPlan, PermuteCastSpec, Scaling};
 use te_fast_core::tensor::{DType, TensorView};
-use te_fast_core::{Error, Float, Fp8};
+use te_fast_core::{Error, Fp8};
 
 use crate::error::IntoPython;
 use crate::permute_call::{Call, Input};
@@ -92,11 +92,11 @@ fn integers<'a>(call: &Call<'_, '_>, view: &TensorView<'a>, what: &'static str) 
 }
 
 /// One probability per row, or none.
-fn row_probs(call: &Call<'_, '_>, probs: Option<&TensorView<'_>>, rows: usize) -> PyResult<Option<Float>> {
+fn row_probs(call: &Call<'_, '_>, probs: Option<&TensorView<'_>>, rows: usize) -> PyResult<Option<Prob>> {
     let Some(view) = probs else { return Ok(None) };
     call.same_device(view, "probs")?;
     call.shape(view, "probs", &[rows as i64])?;
-    call.float(view, "probs").map(Some)
+    call.prob(view, "probs").map(Some)
 }
 
 /// The order of the chunks: as many entries as there are splits on the device.

@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use te_fast_core::kernel::{DevPtr, Target};
-use te_fast_core::ops::permute::{Layout, MapBuffers, MapShape};
+use te_fast_core::ops::permute::{Layout, MapBuffers, MapShape, Prob};
 use te_fast_core::ops::permute_map::{MapOutputs, MapPlan, MapSpec, Routing};
 use te_fast_core::tensor::{DType, TensorView};
 use te_fast_core::{Error, Float};
@@ -67,7 +67,7 @@ pub(crate) struct RouteSpec {
 pub(crate) struct Route {
     pub(crate) cols: usize,
     pub(crate) float: Float,
-    pub(crate) prob: Option<Float>,
+    pub(crate) prob: Option<Prob>,
     pub(crate) shape: MapShape,
     pub(crate) plan: MapPlan,
 }

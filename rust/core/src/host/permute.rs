@@ -99,7 +99,11 @@ impl<'a> HostMap<'a> {
 
 /// Bytes of a probability of type `code`.
 pub(crate) const fn prob_bytes(code: u32) -> usize {
-    if code == 0 { 4 } else { 2 }
+    match code {
+        0 => 4,
+        3 => 8,
+        _ => 2,
+    }
 }
 
 /// Probability `i` as f32.
@@ -108,8 +112,14 @@ pub(crate) fn load_prob(probs: DevPtr<'_>, i: usize, code: u32) -> f32 {
     match code {
         0 => at.slice::<f32>(1)[0],
         1 => at.slice::<half::f16>(1)[0].to_f32(),
-        _ => at.slice::<half::bf16>(1)[0].to_f32(),
+        2 => at.slice::<half::bf16>(1)[0].to_f32(),
+        _ => at.slice::<f64>(1)[0] as f32,
     }
+}
+
+/// Whether probability `i` is exactly 0, which a small f64 is not though its f32 is.
+pub(crate) fn is_zero_prob(probs: DevPtr<'_>, i: usize, code: u32) -> bool {
+    if code == 3 { probs.offset(i * 8).slice::<f64>(1)[0] == 0.0 } else { load_prob(probs, i, code) == 0.0 }
 }
 
 /// Writes probability `i`, rounded to its type.
@@ -118,7 +128,8 @@ pub(crate) fn store_prob(probs: DevPtr<'_>, i: usize, code: u32, value: f32) {
     match code {
         0 => at.slice_mut::<f32>(1)[0] = value,
         1 => at.slice_mut::<half::f16>(1)[0] = half::f16::from_f32(value),
-        _ => at.slice_mut::<half::bf16>(1)[0] = half::bf16::from_f32(value),
+        2 => at.slice_mut::<half::bf16>(1)[0] = half::bf16::from_f32(value),
+        _ => at.slice_mut::<f64>(1)[0] = f64::from(value),
     }
 }
 
@@ -150,11 +161,35 @@ pub(crate) fn run(p: &PermuteParams<'_>, _: KernelId) -> Result<()> {
             let mut zero = false;
             if !p.probs.is_null() {
                 copy_prob(p.probs, from, p.out_probs, row, p.prob_type);
-                zero = load_prob(p.probs, from, p.prob_type) == 0.0;
+                zero = is_zero_prob(p.probs, from, p.prob_type);
             }
             let to = &mut out[row * bytes..][..bytes];
             if zero { to.fill(0) } else { to.copy_from_slice(&x[token * bytes..][..bytes]) }
         }
     }
+    if p.behind_map != 0 {
+        strike_dropped(&p.map);
+    }
     Ok(())
+}
+
+/// Takes the slots that found no row off a mask map that was made for these rows: the first ones of each token.
+pub(crate) fn strike_dropped(p: &RowMapParams<'_>) {
+    let experts = p.experts as usize;
+    if experts == 0 {
+        return;
+    }
+    let pads = p.pad_offsets.slice::<i64>(experts);
+    let width = 2 * experts + 1;
+    for entry in p.map.slice_mut::<i32>(p.tokens as usize * width).chunks_mut(width) {
+        let count = entry[2 * experts] as usize;
+        let fits = |&k: &usize| {
+            let pad = pads.get(entry[experts + k] as usize).copied().unwrap_or(0);
+            i64::from(entry[k]) + pad < p.rows as i64
+        };
+        let dropped = (0..count).take_while(|k| !fits(k)).count();
+        entry.copy_within(dropped..count, 0);
+        entry.copy_within(experts + dropped..experts + count, experts);
+        entry[2 * experts] = (count - dropped) as i32;
+    }
 }

@@ -4,7 +4,7 @@ use te_fast_kernels::KernelId;
 
 use crate::error::{Error, Result};
 use crate::host::fp8::{Format, Real, amax_bits, dispatch_types, read_scalar, scale_from_amax, write_scalar};
-use crate::host::permute::{HostMap, Slot, copy_prob, load_prob, store_prob};
+use crate::host::permute::{HostMap, Slot, copy_prob, is_zero_prob, store_prob, strike_dropped};
 use crate::ops::cast::TILE;
 use crate::ops::permute_cast::{PermuteCastParams, PermuteScalesParams};
 
@@ -45,7 +45,7 @@ fn cast<T: Real, F: Format>(p: &PermuteCastParams<'_>) {
             if !p.probs.is_null() {
                 let from = token * map.slots() + column;
                 copy_prob(p.probs, from, p.out_probs, row, p.prob_type);
-                zero = load_prob(p.probs, from, p.prob_type) == 0.0;
+                zero = is_zero_prob(p.probs, from, p.prob_type);
             }
             if let Some(slot) = row_tokens.get_mut(row) {
                 *slot = if zero { -1 } else { token as i32 };
@@ -59,6 +59,7 @@ fn cast<T: Real, F: Format>(p: &PermuteCastParams<'_>) {
             }
         }
     }
+    strike_dropped(&p.map);
     if let Some(former) = read_scalar(p.amax) {
         write_scalar(p.amax, former.max(f32::from_bits(amax)));
     }

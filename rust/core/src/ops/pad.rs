@@ -1,11 +1,13 @@
 //! Rows moved in segments: padding and unpadding of grouped GEMM inputs, and the sorting of chunks.
 
-use te_fast_kernels::{Float, KernelId};
+use te_fast_kernels::KernelId;
 
 use crate::error::{Error, Result};
 use crate::host;
 use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::ops::permute::Prob;
 use crate::params;
+use crate::tensor::DType;
 
 /// Most splits that travel by value in the launch.
 pub const INLINE_SPLITS: usize = 1024;
@@ -125,7 +127,7 @@ pub struct PadBuffers<'a> {
     /// `[out_rows]`.
     pub out_probs: DevPtr<'a>,
     /// Type of the probabilities.
-    pub prob: Option<Float>,
+    pub prob: Option<Prob>,
     /// Order of the chunks, sorting alone.
     pub index: Option<Integers<'a>>,
     /// Receives the padded splits in the type of the splits; or null.
@@ -198,7 +200,7 @@ impl PadPlan {
             in_rows: in_rows as u64,
             out_rows: out_rows as u64,
             row_bytes: row_bytes as u64,
-            prob_bytes: b.prob.map_or(0, |float| float.size() as u32),
+            prob_bytes: b.prob.map_or(0, |prob| DType::from(prob).size() as u32),
             count: count as u32,
             align: align as u32,
             mode: mode as u32,

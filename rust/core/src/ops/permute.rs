@@ -1,12 +1,13 @@
 //! MoE permutation of rows: a token's row goes to each of its destinations, everything else becomes zero.
 //! Also what all kernels that read a row map share: [`MapShape`], [`MapBuffers`] and their parameter block.
 
-use te_fast_kernels::{Float, KernelId};
+use te_fast_kernels::KernelId;
 
 use crate::error::{Error, Result};
 use crate::host;
 use crate::kernel::{DevPtr, Grid, Target, launch};
 use crate::params;
+use crate::tensor::DType;
 
 /// Most experts of a mask, and most slots per token of an index.
 pub const MAX_EXPERTS: usize = 1024;
@@ -146,12 +147,47 @@ impl<'a> RowMapParams<'a> {
     }
 }
 
-/// The kernels' code of a probability type; 0 where there are none.
-pub(crate) const fn prob_code(prob: Option<Float>) -> u32 {
-    match prob {
-        None | Some(Float::F32) => 0,
-        Some(Float::F16) => 1,
-        Some(Float::Bf16) => 2,
+/// Type of probabilities: what routers compute in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Prob {
+    /// IEEE binary32.
+    F32 = 0,
+    /// IEEE binary16.
+    F16 = 1,
+    /// bfloat16.
+    Bf16 = 2,
+    /// IEEE binary64, moved as it is; sums take it rounded to binary32.
+    F64 = 3,
+}
+
+impl Prob {
+    /// The type of such a tensor, if it is one.
+    #[must_use]
+    pub const fn of(dtype: DType) -> Option<Self> {
+        match dtype {
+            DType::F32 => Some(Self::F32),
+            DType::F16 => Some(Self::F16),
+            DType::Bf16 => Some(Self::Bf16),
+            DType::F64 => Some(Self::F64),
+            _ => None,
+        }
+    }
+
+    /// The kernels' code; 0 where there are none.
+    pub(crate) fn code(prob: Option<Self>) -> u32 {
+        prob.map_or(0, |prob| prob as u32)
+    }
+}
+
+impl From<Prob> for DType {
+    fn from(prob: Prob) -> Self {
+        match prob {
+            Prob::F32 => Self::F32,
+            Prob::F16 => Self::F16,
+            Prob::Bf16 => Self::Bf16,
+            Prob::F64 => Self::F64,
+        }
     }
 }
 
@@ -172,7 +208,8 @@ params! {
         pub row_bytes: u64,
         /// Type of the probabilities.
         pub prob_type: u32,
-        /// 1: the launch before is the row map, so the rows may be read while it runs.
+        /// 1: the launch before is the row map, so the rows may be read while it runs, and the map is the call's own:
+        /// slots without a row are taken off it.
         pub behind_map: u32,
     }
 }
@@ -182,7 +219,7 @@ params! {
 pub struct PermutePlan {
     shape: MapShape,
     row_bytes: usize,
-    prob: Option<Float>,
+    prob: Option<Prob>,
 }
 
 /// Buffers of a permutation.
@@ -207,7 +244,7 @@ impl PermutePlan {
     ///
     /// # Errors
     /// Sizes beyond what a launch can index, or probabilities of rows without elements, which no launch moves.
-    pub fn new(shape: MapShape, row_bytes: usize, prob: Option<Float>) -> Result<Self> {
+    pub fn new(shape: MapShape, row_bytes: usize, prob: Option<Prob>) -> Result<Self> {
         shape.check("permute")?;
         if !row_bytes.is_multiple_of(2) || i32::try_from(row_bytes).is_err() {
             return Err(Error::shape("permute", "bytes of a row", "even and below 2**31", row_bytes));
@@ -223,7 +260,9 @@ impl PermutePlan {
     /// # Errors
     /// The driver's refusal.
     pub fn run(&self, target: &mut Target<'_>, b: &PermuteBuffers<'_>) -> Result<()> {
-        if self.row_bytes == 0 || self.shape.rows == 0 {
+        // Without rows there is still the map of this call, which loses all its slots.
+        let nothing = self.shape.rows == 0 && (!b.behind_map || self.shape.tokens == 0);
+        if self.row_bytes == 0 || nothing {
             return Ok(());
         }
         let zero_blocks = self.shape.zero_blocks();
@@ -234,7 +273,7 @@ impl PermutePlan {
             out_probs: b.out_probs,
             map: RowMapParams::new(&self.shape, &b.map, zero_blocks),
             row_bytes: self.row_bytes as u64,
-            prob_type: prob_code(self.prob),
+            prob_type: Prob::code(self.prob),
             behind_map: u32::from(b.behind_map),
         };
         let grid = Grid::linear(zero_blocks + self.shape.tokens as u32, ROW_THREADS);

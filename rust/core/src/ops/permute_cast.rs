@@ -7,7 +7,7 @@ use crate::host;
 use crate::host::fp8::scale_from_amax;
 use crate::kernel::{DevPtr, Grid, Target, launch};
 use crate::ops::cast::{TILE, aligned};
-use crate::ops::permute::{MapBuffers, MapShape, ROW_THREADS, RowMapParams, prob_code};
+use crate::ops::permute::{MapBuffers, MapShape, Prob, ROW_THREADS, RowMapParams};
 use crate::params;
 
 /// Elements of one FP8 store.
@@ -102,7 +102,7 @@ pub struct PermuteCastSpec {
     /// FP8 format.
     pub output: Fp8,
     /// Type of the probabilities that move along.
-    pub prob: Option<Float>,
+    pub prob: Option<Prob>,
     /// Scales.
     pub scaling: Scaling,
 }
@@ -175,7 +175,8 @@ impl PermuteCastPlan {
     /// Misaligned buffers, or the driver's refusal.
     pub fn run(&self, target: &mut Target<'_>, b: &PermuteCastBuffers<'_>) -> Result<()> {
         let PermuteCastSpec { shape, cols, input, output, prob, scaling } = self.spec;
-        if shape.rows == 0 {
+        // Without rows there is still the map, which loses all its slots.
+        if shape.rows == 0 && shape.tokens == 0 {
             return Ok(());
         }
         aligned("permute_quantize", "the input", b.x)?;
@@ -199,11 +200,11 @@ impl PermuteCastPlan {
             cols: cols as u32,
             eps,
             pow2: u32::from(pow2),
-            prob_type: prob_code(prob),
+            prob_type: Prob::code(prob),
         };
         let grid = Grid::linear(zero_blocks + shape.tokens as u32, ROW_THREADS);
         launch(target, KernelId::PermuteCast(input, output), grid, &params)?;
-        if !blocks {
+        if !blocks || shape.rows == 0 {
             return Ok(());
         }
         let (scale_blocks, scale_ld) = self.scale_shape();

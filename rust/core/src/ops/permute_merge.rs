@@ -5,7 +5,7 @@ use te_fast_kernels::{Float, KernelId};
 use crate::error::Result;
 use crate::host;
 use crate::kernel::{DevPtr, Grid, Target, launch};
-use crate::ops::permute::{MapBuffers, MapShape, ROW_THREADS, RowMapParams, prob_code};
+use crate::ops::permute::{MapBuffers, MapShape, Prob, ROW_THREADS, RowMapParams};
 use crate::params;
 
 params! {
@@ -74,13 +74,13 @@ pub struct UnpermuteBuffers<'a> {
     /// `[T, slots]`, or null for ones.
     pub probs: DevPtr<'a>,
     /// Type of `probs`.
-    pub prob: Option<Float>,
+    pub prob: Option<Prob>,
     /// `[rows]`, or null.
     pub in_probs: DevPtr<'a>,
     /// `[T, slots]`, with `in_probs`.
     pub out_probs: DevPtr<'a>,
     /// Type of `in_probs` and `out_probs`.
-    pub out_prob: Option<Float>,
+    pub out_prob: Option<Prob>,
     /// The map; its ends are not used.
     pub map: MapBuffers<'a>,
 }
@@ -99,7 +99,7 @@ pub struct UnpermuteBwdBuffers<'a> {
     /// `[T, slots]`.
     pub dprobs: DevPtr<'a>,
     /// Type of both.
-    pub prob: Float,
+    pub prob: Prob,
     /// The map, with its ends.
     pub map: MapBuffers<'a>,
 }
@@ -127,8 +127,8 @@ impl UnpermutePlan {
             out_probs: b.out_probs,
             map: RowMapParams::new(&self.shape, &b.map, 0),
             cols: self.cols as u64,
-            prob_type: prob_code(b.prob),
-            out_prob_type: prob_code(b.out_prob),
+            prob_type: Prob::code(b.prob),
+            out_prob_type: Prob::code(b.out_prob),
         };
         launch(target, KernelId::UnpermuteFwd(self.float), Grid::linear(self.shape.tokens as u32, ROW_THREADS), &params)
     }
@@ -147,7 +147,7 @@ impl UnpermutePlan {
             dprobs: b.dprobs,
             map: RowMapParams::new(&self.shape, &b.map, zero_blocks),
             cols: self.cols as u64,
-            prob_type: prob_code(Some(b.prob)),
+            prob_type: Prob::code(Some(b.prob)),
             unused: 0,
         };
         let grid = Grid::linear(zero_blocks + self.shape.tokens as u32, ROW_THREADS);
