@@ -193,10 +193,11 @@ class Call:
             raise
 
     def _take_scale_update(self) -> None:
-        """Update backward scales after this backward, if no native segment is there to do it."""
-        plan = self.plan
-        quantises = any(op.num_quantizers("backward") for op in plan.ops)
-        if self.recipe is not None and quantises and all(s.program is None for s in plan.forward):
+        """Let this backward update the gradients' scales if the group is the region's first to have any.
+
+        The native segments leave it to the group, whose Python operations may quantise behind them.
+        """
+        if self.recipe is not None and any(op.num_quantizers("backward") for op in self.plan.ops):
             self.updates_scales = FP8GlobalStateManager.is_first_fp8_module()
 
     # Forward --------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class Sequential(torch.nn.Module):
         """Return a module, or a container of some that shares them."""
         keys = self._keys(idx)
         if isinstance(idx, slice):
-            return type(self)(*(self._modules[key] for key in keys))
+            return Sequential(*(self._modules[key] for key in keys))
         return self._modules[keys[0]]
 
     def __setitem__(self, idx: int, module: torch.nn.Module) -> None:
