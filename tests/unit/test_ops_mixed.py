@@ -47,3 +47,111 @@ def test_slice_of_a_subclass():
     assert torch.equal(tail(mlp[0](x)), mlp(x))
     assert len(mlp.pop(slice(0, 2))) == 2
     assert len(mlp) == 1
+
+
+# Types --------------------------------------------------------------------------------------------
+
+
+class Own(ops.Identity):
+    """An operation of the user's own, which returns the type that `torch.autocast` computes in."""
+
+    def op_forward(self, ctx, input_, **_):
+        ctx.dtype = input_.dtype
+        return input_.to(torch.bfloat16)
+
+    def op_backward(self, ctx, grad_output):
+        return grad_output.to(ctx.dtype), ()
+
+
+def residual_branch(dtype, *front, in_place=False):
+    linear = ops.Linear(32, 32, dtype=dtype, **CPU)
+    torch.nn.init.uniform_(linear.bias)
+    return ops.Sequential(*front, linear, ops.AddExtraInput(in_place=in_place)), linear
+
+
+@pytest.mark.parametrize("region", ["narrow weights", "autocast"])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("front", [[], [Own]])
+def test_wide_residual_stays_wide(region, in_place, front):
+    torch.manual_seed(0)
+    narrow = region == "narrow weights"
+    dtype = torch.bfloat16 if narrow else torch.float32
+    chain, linear = residual_branch(dtype, *(make() for make in front), in_place=in_place)
+    x = torch.rand(4, 32, dtype=dtype, requires_grad=True)
+    residual = torch.rand(4, 32).mul_(1000).requires_grad_(not in_place)
+    wanted = residual.detach().clone()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not narrow):
+        y = chain(x, residual)
+        branch = torch.nn.functional.linear(x.bfloat16(), linear.weight, linear.bias)
+    assert y.dtype == torch.float32
+    assert (y.data_ptr() == residual.data_ptr()) is in_place
+    torch.testing.assert_close(y - wanted, branch.float(), rtol=0.02, atol=1e-3)
+    grad = torch.rand(4, 32)
+    y.backward(grad)
+    expected = grad.double() @ linear.weight.double()
+    torch.testing.assert_close(x.grad.double(), expected, rtol=0.02, atol=0.01)
+    assert x.grad.dtype == dtype
+    if not in_place:
+        assert torch.equal(residual.grad, grad)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16)]
+)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_sum_of_two_types(dtypes, in_place):
+    x, other = (torch.rand(4, 8).to(dtype).requires_grad_() for dtype in dtypes)
+    expected = x.double() + other.double()
+    y = ops.AddExtraInput(in_place=in_place)(x, other)
+    assert y.dtype == (dtypes[1] if in_place else torch.float32)
+    torch.testing.assert_close(y.double(), expected, rtol=0.01, atol=0.01)
+    y.backward(torch.ones_like(y))
+    assert [t.grad.dtype for t in (x, other)] == list(dtypes)
+
+
+def test_added_output_of_another_type():
+    make, add = ops.MakeExtraOutput(), ops.AddExtraInput()
+    make.set_extra_output_channel(0, "residual", output_to_caller=False)
+    add.set_extra_input_channel(0, "residual")
+    chain = ops.Sequential(make, ops.LayerNorm(16, dtype=torch.bfloat16, **CPU), add)
+    x = torch.rand(4, 16, requires_grad=True)
+    y = chain(x)
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, x + torch.nn.functional.layer_norm(x, (16,)), rtol=0, atol=0.02)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones(4, 16), rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("front", [[], [Own]])
+def test_what_computes_nothing_keeps_its_type_under_autocast(front):
+    elementwise = [
+        ops.Identity,
+        lambda: ops.ConstantScale(3.0),
+        lambda: ops.Dropout(0.5),
+        lambda: ops.Reshape((2, -1)),
+        lambda: ops.L2Normalization(),
+        lambda: ops.Bias(16, **CPU),
+        ops.Quantize,
+    ]
+    x = torch.rand(4, 16, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for make in elementwise:
+            assert make()(x).dtype == torch.float32
+        chain = ops.Sequential(ops.MakeExtraOutput(), *(f() for f in front), ops.GELU())
+        y, extra = chain(x)
+        scaled = ops.ScaledSReLU()(x, torch.rand(4))
+    assert y.dtype == scaled.dtype == torch.bfloat16
+    assert extra.dtype == torch.float32
+    assert torch.equal(extra, x)
+    y.float().sum().backward()
+    wide = x.detach().requires_grad_()
+    torch.nn.functional.gelu(wide, approximate="tanh").sum().backward()
+    torch.testing.assert_close(x.grad, wide.grad, rtol=0.02, atol=0.01)
+
+
+def test_linear_and_bias_compute_in_the_type_of_autocast():
+    chain = ops.Sequential(ops.LayerNorm(16, **CPU), ops.Linear(16, 16, **CPU), ops.GELU())
+    x = torch.rand(4, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert chain(x).dtype == ops.Linear(16, 16, **CPU)(x).dtype == torch.bfloat16
+    assert chain.explain().count("native program") == 1

@@ -43,6 +43,7 @@ fn apply_in_region<'py>(
     let run = || {
         if state.dispatcher(x.py())?.0.auto_pad && lacks_rows(state, x)? {
             check_types(state, program, x, mixed)?;
+            autocast_dtype(state, program, x, mixed)?;
             let arguments = (program, owner, x, extra_inputs, is_first_microbatch);
             return ops(x.py())?.call_method1(intern!(x.py(), "program_padded"), arguments);
         }
@@ -111,7 +112,7 @@ pub(crate) fn program_module_call<'py>(
             let is_first = is_first_microbatch.filter(|first| !first.is_none());
             let is_first = is_first.map(PyAnyMethods::is_truthy).transpose()?;
             match apply_in_region((program, module), input, extra_inputs, is_first, 0) {
-                // Parameters of another type than the input's: the long way casts in between.
+                // Types that differ within the chain: the long way casts in between.
                 Err(error) if is_a(py, &error, "DtypeError") => {}
                 done => return done,
             }
@@ -156,7 +157,7 @@ fn apply<'py>(
     bits: u32,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = x.py();
-    let (x, extras, is_cast) = &cast(state, program, x, extras)?;
+    let (x, extras, is_cast) = &cast(state, program, x, extras, bits)?;
     let bits = if *is_cast { bits | Bits::MIXED_DTYPES } else { bits };
     let params = parameters(program)?;
     let mut wants = false;
@@ -226,8 +227,8 @@ fn cast<'py>(
     program: &Bound<'py, ProgramHandle>,
     x: &Bound<'py, PyAny>,
     extras: &[Bound<'py, PyAny>],
+    bits: u32,
 ) -> PyResult<Inputs<'py>> {
-    let py = x.py();
     {
         let handle = program.try_borrow()?;
         if handle.chain.extra_inputs() != extras.len() {
@@ -235,17 +236,36 @@ fn cast<'py>(
             return Err(named(&Error::value(OP, message), Some(&handle.name)));
         }
     }
-    if !state.torch.is_autocast_enabled.bind(py).call0()?.is_truthy()? {
+    let Some(dtype) = autocast_dtype(state, program, x, bits)? else {
         return Ok((x.clone(), extras.to_vec(), false));
+    };
+    let to = |tensor: &Bound<'py, PyAny>| tensor.call_method1(intern!(tensor.py(), "to"), (&dtype,));
+    Ok((to(x)?, extras.iter().map(to).collect::<PyResult<_>>()?, true))
+}
+
+/// The type that `torch.autocast` wants, if it is on. Without [`Bits::MIXED_DTYPES`], chains of which only a part computes
+/// in that type are refused.
+#[inline]
+fn autocast_dtype<'py>(
+    state: &State,
+    program: &Bound<'py, ProgramHandle>,
+    x: &Bound<'py, PyAny>,
+    bits: u32,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let py = x.py();
+    if !state.torch.is_autocast_enabled.bind(py).call0()?.is_truthy()? {
+        return Ok(None);
     }
     let torch = py.import(intern!(py, "torch"))?;
     let kind = x.getattr(intern!(py, "device"))?.getattr(intern!(py, "type"))?;
     if !torch.call_method1(intern!(py, "is_autocast_enabled"), (&kind,))?.is_truthy()? {
-        return Ok((x.clone(), extras.to_vec(), false));
+        return Ok(None);
     }
-    let dtype = torch.call_method1(intern!(py, "get_autocast_dtype"), (&kind,))?;
-    let to = |tensor: &Bound<'py, PyAny>| tensor.call_method1(intern!(py, "to"), (&dtype,));
-    Ok((to(x)?, extras.iter().map(to).collect::<PyResult<_>>()?, true))
+    if !(Bits(bits).has(Bits::MIXED_DTYPES) || program.try_borrow()?.chain.follows_autocast()) {
+        return Err(Error::dtype(OP, "the chain", "ops that all compute in the type of torch.autocast", "others"))
+            .python();
+    }
+    torch.call_method1(intern!(py, "get_autocast_dtype"), (&kind,)).map(Some)
 }
 
 fn kept<'py>(

@@ -51,6 +51,7 @@ def run_native(
 ) -> Any:
     """Run a group of native operations; each program has an autograd node of its own."""
     if plan.single is not None:
+        x, extra_inputs = plan.forward[0].matched(x, extra_inputs)
         return _ops.program_apply(plan.single, owner, x, extra_inputs, is_first_microbatch)
 
     def run() -> Any:
@@ -70,12 +71,12 @@ def _run_programs(
     given = dict(zip(routing.inputs, extra_inputs, strict=True))
     made: dict[Slot, torch.Tensor] = {}
     for step in plan.native or ():
-        x = x if step.dtype is None else x.to(step.dtype)
         extras = tuple(
             given[index, number] if source is None else made[source]
             for index in step.indices
             for number, source in enumerate(routing.sources[index])
         )
+        x, extras = step.matched(x, extras)
         result = _ops.program_apply(step.program, owner, x, extras, is_first_microbatch)
         x, outputs = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
         made.update(zip(_output_slots(plan, step), outputs, strict=True))
@@ -231,11 +232,12 @@ class Call:
         self, step: Step, x: torch.Tensor, saved: list[torch.Tensor | None]
     ) -> torch.Tensor:
         start = len(saved)
-        x = x if step.dtype is None else x.to(step.dtype)
         extras = tuple(
             tensor for index in step.indices for tensor in self._extra_inputs(index, step)
         )
         wanted = self.first < len(self.plan.ops)
+        extra_grads = tuple(wanted and tensor.requires_grad for tensor in extras)
+        x, extras = step.matched(x, extras)
         result: Any
         if x.numel() == 0:
             y, *outputs = _on_nothing(step.program, x)
@@ -250,7 +252,7 @@ class Call:
                 extras,
                 self.is_first_microbatch,
                 self.input_needs_grad or self.first < step.indices[0],
-                tuple(wanted and tensor.requires_grad for tensor in extras),
+                extra_grads,
                 wanted,
             )
         y, outputs, kept, tensors = result

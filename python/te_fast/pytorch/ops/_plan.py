@@ -31,6 +31,25 @@ class Step:
     program: Any = None
     #: Type that the program's input is cast to; None for none.
     dtype: torch.dtype | None = None
+    #: Which of the extra inputs are added to a tensor of the program, and whether in their own memory.
+    added: tuple[tuple[int, bool], ...] = ()
+
+    def matched(
+        self, x: torch.Tensor, extras: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return the program's inputs in types that it takes: what is added has the type of the sum."""
+        x = x if self.dtype is None else x.to(self.dtype)
+        for number, in_place in self.added:
+            other = extras[number].dtype
+            if other != x.dtype:
+                x = x.to(other if in_place else torch.promote_types(x.dtype, other))
+        if any(extras[number].dtype != x.dtype for number, _ in self.added):
+            numbers = [number for number, in_place in self.added if not in_place]
+            extras = tuple(
+                extra.to(x.dtype) if number in numbers else extra
+                for number, extra in enumerate(extras)
+            )
+        return x, extras
 
 
 @dataclass(slots=True, eq=False)
@@ -185,7 +204,7 @@ def make_plan(
     if all(step.program is not None for step in plan.forward):
         plan.native = plan.forward
         everything = sum(op.num_extra_outputs for op in ops) == len(routing.outputs)
-        if len(plan.forward) == 1 and types is None and everything and not routing.has_channels:
+        if len(plan.forward) == 1 and everything and not routing.has_channels:
             plan.single = plan.forward[0].program
     plan.parameters = [[module._parameters for module in op.modules()] for op in ops]
     return plan
@@ -233,4 +252,11 @@ def _compile(
     program = _ops.Program(name)
     for index in run:
         ops[index]._append_to(program, labels[index])
-    return Step(tuple(run), program=program, dtype=dtype)
+    extras = [ops[index] for index in run for _ in range(ops[index].num_extra_inputs)]
+    added = [(number, op) for number, op in enumerate(extras) if op._adds_extra]
+    return Step(
+        tuple(run),
+        program=program,
+        dtype=dtype,
+        added=tuple((number, bool(getattr(op, "_in_place", False))) for number, op in added),
+    )

@@ -6,6 +6,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -16,7 +17,6 @@ from te_fast.errors import ArgumentError, DtypeError, StateError, UnsupportedErr
 from te_fast.pytorch import _ops
 from te_fast.pytorch._global_state import FP8GlobalStateManager
 from te_fast.pytorch.ops import _chain
-from te_fast.pytorch.ops._common import compute_dtype
 from te_fast.pytorch.ops._plan import Plan, Types, make_plan, match
 from te_fast.pytorch.ops._routing import Routing
 from te_fast.pytorch.ops.op import BasicOperation, FusedOperation, FusibleOperation
@@ -106,12 +106,24 @@ class OperationFuser:
 
     # Plans ----------------------------------------------------------------------------------------
 
-    def _types(self, dtype: torch.dtype) -> Types:
+    def _types(
+        self,
+        dtype: torch.dtype,
+        extra_inputs: tuple[torch.Tensor, ...],
+        autocast: torch.dtype | None,
+    ) -> Types:
         """Return the types of an input, and of what each operation makes of it; None if all are one."""
         types = [dtype]
-        for op in self._basic_ops:
-            types.append(op._result_type(types[-1]))
-        return None if types.count(dtype) == len(types) else tuple(types)
+        is_one = True
+        given = dict(zip(self._routing.inputs, extra_inputs, strict=True))
+        for index, op in enumerate(self._basic_ops):
+            extras = tuple(
+                given[index, number].dtype if source is None else types[source[0]]
+                for number, source in enumerate(self._routing.sources[index])
+            )
+            types.append(op._result_type(types[-1], extras, autocast))
+            is_one = is_one and types[-1] == dtype and (not op._adds_extra or extras[0] == dtype)
+        return None if is_one else tuple(types)
 
     def _plan(self, recipe: Recipe | None, types: Types = None) -> Plan:
         """Return how the group runs under a recipe; registered fusions may depend on its type."""
@@ -213,18 +225,19 @@ class OperationFuser:
         recipe = None
         if FP8GlobalStateManager.is_fp8_enabled():
             recipe = FP8GlobalStateManager.get_fp8_recipe()
-        types = None
-        if _is_any_autocast_enabled() and torch.is_autocast_enabled(input.device.type):
-            dtype = compute_dtype(input)
-            input = input.to(dtype)
-            extra_inputs = tuple(
-                extra.to(dtype) if extra.is_floating_point() else extra for extra in extra_inputs
-            )
-        elif input.is_floating_point():
-            types = self._types(input.dtype)
+        types = autocast = None
+        kind = input.device.type
+        if _is_any_autocast_enabled() and torch.is_autocast_enabled(kind):
+            autocast = torch.get_autocast_dtype(kind)
+        if input.is_floating_point():
+            types = self._types(input.dtype, extra_inputs, autocast)
         plan = self._plan(recipe, types)
         if plan.native is not None and not basic_op_kwargs:
-            return _chain.run_native(self, plan, input, extra_inputs, is_first_microbatch, recipe)
+            # The plan says what is cast where.
+            with nullcontext() if autocast is None else torch.autocast(kind, enabled=False):
+                return _chain.run_native(
+                    self, plan, input, extra_inputs, is_first_microbatch, recipe
+                )
         self._refuse_nesting()
         _running.groups.append(self)
         try:

@@ -178,6 +178,8 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     supports_float8_block_scaling: bool = True
     #: Attributes that a native program has as constants: it is compiled again after a change.
     _constant_names: ClassVar[frozenset[str]] = frozenset()
+    #: Whether the first extra input is added to the input, and must have its type.
+    _adds_extra: ClassVar[bool] = False
     #: Class whose methods te_fast's native program stands for; None for Python operations.
     _native_class: ClassVar[type[BasicOperation] | None] = None
 
@@ -358,8 +360,13 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
             getattr(own, name) is getattr(native, name) for name in _OVERRIDABLE
         )
 
-    def _result_type(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the type of the result, given the input's; not asked under ``torch.autocast``."""
+    def _result_type(
+        self,
+        dtype: torch.dtype,
+        extras: tuple[torch.dtype, ...],
+        autocast: torch.dtype | None,
+    ) -> torch.dtype:
+        """Return the type of the result, given those of the inputs and of ``torch.autocast``."""
         return dtype
 
     def _append_to(self, program: Any, label: str) -> None:

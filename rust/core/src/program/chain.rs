@@ -87,6 +87,12 @@ impl Op {
         }
     }
 
+    /// Whether the op computes in the type of `torch.autocast`, whatever its input has.
+    #[must_use]
+    pub const fn follows_autocast(&self) -> bool {
+        matches!(self, Self::Linear { .. } | Self::Norm { .. } | Self::Activation { .. })
+    }
+
     /// Extra inputs of the op.
     #[must_use]
     pub const fn extra_inputs(&self) -> usize {
@@ -172,6 +178,14 @@ impl Chain {
     #[must_use]
     pub const fn linears(&self) -> usize {
         self.linears
+    }
+
+    /// Whether the whole chain computes in the type of `torch.autocast`, so that its inputs may be cast to it at once: the
+    /// first op does, and no later one adds a tensor that keeps its own type.
+    #[must_use]
+    pub fn follows_autocast(&self) -> bool {
+        self.links.first().is_some_and(|first| first.op.follows_autocast())
+            && !self.links.iter().any(|link| matches!(link.op, Op::AddExtraInput { .. }))
     }
 
     /// The weight of each linear op among the parameters.

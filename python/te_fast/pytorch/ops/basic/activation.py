@@ -84,6 +84,14 @@ class Activation(BasicOperation):
         """Return the keywords that the native program takes."""
         return {}
 
+    def _result_type(
+        self,
+        dtype: torch.dtype,
+        extras: tuple[torch.dtype, ...],
+        autocast: torch.dtype | None,
+    ) -> torch.dtype:
+        return autocast or dtype
+
     def _formula(self, x: torch.Tensor) -> torch.Tensor:
         """Return the activation of an FP32 or FP64 tensor, differentiably."""
         return FORMULAS[self._kind](x)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from te_fast.errors import ShapeError
-from te_fast.pytorch.ops._common import compute_dtype
 from te_fast.pytorch.ops.basic.scaled import ExtraTensorOperation
 from te_fast.pytorch.ops.op import BasicOperation, OperationContext
 
@@ -61,10 +60,19 @@ class AddExtraInput(ExtraTensorOperation):
     """
 
     num_extra_inputs = 1
+    _adds_extra = True
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()
         self._in_place = in_place
+
+    def _result_type(
+        self,
+        dtype: torch.dtype,
+        extras: tuple[torch.dtype, ...],
+        autocast: torch.dtype | None,
+    ) -> torch.dtype:
+        return extras[0] if self._in_place else torch.promote_types(dtype, extras[0])
 
     def _append_to(self, program: Any, label: str) -> None:
         program.add_extra_input(label, self._in_place)
@@ -85,11 +93,9 @@ class AddExtraInput(ExtraTensorOperation):
                 f"input, got {list(extra.shape)}"
             )
             raise ShapeError(message)
-        dtype = compute_dtype(input_)
-        x = input_.to(dtype)
-        if self._in_place and extra.is_contiguous() and extra.dtype == dtype:
-            return extra.detach().add_(x), [()]
-        return x + extra.to(dtype), [()]
+        if self._in_place:
+            return extra.detach().add_(input_), [()]
+        return input_ + extra, [()]
 
     def fuser_backward(
         self,

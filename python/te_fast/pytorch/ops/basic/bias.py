@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from te_fast.errors import ShapeError
-from te_fast.pytorch.ops._common import compute_dtype, parameter_options, refuse_ranks, to_real
+from te_fast.pytorch.ops._common import parameter_options, refuse_ranks, to_real
 from te_fast.pytorch.ops.op import BasicOperation, OperationContext
 
 __all__ = ["Bias"]
@@ -61,8 +61,14 @@ class Bias(BasicOperation):
         if self.bias.is_meta:
             self.reset_parameters()
 
-    def _result_type(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.promote_types(dtype, self.bias.dtype)
+    def _result_type(
+        self,
+        dtype: torch.dtype,
+        extras: tuple[torch.dtype, ...],
+        autocast: torch.dtype | None,
+    ) -> torch.dtype:
+        # What a linear operation made in autocast's type stays in it, as with torch.nn.Linear.
+        return dtype if autocast else torch.promote_types(dtype, self.bias.dtype)
 
     def _append_to(self, program: Any, label: str) -> None:
         program.bias(label, self._parameters, "bias", self.local_size)
@@ -77,8 +83,7 @@ class Bias(BasicOperation):
             raise ShapeError(message)
         if not torch.is_autocast_enabled(input_.device.type):
             return input_ + self.bias
-        dtype = compute_dtype(input_)
-        return input_.to(dtype) + self.bias.to(dtype)
+        return input_ + self.bias.to(input_.dtype)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor

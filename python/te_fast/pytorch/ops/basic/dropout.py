@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from te_fast.errors import ArgumentError
-from te_fast.pytorch.ops._common import compute_dtype
 from te_fast.pytorch.ops.op import BasicOperation, OperationContext
 
 __all__ = ["Dropout"]
@@ -31,15 +30,14 @@ class Dropout(BasicOperation):
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         """Draw the mask, one byte per entry, and keep it."""
-        x = input_.to(compute_dtype(input_))
         if not self.training or self.dropout_probability == 0.0:
-            return x
+            return input_
         keep = 1.0 - self.dropout_probability
-        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(keep)
+        mask = torch.empty(input_.shape, dtype=torch.bool, device=input_.device).bernoulli_(keep)
         if ctx.requires_grad:
             ctx.save_for_backward(mask)
             ctx.factor = 1.0 / keep  # type: ignore[attr-defined]
-        return (x * mask).mul_(1.0 / keep)
+        return (input_ * mask).mul_(1.0 / keep)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor

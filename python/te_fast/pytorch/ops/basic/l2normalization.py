@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from te_fast.pytorch.ops._common import compute_dtype
 from te_fast.pytorch.ops.basic.activation import differentiate
 from te_fast.pytorch.ops.op import BasicOperation, OperationContext
 
@@ -39,10 +38,9 @@ class L2Normalization(BasicOperation):
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         """Normalise in FP32 and round once; keep the input."""
-        x = input_.to(compute_dtype(input_))
         if ctx.requires_grad:
-            ctx.save_for_backward(x)
-        return self._formula(x.float()).to(x.dtype)
+            ctx.save_for_backward(input_)
+        return self._formula(input_.float()).to(input_.dtype)
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor

@@ -89,8 +89,13 @@ class Norm(BasicOperation):
         # The native program normalises the last dimension alone.
         return len(self.normalized_shape) == 1 and super()._is_native()
 
-    def _result_type(self, dtype: torch.dtype) -> torch.dtype:
-        return self.weight.dtype
+    def _result_type(
+        self,
+        dtype: torch.dtype,
+        extras: tuple[torch.dtype, ...],
+        autocast: torch.dtype | None,
+    ) -> torch.dtype:
+        return autocast or self.weight.dtype
 
     def _append_to(self, program: Any, label: str) -> None:
         program.norm(

@@ -71,6 +71,14 @@ class ScaledActivation(ExtraTensorOperation):
         """Return the keywords that the native program takes."""
         return {}
 
+    def _result_type(
+        self,
+        dtype: torch.dtype,
+        extras: tuple[torch.dtype, ...],
+        autocast: torch.dtype | None,
+    ) -> torch.dtype:
+        return autocast or dtype
+
     def _formula(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
