@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __all__ = [
     "ArgumentError",
+    "ArgumentIndexError",
     "ArgumentNameError",
     "CudaError",
     "DeviceError",
@@ -31,6 +32,10 @@ class ArgumentError(TeFastError, ValueError, TypeError):
 
     Transformer Engine's ops raise ``ValueError`` in some of these places and ``TypeError`` in others.
     """
+
+
+class ArgumentIndexError(ArgumentError, IndexError):
+    """A container has no module at an index."""
 
 
 class ArgumentNameError(ArgumentError, RuntimeError):

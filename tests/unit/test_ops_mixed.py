@@ -5,6 +5,7 @@ import torch
 
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Format
+from te_fast.errors import TeFastError
 from te_fast.pytorch import ops
 
 CPU = {"device": "cpu"}
@@ -155,3 +156,48 @@ def test_linear_and_bias_compute_in_the_type_of_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert chain(x).dtype == ops.Linear(16, 16, **CPU)(x).dtype == torch.bfloat16
     assert chain.explain().count("native program") == 1
+
+
+# Bad input ----------------------------------------------------------------------------------------
+
+
+class Refuses(torch.nn.Module):
+    """A plain module that raises when it is told to."""
+
+    refuses = False
+
+    def forward(self, x):
+        if self.refuses:
+            raise OverflowError
+        return x
+
+
+def test_plain_module_that_raises_leaves_the_scales():
+    chain = ops.Sequential(ops.Linear(16, 16, **CPU), Refuses(), ops.Linear(16, 16, **CPU))
+    recipe = DelayedScaling(amax_history_len=4)
+
+    def states():
+        linears = (chain[0].basic_ops[0], chain[2].basic_ops[0])
+        found = [op._delayed_state(mode) for op in linears for mode in ("forward", "backward")]
+        return [tensor.clone() for state in found for tensor in (state.scale, state.amax_history)]
+
+    for _ in range(2):
+        with te.autocast(recipe=recipe):
+            chain(torch.rand(16, 16)).sum().backward()
+    before = states()
+    chain[1].refuses = True
+    with pytest.raises(OverflowError), te.autocast(recipe=recipe):
+        chain(torch.full((16, 16), 100.0))
+    assert all(map(torch.equal, states(), before))
+
+
+@pytest.mark.parametrize("index", [2, -3])
+def test_index_of_no_module(index):
+    chain = ops.Sequential(ops.GELU(), ops.ReLU())
+    for call in (
+        lambda: chain[index],
+        lambda: chain(torch.rand(2, 2), op_kwargs={index: {}}),
+    ):
+        with pytest.raises(IndexError, match=f"index {index} is out of range") as caught:
+            call()
+        assert isinstance(caught.value, TeFastError)

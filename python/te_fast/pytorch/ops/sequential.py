@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import ArgumentError, StateError
+from te_fast.errors import ArgumentError, ArgumentIndexError, StateError
 from te_fast.pytorch import _ops
 from te_fast.pytorch._global_state import FP8GlobalStateManager
-from te_fast.pytorch.ops._undo import Trials
+from te_fast.pytorch.ops._undo import Undo
 from te_fast.pytorch.ops.fuser import OperationFuser
 from te_fast.pytorch.ops.op import FusedOperation, FusibleOperation
 
@@ -31,7 +31,6 @@ class Sequential(torch.nn.Module):
     def __init__(self, *args: Any) -> None:
         super().__init__()
         self._module_groups: list[Any] | None = None
-        self._trials = Trials()
         if len(args) == 1 and isinstance(args[0], dict):
             for name, module in args[0].items():
                 self.add_module(name, module)
@@ -52,7 +51,7 @@ class Sequential(torch.nn.Module):
         if any(isinstance(group, OperationFuser) and group.is_running for group in groups):
             message = "Sequential: edited from one of its own operations while it runs"
             raise StateError(message)
-        self.__dict__.update(_module_groups=None, _direct_program=None, _trials=Trials())
+        self.__dict__.update(_module_groups=None, _direct_program=None)
 
     def add_module(self, name: str, module: torch.nn.Module | None) -> None:
         """Add or replace a module."""
@@ -80,7 +79,7 @@ class Sequential(torch.nn.Module):
             return keys[index]
         if not -len(keys) <= index < len(keys):
             message = f"Sequential: index {index} is out of range, there are {len(keys)} modules"
-            raise IndexError(message)
+            raise ArgumentIndexError(message)
         return [keys[index]]
 
     def _next_key(self) -> str:
@@ -205,7 +204,7 @@ class Sequential(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the groups out: a copy makes its own."""
-        left_out = {"_module_groups": None, "_direct_program": None, "_trials": Trials()}
+        left_out = {"_module_groups": None, "_direct_program": None}
         return {**self.__dict__, **left_out}
 
     # Running --------------------------------------------------------------------------------------
@@ -273,8 +272,12 @@ class Sequential(torch.nn.Module):
         if len(groups) < 2 or not FP8GlobalStateManager.is_fp8_enabled():
             return run()
         recipe = FP8GlobalStateManager.get_fp8_recipe()
-        ops = [op for fuser in fusers for op in fuser._basic_ops]
-        return self._trials.run(run, ops, recipe, (input, *extra_inputs))
+        undo = Undo([op for fuser in fusers for op in fuser._basic_ops], recipe)
+        try:
+            return run()
+        except BaseException:  # a plain module may raise at any time
+            undo.restore()
+            raise
 
     def _run(
         self,
