@@ -5,7 +5,7 @@ import torch
 
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Format
-from te_fast.errors import TeFastError
+from te_fast.errors import StateError, TeFastError
 from te_fast.pytorch import ops
 
 CPU = {"device": "cpu"}
@@ -201,3 +201,65 @@ def test_index_of_no_module(index):
         with pytest.raises(IndexError, match=f"index {index} is out of range") as caught:
             call()
         assert isinstance(caught.value, TeFastError)
+
+
+class Free(ops.BasicOperation):
+    """An operation of the user's own whose methods return what they are told to."""
+
+    num_extra_inputs = 1
+    num_extra_outputs = 1
+
+    def __init__(self, forward=None, backward=None):
+        super().__init__()
+        self.returned = (forward, backward)
+
+    op_forward = op_backward = None
+
+    def fuser_forward(self, basic_op_ctxs, input_, **_):
+        forward = self.returned[0] or (lambda x: (2 * x, [(3 * x,)]))
+        return forward(input_)
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, **_):
+        backward = self.returned[1] or (lambda grad: (2 * grad, [()], [(None,)]))
+        return backward(grad_output)
+
+
+def run_free(**returned):
+    chain = ops.Sequential(ops.ReLU(), Free(**returned), ops.ReLU())
+    x = torch.rand(3, 4, requires_grad=True)
+    y, _ = chain(x, torch.rand(3, 4))
+    y.sum().backward()
+    return x.grad
+
+
+@pytest.mark.parametrize(
+    ("method", "result", "message"),
+    [
+        ("forward", lambda x: x, "fuser_forward must return 2 values, got a Tensor"),
+        ("forward", lambda x: (None, [(x,)]), "returned None, expected a torch.Tensor"),
+        ("forward", lambda x: (x, [(7,)]), "returned a int as extra output 0"),
+        ("forward", lambda x: (x, []), "expected"),
+        ("backward", lambda g: (g, [()]), "fuser_backward must return 3 values, got 2 values"),
+        ("backward", lambda g: (g, [(), ()], [()]), "gradients of 2 basic ops, expected 1"),
+        ("backward", lambda g: (g, [()], [(g, g)]), "2 gradients of extra inputs, the op has 1"),
+    ],
+)
+def test_results_that_do_not_fit(method, result, message):
+    with pytest.raises(StateError, match=f"op 1: Free.*{message}"):
+        run_free(**{method: result})
+
+
+def test_gradients_that_are_left_out():
+    expected = torch.full((3, 4), 2.0)
+    assert torch.equal(run_free(), expected)
+    assert torch.equal(run_free(backward=lambda grad: (2 * grad, [], [])), expected)
+
+
+def test_op_backward_that_returns_one_value():
+    class Scale(Own):
+        def op_backward(self, ctx, grad_output):
+            return grad_output
+
+    y = ops.Sequential(Scale(), ops.ReLU())(torch.rand(3, 4, requires_grad=True))
+    with pytest.raises(StateError, match="Scale.op_backward must return"):
+        y.sum().backward()

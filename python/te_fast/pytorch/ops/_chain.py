@@ -274,7 +274,7 @@ class Call:
         kwargs: list[dict[str, Any]] = [{} for _ in step.indices]
         if self.kwargs:
             kwargs = [self.kwargs[index] for index in step.indices]
-        x, outputs = step.op.fuser_forward(
+        result: Any = step.op.fuser_forward(
             contexts,
             x,
             basic_op_extra_inputs=[self._extra_inputs(index, step) for index in step.indices],
@@ -282,6 +282,11 @@ class Call:
             next_op_input_quantizer=None,
             basic_op_kwargs=kwargs,
         )
+        x, outputs = _parts(result, 2, step, self.plan, "fuser_forward")
+        if not isinstance(x, torch.Tensor):
+            label, kind = self.plan.labels[step.indices[0]], type(step.op).__name__
+            message = f"op {label}: {kind} returned {_named(x)}, expected a torch.Tensor"
+            raise StateError(message)
         self._take_outputs(step, [tuple(ys) for ys in outputs])
         for index, context in zip(step.indices, contexts, strict=True):
             start = len(saved)
@@ -304,12 +309,12 @@ class Call:
             for number, y in enumerate(ys):
                 slot = (index, number)
                 users = routing.consumers.get(slot, ())
-                if y is not None:
+                if isinstance(y, torch.Tensor):
                     self.made[slot] = self._marked(index, y)
                 elif slot in routing.outputs or any(user not in step.indices for user in users):
                     message = (
-                        f"op {labels[index]}: {type(step.op).__name__} returned None as extra output "
-                        f"{number}, which is needed elsewhere"
+                        f"op {labels[index]}: {type(step.op).__name__} returned {_named(y)} as extra "
+                        f"output {number}, which is needed elsewhere"
                     )
                     raise StateError(message)
 
@@ -421,7 +426,7 @@ class Call:
         contexts = [self.contexts[index] for index in step.indices]
         for index, context in zip(step.indices, contexts, strict=True):
             context.saved_tensors = saved[self.saved[index]]
-        dx, params, inputs = step.op.fuser_backward(
+        result: Any = step.op.fuser_backward(
             contexts,
             dy,
             basic_op_grad_extra_outputs=[
@@ -434,9 +439,46 @@ class Call:
         )
         for context in contexts:
             context.saved_tensors = None
-        counts = [len(self.plan.routing.sources[index]) for index in step.indices]
-        taken = [tuple(grads or ()) or (None,) * n for grads, n in zip(inputs, counts, strict=True)]
-        return dx, [tuple(grads or ()) for grads in params], taken
+        dx, *lists = _parts(result, 3, step, self.plan, "fuser_backward")
+        params, inputs = (_per_op(grads, step, self.plan) for grads in lists)
+        for number, index in enumerate(step.indices):
+            count = len(self.plan.routing.sources[index])
+            if len(inputs[number]) not in (0, count):
+                message = (
+                    f"op {self.plan.labels[index]}: backward returned {len(inputs[number])} gradients "
+                    f"of extra inputs, the op has {count}"
+                )
+                raise StateError(message)
+            inputs[number] = inputs[number] or (None,) * count
+        return dx, params, inputs
+
+
+def _named(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _parts(result: Any, count: int, step: Step, plan: Plan, method: str) -> tuple[Any, ...]:
+    """Return what a method of a Python operation returned, if it is a tuple of so many."""
+    if isinstance(result, tuple | list) and len(result) == count:
+        return tuple(result)
+    got = f"{len(result)} values" if isinstance(result, tuple | list) else _named(result)
+    message = (
+        f"op {plan.labels[step.indices[0]]}: {type(step.op).__name__}.{method} must return {count} "
+        f"values, got {got}"
+    )
+    raise StateError(message)
+
+
+def _per_op(grads: Any, step: Step, plan: Plan) -> list[tuple[Any, ...]]:
+    """Return the gradients of each basic operation; what a Python operation left out is none."""
+    found = [tuple(own or ()) for own in grads or ()]
+    if len(found) > len(step.indices):
+        message = (
+            f"op {plan.labels[step.indices[0]]}: {type(step.op).__name__}.fuser_backward returned "
+            f"gradients of {len(found)} basic ops, expected {len(step.indices)}"
+        )
+        raise StateError(message)
+    return found + [()] * (len(step.indices) - len(found))
 
 
 def _split(flat: Sequence[Any], counts: list[int]) -> list[tuple[Any, ...]]:

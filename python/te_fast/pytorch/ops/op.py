@@ -276,7 +276,14 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     ) -> tuple[torch.Tensor | None, Tensors, Tensors]:
         """Run :meth:`op_backward`."""
         self._refuse_extra_tensors("fuser_backward", "op_backward")
-        grad_input, grad_params = self.op_backward(basic_op_ctxs[0], grad_output)
+        result: Any = self.op_backward(basic_op_ctxs[0], grad_output)
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            message = (
+                f"{type(self).__name__}.op_backward must return the gradient of the input and those of "
+                f"the parameters, got a {type(result).__name__}"
+            )
+            raise StateError(message)
+        grad_input, grad_params = result
         return grad_input, [grad_params], [()]
 
     def _refuse_extra_tensors(self, wanted: str, other: str) -> None:
