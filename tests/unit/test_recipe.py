@@ -48,6 +48,12 @@ def test_subclasses_keep_their_kind():
     assert native_recipe(Mine()) == native_recipe(Float8BlockScaling())
 
 
+@pytest.mark.parametrize("cls", RUNNABLE)
+def test_four_bit_numbers_are_refused(cls):
+    with pytest.raises(RecipeError, match="E4M3 or HYBRID"):
+        cls(fp8_format=Format.E2M1)
+
+
 def test_formats():
     values = {member.name: tuple(member.value) for member in Format}
     assert values == {

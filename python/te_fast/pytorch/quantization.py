@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from te_fast.common.recipe import Recipe
-from te_fast.errors import UnsupportedError
+from te_fast.errors import DtypeError, UnsupportedError
 from te_fast.pytorch import _delayed, _ops
 from te_fast.pytorch._delayed import DelayedScalingRecipeState, native_recipe
 from te_fast.pytorch._global_state import (
@@ -74,6 +74,12 @@ def _prepare(recipe: Recipe | None) -> Recipe:
     """Describe a recipe to the dispatcher, once it is known to run here."""
     if recipe is None:
         recipe = default_recipe()
+    if not isinstance(recipe, Recipe):
+        message = (
+            "autocast: recipe must be an object of a class of te_fast.common.recipe, got "
+            f"{recipe!r}"
+        )
+        raise DtypeError(message)
     if recipe._scaling not in _supported:
         check_recipe_support(recipe)
         _supported.add(recipe._scaling)

@@ -254,11 +254,11 @@ impl AutocastRegion {
 /// The native form of a recipe; Python makes it where there is none, and the default recipe for `None`.
 #[inline]
 fn native_of(callbacks: &Callbacks, py: Python<'_>, recipe: &mut Option<Py<PyAny>>) -> PyResult<Recipe> {
-    if let Some(known) = recipe {
-        let native = known.bind(py).getattr(&callbacks.native)?;
-        if let Ok(native) = native.cast::<NativeRecipe>() {
-            return Ok(native.get().0);
-        }
+    if let Some(known) = recipe
+        && let Ok(native) = known.bind(py).getattr(&callbacks.native)
+        && let Ok(native) = native.cast::<NativeRecipe>()
+    {
+        return Ok(native.get().0);
     }
     let prepared = callbacks.prepare.bind(py).call1((recipe.as_ref(),))?;
     let native = prepared.getattr(&callbacks.native)?.cast_into::<NativeRecipe>()?.get().0;

@@ -139,6 +139,10 @@ class Recipe:
             self.fp8_format is not Format.E5M2,
             f"{type(self).__name__}: Pure E5M2 training is not supported.",
         )
+        require(
+            self.fp8_format is not Format.E2M1,
+            f"{type(self).__name__}: fp8_format must be E4M3 or HYBRID, got E2M1",
+        )
 
     def __post_init__(self) -> None:
         """Check the fields."""
