@@ -340,6 +340,8 @@ def test_arguments():
         te.checkpoint(scaled, x, factor=3, use_reentrant=reentrant).sum().backward()
         assert torch.equal(x.grad, torch.full((2,), 3.0))
         x.grad = None
+    for reentrant in (True, False):
+        te.checkpoint(torch.sin, x, preserve_rng_state=False, use_reentrant=reentrant)
     with pytest.warns(DeprecationWarning, match="by keyword"):
         y = te.checkpoint(torch.sin, False, Tracker, None, x)
     assert torch.equal(y, torch.sin(x))

@@ -156,8 +156,8 @@ def checkpoint(
     use_reentrant : bool, default = True
         Which of torch's two ways.
     **kwargs
-        ``context_fn``, ``determinism_check`` and ``debug`` go to torch, which takes them with
-        ``use_reentrant=False``; all others to the function.
+        ``preserve_rng_state`` goes to torch, and so do ``context_fn``, ``determinism_check`` and
+        ``debug``, which it takes with ``use_reentrant=False``; all others to the function.
 
     Raises
     ------
@@ -176,7 +176,7 @@ def checkpoint(
         raise UnsupportedError(message)
     options = {
         name: kwargs.pop(name)
-        for name in ("context_fn", "determinism_check", "debug")
+        for name in ("preserve_rng_state", "context_fn", "determinism_check", "debug")
         if name in kwargs
     }
     run = _Recomputed(function, kwargs, get_rng_state_tracker)
