@@ -231,6 +231,7 @@ def test_torch_autocast_and_checkpoint(override, split):
     assert all(parameter.grad.dtype == torch.float32 for parameter in layer.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:.*Recipe type changed")
 @OVERRIDES
 def test_padded_rows_copies_and_recipes_in_turn(override):
     layer = linear()

@@ -148,6 +148,7 @@ def test_stages_of_a_forward():
     assert sum(stages.values()) > 0
 
 
+@pytest.mark.filterwarnings("ignore:.*Recipe type changed")
 def test_padding_is_asked_for():
     layer, x = layer_of(), tensor(5, 64)
     assert dispatch.auto_pad(True) is False

@@ -228,6 +228,7 @@ def test_delayed_weight_gradient(fp8, fuse):
         layer.backward_dw()
 
 
+@pytest.mark.filterwarnings("ignore:.*Recipe type changed")
 @pytest.mark.parametrize("name", ["current", "block"])
 def test_save_original_input(name):
     layer, plain = make(save_original_input=True), make()
@@ -562,6 +563,7 @@ def test_a_deferred_weight_gradient_reads_scales_kept_as_bytes():
     assert torch.equal(layer.weight.grad, plain.weight.grad)
 
 
+@pytest.mark.filterwarnings("ignore:.*Recipe type changed")
 def test_module_hooks_and_overrides_run(recipe):
     layer = make()
     x, _ = inputs(32, layer)
@@ -787,6 +789,7 @@ def test_blackwell_recipes_raise():
         pass
 
 
+@pytest.mark.filterwarnings("ignore:.*Recipe type changed")
 def test_recipe_may_change_between_forward_and_backward():
     layer, plain = make(), make()
     x, grad = inputs(32, layer)

@@ -188,6 +188,7 @@ def test_a_chain_is_what_its_ops_are_alone(recipe, activation, between):
             close(got, want, bound)
 
 
+@pytest.mark.filterwarnings("ignore:.*Recipe type changed")
 def test_region_of_another_recipe():
     chain, layers = linears()
     for make in (*RECIPES.values(), *RECIPES.values()):

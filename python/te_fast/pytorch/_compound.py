@@ -49,9 +49,11 @@ class CompoundModule(TransformerEngineBaseModule):
     _direct_program: _ops.Program | None
     _stand_ins: dict[str, torch.Tensor]
     _lock: threading.Lock
-    _NATIVE = ("_handles", "_programs", "_direct_program", "_stand_ins", "_lock")
+    _region_epoch: int | None
+    _NATIVE = ("_handles", "_programs", "_direct_program", "_stand_ins", "_lock", "_region_epoch")
     _CONSTANTS = TransformerEngineBaseModule._CONSTANTS | {
         "eps",
+        "normalization",
         "zero_centered_gamma",
         "return_layernorm_output",
         "checkpoint",
@@ -147,6 +149,7 @@ class CompoundModule(TransformerEngineBaseModule):
         self.__dict__["_programs"] = {}
         self.__dict__["_stand_ins"] = {}
         self.__dict__["_lock"] = threading.Lock()
+        self.__dict__["_region_epoch"] = None
         # What a call runs that needs nothing of Python; None where every call does.
         direct = None
         if self._is_whole() and not self.checkpoint and not self.return_bias:
@@ -196,6 +199,10 @@ class CompoundModule(TransformerEngineBaseModule):
         self._check_input(inp, self._FEATURES, getattr(self, self._FEATURES), weight.device)
         self.set_activation_dtype(inp)
         self._refuse_functorch("here; call torch.nn layers inside of them")
+        enabled, *_, epoch = _ops.autocast_region()
+        if enabled and epoch != self._region_epoch:
+            self.__dict__["_region_epoch"] = epoch
+            self._enter_region(stacklevel=3)
         x = inp.to(self.activation_dtype)
         if type(x) not in (torch.Tensor, torch.nn.Parameter):
             x = x.as_subclass(torch.Tensor)

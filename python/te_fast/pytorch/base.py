@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -89,7 +90,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         ``recipe``, ``fp8_group``, ``num_gemms`` and, under delayed scaling, ``scaling_fwd`` and
         ``scaling_bwd`` with ``scale`` and ``amax_history``.
     fp8, fp8_calibration, fp8_initialized : bool
-        State of the last forward.
+        State of the last region that the layer ran in.
     """
 
     #: Attributes that hold native objects: no part of copies and pickles, which make their own.
@@ -133,17 +134,24 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, and make the native half anew if it depends on that."""
+        is_read = name in self._CONSTANTS and any(part in self.__dict__ for part in self._NATIVE)
+        former: Any = self.__dict__.get(name)
         super().__setattr__(name, value)
-        if name in self._CONSTANTS and self._NATIVE[0] in self.__dict__:
+        if not is_read:
+            return
+        try:
             self._make_native()
+        except Exception:
+            super().__setattr__(name, former)
+            self._make_native()
+            raise
 
     def _make_native(self) -> None:
         """Make the attributes of ``_NATIVE``, from what the constructor has set."""
-        raise NotImplementedError
 
     def _weight_handles(self) -> dict[str, Any]:
         """Return the native halves of the layer's weights, by name."""
-        raise NotImplementedError
+        return {}
 
     def _plan_count(self) -> int:
         """Return how many plans the native half holds."""
@@ -218,6 +226,12 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 f"with .to()), got {inp.device}"
             )
             raise DeviceError(message)
+        if device.type == "meta":
+            message = (
+                f"{self.name}: the parameters are on the meta device; call reset_parameters(), or "
+                "to_empty() and load a checkpoint, before a forward"
+            )
+            raise DeviceError(message)
 
     def _refuse_functorch(self, where: str) -> None:
         if torch._C._are_functorch_transforms_active():
@@ -229,13 +243,26 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Take the recipe and group of the autocast region."""
         self.fp8_meta["num_gemms"] = num_gemms
+        self._enter_region(stacklevel=3)
+        if self.fp8 or self.fp8_calibration:
+            self.init_fp8_meta_tensors(self.fp8_meta["recipe"])
+
+    def _enter_region(self, stacklevel: int = 2) -> None:
+        """Note recipe and group of the autocast region; called when the last forward had another."""
         self.fp8 = FP8GlobalStateManager.is_fp8_enabled()
         self.fp8_calibration = FP8GlobalStateManager.is_fp8_calibration()
-        if self.fp8 or self.fp8_calibration:
-            self.fp8_meta["recipe"] = FP8GlobalStateManager.get_fp8_recipe()
-            self.fp8_meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()
-            self.init_fp8_meta_tensors(self.fp8_meta["recipe"])
-            self.fp8_initialized = True
+        if not (self.fp8 or self.fp8_calibration):
+            return
+        former, recipe = self.fp8_meta.get("recipe"), FP8GlobalStateManager.get_fp8_recipe()
+        self.fp8_meta["recipe"] = recipe
+        self.fp8_meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()
+        self.fp8_initialized = True
+        if former is not None and former._scaling != recipe._scaling:
+            message = (
+                f"{self.name}: Recipe type changed from {type(former).__name__} to "
+                f"{type(recipe).__name__}; what the model computes changes with it"
+            )
+            warnings.warn(message, UserWarning, stacklevel=stacklevel)
 
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
         """Make, or keep, the scales and histories that the recipe asks for."""
@@ -250,10 +277,13 @@ class TransformerEngineBaseModule(torch.nn.Module):
         key = "scaling_fwd" if fwd else "scaling_bwd"
         slots = (self._FORWARD_SLOTS if fwd else self._BACKWARD_SLOTS) * self.fp8_meta["num_gemms"]
         group = self.fp8_meta["fp8_group"]
-        device = next(self.parameters()).device
+        parameter = next(self.parameters(), None)
+        # Those that have no memory yet get it where reset_parameters() makes it.
+        device = None if parameter is None or parameter.is_meta else parameter.device
         state = self.fp8_meta.get(key)
         if isinstance(state, DelayedScalingRecipeState):
-            state.to(device)
+            if device is not None:
+                state.to(device)
             state.use(recipe, group)
             return
         mode = "forward" if fwd else "backward"

@@ -117,6 +117,7 @@ class LayerNormMLP(CompoundModule):
     fc2_bias: torch.Tensor
     _FEATURES = "hidden_size"
     _LINEARS = ("fc1_weight", "fc2_weight")
+    _CONSTANTS = CompoundModule._CONSTANTS | {"activation", "activation_params"}
 
     def __init__(
         self,
@@ -184,7 +185,7 @@ class LayerNormMLP(CompoundModule):
         self.return_layernorm_output = return_layernorm_output
         self.return_layernorm_output_gathered = return_layernorm_output_gathered
         self.activation, self.activation_params = activation, activation_params
-        self._activation_floats = self._check_activation(activation, activation_params)
+        self._activation_floats()
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
         self.use_bias, self.return_bias = bias, return_bias
@@ -199,10 +200,9 @@ class LayerNormMLP(CompoundModule):
         self._make_native()
         self.reset_parameters(defer_init=torch.device(device).type == "meta")
 
-    def _check_activation(
-        self, activation: str, given: Mapping[str, float] | None
-    ) -> dict[str, Any]:
+    def _activation_floats(self) -> dict[str, Any]:
         """Return the activation's numbers: the given ones, and defaults."""
+        activation, given = self.activation, self.activation_params
         if activation not in (*_PLAIN, *_GATED):
             known = ", ".join((*_PLAIN, *_GATED))
             message = f"{self.name}: activation must be one of {known}, got {activation!r}"
@@ -249,7 +249,7 @@ class LayerNormMLP(CompoundModule):
         program.linear("fc1", handles["fc1_weight"], parameters, "fc1_weight", hidden, rows)
         if self.use_bias:
             program.bias("fc1_bias", parameters, "fc1_bias", rows)
-        program.activation("activation", self.activation, **self._activation_floats)
+        program.activation("activation", self.activation, **self._activation_floats())
         observe()
         program.linear("fc2", handles["fc2_weight"], parameters, "fc2_weight", ffn, hidden)
         if self.apply_bias:

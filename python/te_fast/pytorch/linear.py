@@ -235,7 +235,7 @@ class Linear(SplitLinear):
         return result
 
     def _with_bias(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        bias = self._bias() if self.use_bias else self.bias
+        bias = self._bias() if self.use_bias else getattr(self, self.bias_names[0])
         return out, bias.to(out.dtype)
 
     def _forward_general(self, inp: Any, is_first_microbatch: bool | None) -> Any:

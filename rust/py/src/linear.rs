@@ -115,8 +115,13 @@ pub(crate) fn module_call<'py>(
     if others.iter().any(|(_, value)| value.is_some()) || !can_skip_module_call(py, state, &attributes)? {
         return slow_call(state, module, inp, optional);
     }
-    let is_first_microbatch = is_first_microbatch.map(PyAnyMethods::is_truthy).transpose()?;
-    forward(state, &attributes, is_first_microbatch)
+    forward(state, &attributes, truth(*is_first_microbatch)?)
+}
+
+/// `is_first_microbatch` by its truth value, as Transformer Engine takes it; `None` stays.
+#[inline]
+pub(crate) fn truth(value: Option<&Bound<'_, PyAny>>) -> PyResult<Option<bool>> {
+    value.map(PyAnyMethods::is_truthy).transpose()
 }
 
 #[cold]
@@ -161,9 +166,9 @@ pub(crate) fn can_skip_module_call(py: Python<'_>, state: &State, attributes: &B
 pub(crate) fn linear_forward<'py>(
     module: &Bound<'py, PyAny>,
     inp: &Bound<'py, PyAny>,
-    is_first_microbatch: Option<bool>,
+    is_first_microbatch: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    forward(state(module.py())?, module, &instance_dict(module)?, inp, is_first_microbatch)
+    forward(state(module.py())?, module, &instance_dict(module)?, inp, truth(is_first_microbatch)?)
 }
 
 /// Weight and bias, if they are plain tensors; no bias where none is applied.
@@ -209,6 +214,7 @@ fn forward<'py>(
     };
     if region.enabled && last_epoch != Some(region.epoch) {
         handle.try_borrow_mut()?.last_region = Some(region);
+        module.call_method0(intern!(py, "_enter_region"))?;
     }
     if !region.enabled
         && last_epoch.is_some()

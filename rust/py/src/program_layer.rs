@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyDictMethods, PyTuple};
 
 use crate::error::is_ours;
-use crate::linear::module_call;
+use crate::linear::{module_call, truth};
 use crate::program::ProgramHandle;
 use crate::program_call::program_apply;
 use crate::state::{State, state};
@@ -31,9 +31,9 @@ pub(crate) fn program_layer_call<'py>(
 pub(crate) fn program_layer_forward<'py>(
     module: &Bound<'py, PyAny>,
     inp: &Bound<'py, PyAny>,
-    is_first_microbatch: Option<bool>,
+    is_first_microbatch: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    forward(state(module.py())?, module, &instance_dict(module)?, inp, is_first_microbatch)
+    forward(state(module.py())?, module, &instance_dict(module)?, inp, truth(is_first_microbatch)?)
 }
 
 /// Runs the program in `_direct_program`, or `_forward_general` where there is none or the call is not for it.
@@ -53,13 +53,13 @@ fn forward<'py>(
     if !state.torch.is_plain(input) || state.torch.is_autocast_enabled.bind(py).call0()?.is_truthy()? {
         return general();
     }
-    let (calibrates, quantises) = {
-        let dispatcher = state.dispatcher(py)?;
-        let region = dispatcher.0.autocast.current();
-        (region.calibrating, region.enabled)
-    };
-    if calibrates && !quantises {
+    let region = *state.dispatcher(py)?.0.autocast.current();
+    if region.calibrating && !region.enabled {
         return general();
+    }
+    let last_epoch = program.try_borrow()?.last_region.as_ref().map(|region| region.epoch);
+    if region.enabled && last_epoch != Some(region.epoch) {
+        module.call_method0(intern!(py, "_enter_region"))?;
     }
     match program_apply(program, module, input, &PyTuple::empty(py), is_first_microbatch) {
         // Parameters that are somewhere else, or an input that does not fit: said in terms of the layer.

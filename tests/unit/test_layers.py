@@ -1,0 +1,201 @@
+"""What is true of Linear, LayerNormLinear and LayerNormMLP alike, beyond their numbers."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+
+import te_fast.pytorch as te
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.errors import DeviceError, DtypeError, UnsupportedError
+from te_fast.pytorch.base import TransformerEngineBaseModule
+
+LAYERS = (te.Linear, te.LayerNormLinear, te.LayerNormMLP)
+RECIPES = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling)
+X = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+
+
+def make(layer, **options):
+    torch.manual_seed(7)
+    return layer(64, 96, **{"device": "cpu"} | options)
+
+
+def run(module, recipe, x=X, **options):
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        return module(x, **options)
+
+
+def hooked(module):
+    """The module with a hook that does nothing, so that `nn.Module.__call__` runs."""
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+# Regions -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"return_bias": True}], ids=["direct", "general"])
+@pytest.mark.parametrize("first", RECIPES)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_another_type_of_recipe_is_warned_of_once(layer, first, options):
+    module = make(layer, **options)
+    second = next(cls for cls in RECIPES if cls is not first)
+    changed = f"Recipe type changed from {first.__name__} to {second.__name__}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(module, first())
+        run(module, None)
+        run(module, first(fp8_format=first().fp8_format))
+    with pytest.warns(UserWarning, match=changed) as caught:
+        run(module, second())
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(module, second())
+        run(copy.deepcopy(module), second())
+
+
+@pytest.mark.parametrize("options", [{}, {"return_bias": True}], ids=["direct", "general"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_attributes_show_the_last_region(layer, options):
+    module = make(layer, **options)
+    assert (module.fp8, module.fp8_initialized, module.fp8_meta["recipe"]) == (False, False, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the recipe changes
+        for recipe in (cls() for cls in RECIPES):
+            run(module, recipe)
+            assert module.fp8
+            assert module.fp8_initialized
+            assert module.fp8_meta["recipe"] is recipe
+
+
+@pytest.mark.parametrize("wrong", ["delayed", DelayedScaling, 3], ids=str)
+def test_a_recipe_that_is_none(wrong):
+    with pytest.raises(DtypeError, match="recipe must be an object"), te.autocast(recipe=wrong):
+        pass
+    assert not te.FP8GlobalStateManager.is_fp8_enabled()
+
+
+# Arguments ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_is_first_microbatch_is_taken_by_its_truth(layer, recipe):
+    def main_grad(flag, prepare):
+        module = prepare(make(layer, fuse_wgrad_accumulation=True))
+        for parameter in module.parameters():
+            parameter.main_grad = torch.ones_like(parameter)
+        run(module, recipe and recipe(), is_first_microbatch=flag).sum().backward()
+        name = "fc1_weight" if layer is te.LayerNormMLP else "weight"
+        return getattr(module, name).main_grad
+
+    for flag in (True, False):
+        wanted = main_grad(flag, lambda module: module)
+        for same in (int(flag), torch.tensor(flag)):
+            for prepare in (hooked, lambda module: module):
+                assert torch.equal(main_grad(same, prepare), wanted)
+    assert not torch.equal(main_grad(1, hooked), main_grad(0, hooked))
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("layer", [te.Linear, te.LayerNormLinear])
+def test_parts_without_a_bias_to_return(layer, recipe):
+    whole = make(layer, bias=False, return_bias=True)
+    parts = make(layer, bias=False, return_bias=True, parameters_split=("a", "b"))
+    with torch.no_grad():
+        parts.a_weight.copy_(whole.weight[:48])
+        parts.b_weight.copy_(whole.weight[48:])
+    (wanted, none), (got, also_none) = (run(one, recipe and recipe()) for one in (whole, parts))
+    assert torch.equal(got, wanted)
+    assert none.numel() == also_none.numel() == 0
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize(
+    ("name", "value", "options"),
+    [
+        ("activation", "relu", {}),
+        ("normalization", "RMSNorm", {}),
+        ("activation_params", {"limit": 0.1}, {"activation": "clamped_swiglu"}),
+    ],
+)
+def test_options_of_the_mlp_may_be_set_later(name, value, options, recipe):
+    module = make(te.LayerNormMLP, **options)
+    wanted = make(te.LayerNormMLP, **options | {name: value})
+    wanted.load_state_dict(module.state_dict(), strict=False)
+    with torch.no_grad():  # which leaves the scales
+        former = run(module, recipe and recipe())
+        setattr(module, name, value)
+        got = run(module, recipe and recipe())
+        assert torch.equal(got, run(wanted, recipe and recipe()))
+    assert not torch.equal(got, former)
+
+
+def test_an_option_that_cannot_be_set_leaves_the_layer_as_it_was():
+    module = make(te.LayerNormMLP)
+    y = module(X)
+    with pytest.raises(UnsupportedError, match="activation"):
+        module.activation = "tanh"
+    assert module.activation == "gelu"
+    assert torch.equal(module(X), y)
+
+
+# Parameters without memory -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_forward_on_the_meta_device_says_what_to_do(layer, recipe):
+    module = make(layer, device="meta")
+    x = X.to("meta")
+    if layer is te.Linear and recipe is None:  # nn.Linear's shapes without memory
+        assert module(x).shape == (16, 96)
+        return
+    with pytest.raises(DeviceError, match="reset_parameters"):
+        run(module, recipe and recipe(), x)
+    module.to_empty(device="cpu")
+    module.reset_parameters()
+    assert torch.isfinite(run(module, recipe and recipe())).all()
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_scales_are_loaded_before_the_parameters_have_memory(layer):
+    source = make(layer)
+    for _ in range(2):
+        run(source, DelayedScaling()).sum().backward()
+    saved = source.state_dict()
+    module = make(layer, device="meta")
+    module.set_extra_state(saved["_extra_state"])
+    module.to_empty(device="cpu")
+    module.load_state_dict({name: saved[name] for name, _ in source.named_parameters()})
+    for key in ("scaling_fwd", "scaling_bwd"):
+        assert torch.equal(module.fp8_meta[key].scale.cpu(), source.fp8_meta[key].scale)
+    assert torch.equal(run(module, DelayedScaling()), run(source, DelayedScaling()))
+
+
+# The base class ----------------------------------------------------------------------------------
+
+
+class Own(TransformerEngineBaseModule):
+    """A layer of the user's own, with scales and no native half."""
+
+    def __init__(self):
+        super().__init__()
+        self.return_bias = True
+
+    def forward(self, x):
+        return x
+
+
+def test_layers_of_the_users_own():
+    module, loaded = Own(), Own()
+    with te.autocast(recipe=DelayedScaling()):
+        module.init_fp8_metadata()
+    module.fp8_meta["scaling_fwd"].scale.fill_(3.0)
+    loaded.load_state_dict(module.state_dict())
+    for one in (loaded, copy.deepcopy(module), module.half()):
+        assert one.fp8_meta["scaling_fwd"].scale.tolist() == [3.0] * 3
+        one.reset_fp8_meta_tensors()
+        assert one.fp8_meta["scaling_fwd"].scale.tolist() == [1.0] * 3
