@@ -23,7 +23,17 @@ if TYPE_CHECKING:
 
     from te_fast.common.recipe import Recipe
 
-__all__ = ["DTYPES", "RECIPES", "Timing", "interleave", "options", "quiet", "show", "write"]
+__all__ = [
+    "DTYPES",
+    "RECIPES",
+    "Timing",
+    "as_in_training",
+    "interleave",
+    "options",
+    "quiet",
+    "show",
+    "write",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benches" / "results"
@@ -47,6 +57,11 @@ def options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--calls", type=int, default=20, help="calls per burst")
     parser.add_argument("--out", type=Path, help="result file (default: benches/results/)")
     return parser
+
+
+def as_in_training() -> None:
+    """Let an optimizer make a step: weights are then kept over the backwards of what is no first microbatch."""
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
 
 
 def commit() -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import te_fast.pytorch as te
-from _harness import RECIPES, options, show, write
+from _harness import RECIPES, as_in_training, options, show, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,6 +103,7 @@ def main() -> int:
     if arguments.device.type != "cuda":
         parser.error("this bench measures a GPU")
     size = arguments.size
+    as_in_training()
     measured = times(size, arguments.rounds, arguments.calls)
     rows, figures, missed = [], {}, []
     for mode, values in measured.items():

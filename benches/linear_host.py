@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING
 import torch
 
 import te_fast.pytorch as te
-from _harness import DTYPES, RECIPES, Timing, interleave, options, show, write
+from _harness import (
+    DTYPES,
+    RECIPES,
+    Timing,
+    as_in_training,
+    interleave,
+    options,
+    show,
+    write,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -95,6 +104,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--features", type=int, default=1024)
     arguments = parser.parse_args()
+    as_in_training()
     modes, regions = measure(arguments), autocast_regions(arguments)
     rows, ratios, missed = [], {}, []
     bars = BARS if arguments.device.type == "cuda" else {mode: {} for mode in BARS}

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import te_fast.pytorch as te
-from _harness import DTYPES, Timing, interleave, options, quiet, show, write
+from _harness import DTYPES, Timing, as_in_training, interleave, options, quiet, show, write
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling
 
@@ -330,6 +330,7 @@ def main() -> int:
     parts, on_gpu = arguments.only.split(","), arguments.device.type == "cuda"
     shape = (arguments.rows, arguments.features)
     x = torch.randn(shape, dtype=DTYPES[arguments.dtype], device=arguments.device)
+    as_in_training()
     figures = {}
     missed: list[str] = []
     if "host" in parts:

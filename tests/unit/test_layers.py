@@ -1,6 +1,8 @@
 """What is true of Linear, LayerNormLinear and LayerNormMLP alike, beyond their numbers."""
 
 import copy
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -75,6 +77,48 @@ def test_a_recipe_that_is_none(wrong):
     with pytest.raises(DtypeError, match="recipe must be an object"), te.autocast(recipe=wrong):
         pass
     assert not te.FP8GlobalStateManager.is_fp8_enabled()
+
+
+# Weights -----------------------------------------------------------------------------------------
+
+# In a process of its own: what another test's optimizer did counts here.
+OWN_LOOP = """
+import copy, sys
+import torch
+import te_fast.pytorch as te
+from te_fast import dispatch
+from te_fast.common.recipe import Float8BlockScaling, Float8CurrentScaling
+
+def step(layer, recipe, x):
+    with te.autocast(recipe=recipe):
+        y = layer(x)
+    y.square().mean().backward()
+    return y
+
+x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+for make in (te.Linear, te.LayerNormLinear, te.LayerNormMLP):
+    for recipe in (Float8CurrentScaling(), Float8BlockScaling()):
+        layer = make(64, 96, device="cpu")
+        seen = copy.deepcopy(layer)
+        for _ in range(3):
+            assert torch.equal(step(layer, recipe, x), step(seen, recipe, x)), make
+            for one, other in zip(layer.parameters(), seen.parameters()):
+                one.data.sub_(10 * one.grad)
+                with torch.no_grad():
+                    other.sub_(10 * other.grad)
+                one.grad = other.grad = None
+        step(layer, recipe, x)
+        before = dispatch.counters()["weight_casts"]
+        step(layer, recipe, x)  # gradients add up: nothing was written
+        assert dispatch.counters()["weight_casts"] == before, make
+"""
+
+
+def test_a_loop_of_ones_own_may_write_through_data():
+    result = subprocess.run(
+        [sys.executable, "-c", OWN_LOOP], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
 
 
 # Arguments ---------------------------------------------------------------------------------------

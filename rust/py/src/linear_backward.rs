@@ -180,6 +180,7 @@ impl<'py> BackwardCall<'_, 'py> {
         if !key.needs.weight_grad {
             return Ok(WeightGrad::None);
         }
+        kept.weight.note_gradient();
         let config = kept.handle.bind(py).try_borrow()?.config;
         if config.delay_wgrad_compute {
             return Ok(WeightGrad::Deferred(self.state.bytes(py, place.device, kept.plan.kept_dy_bytes())?));

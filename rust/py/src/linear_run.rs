@@ -263,7 +263,7 @@ impl<'py> Call<'_, 'py> {
         let reused = if skip_flag.is_some() {
             handle.cache.skippable(&record)
         } else {
-            handle.cache.reusable(py, state, &record, microbatch, (place, capturing))?
+            handle.cache.reusable(py, state, self.parameter, &record, microbatch, (place, capturing))?
         };
         Ok(Decision {
             plan,

@@ -244,6 +244,9 @@ impl<'py> BackwardCall<'_, 'py> {
                 continue;
             }
             if let Some((number, (_, weight))) = linear {
+                if let Some(quantized) = &kept.weights[number].quantized {
+                    quantized.note_gradient();
+                }
                 let deferred = program.deferred_bytes()[number];
                 if deferred != 0 {
                     list.push(ParamGrad::Waiting(state.bytes(py, place.device, deferred)?));

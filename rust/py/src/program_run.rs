@@ -336,7 +336,8 @@ impl<'py> Call<'_, 'py> {
             let reused = if skippable {
                 weight.cache.skippable(&record)
             } else {
-                weight.cache.reusable(py, state, &record, self.bits.microbatch(), (place, capturing))?
+                let (parameter, microbatch) = (&self.params[param], self.bits.microbatch());
+                weight.cache.reusable(py, state, parameter, &record, microbatch, (place, capturing))?
             };
             let is_reused = reused.is_some();
             let (quantized, fresh) = if let Some(reused) = reused {

@@ -1,6 +1,7 @@
 //! The quantised weight that a layer keeps between calls: its buffer, who may read it, and whether it still serves.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -22,9 +23,28 @@ pub(crate) struct CachedWeight {
     pub(crate) bytes: usize,
     /// torch's weak reference to the weight's storage: while it is alive, no other memory has its address.
     pub(crate) storage: Py<PyAny>,
+    /// A backward has computed the weight's gradient since.
+    has_gradient: AtomicBool,
 }
 
 impl CachedWeight {
+    /// A backward computes the gradient of the weight.
+    pub(crate) fn note_gradient(&self) {
+        self.has_gradient.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether somebody may have taken the weight's gradient and written the weight through `weight.data`, which moves
+    /// no version: a gradient was there, none is now, and no optimizer of torch's has ever told of a step.
+    fn may_be_updated(&self, parameter: &Bound<'_, PyAny>, wanted: &WeightRecord) -> PyResult<bool> {
+        if wanted.optimizer_steps != 0 || !wanted.training || !self.has_gradient.load(Ordering::Relaxed) {
+            return Ok(false);
+        }
+        let py = parameter.py();
+        // Of a tensor that torch computed, none can be seen.
+        Ok(!parameter.getattr(intern!(py, "is_leaf"))?.is_truthy()?
+            || parameter.getattr(intern!(py, "grad"))?.is_none())
+    }
+
     pub(crate) fn weight_buffer(&self) -> WeightBuffer<'_> {
         WeightBuffer { data: self.buffer.ptr(), segments: self.record.segments }
     }
@@ -65,12 +85,16 @@ impl WeightCache {
         &mut self,
         py: Python<'_>,
         state: &State,
+        parameter: &Bound<'_, PyAny>,
         wanted: &WeightRecord,
         microbatch: Microbatch,
         (place, capturing): (Place, bool),
     ) -> Result<Option<Arc<CachedWeight>>, Failure> {
         let Some(kept) = self.captured.as_ref().filter(|_| capturing).or(self.kept.as_ref()) else { return Ok(None) };
         if !kept.record.serves(wanted, microbatch, capturing) || kept.is_gone(py, state)? {
+            return Ok(None);
+        }
+        if microbatch == Microbatch::Unknown && kept.may_be_updated(parameter, wanted)? {
             return Ok(None);
         }
         let kept = Arc::clone(kept);
@@ -161,5 +185,5 @@ pub(crate) fn make_weight(
     };
     let storage = parameter.call_method0(intern!(py, "untyped_storage"))?;
     let storage = state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind();
-    Ok(CachedWeight { record, buffer, bytes, storage })
+    Ok(CachedWeight { record, buffer, bytes, storage, has_gradient: AtomicBool::new(false) })
 }
