@@ -157,6 +157,24 @@ def test_parts_without_a_bias_to_return(layer, recipe):
 
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("layer", [te.Linear, te.LayerNormLinear])
+def test_parts_under_an_autocast_of_another_type(layer, recipe):
+    whole = make(layer, params_dtype=torch.bfloat16)
+    parts = make(layer, params_dtype=torch.bfloat16, parameters_split=("a", "b"))
+    parts.b_weight = torch.nn.Parameter(whole.weight[48:].detach().clone())  # adjoins no more
+    with torch.no_grad():
+        parts.a_weight.copy_(whole.weight[:48])
+    ys = []
+    for module in (whole, parts):
+        with torch.autocast("cpu", dtype=torch.float16):
+            ys.append(run(module, recipe and recipe()))
+        ys[-1].float().sum().backward()
+    assert ys[0].dtype is torch.float16
+    assert torch.equal(*ys)
+    assert torch.equal(torch.cat([parts.a_weight.grad, parts.b_weight.grad]), whole.weight.grad)
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
 @pytest.mark.parametrize(
     ("name", "value", "options"),
     [
@@ -199,6 +217,10 @@ def test_a_forward_on_the_meta_device_says_what_to_do(layer, recipe):
         return
     with pytest.raises(DeviceError, match="reset_parameters"):
         run(module, recipe and recipe(), x)
+    if layer is not te.LayerNormMLP:
+        parts = make(layer, device="meta", parameters_split=("a", "b"))
+        with pytest.raises(DeviceError, match="reset_parameters"):
+            run(parts, recipe and recipe(), x)
     module.to_empty(device="cpu")
     module.reset_parameters()
     assert torch.isfinite(run(module, recipe and recipe())).all()

@@ -60,6 +60,15 @@ def split_sizes(parameters_split: Parts, total: int, layer: str) -> dict[str, in
     return dict(zip(names, sizes, strict=True))
 
 
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate in the parts' own type; ``torch.autocast`` refuses 16 bits that are not its own."""
+    kind = parts[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return torch.cat(parts)
+    with torch.autocast(kind, enabled=False):
+        return torch.cat(parts)
+
+
 class _Concatenate(torch.autograd.Function):
     """Concatenation without a copy where the parts lie one after the other."""
 
@@ -70,7 +79,7 @@ class _Concatenate(torch.autograd.Function):
         ctx.layer, ctx.parts, ctx.overwrite = layer, parts, overwrite
         ctx.set_materialize_grads(False)
         if not adjacent:
-            return torch.cat([part.detach() for part in parts])
+            return _joined([part.detach() for part in parts])
         first = parts[0].detach()
         rows = sum(part.shape[0] for part in parts)
         whole = first.new_empty(0)
@@ -171,7 +180,7 @@ class SplitLinear(TransformerEngineBaseModule):
     def _bias(self) -> torch.Tensor:
         if self._parts is None:
             return self.bias
-        return torch.cat([getattr(self, name) for name in self.bias_names])
+        return _joined([getattr(self, name) for name in self.bias_names])
 
     def _give_deferred(self, dw: torch.Tensor) -> None:
         """Give a weight gradient that :meth:`backward_dw` computed to the parts."""
