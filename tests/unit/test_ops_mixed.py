@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
-from te_fast.common.recipe import DelayedScaling, Format
+from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 from te_fast.errors import StateError, TeFastError
 from te_fast.pytorch import ops
 
@@ -27,6 +27,33 @@ def test_gradient_scales_are_updated_behind_the_whole_backward(behind):
     assert maximum > 0
     assert torch.equal(state.amax_history[0], torch.zeros(1))
     torch.testing.assert_close(state.scale, 57344 / maximum)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("make", [te.Linear, ops.Linear])
+def test_another_format_saturates_nothing(make, steps):
+    torch.manual_seed(0)
+    layer = make(32, 32, **CPU)
+    for step in range(steps + 2):
+        fp8_format = Format.HYBRID if step < steps else Format.E4M3
+        x = torch.randn(16, 32, requires_grad=True)
+        grad = torch.randn(16, 32)
+        with te.autocast(recipe=DelayedScaling(amax_history_len=4, fp8_format=fp8_format)):
+            y = layer(x)
+        y.backward(grad)
+        expected = grad.double() @ layer.weight.double()
+        error = (x.grad.double() - expected).norm() / expected.norm()
+        assert error < 0.12
+
+
+def test_quantize_takes_a_tensor_without_dimensions():
+    x = torch.tensor(3.0, requires_grad=True)
+    with te.autocast(recipe=Float8CurrentScaling()):
+        y = ops.Quantize(backward=True)(x)
+    y.backward()
+    assert y.shape == ()
+    assert y == 3.0
+    assert x.grad == 1.0
 
 
 # Containers ---------------------------------------------------------------------------------------

@@ -146,7 +146,8 @@ class DelayedScalingRecipeState:
     def use(self, recipe: DelayedScaling, group: Any) -> None:
         """Go on under another recipe or group.
 
-        Scales stay. Histories are cut, or extended by zeros, to the recipe's length.
+        Scales stay, but for another format they are those of its largest number. Histories are cut, or
+        extended by zeros, to the recipe's length.
 
         Parameters
         ----------
@@ -159,12 +160,21 @@ class DelayedScalingRecipeState:
         same_length = history.shape[0] == recipe.amax_history_len
         if same_length and native_recipe(recipe) is self._native and group is self.group:
             return
+        ratio = self._largest(recipe) / self._largest(self.recipe)
+        if ratio != 1.0:
+            self._scale.mul_(torch.where(history.amax(0) > 0, ratio, 1.0))
+            _ops.note_scale_change()
         if not same_length:
             longer = history.new_zeros(recipe.amax_history_len, history.shape[1])
             kept = min(history.shape[0], longer.shape[0])
             longer[:kept] = history[:kept]
             self._amax_history = longer
         self._register(recipe, group)
+
+    def _largest(self, recipe: DelayedScaling) -> float:
+        """Return the largest number of a recipe's format in this direction."""
+        limits = recipe.fp8_format.value
+        return limits.max_fwd if self.mode == "forward" else limits.max_bwd
 
     def to(self, device: torch.device | str) -> None:
         """Move to another device."""

@@ -73,7 +73,7 @@ class Quantize(BasicOperation):
         if state is not None:
             options = {"scale": state.scale, "amax": state.amax_history[0]}
             state.slots.mark_ran()
-        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        flat = x.reshape(-1, x.shape[-1] if x.dim() else 1).contiguous()
         role: Literal["input", "grad"] = "input" if mode == "forward" else "grad"
         quantized = dispatch.quantize(flat, recipe, role=role, **options)
         return dispatch.dequantize(quantized, x.dtype).view(x.shape)
