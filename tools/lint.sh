@@ -30,7 +30,8 @@ if cargo deny --version >/dev/null 2>&1; then
 fi
 check mypy "$PY" -m mypy
 check stub test -f python/te_fast/_native.pyi
-check stubtest env MYPYPATH=python "$PY" -m mypy.stubtest te_fast._native --allowlist tools/stubtest_allow.txt
+check stubtest env MYPYPATH=python "$PY" -m mypy.stubtest te_fast._native --allowlist tools/stubtest_allow.txt \
+    --mypy-config-file tools/stubtest.ini
 check rules "$PY" tools/check_rules.py
 check version "$PY" tools/check_version.py
 
