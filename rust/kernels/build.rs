@@ -51,10 +51,12 @@ fn main() {
 
     let jobs = std::thread::available_parallelism().map_or(2, usize::from);
     let next = AtomicUsize::new(0);
+    // The long ones are last in the list: begun first, they leave short ones for the end.
+    let images: Vec<Image> = Image::ALL.iter().rev().copied().collect();
     std::thread::scope(|scope| {
         for _ in 0..jobs {
             scope.spawn(|| {
-                while let Some(&image) = Image::ALL.get(next.fetch_add(1, Ordering::Relaxed)) {
+                while let Some(&image) = images.get(next.fetch_add(1, Ordering::Relaxed)) {
                     compile(&nvcc, &archs, &sources, &out, image);
                 }
             });
@@ -148,6 +150,8 @@ fn compile(nvcc: &Path, archs: &[&str], sources: &Path, out: &Path, image: Image
 fn run_nvcc(nvcc: &Path, archs: &[&str], source: &Path, output: &Path, kept: &Path) {
     let mut command = Command::new(nvcc);
     command.args(["-fatbin", "-std=c++20", "-O3", "-Xptxas=-warn-spills", "-Werror=all-warnings"]);
+    // Two architectures at a time, so that no core waits for the last images.
+    command.arg("--threads=2");
     // Two thirds of an image, which only profilers and the sanitizer read.
     if env::var("TE_FAST_LINEINFO").is_ok_and(|value| value == "1") {
         command.arg("-lineinfo");
