@@ -36,21 +36,39 @@ enum class Keep { kNot, kRegisters, kShared };
 
 template <Keep kKeep, int kVectors>
 struct Kept {
+    // What is loaded before the first rows are asked for: all of a thread's, or the usual number in shared memory.
+    static constexpr int kFirst = kKeep == Keep::kRegisters ? kVectors : 2;
     Weights own[kKeep == Keep::kRegisters ? kVectors : 1];
     WeightPlanes planes;
 
-    // `room`: of the planes. Contains a barrier of the block for them.
+    // `room`: of the planes.
+    __device__ Kept(const NormParams& p, uint4* room) : planes{reinterpret_cast<float4*>(room), p.chunk / 8} {}
+
     template <typename Part>
-    __device__ Kept(const NormParams& p, const Part& part, uint32_t col0, uint4* room)
-        : planes{reinterpret_cast<float4*>(room), p.chunk / 8} {
+    __device__ void load(const NormParams& p, const Part& part, uint32_t col0, WeightVectors<kFirst>& raw) const {
         if constexpr (kKeep == Keep::kShared) {
-            planes.fill<true>(p, col0);
+            const uint32_t items = planes.items(p, col0), i = threadIdx.x;
+            const uint32_t count = i >= items ? 0 : min(ceil_div(items - i, blockDim.x), uint32_t{kFirst});
+            raw.load(p, col0 + 8 * i, 8 * blockDim.x, static_cast<int>(count));
+        } else if constexpr (kKeep == Keep::kRegisters) {
+            raw.load(p, part.col, Part::kRun, part.vectors);
+        }
+    }
+
+    // Contains a barrier of the block for the planes.
+    __device__ void keep(const NormParams& p, uint32_t col0, const WeightVectors<kFirst>& raw) {
+        if constexpr (kKeep == Keep::kShared) {
+            Weights first[kFirst];
+            raw.unpack(p, first);
+#pragma unroll
+            for (int k = 0; k < kFirst; ++k) {
+                const uint32_t i = threadIdx.x + k * blockDim.x;
+                if (i < planes.items(p, col0)) planes.store(i, first[k]);
+            }
+            planes.fill<true>(p, col0, kFirst * blockDim.x);
             __syncthreads();
         } else if constexpr (kKeep == Keep::kRegisters) {
-#pragma unroll
-            for (int i = 0; i < kVectors; ++i) {
-                if (i < part.vectors) own[i] = load_weights<true>(p, part.col + i * Part::kRun, 8);
-            }
+            raw.unpack(p, own);
         }
     }
 };
@@ -98,10 +116,13 @@ __device__ float norm_rows(const NormParams& p, Shared& shared, uint4* dynamic) 
     // then to the next, so that what is left for the last round is shared by all multiprocessors.
     const uint32_t first = kTransposed ? team.id * kRows : 0;
     uint32_t strip0 = kTransposed ? cluster * p.strip : (team.id * clusters + cluster) * kRows;
-    if (first < p.strip) part.ask(p, strip0 + first);  // before anything that waits
     uint4* behind = dynamic + p.ring * Part::ring_words();
     const uint32_t col0 = team.block * p.chunk;
-    const Kept<kKeep, kVectors> kept(p, part, col0, behind);
+    Kept<kKeep, kVectors> kept(p, behind);
+    WeightVectors<Kept<kKeep, kVectors>::kFirst> weights;
+    kept.load(p, part, col0, weights);
+    if (first < p.strip) part.ask(p, strip0 + first);  // before anything that waits
+    kept.keep(p, col0, weights);
     const Stage stage{reinterpret_cast<uint8_t*>(behind), p.strip};
     const Store store = usual_store(p);
     const float scale = p.scale == nullptr ? 0.0f : *p.scale;

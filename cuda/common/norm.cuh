@@ -186,21 +186,84 @@ __device__ inline Weights load_weights(const NormParams& p, size_t col, int widt
     return weights;
 }
 
+// The same of kCount vectors, `step` columns apart, as they come from memory: none is waited for before all are on
+// their way, nor before what is asked for between load and unpack.
+template <int kCount>
+struct WeightVectors {
+    uint4 word[kCount][2][2];  // of gamma, of beta; FP32 has two
+
+    // The first `count` of them, zeros for the rest.
+    __device__ void load(const NormParams& p, size_t col, size_t step, int count) {
+        const bool wide = static_cast<FloatKind>(p.weight_kind) == FloatKind::kF32;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+            for (int tensor = 0; tensor < 2; ++tensor) {
+                const void* from = tensor == 0 ? p.gamma : p.beta;
+                const bool there = i < count && from != nullptr;
+                const auto* at = reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(from) +
+                                                                (col + i * step) * (wide ? 4 : 2));
+                word[i][tensor][0] = there ? __ldg(at) : make_uint4(0, 0, 0, 0);
+                word[i][tensor][1] = there && wide ? __ldg(at + 1) : make_uint4(0, 0, 0, 0);
+            }
+        }
+    }
+
+    __device__ void unpack(const NormParams& p, Weights (&weights)[kCount]) const {
+        switch (static_cast<FloatKind>(p.weight_kind)) {
+            case FloatKind::kF32:
+                return unpack_as<f32>(p, weights);
+            case FloatKind::kF16:
+                return unpack_as<f16>(p, weights);
+            default:
+                return unpack_as<bf16>(p, weights);
+        }
+    }
+
+  private:
+    template <Floating W>
+    __device__ void unpack_as(const NormParams& p, Weights (&weights)[kCount]) const {
+        const float one = p.zero_centered != 0 ? 1.0f : 0.0f;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            Raw8<W> gamma, beta;
+#pragma unroll
+            for (int half = 0; half < static_cast<int>(sizeof(W) / 2); ++half) {
+                gamma.word[half] = word[i][0][half];
+                beta.word[half] = word[i][1][half];
+            }
+            unpack8<W>(gamma, weights[i].gamma);
+            unpack8<W>(beta, weights[i].beta);
+#pragma unroll
+            for (int c = 0; c < 8; ++c) weights[i].gamma[c] += one;
+        }
+    }
+};
+
 // Weights of a block's columns in shared memory: in four planes, so that 16 bytes of each lane lie side by side.
 struct WeightPlanes {
     float4* planes;
     uint32_t size;
 
+    // Items of eight columns that are there.
+    __device__ uint32_t items(const NormParams& p, uint32_t col0) const {
+        return col0 >= p.cols ? 0 : min(size, ceil_div(p.cols - col0, 8u));
+    }
+
+    // From item `first` on.
     template <bool kVectors>
-    __device__ void fill(const NormParams& p, uint32_t col0) const {
-        for (uint32_t i = threadIdx.x; i < size && col0 + 8 * i < p.cols; i += blockDim.x) {
-            const Weights w = load_weights<kVectors>(p, col0 + 8 * i, width_at(col0 + 8 * i, p.cols));
+    __device__ void fill(const NormParams& p, uint32_t col0, uint32_t first = 0) const {
+        for (uint32_t i = first + threadIdx.x; i < items(p, col0); i += blockDim.x) {
+            store(i, load_weights<kVectors>(p, col0 + 8 * i, width_at(col0 + 8 * i, p.cols)));
+        }
+    }
+
+    __device__ void store(uint32_t i, const Weights& w) const {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float *g = w.gamma + 4 * half, *b = w.beta + 4 * half;
-                planes[half * size + i] = make_float4(g[0], g[1], g[2], g[3]);
-                planes[(2 + half) * size + i] = make_float4(b[0], b[1], b[2], b[3]);
-            }
+        for (int half = 0; half < 2; ++half) {
+            const float *g = w.gamma + 4 * half, *b = w.beta + 4 * half;
+            planes[half * size + i] = make_float4(g[0], g[1], g[2], g[3]);
+            planes[(2 + half) * size + i] = make_float4(b[0], b[1], b[2], b[3]);
         }
     }
 
