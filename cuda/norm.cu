@@ -41,11 +41,10 @@ struct Kept {
     Weights own[kKeep == Keep::kRegisters ? kVectors : 1];
     WeightPlanes planes;
 
-    // `room`: of the planes.
-    __device__ Kept(const NormParams& p, uint4* room) : planes{reinterpret_cast<float4*>(room), p.chunk / 8} {}
-
+    // `room`: of the planes. Asks for `raw`, which keep() takes.
     template <typename Part>
-    __device__ void load(const NormParams& p, const Part& part, uint32_t col0, WeightVectors<kFirst>& raw) const {
+    __device__ Kept(const NormParams& p, const Part& part, uint32_t col0, uint4* room, WeightVectors<kFirst>& raw)
+        : planes{reinterpret_cast<float4*>(room), p.chunk / 8} {
         if constexpr (kKeep == Keep::kShared) {
             const uint32_t items = planes.items(p, col0), i = threadIdx.x;
             const uint32_t count = i >= items ? 0 : min(ceil_div(items - i, blockDim.x), uint32_t{kFirst});
@@ -118,9 +117,8 @@ __device__ float norm_rows(const NormParams& p, Shared& shared, uint4* dynamic) 
     uint32_t strip0 = kTransposed ? cluster * p.strip : (team.id * clusters + cluster) * kRows;
     uint4* behind = dynamic + p.ring * Part::ring_words();
     const uint32_t col0 = team.block * p.chunk;
-    Kept<kKeep, kVectors> kept(p, behind);
     WeightVectors<Kept<kKeep, kVectors>::kFirst> weights;
-    kept.load(p, part, col0, weights);
+    Kept<kKeep, kVectors> kept(p, part, col0, behind, weights);
     if (first < p.strip) part.ask(p, strip0 + first);  // before anything that waits
     kept.keep(p, col0, weights);
     const Stage stage{reinterpret_cast<uint8_t*>(behind), p.strip};
