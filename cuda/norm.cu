@@ -107,8 +107,7 @@ __device__ float norm_rows(const NormParams& p, Shared& shared, uint4* dynamic) 
     Team team(p.team);
     team.join_cluster(shared);
     Part part(p, dynamic, team);
-    // Below 2^31, as ops/norm.rs has checked, and a stride.
-    const uint32_t end = static_cast<uint32_t>(kTransposed ? p.ld_t : p.rows);
+    const uint32_t end = static_cast<uint32_t>(kTransposed ? p.ld_t : p.rows);  // with a stride below 2^31: ops/norm.rs
     const uint32_t clusters = gridDim.x / team.blocks, cluster = blockIdx.x / team.blocks;
     const uint32_t rows = blockDim.x / p.team * kRows, stride = clusters * p.strip;
     // The rows that are stored transposed together lie together. Others are dealt out first to one team of each block,
@@ -121,6 +120,7 @@ __device__ float norm_rows(const NormParams& p, Shared& shared, uint4* dynamic) 
     Kept<kKeep, kVectors> kept(p, part, col0, behind, weights);
     if (first < p.strip) part.ask(p, strip0 + first);  // before anything that waits
     kept.keep(p, col0, weights);
+    team.await_cluster();
     const Stage stage{reinterpret_cast<uint8_t*>(behind), p.strip};
     const Store store = usual_store(p);
     const float scale = p.scale == nullptr ? 0.0f : *p.scale;

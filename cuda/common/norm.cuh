@@ -58,7 +58,7 @@ struct Team {
     __device__ explicit Team(uint32_t threads)
         : threads(threads), id(threadIdx.x / threads), rank(threadIdx.x % threads) {}
 
-    // From here on the blocks of a cluster, if there is one, have their rows together. Contains a barrier of them all.
+    // The blocks of a cluster, if there is one, have their rows together. All threads; await_cluster before a sum.
     __device__ void join_cluster(Shared& shared) {
 #if __CUDA_ARCH__ >= 900
         blocks = ptx::cluster_blocks();
@@ -67,6 +67,14 @@ struct Team {
         if (threadIdx.x < 2 * kWarps) ptx::init_barrier(shared.sent[0][threadIdx.x], 1);
         ptx::init_barriers_done();
         ptx::cluster_arrive();
+#endif
+    }
+
+    // Until every block of the cluster has joined and can be sent to.
+    __device__ void await_cluster() const {
+#if __CUDA_ARCH__ >= 900
+        if (blocks == 1) return;
+        __syncwarp();
         ptx::cluster_wait();
 #endif
     }

@@ -142,10 +142,12 @@ def test_peculiar_rows(function, cols, columnwise):
     assert torch.equal(high.isnan(), host.high_precision.isnan())
     finite = torch.tensor([0, 3, 4, 5, 6])
     expected, _, _ = ref.normalise(x[finite], gamma, function)
-    assert ref.near(high[finite], expected, ref.tolerance(x[finite], gamma, function))
+    bound = ref.tolerance(x[finite], gamma, function)
+    assert ref.near(high[finite], expected, bound)
     got, wanted = out.rowwise_data.cpu(), host.rowwise_data
     assert torch.equal(got.float().isnan(), wanted.float().isnan())
-    assert amax.item() == pytest.approx(host_amax.item(), rel=1e-5)
+    # The largest may lie in the row about 4096, whose mean alone is off by half a unit in the last place.
+    assert amax.item() == pytest.approx(host_amax.item(), rel=1e-5, abs=bound.max().item())
 
 
 @pytest.mark.parametrize("columnwise", [False, True])
