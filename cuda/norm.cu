@@ -154,7 +154,7 @@ __device__ float norm_rows(const NormParams& p, Shared& shared, uint4* dynamic) 
         }
         if constexpr (kTransposed) {
             __syncthreads();
-            if (col0 < p.cols) store_strip(p, stage, strip0, col0, min(p.cols - col0, p.chunk));
+            if (col0 < p.cols) store_strip<true>(p, stage, strip0, col0, min(p.cols - col0, p.chunk));
             __syncthreads();
         }
     }
@@ -225,7 +225,7 @@ __device__ float norm_again(const NormParams& p, Shared& shared, uint4* dynamic)
             }
             if (p.out_t == nullptr) continue;
             __syncthreads();
-            store_strip(p, stage, row0, col0, cols);
+            store_strip<false>(p, stage, row0, col0, cols);
             __syncthreads();
         }
         __syncthreads();

@@ -216,7 +216,7 @@ __device__ float norm_strips(const NormParams& p, uint4* dynamic) {
         }
         if constexpr (kTransposed) {
             __syncthreads();
-            store_strip(p, stage, strip0, 0, p.cols);
+            store_strip<false>(p, stage, strip0, 0, p.cols);
             __syncthreads();
         }
     }

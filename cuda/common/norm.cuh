@@ -384,7 +384,9 @@ struct Stage {
     }
 };
 
-// Writes the rows of a strip from `row0` on and `cols` columns from `col0` on transposed.
+// Writes the rows of a strip from `row0` on and `cols` columns from `col0` on transposed. kInTurn: other blocks write
+// the strips beside it at about the same time.
+template <bool kInTurn>
 __device__ inline void store_strip(const NormParams& p, const Stage& stage, size_t row0, size_t col0, uint32_t cols) {
     const uint32_t bits = stage.strip / 32;  // 1, 2 or 4 groups of 16 rows
     const uint32_t items = ceil_div<uint32_t>(cols, 4) << bits, group = threadIdx.x & ((1u << bits) - 1);
@@ -400,7 +402,13 @@ __device__ inline void store_strip(const NormParams& p, const Stage& stage, size
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if (col + i >= cols) break;
-            *reinterpret_cast<uint4*>(to + i * p.ld_t) = make_uint4(rows[0][i], rows[1][i], rows[2][i], rows[3][i]);
+            auto* column = reinterpret_cast<uint4*>(to + i * p.ld_t);
+            const uint4 bytes = make_uint4(rows[0][i], rows[1][i], rows[2][i], rows[3][i]);
+            if constexpr (kInTurn) {
+                ptx::store_part_of_line(column, bytes);
+            } else {
+                *column = bytes;
+            }
         }
     }
 }

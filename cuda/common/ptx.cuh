@@ -23,6 +23,16 @@ __device__ inline uint4 load(const uint4* address) {
     return value;
 }
 
+// st.global.v4.u32 with the cache policy evict_last: part of a line whose rest other blocks write soon. It stays in the
+// second-level cache until they have, and goes to memory as one.
+__device__ inline void store_part_of_line(uint4* address, const uint4& value) {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));  // made anew: two registers
+    asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(address), "r"(value.x),
+                 "r"(value.y), "r"(value.z), "r"(value.w), "l"(policy)
+                 : "memory");
+}
+
 // bar.sync: until `threads` threads of the block, whole warps, have come to barrier `id` (0 is that of __syncthreads).
 __device__ inline void sync_threads(unsigned id, unsigned threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
