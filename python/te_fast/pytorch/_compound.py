@@ -202,7 +202,7 @@ class CompoundModule(TransformerEngineBaseModule):
         enabled, *_, epoch = _ops.autocast_region()
         if enabled and epoch != self._region_epoch:
             self.__dict__["_region_epoch"] = epoch
-            self._enter_region(stacklevel=3)
+            self._enter_region()
         x = inp.to(self.activation_dtype)
         if type(x) not in (torch.Tensor, torch.nn.Parameter):
             x = x.as_subclass(torch.Tensor)

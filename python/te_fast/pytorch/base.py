@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+import te_fast
 from te_fast.common.recipe import DelayedScaling, Recipe
 from te_fast.errors import DeviceError, DtypeError, ShapeError, StateError, UnsupportedError
 from te_fast.pytorch import _extra_state, _ops
@@ -21,6 +25,15 @@ __all__ = ["TransformerEngineBaseModule", "dummy_wgrad_for", "get_dummy_wgrad"]
 _layer_numbers = itertools.count(1)
 _dummy_wgrads: dict[tuple[Any, ...], torch.Tensor] = {}
 _EXTRA_STATE = "_extra_state"
+_LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (te_fast.__file__, torch.__file__))
+
+
+def _callers_level() -> int:
+    """``stacklevel`` of a warning by which it points at the code that called the library."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def get_dummy_wgrad(
@@ -243,11 +256,11 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Take the recipe and group of the autocast region."""
         self.fp8_meta["num_gemms"] = num_gemms
-        self._enter_region(stacklevel=3)
+        self._enter_region()
         if self.fp8 or self.fp8_calibration:
             self.init_fp8_meta_tensors(self.fp8_meta["recipe"])
 
-    def _enter_region(self, stacklevel: int = 2) -> None:
+    def _enter_region(self) -> None:
         """Note recipe and group of the autocast region; called when the last forward had another."""
         self.fp8 = FP8GlobalStateManager.is_fp8_enabled()
         self.fp8_calibration = FP8GlobalStateManager.is_fp8_calibration()
@@ -262,7 +275,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 f"{self.name}: Recipe type changed from {type(former).__name__} to "
                 f"{type(recipe).__name__}; what the model computes changes with it"
             )
-            warnings.warn(message, UserWarning, stacklevel=stacklevel)
+            warnings.warn(message, UserWarning, stacklevel=_callers_level())
 
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
         """Make, or keep, the scales and histories that the recipe asks for."""
