@@ -22,7 +22,8 @@ impl<'a, 'py> Input<'a, 'py> {
     /// `tensor`, made contiguous when it is not.
     #[inline]
     pub(crate) fn new(state: &State, tensor: &'a Bound<'py, PyAny>, what: &'static str) -> PyResult<Self> {
-        let given = view_of(&state.reader, tensor, what).map_err(|error| unreadable(tensor, what, error)).python()?;
+        let given =
+            view_of(&state.reader, tensor, what).map_err(|error| unreadable(state, tensor, what, error)).python()?;
         let copy = if given.is_contiguous() { None } else { Some(tensor.call_method0("contiguous")?) };
         Ok(Self { given, copy })
     }
@@ -47,17 +48,12 @@ impl<'a, 'py> Input<'a, 'py> {
 
 /// The error of a tensor that cannot be read. Quantised ones, which Transformer Engine permutes, say what to do.
 #[cold]
-fn unreadable(tensor: &Bound<'_, PyAny>, what: &str, error: Error) -> Error {
-    let kind = tensor.get_type();
-    let is_subclass = tensor
-        .py()
-        .import("torch")
-        .and_then(|torch| torch.getattr("Tensor"))
-        .and_then(|base| Ok(!kind.is(&base) && tensor.is_instance(&base)?));
-    if !is_subclass.unwrap_or(false) {
+fn unreadable(state: &State, tensor: &Bound<'_, PyAny>, what: &str, error: Error) -> Error {
+    let is_tensor = tensor.is_instance(state.torch.tensor.bind(tensor.py())).unwrap_or(false);
+    if !is_tensor || state.torch.is_plain(tensor) {
         return error;
     }
-    let name = kind.name().map_or_else(|_| "tensor subclass".to_string(), |name| name.to_string());
+    let name = tensor.get_type().name().map_or_else(|_| "tensor subclass".to_string(), |name| name.to_string());
     Error::unsupported(
         "te_fast",
         format_args!(
