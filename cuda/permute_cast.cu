@@ -7,13 +7,16 @@
 //   and, with blocks, have the scale of a zero block.
 //
 // The GEMM wants the inverse scales of neighbouring rows side by side, and neighbouring rows come from different
-// tokens. So permute_cast_* leaves them per token, with the token of every row (-1 for a zero row), and
-// permute_scales puts them in their places with whole-line writes.
+// tokens. So each token leaves its own in memory, with the token of every row, and the last blocks of the same launch
+// put them in their places with whole-line writes. A word says by itself that it has come: the row map, launched
+// before, has filled that memory with kAbsent, so no token waits until its stores are seen by all. The last blocks wait
+// on others, but cannot keep them from starting: they are too few to fill the GPU, whatever the order of starts.
 //
-// Launch: permute_cast_*: zero_blocks + tokens blocks, 128 threads; the first zero_blocks clear rows, the others take
-//         one token each. permute_scales: ceil(scale_ld / 64) * ceil(blocks / 64) blocks of 256 threads.
-// Needs:  contiguous x [T, cols] and out [rows, cols], both 16-byte aligned, cols % 16 == 0; token_scales [T, blocks],
-//         row_tokens [rows], scale_inv [blocks, scale_ld], scale_ld >= rows: columns from `rows` on are written zero.
+// Launch: zero_blocks + tokens + scale_blocks blocks of 128 threads; the first zero_blocks clear rows, the next take
+//         one token each. scale_blocks is 0 per tensor, else at most half as many as the GPU runs at a time.
+// Needs:  contiguous x [T, cols] and out [rows, cols], both 16-byte aligned, cols % 16 == 0; token_scales
+//         [T, token_ld], token_ld >= blocks a multiple of 8, 32-byte aligned, and row_tokens [rows], all kAbsent;
+//         scale_inv [blocks, scale_ld], scale_ld >= rows: columns from `rows` on are written zero.
 // Moves:  sizeof(In) T cols + rows cols bytes, 4 blocks (2 T + rows) for the scales, and the map.
 
 #include "common/fp8.cuh"
@@ -25,46 +28,46 @@
 
 namespace te_fast {
 
-constexpr int kBlock = 128;  // elements that share a scale
-constexpr int kChunk = 16;   // elements of one FP8 store
+constexpr int kBlock = 128;             // elements that share a scale
+constexpr int kChunk = 16;              // elements of one FP8 store
+constexpr uint32_t kPause = 200;        // nanoseconds between rounds of looks at absent scales
+constexpr uint32_t kRounds = 1u << 24;  // at least three seconds
 
 // Blocks per multiprocessor. Tokens with few experts want many, to hide the wait for the map; without the hardware's
-// conversion to FP8 they need more registers, and what the compiler makes for sm_120 needs a few more.
+// conversion to FP8 they need more registers, and what the compiler makes for sm_89 and sm_120 needs a few more.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 constexpr int kCastBlocks = 8;
-#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+#elif defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
 constexpr int kCastBlocks = 10;
 #else
 constexpr int kCastBlocks = 12;
 #endif
+
+// What a word of token_scales or row_tokens is until it comes. As a float it is a NaN, and none that arithmetic makes.
+constexpr uint32_t kAbsent = 0xffffffff;
+constexpr uint32_t kZeroRow = 0xfffffffe;  // row_tokens: no token, or one whose slot has probability 0
 
 struct PermuteCastParams {
     const void* x;
     uint8_t* out;
     const void* probs;  // null: none
     void* out_probs;
-    const float* scale;   // per tensor; null with blocks
-    float* amax;          // per tensor; null: none
-    float* token_scales;  // blocks; null per tensor
-    int32_t* row_tokens;
+    const float* scale;      // per tensor; null with blocks
+    float* amax;             // per tensor; null: none
+    uint32_t* token_scales;  // floats, blocks; null per tensor
+    uint32_t* row_tokens;
+    uint32_t* scale_inv;  // floats
     RowMap map;
     uint32_t cols;
     float eps;
     uint32_t pow2;
     ProbType prob_type;
-};
-static_assert(sizeof(PermuteCastParams) == 136);  // always launched behind its own row map, as permute.cu's behind_map
-
-struct PermuteScalesParams {
-    const float* token_scales;
-    const int32_t* row_tokens;
-    float* scale_inv;
-    uint64_t rows;
-    uint64_t scale_ld;
-    uint32_t blocks;
+    uint32_t scale_ld;
+    uint32_t token_ld;
     float zero_scale;  // inverse scale of a zero block
+    uint32_t scale_blocks;
 };
-static_assert(sizeof(PermuteScalesParams) == 48);
+static_assert(sizeof(PermuteCastParams) == 160);  // always launched behind its own row map, as permute.cu's behind_map
 
 struct CastShared {
     union {
@@ -87,7 +90,7 @@ __device__ inline void clear_gaps(const PermuteCastParams& p, Gaps& gaps) {
         if (row >= p.map.rows) return;
         zero_row<kRowThreads>(p.out + row * p.cols, p.cols);
         if (threadIdx.x != 0) continue;
-        if (p.row_tokens != nullptr) p.row_tokens[row] = -1;
+        if (p.row_tokens != nullptr) ptx::store_relaxed(p.row_tokens + row, kZeroRow);
         if (p.out_probs != nullptr) store_prob(p.out_probs, row, p.prob_type, 0.0f);
     }
 }
@@ -105,7 +108,9 @@ __device__ inline bool permute_probs(const PermuteCastParams& p, uint64_t token,
             copy_prob(p.probs, from, p.out_probs, row, p.prob_type);
             shared.zero[k] = is_zero_prob(p.probs, from, p.prob_type);
         }
-        if (p.row_tokens != nullptr) p.row_tokens[row] = shared.zero[k] ? -1 : static_cast<int32_t>(token);
+        if (p.row_tokens != nullptr) {
+            ptx::store_relaxed(p.row_tokens + row, shared.zero[k] ? kZeroRow : static_cast<uint32_t>(token));
+        }
         any |= !shared.zero[k];
     }
     return __syncthreads_or(any) != 0;
@@ -154,7 +159,7 @@ __device__ inline float quantise(const PermuteCastParams& p, uint64_t token, uin
         const float scale = block_scale<In, Out>(p, block_amax(largest));
         bytes[j] = chunk[j].template cast<Out>(scale);
         if (threadIdx.x % 8 == 0 && at < p.cols / kChunk) {
-            p.token_scales[token * ceil_div(p.cols, uint32_t{kBlock}) + at / 8] = __frcp_rn(scale);
+            ptx::store_relaxed(p.token_scales + token * p.token_ld + at / 8, __float_as_uint(__frcp_rn(scale)));
         }
     }
     return amax;
@@ -200,6 +205,61 @@ __device__ void cast_token(const PermuteCastParams& p, CastShared& shared) {
     if (threadIdx.x == 0) atomic_max_nonnegative(p.amax, amax);
 }
 
+// Puts the scales of 32 rows, a lane per row, and eight blocks in their places. False when some have not come; the last
+// try leaves those absent, which are NaN.
+__device__ inline bool place_scales(const PermuteCastParams& p, uint64_t rows32, uint32_t octet, bool last) {
+    const uint64_t row = rows32 * 32 + threadIdx.x % 32;
+    const bool filled = row < p.map.rows;
+    const uint32_t token = filled ? ptx::load_relaxed(p.row_tokens + row) : kZeroRow;
+    if (!last && __any_sync(kFullWarp, token == kAbsent)) return false;
+    uint32_t scale[8];
+    const uint32_t none = token == kAbsent ? kAbsent : filled ? __float_as_uint(p.zero_scale) : 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) scale[i] = none;
+    if (token < kZeroRow) {
+        const uint32_t* from = p.token_scales + static_cast<uint64_t>(token) * p.token_ld + octet * 8;
+        ptx::load_relaxed(from, scale);
+        ptx::load_relaxed(from + 4, scale + 4);
+    }
+    const uint32_t blocks = min(ceil_div(p.cols, uint32_t{kBlock}) - octet * 8, 8u);
+    bool absent = false;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) absent |= i < blocks && scale[i] == kAbsent;
+    if (!last && __any_sync(kFullWarp, absent)) return false;
+    uint32_t* to = p.scale_inv + static_cast<uint64_t>(octet) * 8 * p.scale_ld + row;
+#pragma unroll
+    for (int i = 0; i < 8; ++i, to += p.scale_ld) {
+        if (i < blocks && row < p.scale_ld) *to = scale[i];
+    }
+    return true;
+}
+
+// The last blocks: a warp goes round its open pieces until their scales have come. None stays open for ever, even if
+// another stream changes the routing map while it is read, and rows are left that nobody fills.
+__device__ inline void place_all_scales(const PermuteCastParams& p) {
+    ptx::wait_for_prior_grids();
+    const uint32_t octets = ceil_div(p.cols, uint32_t{8 * kBlock});
+    const uint64_t pieces = static_cast<uint64_t>(ceil_div(p.scale_ld, 32u)) * octets;
+    const uint32_t warps = p.scale_blocks * (kRowThreads / 32);
+    const uint32_t scale_block = blockIdx.x - p.map.zero_blocks - static_cast<uint32_t>(p.map.tokens);
+    uint64_t first = scale_block * (kRowThreads / 32) + threadIdx.x / 32;
+    for (; first < pieces; first += static_cast<uint64_t>(warps) * 32) {
+        const uint32_t count =
+            static_cast<uint32_t>(min(ceil_div(pieces - first, static_cast<uint64_t>(warps)), uint64_t{32}));
+        uint32_t open = kFullWarp >> (32 - count);
+        for (uint32_t round = 0; open != 0; ++round) {
+            if (round != 0) __nanosleep(kPause);
+            for (uint32_t rest = open; rest != 0; rest &= rest - 1) {
+                const uint32_t bit = __ffs(rest) - 1;
+                const uint64_t piece = first + static_cast<uint64_t>(bit) * warps;
+                if (place_scales(p, piece / octets, static_cast<uint32_t>(piece % octets), round == kRounds)) {
+                    open &= ~(1u << bit);
+                }
+            }
+        }
+    }
+}
+
 template <Floating In, Fp8 Out>
 __device__ void permute_cast(const PermuteCastParams& p) {
     __shared__ CastShared shared;
@@ -207,39 +267,8 @@ __device__ void permute_cast(const PermuteCastParams& p) {
         ptx::wait_for_prior_grids();
         return clear_gaps(p, shared.gaps);
     }
+    if (blockIdx.x - p.map.zero_blocks >= p.map.tokens) return place_all_scales(p);
     cast_token<sizeof(In) == 4 ? 1 : 2, In, Out>(p, shared);
-}
-
-constexpr int kScaleTile = 64;
-constexpr int kScaleThreads = 256;
-
-__device__ inline void permute_scales(const PermuteScalesParams& p) {
-    __shared__ float tile[kScaleTile][kScaleTile + 1];  // [row][block], padded against bank conflicts
-    __shared__ int32_t token[kScaleTile];
-    ptx::wait_for_prior_grids();
-    const uint32_t across = ceil_div(p.blocks, uint32_t{kScaleTile});
-    const uint64_t row0 = static_cast<uint64_t>(blockIdx.x / across) * kScaleTile;
-    const uint32_t block0 = blockIdx.x % across * kScaleTile;
-    constexpr int kSide = kScaleThreads / kScaleTile;
-    const uint32_t inner = threadIdx.x % kScaleTile, outer = threadIdx.x / kScaleTile;
-    if (outer == 0) token[inner] = row0 + inner < p.rows ? p.row_tokens[row0 + inner] : -1;
-    __syncthreads();
-    float value[kScaleTile / kSide];  // all under way before the first is used
-#pragma unroll
-    for (uint32_t j = 0; j < kScaleTile / kSide; ++j) {
-        const int32_t from = token[outer + j * kSide];
-        const bool read = from >= 0 && block0 + inner < p.blocks;
-        value[j] = row0 + outer + j * kSide < p.rows ? p.zero_scale : 0.0f;
-        if (read) value[j] = p.token_scales[static_cast<uint64_t>(from) * p.blocks + block0 + inner];
-    }
-#pragma unroll
-    for (uint32_t j = 0; j < kScaleTile / kSide; ++j) tile[outer + j * kSide][inner] = value[j];
-    __syncthreads();
-#pragma unroll
-    for (uint32_t i = outer; i < kScaleTile; i += kSide) {
-        const uint64_t row = row0 + inner;
-        if (row < p.scale_ld && block0 + i < p.blocks) p.scale_inv[(block0 + i) * p.scale_ld + row] = tile[inner][i];
-    }
 }
 
 }  // namespace te_fast
@@ -256,8 +285,3 @@ INSTANCE(permute_cast_f16_e4m3, f16, e4m3)
 INSTANCE(permute_cast_f16_e5m2, f16, e5m2)
 INSTANCE(permute_cast_bf16_e4m3, bf16, e4m3)
 INSTANCE(permute_cast_bf16_e5m2, bf16, e5m2)
-
-extern "C" __global__ void __launch_bounds__(te_fast::kScaleThreads)
-    permute_scales(const __grid_constant__ te_fast::PermuteScalesParams p) {
-    te_fast::permute_scales(p);
-}

@@ -15,6 +15,8 @@
 // started: after kPolls looks it counts the missing tiles itself, so the launch ends with any number of resident
 // blocks. `state` is zero again at the end, so nothing has to be cleared between launches.
 //
+// On its way it fills memory of the launch behind it with ones (`fill`, 16-byte words).
+//
 // Launch: permute_map_*: slices * chunks + 1 blocks of 256 threads, at most kMaxTiles + 1; `chunk_tokens` is a
 //         multiple of 32.
 //         permute_dropped: 1 block of 32 threads: reads the count of dropped rows and clears it on request.
@@ -52,9 +54,10 @@ struct PermuteMapParams {
     uint32_t align;
     uint32_t chunk_tokens;
     uint32_t slot;
-    uint32_t unused;
+    uint32_t fill_words;
+    uint4* fill;  // null: none
 };
-static_assert(sizeof(PermuteMapParams) == 104);
+static_assert(sizeof(PermuteMapParams) == 112);
 
 struct PermuteDroppedParams {
     int64_t* out;
@@ -453,6 +456,9 @@ __device__ void permute_map(const PermuteMapParams& p) {
     const bool describes = blockIdx.x == gridDim.x - 1;
     if (!describes) count_tile<Routing>(p, shared, blockIdx.x);
     ptx::launch_dependents();  // a permutation may start to read its rows
+    for (uint32_t i = blockIdx.x * kMapThreads + threadIdx.x; i < p.fill_words; i += gridDim.x * kMapThreads) {
+        p.fill[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+    }
     const bool helped = wait_for_all<Routing>(p, shared);
     // Nobody looks at `arrived` once all blocks have come here; the last one leaves the state as it was found.
     MapState& state = map_states[p.slot];

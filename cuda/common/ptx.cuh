@@ -33,6 +33,27 @@ __device__ inline void store_part_of_line(uint4* address, const uint4& value) {
                  : "memory");
 }
 
+// ld.relaxed.gpu: a word as it is in memory now, which another block may write meanwhile; never from the first-level
+// cache.
+__device__ inline uint32_t load_relaxed(const uint32_t* address) {
+    uint32_t value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+// Four such words, 16-byte aligned, each for itself.
+__device__ inline void load_relaxed(const uint32_t* address, uint32_t* value) {
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(value[0]), "=r"(value[1]), "=r"(value[2]), "=r"(value[3])
+                 : "l"(address)
+                 : "memory");
+}
+
+// st.relaxed.gpu: a word that load_relaxed of another block sees, old or new.
+__device__ inline void store_relaxed(uint32_t* address, uint32_t value) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 // bar.sync: until `threads` threads of the block, whole warps, have come to barrier `id` (0 is that of __syncthreads).
 __device__ inline void sync_threads(unsigned id, unsigned threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

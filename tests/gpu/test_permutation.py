@@ -163,6 +163,48 @@ def test_quantize_cuda_equals_host(hidden, dtype, fp8, per_tensor):
         same(cuda, host, "quantize")
 
 
+def test_block_scales_of_calls_that_follow_each_other():
+    """Each call waits for its own scales, whatever an earlier one left in the stream's memory."""
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    calls = []
+    for seed in range(24):
+        tokens, experts, top_k, hidden = [(2000, 64, 6, 1280), (77, 5, 3, 528), (900, 256, 8, 144)][
+            seed % 3
+        ]
+        case = make_case(
+            tokens, experts, top_k, hidden, dtype=torch.bfloat16, zeros=True, seed=seed
+        )
+        rows = tokens * top_k + (300 if seed % 2 else -20)
+        calls.append((case, case.to("cuda"), rows, streams[seed // 3 % 2]))
+    torch.cuda.synchronize()
+    results = []
+    for _, here, rows, stream in calls:
+        with torch.cuda.stream(stream):
+            results.append(te.moe_permute_and_quantize(here.x, here.probs, here.mask, rows))
+    torch.cuda.synchronize()
+    for (case, _, rows, _), cuda in zip(calls, results, strict=True):
+        host = te.moe_permute_and_quantize(case.x, case.probs, case.mask, rows)
+        for name, on_cuda, on_host in zip(("data", "scale_inv", "probs"), cuda, host, strict=False):
+            same(on_cuda, on_host, name)
+
+
+def test_captured_block_scales_are_those_of_each_replay():
+    case = make_case(300, 24, 3, 400, dtype=torch.bfloat16).to("cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = te.moe_permute_and_quantize(case.x, case.probs, case.mask, 1000, align_size=16)
+    for seed in range(5):
+        fresh = make_case(300, 24, 3, 400, dtype=torch.bfloat16, seed=seed + 10)
+        for to, value in ((case.x, fresh.x), (case.probs, fresh.probs), (case.mask, fresh.mask)):
+            to.copy_(value)
+        captured[1].fill_(float("nan"))
+        graph.replay()
+        te.moe_permute_and_quantize(case.x[:9], None, case.mask[:9], 27)  # eager between replays
+        host = te.moe_permute_and_quantize(fresh.x, fresh.probs, fresh.mask, 1000, align_size=16)
+        for name, on_cuda, on_host in zip(("data", "scale_inv"), captured, host, strict=False):
+            same(on_cuda, on_host, name)
+
+
 @pytest.mark.parametrize("shape", [(64, 3, 24, 40), (4097, 8, 264, 30000), (999, 5, 7, 0)])
 def test_index_cuda_equals_host(shape):
     tokens, top_k, hidden, num_out = shape

@@ -273,8 +273,6 @@ kernels! {
     PermuteFwd() "permute_fwd" in Permute;
     /// MoE permutation of rows into FP8.
     PermuteCast(Float, Fp8) "permute_cast" in PermuteCast;
-    /// Block scales of permuted FP8 rows into their places.
-    PermuteScales() "permute_scales" in PermuteCast;
     /// Gathers and sums permuted rows.
     UnpermuteFwd(Float) "unpermute_fwd" in PermuteMerge;
     /// The gradient of that with probabilities.

@@ -7,6 +7,7 @@ use te_fast_core::kernel::DevPtr;
 use te_fast_core::ops::pad::{Integers, Move, PadBuffers, PadPlan, PadSpec, Splits};
 use te_fast_core::ops::permute::{MapBuffers, Prob};
 use te_fast_core::ops::permute_cast::{PermuteCastBuffers, PermuteCastPlan, PermuteCastSpec, Scaling};
+use te_fast_core::ops::permute_map::MapOutputs;
 use te_fast_core::tensor::{DType, TensorView};
 use te_fast_core::{Error, Fp8};
 
@@ -51,7 +52,9 @@ pub(crate) fn moe_permute_cast<'py>(
     let scaling = if scale.is_some() { Scaling::Tensor } else { Scaling::Block { eps, pow2 } };
     let output = if e5m2 { Fp8::E5m2 } else { Fp8::E4m3 };
     let Route { cols, float: input, prob, shape, .. } = route;
-    let plan = PermuteCastPlan::new(PermuteCastSpec { shape, cols, input, output, prob, scaling }).python()?;
+    let multiprocessors = state.dispatcher(py)?.0.multiprocessors(call.place.device).python()?;
+    let spec = PermuteCastSpec { shape, cols, input, output, prob, scaling, multiprocessors };
+    let plan = PermuteCastPlan::new(spec).python()?;
 
     let permuted = Permuted::new(&call, &route, output.into(), Wanted { pads: align > 0, ends: false })?;
     let (blocks, ld) = plan.scale_shape();
@@ -65,13 +68,13 @@ pub(crate) fn moe_permute_cast<'py>(
         scale: one_f32(&call, scale.as_ref(), "scale")?,
         amax: one_f32(&call, amax.as_ref(), "amax")?,
         scale_inv: call.pointer(scale_inv.as_ref())?,
-        scratch: DevPtr::null(),
+        absent: DevPtr::null(),
         map: made_map(&outputs),
     };
     call.run(route.scratch_bytes() + plan.scratch_bytes(), |target, scratch| {
-        let ends = route.run(target, &outputs, scratch)?;
-        let scratch = scratch.offset(route.scratch_bytes());
-        plan.run(target, &PermuteCastBuffers { scratch, map: MapBuffers { ends, ..buffers.map }, ..buffers })
+        let absent = scratch.offset(route.scratch_bytes());
+        let ends = route.run(target, &MapOutputs { fill: plan.fill(absent), ..outputs }, scratch)?;
+        plan.run(target, &PermuteCastBuffers { absent, map: MapBuffers { ends, ..buffers.map }, ..buffers })
     })?;
     let map = permuted.map;
     (permuted.out, scale_inv, permuted.probs, map.row_id_map, map.pad_offsets, map.padded_counts).into_pyobject(py)

@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use te_fast_core::kernel::{DevPtr, Target};
 use te_fast_core::ops::permute::{Layout, MapBuffers, MapShape, Prob};
-use te_fast_core::ops::permute_map::{MapOutputs, MapPlan, MapSpec, Routing};
+use te_fast_core::ops::permute_map::{Fill, MapOutputs, MapPlan, MapSpec, Routing};
 use te_fast_core::tensor::{DType, TensorView};
 use te_fast_core::{Error, Float};
 
@@ -207,5 +207,6 @@ pub(crate) fn map_outputs<'a>(
         padded_counts: pointer(map.padded_counts.as_ref())?,
         totals: DevPtr::null(),
         scratch: DevPtr::null(),
+        fill: Fill::NONE,
     })
 }

@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::host::fp8::{Format, Real, amax_bits, dispatch_types, read_scalar, scale_from_amax, write_scalar};
 use crate::host::permute::{HostMap, Slot, copy_prob, is_zero_prob, store_prob, strike_dropped};
 use crate::ops::cast::TILE;
-use crate::ops::permute_cast::{PermuteCastParams, PermuteScalesParams};
+use crate::ops::permute_cast::{PermuteCastParams, ZERO_ROW};
 
 /// Runs `permute_cast_*`.
 ///
@@ -21,14 +21,14 @@ pub(crate) fn run(p: &PermuteCastParams<'_>, id: KernelId) -> Result<()> {
 fn cast<T: Real, F: Format>(p: &PermuteCastParams<'_>) {
     let map = HostMap::new(&p.map);
     let cols = p.cols as usize;
-    let blocks = if p.token_scales.is_null() { 0 } else { cols.div_ceil(TILE) };
+    let (blocks, token_ld) = if p.token_scales.is_null() { (0, 0) } else { (cols.div_ceil(TILE), p.token_ld as usize) };
     let (x, out) = (p.x.slice::<T>(map.tokens * cols), p.out.slice_mut::<u8>(map.rows * cols));
-    let token_scales = p.token_scales.slice_mut::<f32>(map.tokens * blocks);
-    let row_tokens = p.row_tokens.slice_mut::<i32>(map.rows);
+    let token_scales = p.token_scales.slice_mut::<f32>(map.tokens * token_ld);
+    let row_tokens = p.row_tokens.slice_mut::<u32>(map.rows);
     for row in map.gaps() {
         out[row * cols..][..cols].fill(0);
         if let Some(token) = row_tokens.get_mut(row) {
-            *token = -1;
+            *token = ZERO_ROW;
         }
         if !p.out_probs.is_null() {
             store_prob(p.out_probs, row, p.prob_type, 0.0);
@@ -38,7 +38,7 @@ fn cast<T: Real, F: Format>(p: &PermuteCastParams<'_>) {
     let mut bytes = vec![0; cols];
     for token in 0..map.tokens {
         let values = &x[token * cols..][..cols];
-        quantise::<T, F>(p, values, &mut bytes, &mut token_scales[token * blocks..][..blocks]);
+        quantise::<T, F>(p, values, &mut bytes, &mut token_scales[token * token_ld..][..blocks]);
         for Slot { row, column } in map.token(token) {
             let Some(row) = row else { continue };
             let mut zero = false;
@@ -48,7 +48,7 @@ fn cast<T: Real, F: Format>(p: &PermuteCastParams<'_>) {
                 zero = is_zero_prob(p.probs, from, p.prob_type);
             }
             if let Some(slot) = row_tokens.get_mut(row) {
-                *slot = if zero { -1 } else { token as i32 };
+                *slot = if zero { ZERO_ROW } else { token as u32 };
             }
             let to = &mut out[row * cols..][..cols];
             if zero {
@@ -59,6 +59,7 @@ fn cast<T: Real, F: Format>(p: &PermuteCastParams<'_>) {
             }
         }
     }
+    place_scales(p, token_scales, row_tokens);
     strike_dropped(&p.map);
     if let Some(former) = read_scalar(p.amax) {
         write_scalar(p.amax, former.max(f32::from_bits(amax)));
@@ -77,25 +78,20 @@ fn quantise<T: Real, F: Format>(p: &PermuteCastParams<'_>, x: &[T], bytes: &mut 
     }
 }
 
-/// Runs `permute_scales`.
-///
-/// # Errors
-/// None.
-#[expect(clippy::unnecessary_wraps, reason = "the signature of host kernels")]
-pub(crate) fn run_scales(p: &PermuteScalesParams<'_>, _: KernelId) -> Result<()> {
-    let (rows, ld, blocks) = (p.rows as usize, p.scale_ld as usize, p.blocks as usize);
-    let row_tokens = p.row_tokens.slice::<i32>(rows);
-    let tokens = row_tokens.iter().map(|&token| token + 1).max().unwrap_or(0) as usize;
-    let token_scales = p.token_scales.slice::<f32>(tokens * blocks);
-    for (block, line) in p.scale_inv.slice_mut::<f32>(blocks * ld).chunks_mut(ld).enumerate() {
+/// Scales of tokens into the places of their rows.
+fn place_scales(p: &PermuteCastParams<'_>, token_scales: &[f32], row_tokens: &[u32]) {
+    if p.token_scales.is_null() {
+        return;
+    }
+    let (blocks, ld, token_ld) = ((p.cols as usize).div_ceil(TILE), p.scale_ld as usize, p.token_ld as usize);
+    let place = |(block, line): (usize, &mut [f32])| {
         for (row, scale) in line.iter_mut().enumerate() {
             *scale = match row_tokens.get(row) {
                 None => 0.0,
-                Some(&token) => {
-                    usize::try_from(token).map_or(p.zero_scale, |token| token_scales[token * blocks + block])
-                }
+                Some(&ZERO_ROW) => p.zero_scale,
+                Some(&token) => token_scales.get(token as usize * token_ld + block).copied().unwrap_or(f32::NAN),
             };
         }
-    }
-    Ok(())
+    };
+    p.scale_inv.slice_mut::<f32>(blocks * ld).chunks_mut(ld.max(1)).enumerate().for_each(place);
 }

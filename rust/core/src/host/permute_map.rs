@@ -6,7 +6,7 @@ use te_fast_kernels::KernelId;
 
 use crate::error::{Error, Result};
 use crate::kernel::DevPtr;
-use crate::ops::permute_map::{PermuteDroppedParams, PermuteEndsParams, PermuteMapParams};
+use crate::ops::permute_map::{FILL_WORD, PermuteDroppedParams, PermuteEndsParams, PermuteMapParams};
 
 static DROPPED: AtomicI64 = AtomicI64::new(0);
 
@@ -17,6 +17,7 @@ static DROPPED: AtomicI64 = AtomicI64::new(0);
 pub(crate) fn run(p: &PermuteMapParams<'_>, id: KernelId) -> Result<()> {
     let units = p.tokens as usize;
     let mask = units * p.experts as usize;
+    p.fill.slice_mut::<u8>(FILL_WORD * p.fill_words as usize).fill(0xff);
     match id {
         KernelId::PermuteMapMaskU8 => mask_map(p, p.routing.slice::<u8>(mask), |&value| value != 0),
         KernelId::PermuteMapMaskI32 => mask_map(p, p.routing.slice::<i32>(mask), |&value| value != 0),

@@ -8,16 +8,22 @@ use crate::host::fp8::scale_from_amax;
 use crate::kernel::{DevPtr, Grid, Target, launch};
 use crate::ops::cast::{TILE, aligned};
 use crate::ops::permute::{MapBuffers, MapShape, Prob, ROW_THREADS, RowMapParams};
+use crate::ops::permute_map::{FILL_WORD, Fill};
 use crate::params;
 
 /// Elements of one FP8 store.
 const CHUNK: usize = 16;
-const SCALE_TILE: usize = 64;
-const SCALE_THREADS: u32 = 256;
+/// Rows, and blocks of a row, whose scales a warp puts in their places at once.
+const PIECE: (usize, usize) = (32, 8);
+/// Blocks that do so, per multiprocessor. They wait for others, which always find room: a multiprocessor runs at least
+/// eight.
+const SCALE_BLOCKS: u32 = 4;
+/// No token: `row_tokens` of a row that is zero.
+pub(crate) const ZERO_ROW: u32 = 0xffff_fffe;
 
 params! {
     /// Parameters of `permute_cast_*`.
-    pub struct PermuteCastParams<'a> [136] for PermuteCast => host::permute_cast::run {
+    pub struct PermuteCastParams<'a> [160] for PermuteCast => host::permute_cast::run {
         /// Rows of the tokens.
         pub x: DevPtr<'a>,
         /// Permuted FP8 rows.
@@ -30,10 +36,12 @@ params! {
         pub scale: DevPtr<'a>,
         /// One f32 that is raised to the amax of the rows written, or null.
         pub amax: DevPtr<'a>,
-        /// Inverse scales f32 `[T, blocks]`, null per tensor.
+        /// Inverse scales f32 `[T, token_ld]`, null per tensor.
         pub token_scales: DevPtr<'a>,
-        /// i32 `[rows]`, null per tensor.
+        /// u32 `[rows]`: the token of a row, [`ZERO_ROW`] for none; null per tensor.
         pub row_tokens: DevPtr<'a>,
+        /// Inverse scales f32 `[blocks, scale_ld]`, null per tensor.
+        pub scale_inv: DevPtr<'a>,
         /// The map.
         pub map: RowMapParams<'a>,
         /// Columns.
@@ -44,26 +52,14 @@ params! {
         pub pow2: u32,
         /// Type of the probabilities.
         pub prob_type: u32,
-    }
-}
-
-params! {
-    /// Parameters of `permute_scales`.
-    pub struct PermuteScalesParams<'a> [48] for PermuteScales => host::permute_cast::run_scales {
-        /// Inverse scales f32 `[T, blocks]`.
-        pub token_scales: DevPtr<'a>,
-        /// i32 `[rows]`: the token of a row, -1 for a zero row.
-        pub row_tokens: DevPtr<'a>,
-        /// f32 `[blocks, scale_ld]`.
-        pub scale_inv: DevPtr<'a>,
-        /// Rows.
-        pub rows: u64,
-        /// Last dimension of the scales.
-        pub scale_ld: u64,
-        /// Blocks of a row.
-        pub blocks: u32,
+        /// Last dimension of `scale_inv`.
+        pub scale_ld: u32,
+        /// Last dimension of `token_scales`.
+        pub token_ld: u32,
         /// Inverse scale of a zero block.
         pub zero_scale: f32,
+        /// Last blocks of the launch, which put scales in their places.
+        pub scale_blocks: u32,
     }
 }
 
@@ -105,6 +101,8 @@ pub struct PermuteCastSpec {
     pub prob: Option<Prob>,
     /// Scales.
     pub scaling: Scaling,
+    /// Multiprocessors of the device (any number for the host backend).
+    pub multiprocessors: u32,
 }
 
 /// Buffers of a permutation with cast.
@@ -124,8 +122,8 @@ pub struct PermuteCastBuffers<'a> {
     pub amax: DevPtr<'a>,
     /// f32 [`PermuteCastPlan::scale_shape`], with blocks.
     pub scale_inv: DevPtr<'a>,
-    /// [`PermuteCastPlan::scratch_bytes`].
-    pub scratch: DevPtr<'a>,
+    /// [`PermuteCastPlan::scratch_bytes`] of memory, 32-byte aligned, that [`PermuteCastPlan::fill`] has the map fill.
+    pub absent: DevPtr<'a>,
     /// The map, with its ends.
     pub map: MapBuffers<'a>,
 }
@@ -147,7 +145,11 @@ impl PermuteCastPlan {
             let expected = "a positive multiple of 16 below 2**31";
             return Err(Error::shape("permute_quantize", "the hidden size", expected, spec.cols));
         }
-        Ok(Self { spec })
+        let plan = Self { spec };
+        if u32::try_from(plan.scratch_bytes() / FILL_WORD).is_err() {
+            return Err(Error::shape("permute_quantize", "tokens", "fewer, for scales in blocks", spec.shape.tokens));
+        }
+        Ok(plan)
     }
 
     fn blocks(&self) -> usize {
@@ -165,16 +167,29 @@ impl PermuteCastPlan {
     pub fn scratch_bytes(&self) -> usize {
         match self.spec.scaling {
             Scaling::Tensor => 0,
-            Scaling::Block { .. } => 4 * (self.spec.shape.tokens * self.blocks() + self.spec.shape.rows),
+            Scaling::Block { .. } => {
+                4 * (self.spec.shape.tokens * self.token_ld() + self.spec.shape.rows.next_multiple_of(4))
+            }
         }
     }
 
-    /// Launches it; with blocks, two kernels.
+    /// Inverse scales of a token, whole pieces.
+    fn token_ld(&self) -> usize {
+        self.blocks().next_multiple_of(PIECE.1)
+    }
+
+    /// What the map in front has to fill, given the scratch memory.
+    #[must_use]
+    pub fn fill<'a>(&self, scratch: DevPtr<'a>) -> Fill<'a> {
+        Fill { data: scratch, words: (self.scratch_bytes() / FILL_WORD) as u32 }
+    }
+
+    /// Launches it, behind the map.
     ///
     /// # Errors
     /// Misaligned buffers, or the driver's refusal.
     pub fn run(&self, target: &mut Target<'_>, b: &PermuteCastBuffers<'_>) -> Result<()> {
-        let PermuteCastSpec { shape, cols, input, output, prob, scaling } = self.spec;
+        let PermuteCastSpec { shape, cols, input, output, prob, scaling, multiprocessors } = self.spec;
         // Without rows there is still the map, which loses all its slots.
         if shape.rows == 0 && shape.tokens == 0 {
             return Ok(());
@@ -182,43 +197,50 @@ impl PermuteCastPlan {
         aligned("permute_quantize", "the input", b.x)?;
         aligned("permute_quantize", "the output", b.out)?;
         let zero_blocks = shape.zero_blocks();
-        let (eps, pow2, blocks) = match scaling {
-            Scaling::Tensor => (0.0, false, false),
-            Scaling::Block { eps, pow2 } => (eps, pow2, true),
-        };
-        let row_tokens = b.scratch.offset(4 * shape.tokens * self.blocks());
+        let (scale_blocks, scale_ld) = self.scale_shape();
         let params = PermuteCastParams {
             x: b.x,
             out: b.out,
             probs: b.probs,
             out_probs: b.out_probs,
-            scale: if blocks { DevPtr::null() } else { b.scale },
-            amax: if blocks { DevPtr::null() } else { b.amax },
-            token_scales: if blocks { b.scratch } else { DevPtr::null() },
-            row_tokens: if blocks { row_tokens } else { DevPtr::null() },
+            scale: b.scale,
+            amax: b.amax,
+            token_scales: DevPtr::null(),
+            row_tokens: DevPtr::null(),
+            scale_inv: DevPtr::null(),
             map: RowMapParams::new(&shape, &b.map, zero_blocks),
             cols: cols as u32,
-            eps,
-            pow2: u32::from(pow2),
+            eps: 0.0,
+            pow2: 0,
             prob_type: Prob::code(prob),
+            scale_ld: 0,
+            token_ld: 0,
+            zero_scale: 0.0,
+            scale_blocks: 0,
         };
-        let grid = Grid::linear(zero_blocks + shape.tokens as u32, ROW_THREADS);
-        launch(target, KernelId::PermuteCast(input, output), grid, &params)?;
-        if !blocks || shape.rows == 0 {
-            return Ok(());
-        }
-        let (scale_blocks, scale_ld) = self.scale_shape();
-        let params = PermuteScalesParams {
-            token_scales: b.scratch,
-            row_tokens,
-            scale_inv: b.scale_inv,
-            rows: shape.rows as u64,
-            scale_ld: scale_ld as u64,
-            blocks: scale_blocks as u32,
-            zero_scale: 1.0 / scale_from_amax(0.0, output.max(), eps, largest(input), pow2),
+        let params = match scaling {
+            Scaling::Tensor => params,
+            Scaling::Block { eps, pow2 } => {
+                let pieces = scale_ld.div_ceil(PIECE.0) * scale_blocks.div_ceil(PIECE.1);
+                let wanted = pieces.div_ceil(ROW_THREADS as usize / 32);
+                PermuteCastParams {
+                    scale: DevPtr::null(),
+                    amax: DevPtr::null(),
+                    token_scales: b.absent,
+                    row_tokens: b.absent.offset(4 * shape.tokens * self.token_ld()),
+                    scale_inv: b.scale_inv,
+                    eps,
+                    pow2: u32::from(pow2),
+                    scale_ld: scale_ld as u32,
+                    token_ld: self.token_ld() as u32,
+                    zero_scale: 1.0 / scale_from_amax(0.0, output.max(), eps, largest(input), pow2),
+                    scale_blocks: wanted.min((SCALE_BLOCKS * multiprocessors) as usize) as u32,
+                    ..params
+                }
+            }
         };
-        let tiles = scale_ld.div_ceil(SCALE_TILE) * scale_blocks.div_ceil(SCALE_TILE);
-        launch(target, KernelId::PermuteScales, Grid::linear(tiles as u32, SCALE_THREADS), &params)
+        let blocks = zero_blocks + shape.tokens as u32 + params.scale_blocks;
+        launch(target, KernelId::PermuteCast(input, output), Grid::linear(blocks, ROW_THREADS), &params)
     }
 }
 
@@ -231,9 +253,17 @@ mod tests {
     fn sizes_and_refusals() -> Result<()> {
         let shape = MapShape { tokens: 5, rows: 9, layout: Layout::Mask { experts: 2 } };
         let scaling = Scaling::Block { eps: 0.0, pow2: true };
-        let spec = PermuteCastSpec { shape, cols: 144, input: Float::Bf16, output: Fp8::E4m3, prob: None, scaling };
+        let spec = PermuteCastSpec {
+            shape,
+            cols: 144,
+            input: Float::Bf16,
+            output: Fp8::E4m3,
+            prob: None,
+            scaling,
+            multiprocessors: 1,
+        };
         let plan = PermuteCastPlan::new(spec)?;
-        assert_eq!((plan.scale_shape(), plan.scratch_bytes()), ((2, 12), 4 * (10 + 9)));
+        assert_eq!((plan.scale_shape(), plan.scratch_bytes()), ((2, 12), 4 * (5 * 8 + 12)));
         assert_eq!(PermuteCastPlan::new(PermuteCastSpec { scaling: Scaling::Tensor, ..spec })?.scratch_bytes(), 0);
         assert!(PermuteCastPlan::new(PermuteCastSpec { cols: 24, ..spec }).is_err());
         Ok(())

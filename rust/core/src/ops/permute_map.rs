@@ -29,7 +29,7 @@ const MAX_PARTIALS: usize = 32;
 
 params! {
     /// Parameters of `permute_map_*`.
-    pub struct PermuteMapParams<'a> [104]
+    pub struct PermuteMapParams<'a> [112]
         for PermuteMapMaskU8 | PermuteMapMaskI32 | PermuteMapMaskI64 | PermuteMapIndexI32 => host::permute_map::run {
         /// Mask `[T, E]` or expert ids `[T, K]`.
         pub routing: DevPtr<'a>,
@@ -61,8 +61,10 @@ params! {
         pub chunk_tokens: u32,
         /// State that no concurrent launch uses.
         pub slot: u32,
-        /// Zero.
-        pub unused: u32,
+        /// 16-byte words of `fill`.
+        pub fill_words: u32,
+        /// Memory that is filled with ones, or null.
+        pub fill: DevPtr<'a>,
     }
 }
 
@@ -133,6 +135,25 @@ pub struct MapOutputs<'a> {
     pub totals: DevPtr<'a>,
     /// [`MapPlan::scratch_bytes`].
     pub scratch: DevPtr<'a>,
+    /// Memory that the launch behind the map wants filled with ones.
+    pub fill: Fill<'a>,
+}
+
+/// Bytes that are filled at once.
+pub(crate) const FILL_WORD: usize = 16;
+
+/// Memory to fill with ones.
+#[derive(Clone, Copy, Debug)]
+pub struct Fill<'a> {
+    /// 16-byte aligned, or null.
+    pub data: DevPtr<'a>,
+    /// 16-byte words.
+    pub words: u32,
+}
+
+impl Fill<'_> {
+    /// Nothing to fill.
+    pub const NONE: Self = Self { data: DevPtr::null(), words: 0 };
 }
 
 /// A checked map: kernel and grid are chosen.
@@ -225,7 +246,8 @@ impl MapPlan {
             align: self.spec.align as u32,
             chunk_tokens: self.chunk_tokens as u32,
             slot: slot(target)?,
-            unused: 0,
+            fill_words: b.fill.words,
+            fill: b.fill.data,
         };
         let blocks = (self.slices * self.chunks + 1) as u32;
         launch(target, self.kernel, Grid::linear(blocks, MAP_THREADS), &params)
