@@ -13,7 +13,16 @@ from _kernels import Case, Shape, measure
 from te_fast import dispatch
 from te_fast.dispatch import NormFunction
 
-SHAPES = [(8192, 8192), (8192, 4096), (8192, 16384), (16384, 1024), (65536, 128), (4096, 32768)]
+SHAPES = [
+    (8192, 8192),
+    (8192, 4096),
+    (8192, 16384),
+    (16384, 1024),
+    (65536, 128),
+    (4096, 32768),
+    (2048, 4096),
+    (512, 8192),
+]
 
 
 def forward(

@@ -358,9 +358,11 @@ mod tests {
                     32_769,
                     65_536,
                     1 << 20,
+                    4100,
+                    9000,
                 ] {
                     for columnwise in [false, true] {
-                        for rows in [1000, 1_000_000] {
+                        for rows in [1, 77, 1000, 1_000_000] {
                             check(&plan(rows, cols, input, columnwise, limits)?, limits);
                         }
                     }
@@ -390,6 +392,7 @@ mod tests {
             let stage = if spec.columnwise { share.strip } else { 0 };
             assert_eq!(grid.shared_bytes, (8 + stage) * share.chunk, "{plan:?}");
         } else {
+            assert!((((share.blocks - 1) * share.chunk) as usize) < spec.cols, "a block has no columns: {plan:?}");
             let team = share.team as usize;
             let held = if spec.columnwise { TRANSPOSED_COLUMNS } else { HELD_BYTES / spec.input.size() };
             assert!((share.chunk as usize).min(spec.cols) <= team * held, "{plan:?}");
@@ -406,6 +409,27 @@ mod tests {
         if spec.columnwise {
             assert!([32, 64].contains(&share.strip), "{plan:?}");
         }
+    }
+
+    #[test]
+    fn few_strips_are_shared_by_more_blocks() -> Result<()> {
+        for (rows, cols, expected) in [
+            (64, 1024, (2, 32)),
+            (64, 4096, (8, 32)),
+            (512, 4096, (4, 32)),
+            (1024, 4096, (2, 32)),
+            (2048, 4096, (2, 32)),
+            (3072, 4096, (1, 32)),
+            (4096, 4096, (2, 64)),
+            (2048, 8192, (2, 32)),
+            (2048, 16_384, (8, 32)),
+            (77, 4100, (4, 32)),
+        ] {
+            let NormPlan { share, .. } = plan(rows, cols, Float::Bf16, true, HOPPER)?;
+            assert_eq!((share.blocks, share.strip), expected, "{rows} x {cols}");
+            assert_eq!(plan(rows, cols, Float::Bf16, true, ADA)?.share.blocks, 1);
+        }
+        Ok(())
     }
 
     #[test]

@@ -29,7 +29,7 @@ const STATIC_SHARED: usize = 9 << 10;
 /// What the driver keeps of each block.
 const DRIVER_SHARED: usize = 1 << 10;
 /// How rows are stored transposed: blocks that share a row, threads, rows that are stored together, tensors on their
-/// way through shared memory. The first that fits is the fastest on an H200: runs of 64 bytes, then few blocks.
+/// way through shared memory. Of two that take as long, the first.
 const TRANSPOSED: [Layout; 11] = [
     Layout::new(1, 256, 64, 1),
     Layout::new(1, 512, 64, 1),
@@ -43,6 +43,10 @@ const TRANSPOSED: [Layout; 11] = [
     Layout::new(1, 256, 32, 1),
     Layout::new(1, 512, 32, 0),
 ];
+/// The fewest columns of a block that shares a row.
+const SHARED_COLUMNS: u32 = 512;
+/// What a round of strips takes besides its columns, as if it had so many more.
+const ROUND_COLUMNS: u32 = 384;
 /// Threads of a block that has several rows a warp, `kShortThreads`.
 const SHORT_THREADS: u32 = 128;
 /// Bytes of these rows that a thread holds, `kShortBytes`.
@@ -171,36 +175,50 @@ impl Share {
         })
     }
 
-    /// With it: the first layout whose shared memory the device has.
+    /// With it: runs of 64 bytes where they leave at most a quarter of the multiprocessors idle, else what takes the
+    /// least time.
     fn of_strips(spec: &NormSpec, shared: usize) -> (Self, usize) {
         let NormSpec { rows, cols, input, limits, .. } = *spec;
-        let whole = whole_columns(cols, 1);
-        let held = TRANSPOSED.into_iter().find_map(|layout| {
-            let Layout { blocks, strip, ring, .. } = layout;
-            let chunk = whole_columns(cols, blocks as usize);
-            let team = Team::new(cols.min(chunk as usize), input, TRANSPOSED_COLUMNS)?;
-            if team.threads > layout.threads || (blocks > 1 && !limits.clusters) || ring > 1 + u32::from(spec.residual)
-            {
-                return None;
-            }
-            // Half as many strips of twice the rows would leave more than a quarter of the multiprocessors idle.
-            if strip == 64 && 4 * rows.div_ceil(64) * (blocks as usize) < 3 * limits.multiprocessors as usize {
-                return None;
-            }
-            let (kernel, threads) = (KernelId::NormTranspose(input), team.fill(layout.threads));
-            let share = Self { kernel, threads, team: team.threads, strip, chunk, ring, blocks };
-            let many = (THREADS / layout.threads) as usize; // blocks of a multiprocessor
-            let each = (shared + STATIC_SHARED - (many - 1) * DRIVER_SHARED) / many - STATIC_SHARED;
-            let bytes = share.shared_bytes(true, team);
-            (bytes <= each).then_some((share, bytes))
+        let fitting = || TRANSPOSED.into_iter().filter_map(|layout| Self::of_layout(spec, shared, layout));
+        let wide = fitting().find(|(share, _)| {
+            share.strip == 64 && 4 * rows.div_ceil(64) * share.blocks as usize >= 3 * limits.multiprocessors as usize
         });
-        held.unwrap_or_else(|| {
+        let narrow =
+            || fitting().filter(|(share, _)| share.strip == 32).min_by_key(|(share, _)| share.time(rows, &limits));
+        wide.or_else(narrow).unwrap_or_else(|| {
             let (kernel, strip) = (KernelId::NormLong(input), 32);
             let most = (shared / strip as usize / CHUNK).max(1) * CHUNK;
-            let chunk = whole.min(most as u32);
+            let chunk = whole_columns(cols, 1).min(most as u32);
             let share = Self { kernel, threads: THREADS, team: THREADS, strip, chunk, ring: 0, blocks: 1 };
             (share, (strip * chunk) as usize)
         })
+    }
+
+    /// A layout for these rows, if the device has clusters and shared memory for it and every block has columns.
+    fn of_layout(spec: &NormSpec, shared: usize, layout: Layout) -> Option<(Self, usize)> {
+        let NormSpec { cols, input, limits, .. } = *spec;
+        let Layout { blocks, strip, ring, .. } = layout;
+        let chunk = whole_columns(cols, blocks as usize);
+        let team = Team::new(cols.min(chunk as usize), input, TRANSPOSED_COLUMNS)?;
+        let shares =
+            blocks == 1 || limits.clusters && chunk >= SHARED_COLUMNS && (((blocks - 1) * chunk) as usize) < cols;
+        if team.threads > layout.threads || !shares || ring > 1 + u32::from(spec.residual) {
+            return None;
+        }
+        let (kernel, threads) = (KernelId::NormTranspose(input), team.fill(layout.threads));
+        let share = Self { kernel, threads, team: team.threads, strip, chunk, ring, blocks };
+        let many = (THREADS / layout.threads) as usize; // blocks of a multiprocessor
+        let each = (shared + STATIC_SHARED - (many - 1) * DRIVER_SHARED) / many - STATIC_SHARED;
+        let bytes = share.shared_bytes(true, team);
+        (bytes <= each).then_some((share, bytes))
+    }
+
+    /// Time that strips of so many rows take, in columns of one block: rounds of strips, each of which takes a while
+    /// however short it is. Fitted to an H200, 64 to 4096 rows of 1024 to 16384 columns (`benches/results/norm_h200.md`).
+    fn time(&self, rows: usize, limits: &Limits) -> usize {
+        let many = THREADS / self.threads;
+        let rounds = rows.div_ceil(self.strip as usize).div_ceil(limits.clusters_at_once(self.blocks, many) as usize);
+        rounds * (self.chunk + ROUND_COLUMNS) as usize * many as usize
     }
 
     /// Blocks for so many strips: all of them, but no more than run at once where a block goes on to other strips.
