@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crate::autocast::AutocastState;
 use crate::config::Config;
-use crate::driver::{Context, CudaDevice, CudaQueue, DeviceBuffer, DeviceFacts, Stream, is_capturing};
+use crate::driver::{Context, CudaDevice, CudaQueue, DeviceBuffer, DeviceFacts, Stream, device_count, is_capturing};
 use crate::error::{Error, Result};
 use crate::gemm::{GemmPlan, GemmPlans, Problem, WORKSPACE_BYTES};
 use crate::kernel::{Backend, DevPtr, Target};
@@ -110,6 +110,8 @@ pub struct Dispatcher {
     pub optimizer_steps: u64,
     /// `te_fast.auto_pad`: row counts that are no multiple of 8 are taken.
     pub auto_pad: bool,
+    /// The process sees more than one device; false until one is open.
+    several_devices: bool,
     devices: Vec<Option<Box<DeviceState>>>,
     host: HostState,
 }
@@ -151,6 +153,7 @@ impl Dispatcher {
             cache_epoch: 0,
             optimizer_steps: 0,
             auto_pad: false,
+            several_devices: false,
             devices: Vec::new(),
             host: HostState { gemms: GemmPlans::default(), counters: vec![0; COUNTER_BYTES / 8], scratch: Vec::new() },
         }
@@ -178,6 +181,13 @@ impl Dispatcher {
             self.trace.counters.guard_switches += 1;
         }
         Ok(former)
+    }
+
+    /// Whether torch may count another device as the current one than CUDA does, which is to be checked behind
+    /// [`Dispatcher::make_current`]: not with one device, nor where the caller is trusted.
+    #[must_use]
+    pub const fn torch_may_differ(&self) -> bool {
+        self.several_devices && self.config.check_device
     }
 
     /// Facts of a device, read once per process and device.
@@ -226,6 +236,7 @@ impl Dispatcher {
     #[cold]
     fn open(&mut self, ordinal: u16) -> Result<()> {
         let cuda = CudaDevice::open(ordinal, self.config.synchronise)?;
+        self.several_devices = device_count()? > 1;
         let index = usize::from(ordinal);
         if self.devices.len() <= index {
             self.devices.resize_with(index + 1, || None);

@@ -21,11 +21,12 @@ use crate::kernel::{DevPtr, Grid};
 const MINIMUM_DRIVER: i32 = 13_000;
 
 /// Every driver function that is called from here: bindings resolve each at its first use and panic without it.
-const FUNCTIONS: [&CStr; 23] = [
+const FUNCTIONS: [&CStr; 24] = [
     c"cuCtxGetCurrent",
     c"cuCtxSetCurrent",
     c"cuDeviceGet",
     c"cuDeviceGetAttribute",
+    c"cuDeviceGetCount",
     c"cuDevicePrimaryCtxRetain",
     c"cuDriverGetVersion",
     c"cuEventCreate",
@@ -134,6 +135,18 @@ fn initialise() -> std::result::Result<i32, String> {
         return Err(format!("cuInit failed with {} (no GPU, or none visible)", result as u32));
     }
     Ok(version)
+}
+
+/// Devices that the process sees.
+///
+/// # Errors
+/// No usable driver.
+pub fn device_count() -> Result<u32> {
+    driver()?;
+    let mut count = 0;
+    // SAFETY: writes one integer; the driver is initialised.
+    check("cuDeviceGetCount", unsafe { sys::cuDeviceGetCount(&raw mut count) })?;
+    Ok(count as u32)
 }
 
 /// Facts of a device, read once.

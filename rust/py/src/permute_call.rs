@@ -69,7 +69,7 @@ pub(crate) struct Call<'s, 'py> {
     pub(crate) py: Python<'py>,
     pub(crate) op: &'static str,
     pub(crate) place: Place,
-    _guard: Guard,
+    _guard: Guard<'py>,
 }
 
 impl<'s, 'py> Call<'s, 'py> {

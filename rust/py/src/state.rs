@@ -65,6 +65,7 @@ pub(crate) struct Torch {
     pub(crate) current_graph_task_id: Py<PyAny>,
     pub(crate) module_call: Py<PyAny>,
     pub(crate) global_hooks: [Py<PyDict>; 4],
+    devices: Option<CurrentDevice>,
     dtypes: Vec<(DType, Py<PyAny>)>,
 }
 
@@ -128,11 +129,20 @@ impl State {
 
     /// Makes `device` current until the guard is dropped.
     #[inline]
-    pub(crate) fn guard(&self, py: Python<'_>, device: Device) -> PyResult<Guard> {
-        if device == Device::Cpu {
-            return Ok(Guard(None));
+    pub(crate) fn guard<'py>(&self, py: Python<'py>, device: Device) -> PyResult<Guard<'py>> {
+        let mut guard = Guard { torch: None, context: None };
+        let Device::Cuda(ordinal) = device else { return Ok(guard) };
+        let mut dispatcher = self.dispatcher(py)?;
+        guard.context = dispatcher.0.make_current(device).python()?;
+        if dispatcher.0.torch_may_differ()
+            && let Some(devices) = &self.torch.devices
+        {
+            drop(dispatcher);
+            guard.torch = devices.switch(py, ordinal)?;
+            let mut dispatcher = self.dispatcher(py)?;
+            dispatcher.0.trace.counters.guard_switches += u64::from(guard.torch.is_some());
         }
-        Ok(Guard(self.dispatcher(py)?.0.make_current(device).python()?))
+        Ok(guard)
     }
 
     /// A new tensor of torch's own, uninitialised; the device must be current.
@@ -261,6 +271,7 @@ impl Torch {
                 hooks("_global_backward_hooks")?,
                 hooks("_global_backward_pre_hooks")?,
             ],
+            devices: CurrentDevice::new(&native),
             dtypes,
         })
     }
@@ -279,14 +290,52 @@ impl Torch {
     }
 }
 
+/// torch's functions for the device that it counts as the current one. That may be another than CUDA's: going back to a
+/// device that has no context yet, torch only makes a note of it. Its allocations go by the note.
+#[derive(Debug)]
+struct CurrentDevice {
+    get: Py<PyAny>,
+    exchange: Py<PyAny>,
+    go_back: Py<PyAny>,
+}
+
+impl CurrentDevice {
+    /// None where torch was built without CUDA.
+    fn new(native: &Bound<'_, PyAny>) -> Option<Self> {
+        let function = |name: &str| native.getattr(name).ok().map(Bound::unbind);
+        Some(Self {
+            get: function("_cuda_getDevice")?,
+            exchange: function("_cuda_exchangeDevice")?,
+            go_back: function("_cuda_maybeExchangeDevice")?,
+        })
+    }
+
+    /// Makes `ordinal` torch's current device, if it is not; what to call to go back, and with what.
+    #[inline]
+    fn switch<'py>(&self, py: Python<'py>, ordinal: u16) -> PyResult<Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
+        if self.get.bind(py).call0()?.extract::<i32>()? == i32::from(ordinal) {
+            return Ok(None);
+        }
+        let former = self.exchange.bind(py).call1((ordinal,))?;
+        Ok(Some((self.go_back.bind(py).clone(), former)))
+    }
+}
+
 /// Puts the former device back when dropped.
 #[derive(Debug)]
 #[must_use]
-pub(crate) struct Guard(Option<Context>);
+pub(crate) struct Guard<'py> {
+    torch: Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>,
+    context: Option<Context>,
+}
 
-impl Drop for Guard {
+impl Drop for Guard<'_> {
     fn drop(&mut self) {
-        if let Some(former) = self.0.take() {
+        if let Some((go_back, former)) = self.torch.take() {
+            // torch returned this device a moment ago; there is nobody to tell if it does not take it now.
+            let _ = go_back.call1((former,));
+        }
+        if let Some(former) = self.context.take() {
             // The driver accepted the context a moment ago; there is nobody to tell if it does not now.
             let _ = former.restore();
         }
