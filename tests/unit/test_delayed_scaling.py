@@ -12,6 +12,7 @@ import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Format
 from te_fast.errors import StateError
 from te_fast.pytorch import _delayed, _ops
@@ -381,3 +382,33 @@ def test_maxima_are_reduced_over_ranks(tmp_path):
     assert got[0][1] == [448.0] * 3
     assert got[1][1] == [224.0] * 3
     assert got[0][2] == got[1][2] == [56.0] * 3
+
+
+@pytest.mark.parametrize("mode", ["forward", "backward"])
+def test_a_state_made_in_inference_mode_can_be_written_outside(mode):
+    with torch.inference_mode():
+        state = make_state(mode=mode)
+        record(state, [1.0, 2.0, 4.0])
+    assert not state.scale.is_inference()
+    state.load(torch.full((3,), 8.0), torch.full((4, 3), 2.0))
+    state.use(DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3, **LOCAL), None)
+    assert torch.equal(state.amax_history, torch.full((4, 3), 2.0))
+    # E5M2's largest number is 128 times that of E4M3.
+    assert torch.equal(state.scale, torch.full((3,), 8.0 if mode == "forward" else 8.0 / 128))
+
+
+def test_evaluation_before_training_leaves_nothing_read_only():
+    recipe = DelayedScaling(amax_history_len=4)
+    trained, layer = (te.Linear(16, 16, device="cpu") for _ in range(2))
+    x = torch.ones(16, 16)
+    for module in (trained, layer):
+        with torch.inference_mode(module is layer), te.autocast(recipe=recipe):
+            y = module(x)
+        if module is trained:
+            y.sum().backward()
+    layer.load_state_dict(trained.state_dict())
+    scales = [module.fp8_meta["scaling_fwd"].scale for module in (trained, layer)]
+    assert torch.equal(*scales)
+    assert (scales[0][:2] != 1).all()
+    layer.reset_fp8_meta_tensors()
+    assert (scales[1] == 1).all()

@@ -108,6 +108,10 @@ class DelayedScalingRecipeState:
 
     def _register(self, recipe: DelayedScaling, group: Any) -> None:
         global _custom
+        # A forward under torch.inference_mode() makes tensors that nothing may write to outside of it.
+        if self._scale.is_inference() or self._amax_history.is_inference():
+            with torch.inference_mode(mode=False):
+                self._scale, self._amax_history = self._scale.clone(), self._amax_history.clone()
         self.recipe = recipe
         self.group = group
         native = native_recipe(recipe)
