@@ -185,6 +185,23 @@ def test_linear_and_bias_compute_in_the_type_of_autocast():
     assert chain.explain().count("native program") == 1
 
 
+def test_factors_keep_their_type_under_autocast_in_every_call():
+    """Routing probabilities in FP32 are not rounded to autocast's type, nor are their gradients."""
+    torch.manual_seed(0)
+    chain = ops.Sequential(ops.ScaledSwiGLU())
+    x, factors = torch.randn(8, 32).bfloat16(), torch.rand(8)
+    gate, linear = x.double().chunk(2, -1)
+    activated = gate * torch.sigmoid(gate) * linear
+    for _ in range(3):
+        leaf = factors.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = chain(x, leaf)
+        exact = (activated * factors[:, None].double()).bfloat16()
+        torch.testing.assert_close(y, exact, rtol=0, atol=0)
+        y.sum().backward()
+        torch.testing.assert_close(leaf.grad.double(), activated.sum(-1), rtol=1e-5, atol=1e-5)
+
+
 # Bad input ----------------------------------------------------------------------------------------
 
 

@@ -184,8 +184,7 @@ impl Chain {
     /// first op does, and no later one adds a tensor that keeps its own type.
     #[must_use]
     pub fn follows_autocast(&self) -> bool {
-        self.links.first().is_some_and(|first| first.op.follows_autocast())
-            && !self.links.iter().any(|link| matches!(link.op, Op::AddExtraInput { .. }))
+        self.links.first().is_some_and(|first| first.op.follows_autocast()) && self.extra_inputs() == 0
     }
 
     /// The weight of each linear op among the parameters.
