@@ -56,6 +56,31 @@ def test_channel_with_two_consumers(between):
     compare(module, lambda x: ref.silu(ref.gelu(x) + x) + x, [leaf(4, 16)])
 
 
+def test_channel_from_one_native_segment_to_another(between):
+    """What goes through the channel is computed: its gradient has to come back, too."""
+    linear, other = (ops.BasicLinear(16, 16, device="cpu") for _ in range(2))
+    module = residual(ops.GELU(), *between, linear)
+    module.insert(0, other)
+    compare(
+        randomise(module),
+        lambda x, v, w: x @ v.T + ref.gelu(x @ v.T) @ w.T,
+        [leaf(4, 16)],
+    )
+
+
+@pytest.mark.parametrize("front", [[], [lambda: ops.ConstantScale(2.0)]])
+def test_adding_in_place_leaves_what_a_channel_brings(front, between):
+    """The norm keeps the same tensor for its backward, and the caller's input is the caller's."""
+    module = residual(ops.RMSNorm(16, device="cpu"), *between, ops.SiLU())
+    module[-1]._in_place = True
+    module = ops.Sequential(*(make() for make in front), *module)
+    factor = 2.0 if front else 1.0
+    x = leaf(4, 16)
+    before = x.detach().clone()
+    compare(randomise(module), lambda x, w: x * factor + ref.silu(ref.rms_norm(x * factor, w)), [x])
+    assert torch.equal(x, before)
+
+
 def test_hidden_output_without_consumer():
     make = ops.MakeExtraOutput()
     make.set_extra_output_channel(0, "c", output_to_caller=False)

@@ -257,7 +257,8 @@ class Call:
             )
         y, outputs, kept, tensors = result
         slots = _output_slots(self.plan, step)
-        self.made.update(zip(slots, outputs, strict=True))
+        for slot, output in zip(slots, outputs, strict=True):
+            self.made[slot] = self._marked(slot[0], output)
         self.native_outputs.update(zip(slots, map(_edge, outputs), strict=True))
         self.kept[step.indices[0]] = kept
         saved += tensors

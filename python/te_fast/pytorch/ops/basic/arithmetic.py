@@ -56,7 +56,7 @@ class AddExtraInput(ExtraTensorOperation):
     ----------
     in_place : bool, default = False
         Add into the extra input's memory, which the caller must not need any more. Fusions may
-        do so.
+        do so. What comes through a channel is left as it is: earlier operations may have kept it.
     """
 
     num_extra_inputs = 1
@@ -75,7 +75,7 @@ class AddExtraInput(ExtraTensorOperation):
         return extras[0] if self._in_place else torch.promote_types(dtype, extras[0])
 
     def _append_to(self, program: Any, label: str) -> None:
-        program.add_extra_input(label, self._in_place)
+        program.add_extra_input(label, self._in_place and not self._extra_input_channels)
 
     def fuser_forward(
         self,
@@ -94,7 +94,8 @@ class AddExtraInput(ExtraTensorOperation):
             )
             raise ShapeError(message)
         if self._in_place:
-            return extra.detach().add_(input_), [()]
+            into = extra.clone() if self._extra_input_channels else extra.detach()
+            return into.add_(input_), [()]
         return input_ + extra, [()]
 
     def fuser_backward(
