@@ -266,6 +266,23 @@ def test_outside_of_fp8(reentrant):
     assert torch.equal(got, x.grad)
 
 
+def test_quantize_repeats_its_scale():
+    """In the second run it rounds with the first one's scale, and records no maximum."""
+    found = []
+    for checkpointed in (False, True):
+        quantize = te.ops.Quantize()
+        for number in range(4):
+            x = (torch.arange(1.0, 65.0).view(8, 8) * 3**number).requires_grad_()
+            with te.autocast(enabled=True, recipe=DelayedScaling(amax_history_len=4)):
+                run = te.checkpoint if checkpointed else lambda f, *a, **_: f(*a)
+                y = run(lambda t, q=quantize: q(t * t).square(), x, use_reentrant=False)
+            y.sum().backward()
+            state = quantize._delayed_state("forward")
+            found.append((y.detach(), x.grad, state.scale.clone(), state.amax_history.clone()))
+    for plain, again in zip(found[:4], found[4:], strict=True):
+        assert all(map(torch.equal, plain, again))
+
+
 def test_retained_graph_runs_again():
     layer = linear(0)
     x = torch.randn(32, 64).bfloat16().requires_grad_()
@@ -400,3 +417,25 @@ def test_torchs_own_outside_of_fp8(reentrant):
     wanted, x.grad = x.grad, None
     torch_checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
     assert torch.equal(x.grad, wanted)
+
+
+@pytest.mark.parametrize("rows", [16, 13])
+def test_torchs_own_repeats_the_region_of_operations_in_python(rows):
+    """Rows are padded in both runs, and rounded to FP8 by what is no native program."""
+    options = {"device": "cpu", "dtype": torch.bfloat16}
+    te_fast.auto_pad(True)
+    try:
+        for recipe in (Float8CurrentScaling(), Float8BlockScaling()):
+            found = []
+            for remade in (False, True):
+                torch.manual_seed(0)
+                linears = [te.ops.Linear(64, 64, **options) for _ in range(2)]
+                layer = te.ops.Sequential(linears[0], te.ops.Quantize(), te.ops.SReLU(), linears[1])
+                x = torch.randn(rows, 64, dtype=torch.bfloat16).requires_grad_()
+                with te.autocast(enabled=True, recipe=recipe):
+                    y = torch_checkpoint(layer, x, use_reentrant=False) if remade else layer(x)
+                y.sum().backward()
+                found.append((y.detach(), x.grad, *(p.grad for p in layer.parameters())))
+            assert all(map(torch.equal, *found))
+    finally:
+        te_fast.auto_pad(False)

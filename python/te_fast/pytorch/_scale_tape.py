@@ -1,7 +1,7 @@
 """The scales of delayed scaling in activation recomputation.
 
 A region's scales are updated when it ends, before backward runs its forwards again. Each linear op
-that runs in the first phase notes its scales on a tape; in the second phase it takes them back.
+or Quantize that runs in the first phase notes its scales on a tape; in the second phase it takes them back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from te_fast.errors import StateError
 from te_fast.pytorch import _delayed, _ops
 
-__all__ = ["Tape", "phase", "scales"]
+__all__ = ["Tape", "is_in_phase", "phase", "scales"]
 
 Note = tuple[torch.Tensor, int, bool]
 
@@ -41,8 +41,9 @@ class Tape:
             If there is none.
         """
         if id(handle) not in self._notes:
+            name = getattr(handle, "name", type(handle).__name__)
             message = (
-                f"{handle.name}: a recomputation runs this layer more often than the forward that it "
+                f"{name}: a recomputation runs this layer more often than the forward that it "
                 "repeats; checkpointed functions must run the same layers each time"
             )
             raise StateError(message)
@@ -73,6 +74,11 @@ def phase(tape: Tape, *, reads: bool) -> Iterator[None]:
     finally:
         _phases.pop()
         _ops.autocast_set_recompute(bool(_phases))
+
+
+def is_in_phase() -> bool:
+    """Return whether layers of delayed scaling have to ask for their scales."""
+    return bool(_phases)
 
 
 def scales(

@@ -95,6 +95,8 @@ class OperationFuser:
         #: A module that is nothing but this group, and may call its program directly.
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._ready = False
+        #: Autocast region of the last forward in Python, for activation checkpointing; programs have their own.
+        self._last_region: tuple[Any, ...] | None = None
         for op in self._basic_ops:
             op._captured_by(self)
         _fusers.add(self)
@@ -222,6 +224,37 @@ class OperationFuser:
             Output; with extra outputs, and those.
         """
         self._check(input, extra_inputs, basic_op_kwargs)
+        arguments = (input, extra_inputs, basic_op_kwargs, is_first_microbatch)
+        former = None if self._last_region is None else self._repeat_region()
+        if former is None:
+            return self._run(*arguments)
+        try:
+            return self._run(*arguments)
+        finally:
+            FP8GlobalStateManager.set_autocast_state(former)
+
+    def _repeat_region(self) -> tuple[Any, ...] | None:
+        """Put the last region in force if backward runs a forward again behind it; return the one to go back to."""
+        is_inside = FP8GlobalStateManager.is_fp8_enabled() or _ops.autocast_region()[4] != 0
+        if is_inside or self._last_region is None:
+            return None
+        if torch._C._current_graph_task_id() < 0:
+            self._last_region = None
+            return None
+        former = FP8GlobalStateManager.get_autocast_state()
+        enabled, calibrating, recipe, group, _, graph = self._last_region
+        FP8GlobalStateManager.set_autocast_state(
+            (enabled, calibrating, recipe, group, False, graph)
+        )
+        return former
+
+    def _run(
+        self,
+        input: torch.Tensor,
+        extra_inputs: tuple[torch.Tensor, ...],
+        basic_op_kwargs: list[dict[str, Any]] | None,
+        is_first_microbatch: bool | None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         recipe = None
         if FP8GlobalStateManager.is_fp8_enabled():
             recipe = FP8GlobalStateManager.get_fp8_recipe()
@@ -239,6 +272,8 @@ class OperationFuser:
                     self, plan, input, extra_inputs, is_first_microbatch, recipe
                 )
         self._refuse_nesting()
+        state = None if recipe is None else FP8GlobalStateManager.get_autocast_state()
+        self._last_region = state
         _running.groups.append(self)
         try:
             call = _chain.Call(self, plan, basic_op_kwargs, is_first_microbatch, recipe)

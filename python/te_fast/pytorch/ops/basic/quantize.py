@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from te_fast.common.recipe import Recipe
+from te_fast.pytorch import _scale_tape
 from te_fast.pytorch._global_state import FP8GlobalStateManager
 from te_fast.pytorch.ops.op import BasicOperation, OperationContext
 
@@ -71,8 +72,14 @@ class Quantize(BasicOperation):
         options: dict[str, Any] = {}
         state = self._delayed_state(mode)
         if state is not None:
-            options = {"scale": state.scale, "amax": state.amax_history[0]}
-            state.slots.mark_ran()
+            former = None
+            if mode == "forward" and _scale_tape.is_in_phase():
+                former = _scale_tape.scales(self, state.slots.id, 0, grads=True)
+            if former is None:
+                options = {"scale": state.scale, "amax": state.amax_history[0]}
+                state.slots.mark_ran()
+            else:  # a recomputation, whose maximum is recorded
+                options = {"scale": former[0]}
         flat = x.reshape(-1, x.shape[-1] if x.dim() else 1).contiguous()
         role: Literal["input", "grad"] = "input" if mode == "forward" else "grad"
         quantized = dispatch.quantize(flat, recipe, role=role, **options)
