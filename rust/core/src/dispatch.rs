@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use crate::autocast::AutocastState;
 use crate::config::Config;
-use crate::driver::{Context, CudaDevice, CudaQueue, DeviceBuffer, DeviceFacts, Stream, device_count, is_capturing};
+use crate::device_memory::DeviceBuffer;
+use crate::driver::{Context, CudaDevice, CudaQueue, DeviceFacts, Stream, device_count, is_capturing};
 use crate::error::{Error, Result};
 use crate::gemm::{GemmPlan, GemmPlans, Problem, WORKSPACE_BYTES};
 use crate::kernel::{Backend, DevPtr, Target};

@@ -1,4 +1,4 @@
-//! The CUDA driver: devices, contexts, kernels, launches and private memory.
+//! The CUDA driver: devices, contexts, kernels and launches.
 //!
 //! Calls go through cudarc's `sys` bindings, which resolve each function at its first use. [`driver`] makes sure
 //! beforehand that there is a library and that it is new enough for the images, so nothing is missing later.
@@ -456,54 +456,14 @@ pub fn wait_for(waiting: Stream, finished: Stream) -> Result<()> {
     waited
 }
 
-/// Device memory that te_fast owns for as long as the process runs or the value lives.
-#[derive(Debug)]
-pub struct DeviceBuffer {
-    address: u64,
-    bytes: usize,
-}
-
-impl DeviceBuffer {
-    /// Allocates `bytes` bytes on the current device.
-    ///
-    /// # Errors
-    /// Out of memory, or a capture in progress that forbids allocation.
-    pub fn allocate(bytes: usize) -> Result<Self> {
-        let mut address = 0;
-        // SAFETY: writes one device address; the device's context is current.
-        check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&raw mut address, bytes.max(1)) })?;
-        Ok(Self { address, bytes })
-    }
-
-    /// Bytes allocated.
-    #[must_use]
-    pub fn bytes(&self) -> usize {
-        self.bytes
-    }
-
-    /// Its first byte.
-    #[must_use]
-    pub fn ptr(&self) -> DevPtr<'_> {
-        // SAFETY: the allocation lives as long as self, which the pointer borrows.
-        unsafe { DevPtr::from_address(self.address) }
-    }
-}
-
-impl Drop for DeviceBuffer {
-    fn drop(&mut self) {
-        // SAFETY: allocated in `allocate`, freed once. cuMemFree waits for work that uses it; an error at process end,
-        // when the driver is gone, leaves nothing to do.
-        let _ = unsafe { sys::cuMemFree_v2(self.address) };
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn every_function_that_is_called_is_looked_for() {
-        let called = include_str!("driver.rs").split("sys::cu").skip(1);
+        let sources = [include_str!("driver.rs"), include_str!("device_memory.rs")];
+        let called = sources.into_iter().flat_map(|source| source.split("sys::cu").skip(1));
         for rest in called.filter(|rest| rest.starts_with(char::is_uppercase)) {
             let end = rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(rest.len());
             let name = CString::new(format!("cu{}", &rest[..end])).unwrap_or_default();

@@ -8,6 +8,7 @@ pub mod config;
 pub mod cublaslt;
 mod cublaslt_attributes;
 pub mod delayed;
+pub mod device_memory;
 pub mod dispatch;
 pub mod driver;
 pub mod error;
