@@ -38,7 +38,7 @@ params! {
         pub amax: DevPtr<'a>,
         /// Inverse scales f32 `[T, token_ld]`, null per tensor.
         pub token_scales: DevPtr<'a>,
-        /// u32 `[rows]`: the token of a row, [`ZERO_ROW`] for none; null per tensor.
+        /// u32 `[rows]`: the token of a row, `ZERO_ROW` for none; null per tensor.
         pub row_tokens: DevPtr<'a>,
         /// Inverse scales f32 `[blocks, scale_ld]`, null per tensor.
         pub scale_inv: DevPtr<'a>,
