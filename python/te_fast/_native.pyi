@@ -321,10 +321,11 @@ def linear_backward_dw(
 ) -> Tensor | None: ...
 def linear_call(
     module: Any,
-    inp: Any,
+    inp: Any = None,
     is_first_microbatch: Any = None,
     fp8_output: Any = None,
     fp8_grad: Any = None,
+    **others: Any,
 ) -> Any: ...
 def linear_forward(module: Any, inp: Any, is_first_microbatch: Any = None) -> Any: ...
 def moe_apply(
@@ -394,15 +395,16 @@ def program_grads_of_nothing(
 ) -> tuple[Tensor | None, ...]: ...
 def program_layer_call(
     module: Any,
-    inp: Any,
+    inp: Any = None,
     is_first_microbatch: Any = None,
     fp8_output: Any = None,
     fp8_grad: Any = None,
+    **others: Any,
 ) -> Any: ...
 def program_layer_forward(module: Any, inp: Any, is_first_microbatch: Any = None) -> Any: ...
 def program_module_call(
     module: Any,
-    input: Any,
+    input: Any = None,
     *extra_inputs: Tensor,
     is_first_microbatch: bool | None = None,
     **others: Any,

@@ -63,6 +63,7 @@ __all__ = [
     "autocast_set_first",
     "autocast_set_recompute",
     "autocast_take_first",
+    "call_through_forward",
     "linear_apply",
     "linear_backward_dw",
     "linear_call_method",
@@ -116,6 +117,20 @@ def _program_layer_call(self: Any, *args: Any, **kwargs: Any) -> Any:
 program_layer_call_method = (
     instance_method(program_layer_call) if _DYNAMO_TAKES_BUILTINS else _program_layer_call
 )
+
+
+def call_through_forward(cls: type[torch.nn.Module]) -> None:
+    """Let a class with a ``forward`` of its own, or of a mixin, be called as any module.
+
+    A class that has a native call notes the ``forward`` that this stands for as ``_called_forward``. The native
+    call looks at it, too, for a ``forward`` that was put in its place later.
+    """
+    caller = next(base for base in cls.__mro__ if "__call__" in base.__dict__)
+    if (
+        "_called_forward" in caller.__dict__
+        and cls.forward is not caller.__dict__["_called_forward"]
+    ):
+        cls.__call__ = torch.nn.Module.__call__  # type: ignore[method-assign]
 
 
 class _LinearFunction(torch.autograd.Function):

@@ -140,8 +140,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
     def __init_subclass__(cls, **options: Any) -> None:
         """Let subclasses that override ``forward`` be called as any module."""
         super().__init_subclass__(**options)
-        if "forward" in cls.__dict__ and "__call__" not in cls.__dict__:
-            cls.__call__ = torch.nn.Module.__call__  # type: ignore[method-assign]
+        _ops.call_through_forward(cls)
 
     # The native half ------------------------------------------------------------------------------
 

@@ -282,6 +282,8 @@ class LayerNormLinear(CompoundModule, SplitLinear):
         result: Any = _ops.program_layer_forward(self, inp, is_first_microbatch)
         return result
 
+    _called_forward = forward
+
     def extra_repr(self) -> str:
         """Sizes, norm and bias."""
         return (

@@ -357,6 +357,8 @@ class LayerNormMLP(CompoundModule):
         result: Any = _ops.program_layer_forward(self, inp, is_first_microbatch)
         return result
 
+    _called_forward = forward
+
     def extra_repr(self) -> str:
         """Sizes, norm, activation and bias."""
         return (

@@ -234,6 +234,8 @@ class Linear(SplitLinear):
         result: Any = _ops.linear_forward(self, inp, is_first_microbatch)
         return result
 
+    _called_forward = forward
+
     def _with_bias(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         bias = self._bias() if self.use_bias else getattr(self, self.bias_names[0])
         return out, bias.to(out.dtype)

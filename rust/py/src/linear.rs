@@ -86,36 +86,43 @@ impl Bits {
     }
 }
 
-/// `layer(x)`: as `nn.Module.__call__`, without its cost where no hook and no override asks for it.
+/// `layer(x)`: as `nn.Module.__call__`, without its cost where no hook and no override asks for it. Other keywords are
+/// those of a `forward` in the place of the layer's.
 #[pyfunction]
-#[pyo3(signature = (module, inp, is_first_microbatch=None, fp8_output=None, fp8_grad=None))]
+#[pyo3(signature = (module, inp=None, is_first_microbatch=None, fp8_output=None, fp8_grad=None, **others))]
 pub(crate) fn linear_call<'py>(
     module: &Bound<'py, PyAny>,
-    inp: &Bound<'py, PyAny>,
+    inp: Option<&Bound<'py, PyAny>>,
     is_first_microbatch: Option<&Bound<'py, PyAny>>,
     fp8_output: Option<&Bound<'py, PyAny>>,
     fp8_grad: Option<&Bound<'py, PyAny>>,
+    others: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let optional = [("is_first_microbatch", is_first_microbatch), ("fp8_output", fp8_output), ("fp8_grad", fp8_grad)];
-    module_call(module, inp, &optional, |state, attributes, first| forward(state, module, attributes, inp, first))
+    module_call(module, inp, &optional, others, |state, attributes, inp, first| {
+        forward(state, module, attributes, inp, first)
+    })
 }
 
 /// The call of a layer with [`linear_call`]'s arguments: `forward` is for those that ask for no more than that.
 #[inline]
 pub(crate) fn module_call<'py>(
     module: &Bound<'py, PyAny>,
-    inp: &Bound<'py, PyAny>,
+    inp: Option<&Bound<'py, PyAny>>,
     optional: &[(&str, Option<&Bound<'py, PyAny>>); 3],
-    forward: impl FnOnce(&State, &Bound<'py, PyDict>, Option<bool>) -> PyResult<Bound<'py, PyAny>>,
+    others: Option<&Bound<'py, PyDict>>,
+    forward: impl FnOnce(&State, &Bound<'py, PyDict>, &Bound<'py, PyAny>, Option<bool>) -> PyResult<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let py = module.py();
-    let state = state(py)?;
+    let state = state(module.py())?;
     let attributes = instance_dict(module)?;
-    let [(_, is_first_microbatch), others @ ..] = optional;
-    if others.iter().any(|(_, value)| value.is_some()) || !can_skip_module_call(py, state, &attributes)? {
-        return slow_call(state, module, inp, optional);
+    let [(_, is_first_microbatch), rest @ ..] = optional;
+    let plain = others.is_none() && rest.iter().all(|(_, value)| value.is_none());
+    match inp {
+        Some(inp) if plain && can_skip_module_call(module, state, &attributes)? => {
+            forward(state, &attributes, inp, truth(*is_first_microbatch)?)
+        }
+        _ => slow_call(state, module, inp, optional, others),
     }
-    forward(state, &attributes, truth(*is_first_microbatch)?)
 }
 
 /// `is_first_microbatch` by its truth value, as Transformer Engine takes it; `None` stays.
@@ -128,22 +135,33 @@ pub(crate) fn truth(value: Option<&Bound<'_, PyAny>>) -> PyResult<Option<bool>> 
 fn slow_call<'py>(
     state: &State,
     module: &Bound<'py, PyAny>,
-    inp: &Bound<'py, PyAny>,
+    inp: Option<&Bound<'py, PyAny>>,
     optional: &[(&str, Option<&Bound<'py, PyAny>>)],
+    others: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = module.py();
-    let keywords = PyDict::new(py);
+    let keywords = others.map_or_else(|| Ok(PyDict::new(py)), PyDictMethods::copy)?;
     for (name, value) in optional {
         if let Some(value) = value {
             keywords.set_item(name, value)?;
         }
     }
-    state.torch.module_call.bind(py).call((module, inp), Some(&keywords))
+    let call = state.torch.module_call.bind(py);
+    match inp {
+        Some(inp) => call.call((module, inp), Some(&keywords)),
+        None => call.call((module,), Some(&keywords)),
+    }
 }
 
-/// No hook of the module or of all modules, no compiled call, no `forward` of the instance's own.
+/// No hook of the module or of all modules, no compiled call, no `forward` of the instance's own or of another class
+/// than the one whose native call this is: of a mixin, a subclass, or put in its place.
 #[inline]
-pub(crate) fn can_skip_module_call(py: Python<'_>, state: &State, attributes: &Bound<'_, PyDict>) -> PyResult<bool> {
+pub(crate) fn can_skip_module_call(
+    module: &Bound<'_, PyAny>,
+    state: &State,
+    attributes: &Bound<'_, PyDict>,
+) -> PyResult<bool> {
+    let py = module.py();
     for hooks in [
         intern!(py, "_forward_hooks"),
         intern!(py, "_forward_pre_hooks"),
@@ -155,7 +173,9 @@ pub(crate) fn can_skip_module_call(py: Python<'_>, state: &State, attributes: &B
             _ => return Ok(false),
         }
     }
+    let class = module.get_type();
     Ok(state.torch.global_hooks.iter().all(|hooks| hooks.bind(py).is_empty())
+        && class.getattr(intern!(py, "forward"))?.is(&class.getattr(intern!(py, "_called_forward"))?)
         && !attributes.contains(intern!(py, "forward"))?
         && !attributes.contains(intern!(py, "_compiled_call_impl"))?)
 }

@@ -89,10 +89,10 @@ fn check_types(state: &State, program: &Bound<'_, ProgramHandle>, x: &Bound<'_, 
 /// where no hook and no override asks for it. The module names the program in `_direct_program` of its dict, or None
 /// while calls have to go through `forward`. Argument names are those of `forward`.
 #[pyfunction]
-#[pyo3(signature = (module, input, *extra_inputs, is_first_microbatch=None, **others))]
+#[pyo3(signature = (module, input=None, *extra_inputs, is_first_microbatch=None, **others))]
 pub(crate) fn program_module_call<'py>(
     module: &Bound<'py, PyAny>,
-    input: &Bound<'py, PyAny>,
+    input: Option<&Bound<'py, PyAny>>,
     extra_inputs: &Bound<'py, PyTuple>,
     is_first_microbatch: Option<&Bound<'py, PyAny>>,
     others: Option<&Bound<'py, PyDict>>,
@@ -101,11 +101,12 @@ pub(crate) fn program_module_call<'py>(
     let state = state(py)?;
     let attributes = instance_dict(module)?;
     let program = attributes.get_item(intern!(py, "_direct_program"))?.filter(|program| !program.is_none());
-    let plain = others.is_none()
-        && state.torch.is_plain(input)
+    let plain = input.filter(|input| others.is_none() && state.torch.is_plain(input));
+    let direct = plain.zip(program);
+    if let Some((input, program)) = direct
         && extra_inputs.iter().all(|extra| state.torch.is_plain(&extra))
-        && can_skip_module_call(py, state, &attributes)?;
-    if let Some(program) = program.filter(|_| plain) {
+        && can_skip_module_call(module, state, &attributes)?
+    {
         let program = program.cast::<ProgramHandle>()?;
         // Another number of extra inputs is an error, which the long way words.
         if program.try_borrow()?.chain.extra_inputs() == extra_inputs.len() {
@@ -122,7 +123,8 @@ pub(crate) fn program_module_call<'py>(
     if let Some(is_first) = is_first_microbatch {
         keywords.set_item(intern!(py, "is_first_microbatch"), is_first)?;
     }
-    let mut arguments = vec![module.clone(), input.clone()];
+    let mut arguments = vec![module.clone()];
+    arguments.extend(input.cloned());
     arguments.extend(extra_inputs.iter());
     state.torch.module_call.bind(py).call(PyTuple::new(py, arguments)?, Some(&keywords))
 }

@@ -11,18 +11,22 @@ use crate::program_call::program_apply;
 use crate::state::{State, state};
 use crate::tensor::instance_dict;
 
-/// `layer(x)`: as `nn.Module.__call__`, without its cost where no hook and no override asks for it.
+/// `layer(x)`: as `nn.Module.__call__`, without its cost where no hook and no override asks for it. Other keywords are
+/// those of a `forward` in the place of the layer's.
 #[pyfunction]
-#[pyo3(signature = (module, inp, is_first_microbatch=None, fp8_output=None, fp8_grad=None))]
+#[pyo3(signature = (module, inp=None, is_first_microbatch=None, fp8_output=None, fp8_grad=None, **others))]
 pub(crate) fn program_layer_call<'py>(
     module: &Bound<'py, PyAny>,
-    inp: &Bound<'py, PyAny>,
+    inp: Option<&Bound<'py, PyAny>>,
     is_first_microbatch: Option<&Bound<'py, PyAny>>,
     fp8_output: Option<&Bound<'py, PyAny>>,
     fp8_grad: Option<&Bound<'py, PyAny>>,
+    others: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let optional = [("is_first_microbatch", is_first_microbatch), ("fp8_output", fp8_output), ("fp8_grad", fp8_grad)];
-    module_call(module, inp, &optional, |state, attributes, first| forward(state, module, attributes, inp, first))
+    module_call(module, inp, &optional, others, |state, attributes, inp, first| {
+        forward(state, module, attributes, inp, first)
+    })
 }
 
 /// The `forward` of such a layer.

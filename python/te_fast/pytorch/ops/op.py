@@ -154,8 +154,7 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
     def __init_subclass__(cls, **options: Any) -> None:
         """Let subclasses that override ``forward`` be called as any module."""
         super().__init_subclass__(**options)
-        if "forward" in cls.__dict__ and "__call__" not in cls.__dict__:
-            cls.__call__ = torch.nn.Module.__call__  # type: ignore[method-assign]
+        _ops.call_through_forward(cls)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what refers to containers and native objects."""
@@ -402,6 +401,8 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
             is_first_microbatch=is_first_microbatch,
         )
 
+    _called_forward = forward
+
 
 _OVERRIDABLE = (
     "op_forward",
@@ -466,3 +467,5 @@ class FusedOperation(FusibleOperation):
             basic_op_kwargs=basic_op_kwargs,
             is_first_microbatch=is_first_microbatch,
         )
+
+    _called_forward = forward

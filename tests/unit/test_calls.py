@@ -1,0 +1,102 @@
+"""Calls of layers whose ``forward`` is not the layer's own: a mixin's, or one that was put in its place."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+import te_fast.pytorch as te
+
+_CLASSES = {
+    "Linear": (te.Linear, (32, 32), {"device": "cpu"}),
+    "LayerNormLinear": (te.LayerNormLinear, (32, 32), {"device": "cpu"}),
+    "LayerNormMLP": (te.LayerNormMLP, (32, 64), {"device": "cpu"}),
+    "LayerNorm": (te.LayerNorm, (32,), {"device": "cpu"}),
+    "RMSNorm": (te.RMSNorm, (32,), {"device": "cpu"}),
+    "ops.Linear": (te.ops.Linear, (32, 32), {"device": "cpu"}),
+    "ops.GELU": (te.ops.GELU, (), {}),
+    "ops.Sequential": (te.ops.Sequential, (te.ops.GELU(),), {}),
+}
+
+every_class = pytest.mark.parametrize("name", _CLASSES)
+
+
+class _Scaled:
+    """What adapters and quantisers do: take a keyword of their own, and go on with the layer's forward."""
+
+    def forward(self, hidden, *others, factor=1.0, **keywords):
+        return super().forward(hidden, *others, **keywords) * factor
+
+
+@pytest.fixture
+def x():
+    return torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+
+
+def _scaled(forward):
+    def scaled(self, inp, *others, factor=1.0, **keywords):
+        return forward(self, inp, *others, **keywords) * factor
+
+    return scaled
+
+
+@every_class
+def test_forward_of_a_mixin(name, x):
+    base, arguments, options = _CLASSES[name]
+    scaled = type("Scaled", (_Scaled, base), {})
+    layer = scaled(*arguments, **options)
+    expected = 3.0 * base.forward(layer, x)
+    assert torch.equal(layer(x, factor=3.0), expected)
+    assert torch.equal(layer(hidden=x, factor=3.0), expected)
+    # And of classes that derive from one with a forward of its own.
+    layer.__class__ = type("Derived", (scaled,), {})
+    assert torch.equal(layer(x, factor=3.0), expected)
+
+
+@every_class
+def test_call_of_a_mixin(name, x):
+    base, arguments, options = _CLASSES[name]
+
+    class Counted:
+        calls = 0
+
+        def __call__(self, *args, **kwargs):
+            self.__dict__["calls"] = self.calls + 1
+            return super().__call__(*args, **kwargs)
+
+    layer = type("Counting", (_Scaled, Counted, base), {})(*arguments, **options)
+    expected = 3.0 * base.forward(layer, x)
+    assert torch.equal(layer(x, factor=3.0), expected)
+    assert layer.calls == 1
+
+
+@every_class
+@pytest.mark.parametrize("derived", [False, True])
+def test_forward_of_a_class_is_exchanged(name, derived, x):
+    base, arguments, options = _CLASSES[name]
+    owner = type("Derived", (base,), {}) if derived else base
+    layer = owner(*arguments, **options)
+    plain = layer(x)
+    with mock.patch.object(owner, "forward", _scaled(base.forward)):
+        assert torch.equal(layer(x, factor=3.0), 3.0 * plain)
+        assert torch.equal(layer(inp=x, factor=3.0), 3.0 * plain)
+    assert torch.equal(layer(x), plain)
+
+
+@every_class
+def test_forward_of_an_instance_takes_other_keywords(name, x):
+    base, arguments, options = _CLASSES[name]
+    layer = base(*arguments, **options)
+    expected = 3.0 * layer(x)
+    layer.forward = _scaled(base.forward).__get__(layer)
+    assert torch.equal(layer(x, factor=3.0), expected)
+    assert torch.equal(layer(inp=x, factor=3.0), expected)
+
+
+@every_class
+@pytest.mark.parametrize("keywords", [{}, {"wrong": 1}], ids=str)
+def test_a_call_without_input_is_a_type_error_of_forward(name, keywords):
+    base, arguments, options = _CLASSES[name]
+    layer = base(*arguments, **options)
+    with pytest.raises(TypeError, match=r"forward\(\)"):
+        layer(**keywords)
