@@ -87,8 +87,9 @@ class Chain(torch.nn.Module):
             self.bwd = DelayedScalingRecipeState(
                 recipe, mode="backward", num_quantizers=count, device=device
             )
-        self.fwd.use(recipe, None)
-        self.bwd.use(recipe, None)
+        for state in (self.fwd, self.bwd):
+            state.use(recipe, None)
+            state.take_part()
         epoch = _ops.autocast_region()[5]
         for index, handle in enumerate(self.handles):
             handle.set_slots(epoch, self.fwd.slots, self.bwd.slots, 2 * index, index)

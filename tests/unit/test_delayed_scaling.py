@@ -37,9 +37,13 @@ def fresh_state():
     q.FP8GlobalStateManager.reset()
 
 
-def make_state(recipe=None, mode="forward", tensors=3, **fields):
+def make_state(recipe=None, mode="forward", tensors=3, group=None, **fields):
     recipe = recipe or DelayedScaling(amax_history_len=4, **{**LOCAL, **fields})
-    return q.DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=tensors, device="cpu")
+    state = q.DelayedScalingRecipeState(
+        recipe, mode=mode, num_quantizers=tensors, device="cpu", group=group
+    )
+    state.take_part()
+    return state
 
 
 def record(state, values):
@@ -351,9 +355,7 @@ class OtherRank:
 def test_reduced_maxima_are_those_of_all_ranks(monkeypatch):
     group = object()
     reducing, idle = make_state(reduce_amax=True), make_state(reduce_amax=True)
-    elsewhere = q.DelayedScalingRecipeState(
-        reducing.recipe, mode="forward", device="cpu", group=group
-    )
+    elsewhere = make_state(reducing.recipe, tensors=1, group=group)
     local = make_state()
     other = OtherRank(monkeypatch, [2.0, 1.0, 0.0, 0.0, 8.0, 0.0], [32.0], [0.0] * 6, [0.0])
     with q.autocast(recipe=reducing.recipe):

@@ -7,7 +7,7 @@ the reduction of the maxima over ranks, and algorithms of the user's own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import itertools
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -32,9 +32,11 @@ _F32_MAX = torch.finfo(torch.float32).max
 # torch without torch.distributed has no such function.
 _is_initialized = getattr(torch.distributed, "is_initialized", lambda: False)
 
-# States by the number of their slots, which ascends with the order of registration: the same on
-# every rank that builds the same model.
+# States by the number of their slots.
 _states: WeakValueDictionary[int, DelayedScalingRecipeState] = WeakValueDictionary()
+# Places in the reduction over ranks, by the order of first forwards: the same on every rank that runs
+# the same model, whatever copies and loaded checkpoints one of them has besides.
+_places = itertools.count()
 # Whether a state with algorithms of the user's own was ever made.
 _custom = False
 
@@ -75,6 +77,7 @@ class DelayedScalingRecipeState:
         "__weakref__",
         "_amax_history",
         "_native",
+        "_place",
         "_scale",
         "_slots",
         "group",
@@ -102,6 +105,7 @@ class DelayedScalingRecipeState:
         self.mode = mode
         self.num_quantizers = num_quantizers
         size = (recipe.amax_history_len, num_quantizers)
+        self._place: int | None = None
         self._scale = torch.ones(num_quantizers, dtype=torch.float32, device=device)
         self._amax_history = torch.zeros(size, dtype=torch.float32, device=device)
         self._register(recipe, group)
@@ -121,6 +125,14 @@ class DelayedScalingRecipeState:
         self._native = native
         _states[self._slots.id] = self
         _custom = _custom or recipe._has_custom_algorithm()
+
+    def take_part(self) -> None:
+        """Take part in updates from now on: a forward uses the scales.
+
+        Copies and loaded states may be on one rank alone, which the others would not reduce with.
+        """
+        if self._place is None:
+            self._place = next(_places)
 
     @property
     def slots(self) -> Any:
@@ -229,6 +241,7 @@ def _rebuild(
     state = DelayedScalingRecipeState.__new__(DelayedScalingRecipeState)
     state.mode = mode
     state.num_quantizers = scale.numel()
+    state._place = None
     state._scale = scale
     state._amax_history = amax_history
     state._register(recipe, group)
@@ -240,13 +253,15 @@ def scale_of(number: int) -> torch.Tensor:
     return _states[number].scale
 
 
-def states(*, forward: bool) -> Iterator[DelayedScalingRecipeState]:
-    """Iterate over the living states of a direction in the order of registration."""
+def states(*, forward: bool) -> list[DelayedScalingRecipeState]:
+    """Return the living states of a direction that take part in updates, in the order of their places."""
     mode = "forward" if forward else "backward"
-    for number in sorted(_states.keys()):
-        state = _states.get(number)
-        if state is not None and state.mode == mode and state.slots.id == number:
-            yield state
+    places = {
+        state._place: state
+        for number, state in list(_states.items())
+        if state._place is not None and state.mode == mode and state.slots.id == number
+    }
+    return [places[place] for place in sorted(places)]
 
 
 def fp8_max(recipe: DelayedScaling, *, forward: bool) -> float:

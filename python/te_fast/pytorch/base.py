@@ -258,6 +258,8 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self._enter_region()
         if self.fp8 or self.fp8_calibration:
             self.init_fp8_meta_tensors(self.fp8_meta["recipe"])
+            for state in self._delayed_states() or ():
+                state.take_part()
 
     def _enter_region(self) -> None:
         """Note recipe and group of the autocast region; called when the last forward had another."""

@@ -263,6 +263,9 @@ class Linear(SplitLinear):
             if padding is not None:
                 out = padding.cut(out)
         else:
+            if autocast_state.fp8_enabled:
+                # Other ranks may have rows, and reduce their maxima with this one.
+                self.init_fp8_metadata(self.fp8_meta["num_gemms"])
             out = self._high_precision(inp, weight, bias, is_first_microbatch)
         return self._with_bias(out) if self.return_bias else out
 

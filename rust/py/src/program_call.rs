@@ -171,6 +171,11 @@ fn apply<'py>(
     }
     if view_of(&state.reader, x, "the input").python()?.numel() == 0 {
         check_types(state, program, x, bits)?;
+        let region = *state.dispatcher(py)?.0.autocast.current();
+        if region.enabled && region.recipe.is_delayed() && !program.try_borrow()?.weights.is_empty() {
+            // Other ranks may have rows, and reduce their maxima with this one.
+            owner.call_method0(intern!(py, "_init_delayed_scaling"))?;
+        }
         let overwrite = Bits(bits).has(Bits::FIRST_MICROBATCH);
         let arguments = (program, x, PyTuple::new(py, extras)?, PyTuple::new(py, &params)?, overwrite);
         return ops(py)?.call_method1(intern!(py, "program_on_nothing"), arguments);

@@ -240,6 +240,9 @@ class Call:
         x, extras = step.matched(x, extras)
         result: Any
         if x.numel() == 0:
+            if self.recipe is not None and self.recipe.delayed():
+                # Other ranks may have rows, and reduce their maxima with this one.
+                self.fuser._init_delayed_scaling()
             y, *outputs = _on_nothing(step.program, x)
             edges = [_edge(tensor) for tensor in (x, *extras)]
             kept = _Nothing(step.program, edges, self.is_first_microbatch is True)

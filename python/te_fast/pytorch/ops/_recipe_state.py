@@ -80,6 +80,13 @@ class RecipeStateModule(torch.nn.Module):
         meta = (self._fp8_metas or {}).get(mode)
         return None if meta is None else meta.get(_KEYS[mode])
 
+    def _take_part(self) -> None:
+        """Let the states take part in updates: a forward uses them."""
+        for mode in _KEYS:
+            state = self._delayed_state(mode)
+            if state is not None:
+                state.take_part()
+
     # Checkpoints ----------------------------------------------------------------------------------
 
     def get_extra_state(self) -> torch.Tensor:

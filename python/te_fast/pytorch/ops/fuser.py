@@ -354,6 +354,7 @@ class OperationFuser:
         epoch = _ops.autocast_region()[5]
         for op in self._basic_ops:
             op.reset_recipe_state(recipe=recipe)
+            op._take_part()
             op._set_slots(epoch)
 
 

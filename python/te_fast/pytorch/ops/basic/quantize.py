@@ -51,6 +51,7 @@ class Quantize(BasicOperation):
             return input_
         self._device = input_.device
         self.reset_recipe_state(recipe=recipe)
+        self._take_part()
         return self._rounded(input_, recipe, "forward") if self._quantize_forward else input_
 
     def op_backward(
