@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from te_fast.dispatch import auto_pad
     from te_fast.profile import profile
 
+#: Transformer Engine's version whose names and signatures ``te_fast.pytorch`` has.
+TRANSFORMER_ENGINE_VERSION = "2.20.0"
+
 __all__ = [
+    "TRANSFORMER_ENGINE_VERSION",
     "CudaError",
     "DeviceError",
     "DtypeError",

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import te_fast.pytorch as te
+from te_fast.errors import MissingError
 
 HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "te_signatures.json").read_text())["signatures"]
@@ -48,6 +49,12 @@ def test_signature_is_that_of_te(name):
 @pytest.mark.parametrize("name", STATES)
 def test_migration_page_tells_what_exists(name):
     assert hasattr(te, name) == (STATES[name] != "not yet")
+
+
+@pytest.mark.parametrize("name", [name for name, state in STATES.items() if state == "not yet"])
+def test_what_is_not_there_yet_says_so(name):
+    with pytest.raises(MissingError, match=f"te_fast.pytorch.{name} is not there yet"):
+        getattr(te, name)
 
 
 def test_migration_page_has_every_public_name_that_te_shares():

@@ -1,1 +1,5 @@
 """What does not depend on the framework."""
+
+from te_fast.common import recipe
+
+__all__ = ["recipe"]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import warnings
 
+from te_fast.pytorch import fp8 as fp8
+from te_fast.pytorch import module as module
 from te_fast.pytorch import ops
 from te_fast.pytorch._device import set_cuda_device_every_batch, should_set_cuda_device_every_batch
+from te_fast.pytorch._missing import missing
 from te_fast.pytorch.distributed import checkpoint
 from te_fast.pytorch.layernorm_linear import LayerNormLinear
 from te_fast.pytorch.layernorm_mlp import LayerNormMLP
@@ -82,3 +85,8 @@ __all__ = [
     "set_cuda_device_every_batch",
     "should_set_cuda_device_every_batch",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Say so of what Transformer Engine has here and te_fast does not yet."""
+    raise missing(__name__, name)

@@ -92,6 +92,19 @@ def check_device(device: torch.device | str, layer: str) -> torch.device:
     return chosen
 
 
+class _Workspaces(dict[str, torch.Tensor]):
+    """A layer's cached weights, for code that frees them between steps."""
+
+    def __init__(self, kept: dict[str, torch.Tensor], drop: Callable[[], None]) -> None:
+        super().__init__(kept)
+        self._drop = drop
+
+    def clear(self) -> None:
+        """Free them: the next forward quantises anew."""
+        super().clear()
+        self._drop()
+
+
 class TransformerEngineBaseModule(torch.nn.Module):
     """State and checkpoints of FP8 layers.
 
@@ -183,9 +196,10 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     @property
     def _fp8_workspaces(self) -> dict[str, torch.Tensor]:
-        """Quantised weights that are cached, as bytes."""
+        """Quantised weights that are cached, as bytes; clearing the dict frees them."""
         caches = {name: handle.weight_cache() for name, handle in self._weight_handles().items()}
-        return {name: cache[0] for name, cache in caches.items() if cache is not None}
+        kept = {name: cache[0] for name, cache in caches.items() if cache is not None}
+        return _Workspaces(kept, self._drop_weight_cache)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor-parallel group; only a group of one rank works so far.

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from te_fast.errors import UnsupportedError
 from te_fast.pytorch import _scale_tape
 from te_fast.pytorch._global_state import FP8GlobalStateManager
+from te_fast.pytorch._missing import missing
 
 __all__ = [
     "activation_recompute_forward",
@@ -181,3 +182,8 @@ def checkpoint(
     }
     run = _Recomputed(function, kwargs, get_rng_state_tracker)
     return torch_checkpoint(run, *args, use_reentrant=use_reentrant, **options)
+
+
+def __getattr__(name: str) -> object:
+    """Say so of what Transformer Engine has here and te_fast does not yet."""
+    raise missing(__name__, name)

@@ -153,6 +153,7 @@ class LayerNormLinear(CompoundModule, SplitLinear):
         self.use_bias, self.return_bias = bias, return_bias
         self.apply_bias = bias and not return_bias
         self.parallel_mode = parallel_mode
+        self.ub_name = ub_name
         self.get_rng_state_tracker = get_rng_state_tracker
         self.rng_tracker_name = None
         self.init_method = init_method

@@ -136,6 +136,7 @@ class Linear(SplitLinear):
         self.return_bias = return_bias
         self.apply_bias = bias and not return_bias
         self.parallel_mode = parallel_mode
+        self.ub_name = ub_name
         self.get_rng_state_tracker = get_rng_state_tracker
         self.rng_tracker_name = rng_tracker_name
         self.init_method = init_method

@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from te_fast import _config
-from te_fast.common.recipe._base import Format, MMParams, QParams, Recipe, require
+from te_fast.common.recipe._base import (
+    Format,
+    MMParams,
+    QParams,
+    Recipe,
+    require,
+    takes_any_keyword,
+)
 
 __all__ = [
     "CustomRecipe",
@@ -38,6 +45,7 @@ _SPLIT = MMParams(use_split_accumulator=True)
 _algorithms: dict[tuple[Any, Any], int] = {}
 
 
+@takes_any_keyword
 @dataclass(repr=False)
 class DelayedScaling(Recipe):
     """Scale from the absolute maxima of earlier iterations.
@@ -142,6 +150,7 @@ def _set_power_2_scales(recipe: Recipe, power_2_scale: bool) -> None:
             setattr(recipe, name, replace(quantization, power_2_scale=power_2_scale))
 
 
+@takes_any_keyword
 @dataclass(repr=False)
 class Float8CurrentScaling(Recipe):
     """Scale from the tensor's own absolute maximum.
@@ -192,6 +201,7 @@ class Float8CurrentScaling(Recipe):
         return {**super()._describe(), **_quantizations(self)}
 
 
+@takes_any_keyword
 @dataclass(repr=False)
 class MXFP8BlockScaling(Recipe):
     """Scale 1x32 blocks with E8M0 scales; needs a Blackwell GPU.
@@ -223,6 +233,7 @@ class MXFP8BlockScaling(Recipe):
         return [("margin", self.margin), *super()._repr_items()]
 
 
+@takes_any_keyword
 @dataclass(repr=False)
 class Float8BlockScaling(Recipe):
     """Scale 1x128 blocks of inputs and gradients and 128x128 blocks of weights.
@@ -307,6 +318,7 @@ class Float8BlockScaling(Recipe):
         }
 
 
+@takes_any_keyword
 @dataclass(repr=False)
 class NVFP4BlockScaling(Recipe):
     """Scale 1x16 blocks of 4-bit values in two levels; needs a Blackwell GPU.
@@ -382,6 +394,7 @@ class NVFP4BlockScaling(Recipe):
         )
 
 
+@takes_any_keyword
 @dataclass(repr=False)
 class CustomRecipe(Recipe):
     """Let a factory make the quantizers.

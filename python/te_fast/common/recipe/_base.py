@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import warnings
+from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from te_fast.errors import RecipeError
 
 _BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
+
+# Keywords of older versions of Transformer Engine, with the values that ask for what is done anyway.
+_OLD_KEYWORDS: dict[str, Any] = {
+    "interval": 1,
+    "override_linear_precision": (False, False, False),
+}
 
 # Attributes of an instance that are derived from its fields.
 _DERIVED = frozenset({"_cached_repr", "_native"})
@@ -194,3 +202,24 @@ class Recipe:
     def custom(cls) -> bool:
         """Whether the user makes the quantizers."""
         return cls._scaling == "custom"
+
+
+_Recipe = TypeVar("_Recipe", bound=Recipe)
+
+
+def takes_any_keyword(cls: type[_Recipe]) -> type[_Recipe]:
+    """Let a recipe be made with keywords that are no fields, as Transformer Engine does; warn of them."""
+    make: Any = cls.__init__
+    names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+
+    @functools.wraps(make)
+    def init(self: _Recipe, *args: Any, **keywords: Any) -> None:
+        others = {name: keywords.pop(name) for name in keywords.keys() - names}
+        make(self, *args, **keywords)
+        told = [name for name in others if others[name] != _OLD_KEYWORDS.get(name, others)]
+        if told:
+            message = f"{type(self).__name__}: {', '.join(sorted(told))}: no such field, no effect"
+            warnings.warn(message, UserWarning, stacklevel=2)
+
+    cls.__init__ = init  # type: ignore[assignment, method-assign]
+    return cls

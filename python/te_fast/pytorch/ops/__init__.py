@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from te_fast.errors import MissingError
+from te_fast.pytorch._missing import missing
 from te_fast.pytorch.ops import fused
 from te_fast.pytorch.ops.basic import (
     GEGLU,
@@ -102,8 +102,4 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Say so of what Transformer Engine has here and te_fast does not yet."""
-    if name == "GroupedLinear":
-        message = "te_fast.pytorch.ops.GroupedLinear is not there yet; keep Transformer Engine's"
-        raise MissingError(message)
-    message = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(message)
+    raise missing(__name__, name)

@@ -1,0 +1,54 @@
+"""Names of Transformer Engine that te_fast does not have yet, and what their use is answered."""
+
+from __future__ import annotations
+
+from te_fast.errors import MissingError
+
+__all__ = ["missing"]
+
+_LAYERS = (
+    "GroupedLinear TransformerLayer DotProductAttention MultiheadAttention GatedDeltaNetAttention "
+    "FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant InferenceParams RotaryPositionEmbedding"
+)
+_QUANTISATION = (
+    "apply_recipe QuantizerRole QuantizerRequest DelayedScalingRequest quantizer_factory DType "
+    "QuantizedTensor QuantizedTensorStorage Quantizer Float8Tensor Float8TensorStorage "
+    "Float8Quantizer Float8CurrentScalingQuantizer Float8BlockwiseQTensor "
+    "Float8BlockwiseQTensorStorage Float8BlockQuantizer MXFP8Tensor MXFP8TensorStorage "
+    "MXFP8Quantizer NVFP4Tensor NVFP4TensorStorage NVFP4Quantizer HybridQuantizedTensor "
+    "HybridQuantizedTensorStorage HybridQuantizer IdentityTensor IdentityTensorStorage "
+    "IdentityQuantizer prepare_for_saving restore_from_saved restore_from_func_ctx"
+)
+_TOOLS = (
+    "make_graphed_callables CudaRNGStatesTracker get_cpu_offload_context mark_not_offload "
+    "ManualOffloadSynchronizer onnx_export parallel_cross_entropy CusolverMpCtx newton_schulz "
+    "newton_schulz_tp deinterleave_glu_tensor interleave_glu_tensor initialize_ub destroy_ub "
+    "UserBufferQuantizationMode CPLoadBalancingStrategy get_cudnn_version"
+)
+_SUBMODULES = (
+    "attention constants cpp_extensions cpu_offload cpu_offload_v1 cross_entropy ep export "
+    "float8_tensor graph jit optimizers quantized_tensor router tensor transformer utils"
+)
+_NAMES = {
+    "te_fast.pytorch": f"{_LAYERS} {_QUANTISATION} {_TOOLS} {_SUBMODULES}",
+    "te_fast.pytorch.ops": "GroupedLinear",
+    "te_fast.pytorch.distributed": (
+        "CudaRNGStatesTracker FullyShardedDataParallel allreduce gather_along_first_dim "
+        "get_all_rng_states prepare_te_modules_for_fsdp reduce_scatter_along_first_dim"
+    ),
+}
+
+
+def missing(module: str, name: str) -> AttributeError:
+    """Return what an attribute of a module that is not there raises.
+
+    Parameters
+    ----------
+    module : str
+        Name of the module.
+    name : str
+        Name of the attribute.
+    """
+    if name in _NAMES[module].split():
+        return MissingError(f"{module}.{name} is not there yet; keep Transformer Engine's")
+    return AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -1,0 +1,35 @@
+"""The layers where Transformer Engine has them."""
+
+from te_fast.pytorch.layernorm_linear import LayerNormLinear
+from te_fast.pytorch.layernorm_mlp import LayerNormMLP
+from te_fast.pytorch.linear import Linear
+from te_fast.pytorch.module import (
+    base,
+    fp8_padding,
+    fp8_unpadding,
+    layernorm,
+    layernorm_linear,
+    layernorm_mlp,
+    linear,
+    rmsnorm,
+)
+from te_fast.pytorch.norm import LayerNorm, RMSNorm
+from te_fast.pytorch.padding import Fp8Padding, Fp8Unpadding
+
+__all__ = [
+    "Fp8Padding",
+    "Fp8Unpadding",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "RMSNorm",
+    "base",
+    "fp8_padding",
+    "fp8_unpadding",
+    "layernorm",
+    "layernorm_linear",
+    "layernorm_mlp",
+    "linear",
+    "rmsnorm",
+]

@@ -1,0 +1,5 @@
+"""``LayerNormLinear`` where Transformer Engine has it."""
+
+from te_fast.pytorch.layernorm_linear import LayerNormLinear
+
+__all__ = ["LayerNormLinear"]

@@ -1,0 +1,5 @@
+"""``LayerNormMLP`` where Transformer Engine has it."""
+
+from te_fast.pytorch.layernorm_mlp import LayerNormMLP
+
+__all__ = ["LayerNormMLP"]

@@ -1,0 +1,121 @@
+"""Where code written for Transformer Engine looks for things, and what it is told of those that are not there."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import te_fast
+import te_fast.pytorch as te
+from te_fast.common.recipe import Float8CurrentScaling
+from te_fast.errors import MissingError, UnsupportedError
+from te_fast.pytorch.base import TransformerEngineBaseModule, get_dummy_wgrad
+
+RECORDED = json.loads(
+    (Path(__file__).parents[1] / "api" / "te_signatures.json").read_text(encoding="utf-8")
+)
+
+PATHS = [
+    ("module", "Linear", te.Linear),
+    ("module", "LayerNormLinear", te.LayerNormLinear),
+    ("module", "LayerNormMLP", te.LayerNormMLP),
+    ("module", "LayerNorm", te.LayerNorm),
+    ("module", "RMSNorm", te.RMSNorm),
+    ("module", "Fp8Padding", te.Fp8Padding),
+    ("module", "Fp8Unpadding", te.Fp8Unpadding),
+    ("module.base", "TransformerEngineBaseModule", TransformerEngineBaseModule),
+    ("module.base", "get_dummy_wgrad", get_dummy_wgrad),
+    ("module.linear", "Linear", te.Linear),
+    ("module.layernorm_linear", "LayerNormLinear", te.LayerNormLinear),
+    ("module.layernorm_mlp", "LayerNormMLP", te.LayerNormMLP),
+    ("module.layernorm", "LayerNorm", te.LayerNorm),
+    ("module.rmsnorm", "RMSNorm", te.RMSNorm),
+    ("module.fp8_padding", "Fp8Padding", te.Fp8Padding),
+    ("module.fp8_unpadding", "Fp8Unpadding", te.Fp8Unpadding),
+]
+
+
+@pytest.mark.parametrize(("path", "name", "thing"), PATHS)
+def test_layers_are_where_transformer_engine_has_them(path, name, thing):
+    assert getattr(importlib.import_module(f"te_fast.pytorch.{path}"), name) is thing
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "import te_fast as te; te.common.recipe.DelayedScaling(); te.pytorch.Linear",
+        "import te_fast.pytorch as te; te.fp8.check_fp8_support(); te.fp8.FP8GlobalStateManager",
+        "import te_fast.pytorch as te; te.module.base.TransformerEngineBaseModule; te.module.Linear",
+        "import te_fast.pytorch as te; te.distributed.checkpoint; te.quantization.autocast",
+        "import te_fast.pytorch as te; te.permutation.moe_permute; te.ops.Linear",
+    ],
+)
+def test_one_import_reaches_the_submodules(use):
+    subprocess.run([sys.executable, "-c", use], check=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (te, "TransformerLayer"),
+        (te, "DotProductAttention"),
+        (te, "GroupedLinear"),
+        (te, "Float8Tensor"),
+        (te, "make_graphed_callables"),
+        (te, "optimizers"),
+        (te, "attention"),
+        (te, "cpp_extensions"),
+        (te.ops, "GroupedLinear"),
+        (te.distributed, "CudaRNGStatesTracker"),
+        (te.distributed, "prepare_te_modules_for_fsdp"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_what_is_missing_says_so(module, name):
+    assert not hasattr(module, name)
+    assert getattr(module, name, None) is None
+    with pytest.raises(MissingError, match=rf"{module.__name__}\.{name} is not there yet; keep"):
+        getattr(module, name)
+    with pytest.raises(AttributeError):
+        getattr(module, name)
+    with pytest.raises(UnsupportedError):
+        getattr(module, name)
+    with pytest.raises(ImportError):
+        exec(f"from {module.__name__} import {name}", {})
+
+
+@pytest.mark.parametrize("module", [te, te.ops, te.distributed], ids=lambda module: module.__name__)
+def test_what_neither_has_is_a_plain_attribute_error(module):
+    with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'x'"):
+        module.x  # noqa: B018
+    assert not issubclass(AttributeError, MissingError)
+
+
+def test_the_version_that_the_names_are_those_of():
+    assert f"Transformer Engine {te_fast.TRANSFORMER_ENGINE_VERSION}." in RECORDED["source"]
+
+
+@pytest.mark.parametrize("layer", [te.Linear, te.LayerNormLinear, te.LayerNormMLP])
+def test_clearing_the_workspaces_frees_the_quantised_weights(layer):
+    module = layer(32, 32, device="cpu")
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+
+    def run(*, first):
+        with torch.no_grad(), te.autocast(recipe=Float8CurrentScaling()):
+            return module(x, is_first_microbatch=first)
+
+    expected = run(first=True)
+    assert module._fp8_workspaces
+    module._fp8_workspaces.clear()
+    assert not module._fp8_workspaces
+    assert torch.equal(run(first=False), expected)
+    assert module._fp8_workspaces
+
+
+@pytest.mark.parametrize("layer", [te.Linear, te.LayerNormLinear])
+def test_layers_tell_the_name_of_their_userbuffers(layer):
+    assert layer(32, 32, device="cpu").ub_name is None
