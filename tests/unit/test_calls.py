@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.fx
 
 import te_fast.pytorch as te
 
@@ -100,3 +101,24 @@ def test_a_call_without_input_is_a_type_error_of_forward(name, keywords):
     layer = base(*arguments, **options)
     with pytest.raises(TypeError, match=r"forward\(\)"):
         layer(**keywords)
+
+
+class _LeafTracer(torch.fx.Tracer):
+    def is_leaf_module(self, module, name):
+        return True
+
+
+@every_class
+def test_a_tracer_sees_the_call(name, x):
+    base, arguments, options = _CLASSES[name]
+    model = torch.nn.Sequential(base(*arguments, **options), torch.nn.Tanh())
+    traced = torch.fx.GraphModule(model, _LeafTracer().trace(model))
+    assert [node.op for node in traced.graph.nodes].count("call_module") == 2
+    assert torch.equal(traced(x), model(x))
+
+
+@every_class
+def test_input_that_is_no_tensor_is_a_type_error(name):
+    base, arguments, options = _CLASSES[name]
+    with pytest.raises(TypeError, match="input must be a torch.Tensor, got int"):
+        base(*arguments, **options)(1)

@@ -117,7 +117,7 @@ pub(crate) fn module_call<'py>(
     let attributes = instance_dict(module)?;
     let [(_, is_first_microbatch), rest @ ..] = optional;
     let plain = others.is_none() && rest.iter().all(|(_, value)| value.is_none());
-    match inp {
+    match inp.filter(|inp| state.torch.is_tensor(inp)) {
         Some(inp) if plain && can_skip_module_call(module, state, &attributes)? => {
             forward(state, &attributes, inp, truth(*is_first_microbatch)?)
         }
@@ -146,11 +146,8 @@ fn slow_call<'py>(
             keywords.set_item(name, value)?;
         }
     }
-    let call = state.torch.module_call.bind(py);
-    match inp {
-        Some(inp) => call.call((module, inp), Some(&keywords)),
-        None => call.call((module,), Some(&keywords)),
-    }
+    let arguments = std::iter::once(module).chain(inp);
+    state.torch.call_module(&PyTuple::new(py, arguments.collect::<Vec<_>>())?, &keywords)
 }
 
 /// No hook of the module or of all modules, no compiled call, no `forward` of the instance's own or of another class

@@ -126,7 +126,7 @@ pub(crate) fn program_module_call<'py>(
     let mut arguments = vec![module.clone()];
     arguments.extend(input.cloned());
     arguments.extend(extra_inputs.iter());
-    state.torch.module_call.bind(py).call(PyTuple::new(py, arguments)?, Some(&keywords))
+    state.torch.call_module(&PyTuple::new(py, arguments)?, &keywords)
 }
 
 /// Activation checkpointing runs a forward again during backward, when the autocast region may be over: puts the

@@ -1,5 +1,6 @@
 //! What the binding keeps for the whole process: the dispatcher, the tensor reader and handles of torch.
 
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple};
@@ -63,7 +64,7 @@ pub(crate) struct Torch {
     pub(crate) storage_weak_ref: Py<PyAny>,
     pub(crate) storage_expired: Py<PyAny>,
     pub(crate) current_graph_task_id: Py<PyAny>,
-    pub(crate) module_call: Py<PyAny>,
+    pub(crate) module: Py<PyAny>,
     pub(crate) global_hooks: [Py<PyDict>; 4],
     devices: Option<CurrentDevice>,
     dtypes: Vec<(DType, Py<PyAny>)>,
@@ -264,7 +265,7 @@ impl Torch {
             storage_expired: torch.getattr("UntypedStorage")?.getattr("_expired")?.unbind(),
             current_graph_task_id: native.getattr("_current_graph_task_id")?.unbind(),
             linear: native.getattr("_nn")?.getattr("linear")?.unbind(),
-            module_call: modules.getattr("Module")?.getattr("__call__")?.unbind(),
+            module: modules.getattr("Module")?.unbind(),
             global_hooks: [
                 hooks("_global_forward_hooks")?,
                 hooks("_global_forward_pre_hooks")?,
@@ -282,11 +283,28 @@ impl Torch {
         self.dtypes[dtype as usize].1.bind(py) // the table is in the order of the enum
     }
 
+    /// Calls a module as any other: `nn.Module.__call__`, in whose place tracers put their own.
+    #[cold]
+    pub(crate) fn call_module<'py>(
+        &self,
+        arguments: &Bound<'py, PyTuple>,
+        keywords: &Bound<'py, PyDict>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = arguments.py();
+        self.module.bind(py).getattr(intern!(py, "__call__"))?.call(arguments, Some(keywords))
+    }
+
     /// A tensor that the native side may read directly: of exactly torch's types, not a subclass.
     #[inline]
     pub(crate) fn is_plain(&self, object: &Bound<'_, PyAny>) -> bool {
         let kind = object.get_type();
         kind.as_ptr() == self.tensor.as_ptr() || kind.as_ptr() == self.parameter.as_ptr()
+    }
+
+    /// A tensor, and not what a tracer passes for one.
+    #[inline]
+    pub(crate) fn is_tensor(&self, object: &Bound<'_, PyAny>) -> bool {
+        self.is_plain(object) || object.is_instance(self.tensor.bind(object.py())).unwrap_or(false)
     }
 }
 
