@@ -117,6 +117,9 @@ class autocast(_ops.AutocastRegion):
     -----
     Delayed scaling updates forward scales when the outermost region ends, if gradients are enabled
     there, and backward scales when the first FP8 layer of the region has finished its backward.
+
+    Each thread has its own regions; one that has entered none is in that of another thread. An update of delayed
+    scaling takes the layers of all threads.
     """
 
     __slots__ = ()

@@ -1,8 +1,8 @@
-//! The process-wide autocast state: what the innermost region asks for, and which delayed-scaling buffers are due.
+//! The autocast state: what the innermost region asks for, and which delayed-scaling buffers are due.
 //! Layers read [`AutocastState::current`] on every call; a plan made under its epoch holds as long as the epoch does.
 //!
-//! Regions nest by snapshots: entering returns the region that was in force, leaving puts it back. That keeps
-//! Transformer Engine's semantics even when regions are left out of order.
+//! Regions nest by snapshots: entering returns the region that was in force, leaving puts it back, also out of order, as
+//! in Transformer Engine. Threads have regions of their own ([`crate::autocast_scopes`]); the buffers are the process's.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,6 +10,8 @@ use std::sync::{Arc, Weak};
 
 use te_fast_kernels::Fp8;
 
+pub use crate::autocast_scopes::Former;
+use crate::autocast_scopes::Scopes;
 use crate::error::{Error, Result};
 use crate::kernel::DevPtr;
 use crate::recipe::Recipe;
@@ -198,8 +200,7 @@ struct Registry {
 /// The autocast state of the process. The dispatcher owns it and passes it by `&mut`.
 #[derive(Debug)]
 pub struct AutocastState {
-    region: Region,
-    depth: u32,
+    scopes: Scopes,
     recipes: Vec<Recipe>,
     groups: Vec<u64>,
     /// Layers of delayed scaling ask Python which scales to use: activation recomputation records them in its first
@@ -212,8 +213,7 @@ pub struct AutocastState {
 impl Default for AutocastState {
     fn default() -> Self {
         Self {
-            region: Region::HIGH_PRECISION,
-            depth: 0,
+            scopes: Scopes::default(),
             recipes: Vec::new(),
             groups: Vec::new(),
             recompute: false,
@@ -224,50 +224,56 @@ impl Default for AutocastState {
 }
 
 impl AutocastState {
-    /// The innermost region.
-    #[must_use]
+    /// The innermost region of this thread.
     #[inline]
-    pub fn current(&self) -> &Region {
-        &self.region
+    pub fn current(&mut self) -> &Region {
+        &self.scopes.seen().region
     }
 
     /// Number of regions entered and not left.
-    #[must_use]
-    pub fn depth(&self) -> u32 {
-        self.depth
+    pub fn depth(&mut self) -> u32 {
+        self.scopes.seen().depth
     }
 
     /// Overwrites the number of regions entered, for callers that restore a state of their own.
     pub fn set_depth(&mut self, depth: u32) {
-        self.depth = depth;
+        self.scopes.seen().depth = depth;
+        self.scopes.end();
     }
 
     /// Enters a region and returns the one that was in force, to be handed to [`AutocastState::exit`].
     ///
     /// # Errors
     /// As [`AutocastState::set`]; nothing has changed then.
-    pub fn enter(&mut self, request: &Request) -> Result<Region> {
-        let former = self.region;
-        self.set(request)?;
-        if self.depth == 0 {
-            self.region.is_first_fp8_module = true;
-        }
-        self.depth += 1;
+    pub fn enter(&mut self, request: &Request) -> Result<Former> {
+        let mut region = self.region(request)?;
+        let scope = self.scopes.own();
+        let former = scope.former();
+        region.is_first_fp8_module |= scope.depth == 0;
+        scope.region = region;
+        scope.depth += 1;
         Ok(former)
+    }
+
+    /// Enters a region as it was recorded, to do again what was done in it.
+    pub fn repeat(&mut self, region: &Region) -> Former {
+        let scope = self.scopes.own();
+        let former = scope.former();
+        scope.region = *region;
+        scope.depth += 1;
+        former
     }
 
     /// Leaves the innermost region for `former`, and says what is then due of the forward scales. `updates` is whether
     /// that region updates them: it quantised or calibrated, and was no graph's. Whether gradients are enabled is
     /// the caller's to ask: without them only calibration updates.
-    pub fn exit(&mut self, former: &Region, updates: bool) -> Due {
-        self.restore(former);
-        self.depth = self.depth.saturating_sub(1);
-        if self.depth == 0 && updates { self.due(Direction::Forward) } else { Due::Nothing }
-    }
-
-    /// Puts a snapshot of [`AutocastState::current`] back.
-    pub fn restore(&mut self, region: &Region) {
-        self.region = *region;
+    pub fn exit(&mut self, former: &Former, updates: bool) -> Due {
+        let scope = self.scopes.entered(former);
+        scope.region = former.region;
+        scope.depth = scope.depth.saturating_sub(1);
+        let ends = scope.depth == 0 && updates;
+        self.scopes.end();
+        if ends { self.due(Direction::Forward) } else { Due::Nothing }
     }
 
     /// Changes the region in force without entering one.
@@ -275,29 +281,34 @@ impl AutocastState {
     /// # Errors
     /// The recipe is invalid, or missing where it is needed; nothing has changed then.
     pub fn set(&mut self, request: &Request) -> Result<()> {
+        let region = self.region(request)?;
+        self.scopes.seen().region = region;
+        self.scopes.end();
+        Ok(())
+    }
+
+    fn region(&mut self, request: &Request) -> Result<Region> {
         let active = request.enabled || request.calibrating;
         let (recipe, recipe_id) = match request.recipe {
             Some(recipe) => (recipe, self.intern(recipe)?),
             None if active => return Err(Error::value("autocast", "a region that quantises needs a recipe")),
             None => (Region::HIGH_PRECISION.recipe, 0),
         };
-        self.region = Region {
+        Ok(Region {
             epoch: if active { self.epoch(request, recipe_id) } else { 0 },
             enabled: request.enabled,
             calibrating: request.calibrating,
             graph: request.graph,
-            is_first_fp8_module: self.region.is_first_fp8_module,
+            is_first_fp8_module: self.current().is_first_fp8_module,
             recipe,
             recipe_id,
             group: request.group,
-        };
-        Ok(())
+        })
     }
 
     /// Back to the state of a fresh process, but for the registered slots: they live as long as their layers.
     pub fn reset(&mut self) {
-        self.region = Region::HIGH_PRECISION;
-        self.depth = 0;
+        self.scopes = Scopes::default();
         self.recompute = false;
         for registry in &mut self.registries {
             registry.ran = false;
@@ -310,12 +321,12 @@ impl AutocastState {
     /// Whether the caller is the first FP8 layer of the outermost region; true once. Its backward is the last one,
     /// and updates the backward scales.
     pub fn take_first_fp8_module(&mut self) -> bool {
-        std::mem::replace(&mut self.region.is_first_fp8_module, false)
+        std::mem::replace(&mut self.scopes.seen().region.is_first_fp8_module, false)
     }
 
     /// Overwrites what [`AutocastState::take_first_fp8_module`] will answer.
     pub fn set_first_fp8_module(&mut self, is_first: bool) {
-        self.region.is_first_fp8_module = is_first;
+        self.scopes.seen().region.is_first_fp8_module = is_first;
     }
 
     /// The recipe of an index.

@@ -187,6 +187,75 @@ fn wrong_buffers_are_refused() {
     assert!(state.register(Direction::Forward, Recipe::CURRENT, &history, &scale, Box::new(leaked()), None).is_err());
 }
 
+/// Runs `body` in a thread of its own.
+fn elsewhere<T: Send>(state: &mut AutocastState, body: impl FnOnce(&mut AutocastState) -> T + Send) -> T {
+    std::thread::scope(|scope| scope.spawn(|| body(state)).join().unwrap())
+}
+
+const BLOCK: Request = Request { recipe: Some(Recipe::BLOCK), ..ON };
+
+#[test]
+fn a_thread_that_has_entered_no_region_is_in_that_of_another() {
+    let mut state = AutocastState::default();
+    let former = state.enter(&ON).unwrap();
+    let inside = *state.current();
+    assert_eq!(elsewhere(&mut state, |state| (*state.current(), state.depth())), (inside, 1));
+    assert!(elsewhere(&mut state, AutocastState::take_first_fp8_module));
+    assert!(!state.take_first_fp8_module());
+    // A region of its own inside of that one.
+    let seen = elsewhere(&mut state, |state| {
+        let former = state.enter(&BLOCK).unwrap();
+        let own = state.current().recipe;
+        assert_eq!(state.exit(&former, true), Due::Nothing);
+        (own, state.current().recipe)
+    });
+    assert_eq!(seen, (Recipe::BLOCK, Recipe::DELAYED));
+    assert_eq!((state.current().epoch, state.depth()), (inside.epoch, 1));
+    state.exit(&former, false);
+    assert_eq!((state.current().epoch, state.depth()), (0, 0));
+}
+
+#[test]
+fn threads_do_not_leave_each_others_regions() {
+    let mut state = AutocastState::default();
+    let mine = state.enter(&ON).unwrap();
+    let theirs = elsewhere(&mut state, |state| state.enter(&BLOCK).unwrap());
+    assert_eq!(state.current().recipe, Recipe::DELAYED);
+    state.exit(&mine, false);
+    // Their region is still in force, and not theirs alone: nobody else is in one.
+    assert_eq!((state.current().recipe, state.depth()), (Recipe::BLOCK, 1));
+    // A region may be left by another thread than the one that entered it.
+    state.exit(&theirs, false);
+    assert_eq!((state.current().epoch, state.depth()), (0, 0));
+
+    let theirs = elsewhere(&mut state, |state| state.enter(&BLOCK).unwrap());
+    let mine = state.enter(&ON).unwrap();
+    state.exit(&theirs, false);
+    assert_eq!((state.current().recipe, state.depth()), (Recipe::DELAYED, 1));
+    state.exit(&mine, false);
+    assert_eq!((state.current().epoch, state.depth()), (0, 0));
+}
+
+#[test]
+fn a_region_is_repeated_by_the_thread_that_asks() {
+    let mut state = AutocastState::default();
+    let former = state.enter(&BLOCK).unwrap();
+    let recorded = *state.current();
+    state.exit(&former, false);
+    let outer = state.enter(&ON).unwrap();
+    elsewhere(&mut state, |state| {
+        let former = state.repeat(&recorded);
+        assert_eq!(state.current().recipe, Recipe::BLOCK);
+        state.exit(&former, false);
+        assert_eq!(state.current().recipe, Recipe::DELAYED);
+        // What is set without entering holds for whoever sees that region.
+        state.set(&BLOCK).unwrap();
+    });
+    assert_eq!((state.current().recipe, state.depth()), (Recipe::BLOCK, 1));
+    state.exit(&outer, false);
+    assert_eq!((state.current().epoch, state.depth()), (0, 0));
+}
+
 proptest! {
     /// Any well-nested sequence of regions ends where it began, and on the way the region is the innermost one's.
     #[test]
@@ -201,7 +270,7 @@ proptest! {
         }
         while let Some((region, kind)) = former.pop() {
             state.exit(&region, requests[kind].enabled);
-            prop_assert_eq!(*state.current(), region);
+            prop_assert_eq!(*state.current(), region.region);
         }
         prop_assert_eq!(state.depth(), 0);
     }

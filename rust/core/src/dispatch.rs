@@ -162,7 +162,7 @@ impl Dispatcher {
 
     /// Rows that the region's FP8 GEMMs need behind `rows`, where the user lets them be appended.
     #[must_use]
-    pub fn rows_to_pad(&self, rows: usize) -> usize {
+    pub fn rows_to_pad(&mut self, rows: usize) -> usize {
         let region = self.autocast.current();
         if self.auto_pad && region.enabled { region.recipe.missing_rows(rows) } else { 0 }
     }

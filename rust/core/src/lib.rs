@@ -4,6 +4,7 @@
 //! torch or a GPU. `te_fast_py` binds it; nothing here knows of it.
 
 pub mod autocast;
+pub mod autocast_scopes;
 pub mod config;
 pub mod cublaslt;
 mod cublaslt_attributes;

@@ -7,7 +7,8 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyString, PyTuple};
 use te_fast_core::Fp8;
-use te_fast_core::autocast::{AmaxSlots, Direction, Due, Region, Request, SlotMemory};
+use te_fast_core::autocast::{AmaxSlots, Direction, Due, Former, Request, SlotMemory};
+use te_fast_core::autocast_scopes::thread_number;
 use te_fast_core::delayed;
 use te_fast_core::dispatch::Place;
 use te_fast_core::kernel::DevPtr;
@@ -112,12 +113,44 @@ impl NativeRecipe {
     }
 }
 
-/// The Python objects of the region in force.
-#[pyclass(module = "te_fast._native")]
+/// Recipe and process group of a region, as they were given.
 #[derive(Debug, Default)]
-struct Objects {
+struct Given {
     recipe: Option<Py<PyAny>>,
     group: Option<Py<PyAny>>,
+}
+
+/// Those of the regions in force, by thread; the first is what threads without a region see.
+#[pyclass(module = "te_fast._native")]
+#[derive(Debug, Default)]
+struct Objects(Vec<(u64, Given)>);
+
+impl Objects {
+    fn seen(&self) -> Option<&Given> {
+        let thread = self.seen_thread();
+        self.0.iter().find(|(known, _)| *known == thread).map(|(_, given)| given)
+    }
+
+    /// The thread whose objects this thread sees.
+    fn seen_thread(&self) -> u64 {
+        let thread = thread_number();
+        let own = self.0.iter().any(|(known, _)| *known == thread);
+        if own { thread } else { self.0.first().map_or(thread, |&(first, _)| first) }
+    }
+
+    /// Puts `given` in force for a thread; what was.
+    fn replace(&mut self, thread: u64, given: Given) -> Given {
+        let at = self.0.iter().position(|(known, _)| *known == thread);
+        match (at, given.recipe.is_none() && given.group.is_none()) {
+            (Some(at), true) => self.0.remove(at).1,
+            (Some(at), false) => std::mem::replace(&mut self.0[at].1, given),
+            (None, true) => Given::default(),
+            (None, false) => {
+                self.0.push((thread, given));
+                Given::default()
+            }
+        }
+    }
 }
 
 /// What the binding asks of Python, set once by `te_fast.pytorch.quantization`.
@@ -155,12 +188,12 @@ fn group_number(group: Option<&Py<PyAny>>) -> u64 {
     group.map_or(0, |group| group.as_ptr() as u64)
 }
 
-/// What a region replaced.
+/// What a region replaced, and in which thread.
 #[derive(Debug)]
-struct Former {
-    region: Region,
-    recipe: Option<Py<PyAny>>,
-    group: Option<Py<PyAny>>,
+struct Replaced {
+    former: Former,
+    thread: u64,
+    given: Given,
 }
 
 /// An autocast region: the base of `te_fast.pytorch.autocast`, which documents it.
@@ -172,7 +205,7 @@ pub(crate) struct AutocastRegion {
     graph: bool,
     recipe: Option<Py<PyAny>>,
     group: Option<Py<PyAny>>,
-    former: Option<Former>,
+    replaced: Option<Replaced>,
 }
 
 #[pymethods]
@@ -193,7 +226,7 @@ impl AutocastRegion {
             graph: _graph.map_or(Ok(false), Bound::is_truthy)?,
             recipe,
             group: amax_reduction_group,
-            former: None,
+            replaced: None,
         })
     }
 
@@ -207,17 +240,14 @@ impl AutocastRegion {
     /// Puts the former region back in force, and updates the forward scales that are due.
     #[pyo3(signature = (*_exception))]
     fn __exit__(&mut self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        let Some(former) = self.former.take() else {
+        let Some(Replaced { former, thread, given }) = self.replaced.take() else {
             return Err(to_python(te_fast_core::Error::state("autocast", "left without having been entered")));
         };
         let callbacks = callbacks(py)?;
-        {
-            let mut objects = callbacks.objects.bind(py).try_borrow_mut()?;
-            objects.recipe = former.recipe;
-            objects.group = former.group;
-        }
+        let own = callbacks.objects.bind(py).try_borrow_mut()?.replace(thread, given);
+        drop(own); // which may run anything, so nothing is borrowed meanwhile
         let updates = (self.enabled || self.calibrating) && !self.graph;
-        let due = state(py)?.dispatcher(py)?.0.autocast.exit(&former.region, updates);
+        let due = state(py)?.dispatcher(py)?.0.autocast.exit(&former, updates);
         if due != Due::Nothing {
             // Only calibration goes on without gradients, as when a trained model is calibrated.
             callbacks.update.bind(py).call1((due == Due::Ran, !self.enabled))?;
@@ -228,7 +258,7 @@ impl AutocastRegion {
 
 impl AutocastRegion {
     fn enter(&mut self, py: Python<'_>) -> PyResult<()> {
-        if self.former.is_some() {
+        if self.replaced.is_some() {
             let message = "an instance cannot be entered more than once concurrently";
             return Err(to_python(te_fast_core::Error::state("autocast", message)));
         }
@@ -242,11 +272,11 @@ impl AutocastRegion {
             recipe: native,
             group: group_number(self.group.as_ref()),
         };
-        let region = state(py)?.dispatcher(py)?.0.autocast.enter(&request).python()?;
-        let mut objects = callbacks.objects.bind(py).try_borrow_mut()?;
-        let recipe = std::mem::replace(&mut objects.recipe, recipe);
-        let group = std::mem::replace(&mut objects.group, self.group.as_ref().map(|group| group.clone_ref(py)));
-        self.former = Some(Former { region, recipe, group });
+        let former = state(py)?.dispatcher(py)?.0.autocast.enter(&request).python()?;
+        let given = Given { recipe, group: self.group.as_ref().map(|group| group.clone_ref(py)) };
+        let thread = thread_number();
+        let given = callbacks.objects.bind(py).try_borrow_mut()?.replace(thread, given);
+        self.replaced = Some(Replaced { former, thread, given });
         Ok(())
     }
 }
@@ -284,9 +314,12 @@ pub(crate) fn autocast_set(
     };
     let request = Request { enabled, calibrating, graph, recipe: native, group: group_number(group.as_ref()) };
     state(py)?.dispatcher(py)?.0.autocast.set(&request).python()?;
-    let mut objects = callbacks.objects.bind(py).try_borrow_mut()?;
-    objects.recipe = recipe;
-    objects.group = group;
+    let former = {
+        let mut objects = callbacks.objects.bind(py).try_borrow_mut()?;
+        let thread = objects.seen_thread();
+        objects.replace(thread, Given { recipe, group })
+    };
+    drop(former); // which may run anything
     Ok(())
 }
 
@@ -297,7 +330,7 @@ type OptionalObject = Option<Py<PyAny>>;
 pub(crate) fn autocast_objects(py: Python<'_>) -> PyResult<(OptionalObject, OptionalObject)> {
     let objects = callbacks(py)?.objects.bind(py).try_borrow()?;
     let clone = |object: &OptionalObject| object.as_ref().map(|object| object.clone_ref(py));
-    Ok((clone(&objects.recipe), clone(&objects.group)))
+    Ok(objects.seen().map_or((None, None), |given| (clone(&given.recipe), clone(&given.group))))
 }
 
 /// The recipe of the region in force; in a recomputation, of the one that it repeats.
@@ -309,9 +342,9 @@ pub(crate) fn autocast_recipe(py: Python<'_>) -> PyResult<NativeRecipe> {
 /// The region in force: (enabled, calibrating, graph, is first FP8 module, depth, epoch).
 #[pyfunction]
 pub(crate) fn autocast_region(py: Python<'_>) -> PyResult<(bool, bool, bool, bool, u32, u64)> {
-    let dispatcher = state(py)?.dispatcher(py)?;
-    let autocast = &dispatcher.0.autocast;
-    let region = autocast.current();
+    let mut dispatcher = state(py)?.dispatcher(py)?;
+    let autocast = &mut dispatcher.0.autocast;
+    let region = *autocast.current();
     let flags = (region.enabled, region.calibrating, region.graph, region.is_first_fp8_module);
     Ok((flags.0, flags.1, flags.2, flags.3, autocast.depth(), region.epoch))
 }
@@ -342,7 +375,8 @@ pub(crate) fn autocast_set_depth(py: Python<'_>, depth: u32) -> PyResult<()> {
 #[pyfunction]
 pub(crate) fn autocast_reset(py: Python<'_>) -> PyResult<()> {
     state(py)?.dispatcher(py)?.0.autocast.reset();
-    *callbacks(py)?.objects.bind(py).try_borrow_mut()? = Objects::default();
+    let former = std::mem::take(&mut *callbacks(py)?.objects.bind(py).try_borrow_mut()?);
+    drop(former);
     Ok(())
 }
 

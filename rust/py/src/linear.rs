@@ -5,7 +5,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyAnyMethods, PyBool, PyDict, PyDictMethods, PyTuple};
-use te_fast_core::autocast::Region;
+use te_fast_core::autocast::Former;
 use te_fast_core::layer::Microbatch;
 use te_fast_core::recipe::BackwardOverride;
 
@@ -225,9 +225,9 @@ fn forward<'py>(
         (handle.config, handle.last_region.as_ref().map(|region| region.epoch))
     };
     let (region, auto_pad, recompute) = {
-        let dispatcher = state.dispatcher(py)?;
-        let autocast = &dispatcher.0.autocast;
-        (*autocast.current(), dispatcher.0.auto_pad, autocast.recompute)
+        let mut dispatcher = state.dispatcher(py)?;
+        let region = *dispatcher.0.autocast.current();
+        (region, dispatcher.0.auto_pad, dispatcher.0.autocast.recompute)
     };
     if region.enabled && last_epoch != Some(region.epoch) {
         handle.try_borrow_mut()?.last_region = Some(region);
@@ -238,7 +238,7 @@ fn forward<'py>(
         && let Some(former) = recomputed_region(state, handle)?
     {
         let again = forward(state, module, attributes, input, is_first_microbatch);
-        state.dispatcher(py)?.0.autocast.restore(&former);
+        state.dispatcher(py)?.0.autocast.exit(&former, false);
         return again;
     }
     let overridden = region.recipe.backward_override != BackwardOverride::None; // runs a program
@@ -288,7 +288,7 @@ fn plain_linear<'py>(
 /// Activation checkpointing runs a forward again during backward, when the autocast region may be over: puts the
 /// region of the layer's last forward in force, and returns the one to go back to.
 #[cold]
-fn recomputed_region(state: &State, handle: &Bound<'_, LinearHandle>) -> PyResult<Option<Region>> {
+fn recomputed_region(state: &State, handle: &Bound<'_, LinearHandle>) -> PyResult<Option<Former>> {
     let py = handle.py();
     if state.torch.current_graph_task_id.bind(py).call0()?.extract::<i64>()? < 0 {
         handle.try_borrow_mut()?.last_region = None;
@@ -300,9 +300,7 @@ fn recomputed_region(state: &State, handle: &Bound<'_, LinearHandle>) -> PyResul
     if autocast.depth() != 0 {
         return Ok(None); // an enclosing region says what is wanted
     }
-    let former = *autocast.current();
-    autocast.restore(&region);
-    Ok(Some(former))
+    Ok(Some(autocast.repeat(&region)))
 }
 
 /// Sets delayed scaling up for the region, if this layer has not seen it, and for a phase of recomputation.
@@ -346,7 +344,7 @@ pub(crate) fn linear_apply<'py>(
     let state = state(module.py())?;
     handle.try_borrow_mut()?.version = version;
     let (region, recompute) = {
-        let dispatcher = state.dispatcher(module.py())?;
+        let mut dispatcher = state.dispatcher(module.py())?;
         (*dispatcher.0.autocast.current(), dispatcher.0.autocast.recompute)
     };
     if region.recipe.is_delayed() {

@@ -4,7 +4,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyAnyMethods, PyBool, PyDict, PyDictMethods, PyTuple};
 use te_fast_core::Error;
-use te_fast_core::autocast::Region;
+use te_fast_core::autocast::Former;
 
 use crate::error::{IntoPython, is_a, named};
 use crate::linear::{Bits, can_skip_module_call};
@@ -52,7 +52,7 @@ fn apply_in_region<'py>(
     };
     if let Some(former) = recomputed_region(state, program)? {
         let again = run();
-        state.dispatcher(x.py())?.0.autocast.restore(&former);
+        state.dispatcher(x.py())?.0.autocast.exit(&former, false);
         return again;
     }
     run()
@@ -132,7 +132,7 @@ pub(crate) fn program_module_call<'py>(
 /// Activation checkpointing runs a forward again during backward, when the autocast region may be over: puts the
 /// region of the chain's last forward in force, and returns the one to go back to.
 #[inline]
-fn recomputed_region(state: &State, program: &Bound<'_, ProgramHandle>) -> PyResult<Option<Region>> {
+fn recomputed_region(state: &State, program: &Bound<'_, ProgramHandle>) -> PyResult<Option<Former>> {
     let py = program.py();
     let Some(region) = program.try_borrow()?.last_region else { return Ok(None) };
     let mut dispatcher = state.dispatcher(py)?;
@@ -145,9 +145,7 @@ fn recomputed_region(state: &State, program: &Bound<'_, ProgramHandle>) -> PyRes
         return Ok(None);
     }
     dispatcher = state.dispatcher(py)?;
-    let former = *dispatcher.0.autocast.current();
-    dispatcher.0.autocast.restore(&region);
-    Ok(Some(former))
+    Ok(Some(dispatcher.0.autocast.repeat(&region)))
 }
 
 fn apply<'py>(
@@ -375,7 +373,7 @@ pub(crate) fn program_run_forward<'py>(
     let former = recomputed_region(state, program)?;
     let done = call.run();
     if let Some(former) = former {
-        state.dispatcher(py)?.0.autocast.restore(&former);
+        state.dispatcher(py)?.0.autocast.exit(&former, false);
     }
     let mut done = done?;
     let (y, outputs) = (done.y.clone(), PyTuple::new(py, &done.extra_outputs)?);
