@@ -178,6 +178,27 @@ def test_sort_chunks_edges():
         )
 
 
+@pytest.mark.parametrize("wants_grad", [False, True])
+def test_tensors_of_other_ranks_are_named(wants_grad):
+    """Also where a gradient is wanted, whose node looks at the shapes first."""
+    for shape in ((), (4,), (2, 2, 4)):
+        x = torch.ones(shape, requires_grad=wants_grad)
+        with pytest.raises(ShapeError, match="inp must be of two dimensions"):
+            te.moe_sort_chunks_by_index_with_probs(
+                x, torch.ones(4), torch.tensor([4]), torch.tensor([0])
+            )
+    for module, splits in ((te.Fp8Padding(1, 4), [1]), (te.Fp8Unpadding(1, 4), [1])):
+        with pytest.raises(ShapeError, match="without dimensions"):
+            module(torch.ones((), requires_grad=wants_grad), splits)
+        for form in (splits, torch.tensor(splits)):
+            with pytest.raises(ShapeError, match="num_out_tokens must not be negative"):
+                module(torch.ones(4, 4, requires_grad=wants_grad), form, num_out_tokens=-1)
+    row, _ = te.Fp8Padding(1, 4)(torch.ones(3, requires_grad=wants_grad), [1])
+    assert torch.equal(row, torch.tensor([[1.0], [0.0], [0.0], [0.0]]).expand(4, 3))
+    with pytest.raises(ShapeError, match="routing_map must be of two dimensions"):
+        te.moe_permute(torch.ones(0, 4), torch.ones(4, dtype=torch.bool))
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     splits=st.lists(st.integers(0, 40), min_size=1, max_size=30),

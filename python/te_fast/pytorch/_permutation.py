@@ -308,6 +308,9 @@ def move_rows(
     rows: int,
 ) -> Any:
     """Move rows in segments: rows, probabilities and, for padding by a tensor, the padded splits."""
+    if rows < 0:
+        msg = f"Fp8Padding: num_out_tokens must not be negative, got {rows}"
+        raise ShapeError(msg)
     if _is_compiling():
         return compiled.move(inp, probs, splits, index, mode, align, rows)
     if _wants_grad(inp, probs):

@@ -25,7 +25,12 @@ _align_of_recipe._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _matrix(inp: torch.Tensor) -> torch.Tensor:
-    return inp if inp.dim() == 2 else inp.reshape(-1, inp.size(-1))
+    if inp.dim() == 2:
+        return inp
+    if inp.dim() == 0:
+        msg = "Fp8Padding: inp must be (rows, hidden), got a tensor without dimensions"
+        raise ShapeError(msg)
+    return inp.reshape(inp.shape[:-1].numel(), inp.size(-1))
 
 
 class _Aligned(torch.nn.Module):

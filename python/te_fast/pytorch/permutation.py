@@ -436,6 +436,8 @@ def _empty_map(
     inp: torch.Tensor, routing_map: torch.Tensor, *, index: bool = False
 ) -> torch.Tensor:
     """Row map of no rows: all tokens without an expert."""
+    if routing_map.dim() != 2:
+        _refuse_rank("moe_permute", "routing_map", routing_map, 2)
     tokens, columns = routing_map.shape
     size = (tokens * columns,) if index else (tokens, 2 * columns + 1)
     return torch.full(size, -1 if index else 0, dtype=torch.int32, device=inp.device)
@@ -473,6 +475,8 @@ def _nothing_to_merge(
 
 
 def _on_device(inp: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    if inp.dim() != 2:
+        _refuse_rank("moe_sort_chunks_by_index", "inp", inp, 2)
     if tensors[0].numel() != tensors[1].numel():
         msg = (
             f"moe_sort_chunks_by_index: sorted_index must have {tensors[0].numel()} entries, one per "
