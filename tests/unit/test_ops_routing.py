@@ -81,6 +81,23 @@ def test_adding_in_place_leaves_what_a_channel_brings(front, between):
     assert torch.equal(x, before)
 
 
+def test_what_is_added_to_in_place_is_known_to_torch(between):
+    """A backward that needs what the extra input was before raises, instead of a wrong gradient."""
+    x = leaf(4, 16)
+    chain = ops.Sequential(
+        ops.Linear(16, 16, device="cpu"), *between, ops.AddExtraInput(in_place=True)
+    )
+    kept = x.exp()  # whose backward needs its result
+    y = chain(leaf(4, 16, seed=1), kept)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    free = x * 2.0
+    chain(leaf(4, 16, seed=1), free).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+    with torch.inference_mode():
+        chain(torch.ones(4, 16), torch.ones(4, 16))
+
+
 def test_hidden_output_without_consumer():
     make = ops.MakeExtraOutput()
     make.set_extra_output_channel(0, "c", output_to_caller=False)

@@ -174,10 +174,22 @@ impl<'py> Call<'_, 'py> {
         let memory = external.memory(state.pointer(scratch.as_ref())?);
         let skip = state.pointer(flag.filter(|_| skips))?;
         self.launch(&compiled, &bindings, &prepared, (place, memory), skip)?;
+        self.note_writes(extras)?;
         let skippable = flag.is_some();
         let weights = self.keep(prepared, place, capturing, skippable)?;
         let params = self.params.iter().map(Bound::clone).collect();
         Ok(Done { y, extra_outputs, saved, compiled, shapes, params, weights, skippable })
+    }
+
+    /// Tells torch of what was written in place, so that a backward that needs what was there before raises.
+    #[inline]
+    fn note_writes(&self, extras: &[Bound<'py, PyAny>]) -> PyResult<()> {
+        for index in self.handle.try_borrow()?.chain.written_extra_inputs() {
+            let py = self.x.py();
+            let module = py.import(intern!(py, "torch.autograd.graph"))?;
+            module.call_method1(intern!(py, "increment_version"), (&extras[index],))?;
+        }
+        Ok(())
     }
 
     /// The compiled program for these tensors.

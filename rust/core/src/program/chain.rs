@@ -174,6 +174,12 @@ impl Chain {
         self.extra_outputs
     }
 
+    /// The extra inputs whose memory forward writes to.
+    pub fn written_extra_inputs(&self) -> impl Iterator<Item = usize> + '_ {
+        let in_place = |link: &&Link| matches!(link.op, Op::AddExtraInput { in_place: true });
+        self.links.iter().filter(in_place).map(|link| link.extra_input)
+    }
+
     /// Linear ops.
     #[must_use]
     pub const fn linears(&self) -> usize {
