@@ -462,6 +462,24 @@ def test_checkpoint_keeps_the_scales():
     assert torch.equal(infer(other, recipe), infer(chain, recipe))
 
 
+@pytest.mark.parametrize("loads", [1, 2])
+def test_checkpoint_of_an_op_without_parameters(loads):
+    """It does not know its device before it runs; the linear op in front makes its scales, too."""
+    chain, other = (
+        ops.Sequential(ops.Linear(64, 48, device="cpu"), ops.Quantize(backward=True))
+        for _ in range(2)
+    )
+    recipe = DelayedScaling(amax_history_len=4)
+    for number in range(2):
+        step(chain, leaf(16, 64, seed=number), leaf(16, 48, seed=7).detach(), recipe)
+    for _ in range(loads):
+        other.load_state_dict(chain.state_dict())
+    for got, want in zip(scales(other[1]), scales(chain[1]), strict=True):
+        assert torch.equal(got, want)
+        assert (got != 1).all()
+    assert torch.equal(infer(other, recipe), infer(chain, recipe))
+
+
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
 )

@@ -64,7 +64,8 @@ class RecipeStateModule(torch.nn.Module):
     def _use(self, meta: dict[str, Any], mode: str, key: str, count: int) -> None:
         state, device = meta.get(key), self._state_device()
         if state is not None:
-            state.to(device)
+            if device is not None:  # an op without parameters learns it in its first forward
+                state.to(device)
             state.use(meta["recipe"], meta["fp8_group"])
             return
         meta[key] = DelayedScalingRecipeState(
