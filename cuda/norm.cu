@@ -162,13 +162,14 @@ __device__ float norm_rows(const NormParams& p, Shared& shared, uint4* dynamic) 
     return amax;
 }
 
-// Statistics of a row of any length and alignment; with a residual the sum is stored on the way.
+// Statistics of a row of any length and alignment, of which `cols` columns are read: all, or none by a team that has no
+// row but meets the others' barriers. With a residual the sum is stored on the way.
 template <bool kVectors, Floating In>
-__device__ Stats read_stats(const NormParams& p, size_t row, Team& team, Shared& shared) {
+__device__ Stats read_stats(const NormParams& p, size_t row, size_t cols, Team& team, Shared& shared) {
     const size_t first = row * p.cols, step = 8 * team.threads;
     const void* from = p.residual == nullptr ? p.x : p.sum;
     float mean[1] = {}, squares[1] = {};
-    for (size_t col = 8 * team.rank; col < p.cols; col += step) {
+    for (size_t col = 8 * team.rank; col < cols; col += step) {
         const int width = width_at(col, p.cols);
         Raw8<In> raw = load_part<kVectors, In>(p.x, first + col, width);
         if (p.residual != nullptr) {
@@ -179,7 +180,7 @@ __device__ Stats read_stats(const NormParams& p, size_t row, Team& team, Shared&
     }
     const float total = team.sum<1>(mean, shared);
     mean[0] = p.rms != 0 ? 0.0f : total / static_cast<float>(p.cols);
-    for (size_t col = 8 * team.rank; col < p.cols; col += step) {
+    for (size_t col = 8 * team.rank; col < cols; col += step) {
         const int width = width_at(col, p.cols);
         add_squares8<kVectors, In>(load_part<kVectors, In>(from, first + col, width), mean[0], width, squares[0]);
     }
@@ -197,9 +198,13 @@ __device__ float norm_again(const NormParams& p, Shared& shared, uint4* dynamic)
     const float scale = p.scale == nullptr ? 0.0f : *p.scale;
     float amax = 0.0f;
     for (size_t row0 = blockIdx.x * static_cast<size_t>(p.strip); row0 < end; row0 += stride) {
-        for (uint32_t i = team.id; i < p.strip && row0 + i < p.rows; i += teams) {
-            const Stats stats = read_stats<kVectors, In>(p, row0 + i, team, shared);
-            if (team.rank == 0) {
+        // Teams pass their barriers equally often: tools that look for races count them.
+        const uint32_t rows = static_cast<uint32_t>(min(static_cast<size_t>(p.strip), p.rows - min(p.rows, row0)));
+        for (uint32_t first = 0; first < rows; first += teams) {
+            const uint32_t i = first + team.id;
+            const bool mine = i < rows;
+            const Stats stats = read_stats<kVectors, In>(p, row0 + i, mine ? p.cols : 0, team, shared);
+            if (mine && team.rank == 0) {
                 store_stats(p, row0 + i, stats);
                 shared.mean[i] = stats.mean;
                 shared.rstd[i] = stats.rstd;
