@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ class Reductions:
 
     def __init__(self, monkeypatch):
         self.seen = []
+        # Layers of other tests may still live.
+        monkeypatch.setattr(_delayed, "_states", WeakValueDictionary())
         monkeypatch.setattr(_delayed, "_is_initialized", lambda: True)
         monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
         monkeypatch.setattr(dist, "all_reduce", self.all_reduce)

@@ -138,8 +138,17 @@ def unpack(state: torch.Tensor | io.BytesIO | None, *, layer: str) -> ExtraState
         raise StateError(message) from error
 
 
+def _is_placeholder(state: Any) -> bool:
+    """Tell what ``torch.distributed.checkpoint.state_dict`` passes for a state that a checkpoint lacks."""
+    kind = type(state)
+    return (kind.__module__, kind.__name__) == (
+        "torch.distributed.checkpoint.state_dict",
+        "_EXTRA_STATE",
+    )
+
+
 def _data_of(state: torch.Tensor | io.BytesIO | None) -> bytes:
-    if state is None:
+    if state is None or _is_placeholder(state):
         return b""
     if isinstance(state, io.BytesIO):
         return state.getvalue()

@@ -159,10 +159,15 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, and make the native half anew if it depends on that."""
-        is_read = name in self._CONSTANTS and any(part in self.__dict__ for part in self._NATIVE)
+        is_constant, is_tensor = name in self._CONSTANTS, isinstance(value, torch.Tensor)
+        is_read = (is_constant or is_tensor) and any(part in self.__dict__ for part in self._NATIVE)
         former: Any = self.__dict__.get(name)
         super().__setattr__(name, value)
         if not is_read:
+            return
+        if is_tensor:
+            # FSDP takes parameters away and brings them back, with other values at the same address and version.
+            self._drop_weight_cache()
             return
         try:
             self._make_native()

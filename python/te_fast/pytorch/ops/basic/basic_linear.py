@@ -145,6 +145,12 @@ class BasicLinear(BasicOperation):
     def _recipe_state_changed(self) -> None:
         self._handle.drop_slots()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a weight that FSDP brings back may have other values, at the same address and version."""
+        super().__setattr__(name, value)
+        if isinstance(value, torch.Tensor) and "_handle" in self.__dict__:
+            self._handle.drop_weight_cache()
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Forget what was quantised: ``.to()`` and its kin exchange the weight's memory."""
         result = super()._apply(fn, recurse)

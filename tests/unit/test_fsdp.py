@@ -1,0 +1,117 @@
+"""FSDP2: parameters that are gathered into memory of their own before a forward, unseen by torch's version counters."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import te_fast.pytorch as te
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+
+_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+on_the_cpu = pytest.mark.skipif(
+    _VERSION < (2, 11) or not dist.is_gloo_available(),
+    reason="needs gloo, and an FSDP2 that runs without a GPU (2.6's does not)",
+)
+
+RECIPES = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling)
+LAYERS = {
+    "Linear": lambda: te.Linear(32, 32, device="cpu"),
+    "split": lambda: te.Linear(32, 32, parameters_split=("a", "b"), device="cpu"),
+    "LayerNormLinear": lambda: te.LayerNormLinear(32, 32, device="cpu"),
+    "LayerNormMLP": lambda: te.LayerNormMLP(32, 64, device="cpu"),
+    "ops.Linear": lambda: te.ops.Linear(32, 32, device="cpu"),
+    "ops.Sequential": lambda: te.ops.Sequential(te.ops.Linear(32, 32, device="cpu"), te.ops.GELU()),
+}
+X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+
+every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def group(tmp_path_factory):
+    path = tmp_path_factory.mktemp("fsdp") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def run(module, recipe):
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        return module(X)
+
+
+def sharded(module, **options):
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(torch.nn.Sequential(module), **options)
+
+
+@on_the_cpu
+@every_layer
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_that_change_while_sharded_are_quantised_again(group, make, reshard, recipe):
+    torch.manual_seed(0)
+    layer = make()
+    plain = copy.deepcopy(layer)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(-1.5)
+    module = sharded(layer, reshard_after_forward=reshard)
+    first = recipe()
+    for _ in range(3):
+        run(module, first)
+    module.reshard()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.to_local().mul_(-1.5)
+    got, expected = run(module, first), run(plain, recipe())
+    if recipe is DelayedScaling:  # evaluation leaves the scales as they are
+        assert [scale.item() for scale in _scales(module)] == [1.0] * len(_scales(module))
+    assert torch.equal(got, expected)
+
+
+def _scales(module):
+    metas = [getattr(part, "fp8_meta", None) or {} for part in module.modules()]
+    return [scale for meta in metas if "scaling_fwd" in meta for scale in meta["scaling_fwd"].scale]
+
+
+@on_the_cpu
+@every_layer
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("options", [{}, {"full_state_dict": True}], ids=["sharded", "full"])
+def test_states_of_distributed_checkpoints(group, make, recipe, options):
+    from torch.distributed.checkpoint import state_dict as states
+
+    torch.manual_seed(0)
+    saved, loaded = sharded(make()), sharded(make())
+
+    def train(module):
+        with te.autocast(enabled=recipe is not None, recipe=recipe and recipe()):
+            module(X).sum().backward()
+
+    train(saved)
+    chosen = states.StateDictOptions(**options)
+    state = states.get_model_state_dict(saved, options=chosen)
+    states.set_model_state_dict(loaded, state, options=chosen)
+    with torch.no_grad(), te.autocast(enabled=recipe is not None, recipe=recipe and recipe()):
+        assert torch.equal(loaded(X), saved(X))
+
+
+@pytest.mark.parametrize("layer", [te.Linear, te.LayerNormLinear, te.LayerNormMLP])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_weight_that_was_away_is_quantised_again(layer, recipe):
+    """What FSDP does, without it: the parameter leaves, its memory is written, it comes back."""
+    module, first = layer(32, 32, device="cpu"), recipe()
+    for _ in range(2):
+        run(module, first)
+    names = [name for name, parameter in module.named_parameters() if parameter.dim() == 2]
+    assert names
+    for name in names:
+        parameter = getattr(module, name)
+        setattr(module, name, torch.nn.Parameter(torch.zeros_like(parameter)))
+        parameter.data.mul_(-1.5)
+        setattr(module, name, parameter)
+    assert torch.equal(run(module, first), run(copy.deepcopy(module), recipe()))
