@@ -268,6 +268,19 @@ def test_weights_are_cached_over_microbatches(recipe):
     assert casts[4] == 2
 
 
+def test_first_microbatches_are_told_by_truth(between):
+    """By anything that is true or false, from the first call on, as layers are."""
+    chain, _ = linears(*between)
+    x = torch.randn(16, 64, dtype=torch.bfloat16)
+    casts = []
+    for is_first in (1, 0, torch.tensor(False), torch.tensor(True)):
+        dispatch.reset_counters()
+        with te.autocast(recipe=Float8CurrentScaling()), torch.no_grad():
+            chain(x, is_first_microbatch=is_first)
+        casts.append(dispatch.counters()["weight_casts"])
+    assert casts == [2, 0, 0, 2]
+
+
 def test_an_optimizer_step_renews_cached_weights(recipe):
     chain, layers = linears()
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (chain, layers)]

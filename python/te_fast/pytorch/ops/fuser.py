@@ -224,6 +224,8 @@ class OperationFuser:
             Output; with extra outputs, and those.
         """
         self._check(input, extra_inputs, basic_op_kwargs)
+        if is_first_microbatch is not None:
+            is_first_microbatch = bool(is_first_microbatch)
         arguments = (input, extra_inputs, basic_op_kwargs, is_first_microbatch)
         former = None if self._last_region is None else self._repeat_region()
         if former is None:
