@@ -81,6 +81,17 @@ def test_adding_in_place_leaves_what_a_channel_brings(front, between):
     assert torch.equal(x, before)
 
 
+def test_gradients_that_channels_bring_are_not_added_to_in_place(between):
+    """Two sums give both channels the very gradient that came in."""
+    makes = [ops.MakeExtraOutput(in_place=True) for _ in range(2)]
+    adds = [ops.AddExtraInput() for _ in range(2)]
+    for number, (make, add) in enumerate(zip(makes, adds, strict=True)):
+        make.set_extra_output_channel(0, f"c{number}", output_to_caller=False)
+        add.set_extra_input_channel(0, f"c{number}")
+    module = ops.Sequential(*makes, ops.GELU(), *between, *adds)
+    compare(module, lambda x: ref.gelu(x) + x + x, [leaf(4, 16)])
+
+
 def test_what_is_added_to_in_place_is_known_to_torch(between):
     """A backward that needs what the extra input was before raises, instead of a wrong gradient."""
     x = leaf(4, 16)

@@ -119,7 +119,7 @@ class MakeExtraOutput(ExtraTensorOperation):
     ----------
     in_place : bool, default = False
         Add the gradients into that of the extra output, which nobody else must need. Fusions may
-        do so.
+        do so. What comes back through a channel is left as it is: several may bring one tensor.
     """
 
     num_extra_outputs = 1
@@ -129,7 +129,7 @@ class MakeExtraOutput(ExtraTensorOperation):
         self._in_place = in_place
 
     def _append_to(self, program: Any, label: str) -> None:
-        program.make_extra_output(label, self._in_place)
+        program.make_extra_output(label, self._in_place and not self._extra_output_channels)
 
     def fuser_forward(
         self,
@@ -152,7 +152,8 @@ class MakeExtraOutput(ExtraTensorOperation):
         (extra,) = basic_op_grad_extra_outputs[0]
         if extra is None:
             return grad_output, [()], [()]
-        if self._in_place and extra.is_contiguous() and extra.dtype == grad_output.dtype:
+        in_place = self._in_place and not self._extra_output_channels
+        if in_place and extra.is_contiguous() and extra.dtype == grad_output.dtype:
             return extra.add_(grad_output), [()], [()]
         return grad_output + extra, [()], [()]
 
