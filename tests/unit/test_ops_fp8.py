@@ -268,6 +268,16 @@ def test_weights_are_cached_over_microbatches(recipe):
     assert casts[4] == 2
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_bias_behind_an_identity_gets_its_gradient(recipe, frozen):
+    """The gradient's cast does not sum it there; it was memory that nobody had written."""
+    linear, bias = ops.BasicLinear(64, 48, device="cpu"), ops.Bias(48, device="cpu")
+    linear.weight.requires_grad_(not frozen)
+    x, grad = leaf(16, 64), leaf(16, 48, seed=7).detach()
+    step(ops.Sequential(linear, ops.AllReduce(), bias), x, grad, recipe)
+    close(bias.bias.grad, grad.double().sum(0), 1e-6)
+
+
 def test_first_microbatches_are_told_by_truth(between):
     """By anything that is true or false, from the first call on, as layers are."""
     chain, _ = linears(*between)

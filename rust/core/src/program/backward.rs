@@ -196,7 +196,8 @@ impl Compiler<'_> {
         if !out.is_some() || grad.quantized.is_some() {
             return Ok(()); // an activation's backward has summed it already
         }
-        if let Some((_, Op::Linear { .. })) = self.op_before(index) {
+        // The linear op's plans know of a bias right behind it, not of one behind an identity.
+        if index > 0 && matches!(self.facts.chain.links()[index - 1].op, Op::Linear { .. }) {
             let linear = &self.facts.linears[link.linear - 1];
             if linear.quantized.as_ref().is_some_and(|quantized| quantized.dy.is_some()) {
                 self.bias_grad = out; // the quantisation of the gradient sums it
