@@ -321,7 +321,7 @@ def linear_backward_dw(
 ) -> Tensor | None: ...
 def linear_call(
     module: Any,
-    inp: Any = None,
+    inp: Any = ...,
     is_first_microbatch: Any = None,
     fp8_output: Any = None,
     fp8_grad: Any = None,
@@ -395,7 +395,7 @@ def program_grads_of_nothing(
 ) -> tuple[Tensor | None, ...]: ...
 def program_layer_call(
     module: Any,
-    inp: Any = None,
+    inp: Any = ...,
     is_first_microbatch: Any = None,
     fp8_output: Any = None,
     fp8_grad: Any = None,
@@ -404,7 +404,7 @@ def program_layer_call(
 def program_layer_forward(module: Any, inp: Any, is_first_microbatch: Any = None) -> Any: ...
 def program_module_call(
     module: Any,
-    input: Any = None,
+    input: Any = ...,
     *extra_inputs: Tensor,
     is_first_microbatch: bool | None = None,
     **others: Any,

@@ -7,6 +7,7 @@ import torch
 import torch.fx
 
 import te_fast.pytorch as te
+from te_fast import TeFastError
 
 _CLASSES = {
     "Linear": (te.Linear, (32, 32), {"device": "cpu"}),
@@ -101,6 +102,16 @@ def test_a_call_without_input_is_a_type_error_of_forward(name, keywords):
     layer = base(*arguments, **options)
     with pytest.raises(TypeError, match=r"forward\(\)"):
         layer(**keywords)
+
+
+@every_class
+def test_none_is_no_tensor_and_says_so(name):
+    base, arguments, options = _CLASSES[name]
+    layer = base(*arguments, **options)
+    for call in (lambda: layer(None), lambda: layer.forward(None)):
+        with pytest.raises(TeFastError, match="NoneType") as caught:
+            call()
+        assert isinstance(caught.value, TypeError)
 
 
 class _LeafTracer(torch.fx.Tracer):

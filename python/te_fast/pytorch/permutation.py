@@ -45,8 +45,8 @@ def moe_permute(
     inp : torch.Tensor
         Rows ``(tokens, hidden)`` in FP32, FP16 or BF16.
     routing_map : torch.Tensor
-        For ``map_type='mask'`` ``(tokens, experts)``, bool or integer: nonzero routes the token to the
-        expert. For ``'index'`` ``(tokens, top_k)`` int32: expert ids, up to 1023; others are not routed.
+        For ``map_type='mask'`` ``(tokens, experts)``, bool or an integer type of 8, 32 or 64 bits: nonzero
+        routes the token. For ``'index'`` ``(tokens, top_k)`` int32: expert ids, up to 1023, others go nowhere.
     num_out_tokens : int, default = -1
         Rows of the result. With a mask, -1 and None count them, which synchronises once; with an index,
         None, 0 and less mean ``tokens * top_k``. Rows that do not fit are dropped and not in ``row_id_map``.
@@ -93,7 +93,7 @@ def moe_permute_with_probs(
     probs : torch.Tensor
         Probabilities ``(tokens, experts)`` in FP32, FP16, BF16 or FP64.
     routing_map : torch.Tensor
-        Mask ``(tokens, experts)``, bool or integer.
+        Mask ``(tokens, experts)``, bool or an integer type of 8, 32 or 64 bits.
     num_out_tokens : int, default = -1
         Rows of the result; -1 and None count them, which synchronises once.
 
@@ -131,7 +131,7 @@ def moe_permute_and_pad_with_probs(
     probs : torch.Tensor
         Probabilities ``(tokens, experts)`` in FP32, FP16, BF16 or FP64.
     routing_map : torch.Tensor
-        Mask ``(tokens, experts)``, bool or integer.
+        Mask ``(tokens, experts)``, bool or an integer type of 8, 32 or 64 bits.
     tokens_per_expert : torch.Tensor or sequence of int
         Tokens that each expert takes, ``(experts,)``. On the CPU, or as a list, it tells the size of the
         result without a synchronisation; on the GPU it costs one, unless ``num_out_tokens`` is given.
@@ -207,7 +207,7 @@ def moe_permute_and_quantize(
     probs : torch.Tensor or None
         Probabilities ``(tokens, experts)`` that move along; slots of probability 0 become zero rows.
     routing_map : torch.Tensor
-        Mask ``(tokens, experts)``, bool or integer.
+        Mask ``(tokens, experts)``, bool or an integer type of 8, 32 or 64 bits.
     num_out_tokens : int
         Capacity: rows of the result.
     align_size : int, default = 0
