@@ -21,7 +21,8 @@ pub fn thread_number() -> u64 {
 pub struct Former {
     /// The region that was in force.
     pub region: Region,
-    thread: u64,
+    /// [`thread_number`] of that thread.
+    pub thread: u64,
 }
 
 /// The regions of one thread.
@@ -30,21 +31,26 @@ pub(crate) struct Scope {
     thread: u64,
     /// The innermost one.
     pub(crate) region: Region,
-    /// Regions entered and not left.
+    /// Regions entered and not left, those that the thread began inside of with them.
     pub(crate) depth: u32,
-    /// The thread began with what it saw of another, and ends with its last region.
-    borrowed: bool,
+    /// The thread began inside of so many regions of another, and ends with its last own one.
+    borrowed: Option<u32>,
 }
 
 impl Scope {
-    const IDLE: Self = Self { thread: 0, region: Region::HIGH_PRECISION, depth: 0, borrowed: false };
+    const IDLE: Self = Self { thread: 0, region: Region::HIGH_PRECISION, depth: 0, borrowed: None };
 
     fn is_idle(&self) -> bool {
         self.depth == 0 && self.region.epoch == 0
     }
 
+    /// Set without a region having been entered, or left.
+    fn is_nobodys(&self) -> bool {
+        self.thread == 0 || self.is_idle()
+    }
+
     fn is_over(&self) -> bool {
-        self.depth == 0 && (self.borrowed || self.region.epoch == 0)
+        self.is_idle() || self.borrowed.is_some_and(|begun| self.depth <= begun)
     }
 
     /// What to go back to.
@@ -75,11 +81,11 @@ impl Scopes {
 
     #[cold]
     fn seen_of_many(&mut self) -> &mut Scope {
-        if self.find(thread_number()) || !self.top.borrowed {
+        if self.find(thread_number()) || self.top.borrowed.is_none() {
             return &mut self.top;
         }
         let Self { top, others } = self;
-        others.iter_mut().find(|scope| !scope.borrowed).unwrap_or(top)
+        others.iter_mut().find(|scope| scope.borrowed.is_none()).unwrap_or(top)
     }
 
     /// This thread's own scope; a new one begins with what the thread sees.
@@ -97,11 +103,12 @@ impl Scopes {
     #[inline]
     fn of(&mut self, thread: u64) -> &mut Scope {
         if self.top.thread != thread && !self.find(thread) {
-            let seen = if self.top.is_idle() { Scope::IDLE } else { *self.seen() };
-            let new = Scope { thread, depth: 0, borrowed: !seen.is_idle(), ..seen };
-            let former = std::mem::replace(&mut self.top, new);
-            if !former.is_idle() {
-                self.others.push(former);
+            if self.top.is_nobodys() {
+                self.top.thread = thread;
+            } else {
+                let seen = *self.seen();
+                let own = Scope { thread, borrowed: Some(seen.depth), ..seen };
+                self.others.push(std::mem::replace(&mut self.top, own));
             }
         }
         &mut self.top
@@ -123,8 +130,15 @@ impl Scopes {
         if !self.others.is_empty() {
             self.others.retain(|scope| !scope.is_over());
         }
-        if self.top.is_over() && (self.top.borrowed || !self.others.is_empty()) {
+        if self.top.is_over() && (self.top.borrowed.is_some() || !self.others.is_empty()) {
             self.top = self.others.pop().unwrap_or(Scope::IDLE);
+        }
+        if let Some(depth) = self.top.borrowed
+            && self.others.iter().all(|scope| scope.borrowed.is_some())
+        {
+            // Whose regions it began inside of has left them: its own are the outermost now.
+            self.top.depth = self.top.depth.saturating_sub(depth);
+            self.top.borrowed = Some(0);
         }
     }
 }

@@ -202,11 +202,13 @@ fn a_thread_that_has_entered_no_region_is_in_that_of_another() {
     assert_eq!(elsewhere(&mut state, |state| (*state.current(), state.depth())), (inside, 1));
     assert!(elsewhere(&mut state, AutocastState::take_first_fp8_module));
     assert!(!state.take_first_fp8_module());
-    // A region of its own inside of that one.
+    // A region of its own inside of that one, which is not the outermost.
+    let slots = slots_of(&mut state, Direction::Forward, Recipe::DELAYED);
+    state.mark_ran(&slots);
     let seen = elsewhere(&mut state, |state| {
         let former = state.enter(&BLOCK).unwrap();
         let own = state.current().recipe;
-        assert_eq!(state.exit(&former, true), Due::Nothing);
+        assert_eq!((state.depth(), state.exit(&former, true)), (2, Due::Nothing));
         (own, state.current().recipe)
     });
     assert_eq!(seen, (Recipe::BLOCK, Recipe::DELAYED));
@@ -222,10 +224,12 @@ fn threads_do_not_leave_each_others_regions() {
     let theirs = elsewhere(&mut state, |state| state.enter(&BLOCK).unwrap());
     assert_eq!(state.current().recipe, Recipe::DELAYED);
     state.exit(&mine, false);
-    // Their region is still in force, and not theirs alone: nobody else is in one.
+    // Their region is still in force, and not theirs alone: nobody else is in one, so that it is the outermost.
     assert_eq!((state.current().recipe, state.depth()), (Recipe::BLOCK, 1));
+    let slots = slots_of(&mut state, Direction::Forward, Recipe::DELAYED);
+    state.mark_ran(&slots);
     // A region may be left by another thread than the one that entered it.
-    state.exit(&theirs, false);
+    assert_eq!(state.exit(&theirs, true), Due::Ran);
     assert_eq!((state.current().epoch, state.depth()), (0, 0));
 
     let theirs = elsewhere(&mut state, |state| state.enter(&BLOCK).unwrap());
@@ -234,6 +238,27 @@ fn threads_do_not_leave_each_others_regions() {
     assert_eq!((state.current().recipe, state.depth()), (Recipe::DELAYED, 1));
     state.exit(&mine, false);
     assert_eq!((state.current().epoch, state.depth()), (0, 0));
+}
+
+#[test]
+fn what_was_set_without_a_region_is_what_the_next_one_is_in() {
+    let mut state = AutocastState::default();
+    let slots = slots_of(&mut state, Direction::Forward, Recipe::DELAYED);
+    state.set(&ON).unwrap();
+    state.set_depth(1);
+    let former = state.enter(&BLOCK).unwrap();
+    state.mark_ran(&slots);
+    assert_eq!((state.depth(), state.exit(&former, true)), (2, Due::Nothing));
+    assert_eq!((state.current().recipe, state.depth()), (Recipe::DELAYED, 1));
+    // So is that of another thread, as backward's is where a forward is run again.
+    let due = elsewhere(&mut state, |state| {
+        let former = state.enter(&BLOCK).unwrap();
+        state.exit(&former, true)
+    });
+    assert_eq!((due, state.depth()), (Due::Nothing, 1));
+    state.set_depth(0);
+    state.set(&OFF).unwrap();
+    assert_eq!(state.current().epoch, 0);
 }
 
 #[test]

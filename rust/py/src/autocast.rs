@@ -188,11 +188,10 @@ fn group_number(group: Option<&Py<PyAny>>) -> u64 {
     group.map_or(0, |group| group.as_ptr() as u64)
 }
 
-/// What a region replaced, and in which thread.
+/// What a region replaced.
 #[derive(Debug)]
 struct Replaced {
     former: Former,
-    thread: u64,
     given: Given,
 }
 
@@ -240,11 +239,11 @@ impl AutocastRegion {
     /// Puts the former region back in force, and updates the forward scales that are due.
     #[pyo3(signature = (*_exception))]
     fn __exit__(&mut self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        let Some(Replaced { former, thread, given }) = self.replaced.take() else {
+        let Some(Replaced { former, given }) = self.replaced.take() else {
             return Err(to_python(te_fast_core::Error::state("autocast", "left without having been entered")));
         };
         let callbacks = callbacks(py)?;
-        let own = callbacks.objects.bind(py).try_borrow_mut()?.replace(thread, given);
+        let own = callbacks.objects.bind(py).try_borrow_mut()?.replace(former.thread, given);
         drop(own); // which may run anything, so nothing is borrowed meanwhile
         let updates = (self.enabled || self.calibrating) && !self.graph;
         let due = state(py)?.dispatcher(py)?.0.autocast.exit(&former, updates);
@@ -274,9 +273,8 @@ impl AutocastRegion {
         };
         let former = state(py)?.dispatcher(py)?.0.autocast.enter(&request).python()?;
         let given = Given { recipe, group: self.group.as_ref().map(|group| group.clone_ref(py)) };
-        let thread = thread_number();
-        let given = callbacks.objects.bind(py).try_borrow_mut()?.replace(thread, given);
-        self.replaced = Some(Replaced { former, thread, given });
+        let given = callbacks.objects.bind(py).try_borrow_mut()?.replace(former.thread, given);
+        self.replaced = Some(Replaced { former, given });
         Ok(())
     }
 }

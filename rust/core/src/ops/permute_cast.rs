@@ -197,7 +197,7 @@ impl PermuteCastPlan {
         aligned("permute_quantize", "the input", b.x)?;
         aligned("permute_quantize", "the output", b.out)?;
         let zero_blocks = shape.zero_blocks();
-        let (scale_blocks, scale_ld) = self.scale_shape();
+        let (blocks, scale_ld) = self.scale_shape();
         let params = PermuteCastParams {
             x: b.x,
             out: b.out,
@@ -221,7 +221,7 @@ impl PermuteCastPlan {
         let params = match scaling {
             Scaling::Tensor => params,
             Scaling::Block { eps, pow2 } => {
-                let pieces = scale_ld.div_ceil(PIECE.0) * scale_blocks.div_ceil(PIECE.1);
+                let pieces = scale_ld.div_ceil(PIECE.0) * blocks.div_ceil(PIECE.1);
                 let wanted = pieces.div_ceil(ROW_THREADS as usize / 32);
                 PermuteCastParams {
                     scale: DevPtr::null(),
