@@ -3,12 +3,15 @@
 //   out[row(t, k)] = x[t], or zeros where the slot's probability is exactly 0       out_probs[row(t, k)] = probs[t, k]
 //   every row of out that no token fills (padding, the end of a larger buffer) is zero, its probability too
 //
-// Launch: zero_blocks + tokens blocks, 128 threads; the first zero_blocks clear rows, the others take one token each.
+// Launch: map blocks + zero_blocks + tokens blocks, 128 threads; the first ones make the map, if it is not made already
+//         (common/make_map.cuh), the next clear rows, the others take one token each.
 // Needs:  contiguous x [T, row_bytes] and out [rows, row_bytes], row_bytes even; row_bytes and rows < 2^31. Rows of a
 //         multiple of 16 bytes at 16-byte aligned addresses take the vector path. Destinations outside out are skipped
-//         and, in a map that the launch before has made, struck off.
+//         and, in a map that this launch has made, struck off.
 // Moves:  row_bytes (T + rows), and the map.
 
+#include "common/follow_map.cuh"
+#include "common/make_map.cuh"
 #include "common/math.cuh"
 #include "common/ptx.cuh"
 #include "common/routing.cuh"
@@ -17,6 +20,7 @@
 namespace te_fast {
 
 constexpr int kVectors = 8;  // 16-byte words of a row that a thread holds at once
+using Map = MapShape<kRowThreads, 16, false>;
 
 struct PermuteParams {
     const uint8_t* x;
@@ -26,22 +30,23 @@ struct PermuteParams {
     RowMap map;
     uint64_t row_bytes;
     ProbType prob_type;
-    // The launch before is the row map, which has waited for all before it: x is complete. The map is this call's own.
-    uint32_t behind_map;
+    uint32_t behind_map;  // the launch before is the map, which has waited for all before it: x is complete
+    MakeMapParams making;
 };
-static_assert(sizeof(PermuteParams) == 104);
+static_assert(sizeof(PermuteParams) == 232);
 
-struct PermuteShared {
-    union {
+union PermuteShared {
+    struct {
         Slots slots;
-        Gaps gaps;
+        bool zero[kMaxExperts];
     };
-    bool zero[kMaxExperts];
+    Gaps gaps;
+    MapShared<Map> map;
 };
 
-__device__ inline void clear_gaps(const PermuteParams& p, Gaps& gaps) {
+__device__ inline void clear_gaps(const PermuteParams& p, uint32_t block, Gaps& gaps) {
     load_gaps(p.map, gaps);
-    for (uint64_t i = blockIdx.x;; i += p.map.zero_blocks) {
+    for (uint64_t i = block;; i += p.map.zero_blocks) {
         const uint64_t row = gap_row(p.map, gaps, i);
         if (row >= p.map.rows) return;
         zero_row<kRowThreads>(p.out + row * p.row_bytes, p.row_bytes);
@@ -49,22 +54,26 @@ __device__ inline void clear_gaps(const PermuteParams& p, Gaps& gaps) {
     }
 }
 
-// Moves the probabilities and notes which slots are zero.
-__device__ inline void permute_probs(const PermuteParams& p, uint64_t token, int count, PermuteShared& shared) {
-    const uint64_t first = token * p.map.slots();
-    for (int k = threadIdx.x; k < count; k += kRowThreads) {
-        shared.zero[k] = false;
-        if (p.probs == nullptr || shared.slots.row[k] < 0) continue;
-        const uint64_t from = first + shared.slots.column[k];
-        copy_prob(p.probs, from, p.out_probs, static_cast<uint64_t>(shared.slots.row[k]), p.prob_type);
-        shared.zero[k] = is_zero_prob(p.probs, from, p.prob_type);
+// Moves the probabilities of a token and notes which slots are zero.
+struct MoveProb {
+    const PermuteParams& p;
+    uint64_t first;  // the token's first probability
+    bool* zero;
+
+    __device__ uint64_t load(uint32_t column) const {
+        return p.probs == nullptr ? 1 : prob_bits(p.probs, first + column, p.prob_type);
     }
-}
+    __device__ void store(int k, int32_t row, uint64_t bits) const {
+        zero[k] = is_zero_prob(bits, p.prob_type);
+        if (p.probs != nullptr && row >= 0) store_prob_bits(p.out_probs, row, p.prob_type, bits);
+    }
+};
 
 // Writes the words of `row` that this thread holds to every destination.
 template <int kWords, typename Word>
 __device__ inline void scatter(const PermuteParams& p, const PermuteShared& shared, int count, uint32_t first,
                                uint32_t words, const Word (&row)[kWords]) {
+#pragma unroll 1
     for (int k = 0; k < count; ++k) {
         if (shared.slots.row[k] < 0) continue;
         Word* to = reinterpret_cast<Word*>(p.out + static_cast<uint64_t>(shared.slots.row[k]) * p.row_bytes);
@@ -77,41 +86,66 @@ __device__ inline void scatter(const PermuteParams& p, const PermuteShared& shar
     }
 }
 
-__device__ inline uint4 load_word(const uint4* from) { return ptx::load_once(from); }
-__device__ inline uint16_t load_word(const uint16_t* from) { return *from; }
+// This thread's words of a part of a row that begins at word `base`.
+__device__ inline void load_part(const PermuteParams& p, uint64_t token, uint32_t base, uint4 (&row)[kVectors]) {
+    const uint4* x = reinterpret_cast<const uint4*>(p.x + token * p.row_bytes);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+        const uint32_t at = base + threadIdx.x + j * kRowThreads;
+        if (at < p.row_bytes / 16) row[j] = ptx::load_once(x + at);
+    }
+}
 
-template <typename Word>
-__device__ void permute_token(const PermuteParams& p, PermuteShared& shared) {
-    const uint64_t token = blockIdx.x - p.map.zero_blocks;
-    const uint32_t words = static_cast<uint32_t>(p.row_bytes / sizeof(Word));
-    const Word* x = reinterpret_cast<const Word*>(p.x + token * p.row_bytes);
-    Word row[kVectors];
-    int count = 0;
+// Rows that are no whole vectors.
+__device__ inline void move_elements(const PermuteParams& p, const PermuteShared& shared, uint64_t token, int count) {
+    const uint32_t words = static_cast<uint32_t>(p.row_bytes / 2);
     for (uint32_t base = 0; base < words; base += kVectors * kRowThreads) {
+        uint16_t row[kVectors];
         const uint32_t first = base + threadIdx.x;
 #pragma unroll
         for (int j = 0; j < kVectors; ++j) {
             const uint32_t at = first + j * kRowThreads;
-            if (at < words) row[j] = load_word(x + at);
-        }
-        if (base == 0) {  // the slots arrive while the row does
-            if (p.behind_map != 0) ptx::wait_for_prior_grids();
-            count = load_slots<kRowThreads>(p.map, token, shared.slots);
-            permute_probs(p, token, count, shared);
-            __syncthreads();
+            if (at < words) row[j] = reinterpret_cast<const uint16_t*>(p.x + token * p.row_bytes)[at];
         }
         scatter<kVectors>(p, shared, count, first, words, row);
     }
-    if (p.behind_map != 0) strike_dropped<kRowThreads>(p.map, token, shared.slots, count);
+}
+
+__device__ inline void permute_token(const PermuteParams& p, uint64_t token, PermuteShared& shared) {
+    const bool vectors = p.row_bytes % 16 == 0 && is_aligned(p.x, 16) && is_aligned(p.out, 16);
+    uint4 row[kVectors];
+    if (vectors) load_part(p, token, 0, row);  // the slots arrive while the row does
+    if (p.behind_map != 0) ptx::wait_for_prior_grids();
+    const MoveProb move{p, token * p.map.slots(), shared.zero};
+    const int count = find_slots<kRowThreads>(p.making, p.map, token, shared.slots, move);
+    __syncthreads();
+    if (vectors) {
+        const uint32_t words = static_cast<uint32_t>(p.row_bytes / 16);
+        for (uint32_t base = 0;;) {
+            scatter<kVectors>(p, shared, count, base + threadIdx.x, words, row);
+            base += kVectors * kRowThreads;
+            if (base >= words) break;
+            load_part(p, token, base, row);
+        }
+    } else {
+        move_elements(p, shared, token, count);
+    }
+    if (p.making.blocks == 0) return;
+    strike_dropped<kRowThreads>(p.map, token, shared.slots, count);
+    leave_map<kRowThreads>(p.making);
 }
 
 __device__ inline void permute(const PermuteParams& p) {
     __shared__ PermuteShared shared;
-    const bool clears = blockIdx.x < p.map.zero_blocks;
-    if (clears || p.behind_map == 0) ptx::wait_for_prior_grids();
-    if (clears) return clear_gaps(p, shared.gaps);
-    const bool vectors = p.row_bytes % 16 == 0 && is_aligned(p.x, 16) && is_aligned(p.out, 16);
-    vectors ? permute_token<uint4>(p, shared) : permute_token<uint16_t>(p, shared);
+    if (p.behind_map == 0) ptx::wait_for_prior_grids();
+    if (blockIdx.x < p.making.blocks) return make_map(p.making, shared.map);
+    const uint32_t block = blockIdx.x - p.making.blocks;
+    if (block >= p.map.zero_blocks) return permute_token(p, block - p.map.zero_blocks, shared);
+    if (p.behind_map != 0) ptx::wait_for_prior_grids();
+    await_map<kRowThreads>(p.making);
+    __syncthreads();
+    clear_gaps(p, block, shared.gaps);
+    leave_map<kRowThreads>(p.making);
 }
 
 }  // namespace te_fast

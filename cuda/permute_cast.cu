@@ -8,18 +8,22 @@
 //
 // The GEMM wants the inverse scales of neighbouring rows side by side, and neighbouring rows come from different
 // tokens. So each token leaves its own in memory, with the token of every row, and the last blocks of the same launch
-// put them in their places with whole-line writes. A word says by itself that it has come: the row map, launched
-// before, has filled that memory with kAbsent, so no token waits until its stores are seen by all. The last blocks wait
-// on others, but cannot keep them from starting: they are too few to fill the GPU, whatever the order of starts.
+// put them in their places with whole-line writes. A word says by itself that it has come: the blocks of
+// the row map (common/make_map.cuh) have filled that memory with kAbsent, so no token waits until its stores are seen
+// by all. The last blocks wait on others, but cannot keep them from starting: they are too few to fill the GPU,
+// whatever the order of starts.
 //
-// Launch: zero_blocks + tokens + scale_blocks blocks of 128 threads; the first zero_blocks clear rows, the next take
-//         one token each. scale_blocks is 0 per tensor, else at most half as many as the GPU runs at a time.
+// Launch: map blocks + zero_blocks + tokens + scale_blocks blocks of 128 threads; the first ones make the map, the next
+//         clear rows, the next take one token each. scale_blocks is 0 per tensor, else at most half as many as the GPU
+//         runs at a time.
 // Needs:  contiguous x [T, cols] and out [rows, cols], both 16-byte aligned, cols % 16 == 0; token_scales
 //         [T, token_ld], token_ld >= blocks a multiple of 8, 32-byte aligned, and row_tokens [rows], all kAbsent;
 //         scale_inv [blocks, scale_ld], scale_ld >= rows: columns from `rows` on are written zero.
 // Moves:  sizeof(In) T cols + rows cols bytes, 4 blocks (2 T + rows) for the scales, and the map.
 
+#include "common/follow_map.cuh"
 #include "common/fp8.cuh"
+#include "common/make_map.cuh"
 #include "common/math.cuh"
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
@@ -28,19 +32,20 @@
 
 namespace te_fast {
 
-constexpr int kBlock = 128;             // elements that share a scale
-constexpr int kChunk = 16;              // elements of one FP8 store
+constexpr int kBlock = 128;  // elements that share a scale
+constexpr int kChunk = 16;   // elements of one FP8 store
+using Map = MapShape<kRowThreads, 16, false>;
 constexpr uint32_t kPause = 200;        // nanoseconds between rounds of looks at absent scales
 constexpr uint32_t kRounds = 1u << 24;  // at least three seconds
 
-// Blocks per multiprocessor. Tokens with few experts want many, to hide the wait for the map; without the hardware's
-// conversion to FP8 they need more registers, and what the compiler makes for sm_89 and sm_120 needs a few more.
+// Blocks per multiprocessor. Tokens with few experts want many, to hide what they wait for; without the hardware's
+// conversion to FP8 they need more registers, and so does what the compiler makes for sm_89 and sm_120.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 constexpr int kCastBlocks = 8;
 #elif defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
-constexpr int kCastBlocks = 10;
+constexpr int kCastBlocks = 9;
 #else
-constexpr int kCastBlocks = 12;
+constexpr int kCastBlocks = 10;
 #endif
 
 // What a word of token_scales or row_tokens is until it comes. As a float it is a NaN, and none that arithmetic makes.
@@ -66,16 +71,19 @@ struct PermuteCastParams {
     uint32_t token_ld;
     float zero_scale;  // inverse scale of a zero block
     uint32_t scale_blocks;
+    MakeMapParams making;
 };
-static_assert(sizeof(PermuteCastParams) == 160);  // always launched behind its own row map, as permute.cu's behind_map
+static_assert(sizeof(PermuteCastParams) == 288);
 
-struct CastShared {
-    union {
+union CastShared {
+    struct {
         Slots slots;
-        Gaps gaps;
+        bool zero[kMaxExperts];
+        float amax[kRowThreads / 32];
+        bool any;  // whether a slot takes the row itself
     };
-    bool zero[kMaxExperts];
-    float amax[kRowThreads / 32];
+    Gaps gaps;
+    MapShared<Map> map;
 };
 
 template <Floating In, Fp8 Out>
@@ -83,9 +91,9 @@ __device__ inline float block_scale(const PermuteCastParams& p, float amax) {
     return scale_from_amax(amax, Out::kMax, p.eps, kMaxFinite<In>, p.pow2 != 0);
 }
 
-__device__ inline void clear_gaps(const PermuteCastParams& p, Gaps& gaps) {
+__device__ inline void clear_gaps(const PermuteCastParams& p, uint32_t block, Gaps& gaps) {
     load_gaps(p.map, gaps);
-    for (uint64_t i = blockIdx.x;; i += p.map.zero_blocks) {
+    for (uint64_t i = block;; i += p.map.zero_blocks) {
         const uint64_t row = gap_row(p.map, gaps, i);
         if (row >= p.map.rows) return;
         zero_row<kRowThreads>(p.out + row * p.cols, p.cols);
@@ -95,26 +103,28 @@ __device__ inline void clear_gaps(const PermuteCastParams& p, Gaps& gaps) {
     }
 }
 
-// Moves the probabilities, notes which slots are zero; whether any slot takes the row itself.
-__device__ inline bool permute_probs(const PermuteCastParams& p, uint64_t token, int count, CastShared& shared) {
-    bool any = false;
-#pragma unroll 1  // a token has fewer slots than a block has threads, as a rule; registers are scarce
-    for (int k = threadIdx.x; k < count; k += kRowThreads) {
-        shared.zero[k] = false;
-        if (shared.slots.row[k] < 0) continue;
-        const uint64_t row = static_cast<uint64_t>(shared.slots.row[k]);
-        if (p.probs != nullptr) {
-            const uint64_t from = token * p.map.slots() + shared.slots.column[k];
-            copy_prob(p.probs, from, p.out_probs, row, p.prob_type);
-            shared.zero[k] = is_zero_prob(p.probs, from, p.prob_type);
-        }
-        if (p.row_tokens != nullptr) {
-            ptx::store_relaxed(p.row_tokens + row, shared.zero[k] ? kZeroRow : static_cast<uint32_t>(token));
-        }
-        any |= !shared.zero[k];
+// Moves the probabilities of a token, notes which slots are zero, and tells the rows their token.
+struct MoveProb {
+    const PermuteCastParams& p;
+    uint32_t token;
+    CastShared& shared;
+
+    __device__ uint64_t load(uint32_t column) const {
+        return p.probs == nullptr
+                   ? 1
+                   : prob_bits(p.probs, static_cast<uint64_t>(token) * p.map.slots() + column, p.prob_type);
     }
-    return __syncthreads_or(any) != 0;
-}
+    __device__ void store(int k, int32_t row, uint64_t bits) const {
+        const bool none = is_zero_prob(bits, p.prob_type);
+        shared.zero[k] = none;
+        if (row < 0) return;
+        if (p.probs != nullptr) store_prob_bits(p.out_probs, row, p.prob_type, bits);
+        if (p.row_tokens != nullptr) {
+            ptx::store_relaxed(p.row_tokens + row, none ? kZeroRow : token);
+        }
+        if (!none) shared.any = true;
+    }
+};
 
 // Sixteen elements of a row.
 template <Floating In>
@@ -143,7 +153,7 @@ __device__ inline float block_amax(float x) {
 
 // Quantises the chunks at base + j * kRowThreads + threadIdx.x; the largest magnitude among them.
 template <int kChunks, Floating In, Fp8 Out>
-__device__ inline float quantise(const PermuteCastParams& p, uint64_t token, uint32_t base,
+__device__ inline float quantise(const PermuteCastParams& p, uint32_t token, uint32_t base,
                                  const Chunk<In> (&chunk)[kChunks], uint4 (&bytes)[kChunks]) {
     const bool blocks = p.token_scales != nullptr;
     float amax = 0.0f;
@@ -159,35 +169,39 @@ __device__ inline float quantise(const PermuteCastParams& p, uint64_t token, uin
         const float scale = block_scale<In, Out>(p, block_amax(largest));
         bytes[j] = chunk[j].template cast<Out>(scale);
         if (threadIdx.x % 8 == 0 && at < p.cols / kChunk) {
-            ptx::store_relaxed(p.token_scales + token * p.token_ld + at / 8, __float_as_uint(__frcp_rn(scale)));
+            ptx::store_relaxed(p.token_scales + static_cast<uint64_t>(token) * p.token_ld + at / 8,
+                               __float_as_uint(__frcp_rn(scale)));
         }
     }
     return amax;
 }
 
-template <int kChunks, Floating In, Fp8 Out>
-__device__ void cast_token(const PermuteCastParams& p, CastShared& shared) {
-    const uint64_t token = blockIdx.x - p.map.zero_blocks;
-    const uint32_t chunks = p.cols / kChunk;
-    const In* x = static_cast<const In*>(p.x) + token * p.cols;
-    int count = 0;
-    bool any = false;
-    float amax = 0.0f;
-    for (uint32_t base = 0; base < chunks; base += kChunks * kRowThreads) {
-        Chunk<In> chunk[kChunks];
+// This thread's chunks of the part of a row that begins at chunk `base`.
+template <int kChunks, Floating In>
+__device__ inline void load_part(const PermuteCastParams& p, uint32_t token, uint32_t base,
+                                 Chunk<In> (&chunk)[kChunks]) {
+    const In* x = static_cast<const In*>(p.x) + static_cast<uint64_t>(token) * p.cols;
 #pragma unroll
-        for (int j = 0; j < kChunks; ++j) {
-            const uint32_t at = base + j * kRowThreads + threadIdx.x;
-            chunk[j].half[0] = chunk[j].half[1] = zero8<In>();
-            if (at < chunks) chunk[j].load(x + static_cast<uint64_t>(at) * kChunk);
-        }
-        if (base == 0) {
-            ptx::wait_for_prior_grids();
-            count = load_slots<kRowThreads>(p.map, token, shared.slots);
-            any = permute_probs(p, token, count, shared);
-        }
+    for (int j = 0; j < kChunks; ++j) {
+        const uint32_t at = base + j * kRowThreads + threadIdx.x;
+        chunk[j].half[0] = chunk[j].half[1] = zero8<In>();
+        if (at < p.cols / kChunk) chunk[j].load(x + static_cast<uint64_t>(at) * kChunk);
+    }
+}
+
+template <int kChunks, Floating In, Fp8 Out>
+__device__ inline void cast_token(const PermuteCastParams& p, uint32_t token, CastShared& shared) {
+    const uint32_t chunks = p.cols / kChunk;
+    Chunk<In> chunk[kChunks];
+    load_part(p, token, 0, chunk);  // the slots arrive while the row does
+    if (threadIdx.x == 0) shared.any = false;
+    const int count = find_slots<kRowThreads>(p.making, p.map, token, shared.slots, MoveProb{p, token, shared});
+    __syncthreads();
+    float amax = 0.0f;
+    for (uint32_t base = 0;;) {
         uint4 bytes[kChunks];
         amax = fmaxf(amax, quantise<kChunks, In, Out>(p, token, base, chunk, bytes));
+#pragma unroll 1
         for (int k = 0; k < count; ++k) {
             if (shared.slots.row[k] < 0) continue;
             uint4* to = reinterpret_cast<uint4*>(p.out + static_cast<uint64_t>(shared.slots.row[k]) * p.cols);
@@ -198,17 +212,21 @@ __device__ void cast_token(const PermuteCastParams& p, CastShared& shared) {
                 if (at < chunks) to[at] = zero ? make_uint4(0, 0, 0, 0) : bytes[j];
             }
         }
+        base += kChunks * kRowThreads;
+        if (base >= chunks) break;
+        load_part(p, token, base, chunk);
     }
     strike_dropped<kRowThreads>(p.map, token, shared.slots, count);
-    if (p.amax == nullptr || !any) return;
+    leave_map<kRowThreads>(p.making);
+    if (p.amax == nullptr || !shared.any) return;
     amax = block_max<kRowThreads>(amax, shared.amax);
     if (threadIdx.x == 0) atomic_max_nonnegative(p.amax, amax);
 }
 
 // Puts the scales of 32 rows, a lane per row, and eight blocks in their places. False when some have not come; the last
 // try leaves those absent, which are NaN.
-__device__ inline bool place_scales(const PermuteCastParams& p, uint64_t rows32, uint32_t octet, bool last) {
-    const uint64_t row = rows32 * 32 + threadIdx.x % 32;
+__device__ inline bool place_scales(const PermuteCastParams& p, uint32_t rows32, uint32_t octet, bool last) {
+    const uint32_t row = rows32 * 32 + threadIdx.x % 32;
     const bool filled = row < p.map.rows;
     const uint32_t token = filled ? ptx::load_relaxed(p.row_tokens + row) : kZeroRow;
     if (!last && __any_sync(kFullWarp, token == kAbsent)) return false;
@@ -236,25 +254,23 @@ __device__ inline bool place_scales(const PermuteCastParams& p, uint64_t rows32,
 
 // The last blocks: a warp goes round its open pieces until their scales have come. None stays open for ever, even if
 // another stream changes the routing map while it is read, and rows are left that nobody fills.
-__device__ inline void place_all_scales(const PermuteCastParams& p) {
-    ptx::wait_for_prior_grids();
+__device__ inline void place_all_scales(const PermuteCastParams& p, uint32_t scale_block) {
     const uint32_t octets = ceil_div(p.cols, uint32_t{8 * kBlock});
-    const uint64_t pieces = static_cast<uint64_t>(ceil_div(p.scale_ld, 32u)) * octets;
+    const uint32_t pieces = ceil_div(p.scale_ld, 32u) * octets;  // of a kilobyte each: they fit into memory
     const uint32_t warps = p.scale_blocks * (kRowThreads / 32);
-    const uint32_t scale_block = blockIdx.x - p.map.zero_blocks - static_cast<uint32_t>(p.map.tokens);
-    uint64_t first = scale_block * (kRowThreads / 32) + threadIdx.x / 32;
-    for (; first < pieces; first += static_cast<uint64_t>(warps) * 32) {
-        const uint32_t count =
-            static_cast<uint32_t>(min(ceil_div(pieces - first, static_cast<uint64_t>(warps)), uint64_t{32}));
+    uint32_t first = scale_block * (kRowThreads / 32) + threadIdx.x / 32;
+#pragma unroll 1
+    for (; first < pieces; first += warps * 32) {
+        const uint32_t count = min(ceil_div(pieces - first, warps), 32u);
         uint32_t open = kFullWarp >> (32 - count);
+#pragma unroll 1
         for (uint32_t round = 0; open != 0; ++round) {
             if (round != 0) __nanosleep(kPause);
+#pragma unroll 1
             for (uint32_t rest = open; rest != 0; rest &= rest - 1) {
                 const uint32_t bit = __ffs(rest) - 1;
-                const uint64_t piece = first + static_cast<uint64_t>(bit) * warps;
-                if (place_scales(p, piece / octets, static_cast<uint32_t>(piece % octets), round == kRounds)) {
-                    open &= ~(1u << bit);
-                }
+                const uint32_t piece = first + bit * warps;
+                if (place_scales(p, piece / octets, piece % octets, round == kRounds)) open &= ~(1u << bit);
             }
         }
     }
@@ -263,12 +279,20 @@ __device__ inline void place_all_scales(const PermuteCastParams& p) {
 template <Floating In, Fp8 Out>
 __device__ void permute_cast(const PermuteCastParams& p) {
     __shared__ CastShared shared;
-    if (blockIdx.x < p.map.zero_blocks) {
-        ptx::wait_for_prior_grids();
-        return clear_gaps(p, shared.gaps);
+    ptx::wait_for_prior_grids();
+    if (blockIdx.x < p.making.blocks) return make_map(p.making, shared.map);
+    const uint32_t block = blockIdx.x - p.making.blocks, tokens = static_cast<uint32_t>(p.map.tokens);
+    if (block - p.map.zero_blocks < tokens) {
+        return cast_token<sizeof(In) == 4 ? 1 : 2, In, Out>(p, block - p.map.zero_blocks, shared);
     }
-    if (blockIdx.x - p.map.zero_blocks >= p.map.tokens) return place_all_scales(p);
-    cast_token<sizeof(In) == 4 ? 1 : 2, In, Out>(p, shared);
+    await_map<kRowThreads>(p.making);
+    __syncthreads();
+    if (block < p.map.zero_blocks) {
+        clear_gaps(p, block, shared.gaps);
+    } else {
+        place_all_scales(p, block - p.map.zero_blocks - tokens);
+    }
+    leave_map<kRowThreads>(p.making);
 }
 
 }  // namespace te_fast

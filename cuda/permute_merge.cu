@@ -187,7 +187,8 @@ __device__ void unpermute(const UnpermuteParams& p) {
         for (int k = threadIdx.x; k < count; k += kRowThreads) {
             if (shared.slots.row[k] < 0) continue;
             const uint64_t to = token * width + shared.slots.column[k];
-            copy_prob(p.in_probs, static_cast<uint64_t>(shared.slots.row[k]), p.out_probs, to, p.out_prob_type);
+            const uint64_t bits = prob_bits(p.in_probs, static_cast<uint64_t>(shared.slots.row[k]), p.out_prob_type);
+            store_prob_bits(p.out_probs, to, p.out_prob_type, bits);
         }
     }
     if (!vectors) return merge_elements<T>(p, shared, token, count);

@@ -41,6 +41,13 @@ __device__ inline uint32_t load_relaxed(const uint32_t* address) {
     return value;
 }
 
+// ld.acquire.gpu: as load_relaxed; what another block wrote before it released the word is visible behind it.
+__device__ inline uint32_t load_acquire(const uint32_t* address) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
 // Four such words, 16-byte aligned, each for itself.
 __device__ inline void load_relaxed(const uint32_t* address, uint32_t* value) {
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "dtype.cuh"
+#include "math.cuh"
 #include "scan.cuh"
 
 namespace te_fast {
@@ -39,21 +40,27 @@ __device__ inline void store_prob(void* probs, size_t i, ProbType type, float va
     }
 }
 
-// Exactly 0, which a small double is not though its float is.
-__device__ inline bool is_zero_prob(const void* probs, size_t i, ProbType type) {
-    if (type == ProbType::kF64) return static_cast<const uint64_t*>(probs)[i] << 1 == 0;
-    return load_prob(probs, i, type) == 0.0f;
+// The bits of a probability, so that a NaN keeps its payload when it moves.
+__device__ inline uint64_t prob_bits(const void* probs, size_t i, ProbType type) {
+    if (type == ProbType::kF32) return static_cast<const uint32_t*>(probs)[i];
+    if (type == ProbType::kF64) return static_cast<const uint64_t*>(probs)[i];
+    return static_cast<const uint16_t*>(probs)[i];
 }
 
-// Copies the bits, so that a NaN keeps its payload.
-__device__ inline void copy_prob(const void* from, size_t i, void* to, size_t j, ProbType type) {
+__device__ inline void store_prob_bits(void* probs, size_t i, ProbType type, uint64_t bits) {
     if (type == ProbType::kF32) {
-        static_cast<uint32_t*>(to)[j] = static_cast<const uint32_t*>(from)[i];
+        static_cast<uint32_t*>(probs)[i] = static_cast<uint32_t>(bits);
     } else if (type == ProbType::kF64) {
-        static_cast<uint64_t*>(to)[j] = static_cast<const uint64_t*>(from)[i];
+        static_cast<uint64_t*>(probs)[i] = bits;
     } else {
-        static_cast<uint16_t*>(to)[j] = static_cast<const uint16_t*>(from)[i];
+        static_cast<uint16_t*>(probs)[i] = static_cast<uint16_t>(bits);
     }
+}
+
+// Exactly 0 of either sign, which a small double is not though its float is.
+__device__ inline bool is_zero_prob(uint64_t bits, ProbType type) {
+    const int unused = type == ProbType::kF32 ? 32 : type == ProbType::kF64 ? 0 : 48;
+    return bits << unused << 1 == 0;
 }
 
 struct RowMap {
@@ -80,27 +87,40 @@ struct Slots {
     uint16_t column[kMaxExperts];
 };
 
-// Reads the slots of `token`, all threads together; the caller places the barrier. Returns their number.
-template <int kThreads>
-__device__ inline int load_slots(const RowMap& m, uint64_t token, Slots& slots) {
+// Nothing that moves with a slot.
+struct MoveNothing {
+    __device__ uint32_t load(uint32_t) const { return 0; }
+    __device__ void store(int, int32_t, uint32_t) const {}
+};
+
+// Reads the slots of `token`, all threads together; the caller places the barrier. Returns their number. `move` loads
+// what belongs to a column while the row is on its way, and stores it once the row is known (-1: none).
+template <int kThreads, typename Move = MoveNothing>
+__device__ inline int load_slots(const RowMap& m, uint64_t token, Slots& slots, const Move& move = {}) {
     if (m.experts == 0) {
+#pragma unroll 1
         for (uint32_t k = threadIdx.x; k < m.top_k; k += kThreads) {
+            const auto held = move.load(k);
             const int32_t row = m.map[k * m.tokens + token];
             slots.row[k] = row >= 0 && static_cast<uint64_t>(row) < m.rows ? row : -1;
             slots.column[k] = static_cast<uint16_t>(k);
+            move.store(k, slots.row[k], held);
         }
         return static_cast<int>(m.top_k);
     }
     const int experts = static_cast<int>(m.experts);
     const int32_t* entry = m.map + token * (2 * static_cast<uint64_t>(m.experts) + 1);
     const int count = min(max(entry[2 * experts], 0), experts);
+#pragma unroll 1
     for (int k = threadIdx.x; k < count; k += kThreads) {
         int64_t row = entry[k];
         const int expert = entry[experts + k];
         const bool known = expert >= 0 && expert < experts;
+        const auto held = move.load(known ? expert : 0);
         if (row >= 0 && known && m.pad_offsets != nullptr) row += m.pad_offsets[expert];
         slots.row[k] = known && row >= 0 && row < static_cast<int64_t>(m.rows) ? static_cast<int32_t>(row) : -1;
         slots.column[k] = static_cast<uint16_t>(known ? expert : 0);
+        move.store(k, slots.row[k], held);
     }
     return count;
 }
@@ -111,8 +131,10 @@ template <int kThreads>
 __device__ inline void strike_dropped(const RowMap& m, uint64_t token, const Slots& slots, int count) {
     if (m.experts == 0 || count == 0 || slots.row[0] >= 0) return;
     int dropped = 1;
+#pragma unroll 1
     while (dropped < count && slots.row[dropped] < 0) ++dropped;
     int32_t* entry = m.map + token * (2 * static_cast<uint64_t>(m.experts) + 1);
+#pragma unroll 1
     for (int k = threadIdx.x; k < count - dropped; k += kThreads) {
         const int expert = slots.column[dropped + k];
         const int32_t pad = m.pad_offsets == nullptr ? 0 : static_cast<int32_t>(m.pad_offsets[expert]);
@@ -135,7 +157,9 @@ __device__ inline void load_gaps(const RowMap& m, Gaps& gaps) {
     const int each = ceil_div(groups, kRowThreads);
     const int first = static_cast<int>(threadIdx.x) * each, last = min(first + each, groups);
     int32_t running = 0, total;
+#pragma unroll 1
     for (int e = first; e < last; ++e) {
+#pragma unroll 1
         for (uint32_t part = 0; part < m.partials; ++part) {
             running = max(running, m.ends[static_cast<size_t>(part) * groups + e]);
         }
@@ -149,6 +173,7 @@ __device__ inline void load_gaps(const RowMap& m, Gaps& gaps) {
     __syncthreads();
     int32_t carried = before;
     if (threadIdx.x % 32 == 0) carried = threadIdx.x == 0 ? 0 : warp_last[threadIdx.x / 32 - 1];
+#pragma unroll 1
     for (int e = first; e < last; ++e) gaps.end[e] = max(gaps.end[e], carried);
     __syncthreads();
 }
@@ -173,10 +198,12 @@ __device__ inline uint64_t gap_row(const RowMap& m, const Gaps& gaps, uint64_t p
 template <int kThreads>
 __device__ inline void zero_row(uint8_t* to, uint64_t bytes) {
     if ((reinterpret_cast<uintptr_t>(to) | bytes) % 16 == 0) {
+#pragma unroll 2
         for (uint64_t i = threadIdx.x; i < bytes / 16; i += kThreads) {
             reinterpret_cast<uint4*>(to)[i] = make_uint4(0, 0, 0, 0);
         }
     } else {
+#pragma unroll 1
         for (uint64_t i = threadIdx.x; i < bytes / 2; i += kThreads) reinterpret_cast<uint16_t*>(to)[i] = 0;
     }
 }

@@ -21,7 +21,7 @@ use crate::kernel::{DevPtr, Grid};
 const MINIMUM_DRIVER: i32 = 13_000;
 
 /// Every driver function that is called from here: bindings resolve each at its first use and panic without it.
-const FUNCTIONS: [&CStr; 24] = [
+const FUNCTIONS: [&CStr; 25] = [
     c"cuCtxGetCurrent",
     c"cuCtxSetCurrent",
     c"cuDeviceGet",
@@ -38,6 +38,7 @@ const FUNCTIONS: [&CStr; 24] = [
     c"cuInit",
     c"cuKernelGetFunction",
     c"cuLaunchKernelEx",
+    c"cuLibraryGetGlobal",
     c"cuLibraryGetKernel",
     c"cuLibraryLoadData",
     c"cuMemAlloc_v2",
@@ -172,6 +173,7 @@ pub struct CudaDevice {
     synchronise: bool,
     libraries: [Option<CUlibrary>; Image::ALL.len()],
     functions: Box<[Option<CUfunction>; KernelId::COUNT]>,
+    variables: [Option<u64>; Image::ALL.len()],
     pub(crate) capture_stream: Option<CaptureStream>,
 }
 
@@ -217,6 +219,7 @@ impl CudaDevice {
             synchronise,
             libraries: [None; Image::ALL.len()],
             functions: Box::new([None; KernelId::COUNT]),
+            variables: [None; Image::ALL.len()],
             capture_stream: None,
         })
     }
@@ -278,6 +281,30 @@ impl CudaDevice {
         })?;
         self.functions[id.index()] = Some(function);
         Ok(function)
+    }
+
+    /// The one device variable, `name`, of the image that holds `id`; zero before its first use.
+    ///
+    /// # Errors
+    /// An image that cannot be loaded.
+    #[inline]
+    pub fn variable(&mut self, id: KernelId, name: &CStr) -> Result<DevPtr<'static>> {
+        let known = self.variables[id.image() as usize];
+        let address = if let Some(address) = known { address } else { self.find_variable(id, name)? };
+        // SAFETY: the image stays loaded for the life of the process, and only kernels touch its variables.
+        Ok(unsafe { DevPtr::from_address(address) })
+    }
+
+    #[cold]
+    fn find_variable(&mut self, id: KernelId, name: &CStr) -> Result<u64> {
+        let library = self.library(id)?;
+        let (mut address, mut bytes) = (0, 0);
+        // SAFETY: a loaded library and a NUL-terminated name; writes one address of the current context and a size.
+        check("cuLibraryGetGlobal", unsafe {
+            sys::cuLibraryGetGlobal(&raw mut address, &raw mut bytes, library, name.as_ptr())
+        })?;
+        self.variables[id.image() as usize] = Some(address);
+        Ok(address)
     }
 
     fn library(&mut self, id: KernelId) -> Result<CUlibrary> {

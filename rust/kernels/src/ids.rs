@@ -257,14 +257,8 @@ kernels! {
     Affine(Float) "affine" in Affine;
     /// Scales of FP8 values that go from GEMM to GEMM.
     Handover() "handover" in Handover;
-    /// Row map of an MoE permutation from a mask of bytes.
-    PermuteMapMaskU8() "permute_map_mask_u8" in PermuteMap;
-    /// The same from a mask of 32-bit integers.
-    PermuteMapMaskI32() "permute_map_mask_i32" in PermuteMap;
-    /// The same from a mask of 64-bit integers.
-    PermuteMapMaskI64() "permute_map_mask_i64" in PermuteMap;
-    /// The same from expert ids.
-    PermuteMapIndexI32() "permute_map_index_i32" in PermuteMap;
+    /// Row map of an MoE permutation by itself.
+    PermuteMap() "permute_map" in PermuteMap;
     /// Ends of the experts' rows, from a finished map.
     PermuteEnds() "permute_ends" in PermuteMerge;
     /// Count of dropped rows.

@@ -5,25 +5,15 @@ use pyo3::types::PyTuple;
 use te_fast_core::Error;
 use te_fast_core::kernel::{DevPtr, Target};
 use te_fast_core::ops::permute::{Layout, MapBuffers, MapShape, PermuteBuffers, PermutePlan, Prob};
-use te_fast_core::ops::permute_map::{EndsPlan, MapOutputs, MapPlan, MapSpec, read_dropped};
+use te_fast_core::ops::permute_map::{EndsPlan, Making, MapOutputs, MapPlan, MapSpec, read_dropped};
 use te_fast_core::ops::permute_merge::{UnpermuteBuffers, UnpermuteBwdBuffers, UnpermutePlan};
 use te_fast_core::tensor::{DType, TensorView};
 
 use crate::error::IntoPython;
 use crate::permute_call::{Call, Input};
-use crate::permute_route::{
-    MapTensors, Permuted, Route, RouteSpec, TokenInputs, Wanted, made_map, map_outputs, routing_of,
-};
+use crate::permute_route::{MapTensors, Permuted, Route, RouteSpec, TokenInputs, Wanted, map_outputs, routing_of};
 use crate::state::state;
 use crate::tensor::view_of;
-
-/// Ends of an index map's rows, whose experts the map does not tell apart, start with the last expert's.
-fn ends_of<'a>(shape: &MapShape, plan: &MapPlan, ends: DevPtr<'a>) -> DevPtr<'a> {
-    match shape.layout {
-        Layout::Mask { .. } => ends,
-        Layout::Index { .. } => ends.offset(4 * (plan.experts() - 1)),
-    }
-}
 
 /// Map and permutation in one call: (out, `permuted_probs`, `row_id_map`, `pad_offsets`, `padded_counts`, ends).
 #[pyfunction]
@@ -46,18 +36,11 @@ pub(crate) fn moe_permute<'py>(
     let plan = PermutePlan::new(route.shape, route.cols * route.float.size(), route.prob).python()?;
     let permuted = Permuted::new(&call, &route, route.float.into(), Wanted { pads: align > 0, ends: keep_ends })?;
     let outputs = map_outputs(&call, &views.routing, &permuted.map)?;
-    let buffers = PermuteBuffers {
-        x: views.x.data(),
-        out: call.pointer(Some(&permuted.out))?,
-        probs: views.probs(),
-        out_probs: call.pointer(permuted.probs.as_ref())?,
-        map: made_map(&outputs),
-        behind_map: true,
-    };
+    let (out, out_probs) = (call.pointer(Some(&permuted.out))?, call.pointer(permuted.probs.as_ref())?);
     call.run(route.scratch_bytes(), |target, scratch| {
-        let ends = route.run(target, &outputs, scratch)?;
-        let map = MapBuffers { ends: ends_of(&route.shape, &route.plan, ends), ..buffers.map };
-        plan.run(target, &PermuteBuffers { map, ..buffers })
+        let (making, map) = route.making(target, &outputs, scratch)?;
+        let probs = views.probs();
+        plan.run(target, &PermuteBuffers { x: views.x.data(), out, probs, out_probs, map, making })
     })?;
     let map = permuted.map;
     (permuted.out, permuted.probs, map.row_id_map, map.pad_offsets, map.padded_counts, map.ends).into_pyobject(py)
@@ -79,7 +62,7 @@ pub(crate) fn moe_map<'py>(
     let tokens = view.shape().first().map_or(0, |&tokens| tokens as usize);
     let (layout, routing) = routing_of(&call, &view, index, tokens)?;
     let shape = MapShape { tokens, rows: usize::MAX, layout };
-    let plan = MapPlan::new(MapSpec { shape, routing, align: align.max(1) }).python()?;
+    let plan = MapPlan::new(MapSpec { shape, routing, align: align.max(1), leads: false }).python()?;
     let map = MapTensors::new(&call, &shape, &plan, Wanted { pads: align > 0, ends: true })?;
     let totals = call.empty(&[2], DType::I64)?;
     let outputs = MapOutputs { totals: call.pointer(Some(&totals))?, ..map_outputs(&call, &view, &map)? };
@@ -162,7 +145,7 @@ pub(crate) fn moe_apply<'py>(
                 probs,
                 out_probs: out_probs_pointer,
                 map,
-                behind_map: false,
+                making: Making::NONE,
             },
         )
     })?;

@@ -5,7 +5,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyInt, PyList, PyTuple};
 use te_fast_core::kernel::DevPtr;
 use te_fast_core::ops::pad::{Integers, Move, PadBuffers, PadPlan, PadSpec, Splits};
-use te_fast_core::ops::permute::{MapBuffers, Prob};
+use te_fast_core::ops::permute::Prob;
 use te_fast_core::ops::permute_cast::{PermuteCastBuffers, PermuteCastPlan, PermuteCastSpec, Scaling};
 use te_fast_core::ops::permute_map::MapOutputs;
 use te_fast_core::tensor::{DType, TensorView};
@@ -13,7 +13,7 @@ use te_fast_core::{Error, Fp8};
 
 use crate::error::IntoPython;
 use crate::permute_call::{Call, Input};
-use crate::permute_route::{Permuted, Route, RouteSpec, TokenInputs, Wanted, made_map, map_outputs};
+use crate::permute_route::{Permuted, Route, RouteSpec, TokenInputs, Wanted, map_outputs};
 use crate::state::state;
 
 /// How the caller wants rows quantised: (e5m2, scale, amax, eps, pow2).
@@ -60,21 +60,26 @@ pub(crate) fn moe_permute_cast<'py>(
     let (blocks, ld) = plan.scale_shape();
     let scale_inv = if scale.is_some() { None } else { Some(call.empty(&[blocks as i64, ld as i64], DType::F32)?) };
     let outputs = map_outputs(&call, &views.routing, &permuted.map)?;
-    let buffers = PermuteCastBuffers {
-        x: views.x.data(),
-        out: call.pointer(Some(&permuted.out))?,
-        probs: views.probs(),
-        out_probs: call.pointer(permuted.probs.as_ref())?,
-        scale: one_f32(&call, scale.as_ref(), "scale")?,
-        amax: one_f32(&call, amax.as_ref(), "amax")?,
-        scale_inv: call.pointer(scale_inv.as_ref())?,
-        absent: DevPtr::null(),
-        map: made_map(&outputs),
-    };
+    let (out, out_probs) = (call.pointer(Some(&permuted.out))?, call.pointer(permuted.probs.as_ref())?);
+    let scale_pointer = one_f32(&call, scale.as_ref(), "scale")?;
+    let amax = one_f32(&call, amax.as_ref(), "amax")?;
+    let scale_inv_pointer = call.pointer(scale_inv.as_ref())?;
     call.run(route.scratch_bytes() + plan.scratch_bytes(), |target, scratch| {
         let absent = scratch.offset(route.scratch_bytes());
-        let ends = route.run(target, &MapOutputs { fill: plan.fill(absent), ..outputs }, scratch)?;
-        plan.run(target, &PermuteCastBuffers { absent, map: MapBuffers { ends, ..buffers.map }, ..buffers })
+        let (making, map) = route.making(target, &MapOutputs { fill: plan.fill(absent), ..outputs }, scratch)?;
+        let buffers = PermuteCastBuffers {
+            x: views.x.data(),
+            out,
+            probs: views.probs(),
+            out_probs,
+            scale: scale_pointer,
+            amax,
+            scale_inv: scale_inv_pointer,
+            absent,
+            map,
+            making,
+        };
+        plan.run(target, &buffers)
     })?;
     let map = permuted.map;
     (permuted.out, scale_inv, permuted.probs, map.row_id_map, map.pad_offsets, map.padded_counts).into_pyobject(py)

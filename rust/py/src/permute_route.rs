@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use te_fast_core::kernel::{DevPtr, Target};
 use te_fast_core::ops::permute::{Layout, MapBuffers, MapShape, Prob};
-use te_fast_core::ops::permute_map::{Fill, MapOutputs, MapPlan, MapSpec, Routing};
+use te_fast_core::ops::permute_map::{Fill, Making, MapOutputs, MapPlan, MapSpec, Routing};
 use te_fast_core::tensor::{DType, TensorView};
 use te_fast_core::{Error, Float};
 
@@ -79,7 +79,7 @@ impl Route {
         let (layout, routing) = routing_of(call, &views.routing, spec.index, tokens)?;
         let shape = MapShape { tokens, rows: spec.rows, layout };
         let prob = call.probs(views.probs.as_ref(), tokens, shape.slots())?;
-        let plan = MapPlan::new(MapSpec { shape, routing, align: spec.align.max(1) }).python()?;
+        let plan = MapPlan::new(MapSpec { shape, routing, align: spec.align.max(1), leads: true }).python()?;
         Ok(Self { cols, float, prob, shape, plan })
     }
 
@@ -92,16 +92,23 @@ impl Route {
         (4 * self.plan.experts()).next_multiple_of(256)
     }
 
-    /// Launches the map; returns where it leaves the ends.
-    pub(crate) fn run<'a>(
+    /// The map as the permutation's launch makes and reads it.
+    pub(crate) fn making<'a>(
         &self,
         target: &mut Target<'_>,
         outputs: &MapOutputs<'a>,
         scratch: DevPtr<'a>,
-    ) -> te_fast_core::Result<DevPtr<'a>> {
-        let ends = if outputs.ends.is_null() { scratch } else { outputs.ends };
-        self.plan.run(target, &MapOutputs { ends, scratch: scratch.offset(self.ends_bytes()), ..*outputs })?;
-        Ok(ends)
+    ) -> te_fast_core::Result<(Making<'a>, MapBuffers<'a>)> {
+        let made = if outputs.ends.is_null() { scratch } else { outputs.ends };
+        let scratch = scratch.offset(self.ends_bytes());
+        let making = self.plan.make(target, &MapOutputs { ends: made, scratch, ..*outputs })?;
+        // An index map does not tell experts apart: all its rows end with the last one's.
+        let ends = match self.shape.layout {
+            Layout::Mask { .. } => made,
+            Layout::Index { .. } => made.offset(4 * (self.plan.experts() - 1)),
+        };
+        let map = MapBuffers { map: outputs.row_id_map, pad_offsets: outputs.pad_offsets, ends, partials: 1 };
+        Ok((making, map))
     }
 }
 
@@ -121,11 +128,6 @@ impl<'py> Permuted<'py> {
             probs: route.prob.map(|prob| call.empty(&[rows], prob.into())).transpose()?,
         })
     }
-}
-
-/// A map that has just been made, as the permutation behind it reads it; its ends are the caller's to set.
-pub(crate) fn made_map<'a>(outputs: &MapOutputs<'a>) -> MapBuffers<'a> {
-    MapBuffers { map: outputs.row_id_map, pad_offsets: outputs.pad_offsets, ends: DevPtr::null(), partials: 1 }
 }
 
 /// A routing map as the map kernel takes it.

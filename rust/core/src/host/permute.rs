@@ -3,6 +3,7 @@
 use te_fast_kernels::KernelId;
 
 use crate::error::Result;
+use crate::host::permute_map;
 use crate::kernel::DevPtr;
 use crate::ops::permute::{PermuteParams, RowMapParams};
 
@@ -142,9 +143,11 @@ pub(crate) fn copy_prob(from: DevPtr<'_>, i: usize, to: DevPtr<'_>, j: usize, co
 /// Runs `permute_fwd`.
 ///
 /// # Errors
-/// None.
-#[expect(clippy::unnecessary_wraps, reason = "the signature of host kernels")]
-pub(crate) fn run(p: &PermuteParams<'_>, _: KernelId) -> Result<()> {
+/// A type of routing map that there is not.
+pub(crate) fn run(p: &PermuteParams<'_>, id: KernelId) -> Result<()> {
+    if p.making.blocks != 0 {
+        permute_map::run(&p.making, id)?;
+    }
     let map = HostMap::new(&p.map);
     let bytes = p.row_bytes as usize;
     let (x, out) = (p.x.slice::<u8>(map.tokens * bytes), p.out.slice_mut::<u8>(map.rows * bytes));
@@ -167,7 +170,7 @@ pub(crate) fn run(p: &PermuteParams<'_>, _: KernelId) -> Result<()> {
             if zero { to.fill(0) } else { to.copy_from_slice(&x[token * bytes..][..bytes]) }
         }
     }
-    if p.behind_map != 0 {
+    if p.making.blocks != 0 {
         strike_dropped(&p.map);
     }
     Ok(())

@@ -5,6 +5,7 @@ use te_fast_kernels::KernelId;
 use crate::error::{Error, Result};
 use crate::host::fp8::{Format, Real, amax_bits, dispatch_types, read_scalar, scale_from_amax, write_scalar};
 use crate::host::permute::{HostMap, Slot, copy_prob, is_zero_prob, store_prob, strike_dropped};
+use crate::host::permute_map;
 use crate::ops::cast::TILE;
 use crate::ops::permute_cast::{PermuteCastParams, ZERO_ROW};
 
@@ -14,6 +15,7 @@ use crate::ops::permute_cast::{PermuteCastParams, ZERO_ROW};
 /// An id that does not take these parameters.
 pub(crate) fn run(p: &PermuteCastParams<'_>, id: KernelId) -> Result<()> {
     let KernelId::PermuteCast(input, output) = id else { return Err(Error::state("permute_cast", id.symbol())) };
+    permute_map::run(&p.making, id)?;
     dispatch_types!(input, output, cast(p));
     Ok(())
 }

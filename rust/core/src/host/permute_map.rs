@@ -6,30 +6,34 @@ use te_fast_kernels::KernelId;
 
 use crate::error::{Error, Result};
 use crate::kernel::DevPtr;
-use crate::ops::permute_map::{FILL_WORD, PermuteDroppedParams, PermuteEndsParams, PermuteMapParams};
+use crate::ops::permute_map::{FILL_WORD, MakeMapParams, PermuteDroppedParams, PermuteEndsParams, Routing};
 
 static DROPPED: AtomicI64 = AtomicI64::new(0);
 
-/// Runs `permute_map_*`.
+/// Runs `permute_map`, and what other kernels make of a map.
 ///
 /// # Errors
-/// An id that does not take these parameters.
-pub(crate) fn run(p: &PermuteMapParams<'_>, id: KernelId) -> Result<()> {
+/// A type of routing map that there is not.
+pub(crate) fn run(p: &MakeMapParams<'_>, _: KernelId) -> Result<()> {
+    const MASK8: u32 = Routing::Mask8 as u32;
+    const MASK32: u32 = Routing::Mask32 as u32;
+    const MASK64: u32 = Routing::Mask64 as u32;
+    const INDEX: u32 = Routing::Index as u32;
     let units = p.tokens as usize;
     let mask = units * p.experts as usize;
     p.fill.slice_mut::<u8>(FILL_WORD * p.fill_words as usize).fill(0xff);
-    match id {
-        KernelId::PermuteMapMaskU8 => mask_map(p, p.routing.slice::<u8>(mask), |&value| value != 0),
-        KernelId::PermuteMapMaskI32 => mask_map(p, p.routing.slice::<i32>(mask), |&value| value != 0),
-        KernelId::PermuteMapMaskI64 => mask_map(p, p.routing.slice::<i64>(mask), |&value| value != 0),
-        KernelId::PermuteMapIndexI32 => index_map(p, p.routing.slice::<i32>(units)),
-        _ => return Err(Error::state("permute_map", id.symbol())),
+    match p.routing_type {
+        MASK8 => mask_map(p, p.routing.slice::<u8>(mask), |&value| value != 0),
+        MASK32 => mask_map(p, p.routing.slice::<i32>(mask), |&value| value != 0),
+        MASK64 => mask_map(p, p.routing.slice::<i64>(mask), |&value| value != 0),
+        INDEX => index_map(p, p.routing.slice::<i32>(units)),
+        other => return Err(Error::state("permute_map", format_args!("no routing map is of type {other}"))),
     }
     Ok(())
 }
 
 /// First row of every expert, after all that describes the permutation was written.
-fn describe(p: &PermuteMapParams<'_>, counts: &[usize]) -> Vec<usize> {
+fn describe(p: &MakeMapParams<'_>, counts: &[usize]) -> Vec<usize> {
     let experts = counts.len();
     let (align, capacity) = (p.align as usize, usize::try_from(p.capacity).unwrap_or(usize::MAX));
     let ends = p.ends.slice_mut::<i32>(experts);
@@ -58,7 +62,7 @@ fn describe(p: &PermuteMapParams<'_>, counts: &[usize]) -> Vec<usize> {
     starts
 }
 
-fn mask_map<T>(p: &PermuteMapParams<'_>, routing: &[T], routed: impl Fn(&T) -> bool) {
+fn mask_map<T>(p: &MakeMapParams<'_>, routing: &[T], routed: impl Fn(&T) -> bool) {
     let experts = p.experts as usize;
     let mut counts = vec![0; experts];
     for (i, value) in routing.iter().enumerate() {
@@ -79,7 +83,7 @@ fn mask_map<T>(p: &PermuteMapParams<'_>, routing: &[T], routed: impl Fn(&T) -> b
     }
 }
 
-fn index_map(p: &PermuteMapParams<'_>, routing: &[i32]) {
+fn index_map(p: &MakeMapParams<'_>, routing: &[i32]) {
     let (experts, top_k) = (p.experts as usize, p.top_k as usize);
     let expert = |id: i32| usize::try_from(id).ok().filter(|&id| id < experts);
     let mut counts = vec![0; experts];

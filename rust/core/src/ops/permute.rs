@@ -1,4 +1,5 @@
-//! MoE permutation of rows: a token's row goes to each of its destinations, everything else becomes zero.
+//! MoE permutation of rows: a token's row goes to each of its destinations, everything else becomes zero. One launch,
+//! which makes a mask's map first where that is not made yet.
 //! Also what all kernels that read a row map share: [`MapShape`], [`MapBuffers`] and their parameter block.
 
 use te_fast_kernels::KernelId;
@@ -6,6 +7,7 @@ use te_fast_kernels::KernelId;
 use crate::error::{Error, Result};
 use crate::host;
 use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::ops::permute_map::{MakeMapParams, Making};
 use crate::params;
 use crate::tensor::DType;
 
@@ -193,7 +195,7 @@ impl From<Prob> for DType {
 
 params! {
     /// Parameters of `permute_fwd`.
-    pub struct PermuteParams<'a> [104] for PermuteFwd => host::permute::run {
+    pub struct PermuteParams<'a> [232] for PermuteFwd => host::permute::run {
         /// Rows of the tokens.
         pub x: DevPtr<'a>,
         /// Permuted rows.
@@ -208,9 +210,10 @@ params! {
         pub row_bytes: u64,
         /// Type of the probabilities.
         pub prob_type: u32,
-        /// 1: the launch before is the row map, so the rows may be read while it runs, and the map is the call's own:
-        /// slots without a row are taken off it.
+        /// 1: the launch before is the map, so the rows may be read while it runs.
         pub behind_map: u32,
+        /// The map, where the launch makes it: slots without a row are taken off it then.
+        pub making: MakeMapParams<'a>,
     }
 }
 
@@ -235,8 +238,8 @@ pub struct PermuteBuffers<'a> {
     pub out_probs: DevPtr<'a>,
     /// The map, with its ends.
     pub map: MapBuffers<'a>,
-    /// The launch before this one is the row map's.
-    pub behind_map: bool,
+    /// How the map is made.
+    pub making: Making<'a>,
 }
 
 impl PermutePlan {
@@ -260,10 +263,10 @@ impl PermutePlan {
     /// # Errors
     /// The driver's refusal.
     pub fn run(&self, target: &mut Target<'_>, b: &PermuteBuffers<'_>) -> Result<()> {
-        // Without rows there is still the map of this call, which loses all its slots.
-        let nothing = self.shape.rows == 0 && (!b.behind_map || self.shape.tokens == 0);
+        // Without rows a map of this call loses all its slots.
+        let nothing = self.shape.rows == 0 && (!b.making.is_new() || self.shape.tokens == 0);
         if self.row_bytes == 0 || nothing {
-            return Ok(());
+            return b.making.finish(target);
         }
         let zero_blocks = self.shape.zero_blocks();
         let params = PermuteParams {
@@ -274,9 +277,10 @@ impl PermutePlan {
             map: RowMapParams::new(&self.shape, &b.map, zero_blocks),
             row_bytes: self.row_bytes as u64,
             prob_type: Prob::code(self.prob),
-            behind_map: u32::from(b.behind_map),
+            behind_map: u32::from(b.making.before),
+            making: b.making.params,
         };
-        let grid = Grid::linear(zero_blocks + self.shape.tokens as u32, ROW_THREADS);
+        let grid = Grid::linear(params.making.blocks + zero_blocks + self.shape.tokens as u32, ROW_THREADS);
         launch(target, KernelId::PermuteFwd, grid, &params)
     }
 }

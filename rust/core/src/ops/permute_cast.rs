@@ -8,7 +8,7 @@ use crate::host::fp8::scale_from_amax;
 use crate::kernel::{DevPtr, Grid, Target, launch};
 use crate::ops::cast::{TILE, aligned};
 use crate::ops::permute::{MapBuffers, MapShape, Prob, ROW_THREADS, RowMapParams};
-use crate::ops::permute_map::{FILL_WORD, Fill};
+use crate::ops::permute_map::{FILL_WORD, Fill, MakeMapParams, Making};
 use crate::params;
 
 /// Elements of one FP8 store.
@@ -23,7 +23,7 @@ pub(crate) const ZERO_ROW: u32 = 0xffff_fffe;
 
 params! {
     /// Parameters of `permute_cast_*`.
-    pub struct PermuteCastParams<'a> [160] for PermuteCast => host::permute_cast::run {
+    pub struct PermuteCastParams<'a> [288] for PermuteCast => host::permute_cast::run {
         /// Rows of the tokens.
         pub x: DevPtr<'a>,
         /// Permuted FP8 rows.
@@ -60,6 +60,8 @@ params! {
         pub zero_scale: f32,
         /// Last blocks of the launch, which put scales in their places.
         pub scale_blocks: u32,
+        /// How the launch makes the map.
+        pub making: MakeMapParams<'a>,
     }
 }
 
@@ -122,10 +124,12 @@ pub struct PermuteCastBuffers<'a> {
     pub amax: DevPtr<'a>,
     /// f32 [`PermuteCastPlan::scale_shape`], with blocks.
     pub scale_inv: DevPtr<'a>,
-    /// [`PermuteCastPlan::scratch_bytes`] of memory, 32-byte aligned, that [`PermuteCastPlan::fill`] has the map fill.
+    /// [`PermuteCastPlan::scratch_bytes`] of memory, 32-byte aligned, that [`PermuteCastPlan::fill`] has the map's blocks fill.
     pub absent: DevPtr<'a>,
     /// The map, with its ends.
     pub map: MapBuffers<'a>,
+    /// How that is made.
+    pub making: Making<'a>,
 }
 
 /// A checked permutation with cast.
@@ -184,15 +188,15 @@ impl PermuteCastPlan {
         Fill { data: scratch, words: (self.scratch_bytes() / FILL_WORD) as u32 }
     }
 
-    /// Launches it, behind the map.
+    /// Launches it, map and all.
     ///
     /// # Errors
     /// Misaligned buffers, or the driver's refusal.
     pub fn run(&self, target: &mut Target<'_>, b: &PermuteCastBuffers<'_>) -> Result<()> {
         let PermuteCastSpec { shape, cols, input, output, prob, scaling, multiprocessors } = self.spec;
-        // Without rows there is still the map, which loses all its slots.
+        // Without rows the map loses all its slots.
         if shape.rows == 0 && shape.tokens == 0 {
-            return Ok(());
+            return b.making.finish(target);
         }
         aligned("permute_quantize", "the input", b.x)?;
         aligned("permute_quantize", "the output", b.out)?;
@@ -217,6 +221,7 @@ impl PermuteCastPlan {
             token_ld: 0,
             zero_scale: 0.0,
             scale_blocks: 0,
+            making: b.making.params,
         };
         let params = match scaling {
             Scaling::Tensor => params,
@@ -239,7 +244,7 @@ impl PermuteCastPlan {
                 }
             }
         };
-        let blocks = zero_blocks + shape.tokens as u32 + params.scale_blocks;
+        let blocks = params.making.blocks + zero_blocks + shape.tokens as u32 + params.scale_blocks;
         launch(target, KernelId::PermuteCast(input, output), Grid::linear(blocks, ROW_THREADS), &params)
     }
 }

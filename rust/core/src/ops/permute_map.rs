@@ -1,4 +1,5 @@
-//! Row maps of MoE permutations in one launch, the ends of a finished map, and the count of dropped rows.
+//! Row maps of MoE permutations, the ends of a finished map, and the count of dropped rows. A map is a launch of its
+//! own, or the first blocks of the launch that moves rows by it.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -17,27 +18,30 @@ const SLICE: usize = 32;
 const MAX_TILES: usize = 512;
 /// As many blocks as there are multiprocessors on a large GPU; more only add to what each has to read.
 const TILES: usize = 128;
+/// Blocks of a map in front of rows, which have half the threads.
+const LEADING_TILES: usize = 256;
 /// Tokens of a chunk that are worth a block.
 const SHORT_CHUNK: usize = 64;
 /// Tokens of a chunk in long maps: half of those whose bits stay in shared memory, so that two blocks share a
 /// multiprocessor.
 const LONG_CHUNK: usize = 1024;
+/// The same of a map in front of rows, whose blocks have room for no more.
+const LEADING_CHUNK: usize = 512;
 const MAP_THREADS: u32 = 256;
 const ENDS_THREADS: u32 = 512;
 /// Most parts that ends are counted in.
 const MAX_PARTIALS: usize = 32;
 
 params! {
-    /// Parameters of `permute_map_*`.
-    pub struct PermuteMapParams<'a> [112]
-        for PermuteMapMaskU8 | PermuteMapMaskI32 | PermuteMapMaskI64 | PermuteMapIndexI32 => host::permute_map::run {
+    /// Parameters of `permute_map`, and of a map in front of rows.
+    pub struct MakeMapParams<'a> [128] for PermuteMap => host::permute_map::run {
         /// Mask `[T, E]` or expert ids `[T, K]`.
         pub routing: DevPtr<'a>,
         /// The map.
         pub row_id_map: DevPtr<'a>,
         /// Scratch: u32 `[chunks][slices * 32]`, then one sum per slice of a chunk.
         pub counts: DevPtr<'a>,
-        /// Scratch: u8 `[slices][T]`, mask alone.
+        /// Scratch: u8 `[T][slices rounded up to 4]`, mask alone.
         pub shares: DevPtr<'a>,
         /// i32 per expert.
         pub ends: DevPtr<'a>,
@@ -47,10 +51,14 @@ params! {
         pub padded_counts: DevPtr<'a>,
         /// i64 padded and routed rows, or null.
         pub totals: DevPtr<'a>,
-        /// Tokens; slots for an index.
-        pub tokens: u64,
+        /// The device's states and its count of dropped rows; null on the host.
+        pub states: DevPtr<'a>,
+        /// Memory that is filled with ones, or null.
+        pub fill: DevPtr<'a>,
         /// Rows of the permuted tensor.
         pub capacity: u64,
+        /// Tokens; slots for an index.
+        pub tokens: u32,
         /// Experts.
         pub experts: u32,
         /// Slots per token for an index, else 0.
@@ -63,8 +71,70 @@ params! {
         pub slot: u32,
         /// 16-byte words of `fill`.
         pub fill_words: u32,
-        /// Memory that is filled with ones, or null.
-        pub fill: DevPtr<'a>,
+        /// Blocks of the map; 0: there is none to make.
+        pub blocks: u32,
+        /// [`Routing`].
+        pub routing_type: u32,
+        /// No field.
+        pub unused: u32,
+    }
+}
+
+impl MakeMapParams<'_> {
+    fn launch(&self, target: &mut Target<'_>) -> Result<()> {
+        launch(target, KernelId::PermuteMap, Grid::linear(self.blocks, MAP_THREADS), self)
+    }
+
+    /// No map to make.
+    const NONE: Self = Self {
+        routing: DevPtr::null(),
+        row_id_map: DevPtr::null(),
+        counts: DevPtr::null(),
+        shares: DevPtr::null(),
+        ends: DevPtr::null(),
+        pad_offsets: DevPtr::null(),
+        padded_counts: DevPtr::null(),
+        totals: DevPtr::null(),
+        states: DevPtr::null(),
+        fill: DevPtr::null(),
+        capacity: 0,
+        tokens: 0,
+        experts: 0,
+        top_k: 0,
+        align: 0,
+        chunk_tokens: 0,
+        slot: 0,
+        fill_words: 0,
+        blocks: 0,
+        routing_type: 0,
+        unused: 0,
+    };
+}
+
+/// A map for a launch that moves rows by it.
+#[derive(Clone, Copy, Debug)]
+pub struct Making<'a> {
+    /// What the launch has to make of it.
+    pub(crate) params: MakeMapParams<'a>,
+    /// Whether the launch before makes it.
+    pub(crate) before: bool,
+}
+
+impl Making<'_> {
+    /// A finished map.
+    pub const NONE: Self = Self { params: MakeMapParams::NONE, before: false };
+
+    /// Whether it belongs to the call, not to an earlier one.
+    pub(crate) const fn is_new(&self) -> bool {
+        self.before || self.params.blocks != 0
+    }
+
+    /// Makes it where no rows move.
+    ///
+    /// # Errors
+    /// The driver's refusal.
+    pub(crate) fn finish(&self, target: &mut Target<'_>) -> Result<()> {
+        self.params.launch(target)
     }
 }
 
@@ -86,7 +156,9 @@ params! {
 
 params! {
     /// Parameters of `permute_dropped`.
-    pub struct PermuteDroppedParams<'a> [16] for PermuteDropped => host::permute_map::run_dropped {
+    pub struct PermuteDroppedParams<'a> [24] for PermuteDropped => host::permute_map::run_dropped {
+        /// The device's states; null on the host.
+        pub states: DevPtr<'a>,
         /// One i64.
         pub out: DevPtr<'a>,
         /// 1 starts the count again.
@@ -96,15 +168,16 @@ params! {
 
 /// Element type of a routing map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
 pub enum Routing {
     /// Mask of bytes: bool, u8, i8.
-    Mask8,
+    Mask8 = 0,
     /// Mask of i32.
-    Mask32,
+    Mask32 = 1,
     /// Mask of i64.
-    Mask64,
+    Mask64 = 2,
     /// Expert ids, i32.
-    Index,
+    Index = 3,
 }
 
 /// What a map is made for.
@@ -116,6 +189,8 @@ pub struct MapSpec {
     pub routing: Routing,
     /// Rows of an expert are padded to a multiple of this; 1 for none.
     pub align: usize,
+    /// Whether rows move by it in the same call.
+    pub leads: bool,
 }
 
 /// Buffers of a map.
@@ -135,7 +210,7 @@ pub struct MapOutputs<'a> {
     pub totals: DevPtr<'a>,
     /// [`MapPlan::scratch_bytes`].
     pub scratch: DevPtr<'a>,
-    /// Memory that the launch behind the map wants filled with ones.
+    /// Memory that the rows behind the map want filled with ones.
     pub fill: Fill<'a>,
 }
 
@@ -156,11 +231,10 @@ impl Fill<'_> {
     pub const NONE: Self = Self { data: DevPtr::null(), words: 0 };
 }
 
-/// A checked map: kernel and grid are chosen.
+/// A checked map: its work is shared out.
 #[derive(Clone, Copy, Debug)]
 pub struct MapPlan {
     spec: MapSpec,
-    kernel: KernelId,
     units: usize,
     slices: usize,
     chunk_tokens: usize,
@@ -176,13 +250,11 @@ impl MapPlan {
         let op = "permute_map";
         let bounded = MapShape { rows: 0, ..spec.shape };
         bounded.check(op)?;
-        let (units, experts, kernel) = match (spec.shape.layout, spec.routing) {
-            (Layout::Mask { experts }, Routing::Mask8) => (spec.shape.tokens, experts, KernelId::PermuteMapMaskU8),
-            (Layout::Mask { experts }, Routing::Mask32) => (spec.shape.tokens, experts, KernelId::PermuteMapMaskI32),
-            (Layout::Mask { experts }, Routing::Mask64) => (spec.shape.tokens, experts, KernelId::PermuteMapMaskI64),
-            (Layout::Index { top_k }, Routing::Index) => {
-                (spec.shape.tokens * top_k, MAX_EXPERTS, KernelId::PermuteMapIndexI32)
+        let (units, experts) = match (spec.shape.layout, spec.routing) {
+            (Layout::Mask { experts }, Routing::Mask8 | Routing::Mask32 | Routing::Mask64) => {
+                (spec.shape.tokens, experts)
             }
+            (Layout::Index { top_k }, Routing::Index) => (spec.shape.tokens * top_k, MAX_EXPERTS),
             _ => return Err(Error::value(op, "the routing map's type does not fit the map's layout")),
         };
         if spec.align == 0 || i32::try_from(spec.align).is_err() {
@@ -190,16 +262,18 @@ impl MapPlan {
         }
         let slices = experts.div_ceil(SLICE);
         let most = MAX_TILES / slices;
-        let wanted = if slices * units.div_ceil(SHORT_CHUNK) <= TILES {
+        let leads = spec.leads && !matches!(spec.routing, Routing::Index);
+        let (tiles, long_chunk) = if leads { (LEADING_TILES, LEADING_CHUNK) } else { (TILES, LONG_CHUNK) };
+        let wanted = if slices * units.div_ceil(SHORT_CHUNK) <= tiles {
             units.div_ceil(SHORT_CHUNK)
         } else {
-            (TILES / slices).max(units.div_ceil(LONG_CHUNK))
+            (tiles / slices).max(units.div_ceil(long_chunk))
         };
         let chunk_tokens = units.div_ceil(wanted.clamp(1, most)).next_multiple_of(32).max(32);
         if i32::try_from(units).is_err() {
             return Err(Error::shape(op, "tokens times slots", "below 2**31", units));
         }
-        Ok(Self { spec, kernel, units, slices, chunk_tokens, chunks: units.div_ceil(chunk_tokens) })
+        Ok(Self { spec, units, slices, chunk_tokens, chunks: units.div_ceil(chunk_tokens) })
     }
 
     /// Experts that the per-expert outputs have.
@@ -214,23 +288,37 @@ impl MapPlan {
     /// Size of the scratch memory.
     #[must_use]
     pub const fn scratch_bytes(&self) -> usize {
-        self.count_bytes() + self.slices * self.spec.shape.tokens
+        self.count_bytes() + self.slices.next_multiple_of(4) * self.spec.shape.tokens
     }
 
     const fn count_bytes(&self) -> usize {
         self.chunks * self.slices * (SLICE + 1) * 4
     }
 
-    /// Launches it; without tokens there is nothing to write but zeros, which the caller has.
+    /// For a launch of rows that follows on `target`: its first blocks make a mask's map. That of an index, whose
+    /// experts nobody knows, is long work for blocks that have little shared memory, and is launched here.
     ///
     /// # Errors
     /// The driver's refusal.
-    pub fn run(&self, target: &mut Target<'_>, b: &MapOutputs<'_>) -> Result<()> {
+    pub fn make<'a>(&self, target: &mut Target<'_>, b: &MapOutputs<'a>) -> Result<Making<'a>> {
+        let params = self.params(target, b)?;
+        if self.leads() {
+            return Ok(Making { params, before: false });
+        }
+        params.launch(target)?;
+        Ok(Making { before: true, ..Making::NONE })
+    }
+
+    const fn leads(&self) -> bool {
+        self.spec.leads && matches!(self.spec.shape.layout, Layout::Mask { .. })
+    }
+
+    fn params<'a>(&self, target: &mut Target<'_>, b: &MapOutputs<'a>) -> Result<MakeMapParams<'a>> {
         let top_k = match self.spec.shape.layout {
             Layout::Mask { .. } => 0,
             Layout::Index { top_k } => top_k as u32,
         };
-        let params = PermuteMapParams {
+        Ok(MakeMapParams {
             routing: b.routing,
             row_id_map: b.row_id_map,
             counts: b.scratch,
@@ -239,18 +327,28 @@ impl MapPlan {
             pad_offsets: b.pad_offsets,
             padded_counts: b.padded_counts,
             totals: b.totals,
-            tokens: self.units as u64,
+            states: states(target)?,
+            fill: b.fill.data,
             capacity: self.spec.shape.rows as u64,
+            tokens: self.units as u32,
             experts: self.experts() as u32,
             top_k,
             align: self.spec.align as u32,
             chunk_tokens: self.chunk_tokens as u32,
             slot: slot(target)?,
             fill_words: b.fill.words,
-            fill: b.fill.data,
-        };
-        let blocks = (self.slices * self.chunks + 1) as u32;
-        launch(target, self.kernel, Grid::linear(blocks, MAP_THREADS), &params)
+            blocks: (self.slices * self.chunks + 1) as u32,
+            routing_type: self.spec.routing as u32,
+            unused: 0,
+        })
+    }
+
+    /// Launches it by itself.
+    ///
+    /// # Errors
+    /// The driver's refusal.
+    pub fn run(&self, target: &mut Target<'_>, b: &MapOutputs<'_>) -> Result<()> {
+        self.params(target, b)?.launch(target)
     }
 }
 
@@ -308,11 +406,19 @@ impl EndsPlan {
 /// # Errors
 /// The driver's refusal.
 pub fn read_dropped(target: &mut Target<'_>, out: DevPtr<'_>, clear: bool) -> Result<()> {
-    let params = PermuteDroppedParams { out, clear: u64::from(clear) };
+    let params = PermuteDroppedParams { states: states(target)?, out, clear: u64::from(clear) };
     launch(target, KernelId::PermuteDropped, Grid::linear(1, 32), &params)
 }
 
-/// States of the map kernel, per device: the first for streams, the others for captured launches.
+/// The memory that launches of a device share which make maps: a state per slot and the count of dropped rows.
+fn states(target: &mut Target<'_>) -> Result<DevPtr<'static>> {
+    match &mut target.backend {
+        Backend::Cuda(queue) => queue.device.variable(KernelId::PermuteMap, c"permute_map_states"),
+        Backend::Host => Ok(DevPtr::null()),
+    }
+}
+
+/// States of maps, per device: the first for streams, the others for captured launches.
 const SLOTS: u32 = 16_384;
 const STREAM_SLOTS: u32 = 4096;
 
@@ -349,21 +455,22 @@ fn stream_slot(stream: Stream) -> u32 {
 mod tests {
     use super::*;
 
-    fn mask(tokens: usize, experts: usize) -> Result<MapPlan> {
+    fn mask(tokens: usize, experts: usize, leads: bool) -> Result<MapPlan> {
         let shape = MapShape { tokens, rows: usize::MAX, layout: Layout::Mask { experts } };
-        MapPlan::new(MapSpec { shape, routing: Routing::Mask8, align: 1 })
+        MapPlan::new(MapSpec { shape, routing: Routing::Mask8, align: 1, leads })
     }
 
     #[test]
     fn work_is_shared_out_within_the_limits() -> Result<()> {
-        for (tokens, experts) in [(0, 1), (1, 1), (4096, 256), (8192, 8), (40_000, 1024), (1 << 20, 256), (1 << 20, 33)]
-        {
-            let plan = mask(tokens, experts)?;
+        let sizes = [(0, 1), (1, 1), (4096, 256), (8192, 8), (40_000, 1024), (1 << 20, 256), (1 << 20, 33)];
+        for (leads, (tokens, experts)) in [false, true].into_iter().flat_map(|leads| sizes.map(|size| (leads, size))) {
+            let plan = mask(tokens, experts, leads)?;
             assert!(plan.slices * plan.chunks <= MAX_TILES, "{plan:?}");
             assert!(plan.chunks * plan.chunk_tokens >= tokens && plan.chunk_tokens.is_multiple_of(32), "{plan:?}");
         }
-        assert_eq!(mask(4096, 256).map(|plan| (plan.slices, plan.chunks, plan.chunk_tokens))?, (8, 16, 256));
-        assert!(mask(1 << 31, 1024).is_err());
+        let shares = |leads| mask(4096, 256, leads).map(|plan| (plan.slices, plan.chunks, plan.chunk_tokens));
+        assert_eq!((shares(false)?, shares(true)?), ((8, 16, 256), (8, 32, 128)));
+        assert!(mask(1 << 31, 1024, false).is_err());
         Ok(())
     }
 
