@@ -135,7 +135,7 @@ def test_padding_errors():
     for error in (ShapeError, AssertionError):  # TE asserts
         with pytest.raises(error, match="one per GEMM"):
             te.Fp8Padding(2, 16)(torch.randn(3, 4), [3])
-    with pytest.raises(ShapeError, match="align_size must be positive"):
+    with pytest.raises(ShapeError, match="align_size must be a positive integer"):
         te.Fp8Unpadding(2, 0)
     with pytest.raises(DtypeError, match="torch.float32"):
         te.Fp8Padding(1, 16)(torch.randn(3, 4).double(), [3])

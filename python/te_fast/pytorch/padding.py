@@ -8,6 +8,7 @@ import torch
 
 from te_fast.errors import ShapeError
 from te_fast.pytorch import _permutation as impl
+from te_fast.pytorch import _permutation_arguments as arguments
 from te_fast.pytorch.quantization import FP8GlobalStateManager, get_align_size_for_quantization
 
 if TYPE_CHECKING:
@@ -38,8 +39,10 @@ class _Aligned(torch.nn.Module):
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
-        if align_size is not None and align_size <= 0:
-            msg = f"{type(self).__name__}: align_size must be positive, got {align_size}"
+        if align_size is not None and not (arguments.is_integer(align_size) and align_size > 0):
+            msg = (
+                f"{type(self).__name__}: align_size must be a positive integer, got {align_size!r}"
+            )
             raise ShapeError(msg)
         self.num_gemms = num_gemms
         self.align_size = align_size
@@ -92,18 +95,25 @@ class Fp8Padding(_Aligned):
             Padded rows, and the padded splits in the form of ``m_splits``. An input that needs no padding
             is returned itself.
         """
-        if len(m_splits) != self.num_gemms:
-            raise self._count_error(m_splits)
-        align = self.align_size or self._decide_align()
-        rows_of = _matrix(inp)
-        if isinstance(m_splits, torch.Tensor):
-            most = rows_of.size(0) + self.num_gemms * (align - 1)
-            rows = most // align * align if num_out_tokens is None else num_out_tokens
-            out, _, padded = impl.move_rows(rows_of, None, m_splits, None, impl.PAD, align, rows)
-            return out, padded
-        splits = m_splits if type(m_splits) is list else list(m_splits)
-        out, padded = impl.move_by_list(rows_of, splits, impl.PAD, align, num_out_tokens)
-        return (inp, m_splits) if out is None else (out, padded)
+        try:
+            if len(m_splits) != self.num_gemms:
+                raise self._count_error(m_splits)
+            align = self.align_size or self._decide_align()
+            rows_of = _matrix(inp)
+            if isinstance(m_splits, torch.Tensor):
+                most = rows_of.size(0) + self.num_gemms * (align - 1)
+                rows = most // align * align if num_out_tokens is None else num_out_tokens
+                out, _, padded = impl.move_rows(
+                    rows_of, None, m_splits, None, impl.PAD, align, rows
+                )
+                return out, padded
+            splits = m_splits if type(m_splits) is list else list(m_splits)
+            out, padded = impl.move_by_list(rows_of, splits, impl.PAD, align, num_out_tokens)
+            return (inp, m_splits) if out is None else (out, padded)
+        except (AttributeError, TypeError) as error:
+            raise arguments.blame(
+                type(self).__name__, error, locals(), ("num_out_tokens",)
+            ) from None
 
 
 class Fp8Unpadding(_Aligned):
@@ -141,13 +151,18 @@ class Fp8Unpadding(_Aligned):
         torch.Tensor
             Rows ``(sum(m_splits), hidden)``. An input without padding is returned itself.
         """
-        if len(m_splits) != self.num_gemms:
-            raise self._count_error(m_splits)
-        align = self.align_size or self._decide_align()
-        rows_of = _matrix(inp)
-        if isinstance(m_splits, torch.Tensor):
-            rows = rows_of.size(0) if num_out_tokens is None else num_out_tokens
-            return impl.move_rows(rows_of, None, m_splits, None, impl.UNPAD, align, rows)[0]
-        splits = m_splits if type(m_splits) is list else list(m_splits)
-        out, _ = impl.move_by_list(rows_of, splits, impl.UNPAD, align, num_out_tokens)
-        return inp if out is None else out
+        try:
+            if len(m_splits) != self.num_gemms:
+                raise self._count_error(m_splits)
+            align = self.align_size or self._decide_align()
+            rows_of = _matrix(inp)
+            if isinstance(m_splits, torch.Tensor):
+                rows = rows_of.size(0) if num_out_tokens is None else num_out_tokens
+                return impl.move_rows(rows_of, None, m_splits, None, impl.UNPAD, align, rows)[0]
+            splits = m_splits if type(m_splits) is list else list(m_splits)
+            out, _ = impl.move_by_list(rows_of, splits, impl.UNPAD, align, num_out_tokens)
+            return inp if out is None else out
+        except (AttributeError, TypeError) as error:
+            raise arguments.blame(
+                type(self).__name__, error, locals(), ("num_out_tokens",)
+            ) from None

@@ -8,13 +8,13 @@ the host kernels.
 
 from __future__ import annotations
 
-import warnings
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 
 from te_fast.errors import DtypeError, ShapeError
 from te_fast.pytorch import _permutation as impl
+from te_fast.pytorch import _permutation_arguments as arguments
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,19 +61,22 @@ def moe_permute(
         Rows ``(num_out_tokens, hidden)`` and ``row_id_map``, int32 in Transformer Engine's layout:
         ``(tokens, 2 * experts + 1)`` for a mask, ``(top_k * tokens,)`` for an index.
     """
-    del max_token_num
-    index = _is_index(map_type)
-    if not inp.numel():
-        return inp, _empty_map(inp, routing_map, index=index)
-    if num_out_tokens is None:
-        num_out_tokens = -1
-    if index:
-        routing_map = _as_int32(routing_map, "index", "Permute")
-        rows = num_out_tokens if num_out_tokens > 0 else routing_map.numel()
-    else:
-        rows = num_out_tokens
-    out, _, row_id_map, _, _ = impl.permute(inp, None, routing_map, rows, 0, index=index)
-    return out, row_id_map
+    try:
+        del max_token_num
+        index = arguments.is_index(map_type)
+        if not inp.numel():
+            return inp, arguments.empty_map(inp, routing_map, index=index)
+        if num_out_tokens is None:
+            num_out_tokens = -1
+        if index:
+            routing_map = arguments.as_int32(routing_map, "index", "Permute")
+            rows = num_out_tokens if num_out_tokens > 0 else routing_map.numel()
+        else:
+            rows = num_out_tokens
+        out, _, row_id_map, _, _ = impl.permute(inp, None, routing_map, rows, 0, index=index)
+        return out, row_id_map
+    except (AttributeError, TypeError) as error:
+        raise arguments.blame(moe_permute.__name__, error, locals(), ("num_out_tokens",)) from None
 
 
 def moe_permute_with_probs(
@@ -102,15 +105,24 @@ def moe_permute_with_probs(
     tuple of torch.Tensor
         Rows ``(num_out_tokens, hidden)``, their probabilities ``(num_out_tokens,)``, ``row_id_map``.
     """
-    if not inp.numel():
-        # The sums keep both in the graph, with empty gradients.
-        return inp + probs[:0].sum().to(inp.dtype), probs.sum(dim=1), _empty_map(inp, routing_map)
-    if num_out_tokens is None:
-        num_out_tokens = -1
-    out, permuted_probs, row_id_map, _, _ = impl.permute(
-        inp, probs, routing_map, num_out_tokens, 0, index=False
-    )
-    return out, permuted_probs, row_id_map
+    try:
+        if not inp.numel():
+            # The sums keep both in the graph, with empty gradients.
+            return (
+                inp + probs[:0].sum().to(inp.dtype),
+                probs.sum(dim=1),
+                arguments.empty_map(inp, routing_map),
+            )
+        if num_out_tokens is None:
+            num_out_tokens = -1
+        out, permuted_probs, row_id_map, _, _ = impl.permute(
+            inp, probs, routing_map, num_out_tokens, 0, index=False
+        )
+        return out, permuted_probs, row_id_map
+    except (AttributeError, TypeError) as error:
+        raise arguments.blame(
+            moe_permute_with_probs.__name__, error, locals(), ("num_out_tokens",)
+        ) from None
 
 
 def moe_permute_and_pad_with_probs(
@@ -148,31 +160,39 @@ def moe_permute_and_pad_with_probs(
         Rows, probabilities, ``row_id_map``, ``pad_offsets`` (int64 ``(experts,)``, None where nothing is
         padded) and the padded tokens per expert (int64 ``(experts,)``).
     """
-    if align_size <= 0:
-        msg = f"moe_permute_and_pad_with_probs: align_size must be positive, got {align_size}"
-        raise ShapeError(msg)
-    if num_out_tokens is not None:
-        return impl.permute(inp, probs, routing_map, num_out_tokens, align_size, index=False)
-    if tokens_per_expert is None:
-        msg = (
-            "moe_permute_and_pad_with_probs: tokens_per_expert must be given, got None; "
-            "or give num_out_tokens, a capacity in rows"
+    try:
+        if align_size <= 0:
+            msg = f"moe_permute_and_pad_with_probs: align_size must be positive, got {align_size}"
+            raise ShapeError(msg)
+        if num_out_tokens is not None:
+            return impl.permute(inp, probs, routing_map, num_out_tokens, align_size, index=False)
+        if tokens_per_expert is None:
+            msg = (
+                "moe_permute_and_pad_with_probs: tokens_per_expert must be given, got None; "
+                "or give num_out_tokens, a capacity in rows"
+            )
+            raise ShapeError(msg)
+        arguments.check_counts(tokens_per_expert, routing_map)
+        if isinstance(tokens_per_expert, torch.Tensor):
+            if tokens_per_expert.device.type != "cpu":
+                return impl.permute_exact(inp, probs, routing_map, align_size)
+            if torch.compiler.is_compiling():
+                return impl.permute_exact(inp, probs, routing_map, align_size, tokens_per_expert)
+            counts = tokens_per_expert.tolist()
+        else:
+            counts = list(tokens_per_expert)
+        rows = sum(-(-count // align_size) * align_size for count in counts)
+        out, permuted_probs, row_id_map, pad_offsets, padded = impl.permute(
+            inp, probs, routing_map, rows, align_size, index=False
         )
-        raise ShapeError(msg)
-    _check_counts(tokens_per_expert, routing_map)
-    if isinstance(tokens_per_expert, torch.Tensor):
-        if tokens_per_expert.device.type != "cpu":
-            return impl.permute_exact(inp, probs, routing_map, align_size)
-        if torch.compiler.is_compiling():
-            return impl.permute_exact(inp, probs, routing_map, align_size, tokens_per_expert)
-        counts = tokens_per_expert.tolist()
-    else:
-        counts = list(tokens_per_expert)
-    rows = sum(-(-count // align_size) * align_size for count in counts)
-    out, permuted_probs, row_id_map, pad_offsets, padded = impl.permute(
-        inp, probs, routing_map, rows, align_size, index=False
-    )
-    return out, permuted_probs, row_id_map, pad_offsets if rows != sum(counts) else None, padded
+        return out, permuted_probs, row_id_map, pad_offsets if rows != sum(counts) else None, padded
+    except (AttributeError, TypeError) as error:
+        raise arguments.blame(
+            moe_permute_and_pad_with_probs.__name__,
+            error,
+            locals(),
+            ("tokens_per_expert", "num_out_tokens"),
+        ) from None
 
 
 def moe_permute_and_quantize(
@@ -232,23 +252,30 @@ def moe_permute_and_quantize(
         probabilities or None; ``row_id_map``; ``pad_offsets`` and padded tokens per expert, None
         without padding.
     """
-    if fp8_dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
-        msg = (
-            "moe_permute_and_quantize: fp8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2, "
-            f"got {fp8_dtype}"
-        )
-        raise DtypeError(msg)
-    if num_out_tokens < 0 or align_size < 0:
-        msg = (
-            "moe_permute_and_quantize: num_out_tokens and align_size must not be negative, "
-            f"got {num_out_tokens} and {align_size}"
-        )
-        raise ShapeError(msg)
-    if amax is not None and scale is None:
-        msg = "moe_permute_and_quantize: amax is collected per tensor; give scale too, or no amax"
-        raise ShapeError(msg)
-    cast = (fp8_dtype == torch.float8_e5m2, scale, amax, amax_epsilon, power_2_scale)
-    return impl.permute_cast(inp, probs, routing_map, num_out_tokens, align_size, cast)
+    try:
+        if fp8_dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+            msg = (
+                "moe_permute_and_quantize: fp8_dtype must be torch.float8_e4m3fn or torch.float8_e5m2, "
+                f"got {fp8_dtype}"
+            )
+            raise DtypeError(msg)
+        if num_out_tokens < 0 or align_size < 0:
+            msg = (
+                "moe_permute_and_quantize: num_out_tokens and align_size must not be negative, "
+                f"got {num_out_tokens} and {align_size}"
+            )
+            raise ShapeError(msg)
+        if amax is not None and scale is None:
+            msg = (
+                "moe_permute_and_quantize: amax is collected per tensor; give scale too, or no amax"
+            )
+            raise ShapeError(msg)
+        cast = (fp8_dtype == torch.float8_e5m2, scale, amax, amax_epsilon, power_2_scale)
+        return impl.permute_cast(inp, probs, routing_map, num_out_tokens, align_size, cast)
+    except (AttributeError, TypeError) as error:
+        raise arguments.blame(
+            moe_permute_and_quantize.__name__, error, locals(), ("probs", "scale", "amax")
+        ) from None
 
 
 def moe_unpermute(
@@ -284,42 +311,54 @@ def moe_unpermute(
     torch.Tensor
         Rows ``(tokens, hidden)``. An empty ``inp`` gives zeros of ``restore_shape``, still in the graph.
     """
-    if probs is not None:
-        if merging_probs is not None:
+    try:
+        if probs is not None:
+            if merging_probs is not None:
+                msg = "moe_unpermute: give merging_probs or probs, not both; probs is the deprecated name"
+                raise ShapeError(msg)
+            arguments.warn("probs kwarg is deprecated. Use merging_probs kwarg instead.")
+            merging_probs = probs
+        index = arguments.is_index(map_type)
+        if inp.dim() != 2:
+            arguments.refuse_rank("moe_unpermute", "inp", inp, 2)
+        if restore_shape is not None and (
+            len(restore_shape) != 2 or restore_shape[0] < 0 or restore_shape[1] != inp.size(1)
+        ):
             msg = (
-                "moe_unpermute: give merging_probs or probs, not both; probs is the deprecated name"
+                f"moe_unpermute: restore_shape must be (tokens, {inp.size(1)}), the hidden size of inp, "
+                f"got {tuple(restore_shape)}"
             )
             raise ShapeError(msg)
-        _warn("probs kwarg is deprecated. Use merging_probs kwarg instead.")
-        merging_probs = probs
-    index = _is_index(map_type)
-    if inp.dim() != 2:
-        _refuse_rank("moe_unpermute", "inp", inp, 2)
-    if restore_shape is not None and (
-        len(restore_shape) != 2 or restore_shape[0] < 0 or restore_shape[1] != inp.size(1)
-    ):
-        msg = (
-            f"moe_unpermute: restore_shape must be (tokens, {inp.size(1)}), the hidden size of inp, "
-            f"got {tuple(restore_shape)}"
-        )
-        raise ShapeError(msg)
-    top_k = 0
-    if index:
-        row_id_map = _as_int32(row_id_map, "row_id_map", "Unpermute")
-        top_k = 1
-        if merging_probs is not None:
-            if merging_probs.dim() != 2:
-                _refuse_rank("moe_unpermute", "merging_probs", merging_probs, 2)
-            top_k = merging_probs.size(1)
-            if merging_probs.dtype != torch.float32:
-                _warn(_recommends("probs", merging_probs.dtype, "Unpermute", torch.float32))
-                merging_probs = merging_probs.to(torch.float32)
-        tokens = row_id_map.numel() // max(top_k, 1)
-    else:
-        tokens = (row_id_map.shape if restore_shape is None else restore_shape)[0]
-    if not inp.numel():
-        return _nothing_to_merge(inp, merging_probs, restore_shape or (tokens, inp.size(1)))
-    return impl.unpermute(inp, row_id_map, merging_probs, pad_offsets, tokens, top_k)
+        top_k = 0
+        if index:
+            row_id_map = arguments.as_int32(row_id_map, "row_id_map", "Unpermute")
+            top_k = 1
+            if merging_probs is not None:
+                if merging_probs.dim() != 2:
+                    arguments.refuse_rank("moe_unpermute", "merging_probs", merging_probs, 2)
+                top_k = merging_probs.size(1)
+                if merging_probs.dtype != torch.float32:
+                    arguments.warn(
+                        arguments.recommends(
+                            "probs", merging_probs.dtype, "Unpermute", torch.float32
+                        )
+                    )
+                    merging_probs = merging_probs.to(torch.float32)
+            tokens = row_id_map.numel() // max(top_k, 1)
+        else:
+            tokens = (row_id_map.shape if restore_shape is None else restore_shape)[0]
+        if not inp.numel():
+            return arguments.nothing_to_merge(
+                inp, merging_probs, restore_shape or (tokens, inp.size(1))
+            )
+        return impl.unpermute(inp, row_id_map, merging_probs, pad_offsets, tokens, top_k)
+    except (AttributeError, TypeError) as error:
+        raise arguments.blame(
+            moe_unpermute.__name__,
+            error,
+            locals(),
+            ("merging_probs", "restore_shape", "probs", "pad_offsets"),
+        ) from None
 
 
 def moe_sort_chunks_by_index(
@@ -343,10 +382,13 @@ def moe_sort_chunks_by_index(
     torch.Tensor
         Rows of the same shape.
     """
-    if not inp.numel():
-        return inp
-    out, _ = impl.sort_chunks(inp, None, *_on_device(inp, split_sizes, sorted_index))
-    return out
+    try:
+        if not inp.numel():
+            return inp
+        out, _ = impl.sort_chunks(inp, None, *arguments.on_device(inp, split_sizes, sorted_index))
+        return out
+    except (AttributeError, TypeError) as error:
+        raise arguments.blame(moe_sort_chunks_by_index.__name__, error, locals()) from None
 
 
 def moe_sort_chunks_by_index_with_probs(
@@ -373,9 +415,14 @@ def moe_sort_chunks_by_index_with_probs(
     tuple of torch.Tensor
         Rows and probabilities, of the same shapes.
     """
-    if not inp.numel():
-        return inp, probs
-    return impl.sort_chunks(inp, probs, *_on_device(inp, split_sizes, sorted_index))
+    try:
+        if not inp.numel():
+            return inp, probs
+        return impl.sort_chunks(inp, probs, *arguments.on_device(inp, split_sizes, sorted_index))
+    except (AttributeError, TypeError) as error:
+        raise arguments.blame(
+            moe_sort_chunks_by_index_with_probs.__name__, error, locals()
+        ) from None
 
 
 def moe_dropped_rows(device: torch.device | str | None = None, *, reset: bool = False) -> int:
@@ -398,89 +445,3 @@ def moe_dropped_rows(device: torch.device | str | None = None, *, reset: bool = 
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return impl.dropped_rows(torch.device(device), reset=reset)
-
-
-def _is_index(map_type: str) -> bool:
-    if map_type == "mask":
-        return False
-    if map_type == "index":
-        return True
-    msg = f"moe_permute: map_type should be one of 'mask' or 'index', got {map_type!r}"
-    raise ShapeError(msg)
-
-
-def _warn(message: str) -> None:
-    # Under torch.compile a warning would be a graph break.
-    if not torch.compiler.is_compiling():
-        warnings.warn(message, stacklevel=3)
-
-
-def _recommends(name: str, dtype: torch.dtype, op: str, recommended: torch.dtype) -> str:
-    return (
-        f"The data type of the input `{name}` of {op} is {dtype}! "
-        f"The recommended type is {recommended}."
-    )
-
-
-def _as_int32(tensor: torch.Tensor, name: str, op: str) -> torch.Tensor:
-    if tensor.dtype == torch.int32:
-        return tensor
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        msg = f"moe_permute: {name} must be of an integer type, got {tensor.dtype}"
-        raise DtypeError(msg)
-    _warn(_recommends(name, tensor.dtype, op, torch.int32))
-    return tensor.to(torch.int32)
-
-
-def _empty_map(
-    inp: torch.Tensor, routing_map: torch.Tensor, *, index: bool = False
-) -> torch.Tensor:
-    """Row map of no rows: all tokens without an expert."""
-    if routing_map.dim() != 2:
-        _refuse_rank("moe_permute", "routing_map", routing_map, 2)
-    tokens, columns = routing_map.shape
-    size = (tokens * columns,) if index else (tokens, 2 * columns + 1)
-    return torch.full(size, -1 if index else 0, dtype=torch.int32, device=inp.device)
-
-
-def _refuse_rank(op: str, name: str, tensor: torch.Tensor, rank: int) -> NoReturn:
-    dimensions = "two dimensions" if rank == 2 else "one dimension"
-    msg = f"{op}: {name} must be of {dimensions}, got {tuple(tensor.shape)}"
-    raise ShapeError(msg)
-
-
-def _check_counts(counts: torch.Tensor | Sequence[int], routing_map: torch.Tensor) -> None:
-    """Fail unless there is one integer per expert; a GPU's are not read."""
-    op = "moe_permute_and_pad_with_probs"
-    if routing_map.dim() != 2:
-        _refuse_rank(op, "routing_map", routing_map, 2)
-    experts = routing_map.size(1)
-    if isinstance(counts, torch.Tensor):
-        if counts.dim() != 1:
-            _refuse_rank(op, "tokens_per_expert", counts, 1)
-        if counts.dtype.is_floating_point or counts.dtype.is_complex:
-            msg = f"{op}: tokens_per_expert must be integers, got {counts.dtype}"
-            raise DtypeError(msg)
-    if len(counts) != experts:
-        msg = f"{op}: tokens_per_expert must have {experts} entries, one per expert, got {len(counts)}"
-        raise ShapeError(msg)
-
-
-def _nothing_to_merge(
-    inp: torch.Tensor, merging_probs: torch.Tensor | None, shape: torch.Size | Sequence[int]
-) -> torch.Tensor:
-    """Zeros that depend on both arguments, so that a rank without rows still takes part in backward."""
-    out = inp.new_zeros(tuple(shape)) + inp.sum()
-    return out if merging_probs is None else out + merging_probs[:0].sum().to(out.dtype)
-
-
-def _on_device(inp: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    if inp.dim() != 2:
-        _refuse_rank("moe_sort_chunks_by_index", "inp", inp, 2)
-    if tensors[0].numel() != tensors[1].numel():
-        msg = (
-            f"moe_sort_chunks_by_index: sorted_index must have {tensors[0].numel()} entries, one per "
-            f"chunk, got {tensors[1].numel()}"
-        )
-        raise ShapeError(msg)
-    return [tensor if tensor.device == inp.device else tensor.to(inp.device) for tensor in tensors]
