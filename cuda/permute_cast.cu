@@ -8,10 +8,9 @@
 //
 // The GEMM wants the inverse scales of neighbouring rows side by side, and neighbouring rows come from different
 // tokens. So each token leaves its own in memory, with the token of every row, and the last blocks of the same launch
-// put them in their places with whole-line writes. A word says by itself that it has come: the blocks of
-// the row map (common/make_map.cuh) have filled that memory with kAbsent, so no token waits until its stores are seen
-// by all. The last blocks wait on others, but cannot keep them from starting: they are too few to fill the GPU,
-// whatever the order of starts.
+// put them in their places with whole-line writes. A word says by itself that it has come: the map's blocks
+// (common/make_map.cuh) have filled that memory with kAbsent, so no token waits until its stores are seen by all. The
+// last blocks wait on others, but cannot keep them from starting: they are too few to fill the GPU.
 //
 // Launch: map blocks + zero_blocks + tokens + scale_blocks blocks of 128 threads; the first ones make the map, the next
 //         clear rows, the next take one token each. scale_blocks is 0 per tensor, else at most half as many as the GPU
@@ -32,11 +31,11 @@
 
 namespace te_fast {
 
-constexpr int kBlock = 128;  // elements that share a scale
-constexpr int kChunk = 16;   // elements of one FP8 store
-using Map = MapShape<kRowThreads, 16, false>;
+constexpr int kBlock = 128;             // elements that share a scale
+constexpr int kChunk = 16;              // elements of one FP8 store
 constexpr uint32_t kPause = 200;        // nanoseconds between rounds of looks at absent scales
 constexpr uint32_t kRounds = 1u << 24;  // at least three seconds
+using Map = MapShape<kRowThreads, 16, false>;
 
 // Blocks per multiprocessor. Tokens with few experts want many, to hide what they wait for; without the hardware's
 // conversion to FP8 they need more registers, and so does what the compiler makes for sm_89 and sm_120.

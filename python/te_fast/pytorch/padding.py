@@ -25,15 +25,6 @@ def _align_of_recipe() -> int:
 _align_of_recipe._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _matrix(inp: torch.Tensor) -> torch.Tensor:
-    if inp.dim() == 2:
-        return inp
-    if inp.dim() == 0:
-        msg = "Fp8Padding: inp must be (rows, hidden), got a tensor without dimensions"
-        raise ShapeError(msg)
-    return inp.reshape(inp.shape[:-1].numel(), inp.size(-1))
-
-
 class _Aligned(torch.nn.Module):
     """Splits of a grouped GEMM and the alignment, which the recipe of the first forward decides."""
 
@@ -47,15 +38,24 @@ class _Aligned(torch.nn.Module):
         self.num_gemms = num_gemms
         self.align_size = align_size
 
-    def _decide_align(self) -> int:
-        self.align_size = _align_of_recipe()
-        return self.align_size
-
-    def _count_error(self, m_splits: torch.Tensor | Sequence[int]) -> ShapeError:
-        return ShapeError(
-            f"{type(self).__name__}: m_splits must have {self.num_gemms} entries, one per GEMM, "
-            f"got {len(m_splits)}"
-        )
+    def _checked(
+        self, inp: torch.Tensor, m_splits: torch.Tensor | Sequence[int]
+    ) -> tuple[int, torch.Tensor]:
+        """Give the alignment, which is the recipe's where none was given, and `inp` as a matrix."""
+        if len(m_splits) != self.num_gemms:
+            msg = (
+                f"{type(self).__name__}: m_splits must have {self.num_gemms} entries, one per GEMM, "
+                f"got {len(m_splits)}"
+            )
+            raise ShapeError(msg)
+        if not self.align_size:
+            self.align_size = _align_of_recipe()
+        if inp.dim() == 2:
+            return self.align_size, inp
+        if inp.dim() == 0:
+            msg = "Fp8Padding: inp must be (rows, hidden), got a tensor without dimensions"
+            raise ShapeError(msg)
+        return self.align_size, inp.reshape(inp.shape[:-1].numel(), inp.size(-1))
 
 
 class Fp8Padding(_Aligned):
@@ -96,10 +96,7 @@ class Fp8Padding(_Aligned):
             is returned itself.
         """
         try:
-            if len(m_splits) != self.num_gemms:
-                raise self._count_error(m_splits)
-            align = self.align_size or self._decide_align()
-            rows_of = _matrix(inp)
+            align, rows_of = self._checked(inp, m_splits)
             if isinstance(m_splits, torch.Tensor):
                 most = rows_of.size(0) + self.num_gemms * (align - 1)
                 rows = most // align * align if num_out_tokens is None else num_out_tokens
@@ -152,10 +149,7 @@ class Fp8Unpadding(_Aligned):
             Rows ``(sum(m_splits), hidden)``. An input without padding is returned itself.
         """
         try:
-            if len(m_splits) != self.num_gemms:
-                raise self._count_error(m_splits)
-            align = self.align_size or self._decide_align()
-            rows_of = _matrix(inp)
+            align, rows_of = self._checked(inp, m_splits)
             if isinstance(m_splits, torch.Tensor):
                 rows = rows_of.size(0) if num_out_tokens is None else num_out_tokens
                 return impl.move_rows(rows_of, None, m_splits, None, impl.UNPAD, align, rows)[0]

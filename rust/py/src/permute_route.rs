@@ -99,16 +99,8 @@ impl Route {
         outputs: &MapOutputs<'a>,
         scratch: DevPtr<'a>,
     ) -> te_fast_core::Result<(Making<'a>, MapBuffers<'a>)> {
-        let made = if outputs.ends.is_null() { scratch } else { outputs.ends };
-        let scratch = scratch.offset(self.ends_bytes());
-        let making = self.plan.make(target, &MapOutputs { ends: made, scratch, ..*outputs })?;
-        // An index map does not tell experts apart: all its rows end with the last one's.
-        let ends = match self.shape.layout {
-            Layout::Mask { .. } => made,
-            Layout::Index { .. } => made.offset(4 * (self.plan.experts() - 1)),
-        };
-        let map = MapBuffers { map: outputs.row_id_map, pad_offsets: outputs.pad_offsets, ends, partials: 1 };
-        Ok((making, map))
+        let ends = if outputs.ends.is_null() { scratch } else { outputs.ends };
+        self.plan.make(target, &MapOutputs { ends, scratch: scratch.offset(self.ends_bytes()), ..*outputs })
     }
 }
 

@@ -145,9 +145,7 @@ pub(crate) fn copy_prob(from: DevPtr<'_>, i: usize, to: DevPtr<'_>, j: usize, co
 /// # Errors
 /// A type of routing map that there is not.
 pub(crate) fn run(p: &PermuteParams<'_>, id: KernelId) -> Result<()> {
-    if p.making.blocks != 0 {
-        permute_map::run(&p.making, id)?;
-    }
+    permute_map::run(&p.making, id)?;
     let map = HostMap::new(&p.map);
     let bytes = p.row_bytes as usize;
     let (x, out) = (p.x.slice::<u8>(map.tokens * bytes), p.out.slice_mut::<u8>(map.rows * bytes));

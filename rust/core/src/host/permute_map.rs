@@ -10,7 +10,7 @@ use crate::ops::permute_map::{FILL_WORD, MakeMapParams, PermuteDroppedParams, Pe
 
 static DROPPED: AtomicI64 = AtomicI64::new(0);
 
-/// Runs `permute_map`, and what other kernels make of a map.
+/// Runs `permute_map`, and the map's part of other kernels, if they have one.
 ///
 /// # Errors
 /// A type of routing map that there is not.
@@ -19,6 +19,9 @@ pub(crate) fn run(p: &MakeMapParams<'_>, _: KernelId) -> Result<()> {
     const MASK32: u32 = Routing::Mask32 as u32;
     const MASK64: u32 = Routing::Mask64 as u32;
     const INDEX: u32 = Routing::Index as u32;
+    if p.blocks == 0 {
+        return Ok(());
+    }
     let units = p.tokens as usize;
     let mask = units * p.experts as usize;
     p.fill.slice_mut::<u8>(FILL_WORD * p.fill_words as usize).fill(0xff);

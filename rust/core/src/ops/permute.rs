@@ -263,8 +263,8 @@ impl PermutePlan {
     /// # Errors
     /// The driver's refusal.
     pub fn run(&self, target: &mut Target<'_>, b: &PermuteBuffers<'_>) -> Result<()> {
-        // Without rows a map of this call loses all its slots.
-        let nothing = self.shape.rows == 0 && (!b.making.is_new() || self.shape.tokens == 0);
+        // Without rows the map that this launch makes loses all its slots.
+        let nothing = self.shape.rows == 0 && (b.making.params.blocks == 0 || self.shape.tokens == 0);
         if self.row_bytes == 0 || nothing {
             return b.making.finish(target);
         }

@@ -128,7 +128,7 @@ pub struct PermuteCastBuffers<'a> {
     pub absent: DevPtr<'a>,
     /// The map, with its ends.
     pub map: MapBuffers<'a>,
-    /// How that is made.
+    /// How that is made, in this launch.
     pub making: Making<'a>,
 }
 
@@ -191,9 +191,13 @@ impl PermuteCastPlan {
     /// Launches it, map and all.
     ///
     /// # Errors
-    /// Misaligned buffers, or the driver's refusal.
+    /// A map that the launch does not make, misaligned buffers, or the driver's refusal.
     pub fn run(&self, target: &mut Target<'_>, b: &PermuteCastBuffers<'_>) -> Result<()> {
         let PermuteCastSpec { shape, cols, input, output, prob, scaling, multiprocessors } = self.spec;
+        if b.making.params.blocks == 0 {
+            // Slots without a row are taken off the map, and absent scales told by what its blocks fill.
+            return Err(Error::state("permute_quantize", "the map must be a mask's that this launch makes"));
+        }
         // Without rows the map loses all its slots.
         if shape.rows == 0 && shape.tokens == 0 {
             return b.making.finish(target);

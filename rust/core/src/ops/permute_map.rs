@@ -9,7 +9,7 @@ use crate::driver::Stream;
 use crate::error::{Error, Result};
 use crate::host;
 use crate::kernel::{Backend, DevPtr, Grid, Target, launch};
-use crate::ops::permute::{Layout, MAX_EXPERTS, MapShape};
+use crate::ops::permute::{Layout, MAX_EXPERTS, MapBuffers, MapShape};
 use crate::params;
 
 /// Experts that one block owns.
@@ -81,10 +81,6 @@ params! {
 }
 
 impl MakeMapParams<'_> {
-    fn launch(&self, target: &mut Target<'_>) -> Result<()> {
-        launch(target, KernelId::PermuteMap, Grid::linear(self.blocks, MAP_THREADS), self)
-    }
-
     /// No map to make.
     const NONE: Self = Self {
         routing: DevPtr::null(),
@@ -109,6 +105,10 @@ impl MakeMapParams<'_> {
         routing_type: 0,
         unused: 0,
     };
+
+    fn launch(&self, target: &mut Target<'_>) -> Result<()> {
+        launch(target, KernelId::PermuteMap, Grid::linear(self.blocks, MAP_THREADS), self)
+    }
 }
 
 /// A map for a launch that moves rows by it.
@@ -123,11 +123,6 @@ pub struct Making<'a> {
 impl Making<'_> {
     /// A finished map.
     pub const NONE: Self = Self { params: MakeMapParams::NONE, before: false };
-
-    /// Whether it belongs to the call, not to an earlier one.
-    pub(crate) const fn is_new(&self) -> bool {
-        self.before || self.params.blocks != 0
-    }
 
     /// Makes it where no rows move.
     ///
@@ -262,8 +257,9 @@ impl MapPlan {
         }
         let slices = experts.div_ceil(SLICE);
         let most = MAX_TILES / slices;
-        let leads = spec.leads && !matches!(spec.routing, Routing::Index);
-        let (tiles, long_chunk) = if leads { (LEADING_TILES, LEADING_CHUNK) } else { (TILES, LONG_CHUNK) };
+        // The map of an index, whose experts nobody knows, is long work for blocks that have little shared memory.
+        let spec = MapSpec { leads: spec.leads && spec.routing != Routing::Index, ..spec };
+        let (tiles, long_chunk) = if spec.leads { (LEADING_TILES, LEADING_CHUNK) } else { (TILES, LONG_CHUNK) };
         let wanted = if slices * units.div_ceil(SHORT_CHUNK) <= tiles {
             units.div_ceil(SHORT_CHUNK)
         } else {
@@ -295,22 +291,25 @@ impl MapPlan {
         self.chunks * self.slices * (SLICE + 1) * 4
     }
 
-    /// For a launch of rows that follows on `target`: its first blocks make a mask's map. That of an index, whose
-    /// experts nobody knows, is long work for blocks that have little shared memory, and is launched here.
+    /// For a launch of rows that follows on `target`: its first blocks make a mask's map, an index map is launched here.
+    /// With it, how that launch reads the map.
     ///
     /// # Errors
     /// The driver's refusal.
-    pub fn make<'a>(&self, target: &mut Target<'_>, b: &MapOutputs<'a>) -> Result<Making<'a>> {
+    pub fn make<'a>(&self, target: &mut Target<'_>, b: &MapOutputs<'a>) -> Result<(Making<'a>, MapBuffers<'a>)> {
         let params = self.params(target, b)?;
-        if self.leads() {
-            return Ok(Making { params, before: false });
-        }
-        params.launch(target)?;
-        Ok(Making { before: true, ..Making::NONE })
-    }
-
-    const fn leads(&self) -> bool {
-        self.spec.leads && matches!(self.spec.shape.layout, Layout::Mask { .. })
+        let making = if self.spec.leads {
+            Making { params, before: false }
+        } else {
+            params.launch(target)?;
+            Making { before: true, ..Making::NONE }
+        };
+        // An index map does not tell experts apart: all its rows end with the last one's.
+        let ends = match self.spec.shape.layout {
+            Layout::Mask { .. } => b.ends,
+            Layout::Index { .. } => b.ends.offset(4 * (MAX_EXPERTS - 1)),
+        };
+        Ok((making, MapBuffers { map: b.row_id_map, pad_offsets: b.pad_offsets, ends, partials: 1 }))
     }
 
     fn params<'a>(&self, target: &mut Target<'_>, b: &MapOutputs<'a>) -> Result<MakeMapParams<'a>> {
