@@ -489,7 +489,7 @@ def test_checkpoint_keeps_the_scales():
 def test_checkpoint_of_an_op_without_parameters(loads):
     """It does not know its device before it runs; the linear op in front makes its scales, too."""
     chain, other = (
-        ops.Sequential(ops.Linear(64, 48, device="cpu"), ops.Quantize(backward=True))
+        ops.Sequential(ops.Linear(64, 48, device="cpu"), ops.ReLU(), ops.Quantize(backward=True))
         for _ in range(2)
     )
     recipe = DelayedScaling(amax_history_len=4)
@@ -497,7 +497,7 @@ def test_checkpoint_of_an_op_without_parameters(loads):
         step(chain, leaf(16, 64, seed=number), leaf(16, 48, seed=7).detach(), recipe)
     for _ in range(loads):
         other.load_state_dict(chain.state_dict())
-    for got, want in zip(scales(other[1]), scales(chain[1]), strict=True):
+    for got, want in zip(scales(other[2]), scales(chain[2]), strict=True):
         assert torch.equal(got, want)
         assert (got != 1).all()
     assert torch.equal(infer(other, recipe), infer(chain, recipe))
@@ -577,6 +577,72 @@ def test_quantize(recipe, forward, backward):
         assert torch.equal(got, rounded if wanted else source)
         assert not torch.equal(rounded, source)
     assert torch.equal(op(x), x)
+
+
+def growing_steps(chain, recipe, cols):
+    """Results and gradients of steps on inputs that grow, which delayed scaling saturates."""
+    results = []
+    for number in range(4):
+        x = leaf(32, cols, dtype=torch.bfloat16, seed=number)
+        with torch.no_grad():
+            x.mul_(1 + number)
+        chain.zero_grad()
+        with te.autocast(recipe=recipe):
+            y = chain(x)
+        y.backward(leaf(*y.shape, dtype=torch.bfloat16, seed=9).detach() * (1 + number))
+        results += [y, x.grad, *(parameter.grad for parameter in chain.parameters())]
+    return results
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("forward", "backward"), [(True, False), (False, True), (True, True)])
+def test_linear_ops_beside_quantize_round(recipe, forward, backward, bias, native):
+    """What is rounded for a linear op is what the linear op makes of it: two scales would saturate twice."""
+    options = {"device": "cpu", "dtype": torch.bfloat16, "bias": bias}
+    first, second = ops.Linear(64, 48, **options), ops.Linear(48, 32, **options)
+    between = [] if native else [Nothing()]
+    quantize = ops.Quantize(forward=forward, backward=backward)
+    chain = ops.Sequential(*between, first, quantize, second, *between)
+    randomise(chain)
+    plain = copy.deepcopy(ops.Sequential(*between, first, second, *between))
+    ours, theirs = (growing_steps(c, copy.deepcopy(recipe), 64) for c in (chain, plain))
+    for got, wanted in zip(ours, theirs, strict=True):
+        assert torch.equal(got, wanted)
+    assert quantize._delayed_state("forward") is quantize._delayed_state("backward") is None
+    assert ("Python operation" in ops_of(chain)) != native
+
+
+def ops_of(chain):
+    return "".join(line for line in chain.explain().splitlines(keepends=True) if "note" not in line)
+
+
+def test_quantize_before_a_linear_op_rounds_the_gradient_alone(recipe):
+    options = {"device": "cpu", "dtype": torch.bfloat16}
+    quantize, linear = ops.Quantize(forward=True, backward=True), ops.Linear(64, 48, **options)
+    chain = ops.Sequential(quantize, linear)
+    randomise(chain)
+    plain = ops.Sequential(copy.deepcopy(linear))
+    ours, theirs = (growing_steps(c, copy.deepcopy(recipe), 64) for c in (chain, plain))
+    of_each = len(ours) // 4
+    for number, (got, wanted) in enumerate(zip(ours, theirs, strict=True)):
+        if number % of_each != 1:
+            assert torch.equal(got, wanted)
+    dx = theirs[1]
+    scale = {"scale": torch.ones(1), "amax": torch.zeros(1)} if recipe.delayed() else {}
+    rounded = dispatch.dequantize(dispatch.quantize(dx, recipe, role="grad", **scale), dx.dtype)
+    assert torch.equal(ours[1], rounded)
+    assert not torch.equal(rounded, dx)
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_backward_override_leaves_the_gradient_of_quantize(override):
+    recipe = Float8CurrentScaling(backward_override=override)
+    x = leaf(16, 128, dtype=torch.bfloat16)
+    grad = leaf(16, 128, dtype=torch.bfloat16, seed=1).detach()
+    y = step(ops.Quantize(forward=True, backward=True), x, grad, recipe)
+    assert not torch.equal(y, x)
+    assert torch.equal(x.grad, grad)
 
 
 def test_quantize_keeps_scales():

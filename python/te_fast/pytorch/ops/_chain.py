@@ -275,6 +275,7 @@ class Call:
         contexts = [self.contexts[index] for index in step.indices]
         for index, context in zip(step.indices, contexts, strict=True):
             context.requires_grad = index >= self.first
+            context.beside = self.plan.beside[index]
         kwargs: list[dict[str, Any]] = [{} for _ in step.indices]
         if self.kwargs:
             kwargs = [self.kwargs[index] for index in step.indices]

@@ -12,7 +12,7 @@ from te_fast.errors import StateError
 from te_fast.pytorch import _ops
 from te_fast.pytorch.ops._routing import Routing
 from te_fast.pytorch.ops._undo import Trials
-from te_fast.pytorch.ops.op import BasicOperation, FusedOperation, FusibleOperation
+from te_fast.pytorch.ops.op import BasicOperation, Beside, FusedOperation, FusibleOperation
 
 __all__ = ["Match", "Plan", "Step", "Types", "make_plan", "match"]
 
@@ -70,6 +70,8 @@ class Plan:
         The one program, if it is all and no extra tensor is wired inside.
     parameters : list of list of dict
         Per basic operation, the dictionaries that hold its parameters.
+    beside : list of Beside
+        Per basic operation, what linear operations beside it do.
     trials : Trials
         Calls of several native segments that have gone well.
     """
@@ -82,6 +84,7 @@ class Plan:
     native: list[Step] | None = None
     single: Any = None
     parameters: list[list[dict[str, Any]]] = field(default_factory=list)
+    beside: list[Beside] = field(default_factory=list)
     trials: Trials = field(default_factory=Trials)
 
     def parameters_of(self, index: int) -> list[Any]:
@@ -191,7 +194,8 @@ def make_plan(
         if isinstance(op, FusedOperation)
         for i in indices
     }
-    native = [index not in covered and op._is_native() for index, op in enumerate(ops)]
+    beside = [_beside(ops, index, covered) for index in range(len(ops))]
+    native = [index not in covered and op._is_native(beside[index]) for index, op in enumerate(ops)]
     segments = {step.indices[0]: step for step in _segments(ops, labels, routing, native, types)}
     inside = {index for step in segments.values() for index in step.indices}
     plan = Plan(
@@ -200,6 +204,7 @@ def make_plan(
         routing,
         _steps(forward, segments, inside),
         _steps(backward, segments, inside),
+        beside=beside,
     )
     if all(step.program is not None for step in plan.forward):
         plan.native = plan.forward
@@ -208,6 +213,19 @@ def make_plan(
             plan.single = plan.forward[0].program
     plan.parameters = [[module._parameters for module in op.modules()] for op in ops]
     return plan
+
+
+def _beside(ops: list[BasicOperation], index: int, covered: set[int]) -> Beside:
+    """Say what the native linear operations beside an operation do."""
+
+    def takes(other: int) -> bool:
+        inside = 0 <= other < len(ops) and other not in covered
+        return inside and ops[other]._takes_to_fp8 and ops[other]._is_native()
+
+    before = index - 1
+    while before >= 0 and before not in covered and ops[before]._hands_gradient_on:
+        before -= 1
+    return Beside(gradient=takes(before), output=takes(index + 1))
 
 
 def _steps(matches: list[Match], segments: dict[int, Step], inside: set[int]) -> list[Step]:

@@ -355,9 +355,7 @@ class OperationFuser:
         recipe = FP8GlobalStateManager.get_fp8_recipe()
         epoch = _ops.autocast_region()[5]
         for op in self._basic_ops:
-            op.reset_recipe_state(recipe=recipe)
-            op._take_part()
-            op._set_slots(epoch)
+            op._init_scales(recipe, epoch)
 
 
 def _takes(op: BasicOperation, name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -14,11 +14,24 @@ from te_fast.pytorch import _ops
 from te_fast.pytorch.ops._recipe_state import RecipeStateModule
 
 if TYPE_CHECKING:
+    from te_fast.common.recipe import Recipe
     from te_fast.pytorch.ops.fuser import OperationFuser
 
-__all__ = ["BasicOperation", "FusedOperation", "FusibleOperation", "OperationContext"]
+__all__ = ["BasicOperation", "Beside", "FusedOperation", "FusibleOperation", "OperationContext"]
 
 Tensors = Iterable[Iterable[torch.Tensor | None]]
+
+
+class Beside(NamedTuple):
+    """Which of an operation's results go straight to linear operations, which take them to FP8 themselves."""
+
+    #: The gradient of its input, by the one before it.
+    gradient: bool = False
+    #: Its output, by the one behind it.
+    output: bool = False
+
+
+ALONE = Beside()
 
 
 class OperationContext:
@@ -32,10 +45,13 @@ class OperationContext:
         Tensors to keep; set by :meth:`save_for_backward`.
     saved_tensors : tuple of torch.Tensor or None
         The same tensors, in backward.
+    beside : Beside
+        What linear operations beside it do.
     """
 
     def __init__(self) -> None:
         self.requires_grad = True
+        self.beside = ALONE
         self.to_save: tuple[torch.Tensor | None, ...] | None = None
         self.saved_tensors: tuple[torch.Tensor | None, ...] | None = None
 
@@ -179,6 +195,10 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     _constant_names: ClassVar[frozenset[str]] = frozenset()
     #: Whether the first extra input is added to the input, and must have its type.
     _adds_extra: ClassVar[bool] = False
+    #: Whether the native form takes its input, and the gradient of its output, to FP8 itself.
+    _takes_to_fp8: ClassVar[bool] = False
+    #: Whether the gradient of the output is that of the input.
+    _hands_gradient_on: ClassVar[bool] = False
     #: Class whose methods te_fast's native program stands for; None for Python operations.
     _native_class: ClassVar[type[BasicOperation] | None] = None
 
@@ -357,7 +377,7 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
 
     # Running --------------------------------------------------------------------------------------
 
-    def _is_native(self) -> bool:
+    def _is_native(self, beside: Beside = ALONE) -> bool:
         """Tell whether the native program runs this: none of its methods is the user's own."""
         native, own = self._native_class, type(self)
         if native is None:
@@ -379,6 +399,12 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
         """Append this to a native program."""
         message = f"{label} is no native operation"
         raise NotImplementedError(message)
+
+    def _init_scales(self, recipe: Recipe, epoch: int) -> None:
+        """Make delayed scaling's state for a region that is new to the group."""
+        self.reset_recipe_state(recipe=recipe)
+        self._take_part()
+        self._set_slots(epoch)
 
     def _set_slots(self, epoch: int) -> None:
         """Tell the native half where delayed scaling's state is."""

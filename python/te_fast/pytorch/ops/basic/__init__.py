@@ -87,6 +87,7 @@ for _operation in (
     Identity,
     LayerNorm,
     MakeExtraOutput,
+    Quantize,
     RMSNorm,
     ReGLU,
     ReLU,

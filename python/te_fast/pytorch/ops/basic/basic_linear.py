@@ -65,6 +65,7 @@ class BasicLinear(BasicOperation):
 
     weight: torch.Tensor
     _handle: Any
+    _takes_to_fp8 = True
     #: Native program of this operation alone, for where it runs between Python's.
     _own_program: Any = None
 

@@ -29,6 +29,7 @@ class Bias(BasicOperation):
     """
 
     bias: torch.Tensor
+    _hands_gradient_on = True
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ import torch
 from te_fast.errors import ArgumentError, ShapeError, UnsupportedError
 from te_fast.pytorch.ops._common import compute_dtype, parameter_options, to_real
 from te_fast.pytorch.ops.basic.activation import differentiate
-from te_fast.pytorch.ops.op import BasicOperation, OperationContext
+from te_fast.pytorch.ops.op import ALONE, BasicOperation, Beside, OperationContext
 
 __all__ = ["LayerNorm", "RMSNorm"]
 
@@ -85,9 +85,9 @@ class Norm(BasicOperation):
         if self.weight.is_meta:
             self.reset_parameters()
 
-    def _is_native(self) -> bool:
+    def _is_native(self, beside: Beside = ALONE) -> bool:
         # The native program normalises the last dimension alone.
-        return len(self.normalized_shape) == 1 and super()._is_native()
+        return len(self.normalized_shape) == 1 and super()._is_native(beside)
 
     def _result_type(
         self,

@@ -9,7 +9,7 @@ import torch
 from te_fast.common.recipe import Recipe
 from te_fast.pytorch import _scale_tape
 from te_fast.pytorch._global_state import FP8GlobalStateManager
-from te_fast.pytorch.ops.op import BasicOperation, OperationContext
+from te_fast.pytorch.ops.op import ALONE, BasicOperation, Beside, OperationContext
 
 __all__ = ["Quantize"]
 
@@ -17,8 +17,11 @@ __all__ = ["Quantize"]
 class Quantize(BasicOperation):
     """Round to the values that the region's recipe gives FP8; the identity outside of a region.
 
-    The result has the input's type: te_fast has no quantised tensors outside of its programs. A
-    linear operation after it takes its input to FP8 as it always does.
+    The result has the input's type: te_fast has no quantised tensors outside of its programs. What
+    goes straight to a linear operation, or in backward straight back to one, maybe by way of its
+    bias, is rounded there and once only, by that operation's scale; with nothing else to round the
+    operation is no work at all. As in Transformer Engine, a recipe's ``backward_override`` leaves
+    the gradient as it is.
 
     Parameters
     ----------
@@ -42,24 +45,40 @@ class Quantize(BasicOperation):
     def _state_device(self) -> torch.device | None:
         return self._device
 
+    def _wanted(self, beside: Beside) -> tuple[bool, bool]:
+        """Whether this operation itself rounds in forward and in backward."""
+        forward = self._quantize_forward and not beside.output
+        return forward, self._quantize_backward and not beside.gradient
+
+    def _is_native(self, beside: Beside = ALONE) -> bool:
+        return not any(self._wanted(beside)) and super()._is_native(beside)
+
+    def _append_to(self, program: Any, label: str) -> None:
+        program.identity(label)
+
+    def _init_scales(self, recipe: Recipe, epoch: int) -> None:
+        """Leave the state to a forward of its own, which there is where it rounds."""
+
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         """Round, if asked to in forward."""
         enabled = FP8GlobalStateManager.is_fp8_enabled()
         recipe = FP8GlobalStateManager.get_fp8_recipe() if enabled else None
-        ctx.recipe = recipe  # type: ignore[attr-defined]
+        forward, backward = self._wanted(ctx.beside)
+        backward = backward and recipe is not None and recipe.backward_override is None
+        ctx.recipe = recipe if backward else None  # type: ignore[attr-defined]
         if recipe is None:
             return input_
         self._device = input_.device
         self.reset_recipe_state(recipe=recipe)
         self._take_part()
-        return self._rounded(input_, recipe, "forward") if self._quantize_forward else input_
+        return self._rounded(input_, recipe, "forward") if forward else input_
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[()]]:
         """Round, if asked to in backward."""
         recipe: Recipe | None = ctx.recipe  # type: ignore[attr-defined]
-        if recipe is None or not self._quantize_backward:
+        if recipe is None:
             return grad_output, ()
         return self._rounded(grad_output, recipe, "backward"), ()
 
