@@ -227,6 +227,19 @@ def test_a_forward_on_the_meta_device_says_what_to_do(layer, recipe):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
+def test_no_device_is_torchs_default_one(layer):
+    module = make(layer, device=None)
+    assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
+    assert torch.equal(run(module, None), run(make(layer), None))
+    with torch.device("meta"):
+        deferred = make(layer, device=None)
+    assert all(parameter.is_meta for parameter in deferred.parameters())
+    deferred.to_empty(device="cpu")
+    deferred.load_state_dict(module.state_dict())
+    assert torch.equal(run(deferred, None), run(module, None))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
 def test_scales_are_loaded_before_the_parameters_have_memory(layer):
     source = make(layer)
     for _ in range(2):

@@ -41,7 +41,7 @@ def refuse(layer: str, arguments: dict[str, bool]) -> None:
 
 
 def options_of(
-    params_dtype: torch.dtype | None, device: torch.device | str, layer: str
+    params_dtype: torch.dtype | None, device: torch.device | str | None, layer: str
 ) -> dict[str, Any]:
     """Return type and device that parameters are made with."""
     return {

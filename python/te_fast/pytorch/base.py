@@ -70,15 +70,15 @@ def dummy_wgrad_for(weight: torch.Tensor) -> torch.Tensor:
     return get_dummy_wgrad(list(weight.shape), weight.dtype, zero, weight.device)
 
 
-def check_device(device: torch.device | str, layer: str) -> torch.device:
-    """Return a device that parameters can be made on.
+def check_device(device: torch.device | str | None, layer: str) -> torch.device:
+    """Return a device that parameters can be made on: for None torch's default one.
 
     Raises
     ------
     DeviceError
         If it is a GPU and there is none that can be used.
     """
-    chosen = torch.device(device)
+    chosen = torch.get_default_device() if device is None else torch.device(device)
     if chosen.type not in ("cuda", "cpu", "meta"):
         message = f"{layer}: device must be cuda, cpu or meta, got {chosen}"
         raise DeviceError(message)

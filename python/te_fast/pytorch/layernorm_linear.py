@@ -58,7 +58,8 @@ class LayerNormLinear(CompoundModule, SplitLinear):
     zero_centered_gamma : bool, default = False
         The norm multiplies by ``1 + layer_norm_weight``.
     device : torch.device or str, default = 'cuda'
-        Where the parameters are made; ``'meta'`` defers to :meth:`reset_parameters`.
+        Where the parameters are made; None is torch's default device, and ``'meta'`` defers to
+        :meth:`reset_parameters`.
     ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, ub_name : optional
         Userbuffers; not supported yet.
     delay_wgrad_compute : bool, default = False
@@ -110,7 +111,7 @@ class LayerNormLinear(CompoundModule, SplitLinear):
         return_layernorm_output_gathered: bool = False,
         parameters_split: tuple[str, ...] | dict[str, int] | None = None,
         zero_centered_gamma: bool = False,
-        device: torch.device | str = "cuda",
+        device: torch.device | str | None = "cuda",
         ub_overlap_ag: bool = False,
         ub_overlap_rs: bool = False,
         ub_overlap_rs_dgrad: bool = False,
@@ -161,7 +162,7 @@ class LayerNormLinear(CompoundModule, SplitLinear):
         self._make_norm_parameters(in_features, options)
         self._make_linear_parameters(parameters_split, options)
         self._make_native()
-        self.reset_parameters(defer_init=torch.device(device).type == "meta")
+        self.reset_parameters(defer_init=options["device"].type == "meta")
 
     # What the program is -------------------------------------------------------------------------
 

@@ -77,7 +77,8 @@ class LayerNormMLP(CompoundModule):
     zero_centered_gamma : bool, default = False
         The norm multiplies by ``1 + layer_norm_weight``.
     device : torch.device or str, default = 'cuda'
-        Where the parameters are made; ``'meta'`` defers to :meth:`reset_parameters`.
+        Where the parameters are made; None is torch's default device, and ``'meta'`` defers to
+        :meth:`reset_parameters`.
     ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad : bool
         Userbuffers; not supported yet.
     name : str, optional
@@ -143,7 +144,7 @@ class LayerNormMLP(CompoundModule):
         micro_batch_size: int | None = None,
         set_parallel_mode: bool = False,
         zero_centered_gamma: bool = False,
-        device: torch.device | str = "cuda",
+        device: torch.device | str | None = "cuda",
         ub_overlap_ag: bool = False,
         name: str | None = None,
         ub_overlap_rs: bool = False,
@@ -196,9 +197,10 @@ class LayerNormMLP(CompoundModule):
         self.rng_tracker_name = None
         self.init_method, self.output_layer_init_method = init_method, output_layer_init_method
         self.fp8_meta["num_gemms"] = len(self._LINEARS)
-        self._make_parameters(options_of(params_dtype, device, self.name))
+        options = options_of(params_dtype, device, self.name)
+        self._make_parameters(options)
         self._make_native()
-        self.reset_parameters(defer_init=torch.device(device).type == "meta")
+        self.reset_parameters(defer_init=options["device"].type == "meta")
 
     def _activation_floats(self) -> dict[str, Any]:
         """Return the activation's numbers: the given ones, and defaults."""

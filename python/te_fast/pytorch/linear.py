@@ -47,7 +47,8 @@ class Linear(SplitLinear):
     parameters_split : tuple of str or dict of str to int, optional
         Names of parts that the parameters are split into along dimension 0, equal or of given sizes.
     device : torch.device or str, default = 'cuda'
-        Where the parameters are made; ``'meta'`` defers to :meth:`reset_parameters`.
+        Where the parameters are made; None is torch's default device, and ``'meta'`` defers to
+        :meth:`reset_parameters`.
     ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name : optional
         Userbuffers; not supported yet.
     delay_wgrad_compute : bool, default = False
@@ -97,7 +98,7 @@ class Linear(SplitLinear):
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
         parameters_split: tuple[str, ...] | dict[str, int] | None = None,
-        device: torch.device | str = "cuda",
+        device: torch.device | str | None = "cuda",
         ub_overlap_ag: bool = False,
         ub_overlap_rs: bool = False,
         ub_overlap_rs_dgrad: bool = False,
@@ -141,10 +142,11 @@ class Linear(SplitLinear):
         self.rng_tracker_name = rng_tracker_name
         self.init_method = init_method
         self._deferred: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
-        self._make_linear_parameters(parameters_split, options_of(params_dtype, device, self.name))
+        options = options_of(params_dtype, device, self.name)
+        self._make_linear_parameters(parameters_split, options)
         self._make_native()
         self.save_original_input = save_original_input
-        self.reset_parameters(defer_init=torch.device(device).type == "meta")
+        self.reset_parameters(defer_init=options["device"].type == "meta")
 
     def _make_native(self) -> None:
         handle = _ops.LinearHandle(
