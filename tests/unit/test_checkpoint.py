@@ -226,6 +226,30 @@ def test_first_layer_is_frozen(make):
 
 
 @REENTRANT
+@pytest.mark.parametrize("make", [te.Linear, te.LayerNormLinear, te.LayerNormMLP])
+def test_a_bias_that_is_returned_stays_a_parameter(recipe, reentrant, make):
+    """As Megatron-LM's linear layers return it, for a fused addition."""
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        layer = make(64, 64, return_bias=True, **OPTIONS)
+        bias = layer.fc2_bias if make is te.LayerNormMLP else layer.bias
+        for _ in range(2):
+            x = torch.randn(32, 64).bfloat16().requires_grad_()
+            with te.autocast(recipe=recipe):
+                if checkpointed:
+                    y, returned = te.checkpoint(layer, x, use_reentrant=reentrant)
+                else:
+                    y, returned = layer(x)
+            assert bias.is_leaf
+            assert torch.equal(returned, bias)
+            (y + returned).square().sum().backward()
+            found.append([y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())])
+    for one, other in zip(found[:2], found[2:], strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+@REENTRANT
 def test_nested(recipe, reentrant):
     check(Net([0, 1], reentrant, nested=True), Net([]), recipe)
 

@@ -82,6 +82,20 @@ def in_fp8_activation_recompute_phase() -> bool:
     return activation_recompute_forward._recomputes
 
 
+def _outputs_of_its_own(result: Any) -> Any:
+    """Return what a run without gradients gave, with aliases of the tensors that it did not make.
+
+    torch's reentrant node takes every output for its own: a parameter among them (the bias of a
+    layer with ``return_bias``) would lead its gradient back to that node, whose backward runs the
+    function again, and so on without end.
+    """
+
+    def own(value: Any) -> Any:
+        return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+    return tuple(map(own, result)) if isinstance(result, tuple) else own(result)
+
+
 class _Recomputed:
     """A checkpointed function: notes scales in its first call, and repeats it with them later."""
 
@@ -101,7 +115,8 @@ class _Recomputed:
             if self._tracker is not None:
                 self._rng_states = self._tracker().get_states()
             with activation_recompute_forward(True, False, _tape=self._tape):
-                return self._function(*args, **self._kwargs)
+                result = self._function(*args, **self._kwargs)
+            return result if torch.is_grad_enabled() else _outputs_of_its_own(result)
         former = FP8GlobalStateManager.get_autocast_state()
         enabled, calibrating, recipe, group, _, graph = self._autocast
         state = (enabled, calibrating, recipe, group, False, graph)
