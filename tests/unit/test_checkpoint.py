@@ -11,6 +11,7 @@ from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8Curr
 from te_fast.errors import StateError, UnsupportedError
 from te_fast.pytorch.distributed import (
     activation_recompute_forward,
+    get_activation_recompute_contexts,
     in_fp8_activation_recompute_phase,
     is_fp8_activation_recompute_enabled,
 )
@@ -225,6 +226,42 @@ def test_first_layer_is_frozen(make):
     check(*nets, DelayedScaling(amax_history_len=4), input_grad=False)
 
 
+CONTEXTS = {"context_fn": get_activation_recompute_contexts, "use_reentrant": False}
+
+
+class NetOfContexts(Net):
+    """The regions are given to what checkpoints, as MosaicML's Composer does."""
+
+    def __init__(self, checkpointed, function):
+        super().__init__(checkpointed)
+        self.function = function
+
+    def run(self, function, x):
+        return self.function(function, x, **CONTEXTS)
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+@pytest.mark.parametrize("checkpointed", [[0, 1, 2], ["all"]], ids=str)
+@pytest.mark.parametrize("function", [te.checkpoint, torch_checkpoint], ids=["own", "torchs"])
+def test_regions_for_a_checkpoint(recipe, function, checkpointed, in_flight):
+    check(NetOfContexts(checkpointed, function), Net([]), recipe, in_flight=in_flight)
+
+
+def test_a_graph_that_is_kept_takes_its_scales_twice():
+    layer, recipe = linear(0), DelayedScaling(amax_history_len=4)
+    x = torch.randn(32, 64).bfloat16().requires_grad_()
+    with te.autocast(recipe=recipe):
+        y = torch_checkpoint(layer, x, **CONTEXTS)
+    grads = []
+    for _ in range(2):
+        x.grad = None
+        y.sum().backward(retain_graph=True)
+        grads.append(x.grad)
+        with te.autocast(recipe=recipe):
+            layer(x * 8)
+    assert torch.equal(*grads)
+
+
 @REENTRANT
 @pytest.mark.parametrize("make", [te.Linear, te.LayerNormLinear, te.LayerNormMLP])
 def test_a_bias_that_is_returned_stays_a_parameter(recipe, reentrant, make):
@@ -236,13 +273,10 @@ def test_a_bias_that_is_returned_stays_a_parameter(recipe, reentrant, make):
         bias = layer.fc2_bias if make is te.LayerNormMLP else layer.bias
         for _ in range(2):
             x = torch.randn(32, 64).bfloat16().requires_grad_()
+            options = {"use_reentrant": reentrant}
             with te.autocast(recipe=recipe):
-                if checkpointed:
-                    y, returned = te.checkpoint(layer, x, use_reentrant=reentrant)
-                else:
-                    y, returned = layer(x)
+                y, returned = te.checkpoint(layer, x, **options) if checkpointed else layer(x)
             assert bias.is_leaf
-            assert torch.equal(returned, bias)
             (y + returned).square().sum().backward()
             found.append([y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())])
     for one, other in zip(found[:2], found[2:], strict=True):

@@ -18,6 +18,7 @@ from te_fast.pytorch._missing import missing
 __all__ = [
     "activation_recompute_forward",
     "checkpoint",
+    "get_activation_recompute_contexts",
     "in_fp8_activation_recompute_phase",
     "is_fp8_activation_recompute_enabled",
 ]
@@ -62,7 +63,10 @@ class activation_recompute_forward:
         state._recomputes = self.recompute_phase
         self._phase: Any = nullcontext()
         if self.activation_recompute:
-            self._phase = _scale_tape.phase(self._tape, reads=self.recompute_phase)
+            tape = self._tape
+            if self.recompute_phase and tape is not _default_tape:
+                tape = tape.copy()  # backward may run twice
+            self._phase = _scale_tape.phase(tape, reads=self.recompute_phase)
         self._phase.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
@@ -80,6 +84,20 @@ def is_fp8_activation_recompute_enabled() -> bool:
 def in_fp8_activation_recompute_phase() -> bool:
     """Return whether they run for the second time."""
     return activation_recompute_forward._recomputes
+
+
+def get_activation_recompute_contexts() -> tuple[
+    activation_recompute_forward, activation_recompute_forward
+]:
+    """Return a region for a forward and one for its recomputation, which has the forward's scales.
+
+    What ``context_fn`` of ``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` asks for.
+    """
+    tape = _scale_tape.Tape()
+    return (
+        activation_recompute_forward(True, False, _tape=tape),
+        activation_recompute_forward(True, True, _tape=tape),
+    )
 
 
 def _outputs_of_its_own(result: Any) -> Any:
@@ -126,7 +144,7 @@ class _Recomputed:
             rng_states = self._tracker().get_states()
             self._tracker().set_states(self._rng_states)
         try:
-            with activation_recompute_forward(True, True, _tape=self._tape.copy()):
+            with activation_recompute_forward(True, True, _tape=self._tape):
                 return self._function(*args, **self._kwargs)
         finally:
             if self._tracker is not None:
