@@ -72,6 +72,11 @@ def test_one_import_reaches_the_submodules(use):
         (te.ops, "GroupedLinear"),
         (te.distributed, "CudaRNGStatesTracker"),
         (te.distributed, "prepare_te_modules_for_fsdp"),
+        (te.fp8, "get_fp8_te_dtype"),
+        (te.module, "GroupedLinear"),
+        (te.module.base, "initialize_ub"),
+        (te.ops.basic, "GroupedLinear"),
+        (te.quantization, "QuantizerRole"),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
@@ -88,7 +93,11 @@ def test_what_is_missing_says_so(module, name):
         exec(f"from {module.__name__} import {name}", {})
 
 
-@pytest.mark.parametrize("module", [te, te.ops, te.distributed], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module",
+    [te, te.ops, te.ops.basic, te.distributed, te.fp8, te.module, te.module.base, te.quantization],
+    ids=lambda module: module.__name__,
+)
 def test_what_neither_has_is_a_plain_attribute_error(module):
     with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'x'"):
         module.x  # noqa: B018

@@ -29,12 +29,26 @@ _SUBMODULES = (
     "attention constants cpp_extensions cpu_offload cpu_offload_v1 cross_entropy ep export "
     "float8_tensor graph jit optimizers quantized_tensor router tensor transformer utils"
 )
+_OLD_QUANTIZATION = "RecipeState get_fp4_te_dtype get_fp8_max get_fp8_te_dtype split_and_copy"
 _NAMES = {
     "te_fast.pytorch": f"{_LAYERS} {_QUANTISATION} {_TOOLS} {_SUBMODULES}",
     "te_fast.pytorch.ops": "GroupedLinear",
+    "te_fast.pytorch.ops.basic": "GroupedLinear",
     "te_fast.pytorch.distributed": (
         "CudaRNGStatesTracker FullyShardedDataParallel allreduce gather_along_first_dim "
-        "get_all_rng_states prepare_te_modules_for_fsdp reduce_scatter_along_first_dim"
+        "get_all_rng_states get_distributed_rank get_distributed_world_size "
+        "graph_safe_rng_available has_te_modules prepare_te_modules_for_fsdp "
+        "reduce_scatter_along_first_dim set_all_rng_states symmetric_all_reduce"
+    ),
+    "te_fast.pytorch.fp8": _OLD_QUANTIZATION,
+    "te_fast.pytorch.module": "GroupedLinear grouped_linear",
+    "te_fast.pytorch.module.base": (
+        "UserBufferQuantizationMode destroy_ub get_ub initialize_ub is_ub_initialized quantize_weight"
+    ),
+    "te_fast.pytorch.quantization": (
+        f"{_OLD_QUANTIZATION} CustomRecipeState DelayedScalingRequest "
+        "Float8BlockScalingRecipeState Float8CurrentScalingRecipeState "
+        "MXFP8BlockScalingRecipeState NVFP4BlockScalingRecipeState QuantizerRequest QuantizerRole"
     ),
 }
 

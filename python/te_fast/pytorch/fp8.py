@@ -1,5 +1,6 @@
 """The names of :mod:`te_fast.pytorch.quantization` where older code looks for them."""
 
+from te_fast.pytorch._missing import missing
 from te_fast.pytorch.quantization import (
     FP8GlobalStateManager,
     check_fp8_block_scaling_support,
@@ -23,3 +24,8 @@ __all__ = [
     "get_default_fp8_recipe",
     "get_fp8_torch_dtype",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Say so of what Transformer Engine has here and te_fast does not yet."""
+    raise missing(__name__, name)

@@ -24,6 +24,7 @@ from te_fast.pytorch._global_state import (
     default_recipe,
 )
 from te_fast.pytorch._global_state import autocast_state as _state
+from te_fast.pytorch._missing import missing
 from te_fast.pytorch._support import (
     check_fp8_block_scaling_support,
     check_fp8_support,
@@ -226,3 +227,8 @@ def fp8_model_init(
 def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
     """Return torch's type of a recipe's forward or backward tensors."""
     return _delayed.fp8_dtype(fp8_recipe, forward=fprop_tensor)
+
+
+def __getattr__(name: str) -> object:
+    """Say so of what Transformer Engine has here and te_fast does not yet."""
+    raise missing(__name__, name)

@@ -1,5 +1,6 @@
 """The layers where Transformer Engine has them."""
 
+from te_fast.pytorch._missing import missing
 from te_fast.pytorch.layernorm_linear import LayerNormLinear
 from te_fast.pytorch.layernorm_mlp import LayerNormMLP
 from te_fast.pytorch.linear import Linear
@@ -33,3 +34,8 @@ __all__ = [
     "linear",
     "rmsnorm",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Say so of what Transformer Engine has here and te_fast does not yet."""
+    raise missing(__name__, name)

@@ -1,5 +1,11 @@
 """The base class of layers where Transformer Engine has it."""
 
+from te_fast.pytorch._missing import missing
 from te_fast.pytorch.base import TransformerEngineBaseModule, get_dummy_wgrad
 
 __all__ = ["TransformerEngineBaseModule", "get_dummy_wgrad"]
+
+
+def __getattr__(name: str) -> object:
+    """Say so of what Transformer Engine has here and te_fast does not yet."""
+    raise missing(__name__, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from te_fast.pytorch._missing import missing
 from te_fast.pytorch.ops.basic.activation import GELU, QGELU, ReLU, SiLU, SReLU
 from te_fast.pytorch.ops.basic.arithmetic import AddExtraInput, ConstantScale, MakeExtraOutput
 from te_fast.pytorch.ops.basic.basic_linear import BasicLinear
@@ -103,3 +104,8 @@ for _operation in (
     SwiGLU,
 ):
     _operation._native_class = _operation
+
+
+def __getattr__(name: str) -> object:
+    """Say so of what Transformer Engine has here and te_fast does not yet."""
+    raise missing(__name__, name)
