@@ -1,8 +1,10 @@
 import copy
 import dataclasses
+import io
 import pickle
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +18,7 @@ from te_fast.common.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     QParams,
+    _FormatHelper,
 )
 from te_fast.errors import RecipeError, TeFastError
 from te_fast.pytorch import _ops
@@ -183,6 +186,16 @@ def test_copies_do_not_share_what_is_derived(cls):
         assert other == recipe
         assert other._native is None
         assert native_recipe(other) == native_recipe(recipe)
+
+
+@pytest.mark.parametrize("cls", RECIPES)
+def test_torchs_reader_of_weights_may_be_allowed_recipes(cls):
+    """By the names that Vortex (Evo 2) gives it."""
+    file = io.BytesIO()
+    torch.save({"recipe": cls()}, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([cls, Format, _FormatHelper, MMParams, QParams]):
+        assert torch.load(file, weights_only=True) == {"recipe": cls()}
 
 
 def test_native_recipe_refuses_unknown_words():

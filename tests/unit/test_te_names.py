@@ -104,6 +104,11 @@ def test_what_neither_has_is_a_plain_attribute_error(module):
     assert not issubclass(AttributeError, MissingError)
 
 
+@pytest.mark.parametrize("name", ["Recipe", "DelayedScaling", "Float8CurrentScaling", "Format"])
+def test_older_code_finds_recipes_beside_the_region(name):
+    assert getattr(te.fp8, name) is getattr(te_fast.common.recipe, name)
+
+
 def test_the_version_that_the_names_are_those_of():
     assert f"Transformer Engine {te_fast.TRANSFORMER_ENGINE_VERSION}." in RECORDED["source"]
 

@@ -1,5 +1,15 @@
 """The names of :mod:`te_fast.pytorch.quantization` where older code looks for them."""
 
+from te_fast.common.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
 from te_fast.pytorch._missing import missing
 from te_fast.pytorch.quantization import (
     FP8GlobalStateManager,
@@ -7,6 +17,7 @@ from te_fast.pytorch.quantization import (
     check_fp8_support,
     check_mxfp8_support,
     check_nvfp4_support,
+    check_recipe_support,
     fp8_autocast,
     fp8_model_init,
     get_default_fp8_recipe,
@@ -14,11 +25,20 @@ from te_fast.pytorch.quantization import (
 )
 
 __all__ = [
+    "CustomRecipe",
+    "DelayedScaling",
     "FP8GlobalStateManager",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "Recipe",
     "check_fp8_block_scaling_support",
     "check_fp8_support",
     "check_mxfp8_support",
     "check_nvfp4_support",
+    "check_recipe_support",
     "fp8_autocast",
     "fp8_model_init",
     "get_default_fp8_recipe",

@@ -20,6 +20,9 @@ from te_fast.common.recipe._base import (
     takes_any_keyword,
 )
 
+# A Format is pickled with it; code that lets torch.load read recipes names it, by Transformer Engine's name.
+from te_fast.common.recipe._base import _FormatHelper as _FormatHelper
+
 __all__ = [
     "CustomRecipe",
     "DelayedScaling",
