@@ -55,8 +55,12 @@ def __getattr__(name: str) -> Any:
     if name == "auto_pad":
         return importlib.import_module("te_fast.dispatch").auto_pad
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("te_fast")
+        try:
+            return version("te_fast")
+        except PackageNotFoundError as error:  # which hasattr would let through
+            message = "te_fast has no __version__: it runs from a directory, not from its package"
+            raise AttributeError(message) from error
     message = f"module 'te_fast' has no attribute {name!r}"
     raise AttributeError(message)

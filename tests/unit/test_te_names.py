@@ -1,6 +1,6 @@
 """Where code written for Transformer Engine looks for things, and what it is told of those that are not there."""
 
-import importlib
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -111,6 +111,18 @@ def test_older_code_finds_recipes_beside_the_region(name):
 
 def test_the_version_that_the_names_are_those_of():
     assert f"Transformer Engine {te_fast.TRANSFORMER_ENGINE_VERSION}." in RECORDED["source"]
+
+
+def test_a_copy_that_is_no_package_has_no_version(monkeypatch):
+    """Code that asks for versions goes by hasattr."""
+
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert not hasattr(te_fast, "__version__")
+    with pytest.raises(AttributeError, match="not from its package"):
+        te_fast.__version__  # noqa: B018
 
 
 @pytest.mark.parametrize("layer", [te.Linear, te.LayerNormLinear, te.LayerNormMLP])
