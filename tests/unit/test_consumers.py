@@ -1,0 +1,175 @@
+"""How public code builds on Transformer Engine's layers and ops, against plain torch.
+
+The patterns are those of Megatron-LM, Megatron Bridge and NeMo AutoModel, without these packages.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import te_fast.pytorch as te
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+
+RECIPES = {
+    "none": lambda: None,
+    "delayed": lambda: DelayedScaling(amax_history_len=4),
+    "current": Float8CurrentScaling,
+    "block": Float8BlockScaling,
+}
+OPTIONS = {"device": "cpu", "params_dtype": torch.float32}
+
+
+@pytest.fixture(params=RECIPES)
+def recipe(request):
+    return RECIPES[request.param]()
+
+
+def region(recipe):
+    return te.autocast(enabled=recipe is not None, recipe=recipe)
+
+
+def close(got, wanted, recipe):
+    """E5M2 rounds gradients by up to 1/8, some 0.07 in the mean, and two products follow each other."""
+    error = (got - wanted).norm() / wanted.norm()
+    assert error < (1e-5 if recipe is None else 0.15), error
+
+
+def norm_op(layer):
+    """The norm of a LayerNormLinear as an op of its parameters."""
+    options = {"device": "meta", "dtype": torch.float32, "eps": layer.eps}
+    size = layer.layer_norm_weight.numel()
+    op = te.ops.RMSNorm(size, zero_centered_gamma=layer.zero_centered_gamma, **options)
+    op.weight = layer.layer_norm_weight
+    return op
+
+
+def linear_op(weight, *, kind=te.ops.BasicLinear, **options):
+    op = kind(weight.shape[1], weight.shape[0], device="meta", dtype=weight.dtype, **options)
+    op.weight = weight
+    return op
+
+
+def bias_op(bias):
+    op = te.ops.Bias(bias.numel(), device="meta", dtype=bias.dtype)
+    op.bias = bias
+    return op
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["grad", "main_grad"])
+def test_ops_over_the_parameters_of_layers(recipe, accumulate):
+    """Megatron-LM's TEFusedMLP: a chain made at the first forward, over parameters of layers that do not run."""
+    torch.manual_seed(0)
+    first = te.LayerNormLinear(
+        64, 256, normalization="RMSNorm", zero_centered_gamma=True, **OPTIONS
+    )
+    second = te.Linear(128, 64, **OPTIONS)
+    weights = [first.weight, second.weight]
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight)
+    options = {"accumulate_into_main_grad": accumulate}
+    chain = te.ops.Sequential(
+        norm_op(first),
+        linear_op(first.weight, **options),
+        bias_op(first.bias),
+        te.ops.SwiGLU(cache_quantized_input=False),
+        linear_op(second.weight, **options),
+        bias_op(second.bias),
+    )
+    seen = []
+    chain.register_forward_pre_hook(lambda module, *_: seen.append(module))
+    x = torch.randn(32, 64, requires_grad=True)
+    with region(recipe):
+        y = chain(x)
+    y.square().sum().backward()
+    parameters = [*weights, first.layer_norm_weight, first.bias, second.bias]
+    got = [weight.main_grad if accumulate else weight.grad for weight in weights]
+    got += [parameter.grad for parameter in parameters[2:]]
+
+    leaves = [value.detach().clone().requires_grad_() for value in (x, *parameters)]
+    plain, one, two, gamma, bias_one, bias_two = leaves
+    hidden = functional.rms_norm(plain, (64,), gamma + 1, first.eps)
+    gate, value = functional.linear(hidden, one, bias_one).chunk(2, -1)
+    expected = functional.linear(functional.silu(gate) * value, two, bias_two)
+    expected.square().sum().backward()
+    assert len(seen) == 1
+    close(y, expected, recipe)
+    for grad, leaf in zip([x.grad, *got], leaves, strict=True):
+        close(grad, leaf.grad, recipe)
+
+
+def test_two_chains_of_an_adapter(recipe):
+    """Megatron Bridge's TEFusedLoRALinear: the second chain adds to the first one's output, in high precision."""
+    torch.manual_seed(0)
+    layer = te.LayerNormLinear(64, 128, normalization="RMSNorm", **OPTIONS).requires_grad_(False)
+    down = nn.Parameter(torch.randn(16, 64) * 0.1)
+    up = nn.Parameter(torch.randn(128, 16) * 0.1)
+    linear = linear_op(layer.weight, kind=te.ops.Linear, bias=True)
+    linear.bias = layer.bias
+    fork = te.ops.MakeExtraOutput(in_place=True)
+    main = te.ops.Sequential(
+        norm_op(layer), te.ops.Quantize(forward=True, backward=False), fork, linear
+    )
+    adapter = te.ops.Sequential(
+        te.ops.Dropout(0.0),
+        linear_op(down, kind=te.ops.Linear, bias=False),
+        linear_op(up, kind=te.ops.Linear, bias=False),
+        te.ops.ConstantScale(2.0),
+        te.ops.AddExtraInput(in_place=True),
+    )
+    x = torch.randn(32, 64, requires_grad=True)
+    with region(recipe):
+        base, hidden = main(x)
+        with te.autocast(enabled=False):
+            y = adapter(hidden, base)
+    y.square().sum().backward()
+    assert layer.weight.grad is None
+
+    leaves = [value.detach().clone().requires_grad_() for value in (x, down, up)]
+    hidden = functional.rms_norm(leaves[0], (64,), layer.layer_norm_weight, layer.eps)
+    expected = functional.linear(hidden, layer.weight, layer.bias)
+    expected = expected + 2 * hidden @ leaves[1].T @ leaves[2].T
+    expected.square().sum().backward()
+    close(y, expected, recipe)
+    for one, leaf in zip((x, down, up), leaves, strict=True):
+        close(one.grad, leaf.grad, recipe)
+
+
+class Adapted(nn.Linear):
+    """What a layer becomes by its class: a forward that calls the layer's own."""
+
+    def forward(self, x):
+        return self.own_forward(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_layer_that_becomes_another_class_with_layers_in_it(recipe, has_run):
+    """NeMo AutoModel's LoRA: ``__class__`` is exchanged and the bound forward kept."""
+    torch.manual_seed(0)
+    layer = te.Linear(64, 128, **OPTIONS)
+    if has_run:
+        with region(recipe):
+            layer(torch.randn(16, 64))
+    layer.requires_grad_(False)
+    layer.down = te.Linear(64, 16, bias=False, **OPTIONS)
+    layer.up = te.Linear(16, 128, bias=False, **OPTIONS)
+    layer.own_forward = layer.forward
+    layer.__class__ = type("AdaptedLinear", (Adapted, te.Linear), {})
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1e-5)
+    for _ in range(3):
+        x = torch.randn(32, 64, requires_grad=True)
+        with region(recipe):
+            y = layer(x)
+        optimizer.zero_grad()
+        y.square().sum().backward()
+        leaves = [value.detach().clone().requires_grad_() for value in (x, *trained)]
+        expected = functional.linear(leaves[0], layer.weight, layer.bias)
+        expected = expected + leaves[0] @ leaves[1].T @ leaves[2].T
+        expected.square().sum().backward()
+        close(y, expected, recipe)
+        for one, leaf in zip((x, *trained), leaves, strict=True):
+            close(one.grad, leaf.grad, recipe)
+        optimizer.step()
+    assert len(trained) == 2
+    assert layer.weight.grad is None
