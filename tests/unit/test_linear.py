@@ -18,6 +18,7 @@ from te_fast.common.recipe import (
     Float8CurrentScaling,
     MXFP8BlockScaling,
 )
+from te_fast.errors import ShapeError
 
 RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "block": Float8BlockScaling}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -505,6 +506,25 @@ def test_saved_tensor_hooks_see_what_is_kept(recipe):
     if not recipe.delayed():
         assert torch.equal(step(layer, x, grad, recipe), y)
         assert torch.equal(layer.weight.grad, got)
+
+
+@pytest.mark.parametrize("options", [{}, {"delay_wgrad_compute": True}], ids=["now", "later"])
+@pytest.mark.parametrize("keeps_input", [False, True], ids=["quantised", "input"])
+def test_saved_tensors_that_a_hook_changed_are_refused(recipe, keeps_input, options):
+    if keeps_input and recipe.delayed():
+        pytest.skip("delayed scaling keeps no input")
+    layer = make(256, 128, save_original_input=keeps_input, **options)
+    x, grad = inputs(64, layer)
+    for unpack in (
+        lambda tensor: tensor.flatten()[:16],  # backward would read past its end
+        lambda tensor: tensor.float(),
+        lambda tensor: tensor.half() if tensor.is_floating_point() else tensor.view(torch.int8),
+    ):
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack)
+        with te.autocast(recipe=recipe), hooks:
+            y = layer(x)
+        with pytest.raises(ShapeError, match=r"Layer_\d+: linear: a saved tensor must be \d+ elem"):
+            y.backward(grad)
 
 
 def kept_bytes(layer, x, recipe):

@@ -295,8 +295,10 @@ def test_gradients_and_saved_tensors_of_other_sizes_are_refused() -> None:
     for index, tensor in enumerate(saved):
         if tensor is not None:
             others = (*saved[:index], tensor.flatten()[:-1], *saved[index + 1 :])
-            with pytest.raises(ShapeError, match="as forward saved it"):
-                _ops.program_run_backward(kept, others, grads[0], (grads[1],))
+            retyped = (*saved[:index], tensor.view(torch.int8), *saved[index + 1 :])
+            for wrong in (others, retyped):
+                with pytest.raises(ShapeError, match="as forward saved it"):
+                    _ops.program_run_backward(kept, wrong, grads[0], (grads[1],))
     dx, _, _ = _ops.program_run_backward(kept, saved, grads[0], (grads[1],))
     assert dx is not None
     assert (y.shape, branch.shape, dx.shape) == ((2, 12, 48), (2, 12, 32), x.shape)

@@ -217,6 +217,12 @@ impl LinearPlan {
         if self.saved.usage.is_empty() { 0 } else { self.saved.bytes }
     }
 
+    /// Elements of the input.
+    #[must_use]
+    pub fn input_elements(&self) -> usize {
+        self.key.rows * self.in_features
+    }
+
     /// Where the quantised weight's layouts lie in a buffer of the layer's.
     #[must_use]
     pub fn weight_segments(&self) -> Segments {

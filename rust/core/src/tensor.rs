@@ -8,6 +8,7 @@ use std::fmt;
 
 use te_fast_kernels::{Float, Fp8};
 
+use crate::error::{Error, Result};
 use crate::kernel::DevPtr;
 
 /// Most dimensions a view can have.
@@ -218,6 +219,21 @@ impl<'a> TensorView<'a> {
             }
         }
         true
+    }
+
+    /// Refuses a tensor that is not what forward saved: a saved-tensor hook may bring back anything.
+    ///
+    /// # Errors
+    /// Another number of elements, type or device.
+    pub fn check_saved(&self, op: &'static str, elements: usize, dtype: DType, device: Device) -> Result<()> {
+        if (self.numel(), self.dtype, self.device) == (elements, dtype, device) {
+            return Ok(());
+        }
+        let expected = format!(
+            "{elements} elements of {dtype} on {device}, as forward saved it (saved-tensor hooks have to bring back what they were given)"
+        );
+        let got = format!("{} of {} on {}", self.numel(), self.dtype, self.device);
+        Err(Error::shape(op, "a saved tensor", expected, got))
     }
 
     /// Whether the first element lies on a multiple of `bytes`.

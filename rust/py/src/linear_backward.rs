@@ -6,7 +6,7 @@ use pyo3::types::{PyBool, PyTuple};
 use te_fast_core::Error;
 use te_fast_core::dispatch::{Dispatcher, Place};
 use te_fast_core::kernel::DevPtr;
-use te_fast_core::linear::{Backward, Slot};
+use te_fast_core::linear::{Backward, LinearPlan, Slot};
 use te_fast_core::tensor::DType;
 
 use crate::error::Failure;
@@ -17,6 +17,7 @@ use crate::state::{State, state};
 use crate::tensor::view_of;
 
 const OP: &str = "linear";
+const SAVED: &str = "a saved tensor";
 
 /// `apply` of the autograd node: the gradients of (input, weight, bias, handle, bits).
 #[pyfunction]
@@ -123,9 +124,7 @@ impl<'py> BackwardCall<'_, 'py> {
     ) -> Result<(), Failure> {
         let (py, state, kept) = (grad_output.py(), self.state, self.kept);
         let plan = &kept.plan;
-        let (saved, input) = (self.tensor(0)?, self.tensor(1)?);
-        let input_copy = input.as_ref().map(|input| readable(state, input, "input")).transpose()?.flatten();
-        let input = input_copy.as_ref().or(input.as_ref());
+        let (saved, input) = saved_tensors(state, plan, self.tensor(0)?, self.tensor(1)?)?;
         let external = Dispatcher::external_bytes(place, plan.backward_scratch())?;
         let scratch = state.optional_bytes(py, place.device, external.bytes())?;
         let (dw, kept_dy) = match target {
@@ -136,7 +135,7 @@ impl<'py> BackwardCall<'_, 'py> {
         };
         let io = Backward {
             dy: state.pointer(Some(grad_output))?,
-            x: state.pointer(input)?,
+            x: state.pointer(input.as_ref())?,
             saved: state.pointer(saved.as_ref())?,
             weight: kept.weight.weight_buffer(),
             dx: state.pointer(dx)?,
@@ -216,6 +215,27 @@ impl<'py> BackwardCall<'_, 'py> {
             }
         }
     }
+}
+
+type Optional<'py> = Option<Bound<'py, PyAny>>;
+
+/// The quantised input and the input itself as kernels read them, if they are what forward saved.
+fn saved_tensors<'py>(
+    state: &State,
+    plan: &LinearPlan,
+    saved: Optional<'py>,
+    input: Optional<'py>,
+) -> Result<(Optional<'py>, Optional<'py>), Failure> {
+    let key = plan.key();
+    let checked = |tensor: Bound<'py, PyAny>, elements: usize, dtype: DType| -> Result<_, Failure> {
+        let tensor = readable(state, &tensor, SAVED)?.unwrap_or(tensor);
+        view_of(&state.reader, &tensor, SAVED)?.check_saved(OP, elements, dtype, key.device)?;
+        Ok(tensor)
+    };
+    Ok((
+        saved.map(|saved| checked(saved, plan.saved_bytes(), DType::U8)).transpose()?,
+        input.map(|input| checked(input, plan.input_elements(), key.activation.into())).transpose()?,
+    ))
 }
 
 fn column_sums<'py>(grad_output: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
@@ -301,14 +321,14 @@ fn run_deferred<'py>(
     };
     let external = Dispatcher::external_bytes(place, plan.backward_scratch())?;
     let scratch = state.optional_bytes(py, place.device, external.bytes())?;
-    let x = deferred.x.as_ref().map(|x| x.bind(py));
-    let x_copy = x.map(|x| readable(state, x, "input")).transpose()?.flatten();
+    let bound = |tensor: &Option<Py<PyAny>>| tensor.as_ref().map(|tensor| tensor.bind(py).clone());
+    let (saved, x) = saved_tensors(state, plan, bound(&deferred.saved), bound(&deferred.x))?;
     let none = DevPtr::null();
     let dw_view = view_of(&state.reader, &dw, "the weight's gradient")?;
     let io = Backward {
         dy: none,
-        x: state.pointer(x_copy.as_ref().or(x))?,
-        saved: state.pointer(deferred.saved.as_ref().map(|saved| saved.bind(py)))?,
+        x: state.pointer(x.as_ref())?,
+        saved: state.pointer(saved.as_ref())?,
         weight: te_fast_core::linear::WeightBuffer { data: none, segments: plan.weight_segments() },
         dx: none,
         dw: dw_view.data(),

@@ -17,13 +17,14 @@ use crate::linear::hooks;
 use crate::linear_backward::{after_main_grad, main_grad};
 use crate::linear_run::readable;
 use crate::program::{Compiled, ProgramHandle, Shapes, WaitingGrad, WaitingRows, WeightHandle};
-use crate::program_check::{check_grad, check_saved};
+use crate::program_check::check_grad;
 use crate::program_run::CallWeight;
 use crate::program_tensors::weight_arguments;
 use crate::state::{State, state};
 use crate::tensor::view_of;
 
 const OP: &str = "ops";
+const SAVED: &str = "a saved tensor";
 
 /// What a backward needs of its forward, beside the saved tensors.
 #[pyclass(module = "te_fast._native", frozen)]
@@ -129,17 +130,18 @@ struct Read<'py> {
 
 impl<'py> Read<'py> {
     fn new(state: &State, program: &Program, tensors: &Bound<'py, PyTuple>) -> Result<Self, Failure> {
-        let read = |tensor: Bound<'py, PyAny>, bytes: usize| -> Result<_, Failure> {
-            let tensor = readable(state, &tensor, "a saved tensor")?.unwrap_or(tensor);
-            check_saved(program, bytes, &view_of(&state.reader, &tensor, "a saved tensor")?)?;
+        let device = program.key().device;
+        let read = |tensor: Bound<'py, PyAny>, (elements, dtype): (usize, DType)| -> Result<_, Failure> {
+            let tensor = readable(state, &tensor, SAVED)?.unwrap_or(tensor);
+            view_of(&state.reader, &tensor, SAVED)?.check_saved(OP, elements, dtype, device)?;
             Ok(tensor)
         };
         let saved = Some(tensors.get_item(0)?).filter(|saved| !saved.is_none());
-        let saved = saved.map(|saved| read(saved, program.saved_bytes())).transpose()?;
-        let places = program.reads().iter().zip(program.read_bytes());
+        let saved = saved.map(|saved| read(saved, (program.saved_bytes(), DType::U8))).transpose()?;
+        let places = program.reads().iter().zip(program.read_extents());
         let tensors = places
             .zip(tensors.iter().skip(1))
-            .map(|((&place, &bytes), tensor)| Ok((place, read(tensor, bytes)?)))
+            .map(|((&place, &(elements, dtype)), tensor)| Ok((place, read(tensor, (elements, dtype.into()))?)))
             .collect::<Result<_, Failure>>()?;
         Ok(Self { saved, tensors })
     }

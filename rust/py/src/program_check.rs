@@ -72,13 +72,3 @@ pub(crate) fn check_grad(program: &Program, index: usize, grad: &TensorView<'_>)
     }
     Ok(())
 }
-
-/// Refuses a tensor that a saved-tensor hook brought back otherwise than forward saved it.
-pub(crate) fn check_saved(program: &Program, bytes: usize, tensor: &TensorView<'_>) -> Result<(), Error> {
-    let (got, device) = (tensor.numel() * tensor.dtype().size(), program.key().device);
-    if (got, tensor.device()) == (bytes, device) {
-        return Ok(());
-    }
-    let expected = format!("{bytes} bytes on {device}, as forward saved it");
-    Err(Error::shape(OP, "a saved tensor", expected, format!("{got} bytes on {}", tensor.device())))
-}

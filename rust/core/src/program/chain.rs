@@ -219,10 +219,10 @@ impl Chain {
         Ok(())
     }
 
-    /// Bytes of a tensor of the call's, of those that backward reads; `widths` are the columns of the edges.
-    pub(crate) fn bytes_of(&self, key: &ProgramKey, widths: &[usize], place: Place) -> usize {
+    /// Elements and type of a tensor of the call's, of those that backward reads; `widths` are the columns of the edges.
+    pub(crate) fn extent_of(&self, key: &ProgramKey, widths: &[usize], place: Place) -> (usize, Float) {
         let ops = || self.links.iter().zip(widths);
-        let (elements, dtype) = match place {
+        match place {
             Place::Input => (key.rows * key.cols, key.activation),
             Place::Extra(index) => {
                 let takes = |link: &Link| link.op.extra_inputs() != 0 && link.extra_input == usize::from(index);
@@ -246,9 +246,8 @@ impl Chain {
                 });
                 (elements, key.params[usize::from(index)].0)
             }
-            _ => return 0,
-        };
-        elements * dtype.size()
+            _ => (0, key.activation),
+        }
     }
 
     /// Columns of the edges for an input of `cols` columns: edge `i` is the input of op `i`, the last one the output.

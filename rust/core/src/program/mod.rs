@@ -79,7 +79,7 @@ pub struct Program {
     widths: Vec<usize>,
     extra_output_cols: Vec<usize>,
     reads: Vec<Place>,
-    read_bytes: Vec<usize>,
+    read_extents: Vec<(usize, Float)>,
     notes: Vec<String>,
     graphs: bool,
 }
@@ -125,7 +125,7 @@ impl Program {
             waiting,
             grad_dtypes: (0..chain.params()).map(|param| backward::grad_dtype(chain, &key, param)).collect(),
             extra_output_cols,
-            read_bytes: reads.iter().map(|&place| chain.bytes_of(&key, &widths, place)).collect(),
+            read_extents: reads.iter().map(|&place| chain.extent_of(&key, &widths, place)).collect(),
             reads,
             widths,
             saved_bytes: forward.saved.bytes,
@@ -222,10 +222,10 @@ impl Program {
         &self.deferred
     }
 
-    /// Bytes of each tensor that backward reads.
+    /// Elements and type of each tensor that backward reads.
     #[must_use]
-    pub fn read_bytes(&self) -> &[usize] {
-        &self.read_bytes
+    pub fn read_extents(&self) -> &[(usize, Float)] {
+        &self.read_extents
     }
 
     /// Whether backward reads the quantised weight of a linear op.
