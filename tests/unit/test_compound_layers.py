@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import compound_reference as chain
@@ -382,6 +383,21 @@ def casts(function):
     before = dispatch.counters()["weight_casts"]
     function()
     return dispatch.counters()["weight_casts"] - before
+
+
+def test_a_cached_weight_outlives_what_others_do_to_its_tensor(kind, recipe):
+    layer = make(kind)
+    x, _ = data(layer)
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        wanted = layer(x, is_first_microbatch=True)
+        cached = list(layer._fp8_workspaces.values())
+        memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in cached]
+        for tensor in cached:
+            tensor.data = torch.empty(0, dtype=torch.uint8)
+        assert not any(reference.expired() for reference in memory)
+        assert torch.equal(layer(x, is_first_microbatch=False), wanted)
+        layer._fp8_workspaces.clear()
+        assert all(reference.expired() for reference in memory)
 
 
 def test_unchanged_weights_are_quantised_once(kind, recipe):

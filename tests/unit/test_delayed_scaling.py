@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Format
@@ -257,6 +258,21 @@ def test_tensors_can_be_replaced_and_loaded():
         state.scale = torch.ones(3, dtype=torch.float64)
     with pytest.raises(StateError, match="mode must be"):
         make_state(mode="sideways")
+
+
+def test_the_dispatcher_keeps_the_memory_of_tensors_whose_data_is_exchanged():
+    state = make_state()
+    memory = [StorageWeakRef(t.untyped_storage()) for t in (state.scale, state.amax_history)]
+    state.scale.data, state.amax_history.data = torch.zeros(3), torch.zeros(4, 3)
+    gc.collect()
+    assert not any(reference.expired() for reference in memory)
+    state.slots.mark_ran()
+    with q.autocast(recipe=state.recipe):
+        pass
+    assert state.scale.tolist() == [0.0] * 3
+    state.scale = torch.full((3,), 2.0)  # which is how to replace them
+    gc.collect()
+    assert memory[0].expired()
 
 
 def test_copies_have_buffers_of_their_own():

@@ -449,7 +449,7 @@ impl SlotsHandle {
         let reader = &state.reader;
         let views =
             (view_of(reader, amax_history, "amax_history").python()?, view_of(reader, scale, "scale").python()?);
-        let memory = Buffers { history: Held::new(reader, amax_history)?, scale: Held::new(reader, scale)? };
+        let memory = Buffers { history: Held::alias(reader, amax_history)?, scale: Held::alias(reader, scale)? };
         let mut dispatcher = state.dispatcher(py)?;
         let autocast = &mut dispatcher.0.autocast;
         let former = former.map(|former| &*former.get().0);

@@ -12,7 +12,7 @@ use te_fast_core::tensor::TensorView;
 
 use crate::replay::Replay;
 use crate::state::contiguous_strides;
-use crate::weight::{CachedWeight, WeightCache};
+use crate::weight::{CachedWeight, Described, WeightCache};
 
 /// Shapes of one layer that are kept as tuples.
 const GEOMETRIES: usize = 64;
@@ -222,7 +222,7 @@ impl LinearHandle {
     }
 
     /// The quantised weight: (buffer, bytes, has row layout, has column layout), or None.
-    fn weight_cache<'py>(&self, py: Python<'py>) -> Option<(Bound<'py, PyAny>, usize, bool, bool)> {
+    fn weight_cache<'py>(&self, py: Python<'py>) -> PyResult<Option<Described<'py>>> {
         self.cache.describe(py)
     }
 }

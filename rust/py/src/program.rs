@@ -16,7 +16,7 @@ use crate::layer::slot;
 use crate::program_functions::activation_named;
 use crate::replay::Replay;
 use crate::state::contiguous_strides;
-use crate::weight::WeightCache;
+use crate::weight::{Described, WeightCache};
 
 /// Compiled programs and shapes of one chain that are kept; those that vary without end displace the oldest.
 const KEPT: usize = 64;
@@ -131,7 +131,7 @@ impl WeightHandle {
     }
 
     /// The quantised weight: (buffer, bytes, has row layout, has column layout), or None.
-    fn weight_cache<'py>(&self, py: Python<'py>) -> Option<(Bound<'py, PyAny>, usize, bool, bool)> {
+    fn weight_cache<'py>(&self, py: Python<'py>) -> PyResult<Option<Described<'py>>> {
         self.cache.describe(py)
     }
 }

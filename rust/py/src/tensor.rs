@@ -226,7 +226,8 @@ fn exchange_table(tensor_type: &Bound<'_, PyAny>) -> Option<&'static ExchangeTab
     (table.major == DLPACK_MAJOR && table.tensor_from_object.is_some()).then_some(table)
 }
 
-/// A tensor that the native side keeps: an FP8 weight, scales. The memory lives as long as this does.
+/// A tensor that the native side keeps: an FP8 weight, scales. The memory lives as long as this does, for the tensor
+/// object is nobody else's: an assignment to the `data` of one that a user has takes its memory away.
 #[derive(Debug)]
 pub(crate) struct Held {
     tensor: Py<PyAny>,
@@ -234,22 +235,33 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// Keeps `tensor`.
+    /// Keeps `tensor`, which nobody else has.
     pub(crate) fn new(reader: &Reader, tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
         let view = view_of(reader, tensor, "buffer").map_err(crate::error::to_python)?;
         Ok(Self { tensor: tensor.clone().unbind(), address: view.data().address() as u64 })
     }
 
+    /// Keeps the memory of a `tensor` that others have, too.
+    pub(crate) fn alias(reader: &Reader, tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
+        Self::new(reader, &tensor.call_method0("detach")?)
+    }
+
     /// Its first byte.
     #[inline]
     pub(crate) fn ptr(&self) -> DevPtr<'_> {
-        // SAFETY: the tensor object is owned by self, is private to te_fast and never resized.
+        // SAFETY: the tensor object is self's own, so that its storage lives. torch reallocates a storage in its place
+        // where somebody resizes it, which is not to be done to tensors of te_fast.
         unsafe { DevPtr::from_address(self.address) }
     }
 
-    /// The tensor.
-    pub(crate) fn tensor(&self) -> &Py<PyAny> {
-        &self.tensor
+    /// Another tensor of the memory, for others to have.
+    pub(crate) fn shared<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        self.tensor.bind(py).call_method0("detach")
+    }
+
+    /// Has the memory outlive what `stream`, which has not allocated it, does with it.
+    pub(crate) fn record_stream(&self, stream: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.tensor.bind(stream.py()).call_method1("record_stream", (stream,)).map(drop)
     }
 }
 

@@ -69,6 +69,9 @@ pub(crate) struct WeightCache {
     skippable: Vec<Arc<CachedWeight>>,
 }
 
+/// What Python is told of a kept weight.
+pub(crate) type Described<'py> = (Bound<'py, PyAny>, usize, bool, bool);
+
 /// Memory for a weight that is to be quantised.
 pub(crate) type Recycled = Option<(Held, usize)>;
 
@@ -132,7 +135,7 @@ impl WeightCache {
         }
         if let (Some(kept), Device::Cuda(ordinal)) = (&self.kept, place.device) {
             let stream = py.import("torch.cuda")?.getattr("current_stream")?.call1((ordinal,))?;
-            kept.buffer.tensor().bind(py).call_method1("record_stream", (stream,))?;
+            kept.buffer.record_stream(&stream)?;
         }
         self.streams.push(place.stream);
         Ok(())
@@ -162,10 +165,10 @@ impl WeightCache {
     }
 
     /// (buffer, bytes, has row layout, has column layout), or None.
-    pub(crate) fn describe<'py>(&self, py: Python<'py>) -> Option<(Bound<'py, PyAny>, usize, bool, bool)> {
-        let kept = self.kept.as_ref()?;
+    pub(crate) fn describe<'py>(&self, py: Python<'py>) -> PyResult<Option<Described<'py>>> {
+        let Some(kept) = &self.kept else { return Ok(None) };
         let usage = kept.record.segments.usage;
-        Some((kept.buffer.tensor().bind(py).clone(), kept.bytes, usage.rowwise, usage.columnwise))
+        Ok(Some((kept.buffer.shared(py)?, kept.bytes, usage.rowwise, usage.columnwise)))
     }
 }
 
