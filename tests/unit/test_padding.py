@@ -131,6 +131,15 @@ def test_alignment_follows_the_recipe_of_the_first_forward():
     assert padding.align_size == 16
 
 
+@pytest.mark.parametrize("align", [2**31, 2**62, 3 * 2**61, 2**63 - 1, 2**63])
+def test_alignments_without_end_are_refused(align):
+    x, splits = torch.randn(16, 4), [4, 4, 4, 4]  # whose padded rows add up to 2**64, which is 0
+    with pytest.raises(ShapeError, match=r"below 2\*\*31"):
+        te.Fp8Padding(4, align)(x, splits)
+    with pytest.raises(ShapeError, match="at most the 16 rows"):
+        te.Fp8Unpadding(4, align)(x, splits)
+
+
 def test_padding_errors():
     for error in (ShapeError, AssertionError):  # TE asserts
         with pytest.raises(error, match="one per GEMM"):

@@ -436,6 +436,8 @@ def test_errors_of_arguments():
         te.moe_permute(x, mask, 8, map_type="bitmap")
     with pytest.raises(ShapeError, match="align_size must be positive"):
         te.moe_permute_and_pad_with_probs(x, probs, mask, [4, 4], 0)
+    with pytest.raises(ShapeError, match=r"below 2\*\*31"):
+        te.moe_permute_and_pad_with_probs(x, probs, mask, [4, 4], 2**62)
     with pytest.raises(ShapeError, match="tokens_per_expert must be given"):
         te.moe_permute_and_pad_with_probs(x, probs, mask, None, 16)
     with pytest.raises(ShapeError, match="must have 2 entries"):

@@ -161,8 +161,11 @@ def moe_permute_and_pad_with_probs(
         padded) and the padded tokens per expert (int64 ``(experts,)``).
     """
     try:
-        if align_size <= 0:
-            msg = f"moe_permute_and_pad_with_probs: align_size must be positive, got {align_size}"
+        if not 0 < align_size < 2**31:
+            msg = (
+                "moe_permute_and_pad_with_probs: align_size must be positive and below 2**31, got "
+                f"{align_size}"
+            )
             raise ShapeError(msg)
         if num_out_tokens is not None:
             return impl.permute(inp, probs, routing_map, num_out_tokens, align_size, index=False)

@@ -133,13 +133,14 @@ fn integers_of(list: &Bound<'_, PyList>) -> PyResult<Vec<i64>> {
     Ok(integers)
 }
 
-/// Every value rounded up to a multiple of `align`.
+/// Every value rounded up to a multiple of `align`; what 64 bits cannot hold is cut, to more than a plan takes.
 fn padded_to(values: &[i64], align: usize) -> Vec<i64> {
-    let align = align.max(1) as i64;
+    let align = i64::try_from(align).unwrap_or(i64::MAX).max(1);
+    let raised = |rows: i64| rows.saturating_add(align - 1);
     if align.count_ones() == 1 {
-        return values.iter().map(|&rows| (rows + (align - 1)) & -align).collect(); // a division costs as much as the rest
+        return values.iter().map(|&rows| raised(rows) & -align).collect(); // a division costs as much as the rest
     }
-    values.iter().map(|&rows| (rows + (align - 1)).div_euclid(align) * align).collect()
+    values.iter().map(|&rows| raised(rows).div_euclid(align) * align).collect()
 }
 
 /// What a mode means, and which function it serves.
@@ -171,7 +172,7 @@ impl Listed {
         let add = |sum: usize, &rows: &i64| usize::try_from(rows).ok()?.checked_add(sum);
         let plain = values.iter().try_fold(0, add).filter(|&rows| rows <= in_rows);
         let padded = if plain.is_some() { padded_to(&values, align) } else { Vec::new() };
-        let padded_rows = padded.iter().sum::<i64>() as usize;
+        let padded_rows = padded.iter().fold(0_i64, |sum, &rows| sum.saturating_add(rows)) as usize;
         match (plain, mode) {
             (Some(_), Move::Pad) => Ok(Self { values, padded, out_rows: padded_rows }),
             (Some(plain), _) if padded_rows <= in_rows => Ok(Self { values, padded, out_rows: plain }),
