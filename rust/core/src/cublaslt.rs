@@ -1,4 +1,4 @@
-//! cuBLASLt, as the copy that torch has already loaded: one handle per device and one descriptor set per problem.
+//! cuBLASLt, as a rule the copy that torch has loaded: one handle per device and one descriptor set per problem.
 //!
 //! Known defects of the versions in the field that are designed around here: split-K with CONFIG_ID 66 gives wrong
 //! results on sm_90 (fixed in 13.8), so heuristic results that use it are passed over; C scales hang FP8 with beta
@@ -21,7 +21,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::gemm::{Epilogue, GemmIo, Operand, Problem, ScaleMode, WORKSPACE_BYTES};
 use crate::tensor::DType;
 
-/// Take the loaded copy, never load another.
+/// Take the copy that is loaded; without, one is loaded if there is any.
 const RTLD_NOLOAD: i32 = 4;
 /// First version with 1×128 and 128×128 scale modes on Hopper.
 const BLOCK_SCALING_VERSION: usize = 120_900;
@@ -106,9 +106,9 @@ fn load() -> std::result::Result<Api, String> {
         // new is loaded at all.
         names.iter().find_map(|&name| unsafe { Library::open(Some(name), flags) }.ok())
     };
-    let library = open(RTLD_LAZY | RTLD_LOCAL | RTLD_NOLOAD)
-        .or_else(|| open(RTLD_LAZY | RTLD_LOCAL))
-        .ok_or("cuBLASLt (libcublasLt.so.13 or .so.12) is not loaded: import a CUDA build of torch first")?;
+    let library = open(RTLD_LAZY | RTLD_LOCAL | RTLD_NOLOAD).or_else(|| open(RTLD_LAZY | RTLD_LOCAL)).ok_or(
+        "cuBLASLt (libcublasLt.so.13 or .so.12) is neither loaded nor found: import a CUDA build of torch first",
+    )?;
     macro_rules! symbol {
         ($name:literal) => {
             // SAFETY: the type is the one that cublasLt.h declares for this name, with enums as their integers.
@@ -136,7 +136,7 @@ fn load() -> std::result::Result<Api, String> {
         algo_get: symbol!(b"cublasLtMatmulAlgoConfigGetAttribute\0"),
         matmul: symbol!(b"cublasLtMatmul\0"),
     };
-    std::mem::forget(library); // torch holds it for the life of the process; so do the pointers above.
+    std::mem::forget(library); // never unloaded: the pointers above are used for the life of the process
     Ok(api)
 }
 

@@ -12,6 +12,7 @@ pub mod delayed;
 pub mod device_memory;
 pub mod dispatch;
 pub mod driver;
+mod driver_functions;
 pub mod error;
 pub mod gemm;
 pub mod graph;

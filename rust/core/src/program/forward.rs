@@ -26,7 +26,6 @@ pub(crate) enum Kept {
     Linear {
         x: QuantAt,
     },
-    /// A high-precision weight in the type of the activations, where that is not the parameter's.
     Norm {
         x: At,
         mean: At,
