@@ -105,11 +105,12 @@ class AmaxSlots:
 class AutocastRegion:
     def __new__(
         cls,
-        enabled: Any = None,
-        calibrating: Any = None,
+        enabled: Any = ...,
+        calibrating: Any = ...,
         recipe: Any = None,
         amax_reduction_group: Any = None,
-        _graph: Any = None,
+        _graph: Any = ...,
+        **others: Any,
     ) -> Self: ...
     def __enter__(self) -> Self: ...
     def __exit__(self, *_exception: object) -> None: ...

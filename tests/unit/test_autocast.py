@@ -91,8 +91,24 @@ def test_positional_arguments_and_truthiness():
     recipe = DelayedScaling()
     with q.autocast(1, 0, recipe, None, False):
         assert q.FP8GlobalStateManager.is_fp8_enabled()
-    with q.autocast(None), pytest.raises(TypeError):
-        q.autocast(unknown=1)
+    for none in (q.autocast(None), q.autocast(enabled=None, recipe=recipe)):
+        with none:
+            assert not q.FP8GlobalStateManager.is_fp8_enabled()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "message"),
+    [
+        ((), {"unknown": 1}, r"autocast\(\) got an unexpected keyword argument 'unknown'$"),
+        ((), {"fp8_recipe": None}, "'fp8_recipe', which is fp8_autocast's name of recipe"),
+        ((), {"fp8_group": None}, "'fp8_group', which is .* name of amax_reduction_group"),
+        ((Float8BlockScaling(),), {}, "enabled must be a bool, got Float8BlockScaling; .* recipe="),
+        ((True, Float8BlockScaling()), {}, "calibrating must be a bool, got Float8BlockScaling; .* recipe="),
+    ],
+)
+def test_arguments_in_another_place_are_named(arguments, keywords, message):
+    with pytest.raises(TypeError, match=message):
+        q.autocast(*arguments, **keywords)
 
 
 def test_same_content_keeps_the_epoch():

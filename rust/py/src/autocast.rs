@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyString, PyTuple};
+use pyo3::types::{PyBool, PyDict, PyString, PyTuple};
 use te_fast_core::Fp8;
 use te_fast_core::autocast::{AmaxSlots, Direction, Due, Former, Request, SlotMemory};
 use te_fast_core::autocast_scopes::thread_number;
@@ -15,6 +16,7 @@ use te_fast_core::kernel::DevPtr;
 use te_fast_core::recipe::{AmaxAlgorithm, BackwardOverride, Block, Delayed, PerGemm, Quantization, Recipe, Scaling};
 
 use crate::error::{IntoPython, to_python};
+use crate::linear::Argument;
 use crate::state::state;
 use crate::tensor::{Held, view_of};
 
@@ -207,22 +209,53 @@ pub(crate) struct AutocastRegion {
     replaced: Option<Replaced>,
 }
 
+/// A flag by its truth value, as Transformer Engine takes it; a recipe is none.
+fn flag(name: &'static str, Argument(given): Argument<'_>, default: bool) -> PyResult<bool> {
+    let Some(given) = given else { return Ok(default) };
+    if let Ok(flag) = given.cast::<PyBool>() {
+        return Ok(flag.is_true());
+    }
+    if given.hasattr(intern!(given.py(), "_native"))? {
+        let got = format!("{}; recipes are given by name, recipe=", given.get_type().name()?);
+        return Err(to_python(te_fast_core::Error::dtype("autocast", name, "a bool", got)));
+    }
+    given.is_truthy()
+}
+
+#[cold]
+fn unknown_keyword(others: &Bound<'_, PyDict>) -> PyErr {
+    let name = others.keys().iter().next().map_or_else(String::new, |name| name.to_string());
+    let of_old = match name.as_str() {
+        "fp8_recipe" => ", which is fp8_autocast's name of recipe",
+        "fp8_group" => ", which is fp8_autocast's name of amax_reduction_group",
+        _ => "",
+    };
+    PyTypeError::new_err(format!("autocast() got an unexpected keyword argument '{name}'{of_old}"))
+}
+
 #[pymethods]
 impl AutocastRegion {
     #[new]
-    #[pyo3(signature = (enabled=None, calibrating=None, recipe=None, amax_reduction_group=None, _graph=None))]
+    #[pyo3(signature = (
+        enabled=Argument(None), calibrating=Argument(None), recipe=None, amax_reduction_group=None, _graph=Argument(None),
+        **others
+    ))]
     #[expect(clippy::used_underscore_binding, reason = "Transformer Engine's name of the argument")]
     fn new(
-        enabled: Option<&Bound<'_, PyAny>>,
-        calibrating: Option<&Bound<'_, PyAny>>,
+        enabled: Argument<'_>,
+        calibrating: Argument<'_>,
         recipe: Option<Py<PyAny>>,
         amax_reduction_group: Option<Py<PyAny>>,
-        _graph: Option<&Bound<'_, PyAny>>,
+        _graph: Argument<'_>,
+        others: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
+        if let Some(others) = others {
+            return Err(unknown_keyword(others));
+        }
         Ok(Self {
-            enabled: enabled.map_or(Ok(true), Bound::is_truthy)?,
-            calibrating: calibrating.map_or(Ok(false), Bound::is_truthy)?,
-            graph: _graph.map_or(Ok(false), Bound::is_truthy)?,
+            enabled: flag("enabled", enabled, true)?,
+            calibrating: flag("calibrating", calibrating, false)?,
+            graph: flag("_graph", _graph, false)?,
             recipe,
             group: amax_reduction_group,
             replaced: None,

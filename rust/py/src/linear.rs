@@ -87,9 +87,9 @@ impl Bits {
 }
 
 /// An argument that may be left out, which is not the same as None.
-pub(crate) struct Given<'py>(pub(crate) Option<Bound<'py, PyAny>>);
+pub(crate) struct Argument<'py>(pub(crate) Option<Bound<'py, PyAny>>);
 
-impl<'py> FromPyObject<'_, 'py> for Given<'py> {
+impl<'py> FromPyObject<'_, 'py> for Argument<'py> {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
@@ -100,16 +100,16 @@ impl<'py> FromPyObject<'_, 'py> for Given<'py> {
 /// `layer(x)`: as `nn.Module.__call__`, without its cost where no hook and no override asks for it. Other keywords are
 /// those of a `forward` in the place of the layer's.
 #[pyfunction]
-#[pyo3(signature = (module, inp=Given(None), is_first_microbatch=None, fp8_output=None, fp8_grad=None, **others))]
+#[pyo3(signature = (module, inp=Argument(None), is_first_microbatch=None, fp8_output=None, fp8_grad=None, **others))]
 pub(crate) fn linear_call<'py>(
     module: &Bound<'py, PyAny>,
-    inp: Given<'py>,
+    inp: Argument<'py>,
     is_first_microbatch: Option<&Bound<'py, PyAny>>,
     fp8_output: Option<&Bound<'py, PyAny>>,
     fp8_grad: Option<&Bound<'py, PyAny>>,
     others: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let Given(inp) = inp;
+    let Argument(inp) = inp;
     let optional = [("is_first_microbatch", is_first_microbatch), ("fp8_output", fp8_output), ("fp8_grad", fp8_grad)];
     module_call(module, inp.as_ref(), &optional, others, |state, attributes, inp, first| {
         forward(state, module, attributes, inp, first)

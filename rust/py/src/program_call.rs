@@ -7,7 +7,7 @@ use te_fast_core::Error;
 use te_fast_core::autocast::Former;
 
 use crate::error::{IntoPython, is_a, named};
-use crate::linear::{Bits, Given, can_skip_module_call};
+use crate::linear::{Argument, Bits, can_skip_module_call};
 use crate::program::ProgramHandle;
 use crate::program_backward::{ProgramSaved, run};
 use crate::program_check::mixed_types;
@@ -89,15 +89,15 @@ fn check_types(state: &State, program: &Bound<'_, ProgramHandle>, x: &Bound<'_, 
 /// where no hook and no override asks for it. The module names the program in `_direct_program` of its dict, or None
 /// while calls have to go through `forward`. Argument names are those of `forward`.
 #[pyfunction]
-#[pyo3(signature = (module, input=Given(None), *extra_inputs, is_first_microbatch=None, **others))]
+#[pyo3(signature = (module, input=Argument(None), *extra_inputs, is_first_microbatch=None, **others))]
 pub(crate) fn program_module_call<'py>(
     module: &Bound<'py, PyAny>,
-    input: Given<'py>,
+    input: Argument<'py>,
     extra_inputs: &Bound<'py, PyTuple>,
     is_first_microbatch: Option<&Bound<'py, PyAny>>,
     others: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let Given(input) = input;
+    let Argument(input) = input;
     let (py, input) = (module.py(), input.as_ref());
     let state = state(py)?;
     let attributes = instance_dict(module)?;

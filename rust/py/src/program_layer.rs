@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyDictMethods, PyTuple};
 
 use crate::error::is_ours;
-use crate::linear::{Given, module_call, truth};
+use crate::linear::{Argument, module_call, truth};
 use crate::program::ProgramHandle;
 use crate::program_call::program_apply;
 use crate::state::{State, state};
@@ -14,16 +14,16 @@ use crate::tensor::instance_dict;
 /// `layer(x)`: as `nn.Module.__call__`, without its cost where no hook and no override asks for it. Other keywords are
 /// those of a `forward` in the place of the layer's.
 #[pyfunction]
-#[pyo3(signature = (module, inp=Given(None), is_first_microbatch=None, fp8_output=None, fp8_grad=None, **others))]
+#[pyo3(signature = (module, inp=Argument(None), is_first_microbatch=None, fp8_output=None, fp8_grad=None, **others))]
 pub(crate) fn program_layer_call<'py>(
     module: &Bound<'py, PyAny>,
-    inp: Given<'py>,
+    inp: Argument<'py>,
     is_first_microbatch: Option<&Bound<'py, PyAny>>,
     fp8_output: Option<&Bound<'py, PyAny>>,
     fp8_grad: Option<&Bound<'py, PyAny>>,
     others: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let Given(inp) = inp;
+    let Argument(inp) = inp;
     let optional = [("is_first_microbatch", is_first_microbatch), ("fp8_output", fp8_output), ("fp8_grad", fp8_grad)];
     module_call(module, inp.as_ref(), &optional, others, |state, attributes, inp, first| {
         forward(state, module, attributes, inp, first)
