@@ -10,7 +10,7 @@ import torch
 
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fast.errors import DeviceError, DtypeError, UnsupportedError
+from te_fast.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
 from te_fast.pytorch.base import TransformerEngineBaseModule
 
 LAYERS = (te.Linear, te.LayerNormLinear, te.LayerNormMLP)
@@ -204,6 +204,37 @@ def test_an_option_that_cannot_be_set_leaves_the_layer_as_it_was():
     assert torch.equal(module(X), y)
 
 
+@pytest.mark.parametrize("layer", LAYERS)
+def test_arguments_that_no_layer_can_have_are_named(layer):
+    first = "hidden_size" if layer is te.LayerNormMLP else "in_features"
+    for wrong, error in (
+        (64.0, DtypeError),
+        ("64", DtypeError),
+        (None, DtypeError),
+        (-64, ShapeError),
+    ):
+        with pytest.raises(error, match=rf"Layer_\d+: {first} must .*{wrong}"):
+            layer(wrong, 96, device="cpu")
+    for wrong in (torch.float8_e4m3fn, torch.int32, "bfloat16"):
+        with pytest.raises(DtypeError, match=r"Layer_\d+: params_dtype must be .*got .*autocast"):
+            make(layer, params_dtype=wrong)
+    if layer is not te.LayerNormMLP:
+        with pytest.raises(
+            DtypeError, match=r"parameters_split must name the parts.*got \[48, 48\]"
+        ):
+            make(layer, parameters_split=(48, 48))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_an_input_that_cannot_be_read_is_told_apart(layer, recipe):
+    module = make(layer)
+    with pytest.raises(
+        DtypeError, match=r"Layer_\d+: .* the input must be a plain .* on cpu, torch.spa"
+    ):
+        run(module, recipe(), X.to_sparse())
+
+
 # Parameters without memory -----------------------------------------------------------------------
 
 
@@ -215,8 +246,9 @@ def test_a_forward_on_the_meta_device_says_what_to_do(layer, recipe):
     if layer is te.Linear and recipe is None:  # nn.Linear's shapes without memory
         assert module(x).shape == (16, 96)
         return
-    with pytest.raises(DeviceError, match="reset_parameters"):
-        run(module, recipe and recipe(), x)
+    for one in (x, X):
+        with pytest.raises(DeviceError, match="reset_parameters"):
+            run(module, recipe and recipe(), one)
     if layer is not te.LayerNormMLP:
         parts = make(layer, device="meta", parameters_split=("a", "b"))
         with pytest.raises(DeviceError, match="reset_parameters"):

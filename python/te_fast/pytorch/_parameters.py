@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fast.errors import UnsupportedError
+from te_fast.errors import DtypeError, ShapeError, UnsupportedError
 from te_fast.pytorch.base import check_device
 
 if TYPE_CHECKING:
     from te_fast.pytorch.base import TransformerEngineBaseModule
 
 __all__ = [
+    "check_sizes",
     "constant",
     "initialise",
     "mark_parallel",
@@ -24,6 +26,8 @@ __all__ = [
 ]
 
 Init = Callable[[torch.Tensor], Any]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def refuse(layer: str, arguments: dict[str, bool]) -> None:
@@ -40,14 +44,45 @@ def refuse(layer: str, arguments: dict[str, bool]) -> None:
             raise UnsupportedError(message)
 
 
+def check_sizes(layer: str, **sizes: Any) -> None:
+    """Raise unless sizes are integers of 0 or more.
+
+    Raises
+    ------
+    DtypeError, ShapeError
+        Naming the first that is none.
+    """
+    for name, size in sizes.items():
+        try:
+            is_negative = operator.index(size) < 0
+        except TypeError:
+            message = f"{layer}: {name} must be an integer, got {type(size).__name__} {size!r}"
+            raise DtypeError(message) from None
+        if is_negative:
+            message = f"{layer}: {name} must not be negative, got {size}"
+            raise ShapeError(message)
+
+
 def options_of(
     params_dtype: torch.dtype | None, device: torch.device | str | None, layer: str
 ) -> dict[str, Any]:
-    """Return type and device that parameters are made with."""
-    return {
-        "device": check_device(device, layer),
-        "dtype": torch.get_default_dtype() if params_dtype is None else params_dtype,
-    }
+    """Return type and device that parameters are made with.
+
+    Raises
+    ------
+    DtypeError
+        If layers cannot compute in the type.
+    DeviceError
+        If `device` is a GPU and none can be used.
+    """
+    dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
+    if dtype not in _DTYPES:
+        message = (
+            f"{layer}: params_dtype must be torch.float32, float16, bfloat16 or float64, got {dtype!r}; "
+            "FP8 copies of such parameters are made inside of te_fast.pytorch.autocast"
+        )
+        raise DtypeError(message)
+    return {"device": check_device(device, layer), "dtype": dtype}
 
 
 def normal(weight: torch.Tensor) -> None:

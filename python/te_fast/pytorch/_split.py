@@ -33,7 +33,7 @@ def split_sizes(parameters_split: Parts, total: int, layer: str) -> dict[str, in
     Raises
     ------
     DtypeError
-        If it is neither a tuple nor a dict.
+        If it is neither a tuple nor a dict, or its names are no strings.
     ShapeError
         If it is empty, or does not add up.
     """
@@ -46,6 +46,10 @@ def split_sizes(parameters_split: Parts, total: int, layer: str) -> dict[str, in
     if not parameters_split:
         message = f"{layer}: parameters_split must name at least one part, got an empty one"
         raise ShapeError(message)
+    if not all(isinstance(name, str) for name in parameters_split):
+        given = list(parameters_split)
+        message = f"{layer}: parameters_split must name the parts, sizes are the values of a dict; got {given}"
+        raise DtypeError(message)
     if isinstance(parameters_split, dict):
         sizes = list(parameters_split.values())
     else:

@@ -251,16 +251,16 @@ class TransformerEngineBaseModule(torch.nn.Module):
                 f"of shape {list(inp.shape)}"
             )
             raise ShapeError(message)
-        if inp.device != device:
-            message = (
-                f"{self.name}: the input must be on {device}, where the layer's weight is (move one "
-                f"with .to()), got {inp.device}"
-            )
-            raise DeviceError(message)
         if device.type == "meta":
             message = (
                 f"{self.name}: the parameters are on the meta device; call reset_parameters(), or "
                 "to_empty() and load a checkpoint, before a forward"
+            )
+            raise DeviceError(message)
+        if inp.device != device:
+            message = (
+                f"{self.name}: the input must be on {device}, where the layer's weight is (move one "
+                f"with .to()), got {inp.device}"
             )
             raise DeviceError(message)
 

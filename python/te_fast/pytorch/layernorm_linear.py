@@ -10,7 +10,7 @@ import torch
 from te_fast.errors import ShapeError
 from te_fast.pytorch import _ops
 from te_fast.pytorch._compound import CompoundModule
-from te_fast.pytorch._parameters import options_of, refuse
+from te_fast.pytorch._parameters import check_sizes, options_of, refuse
 from te_fast.pytorch._split import SplitLinear
 from te_fast.pytorch._torch_state import copy_into
 
@@ -141,6 +141,7 @@ class LayerNormLinear(CompoundModule, SplitLinear):
             message = f"{self.name}: parallel_mode must be None or 'column', got {parallel_mode!r}"
             raise ShapeError(message)
         self.set_tensor_parallel_group(tp_group)
+        check_sizes(self.name, in_features=in_features, out_features=out_features)
         self.in_features, self.out_features = in_features, out_features
         self.eps = eps
         self.normalization = normalization

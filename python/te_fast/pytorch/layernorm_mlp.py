@@ -12,6 +12,7 @@ from te_fast.errors import DtypeError, ShapeError, UnsupportedError
 from te_fast.pytorch import _ops
 from te_fast.pytorch._compound import CompoundModule
 from te_fast.pytorch._parameters import (
+    check_sizes,
     constant,
     initialise,
     mark_parallel,
@@ -178,6 +179,7 @@ class LayerNormMLP(CompoundModule):
         }
         refuse(self.name, unsupported)
         self.set_tensor_parallel_group(tp_group)
+        check_sizes(self.name, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.size_per_partition = ffn_hidden_size
         self.eps = eps

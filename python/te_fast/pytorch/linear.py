@@ -12,7 +12,7 @@ from te_fast.errors import ShapeError, StateError
 from te_fast.pytorch import _high_precision, _ops
 from te_fast.pytorch._global_state import autocast_state
 from te_fast.pytorch._overridden import OverriddenLinear
-from te_fast.pytorch._parameters import options_of, refuse
+from te_fast.pytorch._parameters import check_sizes, options_of, refuse
 from te_fast.pytorch._split import SplitLinear
 
 __all__ = ["Linear"]
@@ -74,7 +74,9 @@ class Linear(SplitLinear):
     DeviceError
         If `device` is a GPU and none can be used.
     ShapeError
-        If `parameters_split` is empty or does not add up to `out_features`.
+        If a size is negative, or `parameters_split` is empty or does not add up to `out_features`.
+    DtypeError
+        If a size is no integer, or `params_dtype` no type that layers compute in.
     """
 
     _handle: _ops.LinearHandle
@@ -129,6 +131,7 @@ class Linear(SplitLinear):
             )
             raise ShapeError(message)
         self.set_tensor_parallel_group(tp_group)
+        check_sizes(self.name, in_features=in_features, out_features=out_features)
         self.in_features = in_features
         self.out_features = out_features
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation

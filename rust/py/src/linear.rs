@@ -271,15 +271,31 @@ fn forward<'py>(
         if region.recipe.is_delayed() {
             ensure_slots(state, module, handle, (region.epoch, recompute))?;
         }
-        apply(state, handle, input, &weight, bias.as_ref(), Bits::of_microbatch(is_first_microbatch))?
+        fp8_linear(state, handle, input, &weight, bias.as_ref(), Bits::of_microbatch(is_first_microbatch))?
     } else {
         if region.calibrating || config.fuse_wgrad_accumulation || config.delay_wgrad_compute {
             return general();
         }
-        let Some(y) = plain_linear(state, input, &weight, bias.as_ref())? else { return general() };
-        y
+        plain_linear(state, input, &weight, bias.as_ref())?
     };
+    let Some(y) = y else { return general() };
     if config.return_bias { module.call_method1(intern!(py, "_with_bias"), (y,)) } else { Ok(y) }
+}
+
+/// Quantised; none where the weight has no memory, of which the layer says what to do.
+#[inline]
+fn fp8_linear<'py>(
+    state: &State,
+    handle: &Bound<'py, LinearHandle>,
+    input: &Bound<'py, PyAny>,
+    weight: &Bound<'py, PyAny>,
+    bias: Option<&Bound<'py, PyAny>>,
+    bits: u32,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    match apply(state, handle, input, weight, bias, bits) {
+        Err(_) if weight.getattr(intern!(weight.py(), "is_meta"))?.is_truthy()? => Ok(None),
+        result => result.map(Some),
+    }
 }
 
 /// torch's own; none where the layer is to say what does not fit. Saved-tensor hooks end a recomputation by another

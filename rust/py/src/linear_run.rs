@@ -79,9 +79,11 @@ pub(crate) fn run<'py>(
     let call = Call { state, handle, x: input, weight, parameter: weight, bias, bits };
     let fits = |view: &TensorView<'_>| view.is_contiguous() && view.is_aligned(ALIGNMENT);
     CLOCK.start();
-    let (x, w) = (view_of(&state.reader, input, "input").python()?, view_of(&state.reader, weight, "weight").python()?);
-    let result = if fits(&x) && fits(&w) { call.run(&x, &w) } else { call.run_on_copies() };
-    result.map_err(|failure| name(failure, handle))
+    let run = || {
+        let (x, w) = (view_of(&state.reader, input, "the input")?, view_of(&state.reader, weight, "the weight")?);
+        if fits(&x) && fits(&w) { call.run(&x, &w) } else { call.run_on_copies() }
+    };
+    run().map_err(|failure| name(failure, handle))
 }
 
 /// One forward.

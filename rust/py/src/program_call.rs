@@ -168,7 +168,8 @@ fn apply<'py>(
             wants = wants || requires_grad(tensor)?;
         }
     }
-    if view_of(&state.reader, x, "the input").python()?.numel() == 0 {
+    let named_error = |error| program.try_borrow().map_or_else(PyErr::from, |handle| named(&error, Some(&handle.name)));
+    if view_of(&state.reader, x, "the input").map_err(named_error)?.numel() == 0 {
         check_types(state, program, x, bits)?;
         let region = *state.dispatcher(py)?.0.autocast.current();
         if region.enabled && region.recipe.is_delayed() && !program.try_borrow()?.weights.is_empty() {

@@ -269,13 +269,19 @@ impl Held {
 pub(crate) fn view_of<'a>(reader: &Reader, tensor: &'a Bound<'_, PyAny>, what: &'static str) -> Result<TensorView<'a>> {
     match reader.read(tensor) {
         Ok(Some(view)) => Ok(view),
-        Ok(None) | Err(_) => Err(Error::dtype(
-            "te_fast",
-            what,
-            "a plain CPU or CUDA tensor with memory of its own",
-            tensor.get_type().name().map_or_else(|_| "another object".to_string(), |name| name.to_string()),
-        )),
+        Ok(None) | Err(_) => Err(unreadable(tensor, what)),
     }
+}
+
+#[cold]
+fn unreadable(tensor: &Bound<'_, PyAny>, what: &'static str) -> Error {
+    let name = tensor.get_type().name().map_or_else(|_| "another object".to_string(), |name| name.to_string());
+    let part = |name: &str| tensor.getattr(name).ok().map(|value| value.to_string());
+    let got = match (part("dtype"), part("device"), part("layout")) {
+        (Some(dtype), Some(device), Some(layout)) => format!("a {name} of {dtype} on {device}, {layout}"),
+        _ => name,
+    };
+    Error::dtype("te_fast", what, "a plain CPU or CUDA tensor with memory of its own", got)
 }
 
 unsafe extern "C" {
