@@ -13,8 +13,8 @@ use te_fast_core::tensor::{DType, TensorView};
 use te_fast_core::trace::{CLOCK, Recording};
 use te_fast_core::{Error, Fp8, driver};
 
-use crate::autocast::NativeRecipe;
 use crate::error::IntoPython;
+use crate::recipe::NativeRecipe;
 use crate::state::{State, state};
 use crate::tensor::view_of;
 

@@ -24,6 +24,7 @@ mod program_layer;
 mod program_nothing;
 mod program_run;
 mod program_tensors;
+mod recipe;
 mod replay;
 mod state;
 mod tensor;
@@ -36,9 +37,9 @@ use pyo3::prelude::*;
 mod _native {
     #[pymodule_export]
     use crate::autocast::{
-        AutocastRegion, NativeRecipe, SlotsHandle, autocast_callbacks, autocast_objects, autocast_recipe,
-        autocast_region, autocast_reset, autocast_set, autocast_set_depth, autocast_set_first, autocast_take_first,
-        note_scale_change, update_scales,
+        AutocastRegion, SlotsHandle, autocast_callbacks, autocast_objects, autocast_recipe, autocast_region,
+        autocast_reset, autocast_set, autocast_set_depth, autocast_set_first, autocast_take_first, note_scale_change,
+        update_scales,
     };
     #[pymodule_export]
     use crate::dispatch::{
@@ -74,6 +75,8 @@ mod _native {
     use crate::program_layer::{program_layer_call, program_layer_forward};
     #[pymodule_export]
     use crate::program_nothing::program_grads_of_nothing;
+    #[pymodule_export]
+    use crate::recipe::NativeRecipe;
     #[pymodule_export]
     use crate::replay::autocast_set_recompute;
     #[pymodule_export]
