@@ -66,6 +66,17 @@ def expect(wanted):
     return body
 
 
+def test_a_region_without_a_recipe_does_not_show_that_of_another_thread():
+    first, second = te.autocast(recipe=CURRENT), te.autocast(recipe=BLOCK)
+    off, state = te.autocast(enabled=False), FP8GlobalStateManager.quantization_state
+    shown = []
+    steps = [(0, first.__enter__), (1, second.__enter__), (0, off.__enter__)]
+    steps += [(0, lambda: shown.append(state.fp8_recipe)), (0, lambda: off.__exit__(None))]
+    steps += [(0, lambda: shown.append(state.fp8_recipe)), (0, lambda: first.__exit__(None))]
+    Turns().run([*steps, (1, lambda: second.__exit__(None))])
+    assert shown == [None, CURRENT]
+
+
 @pytest.mark.parametrize("order", ["first in, first out", "first in, last out"])
 def test_a_thread_does_not_leave_the_region_of_another(order):
     first, second = te.autocast(recipe=CURRENT), te.autocast(recipe=BLOCK)

@@ -22,7 +22,7 @@ use crate::tensor::{Held, view_of};
 
 /// Recipe and process group of a region, as they were given.
 #[derive(Debug, Default)]
-struct Given {
+struct RegionObjects {
     recipe: Option<Py<PyAny>>,
     group: Option<Py<PyAny>>,
 }
@@ -30,10 +30,10 @@ struct Given {
 /// Those of the regions in force, by thread; the first is what threads without a region see.
 #[pyclass(module = "te_fast._native")]
 #[derive(Debug, Default)]
-struct Objects(Vec<(u64, Given)>);
+struct Objects(Vec<(u64, RegionObjects)>);
 
 impl Objects {
-    fn seen(&self) -> Option<&Given> {
+    fn seen(&self) -> Option<&RegionObjects> {
         let thread = self.seen_thread();
         self.0.iter().find(|(known, _)| *known == thread).map(|(_, given)| given)
     }
@@ -45,17 +45,16 @@ impl Objects {
         if own { thread } else { self.0.first().map_or(thread, |&(first, _)| first) }
     }
 
-    /// Puts `given` in force for a thread; what was.
-    fn replace(&mut self, thread: u64, given: Given) -> Given {
-        let at = self.0.iter().position(|(known, _)| *known == thread);
-        match (at, given.recipe.is_none() && given.group.is_none()) {
-            (Some(at), true) => self.0.remove(at).1,
-            (Some(at), false) => std::mem::replace(&mut self.0[at].1, given),
-            (None, true) => Given::default(),
-            (None, false) => {
+    /// Puts `given` in force for a thread, or nothing of its own; what was.
+    fn replace(&mut self, thread: u64, given: Option<RegionObjects>) -> Option<RegionObjects> {
+        match (self.0.iter().position(|(known, _)| *known == thread), given) {
+            (Some(at), Some(given)) => Some(std::mem::replace(&mut self.0[at].1, given)),
+            (Some(at), None) => Some(self.0.remove(at).1),
+            (None, Some(given)) => {
                 self.0.push((thread, given));
-                Given::default()
+                None
             }
+            (None, None) => None,
         }
     }
 }
@@ -99,7 +98,7 @@ fn group_number(group: Option<&Py<PyAny>>) -> u64 {
 #[derive(Debug)]
 struct Replaced {
     former: Former,
-    given: Given,
+    given: Option<RegionObjects>,
 }
 
 /// An autocast region: the base of `te_fast.pytorch.autocast`, which documents it.
@@ -210,8 +209,8 @@ impl AutocastRegion {
             group: group_number(self.group.as_ref()),
         };
         let former = state(py)?.dispatcher(py)?.0.autocast.enter(&request).python()?;
-        let given = Given { recipe, group: self.group.as_ref().map(|group| group.clone_ref(py)) };
-        let given = callbacks.objects.bind(py).try_borrow_mut()?.replace(former.thread, given);
+        let given = RegionObjects { recipe, group: self.group.as_ref().map(|group| group.clone_ref(py)) };
+        let given = callbacks.objects.bind(py).try_borrow_mut()?.replace(former.thread, Some(given));
         self.replaced = Some(Replaced { former, given });
         Ok(())
     }
@@ -253,7 +252,8 @@ pub(crate) fn autocast_set(
     let former = {
         let mut objects = callbacks.objects.bind(py).try_borrow_mut()?;
         let thread = objects.seen_thread();
-        objects.replace(thread, Given { recipe, group })
+        let none = recipe.is_none() && group.is_none();
+        objects.replace(thread, (!none).then_some(RegionObjects { recipe, group }))
     };
     drop(former); // which may run anything
     Ok(())
