@@ -103,7 +103,11 @@ def test_positional_arguments_and_truthiness():
         ((), {"fp8_recipe": None}, "'fp8_recipe', which is fp8_autocast's name of recipe"),
         ((), {"fp8_group": None}, "'fp8_group', which is .* name of amax_reduction_group"),
         ((Float8BlockScaling(),), {}, "enabled must be a bool, got Float8BlockScaling; .* recipe="),
-        ((True, Float8BlockScaling()), {}, "calibrating must be a bool, got Float8BlockScaling; .* recipe="),
+        (
+            (True, Float8BlockScaling()),
+            {},
+            "calibrating must be a bool, got Float8BlockScaling; .* recipe=",
+        ),
     ],
 )
 def test_arguments_in_another_place_are_named(arguments, keywords, message):

@@ -4,11 +4,11 @@ import copy
 import pickle
 from weakref import WeakValueDictionary
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import te_fast.pytorch as te
+from every_layer import every_layer
 from te_fast.common.recipe import DelayedScaling
 from te_fast.pytorch import _delayed
 
@@ -37,19 +37,7 @@ class Reductions:
         return maxima
 
 
-LAYERS = {
-    "Linear": lambda: te.Linear(32, 32, device="cpu"),
-    "split": lambda: te.Linear(32, 32, parameters_split=("a", "b"), device="cpu"),
-    "LayerNormLinear": lambda: te.LayerNormLinear(32, 32, device="cpu"),
-    "LayerNormMLP": lambda: te.LayerNormMLP(32, 32, device="cpu"),
-    "ops.Linear": lambda: te.ops.Linear(32, 32, device="cpu"),
-    "ops.Sequential": lambda: te.ops.Sequential(
-        te.ops.Quantize(), te.ops.Linear(32, 32, device="cpu")
-    ),
-}
-
-
-@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+@every_layer
 def test_copies_and_loaded_layers_are_reduced_once_they_run(monkeypatch, make):
     reductions = Reductions(monkeypatch)
     layer, x = make(), torch.ones(16, 32)
@@ -63,7 +51,7 @@ def test_copies_and_loaded_layers_are_reduced_once_they_run(monkeypatch, make):
     assert len(reductions.of([layer], x)) == 3 * count
 
 
-@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+@every_layer
 def test_maxima_are_reduced_in_the_order_of_first_forwards(monkeypatch, make):
     reductions = Reductions(monkeypatch)
     trained = make()
@@ -85,7 +73,7 @@ def test_maxima_are_reduced_in_the_order_of_first_forwards(monkeypatch, make):
     assert min(weights) >= half
 
 
-@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+@every_layer
 def test_a_layer_without_rows_is_reduced(monkeypatch, make):
     """Another rank may have rows for it, as with experts."""
     reductions = Reductions(monkeypatch)

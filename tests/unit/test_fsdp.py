@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import te_fast.pytorch as te
+from every_layer import every_layer
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -16,17 +17,7 @@ on_the_cpu = pytest.mark.skipif(
 )
 
 RECIPES = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling)
-LAYERS = {
-    "Linear": lambda: te.Linear(32, 32, device="cpu"),
-    "split": lambda: te.Linear(32, 32, parameters_split=("a", "b"), device="cpu"),
-    "LayerNormLinear": lambda: te.LayerNormLinear(32, 32, device="cpu"),
-    "LayerNormMLP": lambda: te.LayerNormMLP(32, 64, device="cpu"),
-    "ops.Linear": lambda: te.ops.Linear(32, 32, device="cpu"),
-    "ops.Sequential": lambda: te.ops.Sequential(te.ops.Linear(32, 32, device="cpu"), te.ops.GELU()),
-}
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
-
-every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 
 
 @pytest.fixture(scope="module")
