@@ -55,7 +55,7 @@ enum WeightGrad<'py> {
     /// A new tensor.
     New(Bound<'py, PyAny>),
     /// `main_grad`, set or added to.
-    Main { grad: Bound<'py, PyAny>, accumulate: bool },
+    Main(MainGrad<'py>),
     /// Later, from a kept gradient of the output.
     Deferred(Bound<'py, PyAny>),
 }
@@ -130,7 +130,7 @@ impl<'py> BackwardCall<'_, 'py> {
         let (dw, kept_dy) = match target {
             WeightGrad::None => (None, None),
             WeightGrad::New(dw) => (Some(dw), None),
-            WeightGrad::Main { grad, .. } => (Some(grad), None),
+            WeightGrad::Main(MainGrad { grad, .. }) => (Some(grad), None),
             WeightGrad::Deferred(kept_dy) => (None, Some(kept_dy)),
         };
         let io = Backward {
@@ -151,10 +151,8 @@ impl<'py> BackwardCall<'_, 'py> {
             dispatcher.0.autocast.mark_ran(&slots.backward);
         }
         let main = match target {
-            WeightGrad::Main { accumulate, .. } => {
-                let dw_view = dw.map(|dw| view_of(&state.reader, dw, "main_grad")).transpose()?;
-                let (dtype, address) = dw_view.map_or((DType::F32, 0), |view| (view.dtype(), view.data().address()));
-                Some(plan.weight_grad_plan(&mut dispatcher.0, dtype, *accumulate, address)?)
+            &WeightGrad::Main(MainGrad { dtype, accumulate, address, .. }) => {
+                Some(plan.weight_grad_plan(&mut dispatcher.0, dtype, accumulate, address)?)
             }
             _ => None,
         };
@@ -185,8 +183,8 @@ impl<'py> BackwardCall<'_, 'py> {
             return Ok(WeightGrad::Deferred(self.state.bytes(py, place.device, kept.plan.kept_dy_bytes())?));
         }
         if kept.fuse_wgrad_accumulation {
-            let (grad, accumulate) = main_grad(self.state, kept.weight_object.bind(py), kept.overwrite_main_grad)?;
-            return Ok(WeightGrad::Main { grad, accumulate });
+            let weight = kept.weight_object.bind(py);
+            return Ok(WeightGrad::Main(main_grad(self.state, weight, kept.overwrite_main_grad)?));
         }
         let (size, stride) = kept.handle.bind(py).try_borrow()?.weight_tuples(py);
         Ok(WeightGrad::New(self.state.empty(py, place.device, &size, &stride, key.weight.into())?))
@@ -197,7 +195,7 @@ impl<'py> BackwardCall<'_, 'py> {
         match target {
             WeightGrad::None => Ok(None),
             WeightGrad::New(dw) => Ok(Some(dw)),
-            WeightGrad::Main { .. } => Ok(after_main_grad(self.kept.weight_object.bind(py))?),
+            WeightGrad::Main(_) => Ok(after_main_grad(self.kept.weight_object.bind(py))?),
             WeightGrad::Deferred(kept_dy) => {
                 let (saved, x) = (self.tensor(0)?.map(Bound::unbind), self.tensor(1)?.map(Bound::unbind));
                 let deferred = DeferredWeightGrad {
@@ -243,12 +241,21 @@ fn column_sums<'py>(grad_output: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAn
     grad_output.call_method1("reshape", ((-1, columns),))?.call_method1("sum", (0,))
 }
 
-/// The buffer that the weight's gradient is added to, as Megatron-LM keeps it, and whether it is added or set.
+/// The buffer that a weight's gradient is added to, as Megatron-LM keeps it.
+pub(crate) struct MainGrad<'py> {
+    pub(crate) grad: Bound<'py, PyAny>,
+    pub(crate) dtype: DType,
+    pub(crate) address: usize,
+    /// It is added to, not set.
+    pub(crate) accumulate: bool,
+}
+
+/// The `main_grad` of a weight.
 pub(crate) fn main_grad<'py>(
     state: &State,
     weight: &Bound<'py, PyAny>,
     overwrite: bool,
-) -> Result<(Bound<'py, PyAny>, bool), Failure> {
+) -> Result<MainGrad<'py>, Failure> {
     let grad = if weight.hasattr("__fsdp_param__")? {
         weight.call_method0("get_main_grad")?
     } else {
@@ -272,7 +279,8 @@ pub(crate) fn main_grad<'py>(
         let expected = format!("a contiguous float tensor of shape {:?} on {}", w.shape(), w.device());
         return Err(Error::shape(OP, "main_grad", expected, got).into());
     }
-    Ok((grad, !(overwrite || overwrite_attribute)))
+    let (dtype, address) = (view.dtype(), view.data().address());
+    Ok(MainGrad { grad, dtype, address, accumulate: !(overwrite || overwrite_attribute) })
 }
 
 /// Transformer Engine's rule: with `grad_added_to_main_grad` set on the parameter, it becomes true and autograd gets a
@@ -314,7 +322,8 @@ fn run_deferred<'py>(
     let _guard = state.guard(py, key.device)?;
     let place = Place { device: key.device, stream: state.reader.stream(py, key.device)? };
     let (dw, accumulate) = if fuse {
-        main_grad(state, weight, deferred.overwrite_main_grad)?
+        let MainGrad { grad, accumulate, .. } = main_grad(state, weight, deferred.overwrite_main_grad)?;
+        (grad, accumulate)
     } else {
         let (size, stride) = handle.try_borrow()?.weight_tuples(py);
         (state.empty(py, key.device, &size, &stride, key.weight.into())?, false)

@@ -14,7 +14,7 @@ use te_fast_core::tensor::DType;
 
 use crate::error::Failure;
 use crate::linear::hooks;
-use crate::linear_backward::{after_main_grad, main_grad};
+use crate::linear_backward::{MainGrad, after_main_grad, main_grad};
 use crate::linear_run::readable;
 use crate::program::{Compiled, ProgramHandle, Shapes, WaitingGrad, WaitingRows, WeightHandle};
 use crate::program_check::check_grad;
@@ -57,7 +57,7 @@ impl ProgramSaved {
 enum ParamGrad<'py> {
     None,
     New(Bound<'py, PyAny>),
-    Main(Bound<'py, PyAny>, bool),
+    Main(MainGrad<'py>),
     /// The gradient of a linear op's output, for later.
     Waiting(Bound<'py, PyAny>),
 }
@@ -202,7 +202,7 @@ impl<'py> BackwardCall<'_, 'py> {
     /// anew in the same memory since, from other values.
     fn check_weights(&self, py: Python<'py>) -> Result<(), Failure> {
         let handle = self.kept.handle.bind(py).try_borrow()?;
-        for (linear, (weight, param)) in self.kept.weights.iter().zip(handle.chain.linear_params()).enumerate() {
+        for (linear, (weight, &param)) in self.kept.weights.iter().zip(handle.chain.linear_params()).enumerate() {
             let (true, true, Some(known)) =
                 (weight.quantized.is_some(), self.kept.compiled.program.reads_weight(linear), weight.version)
             else {
@@ -237,10 +237,10 @@ impl<'py> BackwardCall<'_, 'py> {
         let (kept, state) = (self.kept, self.state);
         let program = &kept.compiled.program;
         let handle = kept.handle.bind(py).try_borrow()?;
-        let mut linears = handle.chain.linear_params().zip(&handle.weights).enumerate().peekable();
+        let mut linears = handle.chain.linear_params().iter().zip(&handle.weights).enumerate().peekable();
         let mut list = Vec::with_capacity(kept.params.len());
         for (param, &(_, wanted)) in program.key().params.iter().enumerate() {
-            let linear = linears.next_if(|(_, (of, _))| *of == param);
+            let linear = linears.next_if(|(_, (of, _))| **of == param);
             if !wanted {
                 list.push(ParamGrad::None);
                 continue;
@@ -255,8 +255,8 @@ impl<'py> BackwardCall<'_, 'py> {
                     continue;
                 }
                 if weight.bind(py).try_borrow()?.fuse_wgrad_accumulation {
-                    let (grad, accumulate) = main_grad(state, kept.params[param].bind(py), kept.overwrite_main_grad)?;
-                    list.push(ParamGrad::Main(grad, accumulate));
+                    let grad = main_grad(state, kept.params[param].bind(py), kept.overwrite_main_grad)?;
+                    list.push(ParamGrad::Main(grad));
                     continue;
                 }
             }
@@ -318,17 +318,16 @@ impl<'py> BackwardCall<'_, 'py> {
         targets: &[ParamGrad<'py>],
     ) -> Result<Vec<Option<Arc<GemmPlan>>>, Failure> {
         let (state, kept) = (self.state, self.kept);
-        let params: Vec<usize> = kept.handle.bind(py).try_borrow()?.chain.linear_params().collect();
+        let handle = kept.handle.bind(py).try_borrow()?;
         let mut dispatcher = state.dispatcher(py)?;
+        let params = handle.chain.linear_params().iter().enumerate();
         params
-            .into_iter()
-            .enumerate()
-            .map(|(linear, param)| {
-                let ParamGrad::Main(grad, accumulate) = &targets[param] else { return Ok(None) };
-                let view = view_of(&state.reader, grad, "main_grad")?;
-                let (dtype, address) = (view.dtype(), view.data().address());
+            .map(|(linear, &param)| {
+                let ParamGrad::Main(MainGrad { dtype, accumulate, address, .. }) = targets[param] else {
+                    return Ok(None);
+                };
                 let program = &kept.compiled.program;
-                Ok(Some(program.weight_grad_plan(&mut dispatcher.0, linear, dtype, *accumulate, address)?))
+                Ok(Some(program.weight_grad_plan(&mut dispatcher.0, linear, dtype, accumulate, address)?))
             })
             .collect()
     }
@@ -340,35 +339,36 @@ impl<'py> BackwardCall<'_, 'py> {
     ) -> Result<(Vec<DevPtr<'a>>, Vec<DevPtr<'a>>), Failure> {
         let handle = self.kept.handle.bind(py).try_borrow()?;
         let pointer = |target: &'a ParamGrad<'py>| match target {
-            ParamGrad::New(grad) | ParamGrad::Main(grad, _) => self.state.pointer(Some(grad)),
+            ParamGrad::New(grad) | ParamGrad::Main(MainGrad { grad, .. }) => self.state.pointer(Some(grad)),
             ParamGrad::None | ParamGrad::Waiting(_) => Ok(DevPtr::null()),
         };
         let params = targets.iter().map(pointer).collect::<Result<Vec<_>, _>>()?;
-        let waiting = |param: usize| match &targets[param] {
+        let waiting = |&param: &usize| match &targets[param] {
             ParamGrad::Waiting(grad) => self.state.pointer(Some(grad)),
             _ => Ok(DevPtr::null()),
         };
-        let deferred = handle.chain.linear_params().map(waiting).collect::<Result<Vec<_>, _>>()?;
+        let deferred = handle.chain.linear_params().iter().map(waiting).collect::<Result<Vec<_>, _>>()?;
         Ok((params, deferred))
     }
 
     /// What autograd is given for the parameters.
     fn finish(&self, py: Python<'py>, targets: Vec<ParamGrad<'py>>) -> Result<Vec<Option<Bound<'py, PyAny>>>, Failure> {
         let kept = self.kept;
-        let params: Vec<usize> = kept.handle.bind(py).try_borrow()?.chain.linear_params().collect();
         let mut list = Vec::with_capacity(targets.len());
         for (param, target) in targets.into_iter().enumerate() {
             list.push(match target {
                 ParamGrad::None => None,
                 ParamGrad::New(grad) => Some(grad),
-                ParamGrad::Main(..) => after_main_grad(kept.params[param].bind(py))?,
+                ParamGrad::Main(_) => after_main_grad(kept.params[param].bind(py))?,
                 ParamGrad::Waiting(grad) => {
-                    let linear = params.iter().position(|&of| of == param).unwrap_or(0);
+                    let handle = kept.handle.bind(py).try_borrow()?;
+                    let linear = handle.chain.linear_params().iter().position(|&of| of == param).unwrap_or(0);
                     let program = Arc::clone(&kept.compiled.program);
                     let (saved, grad) = (self.tensors.clone().unbind(), grad.unbind());
                     let rows = Some(WaitingRows { program, linear, saved, grad });
                     let waiting = WaitingGrad { rows, overwrite_main_grad: kept.overwrite_main_grad };
-                    let weight = kept.handle.bind(py).try_borrow()?.weights[linear].clone_ref(py);
+                    let weight = handle.weights[linear].clone_ref(py);
+                    drop(handle);
                     let mut weight = weight.bind(py).try_borrow_mut()?;
                     weight.waiting.push_back(waiting);
                     let fuses = weight.fuse_wgrad_accumulation;
@@ -450,7 +450,8 @@ fn run_waiting<'py>(
         return Err(Error::state(OP, "backward_dw() was called without a backward before it").into());
     };
     let (dw, accumulate) = if fuse {
-        main_grad(state, weight, waiting.overwrite_main_grad)?
+        let MainGrad { grad, accumulate, .. } = main_grad(state, weight, waiting.overwrite_main_grad)?;
+        (grad, accumulate)
     } else {
         let view = view_of(&state.reader, weight, "weight")?;
         (state.empty_sized(py, view.device(), view.shape(), view.dtype())?, false)

@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::error::Failure;
-use crate::linear_backward::{after_main_grad, main_grad};
+use crate::linear_backward::{MainGrad, after_main_grad, main_grad};
 use crate::program::{ProgramHandle, WaitingGrad};
 use crate::state::{State, state};
 
@@ -22,11 +22,11 @@ pub(crate) fn program_grads_of_nothing<'py>(
     let py = program.py();
     let state = state(py)?;
     let handle = program.try_borrow()?;
-    let mut linears = handle.chain.linear_params().zip(&handle.weights).peekable();
+    let mut linears = handle.chain.linear_params().iter().zip(&handle.weights).peekable();
     let zeros_like = py.import(intern!(py, "torch"))?.getattr(intern!(py, "zeros_like"))?;
     let mut grads = Vec::with_capacity(params.len());
     for (index, (param, wanted)) in params.iter().zip(wanted).enumerate() {
-        let linear = linears.next_if(|&(of, _)| of == index);
+        let linear = linears.next_if(|&(&of, _)| of == index);
         if !wanted {
             grads.push(None);
             continue;
@@ -57,7 +57,7 @@ fn into_main_grad<'py>(
     weight: &Bound<'py, PyAny>,
     overwrite: bool,
 ) -> Result<Option<Bound<'py, PyAny>>, Failure> {
-    let (grad, accumulate) = main_grad(state, weight, overwrite)?;
+    let MainGrad { grad, accumulate, .. } = main_grad(state, weight, overwrite)?;
     if !accumulate {
         grad.call_method0("zero_")?;
     }

@@ -184,7 +184,7 @@ impl<'py> Call<'_, 'py> {
     /// Tells torch of what was written in place, so that a backward that needs what was there before raises.
     #[inline]
     fn note_writes(&self, extras: &[Bound<'py, PyAny>]) -> PyResult<()> {
-        for index in self.handle.try_borrow()?.chain.written_extra_inputs() {
+        for &index in self.handle.try_borrow()?.chain.written_extra_inputs() {
             let py = self.x.py();
             let module = py.import(intern!(py, "torch.autograd.graph"))?;
             module.call_method1(intern!(py, "increment_version"), (&extras[index],))?;
@@ -323,7 +323,7 @@ impl<'py> Call<'_, 'py> {
         };
         let mut list = Vec::with_capacity(handle.weights.len());
         let mut replays = replays.into_iter();
-        for (linear, (weight, param)) in handle.weights.iter().zip(handle.chain.linear_params()).enumerate() {
+        for (linear, (weight, &param)) in handle.weights.iter().zip(handle.chain.linear_params()).enumerate() {
             let version =
                 self.params[param].getattr(intern!(py, "_version")).and_then(|version| version.extract()).ok();
             if !region.enabled {

@@ -130,7 +130,8 @@ pub struct Chain {
     params: usize,
     extra_inputs: usize,
     extra_outputs: usize,
-    linears: usize,
+    linear_params: Vec<usize>,
+    written_extra_inputs: Vec<usize>,
 }
 
 impl Chain {
@@ -142,12 +143,16 @@ impl Chain {
             param: self.params,
             extra_input: self.extra_inputs,
             extra_output: self.extra_outputs,
-            linear: self.linears,
+            linear: self.linears(),
         });
+        match op {
+            Op::Linear { .. } => self.linear_params.push(self.params),
+            Op::AddExtraInput { in_place: true } => self.written_extra_inputs.push(self.extra_inputs),
+            _ => {}
+        }
         self.params += op.params();
         self.extra_inputs += op.extra_inputs();
         self.extra_outputs += op.extra_outputs();
-        self.linears += usize::from(matches!(op, Op::Linear { .. }));
     }
 
     /// The ops.
@@ -175,15 +180,15 @@ impl Chain {
     }
 
     /// The extra inputs whose memory forward writes to.
-    pub fn written_extra_inputs(&self) -> impl Iterator<Item = usize> + '_ {
-        let in_place = |link: &&Link| matches!(link.op, Op::AddExtraInput { in_place: true });
-        self.links.iter().filter(in_place).map(|link| link.extra_input)
+    #[must_use]
+    pub fn written_extra_inputs(&self) -> &[usize] {
+        &self.written_extra_inputs
     }
 
     /// Linear ops.
     #[must_use]
-    pub const fn linears(&self) -> usize {
-        self.linears
+    pub fn linears(&self) -> usize {
+        self.linear_params.len()
     }
 
     /// Whether the whole chain computes in the type of `torch.autocast`, so that its inputs may be cast to it at once: the
@@ -194,8 +199,9 @@ impl Chain {
     }
 
     /// The weight of each linear op among the parameters.
-    pub fn linear_params(&self) -> impl Iterator<Item = usize> + '_ {
-        self.links.iter().filter(|link| matches!(link.op, Op::Linear { .. })).map(|link| link.param)
+    #[must_use]
+    pub fn linear_params(&self) -> &[usize] {
+        &self.linear_params
     }
 
     /// Refuses parameters whose shapes are not those of the ops.
