@@ -126,7 +126,7 @@ def norm(
     function : NormFunction
         The norm.
     out : NormOutputs
-        What is written.
+        What is written, in memory that no input has.
     beta : torch.Tensor, optional
         Summands ``(cols,)``, in gamma's type.
     residual : torch.Tensor, optional
@@ -214,7 +214,7 @@ def norm_backward(
     function : NormFunction
         The norm.
     out : NormGradients
-        What is written.
+        What is written, in memory that no input has.
     add : torch.Tensor, optional
         Added to the gradient of the input, of its shape and type: what came through a residual branch.
 

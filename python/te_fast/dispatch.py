@@ -269,7 +269,8 @@ def gemm(
     w : torch.Tensor or QuantizedTensor
         ``(n, k)``; ``(k, n)`` with `w_k_outermost`.
     out : torch.Tensor
-        float32, float16 or bfloat16 ``(m, n)``, contiguous; overwritten, or added to.
+        float32, float16 or bfloat16 ``(m, n)``, contiguous, in memory that no input has; overwritten, or
+        added to.
     bias : torch.Tensor, optional
         ``(n,)``.
     accumulate : bool

@@ -197,6 +197,22 @@ def test_empty(shape, name):
     assert not out.column_sums.any()
 
 
+def test_outputs_have_memory_of_their_own():
+    function = ActivationFunction("gelu")
+    both, dy = torch.randn(24, 32), torch.randn(16, 32)
+    x = both[:16]
+    for out in (x, both[8:], dy.view(torch.int32).view(torch.float32)):
+        with pytest.raises(ShapeError, match="activation_backward: an output must be in memory of"):
+            dispatch.activation_backward(dy, x, function, ActivationOutputs(out))
+    fp8 = dispatch.activation_outputs(x, function, fp8_dtype=torch.float8_e4m3fn)
+    for outputs in (ActivationOutputs(x), fp8._replace(columnwise_data=fp8.rowwise_data)):
+        with pytest.raises(ShapeError, match="activation: an output must be in memory of its own"):
+            dispatch.activation(x, function, outputs, scale=torch.ones(1))
+    wanted = torch.nn.functional.gelu(x, approximate="tanh")
+    dispatch.activation(x, function, ActivationOutputs(dy))
+    assert torch.allclose(dy, wanted, atol=1e-6)
+
+
 def test_wrong_arguments():
     function = ActivationFunction("swiglu")
     x, dy = make(function, 4, 16, torch.bfloat16)

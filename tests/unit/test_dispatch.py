@@ -69,6 +69,17 @@ def test_gemm_refuses_what_does_not_fit(shapes, what):
     assert (out == 0).all()
 
 
+def test_gemm_refuses_a_result_in_an_operand():
+    x = torch.randn(32, 32)
+    before = x.clone()
+    for operands in ((x, torch.eye(32)), (torch.eye(32), x)):
+        with pytest.raises(
+            te_fast.ShapeError, match="gemm: an output must be in memory of its own"
+        ):
+            dispatch.gemm(*operands, x)
+    assert torch.equal(x, before)
+
+
 def test_a_missing_layout_is_named():
     quantized = dispatch.quantize(tensor(16, 32), Float8CurrentScaling(), columnwise=False)
     with pytest.raises(te_fast.ShapeError, match="layout"):

@@ -191,5 +191,7 @@ def test_bad_input():
         dispatch.norm(x, gamma, function, out._replace(high_precision=None))
     with pytest.raises(ShapeError, match="residual"):
         dispatch.norm(x, gamma, function, out, residual=x)
+    with pytest.raises(ShapeError, match="norm: an output must be in memory of its own"):
+        dispatch.norm(x, gamma, function, out._replace(high_precision=x))
     with pytest.raises(ShapeError, match="columns"):
         dispatch.norm(x[:, :0].contiguous(), gamma[:0], function, out)

@@ -13,6 +13,7 @@ use te_fast_core::tensor::{DType, TensorView};
 use te_fast_core::trace::{CLOCK, Recording};
 use te_fast_core::{Error, Fp8, driver};
 
+use crate::dispatch_tensors::check_apart;
 use crate::error::IntoPython;
 use crate::recipe::NativeRecipe;
 use crate::state::{State, state};
@@ -375,8 +376,7 @@ pub(crate) fn gemm<'py>(
     accumulate: bool,
     fast_accumulation: bool,
 ) -> PyResult<()> {
-    let py = d.py();
-    let state = state(py)?;
+    let (py, state) = (d.py(), state(d.py())?);
     let result = contiguous(state, d, "gemm", "d")?;
     let device = result.device();
     let (x_view, x_operand, m, k) = operand(state, &x, "x")?;
@@ -390,6 +390,7 @@ pub(crate) fn gemm<'py>(
     if let Some(other) = others.find(|&other| other != device) {
         return Err(Error::device("gemm", "every operand", device, other)).python();
     }
+    check_apart(state, "gemm", &[Some(&x.0), Some(&w.0), bias], &[Some(d)])?;
     let pointers = [x_view.data(), w_view.data(), result.data()];
     let alignment = pointers.iter().map(|pointer| pointer.address().trailing_zeros().min(8)).min().unwrap_or(0);
     let problem = Problem {

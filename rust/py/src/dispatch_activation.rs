@@ -9,7 +9,7 @@ use te_fast_core::ops::activation_backward::{
 use te_fast_core::tensor::{DType, TensorView};
 use te_fast_core::{Error, Float};
 
-use crate::dispatch_tensors::{fp8_of, matrix, sized, start};
+use crate::dispatch_tensors::{check_apart, fp8_of, matrix, sized, start};
 use crate::error::IntoPython;
 use crate::permute_call::Call;
 use crate::program_functions::{Constants, activation_of};
@@ -57,6 +57,12 @@ pub(crate) struct OutputArguments<'py> {
     column_sums: Option<Bound<'py, PyAny>>,
     #[pyo3(item(5))]
     row_scale_grad: Option<Bound<'py, PyAny>>,
+}
+
+impl<'py> OutputArguments<'py> {
+    fn all(&self) -> [Option<&Bound<'py, PyAny>>; 5] {
+        [&self.high, &self.rowwise, &self.columnwise, &self.column_sums, &self.row_scale_grad].map(Option::as_ref)
+    }
 }
 
 /// Scalars of the cast and the factor per row.
@@ -127,9 +133,10 @@ pub(crate) fn activation(
     let (py, op) = (x.py(), "activation");
     let state = state(py)?;
     let activation = function.activation(op)?;
-    let x = view_of(&state.reader, x, "x").python()?;
-    let call = start(state, py, op, &x)?;
-    let c = common(&call, x, activation, &scales)?;
+    let view = view_of(&state.reader, x, "x").python()?;
+    let call = start(state, py, op, &view)?;
+    check_apart(state, op, &[Some(x), scales.row_scale.as_ref()], &outputs.all())?;
+    let c = common(&call, view, activation, &scales)?;
     let fp8 = fp8_of(&call, [&outputs.rowwise, &outputs.columnwise])?;
     let plan = ActivationPlan::new(ActivationSpec {
         rows: c.rows,
@@ -176,9 +183,10 @@ pub(crate) fn activation_backward(
     let (py, op) = (x.py(), "activation_backward");
     let state = state(py)?;
     let activation = function.activation(op)?;
-    let x = view_of(&state.reader, x, "x").python()?;
-    let call = start(state, py, op, &x)?;
-    let c = common(&call, x, activation, &scales)?;
+    let view = view_of(&state.reader, x, "x").python()?;
+    let call = start(state, py, op, &view)?;
+    check_apart(state, op, &[Some(dy), Some(x), scales.row_scale.as_ref()], &outputs.all())?;
+    let c = common(&call, view, activation, &scales)?;
     let fp8 = fp8_of(&call, [&outputs.rowwise, &outputs.columnwise])?;
     let plan = ActivationBackwardPlan::new(ActivationBackwardSpec {
         rows: c.rows,

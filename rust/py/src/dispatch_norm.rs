@@ -5,7 +5,7 @@ use te_fast_core::ops::norm::{NormBuffers, NormKind, NormPlan, NormSpec};
 use te_fast_core::tensor::DType;
 use te_fast_core::{Error, Float};
 
-use crate::dispatch_tensors::{fp8_of, matrix, sized, start};
+use crate::dispatch_tensors::{check_apart, fp8_of, matrix, sized, start};
 use crate::error::IntoPython;
 use crate::permute_call::Call;
 use crate::state::state;
@@ -71,6 +71,12 @@ pub(crate) struct OutputArguments<'py> {
     rstd: Option<Bound<'py, PyAny>>,
 }
 
+impl<'py> OutputArguments<'py> {
+    fn all(&self) -> [Option<&Bound<'py, PyAny>>; 6] {
+        [&self.high, &self.rowwise, &self.columnwise, &self.sum, &self.mean, &self.rstd].map(Option::as_ref)
+    }
+}
+
 /// Type of gamma, which the other parameters share.
 pub(crate) fn weight_of(call: &Call<'_, '_>, gamma: &Bound<'_, PyAny>) -> PyResult<Float> {
     call.float(&matrix(call, gamma, "gamma")?, "gamma")
@@ -89,8 +95,10 @@ pub(crate) fn norm(
     let (py, op) = (x.py(), "norm");
     let state = state(py)?;
     let kind = function.kind(op)?;
+    let tensors = [Some(x), Some(&inputs.gamma), inputs.beta.as_ref(), inputs.residual.as_ref()];
     let x = view_of(&state.reader, x, "x").python()?;
     let call = start(state, py, op, &x)?;
+    check_apart(state, op, &tensors, &outputs.all())?;
     let (rows, cols) = call.matrix(&x, "x")?;
     let (input, weight) = (call.float(&x, "x")?, weight_of(&call, &inputs.gamma)?);
     let fp8 = fp8_of(&call, [&outputs.rowwise, &outputs.columnwise])?;
@@ -98,8 +106,7 @@ pub(crate) fn norm(
         return Err(Error::value(op, "a residual needs a sum to write, and a sum a residual")).python();
     }
     if outputs.mean.is_some() != (outputs.rstd.is_some() && kind == NormKind::LayerNorm) {
-        return Err(Error::value(op, "LayerNorm writes mean and rstd or neither, RMSNorm rstd alone or nothing"))
-            .python();
+        return Err(Error::value(op, "LayerNorm writes mean and rstd or neither, RMSNorm rstd or nothing")).python();
     }
     let limits = state.dispatcher(py)?.0.limits(call.place.device).python()?;
     let plan = NormPlan::new(NormSpec {

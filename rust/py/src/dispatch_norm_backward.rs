@@ -7,7 +7,7 @@ use te_fast_core::ops::norm_backward::{NormBackwardBuffers, NormBackwardPlan, No
 use te_fast_core::tensor::DType;
 
 use crate::dispatch_norm::{NormArguments, weight_of};
-use crate::dispatch_tensors::{sized, start};
+use crate::dispatch_tensors::{check_apart, sized, start};
 use crate::error::IntoPython;
 use crate::state::state;
 use crate::tensor::view_of;
@@ -51,8 +51,11 @@ pub(crate) fn norm_backward(
     let (py, op) = (x.py(), "norm_backward");
     let state = state(py)?;
     let kind = function.kind(op)?;
+    let [dy, gamma, rstd] = [&inputs.dy, &inputs.gamma, &inputs.rstd].map(Some);
+    let tensors = [Some(x), dy, gamma, rstd, inputs.mean.as_ref(), inputs.add.as_ref()];
     let x = view_of(&state.reader, x, "x").python()?;
     let call = start(state, py, op, &x)?;
+    check_apart(state, op, &tensors, &[&outputs.dx, &outputs.dgamma, &outputs.dbeta].map(Option::as_ref))?;
     let (rows, cols) = call.matrix(&x, "x")?;
     let (input, weight) = (call.float(&x, "x")?, weight_of(&call, &inputs.gamma)?);
     if inputs.mean.is_some() != (kind == NormKind::LayerNorm) {

@@ -1,5 +1,7 @@
 //! Tensors of direct calls, checked: what the wrappers of `te_fast.dispatch` share.
 
+use std::ops::Range;
+
 use pyo3::prelude::*;
 use te_fast_core::kernel::DevPtr;
 use te_fast_core::tensor::{DType, TensorView};
@@ -39,6 +41,31 @@ pub(crate) fn sized<'a>(
         return Err(Error::shape(call.op, what, format_args!("{count} elements"), view.numel())).python();
     }
     Ok(view.data())
+}
+
+type OptionalTensor<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+
+/// Refuses outputs that share memory with another tensor of the call: kernels read and write in an order of their own.
+pub(crate) fn check_apart(
+    state: &State,
+    op: &'static str,
+    inputs: &[OptionalTensor<'_, '_>],
+    outputs: &[OptionalTensor<'_, '_>],
+) -> PyResult<()> {
+    let mut taken = Vec::with_capacity(inputs.len() + outputs.len());
+    for (index, tensor) in inputs.iter().chain(outputs).enumerate() {
+        let Some(tensor) = tensor else { continue };
+        let view = view_of(&state.reader, tensor, "a tensor").python()?;
+        let begin = view.data().address();
+        let bytes = begin..begin + view.numel() * view.dtype().size();
+        let overlaps = |other: &Range<usize>| other.start < bytes.end && bytes.start < other.end;
+        if index >= inputs.len() && taken.iter().any(overlaps) {
+            let got = format_args!("{:?} of {}, in which another one lies", view.shape(), view.dtype());
+            return Err(Error::layout(op, "an output", "in memory of its own", got)).python();
+        }
+        taken.push(bytes);
+    }
+    Ok(())
 }
 
 /// The FP8 type that the layouts agree on.
