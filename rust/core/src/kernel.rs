@@ -3,8 +3,10 @@
 //! A kernel is a [`KernelId`] and one `#[repr(C)]` parameter struct. [`launch`] sends the pair to the CUDA
 //! driver, or runs the Rust kernel of the same id on CPU memory, and tells the [`Trace`] either way.
 //!
-//! The promise that launches rest on: a kernel reads and writes only what its head comment in `cuda/*.cu` says, and
-//! the plan that fills the struct (`ops/*.rs`) has checked the sizes that the comment needs.
+//! The promise that launches rest on has two halves. A kernel reads and writes only what its head comment in `cuda/*.cu`
+//! says, for the sizes and types that its plan (`ops/*.rs`) has checked. A [`DevPtr`] knows its address alone, so that
+//! whoever fills a plan's buffers brings as many bytes as the plan names, and keeps outputs apart from all else: programs
+//! and layers by allocating them so, `rust/py/src/dispatch_tensors.rs` by comparing the tensors of a direct call.
 #![expect(unsafe_code, reason = "pointers become slices for host kernels; every block names who guarantees it")]
 
 use std::marker::PhantomData;
@@ -69,8 +71,8 @@ impl<'a> DevPtr<'a> {
         if self.address == 0 || len == 0 {
             return &[];
         }
-        // SAFETY: the plan in ops/*.rs checked that the buffer behind this parameter holds `len` elements, and the
-        // view it came from keeps it borrowed for 'a. T is plain data, so any bytes are a value.
+        // SAFETY: whoever filled the plan's buffers brought one of `len` elements (the promise at the head of this file),
+        // and the view it came from keeps it borrowed for 'a. T is plain data, so any bytes are a value.
         unsafe { std::slice::from_raw_parts(self.address as *const T, len) }
     }
 
@@ -80,7 +82,7 @@ impl<'a> DevPtr<'a> {
         if self.address == 0 || len == 0 {
             return &mut [];
         }
-        // SAFETY: as in `slice`; exclusive because a host kernel takes each output parameter once.
+        // SAFETY: as in `slice`; exclusive because a host kernel takes each output parameter once, and outputs lie apart.
         unsafe { std::slice::from_raw_parts_mut(self.address as *mut T, len) }
     }
 }
