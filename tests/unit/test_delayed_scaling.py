@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Format
-from te_fast.errors import StateError
+from te_fast.errors import ShapeError, StateError
 from te_fast.pytorch import _delayed, _ops
 from te_fast.pytorch import quantization as q
 from te_fast.pytorch._delayed import states
@@ -252,6 +252,15 @@ def test_tensors_can_be_replaced_and_loaded():
     assert state.amax_history.shape == (6, 3)
     with pytest.raises(StateError, match="3 tensors, got 2"):
         state.load(torch.ones(2), torch.ones(6, 2))
+    for wrong in (torch.ones(4, 2), torch.ones(3, 4).t(), torch.ones(0, 3), torch.ones(3)):
+        with pytest.raises(ShapeError, match="amax_history|elements"):
+            state.amax_history = wrong
+    with pytest.raises(ShapeError, match="2 elements, got 3"):
+        state.load(torch.full((3,), 5.0), torch.ones(6, 2))
+    with pytest.raises(ShapeError, match="3 elements, got 2"):
+        state.scale = torch.ones(2)
+    assert state.amax_history.shape == (6, 3)
+    assert state.scale.tolist() == [1.0] * 3
     state.reset()
     assert state.amax_history.abs().sum() == 0
     with pytest.raises(TypeError, match="float32"):

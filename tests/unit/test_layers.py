@@ -12,6 +12,7 @@ import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
 from te_fast.pytorch.base import TransformerEngineBaseModule
+from te_fast.pytorch.quantization import DelayedScalingRecipeState
 
 LAYERS = (te.Linear, te.LayerNormLinear, te.LayerNormMLP)
 RECIPES = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling)
@@ -284,6 +285,27 @@ def test_scales_are_loaded_before_the_parameters_have_memory(layer):
     for key in ("scaling_fwd", "scaling_bwd"):
         assert torch.equal(module.fp8_meta[key].scale.cpu(), source.fp8_meta[key].scale)
     assert torch.equal(run(module, DelayedScaling()), run(source, DelayedScaling()))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_scales_of_another_layer_are_refused(layer):
+    """The dispatcher would read past their end."""
+    module = make(layer)
+    recipe = DelayedScaling(amax_history_len=4)
+    run(module, recipe).sum().backward()
+    wanted = module(X)
+    forward, backward = (module.fp8_meta[key] for key in ("scaling_fwd", "scaling_bwd"))
+    few = DelayedScalingRecipeState(recipe, mode="forward", num_quantizers=1, device="cpu")
+    for wrong in (few, backward):
+        module.fp8_meta["scaling_fwd"] = wrong
+        module._drop_slots()
+        with pytest.raises(
+            ShapeError, match=r"Layer_\d+: .*scaling_fwd must .* at least . tensors"
+        ):
+            run(module, recipe)
+    module.fp8_meta["scaling_fwd"] = forward
+    assert torch.isfinite(run(module, recipe)).all()
+    assert torch.equal(module(X), wanted)
 
 
 # The base class ----------------------------------------------------------------------------------

@@ -146,8 +146,7 @@ class DelayedScalingRecipeState:
 
     @scale.setter
     def scale(self, value: torch.Tensor) -> None:
-        self._scale = value
-        self._register(self.recipe, self.group)
+        self._exchange(value, self._amax_history)
 
     @property
     def amax_history(self) -> torch.Tensor:
@@ -156,8 +155,17 @@ class DelayedScalingRecipeState:
 
     @amax_history.setter
     def amax_history(self, value: torch.Tensor) -> None:
-        self._amax_history = value
-        self._register(self.recipe, self.group)
+        self._exchange(self._scale, value)
+
+    def _exchange(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
+        """Register other tensors; those that do not fit leave what was."""
+        former = self._scale, self._amax_history
+        self._scale, self._amax_history = scale, amax_history
+        try:
+            self._register(self.recipe, self.group)
+        except Exception:
+            self._scale, self._amax_history = former
+            raise
 
     def use(self, recipe: DelayedScaling, group: Any) -> None:
         """Go on under another recipe or group.
@@ -210,13 +218,13 @@ class DelayedScalingRecipeState:
         if scale.numel() != self.num_quantizers:
             message = f"expected scales of {self.num_quantizers} tensors, got {scale.numel()}"
             raise StateError(message)
-        self._scale.copy_(scale)
         if amax_history.shape == self._amax_history.shape:
             self._amax_history.copy_(amax_history)
         else:
             device = self._amax_history.device
-            self._amax_history = amax_history.to(device=device, dtype=torch.float32, copy=True)
-            self._register(self.recipe, self.group)
+            history = amax_history.to(device=device, dtype=torch.float32, copy=True)
+            self._exchange(self._scale, history)
+        self._scale.copy_(scale)
         _ops.note_scale_change()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DelayedScalingRecipeState:

@@ -7,6 +7,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyBool, PyDict, PyString, PyTuple};
+use te_fast_core::Error;
 use te_fast_core::autocast::{AmaxSlots, Direction, Due, Former, Request, SlotMemory};
 use te_fast_core::autocast_scopes::thread_number;
 use te_fast_core::delayed;
@@ -14,7 +15,7 @@ use te_fast_core::dispatch::Place;
 use te_fast_core::kernel::DevPtr;
 use te_fast_core::recipe::Recipe;
 
-use crate::error::{IntoPython, to_python};
+use crate::error::{IntoPython, named, to_python};
 use crate::linear::Argument;
 use crate::recipe::NativeRecipe;
 use crate::state::state;
@@ -74,9 +75,9 @@ struct Callbacks {
 static CALLBACKS: PyOnceLock<Callbacks> = PyOnceLock::new();
 
 fn callbacks(py: Python<'_>) -> PyResult<&Callbacks> {
-    CALLBACKS.get(py).ok_or_else(|| {
-        to_python(te_fast_core::Error::state("autocast", "te_fast.pytorch.quantization has not been imported"))
-    })
+    CALLBACKS
+        .get(py)
+        .ok_or_else(|| to_python(Error::state("autocast", "te_fast.pytorch.quantization has not been imported")))
 }
 
 /// Sets what the binding calls: `prepare(recipe | None) -> recipe` and `update(ran, without_grad)`.
@@ -121,7 +122,7 @@ fn flag(name: &'static str, Argument(given): Argument<'_>, default: bool) -> PyR
     }
     if given.hasattr(intern!(given.py(), "_native"))? {
         let got = format!("{}; recipes are given by name, recipe=", given.get_type().name()?);
-        return Err(to_python(te_fast_core::Error::dtype("autocast", name, "a bool", got)));
+        return Err(to_python(Error::dtype("autocast", name, "a bool", got)));
     }
     given.is_truthy()
 }
@@ -177,7 +178,7 @@ impl AutocastRegion {
     #[pyo3(signature = (*_exception))]
     fn __exit__(&mut self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
         let Some(Replaced { former, given }) = self.replaced.take() else {
-            return Err(to_python(te_fast_core::Error::state("autocast", "left without having been entered")));
+            return Err(to_python(Error::state("autocast", "left without having been entered")));
         };
         let callbacks = callbacks(py)?;
         let own = callbacks.objects.bind(py).try_borrow_mut()?.replace(former.thread, given);
@@ -196,7 +197,7 @@ impl AutocastRegion {
     fn enter(&mut self, py: Python<'_>) -> PyResult<()> {
         if self.replaced.is_some() {
             let message = "an instance cannot be entered more than once concurrently";
-            return Err(to_python(te_fast_core::Error::state("autocast", message)));
+            return Err(to_python(Error::state("autocast", message)));
         }
         let callbacks = callbacks(py)?;
         let mut recipe = self.recipe.as_ref().map(|recipe| recipe.clone_ref(py));
@@ -365,9 +366,16 @@ impl SlotMemory for Buffers {
 pub(crate) struct SlotsHandle(Arc<AmaxSlots>);
 
 impl SlotsHandle {
-    /// The slots themselves.
-    pub(crate) fn slots(&self) -> Arc<AmaxSlots> {
-        Arc::clone(&self.0)
+    /// The slots themselves, for a layer that reads so many of one direction.
+    pub(crate) fn slots(&self, layer: &str, forward: bool, count: usize) -> PyResult<Arc<AmaxSlots>> {
+        let slots = &self.0;
+        if slots.direction() == direction(forward) && slots.count() as usize >= count {
+            return Ok(Arc::clone(slots));
+        }
+        let what = if forward { "scaling_fwd" } else { "scaling_bwd" };
+        let expected = format!("scales of at least {count} tensors of that direction");
+        let got = format!("{:?} scales of {}; they are another layer's", slots.direction(), slots.count());
+        Err(named(&Error::shape("delayed scaling", what, expected, got), Some(layer)))
     }
 }
 

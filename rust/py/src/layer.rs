@@ -207,8 +207,10 @@ impl LinearHandle {
         epoch: u64,
         forward: &crate::autocast::SlotsHandle,
         backward: &crate::autocast::SlotsHandle,
-    ) {
-        self.slots = Some(Slots { epoch, forward: forward.slots(), backward: backward.slots() });
+    ) -> PyResult<()> {
+        let (forward, backward) = (forward.slots(&self.name, true, 2)?, backward.slots(&self.name, false, 1)?);
+        self.slots = Some(Slots { epoch, forward, backward });
+        Ok(())
     }
 
     /// Number of weight gradients that wait for `backward_dw`.

@@ -120,9 +120,11 @@ impl WeightHandle {
         backward: &crate::autocast::SlotsHandle,
         forward_base: usize,
         backward_base: usize,
-    ) {
-        let (forward, backward) = (forward.slots(), backward.slots());
+    ) -> PyResult<()> {
+        let forward = forward.slots(&self.name, true, forward_base + 2)?;
+        let backward = backward.slots(&self.name, false, backward_base + 1)?;
         self.slots = Some(OpSlots { epoch, forward, backward, forward_base, backward_base });
+        Ok(())
     }
 
     /// Number of weight gradients that wait for `backward_dw`.
