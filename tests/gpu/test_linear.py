@@ -390,3 +390,9 @@ def test_host_tensor_to_a_cuda_layer_is_an_error():
         pytest.raises(RuntimeError, match="must be on cuda:0"),
     ):
         layer(x.detach().cpu())
+    layer.bias = torch.nn.Parameter(layer.bias.detach().cpu())
+    with (
+        te.autocast(recipe=DelayedScaling()),
+        pytest.raises(RuntimeError, match="the bias must be on cuda:0"),
+    ):
+        layer(x.detach())

@@ -527,6 +527,18 @@ def test_saved_tensors_that_a_hook_changed_are_refused(recipe, keeps_input, opti
             y.backward(grad)
 
 
+def test_gradients_of_another_shape_are_refused(recipe):
+    layer = make(64, 48)
+    x, grad = inputs(32, layer)
+    with te.autocast(recipe=recipe):
+        y = layer(x)
+    for wrong in (grad[:, :16], grad[:16], grad.view(16, 96), grad.float()):
+        with pytest.raises(ShapeError, match="gradient of the output must be .* 32 rows of 48"):
+            y.grad_fn.apply(wrong)
+    y.backward(grad)
+    assert x.grad.shape == x.shape
+
+
 def kept_bytes(layer, x, recipe):
     """Tensors that a forward keeps for backward."""
     packed = []

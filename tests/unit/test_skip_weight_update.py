@@ -6,6 +6,7 @@ import torch
 import te_fast.pytorch as te
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.errors import ShapeError
 
 RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "block": Float8BlockScaling}
 manager = te.FP8GlobalStateManager
@@ -53,6 +54,17 @@ def test_the_flag_decides_whether_the_weight_is_quantised(recipe, first, grad):
     assert torch.equal(skipped, former)
     assert torch.allclose(fresh, -2 * former, rtol=0.1, atol=0.1)
     assert not torch.equal(fresh, former)
+
+
+@pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear])
+def test_a_flag_that_is_no_float_is_refused(kind, recipe):
+    layer, x = kind(64, 48, device="cpu"), torch.randn(32, 64)
+    for wrong in (torch.tensor(True), torch.ones(1, dtype=torch.float16), torch.ones(2)):
+        manager.quantization_state.skip_fp8_weight_update_tensor = wrong
+        with pytest.raises(ShapeError, match="update_tensor must be one element of torch.float32"):
+            graph_call(layer, x, recipe)
+    manager.quantization_state.skip_fp8_weight_update_tensor = None
+    assert graph_call(layer, x, recipe).shape == (32, 48)
 
 
 def test_a_weight_that_is_not_there_is_quantised_whatever_the_flag(recipe):

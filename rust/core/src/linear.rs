@@ -223,6 +223,12 @@ impl LinearPlan {
         self.key.rows * self.in_features
     }
 
+    /// Columns of the output.
+    #[must_use]
+    pub fn out_cols(&self) -> usize {
+        self.out_features
+    }
+
     /// Where the quantised weight's layouts lie in a buffer of the layer's.
     #[must_use]
     pub fn weight_segments(&self) -> Segments {

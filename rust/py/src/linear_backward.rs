@@ -69,9 +69,10 @@ impl<'py> BackwardCall<'_, 'py> {
         let grad_output = copy.as_ref().unwrap_or(grad_output);
         let dy = view_of(&state.reader, grad_output, "grad_output")?;
         let activation = DType::from(key.activation);
-        if dy.dtype() != activation || dy.device() != key.device || dy.rows() != key.rows {
-            let got = format!("{} on {} with {} rows", dy.dtype(), dy.device(), dy.rows());
-            let expected = format!("{activation} on {} with {} rows, as the output", key.device, key.rows);
+        let cols = kept.plan.out_cols();
+        if dy.dtype() != activation || dy.device() != key.device || (dy.rows(), dy.cols()) != (key.rows, cols) {
+            let got = format!("{} on {} of shape {:?}", dy.dtype(), dy.device(), dy.shape());
+            let expected = format!("{activation} on {}, {} rows of {cols}, as the output", key.device, key.rows);
             return Err(Error::shape(OP, "the gradient of the output", expected, got).into());
         }
         let _guard = state.guard(py, key.device)?;

@@ -25,6 +25,7 @@ use crate::tensor::view_of;
 use crate::weight::{CachedWeight, make_weight};
 
 const OP: &str = "linear";
+const SKIP: &str = "the tensor of set_skip_fp8_weight_update_tensor";
 /// Bytes that a kernel's input is aligned to.
 const ALIGNMENT: usize = 16;
 
@@ -144,7 +145,7 @@ impl<'py> Call<'_, 'py> {
         let skippable = decision.skip_flag.is_some();
         let fresh = decision.reused.is_none() || skippable;
         let weight = self.quantised_weight(&decision)?;
-        let bias = self.bias_operand(plan.key().activation)?;
+        let bias = self.bias_operand(plan.key().activation, place.device)?;
         // A weight that is not there yet is quantised, whatever the flag; a graph runs later.
         let skip_flag = decision.skip_flag.as_ref().filter(|_| decision.reused.is_some() || decision.capturing);
         let skip_flag = skip_flag.map(|flag| flag.bind(py));
@@ -305,14 +306,16 @@ impl<'py> Call<'_, 'py> {
     }
 
     /// The bias in the type that the GEMM's epilogue takes.
-    fn bias_operand(&self, activation: Float) -> Result<Option<Bound<'py, PyAny>>, Failure> {
+    fn bias_operand(&self, activation: Float, device: Device) -> Result<Option<Bound<'py, PyAny>>, Failure> {
         let Some(bias) = self.bias else { return Ok(None) };
         let view = view_of(&self.state.reader, bias, "bias")?;
         let outputs = self.handle.try_borrow()?.config.out_features as i64;
         if view.shape() != [outputs] {
-            return Err(
-                Error::shape(OP, "the bias", format!("of shape [{outputs}]"), format!("{:?}", view.shape())).into()
-            );
+            let expected = format!("of shape [{outputs}]");
+            return Err(Error::shape(OP, "the bias", expected, format!("{:?}", view.shape())).into());
+        }
+        if view.device() != device {
+            return Err(Error::device(OP, "the bias", format!("{device}, as the weight"), view.device()).into());
         }
         let wanted: DType = LinearPlan::bias_dtype(activation);
         if view.dtype() == wanted && view.is_contiguous() && view.is_aligned(ALIGNMENT) {
@@ -361,9 +364,11 @@ pub(crate) fn skip_flag(state: &State, py: Python<'_>, device: Device) -> Result
     let view = view_of(&state.reader, &flag, "skip_fp8_weight_update")?;
     if view.device() != device {
         let expected = format!("{device}, where the layer is");
-        return Err(
-            Error::device(OP, "the tensor of set_skip_fp8_weight_update_tensor", expected, view.device()).into()
-        );
+        return Err(Error::device(OP, SKIP, expected, view.device()).into());
+    }
+    if (view.dtype(), view.numel()) != (DType::F32, 1) {
+        let got = format!("{} of {}", view.numel(), view.dtype());
+        return Err(Error::shape(OP, SKIP, "one element of torch.float32", got).into());
     }
     Ok(Some(flag.unbind()))
 }
