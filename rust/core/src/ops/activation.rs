@@ -6,7 +6,7 @@ use te_fast_kernels::{Float, Fp8, KernelId};
 use crate::error::{Error, Result};
 use crate::host;
 use crate::kernel::{DevPtr, Grid, Target, launch};
-use crate::ops::cast::{THREADS, TRANSPOSED_ALIGN, aligned, tiles};
+use crate::ops::cast::{THREADS, TRANSPOSED_ALIGN, aligned, scaled, tiles};
 use crate::ops::strips::StripPlan;
 use crate::params;
 
@@ -401,16 +401,16 @@ impl ActivationPlan {
     fn check(&self, host: bool, b: &ActivationBuffers<'_>) -> Result<()> {
         let spec = &self.spec;
         let filled = spec.rows != 0 && spec.cols != 0;
-        let missing = (filled
+        let missing = filled
             && (b.x.is_null()
                 || (spec.high && b.y.is_null())
                 || (spec.rowwise && b.out.is_null())
                 || (spec.columnwise && b.out_t.is_null())
-                || (spec.row_scale.is_some() && b.row_scale.is_null())))
-            || (spec.fp8.is_some() && b.scale.is_null());
+                || (spec.row_scale.is_some() && b.row_scale.is_null()));
         if missing {
             return Err(Error::value(OP, "a buffer that the plan needs is null"));
         }
+        scaled(OP, spec.fp8, b.scale)?;
         if !host && spec.columnwise {
             aligned(OP, "the transposed output", b.out_t)?;
         }

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::host;
 use crate::kernel::{DevPtr, Target, launch};
 use crate::ops::activation::{Activation, Constants, Shape, Tiling, check_outputs};
-use crate::ops::cast::aligned;
+use crate::ops::cast::{aligned, scaled};
 use crate::ops::strips::StripPlan;
 use crate::params;
 
@@ -322,7 +322,6 @@ impl ActivationBackwardPlan {
                 || (spec.rowwise && b.out.is_null())
                 || (spec.columnwise && b.out_t.is_null())
                 || (spec.row_scale.is_some() && b.row_scale.is_null())))
-            || (spec.fp8.is_some() && b.scale.is_null())
             || (spec.dbias && spec.cols != 0 && b.dbias.is_null())
             || (spec.row_scale_grad && spec.rows != 0 && b.row_scale_grad.is_null())
             // The host backend sums without a workspace.
@@ -330,6 +329,7 @@ impl ActivationBackwardPlan {
         if missing {
             return Err(Error::value(OP, "a buffer that the plan needs is null"));
         }
+        scaled(OP, spec.fp8, b.scale)?;
         if !host && spec.columnwise {
             aligned(OP, "the transposed output", b.out_t)?;
         }

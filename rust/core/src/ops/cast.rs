@@ -318,6 +318,14 @@ pub(crate) fn tiles(op: &'static str, rows: usize, cols: usize) -> Result<(u32, 
     }
 }
 
+/// An FP8 output has a scale.
+pub(crate) fn scaled(op: &'static str, fp8: Option<Fp8>, scale: DevPtr<'_>) -> Result<()> {
+    if fp8.is_none() || !scale.is_null() {
+        return Ok(());
+    }
+    Err(Error::value(op, "an FP8 output needs a scale, one float32 on the device of x"))
+}
+
 /// A pointer on a multiple of 16 bytes.
 #[inline]
 pub(crate) fn aligned(op: &'static str, what: &'static str, pointer: DevPtr<'_>) -> Result<()> {

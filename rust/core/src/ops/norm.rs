@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::host;
 use crate::kernel::{DevPtr, Grid, Target, launch};
 use crate::ops::activation::check_outputs;
-use crate::ops::cast::{TRANSPOSED_ALIGN, aligned};
+use crate::ops::cast::{TRANSPOSED_ALIGN, aligned, scaled};
 use crate::ops::norm_share::Share;
 use crate::params;
 
@@ -272,18 +272,18 @@ impl NormPlan {
     /// Every buffer that the kernel will use is there, and aligned where it must be.
     fn check(&self, host: bool, b: &NormBuffers<'_>) -> Result<()> {
         let spec = &self.spec;
-        let missing = (spec.rows != 0
+        let missing = spec.rows != 0
             && (b.x.is_null()
                 || b.gamma.is_null()
                 || (spec.residual && (b.residual.is_null() || b.sum.is_null()))
                 || (spec.high && b.y.is_null())
                 || (spec.stats && (b.rstd.is_null() || (spec.kind == NormKind::LayerNorm && b.mean.is_null())))
                 || (spec.rowwise && b.out.is_null())
-                || (spec.columnwise && b.out_t.is_null())))
-            || (spec.fp8.is_some() && b.scale.is_null());
+                || (spec.columnwise && b.out_t.is_null()));
         if missing {
             return Err(Error::value(OP, "a buffer that the plan needs is null"));
         }
+        scaled(OP, spec.fp8, b.scale)?;
         if !host && spec.columnwise {
             aligned(OP, "the transposed output", b.out_t)?;
         }
