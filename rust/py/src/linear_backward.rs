@@ -12,12 +12,11 @@ use te_fast_core::tensor::DType;
 use crate::error::Failure;
 use crate::layer::{DeferredWeightGrad, LinearHandle, LinearSaved, slot};
 use crate::linear::hooks;
-use crate::linear_run::{name, readable};
+use crate::linear_run::{name, readable, saved_tensor};
 use crate::state::{State, state};
 use crate::tensor::view_of;
 
 const OP: &str = "linear";
-const SAVED: &str = "a saved tensor";
 
 /// `apply` of the autograd node: the gradients of (input, weight, bias, handle, bits).
 #[pyfunction]
@@ -226,15 +225,11 @@ fn saved_tensors<'py>(
     input: Optional<'py>,
 ) -> Result<(Optional<'py>, Optional<'py>), Failure> {
     let key = plan.key();
-    let checked = |tensor: Bound<'py, PyAny>, elements: usize, dtype: DType| -> Result<_, Failure> {
-        let tensor = readable(state, &tensor, SAVED)?.unwrap_or(tensor);
-        view_of(&state.reader, &tensor, SAVED)?.check_saved(OP, elements, dtype, key.device)?;
-        Ok(tensor)
+    let checked = |tensor: Optional<'py>, extent: (usize, DType)| {
+        tensor.map(|tensor| saved_tensor(state, OP, tensor, extent, key.device)).transpose()
     };
-    Ok((
-        saved.map(|saved| checked(saved, plan.saved_bytes(), DType::U8)).transpose()?,
-        input.map(|input| checked(input, plan.input_elements(), key.activation.into())).transpose()?,
-    ))
+    let (bytes, elements) = ((plan.saved_bytes(), DType::U8), (plan.input_elements(), key.activation.into()));
+    Ok((checked(saved, bytes)?, checked(input, elements)?))
 }
 
 fn column_sums<'py>(grad_output: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {

@@ -56,7 +56,28 @@ pub(crate) fn readable<'py>(
     what: &'static str,
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
     let view = view_of(&state.reader, tensor, what).python()?;
-    if view.is_contiguous() && view.is_aligned(ALIGNMENT) { Ok(None) } else { contiguous_copy(tensor).map(Some) }
+    if fits(&view) { Ok(None) } else { contiguous_copy(tensor).map(Some) }
+}
+
+/// Whether kernels can read a tensor as it lies.
+#[inline]
+fn fits(view: &TensorView<'_>) -> bool {
+    view.is_contiguous() && view.is_aligned(ALIGNMENT)
+}
+
+/// A tensor that forward saved, as kernels read it: of so many elements of a type. Saved-tensor hooks may bring back
+/// anything.
+pub(crate) fn saved_tensor<'py>(
+    state: &State,
+    op: &'static str,
+    tensor: Bound<'py, PyAny>,
+    (elements, dtype): (usize, DType),
+    device: Device,
+) -> Result<Bound<'py, PyAny>, Failure> {
+    let view = view_of(&state.reader, &tensor, "a saved tensor")?;
+    view.check_saved(op, elements, dtype, device)?;
+    let readable = fits(&view);
+    if readable { Ok(tensor) } else { Ok(contiguous_copy(&tensor)?) }
 }
 
 #[cold]
@@ -78,7 +99,6 @@ pub(crate) fn run<'py>(
     bits: Bits,
 ) -> PyResult<Done<'py>> {
     let call = Call { state, handle, x: input, weight, parameter: weight, bias, bits };
-    let fits = |view: &TensorView<'_>| view.is_contiguous() && view.is_aligned(ALIGNMENT);
     CLOCK.start();
     let run = || {
         let (x, w) = (view_of(&state.reader, input, "the input")?, view_of(&state.reader, weight, "the weight")?);
@@ -318,7 +338,7 @@ impl<'py> Call<'_, 'py> {
             return Err(Error::device(OP, "the bias", format!("{device}, as the weight"), view.device()).into());
         }
         let wanted: DType = LinearPlan::bias_dtype(activation);
-        if view.dtype() == wanted && view.is_contiguous() && view.is_aligned(ALIGNMENT) {
+        if view.dtype() == wanted && fits(&view) {
             return Ok(Some(bias.clone()));
         }
         let copy = bias.call_method0("detach")?.call_method1("to", (self.state.torch.dtype(bias.py(), wanted),))?;

@@ -15,7 +15,7 @@ use te_fast_core::tensor::DType;
 use crate::error::Failure;
 use crate::linear::hooks;
 use crate::linear_backward::{MainGrad, after_main_grad, main_grad};
-use crate::linear_run::readable;
+use crate::linear_run::{readable, saved_tensor};
 use crate::program::{Compiled, ProgramHandle, Shapes, WaitingGrad, WaitingRows, WeightHandle};
 use crate::program_check::check_grad;
 use crate::program_run::CallWeight;
@@ -24,7 +24,6 @@ use crate::state::{State, state};
 use crate::tensor::view_of;
 
 const OP: &str = "ops";
-const SAVED: &str = "a saved tensor";
 
 /// What a backward needs of its forward, beside the saved tensors.
 #[pyclass(module = "te_fast._native", frozen)]
@@ -131,11 +130,7 @@ struct Read<'py> {
 impl<'py> Read<'py> {
     fn new(state: &State, program: &Program, tensors: &Bound<'py, PyTuple>) -> Result<Self, Failure> {
         let device = program.key().device;
-        let read = |tensor: Bound<'py, PyAny>, (elements, dtype): (usize, DType)| -> Result<_, Failure> {
-            let tensor = readable(state, &tensor, SAVED)?.unwrap_or(tensor);
-            view_of(&state.reader, &tensor, SAVED)?.check_saved(OP, elements, dtype, device)?;
-            Ok(tensor)
-        };
+        let read = |tensor, extent| saved_tensor(state, OP, tensor, extent, device);
         let saved = Some(tensors.get_item(0)?).filter(|saved| !saved.is_none());
         let saved = saved.map(|saved| read(saved, (program.saved_bytes(), DType::U8))).transpose()?;
         let places = program.reads().iter().zip(program.read_extents());
