@@ -30,7 +30,7 @@ from te_fast._dispatch_norm import (
     norm_outputs,
 )
 from te_fast.common.recipe import Recipe
-from te_fast.errors import ShapeError
+from te_fast.errors import DeviceError, ShapeError
 from te_fast.pytorch import _ops
 from te_fast.pytorch._delayed import fp8_dtype, native_recipe
 
@@ -385,7 +385,13 @@ def inventory() -> dict[str, dict[str, int]]:
 
 
 def plan_count(layer: torch.nn.Module) -> int:
-    """Return how many plans a layer holds: one per row count, data type, recipe and gradient need."""
+    """Return how many plans a layer holds: one per row count, data type, recipe and gradient need.
+
+    Parameters
+    ----------
+    layer : te_fast.pytorch.Linear, LayerNormLinear or LayerNormMLP
+        The layer.
+    """
     return int(layer._plan_count())  # type: ignore[operator]
 
 
@@ -394,6 +400,11 @@ def drop_weight_cache(layer: torch.nn.Module) -> None:
 
     Needed only after the weight's memory was written past torch (``weight.data.mul_()``, a kernel
     that is no torch operation): such writes do not change the version that the cache goes by.
+
+    Parameters
+    ----------
+    layer : te_fast.pytorch.Linear, LayerNormLinear or LayerNormMLP
+        The layer.
     """
     layer._drop_weight_cache()  # type: ignore[operator]
 
@@ -403,16 +414,26 @@ def release_memory() -> None:
     _native.release_memory()
 
 
-def device_facts(device: int | torch.device = 0) -> DeviceFacts:
+def device_facts(device: int | str | torch.device = 0) -> DeviceFacts:
     """Return the facts of a CUDA device, cached per device.
+
+    Parameters
+    ----------
+    device : int, str or torch.device, default = 0
+        The device; one without an index is the first.
 
     Raises
     ------
     CudaError
         Without a usable driver or device.
+    DeviceError
+        If it is no CUDA device.
     """
-    index = device if isinstance(device, int) else (device.index or 0)
-    return DeviceFacts(*_native.device_facts(index))
+    chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if chosen.type != "cuda":
+        message = f"device_facts: expected a CUDA device, got {chosen}"
+        raise DeviceError(message)
+    return DeviceFacts(*_native.device_facts(chosen.index or 0))
 
 
 def cuda_driver_version() -> int:

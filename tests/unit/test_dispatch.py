@@ -179,6 +179,12 @@ def test_facts_of_no_gpu(ask):
         ask()
 
 
+def test_facts_are_of_cuda_devices():
+    for other in ("cpu", torch.device("meta")):
+        with pytest.raises(te_fast.DeviceError, match=f"expected a CUDA device, got {other}"):
+            dispatch.device_facts(other)
+
+
 def test_the_device_check_can_be_turned_off():
     assert te.should_set_cuda_device_every_batch()
     te.set_cuda_device_every_batch(False)

@@ -148,7 +148,19 @@ get_default_fp8_recipe = get_default_recipe
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
-    """Return what the row counts of grouped operands must be padded to."""
+    """Return what the row counts of grouped operands must be padded to.
+
+    Parameters
+    ----------
+    recipe : Recipe
+        What the operands are quantised by.
+
+    Returns
+    -------
+    int
+        16 with one scale per tensor and in blocks of 128, 32 for MXFP8, 128 for NVFP4, or what a
+        :class:`CustomRecipe` names.
+    """
     if recipe.custom():
         return int(recipe.quantization_alignment)  # type: ignore[attr-defined]
     if recipe.mxfp8():
