@@ -165,6 +165,30 @@ def test_graph_replays_equal_eager(name, first):
             assert torch.equal(out, layer(static))
 
 
+@pytest.mark.parametrize("change", ["other layouts", "dropped"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_graph_reads_the_weight_that_it_captured(name, change):
+    """Its memory was given back as soon as the layer kept another one."""
+    layer, x, grad = make(64, 256, 128, torch.bfloat16)
+    recipe, static = RECIPES[name](), x.detach().clone()
+    with torch.no_grad(), te.autocast(recipe=recipe):  # which leaves the scales
+        expected = layer(static, is_first_microbatch=True)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(static, is_first_microbatch=False)
+    if change == "dropped":
+        dispatch.drop_weight_cache(layer)
+    else:
+        # With gradients, the weight is kept in both layouts.
+        with te.autocast(recipe=recipe, _graph=True):
+            layer(x, is_first_microbatch=True)
+    junk = [torch.full((64 << 10,), 77, dtype=torch.uint8, device="cuda") for _ in range(64)]
+    graph.replay()
+    assert torch.equal(out, expected)
+    del junk
+
+
 def test_whole_step_in_a_graph():
     layer, x, grad = make(64, 256, 128, torch.bfloat16)
     recipe = Float8CurrentScaling()

@@ -67,6 +67,8 @@ pub(crate) struct WeightCache {
     /// Weights that captured graphs quantise where a flag on the device does not tell them to skip it. The graphs hold
     /// their addresses, so that they live as long as the layer.
     skippable: Vec<Arc<CachedWeight>>,
+    /// Memory of kept weights that captured graphs read, by its address: replays come when others may be kept.
+    read_by_graphs: Vec<(usize, Py<PyAny>)>,
 }
 
 /// What Python is told of a kept weight.
@@ -76,7 +78,7 @@ pub(crate) type Described<'py> = (Bound<'py, PyAny>, usize, bool, bool);
 pub(crate) type Recycled = Option<(Held, usize)>;
 
 impl WeightCache {
-    /// Forgets it: the next forward quantises the weight again. Captured graphs keep theirs.
+    /// Forgets it: the next forward quantises the weight again. What captured graphs read stays.
     pub(crate) fn clear(&mut self) {
         self.kept = None;
         self.captured = None;
@@ -101,10 +103,23 @@ impl WeightCache {
             return Ok(None);
         }
         let kept = Arc::clone(kept);
-        if !capturing && !self.streams.contains(&place.stream) {
+        if capturing {
+            self.keep_for_graphs(py, &kept)?;
+        } else if !self.streams.contains(&place.stream) {
             self.share_with(py, place)?;
         }
         Ok(Some(kept))
+    }
+
+    /// Has a weight's memory live as long as the layer. The memory alone: where the weight is quantised anew in it, replays
+    /// read that.
+    #[cold]
+    fn keep_for_graphs(&mut self, py: Python<'_>, kept: &CachedWeight) -> PyResult<()> {
+        let address = kept.buffer.ptr().address();
+        if self.read_by_graphs.iter().all(|&(known, _)| known != address) {
+            self.read_by_graphs.push((address, kept.buffer.shared(py)?.unbind()));
+        }
+        Ok(())
     }
 
     /// The weight of graphs that can skip its quantisation, if there is one for such calls.
