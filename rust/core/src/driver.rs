@@ -444,7 +444,8 @@ pub fn wait_for(waiting: Stream, finished: Stream) -> Result<()> {
     let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
     // SAFETY: writes one event handle; a context is current.
     check("cuEventCreate", unsafe { sys::cuEventCreate(&raw mut event, flags) })?;
-    // SAFETY: a live event and a stream that torch keeps for the life of the process.
+    // SAFETY: a live event and a stream that torch keeps for the life of the process; one that a user brought to torch
+    // (ExternalStream) has to live as long as the layers that ran on it, as torch asks for its tensors, too.
     let recorded = check("cuEventRecord", unsafe { sys::cuEventRecord(event, finished.raw()) });
     let waited = recorded.and_then(|()| {
         // SAFETY: the same event, and a stream of the current context.
