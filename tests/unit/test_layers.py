@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+import threading
 import warnings
 
 import pytest
@@ -234,6 +235,42 @@ def test_an_input_that_cannot_be_read_is_told_apart(layer, recipe):
         DtypeError, match=r"Layer_\d+: .* the input must be a plain .* on cpu, torch.spa"
     ):
         run(module, recipe(), X.to_sparse())
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_threads_share_a_layer(layer, grad):
+    """Some of them met a handle that another thread had borrowed, around Python code that let them in."""
+    module, recipe = make(layer), Float8CurrentScaling()
+    expected = run(module, recipe).detach()
+    failures = []
+
+    def steps():
+        x = X.clone().requires_grad_(grad)
+        for step in range(100):
+            y = run(module, recipe, x, is_first_microbatch=step % 2 == 0)
+            if grad:
+                y.sum().backward()
+            assert torch.equal(y, expected)
+
+    def work():
+        try:
+            with torch.set_grad_enabled(grad):
+                steps()
+        except Exception as error:
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures, failures[0]
 
 
 # Parameters without memory -----------------------------------------------------------------------

@@ -191,8 +191,10 @@ impl LinearHandle {
     }
 
     /// Forgets the quantised weight: the next forward quantises it again.
-    fn drop_weight_cache(&mut self) {
-        self.cache.clear();
+    fn drop_weight_cache(slf: &Bound<'_, Self>) -> PyResult<()> {
+        let former = slf.try_borrow_mut()?.cache.clear();
+        drop(former);
+        Ok(())
     }
 
     /// Forgets amax slots and plans: the next forward sets them up again.

@@ -196,7 +196,8 @@ impl<'py> Call<'_, 'py> {
         if skippable {
             self.handle.try_borrow_mut()?.cache.keep_skippable(&weight);
         } else if fresh {
-            self.handle.try_borrow_mut()?.cache.keep(&weight, *place, decision.capturing);
+            let former = self.handle.try_borrow_mut()?.cache.keep(&weight, *place, decision.capturing);
+            drop(former);
         }
         CLOCK.mark(Stage::Finish);
         let Decision { plan, geometry, slots, weight_version, .. } = decision;
@@ -214,7 +215,7 @@ impl<'py> Call<'_, 'py> {
         let recycled = if decision.skip_flag.is_some() {
             None
         } else {
-            self.handle.try_borrow_mut()?.cache.recycle(record, *place, *capturing)
+            self.handle.try_borrow_mut()?.cache.recycle(*place, *capturing)
         };
         Ok(Arc::new(make_weight(self.x.py(), self.state, self.parameter, *record, recycled)?))
     }
@@ -279,9 +280,10 @@ impl<'py> Call<'_, 'py> {
             training: self.bits.has(Bits::ANY_GRAD),
             optimizer_steps: dispatcher.optimizer_steps,
         };
-        drop(guard);
+        drop((guard, handle)); // the flag is asked of Python
         let capturing = matches!(place.device, Device::Cuda(_)) && driver::is_capturing(place.stream)?;
         let skip_flag = if capturing || region.graph { skip_flag(state, py, place.device)? } else { None };
+        let mut handle = self.handle.try_borrow_mut()?;
         let microbatch = self.bits.microbatch();
         let reused = if skip_flag.is_some() {
             handle.cache.skippable(&record)

@@ -102,8 +102,10 @@ impl WeightHandle {
     }
 
     /// Forgets the quantised weight: the next forward quantises it again.
-    fn drop_weight_cache(&mut self) {
-        self.cache.clear();
+    fn drop_weight_cache(slf: &Bound<'_, Self>) -> PyResult<()> {
+        let former = slf.try_borrow_mut()?.cache.clear();
+        drop(former);
+        Ok(())
     }
 
     /// Forgets amax slots: the next forward sets them up again.
@@ -198,6 +200,14 @@ impl ProgramHandle {
     fn parameter(&mut self, parameters: &Bound<'_, PyDict>, name: &str) {
         let name = PyString::intern(parameters.py(), name).unbind();
         self.params.push(Parameter { parameters: parameters.clone().unbind(), name });
+    }
+
+    /// What a linear op keeps, and its weight among the parameters; none behind the last op. Nothing stays borrowed, so
+    /// that what is done for one op may run Python code.
+    pub(crate) fn linear_at(handle: &Bound<'_, Self>, number: usize) -> PyResult<Option<(Py<WeightHandle>, usize)>> {
+        let program = handle.try_borrow()?;
+        let weight = program.weights.get(number).map(|weight| weight.clone_ref(handle.py()));
+        Ok(weight.map(|weight| (weight, program.chain.linear_params()[number])))
     }
 
     /// Linear ops whose weight gradient waits for `backward_dw`.

@@ -196,6 +196,7 @@ impl<'py> BackwardCall<'_, 'py> {
     /// torch's rule for what backward reads: it must be what forward read. The quantised weight may have been made
     /// anew in the same memory since, from other values.
     fn check_weights(&self, py: Python<'py>) -> Result<(), Failure> {
+        let name = intern!(py, "_version"); // before anything is borrowed
         let handle = self.kept.handle.bind(py).try_borrow()?;
         for (linear, (weight, &param)) in self.kept.weights.iter().zip(handle.chain.linear_params()).enumerate() {
             let (true, true, Some(known)) =
@@ -203,7 +204,7 @@ impl<'py> BackwardCall<'_, 'py> {
             else {
                 continue;
             };
-            let version = self.kept.params[param].bind(py).getattr(intern!(py, "_version"))?.extract::<u64>()?;
+            let version = self.kept.params[param].bind(py).getattr(name)?.extract::<u64>()?;
             if version != known {
                 let message = format!(
                     "the weight was modified by an inplace operation between forward and backward (it is at version {version}, expected {known}); modify it after backward"
@@ -231,16 +232,17 @@ impl<'py> BackwardCall<'_, 'py> {
     fn param_grads(&self, py: Python<'py>, place: Place) -> Result<Vec<ParamGrad<'py>>, Failure> {
         let (kept, state) = (self.kept, self.state);
         let program = &kept.compiled.program;
-        let handle = kept.handle.bind(py).try_borrow()?;
-        let mut linears = handle.chain.linear_params().iter().zip(&handle.weights).enumerate().peekable();
+        let mut number = 0;
         let mut list = Vec::with_capacity(kept.params.len());
         for (param, &(_, wanted)) in program.key().params.iter().enumerate() {
-            let linear = linears.next_if(|(_, (of, _))| **of == param);
+            let next = ProgramHandle::linear_at(kept.handle.bind(py), number)?;
+            let linear = next.filter(|(_, of)| *of == param).map(|(weight, _)| (number, weight));
+            number += usize::from(linear.is_some());
             if !wanted {
                 list.push(ParamGrad::None);
                 continue;
             }
-            if let Some((number, (_, weight))) = linear {
+            if let Some((number, weight)) = linear {
                 if let Some(quantized) = &kept.weights[number].quantized {
                     quantized.note_gradient();
                 }

@@ -21,17 +21,17 @@ pub(crate) fn program_grads_of_nothing<'py>(
 ) -> PyResult<Bound<'py, PyTuple>> {
     let py = program.py();
     let state = state(py)?;
-    let handle = program.try_borrow()?;
-    let mut linears = handle.chain.linear_params().iter().zip(&handle.weights).peekable();
+    let mut number = 0;
     let zeros_like = py.import(intern!(py, "torch"))?.getattr(intern!(py, "zeros_like"))?;
     let mut grads = Vec::with_capacity(params.len());
     for (index, (param, wanted)) in params.iter().zip(wanted).enumerate() {
-        let linear = linears.next_if(|&(&of, _)| of == index);
+        let linear = ProgramHandle::linear_at(program, number)?.filter(|(_, of)| *of == index);
+        number += usize::from(linear.is_some());
         if !wanted {
             grads.push(None);
             continue;
         }
-        if let Some((_, weight)) = linear {
+        if let Some((weight, _)) = linear {
             let mut weight = weight.bind(py).try_borrow_mut()?;
             if weight.delay_wgrad_compute {
                 weight.waiting.push_back(WaitingGrad { rows: None, overwrite_main_grad });
@@ -43,7 +43,8 @@ pub(crate) fn program_grads_of_nothing<'py>(
             if weight.fuse_wgrad_accumulation {
                 drop(weight);
                 let given = into_main_grad(state, &param, overwrite_main_grad);
-                grads.push(given.map_err(|failure| failure.named(Some(&handle.name)))?);
+                let name = || program.try_borrow().ok().map(|handle| handle.name.clone());
+                grads.push(given.map_err(|failure| failure.named(name().as_deref()))?);
                 continue;
             }
         }

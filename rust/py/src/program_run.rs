@@ -315,15 +315,16 @@ impl<'py> Call<'_, 'py> {
         replays: Vec<Option<Replay>>,
     ) -> Result<Vec<Prepared>, Failure> {
         let (py, state) = (self.x.py(), self.state);
-        let handle = self.handle.try_borrow()?;
+        let linears = self.handle.try_borrow()?.weights.len();
         let delayed = region.recipe.is_delayed();
         let (generation, cache_epoch, optimizer_steps) = {
             let dispatcher = &state.dispatcher(py)?.0;
             (dispatcher.forward_generation, dispatcher.cache_epoch, dispatcher.optimizer_steps)
         };
-        let mut list = Vec::with_capacity(handle.weights.len());
+        let mut list = Vec::with_capacity(linears);
         let mut replays = replays.into_iter();
-        for (linear, (weight, &param)) in handle.weights.iter().zip(handle.chain.linear_params()).enumerate() {
+        for linear in 0..linears {
+            let Some((weight, param)) = ProgramHandle::linear_at(self.handle, linear)? else { break };
             let version =
                 self.params[param].getattr(intern!(py, "_version")).and_then(|version| version.extract()).ok();
             if !region.enabled {
@@ -355,9 +356,9 @@ impl<'py> Call<'_, 'py> {
             let (quantized, fresh) = if let Some(reused) = reused {
                 (reused, skippable.then_some(param))
             } else {
-                let recycled = if skippable { None } else { weight.cache.recycle(&record, place, capturing) };
+                let former = if skippable { None } else { weight.cache.recycle(place, capturing) };
                 drop(weight);
-                let made = make_weight(py, state, &self.params[param], record, recycled)?;
+                let made = make_weight(py, state, &self.params[param], record, former)?;
                 (Arc::new(made), Some(param))
             };
             list.push(Prepared { quantized: Some(quantized), slots, replay, version, fresh, reused: is_reused });
@@ -449,15 +450,16 @@ impl<'py> Call<'_, 'py> {
         skippable: bool,
     ) -> Result<Vec<CallWeight>, Failure> {
         let py = self.x.py();
-        let handle = self.handle.try_borrow()?;
         let mut list = Vec::with_capacity(prepared.len());
-        for (weight, Prepared { quantized, slots, version, fresh, .. }) in handle.weights.iter().zip(prepared) {
-            if let (Some(quantized), Some(_)) = (&quantized, fresh) {
-                let cache = &mut weight.bind(py).try_borrow_mut()?.cache;
+        for (linear, Prepared { quantized, slots, version, fresh, .. }) in prepared.into_iter().enumerate() {
+            if let (Some(quantized), Some(_)) = (&quantized, fresh)
+                && let Some((weight, _)) = ProgramHandle::linear_at(self.handle, linear)?
+            {
                 if skippable {
-                    cache.keep_skippable(quantized);
+                    weight.bind(py).try_borrow_mut()?.cache.keep_skippable(quantized);
                 } else {
-                    cache.keep(quantized, place, capturing);
+                    let former = weight.bind(py).try_borrow_mut()?.cache.keep(quantized, place, capturing);
+                    drop(former);
                 }
             }
             list.push(CallWeight { quantized, slots, version });

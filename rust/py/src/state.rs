@@ -3,7 +3,7 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{PyDict, PyString, PyTuple};
 use te_fast_core::config::Config;
 use te_fast_core::dispatch::Dispatcher;
 use te_fast_core::driver::Context;
@@ -51,6 +51,14 @@ impl SizeKey {
     }
 }
 
+/// Names of attributes that are read while a handle is borrowed: the first `intern!` of a name lets other threads in.
+#[derive(Debug)]
+pub(crate) struct Names {
+    pub(crate) cdata: Py<PyString>,
+    pub(crate) grad: Py<PyString>,
+    pub(crate) is_leaf: Py<PyString>,
+}
+
 /// torch's functions and types that calls use.
 #[derive(Debug)]
 pub(crate) struct Torch {
@@ -66,6 +74,7 @@ pub(crate) struct Torch {
     pub(crate) current_graph_task_id: Py<PyAny>,
     pub(crate) module: Py<PyAny>,
     pub(crate) global_hooks: [Py<PyDict>; 4],
+    pub(crate) names: Names,
     devices: Option<CurrentDevice>,
     dtypes: Vec<(DType, Py<PyAny>)>,
 }
@@ -272,6 +281,11 @@ impl Torch {
                 hooks("_global_backward_hooks")?,
                 hooks("_global_backward_pre_hooks")?,
             ],
+            names: Names {
+                cdata: PyString::intern(py, "cdata").unbind(),
+                grad: PyString::intern(py, "grad").unbind(),
+                is_leaf: PyString::intern(py, "is_leaf").unbind(),
+            },
             devices: CurrentDevice::new(&native),
             dtypes,
         })

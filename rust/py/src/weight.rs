@@ -35,14 +35,13 @@ impl CachedWeight {
 
     /// Whether somebody may have taken the weight's gradient and written the weight through `weight.data`, which moves
     /// no version: a gradient was there, none is now, and no optimizer of torch's has ever told of a step.
-    fn may_be_updated(&self, parameter: &Bound<'_, PyAny>, wanted: &WeightRecord) -> PyResult<bool> {
+    fn may_be_updated(&self, state: &State, parameter: &Bound<'_, PyAny>, wanted: &WeightRecord) -> PyResult<bool> {
         if wanted.optimizer_steps != 0 || !wanted.training || !self.has_gradient.load(Ordering::Relaxed) {
             return Ok(false);
         }
-        let py = parameter.py();
+        let names = &state.torch.names;
         // Of a tensor that torch computed, none can be seen.
-        Ok(!parameter.getattr(intern!(py, "is_leaf"))?.is_truthy()?
-            || parameter.getattr(intern!(py, "grad"))?.is_none())
+        Ok(!parameter.getattr(&names.is_leaf)?.is_truthy()? || parameter.getattr(&names.grad)?.is_none())
     }
 
     pub(crate) fn weight_buffer(&self) -> WeightBuffer<'_> {
@@ -51,7 +50,7 @@ impl CachedWeight {
 
     /// Whether the memory that it was read from was freed: its address may be another tensor's by now.
     fn is_gone(&self, py: Python<'_>, state: &State) -> PyResult<bool> {
-        let reference = self.storage.bind(py).getattr(intern!(py, "cdata"))?;
+        let reference = self.storage.bind(py).getattr(&state.torch.names.cdata)?;
         state.torch.storage_expired.bind(py).call1((reference,))?.is_truthy()
     }
 }
@@ -74,14 +73,15 @@ pub(crate) struct WeightCache {
 /// What Python is told of a kept weight.
 pub(crate) type Described<'py> = (Bound<'py, PyAny>, usize, bool, bool);
 
-/// Memory for a weight that is to be quantised.
-pub(crate) type Recycled = Option<(Held, usize)>;
+/// A weight that is kept no longer. The end of one runs Python code, torch's weak reference has a `__del__`, and so lets
+/// other threads in: it is dropped when nothing is borrowed.
+pub(crate) type Former = Option<Arc<CachedWeight>>;
 
 impl WeightCache {
     /// Forgets it: the next forward quantises the weight again. What captured graphs read stays.
-    pub(crate) fn clear(&mut self) {
-        self.kept = None;
-        self.captured = None;
+    #[must_use]
+    pub(crate) fn clear(&mut self) -> [Former; 2] {
+        [self.kept.take(), self.captured.take()]
     }
 
     /// The quantised weight, if the one that is kept serves a call that would quantise `wanted` itself.
@@ -99,7 +99,7 @@ impl WeightCache {
         if !kept.record.serves(wanted, microbatch, capturing) || kept.is_gone(py, state)? {
             return Ok(None);
         }
-        if microbatch == Microbatch::Unknown && kept.may_be_updated(parameter, wanted)? {
+        if microbatch == Microbatch::Unknown && kept.may_be_updated(state, parameter, wanted)? {
             return Ok(None);
         }
         let kept = Arc::clone(kept);
@@ -156,27 +156,20 @@ impl WeightCache {
         Ok(())
     }
 
-    /// The kept weight's memory for a fresh one, when nobody else reads it.
-    pub(crate) fn recycle(&mut self, record: &WeightRecord, place: Place, capturing: bool) -> Recycled {
-        if capturing {
-            return None;
-        }
-        let private = self.streams.as_slice() == [place.stream];
-        let kept = self.kept.take().filter(|_| private)?;
-        Arc::into_inner(kept)
-            .filter(|kept| kept.record.device == record.device && kept.bytes >= record.segments.bytes)
-            .map(|kept| (kept.buffer, kept.bytes))
+    /// The kept weight, whose memory a fresh one may take when no other stream reads it.
+    pub(crate) fn recycle(&mut self, place: Place, capturing: bool) -> Former {
+        if capturing || self.streams.as_slice() != [place.stream] { None } else { self.kept.take() }
     }
 
     /// Keeps a weight that was quantised by this call. Only afterwards: a call that failed leaves none behind.
-    pub(crate) fn keep(&mut self, weight: &Arc<CachedWeight>, place: Place, capturing: bool) {
+    #[must_use]
+    pub(crate) fn keep(&mut self, weight: &Arc<CachedWeight>, place: Place, capturing: bool) -> Former {
         if capturing {
-            self.captured = Some(Arc::clone(weight));
-        } else {
-            self.kept = Some(Arc::clone(weight));
-            self.streams.clear();
-            self.streams.push(place.stream);
+            return self.captured.replace(Arc::clone(weight));
         }
+        self.streams.clear();
+        self.streams.push(place.stream);
+        self.kept.replace(Arc::clone(weight))
     }
 
     /// (buffer, bytes, has row layout, has column layout), or None.
@@ -187,16 +180,17 @@ impl WeightCache {
     }
 }
 
-/// A buffer for a quantised weight, and the storage that it is read from.
+/// A buffer for a quantised weight, that of `former` if nobody else has it, and the storage that it is read from.
 pub(crate) fn make_weight(
     py: Python<'_>,
     state: &State,
     parameter: &Bound<'_, PyAny>,
     record: WeightRecord,
-    recycled: Recycled,
+    former: Former,
 ) -> Result<CachedWeight, Failure> {
-    let (buffer, bytes) = if let Some(recycled) = recycled {
-        recycled
+    let fits = |kept: &CachedWeight| kept.record.device == record.device && kept.bytes >= record.segments.bytes;
+    let (buffer, bytes) = if let Some(kept) = former.and_then(Arc::into_inner).filter(fits) {
+        (kept.buffer, kept.bytes)
     } else {
         let tensor = state.bytes(py, record.device, record.segments.bytes)?;
         (Held::new(&state.reader, &tensor)?, record.segments.bytes)
