@@ -439,3 +439,61 @@ def test_evaluation_before_training_leaves_nothing_read_only():
     assert (scales[0][:2] != 1).all()
     layer.reset_fp8_meta_tensors()
     assert (scales[1] == 1).all()
+
+
+OPTIONS = {"device": "cpu", "bias": False}
+LAYERS = {
+    "linear": lambda: te.Linear(16, 16, **OPTIONS),
+    "norm": lambda: te.LayerNormLinear(16, 16, **OPTIONS),
+    "op": lambda: te.ops.BasicLinear(16, 16, device="cpu"),
+}
+
+
+def states_of(layer):
+    if isinstance(layer, te.ops.BasicLinear):
+        return [layer._delayed_state(mode) for mode in ("forward", "backward")]
+    return [layer.fp8_meta["scaling_fwd"], layer.fp8_meta["scaling_bwd"]]
+
+
+def maxima_of_a_step(layer, recipe):
+    """Run a step; return the maximum that its scale of the weight comes from."""
+    with te.autocast(recipe=recipe):
+        y = layer(torch.ones(16, 16))
+    y.sum().backward()
+    forward, backward = states_of(layer)
+    assert torch.equal(backward.scale[:1], torch.full((1,), 57344.0))
+    return 448.0 / forward.scale[1]
+
+
+@pytest.mark.parametrize("change", ["history", "scale"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_see_that_their_tensors_were_replaced(name, change):
+    recipe = DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent", **LOCAL)
+    layer = LAYERS[name]()
+    maxima_of_a_step(layer, recipe)
+    for state in states_of(layer):
+        if change == "history":
+            state.amax_history = torch.zeros_like(state.amax_history)
+        else:
+            state.scale = torch.full_like(state.scale, 1e4)
+    other, x = copy.deepcopy(layer), torch.linspace(-1, 1, 256).view(16, 16)
+    with torch.no_grad(), te.autocast(recipe=recipe):
+        assert torch.equal(layer(x), other(x))
+    with torch.no_grad():
+        layer.weight.mul_(4)
+    assert torch.allclose(maxima_of_a_step(layer, recipe), layer.weight.abs().max())
+
+
+@pytest.mark.parametrize("fields", [{"amax_history_len": 8}, {"margin": 3}], ids=str)
+@pytest.mark.parametrize("name", ["linear", "norm"])
+def test_calibration_under_another_recipe_takes_no_scales_away(name, fields):
+    recipe = DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent", **LOCAL)
+    layer = LAYERS[name]()
+    maxima_of_a_step(layer, recipe)
+    other = DelayedScaling(**{"amax_history_len": 2, **fields}, **LOCAL)
+    with torch.no_grad(), te.autocast(enabled=False, calibrating=True, recipe=other):
+        layer(torch.ones(16, 16))
+    with torch.no_grad():
+        layer.weight.mul_(4)
+    assert torch.allclose(maxima_of_a_step(layer, recipe), layer.weight.abs().max())
+    assert states_of(layer)[0].amax_history.shape[0] == 2

@@ -12,10 +12,11 @@ use te_fast_kernels::Fp8;
 
 pub use crate::autocast_scopes::Former;
 use crate::autocast_scopes::Scopes;
+use crate::delayed::check_slots;
 use crate::error::{Error, Result};
 use crate::kernel::DevPtr;
 use crate::recipe::Recipe;
-use crate::tensor::{DType, Device, TensorView};
+use crate::tensor::{Device, TensorView};
 
 /// Which pass a scale belongs to: inputs and weights are updated after forward, gradients after backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -154,7 +155,10 @@ impl AmaxSlots {
         self.ran.load(Ordering::Relaxed)
     }
 
-    fn is_retired(&self) -> bool {
+    /// Whether others have taken their place: the layer has to ask for those.
+    #[must_use]
+    #[inline]
+    pub fn is_retired(&self) -> bool {
         self.retired.load(Ordering::Relaxed)
     }
 
@@ -462,37 +466,6 @@ pub const fn fp8_of(recipe: &Recipe, direction: Direction) -> Fp8 {
         Direction::Forward => recipe.fwd,
         Direction::Backward => recipe.bwd,
     }
-}
-
-fn check_slots(history: &TensorView<'_>, scale: &TensorView<'_>) -> Result<()> {
-    const OP: &str = "amax_slots";
-    for (what, tensor) in [("amax_history", history), ("scale", scale)] {
-        if tensor.dtype() != DType::F32 {
-            return Err(Error::dtype(OP, what, DType::F32, tensor.dtype()));
-        }
-        if !tensor.is_contiguous() {
-            return Err(Error::layout(OP, what, "contiguous", format!("strides {:?}", tensor.strides())));
-        }
-    }
-    let (&[history_len, count], &[scales]) = (history.shape(), scale.shape()) else {
-        let got = format!("{:?} and {:?}", history.shape(), scale.shape());
-        return Err(Error::shape(OP, "(amax_history, scale)", "(history_len, tensors) and (tensors)", got));
-    };
-    if history_len < 1 || history_len > i64::from(u32::MAX) || count < 1 || count > i64::from(u32::MAX) {
-        return Err(Error::shape(
-            OP,
-            "amax_history",
-            "of at least one row and column",
-            format!("{:?}", history.shape()),
-        ));
-    }
-    if scales != count {
-        return Err(Error::shape(OP, "scale", format!("{count} elements"), scales));
-    }
-    if history.device() != scale.device() {
-        return Err(Error::device(OP, "scale", history.device(), scale.device()));
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::kernel::DevPtr;
 use crate::recipe::Delayed;
+use crate::tensor::DType;
 
 const OFF: Request = Request { enabled: false, calibrating: false, graph: false, recipe: None, group: 0 };
 const ON: Request = Request { enabled: true, recipe: Some(Recipe::DELAYED), ..OFF };

@@ -7,10 +7,11 @@ use std::sync::Arc;
 
 use crate::autocast::{AmaxSlots, Direction, fp8_of};
 use crate::dispatch::{Dispatcher, Place};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernel::DevPtr;
 use crate::ops::scale_update::{AmaxChoice, ScaleEntry, ScaleUpdatePlan};
 use crate::recipe::AmaxAlgorithm;
+use crate::tensor::{DType, TensorView};
 
 /// Slots whose histories are rolled alike: one launch.
 type Bucket = (ScaleUpdatePlan, Key, Vec<(Arc<AmaxSlots>, f32)>);
@@ -72,4 +73,36 @@ fn launch(
         })
         .collect();
     plan.run(&mut dispatcher.target(place)?, &entries)
+}
+
+/// Refuses a history and scales that do not belong together.
+pub(crate) fn check_slots(history: &TensorView<'_>, scale: &TensorView<'_>) -> Result<()> {
+    const OP: &str = "amax_slots";
+    for (what, tensor) in [("amax_history", history), ("scale", scale)] {
+        if tensor.dtype() != DType::F32 {
+            return Err(Error::dtype(OP, what, DType::F32, tensor.dtype()));
+        }
+        if !tensor.is_contiguous() {
+            return Err(Error::layout(OP, what, "contiguous", format!("strides {:?}", tensor.strides())));
+        }
+    }
+    let (&[history_len, count], &[scales]) = (history.shape(), scale.shape()) else {
+        let got = format!("{:?} and {:?}", history.shape(), scale.shape());
+        return Err(Error::shape(OP, "(amax_history, scale)", "(history_len, tensors) and (tensors)", got));
+    };
+    if history_len < 1 || history_len > i64::from(u32::MAX) || count < 1 || count > i64::from(u32::MAX) {
+        return Err(Error::shape(
+            OP,
+            "amax_history",
+            "of at least one row and column",
+            format!("{:?}", history.shape()),
+        ));
+    }
+    if scales != count {
+        return Err(Error::shape(OP, "scale", format!("{count} elements"), scales));
+    }
+    if history.device() != scale.device() {
+        return Err(Error::device(OP, "scale", history.device(), scale.device()));
+    }
+    Ok(())
 }

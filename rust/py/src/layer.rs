@@ -26,6 +26,14 @@ pub(crate) struct Slots {
 }
 
 /// One tensor's slot out of a direction's.
+impl Slots {
+    /// Whether calls in regions of `epoch` may use them: they are its layer's still.
+    #[inline]
+    pub(crate) fn serve(&self, epoch: u64) -> bool {
+        self.epoch == epoch && !self.forward.is_retired() && !self.backward.is_retired()
+    }
+}
+
 pub(crate) fn slot(slots: &AmaxSlots, index: usize) -> Slot<'_> {
     Slot { scale: slots.scale().offset(4 * index), amax: slots.history().offset(4 * index) }
 }

@@ -339,7 +339,7 @@ fn ensure_slots(
     handle: &Bound<'_, LinearHandle>,
     (epoch, recompute): (u64, bool),
 ) -> PyResult<()> {
-    if handle.try_borrow()?.slots.as_ref().is_none_or(|slots| slots.epoch != epoch) {
+    if handle.try_borrow()?.slots.as_ref().is_none_or(|slots| !slots.serve(epoch)) {
         module.call_method0(intern!(module.py(), "_init_delayed_scaling"))?;
     }
     if recompute { recompute_scales(state, handle) } else { Ok(()) }

@@ -32,6 +32,12 @@ pub(crate) struct OpSlots {
 }
 
 impl OpSlots {
+    /// Whether calls in regions of `epoch` may use them: they are its op's still.
+    #[inline]
+    pub(crate) fn serve(&self, epoch: u64) -> bool {
+        self.epoch == epoch && !self.forward.is_retired() && !self.backward.is_retired()
+    }
+
     pub(crate) fn slots(&self) -> LinearSlots<'_> {
         LinearSlots {
             input: slot(&self.forward, self.forward_base),

@@ -283,7 +283,7 @@ impl<'py> Call<'_, 'py> {
             let handle = self.handle.try_borrow()?;
             let mut missing = false;
             for weight in &handle.weights {
-                missing |= weight.bind(py).try_borrow()?.slots.as_ref().is_none_or(|slots| slots.epoch != epoch);
+                missing |= weight.bind(py).try_borrow()?.slots.as_ref().is_none_or(|slots| !slots.serve(epoch));
             }
             missing
         };
