@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import te_fast.pytorch as te
-from te_fast.common.recipe import DelayedScaling, Format
+from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 from te_fast.errors import ShapeError, StateError
 from te_fast.pytorch import _delayed, _ops
 from te_fast.pytorch import quantization as q
@@ -497,3 +497,16 @@ def test_calibration_under_another_recipe_takes_no_scales_away(name, fields):
         layer.weight.mul_(4)
     assert torch.allclose(maxima_of_a_step(layer, recipe), layer.weight.abs().max())
     assert states_of(layer)[0].amax_history.shape[0] == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*Recipe type changed")
+@pytest.mark.parametrize("name", ["linear", "norm"])
+def test_calibration_for_other_recipes_takes_no_maxima(name):
+    layer = LAYERS[name]()
+    maxima_of_a_step(layer, DelayedScaling(amax_history_len=2, **LOCAL))
+    state = states_of(layer)[0]
+    scale, history = state.scale.clone(), state.amax_history.clone()
+    with te.autocast(enabled=False, calibrating=True, recipe=Float8CurrentScaling()):
+        layer(torch.linspace(-1000, 0, 256).view(16, 16))
+    assert torch.equal(state.scale, scale)
+    assert torch.equal(state.amax_history, history)

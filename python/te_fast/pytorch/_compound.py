@@ -257,7 +257,7 @@ class CompoundModule(TransformerEngineBaseModule):
         )
         self.init_fp8_metadata(self.fp8_meta["num_gemms"])
         state = self.fp8_meta.get("scaling_fwd")
-        if state is not None and x.numel() > 0:
+        if state is not None and self.fp8_meta["recipe"].delayed() and x.numel() > 0:
             with torch.no_grad():
                 self._record(state, inputs, [parameters[name] for name in self._LINEARS])
         return (y, inputs[0]) if self.return_layernorm_output else y

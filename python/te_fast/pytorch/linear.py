@@ -307,7 +307,7 @@ class Linear(SplitLinear):
         """Take the absolute maxima that FP8 would, while computing in high precision."""
         self.init_fp8_metadata(self.fp8_meta["num_gemms"])
         state = self.fp8_meta.get("scaling_fwd")
-        if state is None or inp.numel() == 0:
+        if state is None or not self.fp8_meta["recipe"].delayed() or inp.numel() == 0:
             return
         with torch.no_grad():
             maxima = torch.stack([tensor.abs().amax().float() for tensor in (inp, weight)])
