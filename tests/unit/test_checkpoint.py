@@ -477,6 +477,32 @@ def test_torchs_own_outside_of_fp8(reentrant):
     assert torch.equal(x.grad, wanted)
 
 
+def python_chain(seed):
+    """A group with an operation that runs in Python."""
+    torch.manual_seed(seed)
+    options = {"device": "cpu", "dtype": torch.bfloat16}
+    ops = te.ops.Linear(64, 64, **options), te.ops.Quantize(), te.ops.Linear(64, 64, **options)
+    return te.ops.Sequential(*ops)
+
+
+@REENTRANT
+@pytest.mark.parametrize("make", [linear, norm_mlp, recomputed_norm_mlp, chain, python_chain])
+def test_high_precision_stays_so_where_a_forward_in_fp8_follows(recipe, make, reentrant):
+    """The recomputation is that of its own forward, whatever region the layer last ran in."""
+    found = []
+    for checkpointed in (False, True):
+        layer = make(0)
+        x, other = (torch.randn(32, 64).bfloat16().requires_grad_() for _ in range(2))
+        with torch.no_grad():
+            x.copy_(torch.linspace(-2, 2, 32 * 64).view(32, 64))
+        y = te.checkpoint(layer, x, use_reentrant=reentrant) if checkpointed else layer(x)
+        with te.autocast(recipe=recipe):
+            layer(other)
+        y.square().sum().backward()
+        found.append([x.grad, *(parameter.grad for parameter in layer.parameters())])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("rows", [16, 13])
 def test_torchs_own_repeats_the_region_of_operations_in_python(rows):
     """Rows are padded in both runs, and rounded to FP8 by what is no native program."""

@@ -25,9 +25,8 @@ class _Forward:
     def __init__(self) -> None:
         self.region = FP8GlobalStateManager.get_autocast_state()
         self._tape = _scale_tape.Tape()
-        is_outside = not FP8GlobalStateManager.is_fp8_enabled() and _ops.autocast_region()[4] == 0
-        #: torch's checkpoint runs this forward during backward: the program repeats its last region.
-        self._is_repeated = is_outside and torch._C._current_graph_task_id() >= 0
+        #: The program repeats its last region, which is not the one in force.
+        self._is_repeated = _scale_tape.is_repeating()
 
     def first(self) -> AbstractContextManager[None]:
         """Note the scales."""
@@ -40,16 +39,13 @@ class _Forward:
             with _scale_tape.phase(self._tape.copy(), reads=True):
                 yield
             return
-        region, depth = FP8GlobalStateManager.get_autocast_state(), _ops.autocast_region()[4]
+        region = FP8GlobalStateManager.get_autocast_state()
         *parts, _, graph = self.region
         FP8GlobalStateManager.set_autocast_state((*parts, False, graph))
-        # Inside of a region: or a program asked in high precision would repeat its last FP8 one.
-        _ops.autocast_set_depth(depth + 1)
         try:
-            with _scale_tape.phase(self._tape.copy(), reads=True):
+            with _scale_tape.phase(self._tape.copy(), reads=True, as_recorded=True):
                 yield
         finally:
-            _ops.autocast_set_depth(depth)
             FP8GlobalStateManager.set_autocast_state(region)
 
 

@@ -16,7 +16,7 @@ import torch
 from te_fast.errors import StateError
 from te_fast.pytorch import _delayed, _ops
 
-__all__ = ["Tape", "is_in_phase", "phase", "scales"]
+__all__ = ["Tape", "is_as_recorded", "is_in_phase", "is_repeating", "phase", "scales"]
 
 Note = tuple[torch.Tensor, int, bool]
 
@@ -60,20 +60,43 @@ class Tape:
         return other
 
 
-#: The phases in force, outermost first: a tape, and whether it is read.
-_phases: list[tuple[Tape, bool]] = []
+#: The phases in force, outermost first: a tape, whether it is read, and whether the region is the first phase's.
+_phases: list[tuple[Tape, bool, bool]] = []
 
 
 @contextmanager
-def phase(tape: Tape, *, reads: bool) -> Iterator[None]:
-    """Let layers of delayed scaling write to a tape, or read it."""
-    _phases.append((tape, reads))
-    _ops.autocast_set_recompute(True)
+def phase(tape: Tape, *, reads: bool, as_recorded: bool = False) -> Iterator[None]:
+    """Let layers of delayed scaling write to a tape, or read it.
+
+    Parameters
+    ----------
+    tape : Tape
+        The tape.
+    reads : bool
+        Layers take their notes back: the second phase.
+    as_recorded : bool, default = False
+        Its caller has put the region of the first phase in force. Layers that find none run in high
+        precision then, where in a backward they would repeat their last region otherwise.
+    """
+    _phases.append((tape, reads, as_recorded))
+    _ops.autocast_set_recompute(True, is_as_recorded())
     try:
         yield
     finally:
         _phases.pop()
-        _ops.autocast_set_recompute(bool(_phases))
+        _ops.autocast_set_recompute(bool(_phases), is_as_recorded())
+
+
+def is_as_recorded() -> bool:
+    """Return whether a second phase has put the region of its first one in force."""
+    return any(as_recorded for *_, as_recorded in _phases)
+
+
+def is_repeating() -> bool:
+    """Return whether layers repeat their last region: torch's checkpoint runs a forward again, outside of any."""
+    enabled, _, _, _, depth, _ = _ops.autocast_region()
+    is_outside = not enabled and depth == 0 and not is_as_recorded()
+    return is_outside and torch._C._current_graph_task_id() >= 0
 
 
 def is_in_phase() -> bool:
@@ -85,7 +108,7 @@ def scales(
     handle: Any, slots: int, generation: int, grads: bool
 ) -> tuple[torch.Tensor, int] | None:
     """Note an op's scales, or return those of the first phase; the dispatcher calls this."""
-    read = next((tape for tape, reads in reversed(_phases) if reads), None)
+    read = next((tape for tape, reads, _ in reversed(_phases) if reads), None)
     if read is None:
         # With gradients, the first phase's own node updates the backward scales.
         first = not grads and _ops.autocast_take_first()
@@ -94,7 +117,7 @@ def scales(
         note = read.take(handle)
         if grads and note[2]:
             _ops.autocast_set_first(True)
-    for tape, reads in _phases:
+    for tape, reads, _ in _phases:
         if not reads:
             tape.push(handle, note)
     return None if read is None else note[:2]

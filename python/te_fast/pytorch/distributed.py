@@ -50,9 +50,11 @@ class activation_recompute_forward:
         recompute_phase: bool = False,
         *,
         _tape: _scale_tape.Tape | None = None,
+        _as_recorded: bool = False,
     ) -> None:
         self.activation_recompute = activation_recompute
         self.recompute_phase = recompute_phase
+        self._as_recorded = _as_recorded
         self._tape = _default_tape if _tape is None else _tape
 
     def __enter__(self) -> None:
@@ -66,7 +68,9 @@ class activation_recompute_forward:
             tape = self._tape
             if self.recompute_phase and tape is not _default_tape:
                 tape = tape.copy()  # backward may run twice
-            self._phase = _scale_tape.phase(tape, reads=self.recompute_phase)
+            self._phase = _scale_tape.phase(
+                tape, reads=self.recompute_phase, as_recorded=self._as_recorded
+            )
         self._phase.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
@@ -125,11 +129,14 @@ class _Recomputed:
         self._tracker = tracker
         self._tape = _scale_tape.Tape()
         self._autocast: tuple[Any, ...] | None = None
+        #: torch's checkpoint runs the first call again: layers repeat regions of their own in both.
+        self._is_repeated = False
         self._rng_states: Any = None
 
     def __call__(self, *args: Any) -> Any:
         if self._autocast is None:
             self._autocast = FP8GlobalStateManager.get_autocast_state()
+            self._is_repeated = _scale_tape.is_repeating()
             if self._tracker is not None:
                 self._rng_states = self._tracker().get_states()
             with activation_recompute_forward(True, False, _tape=self._tape):
@@ -144,7 +151,10 @@ class _Recomputed:
             rng_states = self._tracker().get_states()
             self._tracker().set_states(self._rng_states)
         try:
-            with activation_recompute_forward(True, True, _tape=self._tape):
+            as_recorded = not self._is_repeated
+            with activation_recompute_forward(
+                True, True, _tape=self._tape, _as_recorded=as_recorded
+            ):
                 return self._function(*args, **self._kwargs)
         finally:
             if self._tracker is not None:

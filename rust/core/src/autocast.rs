@@ -210,6 +210,8 @@ pub struct AutocastState {
     /// Layers of delayed scaling ask Python which scales to use: activation recomputation records them in its first
     /// phase and uses them again in its second.
     pub recompute: bool,
+    /// A recomputation has put the region of its first run in force, so that layers have none of their own to repeat.
+    pub as_recorded: bool,
     registries: [Registry; 2],
     next_id: u64,
 }
@@ -221,6 +223,7 @@ impl Default for AutocastState {
             recipes: Vec::new(),
             groups: Vec::new(),
             recompute: false,
+            as_recorded: false,
             registries: [Registry::default(), Registry::default()],
             next_id: 1,
         }
@@ -313,7 +316,7 @@ impl AutocastState {
     /// Back to the state of a fresh process, but for the registered slots: they live as long as their layers.
     pub fn reset(&mut self) {
         self.scopes = Scopes::default();
-        self.recompute = false;
+        (self.recompute, self.as_recorded) = (false, false);
         for registry in &mut self.registries {
             registry.ran = false;
             for slots in registry.slots.iter().filter_map(Weak::upgrade) {

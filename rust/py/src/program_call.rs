@@ -137,7 +137,8 @@ fn recomputed_region(state: &State, program: &Bound<'_, ProgramHandle>) -> PyRes
     let py = program.py();
     let Some(region) = program.try_borrow()?.last_region else { return Ok(None) };
     let mut dispatcher = state.dispatcher(py)?;
-    if dispatcher.0.autocast.current().enabled || dispatcher.0.autocast.depth() != 0 {
+    let autocast = &mut dispatcher.0.autocast;
+    if autocast.current().enabled || autocast.depth() != 0 || autocast.as_recorded {
         return Ok(None); // the region around it says what is wanted
     }
     drop(dispatcher);

@@ -44,10 +44,12 @@ pub(crate) fn replay(
     Ok(Some(Replay { scale: Held::new(&state.reader, &scale)?, generation }))
 }
 
-/// Whether layers of delayed scaling take part in activation recomputation.
+/// Whether layers of delayed scaling take part in activation recomputation, and whether its second phase has put the
+/// region of the first one in force.
 #[pyfunction]
-#[pyo3(signature = (active, /))]
-pub(crate) fn autocast_set_recompute(py: Python<'_>, active: bool) -> PyResult<()> {
-    state(py)?.dispatcher(py)?.0.autocast.recompute = active;
+#[pyo3(signature = (active, as_recorded, /))]
+pub(crate) fn autocast_set_recompute(py: Python<'_>, active: bool, as_recorded: bool) -> PyResult<()> {
+    let autocast = &mut state(py)?.dispatcher(py)?.0.autocast;
+    (autocast.recompute, autocast.as_recorded) = (active, as_recorded);
     Ok(())
 }

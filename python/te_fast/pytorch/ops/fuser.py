@@ -14,7 +14,7 @@ import torch
 
 from te_fast.common.recipe import Recipe
 from te_fast.errors import ArgumentError, DtypeError, StateError, UnsupportedError
-from te_fast.pytorch import _ops
+from te_fast.pytorch import _ops, _scale_tape
 from te_fast.pytorch._global_state import FP8GlobalStateManager
 from te_fast.pytorch.ops import _chain
 from te_fast.pytorch.ops._plan import Plan, Types, make_plan, match
@@ -238,7 +238,7 @@ class OperationFuser:
     def _repeat_region(self) -> tuple[Any, ...] | None:
         """Put the last region in force if backward runs a forward again behind it; return the one to go back to."""
         is_inside = FP8GlobalStateManager.is_fp8_enabled() or _ops.autocast_region()[4] != 0
-        if is_inside or self._last_region is None:
+        if is_inside or self._last_region is None or _scale_tape.is_as_recorded():
             return None
         if torch._C._current_graph_task_id() < 0:
             self._last_region = None
