@@ -229,6 +229,31 @@ def test_delayed_weight_gradient(fp8, fuse):
         layer.backward_dw()
 
 
+@pytest.mark.parametrize(
+    "calls",
+    [((False, 32), (True, 32)), ((True, 32), (False, 32)), ((True, 0), (True, 32))],
+    ids=["high precision first", "fp8 first", "no rows first"],
+)
+@pytest.mark.parametrize("override", [None, "high_precision"])
+def test_delayed_weight_gradients_are_computed_oldest_first(calls, override):
+    """Of whatever kind their forwards were: the first microbatch sets main_grad, and later ones add to it."""
+    recipe = Float8CurrentScaling(backward_override=override)
+    layer = make(delay_wgrad_compute=True, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.full((48, 64), 100.0)
+    wanted = torch.zeros(48, 64)
+    for index, (fp8, rows) in enumerate(calls):
+        x, grad = inputs(rows, layer)
+        plain = make()
+        for each, options in ((layer, {"is_first_microbatch": index == 0}), (plain, {})):
+            with te.autocast(enabled=fp8, recipe=recipe):
+                y = each(x, **options)
+            y.backward(grad)
+        wanted += plain.weight.grad
+    layer.backward_dw()
+    layer.backward_dw()
+    assert torch.allclose(layer.weight.main_grad, wanted, rtol=2e-2, atol=0.1)
+
+
 @pytest.mark.filterwarnings("ignore:.*Recipe type changed")
 @pytest.mark.parametrize("name", ["current", "block"])
 def test_save_original_input(name):

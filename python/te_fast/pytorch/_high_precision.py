@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from te_fast.errors import StateError
+from te_fast.pytorch import _ops
 
 if TYPE_CHECKING:
     from te_fast.pytorch.linear import Linear
@@ -125,7 +126,7 @@ class _Linear(torch.autograd.Function):
         db = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None
         dw = None
         if needs_weight and layer.delay_wgrad_compute:
-            layer._deferred.append((x, grad, ctx.overwrite))
+            layer._deferred.append((_ops.deferral_number(), x, grad, ctx.overwrite))
         elif needs_weight:
             # The parts of a split weight get their share where the concatenation is undone.
             parameters = [ctx.weight] if layer._parts is None else [ctx.weight, ctx.weight]

@@ -144,7 +144,7 @@ class Linear(SplitLinear):
         self.get_rng_state_tracker = get_rng_state_tracker
         self.rng_tracker_name = rng_tracker_name
         self.init_method = init_method
-        self._deferred: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
+        self._deferred: list[tuple[int, torch.Tensor, torch.Tensor, bool]] = []
         options = options_of(params_dtype, device, self.name)
         self._make_linear_parameters(parameters_split, options)
         self._make_native()
@@ -325,26 +325,34 @@ class Linear(SplitLinear):
         """
         if not self.delay_wgrad_compute:
             return
-        parameters = [getattr(self, name) for name in self.weight_names]
-        if self._handle.deferred_count():
-            fuse = self.fuse_wgrad_accumulation and self._parts is None
-            dw = _ops.linear_backward_dw(self._handle, parameters[0], fuse)
-        elif self._overridden is not None and self._overridden.handle.deferred_count():
-            fuse = self.fuse_wgrad_accumulation and self._parts is None
-            whole = parameters[0]
-            if self._parts is not None:
-                whole = self._weight(overwrite=False)[0].detach()
-            dw = _ops.program_backward_dw(self._overridden.handle, whole, fuse)
-        elif self._deferred:
-            x, grad, overwrite = self._deferred.pop(0)
-            dw = _high_precision.weight_gradient(self, parameters, x, grad, overwrite=overwrite)
-        else:
+        # Forwards in FP8, under an override, and in high precision or on no rows leave theirs in different places.
+        overridden = None if self._overridden is None else self._overridden.handle
+        waiting: dict[int, Any] = {number: None for number, *_ in self._deferred[:1]}
+        for handle in (self._handle, overridden):
+            number = None if handle is None else handle.oldest_deferral()
+            if number is not None:
+                waiting[number] = handle
+        if not waiting:
             message = f"{self.name}: backward_dw() was called without a backward before it"
             raise StateError(message)
+        dw = self._deferred_gradient(waiting[min(waiting)])
         if dw is not None:
             self._give_deferred(dw)
         for hook in self.wgrad_accumulation_and_reduce_hooks:
             hook()
+
+    def _deferred_gradient(self, handle: Any) -> torch.Tensor | None:
+        """Compute the oldest gradient that waits with a native handle, or in high precision without."""
+        parameters = [getattr(self, name) for name in self.weight_names]
+        if handle is None:
+            _, x, grad, overwrite = self._deferred.pop(0)
+            return _high_precision.weight_gradient(self, parameters, x, grad, overwrite=overwrite)
+        is_whole = self._parts is None
+        fuse = self.fuse_wgrad_accumulation and is_whole
+        if handle is self._handle:
+            return _ops.linear_backward_dw(handle, parameters[0], fuse)
+        whole = parameters[0] if is_whole else self._weight(overwrite=False)[0].detach()
+        return _ops.program_backward_dw(handle, whole, fuse)
 
     def extra_repr(self) -> str:
         """Sizes and bias, as ``torch.nn.Linear`` shows them."""

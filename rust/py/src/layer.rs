@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -25,7 +26,6 @@ pub(crate) struct Slots {
     pub(crate) backward: Arc<AmaxSlots>,
 }
 
-/// One tensor's slot out of a direction's.
 impl Slots {
     /// Whether calls in regions of `epoch` may use them: they are its layer's still.
     #[inline]
@@ -34,6 +34,7 @@ impl Slots {
     }
 }
 
+/// One tensor's slot out of a direction's.
 pub(crate) fn slot(slots: &AmaxSlots, index: usize) -> Slot<'_> {
     Slot { scale: slots.scale().offset(4 * index), amax: slots.history().offset(4 * index) }
 }
@@ -49,9 +50,18 @@ pub(crate) struct Geometry {
     pub(crate) y_stride: Py<PyTuple>,
 }
 
+/// A number for a weight gradient that is put off, ascending over all of the process: a layer's wait in several places,
+/// and the oldest comes first.
+#[pyfunction]
+pub(crate) fn deferral_number() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
 /// A weight gradient put off until `backward_dw`.
 #[derive(Debug)]
 pub(crate) struct DeferredWeightGrad {
+    pub(crate) number: u64,
     pub(crate) plan: Arc<LinearPlan>,
     pub(crate) saved: Option<Py<PyAny>>,
     pub(crate) x: Option<Py<PyAny>>,
@@ -226,6 +236,11 @@ impl LinearHandle {
     /// Number of weight gradients that wait for `backward_dw`.
     fn deferred_count(&self) -> usize {
         self.deferred.len()
+    }
+
+    /// [`deferral_number`] of the first of them, or None.
+    fn oldest_deferral(&self) -> Option<u64> {
+        self.deferred.front().map(|deferred| deferred.number)
     }
 
     /// Number of plans held.

@@ -54,7 +54,7 @@ mod _native {
     #[pymodule_export]
     use crate::dispatch_norm_backward::norm_backward;
     #[pymodule_export]
-    use crate::layer::{Geometry, LinearHandle, LinearSaved};
+    use crate::layer::{Geometry, LinearHandle, LinearSaved, deferral_number};
     #[pymodule_export]
     use crate::linear::{install_linear, linear_apply, linear_autograd_forward, linear_call, linear_forward};
     #[pymodule_export]

@@ -10,7 +10,7 @@ use te_fast_core::linear::{Backward, LinearPlan, Slot};
 use te_fast_core::tensor::DType;
 
 use crate::error::Failure;
-use crate::layer::{DeferredWeightGrad, LinearHandle, LinearSaved, slot};
+use crate::layer::{DeferredWeightGrad, LinearHandle, LinearSaved, deferral_number, slot};
 use crate::linear::hooks;
 use crate::linear_run::{name, readable, saved_tensor};
 use crate::state::{State, state};
@@ -199,6 +199,7 @@ impl<'py> BackwardCall<'_, 'py> {
             WeightGrad::Deferred(kept_dy) => {
                 let (saved, x) = (self.tensor(0)?.map(Bound::unbind), self.tensor(1)?.map(Bound::unbind));
                 let deferred = DeferredWeightGrad {
+                    number: deferral_number(),
                     plan: self.kept.plan.clone(),
                     saved,
                     x,

@@ -12,7 +12,7 @@ use te_fast_core::program::{Chain, LinearSlots, Op, Program};
 use te_fast_core::tensor::TensorView;
 
 use crate::error::IntoPython;
-use crate::layer::slot;
+use crate::layer::{deferral_number, slot};
 use crate::program_functions::activation_named;
 use crate::replay::Replay;
 use crate::state::contiguous_strides;
@@ -56,9 +56,17 @@ impl OpSlots {
 /// A weight gradient put off until `backward_dw`.
 #[derive(Debug)]
 pub(crate) struct WaitingGrad {
+    /// [`deferral_number`].
+    number: u64,
     /// What it is computed from; none after a forward on zero rows.
     pub(crate) rows: Option<WaitingRows>,
     pub(crate) overwrite_main_grad: bool,
+}
+
+impl WaitingGrad {
+    pub(crate) fn new(rows: Option<WaitingRows>, overwrite_main_grad: bool) -> Self {
+        Self { number: deferral_number(), rows, overwrite_main_grad }
+    }
 }
 
 /// Operands of a weight gradient that was put off.
@@ -138,6 +146,11 @@ impl WeightHandle {
     /// Number of weight gradients that wait for `backward_dw`.
     fn deferred_count(&self) -> usize {
         self.waiting.len()
+    }
+
+    /// [`deferral_number`] of the first of them, or None.
+    fn oldest_deferral(&self) -> Option<u64> {
+        self.waiting.front().map(|waiting| waiting.number)
     }
 
     /// The quantised weight: (buffer, bytes, has row layout, has column layout), or None.

@@ -363,7 +363,7 @@ impl<'py> BackwardCall<'_, 'py> {
                     let program = Arc::clone(&kept.compiled.program);
                     let (saved, grad) = (self.tensors.clone().unbind(), grad.unbind());
                     let rows = Some(WaitingRows { program, linear, saved, grad });
-                    let waiting = WaitingGrad { rows, overwrite_main_grad: kept.overwrite_main_grad };
+                    let waiting = WaitingGrad::new(rows, kept.overwrite_main_grad);
                     let weight = handle.weights[linear].clone_ref(py);
                     drop(handle);
                     let mut weight = weight.bind(py).try_borrow_mut()?;

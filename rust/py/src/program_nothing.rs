@@ -34,7 +34,7 @@ pub(crate) fn program_grads_of_nothing<'py>(
         if let Some((weight, _)) = linear {
             let mut weight = weight.bind(py).try_borrow_mut()?;
             if weight.delay_wgrad_compute {
-                weight.waiting.push_back(WaitingGrad { rows: None, overwrite_main_grad });
+                weight.waiting.push_back(WaitingGrad::new(None, overwrite_main_grad));
                 let fuses = weight.fuse_wgrad_accumulation;
                 drop(weight);
                 grads.push(if fuses { after_main_grad(&param)? } else { None });
