@@ -312,6 +312,22 @@ def test_delayed_weight_gradients(kind, fp8, fuse):
     plain.backward_dw()  # nothing to do
 
 
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+def test_a_delayed_weight_gradient_outlives_a_main_grad_that_is_missing(kind, fp8):
+    layer = make(kind, delay_wgrad_compute=True, fuse_wgrad_accumulation=True)
+    plain = make(kind)
+    x, grad = data(layer)
+    for each in (layer, plain):
+        step(each, x, grad, Float8CurrentScaling() if fp8 else None)
+    for weight in weights(layer).values():
+        with pytest.raises(RuntimeError, match="main_grad"):
+            layer.backward_dw()
+        weight.main_grad = torch.zeros(weight.shape)
+    layer.backward_dw()
+    for name, weight in weights(layer).items():
+        assert torch.allclose(weight.main_grad, weights(plain)[name].grad, rtol=1e-5, atol=1e-5)
+
+
 def subsets(layer):
     names = [name for name, _ in layer.named_parameters()]
     yield from ([name] for name in names)

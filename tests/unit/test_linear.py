@@ -254,6 +254,29 @@ def test_delayed_weight_gradients_are_computed_oldest_first(calls, override):
     assert torch.allclose(layer.weight.main_grad, wanted, rtol=2e-2, atol=0.1)
 
 
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+@pytest.mark.parametrize("override", [None, "high_precision"])
+@pytest.mark.parametrize("split", [None, ("a", "b")], ids=str)
+def test_a_delayed_weight_gradient_outlives_a_main_grad_that_is_missing(fp8, override, split):
+    options = {"delay_wgrad_compute": True, "fuse_wgrad_accumulation": True}
+    layer, plain = make(parameters_split=split, **options), make(parameters_split=split)
+    recipe = Float8CurrentScaling(backward_override=override)
+    x, grad = inputs(32, layer)
+    for each in (layer, plain):
+        with te.autocast(enabled=fp8, recipe=recipe):
+            y = each(x)
+        y.backward(grad)
+    with pytest.raises(RuntimeError, match="main_grad"):
+        layer.backward_dw()
+    parts = [getattr(layer, name) for name in layer.weight_names]
+    for part in parts:
+        part.main_grad = torch.zeros_like(part, dtype=torch.float32)
+    layer.backward_dw()
+    for part, name in zip(parts, layer.weight_names, strict=True):
+        wanted = getattr(plain, name).grad.float()
+        assert torch.allclose(part.main_grad, wanted, rtol=2e-2, atol=0.1)
+
+
 @pytest.mark.filterwarnings("ignore:.*Recipe type changed")
 @pytest.mark.parametrize("name", ["current", "block"])
 def test_save_original_input(name):

@@ -186,6 +186,12 @@ class SplitLinear(TransformerEngineBaseModule):
             return self.bias
         return _joined([getattr(self, name) for name in self.bias_names])
 
+    def _check_main_grads(self) -> None:
+        """Raise before a gradient that waits is computed, if a part that it goes to cannot take it."""
+        if self._parts is not None and self.fuse_wgrad_accumulation:
+            for name in self.weight_names:
+                _high_precision.main_grad_of(getattr(self, name))
+
     def _give_deferred(self, dw: torch.Tensor) -> None:
         """Give a weight gradient that :meth:`backward_dw` computed to the parts."""
         parameters = [getattr(self, name) for name in self.weight_names]

@@ -196,6 +196,7 @@ class LayerNormLinear(CompoundModule, SplitLinear):
         if self._parts is None:
             super()._compute_deferred(name, handle)
             return
+        self._check_main_grads()
         whole, _ = self._weight(overwrite=False)
         dw = _ops.program_backward_dw(handle, whole.detach(), False)
         if dw is not None:

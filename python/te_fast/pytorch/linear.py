@@ -335,6 +335,7 @@ class Linear(SplitLinear):
         if not waiting:
             message = f"{self.name}: backward_dw() was called without a backward before it"
             raise StateError(message)
+        self._check_main_grads()
         dw = self._deferred_gradient(waiting[min(waiting)])
         if dw is not None:
             self._give_deferred(dw)
@@ -345,8 +346,10 @@ class Linear(SplitLinear):
         """Compute the oldest gradient that waits with a native handle, or in high precision without."""
         parameters = [getattr(self, name) for name in self.weight_names]
         if handle is None:
-            _, x, grad, overwrite = self._deferred.pop(0)
-            return _high_precision.weight_gradient(self, parameters, x, grad, overwrite=overwrite)
+            _, x, grad, overwrite = self._deferred[0]
+            dw = _high_precision.weight_gradient(self, parameters, x, grad, overwrite=overwrite)
+            del self._deferred[0]
+            return dw
         is_whole = self._parts is None
         fuse = self.fuse_wgrad_accumulation and is_whole
         if handle is self._handle:

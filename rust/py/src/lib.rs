@@ -19,6 +19,7 @@ mod program;
 mod program_backward;
 mod program_call;
 mod program_check;
+mod program_deferred;
 mod program_functions;
 mod program_layer;
 mod program_nothing;
@@ -66,11 +67,13 @@ mod _native {
     #[pymodule_export]
     use crate::program::{ProgramHandle, WeightHandle};
     #[pymodule_export]
-    use crate::program_backward::{ProgramSaved, program_backward, program_backward_dw};
+    use crate::program_backward::{ProgramSaved, program_backward};
     #[pymodule_export]
     use crate::program_call::{
         program_apply, program_autograd_forward, program_module_call, program_run_backward, program_run_forward,
     };
+    #[pymodule_export]
+    use crate::program_deferred::program_backward_dw;
     #[pymodule_export]
     use crate::program_layer::{program_layer_call, program_layer_forward};
     #[pymodule_export]

@@ -310,10 +310,24 @@ fn run_deferred<'py>(
     weight: &Bound<'py, PyAny>,
     fuse: bool,
 ) -> Result<Option<Bound<'py, PyAny>>, Failure> {
-    let py = handle.py();
     let Some(deferred) = handle.try_borrow_mut()?.deferred.pop_front() else {
         return Err(Error::state(OP, "backward_dw() was called without a backward before it").into());
     };
+    let done = give(state, handle, weight, fuse, &deferred);
+    if done.is_err() {
+        handle.try_borrow_mut()?.deferred.push_front(deferred); // it can be asked for again
+    }
+    done
+}
+
+fn give<'py>(
+    state: &State,
+    handle: &Bound<'py, LinearHandle>,
+    weight: &Bound<'py, PyAny>,
+    fuse: bool,
+    deferred: &DeferredWeightGrad,
+) -> Result<Option<Bound<'py, PyAny>>, Failure> {
+    let py = handle.py();
     let plan = &deferred.plan;
     let key = plan.key();
     let _guard = state.guard(py, key.device)?;

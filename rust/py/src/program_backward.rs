@@ -16,7 +16,7 @@ use crate::error::Failure;
 use crate::linear::hooks;
 use crate::linear_backward::{MainGrad, after_main_grad, main_grad};
 use crate::linear_run::{readable, saved_tensor};
-use crate::program::{Compiled, ProgramHandle, Shapes, WaitingGrad, WaitingRows, WeightHandle};
+use crate::program::{Compiled, ProgramHandle, Shapes, WaitingGrad, WaitingRows};
 use crate::program_check::check_grad;
 use crate::program_run::CallWeight;
 use crate::program_tensors::weight_arguments;
@@ -122,13 +122,13 @@ struct BackwardCall<'a, 'py> {
 }
 
 /// The call's own tensors as backward reads them, by place.
-struct Read<'py> {
-    saved: Option<Bound<'py, PyAny>>,
+pub(crate) struct Read<'py> {
+    pub(crate) saved: Option<Bound<'py, PyAny>>,
     tensors: Vec<(Where, Bound<'py, PyAny>)>,
 }
 
 impl<'py> Read<'py> {
-    fn new(state: &State, program: &Program, tensors: &Bound<'py, PyTuple>) -> Result<Self, Failure> {
+    pub(crate) fn new(state: &State, program: &Program, tensors: &Bound<'py, PyTuple>) -> Result<Self, Failure> {
         let device = program.key().device;
         let read = |tensor, extent| saved_tensor(state, OP, tensor, extent, device);
         let saved = Some(tensors.get_item(0)?).filter(|saved| !saved.is_none());
@@ -141,7 +141,7 @@ impl<'py> Read<'py> {
         Ok(Self { saved, tensors })
     }
 
-    fn pointer(&self, state: &State, place: Where) -> te_fast_core::Result<DevPtr<'_>> {
+    pub(crate) fn pointer(&self, state: &State, place: Where) -> te_fast_core::Result<DevPtr<'_>> {
         let found = self.tensors.iter().find(|(at, _)| *at == place);
         state.pointer(found.map(|(_, tensor)| tensor))
     }
@@ -418,80 +418,4 @@ impl<'a> Pointers<'a> {
             grad_extra_outputs: grads.iter().skip(1).map(|grad| state.pointer(Some(grad))).collect::<Result<_, _>>()?,
         })
     }
-}
-
-/// Runs the oldest weight gradient that was put off and gives it to `weight`; returns the new tensor, or None when
-/// it went into `main_grad`.
-#[pyfunction]
-#[pyo3(signature = (handle, weight, fuse_wgrad_accumulation, /))]
-pub(crate) fn program_backward_dw<'py>(
-    handle: &Bound<'py, WeightHandle>,
-    weight: &Bound<'py, PyAny>,
-    fuse_wgrad_accumulation: bool,
-) -> PyResult<Option<Bound<'py, PyAny>>> {
-    let state = state(handle.py())?;
-    run_waiting(state, handle, weight, fuse_wgrad_accumulation).map_err(|failure| {
-        let name = handle.try_borrow().ok().map(|handle| handle.name().to_string());
-        failure.named(name.as_deref())
-    })
-}
-
-fn run_waiting<'py>(
-    state: &State,
-    handle: &Bound<'py, WeightHandle>,
-    weight: &Bound<'py, PyAny>,
-    fuse: bool,
-) -> Result<Option<Bound<'py, PyAny>>, Failure> {
-    let py = handle.py();
-    let Some(waiting) = handle.try_borrow_mut()?.waiting.pop_front() else {
-        return Err(Error::state(OP, "backward_dw() was called without a backward before it").into());
-    };
-    let (dw, accumulate) = if fuse {
-        let MainGrad { grad, accumulate, .. } = main_grad(state, weight, waiting.overwrite_main_grad)?;
-        (grad, accumulate)
-    } else {
-        let view = view_of(&state.reader, weight, "weight")?;
-        (state.empty_sized(py, view.device(), view.shape(), view.dtype())?, false)
-    };
-    match &waiting.rows {
-        Some(rows) => run_rows(state, rows, &dw, accumulate)?,
-        None if accumulate => {}
-        None => drop(dw.call_method0("zero_")?),
-    }
-    Ok(if fuse { None } else { Some(dw) })
-}
-
-/// The GEMM of a gradient that waited.
-fn run_rows(state: &State, waiting: &WaitingRows, dw: &Bound<'_, PyAny>, accumulate: bool) -> Result<(), Failure> {
-    let (py, program) = (dw.py(), &waiting.program);
-    let device = program.key().device;
-    let _guard = state.guard(py, device)?;
-    let place = Place { device, stream: state.reader.stream(py, device)? };
-    let read = Read::new(state, program, waiting.saved.bind(py))?;
-    let key = program.key();
-    let list = |count: usize, at: fn(u16) -> Where| {
-        (0..count as u16).map(|index| read.pointer(state, at(index))).collect::<Result<Vec<_>, _>>()
-    };
-    let (extras, extra_outputs) =
-        (list(key.extras.len(), Where::Extra)?, list(program.extra_outputs().len(), Where::ExtraOutput)?);
-    let mut deferred = vec![DevPtr::null(); program.deferred_bytes().len()];
-    deferred[waiting.linear] = state.pointer(Some(waiting.grad.bind(py)))?;
-    let bindings = Bindings {
-        input: read.pointer(state, Where::Input)?,
-        extras: &extras,
-        extra_outputs: &extra_outputs,
-        saved: state.pointer(read.saved.as_ref())?,
-        deferred: &deferred,
-        ..Bindings::NONE
-    };
-    let view = view_of(&state.reader, dw, "the weight's gradient")?;
-    let external = Dispatcher::external_bytes(place, 0)?;
-    let scratch = state.optional_bytes(py, place.device, external.bytes())?;
-    let memory = external.memory(state.pointer(scratch.as_ref())?);
-    let mut dispatcher = state.dispatcher(py)?;
-    let address = view.data().address();
-    let plan = program.weight_grad_plan(&mut dispatcher.0, waiting.linear, view.dtype(), accumulate, address)?;
-    let mut lane = dispatcher.0.lane(place, 0, memory)?;
-    program.run_waiting(&mut lane, waiting.linear, &plan, &bindings, view.data())?;
-    Ok(())
 }
