@@ -339,6 +339,28 @@ def test_parameters_split_into_main_grad(fp8):
 
 
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("first", [None, True])
+def test_frozen_parts_get_no_gradient(fp8, delay, fuse, first):
+    options = {"delay_wgrad_compute": delay, "fuse_wgrad_accumulation": fuse}
+    layer, plain = make(parameters_split=("a", "b"), **options), make(parameters_split=("a", "b"))
+    x, grad = inputs(32, layer)
+    layer.b_weight.requires_grad_(False)  # and has no main_grad
+    layer.a_weight.main_grad = torch.full((24, 64), 2.0)
+    for each, call in ((layer, {"is_first_microbatch": first}), (plain, {})):
+        with te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
+            y = each(x, **call)
+        y.backward(grad)
+    layer.backward_dw()
+    assert layer.b_weight.grad is None
+    assert not hasattr(layer.b_weight, "main_grad")
+    base = 0.0 if first else 2.0
+    got = layer.a_weight.main_grad - base if fuse else layer.a_weight.grad.float()
+    assert torch.allclose(got, plain.a_weight.grad.float(), rtol=2e-2, atol=0.1)
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
 @pytest.mark.parametrize("first", [None, True])
 def test_parts_wait_for_their_delayed_gradient(fp8, first):
     options = {"delay_wgrad_compute": True, "fuse_wgrad_accumulation": True}

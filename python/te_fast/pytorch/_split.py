@@ -95,16 +95,23 @@ class _Concatenate(torch.autograd.Function):
         if grad is None:  # backward_dw gives it later, and adds it
             if not ctx.layer.fuse_wgrad_accumulation:
                 return (None,) * (3 + len(ctx.parts))
-            if ctx.overwrite:
-                for part in ctx.parts:
+            trained = zip(ctx.parts, ctx.needs_input_grad[3:], strict=True)
+            takes = [part if needed else None for part, needed in trained]
+            for part in takes if ctx.overwrite else ():
+                if part is not None:
                     _high_precision.main_grad_of(part).zero_()
-            return (None, None, None, *map(_high_precision.after_main_grad, ctx.parts))
+            after = _high_precision.after_main_grad
+            return (None, None, None, *(None if part is None else after(part) for part in takes))
         parts = grad.split([part.shape[0] for part in ctx.parts])
         if not ctx.layer.fuse_wgrad_accumulation:
             return (None, None, None, *parts)
         given = [
             _high_precision.give(parameter, part, fuse=True, overwrite=ctx.overwrite)
-            for parameter, part in zip(ctx.parts, parts, strict=True)
+            if needed
+            else None
+            for parameter, part, needed in zip(
+                ctx.parts, parts, ctx.needs_input_grad[3:], strict=True
+            )
         ]
         return (None, None, None, *given)
 
@@ -190,12 +197,14 @@ class SplitLinear(TransformerEngineBaseModule):
         """Raise before a gradient that waits is computed, if a part that it goes to cannot take it."""
         if self._parts is not None and self.fuse_wgrad_accumulation:
             for name in self.weight_names:
-                _high_precision.main_grad_of(getattr(self, name))
+                if getattr(self, name).requires_grad:
+                    _high_precision.main_grad_of(getattr(self, name))
 
     def _give_deferred(self, dw: torch.Tensor) -> None:
-        """Give a weight gradient that :meth:`backward_dw` computed to the parts."""
+        """Give a weight gradient that :meth:`backward_dw` computed to the parts that are trained."""
         parameters = [getattr(self, name) for name in self.weight_names]
         sizes = [parameter.shape[0] for parameter in parameters]
         for parameter, part in zip(parameters, dw.split(sizes), strict=True):
-            fuse = self.fuse_wgrad_accumulation
-            _high_precision.give(parameter, part, fuse=fuse, overwrite=False)
+            if parameter.requires_grad:
+                fuse = self.fuse_wgrad_accumulation
+                _high_precision.give(parameter, part, fuse=fuse, overwrite=False)
