@@ -477,6 +477,20 @@ def test_torchs_own_outside_of_fp8(reentrant):
     assert torch.equal(x.grad, wanted)
 
 
+@REENTRANT
+@pytest.mark.parametrize("make", [linear, norm_linear, norm_mlp, recomputed_norm_mlp])
+def test_a_calibration_takes_its_maxima_once(make, reentrant):
+    recipe, found = RECIPES["delayed"](), []
+    x = torch.linspace(-2, 2, 32 * 64).view(32, 64).bfloat16().requires_grad_()
+    for checkpointed in (False, True):
+        layer = make(0)
+        with te.autocast(enabled=False, calibrating=True, recipe=recipe):
+            y = te.checkpoint(layer, x, use_reentrant=reentrant) if checkpointed else layer(x)
+        y.sum().backward()
+        found.append(scales(layer))
+    assert all(map(torch.equal, *found))
+
+
 def python_chain(seed):
     """A group with an operation that runs in Python."""
     torch.manual_seed(seed)

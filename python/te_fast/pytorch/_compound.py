@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fast.errors import ShapeError, StateError
-from te_fast.pytorch import _high_precision, _ops
+from te_fast.pytorch import _high_precision, _ops, _scale_tape
 from te_fast.pytorch._global_state import autocast_state
 from te_fast.pytorch._parameters import constant, initialise, materialise
 from te_fast.pytorch._recompute import recomputed
@@ -257,7 +257,8 @@ class CompoundModule(TransformerEngineBaseModule):
         )
         self.init_fp8_metadata(self.fp8_meta["num_gemms"])
         state = self.fp8_meta.get("scaling_fwd")
-        if state is not None and self.fp8_meta["recipe"].delayed() and x.numel() > 0:
+        is_meant = state is not None and self.fp8_meta["recipe"].delayed() and x.numel() > 0
+        if is_meant and not _scale_tape.is_second():
             with torch.no_grad():
                 self._record(state, inputs, [parameters[name] for name in self._LINEARS])
         return (y, inputs[0]) if self.return_layernorm_output else y

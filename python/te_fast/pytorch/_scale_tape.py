@@ -16,7 +16,7 @@ import torch
 from te_fast.errors import StateError
 from te_fast.pytorch import _delayed, _ops
 
-__all__ = ["Tape", "is_as_recorded", "is_in_phase", "is_repeating", "phase", "scales"]
+__all__ = ["Tape", "is_as_recorded", "is_in_phase", "is_repeating", "is_second", "phase", "scales"]
 
 Note = tuple[torch.Tensor, int, bool]
 
@@ -85,6 +85,11 @@ def phase(tape: Tape, *, reads: bool, as_recorded: bool = False) -> Iterator[Non
     finally:
         _phases.pop()
         _ops.autocast_set_recompute(bool(_phases), is_as_recorded())
+
+
+def is_second() -> bool:
+    """Return whether a forward is run again, whose maxima are recorded already."""
+    return any(reads for _, reads, _ in _phases)
 
 
 def is_as_recorded() -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from te_fast.errors import ShapeError, StateError
-from te_fast.pytorch import _high_precision, _ops
+from te_fast.pytorch import _high_precision, _ops, _scale_tape
 from te_fast.pytorch._global_state import autocast_state
 from te_fast.pytorch._overridden import OverriddenLinear
 from te_fast.pytorch._parameters import check_sizes, options_of, refuse
@@ -308,6 +308,8 @@ class Linear(SplitLinear):
         self.init_fp8_metadata(self.fp8_meta["num_gemms"])
         state = self.fp8_meta.get("scaling_fwd")
         if state is None or not self.fp8_meta["recipe"].delayed() or inp.numel() == 0:
+            return
+        if _scale_tape.is_second():
             return
         with torch.no_grad():
             maxima = torch.stack([tensor.abs().amax().float() for tensor in (inp, weight)])
