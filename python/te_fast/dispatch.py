@@ -396,7 +396,7 @@ def plan_count(layer: torch.nn.Module) -> int:
 
 
 def drop_weight_cache(layer: torch.nn.Module) -> None:
-    """Forget a layer's quantised weights; its next forward quantises again.
+    """Forget the quantised weights of a layer, an op, or all that a module holds; the next forward quantises again.
 
     Needed only after the weight's memory was written past torch (``weight.data.mul_()``, a kernel
     that is no torch operation): such writes do not change the version that the cache goes by.
@@ -406,7 +406,10 @@ def drop_weight_cache(layer: torch.nn.Module) -> None:
     layer : te_fast.pytorch.Linear, LayerNormLinear or LayerNormMLP
         The layer.
     """
-    layer._drop_weight_cache()  # type: ignore[operator]
+    for module in layer.modules():
+        drop = getattr(module, "_drop_weight_cache", None)
+        if drop is not None:
+            drop()
 
 
 def release_memory() -> None:

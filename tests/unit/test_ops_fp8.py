@@ -268,6 +268,21 @@ def test_weights_are_cached_over_microbatches(recipe):
     assert casts[4] == 2
 
 
+@pytest.mark.parametrize("depth", ["op", "chain", "model"])
+def test_kept_weights_can_be_dropped(recipe, depth):
+    """What is written through `weight.data` leaves no trace."""
+    chain, _ = linears()
+    x = torch.randn(16, 64, dtype=torch.bfloat16)
+    with te.autocast(recipe=recipe), torch.no_grad():
+        before = chain(x)
+        chain[0].weight.data.zero_()
+        dropped = {"op": chain[0], "chain": chain, "model": torch.nn.ModuleList([chain])}[depth]
+        dispatch.drop_weight_cache(dropped)
+        after = chain(x)
+        assert not torch.equal(after, before)
+        assert torch.equal(after, copy.deepcopy(chain)(x))
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_bias_behind_an_identity_gets_its_gradient(recipe, frozen):
     """The gradient's cast does not sum it there; it was memory that nobody had written."""

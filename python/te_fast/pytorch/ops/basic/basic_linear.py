@@ -112,7 +112,7 @@ class BasicLinear(BasicOperation):
         tracker = self._rng_state_tracker_function
         with nullcontext() if tracker is None else tracker().fork():
             torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-        self._handle.drop_weight_cache()
+        self._drop_weight_cache()
 
     def pre_first_fuser_forward(self) -> None:
         """Make a weight on the meta device real."""
@@ -150,12 +150,15 @@ class BasicLinear(BasicOperation):
         """Set an attribute; a weight that FSDP brings back may have other values, at the same address and version."""
         super().__setattr__(name, value)
         if isinstance(value, torch.Tensor) and "_handle" in self.__dict__:
-            self._handle.drop_weight_cache()
+            self._drop_weight_cache()
+
+    def _drop_weight_cache(self) -> None:
+        self._handle.drop_weight_cache()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Forget what was quantised: ``.to()`` and its kin exchange the weight's memory."""
         result = super()._apply(fn, recurse)
-        self._handle.drop_weight_cache()
+        self._drop_weight_cache()
         return result
 
     def __getstate__(self) -> dict[str, Any]:
