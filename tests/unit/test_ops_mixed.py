@@ -29,6 +29,21 @@ def test_gradient_scales_are_updated_behind_the_whole_backward(behind):
     torch.testing.assert_close(state.scale, 57344 / maximum)
 
 
+@pytest.mark.parametrize("front", [ops.L2Normalization, ops.GELU])
+def test_a_group_under_another_recipe_is_not_the_first_of_delayed_scaling(front):
+    """Regions nest: the backward scales are updated by the first group that has any."""
+    other = ops.Sequential(front(), ops.Linear(16, 16, bias=False, **CPU))
+    layers = [te.Linear(16, 16, bias=False, **CPU) for _ in range(2)]
+    x = torch.ones(16, 16, requires_grad=True)
+    with te.autocast(recipe=Float8CurrentScaling()):
+        other(x)
+        with te.autocast(recipe=DelayedScaling(amax_history_len=2)):
+            y = layers[1](layers[0](x))
+    y.backward(torch.full_like(y, 4.0))
+    scale = layers[1].fp8_meta["scaling_bwd"].scale[0]
+    torch.testing.assert_close(scale, torch.tensor(57344 / 4.0))
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("make", [te.Linear, ops.Linear])
 def test_another_format_saturates_nothing(make, steps):

@@ -198,7 +198,8 @@ class Call:
 
         The native segments leave it to the group, whose Python operations may quantise behind them.
         """
-        if self.recipe is not None and any(op.num_quantizers("backward") for op in self.plan.ops):
+        is_delayed = self.recipe is not None and self.recipe.delayed()
+        if is_delayed and any(op.num_quantizers("backward") for op in self.plan.ops):
             self.updates_scales = FP8GlobalStateManager.is_first_fp8_module()
 
     # Forward --------------------------------------------------------------------------------------
