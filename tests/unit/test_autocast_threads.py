@@ -173,3 +173,62 @@ def test_training_in_two_threads_is_that_of_one():
         thread.join()
     assert torch.equal(results[0], wanted[0])
     assert torch.equal(results[1], wanted[1])
+
+
+LAYERS = {
+    "linear": lambda: te.Linear(16, 16, device="cpu"),
+    "mlp": lambda: te.LayerNormMLP(16, 16, checkpoint=True, device="cpu"),
+}
+
+
+class Meanwhile(torch.nn.Module):
+    """Calls a function in each backward through it."""
+
+    def __init__(self, layer, function):
+        super().__init__()
+        self.layer, self.function = layer, function
+
+    def forward(self, x):
+        if torch._C._current_graph_task_id() >= 0:
+            self.function()
+        return self.layer(x)
+
+
+def gradients_of_a_recomputation(make, recipe, meanwhile):
+    torch.manual_seed(0)
+    layer = Meanwhile(make(), meanwhile)
+    x = torch.linspace(-2, 2, 256).view(16, 16).requires_grad_()
+    with te.autocast(recipe=recipe):
+        y = te.checkpoint(layer, x, use_reentrant=False)
+    y.square().sum().backward()
+    return [x.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("recipe", [CURRENT, DelayedScaling()], ids=["current", "delayed"])
+def test_a_recomputation_keeps_to_its_thread(name, recipe):
+    """Another one leaves a region meanwhile, and runs a layer of its own."""
+    wanted = gradients_of_a_recomputation(LAYERS[name], recipe, lambda: None)
+    entered, leave = threading.Event(), threading.Event()
+    layer, results = LAYERS[name](), []
+
+    def work():
+        with te.autocast(recipe=BLOCK):
+            entered.set()
+            assert leave.wait(30)
+        with te.autocast(recipe=recipe):
+            y = layer(torch.ones(16, 16))
+        y.sum().backward()
+        results.append(seen())
+
+    other = threading.Thread(target=work)
+
+    def meanwhile():
+        leave.set()
+        other.join()
+
+    other.start()
+    assert entered.wait(30)
+    got = gradients_of_a_recomputation(LAYERS[name], recipe, meanwhile)
+    assert results == [recipe]  # it is in no region of its own, and sees the one of this thread
+    assert all(map(torch.equal, got, wanted))

@@ -39,14 +39,11 @@ class _Forward:
             with _scale_tape.phase(self._tape.copy(), reads=True):
                 yield
             return
-        region = FP8GlobalStateManager.get_autocast_state()
-        *parts, _, graph = self.region
-        FP8GlobalStateManager.set_autocast_state((*parts, False, graph))
-        try:
-            with _scale_tape.phase(self._tape.copy(), reads=True, as_recorded=True):
-                yield
-        finally:
-            FP8GlobalStateManager.set_autocast_state(region)
+        with (
+            _scale_tape.recorded_region(self.region),
+            _scale_tape.phase(self._tape.copy(), reads=True),
+        ):
+            yield
 
 
 class _Recomputed(torch.autograd.Function):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from te_fast.errors import StateError
 from te_fast.pytorch import _delayed, _ops
 
-__all__ = ["Tape", "is_as_recorded", "is_in_phase", "is_repeating", "is_second", "phase", "scales"]
+__all__ = ["Tape", "is_in_phase", "is_repeating", "is_second", "phase", "recorded_region", "scales"]
 
 Note = tuple[torch.Tensor, int, bool]
 
@@ -60,60 +61,75 @@ class Tape:
         return other
 
 
-#: The phases in force, outermost first: a tape, whether it is read, and whether the region is the first phase's.
-_phases: list[tuple[Tape, bool, bool]] = []
+#: The phases in force by thread, outermost first: a tape, and whether it is read.
+_phases: dict[int, list[tuple[Tape, bool]]] = {}
+
+
+def _own_phases() -> list[tuple[Tape, bool]]:
+    """Return those of this thread, or of the one that it works for: without regions of its own, it is in another's."""
+    own = _phases.get(get_ident())
+    if own is None and _phases and not _ops.autocast_held()[1]:
+        own = next(iter(list(_phases.values())), None)
+    return own or []
 
 
 @contextmanager
-def phase(tape: Tape, *, reads: bool, as_recorded: bool = False) -> Iterator[None]:
-    """Let layers of delayed scaling write to a tape, or read it.
-
-    Parameters
-    ----------
-    tape : Tape
-        The tape.
-    reads : bool
-        Layers take their notes back: the second phase.
-    as_recorded : bool, default = False
-        Its caller has put the region of the first phase in force. Layers that find none run in high
-        precision then, where in a backward they would repeat their last region otherwise.
-    """
-    _phases.append((tape, reads, as_recorded))
-    _ops.autocast_set_recompute(True, is_as_recorded())
+def phase(tape: Tape, *, reads: bool) -> Iterator[None]:
+    """Let layers of delayed scaling write to a tape, or read it."""
+    own = _phases.setdefault(get_ident(), [])
+    own.append((tape, reads))
+    _ops.autocast_set_recompute(True)
     try:
         yield
     finally:
-        _phases.pop()
-        _ops.autocast_set_recompute(bool(_phases), is_as_recorded())
+        own.pop()
+        if not own:
+            _phases.pop(get_ident(), None)
+        _ops.autocast_set_recompute(bool(_phases))
+
+
+@contextmanager
+def recorded_region(state: tuple[Any, ...]) -> Iterator[None]:
+    """Put the region of a snapshot in force for this thread, and back what was.
+
+    Layers that find it to be none run in high precision then, where in a backward they would repeat
+    their last region otherwise.
+    """
+    enabled, calibrating, recipe, group, _, graph = state
+    if recipe is not None:
+        _delayed.native_recipe(recipe)
+    held = _ops.HeldRegion(recipe, enabled, calibrating, graph, group)
+    try:
+        yield
+    finally:
+        held.take_back()
 
 
 def is_second() -> bool:
     """Return whether a forward is run again, whose maxima are recorded already."""
-    return any(reads for _, reads, _ in _phases)
-
-
-def is_as_recorded() -> bool:
-    """Return whether a second phase has put the region of its first one in force."""
-    return any(as_recorded for *_, as_recorded in _phases)
+    return any(reads for _, reads in _own_phases())
 
 
 def is_repeating() -> bool:
     """Return whether layers repeat their last region: torch's checkpoint runs a forward again, outside of any."""
     enabled, _, _, _, depth, _ = _ops.autocast_region()
-    is_outside = not enabled and depth == 0 and not is_as_recorded()
+    is_outside = not enabled and depth == 0 and not _ops.autocast_held()[0]
     return is_outside and torch._C._current_graph_task_id() >= 0
 
 
 def is_in_phase() -> bool:
     """Return whether layers of delayed scaling have to ask for their scales."""
-    return bool(_phases)
+    return bool(_own_phases())
 
 
 def scales(
     handle: Any, slots: int, generation: int, grads: bool
 ) -> tuple[torch.Tensor, int] | None:
     """Note an op's scales, or return those of the first phase; the dispatcher calls this."""
-    read = next((tape for tape, reads, _ in reversed(_phases) if reads), None)
+    phases = _own_phases()
+    if not phases:  # another thread's
+        return None
+    read = next((tape for tape, reads in reversed(phases) if reads), None)
     if read is None:
         # With gradients, the first phase's own node updates the backward scales.
         first = not grads and _ops.autocast_take_first()
@@ -122,7 +138,7 @@ def scales(
         note = read.take(handle)
         if grads and note[2]:
             _ops.autocast_set_first(True)
-    for tape, reads, _ in _phases:
+    for tape, reads in phases:
         if not reads:
             tape.push(handle, note)
     return None if read is None else note[:2]

@@ -50,11 +50,9 @@ class activation_recompute_forward:
         recompute_phase: bool = False,
         *,
         _tape: _scale_tape.Tape | None = None,
-        _as_recorded: bool = False,
     ) -> None:
         self.activation_recompute = activation_recompute
         self.recompute_phase = recompute_phase
-        self._as_recorded = _as_recorded
         self._tape = _default_tape if _tape is None else _tape
 
     def __enter__(self) -> None:
@@ -68,9 +66,7 @@ class activation_recompute_forward:
             tape = self._tape
             if self.recompute_phase and tape is not _default_tape:
                 tape = tape.copy()  # backward may run twice
-            self._phase = _scale_tape.phase(
-                tape, reads=self.recompute_phase, as_recorded=self._as_recorded
-            )
+            self._phase = _scale_tape.phase(tape, reads=self.recompute_phase)
         self._phase.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
@@ -142,24 +138,20 @@ class _Recomputed:
             with activation_recompute_forward(True, False, _tape=self._tape):
                 result = self._function(*args, **self._kwargs)
             return result if torch.is_grad_enabled() else _outputs_of_its_own(result)
-        former = FP8GlobalStateManager.get_autocast_state()
-        enabled, calibrating, recipe, group, _, graph = self._autocast
-        state = (enabled, calibrating, recipe, group, False, graph)
-        FP8GlobalStateManager.set_autocast_state(state)
         rng_states = None
         if self._tracker is not None:
             rng_states = self._tracker().get_states()
             self._tracker().set_states(self._rng_states)
         try:
-            as_recorded = not self._is_repeated
-            with activation_recompute_forward(
-                True, True, _tape=self._tape, _as_recorded=as_recorded
+            repeated = _scale_tape.recorded_region(self._autocast)
+            with (
+                nullcontext() if self._is_repeated else repeated,
+                activation_recompute_forward(True, True, _tape=self._tape),
             ):
                 return self._function(*args, **self._kwargs)
         finally:
             if self._tracker is not None:
                 self._tracker().set_states(rng_states)
-            FP8GlobalStateManager.set_autocast_state(former)
 
 
 def _is_old_call(args: tuple[Any, ...]) -> bool:

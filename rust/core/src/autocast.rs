@@ -210,8 +210,6 @@ pub struct AutocastState {
     /// Layers of delayed scaling ask Python which scales to use: activation recomputation records them in its first
     /// phase and uses them again in its second.
     pub recompute: bool,
-    /// A recomputation has put the region of its first run in force, so that layers have none of their own to repeat.
-    pub as_recorded: bool,
     registries: [Registry; 2],
     next_id: u64,
 }
@@ -223,7 +221,6 @@ impl Default for AutocastState {
             recipes: Vec::new(),
             groups: Vec::new(),
             recompute: false,
-            as_recorded: false,
             registries: [Registry::default(), Registry::default()],
             next_id: 1,
         }
@@ -271,6 +268,33 @@ impl AutocastState {
         former
     }
 
+    /// Puts a recorded region in force for this thread, without entering it, until [`AutocastState::take_back`].
+    ///
+    /// # Errors
+    /// As [`AutocastState::set`]; nothing has changed then.
+    pub fn hold(&mut self, request: &Request) -> Result<Former> {
+        let region = Region { is_first_fp8_module: false, ..self.region(request)? };
+        let scope = self.scopes.own();
+        let former = scope.former();
+        scope.region = region;
+        scope.held += 1;
+        Ok(former)
+    }
+
+    /// Puts back what [`AutocastState::hold`] replaced.
+    pub fn take_back(&mut self, former: &Former) {
+        let scope = self.scopes.entered(former);
+        scope.region = former.region;
+        scope.held = scope.held.saturating_sub(1);
+        self.scopes.end();
+    }
+
+    /// Whether the region in force is a recorded one, so that layers have none of their own to repeat; and whether this
+    /// thread has regions of its own.
+    pub fn held(&mut self) -> (bool, bool) {
+        (self.scopes.seen().held != 0, self.scopes.has_own())
+    }
+
     /// Leaves the innermost region for `former`, and says what is then due of the forward scales. `updates` is whether
     /// that region updates them: it quantised or calibrated, and was no graph's. Whether gradients are enabled is
     /// the caller's to ask: without them only calibration updates.
@@ -316,7 +340,7 @@ impl AutocastState {
     /// Back to the state of a fresh process, but for the registered slots: they live as long as their layers.
     pub fn reset(&mut self) {
         self.scopes = Scopes::default();
-        (self.recompute, self.as_recorded) = (false, false);
+        self.recompute = false;
         for registry in &mut self.registries {
             registry.ran = false;
             for slots in registry.slots.iter().filter_map(Weak::upgrade) {

@@ -35,13 +35,15 @@ pub(crate) struct Scope {
     pub(crate) depth: u32,
     /// The thread began inside of so many regions of another, and ends with its last own one.
     borrowed: Option<u32>,
+    /// Regions that were put in force without being entered, and not taken back: the thread needs its scope till then.
+    pub(crate) held: u32,
 }
 
 impl Scope {
-    const IDLE: Self = Self { thread: 0, region: Region::HIGH_PRECISION, depth: 0, borrowed: None };
+    const IDLE: Self = Self { thread: 0, region: Region::HIGH_PRECISION, depth: 0, borrowed: None, held: 0 };
 
     fn is_idle(&self) -> bool {
-        self.depth == 0 && self.region.epoch == 0
+        self.depth == 0 && self.region.epoch == 0 && self.held == 0
     }
 
     /// Set without a region having been entered, or left.
@@ -50,7 +52,7 @@ impl Scope {
     }
 
     fn is_over(&self) -> bool {
-        self.is_idle() || self.borrowed.is_some_and(|begun| self.depth <= begun)
+        self.held == 0 && (self.is_idle() || self.borrowed.is_some_and(|begun| self.depth <= begun))
     }
 
     /// What to go back to.
@@ -88,6 +90,11 @@ impl Scopes {
         others.iter_mut().find(|scope| scope.borrowed.is_none()).unwrap_or(top)
     }
 
+    /// Whether this thread has a scope of its own.
+    pub(crate) fn has_own(&mut self) -> bool {
+        self.find(thread_number()) && !self.top.is_idle()
+    }
+
     /// This thread's own scope; a new one begins with what the thread sees.
     #[inline]
     pub(crate) fn own(&mut self) -> &mut Scope {
@@ -107,7 +114,7 @@ impl Scopes {
                 self.top.thread = thread;
             } else {
                 let seen = *self.seen();
-                let own = Scope { thread, borrowed: Some(seen.depth), ..seen };
+                let own = Scope { thread, borrowed: Some(seen.depth), held: 0, ..seen };
                 self.others.push(std::mem::replace(&mut self.top, own));
             }
         }

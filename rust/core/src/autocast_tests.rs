@@ -282,6 +282,31 @@ fn a_region_is_repeated_by_the_thread_that_asks() {
     assert_eq!((state.current().epoch, state.depth()), (0, 0));
 }
 
+#[test]
+fn a_recorded_region_is_that_of_its_thread() {
+    let mut state = AutocastState::default();
+    let slots = slots_of(&mut state, Direction::Forward, Recipe::DELAYED);
+    let theirs = elsewhere(&mut state, |state| state.enter(&ON).unwrap());
+    let recorded = state.hold(&BLOCK).unwrap();
+    assert_eq!((state.current().recipe, state.held()), (Recipe::BLOCK, (true, true)));
+    assert_eq!(elsewhere(&mut state, AutocastState::held), (false, false));
+    state.exit(&theirs, false);
+    assert_eq!((state.current().recipe, state.held()), (Recipe::BLOCK, (true, true)));
+    state.take_back(&recorded);
+    assert!(!state.held().0);
+    // The other thread's region was seen before; nobody is in one now.
+    assert_eq!((state.current().epoch, state.depth()), (0, 0));
+
+    // Regions inside are the outermost still, also where high precision was recorded.
+    let recorded = state.hold(&OFF).unwrap();
+    let inner = state.enter(&ON).unwrap();
+    state.mark_ran(&slots);
+    assert_eq!(state.exit(&inner, true), Due::Ran);
+    assert!(state.held().0);
+    state.take_back(&recorded);
+    assert_eq!((state.current().epoch, state.held()), (0, (false, false)));
+}
+
 proptest! {
     /// Any well-nested sequence of regions ends where it began, and on the way the region is the innermost one's.
     #[test]

@@ -97,10 +97,27 @@ fn group_number(group: Option<&Py<PyAny>>) -> u64 {
 
 /// What a region replaced.
 #[derive(Debug)]
-struct Replaced {
+pub(crate) struct Replaced {
     former: Former,
     given: Option<RegionObjects>,
 }
+
+impl Replaced {
+    /// Notes recipe and group of a region that has taken the place of `former`.
+    pub(crate) fn by(py: Python<'_>, former: Former, recipe: Option<Object>, group: Option<Object>) -> PyResult<Self> {
+        let mut objects = callbacks(py)?.objects.bind(py).try_borrow_mut()?;
+        Ok(Self { former, given: objects.replace(former.thread, Some(RegionObjects { recipe, group })) })
+    }
+
+    /// Puts recipe and group back.
+    pub(crate) fn restore_objects(self, py: Python<'_>) -> PyResult<Former> {
+        let own = callbacks(py)?.objects.bind(py).try_borrow_mut()?.replace(self.former.thread, self.given);
+        drop(own); // which may run anything, so nothing is borrowed meanwhile
+        Ok(self.former)
+    }
+}
+
+type Object = Py<PyAny>;
 
 /// An autocast region: the base of `te_fast.pytorch.autocast`, which documents it.
 #[pyclass(module = "te_fast._native", subclass)]
@@ -177,12 +194,11 @@ impl AutocastRegion {
     /// Puts the former region back in force, and updates the forward scales that are due.
     #[pyo3(signature = (*_exception))]
     fn __exit__(&mut self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        let Some(Replaced { former, given }) = self.replaced.take() else {
+        let Some(replaced) = self.replaced.take() else {
             return Err(to_python(Error::state("autocast", "left without having been entered")));
         };
         let callbacks = callbacks(py)?;
-        let own = callbacks.objects.bind(py).try_borrow_mut()?.replace(former.thread, given);
-        drop(own); // which may run anything, so nothing is borrowed meanwhile
+        let former = replaced.restore_objects(py)?;
         let updates = (self.enabled || self.calibrating) && !self.graph;
         let due = state(py)?.dispatcher(py)?.0.autocast.exit(&former, updates);
         if due != Due::Nothing {
@@ -210,9 +226,8 @@ impl AutocastRegion {
             group: group_number(self.group.as_ref()),
         };
         let former = state(py)?.dispatcher(py)?.0.autocast.enter(&request).python()?;
-        let given = RegionObjects { recipe, group: self.group.as_ref().map(|group| group.clone_ref(py)) };
-        let given = callbacks.objects.bind(py).try_borrow_mut()?.replace(former.thread, Some(given));
-        self.replaced = Some(Replaced { former, given });
+        let group = self.group.as_ref().map(|group| group.clone_ref(py));
+        self.replaced = Some(Replaced::by(py, former, recipe, group)?);
         Ok(())
     }
 }
@@ -244,11 +259,7 @@ pub(crate) fn autocast_set(
     group: Option<Py<PyAny>>,
 ) -> PyResult<()> {
     let callbacks = callbacks(py)?;
-    let native = match &recipe {
-        Some(recipe) => Some(recipe.bind(py).getattr(&callbacks.native)?.cast_into::<NativeRecipe>()?.get().0),
-        None => None,
-    };
-    let request = Request { enabled, calibrating, graph, recipe: native, group: group_number(group.as_ref()) };
+    let request = request_of(py, recipe.as_ref(), (enabled, calibrating, graph), group.as_ref())?;
     state(py)?.dispatcher(py)?.0.autocast.set(&request).python()?;
     let former = {
         let mut objects = callbacks.objects.bind(py).try_borrow_mut()?;
@@ -260,7 +271,21 @@ pub(crate) fn autocast_set(
     Ok(())
 }
 
-type OptionalObject = Option<Py<PyAny>>;
+/// What a region of these asks for; the recipe must have its native form.
+pub(crate) fn request_of(
+    py: Python<'_>,
+    recipe: Option<&Object>,
+    (enabled, calibrating, graph): (bool, bool, bool),
+    group: Option<&Object>,
+) -> PyResult<Request> {
+    let native = |recipe: &Object| -> PyResult<_> {
+        Ok(recipe.bind(py).getattr(&callbacks(py)?.native)?.cast_into::<NativeRecipe>()?.get().0)
+    };
+    let recipe = recipe.map(native).transpose()?;
+    Ok(Request { enabled, calibrating, graph, recipe, group: group_number(group) })
+}
+
+type OptionalObject = Option<Object>;
 
 /// Recipe and process group of the region in force, as they were given.
 #[pyfunction]
@@ -284,20 +309,6 @@ pub(crate) fn autocast_region(py: Python<'_>) -> PyResult<(bool, bool, bool, boo
     let region = *autocast.current();
     let flags = (region.enabled, region.calibrating, region.graph, region.is_first_fp8_module);
     Ok((flags.0, flags.1, flags.2, flags.3, autocast.depth(), region.epoch))
-}
-
-/// Whether the caller is the first FP8 module of the outermost region; true once.
-#[pyfunction]
-pub(crate) fn autocast_take_first(py: Python<'_>) -> PyResult<bool> {
-    Ok(state(py)?.dispatcher(py)?.0.autocast.take_first_fp8_module())
-}
-
-/// Overwrites whether the next FP8 module is the first one.
-#[pyfunction]
-#[pyo3(signature = (is_first, /))]
-pub(crate) fn autocast_set_first(py: Python<'_>, is_first: bool) -> PyResult<()> {
-    state(py)?.dispatcher(py)?.0.autocast.set_first_fp8_module(is_first);
-    Ok(())
 }
 
 /// Overwrites the number of regions entered.

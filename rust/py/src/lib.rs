@@ -39,8 +39,7 @@ mod _native {
     #[pymodule_export]
     use crate::autocast::{
         AutocastRegion, SlotsHandle, autocast_callbacks, autocast_objects, autocast_recipe, autocast_region,
-        autocast_reset, autocast_set, autocast_set_depth, autocast_set_first, autocast_take_first, note_scale_change,
-        update_scales,
+        autocast_reset, autocast_set, autocast_set_depth, note_scale_change, update_scales,
     };
     #[pymodule_export]
     use crate::dispatch::{
@@ -81,7 +80,7 @@ mod _native {
     #[pymodule_export]
     use crate::recipe::NativeRecipe;
     #[pymodule_export]
-    use crate::replay::autocast_set_recompute;
+    use crate::replay::{HeldRegion, autocast_held, autocast_set_first, autocast_set_recompute, autocast_take_first};
     #[pymodule_export]
     use crate::state::DispatcherCell;
     #[pymodule_export]

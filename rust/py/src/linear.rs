@@ -325,7 +325,7 @@ fn recomputed_region(state: &State, handle: &Bound<'_, LinearHandle>) -> PyResul
     let Some(region) = handle.try_borrow()?.last_region else { return Ok(None) };
     let mut dispatcher = state.dispatcher(py)?;
     let autocast = &mut dispatcher.0.autocast;
-    if autocast.depth() != 0 || autocast.as_recorded {
+    if autocast.depth() != 0 || autocast.held().0 {
         return Ok(None); // an enclosing region says what is wanted
     }
     Ok(Some(autocast.repeat(&region)))

@@ -138,7 +138,7 @@ fn recomputed_region(state: &State, program: &Bound<'_, ProgramHandle>) -> PyRes
     let Some(region) = program.try_borrow()?.last_region else { return Ok(None) };
     let mut dispatcher = state.dispatcher(py)?;
     let autocast = &mut dispatcher.0.autocast;
-    if autocast.current().enabled || autocast.depth() != 0 || autocast.as_recorded {
+    if autocast.current().enabled || autocast.depth() != 0 || autocast.held().0 {
         return Ok(None); // the region around it says what is wanted
     }
     drop(dispatcher);

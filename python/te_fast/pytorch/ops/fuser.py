@@ -227,28 +227,21 @@ class OperationFuser:
         if is_first_microbatch is not None:
             is_first_microbatch = bool(is_first_microbatch)
         arguments = (input, extra_inputs, basic_op_kwargs, is_first_microbatch)
-        former = None if self._last_region is None else self._repeat_region()
-        if former is None:
+        region = None if self._last_region is None else self._region_to_repeat()
+        if region is None:
             return self._run(*arguments)
-        try:
+        with _scale_tape.recorded_region(region):
             return self._run(*arguments)
-        finally:
-            FP8GlobalStateManager.set_autocast_state(former)
 
-    def _repeat_region(self) -> tuple[Any, ...] | None:
-        """Put the last region in force if backward runs a forward again behind it; return the one to go back to."""
+    def _region_to_repeat(self) -> tuple[Any, ...] | None:
+        """Return the last region if backward runs a forward again behind it."""
         is_inside = FP8GlobalStateManager.is_fp8_enabled() or _ops.autocast_region()[4] != 0
-        if is_inside or self._last_region is None or _scale_tape.is_as_recorded():
+        if is_inside or self._last_region is None or _ops.autocast_held()[0]:
             return None
         if torch._C._current_graph_task_id() < 0:
             self._last_region = None
             return None
-        former = FP8GlobalStateManager.get_autocast_state()
-        enabled, calibrating, recipe, group, _, graph = self._last_region
-        FP8GlobalStateManager.set_autocast_state(
-            (enabled, calibrating, recipe, group, False, graph)
-        )
-        return former
+        return self._last_region
 
     def _run(
         self,
