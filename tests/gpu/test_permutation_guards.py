@@ -225,6 +225,8 @@ NAMES = [
 ]
 
 
+# torch 2.11 warns of torch.jit, which it uses itself, where inductor is imported first.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", NAMES)
 def test_compiled_equals_eager(name, backend):

@@ -70,6 +70,14 @@ def dummy_wgrad_for(weight: torch.Tensor) -> torch.Tensor:
     return get_dummy_wgrad(list(weight.shape), weight.dtype, zero, weight.device)
 
 
+def default_device() -> torch.device:
+    """Return where torch makes tensors, also inside of ``with torch.device(...)``, which torch 2.6 does not tell."""
+    try:
+        return torch.empty(0).device
+    except (AssertionError, RuntimeError):  # a GPU that cannot be used
+        return torch.get_default_device()
+
+
 def check_device(device: torch.device | str | None, layer: str) -> torch.device:
     """Return a device that parameters can be made on: for None torch's default one.
 
@@ -78,7 +86,7 @@ def check_device(device: torch.device | str | None, layer: str) -> torch.device:
     DeviceError
         If it is a GPU and there is none that can be used.
     """
-    chosen = torch.get_default_device() if device is None else torch.device(device)
+    chosen = default_device() if device is None else torch.device(device)
     if chosen.type not in ("cuda", "cpu", "meta"):
         message = f"{layer}: device must be cuda, cpu or meta, got {chosen}"
         raise DeviceError(message)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from te_fast.errors import ArgumentError, UnsupportedError
-from te_fast.pytorch.base import check_device
+from te_fast.pytorch.base import check_device, default_device
 
 __all__ = [
     "compute_dtype",
@@ -24,7 +24,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def parameter_device(device: torch.device | str | None, op: str) -> torch.device:
     """Return where an op's parameters are made: by default the GPU, or the CPU without one."""
     if device is None:
-        device = torch.get_default_device()
+        device = default_device()
         if device.type == "cpu" and torch.cuda.is_available():
             device = torch.device("cuda")
     return check_device(device, op)
