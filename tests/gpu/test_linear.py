@@ -396,6 +396,7 @@ def test_tensors_on_a_device_that_is_not_current():
     assert dispatch.counters()["guard_switches"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:.*Recipe type changed:UserWarning")
 def test_nan_weight_gives_nan():
     layer, x, _ = make(16, 64, 32, torch.bfloat16)
     with torch.no_grad():
