@@ -403,8 +403,8 @@ def drop_weight_cache(layer: torch.nn.Module) -> None:
 
     Parameters
     ----------
-    layer : te_fast.pytorch.Linear, LayerNormLinear or LayerNormMLP
-        The layer.
+    layer : torch.nn.Module
+        A layer, an op, or a module that holds some.
     """
     for module in layer.modules():
         drop = getattr(module, "_drop_weight_cache", None)

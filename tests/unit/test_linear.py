@@ -209,7 +209,9 @@ def test_delayed_weight_gradient(fp8, fuse):
     recipe = Float8CurrentScaling()
     layer, plain = make(delay_wgrad_compute=True, fuse_wgrad_accumulation=fuse), make()
     fired = []
-    layer.register_wgrad_accumulation_and_reduce_hooks(lambda: fired.append(1))
+    layer.register_wgrad_accumulation_and_reduce_hooks(
+        wgrad_accumulation_and_reduce_hook=lambda: fired.append(1)
+    )
     assert layer.need_backward_dw()
     x, grad = inputs(32, layer)
     layer.weight.main_grad = torch.zeros(48, 64)

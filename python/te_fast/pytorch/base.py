@@ -470,9 +470,11 @@ class TransformerEngineBaseModule(torch.nn.Module):
         """Tell whether :meth:`backward_dw` computes the weights' gradients."""
         return self.delay_wgrad_compute
 
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """Call `hook` after each :meth:`backward_dw`."""
-        self.wgrad_accumulation_and_reduce_hooks.append(hook)
+    def register_wgrad_accumulation_and_reduce_hooks(
+        self, wgrad_accumulation_and_reduce_hook: Callable[[], None]
+    ) -> None:
+        """Call a hook after each :meth:`backward_dw`."""
+        self.wgrad_accumulation_and_reduce_hooks.append(wgrad_accumulation_and_reduce_hook)
 
     def fast_setattr(self, name: str, value: Any) -> None:
         """Set an attribute that is no parameter, buffer or module."""

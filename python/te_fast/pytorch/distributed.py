@@ -92,6 +92,11 @@ def get_activation_recompute_contexts() -> tuple[
     """Return a region for a forward and one for its recomputation, which has the forward's scales.
 
     What ``context_fn`` of ``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` asks for.
+
+    Returns
+    -------
+    tuple of activation_recompute_forward
+        The region of the forward and that of its recomputation, of one forward's scales.
     """
     tape = _scale_tape.Tape()
     return (
