@@ -60,7 +60,7 @@ def options(description: str | None) -> argparse.ArgumentParser:
 
 
 def as_in_training() -> None:
-    """Let an optimizer make a step: weights are then kept over the backwards of what is no first microbatch."""
+    """Let an optimizer make a step: that a gradient is gone is then no hint that its weight has changed."""
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()
 
 

@@ -8,7 +8,7 @@
 //
 // All of it is FP32, y included on its way to FP8, and (s - mean) * rstd one FMA for 16-bit In. A team of warps has a
 // row, neighbouring columns each warp; the variance is that of sums and squares, or, where these cancel, and of FP32, a
-// second sum about the mean.
+// second sum about the mean. A 16-bit row with an infinity is NaN, RMSNorm's too: its sum times its mean of zero is.
 //
 // Launch: norm:           a team holds two rows in registers, 64 bytes of each a thread, or one, 128 bytes, while the
 //                         next are on their way to shared memory. Any number of blocks; strip = rows that the teams of
@@ -184,7 +184,9 @@ __device__ Stats read_stats(const NormParams& p, size_t row, size_t cols, Team& 
         const int width = width_at(col, p.cols);
         add_squares8<kVectors, In>(load_part<kVectors, In>(from, first + col, width), mean[0], width, squares[0]);
     }
-    return {mean[0], rstd_of(p, team.sum<1>(squares, shared))};
+    const float square = team.sum<1>(squares, shared);
+    // Of 16-bit elements, as where they are in registers: an infinity makes NaN of all its row.
+    return {mean[0], rstd_of(p, sizeof(In) == 2 && p.rms != 0 ? fmaf(-total, mean[0], square) : square)};
 }
 
 // Rows that teams read anew for each use: for rows that registers cannot hold, and for those without 16-byte loads.

@@ -7,10 +7,10 @@
 //   dx[r][c]  = rstd[r] * (g[c] * dy[r][c] - a[r] - h[r][c] * b[r]) + add[r][c]
 //   dgamma[c] = sum over r of dy[r][c] * h[r][c]   dbeta[c] = sum over r of dy[r][c]
 //
-// All of it is FP32. A team of threads has a row, and a thread the same columns of each row that its team comes to:
-// their sums stay in registers. The copy engine brings the rows of a block's teams, which lie side by side, to a ring
-// in shared memory. dgamma and dbeta are summed in this order: the rows of a team; the teams of a block; every 16th
-// block; the 16 classes.
+// All of it is FP32, and h one FMA for 16-bit In. A team of threads has a row, and a thread the same columns of each
+// row that its team comes to: their sums stay in registers. The copy engine brings the rows of a block's teams, which
+// lie side by side, to a ring in shared memory. dgamma and dbeta are summed in this order: the rows of a team; the
+// teams of a block; every 16th block; the 16 classes.
 //
 // Launch: norm_backward: up to 65535 blocks of 512 threads; shared memory for stages * (2 or, with add, 3) rows per
 //         team and for 16 KiB * ceil(cols / (8 * team)).
@@ -187,7 +187,7 @@ struct Rows {
         if constexpr (!kRing) ptx::forget(row);
         const uint32_t col = team.col(i);
         Columns8 part(read(0, p.dy, row, col), read(1, p.x, row, col));
-        part.normalise(stats);
+        part.normalise<In>(stats);
         return part;
     }
 

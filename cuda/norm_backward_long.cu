@@ -43,7 +43,7 @@ __device__ void sum_rows(const NormBackwardParams& p) {
             Columns8 part(load_part<kVectors, In>(p.dy, index, width), load_part<kVectors, In>(p.x, index, width));
             float factor[8];
             load_factor<kVectors>(p, col, width, factor);
-            part.normalise(stats);
+            part.normalise<In>(stats);
             part.weigh(factor);
             part.add_to(sums);
         }
@@ -76,7 +76,7 @@ __device__ TileSums differentiate_tile(const NormBackwardParams& p, uint32_t fir
         const size_t index = static_cast<size_t>(row) * p.cols + col;
         const RowStats stats = load_stats(p, row);
         Columns8 part(load_part<kVectors, In>(p.dy, index, width), load_part<kVectors, In>(p.x, index, width));
-        part.normalise(stats);
+        part.normalise<In>(stats);
         part.add_to(total.dgamma, total.dbeta);
         if (p.dx == nullptr) continue;
         float dx[8];

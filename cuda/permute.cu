@@ -3,8 +3,9 @@
 //   out[row(t, k)] = x[t], or zeros where the slot's probability is exactly 0       out_probs[row(t, k)] = probs[t, k]
 //   every row of out that no token fills (padding, the end of a larger buffer) is zero, its probability too
 //
-// Launch: map blocks + zero_blocks + tokens blocks, 128 threads; the first ones make the map, if it is not made already
-//         (common/make_map.cuh), the next clear rows, the others take one token each.
+// Launch: map blocks + zero_blocks + tokens blocks, 128 threads; the first ones to start make the map, if it is not
+// made
+//         already (common/make_map.cuh), the next clear rows, the others take one token each.
 // Needs:  contiguous x [T, row_bytes] and out [rows, row_bytes], row_bytes even; row_bytes and rows < 2^31. Rows of a
 //         multiple of 16 bytes at 16-byte aligned addresses take the vector path. Destinations outside out are skipped
 //         and, in a map that this launch has made, struck off.
@@ -111,7 +112,8 @@ __device__ inline void move_elements(const PermuteParams& p, const PermuteShared
     }
 }
 
-__device__ inline void permute_token(const PermuteParams& p, uint64_t token, PermuteShared& shared) {
+__device__ inline void permute_token(const PermuteParams& p, uint32_t block, PermuteShared& shared) {
+    const uint64_t token = block - p.making.blocks - p.map.zero_blocks;
     const bool vectors = p.row_bytes % 16 == 0 && is_aligned(p.x, 16) && is_aligned(p.out, 16);
     uint4 row[kVectors];
     if (vectors) load_part(p, token, 0, row);  // the slots arrive while the row does
@@ -132,20 +134,20 @@ __device__ inline void permute_token(const PermuteParams& p, uint64_t token, Per
     }
     if (p.making.blocks == 0) return;
     strike_dropped<kRowThreads>(p.map, token, shared.slots, count);
-    leave_map<kRowThreads>(p.making);
+    leave_map<kRowThreads>(p.making, block);
 }
 
 __device__ inline void permute(const PermuteParams& p) {
     __shared__ PermuteShared shared;
     if (p.behind_map == 0) ptx::wait_for_prior_grids();
-    if (blockIdx.x < p.making.blocks) return make_map(p.making, shared.map);
-    const uint32_t block = blockIdx.x - p.making.blocks;
-    if (block >= p.map.zero_blocks) return permute_token(p, block - p.map.zero_blocks, shared);
+    const uint32_t block = take_number(p.making);
+    if (block < p.making.blocks) return make_map(p.making, shared.map, block);
+    if (block - p.making.blocks >= p.map.zero_blocks) return permute_token(p, block, shared);
     if (p.behind_map != 0) ptx::wait_for_prior_grids();
     await_map<kRowThreads>(p.making);
     __syncthreads();
-    clear_gaps(p, block, shared.gaps);
-    leave_map<kRowThreads>(p.making);
+    clear_gaps(p, block - p.making.blocks, shared.gaps);
+    leave_map<kRowThreads>(p.making, block);
 }
 
 }  // namespace te_fast

@@ -10,11 +10,12 @@
 // tokens. So each token leaves its own in memory, with the token of every row, and the last blocks of the same launch
 // put them in their places with whole-line writes. A word says by itself that it has come: the map's blocks
 // (common/make_map.cuh) have filled that memory with kAbsent, so no token waits until its stores are seen by all. The
-// last blocks wait on others, but cannot keep them from starting: they are too few to fill the GPU.
+// last blocks wait on others, all of which have started: blocks take their numbers as they start
+// (common/follow_map.cuh).
 //
-// Launch: map blocks + zero_blocks + tokens + scale_blocks blocks of 128 threads; the first ones make the map, the next
-//         clear rows, the next take one token each. scale_blocks is 0 per tensor, else at most half as many as the GPU
-//         runs at a time.
+// Launch: map blocks + zero_blocks + tokens + scale_blocks blocks of 128 threads; the first ones to start make the map,
+//         the next clear rows, the next take one token each. scale_blocks is 0 per tensor, else at most half as many as
+//         the GPU runs at a time.
 // Needs:  contiguous x [T, cols] and out [rows, cols], both 16-byte aligned, cols % 16 == 0; token_scales
 //         [T, token_ld], token_ld >= blocks a multiple of 8, 32-byte aligned, and row_tokens [rows], all kAbsent;
 //         scale_inv [blocks, scale_ld], scale_ld >= rows: columns from `rows` on are written zero.
@@ -189,7 +190,8 @@ __device__ inline void load_part(const PermuteCastParams& p, uint32_t token, uin
 }
 
 template <int kChunks, Floating In, Fp8 Out>
-__device__ inline void cast_token(const PermuteCastParams& p, uint32_t token, CastShared& shared) {
+__device__ inline void cast_token(const PermuteCastParams& p, uint32_t block, CastShared& shared) {
+    const uint32_t token = block - p.making.blocks - p.map.zero_blocks;
     const uint32_t chunks = p.cols / kChunk;
     Chunk<In> chunk[kChunks];
     load_part(p, token, 0, chunk);  // the slots arrive while the row does
@@ -216,21 +218,20 @@ __device__ inline void cast_token(const PermuteCastParams& p, uint32_t token, Ca
         load_part(p, token, base, chunk);
     }
     strike_dropped<kRowThreads>(p.map, token, shared.slots, count);
-    leave_map<kRowThreads>(p.making);
+    leave_map<kRowThreads>(p.making, block);
     if (p.amax == nullptr || !shared.any) return;
     amax = block_max<kRowThreads>(amax, shared.amax);
     if (threadIdx.x == 0) atomic_max_nonnegative(p.amax, amax);
 }
 
-// Puts the scales of 32 rows, a lane per row, and eight blocks in their places. False when some have not come; the last
-// try leaves those absent, which are NaN.
-__device__ inline bool place_scales(const PermuteCastParams& p, uint32_t rows32, uint32_t octet, bool last) {
+// Puts the scales of 32 rows, a lane per row, and eight blocks in their places. False when some have not come.
+__device__ inline bool place_scales(const PermuteCastParams& p, uint32_t rows32, uint32_t octet) {
     const uint32_t row = rows32 * 32 + threadIdx.x % 32;
     const bool filled = row < p.map.rows;
     const uint32_t token = filled ? ptx::load_relaxed(p.row_tokens + row) : kZeroRow;
-    if (!last && __any_sync(kFullWarp, token == kAbsent)) return false;
+    if (__any_sync(kFullWarp, token == kAbsent)) return false;
     uint32_t scale[8];
-    const uint32_t none = token == kAbsent ? kAbsent : filled ? __float_as_uint(p.zero_scale) : 0;
+    const uint32_t none = filled ? __float_as_uint(p.zero_scale) : 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) scale[i] = none;
     if (token < kZeroRow) {
@@ -242,7 +243,7 @@ __device__ inline bool place_scales(const PermuteCastParams& p, uint32_t rows32,
     bool absent = false;
 #pragma unroll
     for (int i = 0; i < 8; ++i) absent |= i < blocks && scale[i] == kAbsent;
-    if (!last && __any_sync(kFullWarp, absent)) return false;
+    if (__any_sync(kFullWarp, absent)) return false;
     uint32_t* to = p.scale_inv + static_cast<uint64_t>(octet) * 8 * p.scale_ld + row;
 #pragma unroll
     for (int i = 0; i < 8; ++i, to += p.scale_ld) {
@@ -251,8 +252,8 @@ __device__ inline bool place_scales(const PermuteCastParams& p, uint32_t rows32,
     return true;
 }
 
-// The last blocks: a warp goes round its open pieces until their scales have come. None stays open for ever, even if
-// another stream changes the routing map while it is read, and rows are left that nobody fills.
+// The last blocks: a warp goes round its open pieces until their scales have come. They never come where another stream
+// changes the routing map while it is read, so that rows are left that nobody fills: the launch fails then.
 __device__ inline void place_all_scales(const PermuteCastParams& p, uint32_t scale_block) {
     const uint32_t octets = ceil_div(p.cols, uint32_t{8 * kBlock});
     const uint32_t pieces = ceil_div(p.scale_ld, 32u) * octets;  // of a kilobyte each: they fit into memory
@@ -264,12 +265,13 @@ __device__ inline void place_all_scales(const PermuteCastParams& p, uint32_t sca
         uint32_t open = kFullWarp >> (32 - count);
 #pragma unroll 1
         for (uint32_t round = 0; open != 0; ++round) {
+            if (round == kRounds) __trap();
             if (round != 0) __nanosleep(kPause);
 #pragma unroll 1
             for (uint32_t rest = open; rest != 0; rest &= rest - 1) {
                 const uint32_t bit = __ffs(rest) - 1;
                 const uint32_t piece = first + bit * warps;
-                if (place_scales(p, piece / octets, piece % octets, round == kRounds)) open &= ~(1u << bit);
+                if (place_scales(p, piece / octets, piece % octets)) open &= ~(1u << bit);
             }
         }
     }
@@ -279,11 +281,10 @@ template <Floating In, Fp8 Out>
 __device__ void permute_cast(const PermuteCastParams& p) {
     __shared__ CastShared shared;
     ptx::wait_for_prior_grids();
-    if (blockIdx.x < p.making.blocks) return make_map(p.making, shared.map);
-    const uint32_t block = blockIdx.x - p.making.blocks, tokens = static_cast<uint32_t>(p.map.tokens);
-    if (block - p.map.zero_blocks < tokens) {
-        return cast_token<sizeof(In) == 4 ? 1 : 2, In, Out>(p, block - p.map.zero_blocks, shared);
-    }
+    const uint32_t number = take_number(p.making);
+    if (number < p.making.blocks) return make_map(p.making, shared.map, number);
+    const uint32_t block = number - p.making.blocks, tokens = static_cast<uint32_t>(p.map.tokens);
+    if (block - p.map.zero_blocks < tokens) return cast_token<sizeof(In) == 4 ? 1 : 2, In, Out>(p, number, shared);
     await_map<kRowThreads>(p.making);
     __syncthreads();
     if (block < p.map.zero_blocks) {
@@ -291,7 +292,7 @@ __device__ void permute_cast(const PermuteCastParams& p) {
     } else {
         place_all_scales(p, block - p.map.zero_blocks - tokens);
     }
-    leave_map<kRowThreads>(p.making);
+    leave_map<kRowThreads>(p.making, number);
 }
 
 }  // namespace te_fast

@@ -11,7 +11,7 @@ namespace te_fast {
 using Map = MapShape<256, 64, true>;
 
 struct PermuteDroppedParams {
-    MapStates* states;
+    unsigned long long* rows;
     int64_t* out;
     uint64_t clear;
 };
@@ -19,20 +19,19 @@ static_assert(sizeof(PermuteDroppedParams) == 24);
 
 }  // namespace te_fast
 
-// States of all launches of this device that make a map, those of other images too.
-extern "C" __device__ te_fast::MapStates permute_map_states{};
+// Rows that permutations of this device have dropped, those of other images too.
+extern "C" __device__ unsigned long long permute_dropped_rows = 0;
 
 extern "C" __global__ void __launch_bounds__(te_fast::Map::kThreads, 2)
     permute_map(const __grid_constant__ te_fast::MakeMapParams p) {
     __shared__ te_fast::MapShared<te_fast::Map> shared;
     te_fast::ptx::wait_for_prior_grids();
-    te_fast::make_map(p, shared);
+    te_fast::make_map(p, shared, blockIdx.x);
 }
 
 extern "C" __global__ void __launch_bounds__(32)
     permute_dropped(const __grid_constant__ te_fast::PermuteDroppedParams p) {
     te_fast::ptx::wait_for_prior_grids();
     if (threadIdx.x != 0) return;
-    unsigned long long& rows = p.states->dropped_rows;
-    *p.out = static_cast<int64_t>(p.clear != 0 ? atomicExch(&rows, 0ull) : atomicAdd(&rows, 0ull));
+    *p.out = static_cast<int64_t>(p.clear != 0 ? atomicExch(p.rows, 0ull) : atomicAdd(p.rows, 0ull));
 }

@@ -10,6 +10,10 @@
 //         scale_update_few takes the same with a small parameter struct.
 // Needs:  h [L, n] and scale [n] contiguous; every entry of a launch has the same L.
 // Moves:  8 bytes per history slot.
+//
+// amax_gather, before it where ranks reduce their maxima: gathered[first + c] = live[c] for all tensors c of an entry, 0
+// where live is null; live is slot 0 of the histories. One block of 32 threads per entry. amax_gather_few is to it what
+// scale_update_few is to scale_update.
 
 #include "common/math.cuh"
 #include "common/reduce.cuh"
@@ -79,6 +83,32 @@ __device__ void scale_update(const ScaleUpdateParams<kEntries>& p) {
     }
 }
 
+constexpr int kGatherThreads = 32;
+
+struct LiveAmax {
+    const float* live;  // null: 0
+    uint32_t first;
+    uint32_t count;
+};
+
+template <int kEntries>
+struct AmaxGatherParams {
+    float* gathered;
+    uint32_t entries;
+    uint32_t unused;
+    LiveAmax entry[kEntries];
+};
+static_assert(sizeof(AmaxGatherParams<62>) == 1008);
+static_assert(sizeof(AmaxGatherParams<1020>) == 16336);
+
+template <int kEntries>
+__device__ void amax_gather(const AmaxGatherParams<kEntries>& p) {
+    const LiveAmax& entry = p.entry[blockIdx.x];
+    for (uint32_t c = threadIdx.x; c < entry.count; c += kGatherThreads) {
+        p.gathered[static_cast<uint64_t>(entry.first) + c] = entry.live == nullptr ? 0.0f : entry.live[c];
+    }
+}
+
 }  // namespace te_fast
 
 #define INSTANCE(symbol, entries)                                               \
@@ -89,3 +119,12 @@ __device__ void scale_update(const ScaleUpdateParams<kEntries>& p) {
 
 INSTANCE(scale_update, 1020)
 INSTANCE(scale_update_few, 62)
+
+#define GATHER_INSTANCE(symbol, entries)                                        \
+    extern "C" __global__ void __launch_bounds__(te_fast::kGatherThreads)       \
+        symbol(const __grid_constant__ te_fast::AmaxGatherParams<entries> p) {  \
+        te_fast::amax_gather<entries>(p);                                       \
+    }
+
+GATHER_INSTANCE(amax_gather, 1020)
+GATHER_INSTANCE(amax_gather_few, 62)

@@ -6,9 +6,8 @@ import torch
 
 import te_fast.pytorch as te
 from compound_reference import relative
-from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from recipes import RECIPES as RECIPES
 
-RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "block": Float8BlockScaling}
 KINDS = ("linear", "mlp")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Relative error in the Frobenius norm outside of FP8: a few roundings of each intermediate.
@@ -21,7 +20,7 @@ QUANTIZED = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 7e-2}
 
 def make(kind, inputs=64, outputs=48, dtype=torch.float32, device="cpu", **options):
     """A layer whose norm and biases are no identities; their values are BF16 numbers."""
-    torch.manual_seed(inputs + outputs)
+    torch.default_generator.manual_seed(inputs + outputs)
     options = {"device": device, "params_dtype": dtype} | options
     if kind == "linear":
         layer = te.LayerNormLinear(inputs, outputs, **options)

@@ -2,14 +2,58 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fresh import Processes
+
+# Each of the processes that share the tests has one core: more threads would only wait for each other. The environment
+# has to say so before torch and the native module are loaded.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("RAYON_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests live to the end: a test that collects garbage need not visit them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     """Random data is the same in every run, in whatever order tests come; a test may seed for itself."""
     torch = sys.modules.get("torch")
-    if torch is not None:
+    if torch is None:
+        return
+    if torch.cuda.is_available():
         torch.manual_seed(0)
+    else:
+        # torch.manual_seed keeps a seed and a formatted stack for each kind of device that may come yet: milliseconds.
+        torch.default_generator.manual_seed(0)
+
+
+# The names of recipes.RECIPES, which this file cannot import: te_fast and torch come behind the environment above.
+@pytest.fixture(params=["delayed", "current", "block"])
+def recipe(request: pytest.FixtureRequest) -> object:
+    """Each recipe with its defaults; a module that needs others has a fixture of that name."""
+    from recipes import RECIPES
+
+    return RECIPES[request.param]()
+
+
+@pytest.fixture(scope="session")
+def fresh() -> Iterator[Processes]:
+    """Runs a script in a process that has imported torch alone, and returns what it wrote."""
+    from fresh import Processes
+
+    processes = Processes()
+    yield processes
+    processes.close()

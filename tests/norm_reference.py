@@ -45,6 +45,15 @@ def differentiate(dy, x, gamma, function, add=None):
     return dx if add is None else dx + add.double(), dgamma, dbeta
 
 
+def differentiate_saved(dy, x, gamma, stats, add=None):
+    """FP64 gradients of x, gamma and beta of LayerNorm, of the statistics that the forward saved."""
+    mean, rstd = (stat.double()[:, None] for stat in stats)
+    dy, normed = dy.double(), (x.double() - mean) * rstd
+    up = dy * gamma.double()
+    dx = rstd * (up - up.mean(1, keepdim=True) - normed * (up * normed).mean(1, keepdim=True))
+    return dx if add is None else dx + add.double(), (dy * normed).sum(0), dy.sum(0)
+
+
 def gradient_tolerances(dy, x, gamma, function, add=None):
     """What FP32 arithmetic may be off by in the gradients of x, gamma and beta: shares of their terms' sizes."""
     _, mean, rstd = (

@@ -200,3 +200,66 @@ def quantized_values(t, fmt, kind, *, transposed=False, scale=None):
             reciprocal(torch.as_tensor(scale)),
         )
     return bytes_.view(TORCH_FP8[fmt]).double() * spread.double()
+
+
+class QuantizedLinear:
+    """Products of quantised operands in FP64, differentiable, for chains in plain torch.
+
+    Calls are told apart by their order within a step. Delayed scaling starts at scale 1 and has the scales of the
+    largest magnitudes so far from each `update` on, as with a window that holds all steps.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls = 0
+        self.maxima: dict[tuple[int, str], torch.Tensor] = {}
+        self.scales: dict[tuple[int, str], torch.Tensor] = {}
+
+    def __call__(self, x, weight, bias=None):
+        y = _QuantizedProduct.apply(x, weight, self, self.calls)
+        self.calls += 1
+        return y if bias is None else y + bias
+
+    def quantized(self, t, call, operand, *, transposed=False):
+        """What FP8 makes of an operand: ``x``, ``w`` or ``g``."""
+        t = t.detach().float()
+        if self.name == "block":
+            kind = "2d" if operand == "w" else "1d"
+            return quantized_values(t, "e4m3", kind, transposed=transposed)
+        scale = None
+        if self.name == "delayed":
+            key = call, operand
+            amax = amax_of(t)
+            self.maxima[key] = torch.maximum(amax, self.maxima.get(key, amax))
+            scale = self.scales.get(key, torch.tensor(1.0))
+        fmt = "e5m2" if operand == "g" else "e4m3"
+        return quantized_values(t, fmt, "t", transposed=transposed, scale=scale)
+
+    def update(self) -> None:
+        """End a step."""
+        self.calls = 0
+        for (call, operand), amax in self.maxima.items():
+            fmt = "e5m2" if operand == "g" else "e4m3"
+            self.scales[call, operand] = amax_to_scale(amax, FP8_MAX[fmt])
+
+
+class _QuantizedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, linear, call):
+        ctx.save_for_backward(x, weight)
+        ctx.linear, ctx.call = linear, call
+        rows = x.reshape(-1, x.shape[-1])
+        y = linear.quantized(rows, call, "x") @ linear.quantized(weight, call, "w").t()
+        return y.reshape(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        quantized, call = ctx.linear.quantized, ctx.call
+        rows, g = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        dx = quantized(g, call, "g") @ quantized(weight, call, "w")
+        dw = (
+            quantized(g, call, "g", transposed=True)
+            @ quantized(rows, call, "x", transposed=True).t()
+        )
+        return dx.reshape(x.shape).to(x.dtype), dw.to(weight.dtype), None, None

@@ -12,7 +12,8 @@ from source import code, functions, line_of, sources, text, tracked
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-MAX_FILE = 500
+# A longer file may hold two ideas; one that does not goes into LONG.
+MAX_FILE = 800
 MAX_FUNCTION = 60
 MAX_PARAMETERS = 8
 MAX_DUPLICATE = 12
@@ -27,7 +28,7 @@ WIDE: dict[str, str] = {
 # Where the process environment may be read: one file a language, and the build script.
 ENVIRONMENT_READERS = {
     "python/te_fast/_config.py",
-    "rust/core/src/config.rs",
+    "rust/core/src/base/config.rs",
     "rust/kernels/build.rs",
 }
 NATIVE_IMPORTER = "python/te_fast/pytorch/_ops.py"
@@ -40,7 +41,7 @@ def check_lengths() -> Iterator[str]:
     for path in sources(".rs", ".py", ".cu", ".cuh"):
         lines = text(path).count("\n")
         if lines > MAX_FILE and path not in LONG:
-            yield f"{path}: {lines} lines, at most {MAX_FILE}"
+            yield f"{path}: {lines} lines, over {MAX_FILE}: does it hold two ideas?"
     for function in functions():
         name = f"{function.path}:{function.name}"
         if function.lines > MAX_FUNCTION and name not in LONG:

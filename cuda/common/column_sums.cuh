@@ -1,5 +1,6 @@
 // Sums of the columns of a tensor that blocks walk strip by strip, in an order that shape and plan fix: the rows of a
 // strip that a thread has, 8 of each tile; two such; the 8 pairs; the strips s of each of 8 classes s % 8; the classes.
+// No block waits for another: the one that comes last does what is left, in whatever order they start.
 #pragma once
 
 #include <cstddef>

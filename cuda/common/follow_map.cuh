@@ -1,7 +1,7 @@
 // Blocks that move rows by a map which the first blocks of the same launch make of a mask (make_map.cuh).
 //
-// They wait for it in memory. That ends, since blocks start in the order of their numbers: once one of these runs, all
-// of the map's have started. CUB's scans rest on the same order.
+// They wait for it in memory. That ends, since blocks take their numbers as they start: once one of these runs, all
+// of the map's have started, whatever order the device starts the blocks of a grid in.
 #pragma once
 
 #include "ptx.cuh"
@@ -13,11 +13,21 @@ namespace te_fast {
 constexpr uint32_t kMapPause = 40;         // nanoseconds between looks at `ready`
 constexpr uint32_t kMapRounds = 1u << 26;  // at least half a minute
 
+// This block's number in the launch: those that started before have lower ones. Where there is no map to make nobody
+// waits, and the grid's number does. Contains a barrier.
+__device__ inline uint32_t take_number(const MakeMapParams& p) {
+    __shared__ uint32_t number;
+    if (p.blocks == 0) return blockIdx.x;
+    if (threadIdx.x == 0) number = atomicAdd(&p.state->next, 1u);
+    __syncthreads();
+    return number;
+}
+
 // Until the map is written; the first thread of the last warp waits, nobody where there is none to make.
 template <int kThreads>
 __device__ inline void await_map(const MakeMapParams& p) {
     if (p.blocks == 0 || threadIdx.x != kThreads - 32) return;
-    MapState& state = p.state();
+    MapState& state = *p.state;
     for (uint32_t round = 0; ptx::load_acquire(&state.ready) != p.blocks; ++round) {
         if (round == kMapRounds) __trap();  // a block of the map has never started
         __nanosleep(kMapPause);
@@ -25,14 +35,16 @@ __device__ inline void await_map(const MakeMapParams& p) {
     atomicAdd(&state.seen, 1u);
 }
 
-// Last, in each of them: the last block of the launch leaves the state as it was found once all have seen it.
+// Last, in each of them: the block that started last, number `block` of the launch, leaves the state as it was found
+// once all have seen it.
 template <int kThreads>
-__device__ inline void leave_map(const MakeMapParams& p) {
-    if (p.blocks == 0 || blockIdx.x != gridDim.x - 1 || threadIdx.x != kThreads - 32) return;
-    MapState& state = p.state();
+__device__ inline void leave_map(const MakeMapParams& p, uint32_t block) {
+    if (p.blocks == 0 || block != gridDim.x - 1 || threadIdx.x != kThreads - 32) return;
+    MapState& state = *p.state;
     while (ptx::load_relaxed(&state.seen) != gridDim.x - p.blocks) __nanosleep(kMapPause);
     state.ready = 0;
     state.seen = 0;
+    state.next = 0;
 }
 
 // Whether the mask routes `at`, an element of it.

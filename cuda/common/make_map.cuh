@@ -12,11 +12,12 @@
 // a transpose of 32 words gives each lane an expert's 32 tokens. The block publishes how many tokens each of its
 // experts has and how many of its experts each token has, waits for all blocks, adds up what comes before it and
 // writes its tokens' entries. One more block describes the whole. None of them waits on one that may not have
-// started: after kPolls looks it counts the missing tiles itself, so they end however few of them run at a time.
+// started: after kPolls looks it counts the missing tiles itself, so they end however few of them run at a time, and in
+// whatever order they start; by themselves their numbers are those of the grid.
 //
 // The map's blocks are the first of their launch; others may follow, which move rows by the map (follow_map.cuh). On
 // their way the map's blocks fill memory of those with ones (`fill`, 16-byte words). The state is zero again at the end
-// of the launch, so nothing has to be cleared between launches.
+// of the launch, so nothing has to be cleared between launches of a stream.
 //
 // After a pause the code comes from memory, at a microsecond for each line that is not fetched ahead, which is more
 // than all the work: what every launch does is short and lies together, what is rare is in functions of its own. Loops
@@ -68,7 +69,7 @@ __device__ inline void count_tile(const MakeMapParams& p, MapShared<S>& shared, 
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();  // covers what the barrier ordered before it: all that the block published
-        atomicOr(&p.state().arrived[at / 32], 1u << (at % 32));
+        atomicOr(&p.state->arrived[at / 32], 1u << (at % 32));
     }
 }
 
@@ -78,7 +79,7 @@ __device__ inline int first_missing(const MakeMapParams& p) {
     const bool looks = lane * 32 < tiles;
     const uint32_t rest = tiles - lane * 32;
     const uint32_t all = !looks ? 0 : rest >= 32 ? kFullWarp : (1u << rest) - 1;
-    const volatile uint32_t* arrived = p.state().arrived;
+    const volatile uint32_t* arrived = p.state->arrived;
     unsigned open = 0;
     uint32_t seen = 0;
 #pragma unroll 1
@@ -92,11 +93,10 @@ __device__ inline int first_missing(const MakeMapParams& p) {
     return word * 32 + __ffs(absent) - 1;
 }
 
-// Counts this block's tile, if it has one, and waits until every tile is published. True when it had to count for
+// Counts the tile of block `at`, if it has one, and waits until every tile is published. True when it had to count for
 // others, which overwrites the bits.
 template <typename S>
-__device__ inline bool count_tiles(const MakeMapParams& p, MapShared<S>& shared) {
-    uint32_t at = blockIdx.x;
+__device__ inline bool count_tiles(const MakeMapParams& p, MapShared<S>& shared, uint32_t at) {
     for (bool helped = false;; helped = true) {
         if (at != p.tiles()) count_tile(p, shared, at);
         if (S::kAlone) ptx::launch_dependents();  // a permutation may start to read its rows
@@ -237,7 +237,7 @@ __device__ inline void describe(const MakeMapParams& p, MapShared<S>& shared) {
         if (p.padded_counts != nullptr) p.padded_counts[e] = padded;
         dropped += rows_past(padded_start, count, p.capacity);
     }
-    if (dropped != 0) atomicAdd(&p.states->dropped_rows, static_cast<unsigned long long>(dropped));
+    if (dropped != 0) atomicAdd(p.dropped_rows, static_cast<unsigned long long>(dropped));
     if (threadIdx.x == 0 && p.totals != nullptr) {
         p.totals[0] = static_cast<int64_t>(total >> 32);
         p.totals[1] = static_cast<int64_t>(total & 0xffffffffu);
@@ -327,19 +327,19 @@ __device__ inline void write_tile(const MakeMapParams& p, MapShared<S>& shared, 
     }
 }
 
-// The part of one of the map's blocks, which are the first of the launch, or all.
+// The part of the map's block number `block`; these are the first of the launch, or all.
 template <typename S>
-__device__ inline void make_map(const MakeMapParams& p, MapShared<S>& shared) {
+__device__ inline void make_map(const MakeMapParams& p, MapShared<S>& shared, uint32_t block) {
 #pragma unroll 1
-    for (uint32_t i = blockIdx.x * S::kThreads + threadIdx.x; i < p.fill_words; i += p.blocks * S::kThreads) {
+    for (uint32_t i = block * S::kThreads + threadIdx.x; i < p.fill_words; i += p.blocks * S::kThreads) {
         p.fill[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
     }
-    const bool helped = count_tiles(p, shared);
-    MapState& state = p.state();
+    const bool helped = count_tiles(p, shared, block);
+    MapState& state = *p.state;
     uint32_t earlier = 0;  // blocks that look at `arrived` no more; alone, the answer comes meanwhile
     if (S::kAlone && threadIdx.x == 0) earlier = atomicAdd(&state.ready, 1u);
-    if (blockIdx.x != p.tiles()) {
-        const Tile tile(p, blockIdx.x);
+    if (block != p.tiles()) {
+        const Tile tile(p, block);
         // Under way while the tile is placed.
         const uint32_t first_higher = higher_experts<S>(p, tile, tile.first + threadIdx.x);
         place_tile(p, shared, tile);
@@ -357,7 +357,7 @@ __device__ inline void make_map(const MakeMapParams& p, MapShared<S>& shared) {
     // The last one leaves it as it was found.
 #pragma unroll 1
     for (uint32_t& word : state.arrived) word = 0;
-    if (S::kAlone || gridDim.x == p.blocks) state.ready = 0;
+    if (S::kAlone) state.ready = 0;
 }
 
 }  // namespace te_fast

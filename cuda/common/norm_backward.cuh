@@ -61,11 +61,15 @@ struct Columns8 {
         unpack8<In>(raw_x, x);
     }
 
-    // x becomes h.
+    // x, elements of In, becomes h.
+    template <Floating In>
     __device__ void normalise(const RowStats& stats) {
         const float shift = -stats.mean * stats.rstd;
 #pragma unroll
-        for (int c = 0; c < 8; ++c) x[c] = fmaf(x[c], stats.rstd, shift);
+        for (int c = 0; c < 8; ++c) {
+            // As the forward does: of FP32, one FMA would lose the digits that a mean far from 0 has in common with x.
+            x[c] = sizeof(In) == 4 ? (x[c] - stats.mean) * stats.rstd : fmaf(x[c], stats.rstd, shift);
+        }
     }
 
     // After normalise.

@@ -1,8 +1,8 @@
 // Work that the blocks of a launch finish together once all of them have come to the same point.
 //
 // Blocks wait for each other, but only after every block of the grid has started, so that whatever they wait for runs:
-// a grid of any size ends, whatever else the device is busy with. A block that comes before all have started does not
-// wait; the others do its share.
+// a grid of any size ends, whatever else the device is busy with and in whatever order its blocks start; so they keep
+// the grid's numbers. A block that comes before all have started does not wait; the others do its share.
 #pragma once
 
 #include <cstdint>

@@ -11,21 +11,16 @@ namespace te_fast {
 
 constexpr int kMaxTiles = 512;
 constexpr int kPolls = 128;  // looks at `arrived`, about 0.7 us each
-constexpr int kMapSlots = 16384;
 
-// Zero when the module is loaded, and zero again after each launch. What blocks of the map look at and what others do
-// lie in sectors of their own.
+// Words in which the blocks of one launch find each other: zero before it, and zero again behind it. What blocks of the
+// map look at and what others do lie in sectors of their own.
 struct alignas(128) MapState {
     uint32_t arrived[kMaxTiles / 32];  // a bit per tile that is counted
     uint32_t ready;                    // blocks whose part is written
     uint32_t seen;                     // blocks that have waited for that
+    alignas(32) uint32_t next;         // number of the next block to start (follow_map.cuh)
 };
-static_assert(sizeof(MapState) == 128);
-
-struct MapStates {
-    MapState slots[kMapSlots];
-    unsigned long long dropped_rows;
-};
+static_assert(sizeof(MapState) == 128);  // ops/permute_map.rs asks for as much
 
 enum class RoutingType : uint32_t { kMask8 = 0, kMask32 = 1, kMask64 = 2, kIndex = 3 };
 
@@ -35,25 +30,23 @@ struct MakeMapParams {
     uint32_t* counts;
     uint8_t* shares;
     int32_t* ends;
-    int64_t* pad_offsets;    // null: none
-    int64_t* padded_counts;  // null: none
-    int64_t* totals;         // null: none
-    MapStates* states;
-    uint4* fill;        // null: none
-    uint64_t capacity;  // rows of the permuted tensor
-    uint32_t tokens;    // below 2^31; index map: tokens * top_k
+    int64_t* pad_offsets;              // null: none
+    int64_t* padded_counts;            // null: none
+    int64_t* totals;                   // null: none
+    MapState* state;                   // of this launch alone
+    unsigned long long* dropped_rows;  // of the device
+    uint4* fill;                       // null: none
+    uint64_t capacity;                 // rows of the permuted tensor
+    uint32_t tokens;                   // below 2^31; index map: tokens * top_k
     uint32_t experts;
     uint32_t top_k;  // index map, else 0
     uint32_t align;
     uint32_t chunk_tokens;
-    uint32_t slot;
     uint32_t fill_words;
     uint32_t blocks;  // of the map: tiles and one more; 0: it is made already
     RoutingType routing_type;
-    uint32_t unused;
 
     __device__ uint32_t tiles() const { return blocks - 1; }
-    __device__ MapState& state() const { return states->slots[slot]; }
 };
 static_assert(sizeof(MakeMapParams) == 128);
 

@@ -55,6 +55,7 @@ __all__ = [
     "gemm",
     "inventory",
     "linear_forward",
+    "load_kernels",
     "norm",
     "norm_backward",
     "norm_gradients",
@@ -324,7 +325,7 @@ def linear_forward(
     torch.Tensor
         ``(..., out_features)``.
     """
-    result: torch.Tensor = _ops.linear_forward(layer, x, is_first_microbatch)
+    result: torch.Tensor = _ops.layer_forward(layer, x, is_first_microbatch)
     return result
 
 
@@ -413,8 +414,47 @@ def drop_weight_cache(layer: torch.nn.Module) -> None:
 
 
 def release_memory() -> None:
-    """Give scratch memory and workspaces back to the devices; they are taken again when needed."""
+    """Give scratch memory and workspaces back to the devices; they are taken again when needed.
+
+    Waits for the devices; other threads run meanwhile.
+    """
     _native.release_memory()
+
+
+def load_kernels(device: int | str | torch.device = 0) -> int:
+    """Load every kernel onto a device now, and not at its first use.
+
+    The driver may wait for the device then. Here other threads run meanwhile, which a call that needs a kernel cannot
+    allow: a process whose threads drive several devices loads all kernels before its first collective.
+
+    Parameters
+    ----------
+    device : int, str or torch.device, default = 0
+        The device; one without an index is the first.
+
+    Returns
+    -------
+    int
+        How many there are.
+
+    Raises
+    ------
+    CudaError
+        Without a usable driver or device.
+    UnsupportedError
+        Where te_fast was built without CUDA, or for other GPUs.
+    DeviceError
+        If it is no CUDA device.
+    """
+    return int(_native.load_kernels(_ordinal(device, "load_kernels")))
+
+
+def _ordinal(device: int | str | torch.device, op: str) -> int:
+    chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if chosen.type != "cuda":
+        message = f"{op}: expected a CUDA device, got {chosen}"
+        raise DeviceError(message)
+    return chosen.index or 0
 
 
 def device_facts(device: int | str | torch.device = 0) -> DeviceFacts:
@@ -432,11 +472,7 @@ def device_facts(device: int | str | torch.device = 0) -> DeviceFacts:
     DeviceError
         If it is no CUDA device.
     """
-    chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if chosen.type != "cuda":
-        message = f"device_facts: expected a CUDA device, got {chosen}"
-        raise DeviceError(message)
-    return DeviceFacts(*_native.device_facts(chosen.index or 0))
+    return DeviceFacts(*_native.device_facts(_ordinal(device, "device_facts")))
 
 
 def cuda_driver_version() -> int:

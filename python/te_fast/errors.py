@@ -34,8 +34,11 @@ class ArgumentError(TeFastError, ValueError, TypeError):
     """
 
 
-class ArgumentIndexError(ArgumentError, IndexError):
-    """A container has no module at an index."""
+class ArgumentIndexError(ArgumentError, IndexError, RuntimeError):
+    """A container has no module at an index, or an operation no extra tensor of a number.
+
+    Transformer Engine raises ``IndexError``, and ``RuntimeError`` for a number that is no integer.
+    """
 
 
 class ArgumentNameError(ArgumentError, RuntimeError):

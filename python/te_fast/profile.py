@@ -71,6 +71,8 @@ class Report:
         lines += ["", f"{'stage (' + NO_GRAD + ')':30}      µs   share"]
         for name, microseconds in self.stages.items():
             lines.append(f"{name:30}{microseconds:8.2f}   {microseconds / total:.0%}")
+        if not any(value for name, value in self.stages.items() if name != CALL):
+            lines += ["", f"no stage was marked: all of the call counts as '{CALL}'"]
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, object]:
@@ -173,22 +175,34 @@ def profile(
     return Report(subject, totals, stages, environment(x.device))
 
 
+def _count(text: str) -> int:
+    """Read an argument that counts something."""
+    number = int(text)
+    if number < 1:
+        message = f"must be 1 or more, got {number}"
+        raise argparse.ArgumentTypeError(message)
+    return number
+
+
+_count.__name__ = "integer"  # what argparse calls it in messages
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m te_fast.profile",
         description="Where the host time of a Linear forward goes, against nn.Linear.",
     )
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--in-features", type=int, default=1024)
-    parser.add_argument("--out-features", type=int, default=1024)
+    parser.add_argument("--rows", type=_count, default=256)
+    parser.add_argument("--in-features", type=_count, default=1024)
+    parser.add_argument("--out-features", type=_count, default=1024)
     parser.add_argument("--bias", action="store_true", help="with a bias")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
     parser.add_argument(
         "--recipe", choices=("delayed", "current", "block", "none"), default="delayed"
     )
-    parser.add_argument("--rounds", type=int, default=30, help="bursts per measurement")
-    parser.add_argument("--calls", type=int, default=20, help="calls per burst")
+    parser.add_argument("--rounds", type=_count, default=30, help="bursts per measurement")
+    parser.add_argument("--calls", type=_count, default=20, help="calls per burst")
     parser.add_argument("--json", metavar="PATH", help="write the report as JSON")
     parser.add_argument("--plot", metavar="PATH", help="write a bar chart as PNG")
     return parser
@@ -210,10 +224,36 @@ def _autocast(recipe: str) -> contextlib.AbstractContextManager[Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Profile a ``te_fast.pytorch.Linear`` as the command line says."""
+    from te_fast.errors import TeFastError
+
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        report = _profile_linear(options)
+        if options.json:
+            report.write_json(options.json)
+        if options.plot:
+            report.plot(options.plot)
+    except (TeFastError, ImportError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
+    print(report)
+    return 0
+
+
+def _device(name: str | None) -> torch.device:
+    from te_fast.errors import DeviceError
+
+    try:
+        return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        message = f"--device must be cuda, cuda:<number> or cpu, got {name!r}"
+        raise DeviceError(message) from None
+
+
+def _profile_linear(options: argparse.Namespace) -> Report:
     import te_fast.pytorch as te
 
-    options = _parser().parse_args(arguments)
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(options.device)
     dtype = DTYPES[options.dtype]
     layer = te.Linear(
         options.in_features,
@@ -224,13 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     x = torch.randn(options.rows, options.in_features, dtype=dtype, device=device)
     with _autocast(options.recipe):
-        report = profile(layer, x, rounds=options.rounds, calls=options.calls)
-    print(report)
-    if options.json:
-        report.write_json(options.json)
-    if options.plot:
-        report.plot(options.plot)
-    return 0
+        return profile(layer, x, rounds=options.rounds, calls=options.calls)
 
 
 class _CallableModule(types.ModuleType):

@@ -218,6 +218,21 @@ def scale_update(entries, *, length, most_recent=False, few=True):
     return Kernel("scale_update", symbol, len(entries), params.ljust(size, b"\0"))
 
 
+def amax_gather(entries, gathered, *, few=True):
+    """`entries`: (live maxima or None, place of the first, tensors)."""
+    params = struct.pack("QII", pointer(gathered), len(entries), 0)
+    for live, first, count in entries:
+        params += struct.pack("QII", pointer(live), first, count)
+    symbol = "amax_gather_few" if few else "amax_gather"
+    return Kernel(
+        "scale_update",
+        symbol,
+        len(entries),
+        params.ljust(1008 if few else 16336, b"\0"),
+        threads=32,
+    )
+
+
 def dequantize(q, out, scale_inv, rows, cols, ld, fmt, *, name, dims=0, scale_ld=0):
     params = struct.pack("3Q4Q", *map(pointer, (q, out, scale_inv)), rows, cols, ld, scale_ld)
     suffix = f"_{dims}d" if dims else ""

@@ -375,6 +375,27 @@ def test_scale_update(length, layers, most_recent, with_reduced):
     check_scale_update(length, layers, most_recent=most_recent, with_reduced=with_reduced)
 
 
+def check_amax_gather(layers: int) -> None:
+    torch.manual_seed(layers)
+    counts = [[1, 3, 40][layer % 3] for layer in range(layers)]
+    maxima = [torch.rand(count) for count in counts]
+    gathered, entries, first = Guarded(4 * sum(counts)), [], 0
+    for layer, (count, values) in enumerate(zip(counts, maxima, strict=True)):
+        live = Guarded(4 * count)
+        live.bytes.copy_(values.view(torch.uint8))
+        if layer % 7 == 5:  # a layer that is gone
+            values.zero_()
+        entries.append((None if layer % 7 == 5 else live, first, count))
+        first += count
+    kernels.amax_gather(entries, gathered, few=layers <= 62)()
+    same(gathered.read(torch.float32).cpu(), torch.cat(maxima), "gathered")
+
+
+@pytest.mark.parametrize("layers", [1, 8, 62, 63, 200])
+def test_amax_gather(layers):
+    check_amax_gather(layers)
+
+
 def test_column_sums_alone():
     x = data(700, 264, "bf16", special=False)
     dbias, partial, counters = Guarded(264 * 2), Guarded(6 * 264 * 4), Guarded(3 * 4, fill=0)
@@ -396,3 +417,4 @@ def test_sanitize():
             check_cast_block(rows, cols, "f32", "e4m3", dims)
             check_dequantize(rows, cols, "bf16", "e4m3", dims)
     check_scale_update(300, 5, most_recent=False, with_reduced=True)
+    check_amax_gather(8)

@@ -111,8 +111,9 @@ def test_memory_kept_for_backward():
     plain = te.LayerNormMLP(1024, 4096, **options)
     frugal = te.LayerNormMLP(1024, 4096, checkpoint=True, **options)
     rows = 1024
-    # FP8: norm's output and activation's, one byte an element; BF16: input, fc1's output. And statistics.
-    wanted = rows * (1024 + 4096) + 2 * rows * (1024 + 4096)
+    # FP8: norm's output and activation's, one byte an element; BF16: input, fc1's output. And statistics, and the
+    # weights in both layouts, since a second forward of the region used them again.
+    wanted = rows * (1024 + 4096) + 2 * rows * (1024 + 4096) + 2 * 2 * 1024 * 4096
     assert kept_bytes(plain, rows, 1024) <= 1.02 * wanted
     assert kept_bytes(frugal, rows, 1024) <= 1.02 * 2 * rows * 1024
 
@@ -192,7 +193,8 @@ def test_launches_of_a_forward_with_cached_weights():
     recipe = DelayedScaling()
     step(layer, x, grad, recipe)
     with te.autocast(recipe=recipe):
-        layer(x)
+        for _ in range(2):  # weights that are used again are kept
+            layer(x)
         with te_fast.dispatch.record() as launches:
             layer(x)
     names = [launch.name for launch in launches]

@@ -152,6 +152,31 @@ def test_peculiar_rows(function, cols, columnwise):
     assert amax.item() == pytest.approx(host_amax.item(), rel=1e-5, abs=bound.max().item())
 
 
+@pytest.mark.parametrize("function", FUNCTIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("cols", [24, 64, 4096, 4099, 16384, 65536])
+def test_a_16_bit_row_with_an_infinity_is_nan_on_either_backend(function, dtype, offset, cols):
+    """By every kernel, also those that read rows element by element."""
+    x, _, gamma, _ = make(20, cols, dtype, dtype, 4)
+    x[2, 5], x[3, cols - 1], x[7, 1] = torch.inf, -torch.inf, torch.nan
+    dy = torch.ones_like(x)
+    results = []
+    for device in ("cpu", "cuda"):
+        here = [shifted(t, offset) if device == "cuda" else t for t in (x, gamma, dy)]
+        out = dispatch.norm_outputs(here[0], function, stats=True)
+        dispatch.norm(*here[:2], function, out)
+        grads = dispatch.norm_gradients(here[0], here[1], function)
+        dispatch.norm_backward(here[2], *here[:2], out.mean, out.rstd, function, grads)
+        tensors = [out.high_precision, out.rstd, *grads]
+        results.append([None if t is None else t.isnan().cpu() for t in tensors])
+    wrong = torch.zeros(20, dtype=torch.bool)
+    wrong[[2, 3, 7]] = True
+    assert torch.equal(results[0][0], wrong[:, None].expand(20, cols))
+    for host, got in zip(*results, strict=True):
+        assert host is None or torch.equal(got, host)
+
+
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_zero_rows_and_noop(columnwise):
     function, gamma = FUNCTIONS[0], torch.ones(64, device="cuda")

@@ -100,6 +100,26 @@ def test_against_host(function, shape):
         assert got is None or ref.near(got, expected.double(), bound)
 
 
+@pytest.mark.parametrize("shape", [(300, 64), (517, 1000), (70, 12288), (33, 20000), (9, 70001)])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_mean_far_from_zero_costs_no_digits(shape, offset):
+    """Every kernel of FP32, by 16 bytes and by elements; FP64 gradients of the statistics as they were saved."""
+    function = FUNCTIONS[0]
+    dy, x, gamma, add = make(*shape, torch.float32, torch.float32, 7)
+    x = (x - x.mean()) / x.std() + 1e4
+    stats = statistics(x, gamma, function)
+    fields, out = guarded_gradients(x, gamma, function, offset)
+    inputs = shifted(dy, offset), shifted(x, offset), gamma, *stats, function
+    dispatch.norm_backward(*inputs, out, add=add)
+    torch.cuda.synchronize()
+    for field in fields:
+        field.check()
+    exact = ref.differentiate_saved(dy, x, gamma, stats, add)
+    for name, got, expected in zip(out._fields, out, exact, strict=True):
+        # One FMA of x, rstd and -mean * rstd would be off by 3e-4 in dgamma.
+        assert (got.double() - expected).norm() <= 3e-6 * expected.norm(), name
+
+
 @pytest.mark.parametrize("cols", [520, 20000])
 @pytest.mark.parametrize("wanted", range(1, 8))
 def test_what_is_not_asked_for_changes_nothing(cols, wanted):

@@ -301,3 +301,43 @@ def test_nan_and_overflow_handed_over() -> None:
     assert y[0, 0].isnan().all()
     assert y[0, 1:].isfinite().all()
     assert y[1].isfinite().all()  # saturates
+
+
+@pytest.mark.parametrize("ran", [False, True], ids=["fresh", "ran in FP32"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("given", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("grads", [True, False])
+def test_torch_autocast_over_fp32_weights(
+    given: torch.dtype, dtype: torch.dtype, bias: bool, ran: bool, grads: bool
+) -> None:
+    """The product is one of 16-bit operands, as torch.nn.Linear computes it; gradients have the parameters' type."""
+    torch.manual_seed(0)
+    reference = torch.nn.Linear(64, 48, bias=bias, device="cuda")
+    for layer in (
+        te.ops.Linear(64, 48, bias=bias, device="cuda", dtype=torch.float32),
+        te.ops.Sequential(te.ops.Linear(64, 48, bias=bias, device="cuda", dtype=torch.float32)),
+    ):
+        with torch.no_grad():
+            for ours, theirs in zip(layer.parameters(), reference.parameters(), strict=True):
+                ours.copy_(theirs)
+        x = torch.randn(40, 64, device="cuda")
+        if ran:
+            layer(x).sum().backward()
+        found = []
+        for module in (layer, reference):
+            module.zero_grad()
+            leaf = x.to(given).requires_grad_(grads)
+            with torch.autocast("cuda", dtype), torch.set_grad_enabled(grads):
+                y = module(leaf)
+            assert y.dtype == dtype
+            tensors = [y]
+            if grads:
+                y.backward(torch.ones_like(y))
+                tensors += [leaf.grad, *(parameter.grad for parameter in module.parameters())]
+            found.append(tensors)
+        for ours, theirs in zip(*found, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert (ours.double() - theirs.double()).norm() <= BOUNDS[
+                dtype
+            ] * theirs.double().norm()

@@ -1,4 +1,5 @@
 import copy
+import gc
 import itertools
 
 import pytest
@@ -14,7 +15,7 @@ from te_fast.common.recipe import (
     NVFP4BlockScaling,
 )
 from te_fast.errors import StateError, TeFastError, UnsupportedError
-from te_fast.pytorch import _ops
+from te_fast.pytorch import _ops, _scale_tape
 from te_fast.pytorch import quantization as q
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU decides differently")
@@ -274,3 +275,126 @@ def test_any_sequence_of_regions_ends_where_it_began():
         for region, before in zip(reversed(regions), reversed(seen), strict=True):
             region.__exit__(None, None, None)
             assert _ops.autocast_region()[4:] == before[4:]
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """Two GPUs as torch shows them, of Ada and of Hopper; returns what makes one the current device."""
+    from te_fast.pytorch import _global_state, _support
+
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    capabilities = [(9, 0), (8, 9)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(_support, "driver_problem", lambda: "")
+    monkeypatch.setattr(q, "_supported", set())
+    monkeypatch.setattr(_global_state, "_defaults", {})
+    cached = _support._capability_of, _support.gpus_differ
+    for function in cached:
+        function.cache_clear()
+    yield lambda index, capability=None: (
+        current.__setitem__(0, index),
+        capability and capabilities.__setitem__(index, capability),
+    )
+    for function in cached:
+        function.cache_clear()
+    if "__enter__" in vars(q.autocast):
+        del q.autocast.__enter__
+
+
+def test_a_recipe_is_checked_on_each_kind_of_gpu(two_gpus):
+    """What the first GPU runs, a second of another kind may not, also where the very recipe object ran on the first."""
+    recipe, region = Float8BlockScaling(), q.autocast(recipe=Float8BlockScaling())
+    for entered in (q.autocast(recipe=recipe), region, q.autocast(recipe=DelayedScaling())):
+        with entered:
+            assert q.FP8GlobalStateManager.is_fp8_enabled()
+    two_gpus(1)
+    for refused in (q.autocast(recipe=recipe), region, q.autocast(recipe=Float8BlockScaling())):
+        with pytest.raises(RuntimeError, match="compute capability 9.0 or higher"), refused:
+            pass
+        assert not q.FP8GlobalStateManager.is_fp8_enabled()
+        assert _ops.autocast_region()[4] == 0
+    with q.autocast(enabled=False, recipe=recipe), q.autocast(recipe=DelayedScaling()):
+        assert q.FP8GlobalStateManager.is_fp8_enabled()
+    two_gpus(0)
+    with q.autocast(recipe=recipe):
+        assert q.FP8GlobalStateManager.get_fp8_recipe() is recipe
+
+
+def test_the_default_recipe_is_that_of_the_current_gpu(two_gpus):
+    two_gpus(1, (10, 0))
+    for index, wanted in ((0, DelayedScaling), (1, Float8CurrentScaling), (0, DelayedScaling)):
+        two_gpus(index)
+        with q.autocast():
+            assert type(q.FP8GlobalStateManager.get_fp8_recipe()) is wanted
+
+
+class Nested(DelayedScaling):
+    """A recipe whose description, which the region asks for, uses that region."""
+
+    def _describe(self):
+        if self.region is not None:
+            region, self.region = self.region, None
+            with region:
+                assert q.FP8GlobalStateManager.get_fp8_recipe() is not None
+        return super()._describe()
+
+
+def test_a_region_may_be_used_by_what_entering_and_leaving_it_run():
+    recipe = Nested(amax_history_len=2, reduce_amax=False)
+    recipe.region = None
+    region = q.autocast(recipe=recipe)
+    recipe.region = region
+    depths = []
+
+    def amax_of(history):
+        if not depths:
+            depths.append(q.FP8GlobalStateManager.quantization_state.autocast_depth)
+            with region:
+                depths.append(q.FP8GlobalStateManager.quantization_state.autocast_depth)
+        return history.amax(0)
+
+    recipe.amax_compute_algo = amax_of
+    state = q.DelayedScalingRecipeState(recipe, mode="forward", device="cpu")
+    state.take_part()
+    state.amax_history[0] = 4.0
+    recipe.region = region
+    with region:
+        pass
+    assert depths == [0, 1]
+    assert recipe.region is None
+
+
+class Farewell:
+    """A process group whose end uses the state that held it."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def __del__(self):
+        with q.autocast(recipe=DelayedScaling(reduce_amax=False)):
+            self.seen.append(q.FP8GlobalStateManager.is_fp8_enabled())
+
+
+def test_what_regions_held_may_use_the_state_when_it_goes():
+    seen, manager = [], q.FP8GlobalStateManager
+    with q.autocast(recipe=Float8CurrentScaling(), amax_reduction_group=Farewell(seen)):
+        assert manager.get_fp8_group() is not None
+    assert seen == [True]
+    with q.autocast(recipe=Float8CurrentScaling()):
+        manager.quantization_state.fp8_distributed_group = Farewell(seen)
+        manager.quantization_state.fp8_distributed_group = None
+        assert seen == [True, True]
+        manager.quantization_state.fp8_distributed_group = Farewell(seen)
+    assert seen == [True] * 3
+    manager.quantization_state.fp8_distributed_group = Farewell(seen)
+    manager.reset()
+    assert seen == [True] * 4
+    snapshot = (True, False, Float8CurrentScaling(), Farewell(seen), True, False)
+    with _scale_tape.recorded_region(snapshot):
+        del snapshot
+    gc.collect()
+    assert seen == [True] * 5

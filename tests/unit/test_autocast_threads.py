@@ -9,6 +9,7 @@ import torch
 
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.pytorch import _ops, _scale_tape
 from te_fast.pytorch.quantization import FP8GlobalStateManager
 
 CURRENT, BLOCK = Float8CurrentScaling(), Float8BlockScaling()
@@ -90,7 +91,7 @@ def test_a_thread_does_not_leave_the_region_of_another(order):
 
 
 def test_layers_of_two_threads_compute_by_their_own_recipes():
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     layers = [te.Linear(64, 48, params_dtype=torch.float32, device="cpu") for _ in range(2)]
     x = torch.randn(32, 64)
     wanted = []
@@ -142,7 +143,7 @@ def test_training_in_two_threads_is_that_of_one():
     """Recipes without histories: nothing that a thread does reaches the other's numbers."""
 
     def make():
-        torch.manual_seed(2)
+        torch.default_generator.manual_seed(2)
         return te.LayerNormMLP(32, 64, params_dtype=torch.float32, device="cpu")
 
     def train(layer, recipe, steps=6):
@@ -195,7 +196,7 @@ class Meanwhile(torch.nn.Module):
 
 
 def gradients_of_a_recomputation(make, recipe, meanwhile):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     layer = Meanwhile(make(), meanwhile)
     x = torch.linspace(-2, 2, 256).view(16, 16).requires_grad_()
     with te.autocast(recipe=recipe):
@@ -232,3 +233,30 @@ def test_a_recomputation_keeps_to_its_thread(name, recipe):
     got = gradients_of_a_recomputation(LAYERS[name], recipe, meanwhile)
     assert results == [recipe]  # it is in no region of its own, and sees the one of this thread
     assert all(map(torch.equal, got, wanted))
+
+
+def test_a_recomputation_of_one_thread_is_not_that_of_another(monkeypatch):
+    """A layer of the second thread neither notes its scales nor runs as for a later recomputation."""
+    recipe = DelayedScaling(amax_history_len=2)
+    layers, x = [te.Linear(16, 16, device="cpu") for _ in range(2)], torch.ones(16, 16)
+    asked = []
+    phases = _scale_tape._own_phases
+    monkeypatch.setattr(_scale_tape, "_own_phases", lambda: (asked.append(0), phases())[1])
+
+    def other():
+        with torch.no_grad(), te.autocast(recipe=recipe):
+            layers[1](x)
+            assert _ops.autocast_phase_thread() is None
+
+    def helper():
+        assert _ops.autocast_phase_thread() is not None
+
+    with te.autocast(recipe=recipe), te.distributed.activation_recompute_forward(True, False):
+        for body in (other, helper):
+            thread = threading.Thread(target=body)
+            thread.start()
+            thread.join()
+        assert not asked
+        layers[0](x)
+    assert asked
+    assert _ops.autocast_phase_thread() is None

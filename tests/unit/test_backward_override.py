@@ -27,7 +27,7 @@ def recipe_of(scaling, override=None):
 
 
 def linear(dtype=torch.bfloat16, inputs=144, outputs=80, **options):
-    torch.manual_seed(inputs)
+    torch.default_generator.manual_seed(inputs)
     layer = te.Linear(inputs, outputs, device="cpu", params_dtype=dtype, **options)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -87,7 +87,7 @@ def test_linear_against_fp64(scaling, override, dtype):
 @SCALINGS
 def test_a_chain_against_fp64(scaling, override):
     """Two linear layers with an activation in between, as one program."""
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     first, second = (te.ops.Linear(64, 64, device="cpu") for _ in range(2))
     for layer in (first, second):
         nn.init.normal_(layer.bias)
@@ -148,9 +148,12 @@ def test_what_is_kept(scaling):
 
 
 @OVERRIDES
-def test_the_weight_is_quantised_once(override):
+def test_a_weight_that_is_used_again_is_kept(override):
     layer, recipe = linear(), recipe_of("current", override)
     x, dy = data(layer)
+    for _ in range(2):
+        step(layer, x, dy, recipe)
+        x.grad = None
     step(layer, x, dy, recipe)
     te_fast.dispatch.reset_counters()
     wanted, x.grad = x.grad, None

@@ -1,5 +1,7 @@
 """Activation checkpointing: gradients and scales are those of a run without, bit for bit."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -33,12 +35,12 @@ OPTIONS = {"device": "cpu", "params_dtype": torch.bfloat16}
 
 
 def linear(seed):
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     return te.Linear(64, 64, **OPTIONS)
 
 
 def mlp(seed, **options):
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     return te.LayerNormMLP(64, 64, normalization=None, **OPTIONS, **options)
 
 
@@ -48,7 +50,7 @@ def recomputed_mlp(seed):
 
 
 def chain(seed):
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     options = {"device": "cpu", "dtype": torch.bfloat16}
     return te.ops.Sequential(
         te.ops.Linear(64, 64, **options),
@@ -59,7 +61,7 @@ def chain(seed):
 
 def mixed_chain(seed):
     """Two groups of ops, with a module of torch's in between."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     options = {"device": "cpu", "dtype": torch.bfloat16}
     ops = te.ops.Linear(64, 64, **options), nn.Tanh(), te.ops.Linear(64, 64, **options)
     return te.ops.Sequential(*ops)
@@ -67,7 +69,7 @@ def mixed_chain(seed):
 
 def frozen_chain(seed):
     """Its linear ops hand FP8 on to each other: only the first one has a weight gradient."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     options = {"device": "cpu", "dtype": torch.bfloat16}
     made = te.ops.Sequential(*(te.ops.Linear(64, 64, **options) for _ in range(3)))
     made[1:].requires_grad_(False)
@@ -75,23 +77,23 @@ def frozen_chain(seed):
 
 
 def norm_linear(seed):
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     return te.LayerNormLinear(64, 64, **OPTIONS)
 
 
 def norm_mlp(seed):
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     return te.LayerNormMLP(64, 64, activation="swiglu", **OPTIONS)
 
 
 def recomputed_norm_mlp(seed):
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     return te.LayerNormMLP(64, 64, activation="swiglu", checkpoint=True, **OPTIONS)
 
 
 def norm_chain(seed):
     """A residual around a norm and two linear ops."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     options = {"device": "cpu", "dtype": torch.bfloat16}
     make, add = te.ops.MakeExtraOutput(), te.ops.AddExtraInput()
     make.set_extra_output_channel(0, "residual", output_to_caller=False)
@@ -163,7 +165,7 @@ def scales(net):
 def train(net, recipe, *, steps=4, region_inside=False, in_flight=1, input_grad=True):
     """Everything that a few steps leave; scales change strongly from step to step."""
     seen = []
-    torch.manual_seed(11)
+    torch.default_generator.manual_seed(11)
     for i in range(steps):
         pairs = []
         for _ in range(in_flight):
@@ -268,7 +270,7 @@ def test_a_bias_that_is_returned_stays_a_parameter(recipe, reentrant, make):
     """As Megatron-LM's linear layers return it, for a fused addition."""
     found = []
     for checkpointed in (False, True):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         layer = make(64, 64, return_bias=True, **OPTIONS)
         bias = layer.fc2_bias if make is te.LayerNormMLP else layer.bias
         for _ in range(2):
@@ -447,7 +449,7 @@ def test_torchs_own_after_the_region_repeats_it(recipe, kind):
     te_fast.auto_pad(kind == "rows to pad")
     try:
         for remade in (False, True):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             layer = te.Linear(64, 64, device="cpu", params_dtype=dtype, **options)
             x = torch.randn(13 if kind == "rows to pad" else 32, 64, dtype=dtype).requires_grad_()
 
@@ -493,7 +495,7 @@ def test_a_calibration_takes_its_maxima_once(make, reentrant):
 
 def python_chain(seed):
     """A group with an operation that runs in Python."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     options = {"device": "cpu", "dtype": torch.bfloat16}
     ops = te.ops.Linear(64, 64, **options), te.ops.Quantize(), te.ops.Linear(64, 64, **options)
     return te.ops.Sequential(*ops)
@@ -526,7 +528,7 @@ def test_torchs_own_repeats_the_region_of_operations_in_python(rows):
         for recipe in (Float8CurrentScaling(), Float8BlockScaling()):
             found = []
             for remade in (False, True):
-                torch.manual_seed(0)
+                torch.default_generator.manual_seed(0)
                 linears = [te.ops.Linear(64, 64, **options) for _ in range(2)]
                 layer = te.ops.Sequential(linears[0], te.ops.Quantize(), te.ops.SReLU(), linears[1])
                 x = torch.randn(rows, 64, dtype=torch.bfloat16).requires_grad_()
@@ -537,3 +539,83 @@ def test_torchs_own_repeats_the_region_of_operations_in_python(rows):
             assert all(map(torch.equal, *found))
     finally:
         te_fast.auto_pad(False)
+
+
+def test_phases_of_two_threads_end_with_their_regions():
+    """Whatever order two threads leave in, neither's flags stay on, and neither sees the other's phase."""
+    turns, seen = [threading.Event() for _ in range(4)], {}
+
+    def flags():
+        return is_fp8_activation_recompute_enabled(), in_fp8_activation_recompute_phase()
+
+    def first():
+        with te.autocast():
+            with activation_recompute_forward(True, False):
+                turns[0].set()
+                turns[1].wait(10)
+                seen["first, both inside"] = flags()
+            seen["first, left"] = flags()
+            turns[2].set()
+            turns[3].wait(10)
+
+    def second():
+        turns[0].wait(10)
+        with te.autocast():
+            with activation_recompute_forward(True, True):
+                turns[1].set()
+                turns[2].wait(10)
+                seen["second, first left"] = flags()
+            seen["second, left"] = flags()
+        turns[3].set()
+
+    threads = [threading.Thread(target=work) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert seen == {
+        "first, both inside": (True, False),
+        "first, left": (False, False),
+        "second, first left": (True, True),
+        "second, left": (False, False),
+    }
+    assert flags() == (False, False)
+
+
+@REENTRANT
+def test_phases_in_a_region_that_the_function_enters(reentrant):
+    layer, seen = linear(0), []
+
+    def function(x):
+        with te.autocast(recipe=DelayedScaling()):
+            phase = is_fp8_activation_recompute_enabled(), in_fp8_activation_recompute_phase()
+            seen.append(phase)
+            return layer(x)
+
+    x = torch.randn(32, 64).bfloat16().requires_grad_()
+    te.checkpoint(function, x, use_reentrant=reentrant).sum().backward()
+    assert seen == [(True, False), (True, True)]
+    assert not is_fp8_activation_recompute_enabled()
+
+
+@pytest.mark.parametrize("make", [linear, norm_linear, norm_mlp])
+def test_a_recomputed_layer_has_a_place_in_the_recompute_buffer(make):
+    manager, key = te.FP8GlobalStateManager, "global_fp8_buffer_pos_fwd_recompute"
+    layers = [make(0), make(1)]
+    x = torch.randn(32, 64).bfloat16().requires_grad_()
+    with te.autocast(recipe=DelayedScaling()):
+        for layer in layers:
+            layer(x)
+            assert key not in layer.fp8_meta
+        for layer in layers:
+            te.checkpoint(layer, x).sum().backward()
+    places = [layer.fp8_meta[key] for layer in layers]
+    buffer = manager.quantization_state.fp8_tensors_recompute_buffer
+    assert places[1] == places[0] + 1 == len(buffer) - 1
+    # The layers took their scales back by themselves.
+    with pytest.raises(StateError, match="copy_forward_fp8_meta_tensors_for_recompute"):
+        manager.get_old_fp8_meta_tensors_for_recompute(layers[0].fp8_meta)
+    manager.reset()
+    manager.copy_forward_fp8_meta_tensors_for_recompute(layers[1].fp8_meta)
+    manager.get_old_fp8_meta_tensors_for_recompute(layers[1].fp8_meta)
+    assert layers[1].fp8_meta[key] == 0

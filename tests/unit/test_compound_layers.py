@@ -31,11 +31,6 @@ from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
 
-@pytest.fixture(params=RECIPES)
-def recipe(request):
-    return RECIPES[request.param]()
-
-
 NORMS = [("LayerNorm", False), ("LayerNorm", True), ("RMSNorm", False), ("RMSNorm", True)]
 
 

@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn import functional
 
 import te_fast.pytorch as te
+from recipes import name_of
+from reference import QuantizedLinear
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 
 RECIPES = {
@@ -29,10 +31,20 @@ def region(recipe):
     return te.autocast(enabled=recipe is not None, recipe=recipe)
 
 
+def linear_of(recipe):
+    """The linear op of the references: torch's, or that of quantised operands."""
+    return functional.linear if recipe is None else QuantizedLinear(name_of(recipe))
+
+
+def wide(*tensors):
+    """FP64 leaves with the values of tensors."""
+    return [tensor.detach().double().requires_grad_() for tensor in tensors]
+
+
 def close(got, wanted, recipe):
-    """E5M2 rounds gradients by up to 1/8, some 0.07 in the mean, and two products follow each other."""
-    error = (got - wanted).norm() / wanted.norm()
-    assert error < (1e-5 if recipe is None else 0.15), error
+    """FP32; in FP8, a rare operand lies so close to the middle of two FP8 numbers that the order of sums decides."""
+    error = (got.double() - wanted).norm() / wanted.norm()
+    assert error < (1e-5 if recipe is None else 5e-3), error
 
 
 def norm_op(layer):
@@ -59,7 +71,7 @@ def bias_op(bias):
 @pytest.mark.parametrize("accumulate", [False, True], ids=["grad", "main_grad"])
 def test_ops_over_the_parameters_of_layers(recipe, accumulate):
     """Megatron-LM's TEFusedMLP: a chain made at the first forward, over parameters of layers that do not run."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     first = te.LayerNormLinear(
         64, 256, normalization="RMSNorm", zero_centered_gamma=True, **OPTIONS
     )
@@ -86,11 +98,11 @@ def test_ops_over_the_parameters_of_layers(recipe, accumulate):
     got = [weight.main_grad if accumulate else weight.grad for weight in weights]
     got += [parameter.grad for parameter in parameters[2:]]
 
-    leaves = [value.detach().clone().requires_grad_() for value in (x, *parameters)]
+    leaves, linear = wide(x, *parameters), linear_of(recipe)
     plain, one, two, gamma, bias_one, bias_two = leaves
     hidden = functional.rms_norm(plain, (64,), gamma + 1, first.eps)
-    gate, value = functional.linear(hidden, one, bias_one).chunk(2, -1)
-    expected = functional.linear(functional.silu(gate) * value, two, bias_two)
+    gate, value = linear(hidden, one, bias_one).chunk(2, -1)
+    expected = linear(functional.silu(gate) * value, two, bias_two)
     expected.square().sum().backward()
     assert len(seen) == 1
     close(y, expected, recipe)
@@ -100,7 +112,7 @@ def test_ops_over_the_parameters_of_layers(recipe, accumulate):
 
 def test_two_chains_of_an_adapter(recipe):
     """Megatron Bridge's TEFusedLoRALinear: the second chain adds to the first one's output, in high precision."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     layer = te.LayerNormLinear(64, 128, normalization="RMSNorm", **OPTIONS).requires_grad_(False)
     down = nn.Parameter(torch.randn(16, 64) * 0.1)
     up = nn.Parameter(torch.randn(128, 16) * 0.1)
@@ -125,9 +137,13 @@ def test_two_chains_of_an_adapter(recipe):
     y.square().sum().backward()
     assert layer.weight.grad is None
 
-    leaves = [value.detach().clone().requires_grad_() for value in (x, down, up)]
-    hidden = functional.rms_norm(leaves[0], (64,), layer.layer_norm_weight, layer.eps)
-    expected = functional.linear(hidden, layer.weight, layer.bias)
+    leaves = wide(x, down, up)
+    weight, bias, gamma = wide(layer.weight, layer.bias, layer.layer_norm_weight)
+    hidden = functional.rms_norm(leaves[0], (64,), gamma, layer.eps)
+    linear = linear_of(recipe)
+    expected = linear(hidden, weight, bias)
+    if recipe is not None:  # what is handed out is what Quantize left
+        hidden = hidden + (linear.quantized(hidden, 0, "x") - hidden).detach()
     expected = expected + 2 * hidden @ leaves[1].T @ leaves[2].T
     expected.square().sum().backward()
     close(y, expected, recipe)
@@ -145,11 +161,15 @@ class Adapted(nn.Linear):
 @pytest.mark.parametrize("has_run", [False, True])
 def test_a_layer_that_becomes_another_class_with_layers_in_it(recipe, has_run):
     """NeMo AutoModel's LoRA: ``__class__`` is exchanged and the bound forward kept."""
-    torch.manual_seed(0)
-    layer = te.Linear(64, 128, **OPTIONS)
+    torch.default_generator.manual_seed(0)
+    layer, linear = te.Linear(64, 128, **OPTIONS), linear_of(recipe)
     if has_run:
+        x = torch.randn(16, 64)
         with region(recipe):
-            layer(torch.randn(16, 64))
+            layer(x)
+        if recipe is not None:
+            linear(x.double(), layer.weight.double())
+            linear.update()
     layer.requires_grad_(False)
     layer.down = te.Linear(64, 16, bias=False, **OPTIONS)
     layer.up = te.Linear(16, 128, bias=False, **OPTIONS)
@@ -163,10 +183,12 @@ def test_a_layer_that_becomes_another_class_with_layers_in_it(recipe, has_run):
             y = layer(x)
         optimizer.zero_grad()
         y.square().sum().backward()
-        leaves = [value.detach().clone().requires_grad_() for value in (x, *trained)]
-        expected = functional.linear(leaves[0], layer.weight, layer.bias)
-        expected = expected + leaves[0] @ leaves[1].T @ leaves[2].T
+        leaves = wide(x, *trained)
+        expected = linear(leaves[0], *wide(layer.weight, layer.bias))
+        expected = expected + linear(linear(leaves[0], leaves[1]), leaves[2])
         expected.square().sum().backward()
+        if recipe is not None:
+            linear.update()
         close(y, expected, recipe)
         for one, leaf in zip((x, *trained), leaves, strict=True):
             close(one.grad, leaf.grad, recipe)

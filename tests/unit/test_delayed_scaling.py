@@ -3,12 +3,10 @@
 import copy
 import gc
 import pickle
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,7 +23,6 @@ LOCAL = {"reduce_amax": False}
 
 
 def living():
-    gc.collect()
     return len([*states(forward=True), *states(forward=False)])
 
 
@@ -34,6 +31,8 @@ def fresh_state():
     q.FP8GlobalStateManager.reset()
     before = living()
     yield
+    if living() > before:  # what is left hangs together, or is a leak
+        gc.collect()
     assert living() <= before
     q.FP8GlobalStateManager.reset()
 
@@ -337,28 +336,7 @@ def test_skip_flag():
     assert flag.item() == 0.0
 
 
-# Ranks.
-
-
-def _rank(rank, path, results):
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
-    reducing = make_state(reduce_amax=True)
-    local = make_state()
-    idle = make_state(reduce_amax=True)
-    with q.autocast(recipe=reducing.recipe):
-        record(reducing, [1.0 + rank, 4.0 - rank, 0.0])
-        record(local, [1.0 + rank] * 3)
-        if rank == 0:  # a layer that another rank alone has run, as experts do
-            record(idle, [8.0, 8.0, 8.0])
-    if rank == 0:
-        with q.autocast(recipe=reducing.recipe):
-            record(reducing, [16.0] * 3)
-    else:
-        with q.autocast(recipe=reducing.recipe):
-            pass
-    results[rank] = [state.scale.tolist() for state in (reducing, local, idle)]
-    dist.destroy_process_group()
+# Ranks; two of them are in test_delayed_ranks.py.
 
 
 class OtherRank:
@@ -395,20 +373,6 @@ def test_reduced_maxima_are_those_of_all_ranks(monkeypatch):
         pass  # nothing ran here, but the other rank waits
     assert other.maxima == []
     assert idle.scale.tolist() == [1.0, 56.0, 1.0]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
-def test_maxima_are_reduced_over_ranks(tmp_path):
-    with torch.multiprocessing.Manager() as manager:
-        results = manager.dict()
-        path = str(tmp_path / "store")
-        torch.multiprocessing.spawn(_rank, args=(path, results), nprocs=2)
-        got = dict(results)
-    assert got[0][0] == got[1][0] == [28.0] * 3
-    assert got[0][1] == [448.0] * 3
-    assert got[1][1] == [224.0] * 3
-    assert got[0][2] == got[1][2] == [56.0] * 3
 
 
 @pytest.mark.parametrize("mode", ["forward", "backward"])

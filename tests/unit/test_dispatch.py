@@ -8,6 +8,7 @@ import te_fast
 import te_fast.pytorch as te
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.pytorch._ops import native
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has facts")
 
@@ -80,6 +81,24 @@ def test_gemm_refuses_a_result_in_an_operand():
     assert torch.equal(x, before)
 
 
+def test_dequantize_refuses_a_result_in_what_it_reads():
+    # FP8 bytes and scales in the memory of the result, which would be read after it is written.
+    for dtype in (torch.float32, torch.bfloat16):
+        out = torch.arange(64, dtype=dtype).view(2, 32)
+        before = out.clone()
+        data = out.view(torch.uint8).flatten()[:64].view(2, 32)
+        scale = torch.ones(1)
+        for arguments in ((data, scale), (torch.zeros(2, 32, dtype=torch.uint8), None)):
+            data, scale_inv = arguments
+            if scale_inv is None:
+                scale_inv = out.view(torch.float32).flatten()[:1]
+            with pytest.raises(
+                te_fast.ShapeError, match="dequantize: an output must be in memory of its own"
+            ):
+                native.dequantize(data, scale_inv, "e4m3", 0, 32, out)
+        assert torch.equal(out, before)
+
+
 def test_a_missing_layout_is_named():
     quantized = dispatch.quantize(tensor(16, 32), Float8CurrentScaling(), columnwise=False)
     with pytest.raises(te_fast.ShapeError, match="layout"):
@@ -87,7 +106,7 @@ def test_a_missing_layout_is_named():
 
 
 def layer_of(**options):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     options = {"device": "cpu", "params_dtype": torch.bfloat16} | options
     return te.Linear(64, 48, **options)
 
@@ -226,3 +245,8 @@ def test_initialisation_forks_the_tracker():
     layer_of(get_rng_state_tracker=lambda: tracker)
     layer_of(get_rng_state_tracker=lambda: tracker, rng_tracker_name="expert")
     assert tracker.forked == ["model-parallel-rng", "expert"]
+
+
+def test_quantize_takes_no_scale_that_it_would_not_use():
+    with pytest.raises(ValueError, match="own scales"):
+        dispatch.quantize(torch.ones(16, 16), Float8CurrentScaling(), scale=torch.ones(1))

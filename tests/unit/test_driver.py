@@ -3,12 +3,14 @@
 A stub stands in for the driver: a library of the driver's name that reports a version.
 """
 
-import os
 import shutil
 import subprocess
-import sys
 
 import pytest
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="needs g++ for a stub of the driver"
+)
 
 FUNCTIONS = """
 extern "C" int cuDriverGetVersion(int* version) { *version = VERSION; return 0; }
@@ -71,28 +73,79 @@ reasons.append(reason(with_fp8.__enter__, DeviceError))
 print(*reasons, sep="\\n")
 """
 
+# A call of the driver that ends when another thread of Python says so, or after ten seconds.
+WAITING = """
+#include <unistd.h>
+extern "C" {
+volatile int entered, released;
+int cuDriverGetVersion(int* version) {
+  entered = 1;
+  for (int i = 0; i < 10000 && !released; ++i) usleep(1000);
+  return *version = VERSION, released ? 0 : 999;
+}
+}
+"""
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ for a stub of the driver")
+WAITING_SCRIPT = """
+import ctypes
+import threading
+import time
+from te_fast import dispatch
+from te_fast.errors import CudaError
+
+driver = ctypes.CDLL("libcuda.so.1")
+entered, released = (ctypes.c_int.in_dll(driver, name) for name in ("entered", "released"))
+reasons = []
+
+def load():
+    try:
+        dispatch.load_kernels()
+    except CudaError as error:
+        reasons.append(str(error))
+
+thread = threading.Thread(target=load)
+thread.start()
+while not entered.value:
+    time.sleep(0.001)
+released.value = 1
+thread.join()
+print(*reasons)
+"""
+
+
+def run_with_driver(fresh, folder, source, define, script):
+    """Run a script where a stub is the driver; what it printed."""
+    (folder / "stub.cpp").write_text(source)
+    library = folder / "libcuda.so.1"
+    # Whoever asks for a library of that name gets the one that is loaded.
+    command = [
+        "g++",
+        "-shared",
+        "-fPIC",
+        define,
+        f"-Wl,-soname,{library.name}",
+        "-o",
+        library,
+        "stub.cpp",
+    ]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    load = f"import ctypes, warnings; ctypes.CDLL({str(library)!r})"
+    return fresh(f'{load}; warnings.simplefilter("ignore")\n{script}')
+
+
+@needs_compiler
+def test_other_threads_run_while_the_driver_loads(tmp_path, fresh):
+    """The thread that lets the driver go on needs the GIL for it."""
+    printed = run_with_driver(fresh, tmp_path, WAITING, "-DVERSION=11040", WAITING_SCRIPT)
+    assert "the driver supports CUDA 11.4" in printed
+
+
+@needs_compiler
 @pytest.mark.parametrize("stub", STUBS)
-def test_a_driver_that_cannot_be_used(stub, tmp_path):
-    version, source = STUBS[stub]
-    (tmp_path / "stub.cpp").write_text(source)
-    library = str(tmp_path / "libcuda.so.1")
-    command = ["g++", "-shared", "-fPIC", version, "-o", library, "stub.cpp"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={
-            "PATH": "/usr/bin:/bin",
-            "LD_LIBRARY_PATH": str(tmp_path),
-            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
-        },
-    )
-    assert result.returncode == 0, result.stderr
-    reasons = result.stdout.strip().splitlines()
+def test_a_driver_that_cannot_be_used(stub, tmp_path, fresh):
+    define, source = STUBS[stub]
+    printed = run_with_driver(fresh, tmp_path, source, define, SCRIPT)
+    reasons = printed.strip().splitlines()
     assert len(reasons) == 7
     for reason in reasons:
         for part in REASONS[stub]:

@@ -44,7 +44,7 @@ def sharded(module, **options):
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_that_change_while_sharded_are_quantised_again(group, make, reshard, recipe):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     layer = make()
     plain = copy.deepcopy(layer)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def _scales(module):
 def test_states_of_distributed_checkpoints(group, make, recipe, options):
     from torch.distributed.checkpoint import state_dict as states
 
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     saved, loaded = sharded(make()), sharded(make())
 
     def train(module):

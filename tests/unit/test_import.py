@@ -1,11 +1,4 @@
-"""What importing te_fast does, and what it must not do.
-
-Importing torch takes seconds, so one process does that and each case is a fork of it.
-"""
-
-import json
-import subprocess
-import sys
+"""What importing te_fast does, and what it must not do."""
 
 import pytest
 
@@ -98,54 +91,10 @@ assert te_fast.__version__ == importlib.metadata.version("te_fast")
 """,
 }
 
-DRIVER = """
-import json, os, sys, tempfile, traceback, types
-import torch
-
-def run(script):
-    with tempfile.TemporaryFile("w+") as file:
-        child = os.fork()
-        if child == 0:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-            try:
-                # A module like any other: torch.compile imports it by its name.
-                case = sys.modules["case"] = types.ModuleType("case")
-                exec(script, case.__dict__)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-                code = 1
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-        _, status = os.waitpid(child, 0)
-        file.seek(0)
-        return status, file.read()
-
-json.dump({name: run(script) for name, script in json.load(sys.stdin).items()}, sys.stdout)
-"""
-
-
-@pytest.fixture(scope="module")
-def outcomes():
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", DRIVER],
-        input=json.dumps(CASES),
-        capture_output=True,
-        text=True,
-        check=False,
-        # A thread of OpenBLAS beside the main one would make fork warn.
-        env={"PATH": "/usr/bin:/bin", "OPENBLAS_NUM_THREADS": "1"},
-    )
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
-
 
 @pytest.mark.parametrize("name", CASES)
-def test_import(name, outcomes):
-    status, output = outcomes[name]
-    assert status == 0, output
+def test_import(name, fresh):
+    output = fresh(CASES[name])
     if name == "touches no GPU and starts nothing":
         # The time is told, not asserted: it belongs to the machine.
         print(output, end="")

@@ -1,7 +1,6 @@
 """What is true of Linear, LayerNormLinear and LayerNormMLP alike, beyond their numbers."""
 
 import copy
-import subprocess
 import sys
 import threading
 import warnings
@@ -11,7 +10,7 @@ import torch
 
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fast.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
+from te_fast.errors import DeviceError, DtypeError, ShapeError, StateError, UnsupportedError
 from te_fast.pytorch.base import TransformerEngineBaseModule
 from te_fast.pytorch.quantization import DelayedScalingRecipeState
 
@@ -21,7 +20,7 @@ X = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
 
 
 def make(layer, **options):
-    torch.manual_seed(7)
+    torch.default_generator.manual_seed(7)
     return layer(64, 96, **{"device": "cpu"} | options)
 
 
@@ -116,11 +115,8 @@ for make in (te.Linear, te.LayerNormLinear, te.LayerNormMLP):
 """
 
 
-def test_a_loop_of_ones_own_may_write_through_data():
-    result = subprocess.run(
-        [sys.executable, "-c", OWN_LOOP], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
+def test_a_loop_of_ones_own_may_write_through_data(fresh):
+    assert fresh(OWN_LOOP) == ""
 
 
 # Arguments ---------------------------------------------------------------------------------------
@@ -369,3 +365,121 @@ def test_layers_of_the_users_own():
         assert one.fp8_meta["scaling_fwd"].scale.tolist() == [3.0] * 3
         one.reset_fp8_meta_tensors()
         assert one.fp8_meta["scaling_fwd"].scale.tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    "recipe", [None, DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()]
+)
+@pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear])
+def test_split_parameters_made_in_inference_mode(kind, recipe):
+    """They run as those made outside of it, also after a change; where they would be trained, an error says so."""
+    found = []
+    for inference in (True, False):
+        torch.default_generator.manual_seed(0)
+        with torch.inference_mode(inference):
+            layer = kind(32, 32, parameters_split=("a", "b"), device="cpu")
+        x = torch.randn(16, 32)
+        for _ in range(2):
+            for mode in (torch.inference_mode(), torch.no_grad()):
+                with mode, te.autocast(enabled=recipe is not None, recipe=recipe):
+                    found.append(layer(x))
+            with torch.inference_mode(inference), torch.no_grad():
+                for parameter in layer.parameters():
+                    parameter.mul_(1.5)
+        if inference:
+            with (
+                te.autocast(enabled=recipe is not None, recipe=recipe),
+                pytest.raises(StateError, match=r"inference_mode\(\), and get no gradients"),
+            ):
+                layer(x)
+    assert all(map(torch.equal, found[:4], found[4:]))
+    assert not torch.equal(found[0], found[2])
+
+
+# Parts -------------------------------------------------------------------------------------------
+
+SPLIT = (te.Linear, te.LayerNormLinear)
+
+
+def gradients(module, recipe, x=X, **options):
+    leaf = x.clone().requires_grad_()
+    y = run(module, recipe, leaf, **options)
+    y.backward(y.detach())
+    return [y, leaf.grad, *(parameter.grad for parameter in module.parameters())]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layer", SPLIT)
+def test_parts_are_joined_without_python(layer, recipe, monkeypatch):
+    split = make(layer, parameters_split={"a": 64, "b": 32})
+    general = hooked(copy.deepcopy(split))
+    general._program.is_direct = False
+    wanted = [gradients(general, recipe()), run(general, recipe())]
+    monkeypatch.setattr(layer, "_forward_general", None)
+    with torch.no_grad():
+        run(split, recipe())
+    got = [gradients(split, recipe()), run(split, recipe())]
+    assert all(map(torch.equal, got[0], wanted[0]))
+    assert torch.equal(got[1], wanted[1])
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@pytest.mark.parametrize("layer", SPLIT)
+def test_parts_that_lie_apart_are_joined_in_a_copy(layer, recipe):
+    split, apart = (make(layer, parameters_split=("a", "b")) for _ in range(2))
+    for name, parameter in list(apart.named_parameters()):
+        setattr(
+            apart, name, torch.nn.Parameter(torch.cat([parameter, parameter])[: len(parameter)])
+        )
+    for _ in range(2):
+        each = [gradients(module, recipe and recipe()) for module in (split, apart)]
+        assert all(map(torch.equal, *each))
+        with torch.no_grad():
+            for module in (split, apart):
+                module.b_weight.mul_(1.5)
+                module.zero_grad()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layer", SPLIT)
+@pytest.mark.parametrize("part", ["a_weight", "b_weight"])
+def test_a_part_that_changes_before_backward_is_refused(layer, recipe, part):
+    module = make(layer, parameters_split=("a", "b"))
+    y = run(module, recipe(), X.clone().requires_grad_())
+    with torch.no_grad():
+        getattr(module, part).add_(1.0)
+    with pytest.raises(StateError, match="a part of the weight was modified"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("layer", SPLIT)
+def test_frozen_parts_of_a_layer_that_joins_them(layer):
+    module, whole = make(layer, parameters_split=("a", "b")), make(layer)
+    module.a_weight.requires_grad_(False)
+    module.b_bias.requires_grad_(False)
+    recipe = Float8CurrentScaling()
+    got, wanted = gradients(module, recipe), gradients(whole, recipe)
+    assert torch.equal(got[1], wanted[1])
+    assert module.a_weight.grad is None
+    assert module.b_bias.grad is None
+    assert torch.equal(module.b_weight.grad, whole.weight.grad[48:])
+    assert torch.equal(module.a_bias.grad, whole.bias.grad[:48])
+
+
+@pytest.mark.parametrize("first", [None, True])
+def test_parts_mark_that_their_gradient_is_in_main_grad(first):
+    module, whole = (
+        make(te.Linear, parameters_split=("a", "b"), fuse_wgrad_accumulation=True),
+        make(te.Linear),
+    )
+    gradients(whole, Float8CurrentScaling())
+    parts = module.a_weight, module.b_weight
+    for part in parts:
+        part.main_grad = torch.ones_like(part)
+        part.grad_added_to_main_grad = False
+    module.b_weight.overwrite_main_grad = True
+    gradients(module, Float8CurrentScaling(), is_first_microbatch=first)
+    assert all(part.grad_added_to_main_grad for part in parts)
+    added = 0.0 if first else 1.0
+    assert torch.equal(parts[0].main_grad, whole.weight.grad[:48] + added)
+    assert torch.equal(parts[1].main_grad, whole.weight.grad[48:])

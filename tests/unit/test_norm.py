@@ -14,7 +14,7 @@ NORMS = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_is_that_of_torch_with_its_state(name, dtype):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     plain = NORMS[name](96, eps=1e-4, dtype=dtype)
     for parameter in plain.parameters():
         torch.nn.init.normal_(parameter)

@@ -81,6 +81,22 @@ def test_forward_and_backward_fit_together():
     check(out, dy, forward.sum, gamma, function, dy)
 
 
+@pytest.mark.parametrize("cols", [64, 512, LONG])
+def test_a_mean_far_from_zero_costs_no_digits(cols):
+    """Of the statistics as they were saved: their own rounding, of a mean of 1e4, is the forward's."""
+    function = FUNCTIONS[0]
+    dy, x, gamma, add = make(24, cols, torch.float32)
+    x = (x - x.mean()) / x.std() + 1e4
+    stats = statistics(x, gamma, function)
+    out = run(dy, x, gamma, function, add=add)
+    exact = ref.differentiate_saved(dy, x, gamma, stats, add)
+    for name, got, expected in zip(out._fields, out, exact, strict=True):
+        assert (got.double() - expected).norm() <= 1e-6 * expected.norm(), name
+    rounding = 2.0**-24 * 1e4
+    for got, expected in zip(out, ref.differentiate(dy, x, gamma, function, add), strict=True):
+        assert (got.double() - expected).norm() <= rounding * expected.norm()
+
+
 @pytest.mark.parametrize("cols", [24, LONG])
 @pytest.mark.parametrize("wanted", range(1, 8))
 def test_what_is_not_asked_for_changes_nothing(cols, wanted):

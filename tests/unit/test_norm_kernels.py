@@ -134,6 +134,25 @@ def test_peculiar_rows(function):
     assert amax.item() == y[y.isfinite()].abs().max().item()
 
 
+@pytest.mark.parametrize("function", FUNCTIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("cols", [24, 131, 512])
+def test_a_16_bit_row_with_an_infinity_is_nan(function, dtype, bad, cols):
+    """As on the GPU, whose sum of squares of such a row is infinity less infinity times a mean of zero."""
+    x, gamma, _ = make(5, cols, dtype)
+    x[2, cols // 2] = bad
+    out = dispatch.norm_outputs(x, function, stats=True)
+    dispatch.norm(x, gamma, function, out)
+    wrong = torch.arange(5) == 2
+    assert torch.equal(out.high_precision.isnan(), wrong[:, None].expand(5, cols))
+    assert torch.equal(out.rstd.isnan(), wrong)
+    grads = dispatch.norm_gradients(x, gamma, function)
+    dispatch.norm_backward(torch.ones_like(x), x, gamma, out.mean, out.rstd, function, grads)
+    assert torch.equal(grads.dx.isnan(), wrong[:, None].expand(5, cols))
+    assert grads.dgamma.isnan().all()
+
+
 def test_zero_rows_write_the_scale_alone():
     function = FUNCTIONS[0]
     x = torch.empty(0, 8)

@@ -1,5 +1,7 @@
 """Every op alone against plain torch in FP64: as the native program runs it, and in Python."""
 
+import math
+
 import pytest
 import torch
 
@@ -200,7 +202,7 @@ def test_python_ops(dtype):
 def test_dropout():
     op = ops.Dropout(0.25)
     x = torch.ones(100, 100, requires_grad=True)
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     y = op(x)
     kept = y != 0
     assert torch.equal(y[kept], torch.full_like(y[kept], 1 / 0.75))
@@ -208,6 +210,41 @@ def test_dropout():
     y.sum().backward()
     assert torch.equal(x.grad, y.detach())
     assert torch.equal(op.eval()(x), x)
+
+
+def test_dropout_that_drops_nothing_runs_natively():
+    torch.manual_seed(4)
+    first, last = (ops.Linear(16, 16, device="cpu") for _ in range(2))
+    dropout = ops.Dropout(0.5)
+    module = ops.Sequential(first, dropout, last)
+    expected = ops.Sequential(first, last)
+    x = leaf(4, 16)
+
+    def is_native():
+        return "Python operation Dropout" not in module.explain()
+
+    module(x)
+    assert not is_native()
+    for native in (module.eval, lambda: setattr(dropout.train(), "dropout_probability", 0.0)):
+        native()
+        assert is_native()
+        state = torch.get_rng_state()
+        assert torch.equal(module(x), expected(x))
+        assert torch.equal(torch.get_rng_state(), state)
+        module.train()
+    dropout.dropout_probability = 0.5
+    assert not is_native()
+    assert not torch.equal(module(x), expected(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
+def test_dropout_that_drops_nothing_takes_any_type(dtype):
+    x = torch.arange(32).reshape(2, 16).to(dtype)
+    module = ops.Sequential(ops.Dropout(0.5)).eval()
+    assert torch.equal(module(x), x)
+    module = ops.Sequential(ops.Dropout(0.0), ops.Linear(16, 16, device="cpu"))
+    if dtype.is_floating_point:
+        assert torch.equal(module(x), module(x.float()))
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -233,9 +270,9 @@ def test_extra_input_in_place_takes_its_memory():
 
 
 def test_initial_values():
-    torch.manual_seed(5)
+    torch.default_generator.manual_seed(5)
     op = ops.BasicLinear(64, 48, device="cpu")
-    torch.manual_seed(5)
+    torch.default_generator.manual_seed(5)
     assert torch.equal(op.weight, torch.nn.Linear(64, 48, bias=False).weight)
     assert torch.equal(ops.Linear(64, 48, device="cpu").bias, torch.zeros(48))
     assert ops.Linear(64, 48, bias=False, device="cpu").bias is None
@@ -285,6 +322,12 @@ def test_reset_parameters_of_meta_ops():
         (lambda: ops.BasicLinear(8, 8, tensor_parallel_mode="both"), "tensor_parallel_mode"),
         (lambda: ops.SwiGLU(glu_interleave_size=0), "glu_interleave_size"),
         (lambda: ops.SiTUGLU(beta1=0.0), "beta1 must be positive"),
+        (lambda: ops.SiTUGLU(beta1=math.inf), "beta1 must be positive and finite, got inf"),
+        (lambda: ops.SiTUGLU(beta2=math.nan), "beta2 must be positive"),
+        (lambda: ops.SiTUGLU(beta2="4"), "beta2 must be positive and finite, got '4'"),
+        (lambda: ops.ScaledSiTUGLU(beta1=None), "beta1 must be positive"),
+        (lambda: ops.ScaledSiTUGLU(beta2=-math.inf), "beta2 must be positive"),
+        (lambda: ops.SiTUGLU(beta1=torch.ones(2)), "beta1 must be positive"),
         (lambda: ops.ClampedSwiGLU(limit=-1.0), "limit must be positive"),
         (lambda: ops.Dropout(1.0), "p must be"),
         (lambda: ops.LayerNorm((), device="cpu"), "normalized_shape"),

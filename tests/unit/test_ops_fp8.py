@@ -386,7 +386,7 @@ class Failing(Nothing):
 
 def late_failure(kind):
     """Return a chain, and a way to run it that may fail behind its first linear op."""
-    torch.manual_seed(5)
+    torch.default_generator.manual_seed(5)
     options = {"device": "cpu", "dtype": torch.bfloat16}
     first, second = ops.Linear(64, 48, **options), ops.Linear(48, 64, **options)
     if kind == "own op":
@@ -398,6 +398,9 @@ def late_failure(kind):
             return chain(x)
 
         return chain, run, (ZeroDivisionError, "on purpose")
+    if kind == "reshape":
+        chain = ops.Sequential(first, ops.Reshape((16, 48)), second)
+        return chain, lambda x, *, fail: chain(x[: 8 if fail else 16]), (ShapeError, "Reshape")
     if kind == "channel":
         make, add = ops.MakeExtraOutput(), ops.AddExtraInput()
         make.set_extra_output_channel(0, "residual", output_to_caller=False)
@@ -412,7 +415,7 @@ def late_failure(kind):
     return chain, run, (ShapeError, "AddExtraInput")
 
 
-LATE = pytest.mark.parametrize("kind", ["own op", "channel", "plain module"])
+LATE = pytest.mark.parametrize("kind", ["own op", "reshape", "channel", "plain module"])
 
 
 def late_state(chain):

@@ -47,7 +47,7 @@ def test_a_group_under_another_recipe_is_not_the_first_of_delayed_scaling(front)
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("make", [te.Linear, ops.Linear])
 def test_another_format_saturates_nothing(make, steps):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     layer = make(32, 32, **CPU)
     for step in range(steps + 2):
         fp8_format = Format.HYBRID if step < steps else Format.E4M3
@@ -116,7 +116,7 @@ def residual_branch(dtype, *front, in_place=False):
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("front", [[], [Own]])
 def test_wide_residual_stays_wide(region, in_place, front):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     narrow = region == "narrow weights"
     dtype = torch.bfloat16 if narrow else torch.float32
     chain, linear = residual_branch(dtype, *(make() for make in front), in_place=in_place)
@@ -202,7 +202,7 @@ def test_linear_and_bias_compute_in_the_type_of_autocast():
 
 def test_factors_keep_their_type_under_autocast_in_every_call():
     """Routing probabilities in FP32 are not rounded to autocast's type, nor are their gradients."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     chain = ops.Sequential(ops.ScaledSwiGLU())
     x, factors = torch.randn(8, 32).bfloat16(), torch.rand(8)
     gate, linear = x.double().chunk(2, -1)

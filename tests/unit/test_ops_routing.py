@@ -142,8 +142,17 @@ def test_channels_that_do_not_fit():
         ops.Sequential(make, other)(x)
     with pytest.raises(ArgumentError, match="has 1 extra inputs, there is no number 1"):
         add.set_extra_input_channel(1, "c")
-    with pytest.raises(ArgumentError, match="name must be a str"):
-        add.set_extra_input_channel(0, 3)
+    with pytest.raises(IndexError, match="has 1 extra outputs, there is no number -1"):
+        make.set_extra_output_channel(-1, "c")
+    for name in (3, b"c", ""):
+        with pytest.raises(
+            ArgumentError, match=f"name must be a str that is not empty.* got {name!r}"
+        ):
+            add.set_extra_input_channel(0, name)
+        with pytest.raises(
+            ArgumentError, match=f"name must be a str that is not empty.* got {name!r}"
+        ):
+            make.set_extra_output_channel(0, name)
 
 
 # Registered fusions -------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
-from te_fast.errors import ArgumentError, DtypeError, StateError, TeFastError
+from te_fast.errors import ArgumentError, DtypeError, StateError, TeFastError, UnsupportedError
 from te_fast.pytorch import ops
 
 
 def chain(**options):
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     return ops.Sequential(
         ops.LayerNorm(16, device="cpu"),
         ops.Linear(16, 32, device="cpu", **options),
@@ -445,3 +445,56 @@ def test_constants_that_change_after_a_forward(make, name, value):
         y = module(x)
         assert torch.equal(y, wanted)
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], grad)
+
+
+@pytest.mark.parametrize("index", ["a", None, [0], (0,), b"0"])
+def test_an_index_that_is_none_is_refused(index):
+    """Transformer Engine raises ``TypeError`` here, whatever asks for the module."""
+    chain = ops.Sequential(ops.ReLU(), ops.SiLU())
+    for use in (
+        lambda: chain[index],
+        lambda: chain.__setitem__(index, ops.ReLU()),
+        lambda: chain.__delitem__(index),
+        lambda: chain.insert(index, ops.ReLU()),
+        lambda: chain.pop(index),
+    ):
+        with pytest.raises(TypeError, match="an index must be an integer or a slice") as caught:
+            use()
+        assert type(caught.value) is ArgumentError
+    assert [type(op) for op in chain] == [ops.ReLU, ops.SiLU]
+
+
+def test_indices_of_other_number_classes():
+    """Those that equal an integer are one; Transformer Engine raises ``RuntimeError`` for others."""
+    chain = ops.Sequential(ops.ReLU(), ops.SiLU())
+    assert chain[1.0] is chain[-1.0] is chain[True] is chain[torch.tensor(1)] is chain[1]
+    with pytest.raises(RuntimeError, match=r"got 0\.5") as caught:
+        chain[0.5]
+    assert isinstance(caught.value, ArgumentError)
+    for index in (2, -3, 2.0):
+        with pytest.raises(IndexError, match="out of range, there are 2 modules"):
+            chain[index]
+    with pytest.raises(IndexError, match="no module to replace"):
+        chain[2:] = ops.ReLU()
+
+
+class Doubled(torch.nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight):
+        return 2 * weight
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_parametrized_operation_is_refused(ran):
+    linear = ops.BasicLinear(16, 16, device="cpu")
+    chain, x = ops.Sequential(linear, ops.ReLU()), torch.randn(8, 16)
+    wanted = chain(x) if ran else None
+    torch.nn.utils.parametrize.register_parametrization(linear, "weight", Doubled())
+    for _ in range(2):
+        for run in (chain, linear):
+            with pytest.raises(UnsupportedError, match="parametrize does not work.*remove_param"):
+                run(x)
+    torch.nn.utils.parametrize.remove_parametrizations(linear, "weight", leave_parametrized=False)
+    if wanted is not None:
+        assert torch.equal(chain(x), wanted)

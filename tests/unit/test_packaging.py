@@ -2,7 +2,9 @@
 
 import importlib.metadata
 import struct
+import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,14 @@ def test_extension_holds_machine_code_and_one_ptx():
     code = {arch for kind, arch in entries if kind == check_wheel.MACHINE_CODE}
     assert len({arch for kind, arch in entries if kind == check_wheel.PTX}) == 1
     assert code <= {int(arch) for arch in check_wheel.RELEASE_ARCHS.split(",")}
+
+
+@pytest.mark.skipif(
+    not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this interpreter always has its lock"
+)
+def test_an_interpreter_without_its_lock_takes_it_back():
+    script = "import sys, te_fast._native; sys.exit(0 if sys._is_gil_enabled() else 1)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 def test_torch_is_the_one_requirement():

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import te_fast.pytorch as te
 from te_fast.common import recipe
-from te_fast.errors import DtypeError, ShapeError
+from te_fast.errors import DtypeError, ShapeError, UnsupportedError
+from te_fast.pytorch._permutation import PAD, UNPAD, _padded_splits
 
 
 def padded_reference(x, splits, align, rows=None):
@@ -104,8 +105,33 @@ def test_lists_that_do_not_fit_the_rows(needs_grad):
         (te.Fp8Unpadding(2, 4), [3, 4]),
         (te.Fp8Unpadding(2, 4), [-1, 3]),
     ]:
-        with pytest.raises(ShapeError, match="m_splits must be"):
+        name = type(module).__name__
+        with pytest.raises(ShapeError, match=f"^{name}: m_splits must be"):
             module(x, splits)
+
+
+@pytest.mark.parametrize(("mode", "name"), [(PAD, "Fp8Padding"), (UNPAD, "Fp8Unpadding")])
+def test_errors_under_compile_name_the_module(mode, name):
+    with pytest.raises(ShapeError, match=f"^{name}: m_splits must take at most the 6 rows"):
+        _padded_splits([3, 4], mode, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("move", "name"),
+    [
+        (lambda x: te.Fp8Padding(1, 4)(x, [3])[0], "Fp8Padding"),
+        (lambda x: te.Fp8Unpadding(1, 4)(x, [3]), "Fp8Unpadding"),
+        (
+            lambda x: te.moe_sort_chunks_by_index(x, torch.tensor([4]), torch.tensor([0])),
+            "moe_sort_chunks_by_index",
+        ),
+    ],
+)
+def test_second_derivatives_are_refused_by_name(move, name):
+    x = torch.randn(4, 4, requires_grad=True)
+    rows = 3 if name == "Fp8Padding" else 4
+    with pytest.raises(UnsupportedError, match=f"^{name}: its gradient"):
+        torch.autograd.grad(move(x[:rows]).square().sum(), x, create_graph=True)
 
 
 def test_splits_of_a_backward_are_those_of_its_forward():
@@ -197,10 +223,11 @@ def test_tensors_of_other_ranks_are_named(wants_grad):
                 x, torch.ones(4), torch.tensor([4]), torch.tensor([0])
             )
     for module, splits in ((te.Fp8Padding(1, 4), [1]), (te.Fp8Unpadding(1, 4), [1])):
-        with pytest.raises(ShapeError, match="without dimensions"):
+        name = type(module).__name__
+        with pytest.raises(ShapeError, match=f"^{name}: inp must be .*without dimensions"):
             module(torch.ones((), requires_grad=wants_grad), splits)
         for form in (splits, torch.tensor(splits)):
-            with pytest.raises(ShapeError, match="num_out_tokens must not be negative"):
+            with pytest.raises(ShapeError, match=f"^{name}: num_out_tokens must not be negative"):
                 module(torch.ones(4, 4, requires_grad=wants_grad), form, num_out_tokens=-1)
     row, _ = te.Fp8Padding(1, 4)(torch.ones(3, requires_grad=wants_grad), [1])
     assert torch.equal(row, torch.tensor([[1.0], [0.0], [0.0], [0.0]]).expand(4, 3))

@@ -432,8 +432,10 @@ def test_errors_name_what_is_wrong(change, error, match):
 
 def test_errors_of_arguments():
     x, probs, mask = torch.randn(4, 8), torch.rand(4, 2), torch.ones(4, 2, dtype=torch.bool)
-    with pytest.raises(ValueError, match="mask' or 'index"):
+    with pytest.raises(ValueError, match="^moe_permute: .*mask' or 'index"):
         te.moe_permute(x, mask, 8, map_type="bitmap")
+    with pytest.raises(ValueError, match="^moe_unpermute: .*mask' or 'index"):
+        te.moe_unpermute(x, torch.zeros(8).int(), map_type="bitmap")
     with pytest.raises(ShapeError, match="align_size must be positive"):
         te.moe_permute_and_pad_with_probs(x, probs, mask, [4, 4], 0)
     with pytest.raises(ShapeError, match=r"below 2\*\*31"):
@@ -452,8 +454,10 @@ def test_errors_of_arguments():
         pad(x, probs, mask, torch.tensor([4.0, 4.0]), 16)
     with pytest.raises(ShapeError, match="routing_map must be of two dimensions"):
         pad(x, probs, mask[:, 0], [4, 4], 16)
-    with pytest.raises(DtypeError, match="integer type"):
+    with pytest.raises(DtypeError, match="^moe_permute: index must be of an integer type"):
         te.moe_permute(x, torch.rand(4, 2), map_type="index")
+    with pytest.raises(DtypeError, match="^moe_unpermute: row_id_map must be of an integer type"):
+        te.moe_unpermute(x, torch.rand(8), map_type="index")
     out, row_id_map = te.moe_permute(x, mask, 8)
     with pytest.raises(ShapeError, match="restore_shape"):
         te.moe_unpermute(out, row_id_map, restore_shape=(3, 8))

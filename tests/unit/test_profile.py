@@ -1,7 +1,6 @@
 """The latency report: its parts add up, its three forms agree, it is callable and runnable."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -63,15 +62,15 @@ def test_plot_without_matplotlib_says_what_is_missing(report, tmp_path, monkeypa
         report.plot(tmp_path / "report.png")
 
 
-def test_module_runs(tmp_path):
+def test_module_runs(tmp_path, fresh):
     path = tmp_path / "report.json"
     small = (
         "--rows 16 --in-features 32 --out-features 16 --dtype f32 --device cpu --rounds 3 --calls 2"
     )
-    command = [sys.executable, "-m", "te_fast.profile", *small.split(), "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "host time per forward: Linear, [16 x 32] -> 16" in done.stdout
+    arguments = ["te_fast.profile", *small.split(), "--json", str(path)]
+    run = "runpy.run_module('te_fast.profile', run_name='__main__', alter_sys=True)"
+    printed = fresh(f"import runpy, sys; sys.argv = {arguments}; {run}")
+    assert "host time per forward: Linear, [16 x 32] -> 16" in printed
     assert json.loads(path.read_text())["ratios"].keys() == {"no_grad", "with grad"}
 
 
@@ -80,3 +79,33 @@ def test_bodies_take_turns():
     bodies = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
     interleave(bodies, torch.device("cpu"), rounds=2, calls=2)
     assert "".join(order) == "aaaabbbb" + "aabb" * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--rows 5 --device cpu", "multiple of 8 for FP8 (append 3 rows"),
+        ("--in-features 24 --rows 16 --device cpu", "in_features"),
+        ("--device abacus", "--device must be cuda, cuda:<number> or cpu, got 'abacus'"),
+        ("--rows 0", "argument --rows: must be 1 or more, got 0"),
+        ("--calls two", "argument --calls: invalid integer value: 'two'"),
+        ("--json /nowhere/report.json --rows 16 --rounds 1 --calls 1 --device cpu", "/nowhere"),
+    ],
+)
+def test_the_command_line_answers_what_cannot_be_in_one_line(options, message, capsys):
+    with pytest.raises(SystemExit) as left:
+        te_fast.profile.main(options.split())
+    assert left.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.err.splitlines()[-1].startswith("python -m te_fast.profile: error: ")
+    assert message in printed.err.splitlines()[-1]
+    assert "Traceback" not in printed.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_the_command_line_without_a_gpu(capsys):
+    with pytest.raises(SystemExit):
+        te_fast.profile.main(["--device", "cuda"])
+    assert (
+        "Pass device='cpu' to run on the host backend" in capsys.readouterr().err.splitlines()[-1]
+    )

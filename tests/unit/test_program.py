@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import te_fast
 import te_fast.pytorch as te
 from chains import CHAINS, case, results
+from recipes import name_of
+from reference import QuantizedLinear
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import DtypeError, ShapeError, StateError
 from te_fast.pytorch import _ops
@@ -33,18 +37,25 @@ def test_high_precision_is_torch(name: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", [name for name in CHAINS if "linear" in str(CHAINS[name])])
-def test_fp8_is_torch_to_fp8_rounding(name: str, recipe: Any) -> None:
+def test_fp8_is_the_products_of_quantised_operands(name: str, recipe: Any) -> None:
     chain, x, extras, grads = case(CHAINS[name])
-    if recipe is DelayedScaling:  # the first step measures
+    wide = case(CHAINS[name])[0].double()
+    for index, (former, op) in enumerate(itertools.pairwise(wide.ops), 1):
+        if (former[0], op[0]) == ("linear", "bias"):  # no FP8 GEMM adds an FP32 bias
+            bias = getattr(wide, f"p{index}").data
+            bias.copy_(bias.bfloat16())
+    linear = QuantizedLinear(name_of(recipe()))
+    reference = functools.partial(wide.reference, linear=linear)
+    doubles = [tensor.double() for tensor in (x, *extras, *grads)]
+    inputs, outs = doubles[1 : 1 + len(extras)], doubles[1 + len(extras) :]
+    for _ in range(2 if recipe is DelayedScaling else 1):  # the first step measures
         with te.autocast(recipe=recipe()):
-            results(chain, chain, x, extras, grads)
-    with te.autocast(recipe=recipe()):
-        ours = results(chain, chain, x, extras, grads)
-    theirs = results(chain, chain.reference, x, extras, grads)
+            ours = results(chain, chain, x, extras, grads)
+        theirs = results(wide, reference, doubles[0], inputs, outs)
+        linear.update()
     for got, expected in zip(ours, theirs, strict=True):
-        # E5M2 gradients carry 2 bits: 6 % per factor, up to three GEMMs in a row; the sign that a ReLU
-        # sees may flip.
-        assert (got - expected).norm() <= (0.2 if name == "relu" else 0.16) * expected.norm()
+        # A rare operand lies so close to the middle of two FP8 numbers that sums in another order decide.
+        assert (got - expected).norm() <= 5e-3 * expected.norm()
 
 
 @pytest.mark.parametrize("name", ["three", "residual", "add_first", "norm_swiglu", "block"])
@@ -252,10 +263,6 @@ def test_bad_input_is_named() -> None:
         chain(x, extras[0][..., :8])
     with pytest.raises(DtypeError, match="op 1: add"):
         chain(x, extras[0].half())
-    chain.program.strict_types = True
-    chain.program.drop_plans()
-    with pytest.raises(TypeError, match="parameter p0"):
-        chain(x.half(), extras[0].half())
     with (
         te.autocast(recipe=Float8CurrentScaling()),
         pytest.raises(ValueError, match=r"0: linear: .*multiple of 8"),
@@ -288,9 +295,11 @@ def test_gradients_and_saved_tensors_of_other_sizes_are_refused() -> None:
     )
     assert kept is not None
     for wrong in ([grads[0][:1], grads[1]], [grads[0], grads[1][..., :16]]):
-        with pytest.raises(ShapeError, match=r"a gradient must be 24 rows of .*, as its tensor"):
+        with pytest.raises(
+            ShapeError, match=r"the gradient of .*output must be .* 24 rows of .*, as its tensor"
+        ):
             _ops.program_run_backward(kept, saved, wrong[0], (wrong[1],))
-    with pytest.raises(DtypeError, match="a gradient must be torch.float32"):
+    with pytest.raises(DtypeError, match="gradient of the output must be torch.float32"):
         _ops.program_run_backward(kept, saved, grads[0].half(), (grads[1],))
     for index, tensor in enumerate(saved):
         if tensor is not None:

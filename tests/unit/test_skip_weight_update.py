@@ -4,17 +4,13 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
+from reference import quantized_values
 from te_fast import dispatch
-from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.common.recipe import DelayedScaling
 from te_fast.errors import ShapeError
 
-RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "block": Float8BlockScaling}
 manager = te.FP8GlobalStateManager
-
-
-@pytest.fixture(params=RECIPES)
-def recipe(request):
-    return RECIPES[request.param]()
+ONE = torch.tensor(1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +22,7 @@ def cpu_flag(monkeypatch):
 
 
 def make(**options):
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     layer = te.Linear(64, 48, bias=False, device="cpu", params_dtype=torch.bfloat16, **options)
     return layer, torch.randn(32, 64, dtype=torch.bfloat16)
 
@@ -52,8 +48,15 @@ def test_the_flag_decides_whether_the_weight_is_quantised(recipe, first, grad):
         manager.set_skip_fp8_weight_update_tensor(False)
         fresh = graph_call(layer, x, recipe, is_first_microbatch=first)
     assert torch.equal(skipped, former)
-    assert torch.allclose(fresh, -2 * former, rtol=0.1, atol=0.1)
-    assert not torch.equal(fresh, former)
+    # A power of two times a weight has the same FP8 digits; at scale 1, delayed scaling may lose small ones.
+    if recipe.delayed():
+        wanted = (
+            quantized_values(x, "e4m3", "t", scale=ONE)
+            @ quantized_values(layer.weight, "e4m3", "t", scale=ONE).t()
+        )
+        assert (fresh.double() - wanted).abs().max() <= 2**-8 * wanted.abs().max()
+    else:
+        assert torch.equal(fresh, -2 * former)
 
 
 @pytest.mark.parametrize("kind", [te.Linear, te.LayerNormLinear])
@@ -128,7 +131,9 @@ def test_delayed_scales_are_those_of_the_quantised_weight():
     manager.reduce_and_update_fp8_tensors(forward=True)
     assert state.scale[1] == 448.0 / (64 * weight_amax)
     fitting = graph_call(layer, x, recipe)
-    assert torch.allclose(fitting, 64 * expected, rtol=0.1, atol=4)
+    assert torch.equal(
+        fitting, 64 * expected
+    )  # a power of two: the same digits under another scale
     assert not torch.equal(fitting, saturated)
 
 

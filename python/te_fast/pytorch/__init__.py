@@ -48,7 +48,7 @@ for _message in (
 ):
     _ours = (
         r"(te_fast\._native\.|(None|<unknown module>)\."
-        r"(AmaxSlots|AutocastRegion|LinearHandle|Program|Recipe|WeightHandle)\.__new__)"
+        r"(AmaxSlots|AutocastRegion|Program|Recipe|WeightHandle)\.__new__)"
     )
     warnings.filterwarnings("ignore", message=_message + _ours)
 

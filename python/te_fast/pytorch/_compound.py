@@ -1,4 +1,4 @@
-"""Layers that are chains of native ops: LayerNormLinear and LayerNormMLP.
+"""Layers that are chains of native ops: Linear, LayerNormLinear and LayerNormMLP.
 
 Such a layer is a native program. Nothing here computes a step of it: a subclass says which ops the
 program has and which parameters they read, and this class runs it.
@@ -6,7 +6,6 @@ program has and which parameters they read, and this class runs it.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,8 +35,8 @@ class CompoundModule(TransformerEngineBaseModule):
     eps: float
     normalization: str | None
     zero_centered_gamma: bool
-    return_layernorm_output: bool
-    return_layernorm_output_gathered: bool
+    return_layernorm_output = False
+    return_layernorm_output_gathered = False
     return_bias: bool
     fuse_wgrad_accumulation: bool
     checkpoint = False
@@ -45,12 +44,11 @@ class CompoundModule(TransformerEngineBaseModule):
     layer_norm_weight: torch.Tensor | None
     layer_norm_bias: torch.Tensor | None
     _handles: dict[str, _ops.WeightHandle]
-    _programs: dict[tuple[bool, bool], _ops.Program]
-    _direct_program: _ops.Program | None
-    _stand_ins: dict[str, torch.Tensor]
-    _lock: threading.Lock
+    _program: _ops.Program
+    #: The same, with the input of every linear op beside the result; made when first calibrated.
+    _observed: _ops.Program | None
     _region_epoch: int | None
-    _NATIVE = ("_handles", "_programs", "_direct_program", "_stand_ins", "_lock", "_region_epoch")
+    _NATIVE = ("_handles", "_program", "_observed", "_region_epoch")
     _CONSTANTS = TransformerEngineBaseModule._CONSTANTS | {
         "eps",
         "normalization",
@@ -66,22 +64,27 @@ class CompoundModule(TransformerEngineBaseModule):
     #: Names of the weights of the linear ops, in order.
     _LINEARS: tuple[str, ...]
 
-    def _append_ops(
-        self,
-        program: _ops.Program,
-        parameters: dict[str, Any],
-        observe: Callable[[], None],
-    ) -> None:
+    def _append_ops(self, program: _ops.Program, observe: Callable[[], None]) -> None:
         """Append the ops; `observe` stands before each linear one."""
         raise NotImplementedError
 
-    def _used_parameters(self, is_first_microbatch: bool | None) -> dict[str, torch.Tensor]:
-        """Return what the program reads, by the names that it reads it under, in op order."""
+    def _used_parameters(
+        self, is_first_microbatch: bool | None
+    ) -> tuple[dict[str, torch.Tensor], int | None]:
+        """Return what the program reads, in op order, and what stands in for a concatenation's version."""
         raise NotImplementedError
 
     def _returned_bias(self) -> torch.Tensor:
         """Return what ``return_bias`` returns."""
         raise NotImplementedError
+
+    def _returned_bias_name(self) -> str:
+        """Return the name of the attribute that it is, for a layer whose parameters are whole."""
+        raise NotImplementedError
+
+    def _outside_fp8(self) -> str:
+        """Return what computes the layer outside of FP8: "program", "torch" or "general"."""
+        return "program"
 
     def _is_whole(self) -> bool:
         """Tell whether every parameter that the program reads is one of the layer's."""
@@ -116,13 +119,13 @@ class CompoundModule(TransformerEngineBaseModule):
                 initialise(self, parameter, constant(value), forks=False)
                 parameter.sequence_parallel = self.sequence_parallel
 
-    def _append_norm(self, program: _ops.Program, parameters: dict[str, Any], size: int) -> None:
+    def _append_norm(self, program: _ops.Program, size: int) -> None:
         if self.normalization is not None:
             bias = "layer_norm_bias" if self.normalization == "LayerNorm" else None
             program.norm(
                 "layer_norm",
                 self.normalization,
-                parameters,
+                self._parameters,
                 "layer_norm_weight",
                 bias,
                 size,
@@ -146,43 +149,33 @@ class CompoundModule(TransformerEngineBaseModule):
             handles[name] = handle
         # In `__dict__`, where nn.Module keeps its hands off them.
         self.__dict__["_handles"] = handles
-        self.__dict__["_programs"] = {}
-        self.__dict__["_stand_ins"] = {}
-        self.__dict__["_lock"] = threading.Lock()
+        self.__dict__["_observed"] = None
         self.__dict__["_region_epoch"] = None
-        # What a call runs that needs nothing of Python; None where every call does.
-        direct = None
-        if self._is_whole() and not self.checkpoint and not self.return_bias:
-            direct = self._make_program(self._parameters, observed=False)
-            direct.strict_types = True
-        self.__dict__["_direct_program"] = direct
+        program = self.__dict__["_program"] = self._make_program(observed=False)
+        # What a call runs that needs nothing of Python.
+        program.is_direct = not self.checkpoint and (self._is_whole() or not self.return_bias)
+        if program.is_direct and self.return_bias:
+            name = self._returned_bias_name()
+            is_parameter = name in self._parameters
+            program.return_bias(self._parameters if is_parameter else self.__dict__, name)
 
-    def _make_program(self, parameters: dict[str, Any], *, observed: bool) -> _ops.Program:
-        """Make a program that reads its parameters from a dict.
-
-        An `observed` one returns the input of every linear op beside the result.
-        """
-        program = _ops.Program(self.name)
+    def _make_program(self, *, observed: bool) -> _ops.Program:
+        """Make the layer's program; an `observed` one returns the input of every linear op beside the result."""
+        program = _ops.Program(self.name, outside_fp8=self._outside_fp8())
         wanted = len(self._LINEARS) if observed else int(self.return_layernorm_output)
 
         def observe() -> None:
             if program.num_extra_outputs < wanted:
                 program.make_extra_output("input", False)
 
-        self._append_ops(program, parameters, observe)
+        self._append_ops(program, observe)
         return program
-
-    def _program_of(self, parameters: dict[str, Any], *, observed: bool) -> _ops.Program:
-        key = (parameters is self._parameters, observed)
-        if key not in self._programs:
-            self._programs[key] = self._make_program(parameters, observed=observed)
-        return self._programs[key]
 
     def _weight_handles(self) -> dict[str, Any]:
         return self._handles
 
     def _plan_count(self) -> int:
-        programs = [self._direct_program, *self._programs.values()]
+        programs = (self._program, self._observed)
         return sum(program.plan_count() for program in programs if program is not None)
 
     def _set_slots(self, epoch: int, forward: Any, backward: Any) -> None:
@@ -194,11 +187,22 @@ class CompoundModule(TransformerEngineBaseModule):
 
     def _forward_general(self, inp: Any, is_first_microbatch: bool | None) -> Any:
         """Forward of calls that the native fast path does not take."""
-        parameters = self._used_parameters(is_first_microbatch)
+        parameters, version = self._used_parameters(is_first_microbatch)
         weight = next(iter(parameters.values()))
         self._check_input(inp, self._FEATURES, getattr(self, self._FEATURES), weight.device)
         self.set_activation_dtype(inp)
         self._refuse_functorch("here; call torch.nn layers inside of them")
+        out = self._forward_on(parameters, version, inp, is_first_microbatch)
+        return self._with_bias(out) if self.return_bias else out
+
+    def _forward_on(
+        self,
+        parameters: dict[str, torch.Tensor],
+        version: int | None,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None,
+    ) -> Any:
+        """Run the program on parameters that are the layer's, or stand in for them."""
         enabled, *_, epoch = _ops.autocast_region()
         if enabled and epoch != self._region_epoch:
             self.__dict__["_region_epoch"] = epoch
@@ -207,37 +211,11 @@ class CompoundModule(TransformerEngineBaseModule):
         if type(x) not in (torch.Tensor, torch.nn.Parameter):
             x = x.as_subclass(torch.Tensor)
         if autocast_state.fp8_calibration and not autocast_state.fp8_enabled:
-            out = self._calibrate(parameters, x, is_first_microbatch)
-        elif self.checkpoint and torch.is_grad_enabled() and x.numel() > 0:
-            out = recomputed(self, parameters, x, is_first_microbatch)
-        else:
-            out = self._run(
-                parameters, lambda program: self._apply_program(program, x, is_first_microbatch)
-            )
-        return self._with_bias(out) if self.return_bias else out
-
-    def _apply_program(
-        self, program: _ops.Program, x: torch.Tensor, is_first_microbatch: bool | None
-    ) -> Any:
-        return _ops.program_apply(program, self, x, (), is_first_microbatch)
-
-    def _run(
-        self,
-        parameters: dict[str, torch.Tensor],
-        call: Callable[[_ops.Program], Any],
-        *,
-        observed: bool = False,
-    ) -> Any:
-        """Call with the program that reads `parameters`: the layer's own, or stand-ins for them."""
-        own = self._parameters
-        if all(own.get(name) is tensor for name, tensor in parameters.items()):
-            return call(self._program_of(own, observed=observed))
-        with self._lock:
-            self._stand_ins.update(parameters)
-            try:
-                return call(self._program_of(self._stand_ins, observed=observed))
-            finally:
-                self._stand_ins.clear()
+            return self._calibrate(parameters, version, x, is_first_microbatch)
+        if self.checkpoint and torch.is_grad_enabled() and x.numel() > 0:
+            return recomputed(self, parameters, x, is_first_microbatch)
+        given = tuple(parameters.values())
+        return _ops.program_apply(self._program, self, x, (), is_first_microbatch, given, version)
 
     def _with_bias(self, out: Any) -> tuple[torch.Tensor, ...]:
         y, *others = out if isinstance(out, tuple) else (out,)
@@ -246,22 +224,27 @@ class CompoundModule(TransformerEngineBaseModule):
     def _calibrate(
         self,
         parameters: dict[str, torch.Tensor],
+        version: int | None,
         x: torch.Tensor,
         is_first_microbatch: bool | None,
     ) -> Any:
         """Take the absolute maxima that FP8 would, while computing in high precision."""
-        y, *inputs = self._run(
-            parameters,
-            lambda program: self._apply_program(program, x, is_first_microbatch),
-            observed=True,
-        )
+        program = self._observed
+        if program is None:
+            program = self.__dict__["_observed"] = self._make_program(observed=True)
+        given = tuple(parameters.values())
+        y, *inputs = _ops.program_apply(program, self, x, (), is_first_microbatch, given, version)
+        self._take_maxima(inputs, [parameters[name] for name in self._LINEARS])
+        return (y, inputs[0]) if self.return_layernorm_output else y
+
+    def _take_maxima(self, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+        """Take the absolute maxima of what the linear ops have multiplied into the histories."""
         self.init_fp8_metadata(self.fp8_meta["num_gemms"])
         state = self.fp8_meta.get("scaling_fwd")
-        is_meant = state is not None and self.fp8_meta["recipe"].delayed() and x.numel() > 0
+        is_meant = state is not None and self.fp8_meta["recipe"].delayed() and inputs[0].numel() > 0
         if is_meant and not _scale_tape.is_second():
             with torch.no_grad():
-                self._record(state, inputs, [parameters[name] for name in self._LINEARS])
-        return (y, inputs[0]) if self.return_layernorm_output else y
+                self._record(state, inputs, weights)
 
     def _record(
         self, state: Any, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]

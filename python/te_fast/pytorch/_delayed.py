@@ -1,13 +1,13 @@
 """Scales and histories of delayed scaling: the tensors of a layer, and their update.
 
-The dispatcher updates the scales of all layers in one launch. Python steps in for two things only:
-the reduction of the maxima over ranks, and algorithms of the user's own.
+The dispatcher knows which layers take part in an update, and does it in one launch. Python steps in for
+two things only: the reduction of the maxima over ranks, one collective for all layers of a recipe, group
+and device; and algorithms of the user's own.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -34,11 +34,6 @@ _is_initialized = getattr(torch.distributed, "is_initialized", lambda: False)
 
 # States by the number of their slots.
 _states: WeakValueDictionary[int, DelayedScalingRecipeState] = WeakValueDictionary()
-# Places in the reduction over ranks, by the order of first forwards: the same on every rank that runs
-# the same model, whatever copies and loaded checkpoints one of them has besides.
-_places = itertools.count()
-# Whether a state with algorithms of the user's own was ever made.
-_custom = False
 
 
 def native_recipe(recipe: Any) -> Any:
@@ -77,7 +72,6 @@ class DelayedScalingRecipeState:
         "__weakref__",
         "_amax_history",
         "_native",
-        "_place",
         "_scale",
         "_slots",
         "group",
@@ -105,13 +99,11 @@ class DelayedScalingRecipeState:
         self.mode = mode
         self.num_quantizers = num_quantizers
         size = (recipe.amax_history_len, num_quantizers)
-        self._place: int | None = None
         self._scale = torch.ones(num_quantizers, dtype=torch.float32, device=device)
         self._amax_history = torch.zeros(size, dtype=torch.float32, device=device)
         self._register(recipe, group)
 
     def _register(self, recipe: DelayedScaling, group: Any) -> None:
-        global _custom
         # A forward under torch.inference_mode() makes tensors that nothing may write to outside of it.
         if self._scale.is_inference() or self._amax_history.is_inference():
             with torch.inference_mode(mode=False):
@@ -121,18 +113,17 @@ class DelayedScalingRecipeState:
         native = native_recipe(recipe)
         forward = self.mode == "forward"
         former = getattr(self, "_slots", None)
-        self._slots = _ops.AmaxSlots(self._amax_history, self._scale, native, forward, former)
+        tensors = self._amax_history, self._scale
+        self._slots = _ops.AmaxSlots(*tensors, native, forward, group, former)
         self._native = native
         _states[self._slots.id] = self
-        _custom = _custom or recipe._has_custom_algorithm()
 
     def take_part(self) -> None:
         """Take part in updates from now on: a forward uses the scales.
 
         Copies and loaded states may be on one rank alone, which the others would not reduce with.
         """
-        if self._place is None:
-            self._place = next(_places)
+        self._slots.take_part()
 
     @property
     def slots(self) -> Any:
@@ -249,7 +240,6 @@ def _rebuild(
     state = DelayedScalingRecipeState.__new__(DelayedScalingRecipeState)
     state.mode = mode
     state.num_quantizers = scale.numel()
-    state._place = None
     state._scale = scale
     state._amax_history = amax_history
     state._register(recipe, group)
@@ -263,13 +253,7 @@ def scale_of(number: int) -> torch.Tensor:
 
 def states(*, forward: bool) -> list[DelayedScalingRecipeState]:
     """Return the living states of a direction that take part in updates, in the order of their places."""
-    mode = "forward" if forward else "backward"
-    places = {
-        state._place: state
-        for number, state in list(_states.items())
-        if state._place is not None and state.mode == mode and state.slots.id == number
-    }
-    return [places[place] for place in sorted(places)]
+    return [_states[number] for number in _ops.amax_participants(forward) if number in _states]
 
 
 def fp8_max(recipe: DelayedScaling, *, forward: bool) -> float:
@@ -284,22 +268,15 @@ def fp8_dtype(recipe: Any, *, forward: bool = True) -> torch.dtype:
     return torch.float8_e4m3fn if e4m3 else torch.float8_e5m2
 
 
-def update_scales(*, forward: bool, ran: bool = True) -> None:
-    """Update the scales of all layers that ran since the last update.
+def update_scales(*, forward: bool) -> None:
+    """Update the scales of all layers that ran since the last update, and of those that other ranks reduce with.
 
     Parameters
     ----------
     forward : bool
         Scales of inputs and weights, or of gradients.
-    ran : bool, default = True
-        Whether any layer of this rank ran; other ranks may be waiting for this one even if not.
     """
-    distributed = _is_initialized()
-    if distributed or _custom or _config.UNFUSED_UPDATE:
-        _update_in_python(forward=forward, distributed=distributed)
-    elif not ran:
-        return
-    _ops.update_scales(forward)
+    _ops.update_scales(forward, _is_initialized(), _config.UNFUSED_UPDATE)
 
 
 def update_all(*, forward: bool) -> None:
@@ -310,40 +287,31 @@ def update_all(*, forward: bool) -> None:
     forward : bool
         Scales of inputs and weights, or of gradients.
     """
-    for state in states(forward=forward):
-        state.slots.mark_ran()
+    _ops.amax_mark_all_ran(forward)
     update_scales(forward=forward)
 
 
-def _update_in_python(*, forward: bool, distributed: bool) -> None:
-    buckets: dict[tuple[Any, ...], list[DelayedScalingRecipeState]] = {}
-    for state in states(forward=forward):
-        recipe = state.recipe
-        own = (recipe.amax_compute_algo, recipe.scaling_factor_compute_algo)
-        key = (repr(recipe), own, id(state.group), state.scale.device)
-        buckets.setdefault(key, []).append(state)
-    for bucket in buckets.values():
-        recipe = bucket[-1].recipe
-        if distributed and recipe.reduce_amax:
-            _reduce(bucket)
-        if _config.UNFUSED_UPDATE or recipe._has_custom_algorithm():
-            for state in bucket:
-                _update_unfused(state, fp8_max(recipe, forward=forward))
-                state.slots.clear_ran()
-            _ops.note_scale_change()
+def _world_size(group: Any) -> int:
+    return torch.distributed.get_world_size(group=group)
 
 
-def _reduce(bucket: list[DelayedScalingRecipeState]) -> None:
-    """Replace the live maxima by the largest of all ranks."""
-    group = bucket[0].group
-    if torch.distributed.get_world_size(group=group) <= 1:
-        return
-    rows = [state.amax_history[0] for state in bucket]
-    flat = torch.cat(rows)
-    torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
-    torch._foreach_copy_(rows, flat.split([row.numel() for row in rows]))
-    for state in bucket:
-        state.slots.mark_ran()
+def _all_reduce(maxima: torch.Tensor, group: Any) -> None:
+    torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX, group=group)
+
+
+def _update_in_python(
+    forward: bool, slots: list[tuple[int, int]], maxima: torch.Tensor | None
+) -> None:
+    """Update states one by one; with the maxima of all ranks, where the state of each begins at a number."""
+    for number, first in slots:
+        state = _states.get(number)
+        if state is None:
+            continue
+        if maxima is not None:
+            state.amax_history[0].copy_(maxima[first : first + state.num_quantizers])
+        _update_unfused(state, fp8_max(state.recipe, forward=forward))
+        state.slots.clear_ran()
+    _ops.note_scale_change()
 
 
 def _update_unfused(state: DelayedScalingRecipeState, largest: float) -> None:
@@ -368,3 +336,7 @@ def _update_unfused(state: DelayedScalingRecipeState, largest: float) -> None:
     fresh = (largest / amax) / (2**recipe.margin)
     fresh = torch.where((amax > 0.0) & torch.isfinite(amax), fresh, scale)
     scale.copy_(torch.where(torch.isinf(fresh), torch.full_like(fresh, _F32_MAX), fresh))
+
+
+_ops.delayed_callbacks(_world_size, _all_reduce, _update_in_python)
+_ops.hooks.update_backward_scales = lambda: update_scales(forward=False)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from te_fast.common.recipe import Recipe
+from te_fast.errors import StateError
 from te_fast.pytorch import _delayed, _ops
 from te_fast.pytorch._delayed import DelayedScalingRecipeState, native_recipe
 from te_fast.pytorch._support import (
@@ -20,21 +21,29 @@ from te_fast.pytorch._support import (
     check_mxfp8_support,
     check_nvfp4_support,
     get_default_recipe,
+    kind_of_device,
 )
 
-__all__ = ["FP8GlobalState", "FP8GlobalStateManager", "autocast_state", "default_recipe"]
+__all__ = [
+    "FP8GlobalState",
+    "FP8GlobalStateManager",
+    "autocast_state",
+    "default_recipe",
+    "place_in_recompute_buffer",
+]
 
-# What regions without a recipe use; made anew when somebody has changed it.
-_default: Recipe | None = None
+# What regions without a recipe use, by the kind of device where GPUs differ; made anew when somebody has changed it.
+_defaults: dict[tuple[int, int] | None, Recipe] = {}
 
 
 def default_recipe() -> Recipe:
     """Return the recipe of regions that name none, the same object while nobody changes it."""
-    global _default
-    if _default is None or _default._native is None:
-        _default = get_default_recipe()
-        native_recipe(_default)
-    return _default
+    kind = kind_of_device()
+    recipe = _defaults.get(kind)
+    if recipe is None or recipe._native is None:
+        recipe = _defaults[kind] = get_default_recipe()
+        native_recipe(recipe)
+    return recipe
 
 
 class FP8GlobalState:
@@ -162,6 +171,7 @@ class FP8GlobalState:
 
 
 autocast_state = FP8GlobalState()
+_ops.hooks.skip_weight_flag = lambda: autocast_state.skip_fp8_weight_update_tensor
 
 _RECOMPUTE = "global_fp8_buffer_pos_fwd_recompute"
 
@@ -169,6 +179,16 @@ _RECOMPUTE = "global_fp8_buffer_pos_fwd_recompute"
 def _delayed_state(fp8_meta: dict[str, Any]) -> DelayedScalingRecipeState | None:
     state = fp8_meta.get("scaling_fwd")
     return state if isinstance(state, DelayedScalingRecipeState) else None
+
+
+def place_in_recompute_buffer(fp8_meta: dict[str, Any]) -> deque[Any]:
+    """Return what is kept of a layer's first phases of recomputation, after giving it a place."""
+    buffer = autocast_state.fp8_tensors_recompute_buffer
+    # A reset empties the buffer, and layers keep their places' numbers.
+    if fp8_meta.get(_RECOMPUTE, len(buffer)) >= len(buffer):
+        fp8_meta[_RECOMPUTE] = len(buffer)
+        buffer.append(deque())
+    return buffer[fp8_meta[_RECOMPUTE]]
 
 
 class FP8GlobalStateManager:
@@ -338,22 +358,31 @@ class FP8GlobalStateManager:
         state = _delayed_state(fp8_meta)
         if state is None:
             return
-        buffer = autocast_state.fp8_tensors_recompute_buffer
-        if _RECOMPUTE not in fp8_meta:
-            fp8_meta[_RECOMPUTE] = len(buffer)
-            buffer.append(deque())
-        buffer[fp8_meta[_RECOMPUTE]].append([state.amax_history.clone(), state.scale.clone()])
+        kept = [state.amax_history.clone(), state.scale.clone()]
+        place_in_recompute_buffer(fp8_meta).append(kept)
 
     @classmethod
     def get_old_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:
-        """Switch to the scales that the first phase ran with."""
+        """Switch to the scales that the first phase ran with.
+
+        Raises
+        ------
+        StateError
+            If :meth:`copy_forward_fp8_meta_tensors_for_recompute` has kept none, or all have been taken.
+        """
         state = _delayed_state(fp8_meta)
         if state is None:
             return
+        kept = place_in_recompute_buffer(fp8_meta)
+        if not kept:
+            message = (
+                "get_old_fp8_meta_tensors_for_recompute: no scales of a first phase are left; te_fast's layers take "
+                "theirs back by themselves, others keep them by copy_forward_fp8_meta_tensors_for_recompute"
+            )
+            raise StateError(message)
         fp8_meta["updated_amax_history_fwd"] = state.amax_history.clone()
         fp8_meta["updated_scale_fwd"] = state.scale.clone()
-        buffer = autocast_state.fp8_tensors_recompute_buffer[fp8_meta[_RECOMPUTE]]
-        amax_history, scale = buffer.popleft()
+        amax_history, scale = kept.popleft()
         state.load(scale, amax_history)
 
     @staticmethod

@@ -13,7 +13,7 @@ from te_fast.pytorch import _ops
 if TYPE_CHECKING:
     from te_fast.pytorch.linear import Linear
 
-__all__ = ["give", "linear", "weight_gradient"]
+__all__ = ["after_main_grad", "give", "linear", "main_grad_of"]
 
 
 def main_grad_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -72,36 +72,6 @@ def after_main_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     return dummy_wgrad_for(parameter)
 
 
-def weight_gradient(
-    layer: Linear,
-    parameters: list[torch.Tensor],
-    x: torch.Tensor,
-    grad: torch.Tensor,
-    *,
-    overwrite: bool,
-) -> torch.Tensor | None:
-    """Compute ``gradᵀ · x``; straight into ``main_grad`` where one buffer takes it.
-
-    Returns the gradient, or None when it went into ``main_grad``.
-    """
-    from te_fast import dispatch
-
-    x, grad = x.reshape(-1, x.shape[-1]).contiguous(), grad.reshape(-1, grad.shape[-1]).contiguous()
-    into_main_grad = layer.fuse_wgrad_accumulation and len(parameters) == 1
-    if into_main_grad:
-        out = main_grad_of(parameters[0])
-        accumulate = not (overwrite or getattr(parameters[0], "overwrite_main_grad", False))
-    else:
-        out = torch.empty(grad.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
-        accumulate = False
-    if x.shape[0] == 0:
-        if not accumulate:
-            out.zero_()
-        return None if into_main_grad else out
-    dispatch.gemm(grad, x, out, accumulate=accumulate, x_k_outermost=True, w_k_outermost=True)
-    return None if into_main_grad else out
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -125,13 +95,17 @@ class _Linear(torch.autograd.Function):
         dx = grad @ weight.to(grad.dtype) if needs_x else None
         db = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None
         dw = None
+        is_whole = layer._parts is None
         if needs_weight and layer.delay_wgrad_compute:
-            layer._deferred.append((_ops.deferral_number(), x, grad, ctx.overwrite))
+            layer._handles["weight"].defer(x, grad, ctx.overwrite)
+        elif needs_weight and layer.fuse_wgrad_accumulation and is_whole:
+            out = main_grad_of(ctx.weight)
+            overwrite = ctx.overwrite or getattr(ctx.weight, "overwrite_main_grad", False)
+            _ops.weight_gradient(x, grad, out, not overwrite)
         elif needs_weight:
             # The parts of a split weight get their share where the concatenation is undone.
-            parameters = [ctx.weight] if layer._parts is None else [ctx.weight, ctx.weight]
-            dw = weight_gradient(layer, parameters, x, grad, overwrite=ctx.overwrite)
-        if needs_weight and layer.fuse_wgrad_accumulation and layer._parts is None:
+            dw = _ops.weight_gradient(x, grad)
+        if needs_weight and layer.fuse_wgrad_accumulation and is_whole:
             dw = after_main_grad(ctx.weight)
         return dx, dw, db, None, None
 

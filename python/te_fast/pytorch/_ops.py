@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,67 +14,70 @@ from te_fast._native import (
     AmaxSlots,
     AutocastRegion,
     HeldRegion,
-    LinearHandle,
     Program,
     ProgramSaved,
     Recipe,
     WeightHandle,
+    amax_mark_all_ran,
+    amax_participants,
     autocast_callbacks,
+    autocast_enter_phase,
     autocast_held,
+    autocast_leave_phase,
     autocast_objects,
+    autocast_phase_thread,
     autocast_recipe,
     autocast_region,
     autocast_reset,
     autocast_set,
     autocast_set_depth,
     autocast_set_first,
-    autocast_set_recompute,
     autocast_take_first,
-    deferral_number,
+    delayed_callbacks,
     instance_method,
-    linear_apply,
-    linear_backward_dw,
-    linear_call,
-    linear_forward,
+    layer_call,
+    layer_forward,
     note_scale_change,
     program_apply,
     program_backward_dw,
     program_grads_of_nothing,
-    program_layer_call,
-    program_layer_forward,
+    program_run_forward,
     rows_to_pad,
     update_scales,
+    version_of_copy,
+    weight_gradient,
 )
 from te_fast._native import program_run_backward as _run_backward
-from te_fast._native import program_run_forward as _run_forward
 from te_fast.pytorch._padding import Padding
 
 __all__ = [
     "AmaxSlots",
     "AutocastRegion",
     "HeldRegion",
-    "LinearHandle",
     "Program",
     "ProgramSaved",
     "Recipe",
     "WeightHandle",
+    "amax_mark_all_ran",
+    "amax_participants",
     "autocast_callbacks",
+    "autocast_enter_phase",
     "autocast_held",
+    "autocast_leave_phase",
     "autocast_objects",
+    "autocast_phase_thread",
     "autocast_recipe",
     "autocast_region",
     "autocast_reset",
     "autocast_set",
     "autocast_set_depth",
     "autocast_set_first",
-    "autocast_set_recompute",
     "autocast_take_first",
     "call_through_forward",
-    "deferral_number",
-    "linear_apply",
-    "linear_backward_dw",
-    "linear_call_method",
-    "linear_forward",
+    "delayed_callbacks",
+    "hooks",
+    "layer_call_method",
+    "layer_forward",
     "native",
     "note_scale_change",
     "padding_of",
@@ -81,27 +85,28 @@ __all__ = [
     "program_backward_dw",
     "program_call_method",
     "program_grads_of_nothing",
-    "program_layer_call_method",
-    "program_layer_forward",
     "program_padded",
     "program_run_backward",
     "program_run_forward",
+    "program_run_padded",
     "update_scales",
+    "version_of_copy",
+    "weight_gradient",
 ]
 
 #: The native module itself, for ``te_fast.dispatch``.
 native = _native
 
 
-def _linear_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return linear_call(self, *args, **kwargs)
+def _layer_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return layer_call(self, *args, **kwargs)
 
 
 # Old dynamos take every method for a Python function, and fail on another (2.6 does, 2.11 does not).
 _DYNAMO_TAKES_BUILTINS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 11)
 
-#: ``nn.Module.__call__`` of a linear layer, as a method without a Python frame.
-linear_call_method = instance_method(linear_call) if _DYNAMO_TAKES_BUILTINS else _linear_call
+#: ``nn.Module.__call__`` of a layer, as a method without a Python frame.
+layer_call_method = instance_method(layer_call) if _DYNAMO_TAKES_BUILTINS else _layer_call
 
 
 def _program_call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -112,16 +117,6 @@ def _program_call(self: Any, *args: Any, **kwargs: Any) -> Any:
 #: dict names; None there sends calls through ``forward``.
 program_call_method = (
     instance_method(_native.program_module_call) if _DYNAMO_TAKES_BUILTINS else _program_call
-)
-
-
-def _program_layer_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    return program_layer_call(self, *args, **kwargs)
-
-
-#: The same with ``Linear``'s arguments, for layers that have ``_forward_general`` beside the program.
-program_layer_call_method = (
-    instance_method(program_layer_call) if _DYNAMO_TAKES_BUILTINS else _program_layer_call
 )
 
 
@@ -139,28 +134,6 @@ def call_through_forward(cls: type[torch.nn.Module]) -> None:
         cls.__call__ = torch.nn.Module.__call__  # type: ignore[method-assign]
 
 
-class _LinearFunction(torch.autograd.Function):
-    """Arguments: input, weight, bias, native handle, bits of the call."""
-
-    forward = staticmethod(_native.linear_autograd_forward)
-    backward = staticmethod(_native.linear_backward)
-
-
-class LinearBackward(_LinearFunction._backward_cls):  # type: ignore[name-defined, misc]
-    """The node that torch makes per forward: with a slot for what backward needs, and a native ``apply``."""
-
-    __slots__ = ("te_saved",)
-    apply = instance_method(_native.linear_backward)
-
-
-_LinearFunction._backward_cls = LinearBackward
-
-
-@once_differentiable
-def _backward_once(ctx: Any, grad_output: torch.Tensor) -> Any:
-    return _native.linear_backward(ctx, grad_output)
-
-
 def _note_optimizer_step(*_: Any) -> None:
     _native.note_optimizer_step()
 
@@ -170,37 +143,33 @@ def _note_optimizer_step(*_: Any) -> None:
 register_optimizer_step_post_hook(_note_optimizer_step)
 
 
-def _update_backward_scales() -> None:
-    from te_fast.pytorch import _delayed
+class Hooks:
+    """What native layers call of modules that import this one: each puts its function here.
 
-    _delayed.update_scales(forward=False)
+    Attributes
+    ----------
+    update_backward_scales : Callable
+        Updates the gradients' scales of delayed scaling.
+    skip_weight_flag : Callable
+        Returns the tensor of ``set_skip_fp8_weight_update_tensor``, or None.
+    recompute : Callable
+        ``recompute(handle, slots, generation, grads)`` notes the scales that a layer uses in the first
+        phase of activation recomputation, and returns them with their generation in the second.
+    dummy_wgrad : Callable
+        Returns what autograd is given for the gradient of a weight that went into ``main_grad``.
+    """
+
+    update_backward_scales: Callable[[], None]
+    skip_weight_flag: Callable[[], torch.Tensor | None]
+    recompute: Callable[[Any, int, int, bool], Any]
+    dummy_wgrad: Callable[[torch.Tensor], torch.Tensor]
 
 
-def _skip_weight_flag() -> torch.Tensor | None:
-    from te_fast.pytorch._global_state import autocast_state
-
-    return autocast_state.skip_fp8_weight_update_tensor
-
-
-def _recompute(handle: Any, slots: int, generation: int, grads: bool) -> Any:
-    from te_fast.pytorch import _scale_tape
-
-    return _scale_tape.scales(handle, slots, generation, grads)
-
-
-# `Function.apply` of Python costs 2 us more than the C++ method that it wraps, for functorch: its
-# transforms do not reach the native path, since their tensors have no memory to read.
-_native.install_linear(
-    super(torch.autograd.Function, _LinearFunction).apply,
-    _backward_once,
-    _update_backward_scales,
-    _skip_weight_flag,
-    _recompute,
-)
+hooks = Hooks()
 
 
 class _ProgramFunction(torch.autograd.Function):
-    """Arguments: input, parameters, extra inputs, native program, owner, bits of the call."""
+    """Arguments: input, parameters or their parts, extra inputs, program, owner, bits, how parts are joined."""
 
     forward = staticmethod(_native.program_autograd_forward)
     backward = staticmethod(_native.program_backward)
@@ -214,9 +183,6 @@ class ProgramBackward(_ProgramFunction._backward_cls):  # type: ignore[name-defi
 
 
 _ProgramFunction._backward_cls = ProgramBackward
-
-#: What the native side calls: see the remark on ``Function.apply`` above.
-program_function_apply = super(torch.autograd.Function, _ProgramFunction).apply
 
 
 @once_differentiable
@@ -271,17 +237,13 @@ def padding_of(x: torch.Tensor) -> Padding | None:
 
 
 def program_padded(
-    program: Any,
-    owner: Any,
-    x: torch.Tensor,
-    extras: tuple[torch.Tensor, ...],
-    is_first_microbatch: bool | None,
+    program: Any, owner: Any, x: torch.Tensor, extras: tuple[torch.Tensor, ...], *arguments: Any
 ) -> Any:
     """Apply a program to inputs whose rows are too few for its GEMMs."""
     padding = padding_of(x)
     assert padding is not None  # the caller has looked
     more = tuple(map(padding.pad, extras))
-    out = program_apply(program, owner, padding.pad(x), more, is_first_microbatch)
+    out = program_apply(program, owner, padding.pad(x), more, *arguments)
     return tuple(map(padding.cut, out)) if isinstance(out, tuple) else padding.cut(out)
 
 
@@ -293,19 +255,18 @@ class _PaddedRun(NamedTuple):
     updates_backward_scales: bool
 
 
-def program_run_forward(
+def program_run_padded(
     program: Program,
     owner: Any,
     x: torch.Tensor,
     extras: tuple[torch.Tensor, ...],
     *arguments: Any,
 ) -> Any:
-    """As the native function, with rows appended where the GEMMs need them."""
+    """Run a program, without a node, on inputs whose rows are too few for its GEMMs."""
     padding = padding_of(x)
-    if padding is None:
-        return _run_forward(program, owner, x, extras, *arguments)
+    assert padding is not None  # the caller has looked
     more = tuple(map(padding.pad, extras))
-    y, others, run, saved = _run_forward(program, owner, padding.pad(x), more, *arguments)
+    y, others, run, saved = program_run_forward(program, owner, padding.pad(x), more, *arguments)
     kept = None if run is None else _PaddedRun(run, padding, run.updates_backward_scales)
     return padding.cut(y), tuple(map(padding.cut, others)), kept, saved
 
@@ -323,3 +284,18 @@ def program_run_backward(
     more = tuple(map(padding.pad, extra_grads))
     dx, gradients, extras = _run_backward(run, saved, padding.pad(dy), more)
     return padding.cut(dx), gradients, tuple(map(padding.cut, extras))
+
+
+# `Function.apply` of Python costs 2 us more than the C++ method that it wraps, for functorch: its
+# transforms do not reach the native path, since their tensors have no memory to read.
+_native.install_hooks(
+    apply=super(torch.autograd.Function, _ProgramFunction).apply,
+    backward_once=program_backward_once,
+    padded=program_padded,
+    padded_run=program_run_padded,
+    on_nothing=program_on_nothing,
+    update_backward_scales=lambda: hooks.update_backward_scales(),
+    skip_weight_flag=lambda: hooks.skip_weight_flag(),
+    recompute=lambda *arguments: hooks.recompute(*arguments),
+    dummy_wgrad=lambda weight: hooks.dummy_wgrad(weight),
+)

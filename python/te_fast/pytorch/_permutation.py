@@ -30,6 +30,8 @@ __all__ = [
 Permuted = tuple[torch.Tensor, Any, torch.Tensor, Any, Any]
 
 PAD, UNPAD, SORT, UNSORT = range(4)
+#: What the modes serve, by the names that callers know.
+_MOVES = ("Fp8Padding", "Fp8Unpadding", "moe_sort_chunks_by_index", "moe_sort_chunks_by_index")
 
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
@@ -174,7 +176,7 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dprobs: Any, _: Any) -> Any:
-        dout = _moved_gradients("moe_sort_chunks_by_index and Fp8Padding", ctx, dout, dprobs)
+        dout = _moved_gradients(_MOVES[ctx.mode], ctx, dout, dprobs)
         if dout is None:
             return None, None, None, None, None, None, None
         splits, index = ctx.saved_tensors
@@ -309,7 +311,7 @@ def move_rows(
 ) -> Any:
     """Move rows in segments: rows, probabilities and, for padding by a tensor, the padded splits."""
     if rows < 0:
-        msg = f"Fp8Padding: num_out_tokens must not be negative, got {rows}"
+        msg = f"{_MOVES[mode]}: num_out_tokens must not be negative, got {rows}"
         raise ShapeError(msg)
     if _is_compiling():
         return compiled.move(inp, probs, splits, index, mode, align, rows)
@@ -325,7 +327,7 @@ def _padded_splits(
     padded = [-(-rows // align) * align for rows in splits]
     taken, made = (splits, padded) if mode == PAD else (padded, splits)
     if sum(taken) > in_rows or any(rows < 0 for rows in splits):
-        msg = f"Fp8Padding: m_splits must take at most the {in_rows} rows of inp, got {splits}"
+        msg = f"{_MOVES[mode]}: m_splits must take at most the {in_rows} rows of inp, got {splits}"
         raise ShapeError(msg)
     return None if padded == splits else sum(made), padded
 

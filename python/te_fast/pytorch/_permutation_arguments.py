@@ -89,12 +89,12 @@ def blame(
     return error
 
 
-def is_index(map_type: str) -> bool:
+def is_index(map_type: str, op: str) -> bool:
     if map_type == "mask":
         return False
     if map_type == "index":
         return True
-    msg = f"moe_permute: map_type should be one of 'mask' or 'index', got {map_type!r}"
+    msg = f"{op}: map_type should be one of 'mask' or 'index', got {map_type!r}"
     raise ShapeError(msg)
 
 
@@ -115,7 +115,7 @@ def as_int32(tensor: torch.Tensor, name: str, op: str) -> torch.Tensor:
     if tensor.dtype == torch.int32:
         return tensor
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        msg = f"moe_permute: {name} must be of an integer type, got {tensor.dtype}"
+        msg = f"moe_{op.lower()}: {name} must be of an integer type, got {tensor.dtype}"
         raise DtypeError(msg)
     warn(recommends(name, tensor.dtype, op, torch.int32))
     return tensor.to(torch.int32)

@@ -63,19 +63,16 @@ class _Recomputed(torch.autograd.Function):
         ctx.save_for_backward(x)
         needs_x = x.requires_grad
 
-        def run(program: _ops.Program) -> Any:
+        with ctx.forward_state.first():
             # As if for backward: the weights are quantised for the second run, too, and the results
             # are bit for bit those of a layer that keeps what it computes.
             y, others, kept, _ = _ops.program_run_forward(
-                program, layer, x, (), is_first_microbatch, needs_x, (), True
+                layer._program, layer, x, (), is_first_microbatch, needs_x, (), True, parameters
             )
-            assert kept is not None  # since gradients are wanted
-            # Its backward is the last one of the region's, and updates the gradients' scales.
-            ctx.updates = kept.updates_backward_scales
-            return (y, *others) if others else y
-
-        with ctx.forward_state.first():
-            return layer._run(dict(zip(names, parameters, strict=True)), run)
+        assert kept is not None  # since gradients are wanted
+        # Its backward is the last one of the region's, and updates the gradients' scales.
+        ctx.updates = kept.updates_backward_scales
+        return (y, *others) if others else y
 
     @staticmethod
     @once_differentiable
@@ -90,16 +87,13 @@ class _Recomputed(torch.autograd.Function):
                 raise StateError(message)
         needs_x = ctx.needs_input_grad[3]
 
-        def run(program: _ops.Program) -> Any:
+        first, given = ctx.is_first_microbatch, ctx.parameters
+        with ctx.forward_state.again():
             _, _, kept, saved = _ops.program_run_forward(
-                program, layer, x, (), ctx.is_first_microbatch, needs_x, (), True
+                layer._program, layer, x, (), first, needs_x, (), True, given
             )
             assert kept is not None  # since gradients are wanted
-            return _ops.program_run_backward(kept, saved, dy, others)
-
-        with ctx.forward_state.again():
-            parameters = dict(zip(ctx.names, ctx.parameters, strict=True))
-            dx, gradients, _ = layer._run(parameters, run)
+            dx, gradients, _ = _ops.program_run_backward(kept, saved, dy, others)
         if ctx.updates:
             _delayed.update_scales(forward=False)
         return (None, None, None, dx, *gradients)

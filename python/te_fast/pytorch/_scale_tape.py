@@ -9,15 +9,28 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from te_fast.errors import StateError
 from te_fast.pytorch import _delayed, _ops
+from te_fast.pytorch._global_state import place_in_recompute_buffer
 
-__all__ = ["Tape", "is_in_phase", "is_repeating", "is_second", "phase", "recorded_region", "scales"]
+if TYPE_CHECKING:
+    from te_fast.pytorch.base import TransformerEngineBaseModule
+
+__all__ = [
+    "Tape",
+    "is_in_phase",
+    "is_repeating",
+    "is_second",
+    "layers",
+    "phase",
+    "recorded_region",
+    "scales",
+]
 
 Note = tuple[torch.Tensor, int, bool]
 
@@ -61,31 +74,32 @@ class Tape:
         return other
 
 
-#: The phases in force by thread, outermost first: a tape, and whether it is read.
+#: Layers by the number of their slots: those that take part in a first phase have an entry of it in ``fp8_meta``.
+layers: WeakValueDictionary[int, TransformerEngineBaseModule] = WeakValueDictionary()
+
+#: The phases in force by the dispatcher's number of their thread, outermost first: a tape, and whether it is read.
 _phases: dict[int, list[tuple[Tape, bool]]] = {}
 
 
 def _own_phases() -> list[tuple[Tape, bool]]:
-    """Return those of this thread, or of the one that it works for: without regions of its own, it is in another's."""
-    own = _phases.get(get_ident())
-    if own is None and _phases and not _ops.autocast_held()[1]:
-        own = next(iter(list(_phases.values())), None)
-    return own or []
+    """Return those of this thread, or of the one that it works for."""
+    thread = _ops.autocast_phase_thread()
+    return [] if thread is None else _phases.get(thread, [])
 
 
 @contextmanager
 def phase(tape: Tape, *, reads: bool) -> Iterator[None]:
     """Let layers of delayed scaling write to a tape, or read it."""
-    own = _phases.setdefault(get_ident(), [])
-    own.append((tape, reads))
-    _ops.autocast_set_recompute(True)
+    thread = _ops.autocast_enter_phase()
+    _phases.setdefault(thread, []).append((tape, reads))
     try:
         yield
     finally:
+        _ops.autocast_leave_phase(thread)
+        own = _phases[thread]
         own.pop()
         if not own:
-            _phases.pop(get_ident(), None)
-        _ops.autocast_set_recompute(bool(_phases))
+            del _phases[thread]
 
 
 @contextmanager
@@ -134,6 +148,9 @@ def scales(
         # With gradients, the first phase's own node updates the backward scales.
         first = not grads and _ops.autocast_take_first()
         note = _delayed.scale_of(slots).clone(), generation, first
+        layer = layers.get(slots)
+        if layer is not None and layer.training:
+            place_in_recompute_buffer(layer.fp8_meta)
     else:
         note = read.take(handle)
         if grads and note[2]:
@@ -142,3 +159,6 @@ def scales(
         if not reads:
             tape.push(handle, note)
     return None if read is None else note[:2]
+
+
+_ops.hooks.recompute = scales

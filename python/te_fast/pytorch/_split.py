@@ -1,14 +1,15 @@
-"""Parameters that may be split along dimension 0: their sizes, and the whole that the GEMM sees."""
+"""Layers of one GEMM, whose parameters may be split along dimension 0: the parts' sizes, and the whole that it sees."""
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fast.errors import DtypeError, ShapeError
-from te_fast.pytorch import _high_precision
+from te_fast.errors import DtypeError, ShapeError, StateError
+from te_fast.pytorch import _high_precision, _ops
+from te_fast.pytorch._compound import CompoundModule
 from te_fast.pytorch._parameters import (
     Init,
     constant,
@@ -16,15 +17,11 @@ from te_fast.pytorch._parameters import (
     mark_parallel,
     materialise,
 )
-from te_fast.pytorch.base import TransformerEngineBaseModule
 
 if TYPE_CHECKING:
     Parts = tuple[str, ...] | dict[str, int] | None
 
 __all__ = ["SplitLinear", "concatenate", "split_sizes"]
-
-# Stands in for the version of a copy, which nothing may take for another copy's.
-_unique = itertools.count(1 << 62)
 
 
 def split_sizes(parameters_split: Parts, total: int, layer: str) -> dict[str, int] | None:
@@ -122,7 +119,18 @@ def concatenate(
     """Return the whole and a number that changes whenever a part's content may have.
 
     With `overwrite`, ``main_grad`` takes the gradient instead of adding it.
+
+    Raises
+    ------
+    StateError
+        If gradients are wanted of parts that torch keeps none of.
     """
+    if torch.is_grad_enabled() and any(p.requires_grad and p.is_inference() for p in parts):
+        message = (
+            f"{layer.name}: the parameters were made under torch.inference_mode(), and get no gradients; make the "
+            "layer outside of it to train it, else call it under torch.no_grad()"
+        )
+        raise StateError(message)
     ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]
     adjacent = all(part.is_contiguous() for part in parts) and all(
         following.data_ptr() == end
@@ -130,21 +138,67 @@ def concatenate(
         for following, end in zip(parts[1:], ends, strict=False)
     )
     whole: torch.Tensor = _Concatenate.apply(layer, adjacent, overwrite, *parts)
-    version = sum(part._version for part in parts) if adjacent else next(_unique)
+    # Those made under torch.inference_mode() count no versions.
+    counts = adjacent and not any(part.is_inference() for part in parts)
+    version = sum(part._version for part in parts) if counts else _ops.version_of_copy()
     return whole, version
 
 
-class SplitLinear(TransformerEngineBaseModule):
+class SplitLinear(CompoundModule):
     """A layer of one GEMM, whose weight and bias may be split."""
+
+    _FEATURES = "in_features"
+    _LINEARS = ("weight",)
 
     in_features: int
     out_features: int
     weight: torch.Tensor
     bias: torch.Tensor
     use_bias: bool
+    apply_bias: bool
     parallel_mode: str | None
     init_method: Init | None
-    fuse_wgrad_accumulation: bool
+
+    # What the program is -------------------------------------------------------------------------
+
+    def _append_ops(self, program: _ops.Program, observe: Callable[[], None]) -> None:
+        self._append_norm(program, self.in_features)
+        observe()
+        sizes = self.in_features, self.out_features
+        weights, biases = ([], []) if self._parts is None else (self.weight_names, self.bias_names)
+        handle = self._handles["weight"]
+        program.linear("linear", handle, self._parameters, "weight", *sizes, weights)
+        program.fuses_parts = self.fuse_wgrad_accumulation and self._parts is not None
+        if self.apply_bias:
+            program.bias("bias", self._parameters, "bias", self.out_features, biases)
+
+    def _is_whole(self) -> bool:
+        return self._parts is None
+
+    def _used_parameters(
+        self, is_first_microbatch: bool | None
+    ) -> tuple[dict[str, torch.Tensor], int | None]:
+        weight, version = self._weight(overwrite=is_first_microbatch is True)
+        used = {name: getattr(self, name) for name in self._norm_names()} | {"weight": weight}
+        return (used | {"bias": self._bias()} if self.apply_bias else used), version
+
+    def _returned_bias(self) -> torch.Tensor:
+        return self._bias() if self.use_bias else getattr(self, self.bias_names[0])
+
+    def _returned_bias_name(self) -> str:
+        return self.bias_names[0]
+
+    def _compute_deferred(self, name: str, handle: _ops.WeightHandle) -> None:
+        if self._parts is None:
+            super()._compute_deferred(name, handle)
+            return
+        self._check_main_grads()
+        whole, _ = self._weight(overwrite=False)
+        dw = _ops.program_backward_dw(handle, whole.detach(), False)
+        if dw is not None:
+            self._give_deferred(dw)
+
+    # Parameters ----------------------------------------------------------------------------------
 
     def _make_linear_parameters(self, parameters_split: Parts, options: dict[str, Any]) -> None:
         parts = split_sizes(parameters_split, self.out_features, self.name)

@@ -42,8 +42,24 @@ def _capability_of(index: int) -> tuple[int, int]:
 
 
 @cache
+def gpus_differ() -> bool:
+    """Return whether GPUs of this process differ in capability: what one runs, another may not."""
+    if not torch.cuda.is_available():
+        return False
+    return len({_capability_of(index) for index in range(torch.cuda.device_count())}) > 1
+
+
+def kind_of_device() -> tuple[int, int] | None:
+    """Return what is to be known of the current device where GPUs differ; ``None`` where they do not."""
+    return get_device_compute_capability() if gpus_differ() else None
+
+
+@cache
 def driver_problem() -> str:
-    """Return why the machine's CUDA driver cannot run te_fast's kernels; nothing where it can."""
+    """Return why the machine's CUDA driver cannot run te_fast's kernels; nothing where it can.
+
+    The driver is one of all GPUs.
+    """
     try:
         _ops.native.cuda_driver_version()
     except CudaError as error:

@@ -15,7 +15,7 @@ import torch
 import te_fast
 from te_fast.common.recipe import DelayedScaling, Recipe
 from te_fast.errors import DeviceError, DtypeError, ShapeError, StateError, UnsupportedError
-from te_fast.pytorch import _extra_state, _ops
+from te_fast.pytorch import _extra_state, _ops, _scale_tape
 from te_fast.pytorch._delayed import DelayedScalingRecipeState
 from te_fast.pytorch._global_state import FP8GlobalStateManager
 from te_fast.pytorch._support import driver_problem
@@ -68,6 +68,9 @@ def dummy_wgrad_for(weight: torch.Tensor) -> torch.Tensor:
     """Return the stand-in that autograd is given for a weight with ``grad_added_to_main_grad``."""
     zero = getattr(weight, "zero_out_wgrad", False)
     return get_dummy_wgrad(list(weight.shape), weight.dtype, zero, weight.device)
+
+
+_ops.hooks.dummy_wgrad = dummy_wgrad_for
 
 
 def default_device() -> torch.device:
@@ -336,6 +339,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         """Register scales with the dispatcher; it calls this when the autocast region is new."""
         self.init_fp8_metadata(self.fp8_meta["num_gemms"])
         states = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
+        _scale_tape.layers[states[0].slots.id] = self
         self._set_slots(_ops.autocast_region()[5], *(state.slots for state in states))
 
     def get_fp8_meta_tensors(self) -> dict[str, list[torch.Tensor]] | None:

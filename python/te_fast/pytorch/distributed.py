@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from threading import get_ident
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from te_fast.errors import UnsupportedError
-from te_fast.pytorch import _scale_tape
+from te_fast.pytorch import _ops, _scale_tape
 from te_fast.pytorch._global_state import FP8GlobalStateManager
 from te_fast.pytorch._missing import missing
 
@@ -25,6 +26,26 @@ __all__ = [
 
 # The tape of regions that name none: first in, first out over all of them.
 _default_tape = _scale_tape.Tape()
+
+
+class _Phase(NamedTuple):
+    """An entered region of recomputation, and what it put in force."""
+
+    region: Any
+    was_enabled: bool
+    context: Any
+
+
+#: The regions entered by thread, outermost first.
+_phases: dict[int, list[_Phase]] = {}
+
+
+def _in_force() -> _Phase | None:
+    """Return the region in force: this thread's, or that of the one that it works for, as layers see it."""
+    own = _phases.get(get_ident())
+    if own is None and _phases and not _ops.autocast_held()[1]:
+        own = next(iter(list(_phases.values())), None)
+    return own[-1] if own else None
 
 
 class activation_recompute_forward:
@@ -41,9 +62,6 @@ class activation_recompute_forward:
         This is the recomputation.
     """
 
-    _enabled = False
-    _recomputes = False
-
     def __init__(
         self,
         activation_recompute: bool = False,
@@ -56,34 +74,41 @@ class activation_recompute_forward:
         self._tape = _default_tape if _tape is None else _tape
 
     def __enter__(self) -> None:
-        """Put the phase in force."""
-        state = activation_recompute_forward
-        self._former = state._enabled, state._recomputes
-        state._enabled = self.activation_recompute and FP8GlobalStateManager.is_fp8_enabled()
-        state._recomputes = self.recompute_phase
-        self._phase: Any = nullcontext()
+        """Put the phase in force for this thread."""
+        context: Any = nullcontext()
         if self.activation_recompute:
             tape = self._tape
             if self.recompute_phase and tape is not _default_tape:
                 tape = tape.copy()  # backward may run twice
-            self._phase = _scale_tape.phase(tape, reads=self.recompute_phase)
-        self._phase.__enter__()
+            context = _scale_tape.phase(tape, reads=self.recompute_phase)
+        context.__enter__()
+        phase = _Phase(self, FP8GlobalStateManager.is_fp8_enabled(), context)
+        _phases.setdefault(get_ident(), []).append(phase)
 
     def __exit__(self, *exception: Any) -> None:
-        """Put the former phase back in force."""
-        state = activation_recompute_forward
-        state._enabled, state._recomputes = self._former
-        self._phase.__exit__(*exception)
+        """Put the former phase of this thread back in force."""
+        own = _phases[get_ident()]
+        phase = own.pop()
+        if not own:
+            del _phases[get_ident()]
+        phase.context.__exit__(*exception)
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
-    """Return whether FP8 layers run in a phase of activation recomputation."""
-    return activation_recompute_forward._enabled
+    """Return whether FP8 layers run in a phase of activation recomputation.
+
+    In FP8 the phase may have been entered, or the checkpointed function may have entered a region of its own.
+    """
+    phase = _in_force()
+    if phase is None or not phase.region.activation_recompute:
+        return False
+    return phase.was_enabled or FP8GlobalStateManager.is_fp8_enabled()
 
 
 def in_fp8_activation_recompute_phase() -> bool:
     """Return whether they run for the second time."""
-    return activation_recompute_forward._recomputes
+    phase = _in_force()
+    return phase is not None and bool(phase.region.recompute_phase)
 
 
 def get_activation_recompute_contexts() -> tuple[

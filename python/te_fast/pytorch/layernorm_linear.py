@@ -9,7 +9,6 @@ import torch
 
 from te_fast.errors import ShapeError
 from te_fast.pytorch import _ops
-from te_fast.pytorch._compound import CompoundModule
 from te_fast.pytorch._parameters import check_sizes, options_of, refuse
 from te_fast.pytorch._split import SplitLinear
 from te_fast.pytorch._torch_state import copy_into
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["LayerNormLinear"]
 
 
-class LayerNormLinear(CompoundModule, SplitLinear):
+class LayerNormLinear(SplitLinear):
     """Apply ``y = norm(x) Wᵀ + b``, in FP8 inside :class:`te_fast.pytorch.autocast`.
 
     The norm writes the FP8 input of the matrix product itself.
@@ -87,9 +86,6 @@ class LayerNormLinear(CompoundModule, SplitLinear):
     ShapeError
         If `normalization` is unknown, or `parameters_split` is empty or does not add up.
     """
-
-    _FEATURES = "in_features"
-    _LINEARS = ("weight",)
 
     def __init__(
         self,
@@ -165,43 +161,6 @@ class LayerNormLinear(CompoundModule, SplitLinear):
         self._make_native()
         self.reset_parameters(defer_init=options["device"].type == "meta")
 
-    # What the program is -------------------------------------------------------------------------
-
-    def _append_ops(
-        self, program: _ops.Program, parameters: dict[str, Any], observe: Callable[[], None]
-    ) -> None:
-        sizes = self.in_features, self.out_features
-        self._append_norm(program, parameters, self.in_features)
-        observe()
-        program.linear("linear", self._handles["weight"], parameters, "weight", *sizes)
-        if self.apply_bias:
-            program.bias("bias", parameters, "bias", self.out_features)
-
-    def _is_whole(self) -> bool:
-        return self._parts is None
-
-    def _used_parameters(self, is_first_microbatch: bool | None) -> dict[str, torch.Tensor]:
-        weight, version = self._weight(overwrite=is_first_microbatch is True)
-        if version != self.__dict__.get("_whole_version"):
-            # A concatenation has no version of its own that its kept FP8 form could go by.
-            self._drop_weight_cache()
-            self.__dict__["_whole_version"] = version
-        used = {name: getattr(self, name) for name in self._norm_names()} | {"weight": weight}
-        return used | {"bias": self._bias()} if self.apply_bias else used
-
-    def _returned_bias(self) -> torch.Tensor:
-        return self._bias() if self.use_bias else getattr(self, self.bias_names[0])
-
-    def _compute_deferred(self, name: str, handle: _ops.WeightHandle) -> None:
-        if self._parts is None:
-            super()._compute_deferred(name, handle)
-            return
-        self._check_main_grads()
-        whole, _ = self._weight(overwrite=False)
-        dw = _ops.program_backward_dw(handle, whole.detach(), False)
-        if dw is not None:
-            self._give_deferred(dw)
-
     # Parameters ----------------------------------------------------------------------------------
 
     def reset_parameters(self, defer_init: bool = False) -> None:
@@ -250,7 +209,7 @@ class LayerNormLinear(CompoundModule, SplitLinear):
     # Forward -------------------------------------------------------------------------------------
 
     # `layer(x)` enters here: nn.Module.__call__ without its cost where no hook asks for it.
-    __call__ = _ops.program_layer_call_method
+    __call__ = _ops.layer_call_method
 
     def forward(
         self,
@@ -283,7 +242,7 @@ class LayerNormLinear(CompoundModule, SplitLinear):
             :func:`te_fast.auto_pad` is off.
         """
         refuse(self.name, {"fp8_output": bool(fp8_output), "fp8_grad": bool(fp8_grad)})
-        result: Any = _ops.program_layer_forward(self, inp, is_first_microbatch)
+        result: Any = _ops.layer_forward(self, inp, is_first_microbatch)
         return result
 
     _called_forward = forward

@@ -243,12 +243,10 @@ class LayerNormMLP(CompoundModule):
 
     # What the program is -------------------------------------------------------------------------
 
-    def _append_ops(
-        self, program: _ops.Program, parameters: dict[str, Any], observe: Callable[[], None]
-    ) -> None:
+    def _append_ops(self, program: _ops.Program, observe: Callable[[], None]) -> None:
         hidden, ffn, rows = self.hidden_size, self.ffn_hidden_size, self._fc1_rows
-        handles = self._handles
-        self._append_norm(program, parameters, hidden)
+        handles, parameters = self._handles, self._parameters
+        self._append_norm(program, hidden)
         observe()
         program.linear("fc1", handles["fc1_weight"], parameters, "fc1_weight", hidden, rows)
         if self.use_bias:
@@ -259,14 +257,19 @@ class LayerNormMLP(CompoundModule):
         if self.apply_bias:
             program.bias("fc2_bias", parameters, "fc2_bias", hidden)
 
-    def _used_parameters(self, is_first_microbatch: bool | None) -> dict[str, torch.Tensor]:
+    def _used_parameters(
+        self, is_first_microbatch: bool | None
+    ) -> tuple[dict[str, torch.Tensor], int | None]:
         biases = {"fc1_bias": self.use_bias, "fc2_bias": self.apply_bias}
         names = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
         used = [name for name in names if biases.get(name, True)]
-        return {name: getattr(self, name) for name in (*self._norm_names(), *used)}
+        return {name: getattr(self, name) for name in (*self._norm_names(), *used)}, None
 
     def _returned_bias(self) -> torch.Tensor:
         return self.fc2_bias
+
+    def _returned_bias_name(self) -> str:
+        return "fc2_bias"
 
     # Parameters ----------------------------------------------------------------------------------
 
@@ -332,7 +335,7 @@ class LayerNormMLP(CompoundModule):
     # Forward -------------------------------------------------------------------------------------
 
     # `layer(x)` enters here: nn.Module.__call__ without its cost where no hook asks for it.
-    __call__ = _ops.program_layer_call_method
+    __call__ = _ops.layer_call_method
 
     def forward(
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None
@@ -358,7 +361,7 @@ class LayerNormMLP(CompoundModule):
             If the input does not fit; in FP8, if its rows are no multiple of 8 and
             :func:`te_fast.auto_pad` is off.
         """
-        result: Any = _ops.program_layer_forward(self, inp, is_first_microbatch)
+        result: Any = _ops.layer_forward(self, inp, is_first_microbatch)
         return result
 
     _called_forward = forward

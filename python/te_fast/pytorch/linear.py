@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from te_fast.errors import ShapeError, StateError
-from te_fast.pytorch import _high_precision, _ops, _scale_tape
+from te_fast.errors import ShapeError
+from te_fast.pytorch import _high_precision, _ops
 from te_fast.pytorch._global_state import autocast_state
-from te_fast.pytorch._overridden import OverriddenLinear
 from te_fast.pytorch._parameters import check_sizes, options_of, refuse
 from te_fast.pytorch._split import SplitLinear
 
@@ -79,10 +78,9 @@ class Linear(SplitLinear):
         If a size is no integer, or `params_dtype` no type that layers compute in.
     """
 
-    _handle: _ops.LinearHandle
-    # What runs under a recipe with backward_override, once there was one.
-    _overridden: OverriddenLinear | None
-    _NATIVE = ("_handle", "_overridden")
+    normalization = None
+    layer_norm_weight = None
+    layer_norm_bias = None
 
     def __init__(
         self,
@@ -144,7 +142,6 @@ class Linear(SplitLinear):
         self.get_rng_state_tracker = get_rng_state_tracker
         self.rng_tracker_name = rng_tracker_name
         self.init_method = init_method
-        self._deferred: list[tuple[int, torch.Tensor, torch.Tensor, bool]] = []
         options = options_of(params_dtype, device, self.name)
         self._make_linear_parameters(parameters_split, options)
         self._make_native()
@@ -152,33 +149,14 @@ class Linear(SplitLinear):
         self.reset_parameters(defer_init=options["device"].type == "meta")
 
     def _make_native(self) -> None:
-        handle = _ops.LinearHandle(
-            self.name,
-            self.in_features,
-            self.out_features,
-            apply_bias=self.apply_bias,
-            return_bias=self.return_bias,
-            # The parts' gradients reach their main_grad where the concatenation is undone.
-            fuse_wgrad_accumulation=self.fuse_wgrad_accumulation and self._parts is None,
-            delay_wgrad_compute=self.delay_wgrad_compute,
-            whole=self._parts is None,
+        super()._make_native()
+        self._handles["weight"].save_original_input = self.__dict__.get(
+            "_save_original_input", False
         )
-        handle.save_original_input = self.__dict__.get("_save_original_input", False)
-        self.__dict__["_handle"] = handle
-        self.__dict__["_overridden"] = None
 
-    def _weight_handles(self) -> dict[str, Any]:
-        handles: dict[str, Any] = {"weight": self._handle}
-        if self._overridden is not None:
-            handles["weight, backward_override"] = self._overridden.handle
-        return handles
-
-    def _plan_count(self) -> int:
-        count = self._handle.plan_count()
-        return count if self._overridden is None else count + self._overridden.program.plan_count()
-
-    def _set_slots(self, epoch: int, forward: Any, backward: Any) -> None:
-        self._handle.set_slots(epoch, forward, backward)
+    def _outside_fp8(self) -> str:
+        # Where gradients go their own way, torch does not compute them.
+        return "general" if self.fuse_wgrad_accumulation or self.delay_wgrad_compute else "torch"
 
     @property
     def save_original_input(self) -> bool:
@@ -188,7 +166,7 @@ class Linear(SplitLinear):
     @save_original_input.setter
     def save_original_input(self, value: bool) -> None:
         self.__dict__["_save_original_input"] = bool(value)
-        self._handle.save_original_input = bool(value)
+        self._handles["weight"].save_original_input = bool(value)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise the parameters, after making those real that are on the meta device.
@@ -204,7 +182,7 @@ class Linear(SplitLinear):
         self._drop_weight_cache()
 
     # `layer(x)` enters here: nn.Module.__call__ without its cost where no hook asks for it.
-    __call__ = _ops.linear_call_method
+    __call__ = _ops.layer_call_method
 
     def forward(
         self,
@@ -237,56 +215,24 @@ class Linear(SplitLinear):
             :func:`te_fast.auto_pad` is off.
         """
         refuse(self.name, {"fp8_output": bool(fp8_output), "fp8_grad": bool(fp8_grad)})
-        result: Any = _ops.linear_forward(self, inp, is_first_microbatch)
+        result: Any = _ops.layer_forward(self, inp, is_first_microbatch)
         return result
 
     _called_forward = forward
-
-    def _with_bias(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        bias = self._bias() if self.use_bias else getattr(self, self.bias_names[0])
-        return out, bias.to(out.dtype)
 
     def _forward_general(self, inp: Any, is_first_microbatch: bool | None) -> Any:
         """Forward of calls that the native fast path does not take."""
         device = getattr(self, self.weight_names[0]).device
         self._check_input(inp, "in_features", self.in_features, device)
         self.set_activation_dtype(inp)
-        weight, version = self._weight(overwrite=is_first_microbatch is True)
-        bias = self._bias() if self.apply_bias else None
-        if autocast_state.fp8_enabled and inp.numel() > 0:
+        parameters, version = self._used_parameters(is_first_microbatch)
+        if autocast_state.fp8_enabled and self.in_features != 0:
             self._refuse_functorch("in FP8; call the layer outside of te_fast.pytorch.autocast")
-            inp = inp.to(self.activation_dtype)
-            padding = _ops.padding_of(inp)
-            x = inp if padding is None else padding.pad(inp)
-            if not _ops.autocast_recipe().overrides_backward:
-                mixed = weight.dtype != inp.dtype
-                out = _ops.linear_apply(
-                    self, self._handle, x, weight, bias, is_first_microbatch, mixed, version
-                )
-            else:
-                run = self._override()
-                out = run(self, x, weight, bias, version, is_first_microbatch)
-            if padding is not None:
-                out = padding.cut(out)
+            out = self._forward_on(parameters, version, inp, is_first_microbatch)
         else:
-            if autocast_state.fp8_enabled:
-                # Other ranks may have rows, and reduce their maxima with this one.
-                self.init_fp8_metadata(self.fp8_meta["num_gemms"])
+            weight, bias = parameters["weight"], parameters.get("bias")
             out = self._high_precision(inp, weight, bias, is_first_microbatch)
         return self._with_bias(out) if self.return_bias else out
-
-    def _override(self) -> OverriddenLinear:
-        """Return what runs under a recipe with ``backward_override``."""
-        run = self._overridden
-        if run is None:
-            sizes = self.in_features, self.out_features
-            run = OverriddenLinear(self.name, *sizes, bias=self.apply_bias)
-            run.handle.fuse_wgrad_accumulation = (
-                self.fuse_wgrad_accumulation and self._parts is None
-            )
-            run.handle.delay_wgrad_compute = self.delay_wgrad_compute
-            self.__dict__["_overridden"] = run
-        return run
 
     def _high_precision(
         self,
@@ -296,68 +242,13 @@ class Linear(SplitLinear):
         is_first_microbatch: bool | None,
     ) -> torch.Tensor:
         if autocast_state.fp8_calibration:
-            self._calibrate(inp, weight)
+            self._take_maxima([inp], [weight])
         if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             inp = inp.to(self.activation_dtype)
             bias = None if bias is None else bias.to(inp.dtype)
             return _high_precision.linear(inp, weight, bias, self, is_first_microbatch is True)
-        return functional.linear(inp, weight, bias)
-
-    def _calibrate(self, inp: torch.Tensor, weight: torch.Tensor) -> None:
-        """Take the absolute maxima that FP8 would, while computing in high precision."""
-        self.init_fp8_metadata(self.fp8_meta["num_gemms"])
-        state = self.fp8_meta.get("scaling_fwd")
-        if state is None or not self.fp8_meta["recipe"].delayed() or inp.numel() == 0:
-            return
-        if _scale_tape.is_second():
-            return
-        with torch.no_grad():
-            maxima = torch.stack([tensor.abs().amax().float() for tensor in (inp, weight)])
-            live = state.amax_history[0]
-            live[:2] = torch.maximum(live[:2], maxima)
-        state.slots.mark_ran()
-
-    def backward_dw(self) -> None:
-        """Compute the weight's gradient of the oldest backward that left it.
-
-        Raises
-        ------
-        StateError
-            If no backward did.
-        """
-        if not self.delay_wgrad_compute:
-            return
-        # Forwards in FP8, under an override, and in high precision or on no rows leave theirs in different places.
-        overridden = None if self._overridden is None else self._overridden.handle
-        waiting: dict[int, Any] = {number: None for number, *_ in self._deferred[:1]}
-        for handle in (self._handle, overridden):
-            number = None if handle is None else handle.oldest_deferral()
-            if number is not None:
-                waiting[number] = handle
-        if not waiting:
-            message = f"{self.name}: backward_dw() was called without a backward before it"
-            raise StateError(message)
-        self._check_main_grads()
-        dw = self._deferred_gradient(waiting[min(waiting)])
-        if dw is not None:
-            self._give_deferred(dw)
-        for hook in self.wgrad_accumulation_and_reduce_hooks:
-            hook()
-
-    def _deferred_gradient(self, handle: Any) -> torch.Tensor | None:
-        """Compute the oldest gradient that waits with a native handle, or in high precision without."""
-        parameters = [getattr(self, name) for name in self.weight_names]
-        if handle is None:
-            _, x, grad, overwrite = self._deferred[0]
-            dw = _high_precision.weight_gradient(self, parameters, x, grad, overwrite=overwrite)
-            del self._deferred[0]
-            return dw
-        is_whole = self._parts is None
-        fuse = self.fuse_wgrad_accumulation and is_whole
-        if handle is self._handle:
-            return _ops.linear_backward_dw(handle, parameters[0], fuse)
-        whole = parameters[0] if is_whole else self._weight(overwrite=False)[0].detach()
-        return _ops.program_backward_dw(handle, whole, fuse)
+        # torch rounds the gradient of a strided input otherwise than that of its contiguous copy.
+        return functional.linear(inp.contiguous(), weight, bias)
 
     def extra_repr(self) -> str:
         """Sizes and bias, as ``torch.nn.Linear`` shows them."""

@@ -53,7 +53,7 @@ class _Aligned(torch.nn.Module):
         if inp.dim() == 2:
             return self.align_size, inp
         if inp.dim() == 0:
-            msg = "Fp8Padding: inp must be (rows, hidden), got a tensor without dimensions"
+            msg = f"{type(self).__name__}: inp must be (rows, hidden), got a tensor without dimensions"
             raise ShapeError(msg)
         return self.align_size, inp.reshape(inp.shape[:-1].numel(), inp.size(-1))
 

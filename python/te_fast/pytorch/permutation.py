@@ -63,7 +63,7 @@ def moe_permute(
     """
     try:
         del max_token_num
-        index = arguments.is_index(map_type)
+        index = arguments.is_index(map_type, "moe_permute")
         if not inp.numel():
             return inp, arguments.empty_map(inp, routing_map, index=index)
         if num_out_tokens is None:
@@ -321,7 +321,7 @@ def moe_unpermute(
                 raise ShapeError(msg)
             arguments.warn("probs kwarg is deprecated. Use merging_probs kwarg instead.")
             merging_probs = probs
-        index = arguments.is_index(map_type)
+        index = arguments.is_index(map_type, "moe_unpermute")
         if inp.dim() != 2:
             arguments.refuse_rank("moe_unpermute", "inp", inp, 2)
         if restore_shape is not None and (

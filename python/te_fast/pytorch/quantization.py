@@ -40,6 +40,7 @@ from te_fast.pytorch._support import (
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
+    kind_of_device,
 )
 
 __all__ = [
@@ -67,8 +68,32 @@ __all__ = [
     "quantized_model_init",
 ]
 
-# Kinds of recipe that were found to run here.
-_supported: set[str] = set()
+# Kinds of recipe that were found to run, and on which kind of device where GPUs differ.
+_supported: set[tuple[str, tuple[int, int] | None]] = set()
+
+
+def _check_support(recipe: Recipe) -> None:
+    """Raise unless the current device can run a recipe, which is asked once per kind of both."""
+    kind = recipe._scaling, kind_of_device()
+    if kind in _supported:
+        return
+    check_recipe_support(recipe)
+    _supported.add(kind)
+    if kind[1] is not None:
+        autocast.__enter__ = _enter_checked  # type: ignore[assignment, method-assign]
+
+
+def _enter_checked(region: autocast) -> autocast:
+    """Enter a region where GPUs differ: a recipe that has its native form may have it from another device."""
+    _ops.AutocastRegion.__enter__(region)
+    enabled, calibrating, *_ = _ops.autocast_region()
+    if enabled or calibrating:
+        try:
+            _check_support(_ops.autocast_objects()[0])
+        except BaseException:
+            region.__exit__(None, None, None)
+            raise
+    return region
 
 
 def _prepare(recipe: Recipe | None) -> Recipe:
@@ -81,17 +106,15 @@ def _prepare(recipe: Recipe | None) -> Recipe:
             f"{recipe!r}"
         )
         raise DtypeError(message)
-    if recipe._scaling not in _supported:
-        check_recipe_support(recipe)
-        _supported.add(recipe._scaling)
+    _check_support(recipe)
     native_recipe(recipe)
     return recipe
 
 
-def _update(ran: bool, without_grad: bool) -> None:
+def _update(without_grad: bool) -> None:
     """Update the forward scales at the end of a region."""
     if without_grad or torch.is_grad_enabled():
-        _delayed.update_scales(forward=True, ran=ran)
+        _delayed.update_scales(forward=True)
 
 
 _ops.autocast_callbacks(_prepare, _update)

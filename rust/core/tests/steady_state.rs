@@ -1,103 +1,169 @@
-//! In steady state a forward allocates nothing on the heap: counted, with the recorder in place of the kernels.
+//! In steady state a call of a program allocates nothing on the heap: counted, with the recorder in place of the kernels.
 #![expect(clippy::unwrap_used, reason = "a test stops at the first error")]
 
 use te_fast_core::Float;
-use te_fast_core::config::Config;
-use te_fast_core::dispatch::{Dispatcher, Memory, Place};
-use te_fast_core::driver::Stream;
-use te_fast_core::kernel::DevPtr;
-use te_fast_core::layer::{Microbatch, PlanCache, WeightRecord, WeightToken};
-use te_fast_core::linear::{Backward, Forward, LinearKey, LinearPlan, Slot, WeightBuffer};
-use te_fast_core::recipe::{Needs, Recipe};
-use te_fast_core::tensor::{DType, Device};
-use te_fast_core::trace::Recording;
+use te_fast_core::base::config::Config;
+use te_fast_core::base::dtype::{DType, Device};
+use te_fast_core::base::pointer::DevPtr;
+use te_fast_core::cuda::device::Stream;
+use te_fast_core::launch::trace::Recording;
+use te_fast_core::ops::activation::Activation;
+use te_fast_core::ops::norm_spec::NormKind;
+use te_fast_core::program::{Bindings, CallTable, Chain, LinearCall, LinearPort, Op, Port, Program, ProgramKey};
+use te_fast_core::quant::value::{LinearSlots, Slot, WeightBuffer};
+use te_fast_core::quant::weight::{Microbatch, WeightRecord, WeightToken};
+use te_fast_core::recipe::definition::Recipe;
+use te_fast_core::runtime::dispatcher::Dispatcher;
+use te_fast_core::runtime::lane::{Memory, Place};
 
-const PLACE: Place = Place { device: Device::Cpu, stream: Stream(0) };
+const PLACE: Place = Place { device: Device::Cpu, stream: Stream::DEFAULT };
+const RECIPES: [Recipe; 3] = [Recipe::DELAYED, Recipe::CURRENT, Recipe::BLOCK];
 
-fn key(grads: bool) -> LinearKey {
-    LinearKey {
-        epoch: 1,
-        rows: 32,
-        activation: Float::Bf16,
-        weight: Float::Bf16,
-        device: Device::Cpu,
-        needs: Needs { input_grad: grads, weight_grad: grads, ..Needs::default() },
-        bias_grad: grads,
-        bias: false,
-        any_rows: false,
-    }
+fn linear(chain: &mut Chain, inputs: usize, outputs: usize) {
+    chain.push("linear".into(), Op::Linear { inputs, outputs });
+    chain.push("bias".into(), Op::Bias { size: outputs });
 }
 
-fn step(recipe: &Recipe, grads: bool) -> u64 {
+fn one_linear() -> Chain {
+    let mut chain = Chain::default();
+    linear(&mut chain, 64, 48);
+    chain
+}
+
+/// Norm, linear, GELU, linear.
+fn mlp() -> Chain {
+    let mut chain = Chain::default();
+    let (kind, zero_centered_gamma) = (NormKind::LayerNorm, false);
+    chain.push("norm".into(), Op::Norm { kind, cols: 64, eps: 1e-5, zero_centered_gamma });
+    linear(&mut chain, 64, 128);
+    let (function, interleave, scaled, cache_quantized_input) = (Activation::Gelu, 0, false, false);
+    chain.push("gelu".into(), Op::Activation { function, interleave, scaled, cache_quantized_input });
+    linear(&mut chain, 128, 64);
+    chain
+}
+
+fn program(dispatcher: &mut Dispatcher, chain: &Chain, recipe: &Recipe, grads: bool, call: LinearCall) -> Program {
+    let key = ProgramKey {
+        epoch: Some(1),
+        cols: 64,
+        activation: Float::Bf16,
+        device: Device::Cpu,
+        any_rows: false,
+        input_grad: grads,
+        params: vec![(Float::Bf16, grads); chain.params()],
+        extras: Vec::new(),
+        linears: vec![call; chain.linears()],
+    };
+    Program::new(dispatcher, chain, key, Some(recipe)).unwrap()
+}
+
+/// A kept weight that has not changed.
+fn serves(program: &Program, linear: usize) -> bool {
+    let record = WeightRecord {
+        token: WeightToken { address: 64, version: Some(1), dtype: DType::Bf16 },
+        device: Device::Cpu,
+        layout: program.weight_layout(linear),
+        epoch: 1,
+        generation: 0,
+        cache_epoch: 0,
+        training: program.key().any_grad(),
+        optimizer_steps: 0,
+    };
+    record.serves(&record, Microbatch::Unknown, false)
+}
+
+/// Memory that stands for every tensor: nothing is launched.
+#[derive(Clone, Copy)]
+struct Everywhere<'a> {
+    pointer: DevPtr<'a>,
+    slot: Slot<'a>,
+}
+
+fn bind<'t, 'a>(
+    program: &'t Program,
+    table: &'t mut CallTable,
+    memory: Everywhere<'a>,
+    linears: usize,
+) -> Bindings<'t, 'a> {
+    let Everywhere { pointer, slot } = memory;
+    let mut call = program.call(table);
+    for port in [Port::Input, Port::Output, Port::Saved, Port::GradOutput, Port::GradInput] {
+        call.set(port, pointer);
+    }
+    for param in 0..program.key().params.len() {
+        call.set(Port::Param(param as u16), pointer);
+        call.set(Port::GradParam(param as u16), pointer);
+    }
+    for linear in 0..linears {
+        assert!(serves(program, linear));
+        call.set_weight(linear, &WeightBuffer::contiguous(pointer, program.weight_layout(linear)));
+        call.set_slots(linear, &LinearSlots { input: slot, weight: slot, grad: slot });
+        call.set(Port::Linear(linear as u16, LinearPort::Deferred), pointer);
+    }
+    call
+}
+
+/// Allocations of ten steps that go through two row counts.
+fn steps(chain: &Chain, recipe: &Recipe, grads: bool, options: LinearCall) -> u64 {
     let config = Config { synchronise: false, check_device: true, exchange_table: true, graphs: true };
     let mut dispatcher = Dispatcher::new(config);
-    let mut plans = PlanCache::default();
-    let plan = LinearPlan::new(&mut dispatcher, recipe, key(grads), 64, 48).unwrap();
-    plans.insert(plan.into(), ());
+    let program = program(&mut dispatcher, chain, recipe, grads, options);
     dispatcher.trace.record(Recording::Only);
-    let mut memory = vec![0_u64; 1 << 16];
-    let mut scale = [1.0_f32; 2];
-    let pointer = DevPtr::from_slice(&mut memory);
-    let slot = Slot { scale: DevPtr::from_slice(&mut scale), amax: pointer };
+    let (mut memory, mut scale, mut amax) = (vec![0_u64; 1 << 16], [1.0_f32; 2], [0.0_f32; 2]);
+    let slot = Slot { scale: DevPtr::from_slice(&mut scale), amax: DevPtr::from_slice(&mut amax) };
     let slot = if recipe.is_delayed() { slot } else { Slot::NONE };
-    let mut run = || {
-        let (plan, ()) = plans.get(&key(grads)).unwrap();
-        let segments = plan.weight_segments();
-        let token = WeightToken { address: 64, version: Some(1), dtype: DType::Bf16 };
-        let record = WeightRecord {
-            token,
-            device: Device::Cpu,
-            segments,
-            epoch: 1,
-            generation: 0,
-            cache_epoch: 0,
-            training: grads,
-            optimizer_steps: 0,
-        };
-        assert!(record.serves(&record, Microbatch::Unknown, false));
-        let weight = WeightBuffer { data: pointer, segments };
-        let (none, saved) = (DevPtr::null(), if grads { pointer } else { DevPtr::null() });
-        let io = Forward {
-            x: pointer,
-            fresh_weight: None,
-            weight,
-            bias: none,
-            y: pointer,
-            saved,
-            slots: [slot; 2],
-            skip_weight: none,
-        };
-        plan.forward(&mut dispatcher.lane(PLACE, plan.forward_scratch(), Memory::Own).unwrap(), &io).unwrap();
-        if grads {
-            let io = Backward {
-                dy: pointer,
-                x: none,
-                saved,
-                weight,
-                dx: pointer,
-                dw: pointer,
-                db: pointer,
-                slot,
-                input_slot: Slot::NONE,
-                kept_dy: none,
-            };
-            plan.backward(&mut dispatcher.lane(PLACE, plan.backward_scratch(), Memory::Own).unwrap(), &io).unwrap();
+    let memory = Everywhere { pointer: DevPtr::from_slice(&mut memory), slot };
+    let (mut table, linears) = (CallTable::default(), chain.linears());
+    let mut step = |rows: usize| {
+        let sized = program.sized(&mut dispatcher, rows).unwrap();
+        let call = bind(&program, &mut table, memory, linears);
+        let mut lane = dispatcher.lane(PLACE, sized.forward_scratch(), Memory::Own).unwrap();
+        sized.run_forward(&mut lane, call).unwrap();
+        if !grads {
+            return;
+        }
+        let call = bind(&program, &mut table, memory, linears);
+        let mut lane = dispatcher.lane(PLACE, sized.backward_scratch(), Memory::Own).unwrap();
+        sized.run_backward(&mut lane, call).unwrap();
+        for linear in (0..linears).filter(|&linear| program.is_deferred(linear)) {
+            let kind = (DType::F32, true);
+            let plan = program.weight_grad_plan(&mut dispatcher, rows, linear, kind, 256).unwrap();
+            let mut call = bind(&program, &mut table, memory, linears);
+            call.set_weight_grad(linear, plan);
+            let mut lane = dispatcher.lane(PLACE, sized.waiting_scratch(linear), Memory::Own).unwrap();
+            sized.run_waiting(&mut lane, linear, call).unwrap();
         }
     };
-    run(); // scratch memory grows once
-    allocation_counter::measure(|| {
-        for _ in 0..10 {
-            run();
+    // Scratch memory grows, and row counts are sized, once.
+    step(32);
+    step(40);
+    let counted = allocation_counter::measure(|| {
+        for _ in 0..5 {
+            step(32);
+            step(40);
         }
-    })
-    .count_total
+    });
+    counted.count_total
 }
 
 #[test]
 fn a_step_allocates_nothing() {
-    for recipe in [Recipe::DELAYED, Recipe::CURRENT, Recipe::BLOCK] {
-        for grads in [false, true] {
-            assert_eq!(step(&recipe, grads), 0, "{:?}, gradients {grads}", recipe.scaling);
+    for (name, chain) in [("one linear", one_linear()), ("mlp", mlp())] {
+        for recipe in &RECIPES {
+            for grads in [false, true] {
+                let count = steps(&chain, recipe, grads, LinearCall::default());
+                assert_eq!(count, 0, "{name}, {:?}, gradients {grads}", recipe.scaling);
+            }
+        }
+    }
+}
+
+#[test]
+fn neither_does_a_weight_gradient_that_waited() {
+    for recipe in &RECIPES {
+        for save_original_input in [false, !recipe.is_delayed()] {
+            let count = steps(&mlp(), recipe, true, LinearCall { deferred: true, save_original_input });
+            assert_eq!(count, 0, "{:?}, {save_original_input}", recipe.scaling);
         }
     }
 }

@@ -247,6 +247,10 @@ kernels! {
     ScaleUpdate() "scale_update" in ScaleUpdate;
     /// The same with a small parameter struct.
     ScaleUpdateFew() "scale_update_few" in ScaleUpdate;
+    /// Live maxima of many entries side by side.
+    AmaxGather() "amax_gather" in ScaleUpdate;
+    /// The same with a small parameter struct.
+    AmaxGatherFew() "amax_gather_few" in ScaleUpdate;
     /// FP8 to high precision under one scale.
     Dequantize(Fp8, Float) "dequantize" in Dequantize;
     /// FP8 to high precision, 1 x 128 scales.

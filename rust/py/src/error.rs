@@ -38,18 +38,6 @@ fn class_of<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyType>> {
     Ok(module.bind(py).getattr(name)?.cast_into::<PyType>()?)
 }
 
-/// Whether an exception is one that te_fast raises on purpose.
-#[cold]
-pub(crate) fn is_ours(py: Python<'_>, error: &PyErr) -> bool {
-    is_a(py, error, "TeFastError")
-}
-
-/// Whether it is of a class of `te_fast.errors`.
-#[cold]
-pub(crate) fn is_a(py: Python<'_>, error: &PyErr, class: &str) -> bool {
-    class_of(py, class).is_ok_and(|class| error.is_instance(py, &class))
-}
-
 /// `?` on core results in functions that return Python errors.
 pub(crate) trait IntoPython<T> {
     /// The value, or the Python exception.

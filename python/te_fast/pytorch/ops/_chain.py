@@ -12,8 +12,6 @@ from torch.autograd.function import once_differentiable
 from te_fast.errors import ShapeError, StateError
 from te_fast.pytorch import _ops
 from te_fast.pytorch._delayed import update_scales
-from te_fast.pytorch._global_state import FP8GlobalStateManager
-from te_fast.pytorch.ops._undo import Undo
 from te_fast.pytorch.ops.op import OperationContext
 
 if TYPE_CHECKING:
@@ -48,16 +46,18 @@ def run_native(
     extra_inputs: Tensors,
     is_first_microbatch: bool | None,
     recipe: Recipe | None,
+    epoch: int,
 ) -> Any:
     """Run a group of native operations; each program has an autograd node of its own."""
     if plan.single is not None:
-        x, extra_inputs = plan.forward[0].matched(x, extra_inputs)
+        if plan.forward[0].casts:
+            x, extra_inputs = plan.forward[0].matched(x, extra_inputs)
         return _ops.program_apply(plan.single, owner, x, extra_inputs, is_first_microbatch)
 
     def run() -> Any:
         return _run_programs(owner, plan, x, extra_inputs, is_first_microbatch)
 
-    return plan.trials.run(run, plan.ops, recipe, (x, *extra_inputs))
+    return plan.trials.run(run, plan.ops, recipe, epoch, x, extra_inputs)
 
 
 def _run_programs(
@@ -67,21 +67,19 @@ def _run_programs(
     extra_inputs: Tensors,
     is_first_microbatch: bool | None,
 ) -> Any:
-    routing = plan.routing
-    given = dict(zip(routing.inputs, extra_inputs, strict=True))
-    made: dict[Slot, torch.Tensor] = {}
-    for step in plan.native or ():
-        extras = tuple(
-            given[index, number] if source is None else made[source]
-            for index in step.indices
-            for number, source in enumerate(routing.sources[index])
-        )
-        x, extras = step.matched(x, extras)
+    tensors = [*extra_inputs]
+    for step in plan.forward:
+        extras = tuple([tensors[place] for place in step.takes]) if step.takes else ()
+        if step.casts:
+            x, extras = step.matched(x, extras)
         result = _ops.program_apply(step.program, owner, x, extras, is_first_microbatch)
-        x, outputs = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
-        made.update(zip(_output_slots(plan, step), outputs, strict=True))
-    if routing.outputs:
-        return (x, *(made[slot] for slot in routing.outputs))
+        if step.makes:
+            x = result[0]
+            tensors += result[1:]
+        else:
+            x = result
+    if plan.returned:
+        return (x, *(tensors[place] for place in plan.returned))
     return x
 
 
@@ -122,7 +120,9 @@ class _Function(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(y for y in outputs if not y.is_floating_point()))
+        whole = [y for y in outputs if not y.is_floating_point()]
+        if whole:
+            ctx.mark_non_differentiable(*whole)
         return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
@@ -131,8 +131,29 @@ class _Function(torch.autograd.Function):
         return ctx.call.backward(ctx.saved_tensors, grads)
 
 
+# The C++ method: what Python adds to it is for functorch, whose transforms groups refuse.
+_apply = super(torch.autograd.Function, _Function).apply
+
+
 class Call:
     """One forward of a group with Python operations, and what its backward needs."""
+
+    __slots__ = (
+        "contexts",
+        "edges",
+        "first",
+        "fuser",
+        "input_needs_grad",
+        "is_first_microbatch",
+        "kept",
+        "kwargs",
+        "native_outputs",
+        "plan",
+        "recipe",
+        "saved",
+        "tensors",
+        "updates_scales",
+    )
 
     def __init__(
         self,
@@ -147,10 +168,10 @@ class Call:
         self.kwargs = kwargs
         self.is_first_microbatch = is_first_microbatch
         self.recipe = recipe
-        self.contexts = [OperationContext() for _ in plan.ops]
-        #: Extra inputs that the caller gave, and extra outputs, while forward runs.
-        self.given: dict[Slot, torch.Tensor] = {}
-        self.made: dict[Slot, torch.Tensor] = {}
+        #: Of the Python operations, by index.
+        self.contexts: dict[int, OperationContext] = {}
+        #: Extra inputs that the caller gave, and the extra outputs so far, while forward runs.
+        self.tensors: list[Any] = []
         #: Native state of the segments, by their first index.
         self.kept: dict[int, Any] = {}
         #: Where the tensors that an operation or segment saved are, by its first index.
@@ -164,34 +185,45 @@ class Call:
         self.input_needs_grad = False
         self.updates_scales = False
 
-    def run(self, x: torch.Tensor, extra_inputs: Tensors) -> Any:
-        """Run forward, with autograd where a gradient is wanted."""
+    def run(self, x: torch.Tensor, extra_inputs: Tensors, epoch: int) -> Any:
+        """Run forward in a region of this epoch, with autograd where a gradient is wanted."""
         plan = self.plan
-        self.given = dict(zip(plan.routing.inputs, extra_inputs, strict=True))
+        self.tensors += extra_inputs
         parameters: list[torch.Tensor] = []
-        wanted = torch.is_grad_enabled()
-        self.input_needs_grad = wanted and x.requires_grad
-        self.first = 0 if self.input_needs_grad else len(plan.ops)
-        for index in range(len(plan.ops)):
-            own = plan.parameters_of(index)
-            parameters += own
-            if wanted and index < self.first:
-                inputs = [tensor for slot, tensor in self.given.items() if slot[0] == index]
-                if any(tensor.requires_grad for tensor in (*own, *inputs)):
-                    self.first = index
-        undo = Undo(plan.ops, self.recipe)
-        try:
-            for index, op in enumerate(plan.ops):
+        if torch.is_grad_enabled():
+            self.input_needs_grad = x.requires_grad
+            self._find_first(parameters, extra_inputs)
+
+        def run() -> Any:
+            for index, op in plan.prepared:
                 op.pre_fuser_forward(requires_grad=index >= self.first)
             if self.first < len(plan.ops):
                 self._take_scale_update()
-                return _Function.apply(x, self, *parameters, *extra_inputs)
-            with torch.no_grad():
+                return _apply(x, self, *parameters, *extra_inputs)
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    outputs, _ = self.forward(x)
+            else:
                 outputs, _ = self.forward(x)
             return outputs if len(outputs) > 1 else outputs[0]
-        except BaseException:
-            undo.restore()
-            raise
+
+        return plan.trials.run(run, plan.ops, self.recipe, epoch, x, extra_inputs)
+
+    def _find_first(self, parameters: list[torch.Tensor], extra_inputs: Tensors) -> None:
+        """Gather the parameters, and find the first operation with a backward."""
+        plan = self.plan
+        first = 0 if self.input_needs_grad else len(plan.ops)
+        for (index, _), tensor in zip(plan.routing.inputs, extra_inputs, strict=True):
+            if index < first and tensor.requires_grad:
+                first = index
+        for index, owners in enumerate(plan.parameters):
+            if not any(owners):
+                continue
+            own = plan.parameters_of(index)
+            parameters += own
+            if index < first and any([parameter.requires_grad for parameter in own]):
+                first = index
+        self.first = first
 
     def _take_scale_update(self) -> None:
         """Let this backward update the gradients' scales if the group is the region's first to have any.
@@ -199,46 +231,43 @@ class Call:
         The native segments leave it to the group, whose Python operations may quantise behind them.
         """
         is_delayed = self.recipe is not None and self.recipe.delayed()
-        if is_delayed and any(op.num_quantizers("backward") for op in self.plan.ops):
-            self.updates_scales = FP8GlobalStateManager.is_first_fp8_module()
+        if is_delayed and self.plan.quantizes_backward:
+            self.updates_scales = _ops.autocast_take_first()
 
     # Forward --------------------------------------------------------------------------------------
 
     def forward(self, x: torch.Tensor) -> tuple[Tensors, list[torch.Tensor | None]]:
         """Return the outputs and what autograd is to save."""
+        plan = self.plan
         saved: list[torch.Tensor | None] = []
-        for step in self.plan.forward:
+        wanted = self.first < len(plan.ops)
+        for step in plan.forward:
             run = self._python_forward if step.program is None else self._native_forward
             x = run(step, x, saved)
-            self.edges[step.indices[-1]] = _edge(x)
-        outputs = [x, *(self.made[slot] for slot in self.plan.routing.outputs)]
-        self.given, self.made = {}, {}
+            if wanted:
+                self.edges[step.indices[-1]] = (x.shape, x.dtype, x.device)
+        tensors, self.tensors = self.tensors, []
+        if not plan.returned:
+            return (x,), saved
+        outputs = [x, *(tensors[place] for place in plan.returned)]
         # Two outputs of one autograd node must not be one tensor.
         for position, y in enumerate(outputs):
             if any(y is earlier for earlier in outputs[:position]):
                 outputs[position] = y.detach()
         return tuple(outputs), saved
 
-    def _extra_inputs(self, index: int, step: Step) -> tuple[Any, ...]:
-        """Return the extra inputs of an operation; None for one that its own fusion makes."""
-        found: list[Any] = []
-        for number, source in enumerate(self.plan.routing.sources[index]):
-            if source is None:
-                found.append(self.given[index, number])
-            else:
-                found.append(None if source[0] in step.indices else self.made[source])
-        return tuple(found)
-
     def _native_forward(
         self, step: Step, x: torch.Tensor, saved: list[torch.Tensor | None]
     ) -> torch.Tensor:
-        start = len(saved)
-        extras = tuple(
-            tensor for index in step.indices for tensor in self._extra_inputs(index, step)
-        )
-        wanted = self.first < len(self.plan.ops)
-        extra_grads = tuple(wanted and tensor.requires_grad for tensor in extras)
-        x, extras = step.matched(x, extras)
+        plan, first, start = self.plan, step.indices[0], len(saved)
+        wanted = self.first < len(plan.ops)
+        extras: Tensors = ()
+        extra_grads: list[bool] = []
+        if step.takes:
+            extras = tuple([self.tensors[place] for place in step.takes])
+            extra_grads = [wanted and tensor.requires_grad for tensor in extras]
+        if step.casts:
+            x, extras = step.matched(x, extras)
         result: Any
         if x.numel() == 0:
             if self.recipe is not None and self.recipe.delayed():
@@ -255,50 +284,71 @@ class Call:
                 x,
                 extras,
                 self.is_first_microbatch,
-                self.input_needs_grad or self.first < step.indices[0],
+                self.input_needs_grad or self.first < first,
                 extra_grads,
                 wanted,
             )
         y, outputs, kept, tensors = result
-        slots = _output_slots(self.plan, step)
-        for slot, output in zip(slots, outputs, strict=True):
-            self.made[slot] = self._marked(slot[0], output)
-        self.native_outputs.update(zip(slots, map(_edge, outputs), strict=True))
-        self.kept[step.indices[0]] = kept
-        saved += tensors
-        self.saved[step.indices[0]] = slice(start, len(saved))
+        if step.makes:
+            for slot, output in zip(_output_slots(plan, step), outputs, strict=True):
+                self.tensors.append(self._marked(slot[0], output))
+                self.native_outputs[slot] = _edge(output)
+        if wanted:
+            self.kept[first] = kept
+            saved += tensors
+            self.saved[first] = slice(start, len(saved))
         return y
 
     def _python_forward(
         self, step: Step, x: torch.Tensor, saved: list[torch.Tensor | None]
     ) -> torch.Tensor:
-        assert step.op is not None
-        contexts = [self.contexts[index] for index in step.indices]
-        for index, context in zip(step.indices, contexts, strict=True):
+        op: Any = step.op
+        contexts = []
+        for index in step.indices:
+            context = self.contexts[index] = OperationContext()
             context.requires_grad = index >= self.first
             context.beside = self.plan.beside[index]
-        kwargs: list[dict[str, Any]] = [{} for _ in step.indices]
-        if self.kwargs:
-            kwargs = [self.kwargs[index] for index in step.indices]
-        result: Any = step.op.fuser_forward(
-            contexts,
-            x,
-            basic_op_extra_inputs=[self._extra_inputs(index, step) for index in step.indices],
-            prev_op_grad_output_quantizer=None,
-            next_op_input_quantizer=None,
-            basic_op_kwargs=kwargs,
-        )
-        x, outputs = _parts(result, 2, step, self.plan, "fuser_forward")
+            contexts.append(context)
+        if step.is_plain:
+            x = op.op_forward(
+                contexts[0],
+                x,
+                prev_op_grad_output_quantizer=None,
+                next_op_input_quantizer=None,
+                **(self.kwargs[step.indices[0]] if self.kwargs else {}),
+            )
+        else:
+            x = self._fuser_forward(step, contexts, x)
         if not isinstance(x, torch.Tensor):
-            label, kind = self.plan.labels[step.indices[0]], type(step.op).__name__
+            label, kind = self.plan.labels[step.indices[0]], type(op).__name__
             message = f"op {label}: {kind} returned {_named(x)}, expected a torch.Tensor"
             raise StateError(message)
-        self._take_outputs(step, [tuple(ys) for ys in outputs])
         for index, context in zip(step.indices, contexts, strict=True):
             start = len(saved)
             saved += context.to_save or ()
             context.to_save = None
             self.saved[index] = slice(start, len(saved))
+        return x
+
+    def _fuser_forward(self, step: Step, contexts: list[OperationContext], x: torch.Tensor) -> Any:
+        """Run an operation with extra tensors, or one that stands for several; return its output."""
+        op: Any = step.op
+        kwargs: list[dict[str, Any]] = [{} for _ in step.indices]
+        if self.kwargs:
+            kwargs = [self.kwargs[index] for index in step.indices]
+        widths = [len(self.plan.routing.sources[index]) for index in step.indices]
+        found = [None if place is None else self.tensors[place] for place in step.takes]
+        result: Any = op.fuser_forward(
+            contexts,
+            x,
+            basic_op_extra_inputs=_split(found, widths),
+            prev_op_grad_output_quantizer=None,
+            next_op_input_quantizer=None,
+            basic_op_kwargs=kwargs,
+        )
+        x, outputs = _parts(result, 2, step, self.plan, "fuser_forward")
+        if isinstance(x, torch.Tensor):
+            self._take_outputs(step, [tuple(ys) for ys in outputs])
         return x
 
     def _take_outputs(self, step: Step, outputs: list[tuple[Any, ...]]) -> None:
@@ -315,9 +365,11 @@ class Call:
             for number, y in enumerate(ys):
                 slot = (index, number)
                 users = routing.consumers.get(slot, ())
-                if isinstance(y, torch.Tensor):
-                    self.made[slot] = self._marked(index, y)
-                elif slot in routing.outputs or any(user not in step.indices for user in users):
+                is_tensor = isinstance(y, torch.Tensor)
+                self.tensors.append(self._marked(index, y) if is_tensor else None)
+                if is_tensor:
+                    continue
+                if slot in routing.outputs or any(user not in step.indices for user in users):
                     message = (
                         f"op {labels[index]}: {type(step.op).__name__} returned {_named(y)} as extra "
                         f"output {number}, which is needed elsewhere"

@@ -10,16 +10,18 @@ import torch
 
 from te_fast.errors import StateError
 from te_fast.pytorch import _ops
-from te_fast.pytorch.ops._routing import Routing
+from te_fast.pytorch.ops._routing import Routing, Slot
 from te_fast.pytorch.ops._undo import Trials
 from te_fast.pytorch.ops.op import BasicOperation, Beside, FusedOperation, FusibleOperation
 
-__all__ = ["Match", "Plan", "Step", "Types", "make_plan", "match"]
+__all__ = ["NATIVE_TYPES", "Match", "Plan", "Step", "Types", "make_plan", "match"]
 
 #: An operation, and the indices of the basic operations that it stands for.
 Match = tuple[FusibleOperation, tuple[int, ...]]
-#: Types of a group's input and of what each operation makes of it; None if all are one.
+#: Types of a group's input and of what each operation makes of it; None if all are one, none if the input is no float.
 Types = tuple[torch.dtype, ...] | None
+#: Types that programs compute in.
+NATIVE_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True, eq=False)
@@ -33,12 +35,23 @@ class Step:
     dtype: torch.dtype | None = None
     #: Which of the extra inputs are added to a tensor of the program, and whether in their own memory.
     added: tuple[tuple[int, bool], ...] = ()
+    #: Whether the program's inputs may have other types than it takes.
+    casts: bool = False
+    #: Where the extra inputs are among a call's tensors, one after the other; None for those of the step's own making.
+    takes: tuple[Any, ...] = ()
+    #: Extra outputs.
+    makes: int = 0
+    #: Whether the operation's forward is its ``op_forward``.
+    is_plain: bool = False
 
     def matched(
         self, x: torch.Tensor, extras: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Return the program's inputs in types that it takes: what is added has the type of the sum."""
-        x = x if self.dtype is None else x.to(self.dtype)
+        if self.dtype is not None and x.dtype != self.dtype:
+            x = x.to(self.dtype)
+        if not self.added:
+            return x, extras
         for number, in_place in self.added:
             other = extras[number].dtype
             if other != x.dtype:
@@ -72,8 +85,17 @@ class Plan:
         Per basic operation, the dictionaries that hold its parameters.
     beside : list of Beside
         Per basic operation, what linear operations beside it do.
+    returned : list of int
+        Where the outputs that the caller gets are among a call's tensors: its extra inputs, then the extra outputs of
+        all operations.
+    prepared : list of tuple of int and BasicOperation
+        Operations with a ``pre_fuser_forward`` of their own, by index.
+    is_custom : bool
+        Whether users have registered fusions, which may depend on the recipe.
+    quantizes_backward : bool
+        Whether an operation quantises a gradient.
     trials : Trials
-        Calls of several native segments that have gone well.
+        Calls that have gone well.
     """
 
     ops: list[BasicOperation]
@@ -85,12 +107,16 @@ class Plan:
     single: Any = None
     parameters: list[list[dict[str, Any]]] = field(default_factory=list)
     beside: list[Beside] = field(default_factory=list)
+    returned: list[int] = field(default_factory=list)
+    prepared: list[tuple[int, BasicOperation]] = field(default_factory=list)
+    is_custom: bool = False
+    quantizes_backward: bool = False
     trials: Trials = field(default_factory=Trials)
 
     def parameters_of(self, index: int) -> list[Any]:
         """Return the parameters of a basic operation, as they are now."""
-        found = (p for owner in self.parameters[index] for p in owner.values() if p is not None)
-        return list(dict.fromkeys(found))
+        found = [p for owner in self.parameters[index] for p in owner.values() if p is not None]
+        return found if len(found) < 2 else list(dict.fromkeys(found))
 
     def matches(self, steps: list[Step]) -> list[tuple[FusibleOperation, list[int]]]:
         """Return operations with the indices of the basic ones that they stand for."""
@@ -195,7 +221,13 @@ def make_plan(
         for i in indices
     }
     beside = [_beside(ops, index, covered) for index in range(len(ops))]
-    native = [index not in covered and op._is_native(beside[index]) for index, op in enumerate(ops)]
+    native = [
+        index not in covered
+        and op._is_native(beside[index])
+        # Python's half takes any type.
+        and not (op._mode_names and not _are_native(types, index))
+        for index, op in enumerate(ops)
+    ]
     segments = {step.indices[0]: step for step in _segments(ops, labels, routing, native, types)}
     inside = {index for step in segments.values() for index in step.indices}
     plan = Plan(
@@ -212,7 +244,54 @@ def make_plan(
         if len(plan.forward) == 1 and everything and not routing.has_channels:
             plan.single = plan.forward[0].program
     plan.parameters = [[module._parameters for module in op.modules()] for op in ops]
+    _wire(plan)
+    plan.quantizes_backward = any(op.num_quantizers("backward") for op in ops)
+    plan.prepared = [
+        (index, op)
+        for index, op in enumerate(ops)
+        if getattr(op.pre_fuser_forward, "__func__", None) is not BasicOperation.pre_fuser_forward
+    ]
+    steps = (*plan.forward, *plan.backward)
+    # A user's own operation may raise at any time, te_fast's for the sizes and types of a call alone.
+    users = any(step.op is not None and not _is_own(step.op) for step in steps)
+    plan.trials.ends = not (users or plan.prepared)
     return plan
+
+
+def _are_native(types: Types, index: int) -> bool:
+    return types is None or (len(types) > index and types[index] in NATIVE_TYPES)
+
+
+def _is_own(op: FusibleOperation) -> bool:
+    return type(op).__module__.startswith(f"{__package__}.")
+
+
+def _wire(plan: Plan) -> None:
+    """Say where each step finds its extra inputs."""
+    routing = plan.routing
+    given = {slot: place for place, slot in enumerate(routing.inputs)}
+    made: dict[Slot, int] = {}
+    for index, op in enumerate(plan.ops):
+        for number in range(op.num_extra_outputs):
+            made[index, number] = len(given) + len(made)
+    plan.returned = [made[slot] for slot in routing.outputs]
+
+    def place(step: Step, index: int, number: int) -> int | None:
+        source = routing.sources[index][number]
+        if source is None:
+            return given[index, number]
+        return None if source[0] in step.indices else made[source]
+
+    for step in plan.forward:
+        step.makes = sum(plan.ops[index].num_extra_outputs for index in step.indices)
+        step.takes = tuple(
+            place(step, index, number)
+            for index in step.indices
+            for number in range(len(routing.sources[index]))
+        )
+        method = getattr(getattr(step.op, "fuser_forward", None), "__func__", None)
+        is_basic = method is BasicOperation.fuser_forward
+        step.is_plain = is_basic and not (step.takes or step.makes)
 
 
 def _beside(ops: list[BasicOperation], index: int, covered: set[int]) -> Beside:
@@ -248,22 +327,29 @@ def _segments(
     """Compile the runs of native operations; a channel's consumer, and another type, begin another program."""
     run: list[int] = []
     dtype = None
+    edges = types or (None,) * (len(ops) + 1)
     for index, is_native in enumerate(native):
         fed = any(source is not None and source[0] in run for source in routing.sources[index])
-        is_cast = types is not None and types[index] != types[index + 1]
-        if run and (fed or is_cast or not is_native):
-            yield _compile(ops, labels, run, dtype)
+        is_cast = edges[index] != edges[index + 1]
+        ended = bool(run) and ops[run[-1]]._ends_program
+        if run and (ended or fed or is_cast or not is_native):
+            yield _compile(ops, labels, run, dtype, casts=types is not None)
             run = []
         if is_native:
             if not run:
-                dtype = types[index + 1] if types is not None and is_cast else None
+                dtype = edges[index + 1] if is_cast else None
             run.append(index)
     if run:
-        yield _compile(ops, labels, run, dtype)
+        yield _compile(ops, labels, run, dtype, casts=types is not None)
 
 
 def _compile(
-    ops: list[BasicOperation], labels: list[str], run: list[int], dtype: torch.dtype | None
+    ops: list[BasicOperation],
+    labels: list[str],
+    run: list[int],
+    dtype: torch.dtype | None,
+    *,
+    casts: bool,
 ) -> Step:
     first, last = (labels[run[i]].partition(":")[0] for i in (0, -1))
     name = f"op {labels[run[0]]}" if len(run) == 1 else f"ops {first}-{last}"
@@ -276,5 +362,6 @@ def _compile(
         tuple(run),
         program=program,
         dtype=dtype,
+        casts=casts,
         added=tuple((number, bool(getattr(op, "_in_place", False))) for number, op in added),
     )

@@ -58,34 +58,48 @@ class Undo:
 class Trials:
     """Kinds of calls that have gone well once: sizes, types and options fit, whatever their values.
 
-    Several programs one after the other are undone if a later one refuses; a call whose kind is known
+    Several steps one after the other are undone if a later one refuses; a call whose kind is known
     has nothing to be refused for, and costs nothing.
+
+    Attributes
+    ----------
+    ends : bool
+        Whether a kind of calls that has gone well once will do so again.
     """
 
     def __init__(self) -> None:
         self._known: set[Hashable] = set()
+        self.ends = True
 
     def run(
         self,
         function: Callable[[], Any],
         ops: Sequence[BasicOperation],
         recipe: Recipe | None,
-        tensors: Sequence[torch.Tensor],
+        epoch: int,
+        x: torch.Tensor,
+        extra_inputs: Sequence[torch.Tensor],
     ) -> Any:
-        """Call `function`, which runs `ops` on `tensors`."""
-        if recipe is None or not recipe.delayed():
+        """Call `function`, which runs `ops` on these inputs in a region of this recipe and epoch."""
+        if recipe is None:
             return function()
-        kinds = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
-        kind = (_ops.autocast_region()[5], torch.is_grad_enabled(), kinds)
-        if kind in self._known:
-            return function()
+        # A checkpoint that repeats a forward may leave it with an exception once it has what it needs.
+        learns = self.ends and torch._C._current_graph_task_id() < 0
+        kind: tuple[Hashable, ...] = ()
+        if learns:
+            kind = (epoch, torch.is_grad_enabled(), x.shape, x.dtype, x.device)
+            for tensor in extra_inputs:
+                kind += (tensor.shape, tensor.dtype, tensor.device)
+            if kind in self._known:
+                return function()
         undo = Undo(ops, recipe)
         try:
             result = function()
         except BaseException:
             undo.restore()
             raise
-        if len(self._known) >= _LIMIT:
-            self._known.clear()
-        self._known.add(kind)
+        if learns:
+            if len(self._known) >= _LIMIT:
+                self._known.clear()
+            self._known.add(kind)
         return result

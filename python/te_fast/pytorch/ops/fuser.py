@@ -6,7 +6,6 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -16,8 +15,9 @@ from te_fast.common.recipe import Recipe
 from te_fast.errors import ArgumentError, DtypeError, StateError, UnsupportedError
 from te_fast.pytorch import _ops, _scale_tape
 from te_fast.pytorch._global_state import FP8GlobalStateManager
+from te_fast.pytorch._support import get_default_recipe
 from te_fast.pytorch.ops import _chain
-from te_fast.pytorch.ops._plan import Plan, Types, make_plan, match
+from te_fast.pytorch.ops._plan import NATIVE_TYPES, Plan, Types, make_plan, match
 from te_fast.pytorch.ops._routing import Routing
 from te_fast.pytorch.ops.op import BasicOperation, FusedOperation, FusibleOperation
 
@@ -43,6 +43,7 @@ class _Running(threading.local):
 
 _running = _Running()
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -92,10 +93,17 @@ class OperationFuser:
         self._routing = Routing.of(self._basic_ops, self._labels)
         self._channels_stale = False
         self._plans: dict[Any, Plan] = {}
+        #: Plans by the types of what a call brings and of the parameters.
+        self._chosen: dict[Any, Plan] = {}
+        self._parameters = [op._parameters for op in self._basic_ops if op._parameters]
+        #: Operations whose attributes say whether programs have them, and whether they do.
+        self._variable = [op for op in self._basic_ops if op._mode_names]
+        self._modes = self._modes_now()
         #: A module that is nothing but this group, and may call its program directly.
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._ready = False
-        #: Autocast region of the last forward in Python, for activation checkpointing; programs have their own.
+        #: Autocast region of the last forward in Python, and its objects, for activation checkpointing; programs have
+        #: their own.
         self._last_region: tuple[Any, ...] | None = None
         for op in self._basic_ops:
             op._captured_by(self)
@@ -116,7 +124,7 @@ class OperationFuser:
     ) -> Types:
         """Return the types of an input, and of what each operation makes of it; None if all are one."""
         types = [dtype]
-        is_one = True
+        is_one = dtype in NATIVE_TYPES
         given = dict(zip(self._routing.inputs, extra_inputs, strict=True))
         for index, op in enumerate(self._basic_ops):
             extras = tuple(
@@ -129,31 +137,70 @@ class OperationFuser:
 
     def _plan(self, recipe: Recipe | None, types: Types = None) -> Plan:
         """Return how the group runs under a recipe; registered fusions may depend on its type."""
-        kind = OperationFuser
-        custom = bool(
-            kind.forward_backward_fusion_functions
-            or kind.forward_fusion_functions
-            or kind.backward_fusion_functions
-        )
-        override = getattr(recipe, "backward_override", None)
-        key = (types, type(recipe), override) if custom else (types,)
+        key: tuple[Any, ...] = (types, self._modes)
+        is_custom = _is_custom()
+        if is_custom:
+            key += (type(recipe), getattr(recipe, "backward_override", None))
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._make_plan(recipe, types)
-            if not custom and types is None:
-                self._direct(plan.single)
+        if not is_custom and types is None:
+            self._direct(plan.single)
         return plan
 
+    def _plan_for(
+        self,
+        x: torch.Tensor,
+        extra_inputs: tuple[torch.Tensor, ...],
+        autocast: torch.dtype | None,
+        recipe: Recipe | None,
+    ) -> Plan:
+        """Return how the group runs on these inputs."""
+        dtypes = [p.dtype for owner in self._parameters for p in owner.values() if p is not None]
+        key = (autocast, x.dtype, *[extra.dtype for extra in extra_inputs], *dtypes)
+        plan = self._chosen.get(key)
+        if plan is None or plan.is_custom:
+            types: Types = ()
+            if x.is_floating_point():
+                types = self._types(x.dtype, extra_inputs, autocast)
+            plan = self._chosen[key] = self._plan(recipe, types)
+        return plan
+
+    def _modes_now(self) -> tuple[bool, ...]:
+        return tuple([op._is_native() for op in self._variable])
+
+    def _mode_changed(self) -> None:
+        """Look again which operations are native; the plans of other modes stay."""
+        modes = self._modes_now()
+        if modes != self._modes:
+            self._modes = modes
+            self._chosen.clear()
+            self._direct(None)
+
     def runs_for(self, module: torch.nn.Module) -> None:
-        """Let a module that is nothing but this group call its program directly."""
+        """Let a module that is nothing but this group call it, or its program, directly."""
         self._module = weakref.ref(module)
+        module.__dict__["_direct_call"] = self.call_directly
 
     def _direct(self, program: Any) -> None:
         module = None if self._module is None else self._module()
         if module is not None:
             module.__dict__["_direct_program"] = program
 
+    def _refuse_parametrized(self) -> None:
+        """Raise for an operation with a parameter that ``torch.nn.utils.parametrize`` computes: programs read it."""
+        for op, label in zip(self._basic_ops, self._labels, strict=True):
+            computed: Any = op._modules.get("parametrizations")
+            if computed is not None:
+                names = ", ".join(computed)
+                message = (
+                    f"op {label}: torch.nn.utils.parametrize does not work on operations, got {names}; parametrize "
+                    "a layer such as te_fast.pytorch.Linear instead, or take it away by remove_parametrizations"
+                )
+                raise UnsupportedError(message)
+
     def _make_plan(self, recipe: Recipe | None, types: Types) -> Plan:
+        self._refuse_parametrized()
         if not self._ready:
             for op in self._basic_ops:
                 op.pre_first_fuser_forward()
@@ -162,7 +209,7 @@ class OperationFuser:
         joint = _fused(self._basic_ops, kind.forward_backward_fusion_functions, recipe)
         forward = _fused(joint, kind.forward_fusion_functions, recipe)
         backward = _fused(joint, kind.backward_fusion_functions, recipe)
-        return make_plan(
+        plan = make_plan(
             self._basic_ops,
             self._labels,
             self._routing,
@@ -170,15 +217,19 @@ class OperationFuser:
             match(backward, self._basic_ops, self._labels),
             types,
         )
+        plan.is_custom = _is_custom()
+        return plan
 
     def _forget(self, *, stale: bool = False) -> None:
         """Forget all plans; a stale group never runs again."""
         self._plans.clear()
+        self._chosen.clear()
         self._direct(None)
         self._channels_stale = self._channels_stale or stale
 
     def _last_plan(self) -> Plan:
-        return self._plan(None) if not self._plans else next(reversed(self._plans.values()))
+        plans = [plan for (_, modes, *_), plan in self._plans.items() if modes == self._modes]
+        return plans[-1] if plans else self._plan(None)
 
     def explain(self) -> str:
         """Say what runs, per direction; compiled programs are shown with their launches."""
@@ -226,22 +277,54 @@ class OperationFuser:
         self._check(input, extra_inputs, basic_op_kwargs)
         if is_first_microbatch is not None:
             is_first_microbatch = bool(is_first_microbatch)
+        return self._start(input, extra_inputs, basic_op_kwargs, is_first_microbatch)
+
+    def call_directly(
+        self,
+        input: torch.Tensor,
+        extra_inputs: tuple[torch.Tensor, ...],
+        is_first_microbatch: bool | None,
+    ) -> Any:
+        """Run for a module that is nothing but this group, and has nothing to do around it; the native call has looked.
+
+        Tensors are plain.
+        """
+        if (
+            self._channels_stale
+            or len(extra_inputs) != self.num_extra_inputs
+            or _are_functorch_transforms_active()
+        ):
+            assert self._module is not None
+            module: Any = self._module()
+            return module.forward(input, *extra_inputs, is_first_microbatch=is_first_microbatch)
+        return self._start(input, extra_inputs, None, is_first_microbatch)
+
+    def _start(
+        self,
+        input: torch.Tensor,
+        extra_inputs: tuple[torch.Tensor, ...],
+        basic_op_kwargs: list[dict[str, Any]] | None,
+        is_first_microbatch: bool | None,
+    ) -> Any:
+        """Run in the region in force, or in the one that backward is to repeat."""
         arguments = (input, extra_inputs, basic_op_kwargs, is_first_microbatch)
-        region = None if self._last_region is None else self._region_to_repeat()
-        if region is None:
-            return self._run(*arguments)
-        with _scale_tape.recorded_region(region):
-            return self._run(*arguments)
+        region = _ops.autocast_region()
+        if self._last_region is not None and not (region[0] or region[4]):
+            former = self._region_to_repeat()
+            if former is not None:
+                with _scale_tape.recorded_region(former):
+                    return self._run(*arguments, _ops.autocast_region())
+        return self._run(*arguments, region)
 
     def _region_to_repeat(self) -> tuple[Any, ...] | None:
-        """Return the last region if backward runs a forward again behind it."""
-        is_inside = FP8GlobalStateManager.is_fp8_enabled() or _ops.autocast_region()[4] != 0
-        if is_inside or self._last_region is None or _ops.autocast_held()[0]:
+        """Return a snapshot of the last region if backward runs a forward again behind it."""
+        if self._last_region is None or _ops.autocast_held()[0]:
             return None
         if torch._C._current_graph_task_id() < 0:
             self._last_region = None
             return None
-        return self._last_region
+        (enabled, calibrating, graph, is_first, *_), (recipe, group) = self._last_region
+        return enabled, calibrating, recipe, group, is_first, graph
 
     def _run(
         self,
@@ -249,30 +332,32 @@ class OperationFuser:
         extra_inputs: tuple[torch.Tensor, ...],
         basic_op_kwargs: list[dict[str, Any]] | None,
         is_first_microbatch: bool | None,
+        region: tuple[Any, ...],
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        recipe = None
-        if FP8GlobalStateManager.is_fp8_enabled():
-            recipe = FP8GlobalStateManager.get_fp8_recipe()
-        types = autocast = None
-        kind = input.device.type
-        if _is_any_autocast_enabled() and torch.is_autocast_enabled(kind):
-            autocast = torch.get_autocast_dtype(kind)
-        if input.is_floating_point():
-            types = self._types(input.dtype, extra_inputs, autocast)
-        plan = self._plan(recipe, types)
+        recipe = objects = None
+        if region[0]:
+            objects = _ops.autocast_objects()
+            recipe = objects[0] or get_default_recipe()
+        autocast = None
+        if _is_any_autocast_enabled():
+            kind = input.device.type
+            if torch.is_autocast_enabled(kind):
+                autocast = torch.get_autocast_dtype(kind)
+        plan = self._plan_for(input, extra_inputs, autocast, recipe)
         if plan.native is not None and not basic_op_kwargs:
+            arguments = (self, plan, input, extra_inputs, is_first_microbatch, recipe, region[5])
+            if autocast is None:
+                return _chain.run_native(*arguments)
             # The plan says what is cast where.
-            with nullcontext() if autocast is None else torch.autocast(kind, enabled=False):
-                return _chain.run_native(
-                    self, plan, input, extra_inputs, is_first_microbatch, recipe
-                )
-        self._refuse_nesting()
-        state = None if recipe is None else FP8GlobalStateManager.get_autocast_state()
-        self._last_region = state
+            with torch.autocast(kind, enabled=False):
+                return _chain.run_native(*arguments)
+        if _running.groups:
+            self._refuse_nesting()
+        self._last_region = None if objects is None else (region, objects)
         _running.groups.append(self)
         try:
             call = _chain.Call(self, plan, basic_op_kwargs, is_first_microbatch, recipe)
-            return call.run(input, extra_inputs)
+            return call.run(input, extra_inputs, region[5])
         finally:
             _running.groups.pop()
 
@@ -321,7 +406,7 @@ class OperationFuser:
                     f"{self._name}: the {what} must be a torch.Tensor, got {type(tensor).__name__}"
                 )
                 raise DtypeError(message)
-        if type(x) not in _PLAIN or torch._C._are_functorch_transforms_active():
+        if type(x) not in _PLAIN or _are_functorch_transforms_active():
             message = (
                 f"{self._name}: tensor subclasses and torch.func transforms do not work in ops, got "
                 f"{type(x).__name__}"
@@ -349,6 +434,16 @@ class OperationFuser:
         epoch = _ops.autocast_region()[5]
         for op in self._basic_ops:
             op._init_scales(recipe, epoch)
+
+
+def _is_custom() -> bool:
+    """Tell whether users have registered fusions."""
+    kind = OperationFuser
+    return bool(
+        kind.forward_backward_fusion_functions
+        or kind.forward_fusion_functions
+        or kind.backward_fusion_functions
+    )
 
 
 def _takes(op: BasicOperation, name: str) -> bool:

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 import torch
 
-from te_fast.errors import ArgumentError, StateError
+from te_fast.errors import ArgumentError, ArgumentIndexError, StateError
 from te_fast.pytorch import _ops
 from te_fast.pytorch.ops._recipe_state import RecipeStateModule
 
@@ -49,11 +49,10 @@ class OperationContext:
         What linear operations beside it do.
     """
 
-    def __init__(self) -> None:
-        self.requires_grad = True
-        self.beside = ALONE
-        self.to_save: tuple[torch.Tensor | None, ...] | None = None
-        self.saved_tensors: tuple[torch.Tensor | None, ...] | None = None
+    requires_grad = True
+    beside = ALONE
+    to_save: tuple[torch.Tensor | None, ...] | None = None
+    saved_tensors: tuple[torch.Tensor | None, ...] | None = None
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
         """Keep tensors for backward."""
@@ -174,7 +173,7 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what refers to containers and native objects."""
-        dropped = ("_own_fuser", "_capturing_fusers", "_direct_program")
+        dropped = ("_own_fuser", "_capturing_fusers", "_direct_program", "_direct_call")
         return {name: value for name, value in self.__dict__.items() if name not in dropped}
 
 
@@ -193,6 +192,10 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     supports_float8_block_scaling: bool = True
     #: Attributes that a native program has as constants: it is compiled again after a change.
     _constant_names: ClassVar[frozenset[str]] = frozenset()
+    #: Attributes that say whether a native program has the operation.
+    _mode_names: ClassVar[frozenset[str]] = frozenset()
+    #: Whether what comes behind it is another program: nothing fuses across it.
+    _ends_program: ClassVar[bool] = False
     #: Whether the first extra input is added to the input, and must have its type.
     _adds_extra: ClassVar[bool] = False
     #: Whether the native form takes its input, and the gradient of its output, to FP8 itself.
@@ -356,9 +359,12 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     def _check_slot(self, kind: str, index: int, count: int, channel: Any) -> None:
         if not isinstance(index, int) or not 0 <= index < count:
             message = f"{type(self).__name__} has {count} extra {kind}s, there is no number {index}"
-            raise ArgumentError(message)
-        if channel is not None and not isinstance(channel, str):
-            message = f"{type(self).__name__}: a channel's name must be a str, got {type(channel).__name__}"
+            raise ArgumentIndexError(message)
+        if channel is not None and (not isinstance(channel, str) or not channel):
+            message = (
+                f"{type(self).__name__}: a channel's name must be a str that is not empty, or None for no "
+                f"channel, got {channel!r}"
+            )
             raise ArgumentError(message)
 
     def _channels_changed(self) -> None:
@@ -368,9 +374,13 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, and forget the programs that have it as a constant."""
         super().__setattr__(name, value)
-        if name in self._constant_names:
+        # torch.nn.utils.parametrize takes a parameter away that programs read; the next plan says so.
+        if name in self._constant_names or name == "parametrizations":
             for fuser in self.__dict__.get("_capturing_fusers", ()):
                 fuser._forget()
+        if name in self._mode_names:
+            for fuser in self.__dict__.get("_capturing_fusers", ()):
+                fuser._mode_changed()
 
     def _captured_by(self, fuser: OperationFuser) -> None:
         self.__dict__.setdefault("_capturing_fusers", WeakSet()).add(fuser)

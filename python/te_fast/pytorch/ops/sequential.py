@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -51,7 +53,7 @@ class Sequential(torch.nn.Module):
         if any(isinstance(group, OperationFuser) and group.is_running for group in groups):
             message = "Sequential: edited from one of its own operations while it runs"
             raise StateError(message)
-        self.__dict__.update(_module_groups=None, _direct_program=None)
+        self.__dict__.update(_module_groups=None, _direct_program=None, _direct_call=None)
 
     def add_module(self, name: str, module: torch.nn.Module | None) -> None:
         """Add or replace a module."""
@@ -77,10 +79,11 @@ class Sequential(torch.nn.Module):
         keys = list(self._modules)
         if isinstance(index, slice):
             return keys[index]
-        if not -len(keys) <= index < len(keys):
+        number = _whole(index)
+        if not -len(keys) <= number < len(keys):
             message = f"Sequential: index {index} is out of range, there are {len(keys)} modules"
             raise ArgumentIndexError(message)
-        return [keys[index]]
+        return [keys[number]]
 
     def _next_key(self) -> str:
         numbers = (int(key) for key in self._modules if key.isdecimal())
@@ -94,8 +97,12 @@ class Sequential(torch.nn.Module):
         return self._modules[keys[0]]
 
     def __setitem__(self, idx: int, module: torch.nn.Module) -> None:
-        """Replace a module."""
-        self.add_module(self._keys(idx)[0], module)
+        """Replace a module; of a slice, the first."""
+        keys = self._keys(idx)
+        if not keys:
+            message = f"Sequential: the slice {idx} has no module to replace, there are {len(self)}"
+            raise ArgumentIndexError(message)
+        self.add_module(keys[0], module)
 
     def __delitem__(self, idx: slice | int) -> None:
         """Remove modules."""
@@ -131,7 +138,7 @@ class Sequential(torch.nn.Module):
         self._changed()
         keys = [*self._modules, self._next_key()]
         modules = list(self._modules.values())
-        modules.insert(idx, module)
+        modules.insert(_whole(idx), module)
         self._modules.clear()
         self._modules.update(zip(keys, modules, strict=True))
         return self
@@ -204,7 +211,7 @@ class Sequential(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the groups out: a copy makes its own."""
-        left_out = {"_module_groups": None, "_direct_program": None}
+        left_out = {"_module_groups": None, "_direct_program": None, "_direct_call": None}
         return {**self.__dict__, **left_out}
 
     # Running --------------------------------------------------------------------------------------
@@ -333,6 +340,28 @@ class Sequential(torch.nn.Module):
                 op = op._parts()[0]
             found[id(op)] = kwargs
         return found
+
+
+def _whole(index: Any) -> int:
+    """Return an index as an integer.
+
+    Raises
+    ------
+    ArgumentError
+        If it is none. Transformer Engine takes numbers of any class that equal an integer, and raises ``RuntimeError``
+        for others.
+    """
+    try:
+        return operator.index(index)
+    except TypeError:
+        pass
+    if not isinstance(index, numbers.Real):
+        message = f"Sequential: an index must be an integer or a slice, got {type(index).__name__} {index!r}"
+        raise ArgumentError(message)
+    if not float(index).is_integer():
+        message = f"Sequential: an index must be an integer or a slice, got {index!r}"
+        raise ArgumentIndexError(message)
+    return int(float(index))
 
 
 def _shown(key: Any) -> str:

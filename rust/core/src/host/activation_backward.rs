@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 use te_fast_kernels::{Float, KernelId};
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 use crate::host::activation::{Function, Halves};
 use crate::host::cast::transpose_with;
 use crate::host::fp8::{Real, is_noop, read_scalar, write_scalar};

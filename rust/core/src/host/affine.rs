@@ -3,9 +3,9 @@
 use half::{bf16, f16};
 use te_fast_kernels::{Float, KernelId};
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::host::fp8::Real;
-use crate::kernel::DevPtr;
 use crate::ops::affine::AffineParams;
 
 /// Runs `affine_*`.

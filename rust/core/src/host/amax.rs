@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 use te_fast_kernels::{Float, KernelId};
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 use crate::host::cast::tensor_amax_bits;
 use crate::host::fp8::{is_noop, read_scalar, scale_from_amax, write_scalar};
 use crate::ops::amax::{AmaxParams, ScaleFromAmaxParams};

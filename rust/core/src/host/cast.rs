@@ -3,9 +3,9 @@
 use rayon::prelude::*;
 use te_fast_kernels::KernelId;
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::host::fp8::{Format, PARALLEL_FROM, Real, amax_bits, dispatch_types, is_noop, read_scalar, write_scalar};
-use crate::kernel::DevPtr;
 use crate::ops::cast::{CastParams, CastTransposeParams, TILE};
 
 /// Elements that one task casts.

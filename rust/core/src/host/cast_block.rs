@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 use te_fast_kernels::KernelId;
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 use crate::host::cast::transpose_with;
 use crate::host::fp8::{
     Format, PARALLEL_FROM, Real, amax_bits, dispatch_types, is_noop, magnitude_bits, scale_from_amax,

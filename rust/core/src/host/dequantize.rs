@@ -4,7 +4,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use te_fast_kernels::{Float, Fp8, KernelId};
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 use crate::host::fp8::{PARALLEL_FROM, Real, decode_table};
 use crate::ops::cast::TILE;
 use crate::ops::dequantize::DequantizeParams;

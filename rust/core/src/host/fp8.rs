@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use half::{bf16, f16};
 use te_fast_kernels::Fp8;
 
-use crate::kernel::{DevPtr, Element};
+use crate::base::pointer::{DevPtr, Element};
 
 /// Below this many elements a host kernel stays on its thread: handing work to rayon costs more.
 pub(crate) const PARALLEL_FROM: usize = 1 << 15;

@@ -6,11 +6,11 @@ use ndarray::linalg::general_mat_mul;
 use ndarray::{ArrayView2, ArrayViewMut2};
 use rayon::prelude::*;
 
-use crate::error::{Error, Result};
-use crate::gemm::{Epilogue, Factor, GemmIo, Operand, Problem, ScaleMode};
+use crate::base::dtype::DType;
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
+use crate::gemm::problem::{Epilogue, Factor, GemmPointers, Operand, Problem, ScaleMode};
 use crate::host::fp8::{self, E4m3, E5m2, Format};
-use crate::kernel::DevPtr;
-use crate::tensor::DType;
 
 /// Elements along one side of a scale's block.
 const BLOCK: usize = 128;
@@ -19,7 +19,7 @@ const BLOCK: usize = 128;
 ///
 /// # Errors
 /// An element type that no GEMM takes.
-pub(crate) fn run(problem: &Problem, io: &GemmIo<'_>) -> Result<()> {
+pub(crate) fn run(problem: &Problem, io: &GemmPointers<DevPtr<'_>>) -> Result<()> {
     let &Problem { m, n, k, ldd, .. } = problem;
     let x = load(&problem.x, io.x, io.x_scale, m, k)?;
     let w = load(&problem.w, io.w, io.w_scale, n, k)?;
@@ -156,7 +156,7 @@ fn load_row(dtype: DType, data: DevPtr<'_>, n: usize) -> Result<Vec<f32>> {
 }
 
 /// FP8 under the given scale; the maximum before scaling is found, NaN left out.
-fn store_fp8<F: Format>(io: &GemmIo<'_>, product: &[f32], problem: &Problem) {
+fn store_fp8<F: Format>(io: &GemmPointers<DevPtr<'_>>, product: &[f32], problem: &Problem) {
     let &Problem { m, n, ldd, .. } = problem;
     let scale = scalar(io.d_scale);
     let amax = f32::from_bits(fp8::amax_bits(product));

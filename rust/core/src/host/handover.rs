@@ -2,7 +2,7 @@
 
 use te_fast_kernels::KernelId;
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 use crate::host::fp8::{read_scalar, write_scalar};
 use crate::ops::handover::{FOUND_AT, HandoverParams, ROW_BYTES, SCALE_AT};
 

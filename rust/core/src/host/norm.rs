@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 use te_fast_kernels::{Float, KernelId};
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 use crate::host::cast::transpose_with;
 use crate::host::fp8::{Real, is_noop, read_scalar, write_scalar};
 use crate::host::rows::{Outputs, Values, for_row_groups, raise, row_bytes};
@@ -32,12 +32,16 @@ pub(crate) fn run(p: &NormParams<'_>, id: KernelId) -> Result<()> {
     Ok(())
 }
 
-/// Mean and inverse deviation of a row; no mean for RMSNorm.
-fn stats(row: &[f32], rms: bool, eps: f32) -> (f32, f32) {
+/// Mean and inverse deviation of a row of `T`; no mean for RMSNorm.
+fn stats<T: Real>(row: &[f32], rms: bool, eps: f32) -> (f32, f32) {
     let count = row.len() as f64;
-    let mean = if rms { 0.0 } else { (row.iter().map(|&x| f64::from(x)).sum::<f64>() / count) as f32 };
+    let sum = row.iter().map(|&x| f64::from(x)).sum::<f64>();
+    let mean = if rms { 0.0 } else { (sum / count) as f32 };
     let squares = row.iter().map(|&x| f64::from(x - mean).powi(2)).sum::<f64>();
-    (mean, 1.0 / ((squares / count) as f32 + eps).sqrt())
+    // Of 16-bit elements the GPU takes sum times mean off the squares for either norm: infinity times RMSNorm's mean of
+    // zero is NaN, as Transformer Engine's tuned kernels make of such a row.
+    let apart = if rms && size_of::<T>() == 2 { (sum as f32) * mean } else { 0.0 };
+    (mean, 1.0 / ((squares / count) as f32 - apart + eps).sqrt())
 }
 
 fn norm<T: Real>(p: &NormParams<'_>) {
@@ -61,7 +65,7 @@ fn norm<T: Real>(p: &NormParams<'_>) {
             .map(|row| {
                 line.iter_mut().zip(&x[row * cols..]).for_each(|(to, x)| *to = x.to_f32());
                 add_residual::<T>(p, row, &mut line);
-                let (mean, rstd) = stats(&line, p.rms != 0, p.eps);
+                let (mean, rstd) = stats::<T>(&line, p.rms != 0, p.eps);
                 write_scalar(p.mean.offset(row * 4), mean);
                 write_scalar(p.rstd.offset(row * 4), rstd);
                 for (value, (factor, summand)) in line.iter_mut().zip(factors.iter().zip(&summands)) {

@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 use te_fast_kernels::{Float, KernelId};
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 use crate::host::fp8::Real;
 use crate::host::rows::{Values, for_row_groups};
 use crate::ops::norm_backward::NormBackwardParams;

@@ -2,8 +2,8 @@
 
 use te_fast_kernels::KernelId;
 
-use crate::error::Result;
-use crate::kernel::DevPtr;
+use crate::base::error::Result;
+use crate::base::pointer::DevPtr;
 use crate::ops::pad::{Move, PadRowsParams};
 
 /// Consecutive rows of the output, and where they come from.

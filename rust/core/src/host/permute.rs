@@ -2,9 +2,9 @@
 
 use te_fast_kernels::KernelId;
 
-use crate::error::Result;
+use crate::base::error::Result;
+use crate::base::pointer::DevPtr;
 use crate::host::permute_map;
-use crate::kernel::DevPtr;
 use crate::ops::permute::{PermuteParams, RowMapParams};
 
 /// A slot of a token.

@@ -2,7 +2,7 @@
 
 use te_fast_kernels::KernelId;
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 use crate::host::fp8::{Format, Real, amax_bits, dispatch_types, read_scalar, scale_from_amax, write_scalar};
 use crate::host::permute::{HostMap, Slot, copy_prob, is_zero_prob, store_prob, strike_dropped};
 use crate::host::permute_map;

@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicI64, Ordering};
 
 use te_fast_kernels::KernelId;
 
-use crate::error::{Error, Result};
-use crate::kernel::DevPtr;
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::ops::permute_map::{FILL_WORD, MakeMapParams, PermuteDroppedParams, PermuteEndsParams, Routing};
 
 static DROPPED: AtomicI64 = AtomicI64::new(0);

@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 use te_fast_kernels::{Float, KernelId};
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
 use crate::host::fp8::Real;
 use crate::host::permute::{HostMap, Slot, copy_prob, load_prob, store_prob};
 use crate::ops::permute_merge::{UnpermuteBwdParams, UnpermuteParams};

@@ -4,8 +4,8 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 use te_fast_kernels::Float;
 
+use crate::base::pointer::DevPtr;
 use crate::host::fp8::{E4m3, E5m2, Format, PARALLEL_FROM, Real, magnitude_bits};
-use crate::kernel::DevPtr;
 
 /// Rows that one task works on.
 pub(crate) const ROWS: usize = 16;

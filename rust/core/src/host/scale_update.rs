@@ -2,8 +2,11 @@
 
 use te_fast_kernels::KernelId;
 
-use crate::error::Result;
-use crate::ops::scale_update::{ScaleEntry, ScaleUpdateFewParams, ScaleUpdateParams};
+use crate::base::error::Result;
+use crate::base::pointer::DevPtr;
+use crate::ops::scale_update::{
+    AmaxGatherFewParams, AmaxGatherParams, LiveAmax, ScaleEntry, ScaleUpdateFewParams, ScaleUpdateParams,
+};
 
 /// Runs `scale_update`.
 ///
@@ -47,5 +50,35 @@ fn update(entry: &ScaleEntry<'_>, length: usize, most_recent: bool) {
         if amax > 0.0 && amax.is_finite() {
             *scale = (entry.max_scaled / amax).min(f32::MAX);
         }
+    }
+}
+
+/// Runs `amax_gather`.
+///
+/// # Errors
+/// None; the signature is that of every host kernel.
+#[expect(clippy::unnecessary_wraps, reason = "the signature is that of every host kernel")]
+pub(crate) fn gather(p: &AmaxGatherParams<'_>, _: KernelId) -> Result<()> {
+    p.entry.iter().take(p.entries as usize).for_each(|entry| copy(entry, p.gathered));
+    Ok(())
+}
+
+/// Runs `amax_gather_few`.
+///
+/// # Errors
+/// None; the signature is that of every host kernel.
+#[expect(clippy::unnecessary_wraps, reason = "the signature is that of every host kernel")]
+pub(crate) fn gather_few(p: &AmaxGatherFewParams<'_>, _: KernelId) -> Result<()> {
+    p.entry.iter().take(p.entries as usize).for_each(|entry| copy(entry, p.gathered));
+    Ok(())
+}
+
+fn copy(entry: &LiveAmax<'_>, gathered: DevPtr<'_>) {
+    let tensors = entry.count as usize;
+    let gathered = gathered.offset(4 * entry.first as usize).slice_mut::<f32>(tensors);
+    if entry.live.is_null() {
+        gathered.fill(0.0);
+    } else {
+        gathered.copy_from_slice(entry.live.slice::<f32>(tensors));
     }
 }

@@ -3,12 +3,14 @@
 
 use te_fast_kernels::{Float, Fp8, KernelId};
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::host;
-use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::launch::grid::Grid;
+use crate::launch::target::{Target, launch};
 use crate::ops::cast::{THREADS, TRANSPOSED_ALIGN, aligned, scaled, tiles};
 use crate::ops::strips::StripPlan;
-use crate::params;
+use crate::{params, pointers};
 
 /// An activation function. Of a gated one the activated half `g` is the first half of the last dimension and the
 /// linear half `l` the second, unless they are interleaved.
@@ -271,42 +273,28 @@ pub struct ActivationSpec {
     pub row_scale: Option<Float>,
 }
 
-/// Buffers of one activation; null where the plan has no use for one.
-#[derive(Clone, Copy, Debug)]
-pub struct ActivationBuffers<'a> {
-    /// Input `[rows, halves * cols]`, contiguous.
-    pub x: DevPtr<'a>,
-    /// [`ActivationPlan::y_bytes`].
-    pub y: DevPtr<'a>,
-    /// [`ActivationPlan::out_bytes`], any alignment; 8 bytes is fast.
-    pub out: DevPtr<'a>,
-    /// [`ActivationPlan::out_t_bytes`], 16-byte aligned.
-    pub out_t: DevPtr<'a>,
-    /// Factors `[rows]`.
-    pub row_scale: DevPtr<'a>,
-    /// One f32.
-    pub scale: DevPtr<'a>,
-    /// One f32 that receives `1 / scale`, or null.
-    pub scale_inv: DevPtr<'a>,
-    /// One f32 that is raised to the amax of the unrounded, unscaled result, or null.
-    pub amax: DevPtr<'a>,
-    /// One f32, or null; 1.0 leaves every output as it is.
-    pub noop: DevPtr<'a>,
-}
-
-impl ActivationBuffers<'_> {
-    /// No buffer at all; callers set those that their plan needs.
-    pub const NONE: Self = Self {
-        x: DevPtr::null(),
-        y: DevPtr::null(),
-        out: DevPtr::null(),
-        out_t: DevPtr::null(),
-        row_scale: DevPtr::null(),
-        scale: DevPtr::null(),
-        scale_inv: DevPtr::null(),
-        amax: DevPtr::null(),
-        noop: DevPtr::null(),
-    };
+pointers! {
+    /// Buffers of one activation; null where the plan has no use for one.
+    pub struct ActivationPointers {
+        /// Input `[rows, halves * cols]`, contiguous.
+        x,
+        /// [`ActivationPlan::y_bytes`].
+        y,
+        /// [`ActivationPlan::out_bytes`], any alignment; 8 bytes is fast.
+        out,
+        /// [`ActivationPlan::out_t_bytes`], 16-byte aligned.
+        out_t,
+        /// Factors `[rows]`.
+        row_scale,
+        /// One f32.
+        scale,
+        /// One f32 that receives `1 / scale`, or null.
+        scale_inv,
+        /// One f32 that is raised to the amax of the unrounded, unscaled result, or null.
+        amax,
+        /// One f32, or null; 1.0 leaves every output as it is.
+        noop,
+    }
 }
 
 /// A checked activation: kernel and grid are chosen.
@@ -369,7 +357,7 @@ impl ActivationPlan {
     /// # Errors
     /// A buffer that the plan needs is null or misaligned, or the launch fails.
     #[inline]
-    pub fn run(&self, target: &mut Target<'_>, buffers: &ActivationBuffers<'_>) -> Result<()> {
+    pub fn run(&self, target: &mut Target<'_>, buffers: &ActivationPointers<DevPtr<'_>>) -> Result<()> {
         self.check(target.is_host(), buffers)?;
         let (b, spec) = (buffers, &self.spec);
         let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
@@ -398,7 +386,7 @@ impl ActivationPlan {
     }
 
     /// Every buffer that the kernel will use is there, and aligned where it must be.
-    fn check(&self, host: bool, b: &ActivationBuffers<'_>) -> Result<()> {
+    fn check(&self, host: bool, b: &ActivationPointers<DevPtr<'_>>) -> Result<()> {
         let spec = &self.spec;
         let filled = spec.rows != 0 && spec.cols != 0;
         let missing = filled

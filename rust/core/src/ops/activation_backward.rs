@@ -3,14 +3,15 @@
 
 use te_fast_kernels::{Float, Fp8, KernelId};
 
-use crate::dispatch::COUNTER_BYTES;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::host;
-use crate::kernel::{DevPtr, Target, launch};
+use crate::launch::target::{Target, launch};
 use crate::ops::activation::{Activation, Constants, Shape, Tiling, check_outputs};
 use crate::ops::cast::{aligned, scaled};
 use crate::ops::strips::StripPlan;
-use crate::params;
+use crate::runtime::lane::COUNTER_BYTES;
+use crate::{params, pointers};
 
 params! {
     /// Parameters of `activation_backward_*` and `activation_gated_backward_*`.
@@ -97,57 +98,38 @@ pub struct ActivationBackwardSpec {
     pub processors: u32,
 }
 
-/// Buffers of one gradient; null where the plan has no use for one.
-#[derive(Clone, Copy, Debug)]
-pub struct ActivationBackwardBuffers<'a> {
-    /// Gradient of the result `[rows, cols]`, contiguous.
-    pub dy: DevPtr<'a>,
-    /// Input of the forward `[rows, halves * cols]`, contiguous.
-    pub x: DevPtr<'a>,
-    /// [`ActivationBackwardPlan::dx_bytes`].
-    pub dx: DevPtr<'a>,
-    /// [`ActivationBackwardPlan::out_bytes`], any alignment; 8 bytes is fast.
-    pub out: DevPtr<'a>,
-    /// [`ActivationBackwardPlan::out_t_bytes`], 16-byte aligned.
-    pub out_t: DevPtr<'a>,
-    /// Factors `[rows]`.
-    pub row_scale: DevPtr<'a>,
-    /// Their gradient `[rows]`.
-    pub row_scale_grad: DevPtr<'a>,
-    /// One f32.
-    pub scale: DevPtr<'a>,
-    /// One f32 that receives `1 / scale`, or null.
-    pub scale_inv: DevPtr<'a>,
-    /// One f32 that is raised to the amax of the unrounded, unscaled gradient, or null.
-    pub amax: DevPtr<'a>,
-    /// One f32, or null; 1.0 leaves every output as it is.
-    pub noop: DevPtr<'a>,
-    /// [`ActivationBackwardPlan::dbias_bytes`].
-    pub dbias: DevPtr<'a>,
-    /// [`ActivationBackwardPlan::partial_bytes`], 16-byte aligned, of any content.
-    pub partial: DevPtr<'a>,
-    /// [`ActivationBackwardPlan::counter_bytes`], zeroed once when allocated. One launch at a time may use them.
-    pub counters: DevPtr<'a>,
-}
-
-impl ActivationBackwardBuffers<'_> {
-    /// No buffer at all; callers set those that their plan needs.
-    pub const NONE: Self = Self {
-        dy: DevPtr::null(),
-        x: DevPtr::null(),
-        dx: DevPtr::null(),
-        out: DevPtr::null(),
-        out_t: DevPtr::null(),
-        row_scale: DevPtr::null(),
-        row_scale_grad: DevPtr::null(),
-        scale: DevPtr::null(),
-        scale_inv: DevPtr::null(),
-        amax: DevPtr::null(),
-        noop: DevPtr::null(),
-        dbias: DevPtr::null(),
-        partial: DevPtr::null(),
-        counters: DevPtr::null(),
-    };
+pointers! {
+    /// Buffers of one gradient; null where the plan has no use for one.
+    pub struct ActivationBackwardPointers {
+        /// Gradient of the result `[rows, cols]`, contiguous.
+        dy,
+        /// Input of the forward `[rows, halves * cols]`, contiguous.
+        x,
+        /// [`ActivationBackwardPlan::dx_bytes`].
+        dx,
+        /// [`ActivationBackwardPlan::out_bytes`], any alignment; 8 bytes is fast.
+        out,
+        /// [`ActivationBackwardPlan::out_t_bytes`], 16-byte aligned.
+        out_t,
+        /// Factors `[rows]`.
+        row_scale,
+        /// Their gradient `[rows]`.
+        row_scale_grad,
+        /// One f32.
+        scale,
+        /// One f32 that receives `1 / scale`, or null.
+        scale_inv,
+        /// One f32 that is raised to the amax of the unrounded, unscaled gradient, or null.
+        amax,
+        /// One f32, or null; 1.0 leaves every output as it is.
+        noop,
+        /// [`ActivationBackwardPlan::dbias_bytes`].
+        dbias,
+        /// [`ActivationBackwardPlan::partial_bytes`], 16-byte aligned, of any content.
+        partial,
+        /// [`ActivationBackwardPlan::counter_bytes`], zeroed once when allocated. One launch at a time may use them.
+        counters,
+    }
 }
 
 /// A checked gradient: kernel and grid are chosen.
@@ -272,14 +254,14 @@ impl ActivationBackwardPlan {
     /// # Errors
     /// A buffer that the plan needs is null or misaligned, or the launch fails.
     #[inline]
-    pub fn run(&self, target: &mut Target<'_>, buffers: &ActivationBackwardBuffers<'_>) -> Result<()> {
+    pub fn run(&self, target: &mut Target<'_>, buffers: &ActivationBackwardPointers<DevPtr<'_>>) -> Result<()> {
         self.check(target.is_host(), buffers)?;
         let shared = shared_bytes(self.spec.activation.is_gated(), self.spec.input);
         launch(target, self.kernel, self.tiling.grid(shared), &self.params(buffers))
     }
 
     #[inline]
-    fn params<'a>(&self, b: &ActivationBackwardBuffers<'a>) -> ActivationBackwardParams<'a> {
+    fn params<'a>(&self, b: &ActivationBackwardPointers<DevPtr<'a>>) -> ActivationBackwardParams<'a> {
         let spec = &self.spec;
         let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let (casts, sums) = (spec.fp8.is_some(), spec.dbias || spec.row_scale_grad);
@@ -311,7 +293,7 @@ impl ActivationBackwardPlan {
     }
 
     /// Every buffer that the kernel will use is there, and aligned where it must be.
-    fn check(&self, host: bool, b: &ActivationBackwardBuffers<'_>) -> Result<()> {
+    fn check(&self, host: bool, b: &ActivationBackwardPointers<DevPtr<'_>>) -> Result<()> {
         let spec = &self.spec;
         let filled = spec.rows != 0 && spec.cols != 0;
         let sums = (spec.dbias && spec.cols != 0) || (spec.row_scale_grad && spec.rows != 0);

@@ -2,11 +2,13 @@
 
 use te_fast_kernels::{Float, KernelId};
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::host;
-use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::launch::grid::Grid;
+use crate::launch::target::{Target, launch};
 use crate::ops::cast::THREADS;
-use crate::params;
+use crate::{params, pointers};
 
 /// Columns of one thread.
 const GROUP: usize = 8;
@@ -54,6 +56,20 @@ pub struct AffineSpec {
     pub alpha: f32,
 }
 
+pointers! {
+    /// Tensors of one operation; null where it has no use for one.
+    pub struct AffinePointers {
+        /// Input.
+        x,
+        /// Tensor to add, of the input's type, or null; may be `y`.
+        r,
+        /// Row to add, or null.
+        b,
+        /// [`AffinePlan::y_bytes`]; may be `x` of the same type.
+        y,
+    }
+}
+
 /// A checked operation.
 #[derive(Clone, Copy, Debug)]
 pub struct AffinePlan {
@@ -76,18 +92,19 @@ impl AffinePlan {
         Ok(Self { spec, grid: Grid::linear(blocks as u32, THREADS) })
     }
 
+    /// Size of the output.
+    #[must_use]
+    pub const fn y_bytes(&self) -> usize {
+        self.spec.rows * self.spec.cols * self.spec.output.size()
+    }
+
     /// Launches it; nothing for an empty tensor.
     ///
     /// # Errors
     /// A null buffer, or the launch fails.
-    pub fn run(
-        &self,
-        target: &mut Target<'_>,
-        x: DevPtr<'_>,
-        r: DevPtr<'_>,
-        b: DevPtr<'_>,
-        y: DevPtr<'_>,
-    ) -> Result<()> {
+    #[inline]
+    pub fn run(&self, target: &mut Target<'_>, pointers: &AffinePointers<DevPtr<'_>>) -> Result<()> {
+        let &AffinePointers { x, r, b, y } = pointers;
         if self.grid.is_empty() {
             return Ok(());
         }

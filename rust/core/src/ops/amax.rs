@@ -3,11 +3,13 @@
 
 use te_fast_kernels::{Float, Fp8, KernelId};
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::host;
-use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::launch::grid::Grid;
+use crate::launch::target::{Target, launch};
 use crate::ops::cast::THREADS;
-use crate::params;
+use crate::{params, pointers};
 
 /// Elements that a block reads before it comes round again.
 const SPAN: usize = 8192;
@@ -73,21 +75,22 @@ pub struct ScaleRule {
     pub pow2: bool,
 }
 
-/// Buffers of one amax launch.
-#[derive(Clone, Copy, Debug)]
-pub struct AmaxBuffers<'a> {
-    /// Input, contiguous.
-    pub x: DevPtr<'a>,
-    /// [`AmaxPlan::WORKSPACE_BYTES`], zeroed once when allocated. One launch at a time may use it.
-    pub workspace: DevPtr<'a>,
-    /// One f32 that receives the amax, or null.
-    pub amax: DevPtr<'a>,
-    /// One f32 that receives the scale; null stops after the amax.
-    pub scale: DevPtr<'a>,
-    /// One f32 that receives `1 / scale`, or null.
-    pub scale_inv: DevPtr<'a>,
-    /// One f32, or null; 1.0 leaves every output as it is.
-    pub noop: DevPtr<'a>,
+pointers! {
+    /// Buffers of one amax launch.
+    pub struct AmaxPointers {
+        /// Input, contiguous.
+        x,
+        /// [`AmaxPlan::WORKSPACE_BYTES`], zeroed once when allocated. One launch at a time may use it.
+        workspace,
+        /// One f32 that receives the amax, or null.
+        amax,
+        /// One f32 that receives the scale; null stops after the amax.
+        scale,
+        /// One f32 that receives `1 / scale`, or null.
+        scale_inv,
+        /// One f32, or null; 1.0 leaves every output as it is.
+        noop,
+    }
 }
 
 /// A checked amax pass.
@@ -119,7 +122,7 @@ impl AmaxPlan {
     /// # Errors
     /// A buffer that is needed is null, or the launch fails.
     #[inline]
-    pub fn run(&self, target: &mut Target<'_>, buffers: &AmaxBuffers<'_>) -> Result<()> {
+    pub fn run(&self, target: &mut Target<'_>, buffers: &AmaxPointers<DevPtr<'_>>) -> Result<()> {
         let b = buffers;
         let missing = (self.count != 0 && b.x.is_null()) || (b.workspace.is_null() && !target.is_host());
         if missing || (b.amax.is_null() && b.scale.is_null()) {

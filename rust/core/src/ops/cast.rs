@@ -3,11 +3,13 @@
 
 use te_fast_kernels::{Float, Fp8, KernelId};
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::host;
-use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::launch::grid::Grid;
+use crate::launch::target::{Target, launch};
 use crate::ops::strips::StripPlan;
-use crate::params;
+use crate::{params, pointers};
 
 /// Rows and columns of the tile that a thread block casts; also the side of a scaling block.
 pub const TILE: usize = 128;
@@ -115,45 +117,30 @@ impl CastSpec {
     }
 }
 
-/// Buffers of one cast; null where the plan has no use for one.
-#[derive(Clone, Copy, Debug)]
-pub struct CastBuffers<'a> {
-    /// Input `[rows, cols]`, contiguous.
-    pub x: DevPtr<'a>,
-    /// [`CastPlan::out_bytes`], any alignment; 8 bytes is fast.
-    pub out: DevPtr<'a>,
-    /// [`CastPlan::out_t_bytes`], 16-byte aligned.
-    pub out_t: DevPtr<'a>,
-    /// One f32.
-    pub scale: DevPtr<'a>,
-    /// One f32 that receives `1 / scale`, or null.
-    pub scale_inv: DevPtr<'a>,
-    /// One f32 that is raised to the amax of `x`, or null.
-    pub amax: DevPtr<'a>,
-    /// One f32, or null; 1.0 leaves every output as it is.
-    pub noop: DevPtr<'a>,
-    /// [`CastPlan::dbias_bytes`].
-    pub dbias: DevPtr<'a>,
-    /// [`CastPlan::counter_bytes`], zeroed once when allocated. One launch at a time may use them.
-    pub counters: DevPtr<'a>,
-    /// [`CastPlan::partial_bytes`], 16-byte aligned, of any content.
-    pub partial: DevPtr<'a>,
-}
-
-impl CastBuffers<'_> {
-    /// No buffer at all; callers set those that their plan needs.
-    pub const NONE: Self = Self {
-        x: DevPtr::null(),
-        out: DevPtr::null(),
-        out_t: DevPtr::null(),
-        scale: DevPtr::null(),
-        scale_inv: DevPtr::null(),
-        amax: DevPtr::null(),
-        noop: DevPtr::null(),
-        dbias: DevPtr::null(),
-        counters: DevPtr::null(),
-        partial: DevPtr::null(),
-    };
+pointers! {
+    /// Buffers of one cast; null where the plan has no use for one.
+    pub struct CastPointers {
+        /// Input `[rows, cols]`, contiguous.
+        x,
+        /// [`CastPlan::out_bytes`], any alignment; 8 bytes is fast.
+        out,
+        /// [`CastPlan::out_t_bytes`], 16-byte aligned.
+        out_t,
+        /// One f32.
+        scale,
+        /// One f32 that receives `1 / scale`, or null.
+        scale_inv,
+        /// One f32 that is raised to the amax of `x`, or null.
+        amax,
+        /// One f32, or null; 1.0 leaves every output as it is.
+        noop,
+        /// [`CastPlan::dbias_bytes`].
+        dbias,
+        /// [`CastPlan::counter_bytes`], zeroed once when allocated. One launch at a time may use them.
+        counters,
+        /// [`CastPlan::partial_bytes`], 16-byte aligned, of any content.
+        partial,
+    }
 }
 
 /// A checked cast: kernel and grid are chosen.
@@ -245,7 +232,7 @@ impl CastPlan {
     /// # Errors
     /// A buffer that the plan needs is null or misaligned, or the launch fails.
     #[inline]
-    pub fn run(&self, target: &mut Target<'_>, buffers: &CastBuffers<'_>) -> Result<()> {
+    pub fn run(&self, target: &mut Target<'_>, buffers: &CastPointers<DevPtr<'_>>) -> Result<()> {
         self.check(target.is_host(), buffers)?;
         let (b, spec) = (buffers, &self.spec);
         if let KernelId::Cast(..) = self.kernel {
@@ -285,7 +272,7 @@ impl CastPlan {
     }
 
     /// Every buffer that the kernel will use is there, and aligned where it must be.
-    fn check(&self, host: bool, b: &CastBuffers<'_>) -> Result<()> {
+    fn check(&self, host: bool, b: &CastPointers<DevPtr<'_>>) -> Result<()> {
         let spec = &self.spec;
         let filled = spec.rows != 0 && spec.cols != 0;
         let casts = spec.rowwise || spec.columnwise;

@@ -2,12 +2,14 @@
 
 use te_fast_kernels::{Float, Fp8, KernelId};
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::host;
-use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::launch::grid::Grid;
+use crate::launch::target::{Target, launch};
 use crate::ops::amax::check_eps;
 use crate::ops::cast::{THREADS, TILE, TRANSPOSED_ALIGN, aligned, tiles};
-use crate::params;
+use crate::{params, pointers};
 
 /// The last dimension of a scale tensor is padded to this multiple.
 const SCALE_ALIGN: usize = 4;
@@ -93,39 +95,26 @@ pub struct CastBlockSpec {
     pub byte_scales_t: bool,
 }
 
-/// Scales that were written as bytes and are needed as f32: the exponents of powers of two, 255 for zero.
-#[derive(Clone, Copy, Debug)]
-pub struct Unpack<'a> {
-    /// The bytes; null for none.
-    pub packed: DevPtr<'a>,
-    /// The f32.
-    pub unpacked: DevPtr<'a>,
-    /// How many.
-    pub count: usize,
-}
-
-impl Unpack<'_> {
-    /// Nothing to unpack.
-    pub const NONE: Self = Self { packed: DevPtr::null(), unpacked: DevPtr::null(), count: 0 };
-}
-
-/// Buffers of one block cast; null where the plan has no use for one.
-#[derive(Clone, Copy, Debug)]
-pub struct CastBlockBuffers<'a> {
-    /// Input `[rows, cols]`, contiguous.
-    pub x: DevPtr<'a>,
-    /// [`CastBlockPlan::out_bytes`].
-    pub out: DevPtr<'a>,
-    /// [`CastBlockPlan::out_t_bytes`], 16-byte aligned.
-    pub out_t: DevPtr<'a>,
-    /// f32 of [`CastBlockPlan::scale_shape`].
-    pub scale_inv: DevPtr<'a>,
-    /// f32 of [`CastBlockPlan::scale_t_shape`], bytes with `byte_scales_t`.
-    pub scale_inv_t: DevPtr<'a>,
-    /// One f32, or null; 1.0 leaves every output as it is.
-    pub noop: DevPtr<'a>,
-    /// Scales of another tensor to unpack in the same launch.
-    pub unpack: Unpack<'a>,
+pointers! {
+    /// Buffers of one block cast; null where the plan has no use for one.
+    pub struct CastBlockPointers {
+        /// Input `[rows, cols]`, contiguous.
+        x,
+        /// [`CastBlockPlan::out_bytes`].
+        out,
+        /// [`CastBlockPlan::out_t_bytes`], 16-byte aligned.
+        out_t,
+        /// f32 of [`CastBlockPlan::scale_shape`].
+        scale_inv,
+        /// f32 of [`CastBlockPlan::scale_t_shape`], bytes with `byte_scales_t`.
+        scale_inv_t,
+        /// One f32, or null; 1.0 leaves every output as it is.
+        noop,
+        /// Scales of another tensor to unpack in the same launch, as bytes: the exponents of powers of two, 255 for zero.
+        packed,
+        /// Where their f32 go.
+        unpacked,
+    }
 }
 
 /// A checked block cast: kernel and grid are chosen.
@@ -138,6 +127,8 @@ pub struct CastBlockPlan {
     scale_shape: [usize; 2],
     scale_t_shape: [usize; 2],
     tiles: (u32, u32),
+    /// Scales of another tensor that the launch unpacks.
+    unpacks: usize,
 }
 
 /// Shape of the row layout's scales for a tensor of `rows` by `cols`; of the transposed layout's with the two swapped.
@@ -176,6 +167,7 @@ impl CastBlockPlan {
             scale_shape: scale_shape(spec.block, spec.rows, spec.cols),
             scale_t_shape: scale_shape(spec.block, spec.cols, spec.rows),
             tiles,
+            unpacks: 0,
         })
     }
 
@@ -228,12 +220,19 @@ impl CastBlockPlan {
         if self.spec.columnwise { self.scale_t_shape[0] * self.scale_t_shape[1] * bytes } else { 0 }
     }
 
+    /// The same with so many scales of another tensor to unpack in the launch.
+    #[must_use]
+    pub const fn unpacking(mut self, count: usize) -> Self {
+        self.unpacks = count;
+        self
+    }
+
     /// Launches the cast; nothing for an empty tensor, none of whose outputs has an element.
     ///
     /// # Errors
     /// A buffer that the plan needs is null or misaligned, or the launch fails.
     #[inline]
-    pub fn run(&self, target: &mut Target<'_>, buffers: &CastBlockBuffers<'_>) -> Result<()> {
+    pub fn run(&self, target: &mut Target<'_>, buffers: &CastBlockPointers<DevPtr<'_>>) -> Result<()> {
         let (b, spec) = (buffers, &self.spec);
         if self.grid.is_empty() {
             return Ok(());
@@ -260,9 +259,9 @@ impl CastBlockPlan {
             ld_t: self.ld_t as u64,
             scale_ld: self.scale_shape[1] as u64,
             scale_ld_t: self.scale_t_shape[1] as u64,
-            packed: b.unpack.packed,
-            unpacked: b.unpack.unpacked,
-            packed_count: b.unpack.count as u64,
+            packed: b.packed,
+            unpacked: b.unpacked,
+            packed_count: self.unpacks as u64,
             tiles_rows: self.tiles.0,
             tiles_cols: self.tiles.1,
             eps: spec.eps,

@@ -2,12 +2,14 @@
 
 use te_fast_kernels::{Float, Fp8, KernelId};
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::host;
-use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::launch::grid::Grid;
+use crate::launch::target::{Target, launch};
 use crate::ops::cast::THREADS;
 use crate::ops::cast_block::{BlockShape, scale_shape};
-use crate::params;
+use crate::{params, pointers};
 
 /// Elements of one group, and groups of one block.
 const GROUP: usize = 8;
@@ -49,6 +51,18 @@ pub struct DequantizeSpec {
     pub output: Float,
     /// Shape of a scaling block; `None` for one scale.
     pub block: Option<BlockShape>,
+}
+
+pointers! {
+    /// Tensors of one dequantisation.
+    pub struct DequantizePointers {
+        /// FP8 bytes.
+        q,
+        /// [`DequantizePlan::out_bytes`].
+        out,
+        /// One f32, or the block scales.
+        scale_inv,
+    }
 }
 
 /// A checked dequantisation.
@@ -98,7 +112,8 @@ impl DequantizePlan {
     /// # Errors
     /// A null buffer, or the launch fails.
     #[inline]
-    pub fn run(&self, target: &mut Target<'_>, q: DevPtr<'_>, out: DevPtr<'_>, scale_inv: DevPtr<'_>) -> Result<()> {
+    pub fn run(&self, target: &mut Target<'_>, pointers: &DequantizePointers<DevPtr<'_>>) -> Result<()> {
+        let &DequantizePointers { q, out, scale_inv } = pointers;
         if self.grid.is_empty() {
             return Ok(());
         }

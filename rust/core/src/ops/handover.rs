@@ -2,9 +2,11 @@
 
 use te_fast_kernels::KernelId;
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::host;
-use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::launch::grid::Grid;
+use crate::launch::target::{Target, launch};
 use crate::params;
 
 /// Entries of one launch.

@@ -12,6 +12,7 @@ pub mod handover;
 pub mod norm;
 pub mod norm_backward;
 mod norm_share;
+pub mod norm_spec;
 pub mod pad;
 pub mod permute;
 pub mod permute_cast;

@@ -1,59 +1,18 @@
 //! LayerNorm and RMSNorm of rows: with a residual added before, the result in high precision, as FP8 in row layout,
 //! transposed layout or both. The gradient is in [`crate::ops::norm_backward`].
 
-use te_fast_kernels::{Float, Fp8};
+use te_fast_kernels::Fp8;
 
-use crate::dispatch::Limits;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::host;
-use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::launch::grid::Grid;
+use crate::launch::target::{Target, launch};
 use crate::ops::activation::check_outputs;
 use crate::ops::cast::{TRANSPOSED_ALIGN, aligned, scaled};
 use crate::ops::norm_share::Share;
-use crate::params;
-
-/// Which statistics a row is normalised by.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NormKind {
-    /// Mean and variance.
-    LayerNorm,
-    /// Mean square.
-    RmsNorm,
-}
-
-/// What a norm does, apart from where its buffers are.
-#[derive(Clone, Copy, Debug, PartialEq)]
-#[expect(clippy::struct_excessive_bools, reason = "outputs are asked for one by one")]
-pub struct NormSpec {
-    /// Rows.
-    pub rows: usize,
-    /// Columns, which one row's statistics are over; at least 1.
-    pub cols: usize,
-    /// Statistics.
-    pub kind: NormKind,
-    /// Type of the input, the residual, the sum and the result in high precision.
-    pub input: Float,
-    /// Type of gamma and beta.
-    pub weight: Float,
-    /// Factors are `gamma + 1`.
-    pub zero_centered_gamma: bool,
-    /// What is added to the variance; not negative.
-    pub eps: f32,
-    /// Add a residual first, and write the sum.
-    pub residual: bool,
-    /// Write the result in high precision.
-    pub high: bool,
-    /// Type of the FP8 result; `None` casts nothing.
-    pub fp8: Option<Fp8>,
-    /// Write the FP8 row layout.
-    pub rowwise: bool,
-    /// Write the FP8 transposed layout.
-    pub columnwise: bool,
-    /// Write the statistics.
-    pub stats: bool,
-    /// What a launch can have on the device.
-    pub limits: Limits,
-}
+use crate::ops::norm_spec::{NormKind, NormSpec};
+use crate::{params, pointers};
 
 params! {
     /// Parameters of `norm_*`, `norm_transpose_*`, `norm_long_*`, `norm_short_*` and `norm_short_transpose_*`.
@@ -103,7 +62,7 @@ params! {
         pub chunk: u32,
         /// Tensors that come through shared memory: none, x, x and the residual.
         pub ring: u32,
-        /// Type of gamma and beta, as [`Float`].
+        /// Type of gamma and beta, as [`Float`](te_fast_kernels::Float).
         pub weight_kind: u32,
         /// 1: no mean.
         pub rms: u32,
@@ -114,57 +73,38 @@ params! {
     }
 }
 
-/// Buffers of one norm; null where the plan has no use for one.
-#[derive(Clone, Copy, Debug)]
-pub struct NormBuffers<'a> {
-    /// Input `[rows, cols]`, contiguous; any alignment, 16 bytes is fast, as for every other tensor here.
-    pub x: DevPtr<'a>,
-    /// What is added to it, as `x`.
-    pub residual: DevPtr<'a>,
-    /// Receives the sum, as `x`.
-    pub sum: DevPtr<'a>,
-    /// Factors `[cols]`.
-    pub gamma: DevPtr<'a>,
-    /// Summands `[cols]`, or null.
-    pub beta: DevPtr<'a>,
-    /// [`NormPlan::y_bytes`].
-    pub y: DevPtr<'a>,
-    /// f32 `[rows]`; null for RMSNorm, which has none.
-    pub mean: DevPtr<'a>,
-    /// f32 `[rows]`.
-    pub rstd: DevPtr<'a>,
-    /// [`NormPlan::out_bytes`].
-    pub out: DevPtr<'a>,
-    /// [`NormPlan::out_t_bytes`], 16-byte aligned.
-    pub out_t: DevPtr<'a>,
-    /// One f32.
-    pub scale: DevPtr<'a>,
-    /// One f32 that receives `1 / scale`, or null.
-    pub scale_inv: DevPtr<'a>,
-    /// One f32 that is raised to the amax of the unrounded, unscaled result, or null.
-    pub amax: DevPtr<'a>,
-    /// One f32, or null; 1.0 leaves every output as it is.
-    pub noop: DevPtr<'a>,
-}
-
-impl NormBuffers<'_> {
-    /// No buffer at all; callers set those that their plan needs.
-    pub const NONE: Self = Self {
-        x: DevPtr::null(),
-        residual: DevPtr::null(),
-        sum: DevPtr::null(),
-        gamma: DevPtr::null(),
-        beta: DevPtr::null(),
-        y: DevPtr::null(),
-        mean: DevPtr::null(),
-        rstd: DevPtr::null(),
-        out: DevPtr::null(),
-        out_t: DevPtr::null(),
-        scale: DevPtr::null(),
-        scale_inv: DevPtr::null(),
-        amax: DevPtr::null(),
-        noop: DevPtr::null(),
-    };
+pointers! {
+    /// Buffers of one norm; null where the plan has no use for one.
+    pub struct NormPointers {
+        /// Input `[rows, cols]`, contiguous; any alignment, 16 bytes is fast, as for every other tensor here.
+        x,
+        /// What is added to it, as `x`.
+        residual,
+        /// Receives the sum, as `x`.
+        sum,
+        /// Factors `[cols]`.
+        gamma,
+        /// Summands `[cols]`, or null.
+        beta,
+        /// [`NormPlan::y_bytes`].
+        y,
+        /// f32 `[rows]`; null for RMSNorm, which has none.
+        mean,
+        /// f32 `[rows]`.
+        rstd,
+        /// [`NormPlan::out_bytes`].
+        out,
+        /// [`NormPlan::out_t_bytes`], 16-byte aligned.
+        out_t,
+        /// One f32.
+        scale,
+        /// One f32 that receives `1 / scale`, or null.
+        scale_inv,
+        /// One f32 that is raised to the amax of the unrounded, unscaled result, or null.
+        amax,
+        /// One f32, or null; 1.0 leaves every output as it is.
+        noop,
+    }
 }
 
 /// A checked norm: kernel, grid and the share of each block are chosen.
@@ -233,7 +173,7 @@ impl NormPlan {
     /// # Errors
     /// A buffer that the plan needs is null or misaligned, or the launch fails.
     #[inline]
-    pub fn run(&self, target: &mut Target<'_>, buffers: &NormBuffers<'_>) -> Result<()> {
+    pub fn run(&self, target: &mut Target<'_>, buffers: &NormPointers<DevPtr<'_>>) -> Result<()> {
         self.check(target.is_host(), buffers)?;
         let (b, spec) = (buffers, &self.spec);
         let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
@@ -270,7 +210,7 @@ impl NormPlan {
     }
 
     /// Every buffer that the kernel will use is there, and aligned where it must be.
-    fn check(&self, host: bool, b: &NormBuffers<'_>) -> Result<()> {
+    fn check(&self, host: bool, b: &NormPointers<DevPtr<'_>>) -> Result<()> {
         let spec = &self.spec;
         let missing = spec.rows != 0
             && (b.x.is_null()
@@ -309,10 +249,13 @@ pub(crate) fn check_shape(op: &'static str, rows: usize, cols: usize) -> Result<
 mod tests {
     use te_fast_kernels::KernelId;
 
+    use te_fast_kernels::Float;
+
     use super::*;
     use crate::ops::norm_share::{
         CHUNK, HELD_BYTES, MAX_BLOCKS, MAX_STRIP, SHORT_COLUMNS, THREADS, TRANSPOSED_COLUMNS, WEIGHT_BYTES,
     };
+    use crate::runtime::lane::Limits;
 
     const HOPPER: Limits = Limits { multiprocessors: 132, shared_bytes: 232_448, clusters: true };
     const ADA: Limits = Limits { multiprocessors: 128, shared_bytes: 101_376, clusters: false };

@@ -3,13 +3,16 @@
 
 use te_fast_kernels::{Float, KernelId};
 
-use crate::dispatch::{COUNTER_BYTES, Limits, aligned};
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::host;
-use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::launch::grid::Grid;
+use crate::launch::target::{Target, launch};
 use crate::ops::activation::check_outputs;
-use crate::ops::norm::{NormKind, check_shape};
-use crate::params;
+use crate::ops::norm::check_shape;
+use crate::ops::norm_spec::NormKind;
+use crate::runtime::lane::{COUNTER_BYTES, Limits, aligned};
+use crate::{params, pointers};
 
 /// What a gradient of a norm does, apart from where its buffers are.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -86,48 +89,32 @@ params! {
     }
 }
 
-/// Buffers of one gradient; null where the plan has no use for one.
-#[derive(Clone, Copy, Debug)]
-pub struct NormBackwardBuffers<'a> {
-    /// Gradient of the result `[rows, cols]`, contiguous; any alignment, 16 bytes is fast, as for every tensor here.
-    pub dy: DevPtr<'a>,
-    /// What the forward normalised: its input, or the sum with the residual.
-    pub x: DevPtr<'a>,
-    /// Factors `[cols]`.
-    pub gamma: DevPtr<'a>,
-    /// f32 `[rows]`; null for RMSNorm.
-    pub mean: DevPtr<'a>,
-    /// f32 `[rows]`.
-    pub rstd: DevPtr<'a>,
-    /// What is added to the gradient of the input, of its shape and type.
-    pub add: DevPtr<'a>,
-    /// Receives the gradient of the input.
-    pub dx: DevPtr<'a>,
-    /// Receives the gradient of the factors `[cols]`.
-    pub dgamma: DevPtr<'a>,
-    /// Receives the gradient of the summands `[cols]`.
-    pub dbeta: DevPtr<'a>,
-    /// [`NormBackwardPlan::partial_bytes`], 16-byte aligned, of any content.
-    pub partial: DevPtr<'a>,
-    /// [`COUNTER_BYTES`], zeroed once when allocated. One launch at a time may use them.
-    pub counters: DevPtr<'a>,
-}
-
-impl NormBackwardBuffers<'_> {
-    /// No buffer at all; callers set those that their plan needs.
-    pub const NONE: Self = Self {
-        dy: DevPtr::null(),
-        x: DevPtr::null(),
-        gamma: DevPtr::null(),
-        mean: DevPtr::null(),
-        rstd: DevPtr::null(),
-        add: DevPtr::null(),
-        dx: DevPtr::null(),
-        dgamma: DevPtr::null(),
-        dbeta: DevPtr::null(),
-        partial: DevPtr::null(),
-        counters: DevPtr::null(),
-    };
+pointers! {
+    /// Buffers of one gradient; null where the plan has no use for one.
+    pub struct NormBackwardPointers {
+        /// Gradient of the result `[rows, cols]`, contiguous; any alignment, 16 bytes is fast, as for every tensor here.
+        dy,
+        /// What the forward normalised: its input, or the sum with the residual.
+        x,
+        /// Factors `[cols]`.
+        gamma,
+        /// f32 `[rows]`; null for RMSNorm.
+        mean,
+        /// f32 `[rows]`.
+        rstd,
+        /// What is added to the gradient of the input, of its shape and type.
+        add,
+        /// Receives the gradient of the input.
+        dx,
+        /// Receives the gradient of the factors `[cols]`.
+        dgamma,
+        /// Receives the gradient of the summands `[cols]`.
+        dbeta,
+        /// [`NormBackwardPlan::partial_bytes`], 16-byte aligned, of any content.
+        partial,
+        /// [`COUNTER_BYTES`], zeroed once when allocated. One launch at a time may use them.
+        counters,
+    }
 }
 
 /// How the rows are shared out.
@@ -287,7 +274,7 @@ impl NormBackwardPlan {
     /// # Errors
     /// A buffer that the plan needs is null, or the launch fails.
     #[inline]
-    pub fn run(&self, target: &mut Target<'_>, buffers: &NormBackwardBuffers<'_>) -> Result<()> {
+    pub fn run(&self, target: &mut Target<'_>, buffers: &NormBackwardPointers<DevPtr<'_>>) -> Result<()> {
         self.check(target.is_host(), buffers)?;
         let (spec, params) = (&self.spec, self.params(buffers));
         if spec.rows == 0 && !spec.dgamma && !spec.dbeta {
@@ -308,7 +295,7 @@ impl NormBackwardPlan {
     }
 
     #[inline]
-    fn params<'a>(&self, b: &NormBackwardBuffers<'a>) -> NormBackwardParams<'a> {
+    fn params<'a>(&self, b: &NormBackwardPointers<DevPtr<'a>>) -> NormBackwardParams<'a> {
         let spec = &self.spec;
         let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let (team, stages, tiles_cols, chunk) = match self.way {
@@ -340,7 +327,7 @@ impl NormBackwardPlan {
     }
 
     /// Every buffer that the kernels will use is there.
-    fn check(&self, host: bool, b: &NormBackwardBuffers<'_>) -> Result<()> {
+    fn check(&self, host: bool, b: &NormBackwardPointers<DevPtr<'_>>) -> Result<()> {
         let spec = &self.spec;
         let sums = spec.dgamma || spec.dbeta;
         let missing = (spec.rows != 0

@@ -3,8 +3,8 @@
 
 use te_fast_kernels::{Float, KernelId};
 
-use crate::dispatch::Limits;
-use crate::ops::norm::NormSpec;
+use crate::ops::norm_spec::NormSpec;
+use crate::runtime::lane::Limits;
 
 /// The most threads of a block.
 pub(super) const THREADS: u32 = 512;

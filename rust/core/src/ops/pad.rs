@@ -2,12 +2,14 @@
 
 use te_fast_kernels::KernelId;
 
-use crate::error::{Error, Result};
+use crate::base::dtype::DType;
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::host;
-use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::launch::grid::Grid;
+use crate::launch::target::{Target, launch};
 use crate::ops::permute::Prob;
 use crate::params;
-use crate::tensor::DType;
 
 /// Most splits that travel by value in the launch.
 pub const INLINE_SPLITS: usize = 1024;

@@ -4,12 +4,14 @@
 
 use te_fast_kernels::KernelId;
 
-use crate::error::{Error, Result};
+use crate::base::dtype::DType;
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::host;
-use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::launch::grid::Grid;
+use crate::launch::target::{Target, launch};
 use crate::ops::permute_map::{MakeMapParams, Making};
 use crate::params;
-use crate::tensor::DType;
 
 /// Most experts of a mask, and most slots per token of an index.
 pub const MAX_EXPERTS: usize = 1024;

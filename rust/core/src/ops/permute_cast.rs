@@ -2,10 +2,12 @@
 
 use te_fast_kernels::{Float, Fp8, KernelId};
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::host::fp8::scale_from_amax;
-use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::launch::grid::Grid;
+use crate::launch::target::{Target, launch};
 use crate::ops::cast::{TILE, aligned};
 use crate::ops::permute::{MapBuffers, MapShape, Prob, ROW_THREADS, RowMapParams};
 use crate::ops::permute_map::{FILL_WORD, Fill, MakeMapParams, Making};

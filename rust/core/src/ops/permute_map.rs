@@ -1,14 +1,13 @@
 //! Row maps of MoE permutations, the ends of a finished map, and the count of dropped rows. A map is a launch of its
 //! own, or the first blocks of the launch that moves rows by it.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-
 use te_fast_kernels::KernelId;
 
-use crate::driver::Stream;
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::host;
-use crate::kernel::{Backend, DevPtr, Grid, Target, launch};
+use crate::launch::grid::Grid;
+use crate::launch::target::{Backend, Target, launch};
 use crate::ops::permute::{Layout, MAX_EXPERTS, MapBuffers, MapShape};
 use crate::params;
 
@@ -29,6 +28,8 @@ const LONG_CHUNK: usize = 1024;
 const LEADING_CHUNK: usize = 512;
 const MAP_THREADS: u32 = 256;
 const ENDS_THREADS: u32 = 512;
+/// Bytes in which the blocks of a launch that makes a map find each other, `MapState` of `cuda/common/routing_bits.cuh`.
+pub const STATE_BYTES: usize = 128;
 /// Most parts that ends are counted in.
 const MAX_PARTIALS: usize = 32;
 
@@ -51,8 +52,10 @@ params! {
         pub padded_counts: DevPtr<'a>,
         /// i64 padded and routed rows, or null.
         pub totals: DevPtr<'a>,
-        /// The device's states and its count of dropped rows; null on the host.
-        pub states: DevPtr<'a>,
+        /// [`STATE_BYTES`] that are zero, and zero again behind the launch, which alone uses them meanwhile.
+        pub state: DevPtr<'a>,
+        /// The device's count of dropped rows; null on the host.
+        pub dropped_rows: DevPtr<'a>,
         /// Memory that is filled with ones, or null.
         pub fill: DevPtr<'a>,
         /// Rows of the permuted tensor.
@@ -67,16 +70,12 @@ params! {
         pub align: u32,
         /// Tokens of a chunk.
         pub chunk_tokens: u32,
-        /// State that no concurrent launch uses.
-        pub slot: u32,
         /// 16-byte words of `fill`.
         pub fill_words: u32,
         /// Blocks of the map; 0: there is none to make.
         pub blocks: u32,
         /// [`Routing`].
         pub routing_type: u32,
-        /// No field.
-        pub unused: u32,
     }
 }
 
@@ -91,7 +90,8 @@ impl MakeMapParams<'_> {
         pad_offsets: DevPtr::null(),
         padded_counts: DevPtr::null(),
         totals: DevPtr::null(),
-        states: DevPtr::null(),
+        state: DevPtr::null(),
+        dropped_rows: DevPtr::null(),
         fill: DevPtr::null(),
         capacity: 0,
         tokens: 0,
@@ -99,11 +99,9 @@ impl MakeMapParams<'_> {
         top_k: 0,
         align: 0,
         chunk_tokens: 0,
-        slot: 0,
         fill_words: 0,
         blocks: 0,
         routing_type: 0,
-        unused: 0,
     };
 
     fn launch(&self, target: &mut Target<'_>) -> Result<()> {
@@ -152,8 +150,8 @@ params! {
 params! {
     /// Parameters of `permute_dropped`.
     pub struct PermuteDroppedParams<'a> [24] for PermuteDropped => host::permute_map::run_dropped {
-        /// The device's states; null on the host.
-        pub states: DevPtr<'a>,
+        /// The device's count; null on the host.
+        pub rows: DevPtr<'a>,
         /// One i64.
         pub out: DevPtr<'a>,
         /// 1 starts the count again.
@@ -205,6 +203,9 @@ pub struct MapOutputs<'a> {
     pub totals: DevPtr<'a>,
     /// [`MapPlan::scratch_bytes`].
     pub scratch: DevPtr<'a>,
+    /// [`STATE_BYTES`], zero between launches: counters of the stream, or, under capture, of the launch itself, since two
+    /// graphs may be replayed at once.
+    pub state: DevPtr<'a>,
     /// Memory that the rows behind the map want filled with ones.
     pub fill: Fill<'a>,
 }
@@ -326,7 +327,8 @@ impl MapPlan {
             pad_offsets: b.pad_offsets,
             padded_counts: b.padded_counts,
             totals: b.totals,
-            states: states(target)?,
+            state: b.state,
+            dropped_rows: dropped_rows(target)?,
             fill: b.fill.data,
             capacity: self.spec.shape.rows as u64,
             tokens: self.units as u32,
@@ -334,11 +336,9 @@ impl MapPlan {
             top_k,
             align: self.spec.align as u32,
             chunk_tokens: self.chunk_tokens as u32,
-            slot: slot(target)?,
             fill_words: b.fill.words,
             blocks: (self.slices * self.chunks + 1) as u32,
             routing_type: self.spec.routing as u32,
-            unused: 0,
         })
     }
 
@@ -405,49 +405,16 @@ impl EndsPlan {
 /// # Errors
 /// The driver's refusal.
 pub fn read_dropped(target: &mut Target<'_>, out: DevPtr<'_>, clear: bool) -> Result<()> {
-    let params = PermuteDroppedParams { states: states(target)?, out, clear: u64::from(clear) };
+    let params = PermuteDroppedParams { rows: dropped_rows(target)?, out, clear: u64::from(clear) };
     launch(target, KernelId::PermuteDropped, Grid::linear(1, 32), &params)
 }
 
-/// The memory that launches of a device share which make maps: a state per slot and the count of dropped rows.
-fn states(target: &mut Target<'_>) -> Result<DevPtr<'static>> {
+/// The device's count of dropped rows; null on the host, which has a static of its own.
+fn dropped_rows(target: &mut Target<'_>) -> Result<DevPtr<'static>> {
     match &mut target.backend {
-        Backend::Cuda(queue) => queue.device.variable(KernelId::PermuteMap, c"permute_map_states"),
+        Backend::Cuda(queue) => queue.device.variable(KernelId::PermuteMap, c"permute_dropped_rows"),
         Backend::Host => Ok(DevPtr::null()),
     }
-}
-
-/// States of maps, per device: the first for streams, the others for captured launches.
-const SLOTS: u32 = 16_384;
-const STREAM_SLOTS: u32 = 4096;
-
-/// A state that nothing else uses at the same time. Launches of a stream follow each other, so each stream has one.
-/// A captured launch may run on any stream later, so each has one of its own; they come round again after twelve
-/// thousand.
-fn slot(target: &Target<'_>) -> Result<u32> {
-    static CAPTURED: AtomicU32 = AtomicU32::new(0);
-    let Backend::Cuda(queue) = &target.backend else { return Ok(0) };
-    if queue.is_capturing()? {
-        return Ok(STREAM_SLOTS + CAPTURED.fetch_add(1, Ordering::Relaxed) % (SLOTS - STREAM_SLOTS));
-    }
-    Ok(stream_slot(queue.stream))
-}
-
-/// Open addressing by the stream's handle. With every place taken, streams share by hash; torch has about a hundred.
-fn stream_slot(stream: Stream) -> u32 {
-    static STREAMS: [AtomicU64; STREAM_SLOTS as usize] = [const { AtomicU64::new(0) }; STREAM_SLOTS as usize];
-    let key = stream.0.wrapping_add(1); // 0 marks a free place, and is the default stream's handle
-    let first = (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 52) as u32;
-    for step in 0..STREAM_SLOTS {
-        let at = (first + step) % STREAM_SLOTS;
-        let place = &STREAMS[at as usize];
-        match place.compare_exchange(0, key, Ordering::Relaxed, Ordering::Relaxed) {
-            Ok(_) => return at,
-            Err(taken) if taken == key => return at,
-            Err(_) => {}
-        }
-    }
-    first
 }
 
 #[cfg(test)]
@@ -471,12 +438,5 @@ mod tests {
         assert_eq!((shares(false)?, shares(true)?), ((8, 16, 256), (8, 32, 128)));
         assert!(mask(1 << 31, 1024, false).is_err());
         Ok(())
-    }
-
-    #[test]
-    fn streams_keep_their_slot_and_do_not_share() {
-        let slots: Vec<u32> = (0..100).map(|i| stream_slot(Stream(i * 64))).collect();
-        assert_eq!(slots, (0..100).map(|i| stream_slot(Stream(i * 64))).collect::<Vec<_>>());
-        assert_eq!(slots.iter().collect::<std::collections::BTreeSet<_>>().len(), 100);
     }
 }

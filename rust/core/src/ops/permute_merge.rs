@@ -2,9 +2,11 @@
 
 use te_fast_kernels::{Float, KernelId};
 
-use crate::error::Result;
+use crate::base::error::Result;
+use crate::base::pointer::DevPtr;
 use crate::host;
-use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::launch::grid::Grid;
+use crate::launch::target::{Target, launch};
 use crate::ops::permute::{MapBuffers, MapShape, Prob, ROW_THREADS, RowMapParams};
 use crate::params;
 

@@ -1,10 +1,13 @@
-//! Delayed scaling: rolls the amax histories of all tensors of a direction and derives their next scales.
+//! Delayed scaling: rolls the amax histories of all tensors of a direction and derives their next scales; before that,
+//! lays live maxima side by side, where ranks reduce them.
 
 use te_fast_kernels::{Fp8, KernelId};
 
-use crate::error::{Error, Result};
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::host;
-use crate::kernel::{DevPtr, Grid, Target, launch};
+use crate::launch::grid::Grid;
+use crate::launch::target::{Target, launch};
 use crate::ops::cast::THREADS;
 use crate::params;
 
@@ -14,6 +17,8 @@ pub const MANY: usize = 1020;
 pub const FEW: usize = 62;
 /// Most blocks that share an entry's tensors.
 const COLUMN: u32 = 64;
+/// Threads of a block of `amax_gather`, which has one entry.
+const GATHER_THREADS: u32 = 32;
 
 /// Histories and scales of one group of tensors, a layer's forward say.
 #[derive(Clone, Copy, Debug)]
@@ -117,11 +122,11 @@ impl ScaleUpdatePlan {
             let tensors = chunk.iter().map(|entry| entry.count).max().unwrap_or(0).clamp(1, COLUMN);
             let grid = Grid { blocks: [entries, tensors, 1], ..Grid::linear(entries, THREADS) };
             if chunk.len() <= FEW {
-                let entry = filled(chunk);
+                let entry = filled(ScaleEntry::EMPTY, chunk);
                 let params = ScaleUpdateFewParams { history_len, entries, most_recent, entry };
                 launch(target, KernelId::ScaleUpdateFew, grid, &params)?;
             } else {
-                let entry = filled(chunk);
+                let entry = filled(ScaleEntry::EMPTY, chunk);
                 let params = ScaleUpdateParams { history_len, entries, most_recent, entry };
                 launch(target, KernelId::ScaleUpdate, grid, &params)?;
             }
@@ -130,8 +135,78 @@ impl ScaleUpdatePlan {
     }
 }
 
-fn filled<'a, const N: usize>(chunk: &[ScaleEntry<'a>]) -> [ScaleEntry<'a>; N] {
-    let mut entry = [ScaleEntry::EMPTY; N];
-    entry.iter_mut().zip(chunk).for_each(|(slot, given)| *slot = *given);
+#[inline]
+fn filled<T: Copy, const N: usize>(empty: T, chunk: &[T]) -> [T; N] {
+    let mut entry = [empty; N];
+    entry[..chunk.len()].copy_from_slice(chunk);
     entry
+}
+
+/// Live maxima of one group of tensors, and their place among those of others.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct LiveAmax<'a> {
+    /// f32 `[count]`, or null for tensors without any: 0.
+    pub live: DevPtr<'a>,
+    /// Place of the first one.
+    pub first: u32,
+    /// Tensors.
+    pub count: u32,
+}
+
+impl LiveAmax<'_> {
+    /// Maxima of no tensors.
+    pub const EMPTY: Self = Self { live: DevPtr::null(), first: 0, count: 0 };
+}
+
+params! {
+    /// Parameters of `amax_gather`.
+    pub struct AmaxGatherParams<'a> [16336] for AmaxGather => host::scale_update::gather {
+        /// f32, as long as the entries say.
+        pub gathered: DevPtr<'a>,
+        /// Entries in use.
+        pub entries: u32,
+        /// None.
+        pub unused: u32,
+        /// The entries.
+        pub entry: [LiveAmax<'a>; 1020],
+    }
+}
+
+params! {
+    /// Parameters of `amax_gather_few`.
+    pub struct AmaxGatherFewParams<'a> [1008] for AmaxGatherFew => host::scale_update::gather_few {
+        /// f32, as long as the entries say.
+        pub gathered: DevPtr<'a>,
+        /// Entries in use.
+        pub entries: u32,
+        /// None.
+        pub unused: u32,
+        /// The entries.
+        pub entry: [LiveAmax<'a>; 62],
+    }
+}
+
+/// Writes live maxima side by side, for ranks to reduce: one launch for up to [`MANY`] entries.
+///
+/// # Errors
+/// `gathered` is null where there is something to write, or the launch fails.
+pub fn gather_amax(target: &mut Target<'_>, entries: &[LiveAmax<'_>], gathered: DevPtr<'_>) -> Result<()> {
+    if gathered.is_null() && entries.iter().any(|entry| entry.count != 0) {
+        return Err(Error::value("amax_gather", "there are maxima, but no memory to write them to"));
+    }
+    for chunk in entries.chunks(MANY) {
+        let entries = chunk.len() as u32;
+        let grid = Grid::linear(entries, GATHER_THREADS);
+        if chunk.len() <= FEW {
+            let entry = filled(LiveAmax::EMPTY, chunk);
+            let params = AmaxGatherFewParams { gathered, entries, unused: 0, entry };
+            launch(target, KernelId::AmaxGatherFew, grid, &params)?;
+        } else {
+            let entry = filled(LiveAmax::EMPTY, chunk);
+            let params = AmaxGatherParams { gathered, entries, unused: 0, entry };
+            launch(target, KernelId::AmaxGather, grid, &params)?;
+        }
+    }
+    Ok(())
 }

@@ -2,11 +2,10 @@
 
 use te_fast_kernels::Float;
 
-use crate::error::{Error, Result};
+use crate::base::dtype::{DType, Device};
+use crate::base::error::{Error, Result};
 use crate::ops::activation::Activation;
-use crate::ops::norm::NormKind;
-use crate::program::memory::Place;
-use crate::tensor::{DType, Device};
+use crate::ops::norm_spec::NormKind;
 
 pub(crate) const OP: &str = "ops";
 
@@ -185,6 +184,17 @@ impl Chain {
         &self.written_extra_inputs
     }
 
+    /// Columns that the first op takes, if it takes a certain number.
+    #[must_use]
+    pub fn input_cols(&self) -> Option<usize> {
+        match self.links.first()?.op {
+            Op::Linear { inputs, .. } => Some(inputs),
+            Op::Bias { size } => Some(size),
+            Op::Norm { cols, .. } => Some(cols),
+            _ => None,
+        }
+    }
+
     /// Linear ops.
     #[must_use]
     pub fn linears(&self) -> usize {
@@ -223,37 +233,6 @@ impl Chain {
             }
         }
         Ok(())
-    }
-
-    /// Elements and type of a tensor of the call's, of those that backward reads; `widths` are the columns of the edges.
-    pub(crate) fn extent_of(&self, key: &ProgramKey, widths: &[usize], place: Place) -> (usize, Float) {
-        let ops = || self.links.iter().zip(widths);
-        match place {
-            Place::Input => (key.rows * key.cols, key.activation),
-            Place::Extra(index) => {
-                let takes = |link: &Link| link.op.extra_inputs() != 0 && link.extra_input == usize::from(index);
-                let cols = ops().find(|(link, _)| takes(link)).map_or(0, |(link, &cols)| match link.op {
-                    Op::AddExtraInput { .. } => cols,
-                    _ => 1,
-                });
-                (key.rows * cols, key.extras[usize::from(index)].0)
-            }
-            Place::ExtraOutput(index) => {
-                let makes = |link: &Link| link.op.extra_outputs() != 0 && link.extra_output == usize::from(index);
-                (key.rows * ops().find(|(link, _)| makes(link)).map_or(0, |(_, &cols)| cols), key.activation)
-            }
-            Place::Param(index) => {
-                let owns = |link: &&Link| (link.param..link.param + link.op.params()).contains(&usize::from(index));
-                let elements = self.links.iter().find(owns).map_or(0, |link| match link.op {
-                    Op::Linear { inputs, outputs } => inputs * outputs,
-                    Op::Bias { size } => size,
-                    Op::Norm { cols, .. } => cols,
-                    _ => 0,
-                });
-                (elements, key.params[usize::from(index)].0)
-            }
-            _ => (0, key.activation),
-        }
     }
 
     /// Columns of the edges for an input of `cols` columns: edge `i` is the input of op `i`, the last one the output.
@@ -328,8 +307,6 @@ impl Link {
 pub struct ProgramKey {
     /// Epoch of the autocast region; none outside of one.
     pub epoch: Option<u64>,
-    /// Rows of the input, all leading dimensions together.
-    pub rows: usize,
     /// Columns of the input.
     pub cols: usize,
     /// Type of every edge.
@@ -344,8 +321,17 @@ pub struct ProgramKey {
     pub params: Vec<(Float, bool)>,
     /// Type of each extra input, and whether its gradient is wanted.
     pub extras: Vec<(Float, bool)>,
-    /// Linear ops whose weight gradient waits for `backward_dw`.
-    pub deferred: Vec<bool>,
+    /// How each linear op is called.
+    pub linears: Vec<LinearCall>,
+}
+
+/// What a call settles for one linear op beside its types.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LinearCall {
+    /// The weight's gradient waits for `backward_dw`.
+    pub deferred: bool,
+    /// Backward reads the input in high precision and quantises it again; delayed scaling refuses it.
+    pub save_original_input: bool,
 }
 
 impl ProgramKey {

@@ -1,19 +1,21 @@
 //! Compiles the forward of linear ops: operands, what fuses behind the GEMM, and where the result goes.
 
-use std::sync::Arc;
-
 use te_fast_kernels::Float;
 
-use crate::error::Result;
-use crate::gemm::Epilogue;
+use crate::base::error::Result;
+use crate::gemm::problem::{Epilogue, GemmPointers};
 use crate::ops::activation::Activation;
-use crate::ops::affine::{AffinePlan, AffineSpec};
+use crate::ops::affine::{AffinePointers, AffineSpec};
+use crate::ops::handover::{FOUND_AT, SCALE_AT};
+use crate::program::buffer::At;
+use crate::program::cast::Cast;
 use crate::program::chain::{Link, Op};
-use crate::program::forward::{Compiler, Kept, Value};
-use crate::program::linear_op::Tail;
-use crate::program::memory::{At, Place};
-use crate::program::step::{Action, Operand, QuantAt, UnpackAt};
-use crate::quantizer::QuantPlan;
+use crate::program::edge::{LayoutAt, Rows, Value};
+use crate::program::forward_compiler::{Compiler, Fused, Kept, slot};
+use crate::program::linear_op::{Product, Tail};
+use crate::program::port::{LinearPort, Port};
+use crate::program::work::Work;
+use crate::quant::quantizer::QuantPointers;
 
 /// What a GEMM and its tail are called, by the precision of the result.
 struct Text {
@@ -29,40 +31,40 @@ impl Text {
 
 impl Compiler<'_> {
     pub(super) fn linear(&mut self, index: usize, link: &Link, value: &mut Value) -> Result<usize> {
-        let linear = link.linear;
+        let (linear, facts) = (link.linear, self.facts);
         let (tail, d, next, text) = self.tail(index);
-        if self.facts.linears[linear].keeps_high() {
-            self.out.kept[index] = Kept::Linear { x: QuantAt { data: value.high, scale: At::NONE } };
+        if facts.linears[linear].keeps_high() {
+            self.out.left.kept[index] = Kept::Linear { x: LayoutAt::high(value.high) };
         }
-        let x = if let Some(quantized) = &self.facts.linears[linear].quantized {
-            let plan = quantized.x;
-            self.quantized_input(index, linear, plan, value)
-        } else {
-            Operand::high(value.high)
+        let x = match &facts.linears[linear].casts {
+            Some(casts) => self.quantized_input(index, linear, &casts.x, value),
+            None => LayoutAt::high(value.high),
         };
-        let w = self.weight_operand(index, link)?;
-        let bias = if tail.bias { self.bias(index + 1)? } else { At::NONE };
+        let w = self.weight_operand(index, link);
+        let bias = if tail.bias { self.bias(index + 1) } else { At::NONE };
         let handed_over = if d.is_none() { self.hand_over(index, next, tail)? } else { None };
-        let (plan, d, handover, text) = if let Some((plan, row)) = &handed_over {
-            (Arc::clone(plan), row.data, row.scale, text.fp8)
-        } else {
-            let d = match d {
-                Some(extra) => extra,
-                None => self.place_of(next),
-            };
-            (self.facts.linears[linear].fprop(self.dispatcher, tail, None)?, d, At::NONE, text.high)
+        let (result, text) = match (handed_over, d) {
+            (Some(layouts), _) => (layouts.row, text.fp8),
+            (None, Some(extra)) => (LayoutAt::high(extra), text.high),
+            (None, None) => (LayoutAt::high(self.place_of(next)), text.high),
         };
-        for operand in [x, w] {
-            if let Operand::At(at) = operand {
-                self.touch(&[at.data, at.scale]);
-            }
-        }
-        self.touch(&[bias, d, handover]);
-        self.step(Action::Gemm { plan, x, w, bias, d, handover }, (index, next - 1), text);
-        *value = match handed_over {
-            Some((_, row)) => Value { high: At::NONE, quantized: Some((row, QuantAt::default())) },
-            None => Value { high: d, quantized: None },
+        let into = handed_over.and(facts.recipe.as_ref()).map(|recipe| recipe.fwd);
+        let handover = |offset: usize| if handed_over.is_some() { result.scale.plus(offset) } else { At::NONE };
+        let at = GemmPointers {
+            x: x.data,
+            x_scale: x.scale,
+            w: w.data,
+            w_scale: w.scale,
+            bias,
+            d: result.data,
+            d_scale: handover(SCALE_AT),
+            d_amax: handover(FOUND_AT),
+            workspace: At::of(Port::Workspace),
         };
+        let product = Product::Forward { tail, into };
+        self.step(Work::Gemm { linear, product, at }, (index, next - 1), text);
+        let high = if handed_over.is_some() { At::NONE } else { result.data };
+        *value = Value { high, quantized: handed_over };
         Ok(next)
     }
 
@@ -75,7 +77,7 @@ impl Compiler<'_> {
         next += usize::from(tail.bias);
         let extra = |at: Option<&Link>| match at {
             Some(link) if matches!(link.op, Op::AddExtraInput { in_place: true }) => {
-                Some(At::of(Place::Extra(link.extra_input as u16)))
+                Some(At::of(Port::Extra(link.extra_input as u16)))
             }
             _ => None,
         };
@@ -117,86 +119,96 @@ impl Compiler<'_> {
         };
         let reason = if self.runs_backward(index) {
             "backward needs the activation's input"
-        } else if self.facts.recipe.is_some_and(|recipe| !recipe.is_per_tensor()) {
+        } else if self.facts.recipe.as_ref().is_some_and(|recipe| !recipe.is_per_tensor()) {
             "cuBLASLt has no activation behind block-scaled operands"
         } else {
             return Some(epilogue);
         };
-        let label = &self.facts.chain.links()[index].label;
+        let label = self.facts.label(index);
         self.out.notes.push(format!("{label} is not an epilogue of the GEMM before it: {reason}"));
         None
     }
 
     /// The input of a linear op in FP8: as the op before left it, or by a launch of its own.
-    fn quantized_input(&mut self, index: usize, linear: usize, plan: QuantPlan, value: &mut Value) -> Operand {
-        let (row, col) = if let Some(layouts) = value.quantized.take() {
+    fn quantized_input(&mut self, index: usize, linear: usize, cast: &Cast, value: &mut Value) -> LayoutAt {
+        let layouts = if let Some(layouts) = value.quantized.take() {
             layouts
         } else {
-            let to = self.fused(linear);
-            let spare = self.scratch(plan.scratch_bytes());
-            self.touch(&[value.high, spare]);
-            let text = if to.col.data.is_some() { "cast + transpose" } else { "cast" };
-            let unpack = UnpackAt::default();
-            let action = Action::Quantize { plan, x: value.high, to, dbias: At::NONE, spare, unpack };
-            self.step(action, (index, index), text);
-            (to.row, to.col)
+            let Fused { layouts, slot } = self.fused(linear);
+            let at = QuantPointers {
+                x: value.high,
+                row: layouts.row.data,
+                row_scale: layouts.row.scale,
+                col: layouts.col.data,
+                col_scale: layouts.col.scale,
+                scale: slot.scale,
+                amax: slot.amax,
+                scratch: self.scratch(),
+                counters: At::of(Port::Counters),
+                ..QuantPointers::default()
+            };
+            let text = if layouts.col.is_some() { "cast + transpose" } else { "cast" };
+            self.step(Work::Quantize { cast: *cast, unpacks: None, at }, (index, index), text);
+            layouts
         };
-        if col.data.is_some() {
-            self.out.kept[index] = Kept::Linear { x: col };
+        if layouts.col.is_some() {
+            self.out.left.kept[index] = Kept::Linear { x: layouts.col };
         } else if self.facts.linears[linear].keeps_row() {
-            self.out.kept[index] = Kept::Linear { x: row };
+            self.out.left.kept[index] = Kept::Linear { x: layouts.row };
         }
-        Operand::At(row)
+        layouts.row
     }
 
     /// The weight: quantised if the kept one does not serve, or converted, or as it is.
-    fn weight_operand(&mut self, index: usize, link: &Link) -> Result<Operand> {
-        let linear = &self.facts.linears[link.linear];
-        let param = At::of(Place::Param(link.param as u16));
-        if let Some(quantized) = &linear.quantized {
-            let plan = quantized.w;
-            let spare = self.scratch(plan.scratch_bytes());
-            self.touch(&[spare]);
-            self.step(
-                Action::Weight { linear: link.linear, plan, spare },
-                (index, index),
-                "weight cast, if it changed",
-            );
-            return Ok(Operand::WeightRow(link.linear));
+    fn weight_operand(&mut self, index: usize, link: &Link) -> LayoutAt {
+        let (op, number) = (&self.facts.linears[link.linear], link.linear as u16);
+        let param = At::of(Port::Param(link.param as u16));
+        if let Some(casts) = &op.casts {
+            let own = |part| At::of(Port::Linear(number, part));
+            let slot = slot(link.linear, LinearPort::WeightScale, LinearPort::WeightAmax);
+            let at = QuantPointers {
+                x: own(LinearPort::Fresh),
+                row: own(LinearPort::Row),
+                row_scale: own(LinearPort::RowScale),
+                col: own(LinearPort::Col),
+                col_scale: own(LinearPort::ColScale),
+                scale: slot.scale,
+                amax: slot.amax,
+                noop: At::of(Port::SkipWeights),
+                scratch: self.scratch(),
+                counters: At::of(Port::Counters),
+                ..QuantPointers::default()
+            };
+            let work = Work::Weight { plan: casts.w, at };
+            self.step_on(Rows::Fixed(op.outputs), work, (index, index), "weight cast, if it changed");
+            return LayoutAt { data: at.row, scale: at.row_scale };
         }
-        if linear.weight == linear.activation {
-            return Ok(Operand::high(param));
+        if op.weight == op.activation {
+            return LayoutAt::high(param);
         }
-        let (outputs, inputs, input_grad, from) = (linear.outputs, linear.inputs, linear.input_grad, linear.weight);
-        let bytes = outputs * inputs * self.facts.key.activation.size();
-        let to = if input_grad { self.out.saved.allocate(bytes) } else { self.scratch(bytes) };
-        self.convert(index, param, (outputs, inputs), from, to)?;
-        self.out.converted[link.linear] = to;
-        Ok(Operand::high(to))
+        let to = self.buffer(op.input_grad);
+        let (cols, input, output) = (op.inputs, op.weight, op.activation);
+        let spec = AffineSpec { rows: 0, cols, input, output, row: input, alpha: 1.0 };
+        let at = AffinePointers { x: param, y: to, ..AffinePointers::default() };
+        self.step_on(Rows::Fixed(op.outputs), Work::Affine { spec, at }, (index, index), "convert weight");
+        self.out.left.converted[link.linear] = to;
+        LayoutAt::high(to)
     }
 
     /// A bias in the type that the GEMM takes.
-    fn bias(&mut self, index: usize) -> Result<At> {
+    fn bias(&mut self, index: usize) -> At {
         let link = &self.facts.chain.links()[index];
-        let (from, wanted) = (self.facts.key.params[link.param].0, self.facts.linears[link.linear - 1].bias_dtype());
-        let param = At::of(Place::Param(link.param as u16));
-        let Op::Bias { size } = link.op else { return Ok(param) };
-        if from == wanted {
-            return Ok(param);
+        let (input, output): (Float, Float) =
+            (self.facts.key.params[link.param].0, self.facts.linears[link.linear - 1].bias_dtype());
+        let param = At::of(Port::Param(link.param as u16));
+        let Op::Bias { size: cols } = link.op else { return param };
+        if input == output {
+            return param;
         }
-        let to = self.scratch(size * wanted.size());
-        let plan =
-            AffinePlan::new(AffineSpec { rows: 1, cols: size, input: from, output: wanted, row: from, alpha: 1.0 })?;
-        self.touch(&[to]);
-        self.step(Action::Affine { plan, x: param, r: At::NONE, b: At::NONE, y: to }, (index, index), "convert bias");
-        Ok(to)
-    }
-
-    fn convert(&mut self, index: usize, x: At, (rows, cols): (usize, usize), from: Float, y: At) -> Result<()> {
-        let output = self.facts.key.activation;
-        let plan = AffinePlan::new(AffineSpec { rows, cols, input: from, output, row: from, alpha: 1.0 })?;
-        self.touch(&[y]);
-        self.step(Action::Affine { plan, x, r: At::NONE, b: At::NONE, y }, (index, index), "convert weight");
-        Ok(())
+        let to = self.scratch();
+        let spec = AffineSpec { rows: 0, cols, input, output, row: input, alpha: 1.0 };
+        let at = AffinePointers { x: param, y: to, ..AffinePointers::default() };
+        self.step_on(Rows::Fixed(1), Work::Affine { spec, at }, (index, index), "convert bias");
+        to
     }
 }

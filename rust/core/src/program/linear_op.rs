@@ -4,31 +4,39 @@ use std::sync::Arc;
 
 use te_fast_kernels::{Float, Fp8};
 
-use crate::dispatch::{Dispatcher, aligned};
-use crate::error::{Error, Result};
-use crate::gemm::{Epilogue, Factor, GemmPlan, Operand, Problem, ScaleMode};
-use crate::linear::{LinearKey, LinearPlan, Segments};
-use crate::linear_gemms::{Problems, check_recipe, check_sizes};
-use crate::linear_operands::{OperandSpecs, UnpackedScales};
+use crate::base::dtype::{DType, Device};
+use crate::base::error::{Error, Result};
+use crate::gemm::linear::{self as fp8_gemms, Problems, check_features, check_recipe, check_rows};
+use crate::gemm::plan::GemmPlan;
+use crate::gemm::problem::{Epilogue, Factor, Operand, Problem, ScaleMode};
 use crate::ops::cast_block::BlockShape;
-use crate::ops::dequantize::{DequantizePlan, DequantizeSpec};
-use crate::program::chain::{Chain, OP, Op, ProgramKey};
-use crate::quantizer::QuantPlan;
-use crate::recipe::{BackwardOverride, Block, Needs, Recipe, Usage, Usages};
-use crate::tensor::{DType, Device};
+use crate::ops::dequantize::DequantizeSpec;
+use crate::program::cast::{Cast, CastOptions};
+use crate::program::chain::{Chain, LinearCall, OP, Op, ProgramKey};
+use crate::program::edge::{Edge, Kind, Rows};
+use crate::quant::quantizer::QuantPlan;
+use crate::quant::value::WeightLayout;
+use crate::recipe::definition::{BackwardOverride, Block, Quantization, Recipe};
+use crate::recipe::usage::{Needs, Usage, Usages};
+use crate::runtime::dispatcher::Dispatcher;
 
 /// Every pointer of a GEMM is at least this aligned: torch and te_fast allocate so.
 const ALIGNMENT: u16 = 256;
 
+/// Layout of an input that is quantised again in backward.
+const AGAIN: Usage = Usage { rowwise: false, columnwise: true };
+
 /// Quantisation of a linear op's operands.
 #[derive(Debug)]
-pub(crate) struct Quantized {
+pub(crate) struct Casts {
     pub(crate) recipe: Recipe,
-    pub(crate) key: LinearKey,
-    pub(crate) x: QuantPlan,
+    pub(crate) x: Cast,
     pub(crate) w: QuantPlan,
-    pub(crate) dy: Option<QuantPlan>,
+    pub(crate) dy: Option<Cast>,
+    /// The input once more, in backward, where forward leaves it in high precision.
+    pub(crate) x_again: Option<Cast>,
     pub(crate) usages: Usages,
+    any_rows: bool,
 }
 
 /// What the GEMMs of a linear op's backward multiply.
@@ -47,7 +55,6 @@ pub(crate) enum BackwardOperands {
 pub(crate) struct LinearOp {
     pub(crate) inputs: usize,
     pub(crate) outputs: usize,
-    pub(crate) rows: usize,
     pub(crate) activation: Float,
     pub(crate) weight: Float,
     pub(crate) device: Device,
@@ -55,21 +62,23 @@ pub(crate) struct LinearOp {
     pub(crate) input_grad: bool,
     /// Gradient of the weight is wanted.
     pub(crate) weight_grad: bool,
+    /// And waits for `backward_dw`.
+    pub(crate) deferred: bool,
     /// Factor of the gradients: a [`Op::ConstantScale`] behind the op is not launched in backward.
     pub(crate) alpha: f32,
     /// None in high precision.
-    pub(crate) quantized: Option<Quantized>,
+    pub(crate) casts: Option<Casts>,
 }
 
 impl LinearOp {
-    /// The linear op at `index` of `chain`; `input_grad` says whether anything before it wants a gradient.
+    /// The linear op at `index` of `chain`; with whether anything before it wants a gradient, and the device's
+    /// multiprocessors.
     pub(crate) fn new(
         chain: &Chain,
         index: usize,
         key: &ProgramKey,
         recipe: Option<&Recipe>,
-        input_grad: bool,
-        processors: u32,
+        (input_grad, processors): (bool, u32),
     ) -> Result<Self> {
         let link = &chain.links()[index];
         let Op::Linear { inputs, outputs } = link.op else {
@@ -78,54 +87,74 @@ impl LinearOp {
         let (weight, weight_grad) = key.params[link.param];
         let bias = chain.links().get(index + 1).filter(|next| matches!(next.op, Op::Bias { .. }));
         let bias_grad = bias.is_some_and(|bias| key.params[bias.param].1);
-        let needs = Needs { input_grad, weight_grad, save_original_input: false, recompute_later: false };
-        let linear_key = LinearKey {
-            epoch: key.epoch.unwrap_or(0),
-            rows: key.rows,
+        let LinearCall { deferred, save_original_input } = key.linears[link.linear];
+        let behind = chain.links()[index + 1..].iter().map(|link| link.op).find(|op| !matches!(op, Op::Identity));
+        let alpha = if let Some(Op::ConstantScale { scale }) = behind { scale } else { 1.0 };
+        let mut op = Self {
+            inputs,
+            outputs,
             activation: key.activation,
             weight,
             device: key.device,
-            needs,
-            bias_grad,
-            bias: bias.is_some(),
-            any_rows: key.any_rows,
+            input_grad,
+            weight_grad,
+            deferred: deferred && weight_grad,
+            alpha,
+            casts: None,
         };
-        let quantized = recipe
-            .map(|recipe| Quantized::new(recipe, linear_key, inputs, outputs, processors))
-            .transpose()
-            .map_err(|error| error.within(&link.label))?;
-        let behind = chain.links()[index + 1..].iter().map(|link| link.op).find(|op| !matches!(op, Op::Identity));
-        let alpha = if let Some(Op::ConstantScale { scale }) = behind { scale } else { 1.0 };
-        let (activation, device, rows) = (key.activation, key.device, key.rows);
-        Ok(Self { inputs, outputs, rows, activation, weight, device, input_grad, weight_grad, alpha, quantized })
+        if let Some(recipe) = recipe {
+            check_recipe(recipe, save_original_input)?;
+            check_features(inputs, outputs, input_grad)?;
+            let needs = Needs { input_grad, weight_grad, save_original_input, recompute_later: false };
+            op.casts = Some(op.casts(recipe, needs, bias_grad, processors)?);
+            op.casts.iter_mut().for_each(|casts| casts.any_rows = key.any_rows);
+        }
+        Ok(op)
+    }
+
+    fn casts(&self, recipe: &Recipe, needs: Needs, bias_grad: bool, processors: u32) -> Result<Casts> {
+        let usages = Usages::of_linear(recipe, needs, false);
+        let cast = |(rows, cols): (Rows, usize), input: Float, to: (Quantization, Fp8), usage: Usage, dbias: bool| {
+            let from = Edge { rows, cols, kind: Kind::High(input) };
+            let (quantization, output) = to;
+            let scaling = recipe.scaling;
+            Cast::new(&from, input, CastOptions { scaling, quantization, output, usage, dbias, processors })
+        };
+        let input = |usage| cast((Rows::Input, self.inputs), self.activation, (recipe.input, recipe.fwd), usage, false);
+        let (outputs, weight) = (Rows::Fixed(self.outputs), (recipe.weight, recipe.fwd));
+        let w = cast((outputs, self.inputs), self.weight, weight, usages.weight(), false).plan(self.outputs)?;
+        let dy = usages.grad_output();
+        let grad = || cast((Rows::Input, self.outputs), self.activation, (recipe.grad, recipe.bwd), dy, bias_grad);
+        let quantizes_again = recipe.backward_override == BackwardOverride::None;
+        let again = quantizes_again && needs.save_original_input && needs.weight_grad;
+        Ok(Casts {
+            recipe: *recipe,
+            x: input(usages.input()).with_byte_scales(),
+            w,
+            dy: (!dy.is_empty()).then(grad),
+            x_again: again.then(|| input(AGAIN)),
+            usages,
+            any_rows: false,
+        })
+    }
+
+    /// Refuses row counts that the GEMMs do not take.
+    pub(crate) fn check_rows(&self, rows: usize) -> Result<()> {
+        self.casts.as_ref().map_or(Ok(()), |casts| check_rows(&casts.recipe, rows, casts.any_rows))
     }
 
     /// Type that a bias must come in.
     pub(crate) fn bias_dtype(&self) -> Float {
-        match (&self.quantized, LinearPlan::bias_dtype(self.activation)) {
+        match (&self.casts, fp8_gemms::bias_dtype(self.activation)) {
             (None, _) => self.activation,
             (Some(_), DType::F16) => Float::F16,
             (Some(_), _) => Float::Bf16,
         }
     }
 
-    fn high(&self, ld: usize, k_outermost: bool) -> Operand {
-        Operand { dtype: self.activation.into(), scale: ScaleMode::None, ld, k_outermost }
-    }
-
-    fn problems(&self) -> Option<Problems<'_>> {
-        let Quantized { recipe, key, .. } = self.quantized.as_ref()?;
-        Some(Problems { recipe, key, in_features: self.inputs, out_features: self.outputs })
-    }
-
-    /// The GEMMs of a backward in FP8.
-    fn backward_problems(&self) -> Option<Problems<'_>> {
-        self.problems().filter(|_| self.backward() == BackwardOperands::Quantized)
-    }
-
     /// What its backward multiplies.
     pub(crate) fn backward(&self) -> BackwardOperands {
-        match self.quantized.as_ref().map(|quantized| quantized.recipe.backward_override) {
+        match self.casts.as_ref().map(|casts| casts.recipe.backward_override) {
             None | Some(BackwardOverride::HighPrecision) => BackwardOperands::High,
             Some(BackwardOverride::None) => BackwardOperands::Quantized,
             Some(BackwardOverride::Dequantized) => BackwardOperands::Dequantized,
@@ -139,29 +168,82 @@ impl LinearOp {
 
     /// Whether forward leaves the input in high precision to backward.
     pub(crate) fn keeps_high(&self) -> bool {
-        self.weight_grad && self.backward() == BackwardOperands::High
+        self.weight_grad && (self.backward() == BackwardOperands::High || self.x_again().is_some())
+    }
+
+    /// Quantises the input once more in backward, where forward leaves it in high precision.
+    pub(crate) fn x_again(&self) -> Option<&Cast> {
+        self.casts.as_ref()?.x_again.as_ref()
+    }
+
+    /// The quantisation of the gradient, where GEMMs read it in FP8.
+    pub(crate) fn dy(&self) -> Option<&Cast> {
+        self.casts.as_ref()?.dy.as_ref()
+    }
+
+    /// The input's quantisation, if its scales are kept as bytes.
+    pub(crate) fn packed_input(&self) -> Option<&Cast> {
+        self.casts.as_ref().map(|casts| &casts.x).filter(|x| x.has_byte_scales())
     }
 
     /// The quantised input, or weight, back in the type of the activations; none in high precision.
-    pub(crate) fn dequantize(&self, of_weight: bool) -> Result<Option<DequantizePlan>> {
-        let Some(Quantized { recipe, .. }) = &self.quantized else { return Ok(None) };
-        let (rows, quantization) = if of_weight { (self.outputs, recipe.weight) } else { (self.rows, recipe.input) };
+    pub(crate) fn dequantize(&self, of_weight: bool) -> Option<(DequantizeSpec, Rows)> {
+        let Casts { recipe, .. } = self.casts.as_ref()?;
+        let (rows, quantization) =
+            if of_weight { (Rows::Fixed(self.outputs), recipe.weight) } else { (Rows::Input, recipe.input) };
         let block = match quantization.block {
             Block::Tensor => None,
             Block::Row => Some(BlockShape::OneDimensional),
             Block::Square => Some(BlockShape::TwoDimensional),
         };
         let (cols, input, output) = (self.inputs, recipe.fwd, self.activation);
-        DequantizePlan::new(DequantizeSpec { rows, cols, ld: cols, input, output, block }).map(Some)
+        Some((DequantizeSpec { rows: 0, cols, ld: cols, input, output, block }, rows))
     }
 
-    /// Bytes of the gradient in high precision, where a dequantised input lies behind it.
-    pub(crate) fn high_grad_bytes(&self) -> usize {
-        aligned(self.rows * self.outputs * self.activation.size())
+    /// How the quantised weight lies in memory.
+    pub(crate) fn weight_layout(&self) -> WeightLayout {
+        let casts = self.casts.as_ref();
+        casts.map_or_else(WeightLayout::default, |casts| WeightLayout::new(&casts.w, casts.usages.weight()))
+    }
+}
+
+/// What is fused behind a forward GEMM.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Tail {
+    pub(crate) bias: bool,
+    pub(crate) alpha: f32,
+    pub(crate) epilogue: Epilogue,
+    pub(crate) accumulate: bool,
+}
+
+/// One of the three GEMMs of a linear op, whatever its rows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Product {
+    /// `x · Wᵀ`, with what is fused behind it; into FP8 for an op that takes it so.
+    Forward { tail: Tail, into: Option<Fp8> },
+    /// `dy · W`, set or added.
+    InputGrad { accumulate: bool },
+    /// `dyᵀ · x` into a tensor of the weight's type.
+    WeightGrad,
+}
+
+impl LinearOp {
+    fn high(&self, ld: usize, k_outermost: bool) -> Operand {
+        Operand { dtype: self.activation.into(), scale: ScaleMode::None, ld, k_outermost }
     }
 
-    fn plain(size: [usize; 3], x: Operand, w: Operand, d: Float) -> Problem {
-        let [m, n, k] = size;
+    fn problems(&self, rows: usize) -> Option<Problems<'_>> {
+        let Casts { recipe, .. } = self.casts.as_ref()?;
+        let (activation, in_features, out_features) = (self.activation, self.inputs, self.outputs);
+        Some(Problems { recipe, rows, activation, in_features, out_features })
+    }
+
+    /// The GEMMs of a backward in FP8.
+    fn backward_problems(&self, rows: usize) -> Option<Problems<'_>> {
+        self.problems(rows).filter(|_| self.backward() == BackwardOperands::Quantized)
+    }
+
+    fn plain([m, n, k]: [usize; 3], x: Operand, w: Operand, d: Float) -> Problem {
         Problem {
             m,
             n,
@@ -179,58 +261,51 @@ impl LinearOp {
         }
     }
 
-    /// `x · Wᵀ`, with what is fused behind it; into FP8 for an op that takes it so.
-    pub(crate) fn fprop(&self, dispatcher: &mut Dispatcher, tail: Tail, d: Option<Fp8>) -> Result<Arc<GemmPlan>> {
-        let Self { rows, inputs, outputs, .. } = *self;
-        let problem = self.problems().map_or_else(
-            || {
-                Self::plain(
-                    [rows, outputs, inputs],
-                    self.high(inputs, false),
-                    self.high(inputs, false),
-                    self.activation,
-                )
-            },
-            |problems| problems.fprop(),
+    /// The GEMM `product` for `rows` rows.
+    pub(crate) fn plan(&self, dispatcher: &mut Dispatcher, rows: usize, product: Product) -> Result<Arc<GemmPlan>> {
+        match product {
+            Product::Forward { tail, into } => dispatcher.gemm(self.device, self.fprop(rows, tail, into)),
+            Product::InputGrad { accumulate } => dispatcher.gemm(self.device, self.dgrad(rows, accumulate)),
+            Product::WeightGrad => self.wgrad(dispatcher, rows, (self.weight.into(), false), ALIGNMENT),
+        }
+    }
+
+    fn fprop(&self, rows: usize, tail: Tail, into: Option<Fp8>) -> Problem {
+        let Self { inputs, outputs, .. } = *self;
+        let high = self.high(inputs, false);
+        let problem = self.problems(rows).map_or_else(
+            || Self::plain([rows, outputs, inputs], high, high, self.activation),
+            |problems| problems.fprop(None),
         );
-        let problem = Problem {
-            d: d.map_or(problem.d, DType::from),
+        Problem {
+            d: into.map_or(problem.d, DType::from),
             bias: tail.bias.then(|| self.bias_dtype().into()),
             alpha: Factor::new(tail.alpha),
             epilogue: tail.epilogue,
             accumulate: tail.accumulate,
             ..problem
-        };
-        dispatcher.gemm(self.device, problem)
+        }
     }
 
-    /// `dy · W`.
-    pub(crate) fn dgrad(&self, dispatcher: &mut Dispatcher, accumulate: bool) -> Result<Arc<GemmPlan>> {
-        let Self { rows, inputs, outputs, .. } = *self;
-        let problem = self.backward_problems().map_or_else(
-            || {
-                Self::plain(
-                    [rows, inputs, outputs],
-                    self.high(outputs, false),
-                    self.high(inputs, true),
-                    self.activation,
-                )
-            },
-            |problems| problems.dgrad(),
-        );
-        dispatcher.gemm(self.device, Problem { alpha: Factor::new(self.alpha), accumulate, ..problem })
+    fn dgrad(&self, rows: usize, accumulate: bool) -> Problem {
+        let Self { inputs, outputs, .. } = *self;
+        let (dy, w) = (self.high(outputs, false), self.high(inputs, true));
+        let problem = self
+            .backward_problems(rows)
+            .map_or_else(|| Self::plain([rows, inputs, outputs], dy, w, self.activation), |problems| problems.dgrad());
+        Problem { alpha: Factor::new(self.alpha), accumulate, ..problem }
     }
 
-    /// `dyᵀ · x` into `d`.
+    /// `dyᵀ · x` into a tensor of this type and alignment, set or added.
     pub(crate) fn wgrad(
         &self,
         dispatcher: &mut Dispatcher,
-        d: DType,
-        accumulate: bool,
+        rows: usize,
+        (d, accumulate): (DType, bool),
         alignment: u16,
     ) -> Result<Arc<GemmPlan>> {
-        let Self { rows, inputs, outputs, .. } = *self;
-        let problem = self.backward_problems().map_or_else(
+        let Self { inputs, outputs, .. } = *self;
+        let problem = self.backward_problems(rows).map_or_else(
             || {
                 let (dy, x) = (self.high(outputs, true), self.high(inputs, true));
                 let problem = Self::plain([outputs, inputs, rows], dy, x, self.activation);
@@ -239,55 +314,5 @@ impl LinearOp {
             |problems| problems.wgrad(d, accumulate, alignment),
         );
         dispatcher.gemm(self.device, Problem { alpha: Factor::new(self.alpha), ..problem })
-    }
-
-    /// The weight's gradient into a tensor of the weight's type.
-    pub(crate) fn own_wgrad(&self, dispatcher: &mut Dispatcher) -> Result<Arc<GemmPlan>> {
-        self.wgrad(dispatcher, self.weight.into(), false, ALIGNMENT)
-    }
-
-    /// Where the quantised weight's layouts lie in a buffer of its own.
-    pub(crate) fn weight_segments(&self) -> Segments {
-        self.quantized
-            .as_ref()
-            .map_or_else(Segments::default, |quantized| Segments::behind(0, &quantized.w, quantized.usages.weight()))
-    }
-}
-
-impl LinearOp {
-    /// Layouts of the output's gradient in a buffer of their own, and behind them the scales of the input that were
-    /// kept as bytes; empty in high precision and where no GEMM reads the gradient.
-    pub(crate) fn grad_segments(&self) -> (Segments, Option<UnpackedScales>) {
-        let Some(Quantized { x, dy: Some(dy), usages, .. }) = &self.quantized else {
-            return (Segments::default(), None);
-        };
-        let mut segments = Segments::behind(0, dy, usages.grad_output());
-        let scales = UnpackedScales::behind(&mut segments, x);
-        (segments, scales)
-    }
-}
-
-/// What is fused behind a forward GEMM.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Tail {
-    pub(crate) bias: bool,
-    pub(crate) alpha: f32,
-    pub(crate) epilogue: Epilogue,
-    pub(crate) accumulate: bool,
-}
-
-impl Quantized {
-    fn new(recipe: &Recipe, key: LinearKey, inputs: usize, outputs: usize, processors: u32) -> Result<Self> {
-        check_recipe(recipe, &key)?;
-        check_sizes(recipe, &key, inputs, outputs)?;
-        let usages = Usages::of_linear(recipe, key.needs, false);
-        let spec = OperandSpecs { recipe, key: &key, usages, in_features: inputs, out_features: outputs, processors };
-        let (x, w, dy) = (spec.x()?, spec.w()?, spec.dy()?);
-        Ok(Self { recipe: *recipe, key, x, w, dy, usages })
-    }
-
-    /// The layouts of the input that `usage` names, in a buffer of their own.
-    pub(crate) fn x_segments(&self, usage: Usage) -> Segments {
-        Segments::behind(0, &self.x, usage)
     }
 }

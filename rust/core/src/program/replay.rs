@@ -1,25 +1,34 @@
-//! Decides when a direction of a program runs as one CUDA graph: when every address of a call was seen before.
+//! Decides when a flow of a program runs as one CUDA graph: when every address of a call was seen before.
 //!
 //! torch's allocator hands the same memory out step after step, so that a training loop repeats its addresses. The
-//! launches of a call depend on its addresses alone, so that a graph of an earlier call with the same addresses is the
-//! same work. Two calls with equal addresses make a graph; later ones launch it.
+//! launches of a call depend on its addresses and its rows alone, so that a graph of an earlier call with the same ones is
+//! the same work. Two calls with equal addresses make a graph; later ones launch it. What is known here is of one row
+//! count: calls that go through many in turn have graphs of each.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, TryLockError};
 
-use crate::error::Result;
-use crate::graph::Graph;
-use crate::kernel::{Backend, Target};
-use crate::trace::{Counters, Recording};
+use crate::base::error::{Error, Result};
+use crate::cuda::device::CudaQueue;
+use crate::cuda::graph::Graph;
+use crate::launch::target::{Backend, Target};
+use crate::launch::trace::{Counters, Recording};
+use crate::program::bindings::Bindings;
 
-/// Fewer launches than this are made one by one.
-const WORTHWHILE: usize = 3;
-/// Graphs, and address lists that were seen once, that are kept.
+/// Fewer launches than this are made one by one. Two are worth it: a cast and a GEMM take the host 10 us one by one and
+/// 5.1 us as a graph on an H200.
+pub(crate) const WORTHWHILE: usize = 2;
+/// Graphs of one flow and row count, and address lists that were seen once, that are kept.
 const KEPT: usize = 4;
 /// After this many graphs, each must have been launched `PAYS` times on the average for more to be made.
 const TRIALS: u32 = 8;
 const PAYS: u32 = 8;
+/// Graphs of the whole process: each has some memory of the driver's. Beyond, one is made in the place of another.
+const ALIVE: usize = 2048;
 
-/// What is known of one direction's calls.
+static GRAPHS: AtomicUsize = AtomicUsize::new(0);
+
+/// What is known of one flow's calls.
 #[derive(Debug, Default)]
 pub(crate) struct Replay {
     state: Mutex<State>,
@@ -27,86 +36,122 @@ pub(crate) struct Replay {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Address lists that were seen once, the oldest first.
-    seen: Vec<Vec<u64>>,
+    /// Calls that were seen once, the oldest first.
+    seen: Vec<Seen>,
     graphs: Vec<Entry>,
     captures: u32,
     launches: u32,
-    current: Vec<u64>,
+}
+
+/// What the launches of a call depend on.
+#[derive(Debug)]
+struct Seen {
+    stream: u64,
+    addresses: Vec<u64>,
+    variants: Vec<u32>,
 }
 
 #[derive(Debug)]
 struct Entry {
-    addresses: Vec<u64>,
+    seen: Seen,
     graph: Graph,
     counters: Counters,
 }
 
+impl Seen {
+    fn new(stream: u64, call: &Bindings<'_, '_>) -> Self {
+        let (addresses, variants) = call.numbers();
+        Self { stream, addresses: addresses.to_vec(), variants: variants.to_vec() }
+    }
+
+    fn is(&self, stream: u64, call: &Bindings<'_, '_>) -> bool {
+        let (addresses, variants) = call.numbers();
+        self.stream == stream && self.addresses == addresses && self.variants == variants
+    }
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        GRAPHS.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 impl Replay {
-    /// Makes the launches of `run`, as a graph if that pays; `addresses` lists everything that they depend on.
+    /// Makes the launches of `run`, as a graph if that pays.
     pub(crate) fn run(
         &self,
-        enabled: bool,
-        steps: usize,
         target: &mut Target<'_>,
-        addresses: impl FnOnce(&mut Vec<u64>),
-        mut run: impl FnMut(&mut Target<'_>) -> Result<()>,
+        call: &mut Bindings<'_, '_>,
+        run: impl Fn(&mut Target<'_>, &mut Bindings<'_, '_>) -> Result<()>,
     ) -> Result<()> {
-        let Backend::Cuda(queue) = &target.backend else { return run(target) };
-        if !enabled || steps < WORTHWHILE || target.trace.recording() != Recording::Off || queue.is_capturing()? {
-            return run(target);
+        let Backend::Cuda(queue) = &target.backend else { return run(target, call) };
+        if target.trace.recording() != Recording::Off || queue.is_capturing()? {
+            return run(target, call);
         }
         let mut state = match self.state.try_lock() {
             Ok(state) => state,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => return run(target),
+            Err(TryLockError::WouldBlock) => return run(target, call),
         };
-        let state = &mut *state;
-        state.current.clear();
-        addresses(&mut state.current);
-        state.current.push(queue.stream.0);
-        if let Some(index) = state.graphs.iter().rposition(|entry| entry.addresses == state.current) {
+        let (state, stream) = (&mut *state, queue.stream);
+        if let Some(index) = state.graphs.iter().rposition(|entry| entry.seen.is(stream.0, call)) {
             state.launches = state.launches.saturating_add(1);
             let entry = &state.graphs[index];
-            entry.graph.launch(queue.stream)?;
+            entry.graph.launch(stream)?;
             target.trace.counters.add(&entry.counters);
             return Ok(());
         }
-        let Some(index) = state.seen.iter().position(|seen| *seen == state.current) else {
-            if state.captures < TRIALS || state.launches >= PAYS * state.captures {
-                if state.seen.len() >= KEPT {
-                    state.seen.remove(0);
-                }
-                state.seen.push(state.current.clone());
-            }
-            return run(target);
+        let Some(index) = state.seen.iter().position(|seen| seen.is(stream.0, call)) else {
+            state.note(stream.0, call);
+            return run(target, call);
         };
-        let addresses = state.seen.remove(index);
+        let seen = state.seen.remove(index);
+        if !state.has_room() {
+            return run(target, call);
+        }
         state.captures += 1;
         let before = target.trace.counters;
-        let Ok(graph) = capture(target, &mut run) else {
+        let Ok(graph) = capture(target, |target| run(target, call)) else {
             // What cannot be captured runs as it did before; its own errors show then.
             target.trace.counters = before;
-            return run(target);
+            return run(target, call);
         };
         let counters = target.trace.counters.since(&before);
-        if let Backend::Cuda(queue) = &target.backend {
-            graph.launch(queue.stream)?;
-        }
-        if state.graphs.len() >= KEPT {
-            state.graphs.remove(0);
-        }
-        state.graphs.push(Entry { addresses, graph, counters });
+        graph.launch(stream)?;
+        GRAPHS.fetch_add(1, Ordering::Relaxed);
+        state.graphs.push(Entry { seen, graph, counters });
         Ok(())
     }
 }
 
-fn capture(target: &mut Target<'_>, run: &mut impl FnMut(&mut Target<'_>) -> Result<()>) -> Result<Graph> {
+impl State {
+    /// A call that was not seen before.
+    fn note(&mut self, stream: u64, call: &Bindings<'_, '_>) {
+        if self.captures < TRIALS || self.launches >= PAYS * self.captures {
+            if self.seen.len() >= KEPT {
+                self.seen.remove(0);
+            }
+            self.seen.push(Seen::new(stream, call));
+        }
+    }
+
+    /// Makes room for one more graph; there is none where the process has enough and none of them is here.
+    fn has_room(&mut self) -> bool {
+        let full = GRAPHS.load(Ordering::Relaxed) >= ALIVE;
+        if !self.graphs.is_empty() && (full || self.graphs.len() >= KEPT) {
+            self.graphs.remove(0);
+            return true;
+        }
+        !full
+    }
+}
+
+fn capture(target: &mut Target<'_>, run: impl FnOnce(&mut Target<'_>) -> Result<()>) -> Result<Graph> {
     let Target { backend: Backend::Cuda(queue), trace } = target else {
-        return Err(crate::error::Error::state("graph", "the host backend has none"));
+        return Err(Error::state("graph", "the host backend has none"));
     };
     Graph::capture(queue, |queue| {
-        let queue = crate::driver::CudaQueue { device: &mut *queue.device, stream: queue.stream };
+        let queue = CudaQueue { device: &mut *queue.device, stream: queue.stream };
         run(&mut Target { backend: Backend::Cuda(queue), trace })
     })
 }

@@ -102,6 +102,7 @@ for _operation in (
     SiLU,
     SiTUGLU,
     SwiGLU,
+    Dropout,  # where it drops nothing
 ):
     _operation._native_class = _operation
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from te_fast.errors import ArgumentError
-from te_fast.pytorch.ops.op import BasicOperation, OperationContext
+from te_fast.pytorch.ops.op import ALONE, BasicOperation, Beside, OperationContext
 
 __all__ = ["Dropout"]
 
@@ -21,12 +21,22 @@ class Dropout(BasicOperation):
         Probability, at least 0 and less than 1.
     """
 
+    _mode_names = frozenset({"training", "dropout_probability"})
+    # What is evaluated has the bits of what was trained: there, the operation behind takes a tensor from memory.
+    _ends_program = True
+
     def __init__(self, p: float) -> None:
         super().__init__()
         if not 0.0 <= p < 1.0:
             message = f"Dropout: p must be at least 0 and less than 1, got {p!r}"
             raise ArgumentError(message)
         self.dropout_probability = p
+
+    def _is_native(self, beside: Beside = ALONE) -> bool:
+        return not (self.training and self.dropout_probability) and super()._is_native(beside)
+
+    def _append_to(self, program: Any, label: str) -> None:
+        program.identity(label)
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         """Draw the mask, one byte per entry, and keep it."""

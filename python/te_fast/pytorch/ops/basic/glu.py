@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def clamps(op: Any) -> dict[str, Any]:
 
 
 def check_positive(op: str, **values: float) -> None:
-    """Raise for a parameter that is not positive.
+    """Raise for a parameter that is no positive, finite number.
 
     Raises
     ------
@@ -77,8 +78,16 @@ def check_positive(op: str, **values: float) -> None:
         Naming it.
     """
     for name, value in values.items():
-        if not value > 0:
-            message = f"{op}: {name} must be positive, got {value!r}"
+        try:
+            is_fine = not isinstance(value, str) and 0 < float(value) < math.inf
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ):  # RuntimeError is torch's, for a tensor of several numbers
+            is_fine = False
+        if not is_fine:
+            message = f"{op}: {name} must be positive and finite, got {value!r}"
             raise ArgumentError(message)
 
 

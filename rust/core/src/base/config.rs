@@ -1,0 +1,35 @@
+//! Every environment variable that the native side reads, read once.
+
+/// Settings of the process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "switches that do not depend on each other")]
+pub struct Config {
+    /// `TE_FAST_SYNC=1`: wait after every launch, so that an error names the launch that made it.
+    pub synchronise: bool,
+    /// `NVTE_SET_CUDA_DEVICE=0`: trust the caller that the current device is the tensors' device.
+    pub check_device: bool,
+    /// `TE_FAST_NO_EXCHANGE=1` turns it off: read tensors through DLPack's exchange table where torch has one.
+    pub exchange_table: bool,
+    /// `TE_FAST_GRAPHS=0` turns it off: programs whose tensors lie where they lay before run as one CUDA graph.
+    pub graphs: bool,
+}
+
+impl Config {
+    /// The settings that the environment asks for.
+    #[must_use]
+    pub fn from_environment() -> Self {
+        Self {
+            synchronise: flag("TE_FAST_SYNC", false),
+            check_device: flag("NVTE_SET_CUDA_DEVICE", true),
+            exchange_table: !flag("TE_FAST_NO_EXCHANGE", false),
+            graphs: flag("TE_FAST_GRAPHS", true),
+        }
+    }
+}
+
+fn flag(name: &str, default: bool) -> bool {
+    match std::env::var(name) {
+        Ok(value) => value != "0" && !value.is_empty(),
+        Err(_) => default,
+    }
+}

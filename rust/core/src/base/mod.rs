@@ -1,0 +1,7 @@
+//! What everything else stands on: errors, settings, types, addresses and borrowed tensors.
+
+pub mod config;
+pub mod dtype;
+pub mod error;
+pub mod pointer;
+pub mod tensor;

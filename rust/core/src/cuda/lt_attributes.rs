@@ -1,0 +1,41 @@
+//! Values of cuBLASLt's attribute enums (cublasLt.h 13.1), which are stable across versions.
+
+use crate::base::dtype::DType;
+
+pub(crate) const DESC_TRANSA: u32 = 3;
+pub(crate) const DESC_TRANSB: u32 = 4;
+pub(crate) const DESC_EPILOGUE: u32 = 7;
+pub(crate) const DESC_BIAS_POINTER: u32 = 8;
+pub(crate) const DESC_A_SCALE_POINTER: u32 = 17;
+pub(crate) const DESC_B_SCALE_POINTER: u32 = 18;
+pub(crate) const DESC_D_SCALE_POINTER: u32 = 20;
+pub(crate) const DESC_AMAX_D_POINTER: u32 = 21;
+pub(crate) const DESC_FAST_ACCUM: u32 = 25;
+pub(crate) const DESC_BIAS_DATA_TYPE: u32 = 26;
+pub(crate) const DESC_A_SCALE_MODE: u32 = 31;
+pub(crate) const DESC_B_SCALE_MODE: u32 = 32;
+pub(crate) const PREF_MAX_WORKSPACE_BYTES: u32 = 1;
+pub(crate) const PREF_MIN_ALIGNMENT: [u32; 4] = [5, 6, 7, 8];
+pub(crate) const ALGO_ID: u32 = 0;
+pub(crate) const ALGO_SPLITK_NUM: u32 = 2;
+pub(crate) const ALGO_REDUCTION_SCHEME: u32 = 3;
+/// Epilogues are bits: `RELU_BIAS` is both.
+pub(crate) const EPILOGUE_RELU: u32 = 2;
+pub(crate) const EPILOGUE_BIAS: u32 = 4;
+pub(crate) const EPILOGUE_GELU: u32 = 32;
+pub(crate) const COMPUTE_32F: u32 = 68;
+pub(crate) const OP_N: i32 = 0;
+pub(crate) const OP_T: i32 = 1;
+pub(crate) const SCALE_VEC128: i32 = 4;
+pub(crate) const SCALE_BLK128X128: i32 = 5;
+
+/// `cudaDataType`.
+pub(crate) const fn data_type(dtype: DType) -> u32 {
+    match dtype {
+        DType::F16 => 2,
+        DType::Bf16 => 14,
+        DType::E4m3 => 28,
+        DType::E5m2 => 29,
+        _ => 0, // CUDA_R_32F; `CublasLt::plan` lets nothing else through.
+    }
+}

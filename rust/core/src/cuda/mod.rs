@@ -1,0 +1,10 @@
+//! The CUDA driver and cuBLASLt, and nothing of what te_fast does with them.
+
+pub mod context;
+pub mod device;
+mod functions;
+pub mod graph;
+pub mod images;
+pub mod lt;
+mod lt_attributes;
+pub mod memory;

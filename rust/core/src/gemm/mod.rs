@@ -1,0 +1,5 @@
+//! Matrix products: problems, and the plans that run them.
+
+pub(crate) mod linear;
+pub mod plan;
+pub mod problem;

@@ -1,0 +1,138 @@
+//! Plans of matrix products: a plan is built once per problem, shared by every layer that has it, and runs on either backend.
+
+use std::sync::Arc;
+
+use rustc_hash::FxHashMap;
+
+use crate::base::dtype::DType;
+use crate::base::error::{Error, ErrorKind, Result};
+use crate::base::pointer::DevPtr;
+use crate::cuda::device::CudaDevice;
+use crate::cuda::lt::{CublasLt, CublasPlan, NOT_SUPPORTED};
+use crate::gemm::problem::{GemmPointers, Problem, ScaleMode};
+use crate::host::gemm as host_gemm;
+use crate::launch::target::{Backend, Target};
+
+/// Plans that are kept although no layer holds them.
+const IDLE_PLANS: usize = 1024;
+
+/// Elements of an operand that cuBLAS always takes.
+const PART_ELEMENTS: usize = 1 << 30;
+/// Parts start where results and biases of every type are aligned to [`Problem::alignment`].
+const PART_GRANULE: usize = 128;
+
+/// A problem made ready for one device.
+#[derive(Debug)]
+pub struct GemmPlan {
+    problem: Problem,
+    /// One part, or several along n where cuBLAS cannot index the second operand at once; none on the host.
+    parts: Vec<Part>,
+}
+
+/// Some columns of the result.
+#[derive(Debug)]
+struct Part {
+    cublas: CublasPlan,
+    /// Bytes from the second operand's, the bias's and the result's first bytes.
+    offsets: [usize; 3],
+}
+
+impl GemmPlan {
+    /// The problem it solves.
+    #[must_use]
+    pub fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    /// Runs it; nothing is done when the result is empty.
+    ///
+    /// # Errors
+    /// cuBLASLt's refusal.
+    #[inline]
+    pub fn run(&self, target: &mut Target<'_>, io: &GemmPointers<DevPtr<'_>>) -> Result<()> {
+        if self.problem.m == 0 || self.problem.n == 0 || !target.trace.on_gemm(&self.problem) {
+            return Ok(());
+        }
+        match (&mut target.backend, self.parts.as_slice()) {
+            (Backend::Cuda(queue), [part]) => part.cublas.run(queue.stream, io, &self.problem),
+            (Backend::Cuda(queue), [_, _, ..]) => self.parts.iter().try_for_each(|part| {
+                let [w, bias, d] = part.offsets;
+                let io = GemmPointers { w: io.w.offset(w), bias: io.bias.offset(bias), d: io.d.offset(d), ..*io };
+                part.cublas.run(queue.stream, &io, &self.problem)
+            }),
+            (Backend::Host, []) => host_gemm::run(&self.problem, io),
+            _ => Err(Error::state("gemm", "a plan was run on another device than it was made for")),
+        }
+    }
+}
+
+/// Plans of one device.
+#[derive(Debug, Default)]
+pub struct GemmPlans {
+    cublas: Option<CublasLt>,
+    plans: FxHashMap<Problem, Arc<GemmPlan>>,
+}
+
+impl GemmPlans {
+    /// The plan of `problem`, built at first use.
+    ///
+    /// # Errors
+    /// Shapes or layouts that the device cannot take, or cuBLASLt's refusal. With a CUDA device, its context must be
+    /// current.
+    pub fn get(&mut self, device: Option<&CudaDevice>, problem: Problem) -> Result<Arc<GemmPlan>> {
+        if let Some(plan) = self.plans.get(&problem) {
+            return Ok(Arc::clone(plan));
+        }
+        problem.check()?;
+        let mut parts = Vec::new();
+        if device.is_some() && problem.m != 0 && problem.n != 0 {
+            let cublas = match &mut self.cublas {
+                Some(cublas) => cublas,
+                none => none.insert(CublasLt::open()?),
+            };
+            parts = make_parts(cublas, &problem)?;
+        }
+        if self.plans.len() >= IDLE_PLANS {
+            self.plans.retain(|_, plan| Arc::strong_count(plan) > 1);
+        }
+        let plan = Arc::new(GemmPlan { problem, parts });
+        self.plans.insert(problem, Arc::clone(&plan));
+        Ok(plan)
+    }
+
+    /// How many plans are held.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.plans.len()
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.plans.is_empty()
+    }
+}
+
+/// The whole problem; or, where cuBLAS has no algorithm for a second operand this large, parts of its rows.
+fn make_parts(cublas: &CublasLt, problem: &Problem) -> Result<Vec<Part>> {
+    let refused = match cublas.plan(problem) {
+        Ok(cublas) => return Ok(vec![Part { cublas, offsets: [0; 3] }]),
+        Err(error) => error,
+    };
+    let unsupported = matches!(refused.kind(), ErrorKind::Cublas { status: NOT_SUPPORTED, .. });
+    let small = problem.n.saturating_mul(problem.w.ld) <= PART_ELEMENTS;
+    let splittable = matches!(problem.w.scale, ScaleMode::None | ScaleMode::Tensor) && !problem.w.k_outermost;
+    if !unsupported || small || !splittable {
+        return Err(refused);
+    }
+    let step = (PART_ELEMENTS / problem.w.ld).max(1).next_multiple_of(PART_GRANULE);
+    (0..problem.n)
+        .step_by(step)
+        .map(|start| {
+            let part = Problem { n: step.min(problem.n - start), ..*problem };
+            let w = start * problem.w.ld * problem.w.dtype.size();
+            let bias = start * problem.bias.map_or(0, DType::size);
+            Ok(Part { cublas: cublas.plan(&part)?, offsets: [w, bias, start * problem.d.size()] })
+        })
+        .collect()
+}

@@ -1,0 +1,62 @@
+//! Typed kernel parameters: the structs that launches copy, each bound to the kernels that take it.
+
+use te_fast_kernels::KernelId;
+
+use crate::base::error::Result;
+
+/// What makes [`Params`] the business of [`params!`] alone.
+pub(crate) mod sealed {
+    /// A struct whose layout `params!` has checked.
+    pub trait Sealed {}
+}
+
+/// Parameters of a kernel: their bytes are what the launch copies, and the host backend runs on the same struct. Kernels
+/// read them as their own struct, so that no other crate can add one: `params!` defines each, without padding.
+pub trait Params: sealed::Sealed {
+    /// Whether the kernel takes this struct.
+    fn accepts(id: KernelId) -> bool;
+
+    /// Runs the host kernel of `id`.
+    ///
+    /// # Errors
+    /// Only what the kernel itself can find wrong; shapes were checked by the plan.
+    fn run_host(&self, id: KernelId) -> Result<()>;
+}
+
+/// Defines a `#[repr(C)]` parameter struct, asserts its size (the `.cu` file asserts the same number) and binds it
+/// to the families of [`KernelId`] that take it; `run` is the host kernel, `fn(&Params, KernelId) -> Result<()>`.
+macro_rules! params {
+    (
+        $(#[$doc:meta])*
+        pub struct $name:ident<$life:lifetime> [$size:literal] for $($family:ident)|+ => $run:path {
+            $($(#[$field_doc:meta])* pub $field:ident: $type:ty,)*
+        }
+    ) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug)]
+        #[repr(C)]
+        pub struct $name<$life> { $($(#[$field_doc])* pub $field: $type,)* }
+
+        const _: () = assert!(std::mem::size_of::<$name<'static>>() == $size);
+        // No padding: every byte that the launch copies and the recorder reads is a field.
+        const _: () = {
+            #[allow(clippy::extra_unused_lifetimes, reason = "the types of pointer fields name it")]
+            const fn fields<$life>() -> usize { 0 $(+ std::mem::size_of::<$type>())* }
+            assert!(fields() == $size);
+        };
+
+        impl $crate::launch::params::sealed::Sealed for $name<'_> {}
+
+        impl $crate::launch::params::Params for $name<'_> {
+            fn accepts(id: te_fast_kernels::KernelId) -> bool {
+                matches!(id, $(te_fast_kernels::KernelId::$family { .. })|+)
+            }
+
+            fn run_host(&self, id: te_fast_kernels::KernelId) -> $crate::base::error::Result<()> {
+                $run(self, id)
+            }
+        }
+    };
+}
+
+pub(crate) use params;

@@ -1,0 +1,24 @@
+//! The pointers of an op, declared once: addresses when it runs, places while a program is compiled.
+
+/// Defines a struct of one field per pointer, generic in what a pointer is. The default has none of them.
+#[macro_export]
+macro_rules! pointers {
+    ($(#[$doc:meta])* pub struct $name:ident { $($(#[$field_doc:meta])* $field:ident,)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        pub struct $name<P> { $($(#[$field_doc])* pub $field: P,)* }
+
+        impl<P> $name<P> {
+            /// The same of what `to` makes of each pointer.
+            #[inline]
+            pub fn map<Q>(&self, mut to: impl FnMut(&P) -> Q) -> $name<Q> {
+                $name { $($field: to(&self.$field),)* }
+            }
+
+            /// Shows every pointer to `visit`.
+            pub fn each(&self, mut visit: impl FnMut(&P)) {
+                $(visit(&self.$field);)*
+            }
+        }
+    };
+}

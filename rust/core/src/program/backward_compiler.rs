@@ -1,0 +1,132 @@
+//! The state of a backward's compilation, and what its ops share: where gradients go and who adds which.
+
+use crate::program::buffer::{Arena, At};
+use crate::program::chain::Op;
+use crate::program::edge::{LayoutAt, Layouts, Rows};
+use crate::program::facts::Facts;
+use crate::program::forward_compiler::Left;
+use crate::program::port::Port;
+use crate::program::work::{FlowName, Flows, Step, Work};
+
+/// A compiled backward.
+#[derive(Debug)]
+pub(crate) struct Backward {
+    pub(crate) flows: Flows,
+    /// Where the input's gradient is.
+    pub(crate) grad_input: Port,
+    /// The same for each extra input.
+    pub(crate) grad_extras: Vec<Port>,
+    pub(crate) notes: Vec<String>,
+}
+
+pub(super) struct Compiler<'a> {
+    pub(super) facts: &'a Facts,
+    pub(super) left: &'a Left,
+    pub(super) out: Backward,
+    /// Gradient of a bias that the quantisation of the gradient computes.
+    pub(super) bias_grad: At,
+}
+
+impl<'a> Compiler<'a> {
+    pub(super) fn new(facts: &'a Facts, left: &'a Left, flows: Flows) -> Self {
+        let grad_extras = vec![Port::None; facts.chain.extra_inputs()];
+        let out = Backward { flows, grad_input: Port::None, grad_extras, notes: Vec::new() };
+        Self { facts, left, out, bias_grad: At::NONE }
+    }
+
+    /// Whether the op or anything before it wants a gradient.
+    pub(super) fn runs(&self, index: usize) -> bool {
+        self.facts.grads_before[index + 1]
+    }
+
+    /// The op before `index`, identities left out.
+    pub(super) fn op_before(&self, index: usize) -> Option<(usize, Op)> {
+        let links = self.facts.chain.links();
+        (0..index).rev().map(|at| (at, links[at].op)).find(|(_, op)| !matches!(op, Op::Identity))
+    }
+
+    /// The next step, on the rows of the input.
+    pub(super) fn step(&mut self, work: Work, index: usize, text: &'static str) {
+        self.step_of(FlowName::Backward, Rows::Input, work, index, text);
+    }
+
+    pub(super) fn step_of(&mut self, flow: FlowName, rows: Rows, work: Work, index: usize, text: &'static str) {
+        self.out.flows.push(flow, Step { work, rows, ops: (index, index), text });
+    }
+
+    pub(super) fn scratch(&mut self) -> At {
+        self.buffer(FlowName::Backward.scratch())
+    }
+
+    pub(super) fn buffer(&mut self, arena: Arena) -> At {
+        self.out.flows.buffers.add(arena)
+    }
+
+    /// A buffer that the weight's gradient of a linear op reads: kept where that waits.
+    pub(super) fn for_weight_grad(&mut self, linear: usize) -> At {
+        let waits = self.facts.linears[linear].deferred;
+        self.buffer(if waits { Arena::Deferred(linear as u16) } else { FlowName::Backward.scratch() })
+    }
+
+    /// Layouts of a linear op's gradient in FP8.
+    pub(super) fn grad_layouts(&mut self, linear: usize) -> Layouts {
+        let Some(dy) = self.facts.linears[linear].dy() else { return Layouts::default() };
+        let mut layouts = Layouts::default();
+        if dy.usage().columnwise {
+            layouts.col = LayoutAt { data: self.for_weight_grad(linear), scale: self.for_weight_grad(linear) };
+        }
+        if dy.usage().rowwise {
+            let shared = layouts.col.is_some() && dy.shares_scale();
+            let scale = if shared { layouts.col.scale } else { self.scratch() };
+            layouts.row = LayoutAt { data: self.scratch(), scale };
+        }
+        layouts
+    }
+
+    /// Where the gradient of edge `index` goes: to whoever hands it out first, else into scratch.
+    pub(super) fn place_of(&mut self, index: usize) -> At {
+        let Facts { chain, key, .. } = self.facts;
+        let mut is_grad_input = key.input_grad;
+        for (at, link) in chain.links()[..index].iter().enumerate().rev() {
+            match link.op {
+                // Their input's gradient is their output's.
+                Op::Identity | Op::Bias { .. } => {}
+                // The op behind it has added the extra gradient.
+                Op::MakeExtraOutput { .. } if self.takes_branch(at).is_some() => {}
+                Op::AddExtraInput { .. } if !key.extras[link.extra_input].1 => {}
+                Op::AddExtraInput { .. } => return At::of(Port::GradExtra(link.extra_input as u16)),
+                _ => {
+                    is_grad_input = false;
+                    break;
+                }
+            }
+        }
+        if is_grad_input {
+            return At::of(Port::GradInput);
+        }
+        self.scratch()
+    }
+
+    pub(super) fn param_grad(&self, param: usize) -> At {
+        if self.facts.key.params[param].1 { At::of(Port::GradParam(param as u16)) } else { At::NONE }
+    }
+
+    /// The op behind a `MakeExtraOutput` that adds the extra gradient in its own launch.
+    pub(super) fn takes_branch(&self, index: usize) -> Option<usize> {
+        let links = self.facts.chain.links();
+        let Op::MakeExtraOutput { in_place } = links[index].op else { return None };
+        let behind = (index + 1..links.len()).find(|&at| !matches!(links[at].op, Op::Identity))?;
+        match links[behind].op {
+            Op::Norm { .. } => Some(behind),
+            Op::Linear { .. } => in_place.then_some(behind),
+            _ => None,
+        }
+    }
+
+    /// The extra output before op `index` whose gradient the op adds.
+    pub(super) fn branch_before(&self, index: usize) -> Option<At> {
+        let (before, _) = self.op_before(index)?;
+        (self.takes_branch(before) == Some(index))
+            .then(|| At::of(Port::GradExtraOutput(self.facts.chain.links()[before].extra_output as u16)))
+    }
+}

@@ -1,0 +1,130 @@
+//! What a call brings: addresses by port, and plans of weight gradients that go elsewhere than into tensors of their own.
+
+use std::sync::Arc;
+
+use crate::base::pointer::{AddressTable, Addresses, DevPtr};
+use crate::gemm::plan::GemmPlan;
+use crate::program::port::{Cell, LinearPort, Port, PortNumbers};
+use crate::quant::value::{LinearSlots, WeightBuffer};
+use crate::runtime::lane::Workspace;
+
+/// The memory of [`Bindings`], kept between calls so that these allocate nothing.
+#[derive(Debug, Default)]
+pub struct CallTable {
+    addresses: AddressTable,
+    weight_grads: Vec<Option<Arc<GemmPlan>>>,
+    /// Type of each of these results and whether it is added to, as numbers.
+    variants: Vec<u32>,
+}
+
+impl CallTable {
+    pub(crate) fn fill<'t, 'a>(&'t mut self, ports: &'t PortNumbers) -> Bindings<'t, 'a> {
+        self.weight_grads.clear();
+        self.weight_grads.resize(ports.linears(), None);
+        self.variants.clear();
+        self.variants.resize(ports.linears(), 0);
+        Bindings {
+            ports,
+            addresses: self.addresses.fill(ports.len()),
+            weight_grads: &mut self.weight_grads,
+            variants: &mut self.variants,
+        }
+    }
+}
+
+/// What one call brings; ports that it does not set are null.
+#[derive(Debug)]
+pub struct Bindings<'t, 'a> {
+    ports: &'t PortNumbers,
+    addresses: Addresses<'t, 'a>,
+    weight_grads: &'t mut [Option<Arc<GemmPlan>>],
+    variants: &'t mut [u32],
+}
+
+impl<'a> Bindings<'_, 'a> {
+    /// The address of `port`.
+    #[inline]
+    pub fn set(&mut self, port: Port, address: DevPtr<'a>) {
+        self.addresses.set(self.ports.of(port), address);
+    }
+
+    /// Where a linear op's quantised weight is or goes.
+    pub fn set_weight(&mut self, linear: usize, weight: &WeightBuffer<'a>) {
+        let (row, col) = (weight.row(), weight.col());
+        let parts = [
+            (LinearPort::Row, row.data),
+            (LinearPort::RowScale, row.scale),
+            (LinearPort::Col, col.data),
+            (LinearPort::ColScale, col.scale),
+        ];
+        for (part, address) in parts {
+            self.set(Port::Linear(linear as u16, part), address);
+        }
+    }
+
+    /// The weight in high precision that is to be quantised there now.
+    pub fn set_fresh_weight(&mut self, linear: usize, weight: DevPtr<'a>) {
+        self.set(Port::Linear(linear as u16, LinearPort::Fresh), weight);
+    }
+
+    /// A linear op's slots of delayed scaling.
+    pub fn set_slots(&mut self, linear: usize, slots: &LinearSlots<'a>) {
+        let parts = [
+            (LinearPort::InputScale, slots.input.scale),
+            (LinearPort::InputAmax, slots.input.amax),
+            (LinearPort::WeightScale, slots.weight.scale),
+            (LinearPort::WeightAmax, slots.weight.amax),
+            (LinearPort::GradScale, slots.grad.scale),
+            (LinearPort::GradAmax, slots.grad.amax),
+        ];
+        for (part, address) in parts {
+            self.set(Port::Linear(linear as u16, part), address);
+        }
+    }
+
+    /// What waits for a linear op's `backward_dw`.
+    pub fn set_deferred(&mut self, linear: usize, kept: DevPtr<'a>) {
+        self.set(Port::Linear(linear as u16, LinearPort::Deferred), kept);
+    }
+
+    /// A linear op's weight gradient goes through this plan, from
+    /// [`Program::weight_grad_plan`](crate::program::Program::weight_grad_plan).
+    pub fn set_weight_grad(&mut self, linear: usize, plan: Arc<GemmPlan>) {
+        let problem = plan.problem();
+        self.variants[linear] = 1 + 2 * problem.d as u32 + u32::from(problem.accumulate);
+        self.weight_grads[linear] = Some(plan);
+    }
+
+    pub(crate) fn set_workspace(&mut self, workspace: &Workspace<'a>) {
+        self.set(Port::Workspace, workspace.gemm);
+        self.set(Port::Counters, workspace.counters);
+        self.set(Port::Scratch, workspace.scratch);
+    }
+
+    /// Sets buffer number `number`, `offset` bytes from the address `base`.
+    #[inline]
+    pub(crate) fn set_buffer(&mut self, number: u32, base: u32, offset: usize) {
+        let address = self.addresses.get(base as usize).offset(offset);
+        self.addresses.set(number as usize, address);
+    }
+
+    /// Makes room for `buffers` buffers.
+    pub(crate) fn grow(&mut self, buffers: usize) {
+        self.addresses.grow(self.ports.len() + buffers);
+    }
+
+    #[inline]
+    pub(crate) fn at(&self, cell: Cell) -> DevPtr<'a> {
+        self.addresses.get(cell.number as usize).offset(cell.offset as usize)
+    }
+
+    pub(crate) fn weight_grad(&self, linear: usize) -> Option<&GemmPlan> {
+        self.weight_grads.get(linear)?.as_deref()
+    }
+
+    /// Everything that the launches of a call depend on beyond its program and stream: the addresses, and the kinds of
+    /// its weight gradients.
+    pub(crate) fn numbers(&self) -> (&[u64], &[u32]) {
+        (self.addresses.numbers(self.ports.len()), self.variants)
+    }
+}

@@ -1,0 +1,238 @@
+//! A chain compiled for one key, and found by it.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use te_fast_kernels::Float;
+
+use crate::base::dtype::DType;
+use crate::base::error::{ErrorKind, Result};
+use crate::gemm::plan::GemmPlan;
+use crate::program::bindings::{Bindings, CallTable};
+use crate::program::chain::{Chain, Op, ProgramKey};
+use crate::program::compile::{Compiled, grad_dtype};
+use crate::program::facts::Facts;
+use crate::program::port::Port;
+use crate::program::sized::{SizeCache, SizedProgram};
+use crate::program::work::FlowName;
+use crate::quant::value::WeightLayout;
+use crate::recipe::definition::Recipe;
+use crate::runtime::dispatcher::Dispatcher;
+
+/// A step as `explain` shows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Explained {
+    /// What is launched.
+    pub text: &'static str,
+    /// First and last op that it computes.
+    pub ops: (usize, usize),
+}
+
+/// A chain compiled for one key, whatever the rows of a call.
+#[derive(Debug)]
+pub struct Program {
+    facts: Facts,
+    compiled: Compiled,
+    /// The same without hand-overs, for row counts at which cuBLASLt has no such GEMM.
+    plain: Mutex<Option<Arc<Compiled>>>,
+    sizes: Mutex<SizeCache>,
+    grad_dtypes: Vec<Float>,
+    extra_output_cols: Vec<usize>,
+    graphs: bool,
+}
+
+impl Program {
+    /// Compiles `chain`; in FP8 under `recipe`, in high precision without. The device must be current.
+    ///
+    /// # Errors
+    /// Ops that do not fit each other or the key (naming the op), or what the device or cuBLAS lacks.
+    pub fn new(dispatcher: &mut Dispatcher, chain: &Chain, key: ProgramKey, recipe: Option<&Recipe>) -> Result<Self> {
+        let facts = Facts::new(dispatcher, chain, key, recipe)?;
+        let compiled = Compiled::new(dispatcher, &facts, true)?;
+        let links = chain.links().iter().zip(&facts.edges);
+        let makes_extra = |op: Op| matches!(op, Op::MakeExtraOutput { .. });
+        Ok(Self {
+            compiled,
+            plain: Mutex::default(),
+            sizes: Mutex::default(),
+            grad_dtypes: (0..chain.params()).map(|param| grad_dtype(&facts, param)).collect(),
+            extra_output_cols: links.filter(|(link, _)| makes_extra(link.op)).map(|(_, edge)| edge.cols).collect(),
+            graphs: dispatcher.config.graphs && !dispatcher.config.synchronise,
+            facts,
+        })
+    }
+
+    /// The program for an input of so many rows, kept from an earlier call or made now. The device must be current.
+    ///
+    /// # Errors
+    /// Row counts that an op does not take (naming the op), or what cuBLAS lacks.
+    #[inline]
+    pub fn sized(&self, dispatcher: &mut Dispatcher, rows: usize) -> Result<Arc<SizedProgram>> {
+        if let Some(sized) = self.sizes.lock().unwrap_or_else(PoisonError::into_inner).get(rows) {
+            dispatcher.trace.counters.plan_hits += 1;
+            return Ok(sized);
+        }
+        self.size(dispatcher, rows)
+    }
+
+    #[cold]
+    fn size(&self, dispatcher: &mut Dispatcher, rows: usize) -> Result<Arc<SizedProgram>> {
+        dispatcher.trace.counters.plan_misses += 1;
+        let sized = match SizedProgram::new(dispatcher, &self.facts, &self.compiled, (rows, self.graphs)) {
+            Err(error) if self.compiled.hands_over && matches!(error.kind(), ErrorKind::Cublas { .. }) => {
+                let plain = self.without_handovers(dispatcher)?;
+                SizedProgram::new(dispatcher, &self.facts, &plain, (rows, self.graphs))?
+            }
+            sized => sized?,
+        };
+        let sized = Arc::new(sized);
+        self.sizes.lock().unwrap_or_else(PoisonError::into_inner).insert(&sized);
+        Ok(sized)
+    }
+
+    fn without_handovers(&self, dispatcher: &mut Dispatcher) -> Result<Arc<Compiled>> {
+        let mut plain = self.plain.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(plain) = &*plain {
+            return Ok(Arc::clone(plain));
+        }
+        let made = Arc::new(Compiled::new(dispatcher, &self.facts, false)?);
+        Ok(Arc::clone(plain.insert(made)))
+    }
+
+    /// What it was compiled for.
+    #[must_use]
+    pub const fn key(&self) -> &ProgramKey {
+        &self.facts.key
+    }
+
+    /// The recipe in it.
+    #[must_use]
+    pub const fn recipe(&self) -> Option<&Recipe> {
+        self.facts.recipe.as_ref()
+    }
+
+    /// Row counts that are kept, the one used last at the end.
+    #[must_use]
+    pub fn row_counts(&self) -> Vec<usize> {
+        self.sizes.lock().unwrap_or_else(PoisonError::into_inner).row_counts()
+    }
+
+    /// What a call brings, in memory that is kept between calls.
+    #[must_use]
+    pub fn call<'t, 'a>(&'t self, table: &'t mut CallTable) -> Bindings<'t, 'a> {
+        table.fill(&self.facts.ports)
+    }
+
+    /// The extra inputs whose memory forward writes to.
+    #[must_use]
+    pub fn written_extra_inputs(&self) -> &[usize] {
+        self.facts.chain.written_extra_inputs()
+    }
+
+    /// Where the output is: [`Port::Output`], or a tensor that it is the same as.
+    #[must_use]
+    pub const fn output(&self) -> Port {
+        self.compiled.output
+    }
+
+    /// The same for each extra output.
+    #[must_use]
+    pub fn extra_outputs(&self) -> &[Port] {
+        &self.compiled.extra_outputs
+    }
+
+    /// Where the input's gradient is: [`Port::GradInput`], or a tensor that it is the same as.
+    #[must_use]
+    pub const fn grad_input(&self) -> Port {
+        self.compiled.grad_input
+    }
+
+    /// The same for each extra input.
+    #[must_use]
+    pub fn grad_extras(&self) -> &[Port] {
+        &self.compiled.grad_extras
+    }
+
+    /// Columns of the output.
+    #[must_use]
+    pub fn out_cols(&self) -> usize {
+        self.facts.edges.last().map_or(self.facts.key.cols, |edge| edge.cols)
+    }
+
+    /// Columns of the edges: the input of each op, and the output.
+    pub fn widths(&self) -> impl Iterator<Item = usize> + '_ {
+        self.facts.edges.iter().map(|edge| edge.cols)
+    }
+
+    /// Columns of each extra output.
+    #[must_use]
+    pub fn extra_output_cols(&self) -> &[usize] {
+        &self.extra_output_cols
+    }
+
+    /// Type that a parameter's gradient is written in.
+    #[must_use]
+    pub fn grad_dtype(&self, param: usize) -> Float {
+        self.grad_dtypes[param]
+    }
+
+    /// The call's own tensors (input, extra inputs and outputs, parameters) that backward reads.
+    #[must_use]
+    pub fn reads(&self) -> &[Port] {
+        &self.compiled.reads
+    }
+
+    /// A linear op's weight among the parameters.
+    #[must_use]
+    pub fn linear_param(&self, linear: usize) -> usize {
+        self.facts.chain.linear_params()[linear]
+    }
+
+    /// Whether a linear op's weight gradient waits for `backward_dw`.
+    #[must_use]
+    pub fn is_deferred(&self, linear: usize) -> bool {
+        self.facts.linears[linear].deferred
+    }
+
+    /// Whether backward reads the quantised weight of a linear op.
+    #[must_use]
+    pub fn reads_weight(&self, linear: usize) -> bool {
+        self.facts.linears[linear].input_grad
+    }
+
+    /// How a linear op's quantised weight lies in memory; empty in high precision.
+    #[must_use]
+    pub fn weight_layout(&self, linear: usize) -> WeightLayout {
+        self.facts.linears[linear].weight_layout()
+    }
+
+    /// The GEMM of a weight gradient that goes into a buffer of the caller's: `main_grad`, added or set.
+    ///
+    /// # Errors
+    /// See [`Dispatcher::gemm`].
+    pub fn weight_grad_plan(
+        &self,
+        dispatcher: &mut Dispatcher,
+        rows: usize,
+        linear: usize,
+        (d, accumulate): (DType, bool),
+        address: usize,
+    ) -> Result<Arc<GemmPlan>> {
+        let alignment = 1_usize << address.trailing_zeros().min(8);
+        self.facts.linears[linear].wgrad(dispatcher, rows, (d, accumulate), alignment as u16)
+    }
+
+    /// The launches of forward and of backward.
+    #[must_use]
+    pub fn explain(&self) -> [Vec<Explained>; 2] {
+        [FlowName::Forward, FlowName::Backward].map(|flow| {
+            let steps = self.compiled.flows.steps(flow).iter();
+            steps.map(|step| Explained { text: step.text, ops: step.ops }).collect()
+        })
+    }
+
+    /// Why fusions did not apply.
+    #[must_use]
+    pub fn notes(&self) -> &[String] {
+        &self.compiled.notes
+    }
+}

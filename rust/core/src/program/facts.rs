@@ -1,0 +1,119 @@
+//! What both directions of a chain are compiled from.
+
+use te_fast_kernels::Float;
+
+use crate::base::error::{Error, Result};
+use crate::program::chain::{Chain, Link, Op, ProgramKey};
+use crate::program::edge::{Edge, Kind, Rows};
+use crate::program::linear_op::LinearOp;
+use crate::program::port::{Port, PortCounts, PortNumbers};
+use crate::recipe::definition::Recipe;
+use crate::runtime::dispatcher::Dispatcher;
+use crate::runtime::lane::Limits;
+
+/// A chain, a key, and what follows from the two.
+#[derive(Debug)]
+pub(crate) struct Facts {
+    pub(crate) chain: Chain,
+    pub(crate) key: ProgramKey,
+    /// None in high precision.
+    pub(crate) recipe: Option<Recipe>,
+    /// The input of each op, and the output.
+    pub(crate) edges: Vec<Edge>,
+    pub(crate) linears: Vec<LinearOp>,
+    /// For each op, and behind the last, whether anything before wants a gradient.
+    pub(crate) grads_before: Vec<bool>,
+    pub(crate) limits: Limits,
+    pub(crate) ports: PortNumbers,
+}
+
+impl Facts {
+    pub(crate) fn new(
+        dispatcher: &mut Dispatcher,
+        chain: &Chain,
+        key: ProgramKey,
+        recipe: Option<&Recipe>,
+    ) -> Result<Self> {
+        let kind = Kind::High(key.activation);
+        let edges: Vec<Edge> =
+            chain.widths(key.cols)?.into_iter().map(|cols| Edge { rows: Rows::Input, cols, kind }).collect();
+        let grads_before = grads_before(chain, &key);
+        let limits = dispatcher.limits(key.device)?;
+        let linears = linear_indices(chain)
+            .map(|index| {
+                let op = LinearOp::new(chain, index, &key, recipe, (grads_before[index], limits.multiprocessors));
+                op.map_err(|error| error.within(&chain.links()[index].label))
+            })
+            .collect::<Result<_>>()?;
+        let ports = PortNumbers::new(PortCounts {
+            extras: chain.extra_inputs(),
+            extra_outputs: chain.extra_outputs(),
+            params: chain.params(),
+            linears: chain.linears(),
+        });
+        Ok(Self { chain: chain.clone(), key, recipe: recipe.copied(), edges, linears, grads_before, limits, ports })
+    }
+
+    pub(crate) fn label(&self, index: usize) -> &str {
+        self.chain.links().get(index).map_or("", |link| &link.label)
+    }
+
+    /// An error of the op at `index`.
+    pub(crate) fn within(&self, index: usize, error: Error) -> Error {
+        error.within(self.label(index))
+    }
+
+    /// Elements and type of a tensor of the call's, of those that backward reads, for `rows` rows.
+    pub(crate) fn extent_of(&self, port: Port, rows: usize) -> (usize, Float) {
+        let key = &self.key;
+        let ops = || self.chain.links().iter().zip(&self.edges);
+        match port {
+            Port::Input => (rows * key.cols, key.activation),
+            Port::Extra(index) => {
+                let takes = |link: &Link| link.op.extra_inputs() != 0 && link.extra_input == usize::from(index);
+                let cols = ops().find(|(link, _)| takes(link)).map_or(0, |(link, edge)| match link.op {
+                    Op::AddExtraInput { .. } => edge.cols,
+                    _ => 1,
+                });
+                (rows * cols, key.extras[usize::from(index)].0)
+            }
+            Port::ExtraOutput(index) => {
+                let makes = |link: &Link| link.op.extra_outputs() != 0 && link.extra_output == usize::from(index);
+                (rows * ops().find(|(link, _)| makes(link)).map_or(0, |(_, edge)| edge.cols), key.activation)
+            }
+            Port::Param(index) => {
+                let owns = |link: &&Link| (link.param..link.param + link.op.params()).contains(&usize::from(index));
+                let elements = self.chain.links().iter().find(owns).map_or(0, |link| match link.op {
+                    Op::Linear { inputs, outputs } => inputs * outputs,
+                    Op::Bias { size } => size,
+                    Op::Norm { cols, .. } => cols,
+                    _ => 0,
+                });
+                (elements, key.params[usize::from(index)].0)
+            }
+            _ => (0, key.activation),
+        }
+    }
+
+    /// The op of each linear op.
+    pub(crate) fn linear_indices(&self) -> impl Iterator<Item = usize> + '_ {
+        linear_indices(&self.chain)
+    }
+}
+
+fn linear_indices(chain: &Chain) -> impl Iterator<Item = usize> + '_ {
+    chain.links().iter().enumerate().filter(|(_, link)| matches!(link.op, Op::Linear { .. })).map(|(index, _)| index)
+}
+
+/// For each op, and behind the last, whether anything before wants a gradient.
+fn grads_before(chain: &Chain, key: &ProgramKey) -> Vec<bool> {
+    let mut wanted = key.input_grad;
+    let mut list = vec![wanted];
+    for link in chain.links() {
+        let params = link.param..link.param + link.op.params();
+        let extras = link.extra_input..link.extra_input + link.op.extra_inputs();
+        wanted |= key.params[params].iter().chain(&key.extras[extras]).any(|&(_, grad)| grad);
+        list.push(wanted);
+    }
+    list
+}

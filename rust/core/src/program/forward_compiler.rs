@@ -1,0 +1,233 @@
+//! The state of a forward's compilation, and what its ops share: where values go, who takes them, what stays.
+
+use crate::ops::dequantize::DequantizeSpec;
+use crate::program::buffer::{Arena, At};
+use crate::program::chain::{Link, Op};
+use crate::program::edge::{LayoutAt, Layouts, Rows};
+use crate::program::facts::Facts;
+use crate::program::port::{LinearPort, Port};
+use crate::program::work::{FlowName, Flows, SlotAt, Step, Work};
+use crate::recipe::definition::{Recipe, Scaling};
+use crate::runtime::dispatcher::Dispatcher;
+
+/// What an op's backward reads of its forward.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) enum Kept {
+    #[default]
+    Nothing,
+    /// The input of a linear op, as its weight's gradient takes it.
+    Linear {
+        x: LayoutAt,
+    },
+    Norm {
+        x: At,
+        mean: At,
+        rstd: At,
+    },
+    Activation {
+        x: At,
+        quantized: Option<(DequantizeSpec, LayoutAt)>,
+        row_scale: At,
+    },
+}
+
+/// What backward is compiled from.
+#[derive(Debug, Default)]
+pub(crate) struct Left {
+    /// Per op.
+    pub(crate) kept: Vec<Kept>,
+    /// Weights converted to the type of the activations, per linear op.
+    pub(crate) converted: Vec<At>,
+}
+
+/// A compiled forward.
+#[derive(Debug)]
+pub(crate) struct Forward {
+    pub(crate) flows: Flows,
+    pub(crate) left: Left,
+    /// Where the output is: the output itself, or a tensor that it is the same as.
+    pub(crate) output: Port,
+    /// The same for each extra output.
+    pub(crate) extra_outputs: Vec<Port>,
+    pub(crate) notes: Vec<String>,
+    pub(crate) hands_over: bool,
+}
+
+/// What a forward hands over in FP8 from GEMM to GEMM.
+#[derive(Debug, Default)]
+pub(super) struct Handovers {
+    /// Rows of scales, one per value; nothing is handed over without.
+    pub(super) table: At,
+    /// The linear ops that take a value, by row.
+    pub(super) takers: Vec<usize>,
+    /// Some value comes straight from a linear op, not from an activation behind one.
+    pub(super) direct: bool,
+}
+
+pub(super) struct Compiler<'a> {
+    pub(super) facts: &'a Facts,
+    pub(super) dispatcher: &'a mut Dispatcher,
+    pub(super) out: Forward,
+    pub(super) handovers: Handovers,
+}
+
+/// FP8 output of a kernel that computes and quantises, and the slot that it does so with.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Fused {
+    pub(crate) layouts: Layouts,
+    pub(crate) slot: SlotAt,
+}
+
+impl Fused {
+    pub(crate) const NONE: Self = Self {
+        layouts: Layouts {
+            row: LayoutAt { data: At::NONE, scale: At::NONE },
+            col: LayoutAt { data: At::NONE, scale: At::NONE },
+        },
+        slot: SlotAt::NONE,
+    };
+
+    /// For the gradient of a linear op's output.
+    pub(crate) const fn of_grad(linear: usize, layouts: Layouts) -> Self {
+        Self { layouts, slot: slot(linear, LinearPort::GradScale, LinearPort::GradAmax) }
+    }
+
+    /// For a linear op's input.
+    pub(crate) const fn of_input(linear: usize, layouts: Layouts) -> Self {
+        Self { layouts, slot: slot(linear, LinearPort::InputScale, LinearPort::InputAmax) }
+    }
+}
+
+/// Scale and maximum of an operand of a linear op's.
+pub(crate) const fn slot(linear: usize, scale: LinearPort, amax: LinearPort) -> SlotAt {
+    let linear = linear as u16;
+    SlotAt { scale: At::of(Port::Linear(linear, scale)), amax: At::of(Port::Linear(linear, amax)) }
+}
+
+impl<'a> Compiler<'a> {
+    pub(super) fn new(dispatcher: &'a mut Dispatcher, facts: &'a Facts) -> Self {
+        let linears = facts.linears.len();
+        let left = Left { kept: vec![Kept::Nothing; facts.chain.links().len()], converted: vec![At::NONE; linears] };
+        let out = Forward {
+            flows: Flows::new(linears),
+            left,
+            output: Port::None,
+            extra_outputs: Vec::new(),
+            notes: Vec::new(),
+            hands_over: false,
+        };
+        Self { facts, dispatcher, out, handovers: Handovers::default() }
+    }
+
+    pub(super) fn link(&self, index: usize) -> Option<&'a Link> {
+        self.facts.chain.links().get(index)
+    }
+
+    pub(super) fn op_at(&self, index: usize) -> Option<Op> {
+        self.link(index).map(|link| link.op)
+    }
+
+    /// The next step, on the rows of the input.
+    pub(super) fn step(&mut self, work: Work, ops: (usize, usize), text: &'static str) {
+        self.step_on(Rows::Input, work, ops, text);
+    }
+
+    pub(super) fn step_on(&mut self, rows: Rows, work: Work, ops: (usize, usize), text: &'static str) {
+        self.out.flows.push(FlowName::Forward, Step { work, rows, ops, text });
+    }
+
+    pub(super) fn scratch(&mut self) -> At {
+        self.out.flows.buffers.add(FlowName::Forward.scratch())
+    }
+
+    pub(super) fn saved(&mut self) -> At {
+        self.out.flows.buffers.add(Arena::Saved)
+    }
+
+    /// A buffer that backward reads, or one of the forward's own.
+    pub(super) fn buffer(&mut self, kept: bool) -> At {
+        if kept { self.saved() } else { self.scratch() }
+    }
+
+    /// Whether the backward of op `index` needs what its forward computed from.
+    pub(super) fn runs_backward(&self, index: usize) -> bool {
+        let (facts, link) = (self.facts, &self.facts.chain.links()[index]);
+        let own = (link.param..link.param + link.op.params()).any(|param| facts.key.params[param].1);
+        let extra = link.op.extra_inputs() != 0 && facts.key.extras[link.extra_input].1;
+        facts.grads_before[index] || own || extra
+    }
+
+    /// Whether backward reads edge `index` in high precision.
+    fn keeps_edge(&self, index: usize) -> bool {
+        match self.op_at(index) {
+            Some(Op::Norm { .. }) => self.runs_backward(index),
+            Some(Op::Activation { cache_quantized_input, .. }) => !cache_quantized_input && self.runs_backward(index),
+            Some(Op::Linear { .. }) => self.facts.linears[self.facts.chain.links()[index].linear].keeps_high(),
+            _ => false,
+        }
+    }
+
+    /// The first op from `index` on that does more than hand its input on; and whether it is handed out before.
+    pub(super) fn consumer(&self, mut index: usize) -> (usize, bool) {
+        let mut handed_out = false;
+        while let Some(Op::Identity | Op::MakeExtraOutput { .. }) = self.op_at(index) {
+            handed_out |= matches!(self.op_at(index), Some(Op::MakeExtraOutput { .. }));
+            index += 1;
+        }
+        (index, handed_out)
+    }
+
+    /// Where the value of edge `index` goes.
+    pub(super) fn place_of(&mut self, index: usize) -> At {
+        let mut first = index;
+        while let Some(Op::Identity) = self.op_at(first) {
+            first += 1;
+        }
+        match self.link(first) {
+            None => At::of(Port::Output),
+            Some(link) if matches!(link.op, Op::MakeExtraOutput { .. }) => {
+                At::of(Port::ExtraOutput(link.extra_output as u16))
+            }
+            Some(_) => {
+                let kept = self.keeps_edge(first);
+                self.buffer(kept)
+            }
+        }
+    }
+
+    /// The linear op that takes edge `index` in FP8 under delayed scaling, from a kernel that computes and quantises.
+    pub(super) fn fp8_consumer(&self, index: usize) -> Option<(usize, bool)> {
+        let (consumer, handed_out) = self.consumer(index);
+        let link = self.link(consumer)?;
+        let delayed = self.facts.recipe.as_ref().is_some_and(Recipe::is_delayed);
+        (matches!(link.op, Op::Linear { .. }) && delayed).then_some((link.linear, handed_out))
+    }
+
+    /// Says why a value is quantised by a launch of its own.
+    pub(super) fn note_unfused(&mut self, index: usize, what: &str) {
+        let (consumer, _) = self.consumer(index + 1);
+        let Some(link) = self.link(consumer).filter(|link| matches!(link.op, Op::Linear { .. })) else { return };
+        let scaling = match self.facts.recipe.as_ref().map(|recipe| recipe.scaling) {
+            Some(Scaling::Current) => "current scaling needs the maximum of the whole tensor before it can quantise",
+            Some(Scaling::Block) => "block scaling quantises in blocks that span rows",
+            _ => return,
+        };
+        let note = format!("{what} {} does not quantise for {}: {scaling}", self.facts.label(index), link.label);
+        self.out.notes.push(note);
+    }
+
+    /// Where the layouts of a linear op's input go.
+    pub(super) fn fused(&mut self, linear: usize) -> Fused {
+        let op = &self.facts.linears[linear];
+        let Some(casts) = &op.casts else { return Fused::NONE };
+        let mut col = LayoutAt::default();
+        if casts.usages.input().columnwise {
+            col = LayoutAt { data: self.saved(), scale: self.saved() };
+        }
+        let data = self.buffer(op.keeps_row());
+        // One scale serves both layouts of a tensor, and backward reads it from what is kept.
+        let shared = col.is_some() && casts.x.shares_scale();
+        let scale = if shared { col.scale } else { self.buffer(op.keeps_row()) };
+        Fused::of_input(linear, Layouts { row: LayoutAt { data, scale }, col })
+    }
+}

@@ -1,0 +1,87 @@
+//! The launches of a program for one row count: plans, and pointers as numbers of a call's address table.
+
+use std::sync::Arc;
+
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
+use crate::gemm::plan::GemmPlan;
+use crate::gemm::problem::GemmPointers;
+use crate::launch::target::Target;
+use crate::ops::activation::{ActivationPlan, ActivationPointers};
+use crate::ops::activation_backward::{ActivationBackwardPlan, ActivationBackwardPointers};
+use crate::ops::affine::{AffinePlan, AffinePointers};
+use crate::ops::cast::{CastPlan, CastPointers};
+use crate::ops::dequantize::{DequantizePlan, DequantizePointers};
+use crate::ops::handover::{self, HandoverEntry};
+use crate::ops::norm::{NormPlan, NormPointers};
+use crate::ops::norm_backward::{NormBackwardPlan, NormBackwardPointers};
+use crate::program::bindings::Bindings;
+use crate::program::chain::OP;
+use crate::program::port::Cell;
+use crate::quant::quantizer::{QuantPlan, QuantPointers};
+
+/// What a step launches.
+#[derive(Debug)]
+pub(crate) enum Planned {
+    Quantize(QuantPlan, QuantPointers<Cell>),
+    Weight(QuantPlan, QuantPointers<Cell>),
+    Gemm(Arc<GemmPlan>, GemmPointers<Cell>),
+    /// A linear op's weight gradient, through the call's plan where it brings one.
+    WeightGrad(usize, Option<Arc<GemmPlan>>, GemmPointers<Cell>),
+    Handover {
+        table: Cell,
+        slots: Vec<[Cell; 2]>,
+        after: bool,
+    },
+    Norm(NormPlan, NormPointers<Cell>),
+    NormBackward(NormBackwardPlan, NormBackwardPointers<Cell>),
+    Activation(ActivationPlan, ActivationPointers<Cell>),
+    ActivationBackward(ActivationBackwardPlan, ActivationBackwardPointers<Cell>),
+    Affine(AffinePlan, AffinePointers<Cell>),
+    ColumnSums(CastPlan, CastPointers<Cell>),
+    Dequantize(DequantizePlan, DequantizePointers<Cell>),
+}
+
+impl Planned {
+    /// Launches it on the addresses of a call.
+    pub(crate) fn run<'a>(&self, target: &mut Target<'_>, call: &Bindings<'_, 'a>) -> Result<()> {
+        let get = |cell: &Cell| -> DevPtr<'a> { call.at(*cell) };
+        match self {
+            Self::Quantize(plan, at) => plan.run(target, &at.map(get)),
+            Self::Weight(plan, at) => {
+                let pointers = at.map(get);
+                if pointers.x.is_null() {
+                    return Ok(()); // the kept one serves
+                }
+                target.trace.counters.weight_casts += 1;
+                plan.run(target, &pointers)
+            }
+            Self::Gemm(plan, at) => plan.run(target, &at.map(get)),
+            Self::WeightGrad(linear, own, at) => match call.weight_grad(*linear).or(own.as_deref()) {
+                Some(plan) => plan.run(target, &at.map(get)),
+                None => Err(Error::state(OP, "a weight gradient that waited was asked for without a plan")),
+            },
+            Self::Handover { table, slots, after } => {
+                let entries = slots.iter().map(|[scale, amax]| HandoverEntry { scale: get(scale), amax: get(amax) });
+                handover::run(target, get(table), entries, *after)
+            }
+            Self::Norm(plan, at) => plan.run(target, &at.map(get)),
+            Self::NormBackward(plan, at) => plan.run(target, &at.map(get)),
+            Self::Activation(plan, at) => plan.run(target, &at.map(get)),
+            Self::ActivationBackward(plan, at) => plan.run(target, &at.map(get)),
+            Self::Affine(plan, at) => plan.run(target, &at.map(get)),
+            Self::ColumnSums(plan, at) => plan.run(target, &at.map(get)),
+            Self::Dequantize(plan, at) => plan.run(target, &at.map(get)),
+        }
+    }
+
+    /// Whether it is a matrix product.
+    pub(crate) const fn is_gemm(&self) -> bool {
+        matches!(self, Self::Gemm(..) | Self::WeightGrad(..))
+    }
+
+    /// Whether it is launched at every call.
+    pub(crate) const fn is_certain(&self) -> bool {
+        !matches!(self, Self::Weight(..))
+    }
+}

@@ -1,0 +1,180 @@
+//! What a call brings addresses for, and the number of each in the call's table.
+
+/// A tensor of a call, or a part of one, as a program reads and writes it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Port {
+    /// Nothing: a null pointer.
+    #[default]
+    None,
+    /// The chain's input.
+    Input,
+    /// The chain's output.
+    Output,
+    /// What forward leaves to backward.
+    Saved,
+    /// Gradient of the output.
+    GradOutput,
+    /// Gradient of the input.
+    GradInput,
+    /// A device float that makes quantisation of weights a no-op when it is 1; null without.
+    SkipWeights,
+    /// cuBLAS's workspace; the lane's.
+    Workspace,
+    /// Counters that are zero between launches; the lane's.
+    Counters,
+    /// Private memory of the direction; the lane's.
+    Scratch,
+    /// An extra input, in chain order.
+    Extra(u16),
+    /// An extra output.
+    ExtraOutput(u16),
+    /// A parameter, in chain order.
+    Param(u16),
+    /// Gradient of an extra output.
+    GradExtraOutput(u16),
+    /// Gradient of an extra input.
+    GradExtra(u16),
+    /// Gradient of a parameter.
+    GradParam(u16),
+    /// Something of a linear op, by its number among them.
+    Linear(u16, LinearPort),
+    /// A private buffer of the program's.
+    Buffer(u16),
+}
+
+/// What a linear op has of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum LinearPort {
+    /// Row layout of the quantised weight.
+    Row,
+    /// Its scales.
+    RowScale,
+    /// Column layout of the quantised weight.
+    Col,
+    /// Its scales.
+    ColScale,
+    /// The weight in high precision, where it is to be quantised now; null where the kept one serves.
+    Fresh,
+    /// Scale of the input under delayed scaling.
+    InputScale,
+    /// Maximum of the input, to raise.
+    InputAmax,
+    /// Scale of the weight.
+    WeightScale,
+    /// Maximum of the weight.
+    WeightAmax,
+    /// Scale of the output's gradient.
+    GradScale,
+    /// Maximum of it.
+    GradAmax,
+    /// What waits for `backward_dw`: [`deferred_bytes`](crate::program::SizedProgram::deferred_bytes).
+    Deferred,
+}
+
+impl Port {
+    /// What waits for a linear op's `backward_dw`.
+    pub(crate) const fn deferred(linear: u16) -> Self {
+        Self::Linear(linear, LinearPort::Deferred)
+    }
+}
+
+const LINEAR_PORTS: usize = LinearPort::Deferred as usize + 1;
+/// Ports that every chain has.
+const SINGLE: usize = 10;
+
+/// How many a chain has of what it can have several of.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PortCounts {
+    pub(crate) extras: usize,
+    pub(crate) extra_outputs: usize,
+    pub(crate) params: usize,
+    pub(crate) linears: usize,
+}
+
+/// The number of each port.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PortNumbers(PortCounts);
+
+impl PortNumbers {
+    pub(crate) const fn new(counts: PortCounts) -> Self {
+        Self(counts)
+    }
+
+    /// How many a call brings; buffers come behind.
+    pub(crate) const fn len(&self) -> usize {
+        let PortCounts { extras, extra_outputs, params, linears } = self.0;
+        SINGLE + 2 * (extras + extra_outputs + params) + LINEAR_PORTS * linears
+    }
+
+    /// Linear ops.
+    pub(crate) const fn linears(&self) -> usize {
+        self.0.linears
+    }
+
+    /// The number of `port`; 0 for one that the chain does not have.
+    #[inline]
+    pub(crate) fn of(&self, port: Port) -> usize {
+        let PortCounts { extras, extra_outputs, params, linears } = self.0;
+        let within = |before: usize, index: u16, count: usize| {
+            debug_assert!(usize::from(index) < count, "{port:?} of {count}");
+            if usize::from(index) < count { SINGLE + before + usize::from(index) } else { 0 }
+        };
+        let tensors = extras + extra_outputs + params;
+        match port {
+            Port::Input => 1,
+            Port::Output => 2,
+            Port::Saved => 3,
+            Port::GradOutput => 4,
+            Port::GradInput => 5,
+            Port::SkipWeights => 6,
+            Port::Workspace => 7,
+            Port::Counters => 8,
+            Port::Scratch => 9,
+            Port::Extra(index) => within(0, index, extras),
+            Port::ExtraOutput(index) => within(extras, index, extra_outputs),
+            Port::Param(index) => within(extras + extra_outputs, index, params),
+            Port::GradExtra(index) => within(tensors, index, extras),
+            Port::GradExtraOutput(index) => within(tensors + extras, index, extra_outputs),
+            Port::GradParam(index) => within(tensors + extras + extra_outputs, index, params),
+            Port::Linear(index, part) if usize::from(index) < linears => {
+                SINGLE + 2 * tensors + LINEAR_PORTS * usize::from(index) + part as usize
+            }
+            Port::None | Port::Linear(..) => 0,
+            Port::Buffer(index) => self.len() + usize::from(index),
+        }
+    }
+}
+
+/// Number of an address, and bytes from there.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Cell {
+    pub(crate) number: u32,
+    pub(crate) offset: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_port_has_a_number_of_its_own() {
+        let numbers = PortNumbers::new(PortCounts { extras: 2, extra_outputs: 1, params: 3, linears: 2 });
+        let many = |count: u16, port: fn(u16) -> Port| (0..count).map(port).collect::<Vec<_>>();
+        let mut ports = vec![Port::None, Port::Input, Port::Output, Port::Saved, Port::GradOutput, Port::GradInput];
+        ports.extend([Port::SkipWeights, Port::Workspace, Port::Counters, Port::Scratch]);
+        ports.extend(many(2, Port::Extra).into_iter().chain(many(1, Port::ExtraOutput)).chain(many(3, Port::Param)));
+        ports.extend(many(2, Port::GradExtra).into_iter().chain(many(1, Port::GradExtraOutput)));
+        ports.extend(many(3, Port::GradParam));
+        for part in [LinearPort::Row, LinearPort::Fresh, LinearPort::GradAmax, LinearPort::Deferred] {
+            ports.extend([Port::Linear(0, part), Port::Linear(1, part)]);
+        }
+        ports.extend([Port::Buffer(0), Port::Buffer(1)]);
+        let mut found: Vec<usize> = ports.iter().map(|&port| numbers.of(port)).collect();
+        found.sort_unstable();
+        found.dedup();
+        assert_eq!(found.len(), ports.len());
+        assert_eq!(numbers.of(Port::Linear(1, LinearPort::Deferred)) + 1, numbers.len());
+        assert_eq!(numbers.of(Port::Buffer(0)), numbers.len());
+    }
+}

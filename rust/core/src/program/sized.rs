@@ -1,0 +1,245 @@
+//! A program for one row count, ready to run; and the row counts of a program that are kept.
+
+use std::sync::Arc;
+
+use rustc_hash::FxHashMap;
+use te_fast_kernels::Float;
+
+use crate::base::error::Result;
+use crate::launch::target::Target;
+use crate::launch::trace::{CLOCK, Stage};
+use crate::program::bindings::Bindings;
+use crate::program::buffer::{Arena, Placement};
+use crate::program::compile::Compiled;
+use crate::program::facts::Facts;
+use crate::program::planned::Planned;
+use crate::program::port::Port;
+use crate::program::replay::{Replay, WORTHWHILE};
+use crate::program::sizing::Sizing;
+use crate::program::work::FlowName;
+use crate::runtime::dispatcher::Dispatcher;
+use crate::runtime::lane::Lane;
+
+/// Row counts of one program that are kept.
+const KEPT: usize = 256;
+
+/// A program for one row count.
+#[derive(Debug)]
+pub struct SizedProgram {
+    rows: usize,
+    /// By the number of the flow.
+    flows: Vec<Flow>,
+    saved_bytes: usize,
+    deferred_bytes: Vec<usize>,
+    read_extents: Vec<(usize, Float)>,
+    buffers: usize,
+}
+
+/// Launches that are made in one go.
+#[derive(Debug)]
+struct Flow {
+    launches: Vec<Planned>,
+    buffers: Vec<BufferAt>,
+    scratch: usize,
+    /// Graphs of it; none where they do not pay or are turned off.
+    replay: Option<Replay>,
+}
+
+/// A buffer: its number among the addresses, and where it lies.
+#[derive(Clone, Copy, Debug)]
+struct BufferAt {
+    number: u32,
+    base: u32,
+    offset: usize,
+}
+
+impl SizedProgram {
+    pub(crate) fn new(
+        dispatcher: &mut Dispatcher,
+        facts: &Facts,
+        compiled: &Compiled,
+        (rows, graphs): (usize, bool),
+    ) -> Result<Self> {
+        for (index, linear) in facts.linear_indices().zip(&facts.linears) {
+            linear.check_rows(rows).map_err(|error| facts.within(index, error))?;
+        }
+        let flows = &compiled.flows;
+        let mut sizing = Sizing::new(dispatcher, facts, rows, flows.buffers.len());
+        let launches = flows.all().map(|steps| sizing.launches(steps)).collect::<Result<Vec<_>>>()?;
+        let bytes = sizing.bytes(flows.all())?;
+        let placement = flows.buffers.place(&bytes, launches.len(), facts.linears.len());
+        let flow = |(number, launches): (usize, Vec<Planned>)| {
+            let pays = launches.iter().filter(|launch| launch.is_certain()).count() >= WORTHWHILE;
+            Flow {
+                buffers: if launches.is_empty() { Vec::new() } else { buffers_of(facts, compiled, &placement, number) },
+                launches,
+                scratch: placement.scratch[number],
+                replay: (graphs && pays).then(Replay::default),
+            }
+        };
+        Ok(Self {
+            rows,
+            flows: launches.into_iter().enumerate().map(flow).collect(),
+            saved_bytes: placement.saved,
+            read_extents: compiled.reads.iter().map(|&port| facts.extent_of(port, rows)).collect(),
+            deferred_bytes: placement.deferred,
+            buffers: flows.buffers.len(),
+        })
+    }
+
+    /// Rows of the input.
+    #[must_use]
+    pub const fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Bytes that forward leaves to backward.
+    #[must_use]
+    pub const fn saved_bytes(&self) -> usize {
+        self.saved_bytes
+    }
+
+    /// Bytes that wait for `backward_dw`, per linear op; 0 for those that do not wait.
+    #[must_use]
+    pub fn deferred_bytes(&self) -> &[usize] {
+        &self.deferred_bytes
+    }
+
+    /// Elements and type of each tensor that backward reads.
+    #[must_use]
+    pub fn read_extents(&self) -> &[(usize, Float)] {
+        &self.read_extents
+    }
+
+    /// Private bytes of a forward.
+    #[must_use]
+    pub fn forward_scratch(&self) -> usize {
+        self.scratch(FlowName::Forward)
+    }
+
+    /// Private bytes of a backward.
+    #[must_use]
+    pub fn backward_scratch(&self) -> usize {
+        self.scratch(FlowName::Backward)
+    }
+
+    /// Private bytes of a weight gradient that waited.
+    #[must_use]
+    pub fn waiting_scratch(&self, linear: usize) -> usize {
+        self.scratch(FlowName::Waiting(linear))
+    }
+
+    fn scratch(&self, flow: FlowName) -> usize {
+        self.flows[flow.number()].scratch
+    }
+
+    /// Launches the forward, on a lane with [`SizedProgram::forward_scratch`] bytes.
+    ///
+    /// # Errors
+    /// A launch's refusal.
+    #[inline]
+    pub fn run_forward<'a, 'd: 'a>(&self, lane: &mut Lane<'d>, call: Bindings<'_, 'a>) -> Result<()> {
+        self.run(FlowName::Forward, lane, call)
+    }
+
+    /// Launches the backward, on a lane with [`SizedProgram::backward_scratch`] bytes.
+    ///
+    /// # Errors
+    /// A launch's refusal.
+    #[inline]
+    pub fn run_backward<'a, 'd: 'a>(&self, lane: &mut Lane<'d>, call: Bindings<'_, 'a>) -> Result<()> {
+        self.run(FlowName::Backward, lane, call)
+    }
+
+    /// Launches a weight gradient that waited, into [`Port::GradParam`] of the weight and through the plan of
+    /// [`Bindings::set_weight_grad`], on a lane with [`SizedProgram::waiting_scratch`] bytes.
+    ///
+    /// # Errors
+    /// A launch's refusal.
+    pub fn run_waiting<'a, 'd: 'a>(&self, lane: &mut Lane<'d>, linear: usize, call: Bindings<'_, 'a>) -> Result<()> {
+        self.run(FlowName::Waiting(linear), lane, call)
+    }
+
+    #[inline]
+    fn run<'a, 'd: 'a>(&self, flow: FlowName, lane: &mut Lane<'d>, mut call: Bindings<'_, 'a>) -> Result<()> {
+        let flow = &self.flows[flow.number()];
+        call.set_workspace(&lane.workspace);
+        let launch = |target: &mut Target<'_>, call: &mut Bindings<'_, '_>| flow.run(target, call, self.buffers);
+        match &flow.replay {
+            Some(replay) => {
+                let replayed = replay.run(&mut lane.target, &mut call, launch);
+                CLOCK.mark(Stage::Gemm); // a replayed graph has its casts in it
+                replayed
+            }
+            None => launch(&mut lane.target, &mut call),
+        }
+    }
+}
+
+impl Flow {
+    fn run(&self, target: &mut Target<'_>, call: &mut Bindings<'_, '_>, buffers: usize) -> Result<()> {
+        call.grow(buffers);
+        self.buffers.iter().for_each(|buffer| call.set_buffer(buffer.number, buffer.base, buffer.offset));
+        self.launches.iter().try_for_each(|launch| {
+            let launched = launch.run(target, call);
+            CLOCK.mark(if launch.is_gemm() { Stage::Gemm } else { Stage::Cast });
+            launched
+        })
+    }
+}
+
+/// The buffers that the flow of this number may use.
+fn buffers_of(facts: &Facts, compiled: &Compiled, placement: &Placement, flow: usize) -> Vec<BufferAt> {
+    let base = |arena: Arena| match arena {
+        Arena::Scratch(of) if usize::from(of) == flow => Some(Port::Scratch),
+        Arena::Scratch(_) => None,
+        Arena::Saved => Some(Port::Saved),
+        Arena::Deferred(linear) => Some(Port::deferred(linear)),
+    };
+    let arenas = compiled.flows.buffers.arenas().enumerate();
+    let one = |(index, arena): (usize, Arena)| {
+        let base = facts.ports.of(base(arena)?) as u32;
+        let number = facts.ports.of(Port::Buffer(index as u16)) as u32;
+        Some(BufferAt { number, base, offset: placement.offsets[index] })
+    };
+    arenas.filter_map(one).collect()
+}
+
+/// The row counts of a program that were sized; those used longest ago go first.
+#[derive(Debug, Default)]
+pub(crate) struct SizeCache {
+    sizes: FxHashMap<usize, (Arc<SizedProgram>, u64)>,
+    last: Option<Arc<SizedProgram>>,
+    time: u64,
+}
+
+impl SizeCache {
+    #[inline]
+    pub(crate) fn get(&mut self, rows: usize) -> Option<Arc<SizedProgram>> {
+        if let Some(last) = self.last.as_ref().filter(|last| last.rows == rows) {
+            return Some(Arc::clone(last));
+        }
+        self.time += 1;
+        let (sized, used) = self.sizes.get_mut(&rows)?;
+        *used = self.time;
+        self.last = Some(Arc::clone(sized));
+        self.last.clone()
+    }
+
+    pub(crate) fn insert(&mut self, sized: &Arc<SizedProgram>) {
+        if self.sizes.len() >= KEPT {
+            let oldest = self.sizes.iter().min_by_key(|(_, (_, used))| *used).map(|(&rows, _)| rows);
+            oldest.map(|rows| self.sizes.remove(&rows));
+        }
+        self.time += 1;
+        self.sizes.insert(sized.rows, (Arc::clone(sized), self.time));
+        self.last = Some(Arc::clone(sized));
+    }
+
+    /// The one used last at the end.
+    pub(crate) fn row_counts(&self) -> Vec<usize> {
+        let mut list: Vec<(u64, usize)> = self.sizes.iter().map(|(&rows, &(_, used))| (used, rows)).collect();
+        list.sort_unstable();
+        list.into_iter().map(|(_, rows)| rows).collect()
+    }
+}

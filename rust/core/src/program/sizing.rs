@@ -1,0 +1,215 @@
+//! Makes the steps of a program launches for one row count: plans with their grids, and the bytes of every buffer.
+
+use crate::base::error::{Error, Result};
+use crate::gemm::plan::GemmPlan;
+use crate::gemm::problem::GemmPointers;
+use crate::ops::activation::{ActivationPlan, ActivationSpec};
+use crate::ops::activation_backward::{ActivationBackwardPlan, ActivationBackwardSpec};
+use crate::ops::affine::{AffinePlan, AffineSpec};
+use crate::ops::cast::{CastPlan, CastSpec};
+use crate::ops::dequantize::{DequantizePlan, DequantizeSpec};
+use crate::ops::handover::ROW_BYTES;
+use crate::ops::norm::NormPlan;
+use crate::ops::norm_backward::{NormBackwardPlan, NormBackwardSpec};
+use crate::ops::norm_spec::NormSpec;
+use crate::program::buffer::At;
+use crate::program::cast::Cast;
+use crate::program::chain::OP;
+use crate::program::edge::Rows;
+use crate::program::facts::Facts;
+use crate::program::linear_op::Product;
+use crate::program::planned::Planned;
+use crate::program::port::{Cell, Port};
+use crate::program::work::{Step, Work};
+use crate::quant::quantizer::{QuantPlan, QuantPointers};
+use crate::runtime::dispatcher::Dispatcher;
+
+/// One f32, with room so that what follows stays aligned.
+const SCALE_BYTES: usize = 16;
+
+/// What is sized for one row count.
+pub(crate) struct Sizing<'a> {
+    dispatcher: &'a mut Dispatcher,
+    facts: &'a Facts,
+    rows: usize,
+    /// Bytes of each buffer, as what writes it says.
+    bytes: Vec<Option<usize>>,
+}
+
+impl<'a> Sizing<'a> {
+    pub(crate) fn new(dispatcher: &'a mut Dispatcher, facts: &'a Facts, rows: usize, buffers: usize) -> Self {
+        Self { dispatcher, facts, rows, bytes: vec![None; buffers] }
+    }
+
+    /// The launches of `steps`; an error names the op.
+    pub(crate) fn launches(&mut self, steps: &[Step]) -> Result<Vec<Planned>> {
+        let facts = self.facts;
+        let mut list = Vec::with_capacity(steps.len());
+        for step in steps {
+            list.push(self.launch(step).map_err(|error| facts.within(step.ops.0, error))?);
+        }
+        Ok(list)
+    }
+
+    /// Bytes of each buffer that `steps` use, once all launches are made.
+    pub(crate) fn bytes<'s>(self, flows: impl Iterator<Item = &'s [Step]>) -> Result<Vec<usize>> {
+        let mut missing = false;
+        flows.flatten().for_each(|step| {
+            step.work.each(|at| {
+                let Port::Buffer(index) = at.port else { return };
+                missing |= self.bytes[usize::from(index)].is_none();
+            });
+        });
+        if missing {
+            return Err(Error::state(OP, "a step uses a buffer that no step writes; report this"));
+        }
+        Ok(self.bytes.into_iter().map(|bytes| bytes.unwrap_or(0)).collect())
+    }
+
+    const fn count(&self, rows: Rows) -> usize {
+        match rows {
+            Rows::Input => self.rows,
+            Rows::Fixed(count) => count,
+        }
+    }
+
+    fn cell(&self, at: At) -> Cell {
+        Cell { number: self.facts.ports.of(at.port) as u32, offset: at.offset }
+    }
+
+    /// A step writes so many bytes there.
+    fn writes(&mut self, at: At, bytes: usize) {
+        if let Port::Buffer(index) = at.port {
+            let known = &mut self.bytes[usize::from(index)];
+            *known = Some(known.unwrap_or(0).max(at.offset as usize + bytes));
+        }
+    }
+
+    fn launch(&mut self, step: &Step) -> Result<Planned> {
+        let rows = self.count(step.rows);
+        match &step.work {
+            Work::Quantize { cast, unpacks, at } => self.quantize(cast, unpacks.as_ref(), at, rows),
+            Work::Weight { plan, at } => {
+                self.quantizes(plan, at);
+                Ok(Planned::Weight(*plan, at.map(|&at| self.cell(at))))
+            }
+            Work::Gemm { linear, product, at } => self.gemm(*linear, *product, at, rows),
+            Work::Handover { table, slots, after } => {
+                self.writes(*table, slots.len() * ROW_BYTES);
+                let slots = slots.iter().map(|slot| [self.cell(slot.scale), self.cell(slot.amax)]).collect();
+                Ok(Planned::Handover { table: self.cell(*table), slots, after: *after })
+            }
+            Work::Norm { .. } | Work::NormBackward { .. } => self.norm(&step.work, rows),
+            Work::Activation { .. } | Work::ActivationBackward { .. } => self.activation(&step.work, rows),
+            Work::Affine { .. } | Work::ColumnSums { .. } | Work::Dequantize { .. } => self.simple(&step.work, rows),
+        }
+    }
+
+    fn quantize(
+        &mut self,
+        cast: &Cast,
+        unpacks: Option<&Cast>,
+        at: &QuantPointers<At>,
+        rows: usize,
+    ) -> Result<Planned> {
+        let mut plan = cast.plan(rows)?;
+        if let Some(other) = unpacks {
+            let count = other.plan(self.count(other.edge().rows))?.byte_scales();
+            plan = plan.unpacking(count);
+            self.writes(at.unpacked, size_of::<f32>() * count);
+        }
+        self.quantizes(&plan, at);
+        Ok(Planned::Quantize(plan, at.map(|&at| self.cell(at))))
+    }
+
+    fn quantizes(&mut self, plan: &QuantPlan, at: &QuantPointers<At>) {
+        self.writes(at.row, plan.row_bytes());
+        self.writes(at.row_scale, plan.row_scale_bytes());
+        self.writes(at.col, plan.col_bytes());
+        self.writes(at.col_scale, plan.col_scale_bytes());
+        self.writes(at.scratch, plan.scratch_bytes());
+    }
+
+    fn gemm(&mut self, linear: usize, product: Product, at: &GemmPointers<At>, rows: usize) -> Result<Planned> {
+        let op = &self.facts.linears[linear];
+        // What waits for `backward_dw` is told only then where it goes.
+        let waits = op.deferred && matches!(product, Product::WeightGrad);
+        let plan = if waits { None } else { Some(op.plan(self.dispatcher, rows, product)?) };
+        let pointers = at.map(|&at| self.cell(at));
+        let bytes = |plan: &GemmPlan| plan.problem().m * plan.problem().ldd * plan.problem().d.size();
+        self.writes(at.d, plan.as_deref().map_or(0, bytes));
+        Ok(match (product, plan) {
+            (Product::Forward { .. } | Product::InputGrad { .. }, Some(plan)) => Planned::Gemm(plan, pointers),
+            (_, plan) => Planned::WeightGrad(linear, plan, pointers),
+        })
+    }
+
+    fn norm(&mut self, work: &Work, rows: usize) -> Result<Planned> {
+        match work {
+            Work::Norm { spec, at } => {
+                let plan = NormPlan::new(NormSpec { rows, ..*spec })?;
+                let stats = size_of::<f32>() * rows;
+                let outputs = [(at.y, plan.y_bytes()), (at.sum, plan.y_bytes()), (at.mean, stats), (at.rstd, stats)];
+                for (at, bytes) in outputs {
+                    self.writes(at, bytes);
+                }
+                self.casts(at.out, plan.out_bytes(), at.out_t, plan.out_t_bytes(), at.scale_inv);
+                Ok(Planned::Norm(plan, at.map(|&at| self.cell(at))))
+            }
+            Work::NormBackward { spec, at } => {
+                let plan = NormBackwardPlan::new(NormBackwardSpec { rows, ..*spec })?;
+                self.writes(at.dx, rows * spec.cols * spec.input.size());
+                self.writes(at.partial, plan.partial_bytes());
+                Ok(Planned::NormBackward(plan, at.map(|&at| self.cell(at))))
+            }
+            _ => Err(Error::state(OP, "not a norm")),
+        }
+    }
+
+    fn activation(&mut self, work: &Work, rows: usize) -> Result<Planned> {
+        match work {
+            Work::Activation { spec, at } => {
+                let plan = ActivationPlan::new(ActivationSpec { rows, ..*spec })?;
+                self.writes(at.y, plan.y_bytes());
+                self.casts(at.out, plan.out_bytes(), at.out_t, plan.out_t_bytes(), at.scale_inv);
+                Ok(Planned::Activation(plan, at.map(|&at| self.cell(at))))
+            }
+            Work::ActivationBackward { spec, at } => {
+                let plan = ActivationBackwardPlan::new(ActivationBackwardSpec { rows, ..*spec })?;
+                self.writes(at.dx, plan.dx_bytes());
+                self.writes(at.partial, plan.partial_bytes());
+                self.casts(at.out, plan.out_bytes(), at.out_t, plan.out_t_bytes(), at.scale_inv);
+                Ok(Planned::ActivationBackward(plan, at.map(|&at| self.cell(at))))
+            }
+            _ => Err(Error::state(OP, "not an activation")),
+        }
+    }
+
+    /// The FP8 layouts of a kernel that computes and quantises.
+    fn casts(&mut self, row: At, row_bytes: usize, col: At, col_bytes: usize, scale: At) {
+        self.writes(row, row_bytes);
+        self.writes(col, col_bytes);
+        self.writes(scale, SCALE_BYTES);
+    }
+
+    fn simple(&mut self, work: &Work, rows: usize) -> Result<Planned> {
+        match work {
+            Work::Affine { spec, at } => {
+                let plan = AffinePlan::new(AffineSpec { rows, ..*spec })?;
+                self.writes(at.y, plan.y_bytes());
+                Ok(Planned::Affine(plan, at.map(|&at| self.cell(at))))
+            }
+            Work::ColumnSums { spec, at } => {
+                let plan = CastPlan::new(CastSpec { rows, ..*spec })?;
+                self.writes(at.partial, plan.partial_bytes());
+                Ok(Planned::ColumnSums(plan, at.map(|&at| self.cell(at))))
+            }
+            Work::Dequantize { spec, at } => {
+                let plan = DequantizePlan::new(DequantizeSpec { rows, ..*spec })?;
+                self.writes(at.out, plan.out_bytes());
+                Ok(Planned::Dequantize(plan, at.map(|&at| self.cell(at))))
+            }
+            _ => Err(Error::state(OP, "not such an op")),
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! What the steps of a program do, whatever the rows of a call: an op's spec, and its pointers as places.
+
+use crate::gemm::problem::GemmPointers;
+use crate::ops::activation::{ActivationPointers, ActivationSpec};
+use crate::ops::activation_backward::{ActivationBackwardPointers, ActivationBackwardSpec};
+use crate::ops::affine::{AffinePointers, AffineSpec};
+use crate::ops::cast::{CastPointers, CastSpec};
+use crate::ops::dequantize::{DequantizePointers, DequantizeSpec};
+use crate::ops::norm::NormPointers;
+use crate::ops::norm_backward::{NormBackwardPointers, NormBackwardSpec};
+use crate::ops::norm_spec::NormSpec;
+use crate::program::buffer::{Arena, At, Buffers};
+use crate::program::cast::Cast;
+use crate::program::edge::Rows;
+use crate::program::linear_op::Product;
+use crate::quant::quantizer::{QuantPlan, QuantPointers};
+
+/// One launch, or the few of one quantisation. Rows of a spec are those of the step.
+#[derive(Debug)]
+pub(crate) enum Work {
+    Quantize {
+        cast: Cast,
+        /// The operand whose scales were kept as bytes, which this cast writes out as f32.
+        unpacks: Option<Cast>,
+        at: QuantPointers<At>,
+    },
+    /// A weight's quantisation, unless the kept one serves.
+    Weight {
+        plan: QuantPlan,
+        at: QuantPointers<At>,
+    },
+    Gemm {
+        linear: usize,
+        product: Product,
+        at: GemmPointers<At>,
+    },
+    /// Lays out the scales of values that GEMMs hand over in FP8, or raises their maxima.
+    Handover {
+        table: At,
+        slots: Vec<SlotAt>,
+        after: bool,
+    },
+    Norm {
+        spec: NormSpec,
+        at: NormPointers<At>,
+    },
+    NormBackward {
+        spec: NormBackwardSpec,
+        at: NormBackwardPointers<At>,
+    },
+    Activation {
+        spec: ActivationSpec,
+        at: ActivationPointers<At>,
+    },
+    ActivationBackward {
+        spec: ActivationBackwardSpec,
+        at: ActivationBackwardPointers<At>,
+    },
+    Affine {
+        spec: AffineSpec,
+        at: AffinePointers<At>,
+    },
+    ColumnSums {
+        spec: CastSpec,
+        at: CastPointers<At>,
+    },
+    Dequantize {
+        spec: DequantizeSpec,
+        at: DequantizePointers<At>,
+    },
+}
+
+/// Scale and maximum of a slot of delayed scaling.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SlotAt {
+    pub(crate) scale: At,
+    pub(crate) amax: At,
+}
+
+impl SlotAt {
+    pub(crate) const NONE: Self = Self { scale: At::NONE, amax: At::NONE };
+}
+
+impl Work {
+    /// Shows everything that it reads or writes to `visit`.
+    pub(crate) fn each(&self, mut visit: impl FnMut(&At)) {
+        match self {
+            Self::Quantize { at, .. } | Self::Weight { at, .. } => at.each(visit),
+            Self::Gemm { at, .. } => at.each(visit),
+            Self::Handover { table, slots, .. } => {
+                visit(table);
+                for slot in slots {
+                    visit(&slot.scale);
+                    visit(&slot.amax);
+                }
+            }
+            Self::Norm { at, .. } => at.each(visit),
+            Self::NormBackward { at, .. } => at.each(visit),
+            Self::Activation { at, .. } => at.each(visit),
+            Self::ActivationBackward { at, .. } => at.each(visit),
+            Self::Affine { at, .. } => at.each(visit),
+            Self::ColumnSums { at, .. } => at.each(visit),
+            Self::Dequantize { at, .. } => at.each(visit),
+        }
+    }
+}
+
+/// One launch of a program.
+#[derive(Debug)]
+pub(crate) struct Step {
+    pub(crate) work: Work,
+    pub(crate) rows: Rows,
+    /// First and last op that it computes.
+    pub(crate) ops: (usize, usize),
+    /// What it is, for `explain`.
+    pub(crate) text: &'static str,
+}
+
+/// Steps that run in one go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FlowName {
+    Forward,
+    Backward,
+    /// The weight gradient of a linear op that waited for `backward_dw`.
+    Waiting(usize),
+}
+
+impl FlowName {
+    pub(crate) const fn number(self) -> usize {
+        match self {
+            Self::Forward => 0,
+            Self::Backward => 1,
+            Self::Waiting(linear) => 2 + linear,
+        }
+    }
+
+    /// The flow's private memory.
+    pub(crate) const fn scratch(self) -> Arena {
+        Arena::Scratch(self.number() as u16)
+    }
+}
+
+/// The steps of a program and the buffers between them.
+#[derive(Debug)]
+pub(crate) struct Flows {
+    lists: Vec<Vec<Step>>,
+    pub(crate) buffers: Buffers,
+}
+
+impl Flows {
+    pub(crate) fn new(linears: usize) -> Self {
+        Self { lists: (0..2 + linears).map(|_| Vec::new()).collect(), buffers: Buffers::default() }
+    }
+
+    pub(crate) fn push(&mut self, flow: FlowName, step: Step) {
+        let list = &mut self.lists[flow.number()];
+        step.work.each(|&at| self.buffers.touch(at, flow.scratch(), list.len()));
+        list.push(step);
+    }
+
+    pub(crate) fn steps(&self, flow: FlowName) -> &[Step] {
+        &self.lists[flow.number()]
+    }
+
+    /// Makes the first step of a flow what is known only at its end.
+    pub(crate) fn replace_first(&mut self, flow: FlowName, step: Step) {
+        step.work.each(|&at| self.buffers.touch(at, flow.scratch(), 0));
+        if let Some(first) = self.lists[flow.number()].first_mut() {
+            *first = step;
+        }
+    }
+
+    /// All flows in the order of their numbers.
+    pub(crate) fn all(&self) -> impl Iterator<Item = &[Step]> {
+        self.lists.iter().map(Vec::as_slice)
+    }
+}

@@ -1,0 +1,286 @@
+//! What a linear op keeps of its quantised weight between calls, and for how long.
+//!
+//! The owner of the memory is the binding's (`M`); which weight serves a call, and whether one outlives its backward, is
+//! decided here. A weight that the coming optimizer step will change is left to the backward of its forward,
+//! unless `is_first_microbatch` asks for it or the step before used its weight again: then it stays.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::cuda::device::Stream;
+use crate::quant::weight::{Microbatch, WeightRecord};
+
+/// A quantised weight.
+#[derive(Debug)]
+pub struct KeptWeight<M> {
+    /// How it was quantised.
+    pub record: WeightRecord,
+    /// Owner of its bytes.
+    pub memory: M,
+    /// A backward has computed the weight's gradient since.
+    has_gradient: AtomicBool,
+}
+
+impl<M> KeptWeight<M> {
+    /// A weight that is quantised into `memory`.
+    pub const fn new(record: WeightRecord, memory: M) -> Self {
+        Self { record, memory, has_gradient: AtomicBool::new(false) }
+    }
+
+    /// A backward computes the gradient of the weight.
+    pub fn note_gradient(&self) {
+        self.has_gradient.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether one has.
+    #[must_use]
+    pub fn has_gradient(&self) -> bool {
+        self.has_gradient.load(Ordering::Relaxed)
+    }
+}
+
+/// A kept weight, as far as records tell.
+#[derive(Debug)]
+pub enum Candidate<M> {
+    /// None serves.
+    None,
+    /// This one serves.
+    Serves(Arc<KeptWeight<M>>),
+    /// Optimizers have stepped since, and all else is equal: this one serves if the weight is frozen.
+    ServesIfFrozen(Arc<KeptWeight<M>>),
+}
+
+/// How long a freshly quantised weight is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    /// Until it serves no more.
+    Long,
+    /// Not at all: the optimizer is about to change it, and the backward has its own share. [`WeightCache`] keeps it all the
+    /// same where the step before used it again.
+    WhileNeeded,
+    /// For the graph under capture: its bytes exist when the graph runs, not now.
+    ForCapture,
+}
+
+/// What a linear op keeps of its weight.
+#[derive(Debug)]
+pub struct WeightCache<M> {
+    kept: Option<Arc<KeptWeight<M>>>,
+    /// How the last weight was quantised that was left to its backward.
+    passing: Option<WeightRecord>,
+    /// A weight was asked for again when it was not kept: those that follow are.
+    is_used_again: bool,
+    /// The kept weight was reused since it was made.
+    was_reused: bool,
+    /// Streams that may read it without waiting; the first one wrote it.
+    streams: Vec<Stream>,
+    captured: Option<Arc<KeptWeight<M>>>,
+    /// Weights that captured graphs quantise where a flag on the device does not tell them to skip it. The graphs hold
+    /// their addresses, so that they live as long as the op.
+    skippable: Vec<Arc<KeptWeight<M>>>,
+}
+
+impl<M> Default for WeightCache<M> {
+    fn default() -> Self {
+        Self {
+            kept: None,
+            passing: None,
+            is_used_again: false,
+            was_reused: false,
+            streams: Vec::new(),
+            captured: None,
+            skippable: Vec::new(),
+        }
+    }
+}
+
+/// A weight that is kept no longer. Its end may run the code of others: it is dropped when nothing is borrowed.
+pub type Former<M> = Option<Arc<KeptWeight<M>>>;
+
+impl<M> WeightCache<M> {
+    /// The kept weight, if there is one.
+    #[must_use]
+    pub fn kept(&self) -> Option<&Arc<KeptWeight<M>>> {
+        self.kept.as_ref()
+    }
+
+    /// Forgets it: the next forward quantises the weight again. What captured graphs skip stays.
+    #[must_use]
+    pub fn clear(&mut self) -> [Former<M>; 2] {
+        self.passing = None;
+        [self.kept.take(), self.captured.take()]
+    }
+
+    /// The weight that serves a call that would quantise `wanted`, as far as records tell.
+    #[inline]
+    pub fn find(&mut self, wanted: &WeightRecord, microbatch: Microbatch, capturing: bool) -> Candidate<M> {
+        let known = self.captured.as_ref().filter(|_| capturing).or(self.kept.as_ref());
+        if let Some(known) = known {
+            return Self::judge(Arc::clone(known), wanted, microbatch, capturing);
+        }
+        if self.passing.take().is_some_and(|record| record.serves(wanted, Microbatch::Unknown, capturing)) {
+            self.is_used_again = true;
+        }
+        Candidate::None
+    }
+
+    fn judge(
+        known: Arc<KeptWeight<M>>,
+        wanted: &WeightRecord,
+        microbatch: Microbatch,
+        capturing: bool,
+    ) -> Candidate<M> {
+        if known.record.serves(wanted, microbatch, capturing) {
+            return Candidate::Serves(known);
+        }
+        let unstepped = WeightRecord { optimizer_steps: known.record.optimizer_steps, ..*wanted };
+        if known.record.serves(&unstepped, microbatch, capturing) {
+            return Candidate::ServesIfFrozen(known);
+        }
+        Candidate::None
+    }
+
+    /// Notes that a call on `stream` reads the kept weight; the stream that it has to wait for, if it does so for the first
+    /// time.
+    #[inline]
+    pub fn reused_on(&mut self, stream: Stream) -> Option<Stream> {
+        self.was_reused = true;
+        if self.streams.contains(&stream) {
+            return None;
+        }
+        self.streams.push(stream);
+        self.streams.first().copied()
+    }
+
+    /// The kept weight, whose memory a fresh one may take when no other stream reads it.
+    pub fn recycle(&mut self, stream: Stream, capturing: bool) -> Former<M> {
+        if capturing || self.streams.as_slice() != [stream] {
+            return None;
+        }
+        self.note_change();
+        self.kept.take()
+    }
+
+    /// The kept weight serves no more.
+    fn note_change(&mut self) {
+        if self.kept.is_some() {
+            self.is_used_again &= self.was_reused;
+        }
+    }
+
+    /// Keeps a weight that was quantised by this call. Only afterwards: a call that failed leaves none behind.
+    #[must_use]
+    pub fn keep(&mut self, weight: &Arc<KeptWeight<M>>, stream: Stream, keep: Keep) -> Former<M> {
+        if keep == Keep::ForCapture {
+            return self.captured.replace(Arc::clone(weight));
+        }
+        self.note_change();
+        self.was_reused = false;
+        self.streams.clear();
+        self.streams.push(stream);
+        if keep == Keep::WhileNeeded && !self.is_used_again {
+            self.passing = Some(weight.record);
+            return self.kept.take();
+        }
+        self.passing = None;
+        self.kept.replace(Arc::clone(weight))
+    }
+
+    /// Whether calls that follow may be given this weight.
+    #[must_use]
+    pub fn holds(&self, weight: &Arc<KeptWeight<M>>) -> bool {
+        [&self.kept, &self.captured].into_iter().flatten().any(|kept| Arc::ptr_eq(kept, weight))
+    }
+
+    /// The weight of graphs that can skip its quantisation, if there is one for such calls.
+    #[must_use]
+    pub fn skippable(&self, wanted: &WeightRecord) -> Option<Arc<KeptWeight<M>>> {
+        let fits = |kept: &&Arc<KeptWeight<M>>| kept.record.is_of_the_same_call(wanted);
+        self.skippable.iter().find(fits).cloned()
+    }
+
+    /// Keeps one of those.
+    pub fn keep_skippable(&mut self, weight: &Arc<KeptWeight<M>>) {
+        if !self.skippable.iter().any(|known| Arc::ptr_eq(known, weight)) {
+            self.skippable.push(Arc::clone(weight));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::base::dtype::{DType, Device};
+    use crate::quant::value::WeightLayout;
+    use crate::quant::weight::WeightToken;
+    use crate::recipe::usage::Usage;
+
+    const STREAM: Stream = Stream::DEFAULT;
+
+    fn record(version: u64, steps: u64) -> WeightRecord {
+        let usage = Usage { rowwise: true, columnwise: true };
+        WeightRecord {
+            token: WeightToken { address: 4096, version: Some(version), dtype: DType::Bf16 },
+            device: Device::Cpu,
+            layout: WeightLayout { usage, ..WeightLayout::default() },
+            epoch: 1,
+            generation: 0,
+            cache_epoch: 0,
+            training: true,
+            optimizer_steps: steps,
+        }
+    }
+
+    /// A forward: the weight that it used, and whether it quantised one.
+    fn forward(cache: &mut WeightCache<()>, wanted: WeightRecord) -> (Arc<KeptWeight<()>>, bool) {
+        if let Candidate::Serves(weight) = cache.find(&wanted, Microbatch::Unknown, false) {
+            let _ = cache.reused_on(STREAM);
+            return (weight, false);
+        }
+        let weight = Arc::new(KeptWeight::new(wanted, ()));
+        drop(cache.keep(&weight, STREAM, Keep::WhileNeeded));
+        (weight, true)
+    }
+
+    #[test]
+    fn a_weight_that_changes_every_step_is_left_to_its_backward() {
+        let mut cache = WeightCache::default();
+        for step in 0..3 {
+            let (weight, fresh) = forward(&mut cache, record(step, step));
+            assert!(fresh && !cache.holds(&weight));
+            assert_eq!(Arc::strong_count(&weight), 1);
+        }
+    }
+
+    #[test]
+    fn gradient_accumulation_keeps_it_from_the_second_microbatch_on() {
+        let mut cache = WeightCache::default();
+        let quantised: Vec<bool> =
+            [0, 0, 0, 1, 1, 1].into_iter().map(|step| forward(&mut cache, record(step, step)).1).collect();
+        assert_eq!(quantised, [true, true, false, true, false, false]);
+    }
+
+    #[test]
+    fn it_is_kept_no_longer_once_a_step_has_not_used_it_again() {
+        let mut cache = WeightCache::default();
+        for step in [0, 0, 1, 2] {
+            let _ = forward(&mut cache, record(step, step));
+        }
+        assert!(cache.kept().is_none());
+    }
+
+    #[test]
+    fn optimizer_steps_alone_leave_a_frozen_weight_as_it_is() {
+        let mut cache = WeightCache::default();
+        let weight = Arc::new(KeptWeight::new(record(0, 0), ()));
+        drop(cache.keep(&weight, STREAM, Keep::Long));
+        let found = |wanted, microbatch| {
+            let mut cache = WeightCache { kept: Some(Arc::clone(&weight)), ..WeightCache::default() };
+            cache.find(&wanted, microbatch, false)
+        };
+        assert!(matches!(found(record(0, 1), Microbatch::Unknown), Candidate::ServesIfFrozen(_)));
+        assert!(matches!(found(record(0, 0), Microbatch::Unknown), Candidate::Serves(_)));
+        assert!(matches!(found(record(1, 0), Microbatch::Unknown), Candidate::None));
+        assert!(matches!(found(record(0, 0), Microbatch::First), Candidate::None));
+    }
+}

@@ -1,0 +1,6 @@
+//! Quantised values: how they are made, and whether a kept one still serves.
+
+pub mod cache;
+pub mod quantizer;
+pub mod value;
+pub mod weight;

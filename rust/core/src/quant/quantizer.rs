@@ -1,0 +1,312 @@
+//! One operand's quantisation under a recipe: which casts run, and how many bytes they write.
+
+use te_fast_kernels::{Float, Fp8};
+
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
+use crate::launch::target::Target;
+use crate::ops::amax::{AmaxPlan, AmaxPointers, ScaleRule};
+use crate::ops::cast::{CastPlan, CastPointers, CastSpec};
+use crate::ops::cast_block::{BlockShape, CastBlockPlan, CastBlockPointers, CastBlockSpec};
+use crate::pointers;
+use crate::recipe::definition::{Block, Quantization, Scaling};
+use crate::recipe::usage::Usage;
+use crate::runtime::lane::{COUNTER_BYTES, aligned};
+
+const OP: &str = "quantize";
+/// A tensor's scale, with room so that what follows stays aligned.
+const SCALE_BYTES: usize = 16;
+/// The amax pass has the first counters to itself.
+const AMAX_COUNTERS: usize = 256;
+
+/// What an operand's quantisation depends on.
+#[derive(Clone, Copy, Debug)]
+pub struct QuantSpec {
+    /// How scales come about.
+    pub scaling: Scaling,
+    /// Scale options and block shape.
+    pub quantization: Quantization,
+    /// Rows, all leading dimensions together.
+    pub rows: usize,
+    /// Last dimension.
+    pub cols: usize,
+    /// Type to quantise.
+    pub input: Float,
+    /// Type to quantise to.
+    pub output: Fp8,
+    /// Layouts to write.
+    pub usage: Usage,
+    /// Sum the columns too.
+    pub dbias: bool,
+    /// Multiprocessors of the device.
+    pub processors: u32,
+}
+
+pointers! {
+    /// Pointers of one quantisation.
+    pub struct QuantPointers {
+        /// High-precision input, contiguous.
+        x,
+        /// Row layout.
+        row,
+        /// Its inverse scales.
+        row_scale,
+        /// Column layout.
+        col,
+        /// Its inverse scales; per-tensor scaling writes the one scale to `row_scale`, or here when there are no rows.
+        col_scale,
+        /// Scale of delayed scaling.
+        scale,
+        /// Maximum to raise, of delayed scaling.
+        amax,
+        /// Device float; 1 leaves every output as it is. Null without.
+        noop,
+        /// Column sums; null without.
+        dbias,
+        /// [`QuantPlan::scratch_bytes`] bytes.
+        scratch,
+        /// [`COUNTER_BYTES`] bytes, zero between launches.
+        counters,
+        /// Scales of another operand as bytes, for [`QuantPlan::unpacking`]; null without.
+        packed,
+        /// Where their f32 go.
+        unpacked,
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Steps {
+    Delayed(CastPlan),
+    Current(AmaxPlan, CastPlan),
+    Block(CastBlockPlan, Option<CastPlan>),
+}
+
+/// A checked quantisation of one operand.
+#[derive(Clone, Copy, Debug)]
+pub struct QuantPlan {
+    steps: Steps,
+    row_bytes: usize,
+    row_scale_bytes: usize,
+    col_bytes: usize,
+    col_scale_bytes: usize,
+    scratch_bytes: usize,
+}
+
+impl QuantPlan {
+    /// Plans it.
+    ///
+    /// # Errors
+    /// A recipe that no kernel here runs, or sizes beyond what a launch can index.
+    pub fn new(spec: &QuantSpec) -> Result<Self> {
+        let cast = |reverse| {
+            CastPlan::new(CastSpec {
+                rows: spec.rows,
+                cols: spec.cols,
+                input: spec.input,
+                output: spec.output,
+                rowwise: spec.usage.rowwise,
+                columnwise: spec.usage.columnwise,
+                dbias: spec.dbias,
+                reverse,
+                processors: spec.processors,
+            })
+        };
+        let steps = match spec.scaling {
+            Scaling::Delayed => Steps::Delayed(cast(false)?),
+            Scaling::Current => {
+                let Quantization { power_2_scale: pow2, amax_epsilon: eps, .. } = spec.quantization;
+                let rule = ScaleRule { output: spec.output, eps, pow2 };
+                Steps::Current(AmaxPlan::new(spec.rows * spec.cols, spec.input, rule, spec.processors)?, cast(true)?)
+            }
+            Scaling::Block => Steps::Block(block_plan(spec)?, spec.dbias.then(|| column_sums(spec)).transpose()?),
+            other => return Err(Error::unsupported(OP, format!("{other:?} scaling does not run on this device"))),
+        };
+        let plan = Self::measure(steps);
+        if plan.counter_bytes() > COUNTER_BYTES {
+            return Err(Error::shape(
+                OP,
+                "columns of a tensor whose columns are summed",
+                "at most 2,000,000",
+                spec.cols,
+            ));
+        }
+        Ok(plan)
+    }
+
+    /// The same with the column layout's scales as bytes where they are powers of two of 1×128 blocks: a quarter of
+    /// the memory, for layouts that are kept. [`QuantPlan::unpacking`] of another operand makes them f32 again.
+    ///
+    /// # Errors
+    /// None for a plan that was made.
+    pub fn with_byte_scales(self) -> Result<Self> {
+        let Steps::Block(block, sums) = self.steps else { return Ok(self) };
+        let spec = *block.spec();
+        if !spec.columnwise || !spec.pow2 || spec.block != BlockShape::OneDimensional {
+            return Ok(self);
+        }
+        let block = CastBlockPlan::new(CastBlockSpec { byte_scales_t: true, ..spec })?;
+        Ok(Self::measure(Steps::Block(block, sums)))
+    }
+
+    /// How many scales of the column layout are bytes; 0 where they are f32.
+    #[must_use]
+    pub const fn byte_scales(&self) -> usize {
+        match &self.steps {
+            Steps::Block(block, _) if block.spec().byte_scales_t => self.col_scale_bytes,
+            _ => 0,
+        }
+    }
+
+    fn measure(steps: Steps) -> Self {
+        let (row_bytes, row_scale_bytes, col_bytes, col_scale_bytes) = match &steps {
+            Steps::Delayed(cast) | Steps::Current(_, cast) => {
+                (cast.out_bytes(), SCALE_BYTES, cast.out_t_bytes(), SCALE_BYTES)
+            }
+            Steps::Block(block, _) => {
+                (block.out_bytes(), block.scale_bytes(), block.out_t_bytes(), block.scale_t_bytes())
+            }
+        };
+        let partial = match &steps {
+            Steps::Delayed(cast) | Steps::Current(_, cast) => cast.partial_bytes(),
+            Steps::Block(_, sums) => sums.as_ref().map_or(0, CastPlan::partial_bytes),
+        };
+        let scratch_bytes = aligned(SCALE_BYTES) + aligned(partial);
+        Self { steps, row_bytes, row_scale_bytes, col_bytes, col_scale_bytes, scratch_bytes }
+    }
+
+    fn counter_bytes(&self) -> usize {
+        AMAX_COUNTERS
+            + match &self.steps {
+                Steps::Delayed(cast) | Steps::Current(_, cast) => cast.counter_bytes(),
+                Steps::Block(_, sums) => sums.as_ref().map_or(0, CastPlan::counter_bytes),
+            }
+    }
+
+    /// FP8 bytes of the row layout.
+    #[must_use]
+    pub const fn row_bytes(&self) -> usize {
+        self.row_bytes
+    }
+
+    /// Bytes of its scales.
+    #[must_use]
+    pub const fn row_scale_bytes(&self) -> usize {
+        self.row_scale_bytes
+    }
+
+    /// FP8 bytes of the column layout.
+    #[must_use]
+    pub const fn col_bytes(&self) -> usize {
+        self.col_bytes
+    }
+
+    /// Bytes of its scales.
+    #[must_use]
+    pub const fn col_scale_bytes(&self) -> usize {
+        self.col_scale_bytes
+    }
+
+    /// Whether both layouts have the one scale of the tensor.
+    #[must_use]
+    pub const fn shares_scale(&self) -> bool {
+        !matches!(self.steps, Steps::Block(..))
+    }
+
+    /// Private bytes of one run.
+    #[must_use]
+    pub const fn scratch_bytes(&self) -> usize {
+        self.scratch_bytes
+    }
+
+    /// The same where a block cast unpacks `count` scales of another operand on the way.
+    #[must_use]
+    pub fn unpacking(self, count: usize) -> Self {
+        let steps = match self.steps {
+            Steps::Block(block, sums) => Steps::Block(block.unpacking(count), sums),
+            other => other,
+        };
+        Self { steps, ..self }
+    }
+
+    /// Launches it.
+    ///
+    /// # Errors
+    /// A launch's refusal.
+    #[inline]
+    pub fn run(&self, target: &mut Target<'_>, io: &QuantPointers<DevPtr<'_>>) -> Result<()> {
+        let scale_inv = if io.row.is_null() { io.col_scale } else { io.row_scale };
+        let partial = io.scratch.offset(aligned(SCALE_BYTES));
+        let mut cast_pointers = CastPointers {
+            x: io.x,
+            out: io.row,
+            out_t: io.col,
+            scale: io.scale,
+            scale_inv,
+            amax: io.amax,
+            noop: io.noop,
+            dbias: io.dbias,
+            counters: io.counters.offset(AMAX_COUNTERS),
+            partial,
+        };
+        match &self.steps {
+            Steps::Delayed(cast) => cast.run(target, &cast_pointers),
+            Steps::Current(amax, cast) => {
+                let scale = io.scratch;
+                let amax_pointers = AmaxPointers {
+                    x: io.x,
+                    workspace: io.counters,
+                    scale,
+                    scale_inv,
+                    noop: io.noop,
+                    ..AmaxPointers::default()
+                };
+                amax.run(target, &amax_pointers)?;
+                cast_pointers.scale = scale;
+                cast_pointers.scale_inv = DevPtr::null();
+                cast_pointers.amax = DevPtr::null();
+                cast.run(target, &cast_pointers)
+            }
+            Steps::Block(block, sums) => {
+                let block_pointers = CastBlockPointers {
+                    x: io.x,
+                    out: io.row,
+                    out_t: io.col,
+                    scale_inv: io.row_scale,
+                    scale_inv_t: io.col_scale,
+                    noop: io.noop,
+                    packed: io.packed,
+                    unpacked: io.unpacked,
+                };
+                block.run(target, &block_pointers)?;
+                let sum_pointers = CastPointers { scale: DevPtr::null(), ..cast_pointers };
+                sums.as_ref().map_or(Ok(()), |sums| sums.run(target, &sum_pointers))
+            }
+        }
+    }
+}
+
+fn block_plan(spec: &QuantSpec) -> Result<CastBlockPlan> {
+    let block = match spec.quantization.block {
+        Block::Row => BlockShape::OneDimensional,
+        Block::Square => BlockShape::TwoDimensional,
+        Block::Tensor => return Err(Error::value(OP, "block scaling needs 1x128 or 128x128 blocks")),
+    };
+    CastBlockPlan::new(CastBlockSpec {
+        rows: spec.rows,
+        cols: spec.cols,
+        input: spec.input,
+        output: spec.output,
+        block,
+        rowwise: spec.usage.rowwise,
+        columnwise: spec.usage.columnwise,
+        eps: spec.quantization.amax_epsilon,
+        pow2: spec.quantization.power_2_scale,
+        byte_scales_t: false,
+    })
+}
+
+/// Block casts have no fused column sums; a pass of its own makes them.
+fn column_sums(spec: &QuantSpec) -> Result<CastPlan> {
+    let QuantSpec { rows, cols, input, processors, .. } = *spec;
+    CastPlan::new(CastSpec { reverse: true, ..CastSpec::column_sums(rows, cols, input, processors) })
+}

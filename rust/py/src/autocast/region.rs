@@ -1,0 +1,280 @@
+//! Autocast regions for Python.
+
+use std::sync::Arc;
+
+use pyo3::exceptions::PyTypeError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyBool, PyDict, PyString, PyTuple};
+use te_fast_core::Error;
+use te_fast_core::recipe::definition::Recipe;
+use te_fast_core::recipe::region::{Former, Given, Request};
+use te_fast_core::recipe::slots::Due;
+
+use crate::autocast::groups;
+use crate::autocast::recipe::NativeRecipe;
+use crate::error::{IntoPython, to_python};
+use crate::layer::module::Argument;
+use crate::torch::process::{State, state};
+
+/// Recipe and process group of a region, as they were given: what the dispatcher keeps with it.
+#[derive(Debug)]
+struct RegionObjects {
+    recipe: Option<Object>,
+    group: Option<Object>,
+}
+
+/// What the binding asks of Python, set once by `te_fast.pytorch.quantization`.
+#[derive(Debug)]
+struct Callbacks {
+    /// `prepare(recipe | None) -> recipe`, with its native form in `_native`.
+    prepare: Py<PyAny>,
+    /// `update(without_grad)`, called when forward scales are due.
+    update: Py<PyAny>,
+    /// The attribute that holds a recipe's native form.
+    native: Py<PyString>,
+}
+
+static CALLBACKS: PyOnceLock<Callbacks> = PyOnceLock::new();
+
+fn callbacks(py: Python<'_>) -> PyResult<&Callbacks> {
+    CALLBACKS
+        .get(py)
+        .ok_or_else(|| to_python(Error::state("autocast", "te_fast.pytorch.quantization has not been imported")))
+}
+
+/// Sets what the binding calls: `prepare(recipe | None) -> recipe` and `update(without_grad)`.
+#[pyfunction]
+#[pyo3(signature = (prepare, update, /))]
+pub(crate) fn autocast_callbacks(py: Python<'_>, prepare: Py<PyAny>, update: Py<PyAny>) {
+    let native = PyString::intern(py, "_native").unbind();
+    CALLBACKS.get_or_init(py, || Callbacks { prepare, update, native });
+}
+
+/// Drops what regions kept that are no longer in force. It may run anything, so nothing is borrowed meanwhile.
+pub(super) fn release(py: Python<'_>, state: &State) -> PyResult<()> {
+    loop {
+        let released = state.dispatcher(py)?.0.autocast.pop_released();
+        if released.is_none() {
+            return Ok(());
+        }
+    }
+}
+
+type Object = Py<PyAny>;
+
+/// An autocast region: the base of `te_fast.pytorch.autocast`, which documents it.
+#[pyclass(module = "te_fast._native", subclass)]
+#[derive(Debug)]
+pub(crate) struct AutocastRegion {
+    enabled: bool,
+    calibrating: bool,
+    graph: bool,
+    recipe: Option<Object>,
+    group: Option<Object>,
+    former: Option<Former>,
+}
+
+/// A flag by its truth value, as Transformer Engine takes it; a recipe is none.
+fn flag(name: &'static str, Argument(given): Argument<'_>, default: bool) -> PyResult<bool> {
+    let Some(given) = given else { return Ok(default) };
+    if let Ok(flag) = given.cast::<PyBool>() {
+        return Ok(flag.is_true());
+    }
+    if given.hasattr(intern!(given.py(), "_native"))? {
+        let got = format!("{}; recipes are given by name, recipe=", given.get_type().name()?);
+        return Err(to_python(Error::dtype("autocast", name, "a bool", got)));
+    }
+    given.is_truthy()
+}
+
+#[cold]
+fn unknown_keyword(others: &Bound<'_, PyDict>) -> PyErr {
+    let name = others.keys().iter().next().map_or_else(String::new, |name| name.to_string());
+    let of_old = match name.as_str() {
+        "fp8_recipe" => ", which is fp8_autocast's name of recipe",
+        "fp8_group" => ", which is fp8_autocast's name of amax_reduction_group",
+        _ => "",
+    };
+    PyTypeError::new_err(format!("autocast() got an unexpected keyword argument '{name}'{of_old}"))
+}
+
+#[pymethods]
+impl AutocastRegion {
+    #[new]
+    #[pyo3(signature = (
+        enabled=Argument(None), calibrating=Argument(None), recipe=None, amax_reduction_group=None, _graph=Argument(None),
+        **others
+    ))]
+    #[expect(clippy::used_underscore_binding, reason = "Transformer Engine's name of the argument")]
+    fn new(
+        enabled: Argument<'_>,
+        calibrating: Argument<'_>,
+        recipe: Option<Py<PyAny>>,
+        amax_reduction_group: Option<Py<PyAny>>,
+        _graph: Argument<'_>,
+        others: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Self> {
+        if let Some(others) = others {
+            return Err(unknown_keyword(others));
+        }
+        Ok(Self {
+            enabled: flag("enabled", enabled, true)?,
+            calibrating: flag("calibrating", calibrating, false)?,
+            graph: flag("_graph", _graph, false)?,
+            recipe,
+            group: amax_reduction_group,
+            former: None,
+        })
+    }
+
+    /// Puts the region in force.
+    fn __enter__(slf: Bound<'_, Self>) -> PyResult<Bound<'_, Self>> {
+        enter(&slf)?;
+        Ok(slf)
+    }
+
+    /// Puts the former region back in force, and updates the forward scales that are due.
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(slf: &Bound<'_, Self>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        let py = slf.py();
+        let callbacks = callbacks(py)?;
+        let state = state(py)?;
+        let (former, enabled, updates) = {
+            let mut region = slf.try_borrow_mut()?;
+            let updates = (region.enabled || region.calibrating) && !region.graph;
+            (region.former.take(), region.enabled, updates)
+        };
+        let Some(former) = former else {
+            return Err(to_python(Error::state("autocast", "left without having been entered")));
+        };
+        let due = state.dispatcher(py)?.0.autocast.exit(&former, updates);
+        drop(former);
+        release(py, state)?;
+        if due != Due::Nothing {
+            // Only calibration goes on without gradients, as when a trained model is calibrated.
+            callbacks.update.bind(py).call1((!enabled,))?;
+        }
+        Ok(())
+    }
+}
+
+/// Puts a region in force. It is not borrowed while Python runs, which may be anything that uses it.
+fn enter(region: &Bound<'_, AutocastRegion>) -> PyResult<()> {
+    let py = region.py();
+    let callbacks = callbacks(py)?;
+    let state = state(py)?;
+    let clone = |object: &Option<Object>| object.as_ref().map(|object| object.clone_ref(py));
+    let (enabled, calibrating, graph, mut recipe, group) = {
+        let region = region.try_borrow()?;
+        (region.enabled, region.calibrating, region.graph, clone(&region.recipe), clone(&region.group))
+    };
+    let native = if enabled || calibrating { Some(native_of(callbacks, py, &mut recipe)?) } else { None };
+    let number = groups::number_of(group.as_ref().map(|group| group.bind(py)))?;
+    let given = given_of(recipe, group);
+    let request = Request { enabled, calibrating, graph, recipe: native, group: number };
+    let mut region = region.try_borrow_mut()?;
+    if region.former.is_some() {
+        let message = "an instance cannot be entered more than once concurrently";
+        return Err(to_python(Error::state("autocast", message)));
+    }
+    let former = state.dispatcher(py)?.0.autocast.enter(&request, given.clone()).python()?;
+    region.former = Some(former);
+    Ok(())
+}
+
+/// The native form of a recipe; Python makes it where there is none, and the default recipe for `None`.
+#[inline]
+fn native_of(callbacks: &Callbacks, py: Python<'_>, recipe: &mut Option<Py<PyAny>>) -> PyResult<Recipe> {
+    if let Some(known) = recipe
+        && let Ok(native) = known.bind(py).getattr(&callbacks.native)
+        && let Ok(native) = native.cast::<NativeRecipe>()
+    {
+        return Ok(native.get().0);
+    }
+    let prepared = callbacks.prepare.bind(py).call1((recipe.as_ref(),))?;
+    let native = prepared.getattr(&callbacks.native)?.cast_into::<NativeRecipe>()?.get().0;
+    *recipe = Some(prepared.unbind());
+    Ok(native)
+}
+
+/// Changes the region in force without entering one; the recipe must have its native form.
+#[pyfunction]
+#[pyo3(signature = (recipe, enabled, calibrating, graph, group, /))]
+pub(crate) fn autocast_set(
+    py: Python<'_>,
+    recipe: Option<Py<PyAny>>,
+    enabled: bool,
+    calibrating: bool,
+    graph: bool,
+    group: Option<Py<PyAny>>,
+) -> PyResult<()> {
+    let request = request_of(py, recipe.as_ref(), (enabled, calibrating, graph), group.as_ref())?;
+    let state = state(py)?;
+    let given = given_of(recipe, group);
+    state.dispatcher(py)?.0.autocast.set(&request, given.clone()).python()?;
+    release(py, state)
+}
+
+/// What the dispatcher keeps with a region of these, if anything.
+pub(super) fn given_of(recipe: Option<Object>, group: Option<Object>) -> Option<Given> {
+    if recipe.is_none() && group.is_none() { None } else { Some(Arc::new(RegionObjects { recipe, group })) }
+}
+
+/// What a region of these asks for; the recipe must have its native form.
+pub(crate) fn request_of(
+    py: Python<'_>,
+    recipe: Option<&Object>,
+    (enabled, calibrating, graph): (bool, bool, bool),
+    group: Option<&Object>,
+) -> PyResult<Request> {
+    let native = |recipe: &Object| -> PyResult<_> {
+        Ok(recipe.bind(py).getattr(&callbacks(py)?.native)?.cast_into::<NativeRecipe>()?.get().0)
+    };
+    let recipe = recipe.map(native).transpose()?;
+    Ok(Request { enabled, calibrating, graph, recipe, group: groups::number_of(group.map(|group| group.bind(py)))? })
+}
+
+type OptionalObject = Option<Object>;
+
+/// Recipe and process group of the region in force, as they were given.
+#[pyfunction]
+pub(crate) fn autocast_objects(py: Python<'_>) -> PyResult<(OptionalObject, OptionalObject)> {
+    let given = state(py)?.dispatcher(py)?.0.autocast.given().cloned();
+    let objects = given.as_deref().and_then(|given| given.downcast_ref::<RegionObjects>());
+    let clone = |object: &OptionalObject| object.as_ref().map(|object| object.clone_ref(py));
+    Ok(objects.map_or((None, None), |given| (clone(&given.recipe), clone(&given.group))))
+}
+
+/// The recipe of the region in force; in a recomputation, of the one that it repeats.
+#[pyfunction]
+pub(crate) fn autocast_recipe(py: Python<'_>) -> PyResult<NativeRecipe> {
+    Ok(NativeRecipe(state(py)?.dispatcher(py)?.0.autocast.current().recipe))
+}
+
+/// The region in force: (enabled, calibrating, graph, is first FP8 module, depth, epoch).
+#[pyfunction]
+pub(crate) fn autocast_region(py: Python<'_>) -> PyResult<(bool, bool, bool, bool, u32, u64)> {
+    let mut dispatcher = state(py)?.dispatcher(py)?;
+    let autocast = &mut dispatcher.0.autocast;
+    let region = *autocast.current();
+    let flags = (region.enabled, region.calibrating, region.graph, region.is_first_fp8_module);
+    Ok((flags.0, flags.1, flags.2, flags.3, autocast.depth(), region.epoch))
+}
+
+/// Overwrites the number of regions entered.
+#[pyfunction]
+#[pyo3(signature = (depth, /))]
+pub(crate) fn autocast_set_depth(py: Python<'_>, depth: u32) -> PyResult<()> {
+    state(py)?.dispatcher(py)?.0.autocast.set_depth(depth);
+    Ok(())
+}
+
+/// Back to the state of a fresh process; layers keep their slots.
+#[pyfunction]
+pub(crate) fn autocast_reset(py: Python<'_>) -> PyResult<()> {
+    let state = state(py)?;
+    state.dispatcher(py)?.0.autocast.reset();
+    release(py, state)
+}

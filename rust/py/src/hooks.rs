@@ -1,0 +1,92 @@
+//! Python's half: what the native side calls when a call leaves the straight path.
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use te_fast_core::Error;
+use te_fast_core::base::dtype::{DType, Device};
+
+use crate::error::Failure;
+use crate::torch::process::State;
+use crate::torch::reader::view_of;
+
+const SKIP: &str = "the tensor of set_skip_fp8_weight_update_tensor";
+
+/// Functions of Python's, set once at import.
+#[derive(Debug)]
+pub(crate) struct Hooks {
+    /// `torch._C._FunctionBase.apply` of the programs' autograd function.
+    pub(crate) apply: Py<PyAny>,
+    /// The same backward for `create_graph=True`, where differentiating again must raise.
+    pub(crate) backward_once: Py<PyAny>,
+    /// `program_padded`: a call with the rows that its GEMMs lack.
+    pub(crate) padded: Py<PyAny>,
+    /// `program_run_padded`: the same of `program_run_forward`.
+    pub(crate) padded_run: Py<PyAny>,
+    /// `program_on_nothing`: a call on zero rows.
+    pub(crate) on_nothing: Py<PyAny>,
+    /// Updates the backward scales of delayed scaling.
+    pub(crate) update_backward_scales: Py<PyAny>,
+    /// The tensor of `set_skip_fp8_weight_update_tensor`, or None.
+    pub(crate) skip_weight_flag: Py<PyAny>,
+    /// `recompute(handle, slots, generation, grads) -> None | (scale, generation)`, while activation recomputation is on.
+    pub(crate) recompute: Py<PyAny>,
+    /// `dummy_wgrad(weight) -> Tensor`: what autograd is given for a gradient that went into `main_grad`.
+    pub(crate) dummy_wgrad: Py<PyAny>,
+}
+
+static HOOKS: PyOnceLock<Hooks> = PyOnceLock::new();
+
+/// Tells the native side Python's half; once, at import.
+#[pyfunction]
+#[pyo3(signature = (*, apply, backward_once, padded, padded_run, on_nothing, update_backward_scales, skip_weight_flag, recompute, dummy_wgrad))]
+#[expect(clippy::too_many_arguments, reason = "keywords of a Python function")]
+pub(crate) fn install_hooks(
+    py: Python<'_>,
+    apply: Py<PyAny>,
+    backward_once: Py<PyAny>,
+    padded: Py<PyAny>,
+    padded_run: Py<PyAny>,
+    on_nothing: Py<PyAny>,
+    update_backward_scales: Py<PyAny>,
+    skip_weight_flag: Py<PyAny>,
+    recompute: Py<PyAny>,
+    dummy_wgrad: Py<PyAny>,
+) {
+    let hooks = Hooks {
+        apply,
+        backward_once,
+        padded,
+        padded_run,
+        on_nothing,
+        update_backward_scales,
+        skip_weight_flag,
+        recompute,
+        dummy_wgrad,
+    };
+    let _ = HOOKS.set(py, hooks);
+}
+
+pub(crate) fn hooks(py: Python<'_>) -> PyResult<&Hooks> {
+    HOOKS.get(py).ok_or_else(|| PyRuntimeError::new_err("te_fast.pytorch._ops was not imported"))
+}
+
+/// What `FP8GlobalStateManager.set_skip_fp8_weight_update_tensor` has set.
+#[cold]
+pub(crate) fn skip_flag(state: &State, py: Python<'_>, device: Device) -> Result<Option<Py<PyAny>>, Failure> {
+    const OP: &str = "autocast";
+    let flag = hooks(py)?.skip_weight_flag.bind(py).call0()?;
+    if flag.is_none() {
+        return Ok(None);
+    }
+    let view = view_of(&state.reader, &flag, "skip_fp8_weight_update")?;
+    if view.device() != device {
+        let expected = format!("{device}, where the layer is");
+        return Err(Error::device(OP, SKIP, expected, view.device()).into());
+    }
+    if (view.dtype(), view.numel()) != (DType::F32, 1) {
+        let got = format!("{} of {}", view.numel(), view.dtype());
+        return Err(Error::shape(OP, SKIP, "one element of torch.float32", got).into());
+    }
+    Ok(Some(flag.unbind()))
+}

@@ -1,0 +1,170 @@
+//! Calls of `Linear`, `LayerNormLinear` and `LayerNormMLP`: the straight path, and the question whether a call is for it.
+
+use pyo3::exceptions::{PyAttributeError, PyRuntimeError};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyDict, PyTuple};
+
+use te_fast_core::launch::trace::CLOCK;
+
+use crate::layer::module::{Argument, PlainCall, module_call, truth};
+use crate::program::bits::Bits;
+use crate::program::entry::{apply, in_region_of_last_forward};
+use crate::program::forward::Call;
+use crate::program::handle::{OutsideFp8, ProgramHandle};
+use crate::program::parts::Joined;
+use crate::program::tensors::{Tensors, parameters};
+use crate::torch::process::{State, state};
+use crate::torch::reader::instance_dict;
+
+/// `layer(x)`: as `nn.Module.__call__`, without its cost where no hook and no override asks for it. Other keywords are
+/// those of a `forward` in the place of the layer's.
+#[pyfunction]
+#[pyo3(signature = (module, inp=Argument(None), is_first_microbatch=None, fp8_output=None, fp8_grad=None, **others))]
+pub(crate) fn layer_call<'py>(
+    module: &Bound<'py, PyAny>,
+    inp: Argument<'py>,
+    is_first_microbatch: Option<&Bound<'py, PyAny>>,
+    fp8_output: Option<&Bound<'py, PyAny>>,
+    fp8_grad: Option<&Bound<'py, PyAny>>,
+    others: Option<&Bound<'py, PyDict>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let Argument(inp) = inp;
+    let optional = [("is_first_microbatch", is_first_microbatch), ("fp8_output", fp8_output), ("fp8_grad", fp8_grad)];
+    module_call(module, inp.as_ref(), &optional, others, |call, inp| forward(call, module, inp))
+}
+
+/// The `forward` of such a layer.
+#[pyfunction]
+#[pyo3(signature = (module, inp, is_first_microbatch=None))]
+pub(crate) fn layer_forward<'py>(
+    module: &Bound<'py, PyAny>,
+    inp: &Bound<'py, PyAny>,
+    is_first_microbatch: Option<&Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let state = state(module.py())?;
+    let (is_plain, is_first_microbatch) = (state.torch.is_plain(inp), truth(is_first_microbatch)?);
+    let attributes = &instance_dict(module)?;
+    forward(&PlainCall { state, attributes, is_plain, is_first_microbatch }, module, inp)
+}
+
+/// Runs the layer's program, or `_forward_general` where the call is not for it.
+#[inline]
+fn forward<'py>(
+    call: &PlainCall<'_, 'py>,
+    module: &Bound<'py, PyAny>,
+    input: &Bound<'py, PyAny>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let &PlainCall { state, attributes, is_first_microbatch, .. } = call;
+    let py = module.py();
+    let program = attributes.get_item(intern!(py, "_program"))?.ok_or_else(|| PyAttributeError::new_err("_program"))?;
+    let program = program.cast::<ProgramHandle>()?;
+    let is_plain = call.is_plain && !state.torch.is_autocast_enabled.bind(py).call0()?.is_truthy()?;
+    let straight = || if is_plain { straight(state, module, program, input, is_first_microbatch) } else { Ok(None) };
+    let general = || module.call_method1(intern!(py, "_forward_general"), (input, is_first_microbatch));
+    if program.try_borrow()?.outside_fp8 == OutsideFp8::Program {
+        // Its general way runs programs, which repeat the region themselves.
+        return in_region_of_last_forward(state, program, straight)?.map_or_else(general, Ok);
+    }
+    in_region_of_last_forward(state, program, || straight()?.map_or_else(general, Ok))
+}
+
+/// A call that needs nothing of Python; none where it does, or where the layer is to say what does not fit.
+#[inline]
+fn straight<'py>(
+    state: &State,
+    module: &Bound<'py, PyAny>,
+    program: &Bound<'py, ProgramHandle>,
+    input: &Bound<'py, PyAny>,
+    is_first_microbatch: Option<bool>,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let py = module.py();
+    let region = *state.dispatcher(py)?.0.autocast.current();
+    let (last_epoch, outside, has_parts) = {
+        let handle = program.try_borrow()?;
+        if !handle.is_direct {
+            return Ok(None);
+        }
+        (handle.last_region.as_ref().map(|region| region.epoch), handle.outside_fp8, handle.has_parts())
+    };
+    if region.enabled && last_epoch != Some(region.epoch) {
+        module.call_method0(intern!(py, "_enter_region"))?;
+    } else if !region.enabled && (region.calibrating || outside == OutsideFp8::General) {
+        return Ok(None);
+    }
+    let (joined, params) = if has_parts {
+        let Some((joined, params)) = Joined::of(state, program)? else { return Ok(None) };
+        (Some(joined), params)
+    } else {
+        let Some(params) = parameters(state, program)? else { return Ok(None) };
+        (None, params)
+    };
+    if !region.enabled && outside == OutsideFp8::Torch {
+        let y = torch_linear(state, input, &params, joined.as_ref())?;
+        return y.map(|y| with_bias(program, y)).transpose();
+    }
+    CLOCK.start();
+    let Ok(tensors) = Tensors::read(state, input, &[], &params) else { return Ok(None) };
+    if !tensors.are_of_one_kind(program.try_borrow()?.chain.input_cols())
+        || (joined.is_some() && lacks_rows(state, &tensors, py)?)
+    {
+        return Ok(None);
+    }
+    let bits = Bits(Bits::of_microbatch(is_first_microbatch));
+    let call = Call::new(state, (program, module), input, (&[], &params), (bits, None)).of_parts(joined);
+    let y = apply(call, &tensors)?;
+    with_bias(program, y).map(Some)
+}
+
+/// Whether a call has no rows, or fewer than its GEMMs take: for those, parts are joined by autograd.
+fn lacks_rows(state: &State, tensors: &Tensors<'_>, py: Python<'_>) -> PyResult<bool> {
+    Ok(tensors.x.numel() == 0 || state.dispatcher(py)?.0.rows_to_pad(tensors.x.rows()) != 0)
+}
+
+/// torch's own; none where the layer is to say what does not fit, and for a strided input, whose gradients torch rounds
+/// otherwise than those of a contiguous one, and for parts that want gradients. Saved-tensor hooks end a recomputation by
+/// another exception.
+fn torch_linear<'py>(
+    state: &State,
+    input: &Bound<'py, PyAny>,
+    params: &[Bound<'py, PyAny>],
+    joined: Option<&Bound<'py, Joined>>,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let py = input.py();
+    if joined.is_some_and(|joined| joined.get().is_trained())
+        && state.torch.is_grad_enabled.bind(py).call0()?.is(PyBool::new(py, true))
+    {
+        return Ok(None);
+    }
+    if state.reader.read(input)?.is_some_and(|view| !view.is_contiguous()) {
+        return Ok(None);
+    }
+    let [weight, bias @ ..] = params else { return Ok(None) };
+    match state.torch.linear.bind(py).call1((input, weight, bias.first())) {
+        Err(error) if error.is_instance_of::<PyRuntimeError>(py) => Ok(None),
+        result => result.map(Some),
+    }
+}
+
+/// The result with the bias beside it, where the layer returns that: `(y, bias, *others)`.
+#[inline]
+fn with_bias<'py>(program: &Bound<'py, ProgramHandle>, out: Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let py = program.py();
+    let Some(bias) = ProgramHandle::returned_bias(program)? else { return Ok(out) };
+    let dtype = intern!(py, "dtype");
+    let beside = |y: &Bound<'py, PyAny>| -> PyResult<Bound<'py, PyAny>> {
+        let wanted = y.getattr(dtype)?;
+        if bias.getattr(dtype)?.is(&wanted) {
+            return Ok(bias.clone());
+        }
+        bias.call_method1(intern!(py, "to"), (wanted,))
+    };
+    let Ok(results) = out.cast::<PyTuple>() else {
+        let bias = beside(&out)?;
+        return Ok(PyTuple::new(py, [out, bias])?.into_any());
+    };
+    let y = results.get_item(0)?;
+    let bias = beside(&y)?;
+    let all: Vec<_> = [y, bias].into_iter().chain(results.iter().skip(1)).collect();
+    Ok(PyTuple::new(py, all)?.into_any())
+}

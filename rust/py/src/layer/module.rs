@@ -1,0 +1,105 @@
+//! `nn.Module.__call__` without its cost, where no hook and no override asks for it.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyAnyMethods, PyDict, PyDictMethods, PyTuple};
+
+use crate::torch::process::{State, TensorKind, state};
+use crate::torch::reader::instance_dict;
+
+/// An argument that may be left out, which is not the same as None.
+pub(crate) struct Argument<'py>(pub(crate) Option<Bound<'py, PyAny>>);
+
+impl<'py> FromPyObject<'_, 'py> for Argument<'py> {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        Ok(Self(Some(object.to_owned())))
+    }
+}
+
+/// What a call of a layer asks for, where that is no more than its `forward` on a tensor.
+pub(crate) struct PlainCall<'a, 'py> {
+    pub(crate) state: &'a State,
+    /// `module.__dict__`.
+    pub(crate) attributes: &'a Bound<'py, PyDict>,
+    /// `inp` is of torch's own class, so that the native side may read it.
+    pub(crate) is_plain: bool,
+    pub(crate) is_first_microbatch: Option<bool>,
+}
+
+/// The call of a layer with `Linear`'s arguments: `forward` is for those that ask for no more than that.
+#[inline]
+pub(crate) fn module_call<'py>(
+    module: &Bound<'py, PyAny>,
+    inp: Option<&Bound<'py, PyAny>>,
+    optional: &[(&str, Option<&Bound<'py, PyAny>>); 3],
+    others: Option<&Bound<'py, PyDict>>,
+    forward: impl FnOnce(&PlainCall<'_, 'py>, &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let state = state(module.py())?;
+    let attributes = instance_dict(module)?;
+    let [(_, is_first_microbatch), rest @ ..] = optional;
+    let plain = others.is_none() && rest.iter().all(|(_, value)| value.is_none());
+    let kind = inp.map_or(TensorKind::None, |inp| state.torch.kind_of(inp));
+    if let (Some(inp), true, true) = (inp, plain, kind != TensorKind::None)
+        && can_skip_module_call(module, state, &attributes)?
+    {
+        let is_plain = kind == TensorKind::Plain;
+        let is_first_microbatch = truth(*is_first_microbatch)?;
+        return forward(&PlainCall { state, attributes: &attributes, is_plain, is_first_microbatch }, inp);
+    }
+    slow_call(state, module, inp, optional, others)
+}
+
+/// `is_first_microbatch` by its truth value, as Transformer Engine takes it; `None` stays.
+#[inline]
+pub(crate) fn truth(value: Option<&Bound<'_, PyAny>>) -> PyResult<Option<bool>> {
+    value.map(PyAnyMethods::is_truthy).transpose()
+}
+
+#[cold]
+fn slow_call<'py>(
+    state: &State,
+    module: &Bound<'py, PyAny>,
+    inp: Option<&Bound<'py, PyAny>>,
+    optional: &[(&str, Option<&Bound<'py, PyAny>>)],
+    others: Option<&Bound<'py, PyDict>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = module.py();
+    let keywords = others.map_or_else(|| Ok(PyDict::new(py)), PyDictMethods::copy)?;
+    for (name, value) in optional {
+        if let Some(value) = value {
+            keywords.set_item(name, value)?;
+        }
+    }
+    let arguments = std::iter::once(module).chain(inp);
+    state.torch.call_module(&PyTuple::new(py, arguments.collect::<Vec<_>>())?, &keywords)
+}
+
+/// No hook of the module or of all modules, no compiled call, no `forward` of the instance's own or of another class
+/// than the one whose native call this is: of a mixin, a subclass, or put in its place.
+#[inline]
+pub(crate) fn can_skip_module_call(
+    module: &Bound<'_, PyAny>,
+    state: &State,
+    attributes: &Bound<'_, PyDict>,
+) -> PyResult<bool> {
+    let py = module.py();
+    for hooks in [
+        intern!(py, "_forward_hooks"),
+        intern!(py, "_forward_pre_hooks"),
+        intern!(py, "_backward_hooks"),
+        intern!(py, "_backward_pre_hooks"),
+    ] {
+        match attributes.get_item(hooks)? {
+            Some(hooks) if hooks.cast::<PyDict>().is_ok_and(PyDictMethods::is_empty) => {}
+            _ => return Ok(false),
+        }
+    }
+    let class = module.get_type();
+    Ok(state.torch.global_hooks.iter().all(|hooks| hooks.bind(py).is_empty())
+        && class.getattr(intern!(py, "forward"))?.is(&class.getattr(intern!(py, "_called_forward"))?)
+        && !attributes.contains(intern!(py, "forward"))?
+        && !attributes.contains(intern!(py, "_compiled_call_impl"))?)
+}

@@ -1,0 +1,464 @@
+//! Backward of a program: torch calls it once per forward, with the gradients of output and extra outputs.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBool, PyTuple};
+use pyo3::{PyTraverseError, PyVisit};
+use te_fast_core::Error;
+use te_fast_core::base::dtype::DType;
+use te_fast_core::base::pointer::DevPtr;
+use te_fast_core::program::{Bindings, Port as Where, Program, SizedProgram};
+use te_fast_core::runtime::dispatcher::Dispatcher;
+use te_fast_core::runtime::lane::Place;
+
+use crate::error::Failure;
+use crate::hooks::hooks;
+use crate::program::check::check_grad;
+use crate::program::forward::CallWeights;
+use crate::program::handle::{Compiled, ProgramHandle, Shapes};
+use crate::program::main_grad::{MainGrad, after_main_grad, main_grad};
+use crate::program::part_grads::of_parts;
+use crate::program::parts::Joined;
+use crate::program::weight::{WaitingGrad, WaitingOperands, WaitingRows};
+use crate::program::weight_memory::weight_buffer;
+use crate::torch::operand::{readable, saved_tensor};
+use crate::torch::process::{State, state};
+use crate::torch::reader::view_of;
+
+const OP: &str = "ops";
+
+/// What a backward needs of its forward, beside the saved tensors.
+#[pyclass(module = "te_fast._native", frozen)]
+#[derive(Debug)]
+pub(crate) struct ProgramSaved {
+    pub(crate) handle: Py<ProgramHandle>,
+    pub(crate) compiled: Arc<Compiled>,
+    pub(crate) sized: Arc<SizedProgram>,
+    pub(crate) shapes: Arc<Shapes>,
+    /// Given up by the backward that is the graph's last.
+    pub(crate) weights: Mutex<CallWeights>,
+    /// Shapes of the extra inputs.
+    pub(crate) extra_shapes: Vec<Vec<i64>>,
+    /// The parameters, for their `main_grad` and to see whether they were changed since.
+    pub(crate) params: Vec<Py<PyAny>>,
+    /// The parts that parameters were joined of.
+    pub(crate) joined: Option<Py<Joined>>,
+    /// `is_first_microbatch=True`: `main_grad` is overwritten.
+    pub(crate) overwrite_main_grad: bool,
+    /// This chain was the first FP8 module of its region: its backward is the last, and updates the scales.
+    pub(crate) updates_backward_scales: bool,
+}
+
+#[pymethods]
+impl ProgramSaved {
+    #[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.handle)?;
+        self.joined.iter().try_for_each(|joined| visit.call(joined))?;
+        self.params.iter().try_for_each(|param| visit.call(param))
+    }
+
+    /// Whether the FP8 weights that backward reads are there still.
+    #[getter]
+    fn holds_weights(&self) -> bool {
+        !self.weights.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+    }
+
+    /// Whether the backward updates the backward scales.
+    #[getter]
+    fn updates_backward_scales(&self) -> bool {
+        self.updates_backward_scales
+    }
+}
+
+impl ProgramSaved {
+    /// The quantised weights of the forward. The backward that is the graph's last takes them along: they are freed with
+    /// it, before the optimizer steps, though the graph's nodes live on where somebody holds an output.
+    fn weights(&self, state: &State, py: Python<'_>) -> Result<CallWeights, Failure> {
+        let retains = match &state.torch.retains_graph {
+            Some(retains) => retains.bind(py).call0()?.is_truthy()?,
+            None => true,
+        };
+        let mut kept = self.weights.lock().unwrap_or_else(PoisonError::into_inner);
+        let weights = if retains { kept.clone() } else { std::mem::take(&mut *kept) };
+        drop(kept);
+        if weights.len() != self.sized.deferred_bytes().len() {
+            let message = "backward ran through this graph a second time, and the first one freed its FP8 weights; pass retain_graph=True to the first";
+            return Err(Error::state(OP, message).into());
+        }
+        Ok(weights)
+    }
+
+    /// After a backward that failed.
+    fn give_back(&self, weights: CallWeights) {
+        let mut kept = self.weights.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.is_empty() {
+            *kept = weights;
+        }
+    }
+}
+
+/// Where a parameter's gradient goes.
+enum ParamGrad<'py> {
+    None,
+    New(Bound<'py, PyAny>),
+    Main(MainGrad<'py>),
+    /// The gradient of a linear op's output, for later.
+    Waiting(Bound<'py, PyAny>),
+}
+
+/// Gradients of one backward: input, parameters, extra inputs.
+pub(crate) struct Grads<'py> {
+    pub(crate) input: Option<Bound<'py, PyAny>>,
+    pub(crate) params: Vec<Option<Bound<'py, PyAny>>>,
+    pub(crate) extras: Vec<Option<Bound<'py, PyAny>>>,
+}
+
+/// `apply` of the autograd node: gradients of (input, parameters..., extra inputs..., program, owner, bits, version).
+#[pyfunction]
+#[pyo3(signature = (ctx, *grads))]
+pub(crate) fn program_backward<'py>(
+    ctx: &Bound<'py, PyAny>,
+    grads: &Bound<'py, PyTuple>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = ctx.py();
+    let state = state(py)?;
+    if state.torch.is_grad_enabled.bind(py).call0()?.is(PyBool::new(py, true)) {
+        let arguments: Vec<_> = std::iter::once(ctx.clone()).chain(grads.iter()).collect();
+        return hooks(py)?.backward_once.bind(py).call1(PyTuple::new(py, arguments)?);
+    }
+    let tensors = ctx.getattr(intern!(py, "saved_tensors"))?.cast_into::<PyTuple>()?;
+    let kept = ctx.getattr(intern!(py, "te_saved"))?.cast_into::<ProgramSaved>()?;
+    let list: Vec<Bound<'py, PyAny>> = grads.iter().collect();
+    let kept = kept.get();
+    let grads = run(state, kept, &tensors, &list)?;
+    let params = match &kept.joined {
+        Some(joined) => {
+            let wanted = ctx.getattr(intern!(py, "needs_input_grad"))?.extract::<Vec<bool>>()?;
+            let parts = (kept.handle.bind(py), joined.get());
+            of_parts(state, parts, grads.params, &wanted[1..], kept.overwrite_main_grad)?
+        }
+        None => grads.params,
+    };
+    let none = || py.None().into_bound(py);
+    let mut all = Vec::with_capacity(params.len() + grads.extras.len() + 5);
+    all.push(grads.input.unwrap_or_else(none));
+    all.extend(params.into_iter().map(|grad| grad.unwrap_or_else(none)));
+    all.extend(grads.extras.into_iter().map(|grad| grad.unwrap_or_else(none)));
+    all.extend([none(), none(), none(), none()]);
+    Ok(PyTuple::new(py, all)?.into_any())
+}
+
+/// Runs a backward and, where this node is the region's last, the update of the backward scales.
+pub(crate) fn run<'py>(
+    state: &State,
+    kept: &ProgramSaved,
+    tensors: &Bound<'py, PyTuple>,
+    grads: &[Bound<'py, PyAny>],
+) -> PyResult<Grads<'py>> {
+    let py = tensors.py();
+    let name = || kept.handle.bind(py).try_borrow().ok().map(|handle| handle.name.clone());
+    let weights = kept.weights(state, py).map_err(|failure| failure.named(name().as_deref()))?;
+    let call = BackwardCall { state, kept, tensors, weights };
+    let gradients = match call.run(grads) {
+        Ok(gradients) => gradients,
+        Err(failure) => {
+            kept.give_back(call.weights);
+            return Err(failure.named(name().as_deref()));
+        }
+    };
+    if kept.updates_backward_scales {
+        hooks(py)?.update_backward_scales.bind(py).call0()?;
+    }
+    Ok(gradients)
+}
+
+struct BackwardCall<'a, 'py> {
+    state: &'a State,
+    kept: &'a ProgramSaved,
+    tensors: &'a Bound<'py, PyTuple>,
+    weights: CallWeights,
+}
+
+/// The call's own tensors as backward reads them, by place.
+pub(crate) struct Read<'py> {
+    pub(crate) saved: Option<Bound<'py, PyAny>>,
+    tensors: Vec<(Where, Bound<'py, PyAny>)>,
+}
+
+impl<'py> Read<'py> {
+    pub(crate) fn new(
+        state: &State,
+        program: &Program,
+        sized: &SizedProgram,
+        tensors: &Bound<'py, PyTuple>,
+    ) -> Result<Self, Failure> {
+        let device = program.key().device;
+        let read = |tensor, extent| saved_tensor(state, OP, tensor, extent, device);
+        let saved = Some(tensors.get_item(0)?).filter(|saved| !saved.is_none());
+        let saved = saved.map(|saved| read(saved, (sized.saved_bytes(), DType::U8))).transpose()?;
+        let places = program.reads().iter().zip(sized.read_extents());
+        let tensors = places
+            .zip(tensors.iter().skip(1))
+            .map(|((&place, &(elements, dtype)), tensor)| Ok((place, read(tensor, (elements, dtype.into()))?)))
+            .collect::<Result<_, Failure>>()?;
+        Ok(Self { saved, tensors })
+    }
+
+    /// Every address that is there.
+    pub(crate) fn ports(&self, state: &State) -> te_fast_core::Result<Vec<(Where, DevPtr<'_>)>> {
+        let mut list = vec![(Where::Saved, state.pointer(self.saved.as_ref())?)];
+        for (port, tensor) in &self.tensors {
+            list.push((*port, state.pointer(Some(tensor))?));
+        }
+        Ok(list)
+    }
+}
+
+impl<'py> BackwardCall<'_, 'py> {
+    fn run(&self, grads: &[Bound<'py, PyAny>]) -> Result<Grads<'py>, Failure> {
+        let (py, state, kept) = (self.tensors.py(), self.state, self.kept);
+        let program = &kept.compiled.program;
+        let key = program.key();
+        self.check_weights(py)?;
+        let grads: Vec<Bound<'py, PyAny>> = grads
+            .iter()
+            .map(|grad| Ok(readable(state, grad, "a gradient")?.unwrap_or_else(|| grad.clone())))
+            .collect::<PyResult<_>>()?;
+        for (index, grad) in grads.iter().enumerate() {
+            check_grad(program, kept.sized.rows(), index, &view_of(&state.reader, grad, "a gradient")?)?;
+        }
+        let _guard = state.guard(py, key.device)?;
+        let place = Place { device: key.device, stream: state.reader.stream(py, key.device)? };
+        let activation = DType::from(key.activation);
+        let input = match program.grad_input() {
+            Where::GradInput => {
+                let tuples = &kept.shapes.input;
+                Some(state.empty(py, key.device, tuples.size.bind(py), tuples.stride.bind(py), activation)?)
+            }
+            _ => None,
+        };
+        let extras = self.extra_grads(py)?;
+        let targets = self.param_grads(py, place)?;
+        self.launch(place, &grads, input.as_ref(), &extras, &targets)?;
+        let alias = |place: Where| -> Option<Bound<'py, PyAny>> {
+            match place {
+                Where::GradOutput => grads.first().cloned(),
+                Where::GradExtraOutput(index) => grads.get(usize::from(index) + 1).cloned(),
+                Where::GradExtra(index) => extras[usize::from(index)].clone(),
+                _ => None,
+            }
+        };
+        Ok(Grads {
+            input: input.or_else(|| alias(program.grad_input())),
+            extras: program
+                .grad_extras()
+                .iter()
+                .zip(&kept.extra_shapes)
+                .map(|(&place, shape)| alias(place).map(|grad| shaped(state, grad, shape)).transpose())
+                .collect::<Result<_, _>>()?,
+            params: self.finish(py, targets)?,
+        })
+    }
+
+    /// torch's rule for what backward reads: it must be what forward read. The quantised weight may have been made
+    /// anew in the same memory since, from other values.
+    fn check_weights(&self, py: Python<'py>) -> Result<(), Failure> {
+        if let Some(joined) = &self.kept.joined {
+            return self.check_parts(py, joined.get());
+        }
+        let name = intern!(py, "_version"); // before anything is borrowed
+        let handle = self.kept.handle.bind(py).try_borrow()?;
+        for (linear, (weight, &param)) in self.weights.iter().zip(handle.chain.linear_params()).enumerate() {
+            let (true, true, Some(known)) =
+                (weight.quantized.is_some(), self.kept.compiled.program.reads_weight(linear), weight.version)
+            else {
+                continue;
+            };
+            let version = self.kept.params[param].bind(py).getattr(name)?.extract::<u64>()?;
+            if version != known {
+                let message = format!(
+                    "the weight was modified by an inplace operation between forward and backward (it is at version {version}, expected {known}); modify it after backward"
+                );
+                return Err(Error::state(OP, message).into());
+            }
+        }
+        Ok(())
+    }
+
+    /// The same of weights that are joined of parts, whose versions torch does not compare.
+    fn check_parts(&self, py: Python<'py>, joined: &Joined) -> Result<(), Failure> {
+        let program = &self.kept.compiled.program;
+        let reads = self.weights.iter().enumerate().any(|(linear, weight)| match weight.quantized {
+            Some(_) => program.reads_weight(linear),
+            None => program.reads().contains(&Where::Param(program.linear_param(linear) as u16)),
+        });
+        if reads && joined.was_changed(py)? {
+            let message = "a part of the weight was modified by an inplace operation between forward and backward; modify it after backward";
+            return Err(Error::state(OP, message).into());
+        }
+        Ok(())
+    }
+
+    fn extra_grads(&self, py: Python<'py>) -> Result<Vec<Option<Bound<'py, PyAny>>>, Failure> {
+        let (program, state) = (&self.kept.compiled.program, self.state);
+        let mut list = Vec::with_capacity(program.grad_extras().len());
+        for (index, &place) in program.grad_extras().iter().enumerate() {
+            let own = place == Where::GradExtra(index as u16);
+            let make = || {
+                let dtype = program.key().extras[index].0.into();
+                state.empty_sized(py, program.key().device, &self.kept.extra_shapes[index], dtype)
+            };
+            list.push(own.then(make).transpose()?);
+        }
+        Ok(list)
+    }
+
+    fn param_grads(&self, py: Python<'py>, place: Place) -> Result<Vec<ParamGrad<'py>>, Failure> {
+        let (kept, state) = (self.kept, self.state);
+        let program = &kept.compiled.program;
+        let mut number = 0;
+        let mut list = Vec::with_capacity(kept.params.len());
+        for (param, &(_, wanted)) in program.key().params.iter().enumerate() {
+            let next = ProgramHandle::linear_at(kept.handle.bind(py), number)?;
+            let linear = next.filter(|(_, of)| *of == param).map(|(weight, _)| (number, weight));
+            number += usize::from(linear.is_some());
+            if !wanted {
+                list.push(ParamGrad::None);
+                continue;
+            }
+            if let Some((number, weight)) = linear {
+                if let Some(quantized) = &self.weights[number].quantized {
+                    quantized.note_gradient();
+                }
+                let deferred = kept.sized.deferred_bytes()[number];
+                if deferred != 0 {
+                    list.push(ParamGrad::Waiting(state.bytes(py, place.device, deferred)?));
+                    continue;
+                }
+                if weight.bind(py).try_borrow()?.fuse_wgrad_accumulation {
+                    let grad = main_grad(state, kept.params[param].bind(py), kept.overwrite_main_grad)?;
+                    list.push(ParamGrad::Main(grad));
+                    continue;
+                }
+            }
+            let tuples = &kept.compiled.params[param];
+            let dtype = program.grad_dtype(param).into();
+            let grad = state.empty(py, place.device, tuples.size.bind(py), tuples.stride.bind(py), dtype)?;
+            list.push(ParamGrad::New(grad));
+        }
+        Ok(list)
+    }
+
+    fn launch(
+        &self,
+        place: Place,
+        grads: &[Bound<'py, PyAny>],
+        input: Option<&Bound<'py, PyAny>>,
+        extras: &[Option<Bound<'py, PyAny>>],
+        targets: &[ParamGrad<'py>],
+    ) -> Result<(), Failure> {
+        let (py, state, kept) = (self.tensors.py(), self.state, self.kept);
+        let program = &kept.compiled.program;
+        let sized = &kept.sized;
+        let read = Read::new(state, program, sized, self.tensors)?;
+        let external = Dispatcher::external_bytes(place, sized.backward_scratch())?;
+        let scratch = state.optional_bytes(py, place.device, external.bytes())?;
+        let memory = external.memory(state.pointer(scratch.as_ref())?);
+        let mut table = state.tables.take();
+        let mut call = program.call(&mut table);
+        for (port, address) in read.ports(state)? {
+            call.set(port, address);
+        }
+        for (index, grad) in grads.iter().enumerate() {
+            let port = if index == 0 { Where::GradOutput } else { Where::GradExtraOutput(index as u16 - 1) };
+            call.set(port, state.pointer(Some(grad))?);
+        }
+        call.set(Where::GradInput, state.pointer(input)?);
+        for (index, grad) in extras.iter().enumerate() {
+            call.set(Where::GradExtra(index as u16), state.pointer(grad.as_ref())?);
+        }
+        for (linear, weight) in self.weights.iter().enumerate() {
+            if let Some(quantized) = &weight.quantized {
+                call.set_weight(linear, &weight_buffer(quantized));
+            }
+            call.set_slots(linear, &weight.slots());
+        }
+        let mut dispatcher = state.dispatcher(py)?;
+        self.set_param_grads(&mut call, &mut dispatcher.0, targets)?;
+        let mut lane = dispatcher.0.lane(place, sized.backward_scratch(), memory)?;
+        sized.run_backward(&mut lane, call)?;
+        for slots in self.weights.iter().filter_map(|weight| weight.slots.as_ref()) {
+            dispatcher.0.autocast.mark_ran(&slots.backward);
+        }
+        drop(dispatcher);
+        state.tables.give_back(table);
+        Ok(())
+    }
+
+    /// Where the gradients of the parameters go.
+    fn set_param_grads<'a>(
+        &self,
+        call: &mut Bindings<'_, 'a>,
+        dispatcher: &mut Dispatcher,
+        targets: &'a [ParamGrad<'py>],
+    ) -> Result<(), Failure> {
+        let (state, program, sized) = (self.state, &self.kept.compiled.program, &self.kept.sized);
+        let linears = self.weights.len();
+        let linear_of = |param: usize| (0..linears).find(|&linear| program.linear_param(linear) == param);
+        for (param, target) in targets.iter().enumerate() {
+            let port = Where::GradParam(param as u16);
+            match (target, linear_of(param)) {
+                (ParamGrad::New(grad), _) => call.set(port, state.pointer(Some(grad))?),
+                (ParamGrad::Main(main), Some(linear)) => {
+                    call.set(port, state.pointer(Some(&main.grad))?);
+                    let kind = (main.dtype, main.accumulate);
+                    let plan = program.weight_grad_plan(dispatcher, sized.rows(), linear, kind, main.address)?;
+                    call.set_weight_grad(linear, plan);
+                }
+                (ParamGrad::Waiting(grad), Some(linear)) => call.set_deferred(linear, state.pointer(Some(grad))?),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// What autograd is given for the parameters.
+    fn finish(&self, py: Python<'py>, targets: Vec<ParamGrad<'py>>) -> Result<Vec<Option<Bound<'py, PyAny>>>, Failure> {
+        let kept = self.kept;
+        let mut list = Vec::with_capacity(targets.len());
+        for (param, target) in targets.into_iter().enumerate() {
+            list.push(match target {
+                ParamGrad::None => None,
+                ParamGrad::New(grad) => Some(grad),
+                ParamGrad::Main(_) => after_main_grad(kept.params[param].bind(py))?,
+                ParamGrad::Waiting(grad) => {
+                    let handle = kept.handle.bind(py).try_borrow()?;
+                    let linear = handle.chain.linear_params().iter().position(|&of| of == param).unwrap_or(0);
+                    let (program, sized) = (Arc::clone(&kept.compiled.program), Arc::clone(&kept.sized));
+                    let (saved, grad) = (self.tensors.clone().unbind(), grad.unbind());
+                    let operands = WaitingOperands::Kept(WaitingRows { program, sized, linear, saved, grad });
+                    let waiting = WaitingGrad { operands, overwrite_main_grad: kept.overwrite_main_grad };
+                    let weight = handle.weights[linear].clone_ref(py);
+                    drop(handle);
+                    let mut weight = weight.bind(py).try_borrow_mut()?;
+                    weight.waiting.push_back(waiting);
+                    let fuses = weight.fuse_wgrad_accumulation;
+                    drop(weight);
+                    if fuses { after_main_grad(kept.params[param].bind(py))? } else { None }
+                }
+            });
+        }
+        Ok(list)
+    }
+}
+
+/// The gradient in the shape of its tensor: an extra input may have other leading dimensions than the input.
+fn shaped<'py>(state: &State, grad: Bound<'py, PyAny>, shape: &[i64]) -> Result<Bound<'py, PyAny>, Failure> {
+    if view_of(&state.reader, &grad, "a gradient")?.shape() == shape {
+        return Ok(grad);
+    }
+    Ok(grad.call_method1("view", (shape.to_vec(),))?)
+}

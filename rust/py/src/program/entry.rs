@@ -1,0 +1,411 @@
+//! Entry points of programs: tensors and parameters in, outputs and what backward needs out, with an autograd node of
+//! their own or inside one of Python's. None reads a module's dictionaries but to gather the parameters of a call that
+//! brings none.
+
+use std::sync::Arc;
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyAnyMethods, PyBool, PyDict, PyDictMethods, PyTuple};
+use smallvec::SmallVec;
+use te_fast_core::Error;
+use te_fast_core::recipe::region::Former;
+
+use crate::error::{IntoPython, named};
+use crate::hooks::hooks;
+use crate::layer::module::{Argument, can_skip_module_call};
+use crate::program::backward::{ProgramSaved, run};
+use crate::program::bits::Bits;
+use crate::program::forward::{Call, Done};
+use crate::program::handle::ProgramHandle;
+use crate::program::parts::Joined;
+use crate::program::tensors::{Tensors, are_of_one_type, parameters, present_parameters, requires_grad};
+use crate::torch::process::{State, state};
+use crate::torch::reader::{instance_dict, view_of};
+
+const OP: &str = "ops";
+
+/// Runs a chain on `x`; one autograd node. Returns the output, and the extra outputs behind it if there are any.
+///
+/// `parameters` stand in for those of the modules that the chain was built from. `version` is that of a weight that is a
+/// concatenation without one of its own.
+#[pyfunction]
+#[pyo3(signature = (program, owner, x, extra_inputs, is_first_microbatch=None, params=None, version=None, /))]
+pub(crate) fn program_apply<'py>(
+    program: &Bound<'py, ProgramHandle>,
+    owner: &Bound<'py, PyAny>,
+    x: &Bound<'py, PyAny>,
+    extra_inputs: &Bound<'py, PyTuple>,
+    is_first_microbatch: Option<bool>,
+    params: Option<&Bound<'py, PyTuple>>,
+    version: Option<u64>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let state = state(x.py())?;
+    let params = match params {
+        Some(params) => params.iter().collect(),
+        None => present_parameters(program)?,
+    };
+    let extras: Vec<Bound<'py, PyAny>> = extra_inputs.iter().collect();
+    let bits = Bits(Bits::of_microbatch(is_first_microbatch));
+    in_region_of_last_forward(state, program, || cast_and_apply((program, owner), x, &extras, &params, bits, version))
+}
+
+/// `module(x, *extra_inputs)` of a module whose result is its program's: as `nn.Module.__call__`, without its cost
+/// where no hook and no override asks for it. The module names the program in `_direct_program` of its dict, or None
+/// while calls have to go through `forward`; a group of ops that is all of the module is called by `_direct_call`, with
+/// input, extra inputs and `is_first_microbatch`. Argument names are those of `forward`.
+#[pyfunction]
+#[pyo3(signature = (module, input=Argument(None), *extra_inputs, is_first_microbatch=None, **others))]
+pub(crate) fn program_module_call<'py>(
+    module: &Bound<'py, PyAny>,
+    input: Argument<'py>,
+    extra_inputs: &Bound<'py, PyTuple>,
+    is_first_microbatch: Option<&Bound<'py, PyAny>>,
+    others: Option<&Bound<'py, PyDict>>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let Argument(input) = input;
+    let (py, input) = (module.py(), input.as_ref());
+    let state = state(py)?;
+    let attributes = instance_dict(module)?;
+    let entry = |name| Ok::<_, PyErr>(attributes.get_item(name)?.filter(|entry| !entry.is_none()));
+    let program = entry(intern!(py, "_direct_program"))?;
+    let group = entry(intern!(py, "_direct_call"))?;
+    let plain = input.filter(|input| others.is_none() && state.torch.is_plain(input));
+    if let Some(input) = plain
+        && (program.is_some() || group.is_some())
+        && extra_inputs.iter().all(|extra| state.torch.is_plain(&extra))
+        && can_skip_module_call(module, state, &attributes)?
+    {
+        let is_first = is_first_microbatch.filter(|first| !first.is_none());
+        let is_first = is_first.map(PyAnyMethods::is_truthy).transpose()?;
+        if let Some(program) = program {
+            let program = program.cast::<ProgramHandle>()?;
+            let extras: Vec<Bound<'py, PyAny>> = extra_inputs.iter().collect();
+            if let Some(params) = parameters_of_direct_call(state, program, input, &extras)? {
+                let bits = Bits(Bits::of_microbatch(is_first));
+                let run = || cast_and_apply((program, module), input, &extras, &params, bits, None);
+                return in_region_of_last_forward(state, program, run);
+            }
+        }
+        if let Some(group) = group {
+            return group.call1((input, extra_inputs, is_first));
+        }
+    }
+    let keywords = others.map_or_else(|| Ok(PyDict::new(py)), PyDictMethods::copy)?;
+    if let Some(is_first) = is_first_microbatch {
+        keywords.set_item(intern!(py, "is_first_microbatch"), is_first)?;
+    }
+    let mut arguments = vec![module.clone()];
+    arguments.extend(input.cloned());
+    arguments.extend(extra_inputs.iter());
+    state.torch.call_module(&PyTuple::new(py, arguments)?, &keywords)
+}
+
+/// The parameters, if the program takes such a call as it is: so many extra inputs, and one type of everything, or an
+/// autocast type that everything is cast to. Else the long way casts in between, or says what is wrong.
+#[inline]
+fn parameters_of_direct_call<'py>(
+    state: &State,
+    program: &Bound<'py, ProgramHandle>,
+    input: &Bound<'py, PyAny>,
+    extras: &[Bound<'py, PyAny>],
+) -> PyResult<Option<SmallVec<[Bound<'py, PyAny>; 6]>>> {
+    let (takes, follows_autocast) = {
+        let handle = program.try_borrow()?;
+        (handle.chain.extra_inputs(), handle.chain.follows_autocast())
+    };
+    if takes != extras.len() {
+        return Ok(None);
+    }
+    let Some(params) = parameters(state, program)? else { return Ok(None) };
+    let cast = state.torch.is_autocast_enabled.bind(input.py()).call0()?.is_truthy()?;
+    let fits = if cast { follows_autocast } else { are_of_one_type(state, input, &params, extras)? };
+    Ok(fits.then_some(params))
+}
+
+/// Activation checkpointing runs a forward again during backward, when the autocast region may be over: runs `call` in the
+/// region of the chain's last forward then.
+#[inline]
+pub(crate) fn in_region_of_last_forward<T>(
+    state: &State,
+    program: &Bound<'_, ProgramHandle>,
+    call: impl FnOnce() -> PyResult<T>,
+) -> PyResult<T> {
+    let Some(former) = repeated_region(state, program)? else { return call() };
+    let result = call();
+    state.dispatcher(program.py())?.0.autocast.exit(&former, false);
+    result
+}
+
+#[inline]
+fn repeated_region(state: &State, program: &Bound<'_, ProgramHandle>) -> PyResult<Option<Former>> {
+    let py = program.py();
+    let Some(region) = program.try_borrow()?.last_region else { return Ok(None) };
+    {
+        let mut dispatcher = state.dispatcher(py)?;
+        let autocast = &mut dispatcher.0.autocast;
+        if autocast.current().enabled || autocast.depth() != 0 || autocast.held().0 {
+            return Ok(None); // the region around it says what is wanted
+        }
+    }
+    if state.torch.current_graph_task_id.bind(py).call0()?.extract::<i64>()? < 0 {
+        program.try_borrow_mut()?.last_region = None;
+        return Ok(None);
+    }
+    Ok(Some(state.dispatcher(py)?.0.autocast.repeat(&region)))
+}
+
+/// The functional entry on inputs that `torch.autocast` may want in another type.
+fn cast_and_apply<'py>(
+    (program, owner): (&Bound<'py, ProgramHandle>, &Bound<'py, PyAny>),
+    x: &Bound<'py, PyAny>,
+    extras: &[Bound<'py, PyAny>],
+    params: &[Bound<'py, PyAny>],
+    bits: Bits,
+    version: Option<u64>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let state = state(x.py())?;
+    {
+        let handle = program.try_borrow()?;
+        if handle.chain.extra_inputs() != extras.len() {
+            let message = format!("expected {} extra inputs, got {}", handle.chain.extra_inputs(), extras.len());
+            return Err(named(&Error::value(OP, message), Some(&handle.name)));
+        }
+    }
+    let cast = cast(state, x, extras)?;
+    let (x, extras) = cast.as_ref().map_or((x, extras), |(x, extras)| (x, extras.as_slice()));
+    let call = Call::new(state, (program, owner), x, (extras, params), (bits, version));
+    let tensors = Tensors::read(state, x, extras, params).map_err(|failure| call.named(failure))?;
+    apply(call, &tensors)
+}
+
+/// The functional entry: a program, its owner, tensors and parameters. Rows that GEMMs lack are appended, zero rows launch
+/// nothing, and what wants gradients gets one autograd node.
+pub(crate) fn apply<'py>(mut call: Call<'_, 'py>, tensors: &Tensors<'_>) -> PyResult<Bound<'py, PyAny>> {
+    let Call { state, handle: program, owner, x, extras, params, bits, version, .. } = call;
+    let py = x.py();
+    if tensors.x.numel() == 0 {
+        return on_nothing(&call);
+    }
+    if !tensors.x.shape().is_empty() && state.dispatcher(py)?.0.rows_to_pad(tensors.x.rows()) != 0 {
+        let is_first = first_microbatch(bits);
+        let arguments = (program, owner, x, PyTuple::new(py, extras)?, is_first, PyTuple::new(py, params)?, version);
+        return hooks(py)?.padded.bind(py).call1(arguments);
+    }
+    let grad_mode = state.torch.is_grad_enabled.bind(py).call0()?.is(PyBool::new(py, true));
+    if grad_mode {
+        let mut wants = false;
+        for tensor in std::iter::once(x).chain(params).chain(extras) {
+            wants = wants || requires_grad(tensor)?;
+        }
+        if wants {
+            let mut arguments: SmallVec<[Bound<'py, PyAny>; 10]> = SmallVec::new();
+            arguments.push(x.clone());
+            match &call.joined {
+                Some(joined) => arguments.extend(joined.get().parts().iter().map(|part| part.bind(py).clone())),
+                None => arguments.extend(params.iter().cloned()),
+            }
+            arguments.extend(extras.iter().cloned());
+            arguments.push(program.clone().into_any());
+            arguments.push(owner.clone());
+            arguments.push(bits.0.into_pyobject(py)?.into_any());
+            arguments.push(match call.joined {
+                Some(joined) => joined.into_any(),
+                None => version.into_pyobject(py)?,
+            });
+            return hooks(py)?.apply.bind(py).call1(PyTuple::new(py, arguments)?);
+        }
+    }
+    // What is recomputed later with gradients is fused as it will be then: the same bits.
+    let grads = !grad_mode && state.dispatcher(py)?.0.autocast.recomputes();
+    call.wants(grads, grads, SmallVec::from_elem(grads, extras.len()), grad_mode);
+    results(call.run_on(tensors)?)
+}
+
+fn first_microbatch(bits: Bits) -> Option<bool> {
+    match (bits.has(Bits::FIRST_MICROBATCH), bits.has(Bits::LATER_MICROBATCH)) {
+        (true, _) => Some(true),
+        (_, true) => Some(false),
+        _ => None,
+    }
+}
+
+/// A call on zero rows: nothing is launched.
+#[cold]
+fn on_nothing<'py>(call: &Call<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
+    let Call { state, handle: program, owner, x, extras, params, bits, .. } = *call;
+    let py = x.py();
+    let region = *state.dispatcher(py)?.0.autocast.current();
+    if region.enabled && region.recipe.is_delayed() && !program.try_borrow()?.weights.is_empty() {
+        // Other ranks may have rows, and reduce their maxima with this one.
+        owner.call_method0(intern!(py, "_init_delayed_scaling"))?;
+    }
+    let overwrite = bits.has(Bits::FIRST_MICROBATCH);
+    let arguments = (program, x, PyTuple::new(py, extras)?, PyTuple::new(py, params)?, overwrite);
+    hooks(py)?.on_nothing.bind(py).call1(arguments)
+}
+
+/// The output alone, or a tuple with the extra outputs behind it.
+fn results(done: Done<'_>) -> PyResult<Bound<'_, PyAny>> {
+    let py = done.y.py();
+    if done.extra_outputs.is_empty() {
+        return Ok(done.y);
+    }
+    let all = std::iter::once(done.y).chain(done.extra_outputs).collect::<Vec<_>>();
+    Ok(PyTuple::new(py, all)?.into_any())
+}
+
+type Inputs<'py> = (Bound<'py, PyAny>, Vec<Bound<'py, PyAny>>);
+
+/// The inputs in the type that `torch.autocast` wants; none where it wants none.
+#[inline]
+fn cast<'py>(state: &State, x: &Bound<'py, PyAny>, extras: &[Bound<'py, PyAny>]) -> PyResult<Option<Inputs<'py>>> {
+    let Some(dtype) = autocast_dtype(state, x)? else { return Ok(None) };
+    let to = |tensor: &Bound<'py, PyAny>| tensor.call_method1(intern!(tensor.py(), "to"), (&dtype,));
+    Ok(Some((to(x)?, extras.iter().map(to).collect::<PyResult<_>>()?)))
+}
+
+/// The type that `torch.autocast` wants, if it is on.
+#[inline]
+fn autocast_dtype<'py>(state: &State, x: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let py = x.py();
+    if !state.torch.is_autocast_enabled.bind(py).call0()?.is_truthy()? {
+        return Ok(None);
+    }
+    let torch = py.import(intern!(py, "torch"))?;
+    let kind = x.getattr(intern!(py, "device"))?.getattr(intern!(py, "type"))?;
+    if !torch.call_method1(intern!(py, "is_autocast_enabled"), (&kind,))?.is_truthy()? {
+        return Ok(None);
+    }
+    torch.call_method1(intern!(py, "get_autocast_dtype"), (&kind,)).map(Some)
+}
+
+fn kept<'py>(call: &Call<'_, 'py>, done: &mut Done<'py>) -> PyResult<ProgramSaved> {
+    let Call { state, handle: program, extras, bits, .. } = *call;
+    let py = program.py();
+    let delayed = done.weights.iter().any(|weight| weight.slots.is_some());
+    let extra_shapes = extras
+        .iter()
+        .map(|extra| Ok(view_of(&state.reader, extra, "an extra input").python()?.shape().to_vec()))
+        .collect::<PyResult<_>>()?;
+    Ok(ProgramSaved {
+        handle: program.clone().unbind(),
+        compiled: Arc::clone(&done.compiled),
+        sized: Arc::clone(&done.sized),
+        shapes: Arc::clone(&done.shapes),
+        weights: std::mem::take(&mut done.weights).into(),
+        extra_shapes,
+        params: call.params.iter().map(|param| param.clone().unbind()).collect(),
+        joined: call.joined.as_ref().map(|joined| joined.clone().unbind()),
+        overwrite_main_grad: bits.has(Bits::FIRST_MICROBATCH) && !done.skippable,
+        updates_backward_scales: delayed && state.dispatcher(py)?.0.autocast.take_first_fp8_module(),
+    })
+}
+
+/// Forward of the autograd function: called by torch with gradients off; `arguments` are input, parameters or their parts,
+/// extra inputs, program, owner, bits and how the parts are joined or the version of a concatenated weight.
+#[pyfunction]
+#[pyo3(signature = (ctx, *arguments))]
+pub(crate) fn program_autograd_forward<'py>(
+    ctx: &Bound<'py, PyAny>,
+    arguments: &Bound<'py, PyTuple>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = ctx.py();
+    let state = state(py)?;
+    let count = arguments.len();
+    let program = arguments.get_item(count - 4)?.cast_into::<ProgramHandle>()?;
+    let owner = arguments.get_item(count - 3)?;
+    let bits = Bits(arguments.get_item(count - 2)?.extract()?);
+    let last = arguments.get_item(count - 1)?;
+    let joined = last.cast::<Joined>().ok().cloned();
+    let version = if joined.is_some() { None } else { last.extract()? };
+    let tensors: SmallVec<[Bound<'py, PyAny>; 8]> = arguments.iter().take(count - 4).collect();
+    let params = program.try_borrow()?.chain.params();
+    let (x, rest) = (&tensors[0], &tensors[1..]);
+    let (params, extras) = rest.split_at(joined.as_ref().map_or(params, |joined| joined.get().parts().len()));
+    let wholes = joined.as_ref().map(|joined| joined.get().wholes(py));
+    let params = wholes.as_deref().unwrap_or(params);
+    let mut call = Call::new(state, (&program, &owner), x, (extras, params), (bits, version)).of_parts(joined);
+    let extra_grads = extras.iter().map(requires_grad).collect::<PyResult<_>>()?;
+    call.wants(true, requires_grad(x)?, extra_grads, true);
+    let mut done = call.run()?;
+    ctx.setattr(intern!(py, "to_save"), done.to_save(&call)?)?;
+    let saved = kept(&call, &mut done)?;
+    ctx.setattr(intern!(py, "te_saved"), Bound::new(py, saved)?)?;
+    results(done)
+}
+
+/// A forward without an autograd node, for one inside Python's: (output, extra outputs, what backward needs or None,
+/// tensors to save).
+#[pyfunction]
+#[pyo3(signature = (program, owner, x, extra_inputs, is_first_microbatch, input_needs_grad, extra_need_grad, parameters_need_grad, params=None, version=None, /))]
+#[expect(clippy::too_many_arguments, reason = "a Python function's arguments")]
+pub(crate) fn program_run_forward<'py>(
+    program: &Bound<'py, ProgramHandle>,
+    owner: &Bound<'py, PyAny>,
+    x: &Bound<'py, PyAny>,
+    extra_inputs: &Bound<'py, PyTuple>,
+    is_first_microbatch: Option<bool>,
+    input_needs_grad: bool,
+    extra_need_grad: Vec<bool>,
+    parameters_need_grad: bool,
+    params: Option<&Bound<'py, PyTuple>>,
+    version: Option<u64>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = x.py();
+    let state = state(py)?;
+    if lacks_rows(state, x)? {
+        let needs = (input_needs_grad, extra_need_grad, parameters_need_grad);
+        let arguments =
+            (program, owner, x, extra_inputs, is_first_microbatch, needs.0, needs.1, needs.2, params, version);
+        return hooks(py)?.padded_run.bind(py).call1(arguments);
+    }
+    let bits = Bits(Bits::of_microbatch(is_first_microbatch));
+    let extras: Vec<Bound<'py, PyAny>> = extra_inputs.iter().collect();
+    let params: Vec<_> = match params {
+        Some(params) => params.iter().collect(),
+        None => present_parameters(program)?,
+    };
+    let wants = input_needs_grad || parameters_need_grad || extra_need_grad.iter().any(|&wanted| wanted);
+    let mut call = Call::new(state, (program, owner), x, (&extras, &params), (bits, version));
+    call.wants(parameters_need_grad, input_needs_grad, extra_need_grad.into(), wants);
+    let mut done = in_region_of_last_forward(state, program, || call.run())?;
+    let (y, outputs) = (done.y.clone(), PyTuple::new(py, &done.extra_outputs)?);
+    let (saved, to_save) = if wants {
+        let to_save = done.to_save(&call)?;
+        (Some(Bound::new(py, kept(&call, &mut done)?)?), to_save)
+    } else {
+        (None, PyTuple::empty(py))
+    };
+    Ok((y, outputs, saved, to_save).into_pyobject(py)?.into_any())
+}
+
+/// Whether the region's GEMMs take more rows than `x` has, of which rows of zeros make up.
+fn lacks_rows(state: &State, x: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let py = x.py();
+    if !state.dispatcher(py)?.0.auto_pad {
+        return Ok(false);
+    }
+    let count = |name| x.call_method0(name)?.extract::<usize>();
+    if count(intern!(py, "numel"))? == 0 || count(intern!(py, "dim"))? == 0 {
+        return Ok(false);
+    }
+    let cols = x.call_method1(intern!(py, "size"), (-1,))?.extract::<usize>()?;
+    Ok(state.dispatcher(py)?.0.rows_to_pad(count(intern!(py, "numel"))? / cols) != 0)
+}
+
+/// The backward of [`program_run_forward`]: gradients of input, parameters and extra inputs; None where none is wanted.
+#[pyfunction]
+#[pyo3(signature = (kept, saved_tensors, grad_output, extra_grads, /))]
+#[expect(clippy::type_complexity, reason = "a Python tuple")]
+pub(crate) fn program_run_backward<'py>(
+    kept: &Bound<'py, ProgramSaved>,
+    saved_tensors: &Bound<'py, PyTuple>,
+    grad_output: &Bound<'py, PyAny>,
+    extra_grads: &Bound<'py, PyTuple>,
+) -> PyResult<(Option<Bound<'py, PyAny>>, Bound<'py, PyTuple>, Bound<'py, PyTuple>)> {
+    let py = kept.py();
+    let grads: Vec<Bound<'py, PyAny>> = std::iter::once(grad_output.clone()).chain(extra_grads.iter()).collect();
+    let grads = run(state(py)?, kept.get(), saved_tensors, &grads)?;
+    Ok((grads.input, PyTuple::new(py, grads.params)?, PyTuple::new(py, grads.extras)?))
+}

@@ -1,0 +1,572 @@
+//! One forward of a program: read the tensors, find the program and its size, allocate, run, keep.
+//!
+//! The dispatcher and the handles are borrowed only between calls into Python, which may let other threads in.
+
+use std::sync::Arc;
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use smallvec::SmallVec;
+use te_fast_core::base::dtype::{DType, Device};
+use te_fast_core::cuda::device::is_capturing;
+use te_fast_core::launch::trace::{CLOCK, Stage};
+use te_fast_core::program::{Port, Program, ProgramKey, SizedProgram};
+use te_fast_core::quant::cache::Keep;
+use te_fast_core::quant::value::LinearSlots;
+use te_fast_core::quant::weight::{Microbatch, WeightRecord, WeightToken};
+use te_fast_core::recipe::region::Region;
+use te_fast_core::runtime::dispatcher::Dispatcher;
+use te_fast_core::runtime::lane::{Memory, Place};
+
+use crate::autocast::recompute::{RecordedScales, recorded_scales};
+use crate::error::Failure;
+use crate::hooks::skip_flag;
+use crate::program::bits::Bits;
+use crate::program::check::check;
+use crate::program::handle::{Compiled, ProgramHandle, Shapes, Tuples};
+use crate::program::parts::Joined;
+use crate::program::tensors::{Flags, Tensors, float, requires_grad, same, typed};
+use crate::program::weight::reusable;
+use crate::program::weight::{OpSlots, WeightHandle};
+use crate::program::weight_memory::{CachedWeight, for_backward, make_weight, weight_buffer};
+use crate::torch::process::State;
+
+/// One linear op's weight in a call.
+#[derive(Clone, Debug)]
+pub(crate) struct CallWeight {
+    /// None in high precision.
+    pub(crate) quantized: Option<Arc<CachedWeight>>,
+    pub(crate) slots: Option<OpSlots>,
+    /// torch's version of the weight; none for inference tensors.
+    pub(crate) version: Option<u64>,
+}
+
+impl CallWeight {
+    pub(crate) fn slots(&self) -> LinearSlots<'_> {
+        self.slots.as_ref().map_or(LinearSlots::NONE, OpSlots::slots)
+    }
+}
+
+/// Those of all linear ops.
+pub(crate) type CallWeights = SmallVec<[CallWeight; 2]>;
+
+/// What a forward leaves.
+pub(crate) struct Done<'py> {
+    pub(crate) y: Bound<'py, PyAny>,
+    pub(crate) extra_outputs: Vec<Bound<'py, PyAny>>,
+    pub(crate) saved: Option<Bound<'py, PyAny>>,
+    pub(crate) compiled: Arc<Compiled>,
+    pub(crate) sized: Arc<SizedProgram>,
+    pub(crate) shapes: Arc<Shapes>,
+    pub(crate) weights: CallWeights,
+    /// A flag on the device decides whether weights are quantised: `is_first_microbatch` is taken for False.
+    pub(crate) skippable: bool,
+}
+
+impl<'py> Done<'py> {
+    /// What backward reads: the saved buffer, and the call's own tensors in the order of [`Program::reads`].
+    pub(crate) fn to_save(&self, call: &Call<'_, 'py>) -> PyResult<Bound<'py, PyTuple>> {
+        let (x, extras) = (call.x, call.extras);
+        let py = x.py();
+        let mut tensors: SmallVec<[Bound<'py, PyAny>; 8]> = SmallVec::new();
+        tensors.push(self.saved.clone().unwrap_or_else(|| py.None().into_bound(py)));
+        for place in self.compiled.program.reads() {
+            tensors.push(match *place {
+                Port::Input => x.clone(),
+                Port::Extra(index) => extras[usize::from(index)].clone(),
+                Port::ExtraOutput(index) => self.extra_outputs[usize::from(index)].clone(),
+                Port::Param(index) => call.params[usize::from(index)].clone(),
+                _ => py.None().into_bound(py),
+            });
+        }
+        PyTuple::new(py, tensors)
+    }
+}
+
+/// One forward. `extra_grads` and `input_grad` say what wants a gradient; parameters are asked when `grads` is set.
+pub(crate) struct Call<'a, 'py> {
+    pub(crate) state: &'a State,
+    pub(crate) handle: &'a Bound<'py, ProgramHandle>,
+    pub(crate) owner: &'a Bound<'py, PyAny>,
+    pub(crate) x: &'a Bound<'py, PyAny>,
+    pub(crate) extras: &'a [Bound<'py, PyAny>],
+    pub(crate) params: &'a [Bound<'py, PyAny>],
+    /// What autograd sees in the place of parameters that are joined of parts.
+    pub(crate) joined: Option<Bound<'py, Joined>>,
+    pub(crate) bits: Bits,
+    /// Stands in for the version of a weight that is a concatenation without one of its own.
+    pub(crate) version: Option<u64>,
+    pub(crate) grads: bool,
+    pub(crate) input_grad: bool,
+    pub(crate) extra_grads: Flags,
+    /// torch's grad mode where the chain was called.
+    pub(crate) grad_mode: bool,
+}
+
+impl<'a, 'py> Call<'a, 'py> {
+    /// A call for which nothing wants a gradient.
+    #[inline]
+    pub(crate) fn new(
+        state: &'a State,
+        (handle, owner): (&'a Bound<'py, ProgramHandle>, &'a Bound<'py, PyAny>),
+        x: &'a Bound<'py, PyAny>,
+        (extras, params): (&'a [Bound<'py, PyAny>], &'a [Bound<'py, PyAny>]),
+        (bits, version): (Bits, Option<u64>),
+    ) -> Self {
+        let extra_grads = SmallVec::new();
+        let (grads, input_grad, grad_mode, joined) = (false, false, false, None);
+        Self {
+            state,
+            handle,
+            owner,
+            x,
+            extras,
+            params,
+            joined,
+            bits,
+            version,
+            grads,
+            input_grad,
+            extra_grads,
+            grad_mode,
+        }
+    }
+
+    /// The same of parameters of which some are joined of parts.
+    #[inline]
+    pub(crate) fn of_parts(mut self, joined: Option<Bound<'py, Joined>>) -> Self {
+        self.version = joined.as_ref().map_or(self.version, |joined| Some(joined.get().version()));
+        self.joined = joined;
+        self
+    }
+
+    /// Says what wants a gradient; parameters are asked when `grads` is set.
+    pub(crate) fn wants(&mut self, grads: bool, input_grad: bool, extra_grads: Flags, grad_mode: bool) {
+        (self.grads, self.input_grad, self.extra_grads, self.grad_mode) = (grads, input_grad, extra_grads, grad_mode);
+    }
+
+    /// The Python exception, with the program's name.
+    #[cold]
+    pub(crate) fn named(&self, failure: Failure) -> PyErr {
+        let name = self.handle.try_borrow().ok().map(|handle| handle.name.clone());
+        failure.named(name.as_deref())
+    }
+
+    /// Reads the tensors and runs.
+    pub(crate) fn run(&self) -> PyResult<Done<'py>> {
+        CLOCK.start();
+        let run = || self.read_and_run();
+        run().map_err(|failure| self.named(failure))
+    }
+
+    /// Runs on tensors that have been read.
+    #[inline]
+    pub(crate) fn run_on(&self, tensors: &Tensors<'_>) -> PyResult<Done<'py>> {
+        self.on_readable(tensors).map_err(|failure| self.named(failure))
+    }
+
+    fn read_and_run(&self) -> Result<Done<'py>, Failure> {
+        self.on_readable(&Tensors::read(self.state, self.x, self.extras, self.params)?)
+    }
+
+    #[inline]
+    fn on_readable(&self, tensors: &Tensors<'_>) -> Result<Done<'py>, Failure> {
+        if tensors.fit() { self.on_tensors(tensors, self.extras) } else { self.on_copies() }
+    }
+
+    /// The same on copies of those tensors that are strided or misaligned.
+    #[cold]
+    fn on_copies(&self) -> Result<Done<'py>, Failure> {
+        let copies = Tensors::copies(self.state, self.x, self.extras, self.params)?;
+        self.on_tensors(&Tensors::from_copies(self.state, &copies)?, &copies.extras)
+    }
+
+    fn on_tensors(&self, tensors: &Tensors<'_>, extras: &[Bound<'py, PyAny>]) -> Result<Done<'py>, Failure> {
+        let (py, state) = (self.x.py(), self.state);
+        let x = &tensors.x;
+        CLOCK.mark(Stage::Read);
+        let _guard = state.guard(py, x.device())?;
+        let place = Place { device: x.device(), stream: state.reader.stream(py, x.device())? };
+        let region = *state.dispatcher(py)?.0.autocast.current();
+        let compiled = self.compiled(tensors, &region)?;
+        let program = &compiled.program;
+        let sized = program.sized(&mut state.dispatcher(py)?.0, x.rows())?;
+        let replays = if region.enabled && region.recipe.is_delayed() {
+            self.ensure_slots(region.epoch)?;
+            self.replays()?
+        } else {
+            Vec::new()
+        };
+        let shapes = {
+            let mut handle = self.handle.try_borrow_mut()?;
+            handle.last_region = region.enabled.then_some(region);
+            handle.shapes(py, x, program.out_cols(), program.extra_output_cols())?
+        };
+        let capturing = matches!(place.device, Device::Cuda(_)) && is_capturing(place.stream)?;
+        let flagged = region.enabled && (capturing || region.graph);
+        let flag = if flagged { skip_flag(state, py, place.device)? } else { None };
+        let prepared = self.weights(tensors, &compiled, &region, (place, capturing), flag.is_some(), replays)?;
+        // Weights that are not there yet are quantised, whatever the flag; a graph runs later.
+        let skips = capturing || prepared.iter().all(|weight| weight.reused);
+        CLOCK.mark(Stage::Plan);
+
+        let extra_outputs = self.extra_outputs(&compiled, &shapes, place, extras)?;
+        let y = self.output(&compiled, &shapes, place, extras, &extra_outputs)?;
+        let saved = state.optional_bytes(py, place.device, sized.saved_bytes())?;
+        let results = Results { y, extra_outputs, saved };
+        let flag = flag.as_ref().map(|flag| flag.bind(py));
+        self.launch(tensors, (program, &sized), &results, &prepared, place, flag.filter(|_| skips))?;
+        self.note_writes(program, extras)?;
+        let skippable = flag.is_some();
+        let weights = self.keep(&compiled, prepared, place, capturing, skippable)?;
+        CLOCK.mark(Stage::Finish);
+        let Results { y, extra_outputs, saved } = results;
+        Ok(Done { y, extra_outputs, saved, compiled, sized, shapes, weights, skippable })
+    }
+
+    /// Tells torch of what was written in place, so that a backward that needs what was there before raises.
+    #[inline]
+    fn note_writes(&self, program: &Program, extras: &[Bound<'py, PyAny>]) -> PyResult<()> {
+        for &index in program.written_extra_inputs() {
+            let py = self.x.py();
+            let module = py.import(intern!(py, "torch.autograd.graph"))?;
+            module.call_method1(intern!(py, "increment_version"), (&extras[index],))?;
+        }
+        Ok(())
+    }
+
+    /// The compiled program for these tensors.
+    fn compiled(&self, tensors: &Tensors<'_>, region: &Region) -> Result<Arc<Compiled>, Failure> {
+        let (py, state) = (self.x.py(), self.state);
+        let x = &tensors.x;
+        let activation = float(x, "the input")?;
+        let wants = |tensor: &Bound<'_, PyAny>| -> PyResult<bool> { Ok(self.grads && requires_grad(tensor)?) };
+        let param_grads = self.params.iter().map(wants).collect::<PyResult<Flags>>()?;
+        let any_rows = state.dispatcher(py)?.0.auto_pad;
+        let mut handle = self.handle.try_borrow_mut()?;
+        let linears = handle.linear_calls(py)?;
+        let epoch = region.enabled.then_some(region.epoch);
+        let (rows, cols) = (x.rows(), x.shape().last().map_or(1, |&cols| cols as usize));
+        let found = handle.find(|program| {
+            let key = program.key();
+            key.epoch == epoch
+                && key.cols == cols
+                && key.activation == activation
+                && key.device == x.device()
+                && key.any_rows == any_rows
+                && key.input_grad == self.input_grad
+                && key.linears[..] == linears[..]
+                && same(&key.params, &tensors.params, &param_grads)
+                && same(&key.extras, &tensors.extras, &self.extra_grads)
+        });
+        drop(handle);
+        if let Some(compiled) = found {
+            check(py, &*self.handle.try_borrow()?, tensors, rows, compiled.program.widths())?;
+            return Ok(compiled);
+        }
+        let key = ProgramKey {
+            epoch,
+            cols,
+            activation,
+            device: x.device(),
+            any_rows,
+            input_grad: self.input_grad,
+            params: typed(&tensors.params, &param_grads, "a parameter")?,
+            extras: typed(&tensors.extras, &self.extra_grads, "an extra input")?,
+            linears: linears.to_vec(),
+        };
+        self.compile(tensors, region, key, rows)
+    }
+
+    #[cold]
+    fn compile(
+        &self,
+        tensors: &Tensors<'_>,
+        region: &Region,
+        key: ProgramKey,
+        rows: usize,
+    ) -> Result<Arc<Compiled>, Failure> {
+        let (py, state) = (self.x.py(), self.state);
+        let chain = {
+            let handle = self.handle.try_borrow()?;
+            check(py, &handle, tensors, rows, handle.chain.widths(key.cols)?.into_iter())?;
+            handle.chain.clone()
+        };
+        let recipe = region.enabled.then_some(&region.recipe);
+        let program = {
+            let mut dispatcher = state.dispatcher(py)?;
+            Arc::new(Program::new(&mut dispatcher.0, &chain, key, recipe)?)
+        };
+        let compiled = Arc::new(Compiled {
+            params: tensors.params.iter().map(|view| Tuples::new(py, view.shape())).collect::<PyResult<_>>()?,
+            program,
+        });
+        self.handle.try_borrow_mut()?.insert(&compiled);
+        Ok(compiled)
+    }
+
+    #[cold]
+    fn init_slots(&self) -> PyResult<()> {
+        self.owner.call_method0(intern!(self.x.py(), "_init_delayed_scaling")).map(drop)
+    }
+
+    fn ensure_slots(&self, epoch: u64) -> PyResult<()> {
+        let py = self.x.py();
+        let missing = {
+            let handle = self.handle.try_borrow()?;
+            let mut missing = false;
+            for weight in &handle.weights {
+                missing |= weight.bind(py).try_borrow()?.slots.as_ref().is_none_or(|slots| !slots.serve(epoch));
+            }
+            missing
+        };
+        if missing { self.init_slots() } else { Ok(()) }
+    }
+
+    /// For each linear op, the scales that activation recomputation wants; empty outside of it.
+    fn replays(&self) -> PyResult<Vec<Option<RecordedScales>>> {
+        let (py, state) = (self.x.py(), self.state);
+        if !state.dispatcher(py)?.0.autocast.recomputes() {
+            return Ok(Vec::new());
+        }
+        let weights: Vec<_> = self.handle.try_borrow()?.weights.iter().map(|weight| weight.clone_ref(py)).collect();
+        let one = |weight: Py<WeightHandle>| {
+            let slots = weight.bind(py).try_borrow()?.slots.clone();
+            slots.map_or(Ok(None), |slots| recorded_scales(state, weight.bind(py), &slots.forward, self.grad_mode))
+        };
+        weights.into_iter().map(one).collect()
+    }
+
+    /// The quantised weight of every linear op: the kept one where it serves, else memory for a fresh one.
+    fn weights(
+        &self,
+        tensors: &Tensors<'_>,
+        compiled: &Compiled,
+        region: &Region,
+        (place, capturing): (Place, bool),
+        skippable: bool,
+        replays: Vec<Option<RecordedScales>>,
+    ) -> Result<SmallVec<[Prepared; 2]>, Failure> {
+        let (py, state) = (self.x.py(), self.state);
+        let linears = compiled.program.key().linears.len();
+        let delayed = region.recipe.is_delayed();
+        let (generation, cache_epoch, optimizer_steps) = {
+            let dispatcher = &state.dispatcher(py)?.0;
+            (dispatcher.forward_generation, dispatcher.cache_epoch, dispatcher.optimizer_steps)
+        };
+        let mut list = SmallVec::with_capacity(linears);
+        let mut replays = replays.into_iter();
+        for linear in 0..linears {
+            let Some((weight, param)) = ProgramHandle::linear_at(self.handle, linear)? else { break };
+            let version = match self.version {
+                Some(_) => None,
+                None => self.params[param].getattr(intern!(py, "_version")).and_then(|version| version.extract()).ok(),
+            };
+            if !region.enabled {
+                list.push(Prepared { quantized: None, slots: None, replay: None, version, fresh: None, reused: true });
+                continue;
+            }
+            let weight = weight.bind(py);
+            let view = &tensors.params[param];
+            let replay = replays.next().flatten();
+            let record = WeightRecord {
+                token: WeightToken {
+                    address: tensors.origin(param),
+                    version: self.version.or(version),
+                    dtype: view.dtype(),
+                },
+                device: place.device,
+                layout: compiled.program.weight_layout(linear),
+                epoch: region.epoch,
+                generation: replay.as_ref().map_or(if delayed { generation } else { 0 }, |replay| replay.generation),
+                cache_epoch,
+                training: compiled.program.key().any_grad(),
+                optimizer_steps,
+            };
+            let slots = if delayed { weight.try_borrow()?.slots.clone() } else { None };
+            let reused = if skippable {
+                weight.try_borrow()?.cache.skippable(&record)
+            } else {
+                let (parameter, microbatch) = (&self.params[param], self.bits.microbatch());
+                reusable(state, weight, parameter, &record, microbatch, (place, capturing))?
+            };
+            let is_reused = reused.is_some();
+            let (quantized, fresh) = if let Some(reused) = reused {
+                (reused, skippable.then_some(param))
+            } else {
+                let former =
+                    if skippable { None } else { weight.try_borrow_mut()?.cache.recycle(place.stream, capturing) };
+                let made = make_weight(py, state, &self.params[param], record, former)?;
+                (Arc::new(made), Some(param))
+            };
+            list.push(Prepared { quantized: Some(quantized), slots, replay, version, fresh, reused: is_reused });
+        }
+        Ok(list)
+    }
+
+    fn extra_outputs(
+        &self,
+        compiled: &Compiled,
+        shapes: &Shapes,
+        place: Place,
+        extras: &[Bound<'py, PyAny>],
+    ) -> Result<Vec<Bound<'py, PyAny>>, Failure> {
+        let (py, state) = (self.x.py(), self.state);
+        let dtype = DType::from(compiled.program.key().activation);
+        let mut outputs: Vec<Bound<'py, PyAny>> = Vec::with_capacity(shapes.extra_outputs.len());
+        for (index, (&at, tuples)) in compiled.program.extra_outputs().iter().zip(&shapes.extra_outputs).enumerate() {
+            let tensor = match at {
+                Port::Input => self.x.clone(),
+                Port::Extra(extra) => extras[usize::from(extra)].clone(),
+                Port::ExtraOutput(other) if usize::from(other) != index => {
+                    outputs[usize::from(other)].call_method0("detach")?
+                }
+                _ => state.empty(py, place.device, tuples.size.bind(py), tuples.stride.bind(py), dtype)?,
+            };
+            outputs.push(tensor);
+        }
+        Ok(outputs)
+    }
+
+    fn output(
+        &self,
+        compiled: &Compiled,
+        shapes: &Shapes,
+        place: Place,
+        extras: &[Bound<'py, PyAny>],
+        extra_outputs: &[Bound<'py, PyAny>],
+    ) -> Result<Bound<'py, PyAny>, Failure> {
+        let dtype = DType::from(compiled.program.key().activation);
+        let (py, out) = (self.x.py(), &shapes.output);
+        Ok(match compiled.program.output() {
+            Port::Input if extra_outputs.is_empty() => self.x.clone(),
+            Port::Input => self.x.call_method0("detach")?,
+            Port::Extra(extra) => extras[usize::from(extra)].clone(),
+            // Two outputs must be two tensors for autograd.
+            Port::ExtraOutput(index) => extra_outputs[usize::from(index)].call_method0("detach")?,
+            _ => self.state.empty(py, place.device, out.size.bind(py), out.stride.bind(py), dtype)?,
+        })
+    }
+
+    fn launch(
+        &self,
+        tensors: &Tensors<'_>,
+        (program, sized): (&Program, &SizedProgram),
+        results: &Results<'py>,
+        prepared: &[Prepared],
+        place: Place,
+        skip: Option<&Bound<'py, PyAny>>,
+    ) -> Result<(), Failure> {
+        let (py, state) = (self.x.py(), self.state);
+        let external = Dispatcher::external_bytes(place, sized.forward_scratch())?;
+        let scratch = state.optional_bytes(py, place.device, external.bytes())?;
+        let memory: Memory<'_> = external.memory(state.pointer(scratch.as_ref())?);
+        let mut table = state.tables.take();
+        let mut call = program.call(&mut table);
+        call.set(Port::Input, tensors.x.data());
+        call.set(Port::Saved, state.pointer(results.saved.as_ref())?);
+        call.set(Port::SkipWeights, state.pointer(skip)?);
+        if program.output() == Port::Output {
+            call.set(Port::Output, state.pointer(Some(&results.y))?);
+        }
+        for (index, tensor) in results.extra_outputs.iter().enumerate() {
+            call.set(Port::ExtraOutput(index as u16), state.pointer(Some(tensor))?);
+        }
+        for (index, view) in tensors.extras.iter().enumerate() {
+            call.set(Port::Extra(index as u16), view.data());
+        }
+        for (index, view) in tensors.params.iter().enumerate() {
+            call.set(Port::Param(index as u16), view.data());
+        }
+        for (linear, weight) in prepared.iter().enumerate() {
+            if let Some(quantized) = &weight.quantized {
+                call.set_weight(linear, &weight_buffer(quantized));
+            }
+            if let Some(param) = weight.fresh {
+                call.set_fresh_weight(linear, tensors.params[param].data());
+            }
+            call.set_slots(linear, &weight.slots());
+        }
+        CLOCK.mark(Stage::Allocate);
+        {
+            let mut dispatcher = state.dispatcher(py)?;
+            sized.run_forward(&mut dispatcher.0.lane(place, sized.forward_scratch(), memory)?, call)?;
+            // A repeated call raises no maximum.
+            let first_runs = prepared.iter().filter(|weight| weight.replay.is_none());
+            for slots in first_runs.filter_map(|weight| weight.slots.as_ref()) {
+                dispatcher.0.autocast.mark_ran(&slots.forward);
+            }
+        }
+        state.tables.give_back(table);
+        Ok(())
+    }
+
+    fn keep(
+        &self,
+        compiled: &Compiled,
+        prepared: SmallVec<[Prepared; 2]>,
+        place: Place,
+        capturing: bool,
+        skippable: bool,
+    ) -> Result<CallWeights, Failure> {
+        let py = self.x.py();
+        // What the optimizer is about to change is left to its backward.
+        let trains = |param: usize| self.grads && compiled.program.key().params[param].1;
+        let mut list = CallWeights::new();
+        for (linear, Prepared { mut quantized, slots, version, fresh, .. }) in prepared.into_iter().enumerate() {
+            let mut is_left = false;
+            if let (Some(quantized), Some(_)) = (&quantized, fresh)
+                && let Some((weight, param)) = ProgramHandle::linear_at(self.handle, linear)?
+            {
+                let keep = match self.bits.microbatch() {
+                    _ if capturing => Keep::ForCapture,
+                    Microbatch::Unknown if trains(param) => Keep::WhileNeeded,
+                    _ => Keep::Long,
+                };
+                if skippable {
+                    weight.bind(py).try_borrow_mut()?.cache.keep_skippable(quantized);
+                } else {
+                    let former = weight.bind(py).try_borrow_mut()?.cache.keep(quantized, place.stream, keep);
+                    drop(former);
+                    is_left = !weight.bind(py).try_borrow()?.cache.holds(quantized);
+                }
+            }
+            if is_left {
+                let reads = compiled.program.reads_weight(linear);
+                quantized = quantized.filter(|_| reads).map(|weight| for_backward(py, weight));
+            }
+            list.push(CallWeight { quantized, slots, version });
+        }
+        Ok(list)
+    }
+}
+
+/// The tensors that a call makes.
+struct Results<'py> {
+    y: Bound<'py, PyAny>,
+    extra_outputs: Vec<Bound<'py, PyAny>>,
+    saved: Option<Bound<'py, PyAny>>,
+}
+
+/// A weight before its launch.
+struct Prepared {
+    quantized: Option<Arc<CachedWeight>>,
+    slots: Option<OpSlots>,
+    replay: Option<RecordedScales>,
+    version: Option<u64>,
+    /// The parameter that is to be quantised now.
+    fresh: Option<usize>,
+    /// The kept one serves.
+    reused: bool,
+}
+
+impl Prepared {
+    fn slots(&self) -> LinearSlots<'_> {
+        match (&self.slots, &self.replay) {
+            (Some(slots), Some(replay)) => slots.replayed(replay),
+            (Some(slots), None) => slots.slots(),
+            (None, _) => LinearSlots::NONE,
+        }
+    }
+}

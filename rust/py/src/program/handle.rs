@@ -1,0 +1,406 @@
+//! Chains of ops as Python builds them: the ops, where their parameters are found, and what is kept between calls.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyString, PyTuple};
+use pyo3::{PyTraverseError, PyVisit};
+use smallvec::SmallVec;
+use te_fast_core::Error;
+use te_fast_core::base::tensor::TensorView;
+use te_fast_core::ops::norm_spec::NormKind;
+use te_fast_core::program::{Chain, LinearCall, Op, Program};
+use te_fast_core::recipe::region::Region;
+
+use crate::error::IntoPython;
+use crate::program::functions::activation_named;
+use crate::program::weight::WeightHandle;
+use crate::torch::process::contiguous_strides;
+
+/// Compiled programs and shapes of one chain that are kept; those that vary without end displace the oldest.
+const KEPT: usize = 64;
+
+/// Where a parameter is found at every call.
+#[derive(Debug)]
+pub(crate) struct Parameter {
+    pub(crate) parameters: Py<PyDict>,
+    pub(crate) name: Py<PyString>,
+    /// Names of the parts along dimension 0 that it consists of; empty for a parameter in one piece.
+    pub(crate) parts: Vec<Py<PyString>>,
+}
+
+impl Parameter {
+    /// The parameter, if it is there.
+    #[inline]
+    pub(crate) fn get<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.parameters.bind(py).get_item(self.name.bind(py))
+    }
+
+    /// Names of what it consists of: its parts', or its own.
+    #[inline]
+    pub(crate) fn names(&self) -> &[Py<PyString>] {
+        if self.parts.is_empty() { std::slice::from_ref(&self.name) } else { &self.parts }
+    }
+}
+
+/// What computes a layer outside of FP8.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OutsideFp8 {
+    /// The program.
+    Program,
+    /// torch's own linear function: the one linear op of the program, and its bias.
+    Torch,
+    /// The layer's general way.
+    General,
+}
+
+/// Shapes of one call as Python tuples, so that a forward builds none.
+#[derive(Debug)]
+pub(crate) struct Shapes {
+    x: Vec<i64>,
+    pub(crate) input: Tuples,
+    pub(crate) output: Tuples,
+    pub(crate) extra_outputs: Vec<Tuples>,
+}
+
+/// Size and strides of a contiguous tensor.
+#[derive(Debug)]
+pub(crate) struct Tuples {
+    pub(crate) size: Py<PyTuple>,
+    pub(crate) stride: Py<PyTuple>,
+}
+
+impl Tuples {
+    pub(crate) fn new(py: Python<'_>, size: &[i64]) -> PyResult<Self> {
+        let stride = PyTuple::new(py, contiguous_strides(size))?.unbind();
+        Ok(Self { size: PyTuple::new(py, size)?.unbind(), stride })
+    }
+}
+
+/// A program with what calls of it need from Python.
+#[derive(Debug)]
+pub(crate) struct Compiled {
+    pub(crate) program: Arc<Program>,
+    /// Of each parameter.
+    pub(crate) params: Vec<Tuples>,
+}
+
+/// A chain of native ops.
+#[pyclass(module = "te_fast._native", name = "Program")]
+#[derive(Debug)]
+pub(crate) struct ProgramHandle {
+    pub(crate) name: String,
+    pub(crate) chain: Chain,
+    pub(crate) params: Vec<Parameter>,
+    pub(crate) weights: Vec<Py<WeightHandle>>,
+    pub(crate) outside_fp8: OutsideFp8,
+    /// Calls of the layer that need nothing of Python go straight to the program.
+    #[pyo3(get, set)]
+    pub(crate) is_direct: bool,
+    /// Gradients of a weight's parts go into their `main_grad`.
+    #[pyo3(get, set)]
+    pub(crate) fuses_parts: bool,
+    /// A bias that the layer returns beside its result.
+    returned_bias: Option<Parameter>,
+    /// Region of the last forward, if that was in FP8: what a recomputation during backward repeats.
+    pub(crate) last_region: Option<Region>,
+    compiled: Vec<Arc<Compiled>>,
+    shapes: Vec<Arc<Shapes>>,
+}
+
+impl ProgramHandle {
+    fn parameter(&mut self, parameters: &Bound<'_, PyDict>, name: &str, parts: &[String]) {
+        let interned = |name: &str| PyString::intern(parameters.py(), name).unbind();
+        let (name, parts) = (interned(name), parts.iter().map(|part| interned(part)).collect());
+        self.params.push(Parameter { parameters: parameters.clone().unbind(), name, parts });
+    }
+
+    /// Whether a parameter consists of parts.
+    #[inline]
+    pub(crate) fn has_parts(&self) -> bool {
+        self.params.iter().any(|param| !param.parts.is_empty())
+    }
+
+    /// The bias that is returned beside the result; none where the layer returns none.
+    #[inline]
+    pub(crate) fn returned_bias<'py>(handle: &Bound<'py, Self>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let program = handle.try_borrow()?;
+        let Some(bias) = &program.returned_bias else { return Ok(None) };
+        let found = bias.get(handle.py())?;
+        found.map(Some).ok_or_else(|| {
+            let message = format!("{}: parameter {} was removed", program.name, bias.name.bind(handle.py()));
+            crate::error::to_python(Error::state("ops", message))
+        })
+    }
+
+    /// What a linear op keeps, and its weight among the parameters; none behind the last op. Nothing stays borrowed, so
+    /// that what is done for one op may run Python code.
+    pub(crate) fn linear_at(handle: &Bound<'_, Self>, number: usize) -> PyResult<Option<(Py<WeightHandle>, usize)>> {
+        let program = handle.try_borrow()?;
+        let weight = program.weights.get(number).map(|weight| weight.clone_ref(handle.py()));
+        Ok(weight.map(|weight| (weight, program.chain.linear_params()[number])))
+    }
+
+    /// How each linear op is called.
+    pub(crate) fn linear_calls(&self, py: Python<'_>) -> PyResult<SmallVec<[LinearCall; 4]>> {
+        let call = |weight: &Py<WeightHandle>| {
+            let weight = weight.bind(py).try_borrow()?;
+            let (deferred, save_original_input) = (weight.delay_wgrad_compute, weight.save_original_input);
+            Ok(LinearCall { deferred, save_original_input })
+        };
+        self.weights.iter().map(call).collect()
+    }
+
+    /// The compiled program that `fits`; the last one used is found first.
+    #[inline]
+    pub(crate) fn find(&mut self, fits: impl Fn(&Program) -> bool) -> Option<Arc<Compiled>> {
+        let index = self.compiled.iter().rposition(|compiled| fits(&compiled.program))?;
+        let last = self.compiled.len() - 1;
+        self.compiled.swap(index, last);
+        self.compiled.last().map(Arc::clone)
+    }
+
+    pub(crate) fn insert(&mut self, compiled: &Arc<Compiled>) {
+        if self.compiled.len() >= KEPT {
+            self.compiled.remove(0);
+        }
+        self.compiled.push(Arc::clone(compiled));
+    }
+
+    /// Tuples for an input of this shape; the widths of output and extra outputs follow from it.
+    #[inline]
+    pub(crate) fn shapes(
+        &mut self,
+        py: Python<'_>,
+        x: &TensorView<'_>,
+        out_cols: usize,
+        extra_cols: &[usize],
+    ) -> PyResult<Arc<Shapes>> {
+        if let Some(known) = self.shapes.iter().rev().find(|known| known.x == x.shape()) {
+            return Ok(Arc::clone(known));
+        }
+        let with_cols = |cols: usize| {
+            let mut size = x.shape().to_vec();
+            if let Some(last) = size.last_mut() {
+                *last = cols as i64;
+            }
+            Tuples::new(py, &size)
+        };
+        let shapes = Arc::new(Shapes {
+            x: x.shape().to_vec(),
+            input: Tuples::new(py, x.shape())?,
+            output: with_cols(out_cols)?,
+            extra_outputs: extra_cols.iter().map(|&cols| with_cols(cols)).collect::<PyResult<_>>()?,
+        });
+        if self.shapes.len() >= KEPT {
+            self.shapes.remove(0);
+        }
+        self.shapes.push(Arc::clone(&shapes));
+        Ok(shapes)
+    }
+}
+
+#[pymethods]
+impl ProgramHandle {
+    #[new]
+    #[pyo3(signature = (name, /, *, outside_fp8="program"))]
+    fn new(name: String, outside_fp8: &str) -> PyResult<Self> {
+        let outside_fp8 = match outside_fp8 {
+            "program" => OutsideFp8::Program,
+            "torch" => OutsideFp8::Torch,
+            "general" => OutsideFp8::General,
+            other => return Err(Error::value("ops", format!("nothing outside of FP8 is called {other:?}"))).python(),
+        };
+        Ok(Self {
+            name,
+            chain: Chain::default(),
+            params: Vec::new(),
+            weights: Vec::new(),
+            outside_fp8,
+            is_direct: false,
+            fuses_parts: false,
+            returned_bias: None,
+            last_region: None,
+            compiled: Vec::new(),
+            shapes: Vec::new(),
+        })
+    }
+
+    /// Has calls of the layer return the bias of this name beside the result, in the result's type.
+    fn return_bias(&mut self, parameters: &Bound<'_, PyDict>, name: &str) {
+        let name = PyString::intern(parameters.py(), name).unbind();
+        self.returned_bias = Some(Parameter { parameters: parameters.clone().unbind(), name, parts: Vec::new() });
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        for parameter in self.params.iter().chain(&self.returned_bias) {
+            visit.call(&parameter.parameters)?;
+        }
+        self.weights.iter().try_for_each(|weight| visit.call(weight))
+    }
+
+    fn __clear__(&mut self) {
+        self.params.clear();
+        self.weights.clear();
+        self.returned_bias = None;
+    }
+
+    /// Appends `x · Wᵀ`, of a weight that may consist of `parts` along dimension 0.
+    #[pyo3(signature = (label, handle, parameters, weight, in_features, out_features, parts=Vec::new()))]
+    #[expect(clippy::needless_pass_by_value, reason = "a Python method's argument")]
+    fn linear(
+        &mut self,
+        label: String,
+        handle: &Bound<'_, WeightHandle>,
+        parameters: &Bound<'_, PyDict>,
+        weight: &str,
+        in_features: usize,
+        out_features: usize,
+        parts: Vec<String>,
+    ) {
+        self.chain.push(label, Op::Linear { inputs: in_features, outputs: out_features });
+        self.parameter(parameters, weight, &parts);
+        self.weights.push(handle.clone().unbind());
+    }
+
+    /// Appends `x + b`, of a bias that may consist of `parts`.
+    #[pyo3(signature = (label, parameters, name, size, parts=Vec::new()))]
+    #[expect(clippy::needless_pass_by_value, reason = "a Python method's argument")]
+    fn bias(&mut self, label: String, parameters: &Bound<'_, PyDict>, name: &str, size: usize, parts: Vec<String>) {
+        self.chain.push(label, Op::Bias { size });
+        self.parameter(parameters, name, &parts);
+    }
+
+    /// Appends a normalisation of rows.
+    #[expect(clippy::too_many_arguments, reason = "a Python method's arguments")]
+    fn norm(
+        &mut self,
+        label: String,
+        kind: &str,
+        parameters: &Bound<'_, PyDict>,
+        weight: &str,
+        bias: Option<&str>,
+        cols: usize,
+        eps: f64,
+        zero_centered_gamma: bool,
+    ) -> PyResult<()> {
+        let kind = match (kind, bias) {
+            ("LayerNorm", Some(_)) => NormKind::LayerNorm,
+            ("RMSNorm", None) => NormKind::RmsNorm,
+            _ => {
+                let message = format!("{label}: a norm is LayerNorm with a bias or RMSNorm without, got {kind:?}");
+                return Err(Error::value("ops", message)).python();
+            }
+        };
+        self.chain.push(label, Op::Norm { kind, cols, eps: eps as f32, zero_centered_gamma });
+        self.parameter(parameters, weight, &[]);
+        if let Some(bias) = bias {
+            self.parameter(parameters, bias, &[]);
+        }
+        Ok(())
+    }
+
+    /// Appends an activation function; keywords are its constants.
+    #[pyo3(signature = (label, kind, *, interleave=0, scaled=false, cache_quantized_input=false, **constants))]
+    fn activation(
+        &mut self,
+        label: String,
+        kind: &str,
+        interleave: usize,
+        scaled: bool,
+        cache_quantized_input: bool,
+        constants: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<()> {
+        let function = activation_named(kind, constants)?;
+        self.chain.push(label, Op::Activation { function, interleave, scaled, cache_quantized_input });
+        Ok(())
+    }
+
+    /// Appends `x + extra`.
+    fn add_extra_input(&mut self, label: String, in_place: bool) {
+        self.chain.push(label, Op::AddExtraInput { in_place });
+    }
+
+    /// Appends an op that hands its input out as well.
+    fn make_extra_output(&mut self, label: String, in_place: bool) {
+        self.chain.push(label, Op::MakeExtraOutput { in_place });
+    }
+
+    /// Appends `scale · x`.
+    fn constant_scale(&mut self, label: String, scale: f64) {
+        self.chain.push(label, Op::ConstantScale { scale: scale as f32 });
+    }
+
+    /// Appends `x`.
+    fn identity(&mut self, label: String) {
+        self.chain.push(label, Op::Identity);
+    }
+
+    /// Extra inputs of all ops.
+    #[getter]
+    fn num_extra_inputs(&self) -> usize {
+        self.chain.extra_inputs()
+    }
+
+    /// Extra outputs of all ops.
+    #[getter]
+    fn num_extra_outputs(&self) -> usize {
+        self.chain.extra_outputs()
+    }
+
+    /// Columns of the output and of each extra output, for an input of `cols` columns.
+    fn widths(&self, cols: usize) -> PyResult<Vec<usize>> {
+        let widths = self.chain.widths(cols).map_err(|error| crate::error::named(&error, Some(&self.name)))?;
+        let links = self.chain.links().iter().zip(&widths);
+        let extra = links.filter(|(link, _)| link.op.extra_outputs() != 0).map(|(_, &cols)| cols);
+        Ok(widths.last().copied().into_iter().chain(extra).collect())
+    }
+
+    /// Number of compiled programs held, each of their row counts for itself.
+    fn plan_count(&self) -> usize {
+        self.compiled.iter().map(|compiled| compiled.program.row_counts().len()).sum()
+    }
+
+    /// Forgets compiled programs.
+    fn drop_plans(&mut self) {
+        self.compiled.clear();
+        self.shapes.clear();
+    }
+
+    /// Each compiled program and row count: the key, the launches of forward and backward with the ops they compute, and why fusions
+    /// did not apply.
+    fn explain<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        let sizes = |compiled: &Arc<Compiled>| {
+            let program = Arc::clone(&compiled.program);
+            program.row_counts().into_iter().map(move |rows| (Arc::clone(&program), rows))
+        };
+        self.compiled
+            .iter()
+            .flat_map(sizes)
+            .map(|(program, rows)| {
+                let key = program.key();
+                let scaling =
+                    program.recipe().map_or("high precision".into(), |recipe| format!("{:?}", recipe.scaling));
+                let entry = PyDict::new(py);
+                let [forward, backward] = program.explain().map(|steps| {
+                    steps
+                        .iter()
+                        .map(|step| (step.text, (step.ops.0..=step.ops.1).collect::<Vec<_>>()))
+                        .collect::<Vec<_>>()
+                });
+                let gradients = if key.any_grad() { "gradients" } else { "no gradients" };
+                let text = format!(
+                    "{rows} x {} {}, {scaling}, {gradients}",
+                    key.cols,
+                    crate::program::functions::type_name(key.activation)
+                );
+                entry.set_item("key", text)?;
+                entry.set_item("forward", forward)?;
+                entry.set_item("backward", backward)?;
+                entry.set_item("notes", program.notes())?;
+                Ok(entry)
+            })
+            .collect()
+    }
+}

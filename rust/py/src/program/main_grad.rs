@@ -1,0 +1,91 @@
+//! Weight gradients that go into a buffer of the caller's, as Megatron-LM keeps it.
+
+use pyo3::prelude::*;
+use te_fast_core::Error;
+use te_fast_core::base::dtype::DType;
+
+use crate::error::Failure;
+use crate::hooks::hooks;
+use crate::torch::process::State;
+use crate::torch::reader::view_of;
+
+const OP: &str = "linear";
+
+/// The buffer that a weight's gradient is added to.
+pub(crate) struct MainGrad<'py> {
+    pub(crate) grad: Bound<'py, PyAny>,
+    pub(crate) dtype: DType,
+    pub(crate) address: usize,
+    /// It is added to, not set.
+    pub(crate) accumulate: bool,
+}
+
+/// The `main_grad` of a weight.
+pub(crate) fn main_grad<'py>(
+    state: &State,
+    weight: &Bound<'py, PyAny>,
+    overwrite: bool,
+) -> Result<MainGrad<'py>, Failure> {
+    let grad = buffer(weight)?;
+    let overwrites = overwrite || has_overwrite(weight)?;
+    let view = view_of(&state.reader, &grad, "main_grad")?;
+    let w = view_of(&state.reader, weight, "weight")?;
+    if view.shape() != w.shape()
+        || !view.is_contiguous()
+        || view.device() != w.device()
+        || view.dtype().as_float().is_none()
+    {
+        let got = format!("{} of shape {:?} on {}", view.dtype(), view.shape(), view.device());
+        let expected = format!("a contiguous float tensor of shape {:?} on {}", w.shape(), w.device());
+        return Err(Error::shape(OP, "main_grad", expected, got).into());
+    }
+    let (dtype, address) = (view.dtype(), view.data().address());
+    Ok(MainGrad { grad, dtype, address, accumulate: !overwrites })
+}
+
+/// The `main_grad` of a weight as it is.
+fn buffer<'py>(weight: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>, Failure> {
+    if weight.hasattr("__fsdp_param__")? {
+        return Ok(weight.call_method0("get_main_grad")?);
+    }
+    match weight.getattr_opt("main_grad")? {
+        Some(grad) if !grad.is_none() => Ok(grad),
+        _ => Err(Error::state(OP, "fuse_wgrad_accumulation=True needs weight.main_grad; set it before backward, or construct the layer without").into()),
+    }
+}
+
+fn has_overwrite(weight: &Bound<'_, PyAny>) -> PyResult<bool> {
+    weight.getattr_opt("overwrite_main_grad")?.map_or(Ok(false), |value| value.is_truthy())
+}
+
+/// Gives a weight's computed gradient to its `main_grad`; returns what autograd is given.
+pub(crate) fn give<'py>(
+    weight: &Bound<'py, PyAny>,
+    grad: &Bound<'py, PyAny>,
+    overwrite: bool,
+) -> Result<Option<Bound<'py, PyAny>>, Failure> {
+    let main = buffer(weight)?;
+    main.call_method1(if overwrite || has_overwrite(weight)? { "copy_" } else { "add_" }, (grad,))?;
+    Ok(after_main_grad(weight)?)
+}
+
+/// The same for a gradient that `backward_dw` adds later.
+pub(crate) fn give_later<'py>(
+    weight: &Bound<'py, PyAny>,
+    overwrite: bool,
+) -> Result<Option<Bound<'py, PyAny>>, Failure> {
+    if overwrite {
+        buffer(weight)?.call_method0("zero_")?;
+    }
+    Ok(after_main_grad(weight)?)
+}
+
+/// Transformer Engine's rule: with `grad_added_to_main_grad` set on the parameter, it becomes true and autograd gets a
+/// dummy gradient, so that hooks fire; else it gets none.
+pub(crate) fn after_main_grad<'py>(weight: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    if !weight.hasattr("grad_added_to_main_grad")? {
+        return Ok(None);
+    }
+    weight.setattr("grad_added_to_main_grad", true)?;
+    hooks(weight.py())?.dummy_wgrad.bind(weight.py()).call1((weight,)).map(Some)
+}

@@ -1,0 +1,17 @@
+//! Layers and chains of ops: what Python builds, and how a call of it runs.
+
+pub(crate) mod backward;
+pub(crate) mod bits;
+pub(crate) mod check;
+pub(crate) mod deferred;
+pub(crate) mod entry;
+pub(crate) mod forward;
+pub(crate) mod functions;
+pub(crate) mod handle;
+pub(crate) mod main_grad;
+pub(crate) mod nothing;
+pub(crate) mod part_grads;
+pub(crate) mod parts;
+pub(crate) mod tensors;
+pub(crate) mod weight;
+pub(crate) mod weight_memory;

@@ -1,0 +1,218 @@
+//! Parameters in several parts along dimension 0: autograd sees the parts, a program reads the whole.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyList;
+use pyo3::{PyTraverseError, PyVisit};
+use smallvec::SmallVec;
+
+use crate::program::handle::ProgramHandle;
+use crate::program::tensors::requires_grad;
+use crate::torch::process::State;
+
+type List<'py> = SmallVec<[Bound<'py, PyAny>; 6]>;
+
+/// The parameters of one call, of which some are joined of parts.
+#[pyclass(module = "te_fast._native", frozen)]
+#[derive(Debug)]
+pub(crate) struct Joined {
+    /// What the program reads. A whole asks for a gradient where a part does.
+    wholes: Vec<Py<PyAny>>,
+    /// What autograd sees; a parameter in one piece is a part of its own.
+    parts: Vec<Py<PyAny>>,
+    /// A part wants a gradient.
+    is_trained: bool,
+    /// Of each parameter.
+    shares: SmallVec<[Share; 4]>,
+    version: u64,
+}
+
+/// A parameter's share of the parts.
+#[derive(Debug)]
+pub(crate) struct Share {
+    /// Rows of each of its parts; empty for a parameter in one piece.
+    pub(crate) rows: Vec<i64>,
+    /// It is joined.
+    pub(crate) is_split: bool,
+    /// It is the weight of a linear op.
+    pub(crate) is_weight: bool,
+    /// The whole is a copy.
+    copied: bool,
+    count: usize,
+}
+
+#[pymethods]
+impl Joined {
+    #[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.wholes.iter().chain(&self.parts).try_for_each(|tensor| visit.call(tensor))
+    }
+}
+
+impl Joined {
+    /// The parameters of a program as their modules hold them now, and as it reads them; none where a part is gone, is no
+    /// plain tensor, does not fit the others, or counts no versions (those made under `torch.inference_mode()`).
+    pub(crate) fn of<'py>(
+        state: &State,
+        handle: &Bound<'py, ProgramHandle>,
+    ) -> PyResult<Option<(Bound<'py, Self>, List<'py>)>> {
+        let py = handle.py();
+        let Some((parts, mut shares)) = gathered(state, handle)? else { return Ok(None) };
+        let Some(version) = version_of(&parts, &shares)? else { return Ok(None) };
+        let (mut wholes, mut is_trained, mut rest) = (List::new(), false, parts.as_slice());
+        for share in &mut shares {
+            let (own, behind) = rest.split_at(share.count);
+            rest = behind;
+            if !share.is_split {
+                wholes.push(own[0].clone());
+                continue;
+            }
+            let Some((whole, copied)) = join(state, own, &mut share.rows)? else { return Ok(None) };
+            share.copied = copied;
+            for part in own {
+                if requires_grad(part)? {
+                    whole.setattr(intern!(py, "requires_grad"), true)?;
+                    is_trained = true;
+                    break;
+                }
+            }
+            wholes.push(whole);
+        }
+        let copied = shares.iter().any(|share| share.is_weight && share.copied);
+        let joined = Self {
+            wholes: wholes.iter().map(|whole| whole.clone().unbind()).collect(),
+            parts: parts.into_iter().map(Bound::unbind).collect(),
+            is_trained,
+            shares,
+            version: if copied { version_of_copy() } else { version },
+        };
+        Ok(Some((Bound::new(py, joined)?, wholes)))
+    }
+
+    /// What the program reads.
+    pub(crate) fn wholes<'py>(&self, py: Python<'py>) -> List<'py> {
+        self.wholes.iter().map(|whole| whole.bind(py).clone()).collect()
+    }
+
+    /// What autograd sees.
+    pub(crate) fn parts(&self) -> &[Py<PyAny>] {
+        &self.parts
+    }
+
+    /// Stands in for the versions of the wholes that are weights.
+    pub(crate) fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Whether a part wants a gradient.
+    pub(crate) fn is_trained(&self) -> bool {
+        self.is_trained
+    }
+
+    /// Of each parameter, its share and its parts.
+    pub(crate) fn shares(&self) -> impl Iterator<Item = (&Share, &[Py<PyAny>])> {
+        let mut rest = self.parts.as_slice();
+        self.shares.iter().map(move |share| {
+            let (own, behind) = rest.split_at(share.count);
+            rest = behind;
+            (share, own)
+        })
+    }
+
+    /// Whether a part of a weight that was read in its place was changed since.
+    pub(crate) fn was_changed(&self, py: Python<'_>) -> PyResult<bool> {
+        if self.shares.iter().any(|share| share.is_weight && share.copied) {
+            return Ok(false);
+        }
+        let parts: List<'_> = self.parts.iter().map(|part| part.bind(py).clone()).collect();
+        Ok(version_of(&parts, &self.shares)? != Some(self.version))
+    }
+}
+
+/// Stands in for the version of a copy, which nothing may take for another copy's.
+#[pyfunction]
+pub(crate) fn version_of_copy() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1 << 62);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+/// All parts, and how many each parameter has.
+fn gathered<'py>(
+    state: &State,
+    handle: &Bound<'py, ProgramHandle>,
+) -> PyResult<Option<(List<'py>, SmallVec<[Share; 4]>)>> {
+    let py = handle.py();
+    let program = handle.try_borrow()?;
+    let (mut parts, mut shares) = (List::new(), SmallVec::new());
+    for (index, param) in program.params.iter().enumerate() {
+        for name in param.names() {
+            match param.parameters.bind(py).get_item(name)? {
+                Some(part) if state.torch.is_plain(&part) => parts.push(part),
+                _ => return Ok(None),
+            }
+        }
+        let rows = Vec::with_capacity(param.parts.len());
+        let (is_split, is_weight) = (!param.parts.is_empty(), program.chain.linear_params().contains(&index));
+        shares.push(Share { rows, is_split, is_weight, copied: false, count: param.names().len() });
+    }
+    Ok(Some((parts, shares)))
+}
+
+/// The tensor that the parts are, where they lie one behind the other in one storage, else a copy (true); none where they
+/// do not fit one another.
+fn join<'py>(
+    state: &State,
+    parts: &[Bound<'py, PyAny>],
+    rows: &mut Vec<i64>,
+) -> PyResult<Option<(Bound<'py, PyAny>, bool)>> {
+    let py = parts[0].py();
+    let Some(first) = state.reader.read(&parts[0])? else { return Ok(None) };
+    let (mut end, mut adjacent) = (first.data().address(), true);
+    for part in parts {
+        let Some(view) = state.reader.read(part)? else { return Ok(None) };
+        if view.shape().is_empty()
+            || view.shape()[1..] != first.shape()[1..]
+            || (view.dtype(), view.device()) != (first.dtype(), first.device())
+        {
+            return Ok(None);
+        }
+        rows.push(view.shape()[0]);
+        adjacent &= view.is_contiguous() && view.data().address() == end;
+        end = view.data().address() + view.numel() * view.dtype().size();
+    }
+    if adjacent && end <= end_of_storage(&parts[0])? {
+        let mut size: SmallVec<[i64; 2]> = first.shape().into();
+        size[0] = rows.iter().sum();
+        return Ok(Some((state.torch.in_storage_of(&parts[0], &size, 0)?, false)));
+    }
+    let detached = parts.iter().map(|part| part.call_method0(intern!(py, "detach"))).collect::<PyResult<Vec<_>>>()?;
+    let whole = py.import(intern!(py, "torch"))?.call_method1(intern!(py, "cat"), (PyList::new(py, detached)?,))?;
+    Ok(Some((whole, true)))
+}
+
+/// The address behind a tensor's storage. What lies within is of the storage; another's memory may lie next to it.
+fn end_of_storage(tensor: &Bound<'_, PyAny>) -> PyResult<usize> {
+    let py = tensor.py();
+    let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+    let start = storage.call_method0(intern!(py, "data_ptr"))?.extract::<usize>()?;
+    Ok(start + storage.call_method0(intern!(py, "nbytes"))?.extract::<usize>()?)
+}
+
+/// A number that changes whenever a weight may have; none where a parameter counts no versions.
+fn version_of(parts: &[Bound<'_, PyAny>], shares: &[Share]) -> PyResult<Option<u64>> {
+    let (mut version, mut parts) = (0, parts.iter());
+    for share in shares {
+        for part in parts.by_ref().take(share.count) {
+            match part.getattr(intern!(part.py(), "_version")) {
+                Ok(counted) if share.is_weight => version += counted.extract::<u64>()?,
+                Ok(_) => {}
+                Err(error) if error.is_instance_of::<PyRuntimeError>(part.py()) => return Ok(None),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+    Ok(Some(version))
+}

@@ -1,0 +1,180 @@
+//! The tensors of a program's call: where they come from, and whether they are what a compiled program takes.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use smallvec::SmallVec;
+use te_fast_core::base::dtype::DType;
+use te_fast_core::base::tensor::TensorView;
+use te_fast_core::{Error, Float};
+
+use crate::error::{Failure, IntoPython};
+use crate::program::handle::ProgramHandle;
+use crate::torch::operand::{fits, readable};
+use crate::torch::process::State;
+use crate::torch::reader::view_of;
+
+const OP: &str = "ops";
+
+#[inline]
+pub(crate) fn requires_grad(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
+    tensor.getattr(intern!(tensor.py(), "requires_grad"))?.is_truthy()
+}
+
+/// The parameters of a program, as their modules hold them now; none where one is gone or is no plain tensor.
+#[inline]
+pub(crate) fn parameters<'py>(
+    state: &State,
+    handle: &Bound<'py, ProgramHandle>,
+) -> PyResult<Option<SmallVec<[Bound<'py, PyAny>; 6]>>> {
+    let py = handle.py();
+    let program = handle.try_borrow()?;
+    let mut list = SmallVec::with_capacity(program.params.len());
+    for param in &program.params {
+        match param.get(py)? {
+            Some(value) if state.torch.is_plain(&value) => list.push(value),
+            _ => return Ok(None),
+        }
+    }
+    Ok(Some(list))
+}
+
+/// The same of a chain that needs them.
+pub(crate) fn present_parameters<'py>(handle: &Bound<'py, ProgramHandle>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    let py = handle.py();
+    let program = handle.try_borrow()?;
+    let found = program.params.iter().map(|param| {
+        param.get(py)?.filter(|value| !value.is_none()).map_or_else(
+            || {
+                let message = format!("{}: parameter {} was removed", program.name, param.name.bind(py));
+                Err(Error::state(OP, message)).python()
+            },
+            Ok,
+        )
+    });
+    found.collect()
+}
+
+/// Whether all tensors have the type of the input. What cannot be read is said where it is read.
+#[inline]
+pub(crate) fn are_of_one_type(
+    state: &State,
+    input: &Bound<'_, PyAny>,
+    params: &[Bound<'_, PyAny>],
+    extras: &[Bound<'_, PyAny>],
+) -> PyResult<bool> {
+    let Some(x) = state.reader.read(input)? else { return Ok(true) };
+    for tensor in params.iter().chain(extras) {
+        if state.reader.read(tensor)?.is_some_and(|view| view.dtype() != x.dtype()) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Facts of so many tensors.
+pub(crate) type Flags = SmallVec<[bool; 8]>;
+
+type Views<'a> = SmallVec<[TensorView<'a>; 4]>;
+
+/// The tensors of a call as the kernels read them.
+pub(crate) struct Tensors<'a> {
+    pub(crate) x: TensorView<'a>,
+    pub(crate) extras: Views<'a>,
+    pub(crate) params: Views<'a>,
+    /// Where parameters lie that are read from copies; empty where none is.
+    origins: Vec<usize>,
+}
+
+/// Tensors of a call of which some are copies.
+pub(crate) struct Copies<'py> {
+    pub(crate) x: Bound<'py, PyAny>,
+    pub(crate) extras: Vec<Bound<'py, PyAny>>,
+    pub(crate) params: Vec<Bound<'py, PyAny>>,
+    origins: Vec<usize>,
+}
+
+impl<'a> Tensors<'a> {
+    /// Their views.
+    #[inline]
+    pub(crate) fn read(
+        state: &State,
+        x: &'a Bound<'_, PyAny>,
+        extras: &'a [Bound<'_, PyAny>],
+        params: &'a [Bound<'_, PyAny>],
+    ) -> Result<Self, Failure> {
+        let views = |tensors: &'a [Bound<'_, PyAny>], what| -> Result<Views<'a>, Error> {
+            tensors.iter().map(|tensor| view_of(&state.reader, tensor, what)).collect()
+        };
+        Ok(Self {
+            x: view_of(&state.reader, x, "the input")?,
+            extras: views(extras, "an extra input")?,
+            params: views(params, "a parameter")?,
+            origins: Vec::new(),
+        })
+    }
+
+    /// Whether kernels can read all of them as they lie.
+    #[inline]
+    pub(crate) fn fit(&self) -> bool {
+        fits(&self.x) && self.extras.iter().chain(&self.params).all(fits)
+    }
+
+    /// Whether a layer's program takes these as they are: rows of its size, in the type and on the device of the parameters.
+    #[inline]
+    pub(crate) fn are_of_one_kind(&self, cols: Option<usize>) -> bool {
+        let x = &self.x;
+        !x.shape().is_empty()
+            && cols.is_none_or(|cols| cols != 0 && cols == x.cols())
+            && self.params.iter().all(|param| param.dtype() == x.dtype() && param.device() == x.device())
+    }
+
+    /// Copies of those that kernels cannot read.
+    #[cold]
+    pub(crate) fn copies<'py>(
+        state: &State,
+        x: &Bound<'py, PyAny>,
+        extras: &[Bound<'py, PyAny>],
+        params: &[Bound<'py, PyAny>],
+    ) -> Result<Copies<'py>, Failure> {
+        let copied = |tensor: &Bound<'py, PyAny>, what| -> PyResult<_> {
+            Ok(readable(state, tensor, what)?.unwrap_or_else(|| tensor.clone()))
+        };
+        let origin = |param| Ok(view_of(&state.reader, param, "a parameter")?.data().address());
+        Ok(Copies {
+            x: copied(x, "the input")?,
+            extras: extras.iter().map(|extra| copied(extra, "an extra input")).collect::<PyResult<_>>()?,
+            params: params.iter().map(|param| copied(param, "a parameter")).collect::<PyResult<_>>()?,
+            origins: params.iter().map(origin).collect::<Result<_, Error>>()?,
+        })
+    }
+
+    /// These, read from copies.
+    pub(crate) fn from_copies(state: &State, copies: &'a Copies<'_>) -> Result<Self, Failure> {
+        let tensors = Self::read(state, &copies.x, &copies.extras, &copies.params)?;
+        Ok(Self { origins: copies.origins.clone(), ..tensors })
+    }
+
+    /// Where a parameter itself lies, and not the copy that is read.
+    #[inline]
+    pub(crate) fn origin(&self, param: usize) -> usize {
+        self.origins.get(param).copied().unwrap_or_else(|| self.params[param].data().address())
+    }
+}
+
+pub(crate) fn float(view: &TensorView<'_>, what: &'static str) -> Result<Float, Error> {
+    view.dtype().as_float().ok_or_else(|| Error::dtype(OP, what, "float32, float16 or bfloat16", view.dtype()))
+}
+
+/// Whether tensors have these types and want these gradients.
+pub(crate) fn same(list: &[(Float, bool)], views: &[TensorView<'_>], grads: &[bool]) -> bool {
+    list.len() == views.len()
+        && list
+            .iter()
+            .zip(views)
+            .zip(grads)
+            .all(|((&(dtype, grad), view), &wanted)| grad == wanted && view.dtype() == DType::from(dtype))
+}
+
+pub(crate) fn typed(views: &[TensorView<'_>], grads: &[bool], what: &'static str) -> Result<Vec<(Float, bool)>, Error> {
+    views.iter().zip(grads).map(|(view, &grad)| Ok((float(view, what)?, grad))).collect()
+}

@@ -1,0 +1,258 @@
+//! What a linear op keeps between calls: its quantised weight, its slots of delayed scaling, the gradients that wait.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use pyo3::{PyTraverseError, PyVisit};
+use te_fast_core::program::{Program, SizedProgram};
+use te_fast_core::quant::cache::{Candidate, WeightCache as CoreCache};
+use te_fast_core::quant::value::{LinearSlots, Slot};
+use te_fast_core::quant::weight::{Microbatch, WeightRecord};
+use te_fast_core::recipe::slots::AmaxSlots;
+use te_fast_core::runtime::lane::Place;
+
+use crate::autocast::recompute::RecordedScales;
+use crate::error::Failure;
+use crate::program::weight_memory::{CachedWeight, WeightMemory, is_gone, may_be_updated, share_with};
+use crate::torch::process::State;
+
+/// Delayed-scaling slots of a linear op, valid for one epoch.
+#[derive(Clone, Debug)]
+pub(crate) struct OpSlots {
+    pub(crate) epoch: u64,
+    pub(crate) forward: Arc<AmaxSlots>,
+    pub(crate) backward: Arc<AmaxSlots>,
+    forward_base: usize,
+    backward_base: usize,
+}
+
+impl OpSlots {
+    /// Whether calls in regions of `epoch` may use them: they are its op's still.
+    #[inline]
+    pub(crate) fn serve(&self, epoch: u64) -> bool {
+        self.epoch == epoch && !self.forward.is_retired() && !self.backward.is_retired()
+    }
+
+    pub(crate) fn slots(&self) -> LinearSlots<'_> {
+        LinearSlots {
+            input: slot(&self.forward, self.forward_base),
+            weight: slot(&self.forward, self.forward_base + 1),
+            grad: slot(&self.backward, self.backward_base),
+        }
+    }
+
+    /// The same, with the forward scales of a call that is repeated.
+    pub(crate) fn replayed<'a>(&'a self, replay: &'a RecordedScales) -> LinearSlots<'a> {
+        let (input, weight) = (replay.slot(self.forward_base), replay.slot(self.forward_base + 1));
+        LinearSlots { input, weight, ..self.slots() }
+    }
+}
+
+/// A weight gradient put off until `backward_dw`.
+#[derive(Debug)]
+pub(crate) struct WaitingGrad {
+    pub(crate) operands: WaitingOperands,
+    pub(crate) overwrite_main_grad: bool,
+}
+
+/// What such a gradient is computed from.
+#[derive(Debug)]
+pub(crate) enum WaitingOperands {
+    /// Nothing: the forward was on zero rows.
+    NoRows,
+    /// What a program has kept.
+    Kept(WaitingRows),
+    /// Input and gradient of a product that torch computed.
+    Plain {
+        /// `(rows, in_features)`.
+        x: Py<PyAny>,
+        /// `(rows, out_features)`.
+        grad: Py<PyAny>,
+    },
+}
+
+/// Operands of a weight gradient that was put off, as a program keeps them.
+#[derive(Debug)]
+pub(crate) struct WaitingRows {
+    pub(crate) program: Arc<Program>,
+    pub(crate) sized: Arc<SizedProgram>,
+    pub(crate) linear: usize,
+    /// The saved tensors of the node, and its gradient.
+    pub(crate) saved: Py<PyTuple>,
+    pub(crate) grad: Py<PyAny>,
+}
+
+/// One tensor's slot out of a direction's.
+fn slot(slots: &AmaxSlots, index: usize) -> Slot<'_> {
+    Slot { scale: slots.scale().offset(4 * index), amax: slots.history().offset(4 * index) }
+}
+
+/// What a linear op inside a program keeps between calls.
+#[pyclass(module = "te_fast._native", name = "WeightHandle")]
+#[derive(Debug)]
+pub(crate) struct WeightHandle {
+    name: String,
+    pub(crate) cache: WeightCache,
+    /// Memory of kept weights that captured graphs read, by its address: replays come when others may be kept.
+    pub(crate) read_by_graphs: Vec<(usize, Py<PyAny>)>,
+    pub(crate) slots: Option<OpSlots>,
+    pub(crate) waiting: VecDeque<WaitingGrad>,
+    /// The weight's gradient is added to `main_grad`.
+    #[pyo3(get, set)]
+    pub(crate) fuse_wgrad_accumulation: bool,
+    /// The weight's gradient waits for `backward_dw`.
+    #[pyo3(get, set)]
+    pub(crate) delay_wgrad_compute: bool,
+    /// The input stays as it is for backward, which quantises it again.
+    #[pyo3(get, set)]
+    pub(crate) save_original_input: bool,
+}
+
+#[pymethods]
+impl WeightHandle {
+    #[new]
+    fn new(name: String) -> Self {
+        Self {
+            name,
+            cache: WeightCache::default(),
+            read_by_graphs: Vec::new(),
+            slots: None,
+            waiting: VecDeque::new(),
+            fuse_wgrad_accumulation: false,
+            delay_wgrad_compute: false,
+            save_original_input: false,
+        }
+    }
+
+    /// Name in messages.
+    #[getter]
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Forgets the quantised weight: the next forward quantises it again.
+    fn drop_weight_cache(slf: &Bound<'_, Self>) -> PyResult<()> {
+        let former = slf.try_borrow_mut()?.cache.clear();
+        drop(former);
+        Ok(())
+    }
+
+    /// Forgets amax slots: the next forward sets them up again.
+    fn drop_slots(&mut self) {
+        self.slots = None;
+    }
+
+    /// Uses these delayed-scaling slots for regions of `epoch`: input and weight from `forward_base` on, the output's
+    /// gradient at `backward_base`.
+    fn set_slots(
+        &mut self,
+        epoch: u64,
+        forward: &crate::autocast::slots::SlotsHandle,
+        backward: &crate::autocast::slots::SlotsHandle,
+        forward_base: usize,
+        backward_base: usize,
+    ) -> PyResult<()> {
+        let forward = forward.slots(&self.name, true, forward_base + 2)?;
+        let backward = backward.slots(&self.name, false, backward_base + 1)?;
+        self.slots = Some(OpSlots { epoch, forward, backward, forward_base, backward_base });
+        Ok(())
+    }
+
+    /// Number of weight gradients that wait for `backward_dw`.
+    fn deferred_count(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Puts the weight gradient `gradᵀ · x` off, behind those that wait already.
+    fn defer(&mut self, x: Py<PyAny>, grad: Py<PyAny>, overwrite_main_grad: bool) {
+        self.waiting.push_back(WaitingGrad { operands: WaitingOperands::Plain { x, grad }, overwrite_main_grad });
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.waiting.iter().try_for_each(|waiting| match &waiting.operands {
+            WaitingOperands::NoRows => Ok(()),
+            WaitingOperands::Kept(rows) => visit.call(&rows.saved).and_then(|()| visit.call(&rows.grad)),
+            WaitingOperands::Plain { x, grad } => visit.call(x).and_then(|()| visit.call(grad)),
+        })
+    }
+
+    fn __clear__(&mut self) {
+        self.waiting.clear();
+    }
+
+    /// The quantised weight: (buffer, bytes, has row layout, has column layout), or None.
+    fn weight_cache<'py>(slf: &Bound<'py, Self>) -> PyResult<Option<Described<'py>>> {
+        describe(slf)
+    }
+}
+
+/// What a linear op keeps of its weight.
+pub(crate) type WeightCache = CoreCache<WeightMemory>;
+
+/// What Python is told of a kept weight.
+pub(crate) type Described<'py> = (Bound<'py, PyAny>, usize, bool, bool);
+
+/// The quantised weight, if the one that `handle` keeps serves a call that would quantise `wanted` itself. Nothing is borrowed
+/// while torch is asked: that may let other threads in.
+#[inline]
+pub(crate) fn reusable(
+    state: &State,
+    handle: &Bound<'_, WeightHandle>,
+    parameter: &Bound<'_, PyAny>,
+    wanted: &WeightRecord,
+    microbatch: Microbatch,
+    (place, capturing): (Place, bool),
+) -> Result<Option<Arc<CachedWeight>>, Failure> {
+    let py = handle.py();
+    let found = handle.try_borrow_mut()?.cache.find(wanted, microbatch, capturing);
+    let kept = match found {
+        Candidate::None => return Ok(None),
+        Candidate::Serves(kept) => kept,
+        Candidate::ServesIfFrozen(kept) => {
+            if parameter.getattr(&state.torch.names.requires_grad)?.is_truthy()? {
+                return Ok(None);
+            }
+            kept
+        }
+    };
+    if is_gone(&kept.memory.storage, py, state)?
+        || (microbatch == Microbatch::Unknown && may_be_updated(&kept, state, parameter, wanted)?)
+    {
+        return Ok(None);
+    }
+    if capturing {
+        keep_for_graphs(handle, &kept)?;
+        return Ok(Some(kept));
+    }
+    let writer = handle.try_borrow_mut()?.cache.reused_on(place.stream);
+    if let Some(writer) = writer {
+        share_with(py, &kept, place, writer)?;
+    }
+    Ok(Some(kept))
+}
+
+/// Has a weight's memory live as long as the layer. The memory alone: where the weight is quantised anew in it, replays
+/// read that.
+#[cold]
+fn keep_for_graphs(handle: &Bound<'_, WeightHandle>, kept: &CachedWeight) -> PyResult<()> {
+    for buffer in kept.memory.buffers() {
+        let address = buffer.ptr().address();
+        if handle.try_borrow()?.read_by_graphs.iter().any(|&(known, _)| known == address) {
+            continue;
+        }
+        let memory = buffer.shared(handle.py())?.unbind();
+        handle.try_borrow_mut()?.read_by_graphs.push((address, memory));
+    }
+    Ok(())
+}
+
+/// (buffer, bytes, has row layout, has column layout), or None.
+pub(crate) fn describe<'py>(handle: &Bound<'py, WeightHandle>) -> PyResult<Option<Described<'py>>> {
+    let Some(kept) = handle.try_borrow()?.cache.kept().map(Arc::clone) else { return Ok(None) };
+    let layout = &kept.record.layout;
+    let Some(first) = kept.memory.buffers().next() else { return Ok(None) };
+    Ok(Some((first.shared(handle.py())?, layout.bytes(), layout.usage.rowwise, layout.usage.columnwise)))
+}

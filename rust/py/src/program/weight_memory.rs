@@ -1,0 +1,119 @@
+//! The memory of quantised weights: torch's, owned here, for the cache that core keeps.
+
+use std::sync::Arc;
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use te_fast_core::base::dtype::Device;
+use te_fast_core::base::pointer::DevPtr;
+use te_fast_core::cuda::device::{Stream, wait_for};
+use te_fast_core::quant::cache::{Former, KeptWeight};
+use te_fast_core::quant::value::WeightBuffer;
+use te_fast_core::quant::weight::WeightRecord;
+use te_fast_core::runtime::lane::Place;
+
+use crate::error::Failure;
+use crate::torch::process::State;
+use crate::torch::reader::Held;
+
+/// Memory of a quantised weight, and where it was read from.
+#[derive(Debug)]
+pub(crate) struct WeightMemory {
+    /// The row layout, which forward alone reads.
+    pub(crate) row: Option<Arc<Held>>,
+    /// The column layout, for backward.
+    pub(crate) col: Option<Arc<Held>>,
+    /// torch's weak reference to the weight's storage: while it is alive, no other memory has its address.
+    pub(crate) storage: Py<PyAny>,
+}
+
+impl WeightMemory {
+    /// Each buffer that is there.
+    pub(crate) fn buffers(&self) -> impl Iterator<Item = &Arc<Held>> {
+        [&self.row, &self.col].into_iter().flatten()
+    }
+}
+
+/// A quantised weight.
+pub(crate) type CachedWeight = KeptWeight<WeightMemory>;
+
+pub(crate) fn weight_buffer(weight: &CachedWeight) -> WeightBuffer<'_> {
+    let WeightMemory { row, col, .. } = &weight.memory;
+    WeightBuffer { row: address(row.as_ref()), col: address(col.as_ref()), layout: weight.record.layout }
+}
+
+fn address(buffer: Option<&Arc<Held>>) -> DevPtr<'_> {
+    buffer.map_or(DevPtr::null(), |held| held.ptr())
+}
+
+/// What backward reads of a weight that nobody keeps: not the row layout, whose memory goes with the forward.
+pub(crate) fn for_backward(py: Python<'_>, weight: Arc<CachedWeight>) -> Arc<CachedWeight> {
+    let WeightMemory { col, storage, .. } = &weight.memory;
+    if col.is_none() {
+        return weight;
+    }
+    let memory = WeightMemory { row: None, col: col.clone(), storage: storage.clone_ref(py) };
+    Arc::new(KeptWeight::new(weight.record, memory))
+}
+
+/// Whether somebody may have taken the weight's gradient and written the weight through `weight.data`, which moves no
+/// version: a gradient was there, none is now, and no optimizer of torch's has ever told of a step.
+pub(crate) fn may_be_updated(
+    kept: &CachedWeight,
+    state: &State,
+    parameter: &Bound<'_, PyAny>,
+    wanted: &WeightRecord,
+) -> PyResult<bool> {
+    if wanted.optimizer_steps != 0 || !wanted.training || !kept.has_gradient() {
+        return Ok(false);
+    }
+    let names = &state.torch.names;
+    // Of a tensor that torch computed, none can be seen.
+    Ok(!parameter.getattr(&names.is_leaf)?.is_truthy()? || parameter.getattr(&names.grad)?.is_none())
+}
+
+/// Whether the memory that a weight was read from was freed: its address may be another tensor's by now.
+pub(crate) fn is_gone(storage: &Py<PyAny>, py: Python<'_>, state: &State) -> PyResult<bool> {
+    let reference = storage.bind(py).getattr(&state.torch.names.cdata)?;
+    state.torch.storage_expired.bind(py).call1((reference,))?.is_truthy()
+}
+
+/// Orders another stream's reads of a kept weight behind the stream that wrote it.
+#[cold]
+pub(crate) fn share_with(py: Python<'_>, kept: &CachedWeight, place: Place, writer: Stream) -> Result<(), Failure> {
+    let Device::Cuda(ordinal) = place.device else { return Ok(()) };
+    wait_for(place.stream, writer)?;
+    let stream = py.import("torch.cuda")?.getattr("current_stream")?.call1((ordinal,))?;
+    for buffer in kept.memory.buffers() {
+        buffer.record_stream(&stream)?;
+    }
+    Ok(())
+}
+
+/// Buffers for a quantised weight, those of `former` if nobody else has them, and the storage that it is read from.
+pub(crate) fn make_weight(
+    py: Python<'_>,
+    state: &State,
+    parameter: &Bound<'_, PyAny>,
+    record: WeightRecord,
+    former: Former<WeightMemory>,
+) -> Result<CachedWeight, Failure> {
+    let layout = &record.layout;
+    let fits = |kept: &CachedWeight| kept.record.device == record.device && kept.record.layout == *layout;
+    let former = former.and_then(Arc::into_inner).filter(fits).map(|kept| kept.memory);
+    let (former_row, former_col) = former.map_or((None, None), |memory| (memory.row, memory.col));
+    let buffer = |bytes: usize, former: Option<Arc<Held>>| -> PyResult<Option<Arc<Held>>> {
+        if bytes == 0 {
+            return Ok(None);
+        }
+        if let Some(held) = former.filter(|held| Arc::strong_count(held) == 1) {
+            return Ok(Some(held));
+        }
+        let tensor = state.bytes(py, record.device, bytes)?;
+        Ok(Some(Arc::new(Held::new(&state.reader, &tensor)?)))
+    };
+    let (row, col) = (buffer(layout.row_bytes, former_row)?, buffer(layout.col_bytes, former_col)?);
+    let storage = parameter.call_method0(intern!(py, "untyped_storage"))?;
+    let storage = state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind();
+    Ok(KeptWeight::new(record, WeightMemory { row, col, storage }))
+}

@@ -1,0 +1,185 @@
+"""One of two ranks with layers of delayed scaling: ``python delayed_rank.py RANK FOLDER`` writes what it saw as JSON.
+
+Run by ``unit/test_delayed_ranks.py``, in two processes of their own: layers of other tests would take part.
+"""
+
+import copy
+import datetime
+import gc
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import te_fast.pytorch as te
+from te_fast.common.recipe import DelayedScaling, Format
+from te_fast.pytorch._delayed import DelayedScalingRecipeState
+
+
+def make_state(recipe=None, tensors=3, group=None, mode="forward", **fields):
+    recipe = recipe or DelayedScaling(amax_history_len=4, **fields)
+    state = DelayedScalingRecipeState(
+        recipe, mode=mode, num_quantizers=tensors, device="cpu", group=group
+    )
+    state.take_part()
+    return state
+
+
+def record(state, values):
+    live = state.amax_history[0]
+    torch.maximum(live, torch.tensor(values, dtype=torch.float32), out=live)
+    state.slots.mark_ran()
+
+
+def region(recipe, group=None):
+    return te.autocast(recipe=recipe, amax_reduction_group=group)
+
+
+def seen(*states):
+    return [[state.scale.tolist(), state.amax_history.tolist()] for state in states]
+
+
+def maxima_of_all_ranks(rank):
+    reducing, local, idle = make_state(), make_state(reduce_amax=False), make_state()
+    with region(reducing.recipe):
+        record(reducing, [1.0 + rank, 4.0 - rank, 0.0])
+        record(local, [1.0 + rank] * 3)
+        if rank == 0:  # a layer that another rank alone has run, as experts do
+            record(idle, [8.0, 8.0, 8.0])
+    with region(
+        reducing.recipe
+    ):  # where nothing of the second rank runs, which the first waits for
+        if rank == 0:
+            record(reducing, [16.0] * 3)
+    return seen(reducing, local, idle)
+
+
+def groups(rank):
+    both, alone = dist.new_group([0, 1]), [dist.new_group([0]), dist.new_group([1])][rank]
+    recipe = DelayedScaling(amax_history_len=2)
+    states = [make_state(recipe, 1, group) for group in (both, alone, None)]
+    with region(recipe):
+        for state in states:
+            record(state, [1.0 + rank])
+    states[1].use(recipe, both)
+    with region(recipe):
+        record(states[1], [3.0 + rank])
+    return seen(*states)
+
+
+def copies(rank):
+    """On one rank alone, where nothing has run them."""
+    layer = te.Linear(16, 16, device="cpu", bias=False)
+    recipe = DelayedScaling(amax_history_len=2)
+    with torch.no_grad():
+        layer.weight.fill_(1.0)
+    with region(recipe):
+        layer(torch.full((16, 16), 1.0 + rank))
+    kept = [copy.deepcopy(layer) for _ in range(3 * rank)]
+    with region(recipe):
+        layer(torch.full((16, 16), 4.0 - rank))
+    del kept
+    return seen(layer.fp8_meta["scaling_fwd"])
+
+
+def deaths(rank):
+    recipe = DelayedScaling(amax_history_len=2)
+    first, second, third = (make_state(recipe, tensors) for tensors in (1, 2, 1))
+    with region(recipe):
+        record(second, [1.0 + rank] * 2)
+    del second
+    gc.collect()
+    with region(recipe):
+        record(first, [1.0 + rank])
+        record(third, [2.0 - rank])
+    return seen(first, third)
+
+
+def changes(rank):
+    """Of recipes between regions: length, margin, format, whether to reduce; and of the histories alone."""
+    state, other = make_state(), make_state(amax_compute_algo="most_recent")
+    steps = []
+    for recipe in (
+        DelayedScaling(amax_history_len=4, margin=1),
+        DelayedScaling(amax_history_len=2),
+        DelayedScaling(amax_history_len=3, reduce_amax=False),
+        DelayedScaling(amax_history_len=3, fp8_format=Format.E4M3),
+    ):
+        state.use(recipe, None)
+        with region(recipe):
+            record(state, [1.0 + rank, 4.0 - rank, 0.0])
+            record(other, [0.5, rank, 1.0 - rank])
+        steps += seen(state)
+    state.amax_history = torch.zeros(5, 3)
+    with region(state.recipe):
+        record(state, [2.0 + rank, 0.0, 0.0])
+    return [*steps, *seen(state, other)]
+
+
+def own_algorithms(rank):
+    def largest(amax_history):
+        return amax_history.amax(0) * 2
+
+    own = make_state(amax_compute_algo=largest)
+    plain = make_state()
+    with region(own.recipe):
+        record(own, [1.0 + rank, 4.0 - rank, 0.0])
+        record(plain, [1.0 + rank, 4.0 - rank, 0.0])
+    return seen(own, plain)
+
+
+def layers(rank):
+    """Steps of a model: both directions are reduced, and what is kept in the meantime agrees."""
+    torch.default_generator.manual_seed(0)
+    model = torch.nn.Sequential(
+        te.Linear(32, 32, device="cpu"),
+        te.LayerNormMLP(32, 32, device="cpu"),
+        te.ops.BasicLinear(32, 32, device="cpu"),
+    )
+    recipe = DelayedScaling(amax_history_len=3)
+    for step in range(4):
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+        with region(recipe):
+            y = model(x)
+        (y * (1.0 + rank)).square().mean().backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    states = [
+        module.fp8_meta[key] for module in model[:2] for key in ("scaling_fwd", "scaling_bwd")
+    ]
+    states += [model[2]._delayed_state(mode) for mode in ("forward", "backward")]
+    return seen(*states)
+
+
+SCENES = (maxima_of_all_ranks, groups, copies, deaths, changes, own_algorithms, layers)
+
+
+def main() -> None:
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    results = {}
+    for scene in SCENES:
+        results[scene.__name__] = scene(rank)
+        gc.collect()
+        dist.barrier()
+    (folder / f"{rank}.json").write_text(json.dumps(results), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""A Linear whose parameters are split."""
+
+import pytest
+import torch
+
+import te_fast.pytorch as te
+from linear_layers import close, expected, inputs, make
+from te_fast.common.recipe import Float8CurrentScaling
+
+# The gradient of the whole weight has its type, and is cut into the parts that are added to main_grad.
+PARTS = torch.bfloat16
+
+
+@pytest.mark.parametrize("split", [("q", "k", "v"), {"q_": 16, "kv_": 32}], ids=str)
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+def test_parameters_split(split, fp8):
+    layer, plain = make(parameters_split=split), make()
+    names = [name.removesuffix("_") for name in split]
+    assert set(dict(layer.named_parameters())) == {
+        f"{name}_{kind}" for name in names for kind in ("weight", "bias")
+    }
+    with torch.no_grad():
+        plain.weight.copy_(torch.cat([getattr(layer, f"{name}_weight") for name in names]))
+        plain.bias.copy_(torch.cat([getattr(layer, f"{name}_bias") for name in names]))
+    x, grad = inputs(32, layer)
+    for _ in range(2):
+        ys = []
+        for each in (layer, plain):
+            each.zero_grad()
+            with te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
+                ys.append(each(x))
+            ys[-1].backward(grad)
+        assert torch.equal(*ys)
+        got = torch.cat([getattr(layer, f"{name}_weight").grad for name in names])
+        assert torch.equal(got, plain.weight.grad)
+        with torch.no_grad():  # a part that changes is quantised anew
+            getattr(layer, f"{names[0]}_weight").add_(0.25)
+            plain.weight[: getattr(layer, f"{names[0]}_weight").shape[0]].add_(0.25)
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+def test_parameters_split_into_main_grad(fp8):
+    layer = make(parameters_split=("a", "b"), fuse_wgrad_accumulation=True)
+    x, grad = inputs(32, layer)
+    wanted = expected(layer, x, grad, "current" if fp8 else None)["dw"]
+    for first, base in ((None, 2.0), (True, 0.0)):
+        for weight in (layer.a_weight, layer.b_weight):
+            weight.main_grad = torch.full((24, 64), 2.0)
+        with te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
+            y = layer(x, is_first_microbatch=first)
+        y.backward(grad)
+        got = torch.cat([layer.a_weight.main_grad, layer.b_weight.main_grad])
+        close(got, base + wanted, PARTS)
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("first", [None, True])
+def test_frozen_parts_get_no_gradient(fp8, delay, fuse, first):
+    options = {"delay_wgrad_compute": delay, "fuse_wgrad_accumulation": fuse}
+    layer = make(parameters_split=("a", "b"), **options)
+    x, grad = inputs(32, layer)
+    layer.b_weight.requires_grad_(False)  # and has no main_grad
+    layer.a_weight.main_grad = torch.full((24, 64), 2.0)
+    with te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
+        y = layer(x, is_first_microbatch=first)
+    y.backward(grad)
+    layer.backward_dw()
+    assert layer.b_weight.grad is None
+    assert not hasattr(layer.b_weight, "main_grad")
+    wanted = expected(layer, x, grad, "current" if fp8 else None)["dw"][:24]
+    if fuse:
+        close(layer.a_weight.main_grad, (0.0 if first else 2.0) + wanted, PARTS)
+    else:
+        close(layer.a_weight.grad, wanted, torch.bfloat16)
+
+
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "high precision"])
+@pytest.mark.parametrize("first", [None, True])
+def test_parts_wait_for_their_delayed_gradient(fp8, first):
+    options = {"delay_wgrad_compute": True, "fuse_wgrad_accumulation": True}
+    layer = make(parameters_split=("a", "b"), **options)
+    x, grad = inputs(32, layer)
+    parts = layer.a_weight, layer.b_weight
+    for part in parts:
+        part.main_grad = torch.full((24, 64), 2.0)
+    with te.autocast(enabled=fp8, recipe=Float8CurrentScaling()):
+        y = layer(x, is_first_microbatch=first)
+    y.backward(grad)
+    assert all(part.grad is None for part in parts)
+    layer.backward_dw()
+    wanted = expected(layer, x, grad, "current" if fp8 else None)["dw"]
+    got = torch.cat([part.main_grad for part in parts])
+    close(got, (0.0 if first else 2.0) + wanted, PARTS)
+
+
+def test_parameters_split_errors():
+    with pytest.raises(ValueError, match="add up"):
+        make(parameters_split={"a": 16, "b": 16})
+    with pytest.raises(ValueError, match="at least one"):
+        make(parameters_split=())
+    with pytest.raises(TypeError, match="tuple"):
+        make(parameters_split=3)
