@@ -11,9 +11,9 @@
 // Needs:  h [L, n] and scale [n] contiguous; every entry of a launch has the same L.
 // Moves:  8 bytes per history slot.
 //
-// amax_gather, before it where ranks reduce their maxima: gathered[first + c] = live[c] for all tensors c of an entry, 0
-// where live is null; live is slot 0 of the histories. One block of 32 threads per entry. amax_gather_few is to it what
-// scale_update_few is to scale_update.
+// amax_gather, before it where ranks reduce their maxima: gathered[first + c] = live[c] for all tensors c of an entry,
+// 0 where live is null; live is slot 0 of the histories. One block of 32 threads per entry. amax_gather_few is to it
+// what scale_update_few is to scale_update.
 
 #include "common/math.cuh"
 #include "common/reduce.cuh"
@@ -120,10 +120,10 @@ __device__ void amax_gather(const AmaxGatherParams<kEntries>& p) {
 INSTANCE(scale_update, 1020)
 INSTANCE(scale_update_few, 62)
 
-#define GATHER_INSTANCE(symbol, entries)                                        \
-    extern "C" __global__ void __launch_bounds__(te_fast::kGatherThreads)       \
-        symbol(const __grid_constant__ te_fast::AmaxGatherParams<entries> p) {  \
-        te_fast::amax_gather<entries>(p);                                       \
+#define GATHER_INSTANCE(symbol, entries)                                       \
+    extern "C" __global__ void __launch_bounds__(te_fast::kGatherThreads)      \
+        symbol(const __grid_constant__ te_fast::AmaxGatherParams<entries> p) { \
+        te_fast::amax_gather<entries>(p);                                      \
     }
 
 GATHER_INSTANCE(amax_gather, 1020)
