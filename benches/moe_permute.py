@@ -23,7 +23,7 @@ import torch
 
 import te_fast.pytorch as te
 from _harness import ROOT, commit, show
-from te_fast._timing import environment
+from te_fast.profile.timing import environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,7 +145,7 @@ def measure(clock: Clock, size: tuple[int, int, int, int, int], rate: float) -> 
             [rows, permuted], [leaf, weights], grads, retain_graph=True
         )
 
-    from te_fast.pytorch._ops import native
+    from te_fast.runtime import native
 
     scale = torch.ones(1, device="cuda")
     no_index = (False,)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from te_fast.pytorch import _ops
-from te_fast.pytorch._delayed import DelayedScalingRecipeState
-from te_fast.pytorch._global_state import FP8GlobalStateManager
+from te_fast.runtime import native
+from te_fast.runtime.delayed import DelayedScalingRecipeState
+from te_fast.runtime.global_state import FP8GlobalStateManager
 
 ACTIVATIONS = {
     "gelu": lambda x: functional.gelu(x, approximate="tanh"),
@@ -29,7 +29,7 @@ class Chain(torch.nn.Module):
         super().__init__()
         self.ops = ops
         self.handles: list[Any] = []
-        self.program = _ops.Program("chain")
+        self.program = native.Program("chain")
         for index, op in enumerate(ops):
             cols = self._append(index, op, cols, dtype)
 
@@ -40,7 +40,7 @@ class Chain(torch.nn.Module):
             outputs = arguments[0]
             weight = torch.randn(outputs, cols, dtype=dtype) * cols**-0.5
             self.register_parameter(f"p{index}", torch.nn.Parameter(weight))
-            self.handles.append(_ops.WeightHandle(label))
+            self.handles.append(native.WeightHandle(label))
             self.program.linear(
                 label, self.handles[-1], self._parameters, f"p{index}", cols, outputs
             )
@@ -90,12 +90,12 @@ class Chain(torch.nn.Module):
         for state in (self.fwd, self.bwd):
             state.use(recipe, None)
             state.take_part()
-        epoch = _ops.autocast_region()[5]
+        epoch = native.autocast_region()[5]
         for index, handle in enumerate(self.handles):
             handle.set_slots(epoch, self.fwd.slots, self.bwd.slots, 2 * index, index)
 
     def forward(self, x: torch.Tensor, *extras: torch.Tensor, first: bool | None = None) -> Any:
-        return _ops.program_apply(self.program, self, x, extras, first)
+        return native.program_apply(self.program, self, x, extras, first)
 
     def reference(
         self, x: torch.Tensor, *extras: torch.Tensor, linear: Any = functional.linear

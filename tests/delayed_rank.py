@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Format
-from te_fast.pytorch._delayed import DelayedScalingRecipeState
+from te_fast.runtime.delayed import DelayedScalingRecipeState
 
 
 def make_state(recipe=None, tensors=3, group=None, mode="forward", **fields):

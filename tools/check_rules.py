@@ -22,8 +22,8 @@ MAX_DUPLICATE = 12
 LONG: dict[str, str] = {}
 # Functions with more parameters than the bar, with the reason.
 WIDE: dict[str, str] = {
-    "python/te_fast/pytorch/_permutation_compile.py:_permute_cast": "a torch.library schema is flat",
-    "python/te_fast/pytorch/_permutation_compile.py:_permute_cast_fake": "the same",
+    "python/te_fast/moe/operators.py:_permute_cast": "a torch.library schema is flat",
+    "python/te_fast/moe/operators.py:_permute_cast_fake": "the same",
 }
 # Where the process environment may be read: one file a language, and the build script.
 ENVIRONMENT_READERS = {
@@ -31,9 +31,22 @@ ENVIRONMENT_READERS = {
     "rust/core/src/base/config.rs",
     "rust/kernels/build.rs",
 }
-NATIVE_IMPORTER = "python/te_fast/pytorch/_ops.py"
+NATIVE_IMPORTER = "python/te_fast/runtime/__init__.py"
+# What each folder of te_fast may import of the others.
+LAYERS: dict[str, set[str]] = {
+    "recipe": set(),
+    "runtime": {"recipe"},
+    "state": {"recipe"},
+    "dispatch": {"recipe", "runtime"},
+    "moe": {"runtime"},
+    "ops": {"dispatch", "recipe", "runtime", "state"},
+    "layers": {"ops", "recipe", "runtime", "state"},
+    "common": {"recipe"},
+    "pytorch": {"common", "layers", "moe", "ops", "runtime"},
+    "profile": {"common", "dispatch", "pytorch"},
+}
 # Signatures that are Transformer Engine's, not ours.
-TE_SIGNATURES = re.compile(r"^python/te_fast/(pytorch|common)/")
+TE_SIGNATURES = re.compile(r"^python/te_fast/(layers|moe|ops|recipe|runtime)/")
 
 
 def check_lengths() -> Iterator[str]:
@@ -110,6 +123,21 @@ def check_native_importers() -> Iterator[str]:
             yield f"{path}:{line}: imports te_fast._native; only {NATIVE_IMPORTER} does"
 
 
+def check_layers() -> Iterator[str]:
+    """Find Python modules that import what stands above them, or beside them on the way up."""
+    imports = re.compile(r"^\s*(?:from|import) te_fast\.?([\w.]*)(?: import \(?([\w, ]+))?", re.M)
+    for path in tracked(".py"):
+        inside = re.match(r"python/te_fast/(\w+)/", path)
+        if not inside:
+            continue
+        below = LAYERS[inside[1]] | {inside[1]}
+        for match in imports.finditer(text(path)):
+            names = [match[1].partition(".")[0]] if match[1] else (match[2] or "").split(", ")
+            for name in set(names) & set(LAYERS) - below:
+                line = line_of(text(path), match.start())
+                yield f"{path}:{line}: {inside[1]} imports {name}, which stands above it"
+
+
 def check_left_over() -> Iterator[str]:
     """Find ``TODO`` without an issue, ``FIXME``, and code that is commented out."""
     marker = re.compile(r"\b(FIXME|XXX)\b|\bTODO\b(?!\(#\d+\))|\btodo!\(|\bunimplemented!\(")
@@ -165,6 +193,7 @@ CHECKS: list[Callable[[], Iterator[str]]] = [
     check_unsafe,
     check_environment,
     check_native_importers,
+    check_layers,
     check_left_over,
     check_duplicates,
     check_dynamic_shared,

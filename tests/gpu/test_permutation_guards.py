@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 import te_fast.pytorch as te  # noqa: E402
 from permutation_reference import make_case  # noqa: E402
-from te_fast.pytorch._ops import native  # noqa: E402
+from te_fast.runtime import native  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

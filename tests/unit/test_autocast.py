@@ -15,8 +15,8 @@ from te_fast.common.recipe import (
     NVFP4BlockScaling,
 )
 from te_fast.errors import StateError, TeFastError, UnsupportedError
-from te_fast.pytorch import _ops, _scale_tape
 from te_fast.pytorch import quantization as q
+from te_fast.runtime import native, scale_tape
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU decides differently")
 
@@ -30,7 +30,7 @@ def fresh_state():
 
 
 def epoch():
-    return _ops.autocast_region()[5]
+    return native.autocast_region()[5]
 
 
 # Regions.
@@ -170,12 +170,12 @@ def test_snapshots_and_setters():
     state.fp8_graph_capturing = True
     state.is_first_fp8_module = False
     state.autocast_depth = 3
-    assert _ops.autocast_region()[:5] == (False, True, True, False, 3)
+    assert native.autocast_region()[:5] == (False, True, True, False, 3)
     assert manager.fp8_graph_capturing()
     state.fp8_recipe, state.fp8_distributed_group = DelayedScaling(), "group"
     assert manager.get_fp8_group() == "group"
     manager.reset()
-    assert _ops.autocast_region() == (False, False, False, False, 0, 0)
+    assert native.autocast_region() == (False, False, False, False, 0, 0)
 
 
 def test_deprecated_names():
@@ -245,10 +245,10 @@ def test_availability_without_a_gpu():
 def test_availability_follows_the_current_device(
     monkeypatch, capability, fp8, block, mxfp8, default
 ):
-    from te_fast.pytorch import _support
+    from te_fast.runtime import support
 
-    monkeypatch.setattr(_support, "get_device_compute_capability", lambda: capability)
-    monkeypatch.setattr(_support, "driver_problem", lambda: "")
+    monkeypatch.setattr(support, "get_device_compute_capability", lambda: capability)
+    monkeypatch.setattr(support, "driver_problem", lambda: "")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert q.is_fp8_available() is fp8
     assert q.is_fp8_block_scaling_available() is block
@@ -270,17 +270,17 @@ def test_any_sequence_of_regions_ends_where_it_began():
         regions = [q.autocast(enabled=recipe is not None, recipe=recipe) for recipe in order]
         seen = []
         for region in regions:
-            seen.append(_ops.autocast_region())
+            seen.append(native.autocast_region())
             region.__enter__()
         for region, before in zip(reversed(regions), reversed(seen), strict=True):
             region.__exit__(None, None, None)
-            assert _ops.autocast_region()[4:] == before[4:]
+            assert native.autocast_region()[4:] == before[4:]
 
 
 @pytest.fixture
 def two_gpus(monkeypatch):
     """Two GPUs as torch shows them, of Ada and of Hopper; returns what makes one the current device."""
-    from te_fast.pytorch import _global_state, _support
+    from te_fast.runtime import autocast, global_state, support
 
     current = [0]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -289,10 +289,10 @@ def two_gpus(monkeypatch):
     capabilities = [(9, 0), (8, 9)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(_support, "driver_problem", lambda: "")
-    monkeypatch.setattr(q, "_supported", set())
-    monkeypatch.setattr(_global_state, "_defaults", {})
-    cached = _support._capability_of, _support.gpus_differ
+    monkeypatch.setattr(support, "driver_problem", lambda: "")
+    monkeypatch.setattr(autocast, "_supported", set())
+    monkeypatch.setattr(global_state, "_defaults", {})
+    cached = support._capability_of, support.gpus_differ
     for function in cached:
         function.cache_clear()
     yield lambda index, capability=None: (
@@ -316,7 +316,7 @@ def test_a_recipe_is_checked_on_each_kind_of_gpu(two_gpus):
         with pytest.raises(RuntimeError, match="compute capability 9.0 or higher"), refused:
             pass
         assert not q.FP8GlobalStateManager.is_fp8_enabled()
-        assert _ops.autocast_region()[4] == 0
+        assert native.autocast_region()[4] == 0
     with q.autocast(enabled=False, recipe=recipe), q.autocast(recipe=DelayedScaling()):
         assert q.FP8GlobalStateManager.is_fp8_enabled()
     two_gpus(0)
@@ -394,7 +394,7 @@ def test_what_regions_held_may_use_the_state_when_it_goes():
     manager.reset()
     assert seen == [True] * 4
     snapshot = (True, False, Float8CurrentScaling(), Farewell(seen), True, False)
-    with _scale_tape.recorded_region(snapshot):
+    with scale_tape.recorded_region(snapshot):
         del snapshot
     gc.collect()
     assert seen == [True] * 5

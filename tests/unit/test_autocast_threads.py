@@ -9,8 +9,8 @@ import torch
 
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fast.pytorch import _ops, _scale_tape
 from te_fast.pytorch.quantization import FP8GlobalStateManager
+from te_fast.runtime import native, scale_tape
 
 CURRENT, BLOCK = Float8CurrentScaling(), Float8BlockScaling()
 
@@ -240,16 +240,16 @@ def test_a_recomputation_of_one_thread_is_not_that_of_another(monkeypatch):
     recipe = DelayedScaling(amax_history_len=2)
     layers, x = [te.Linear(16, 16, device="cpu") for _ in range(2)], torch.ones(16, 16)
     asked = []
-    phases = _scale_tape._own_phases
-    monkeypatch.setattr(_scale_tape, "_own_phases", lambda: (asked.append(0), phases())[1])
+    phases = scale_tape._own_phases
+    monkeypatch.setattr(scale_tape, "_own_phases", lambda: (asked.append(0), phases())[1])
 
     def other():
         with torch.no_grad(), te.autocast(recipe=recipe):
             layers[1](x)
-            assert _ops.autocast_phase_thread() is None
+            assert native.autocast_phase_thread() is None
 
     def helper():
-        assert _ops.autocast_phase_thread() is not None
+        assert native.autocast_phase_thread() is not None
 
     with te.autocast(recipe=recipe), te.distributed.activation_recompute_forward(True, False):
         for body in (other, helper):
@@ -259,4 +259,4 @@ def test_a_recomputation_of_one_thread_is_not_that_of_another(monkeypatch):
         assert not asked
         layers[0](x)
     assert asked
-    assert _ops.autocast_phase_thread() is None
+    assert native.autocast_phase_thread() is None

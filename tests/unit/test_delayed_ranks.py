@@ -13,7 +13,7 @@ import torch.distributed as dist
 import te_fast.pytorch as te
 from every_layer import every_layer
 from te_fast.common.recipe import DelayedScaling
-from te_fast.pytorch import _delayed, _ops
+from te_fast.runtime import delayed, native
 
 RANK = Path(__file__).parents[1] / "delayed_rank.py"
 
@@ -28,7 +28,7 @@ class Reductions:
     def __init__(self, monkeypatch):
         self.group = Group()
         self.seen = []
-        monkeypatch.setattr(_delayed, "_is_initialized", lambda: True)
+        monkeypatch.setattr(delayed, "_is_initialized", lambda: True)
         monkeypatch.setattr(
             dist, "get_world_size", lambda group=None: 2 if group is self.group else 1
         )
@@ -100,10 +100,10 @@ def test_layers_of_one_recipe_are_one_collective_and_two_launches(monkeypatch):
     reductions = Reductions(monkeypatch)
     layers, x = [te.Linear(16, 16, device="cpu") for _ in range(70)], torch.ones(16, 16)
     assert len(reductions.of(layers, x)) == 70 * 3
-    _ops.native.reset_counters()
+    native.reset_counters()
     maxima = reductions.of([], x)
     assert maxima == [0.0] * 70 * 3
-    assert _ops.native.counters()["launches"] == 2
+    assert native.counters()["launches"] == 2
 
 
 def test_a_failed_collective_leaves_the_maxima_for_the_next_update(monkeypatch):
@@ -158,9 +158,9 @@ def test_a_group_is_not_taken_for_one_that_had_its_address(weakly):
     for _ in range(20):
         group = kind()
         with te.autocast(recipe=recipe, amax_reduction_group=group):
-            epoch = _ops.autocast_region()[5]
+            epoch = native.autocast_region()[5]
         with te.autocast(recipe=recipe, amax_reduction_group=group):
-            assert _ops.autocast_region()[5] == epoch
+            assert native.autocast_region()[5] == epoch
         assert epoch not in known.values()
         known[id(group)] = epoch
         del group

@@ -14,9 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 from te_fast.errors import ShapeError, StateError
-from te_fast.pytorch import _delayed, _ops
 from te_fast.pytorch import quantization as q
-from te_fast.pytorch._delayed import states
+from te_fast.runtime import delayed, native
+from te_fast.runtime.delayed import states
 
 F32_MAX = torch.finfo(torch.float32).max
 LOCAL = {"reduce_amax": False}
@@ -122,17 +122,17 @@ def test_update_property(steps, length, margin, most_recent):
 
 def test_one_launch_updates_all_states():
     many = [make_state() for _ in range(5)]
-    _ops.native.reset_counters()
+    native.reset_counters()
     with q.autocast(recipe=many[0].recipe):
         for state in many:
             record(state, [1.0, 2.0, 4.0])
-    assert _ops.native.counters()["launches"] == 1
+    assert native.counters()["launches"] == 1
     for state in many:
         assert state.scale.tolist() == [448.0, 224.0, 112.0]
-    _ops.native.reset_counters()
+    native.reset_counters()
     with q.autocast(recipe=many[0].recipe):
         pass
-    assert _ops.native.counters()["launches"] == 0
+    assert native.counters()["launches"] == 0
 
 
 def test_updates_wait_for_the_outermost_exit_and_for_gradients():
@@ -229,10 +229,10 @@ def test_recipe_changes_carry_over():
     assert state.slots is not first
     assert state.slots.ran
     first.mark_ran()
-    _ops.native.reset_counters()
+    native.reset_counters()
     with q.autocast(recipe=state.recipe):
         pass
-    assert _ops.native.counters()["launches"] == 1
+    assert native.counters()["launches"] == 1
     assert state.scale.tolist() == [56.0] * 3
     assert state.amax_history[:, 0].tolist() == [0.0, 2.0, 3.0, 4.0]
     for length, expected in ((2, [0.0, 2.0]), (3, [0.0, 2.0, 0.0])):
@@ -345,7 +345,7 @@ class OtherRank:
     def __init__(self, monkeypatch, *maxima):
         self.maxima = list(maxima)
         self.groups = []
-        monkeypatch.setattr(_delayed, "_is_initialized", lambda: True)
+        monkeypatch.setattr(delayed, "_is_initialized", lambda: True)
         monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
         monkeypatch.setattr(dist, "all_reduce", self.all_reduce)
 

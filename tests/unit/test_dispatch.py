@@ -8,7 +8,7 @@ import te_fast
 import te_fast.pytorch as te
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fast.pytorch._ops import native
+from te_fast.runtime import native
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has facts")
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from te_fast.common.recipe import DelayedScaling, Format
 from te_fast.errors import StateError, TeFastError
-from te_fast.pytorch._extra_state import (
+from te_fast.state.extra_state import (
     ExtraState,
     pack,
     pack_for_transformer_engine,

@@ -20,7 +20,7 @@ from compound_layers import (
     step,
 )
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fast.pytorch._extra_state import ExtraState, pack, unpack
+from te_fast.state.extra_state import ExtraState, pack, unpack
 
 GATED = ["geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"]
 

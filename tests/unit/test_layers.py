@@ -11,7 +11,7 @@ import torch
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import DeviceError, DtypeError, ShapeError, StateError, UnsupportedError
-from te_fast.pytorch.base import TransformerEngineBaseModule
+from te_fast.layers.base import TransformerEngineBaseModule
 from te_fast.pytorch.quantization import DelayedScalingRecipeState
 
 LAYERS = (te.Linear, te.LayerNormLinear, te.LayerNormMLP)

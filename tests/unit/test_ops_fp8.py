@@ -16,7 +16,7 @@ from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 from te_fast.errors import ShapeError, StateError
 from te_fast.pytorch import ops
-from te_fast.pytorch._extra_state import pack_op_for_transformer_engine, unpack
+from te_fast.state.extra_state import pack_op_for_transformer_engine, unpack
 
 RECIPES = {
     "delayed": lambda: DelayedScaling(amax_history_len=4),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import te_fast.pytorch as te
 from te_fast.common import recipe
 from te_fast.errors import DtypeError, ShapeError, UnsupportedError
-from te_fast.pytorch._permutation import PAD, UNPAD, _padded_splits
+from te_fast.moe.kernels import PAD, UNPAD, _padded_splits
 
 
 def padded_reference(x, splits, align, rows=None):

@@ -7,7 +7,7 @@ import torch
 
 import te_fast.pytorch as te
 from permutation_reference import make_case, permute_reference
-from te_fast.pytorch import _permutation_compile as operators
+from te_fast.moe import operators
 
 ROWS = 96
 # torch.library.opcheck of torch 2.15 itself reads the gradient of a tensor that is no leaf.

@@ -9,8 +9,8 @@ import torch
 import te_fast
 import te_fast.profile
 import te_fast.pytorch as te
-from te_fast._timing import interleave
 from te_fast.common.recipe import DelayedScaling
+from te_fast.profile.timing import interleave
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from recipes import name_of
 from reference import QuantizedLinear
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import DtypeError, ShapeError, StateError
-from te_fast.pytorch import _ops
+from te_fast.runtime import native
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -155,7 +155,7 @@ def test_a_weight_is_quantised_once_and_again_after_a_change() -> None:
 
 
 def te_counters() -> dict[str, int]:
-    return dict(_ops.native.counters())
+    return dict(native.counters())
 
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
@@ -193,10 +193,10 @@ def test_main_grad_and_delayed_weight_gradients(recipe: Any) -> None:
     for handle, weight, grad in zip(chain.handles, weights, wanted, strict=True):
         assert weight.grad is None
         assert handle.deferred_count() == 1
-        got = _ops.program_backward_dw(handle, weight, False)
+        got = native.program_backward_dw(handle, weight, False)
         torch.testing.assert_close(got, grad, rtol=0, atol=0)
     with pytest.raises(StateError, match="without a backward"):
-        _ops.program_backward_dw(chain.handles[0], weights[0], False)
+        native.program_backward_dw(chain.handles[0], weights[0], False)
 
 
 def test_programs_are_kept_per_key_and_explained() -> None:
@@ -290,7 +290,7 @@ def test_bad_input_after_good_is_named() -> None:
 
 def test_gradients_and_saved_tensors_of_other_sizes_are_refused() -> None:
     chain, x, _, grads = case(CHAINS["branch"])
-    [y, (branch,), kept, saved] = _ops.program_run_forward(
+    [y, (branch,), kept, saved] = native.program_run_forward(
         chain.program, chain, x, (), None, True, (), True
     )
     assert kept is not None
@@ -298,17 +298,17 @@ def test_gradients_and_saved_tensors_of_other_sizes_are_refused() -> None:
         with pytest.raises(
             ShapeError, match=r"the gradient of .*output must be .* 24 rows of .*, as its tensor"
         ):
-            _ops.program_run_backward(kept, saved, wrong[0], (wrong[1],))
+            native.program_run_backward(kept, saved, wrong[0], (wrong[1],))
     with pytest.raises(DtypeError, match="gradient of the output must be torch.float32"):
-        _ops.program_run_backward(kept, saved, grads[0].half(), (grads[1],))
+        native.program_run_backward(kept, saved, grads[0].half(), (grads[1],))
     for index, tensor in enumerate(saved):
         if tensor is not None:
             others = (*saved[:index], tensor.flatten()[:-1], *saved[index + 1 :])
             retyped = (*saved[:index], tensor.view(torch.int8), *saved[index + 1 :])
             for wrong in (others, retyped):
                 with pytest.raises(ShapeError, match="as forward saved it"):
-                    _ops.program_run_backward(kept, wrong, grads[0], (grads[1],))
-    dx, _, _ = _ops.program_run_backward(kept, saved, grads[0], (grads[1],))
+                    native.program_run_backward(kept, wrong, grads[0], (grads[1],))
+    dx, _, _ = native.program_run_backward(kept, saved, grads[0], (grads[1],))
     assert dx is not None
     assert (y.shape, branch.shape, dx.shape) == ((2, 12, 48), (2, 12, 32), x.shape)
 

@@ -21,8 +21,8 @@ from te_fast.common.recipe import (
     _FormatHelper,
 )
 from te_fast.errors import RecipeError, TeFastError
-from te_fast.pytorch import _ops
-from te_fast.pytorch._delayed import native_recipe
+from te_fast.runtime import native
+from te_fast.runtime.delayed import native_recipe
 
 RUNNABLE = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling)
 RECIPES = (*RUNNABLE, MXFP8BlockScaling, NVFP4BlockScaling)
@@ -203,7 +203,7 @@ def test_torchs_reader_of_weights_may_be_allowed_recipes(cls):
 def test_native_recipe_refuses_unknown_words():
     for fields in ({"scaling": "slow"}, {"fwd": "e3m4"}, {"backward_override": "no"}):
         with pytest.raises(ValueError, match="unknown"):
-            _ops.Recipe(**{"scaling": "current", "fwd": "e4m3", "bwd": "e5m2", **fields})
+            native.Recipe(**{"scaling": "current", "fwd": "e4m3", "bwd": "e5m2", **fields})
 
 
 @given(

@@ -95,6 +95,16 @@ def test_second_door_to_the_native_module_is_found(tree):
     assert len(list(check_rules.check_native_importers())) == 2
 
 
+def test_imports_of_what_stands_above_are_found(tree):
+    below = "from te_fast.runtime import native\nfrom te_fast import errors\n"
+    above = "def f():\n    from te_fast.layers.base import x\n    from te_fast import pytorch\n"
+    tree(python__te_fast__ops__a_dot_py=below + above)
+    assert sorted(check_rules.check_layers()) == [
+        "python/te_fast/ops/a.py:4: ops imports layers, which stands above it",
+        "python/te_fast/ops/a.py:5: ops imports pytorch, which stands above it",
+    ]
+
+
 def test_left_overs_are_found(tree):
     markers = "x = 1  # TO" + "DO later\n# TO" + "DO(#3): fine\n"
     tree(a_dot_py=markers, b_dot_rs="// let x = 1;\n// prose that ends; so\n/// let doc = 1;\n")

@@ -11,7 +11,8 @@ import te_fast
 import te_fast.pytorch as te
 from te_fast.common.recipe import Float8CurrentScaling
 from te_fast.errors import MissingError, UnsupportedError
-from te_fast.pytorch.base import TransformerEngineBaseModule, get_dummy_wgrad
+from te_fast.layers.base import TransformerEngineBaseModule
+from te_fast.runtime.main_grad import get_dummy_wgrad
 
 RECORDED = json.loads(
     (Path(__file__).parents[1] / "api" / "te_signatures.json").read_text(encoding="utf-8")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
-
+from te_fast._names import publish
 from te_fast.pytorch import fp8 as fp8
 from te_fast.pytorch import module as module
 from te_fast.pytorch import ops
-from te_fast.pytorch._device import set_cuda_device_every_batch, should_set_cuda_device_every_batch
 from te_fast.pytorch._missing import missing
 from te_fast.pytorch.distributed import checkpoint
-from te_fast.pytorch.layernorm_linear import LayerNormLinear
-from te_fast.pytorch.layernorm_mlp import LayerNormMLP
-from te_fast.pytorch.linear import Linear
-from te_fast.pytorch.norm import LayerNorm, RMSNorm
-from te_fast.pytorch.padding import Fp8Padding, Fp8Unpadding
+from te_fast.pytorch.module import (
+    Fp8Padding,
+    Fp8Unpadding,
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    RMSNorm,
+)
 from te_fast.pytorch.permutation import (
     moe_permute,
     moe_permute_and_pad_with_probs,
@@ -39,18 +41,7 @@ from te_fast.pytorch.quantization import (
     is_nvfp4_available,
     quantized_model_init,
 )
-
-# torch.compile leaves the graph where a layer runs natively, as it does at Transformer Engine's layers, and would ask
-# the user to report that.
-for _message in (
-    r"Graph break due to unsupported builtin ",
-    r"Dynamo does not know how to trace the builtin `",
-):
-    _ours = (
-        r"(te_fast\._native\.|(None|<unknown module>)\."
-        r"(AmaxSlots|AutocastRegion|Program|Recipe|WeightHandle)\.__new__)"
-    )
-    warnings.filterwarnings("ignore", message=_message + _ours)
+from te_fast.runtime.device import set_cuda_device_every_batch, should_set_cuda_device_every_batch
 
 __all__ = [
     "FP8GlobalStateManager",
@@ -85,6 +76,8 @@ __all__ = [
     "set_cuda_device_every_batch",
     "should_set_cuda_device_every_batch",
 ]
+
+publish(__name__)
 
 
 def __getattr__(name: str) -> object:

@@ -1,31 +1,16 @@
-"""Autocast regions, their state, and which recipes can run.
+"""Autocast regions, their state, and which recipes can run, where Transformer Engine has them."""
 
-Entering and leaving a region are native. The state lives in the dispatcher, where layers read it;
-:class:`FP8GlobalState` shows it under Transformer Engine's names.
-"""
-
-from __future__ import annotations
-
-import inspect
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
-import torch
-
-from te_fast.common.recipe import Recipe
-from te_fast.errors import DtypeError, UnsupportedError
-from te_fast.pytorch import _delayed, _ops
-from te_fast.pytorch._delayed import DelayedScalingRecipeState, native_recipe
-from te_fast.pytorch._global_state import (
-    FP8GlobalState,
-    FP8GlobalStateManager,
-    default_recipe,
-)
-from te_fast.pytorch._global_state import autocast_state as _state
+from te_fast._names import publish
 from te_fast.pytorch._missing import missing
-from te_fast.pytorch._support import (
+from te_fast.runtime.autocast import (
+    autocast,
+    fp8_autocast,
+    fp8_model_init,
+    quantized_model_init,
+)
+from te_fast.runtime.delayed import DelayedScalingRecipeState, get_fp8_torch_dtype
+from te_fast.runtime.global_state import FP8GlobalState, FP8GlobalStateManager
+from te_fast.runtime.support import (
     check_fp8_block_scaling_support,
     check_fp8_support,
     check_mxfp8_support,
@@ -40,7 +25,6 @@ from te_fast.pytorch._support import (
     is_fp8_block_scaling_available,
     is_mxfp8_available,
     is_nvfp4_available,
-    kind_of_device,
 )
 
 __all__ = [
@@ -68,188 +52,7 @@ __all__ = [
     "quantized_model_init",
 ]
 
-# Kinds of recipe that were found to run, and on which kind of device where GPUs differ.
-_supported: set[tuple[str, tuple[int, int] | None]] = set()
-
-
-def _check_support(recipe: Recipe) -> None:
-    """Raise unless the current device can run a recipe, which is asked once per kind of both."""
-    kind = recipe._scaling, kind_of_device()
-    if kind in _supported:
-        return
-    check_recipe_support(recipe)
-    _supported.add(kind)
-    if kind[1] is not None:
-        autocast.__enter__ = _enter_checked  # type: ignore[assignment, method-assign]
-
-
-def _enter_checked(region: autocast) -> autocast:
-    """Enter a region where GPUs differ: a recipe that has its native form may have it from another device."""
-    _ops.AutocastRegion.__enter__(region)
-    enabled, calibrating, *_ = _ops.autocast_region()
-    if enabled or calibrating:
-        try:
-            _check_support(_ops.autocast_objects()[0])
-        except BaseException:
-            region.__exit__(None, None, None)
-            raise
-    return region
-
-
-def _prepare(recipe: Recipe | None) -> Recipe:
-    """Describe a recipe to the dispatcher, once it is known to run here."""
-    if recipe is None:
-        recipe = default_recipe()
-    if not isinstance(recipe, Recipe):
-        message = (
-            "autocast: recipe must be an object of a class of te_fast.common.recipe, got "
-            f"{recipe!r}"
-        )
-        raise DtypeError(message)
-    _check_support(recipe)
-    native_recipe(recipe)
-    return recipe
-
-
-def _update(without_grad: bool) -> None:
-    """Update the forward scales at the end of a region."""
-    if without_grad or torch.is_grad_enabled():
-        _delayed.update_scales(forward=True)
-
-
-_ops.autocast_callbacks(_prepare, _update)
-
-
-class autocast(_ops.AutocastRegion):
-    """Run layers in low precision.
-
-    Parameters
-    ----------
-    enabled : bool, default = True
-        Quantise.
-    calibrating : bool, default = False
-        Record absolute maxima for delayed scaling also where layers do not quantise, and update
-        the scales from them.
-    recipe : Recipe, optional
-        How; the device's default by default.
-    amax_reduction_group : torch.distributed.ProcessGroup, optional
-        Ranks that the maxima of delayed scaling are reduced over; all by default.
-    _graph : bool, default = False
-        The region is part of a graph whose wrapper updates the scales.
-
-    Notes
-    -----
-    Delayed scaling updates forward scales when the outermost region ends, if gradients are enabled
-    there, and backward scales when the first FP8 layer of the region has finished its backward.
-
-    Each thread has its own regions; one that has entered none is in that of another thread. An update of delayed
-    scaling takes the layers of all threads.
-    """
-
-    __slots__ = ()
-
-    __signature__ = inspect.Signature(
-        [
-            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
-            for name, default in (
-                ("enabled", True),
-                ("calibrating", False),
-                ("recipe", None),
-                ("amax_reduction_group", None),
-                ("_graph", False),
-            )
-        ]
-    )
-
-
-def fp8_autocast(
-    enabled: bool = True,
-    calibrating: bool = False,
-    fp8_recipe: Recipe | None = None,
-    fp8_group: Any = None,
-    _graph: bool = False,
-) -> autocast:
-    """Return an :class:`autocast`; deprecated, with the argument names of old.
-
-    Parameters
-    ----------
-    enabled, calibrating, _graph : bool
-        As in :class:`autocast`.
-    fp8_recipe : Recipe, optional
-        ``recipe`` of :class:`autocast`.
-    fp8_group : torch.distributed.ProcessGroup, optional
-        ``amax_reduction_group`` of :class:`autocast`.
-    """
-    message = "fp8_autocast is deprecated: use autocast(recipe=..., amax_reduction_group=...)"
-    warnings.warn(message, DeprecationWarning, stacklevel=2)
-    return autocast(
-        enabled=enabled,
-        calibrating=calibrating,
-        recipe=fp8_recipe,
-        amax_reduction_group=fp8_group,
-        _graph=_graph,
-    )
-
-
-@contextmanager
-def quantized_model_init(
-    enabled: bool = True,
-    recipe: Recipe | None = None,
-    preserve_high_precision_init_val: bool = False,
-) -> Iterator[None]:
-    """Make layers whose parameters are quantised; not supported yet.
-
-    Parameters
-    ----------
-    enabled : bool, default = True
-        Must be ``False`` for now.
-    recipe : Recipe, optional
-        Recipe of the parameters.
-    preserve_high_precision_init_val : bool, default = False
-        Keep the values that the parameters were initialised with.
-
-    Raises
-    ------
-    UnsupportedError
-        If enabled.
-    """
-    if enabled:
-        message = (
-            "quantized_model_init: te_fast has no quantised parameters yet; leave the context out "
-            "or pass enabled=False. Quantised copies of high-precision weights are cached anyway"
-        )
-        raise UnsupportedError(message)
-    former = (_state.fp8_parameters, _state.high_precision_init_val)
-    _state.fp8_parameters = False
-    _state.high_precision_init_val = preserve_high_precision_init_val
-    try:
-        yield
-    finally:
-        _state.fp8_parameters, _state.high_precision_init_val = former
-
-
-def fp8_model_init(
-    enabled: bool = True,
-    recipe: Recipe | None = None,
-    preserve_high_precision_init_val: bool = False,
-) -> Any:
-    """Return a :func:`quantized_model_init`; deprecated.
-
-    Parameters
-    ----------
-    enabled, preserve_high_precision_init_val : bool
-        As in :func:`quantized_model_init`.
-    recipe : Recipe, optional
-        As in :func:`quantized_model_init`.
-    """
-    message = "fp8_model_init is deprecated: use quantized_model_init"
-    warnings.warn(message, DeprecationWarning, stacklevel=2)
-    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
-
-
-def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
-    """Return torch's type of a recipe's forward or backward tensors."""
-    return _delayed.fp8_dtype(fp8_recipe, forward=fprop_tensor)
+publish(__name__)
 
 
 def __getattr__(name: str) -> object:

@@ -19,11 +19,11 @@ pub(crate) struct Hooks {
     pub(crate) apply: Py<PyAny>,
     /// The same backward for `create_graph=True`, where differentiating again must raise.
     pub(crate) backward_once: Py<PyAny>,
-    /// `program_padded`: a call with the rows that its GEMMs lack.
+    /// `apply_padded`: a call with the rows that its GEMMs lack.
     pub(crate) padded: Py<PyAny>,
-    /// `program_run_padded`: the same of `program_run_forward`.
+    /// `run_padded`: the same of `program_run_forward`.
     pub(crate) padded_run: Py<PyAny>,
-    /// `program_on_nothing`: a call on zero rows.
+    /// `apply_on_nothing`: a call on zero rows.
     pub(crate) on_nothing: Py<PyAny>,
     /// Updates the backward scales of delayed scaling.
     pub(crate) update_backward_scales: Py<PyAny>,
@@ -68,7 +68,7 @@ pub(crate) fn install_hooks(
 }
 
 pub(crate) fn hooks(py: Python<'_>) -> PyResult<&Hooks> {
-    HOOKS.get(py).ok_or_else(|| PyRuntimeError::new_err("te_fast.pytorch._ops was not imported"))
+    HOOKS.get(py).ok_or_else(|| PyRuntimeError::new_err("te_fast.pytorch was not imported"))
 }
 
 /// What `FP8GlobalStateManager.set_skip_fp8_weight_update_tensor` has set.

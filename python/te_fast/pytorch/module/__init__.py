@@ -1,9 +1,11 @@
 """The layers where Transformer Engine has them."""
 
+from te_fast.layers.layernorm_linear import LayerNormLinear
+from te_fast.layers.layernorm_mlp import LayerNormMLP
+from te_fast.layers.linear import Linear
+from te_fast.layers.norm import LayerNorm, RMSNorm
+from te_fast.moe.padding import Fp8Padding, Fp8Unpadding
 from te_fast.pytorch._missing import missing
-from te_fast.pytorch.layernorm_linear import LayerNormLinear
-from te_fast.pytorch.layernorm_mlp import LayerNormMLP
-from te_fast.pytorch.linear import Linear
 from te_fast.pytorch.module import (
     base,
     fp8_padding,
@@ -14,8 +16,6 @@ from te_fast.pytorch.module import (
     linear,
     rmsnorm,
 )
-from te_fast.pytorch.norm import LayerNorm, RMSNorm
-from te_fast.pytorch.padding import Fp8Padding, Fp8Unpadding
 
 __all__ = [
     "Fp8Padding",

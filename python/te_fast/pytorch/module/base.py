@@ -1,9 +1,13 @@
 """The base class of layers where Transformer Engine has it."""
 
+from te_fast._names import publish
+from te_fast.layers.base import TransformerEngineBaseModule
 from te_fast.pytorch._missing import missing
-from te_fast.pytorch.base import TransformerEngineBaseModule, get_dummy_wgrad
+from te_fast.runtime.main_grad import get_dummy_wgrad
 
 __all__ = ["TransformerEngineBaseModule", "get_dummy_wgrad"]
+
+publish(__name__)
 
 
 def __getattr__(name: str) -> object:

@@ -1,5 +1,5 @@
 """``Fp8Padding`` where Transformer Engine has it."""
 
-from te_fast.pytorch.padding import Fp8Padding
+from te_fast.moe.padding import Fp8Padding
 
 __all__ = ["Fp8Padding"]

@@ -1,5 +1,5 @@
 """``Fp8Unpadding`` where Transformer Engine has it."""
 
-from te_fast.pytorch.padding import Fp8Unpadding
+from te_fast.moe.padding import Fp8Unpadding
 
 __all__ = ["Fp8Unpadding"]

@@ -1,5 +1,5 @@
 """``LayerNorm`` where Transformer Engine has it."""
 
-from te_fast.pytorch.norm import LayerNorm
+from te_fast.layers.norm import LayerNorm
 
 __all__ = ["LayerNorm"]

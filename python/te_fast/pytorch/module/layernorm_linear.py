@@ -1,5 +1,5 @@
 """``LayerNormLinear`` where Transformer Engine has it."""
 
-from te_fast.pytorch.layernorm_linear import LayerNormLinear
+from te_fast.layers.layernorm_linear import LayerNormLinear
 
 __all__ = ["LayerNormLinear"]

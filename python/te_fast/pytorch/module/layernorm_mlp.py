@@ -1,5 +1,5 @@
 """``LayerNormMLP`` where Transformer Engine has it."""
 
-from te_fast.pytorch.layernorm_mlp import LayerNormMLP
+from te_fast.layers.layernorm_mlp import LayerNormMLP
 
 __all__ = ["LayerNormMLP"]

@@ -1,5 +1,5 @@
 """``Linear`` where Transformer Engine has it."""
 
-from te_fast.pytorch.linear import Linear
+from te_fast.layers.linear import Linear
 
 __all__ = ["Linear"]

@@ -1,5 +1,5 @@
 """``RMSNorm`` where Transformer Engine has it."""
 
-from te_fast.pytorch.norm import RMSNorm
+from te_fast.layers.norm import RMSNorm
 
 __all__ = ["RMSNorm"]

@@ -2,102 +2,23 @@
 
 from __future__ import annotations
 
+from te_fast._names import publish
 from te_fast.pytorch._missing import missing
-from te_fast.pytorch.ops import fused
-from te_fast.pytorch.ops.basic import (
-    GEGLU,
-    GELU,
-    GLU,
-    QGEGLU,
-    QGELU,
-    AddExtraInput,
-    AllGather,
-    AllReduce,
-    BasicLinear,
-    Bias,
-    ClampedSwiGLU,
-    ConstantScale,
-    Dropout,
-    Identity,
-    L2Normalization,
-    LayerNorm,
-    MakeExtraOutput,
-    Quantize,
-    ReduceScatter,
-    ReGLU,
-    ReLU,
-    Reshape,
-    RMSNorm,
-    ScaledClampedQGeGLU,
-    ScaledSiTUGLU,
-    ScaledSReLU,
-    ScaledSwiGLU,
-    SiLU,
-    SiTUGLU,
-    SReGLU,
-    SReLU,
-    SwiGLU,
-)
-from te_fast.pytorch.ops.fuser import (
-    OperationFuser,
-    register_backward_fusion,
-    register_forward_backward_fusion,
-    register_forward_fusion,
-)
-from te_fast.pytorch.ops.linear import Linear
-from te_fast.pytorch.ops.op import (
-    BasicOperation,
-    FusedOperation,
-    FusibleOperation,
-    OperationContext,
-)
-from te_fast.pytorch.ops.sequential import Sequential
+from te_fast.pytorch.ops import basic, fused, fuser, linear, op, sequential
+from te_fast.pytorch.ops.basic import *  # noqa: F403 - its __all__ is part of this one
+from te_fast.pytorch.ops.fuser import *  # noqa: F403
+from te_fast.pytorch.ops.linear import *  # noqa: F403
+from te_fast.pytorch.ops.op import *  # noqa: F403
+from te_fast.pytorch.ops.sequential import *  # noqa: F403
 
-__all__ = [
-    "GEGLU",
-    "GELU",
-    "GLU",
-    "QGEGLU",
-    "QGELU",
-    "AddExtraInput",
-    "AllGather",
-    "AllReduce",
-    "BasicLinear",
-    "BasicOperation",
-    "Bias",
-    "ClampedSwiGLU",
-    "ConstantScale",
-    "Dropout",
-    "FusedOperation",
-    "FusibleOperation",
-    "Identity",
-    "L2Normalization",
-    "LayerNorm",
-    "Linear",
-    "MakeExtraOutput",
-    "OperationContext",
-    "OperationFuser",
-    "Quantize",
-    "RMSNorm",
-    "ReGLU",
-    "ReLU",
-    "ReduceScatter",
-    "Reshape",
-    "SReGLU",
-    "SReLU",
-    "ScaledClampedQGeGLU",
-    "ScaledSReLU",
-    "ScaledSiTUGLU",
-    "ScaledSwiGLU",
-    "Sequential",
-    "SiLU",
-    "SiTUGLU",
-    "SwiGLU",
-    "fused",
-    "register_backward_fusion",
-    "register_forward_backward_fusion",
-    "register_forward_fusion",
-]
+__all__ = ["fused"]
+__all__ += basic.__all__
+__all__ += fuser.__all__
+__all__ += linear.__all__
+__all__ += op.__all__
+__all__ += sequential.__all__
+
+publish(__name__)
 
 
 def __getattr__(name: str) -> object:

@@ -17,7 +17,7 @@ use crate::error::{IntoPython, named, to_python};
 use crate::torch::process::{State, state};
 use crate::torch::reader::{Held, view_of};
 
-/// What an update asks of Python, set once by `te_fast.pytorch._delayed`.
+/// What an update asks of Python, set once by `te_fast.runtime.delayed`.
 #[derive(Debug)]
 struct Callbacks {
     /// `world_size(group) -> int`.

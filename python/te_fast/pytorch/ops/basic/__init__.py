@@ -1,14 +1,14 @@
-"""The basic operations."""
+"""The basic operations where Transformer Engine has them."""
 
 from __future__ import annotations
 
-from te_fast.pytorch._missing import missing
-from te_fast.pytorch.ops.basic.activation import GELU, QGELU, ReLU, SiLU, SReLU
-from te_fast.pytorch.ops.basic.arithmetic import AddExtraInput, ConstantScale, MakeExtraOutput
-from te_fast.pytorch.ops.basic.basic_linear import BasicLinear
-from te_fast.pytorch.ops.basic.bias import Bias
-from te_fast.pytorch.ops.basic.dropout import Dropout
-from te_fast.pytorch.ops.basic.glu import (
+from te_fast._names import publish
+from te_fast.ops.basic.activation import GELU, QGELU, ReLU, SiLU, SReLU
+from te_fast.ops.basic.arithmetic import AddExtraInput, ConstantScale, MakeExtraOutput
+from te_fast.ops.basic.basic_linear import BasicLinear
+from te_fast.ops.basic.bias import Bias
+from te_fast.ops.basic.dropout import Dropout
+from te_fast.ops.basic.glu import (
     GEGLU,
     GLU,
     QGEGLU,
@@ -18,22 +18,23 @@ from te_fast.pytorch.ops.basic.glu import (
     SReGLU,
     SwiGLU,
 )
-from te_fast.pytorch.ops.basic.identity import (
+from te_fast.ops.basic.identity import (
     AllGather,
     AllReduce,
     Identity,
     ReduceScatter,
     Reshape,
 )
-from te_fast.pytorch.ops.basic.l2normalization import L2Normalization
-from te_fast.pytorch.ops.basic.norm import LayerNorm, RMSNorm
-from te_fast.pytorch.ops.basic.quantize import Quantize
-from te_fast.pytorch.ops.basic.scaled import (
+from te_fast.ops.basic.l2normalization import L2Normalization
+from te_fast.ops.basic.norm import LayerNorm, RMSNorm
+from te_fast.ops.basic.quantize import Quantize
+from te_fast.ops.basic.scaled import (
     ScaledClampedQGeGLU,
     ScaledSiTUGLU,
     ScaledSReLU,
     ScaledSwiGLU,
 )
+from te_fast.pytorch._missing import missing
 
 __all__ = [
     "GEGLU",
@@ -70,41 +71,7 @@ __all__ = [
     "SwiGLU",
 ]
 
-# What the native program runs instead of these classes' Python methods. A subclass that overrides one
-# of them runs in Python.
-for _operation in (
-    GEGLU,
-    GELU,
-    GLU,
-    QGEGLU,
-    QGELU,
-    AddExtraInput,
-    AllGather,
-    AllReduce,
-    BasicLinear,
-    Bias,
-    ClampedSwiGLU,
-    ConstantScale,
-    Identity,
-    LayerNorm,
-    MakeExtraOutput,
-    Quantize,
-    RMSNorm,
-    ReGLU,
-    ReLU,
-    ReduceScatter,
-    SReGLU,
-    SReLU,
-    ScaledClampedQGeGLU,
-    ScaledSReLU,
-    ScaledSiTUGLU,
-    ScaledSwiGLU,
-    SiLU,
-    SiTUGLU,
-    SwiGLU,
-    Dropout,  # where it drops nothing
-):
-    _operation._native_class = _operation
+publish(__name__)
 
 
 def __getattr__(name: str) -> object:

@@ -1,56 +1,5 @@
-"""L2 normalisation."""
+"""``L2Normalization`` where Transformer Engine has it."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import torch
-
-from te_fast.pytorch.ops.basic.activation import differentiate
-from te_fast.pytorch.ops.op import BasicOperation, OperationContext
+from te_fast.ops.basic.l2normalization import L2Normalization
 
 __all__ = ["L2Normalization"]
-
-
-class L2Normalization(BasicOperation):
-    """``x / sqrt(sum(x²) + eps)`` over the last dimension.
-
-    Parameters
-    ----------
-    eps : float, default = 1e-6
-        Added to the sum of squares.
-    seq_length, micro_batch_size : int, optional
-        For the warm-up of Transformer Engine's just-in-time kernels; te_fast has none to warm up.
-    """
-
-    def __init__(
-        self,
-        *,
-        eps: float = 1e-6,
-        seq_length: int | None = None,
-        micro_batch_size: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.eps = eps
-
-    def _formula(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + self.eps)
-
-    def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Normalise in FP32 and round once; keep the input."""
-        if ctx.requires_grad:
-            ctx.save_for_backward(input_)
-        return self._formula(input_.float()).to(input_.dtype)
-
-    def op_backward(
-        self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor, tuple[()]]:
-        """Differentiate the formula at the kept input."""
-        (x,) = ctx.saved_tensors or ()
-        assert x is not None
-        _, (dx,) = differentiate(self._formula, (x.float(),), grad_output.float())
-        return dx.to(x.dtype), ()
-
-    def extra_repr(self) -> str:
-        """Epsilon."""
-        return f"eps={self.eps}"

@@ -1,0 +1,527 @@
+"""The dispatcher for direct use: quantise, multiply, look at plans, count what a forward does.
+
+Everything here is what the layers run on, without the layers. Tensors on the CPU run on the host
+backend, tensors on a GPU on torch's current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from te_fast.dispatch.activations import (
+    ActivationFunction,
+    ActivationOutputs,
+    activation,
+    activation_backward,
+    activation_outputs,
+)
+from te_fast.dispatch.norms import (
+    NormFunction,
+    NormGradients,
+    NormOutputs,
+    norm,
+    norm_backward,
+    norm_gradients,
+    norm_outputs,
+)
+from te_fast.errors import DeviceError, ShapeError
+from te_fast.recipe import Recipe
+from te_fast.runtime import native
+from te_fast.runtime.delayed import get_fp8_torch_dtype, native_recipe
+
+__all__ = [
+    "ActivationFunction",
+    "ActivationOutputs",
+    "DeviceFacts",
+    "Launch",
+    "NormFunction",
+    "NormGradients",
+    "NormOutputs",
+    "QuantizedTensor",
+    "activation",
+    "activation_backward",
+    "activation_outputs",
+    "auto_pad",
+    "counters",
+    "cuda_driver_version",
+    "dequantize",
+    "device_facts",
+    "drop_weight_cache",
+    "gemm",
+    "inventory",
+    "linear_forward",
+    "load_kernels",
+    "norm",
+    "norm_backward",
+    "norm_gradients",
+    "norm_outputs",
+    "plan_count",
+    "quantize",
+    "record",
+    "release_memory",
+    "reset_counters",
+    "stage_times",
+]
+
+Role = Literal["input", "weight", "grad"]
+
+
+class DeviceFacts(NamedTuple):
+    """Facts of a CUDA device, read once per device."""
+
+    #: Compute capability, (major, minor).
+    capability: tuple[int, int]
+    #: Streaming multiprocessors.
+    multiprocessors: int
+    #: L2 cache, bytes.
+    l2_bytes: int
+    #: Shared memory that one block may take, bytes.
+    shared_bytes: int
+
+
+class Launch(NamedTuple):
+    """One noted launch."""
+
+    #: Symbol of the kernel, or ``gemm``.
+    name: str
+    #: Thread blocks; zeros for a GEMM.
+    blocks: tuple[int, int, int]
+    #: Threads of a block.
+    threads: int
+    #: Dynamic shared memory of a block, bytes.
+    shared_bytes: int
+    #: Bytes of the kernel's parameter struct.
+    params: bytes
+    #: The problem of a GEMM.
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A quantised operand.
+
+    Attributes
+    ----------
+    rowwise_data : torch.Tensor or None
+        FP8 bytes (uint8) ``(rows, cols)``.
+    rowwise_scale_inv : torch.Tensor or None
+        FP32 inverse scales: ``(1,)`` per tensor, ``(ceil(cols/128), up4(rows))`` in 1x128 blocks,
+        ``(ceil(rows/128), up4(ceil(cols/128)))`` in 128x128 blocks.
+    columnwise_data : torch.Tensor or None
+        FP8 bytes, transposed: ``(cols, rows rounded up to 16)``, the padding zero.
+    columnwise_scale_inv : torch.Tensor or None
+        As `rowwise_scale_inv` for the transposed tensor.
+    dtype : torch.dtype
+        torch.float8_e4m3fn or torch.float8_e5m2: what the bytes mean.
+    block : int
+        0: one scale, 1: 1x128, 2: 128x128.
+    cols : int
+        Columns of the tensor that was quantised.
+    column_sums : torch.Tensor or None
+        Sums of the columns, in the input's type.
+    """
+
+    rowwise_data: torch.Tensor | None
+    rowwise_scale_inv: torch.Tensor | None
+    columnwise_data: torch.Tensor | None
+    columnwise_scale_inv: torch.Tensor | None
+    dtype: torch.dtype
+    block: int
+    cols: int
+    column_sums: torch.Tensor | None = None
+
+
+def quantize(
+    x: torch.Tensor,
+    recipe: Recipe,
+    *,
+    role: Role = "input",
+    rowwise: bool = True,
+    columnwise: bool = False,
+    scale: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+    column_sums: bool = False,
+) -> QuantizedTensor:
+    """Quantise a tensor to FP8 as an operand of a linear layer's GEMMs.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        float32, float16 or bfloat16 ``(..., cols)``, contiguous.
+    recipe : Recipe
+        Delayed, current or block scaling.
+    role : {'input', 'weight', 'grad'}
+        Which of the recipe's quantisations applies.
+    rowwise, columnwise : bool
+        Layouts to write.
+    scale : torch.Tensor, optional
+        One FP32 scale; delayed scaling needs it, and no other recipe takes one.
+    amax : torch.Tensor, optional
+        One FP32 value that is raised to the tensor's largest magnitude (delayed scaling).
+    column_sums : bool
+        Sum the columns in the same pass, as the gradient of a bias.
+
+    Returns
+    -------
+    QuantizedTensor
+        The bytes and inverse scales.
+
+    Raises
+    ------
+    ShapeError, DtypeError, UnsupportedError
+        If the tensor or the recipe does not fit.
+
+    Notes
+    -----
+    Elements are the saturating cast, to nearest even, of ``float(x) * scale``. Scales follow
+    Transformer Engine's formulas (``common/recipe/recipe_common.cuh``).
+    """
+    if not recipe.delayed() and (scale is not None or amax is not None):
+        message = (
+            f"quantize: {type(recipe).__name__} makes its own scales; leave scale and amax out"
+        )
+        raise ShapeError(message)
+    form = native_recipe(recipe)
+    parts = native.quantize(x, form, role, rowwise, columnwise, scale, amax, column_sums)
+    block = {"input": 0, "weight": 1, "grad": 2}[role]
+    blocks = recipe._describe().get("block", (0, 0, 0))
+    dtype = get_fp8_torch_dtype(recipe, fprop_tensor=role != "grad")
+    return QuantizedTensor(
+        *parts[:4], dtype, blocks[block], x.shape[-1] if x.dim() else 1, parts[4]
+    )
+
+
+_FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+def dequantize(
+    tensor: QuantizedTensor,
+    dtype: torch.dtype = torch.float32,
+    *,
+    columnwise: bool = False,
+) -> torch.Tensor:
+    """Return the values of a quantised tensor.
+
+    Parameters
+    ----------
+    tensor : QuantizedTensor
+        Bytes and inverse scales.
+    dtype : torch.dtype
+        float32, float16 or bfloat16.
+    columnwise : bool
+        Read the transposed layout; the result is transposed then, padding included.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(rows, cols)``.
+
+    Raises
+    ------
+    ShapeError
+        If the layout is not there.
+    """
+    data = tensor.columnwise_data if columnwise else tensor.rowwise_data
+    scale_inv = tensor.columnwise_scale_inv if columnwise else tensor.rowwise_scale_inv
+    if data is None or scale_inv is None:
+        message = "dequantize: the tensor was not quantised in this layout"
+        raise ShapeError(message)
+    out = torch.empty(data.shape, dtype=dtype, device=data.device)
+    name = _FP8_NAMES[tensor.dtype]
+    native.dequantize(data, scale_inv, name, tensor.block, data.shape[-1], out)
+    return out
+
+
+def _operand(
+    operand: torch.Tensor | QuantizedTensor, *, columnwise: bool, k_outermost: bool
+) -> Any:
+    if isinstance(operand, torch.Tensor):
+        return (operand, None, None, 0, k_outermost)
+    data = operand.columnwise_data if columnwise else operand.rowwise_data
+    scale_inv = operand.columnwise_scale_inv if columnwise else operand.rowwise_scale_inv
+    return (data, _FP8_NAMES[operand.dtype], scale_inv, operand.block + 1, False)
+
+
+def gemm(
+    x: torch.Tensor | QuantizedTensor,
+    w: torch.Tensor | QuantizedTensor,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    accumulate: bool = False,
+    fast_accumulation: bool = False,
+    x_columnwise: bool = False,
+    w_columnwise: bool = False,
+    x_k_outermost: bool = False,
+    w_k_outermost: bool = False,
+) -> torch.Tensor:
+    """Compute ``out (+)= x · wᵀ + bias``.
+
+    Parameters
+    ----------
+    x : torch.Tensor or QuantizedTensor
+        ``(m, k)``; ``(k, m)`` with `x_k_outermost`.
+    w : torch.Tensor or QuantizedTensor
+        ``(n, k)``; ``(k, n)`` with `w_k_outermost`.
+    out : torch.Tensor
+        float32, float16 or bfloat16 ``(m, n)``, contiguous, in memory that no input has; overwritten, or
+        added to.
+    bias : torch.Tensor, optional
+        ``(n,)``.
+    accumulate : bool
+        Add to `out`.
+    fast_accumulation : bool
+        Hopper's faster FP8 accumulation, which keeps fewer bits.
+    x_columnwise, w_columnwise : bool
+        Take the transposed layout of a quantised operand.
+    x_k_outermost, w_k_outermost : bool
+        How a high-precision operand is stored.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`.
+
+    Raises
+    ------
+    ShapeError, DtypeError, DeviceError, UnsupportedError, CudaError
+        If the operands do not fit, or cuBLAS refuses the problem.
+    """
+    native.gemm(
+        _operand(x, columnwise=x_columnwise, k_outermost=x_k_outermost),
+        _operand(w, columnwise=w_columnwise, k_outermost=w_k_outermost),
+        out,
+        bias,
+        accumulate,
+        fast_accumulation,
+    )
+    return out
+
+
+def linear_forward(
+    layer: torch.nn.Module,
+    x: torch.Tensor,
+    is_first_microbatch: bool | None = None,  # noqa: FBT001
+) -> torch.Tensor:
+    """Run a layer's forward natively, past ``nn.Module.__call__`` and its hooks.
+
+    Parameters
+    ----------
+    layer : te_fast.pytorch.Linear
+        The layer.
+    x : torch.Tensor
+        ``(..., in_features)``.
+    is_first_microbatch : bool, optional
+        As in :meth:`te_fast.pytorch.Linear.forward`.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(..., out_features)``.
+    """
+    result: torch.Tensor = native.layer_forward(layer, x, is_first_microbatch)
+    return result
+
+
+def counters() -> dict[str, int]:
+    """Return what was counted since the last :func:`reset_counters`.
+
+    Returns
+    -------
+    dict
+        ``launches``, ``gemms``, ``plan_hits``, ``plan_misses``, ``guard_switches``,
+        ``weight_casts`` and ``allocations`` (private device buffers; torch's are not counted).
+    """
+    result: dict[str, int] = native.counters()
+    return result
+
+
+def reset_counters() -> None:
+    """Set all counters to zero."""
+    native.reset_counters()
+
+
+@contextmanager
+def record(*, execute: bool = True) -> Iterator[list[Launch]]:
+    """Note every launch of the block.
+
+    Parameters
+    ----------
+    execute : bool
+        False makes no launch and notes none: :func:`counters` counts them, and outputs stay
+        uninitialised. That is how bookkeeping alone is timed.
+
+    Yields
+    ------
+    list of Launch
+        Filled when the block ends.
+    """
+    launches: list[Launch] = []
+    native.record("tee" if execute else "only")
+    try:
+        yield launches
+    finally:
+        launches.extend(Launch(*launch) for launch in native.recorded())
+        native.record("off")
+
+
+def inventory() -> dict[str, dict[str, int]]:
+    """Return what the dispatcher holds, per device.
+
+    Returns
+    -------
+    dict
+        Device name to ``gemm_plans``, ``private_bytes`` and ``streams``.
+    """
+    return {
+        device: {"gemm_plans": plans, "private_bytes": size, "streams": streams}
+        for device, plans, size, streams in native.inventory()
+    }
+
+
+def plan_count(layer: torch.nn.Module) -> int:
+    """Return how many plans a layer holds: one per row count, data type, recipe and gradient need.
+
+    Parameters
+    ----------
+    layer : te_fast.pytorch.Linear, LayerNormLinear or LayerNormMLP
+        The layer.
+    """
+    return int(layer._plan_count())  # type: ignore[operator]
+
+
+def drop_weight_cache(layer: torch.nn.Module) -> None:
+    """Forget the quantised weights of a layer, an op, or all that a module holds; the next forward quantises again.
+
+    Needed only after the weight's memory was written past torch (``weight.data.mul_()``, a kernel
+    that is no torch operation): such writes do not change the version that the cache goes by.
+
+    Parameters
+    ----------
+    layer : torch.nn.Module
+        A layer, an op, or a module that holds some.
+    """
+    for module in layer.modules():
+        drop = getattr(module, "_drop_weight_cache", None)
+        if drop is not None:
+            drop()
+
+
+def release_memory() -> None:
+    """Give scratch memory and workspaces back to the devices; they are taken again when needed.
+
+    Waits for the devices; other threads run meanwhile.
+    """
+    native.release_memory()
+
+
+def load_kernels(device: int | str | torch.device = 0) -> int:
+    """Load every kernel onto a device now, and not at its first use.
+
+    The driver may wait for the device then. Here other threads run meanwhile, which a call that needs a kernel cannot
+    allow: a process whose threads drive several devices loads all kernels before its first collective.
+
+    Parameters
+    ----------
+    device : int, str or torch.device, default = 0
+        The device; one without an index is the first.
+
+    Returns
+    -------
+    int
+        How many there are.
+
+    Raises
+    ------
+    CudaError
+        Without a usable driver or device.
+    UnsupportedError
+        Where te_fast was built without CUDA, or for other GPUs.
+    DeviceError
+        If it is no CUDA device.
+    """
+    return int(native.load_kernels(_ordinal(device, "load_kernels")))
+
+
+def _ordinal(device: int | str | torch.device, op: str) -> int:
+    chosen = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if chosen.type != "cuda":
+        message = f"{op}: expected a CUDA device, got {chosen}"
+        raise DeviceError(message)
+    return chosen.index or 0
+
+
+def device_facts(device: int | str | torch.device = 0) -> DeviceFacts:
+    """Return the facts of a CUDA device, cached per device.
+
+    Parameters
+    ----------
+    device : int, str or torch.device, default = 0
+        The device; one without an index is the first.
+
+    Raises
+    ------
+    CudaError
+        Without a usable driver or device.
+    DeviceError
+        If it is no CUDA device.
+    """
+    return DeviceFacts(*native.device_facts(_ordinal(device, "device_facts")))
+
+
+def cuda_driver_version() -> int:
+    """Return the CUDA version of the driver, 13000 for 13.0.
+
+    Raises
+    ------
+    CudaError
+        Without a usable driver.
+    """
+    return int(native.cuda_driver_version())
+
+
+def auto_pad(enabled: bool = True) -> bool:  # noqa: FBT001, FBT002
+    """Take inputs with any number of rows in FP8, padding inside, instead of raising.
+
+    Parameters
+    ----------
+    enabled : bool
+        Whether to.
+
+    Returns
+    -------
+    bool
+        The former setting.
+    """
+    return bool(native.set_auto_pad(bool(enabled)))
+
+
+def stage_times(layer: torch.nn.Module, *inputs: Any, calls: int = 1000) -> dict[str, float]:
+    """Measure the native stages of a layer's forward.
+
+    Parameters
+    ----------
+    layer : te_fast.pytorch.Linear
+        The layer, in the autocast region of the caller.
+    inputs
+        What it is called with.
+    calls : int
+        How many forwards are averaged.
+
+    Returns
+    -------
+    dict
+        Stage to microseconds per forward, in the order in which they run.
+    """
+    native.stage_clock(True)  # noqa: FBT003
+    try:
+        for _ in range(calls):
+            layer(*inputs)
+        return {name: nanoseconds / calls / 1e3 for name, nanoseconds in native.stage_nanoseconds()}
+    finally:
+        native.stage_clock(False)  # noqa: FBT003

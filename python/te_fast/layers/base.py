@@ -1,0 +1,427 @@
+"""What every te_fast layer has in common with Transformer Engine's ``TransformerEngineBaseModule``."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import te_fast
+from te_fast.errors import DeviceError, DtypeError, ShapeError, StateError, UnsupportedError
+from te_fast.recipe import DelayedScaling, Recipe
+from te_fast.runtime import native, scale_tape
+from te_fast.runtime.calls import call_through_forward
+from te_fast.runtime.delayed import DelayedScalingRecipeState
+from te_fast.runtime.global_state import FP8GlobalStateManager
+from te_fast.state import extra_state
+
+__all__ = ["TransformerEngineBaseModule"]
+
+_layer_numbers = itertools.count(1)
+_EXTRA_STATE = "_extra_state"
+_LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (te_fast.__file__, torch.__file__))
+
+
+def _callers_level() -> int:
+    """``stacklevel`` of a warning by which it points at the code that called the library."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+class _Workspaces(dict[str, torch.Tensor]):
+    """A layer's cached weights, for code that frees them between steps."""
+
+    def __init__(self, kept: dict[str, torch.Tensor], drop: Callable[[], None]) -> None:
+        super().__init__(kept)
+        self._drop = drop
+
+    def clear(self) -> None:
+        """Free them: the next forward quantises anew."""
+        super().clear()
+        self._drop()
+
+
+class TransformerEngineBaseModule(torch.nn.Module):
+    """State and checkpoints of FP8 layers.
+
+    Attributes
+    ----------
+    name : str
+        Name in messages; ``Layer_<n>`` unless given.
+    fp8_meta : dict
+        ``recipe``, ``fp8_group``, ``num_gemms`` and, under delayed scaling, ``scaling_fwd`` and
+        ``scaling_bwd`` with ``scale`` and ``amax_history``.
+    fp8, fp8_calibration, fp8_initialized : bool
+        State of the last region that the layer ran in.
+    """
+
+    #: Attributes that hold native objects: no part of copies and pickles, which make their own.
+    _NATIVE: tuple[str, ...] = ()
+    #: Attributes that the native half is made from: it is made anew when one of them is set.
+    _CONSTANTS = frozenset(
+        {"return_bias", "apply_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute"}
+    )
+    delay_wgrad_compute: bool
+    #: FP8 slots: input, weight, output per GEMM forward; output's and input's gradient backward.
+    _FORWARD_SLOTS = 3
+    _BACKWARD_SLOTS = 2
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__()
+        number = next(_layer_numbers)
+        self.name = f"Layer_{number}" if name is None else name
+        self.fp8_initialized = False
+        self.fp8 = False
+        self.fp8_calibration = False
+        self.fp8_meta: dict[str, Any] = {"recipe": None, "fp8_group": None, "num_gemms": 1}
+        self.fp8_meta_tensors_initialized = False
+        self.quantizers: dict[str, Any] = {"scaling_fwd": [], "scaling_bwd": []}
+        self.tp_group: Any = None
+        self.tp_size = 1
+        self.sequence_parallel = False
+        self.primary_weights_in_fp8 = False
+        self.preserve_high_precision_init_val = False
+        self.fsdp_wrapped = False
+        self.fsdp_group: Any = None
+        self.activation_dtype: torch.dtype | None = None
+        self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let subclasses that override ``forward`` be called as any module."""
+        super().__init_subclass__(**options)
+        call_through_forward(cls)
+
+    # The native half ------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, and make the native half anew if it depends on that."""
+        is_constant, is_tensor = name in self._CONSTANTS, isinstance(value, torch.Tensor)
+        is_read = (is_constant or is_tensor) and any(part in self.__dict__ for part in self._NATIVE)
+        former: Any = self.__dict__.get(name)
+        super().__setattr__(name, value)
+        if not is_read:
+            return
+        if is_tensor:
+            # FSDP takes parameters away and brings them back, with other values at the same address and version.
+            self._drop_weight_cache()
+            return
+        try:
+            self._make_native()
+        except Exception:
+            super().__setattr__(name, former)
+            self._make_native()
+            raise
+
+    def _make_native(self) -> None:
+        """Make the attributes of ``_NATIVE``, from what the constructor has set."""
+
+    def _weight_handles(self) -> dict[str, Any]:
+        """Return the native halves of the layer's weights, by name."""
+        return {}
+
+    def _plan_count(self) -> int:
+        """Return how many plans the native half holds."""
+        raise NotImplementedError
+
+    def _set_slots(self, epoch: int, forward: Any, backward: Any) -> None:
+        """Register scales for the regions of an epoch with the native half."""
+        raise NotImplementedError
+
+    def _drop_slots(self) -> None:
+        for handle in self._weight_handles().values():
+            handle.drop_slots()
+
+    def _drop_weight_cache(self) -> None:
+        for handle in self._weight_handles().values():
+            handle.drop_weight_cache()
+
+    @property
+    def _fp8_workspaces(self) -> dict[str, torch.Tensor]:
+        """Quantised weights that are cached, as bytes; clearing the dict frees them."""
+        caches = {name: handle.weight_cache() for name, handle in self._weight_handles().items()}
+        kept = {name: cache[0] for name, cache in caches.items() if cache is not None}
+        return _Workspaces(kept, self._drop_weight_cache)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor-parallel group; only a group of one rank works so far.
+
+        Raises
+        ------
+        UnsupportedError
+            For a group of several ranks.
+        """
+        if tp_group is not None and torch.distributed.get_world_size(group=tp_group) > 1:
+            message = f"{self.name}: tensor parallelism (tp_group) is not supported yet"
+            raise UnsupportedError(message)
+        self.tp_group = tp_group
+
+    def set_activation_dtype(self, inp: torch.Tensor) -> None:
+        """Set ``activation_dtype``: autocast's, or the input's, which the parameters must share.
+
+        Raises
+        ------
+        DtypeError
+            If a parameter has another type.
+        """
+        kind = inp.device.type
+        if torch.is_autocast_enabled(kind):
+            self.activation_dtype = torch.get_autocast_dtype(kind)
+            return
+        for name, parameter in self.named_parameters():
+            if parameter is not None and parameter.dtype != inp.dtype:
+                message = (
+                    f"{self.name}: the input is {inp.dtype} and parameter {name} is "
+                    f"{parameter.dtype}; cast one, or run under torch.autocast"
+                )
+                raise DtypeError(message)
+        self.activation_dtype = inp.dtype
+
+    def _check_input(self, inp: Any, name: str, features: int, device: torch.device) -> None:
+        """Raise unless the input is a tensor of the layer's size, on the device of its parameters."""
+        if not isinstance(inp, torch.Tensor):
+            message = f"{self.name}: the input must be a torch.Tensor, got {type(inp).__name__}"
+            raise DtypeError(message)
+        if inp.dim() == 0 or inp.shape[-1] != features:
+            message = (
+                f"{self.name}: the input's last dimension must be {name} = {features}, got a tensor "
+                f"of shape {list(inp.shape)}"
+            )
+            raise ShapeError(message)
+        if device.type == "meta":
+            message = (
+                f"{self.name}: the parameters are on the meta device; call reset_parameters(), or "
+                "to_empty() and load a checkpoint, before a forward"
+            )
+            raise DeviceError(message)
+        if inp.device != device:
+            message = (
+                f"{self.name}: the input must be on {device}, where the layer's weight is (move one "
+                f"with .to()), got {inp.device}"
+            )
+            raise DeviceError(message)
+
+    def _refuse_functorch(self, where: str) -> None:
+        if torch._C._are_functorch_transforms_active():
+            message = f"{self.name}: torch.func transforms (vmap, grad, ...) do not work {where}"
+            raise UnsupportedError(message)
+
+    # Delayed scaling -----------------------------------------------------------------------------
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Take the recipe and group of the autocast region."""
+        self.fp8_meta["num_gemms"] = num_gemms
+        self._enter_region()
+        if self.fp8 or self.fp8_calibration:
+            self.init_fp8_meta_tensors(self.fp8_meta["recipe"])
+            for state in self._delayed_states() or ():
+                state.take_part()
+
+    def _enter_region(self) -> None:
+        """Note recipe and group of the autocast region; called when the last forward had another."""
+        self.fp8 = FP8GlobalStateManager.is_fp8_enabled()
+        self.fp8_calibration = FP8GlobalStateManager.is_fp8_calibration()
+        if not (self.fp8 or self.fp8_calibration):
+            return
+        former, recipe = self.fp8_meta.get("recipe"), FP8GlobalStateManager.get_fp8_recipe()
+        self.fp8_meta["recipe"] = recipe
+        self.fp8_meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()
+        self.fp8_initialized = True
+        if former is not None and former._scaling != recipe._scaling:
+            message = (
+                f"{self.name}: Recipe type changed from {type(former).__name__} to "
+                f"{type(recipe).__name__}; what the model computes changes with it"
+            )
+            warnings.warn(message, UserWarning, stacklevel=_callers_level())
+
+    def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
+        """Make, or keep, the scales and histories that the recipe asks for."""
+        self.set_meta_tensor(True, recipe)
+        self.set_meta_tensor(False, recipe)
+        self.fp8_meta_tensors_initialized = True
+
+    def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:
+        """Make, or keep, the scales and histories of one direction."""
+        if not isinstance(recipe, DelayedScaling):
+            return
+        key = "scaling_fwd" if fwd else "scaling_bwd"
+        slots = (self._FORWARD_SLOTS if fwd else self._BACKWARD_SLOTS) * self.fp8_meta["num_gemms"]
+        group = self.fp8_meta["fp8_group"]
+        parameter = next(self.parameters(), None)
+        # Those that have no memory yet get it where reset_parameters() makes it.
+        device = None if parameter is None or parameter.is_meta else parameter.device
+        state = self.fp8_meta.get(key)
+        if isinstance(state, DelayedScalingRecipeState):
+            if device is not None:
+                state.to(device)
+            state.use(recipe, group)
+            return
+        mode = "forward" if fwd else "backward"
+        self.fp8_meta[key] = DelayedScalingRecipeState(
+            recipe, mode=mode, num_quantizers=slots, device=device, group=group
+        )
+
+    def _init_delayed_scaling(self) -> None:
+        """Register scales with the dispatcher; it calls this when the autocast region is new."""
+        self.init_fp8_metadata(self.fp8_meta["num_gemms"])
+        states = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
+        scale_tape.layers[states[0].slots.id] = self
+        self._set_slots(native.autocast_region()[5], *(state.slots for state in states))
+
+    def get_fp8_meta_tensors(self) -> dict[str, list[torch.Tensor]] | None:
+        """Return copies of the scales and histories, or None where there are none."""
+        states = self._delayed_states()
+        if states is None:
+            return None
+        return {
+            key: [state.scale.clone(), state.amax_history.clone()]
+            for key, state in zip(("scaling_fwd", "scaling_bwd"), states, strict=True)
+        }
+
+    def reset_fp8_meta_tensors(self, fp8_meta_tensors: dict[str, Any] | None = None) -> None:
+        """Set scales and histories to their initial values, or to saved ones."""
+        states = self._delayed_states()
+        if states is None:
+            return
+        for key, state in zip(("scaling_fwd", "scaling_bwd"), states, strict=True):
+            if fp8_meta_tensors is None:
+                state.reset()
+            else:
+                state.load(*fp8_meta_tensors[key])
+        self._drop_slots()
+
+    def adjust_amax_history_length(self, length: int, fwd: bool | None = None) -> None:
+        """Cut the histories, or extend them by zeros, to `length` rows."""
+        states = self._delayed_states()
+        if states is None:
+            return
+        for state, is_forward in zip(states, (True, False), strict=True):
+            if fwd is None or fwd == is_forward:
+                history = state.amax_history
+                fresh = history.new_zeros(length, history.shape[1])
+                kept = min(length, history.shape[0])
+                fresh[:kept] = history[:kept]
+                state.amax_history = fresh
+        self._drop_slots()
+
+    def _delayed_states(self) -> tuple[DelayedScalingRecipeState, DelayedScalingRecipeState] | None:
+        forward, backward = self.fp8_meta.get("scaling_fwd"), self.fp8_meta.get("scaling_bwd")
+        if forward is None or backward is None:
+            return None
+        return forward, backward
+
+    # Checkpoints ---------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Return delayed scaling's state as CPU bytes, none where there is no state."""
+        states = self._delayed_states()
+        if states is None:
+            return extra_state.pack(None)
+        forward, backward = states
+        return extra_state.pack(
+            extra_state.ExtraState(
+                forward.recipe,
+                forward.scale,
+                forward.amax_history,
+                backward.scale,
+                backward.amax_history,
+            )
+        )
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restore what :meth:`get_extra_state`, or Transformer Engine's, returned.
+
+        Raises
+        ------
+        StateError
+            If the bytes are damaged or not such a state; nothing has changed then.
+        """
+        read = extra_state.unpack(state, layer=self.name)
+        if read is None:
+            return
+        slots = self.fp8_meta["num_gemms"]
+        expected = (self._FORWARD_SLOTS * slots, self._BACKWARD_SLOTS * slots)
+        got = (read.scale_fwd.numel(), read.scale_bwd.numel())
+        if got != expected:
+            message = (
+                f"{self.name}: _extra_state has scales of {got} tensors, the layer has {expected}; "
+                "it belongs to another layer"
+            )
+            raise StateError(message)
+        self.fp8_meta["recipe"] = read.recipe
+        self.init_fp8_meta_tensors(read.recipe)
+        self.fp8_meta["scaling_fwd"].load(read.scale_fwd, read.amax_history_fwd)
+        self.fp8_meta["scaling_bwd"].load(read.scale_bwd, read.amax_history_bwd)
+        self._drop_slots()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # A layer without delayed scaling has the very keys of its torch.nn counterpart.
+        if self._delayed_states() is None:
+            destination.pop(prefix + _EXTRA_STATE, None)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        # Checkpoints of torch.nn layers have none; fresh scales are right then.
+        if prefix + _EXTRA_STATE in missing_keys:
+            missing_keys.remove(prefix + _EXTRA_STATE)
+
+    # Copies --------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the native half out: it is made anew, with empty caches."""
+        return {name: value for name, value in self.__dict__.items() if name not in self._NATIVE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make a native half of this copy's own."""
+        super().__setstate__(state)
+        self._make_native()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Forget what was quantised: ``.to()`` and its kin exchange the parameters' memory."""
+        result = super()._apply(fn, recurse)
+        self._drop_weight_cache()
+        return result
+
+    # Weight gradients ----------------------------------------------------------------------------
+
+    def need_backward_dw(self) -> bool:
+        """Tell whether :meth:`backward_dw` computes the weights' gradients."""
+        return self.delay_wgrad_compute
+
+    def register_wgrad_accumulation_and_reduce_hooks(
+        self, wgrad_accumulation_and_reduce_hook: Callable[[], None]
+    ) -> None:
+        """Call a hook after each :meth:`backward_dw`."""
+        self.wgrad_accumulation_and_reduce_hooks.append(wgrad_accumulation_and_reduce_hook)
+
+    def fast_setattr(self, name: str, value: Any) -> None:
+        """Set an attribute that is no parameter, buffer or module."""
+        self.__dict__[name] = value
+
+    def module_setattr(self, name: str, value: Any) -> None:
+        """Set an attribute as ``nn.Module`` does."""
+        super().__setattr__(name, value)
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether FSDP2 has taken the layer over."""
+        return hasattr(self, "_get_fsdp_state")

@@ -1,0 +1,256 @@
+"""A norm and the FP8 linear layer after it, as one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fast.errors import ShapeError
+from te_fast.layers.load_torch import copy_into
+from te_fast.layers.parameters import check_sizes, options_of, refuse
+from te_fast.layers.split import SplitLinear
+from te_fast.runtime import native
+from te_fast.runtime.calls import layer_call_method
+
+if TYPE_CHECKING:
+    from te_fast.layers.load_torch import Source
+
+__all__ = ["LayerNormLinear"]
+
+
+class LayerNormLinear(SplitLinear):
+    """Apply ``y = norm(x) Wᵀ + b``, in FP8 inside :class:`te_fast.pytorch.autocast`.
+
+    The norm writes the FP8 input of the matrix product itself.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+        Sizes of the last dimension. In FP8 both are multiples of 16.
+    eps : float, default = 1e-5
+        Added to the variance.
+    sequence_parallel, tp_group, tp_size : optional
+        Tensor parallelism; groups of one rank only so far.
+    fuse_wgrad_accumulation : bool, default = False
+        Add the weight's gradient to ``weight.main_grad``, as :class:`te_fast.pytorch.Linear` does.
+    get_rng_state_tracker : Callable, optional
+        Gives the random number generator's tracker that initialisation forks.
+    init_method : Callable, optional
+        Initialises the weight in place; normal with standard deviation 0.023 by default.
+    bias : bool, default = True
+        Have a bias, zero at first.
+    normalization : {'LayerNorm', 'RMSNorm'}, default = 'LayerNorm'
+        The norm.
+    return_bias : bool, default = False
+        Return the bias beside the result, not added.
+    params_dtype : torch.dtype, optional
+        Type of the parameters; ``torch.get_default_dtype()`` by default.
+    parallel_mode : {'column'}, optional
+        Which dimension would be split; marks the bias.
+    return_layernorm_output : bool, default = False
+        Return the norm's result as well, in high precision.
+    return_layernorm_output_gathered : bool, default = False
+        Gather it over the ranks of a sequence-parallel group; there is one rank.
+    parameters_split : tuple of str or dict of str to int, optional
+        Names of parts that weight and bias are split into along dimension 0, equal or of given sizes.
+    zero_centered_gamma : bool, default = False
+        The norm multiplies by ``1 + layer_norm_weight``.
+    device : torch.device or str, default = 'cuda'
+        Where the parameters are made; None is torch's default device, and ``'meta'`` defers to
+        :meth:`reset_parameters`.
+    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_wgrad, ub_bulk_dgrad, ub_name : optional
+        Userbuffers; not supported yet.
+    delay_wgrad_compute : bool, default = False
+        Leave the weight's gradient to :meth:`backward_dw`.
+    symmetric_ar_type : str, optional
+        Not supported yet.
+    name : str, optional
+        Name in messages.
+
+    Attributes
+    ----------
+    layer_norm_weight, layer_norm_bias : torch.nn.Parameter
+        ``(in_features,)``; no bias, None, with RMSNorm.
+    weight : torch.nn.Parameter
+        ``(out_features, in_features)``.
+    bias : torch.nn.Parameter
+        ``(out_features,)``; an empty tensor without one.
+
+    Raises
+    ------
+    UnsupportedError
+        For an argument that te_fast does not support yet.
+    DeviceError
+        If `device` is a GPU and none can be used.
+    ShapeError
+        If `normalization` is unknown, or `parameters_split` is empty or does not add up.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: tuple[str, ...] | dict[str, int] | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        self._check_norm(normalization, optional=False)
+        unsupported = {
+            "sequence_parallel": sequence_parallel,
+            "tp_size": tp_size != 1,
+            "parallel_mode='row'": parallel_mode == "row",
+            "ub_overlap_ag": ub_overlap_ag,
+            "ub_overlap_rs": ub_overlap_rs,
+            "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
+            "ub_bulk_wgrad": ub_bulk_wgrad,
+            "ub_bulk_dgrad": ub_bulk_dgrad,
+            "ub_name": ub_name is not None,
+            "symmetric_ar_type": symmetric_ar_type is not None,
+        }
+        refuse(self.name, unsupported)
+        if parallel_mode not in (None, "column"):
+            message = f"{self.name}: parallel_mode must be None or 'column', got {parallel_mode!r}"
+            raise ShapeError(message)
+        self.set_tensor_parallel_group(tp_group)
+        check_sizes(self.name, in_features=in_features, out_features=out_features)
+        self.in_features, self.out_features = in_features, out_features
+        self.eps = eps
+        self.normalization = normalization
+        self.zero_centered_gamma = zero_centered_gamma
+        self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = (
+            return_layernorm_output and return_layernorm_output_gathered
+        )
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.use_bias, self.return_bias = bias, return_bias
+        self.apply_bias = bias and not return_bias
+        self.parallel_mode = parallel_mode
+        self.ub_name = ub_name
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self.rng_tracker_name = None
+        self.init_method = init_method
+        options = options_of(params_dtype, device, self.name)
+        self._make_norm_parameters(in_features, options)
+        self._make_linear_parameters(parameters_split, options)
+        self._make_native()
+        self.reset_parameters(defer_init=options["device"].type == "meta")
+
+    # Parameters ----------------------------------------------------------------------------------
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialise the parameters, after making those real that are on the meta device.
+
+        Parameters
+        ----------
+        defer_init : bool, default = False
+            Do nothing yet.
+        """
+        if defer_init:
+            return
+        self._reset_norm()
+        self._reset_linear()
+        self._drop_weight_cache()
+
+    def load_torch(
+        self, layer_norm: Source | None = None, linear: Source | Sequence[Source] | None = None
+    ) -> None:
+        """Copy the parameters of ``torch.nn`` modules, all of them and in their shapes.
+
+        Parameters
+        ----------
+        layer_norm : torch.nn.LayerNorm or torch.nn.RMSNorm, or its state dict, optional
+            For ``layer_norm_weight`` (less 1 with `zero_centered_gamma`) and ``layer_norm_bias``.
+        linear : torch.nn.Linear or its state dict, or a sequence of them, optional
+            For weight and bias; the rows of several follow one another.
+
+        Raises
+        ------
+        ShapeError
+            If a parameter is missing or too many, or its shape differs.
+        DtypeError
+            If an argument is neither a module nor a state dict.
+        """
+        self._load_norm(layer_norm)
+        if linear is None:
+            return
+        names = {
+            "weight": self.weight_names,
+            **({"bias": self.bias_names} if self.use_bias else {}),
+        }
+        targets = {kind: [getattr(self, part) for part in parts] for kind, parts in names.items()}
+        copy_into(targets, linear, f"{self.name}: linear")
+
+    # Forward -------------------------------------------------------------------------------------
+
+    # `layer(x)` enters here: nn.Module.__call__ without its cost where no hook asks for it.
+    __call__ = layer_call_method
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool | None = False,
+        fp8_grad: bool | None = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Apply the layer.
+
+        Parameters
+        ----------
+        inp : torch.Tensor
+            ``(..., in_features)``, of the parameters' type unless under ``torch.autocast``.
+        is_first_microbatch : bool, optional
+            As :meth:`te_fast.pytorch.Linear.forward` takes it.
+        fp8_output, fp8_grad : bool, default = False
+            Not supported yet.
+
+        Returns
+        -------
+        torch.Tensor or tuple
+            ``(..., out_features)``; then, with `return_bias`, the bias; then, with
+            `return_layernorm_output`, the norm's result.
+
+        Raises
+        ------
+        ShapeError, DtypeError, DeviceError
+            If the input does not fit; in FP8, if its rows are no multiple of 8 and
+            :func:`te_fast.auto_pad` is off.
+        """
+        refuse(self.name, {"fp8_output": bool(fp8_output), "fp8_grad": bool(fp8_grad)})
+        result: Any = native.layer_forward(self, inp, is_first_microbatch)
+        return result
+
+    _called_forward = forward
+
+    def extra_repr(self) -> str:
+        """Sizes, norm and bias."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, "
+            f"normalization={self.normalization}"
+        )

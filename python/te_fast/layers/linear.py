@@ -1,0 +1,257 @@
+"""The FP8 linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from te_fast.errors import ShapeError
+from te_fast.layers import high_precision
+from te_fast.layers.parameters import check_sizes, options_of, refuse
+from te_fast.layers.split import SplitLinear
+from te_fast.runtime import native
+from te_fast.runtime.calls import layer_call_method
+from te_fast.runtime.global_state import autocast_state
+
+__all__ = ["Linear"]
+
+
+class Linear(SplitLinear):
+    """Apply ``y = x Wᵀ + b``, in FP8 inside :class:`te_fast.pytorch.autocast`.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+        Sizes of the last dimension. In FP8 both are multiples of 16.
+    sequence_parallel, tp_group, tp_size : optional
+        Tensor parallelism; groups of one rank only so far.
+    fuse_wgrad_accumulation : bool, default = False
+        Add the weight's gradient to ``weight.main_grad`` in the GEMM. It is overwritten instead when
+        ``is_first_microbatch=True``, or ``weight.overwrite_main_grad`` is set.
+    get_rng_state_tracker : Callable, optional
+        Gives the random number generator's tracker that initialisation forks.
+    rng_tracker_name : str, optional
+        Name of the state to fork.
+    init_method : Callable, optional
+        Initialises the weight in place; normal with standard deviation 0.023 by default.
+    bias : bool, default = True
+        Have a bias, zero at first.
+    return_bias : bool, default = False
+        Return ``(y, bias)`` with the bias not added.
+    params_dtype : torch.dtype, optional
+        Type of the parameters; ``torch.get_default_dtype()`` by default.
+    parallel_mode : {'column', 'row'}, optional
+        Which dimension would be split; marks the parameters.
+    parameters_split : tuple of str or dict of str to int, optional
+        Names of parts that the parameters are split into along dimension 0, equal or of given sizes.
+    device : torch.device or str, default = 'cuda'
+        Where the parameters are made; None is torch's default device, and ``'meta'`` defers to
+        :meth:`reset_parameters`.
+    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name : optional
+        Userbuffers; not supported yet.
+    delay_wgrad_compute : bool, default = False
+        Leave the weight's gradient to :meth:`backward_dw`.
+    symmetric_ar_type : str, optional
+        Not supported yet.
+    save_original_input : bool, default = False
+        Keep the input as it is for backward and quantise it again there. Not with delayed scaling.
+    name : str, optional
+        Name in messages.
+
+    Attributes
+    ----------
+    weight : torch.nn.Parameter
+        ``(out_features, in_features)``.
+    bias : torch.nn.Parameter
+        ``(out_features,)``; an empty tensor without one.
+
+    Raises
+    ------
+    UnsupportedError
+        For an argument that te_fast does not support yet.
+    DeviceError
+        If `device` is a GPU and none can be used.
+    ShapeError
+        If a size is negative, or `parameters_split` is empty or does not add up to `out_features`.
+    DtypeError
+        If a size is no integer, or `params_dtype` no type that layers compute in.
+    """
+
+    normalization = None
+    layer_norm_weight = None
+    layer_norm_bias = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: tuple[str, ...] | dict[str, int] | None = None,
+        device: torch.device | str | None = "cuda",
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name)
+        unsupported = {
+            "sequence_parallel": sequence_parallel,
+            "tp_size": tp_size != 1,
+            "ub_overlap_ag": ub_overlap_ag,
+            "ub_overlap_rs": ub_overlap_rs,
+            "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
+            "ub_bulk_dgrad": ub_bulk_dgrad,
+            "ub_bulk_wgrad": ub_bulk_wgrad,
+            "ub_name": ub_name is not None,
+            "symmetric_ar_type": symmetric_ar_type is not None,
+        }
+        refuse(self.name, unsupported)
+        if parallel_mode not in (None, "column", "row"):
+            message = (
+                f"{self.name}: parallel_mode must be None, 'column' or 'row', got {parallel_mode!r}"
+            )
+            raise ShapeError(message)
+        self.set_tensor_parallel_group(tp_group)
+        check_sizes(self.name, in_features=in_features, out_features=out_features)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.apply_bias = bias and not return_bias
+        self.parallel_mode = parallel_mode
+        self.ub_name = ub_name
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self.rng_tracker_name = rng_tracker_name
+        self.init_method = init_method
+        options = options_of(params_dtype, device, self.name)
+        self._make_linear_parameters(parameters_split, options)
+        self._make_native()
+        self.save_original_input = save_original_input
+        self.reset_parameters(defer_init=options["device"].type == "meta")
+
+    def _make_native(self) -> None:
+        super()._make_native()
+        self._handles["weight"].save_original_input = self.__dict__.get(
+            "_save_original_input", False
+        )
+
+    def _outside_fp8(self) -> str:
+        # Where gradients go their own way, torch does not compute them.
+        return "general" if self.fuse_wgrad_accumulation or self.delay_wgrad_compute else "torch"
+
+    @property
+    def save_original_input(self) -> bool:
+        """Whether backward quantises the original input again."""
+        return bool(self.__dict__["_save_original_input"])
+
+    @save_original_input.setter
+    def save_original_input(self, value: bool) -> None:
+        self.__dict__["_save_original_input"] = bool(value)
+        self._handles["weight"].save_original_input = bool(value)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialise the parameters, after making those real that are on the meta device.
+
+        Parameters
+        ----------
+        defer_init : bool, default = False
+            Do nothing yet.
+        """
+        if defer_init:
+            return
+        self._reset_linear()
+        self._drop_weight_cache()
+
+    # `layer(x)` enters here: nn.Module.__call__ without its cost where no hook asks for it.
+    __call__ = layer_call_method
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool | None = False,
+        fp8_grad: bool | None = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Apply the layer.
+
+        Parameters
+        ----------
+        inp : torch.Tensor
+            ``(..., in_features)``, of the parameters' type unless under ``torch.autocast``.
+        is_first_microbatch : bool, optional
+            True: quantise the weight and keep it. False: use the kept one. None: quantise it if it
+            has changed. A kept weight is never used once the parameter has changed.
+        fp8_output, fp8_grad : bool, default = False
+            Not supported yet.
+
+        Returns
+        -------
+        torch.Tensor or tuple
+            ``(..., out_features)``; with `return_bias`, and the bias.
+
+        Raises
+        ------
+        ShapeError, DtypeError, DeviceError
+            If the input does not fit; in FP8, if its rows are no multiple of 8 and
+            :func:`te_fast.auto_pad` is off.
+        """
+        refuse(self.name, {"fp8_output": bool(fp8_output), "fp8_grad": bool(fp8_grad)})
+        result: Any = native.layer_forward(self, inp, is_first_microbatch)
+        return result
+
+    _called_forward = forward
+
+    def _forward_general(self, inp: Any, is_first_microbatch: bool | None) -> Any:
+        """Forward of calls that the native fast path does not take."""
+        device = getattr(self, self.weight_names[0]).device
+        self._check_input(inp, "in_features", self.in_features, device)
+        self.set_activation_dtype(inp)
+        parameters, version = self._used_parameters(is_first_microbatch)
+        if autocast_state.fp8_enabled and self.in_features != 0:
+            self._refuse_functorch("in FP8; call the layer outside of te_fast.pytorch.autocast")
+            out = self._forward_on(parameters, version, inp, is_first_microbatch)
+        else:
+            weight, bias = parameters["weight"], parameters.get("bias")
+            out = self._high_precision(inp, weight, bias, is_first_microbatch)
+        return self._with_bias(out) if self.return_bias else out
+
+    def _high_precision(
+        self,
+        inp: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        is_first_microbatch: bool | None,
+    ) -> torch.Tensor:
+        if autocast_state.fp8_calibration:
+            self._take_maxima([inp], [weight])
+        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+            inp = inp.to(self.activation_dtype)
+            bias = None if bias is None else bias.to(inp.dtype)
+            return high_precision.linear(inp, weight, bias, self, is_first_microbatch is True)
+        # torch rounds the gradient of a strided input otherwise than that of its contiguous copy.
+        return functional.linear(inp.contiguous(), weight, bias)
+
+    def extra_repr(self) -> str:
+        """Sizes and bias, as ``torch.nn.Linear`` shows them."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"

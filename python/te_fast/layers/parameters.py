@@ -1,0 +1,139 @@
+"""How layers refuse arguments, and make, initialise and mark their parameters."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fast.errors import DtypeError, ShapeError, UnsupportedError
+from te_fast.runtime.device import check_device
+
+if TYPE_CHECKING:
+    from te_fast.layers.base import TransformerEngineBaseModule
+
+__all__ = [
+    "check_sizes",
+    "constant",
+    "initialise",
+    "mark_parallel",
+    "materialise",
+    "normal",
+    "options_of",
+    "refuse",
+]
+
+Init = Callable[[torch.Tensor], Any]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def refuse(layer: str, arguments: dict[str, bool]) -> None:
+    """Raise for the first argument that is set.
+
+    Raises
+    ------
+    UnsupportedError
+        Naming it.
+    """
+    for argument, is_set in arguments.items():
+        if is_set:
+            message = f"{layer}: {argument} is not supported yet; leave it at its default"
+            raise UnsupportedError(message)
+
+
+def check_sizes(layer: str, **sizes: Any) -> None:
+    """Raise unless sizes are integers of 0 or more.
+
+    Raises
+    ------
+    DtypeError, ShapeError
+        Naming the first that is none.
+    """
+    for name, size in sizes.items():
+        try:
+            is_negative = operator.index(size) < 0
+        except TypeError:
+            message = f"{layer}: {name} must be an integer, got {type(size).__name__} {size!r}"
+            raise DtypeError(message) from None
+        if is_negative:
+            message = f"{layer}: {name} must not be negative, got {size}"
+            raise ShapeError(message)
+
+
+def options_of(
+    params_dtype: torch.dtype | None, device: torch.device | str | None, layer: str
+) -> dict[str, Any]:
+    """Return type and device that parameters are made with.
+
+    Raises
+    ------
+    DtypeError
+        If layers cannot compute in the type.
+    DeviceError
+        If `device` is a GPU and none can be used.
+    """
+    dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
+    if dtype not in _DTYPES:
+        message = (
+            f"{layer}: params_dtype must be torch.float32, float16, bfloat16 or float64, got {dtype!r}; "
+            "FP8 copies of such parameters are made inside of te_fast.pytorch.autocast"
+        )
+        raise DtypeError(message)
+    return {"device": check_device(device, layer), "dtype": dtype}
+
+
+def normal(weight: torch.Tensor) -> None:
+    """Initialise a weight as Transformer Engine's modules do."""
+    torch.nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+def constant(value: float) -> Init:
+    """Return what fills a parameter with a value."""
+    return lambda parameter: torch.nn.init.constant_(parameter, value)
+
+
+def materialise(layer: TransformerEngineBaseModule, name: str) -> torch.Tensor:
+    """Return a parameter, after making it real if it is on the meta device."""
+    parameter: torch.Tensor = getattr(layer, name)
+    if not parameter.is_meta:
+        return parameter
+    device = check_device("cuda" if torch.cuda.is_available() else "cpu", layer.name)
+    made = torch.nn.Parameter(
+        torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+    )
+    layer.register_parameter(name, made)
+    return made
+
+
+def initialise(layer: Any, parameter: torch.Tensor, init: Init | None, *, forks: bool) -> None:
+    """Initialise a parameter in place.
+
+    Parameters
+    ----------
+    layer : TransformerEngineBaseModule
+        With ``get_rng_state_tracker`` and ``rng_tracker_name``.
+    parameter : torch.Tensor
+        The parameter.
+    init : Callable, optional
+        What initialises it; :func:`normal` by default.
+    forks : bool
+        Whether the layer's random number generator is forked for it, as for weights.
+    """
+    init = init or normal
+    with torch.no_grad():
+        if not forks or layer.get_rng_state_tracker is None:
+            init(parameter)
+            return
+        names = () if layer.rng_tracker_name is None else (layer.rng_tracker_name,)
+        with layer.get_rng_state_tracker().fork(*names):
+            init(parameter)
+
+
+def mark_parallel(parameter: Any, dim: int) -> None:
+    """Mark a parameter as Megatron knows those that are split between ranks."""
+    parameter.tensor_model_parallel = True
+    parameter.partition_dim = dim
+    parameter.partition_stride = 1

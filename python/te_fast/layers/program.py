@@ -1,0 +1,307 @@
+"""Layers that are chains of native ops: Linear, LayerNormLinear and LayerNormMLP.
+
+Such a layer is a native program. Nothing here computes a step of it: a subclass says which ops the
+program has and which parameters they read, and this class runs it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fast.errors import ShapeError, StateError
+from te_fast.layers.base import TransformerEngineBaseModule
+from te_fast.layers.load_torch import copy_into
+from te_fast.layers.parameters import constant, initialise, materialise
+from te_fast.layers.recompute import recomputed
+from te_fast.runtime import main_grad, native, scale_tape
+from te_fast.runtime.global_state import autocast_state
+
+if TYPE_CHECKING:
+    from te_fast.layers.load_torch import Source
+
+__all__ = ["ProgramLayer"]
+
+_NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+
+
+class ProgramLayer(TransformerEngineBaseModule):
+    """A norm, or none, and what follows it, as one native program."""
+
+    # What a subclass's constructor sets.
+    eps: float
+    normalization: str | None
+    zero_centered_gamma: bool
+    return_layernorm_output = False
+    return_layernorm_output_gathered = False
+    return_bias: bool
+    fuse_wgrad_accumulation: bool
+    checkpoint = False
+
+    layer_norm_weight: torch.Tensor | None
+    layer_norm_bias: torch.Tensor | None
+    _handles: dict[str, native.WeightHandle]
+    _program: native.Program
+    #: The same, with the input of every linear op beside the result; made when first calibrated.
+    _observed: native.Program | None
+    _region_epoch: int | None
+    _NATIVE = ("_handles", "_program", "_observed", "_region_epoch")
+    _CONSTANTS = TransformerEngineBaseModule._CONSTANTS | {
+        "eps",
+        "normalization",
+        "zero_centered_gamma",
+        "return_layernorm_output",
+        "checkpoint",
+    }
+
+    # What a subclass says ------------------------------------------------------------------------
+
+    #: Name of the argument that is the size of the input, for messages.
+    _FEATURES: str
+    #: Names of the weights of the linear ops, in order.
+    _LINEARS: tuple[str, ...]
+
+    def _append_ops(self, program: native.Program, observe: Callable[[], None]) -> None:
+        """Append the ops; `observe` stands before each linear one."""
+        raise NotImplementedError
+
+    def _used_parameters(
+        self, is_first_microbatch: bool | None
+    ) -> tuple[dict[str, torch.Tensor], int | None]:
+        """Return what the program reads, in op order, and what stands in for a concatenation's version."""
+        raise NotImplementedError
+
+    def _returned_bias(self) -> torch.Tensor:
+        """Return what ``return_bias`` returns."""
+        raise NotImplementedError
+
+    def _returned_bias_name(self) -> str:
+        """Return the name of the attribute that it is, for a layer whose parameters are whole."""
+        raise NotImplementedError
+
+    def _outside_fp8(self) -> str:
+        """Return what computes the layer outside of FP8: "program", "torch" or "general"."""
+        return "program"
+
+    def _is_whole(self) -> bool:
+        """Tell whether every parameter that the program reads is one of the layer's."""
+        return True
+
+    # Construction --------------------------------------------------------------------------------
+
+    def _check_norm(self, normalization: str | None, *, optional: bool) -> None:
+        known = (*_NORMALIZATIONS, None) if optional else _NORMALIZATIONS
+        if normalization not in known:
+            message = (
+                f"{self.name}: normalization must be one of {', '.join(map(repr, known))}, got "
+                f"{normalization!r}"
+            )
+            raise ShapeError(message)
+
+    def _make_norm_parameters(self, size: int, options: dict[str, Any]) -> None:
+        for name in ("layer_norm_weight", "layer_norm_bias"):
+            is_there = self.normalization == "LayerNorm" or (
+                self.normalization == "RMSNorm" and name == "layer_norm_weight"
+            )
+            made = torch.nn.Parameter(torch.empty(size, **options)) if is_there else None
+            self.register_parameter(name, made)
+
+    def _reset_norm(self) -> None:
+        for name, value in (
+            ("layer_norm_weight", float(not self.zero_centered_gamma)),
+            ("layer_norm_bias", 0.0),
+        ):
+            if getattr(self, name) is not None:
+                parameter: Any = materialise(self, name)
+                initialise(self, parameter, constant(value), forks=False)
+                parameter.sequence_parallel = self.sequence_parallel
+
+    def _append_norm(self, program: native.Program, size: int) -> None:
+        if self.normalization is not None:
+            bias = "layer_norm_bias" if self.normalization == "LayerNorm" else None
+            program.norm(
+                "layer_norm",
+                self.normalization,
+                self._parameters,
+                "layer_norm_weight",
+                bias,
+                size,
+                self.eps,
+                self.zero_centered_gamma,
+            )
+
+    def _norm_names(self) -> tuple[str, ...]:
+        names = ("layer_norm_weight", "layer_norm_bias")
+        return tuple(name for name in names if getattr(self, name) is not None)
+
+    # The native half -----------------------------------------------------------------------------
+
+    def _make_native(self) -> None:
+        handles = {}
+        for name in self._LINEARS:
+            handle = native.WeightHandle(self.name)
+            # The parts' gradients reach their main_grad where the concatenation is undone.
+            handle.fuse_wgrad_accumulation = self.fuse_wgrad_accumulation and self._is_whole()
+            handle.delay_wgrad_compute = self.delay_wgrad_compute
+            handles[name] = handle
+        # In `__dict__`, where nn.Module keeps its hands off them.
+        self.__dict__["_handles"] = handles
+        self.__dict__["_observed"] = None
+        self.__dict__["_region_epoch"] = None
+        program = self.__dict__["_program"] = self._make_program(observed=False)
+        # What a call runs that needs nothing of Python.
+        program.is_direct = not self.checkpoint and (self._is_whole() or not self.return_bias)
+        if program.is_direct and self.return_bias:
+            name = self._returned_bias_name()
+            is_parameter = name in self._parameters
+            program.return_bias(self._parameters if is_parameter else self.__dict__, name)
+
+    def _make_program(self, *, observed: bool) -> native.Program:
+        """Make the layer's program; an `observed` one returns the input of every linear op beside the result."""
+        program = native.Program(self.name, outside_fp8=self._outside_fp8())
+        wanted = len(self._LINEARS) if observed else int(self.return_layernorm_output)
+
+        def observe() -> None:
+            if program.num_extra_outputs < wanted:
+                program.make_extra_output("input", False)
+
+        self._append_ops(program, observe)
+        return program
+
+    def _weight_handles(self) -> dict[str, Any]:
+        return self._handles
+
+    def _plan_count(self) -> int:
+        programs = (self._program, self._observed)
+        return sum(program.plan_count() for program in programs if program is not None)
+
+    def _set_slots(self, epoch: int, forward: Any, backward: Any) -> None:
+        for index, handle in enumerate(self._handles.values()):
+            bases = index * self._FORWARD_SLOTS, index * self._BACKWARD_SLOTS
+            handle.set_slots(epoch, forward, backward, *bases)
+
+    # Forward -------------------------------------------------------------------------------------
+
+    def _forward_general(self, inp: Any, is_first_microbatch: bool | None) -> Any:
+        """Forward of calls that the native fast path does not take."""
+        parameters, version = self._used_parameters(is_first_microbatch)
+        weight = next(iter(parameters.values()))
+        self._check_input(inp, self._FEATURES, getattr(self, self._FEATURES), weight.device)
+        self.set_activation_dtype(inp)
+        self._refuse_functorch("here; call torch.nn layers inside of them")
+        out = self._forward_on(parameters, version, inp, is_first_microbatch)
+        return self._with_bias(out) if self.return_bias else out
+
+    def _forward_on(
+        self,
+        parameters: dict[str, torch.Tensor],
+        version: int | None,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None,
+    ) -> Any:
+        """Run the program on parameters that are the layer's, or stand in for them."""
+        enabled, *_, epoch = native.autocast_region()
+        if enabled and epoch != self._region_epoch:
+            self.__dict__["_region_epoch"] = epoch
+            self._enter_region()
+        x = inp.to(self.activation_dtype)
+        if type(x) not in (torch.Tensor, torch.nn.Parameter):
+            x = x.as_subclass(torch.Tensor)
+        if autocast_state.fp8_calibration and not autocast_state.fp8_enabled:
+            return self._calibrate(parameters, version, x, is_first_microbatch)
+        if self.checkpoint and torch.is_grad_enabled() and x.numel() > 0:
+            return recomputed(self, parameters, x, is_first_microbatch)
+        given = tuple(parameters.values())
+        return native.program_apply(self._program, self, x, (), is_first_microbatch, given, version)
+
+    def _with_bias(self, out: Any) -> tuple[torch.Tensor, ...]:
+        y, *others = out if isinstance(out, tuple) else (out,)
+        return (y, self._returned_bias().to(y.dtype), *others)
+
+    def _calibrate(
+        self,
+        parameters: dict[str, torch.Tensor],
+        version: int | None,
+        x: torch.Tensor,
+        is_first_microbatch: bool | None,
+    ) -> Any:
+        """Take the absolute maxima that FP8 would, while computing in high precision."""
+        program = self._observed
+        if program is None:
+            program = self.__dict__["_observed"] = self._make_program(observed=True)
+        given = tuple(parameters.values())
+        y, *inputs = native.program_apply(program, self, x, (), is_first_microbatch, given, version)
+        self._take_maxima(inputs, [parameters[name] for name in self._LINEARS])
+        return (y, inputs[0]) if self.return_layernorm_output else y
+
+    def _take_maxima(self, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+        """Take the absolute maxima of what the linear ops have multiplied into the histories."""
+        self.init_fp8_metadata(self.fp8_meta["num_gemms"])
+        state = self.fp8_meta.get("scaling_fwd")
+        is_meant = state is not None and self.fp8_meta["recipe"].delayed() and inputs[0].numel() > 0
+        if is_meant and not scale_tape.is_second():
+            with torch.no_grad():
+                self._record(state, inputs, weights)
+
+    def _record(
+        self, state: Any, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+    ) -> None:
+        live = state.amax_history[0]
+        for index, tensors in enumerate(zip(inputs, weights, strict=True)):
+            maxima = torch.stack([tensor.abs().amax().float() for tensor in tensors])
+            base = index * self._FORWARD_SLOTS
+            live[base : base + 2] = torch.maximum(live[base : base + 2], maxima)
+        state.slots.mark_ran()
+
+    # Weight gradients ----------------------------------------------------------------------------
+
+    def backward_dw(self) -> None:
+        """Compute the weights' gradients of the oldest backward that left them, the last one first.
+
+        Raises
+        ------
+        StateError
+            If no backward did.
+        """
+        if not self.delay_wgrad_compute:
+            return
+        waiting = [name for name, handle in self._handles.items() if handle.deferred_count()]
+        if not waiting:
+            message = f"{self.name}: backward_dw() was called without a backward before it"
+            raise StateError(message)
+        for name in reversed(waiting):
+            self._compute_deferred(name, self._handles[name])
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
+            hook()
+
+    def _compute_deferred(self, name: str, handle: native.WeightHandle) -> None:
+        weight, fuse = getattr(self, name), self.fuse_wgrad_accumulation
+        dw = native.program_backward_dw(handle, weight, fuse)
+        if dw is not None:
+            main_grad.give(weight, dw, fuse=fuse, overwrite=False)
+
+    # Parameters ----------------------------------------------------------------------------------
+
+    def reset_layer_norm_parameters(self) -> None:
+        """Initialise the norm's parameters; deprecated, as in Transformer Engine.
+
+        Call :meth:`reset_parameters` instead.
+        """
+        message = f"{type(self).__name__}.reset_layer_norm_parameters: use reset_parameters instead"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        self._reset_norm()
+
+    # Checkpoints of torch.nn ---------------------------------------------------------------------
+
+    def _load_norm(self, source: Source | None) -> None:
+        """Copy a ``torch.nn`` norm; its weight is 1 + that of a zero-centred one."""
+        if source is None:
+            return
+        targets = {name.rpartition("_")[2]: [getattr(self, name)] for name in self._norm_names()}
+        copy_into(targets, [source], f"{self.name}: layer_norm")
+        if self.zero_centered_gamma and self.layer_norm_weight is not None:
+            with torch.no_grad():
+                self.layer_norm_weight.sub_(1.0)

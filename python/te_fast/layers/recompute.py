@@ -1,0 +1,117 @@
+"""Layers that keep their input alone and run their forward again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from te_fast.errors import StateError
+from te_fast.runtime import delayed, native, rows, scale_tape
+from te_fast.runtime.global_state import FP8GlobalStateManager
+
+if TYPE_CHECKING:
+    from te_fast.layers.program import ProgramLayer
+
+__all__ = ["recomputed"]
+
+
+class _Forward:
+    """What a forward ran under: the autocast region, and the scales of delayed scaling."""
+
+    def __init__(self) -> None:
+        self.region = FP8GlobalStateManager.get_autocast_state()
+        self._tape = scale_tape.Tape()
+        #: The program repeats its last region, which is not the one in force.
+        self._is_repeated = scale_tape.is_repeating()
+
+    def first(self) -> AbstractContextManager[None]:
+        """Note the scales."""
+        return scale_tape.phase(self._tape, reads=False)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Put region and scales back for a while; nothing is recorded meanwhile."""
+        if self._is_repeated:
+            with scale_tape.phase(self._tape.copy(), reads=True):
+                yield
+            return
+        with (
+            scale_tape.recorded_region(self.region),
+            scale_tape.phase(self._tape.copy(), reads=True),
+        ):
+            yield
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer: ProgramLayer,
+        is_first_microbatch: bool | None,
+        names: tuple[str, ...],
+        x: torch.Tensor,
+        *parameters: torch.Tensor,
+    ) -> Any:
+        ctx.layer, ctx.is_first_microbatch, ctx.names = layer, is_first_microbatch, names
+        ctx.parameters = parameters
+        ctx.versions = [_version(parameter) for parameter in parameters]
+        ctx.forward_state = _Forward()
+        ctx.save_for_backward(x)
+        needs_x = x.requires_grad
+
+        with ctx.forward_state.first():
+            # As if for backward: the weights are quantised for the second run, too, and the results
+            # are bit for bit those of a layer that keeps what it computes.
+            y, others, kept, _ = native.program_run_forward(
+                layer._program, layer, x, (), is_first_microbatch, needs_x, (), True, parameters
+            )
+        assert kept is not None  # since gradients are wanted
+        # Its backward is the last one of the region's, and updates the gradients' scales.
+        ctx.updates = kept.updates_backward_scales
+        return (y, *others) if others else y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor, *others: torch.Tensor) -> tuple[Any, ...]:
+        layer, (x,) = ctx.layer, ctx.saved_tensors
+        for name, parameter, version in zip(ctx.names, ctx.parameters, ctx.versions, strict=True):
+            if _version(parameter) != version:
+                message = (
+                    f"{layer.name}: {name} has been modified by an inplace operation since the "
+                    "forward that backward runs again"
+                )
+                raise StateError(message)
+        needs_x = ctx.needs_input_grad[3]
+
+        first, given = ctx.is_first_microbatch, ctx.parameters
+        with ctx.forward_state.again():
+            _, _, kept, saved = native.program_run_forward(
+                layer._program, layer, x, (), first, needs_x, (), True, given
+            )
+            assert kept is not None  # since gradients are wanted
+            dx, gradients, _ = rows.run_backward(kept, saved, dy, others)
+        if ctx.updates:
+            delayed.update_scales(forward=False)
+        return (None, None, None, dx, *gradients)
+
+
+def _version(parameter: torch.Tensor) -> int:
+    return 0 if parameter.is_inference() else parameter._version
+
+
+def recomputed(
+    layer: ProgramLayer,
+    parameters: dict[str, torch.Tensor],
+    x: torch.Tensor,
+    is_first_microbatch: bool | None,
+) -> Any:
+    """Apply the layer's program, keeping `x` alone for backward.
+
+    Under delayed scaling, the second run quantises with the first one's scales and records nothing.
+    """
+    names = tuple(parameters)
+    return _Recomputed.apply(layer, is_first_microbatch, names, x, *parameters.values())

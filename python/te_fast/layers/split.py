@@ -1,0 +1,262 @@
+"""Layers of one GEMM, whose parameters may be split along dimension 0: the parts' sizes, and the whole that it sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fast.errors import DtypeError, ShapeError, StateError
+from te_fast.layers.parameters import (
+    Init,
+    constant,
+    initialise,
+    mark_parallel,
+    materialise,
+)
+from te_fast.layers.program import ProgramLayer
+from te_fast.runtime import main_grad, native
+
+if TYPE_CHECKING:
+    Parts = tuple[str, ...] | dict[str, int] | None
+
+__all__ = ["SplitLinear", "concatenate", "split_sizes"]
+
+
+def split_sizes(parameters_split: Parts, total: int, layer: str) -> dict[str, int] | None:
+    """Return the parts' names, without trailing underscore, and sizes.
+
+    Raises
+    ------
+    DtypeError
+        If it is neither a tuple nor a dict, or its names are no strings.
+    ShapeError
+        If it is empty, or does not add up.
+    """
+    if parameters_split is None:
+        return None
+    if not isinstance(parameters_split, dict | tuple | list):
+        got = type(parameters_split).__name__
+        message = f"{layer}: parameters_split must be a tuple of names or a dict, got {got}"
+        raise DtypeError(message)
+    if not parameters_split:
+        message = f"{layer}: parameters_split must name at least one part, got an empty one"
+        raise ShapeError(message)
+    if not all(isinstance(name, str) for name in parameters_split):
+        given = list(parameters_split)
+        message = f"{layer}: parameters_split must name the parts, sizes are the values of a dict; got {given}"
+        raise DtypeError(message)
+    if isinstance(parameters_split, dict):
+        sizes = list(parameters_split.values())
+    else:
+        sizes = [total // len(parameters_split)] * len(parameters_split)
+    if sum(sizes) != total or min(sizes) <= 0:
+        message = f"{layer}: parameters_split must add up to out_features = {total}, got {sizes}"
+        raise ShapeError(message)
+    names = [name.removesuffix("_") for name in parameters_split]
+    if len(set(names)) != len(names):
+        message = f"{layer}: parameters_split must name different parts, got {names}"
+        raise ShapeError(message)
+    return dict(zip(names, sizes, strict=True))
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate in the parts' own type; ``torch.autocast`` refuses 16 bits that are not its own."""
+    kind = parts[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return torch.cat(parts)
+    with torch.autocast(kind, enabled=False):
+        return torch.cat(parts)
+
+
+class _Concatenate(torch.autograd.Function):
+    """Concatenation without a copy where the parts lie one after the other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: SplitLinear, adjacent: bool, overwrite: bool, *parts: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.layer, ctx.parts, ctx.overwrite = layer, parts, overwrite
+        ctx.set_materialize_grads(False)
+        if not adjacent:
+            return _joined([part.detach() for part in parts])
+        first = parts[0].detach()
+        rows = sum(part.shape[0] for part in parts)
+        whole = first.new_empty(0)
+        size, stride = (rows, *first.shape[1:]), first.stride()
+        return whole.set_(first.untyped_storage(), first.storage_offset(), size, stride)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:  # backward_dw gives it later, and adds it
+            if not ctx.layer.fuse_wgrad_accumulation:
+                return (None,) * (3 + len(ctx.parts))
+            trained = zip(ctx.parts, ctx.needs_input_grad[3:], strict=True)
+            takes = [part if needed else None for part, needed in trained]
+            for part in takes if ctx.overwrite else ():
+                if part is not None:
+                    main_grad.main_grad_of(part).zero_()
+            after = main_grad.after_main_grad
+            return (None, None, None, *(None if part is None else after(part) for part in takes))
+        parts = grad.split([part.shape[0] for part in ctx.parts])
+        if not ctx.layer.fuse_wgrad_accumulation:
+            return (None, None, None, *parts)
+        given = [
+            main_grad.give(parameter, part, fuse=True, overwrite=ctx.overwrite) if needed else None
+            for parameter, part, needed in zip(
+                ctx.parts, parts, ctx.needs_input_grad[3:], strict=True
+            )
+        ]
+        return (None, None, None, *given)
+
+
+def concatenate(
+    parts: list[torch.Tensor], layer: SplitLinear, *, overwrite: bool
+) -> tuple[torch.Tensor, int]:
+    """Return the whole and a number that changes whenever a part's content may have.
+
+    With `overwrite`, ``main_grad`` takes the gradient instead of adding it.
+
+    Raises
+    ------
+    StateError
+        If gradients are wanted of parts that torch keeps none of.
+    """
+    if torch.is_grad_enabled() and any(p.requires_grad and p.is_inference() for p in parts):
+        message = (
+            f"{layer.name}: the parameters were made under torch.inference_mode(), and get no gradients; make the "
+            "layer outside of it to train it, else call it under torch.no_grad()"
+        )
+        raise StateError(message)
+    ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]
+    adjacent = all(part.is_contiguous() for part in parts) and all(
+        following.data_ptr() == end
+        and following.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr()
+        for following, end in zip(parts[1:], ends, strict=False)
+    )
+    whole: torch.Tensor = _Concatenate.apply(layer, adjacent, overwrite, *parts)
+    # Those made under torch.inference_mode() count no versions.
+    counts = adjacent and not any(part.is_inference() for part in parts)
+    version = sum(part._version for part in parts) if counts else native.version_of_copy()
+    return whole, version
+
+
+class SplitLinear(ProgramLayer):
+    """A layer of one GEMM, whose weight and bias may be split."""
+
+    _FEATURES = "in_features"
+    _LINEARS = ("weight",)
+
+    in_features: int
+    out_features: int
+    weight: torch.Tensor
+    bias: torch.Tensor
+    use_bias: bool
+    apply_bias: bool
+    parallel_mode: str | None
+    init_method: Init | None
+
+    # What the program is -------------------------------------------------------------------------
+
+    def _append_ops(self, program: native.Program, observe: Callable[[], None]) -> None:
+        self._append_norm(program, self.in_features)
+        observe()
+        sizes = self.in_features, self.out_features
+        weights, biases = ([], []) if self._parts is None else (self.weight_names, self.bias_names)
+        handle = self._handles["weight"]
+        program.linear("linear", handle, self._parameters, "weight", *sizes, weights)
+        program.fuses_parts = self.fuse_wgrad_accumulation and self._parts is not None
+        if self.apply_bias:
+            program.bias("bias", self._parameters, "bias", self.out_features, biases)
+
+    def _is_whole(self) -> bool:
+        return self._parts is None
+
+    def _used_parameters(
+        self, is_first_microbatch: bool | None
+    ) -> tuple[dict[str, torch.Tensor], int | None]:
+        weight, version = self._weight(overwrite=is_first_microbatch is True)
+        used = {name: getattr(self, name) for name in self._norm_names()} | {"weight": weight}
+        return (used | {"bias": self._bias()} if self.apply_bias else used), version
+
+    def _returned_bias(self) -> torch.Tensor:
+        return self._bias() if self.use_bias else getattr(self, self.bias_names[0])
+
+    def _returned_bias_name(self) -> str:
+        return self.bias_names[0]
+
+    def _compute_deferred(self, name: str, handle: native.WeightHandle) -> None:
+        if self._parts is None:
+            super()._compute_deferred(name, handle)
+            return
+        self._check_main_grads()
+        whole, _ = self._weight(overwrite=False)
+        dw = native.program_backward_dw(handle, whole.detach(), False)
+        if dw is not None:
+            self._give_deferred(dw)
+
+    # Parameters ----------------------------------------------------------------------------------
+
+    def _make_linear_parameters(self, parameters_split: Parts, options: dict[str, Any]) -> None:
+        parts = split_sizes(parameters_split, self.out_features, self.name)
+        self._parts = parts
+        prefixes = [""] if parts is None else [f"{name}_" for name in parts]
+        sizes = [self.out_features] if parts is None else list(parts.values())
+        self.weight_names = [f"{prefix}weight" for prefix in prefixes]
+        self.bias_names = [f"{prefix}bias" for prefix in prefixes]
+        weight = torch.empty(self.out_features, self.in_features, **options)
+        for name, part in zip(self.weight_names, weight.split(sizes), strict=True):
+            self.register_parameter(name, torch.nn.Parameter(part))
+        if not self.use_bias:
+            for name in self.bias_names:
+                setattr(self, name, torch.empty(0, **options))
+            return
+        bias = torch.empty(self.out_features, **options)
+        for name, part in zip(self.bias_names, bias.split(sizes), strict=True):
+            self.register_parameter(name, torch.nn.Parameter(part))
+
+    def _reset_linear(self) -> None:
+        is_row = self.parallel_mode == "row"
+        for name in self.weight_names:
+            weight = materialise(self, name)
+            initialise(self, weight, self.init_method, forks=True)
+            if self.parallel_mode is not None:
+                mark_parallel(weight, 1 if is_row else 0)
+            if self.delay_wgrad_compute:
+                weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+        for name in self.bias_names if self.use_bias else ():
+            bias = materialise(self, name)
+            initialise(self, bias, constant(0.0), forks=False)
+            if is_row:
+                bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+            elif self.parallel_mode is not None:
+                mark_parallel(bias, 0)
+
+    def _weight(self, *, overwrite: bool) -> tuple[torch.Tensor, int | None]:
+        """Return the whole weight, and what stands in for a concatenation's version."""
+        if self._parts is None:
+            return self.weight, None
+        parts = [getattr(self, name) for name in self.weight_names]
+        return concatenate(parts, self, overwrite=overwrite)
+
+    def _bias(self) -> torch.Tensor:
+        if self._parts is None:
+            return self.bias
+        return _joined([getattr(self, name) for name in self.bias_names])
+
+    def _check_main_grads(self) -> None:
+        """Raise before a gradient that waits is computed, if a part that it goes to cannot take it."""
+        if self._parts is not None and self.fuse_wgrad_accumulation:
+            for name in self.weight_names:
+                if getattr(self, name).requires_grad:
+                    main_grad.main_grad_of(getattr(self, name))
+
+    def _give_deferred(self, dw: torch.Tensor) -> None:
+        """Give a weight gradient that :meth:`backward_dw` computed to the parts that are trained."""
+        parameters = [getattr(self, name) for name in self.weight_names]
+        sizes = [parameter.shape[0] for parameter in parameters]
+        for parameter, part in zip(parameters, dw.split(sizes), strict=True):
+            if parameter.requires_grad:
+                fuse = self.fuse_wgrad_accumulation
+                main_grad.give(parameter, part, fuse=fuse, overwrite=False)

@@ -1,0 +1,163 @@
+"""Padding of grouped GEMM inputs to the row counts that FP8 needs, and its reverse."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from te_fast.errors import ShapeError
+from te_fast.moe import arguments
+from te_fast.moe import kernels as impl
+from te_fast.runtime.global_state import FP8GlobalStateManager
+from te_fast.runtime.support import get_align_size_for_quantization
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Fp8Padding", "Fp8Unpadding"]
+
+
+def _align_of_recipe() -> int:
+    return get_align_size_for_quantization(FP8GlobalStateManager.get_fp8_recipe())
+
+
+# What torch.compiler.assume_constant_result sets, which imports torch._dynamo to do so.
+_align_of_recipe._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class _Aligned(torch.nn.Module):
+    """Splits of a grouped GEMM and the alignment, which the recipe of the first forward decides."""
+
+    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        super().__init__()
+        if align_size is not None and not (arguments.is_integer(align_size) and align_size > 0):
+            msg = (
+                f"{type(self).__name__}: align_size must be a positive integer, got {align_size!r}"
+            )
+            raise ShapeError(msg)
+        self.num_gemms = num_gemms
+        self.align_size = align_size
+
+    def _checked(
+        self, inp: torch.Tensor, m_splits: torch.Tensor | Sequence[int]
+    ) -> tuple[int, torch.Tensor]:
+        """Give the alignment, which is the recipe's where none was given, and `inp` as a matrix."""
+        if len(m_splits) != self.num_gemms:
+            msg = (
+                f"{type(self).__name__}: m_splits must have {self.num_gemms} entries, one per GEMM, "
+                f"got {len(m_splits)}"
+            )
+            raise ShapeError(msg)
+        if not self.align_size:
+            self.align_size = _align_of_recipe()
+        if inp.dim() == 2:
+            return self.align_size, inp
+        if inp.dim() == 0:
+            msg = f"{type(self).__name__}: inp must be (rows, hidden), got a tensor without dimensions"
+            raise ShapeError(msg)
+        return self.align_size, inp.reshape(inp.shape[:-1].numel(), inp.size(-1))
+
+
+class Fp8Padding(_Aligned):
+    """Pad every split of a grouped GEMM's input with zero rows to a multiple of ``align_size``.
+
+    Parameters
+    ----------
+    num_gemms : int
+        Number of GEMMs, that is of splits.
+    align_size : int, optional
+        Multiple to pad to. By default the recipe of the first forward decides: 32 for MXFP8, 128 for
+        NVFP4, else 16.
+    """
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        m_splits: list[int] | torch.Tensor,
+        *,
+        num_out_tokens: int | None = None,
+    ) -> tuple[torch.Tensor, list[int] | torch.Tensor]:
+        """Pad.
+
+        Parameters
+        ----------
+        inp : torch.Tensor
+            Rows of all splits, ``(sum(m_splits), hidden)``.
+        m_splits : list of int or torch.Tensor
+            Rows of every split. As a tensor on the input's device nothing is read back.
+        num_out_tokens : int, optional
+            Rows of the result, the rest of which is zero; by default as many as a list needs, or the most
+            that a tensor can need.
+
+        Returns
+        -------
+        tuple
+            Padded rows, and the padded splits in the form of ``m_splits``. An input that needs no padding
+            is returned itself.
+        """
+        try:
+            align, rows_of = self._checked(inp, m_splits)
+            if isinstance(m_splits, torch.Tensor):
+                most = rows_of.size(0) + self.num_gemms * (align - 1)
+                rows = most // align * align if num_out_tokens is None else num_out_tokens
+                out, _, padded = impl.move_rows(
+                    rows_of, None, m_splits, None, impl.PAD, align, rows
+                )
+                return out, padded
+            splits = m_splits if type(m_splits) is list else list(m_splits)
+            out, padded = impl.move_by_list(rows_of, splits, impl.PAD, align, num_out_tokens)
+            return (inp, m_splits) if out is None else (out, padded)
+        except (AttributeError, TypeError) as error:
+            raise arguments.blame(
+                type(self).__name__, error, locals(), ("num_out_tokens",)
+            ) from None
+
+
+class Fp8Unpadding(_Aligned):
+    """Take the padding of :class:`Fp8Padding` away again.
+
+    Parameters
+    ----------
+    num_gemms : int
+        Number of GEMMs, that is of splits.
+    align_size : int, optional
+        Multiple that was padded to; by default as for :class:`Fp8Padding`.
+    """
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        m_splits: list[int] | torch.Tensor,
+        *,
+        num_out_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Unpad.
+
+        Parameters
+        ----------
+        inp : torch.Tensor
+            Padded rows.
+        m_splits : list of int or torch.Tensor
+            Rows of every split without padding.
+        num_out_tokens : int, optional
+            Rows of the result, the rest of which is zero; by default as many as a list needs, or those of
+            ``inp`` for a tensor.
+
+        Returns
+        -------
+        torch.Tensor
+            Rows ``(sum(m_splits), hidden)``. An input without padding is returned itself.
+        """
+        try:
+            align, rows_of = self._checked(inp, m_splits)
+            if isinstance(m_splits, torch.Tensor):
+                rows = rows_of.size(0) if num_out_tokens is None else num_out_tokens
+                return impl.move_rows(rows_of, None, m_splits, None, impl.UNPAD, align, rows)[0]
+            splits = m_splits if type(m_splits) is list else list(m_splits)
+            out, _ = impl.move_by_list(rows_of, splits, impl.UNPAD, align, num_out_tokens)
+            return inp if out is None else out
+        except (AttributeError, TypeError) as error:
+            raise arguments.blame(
+                type(self).__name__, error, locals(), ("num_out_tokens",)
+            ) from None

@@ -1,0 +1,1 @@
+"""The basic operations, by kind."""

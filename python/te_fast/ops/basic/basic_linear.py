@@ -1,0 +1,233 @@
+"""``y = x Wᵀ``: the operation that runs in FP8."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from te_fast.errors import ArgumentError, ShapeError, UnsupportedError
+from te_fast.ops.common import compute_dtype, parameter_options, refuse_ranks, to_real
+from te_fast.ops.op import BasicOperation, OperationContext
+from te_fast.runtime import main_grad, native, rows
+from te_fast.runtime.global_state import autocast_state
+
+__all__ = ["BasicLinear"]
+
+
+def check_parallelism(
+    op: str, mode: str | None, group: Any, options: dict[str, Any] | None = None
+) -> None:
+    """Raise for what runs on several ranks.
+
+    Raises
+    ------
+    ArgumentError
+        If the mode does not exist.
+    UnsupportedError
+        For a group of several ranks, and Userbuffers.
+    """
+    if mode not in (None, "column", "row"):
+        message = f"{op}: tensor_parallel_mode must be None, 'column' or 'row', got {mode!r}"
+        raise ArgumentError(message)
+    if mode is not None:
+        refuse_ranks(group, op, "tensor_parallel_group")
+    if options:
+        message = f"{op}: userbuffers_options is not supported yet; leave it at its default"
+        raise UnsupportedError(message)
+
+
+class BasicLinear(BasicOperation):
+    """Apply ``y = x Wᵀ``, in FP8 inside :class:`te_fast.pytorch.autocast`.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+        Sizes of the last dimension. In FP8 both are multiples of 16.
+    device : torch.device or str, optional
+        Where the weight is made: the GPU, or the CPU without one. ``'meta'`` defers to
+        :meth:`reset_parameters` or the first forward.
+    dtype : torch.dtype, optional
+        Type of the weight; ``torch.get_default_dtype()`` by default.
+    tensor_parallel_mode, tensor_parallel_group, sequence_parallel : optional
+        Tensor parallelism; groups of one rank only so far.
+    rng_state_tracker_function : Callable, optional
+        Gives the random number generator's tracker that initialisation forks.
+    accumulate_into_main_grad : bool, default = False
+        Add the weight's gradient to ``weight.main_grad``.
+    userbuffers_options : dict, optional
+        Not supported yet.
+    """
+
+    weight: torch.Tensor
+    _handle: Any
+    _takes_to_fp8 = True
+    #: Native program of this operation alone, for where it runs between Python's.
+    _own_program: Any = None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: torch.distributed.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+        userbuffers_options: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        check_parallelism(name, tensor_parallel_mode, tensor_parallel_group, userbuffers_options)
+        # With one rank, as in Transformer Engine, these say nothing.
+        del sequence_parallel
+        self.in_features = self.local_in_features = in_features
+        self.out_features = self.local_out_features = out_features
+        self.tensor_parallel_mode = None
+        self.tensor_parallel_group = None
+        self.tensor_parallel_size = 1
+        self.sequence_parallel = False
+        self._rng_state_tracker_function = rng_state_tracker_function
+        self._accumulate_into_main_grad = accumulate_into_main_grad
+        self._make_handle()
+        weight = torch.empty(out_features, in_features, **parameter_options(device, dtype, name))
+        self.register_parameter("weight", torch.nn.Parameter(weight))
+        if not weight.is_meta:
+            self.reset_parameters()
+
+    def num_quantizers(self, mode: str) -> int:
+        """Two forward (input, weight), one backward (gradient of the output)."""
+        return {"forward": 2, "backward": 1}.get(mode, 0)
+
+    def reset_parameters(self) -> None:
+        """Initialise the weight, after making it real if it is on the meta device."""
+        weight = to_real(self, "weight")
+        tracker = self._rng_state_tracker_function
+        with nullcontext() if tracker is None else tracker().fork():
+            torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        self._drop_weight_cache()
+
+    def pre_first_fuser_forward(self) -> None:
+        """Make a weight on the meta device real."""
+        if self.weight.is_meta:
+            self.reset_parameters()
+
+    # The native half ------------------------------------------------------------------------------
+
+    def _make_handle(self) -> None:
+        handle = native.WeightHandle(type(self).__name__)
+        handle.fuse_wgrad_accumulation = self._accumulate_into_main_grad
+        self.__dict__["_handle"] = handle
+
+    def _result_type(
+        self,
+        dtype: torch.dtype,
+        extras: tuple[torch.dtype, ...],
+        autocast: torch.dtype | None,
+    ) -> torch.dtype:
+        return autocast or self.weight.dtype
+
+    def _append_to(self, program: Any, label: str) -> None:
+        sizes = (self.in_features, self.out_features)
+        program.linear(label, self._handle, self._parameters, "weight", *sizes)
+
+    def _set_slots(self, epoch: int) -> None:
+        forward, backward = self._delayed_state("forward"), self._delayed_state("backward")
+        if forward is not None and backward is not None:
+            self._handle.set_slots(epoch, forward.slots, backward.slots, 0, 0)
+
+    def _recipe_state_changed(self) -> None:
+        self._handle.drop_slots()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a weight that FSDP brings back may have other values, at the same address and version."""
+        super().__setattr__(name, value)
+        if isinstance(value, torch.Tensor) and "_handle" in self.__dict__:
+            self._drop_weight_cache()
+
+    def _drop_weight_cache(self) -> None:
+        self._handle.drop_weight_cache()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Forget what was quantised: ``.to()`` and its kin exchange the weight's memory."""
+        result = super()._apply(fn, recurse)
+        self._drop_weight_cache()
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the native half out."""
+        state = super().__getstate__()
+        for name in ("_handle", "_own_program"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make a native half of this copy's own."""
+        super().__setstate__(state)
+        self._make_handle()
+
+    # In Python ------------------------------------------------------------------------------------
+
+    def _check(self, x: torch.Tensor) -> None:
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            message = (
+                f"{type(self).__name__}: the input's last dimension must be in_features = "
+                f"{self.in_features}, got a tensor of shape {list(x.shape)}"
+            )
+            raise ShapeError(message)
+
+    def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Multiply; in high precision input and weight are what is kept."""
+        self._check(input_)
+        dtype = ctx.dtype = compute_dtype(input_, self.weight)  # type: ignore[attr-defined]
+        if autocast_state.fp8_enabled:
+            return self._quantized_forward(ctx, input_.to(dtype))
+        x, weight = input_.to(dtype), self.weight.to(dtype)
+        if ctx.requires_grad:
+            ctx.save_for_backward(x, weight)
+        return functional.linear(x, weight)
+
+    def _quantized_forward(self, ctx: OperationContext, x: torch.Tensor) -> torch.Tensor:
+        program = self._own_program
+        if program is None:
+            program = self.__dict__["_own_program"] = native.Program(type(self).__name__)
+            self._append_to(program, type(self).__name__)
+        wanted = ctx.requires_grad
+        owner = self._fuser()
+        weight_wanted = wanted and self.weight.requires_grad
+        y, _, kept, saved = native.program_run_forward(
+            program, owner, x, (), None, wanted, (), weight_wanted
+        )
+        ctx.kept = kept  # type: ignore[attr-defined]
+        ctx.save_for_backward(*saved)
+        return y
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None]]:
+        """Multiply by the weight, and the input by the gradient."""
+        kept = getattr(ctx, "kept", None)
+        if kept is not None:
+            dx, (dw,), _ = rows.run_backward(kept, ctx.saved_tensors or (), grad_output, ())
+            return dx, (dw,)
+        x, weight = ctx.saved_tensors or ()
+        assert x is not None
+        assert weight is not None
+        dx = grad_output @ weight
+        if not self.weight.requires_grad:
+            return dx, (None,)
+        dw = grad_output.reshape(-1, self.out_features).t() @ x.reshape(-1, self.in_features)
+        if not self._accumulate_into_main_grad:
+            return dx, (dw.to(self.weight.dtype),)
+        return dx, (main_grad.give(self.weight, dw, fuse=True, overwrite=False),)
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        return f"in_features={self.in_features}, out_features={self.out_features}"

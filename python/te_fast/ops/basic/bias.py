@@ -1,0 +1,98 @@
+"""``y = x + b``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fast.errors import ShapeError
+from te_fast.ops.common import parameter_options, refuse_ranks, to_real
+from te_fast.ops.op import BasicOperation, OperationContext
+
+__all__ = ["Bias"]
+
+
+class Bias(BasicOperation):
+    """Add a bias, zero at first.
+
+    Parameters
+    ----------
+    size : int
+        Size of the last dimension.
+    device, dtype : optional
+        As of :class:`BasicLinear`.
+    tensor_parallel : bool, default = False
+        Split the bias; groups of one rank only so far.
+    tensor_parallel_group : torch.distributed.ProcessGroup, optional
+        Its ranks.
+    """
+
+    bias: torch.Tensor
+    _hands_gradient_on = True
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel: bool = False,
+        tensor_parallel_group: torch.distributed.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if tensor_parallel:
+            refuse_ranks(tensor_parallel_group, name, "tensor_parallel_group")
+        self.tensor_parallel = False
+        self.tensor_parallel_group = None
+        self.tensor_parallel_size = 1
+        self.local_size = size
+        bias = torch.empty(size, **parameter_options(device, dtype, name))
+        self.register_parameter("bias", torch.nn.Parameter(bias))
+        if not bias.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the bias to zero, after making it real if it is on the meta device."""
+        torch.nn.init.zeros_(to_real(self, "bias"))
+
+    def pre_first_fuser_forward(self) -> None:
+        """Make a bias on the meta device real."""
+        if self.bias.is_meta:
+            self.reset_parameters()
+
+    def _result_type(
+        self,
+        dtype: torch.dtype,
+        extras: tuple[torch.dtype, ...],
+        autocast: torch.dtype | None,
+    ) -> torch.dtype:
+        # What a linear operation made in autocast's type stays in it, as with torch.nn.Linear.
+        return dtype if autocast else torch.promote_types(dtype, self.bias.dtype)
+
+    def _append_to(self, program: Any, label: str) -> None:
+        program.bias(label, self._parameters, "bias", self.local_size)
+
+    def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Add the bias; nothing is kept."""
+        if input_.dim() == 0 or input_.shape[-1] != self.local_size:
+            message = (
+                f"{type(self).__name__}: the input's last dimension must be {self.local_size}, got a "
+                f"tensor of shape {list(input_.shape)}"
+            )
+            raise ShapeError(message)
+        if not torch.is_autocast_enabled(input_.device.type):
+            return input_ + self.bias
+        return input_ + self.bias.to(input_.dtype)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor]]:
+        """Sum the rows."""
+        db = grad_output.reshape(-1, self.local_size).float().sum(0)
+        return grad_output, (db.to(self.bias.dtype),)
+
+    def extra_repr(self) -> str:
+        """Size."""
+        return f"size={self.local_size}"

@@ -1,0 +1,64 @@
+"""Dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fast.errors import ArgumentError
+from te_fast.ops.op import ALONE, BasicOperation, Beside, OperationContext
+
+__all__ = ["Dropout"]
+
+
+class Dropout(BasicOperation):
+    """Set entries to zero with probability `p` in training, and multiply the others by ``1/(1-p)``.
+
+    Parameters
+    ----------
+    p : float
+        Probability, at least 0 and less than 1.
+    """
+
+    _mode_names = frozenset({"training", "dropout_probability"})
+    # What is evaluated has the bits of what was trained: there, the operation behind takes a tensor from memory.
+    _ends_program = True
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0.0 <= p < 1.0:
+            message = f"Dropout: p must be at least 0 and less than 1, got {p!r}"
+            raise ArgumentError(message)
+        self.dropout_probability = p
+
+    def _is_native(self, beside: Beside = ALONE) -> bool:
+        return not (self.training and self.dropout_probability) and super()._is_native(beside)
+
+    def _append_to(self, program: Any, label: str) -> None:
+        program.identity(label)
+
+    def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Draw the mask, one byte per entry, and keep it."""
+        if not self.training or self.dropout_probability == 0.0:
+            return input_
+        keep = 1.0 - self.dropout_probability
+        mask = torch.empty(input_.shape, dtype=torch.bool, device=input_.device).bernoulli_(keep)
+        if ctx.requires_grad:
+            ctx.save_for_backward(mask)
+            ctx.factor = 1.0 / keep  # type: ignore[attr-defined]
+        return (input_ * mask).mul_(1.0 / keep)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[()]]:
+        """Apply the same mask."""
+        if not ctx.saved_tensors:
+            return grad_output, ()
+        (mask,) = ctx.saved_tensors
+        assert mask is not None
+        return (grad_output * mask).mul_(ctx.factor), ()  # type: ignore[attr-defined]
+
+    def extra_repr(self) -> str:
+        """Probability."""
+        return f"p={self.dropout_probability}"

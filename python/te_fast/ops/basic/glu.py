@@ -1,0 +1,234 @@
+"""Gated activations. The first half of the last dimension is the gate, unlike in ``torch.nn.GLU``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from te_fast.errors import ArgumentError
+from te_fast.ops.basic.activation import FORMULAS, Activation, check_halves
+
+__all__ = [
+    "GEGLU",
+    "GLU",
+    "QGEGLU",
+    "ClampedSwiGLU",
+    "ReGLU",
+    "SReGLU",
+    "SiTUGLU",
+    "SwiGLU",
+    "check_interleave",
+    "clamped_swiglu",
+    "clamps",
+    "halves",
+    "situ_glu",
+]
+
+
+def check_interleave(size: int | None, op: str) -> int | None:
+    """Return the size of the blocks of gates and linear units.
+
+    Raises
+    ------
+    ArgumentError
+        If it is no positive integer.
+    """
+    if size is not None and (not isinstance(size, int) or size < 1):
+        message = f"{op}: glu_interleave_size must be a positive integer or None, got {size!r}"
+        raise ArgumentError(message)
+    return size
+
+
+def halves(x: torch.Tensor, interleave: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return gates and linear units."""
+    if interleave is None:
+        gate, linear = x.chunk(2, dim=-1)
+        return gate, linear
+    blocks = x.unflatten(-1, (-1, 2, interleave))
+    return blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)
+
+
+def clamped_swiglu(
+    gate: torch.Tensor, linear: torch.Tensor, limit: float, alpha: float, offset: float
+) -> torch.Tensor:
+    """Return GPT-OSS's SwiGLU: both halves clamped, the sigmoid steeper, the linear half moved."""
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(alpha * gate) * (linear.clamp(-limit, limit) + offset)
+
+
+def situ_glu(gate: torch.Tensor, linear: torch.Tensor, beta1: float, beta2: float) -> torch.Tensor:
+    """Return ``β₁ tanh(a/β₁) σ(a) · β₂ tanh(b/β₂)``."""
+    gate = beta1 * torch.tanh(gate / beta1) * torch.sigmoid(gate)
+    return gate * beta2 * torch.tanh(linear / beta2)
+
+
+def clamps(op: Any) -> dict[str, Any]:
+    """Return the constants of :func:`clamped_swiglu` as the native program names them."""
+    return {name: getattr(op, name) for name in ("limit", "alpha", "glu_linear_offset")}
+
+
+def check_positive(op: str, **values: float) -> None:
+    """Raise for a parameter that is no positive, finite number.
+
+    Raises
+    ------
+    ArgumentError
+        Naming it.
+    """
+    for name, value in values.items():
+        try:
+            is_fine = not isinstance(value, str) and 0 < float(value) < math.inf
+        except (
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ):  # RuntimeError is torch's, for a tensor of several numbers
+            is_fine = False
+        if not is_fine:
+            message = f"{op}: {name} must be positive and finite, got {value!r}"
+            raise ArgumentError(message)
+
+
+class GatedActivation(Activation):
+    """An activation ``f(a) · b`` of the halves of the last dimension.
+
+    Parameters
+    ----------
+    cache_quantized_input : bool, default = False
+        Keep the input for backward in FP8 (E4M3, one scale): half the memory, more rounding.
+    glu_interleave_size : int, optional
+        Gates and linear units alternate in blocks of this size, instead of being halves.
+    """
+
+    def __init__(
+        self, *, cache_quantized_input: bool = False, glu_interleave_size: int | None = None
+    ) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input)
+        self.glu_interleave_size = check_interleave(glu_interleave_size, type(self).__name__)
+
+    def _constants(self) -> dict[str, Any]:
+        return {"interleave": self.glu_interleave_size or 0}
+
+    def _check(self, x: torch.Tensor) -> None:
+        super()._check(x)
+        check_halves(self, x, self.glu_interleave_size)
+
+    def _formula(self, x: torch.Tensor) -> torch.Tensor:
+        return self._of_halves(*halves(x, self.glu_interleave_size))
+
+    def _of_halves(self, gate: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
+        return FORMULAS[self._kind](gate) * linear
+
+
+class GLU(GatedActivation):
+    """Gated linear unit ``σ(a) · b``; `a` is the first half, unlike in ``torch.nn.GLU``."""
+
+    _kind = "glu"
+
+
+class GEGLU(GatedActivation):
+    """``GELU(a) · b`` with GELU's tanh form."""
+
+    _kind = "geglu"
+
+
+class QGEGLU(GatedActivation):
+    """``a σ(1.702 a) · b``."""
+
+    _kind = "qgeglu"
+
+
+class ReGLU(GatedActivation):
+    """``max(a, 0) · b``."""
+
+    _kind = "reglu"
+
+
+class SReGLU(GatedActivation):
+    """``max(a, 0)² · b``."""
+
+    _kind = "sreglu"
+
+
+class SwiGLU(GatedActivation):
+    """``SiLU(a) · b``."""
+
+    _kind = "swiglu"
+
+
+class ClampedSwiGLU(GatedActivation):
+    """GPT-OSS's SwiGLU: ``a σ(α a) · (b + offset)`` with both halves clamped first.
+
+    Parameters
+    ----------
+    limit : float, default = 7.0
+        ``a`` is clamped from above, ``b`` from both sides.
+    alpha : float, default = 1.702
+        Factor in the sigmoid.
+    glu_linear_offset : float, default = 1.0
+        Added to the clamped ``b``.
+    cache_quantized_input, glu_interleave_size
+        As in :class:`SwiGLU`.
+    """
+
+    _kind = "clamped_swiglu"
+
+    def __init__(
+        self,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__(
+            cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
+        )
+        check_positive(type(self).__name__, limit=limit)
+        self.limit = limit
+        self.alpha = alpha
+        self.glu_linear_offset = glu_linear_offset
+
+    def _constants(self) -> dict[str, Any]:
+        return {**super()._constants(), **clamps(self)}
+
+    def _of_halves(self, gate: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
+        return clamped_swiglu(gate, linear, self.limit, self.alpha, self.glu_linear_offset)
+
+
+class SiTUGLU(GatedActivation):
+    """``β₁ tanh(a/β₁) σ(a) · β₂ tanh(b/β₂)``: SwiGLU with both halves softly capped.
+
+    Parameters
+    ----------
+    beta1, beta2 : float, default = 4.0, 25.0
+        Caps.
+    cache_quantized_input, glu_interleave_size
+        As in :class:`SwiGLU`.
+    """
+
+    _kind = "situ_glu"
+
+    def __init__(
+        self,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+        *,
+        cache_quantized_input: bool = False,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        super().__init__(
+            cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
+        )
+        check_positive(type(self).__name__, beta1=beta1, beta2=beta2)
+        self.beta1 = beta1
+        self.beta2 = beta2
+
+    def _constants(self) -> dict[str, Any]:
+        return {**super()._constants(), "beta1": self.beta1, "beta2": self.beta2}
+
+    def _of_halves(self, gate: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
+        return situ_glu(gate, linear, self.beta1, self.beta2)

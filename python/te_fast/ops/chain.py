@@ -1,0 +1,516 @@
+"""Running a plan: native programs alone, or Python operations and native segments under one autograd node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from te_fast.errors import ShapeError, StateError
+from te_fast.ops.op import OperationContext
+from te_fast.runtime import native, rows
+from te_fast.runtime.delayed import update_scales
+
+if TYPE_CHECKING:
+    from te_fast.ops.fuser import OperationFuser
+    from te_fast.ops.plan import Plan, Step
+    from te_fast.ops.routing import Slot
+    from te_fast.recipe import Recipe
+
+__all__ = ["Call", "run_native"]
+
+Tensors = tuple[torch.Tensor, ...]
+#: Size, type and device of a tensor between two steps.
+Edge = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def _edge(tensor: torch.Tensor) -> Edge:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _grad_of(edge: Edge, grad: torch.Tensor | None) -> torch.Tensor:
+    """Return a tensor's gradient in its type; none is zero."""
+    shape, dtype, device = edge
+    if grad is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return grad if grad.dtype == dtype else grad.to(dtype)
+
+
+def run_native(
+    owner: OperationFuser,
+    plan: Plan,
+    x: torch.Tensor,
+    extra_inputs: Tensors,
+    is_first_microbatch: bool | None,
+    recipe: Recipe | None,
+    epoch: int,
+) -> Any:
+    """Run a group of native operations; each program has an autograd node of its own."""
+    if plan.single is not None:
+        if plan.forward[0].casts:
+            x, extra_inputs = plan.forward[0].matched(x, extra_inputs)
+        return native.program_apply(plan.single, owner, x, extra_inputs, is_first_microbatch)
+
+    def run() -> Any:
+        return _run_programs(owner, plan, x, extra_inputs, is_first_microbatch)
+
+    return plan.trials.run(run, plan.ops, recipe, epoch, x, extra_inputs)
+
+
+def _run_programs(
+    owner: OperationFuser,
+    plan: Plan,
+    x: torch.Tensor,
+    extra_inputs: Tensors,
+    is_first_microbatch: bool | None,
+) -> Any:
+    tensors = [*extra_inputs]
+    for step in plan.forward:
+        extras = tuple([tensors[place] for place in step.takes]) if step.takes else ()
+        if step.casts:
+            x, extras = step.matched(x, extras)
+        result = native.program_apply(step.program, owner, x, extras, is_first_microbatch)
+        if step.makes:
+            x = result[0]
+            tensors += result[1:]
+        else:
+            x = result
+    if plan.returned:
+        return (x, *(tensors[place] for place in plan.returned))
+    return x
+
+
+def _output_slots(plan: Plan, step: Step) -> list[Slot]:
+    return [(i, number) for i in step.indices for number in range(plan.ops[i].num_extra_outputs)]
+
+
+class _Function(torch.autograd.Function):
+    """Arguments: input, call, then parameters and extra inputs, which autograd must know of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Call, *_: torch.Tensor) -> Any:
+        outputs, saved = call.forward(x)
+        ctx.save_for_backward(*saved)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        whole = [y for y in outputs if not y.is_floating_point()]
+        if whole:
+            ctx.mark_non_differentiable(*whole)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        return ctx.call.backward(ctx.saved_tensors, grads)
+
+
+# The C++ method: what Python adds to it is for functorch, whose transforms groups refuse.
+_apply = super(torch.autograd.Function, _Function).apply
+
+
+class Call:
+    """One forward of a group with Python operations, and what its backward needs."""
+
+    __slots__ = (
+        "contexts",
+        "edges",
+        "first",
+        "fuser",
+        "input_needs_grad",
+        "is_first_microbatch",
+        "kept",
+        "kwargs",
+        "native_outputs",
+        "plan",
+        "recipe",
+        "saved",
+        "tensors",
+        "updates_scales",
+    )
+
+    def __init__(
+        self,
+        fuser: OperationFuser,
+        plan: Plan,
+        kwargs: list[dict[str, Any]] | None,
+        is_first_microbatch: bool | None,
+        recipe: Recipe | None,
+    ) -> None:
+        self.fuser = fuser
+        self.plan = plan
+        self.kwargs = kwargs
+        self.is_first_microbatch = is_first_microbatch
+        self.recipe = recipe
+        #: Of the Python operations, by index.
+        self.contexts: dict[int, OperationContext] = {}
+        #: Extra inputs that the caller gave, and the extra outputs so far, while forward runs.
+        self.tensors: list[Any] = []
+        #: Native state of the segments, by their first index.
+        self.kept: dict[int, Any] = {}
+        #: Where the tensors that an operation or segment saved are, by its first index.
+        self.saved: dict[int, slice] = {}
+        #: Size, type and device of what each step returned, by its last index.
+        self.edges: dict[int, Edge] = {}
+        #: The same of the segments' extra outputs.
+        self.native_outputs: dict[Slot, Edge] = {}
+        #: First operation with a backward.
+        self.first = len(plan.ops)
+        self.input_needs_grad = False
+        self.updates_scales = False
+
+    def run(self, x: torch.Tensor, extra_inputs: Tensors, epoch: int) -> Any:
+        """Run forward in a region of this epoch, with autograd where a gradient is wanted."""
+        plan = self.plan
+        self.tensors += extra_inputs
+        parameters: list[torch.Tensor] = []
+        if torch.is_grad_enabled():
+            self.input_needs_grad = x.requires_grad
+            self._find_first(parameters, extra_inputs)
+
+        def run() -> Any:
+            for index, op in plan.prepared:
+                op.pre_fuser_forward(requires_grad=index >= self.first)
+            if self.first < len(plan.ops):
+                self._take_scale_update()
+                return _apply(x, self, *parameters, *extra_inputs)
+            if torch.is_grad_enabled():
+                with torch.no_grad():
+                    outputs, _ = self.forward(x)
+            else:
+                outputs, _ = self.forward(x)
+            return outputs if len(outputs) > 1 else outputs[0]
+
+        return plan.trials.run(run, plan.ops, self.recipe, epoch, x, extra_inputs)
+
+    def _find_first(self, parameters: list[torch.Tensor], extra_inputs: Tensors) -> None:
+        """Gather the parameters, and find the first operation with a backward."""
+        plan = self.plan
+        first = 0 if self.input_needs_grad else len(plan.ops)
+        for (index, _), tensor in zip(plan.routing.inputs, extra_inputs, strict=True):
+            if index < first and tensor.requires_grad:
+                first = index
+        for index, owners in enumerate(plan.parameters):
+            if not any(owners):
+                continue
+            own = plan.parameters_of(index)
+            parameters += own
+            if index < first and any([parameter.requires_grad for parameter in own]):
+                first = index
+        self.first = first
+
+    def _take_scale_update(self) -> None:
+        """Let this backward update the gradients' scales if the group is the region's first to have any.
+
+        The native segments leave it to the group, whose Python operations may quantise behind them.
+        """
+        is_delayed = self.recipe is not None and self.recipe.delayed()
+        if is_delayed and self.plan.quantizes_backward:
+            self.updates_scales = native.autocast_take_first()
+
+    # Forward --------------------------------------------------------------------------------------
+
+    def forward(self, x: torch.Tensor) -> tuple[Tensors, list[torch.Tensor | None]]:
+        """Return the outputs and what autograd is to save."""
+        plan = self.plan
+        saved: list[torch.Tensor | None] = []
+        wanted = self.first < len(plan.ops)
+        for step in plan.forward:
+            run = self._python_forward if step.program is None else self._native_forward
+            x = run(step, x, saved)
+            if wanted:
+                self.edges[step.indices[-1]] = (x.shape, x.dtype, x.device)
+        tensors, self.tensors = self.tensors, []
+        if not plan.returned:
+            return (x,), saved
+        outputs = [x, *(tensors[place] for place in plan.returned)]
+        # Two outputs of one autograd node must not be one tensor.
+        for position, y in enumerate(outputs):
+            if any(y is earlier for earlier in outputs[:position]):
+                outputs[position] = y.detach()
+        return tuple(outputs), saved
+
+    def _native_forward(
+        self, step: Step, x: torch.Tensor, saved: list[torch.Tensor | None]
+    ) -> torch.Tensor:
+        plan, first, start = self.plan, step.indices[0], len(saved)
+        wanted = self.first < len(plan.ops)
+        extras: Tensors = ()
+        extra_grads: list[bool] = []
+        if step.takes:
+            extras = tuple([self.tensors[place] for place in step.takes])
+            extra_grads = [wanted and tensor.requires_grad for tensor in extras]
+        if step.casts:
+            x, extras = step.matched(x, extras)
+        result: Any
+        if x.numel() == 0:
+            if self.recipe is not None and self.recipe.delayed():
+                # Other ranks may have rows, and reduce their maxima with this one.
+                self.fuser._init_delayed_scaling()
+            parameters = tuple([p for index in step.indices for p in plan.parameters_of(index)])
+            overwrite = self.is_first_microbatch is True
+            result = rows.run_on_nothing(step.program, x, extras, parameters, overwrite)
+        else:
+            result = native.program_run_forward(
+                step.program,
+                self.fuser,
+                x,
+                extras,
+                self.is_first_microbatch,
+                self.input_needs_grad or self.first < first,
+                extra_grads,
+                wanted,
+            )
+        y, outputs, kept, tensors = result
+        if step.makes:
+            for slot, output in zip(_output_slots(plan, step), outputs, strict=True):
+                self.tensors.append(self._marked(slot[0], output))
+                self.native_outputs[slot] = _edge(output)
+        if wanted:
+            self.kept[first] = kept
+            saved += tensors
+            self.saved[first] = slice(start, len(saved))
+        return y
+
+    def _python_forward(
+        self, step: Step, x: torch.Tensor, saved: list[torch.Tensor | None]
+    ) -> torch.Tensor:
+        op: Any = step.op
+        contexts = []
+        for index in step.indices:
+            context = self.contexts[index] = OperationContext()
+            context.requires_grad = index >= self.first
+            context.beside = self.plan.beside[index]
+            contexts.append(context)
+        if step.is_plain:
+            x = op.op_forward(
+                contexts[0],
+                x,
+                prev_op_grad_output_quantizer=None,
+                next_op_input_quantizer=None,
+                **(self.kwargs[step.indices[0]] if self.kwargs else {}),
+            )
+        else:
+            x = self._fuser_forward(step, contexts, x)
+        if not isinstance(x, torch.Tensor):
+            label, kind = self.plan.labels[step.indices[0]], type(op).__name__
+            message = f"op {label}: {kind} returned {_named(x)}, expected a torch.Tensor"
+            raise StateError(message)
+        for index, context in zip(step.indices, contexts, strict=True):
+            start = len(saved)
+            saved += context.to_save or ()
+            context.to_save = None
+            self.saved[index] = slice(start, len(saved))
+        return x
+
+    def _fuser_forward(self, step: Step, contexts: list[OperationContext], x: torch.Tensor) -> Any:
+        """Run an operation with extra tensors, or one that stands for several; return its output."""
+        op: Any = step.op
+        kwargs: list[dict[str, Any]] = [{} for _ in step.indices]
+        if self.kwargs:
+            kwargs = [self.kwargs[index] for index in step.indices]
+        widths = [len(self.plan.routing.sources[index]) for index in step.indices]
+        found = [None if place is None else self.tensors[place] for place in step.takes]
+        result: Any = op.fuser_forward(
+            contexts,
+            x,
+            basic_op_extra_inputs=_split(found, widths),
+            prev_op_grad_output_quantizer=None,
+            next_op_input_quantizer=None,
+            basic_op_kwargs=kwargs,
+        )
+        x, outputs = _parts(result, 2, step, self.plan, "fuser_forward")
+        if isinstance(x, torch.Tensor):
+            self._take_outputs(step, [tuple(ys) for ys in outputs])
+        return x
+
+    def _take_outputs(self, step: Step, outputs: list[tuple[Any, ...]]) -> None:
+        labels, routing = self.plan.labels, self.plan.routing
+        expected = [self.plan.ops[index].num_extra_outputs for index in step.indices]
+        got = [len(ys) for ys in outputs]
+        if got != expected:
+            message = (
+                f"op {labels[step.indices[0]]}: {type(step.op).__name__} returned {got} extra outputs "
+                f"of its basic ops, expected {expected}"
+            )
+            raise StateError(message)
+        for index, ys in zip(step.indices, outputs, strict=True):
+            for number, y in enumerate(ys):
+                slot = (index, number)
+                users = routing.consumers.get(slot, ())
+                is_tensor = isinstance(y, torch.Tensor)
+                self.tensors.append(self._marked(index, y) if is_tensor else None)
+                if is_tensor:
+                    continue
+                if slot in routing.outputs or any(user not in step.indices for user in users):
+                    message = (
+                        f"op {labels[index]}: {type(step.op).__name__} returned {_named(y)} as extra "
+                        f"output {number}, which is needed elsewhere"
+                    )
+                    raise StateError(message)
+
+    def _marked(self, index: int, y: torch.Tensor) -> torch.Tensor:
+        """Return an extra output that tells its consumer whether it wants a gradient."""
+        wanted = index >= self.first and y.is_floating_point()
+        return y if y.requires_grad == wanted else y.detach().requires_grad_(wanted)
+
+    # Backward -------------------------------------------------------------------------------------
+
+    def backward(
+        self, saved: tuple[torch.Tensor | None, ...], grads: tuple[torch.Tensor | None, ...]
+    ) -> tuple[Any, ...]:
+        """Return the gradients of the autograd function's arguments."""
+        plan, routing = self.plan, self.plan.routing
+        dy, *extra = grads
+        output_grads: dict[Slot, torch.Tensor | None] = dict(
+            zip(routing.outputs, extra, strict=True)
+        )
+        input_grads: dict[Slot, torch.Tensor | None] = {}
+        parameter_grads: list[tuple[Any, ...]] = [()] * len(plan.ops)
+        for step in reversed(plan.backward):
+            if step.indices[-1] < self.first:
+                dy = None
+                break
+            dy = self._edge_grad(step, dy)
+            run = self._python_backward if step.program is None else self._native_backward
+            dy, params, inputs = run(step, saved, dy, output_grads)
+            for index, own, taken in zip(step.indices, params, inputs, strict=True):
+                parameter_grads[index] = own
+                for number, (source, grad) in enumerate(
+                    zip(routing.sources[index], taken, strict=True)
+                ):
+                    if source is None:
+                        input_grads[index, number] = grad
+                    elif grad is not None and source[0] not in step.indices:
+                        former = output_grads.get(source)
+                        output_grads[source] = grad if former is None else former + grad
+        if self.updates_scales:
+            update_scales(forward=False)
+        flat = [
+            grad
+            for index, own in enumerate(parameter_grads)
+            for grad in self._all_parameter_grads(index, own)
+        ]
+        dx = dy if self.input_needs_grad else None
+        return (dx, None, *flat, *(input_grads.get(slot) for slot in routing.inputs))
+
+    def _edge_grad(self, step: Step, dy: torch.Tensor | None) -> torch.Tensor:
+        """Return the gradient of a step's output."""
+        edge = self.edges.get(step.indices[-1])
+        if edge is None:  # inside an operation that fuses forward alone
+            if dy is None:
+                label = self.plan.labels[step.indices[-1] + 1]
+                message = f"op {label}: backward returned no gradient of its input"
+                raise StateError(message)
+            return dy
+        if dy is not None and dy.numel() != edge[0].numel():
+            label = self.plan.labels[step.indices[-1] + 1]
+            message = (
+                f"op {label}: backward returned a gradient of shape {list(dy.shape)} of its input of "
+                f"shape {list(edge[0])}"
+            )
+            raise ShapeError(message)
+        return _grad_of(edge, dy)
+
+    def _all_parameter_grads(self, index: int, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        count = len(self.plan.parameters_of(index))
+        if len(grads) not in (0, count):
+            message = (
+                f"op {self.plan.labels[index]}: backward returned {len(grads)} gradients of "
+                f"parameters, the op has {count}"
+            )
+            raise StateError(message)
+        return grads or (None,) * count
+
+    def _native_backward(
+        self,
+        step: Step,
+        saved: tuple[torch.Tensor | None, ...],
+        dy: torch.Tensor,
+        output_grads: dict[Slot, torch.Tensor | None],
+    ) -> tuple[Any, list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+        first = step.indices[0]
+        extra = tuple(
+            _grad_of(self.native_outputs[slot], output_grads.get(slot))
+            for slot in _output_slots(self.plan, step)
+        )
+        dx, params, inputs = rows.run_backward(
+            self.kept[first], saved[self.saved[first]], dy, extra
+        )
+        counts = [len(self.plan.parameters_of(index)) for index in step.indices]
+        widths = [len(self.plan.routing.sources[index]) for index in step.indices]
+        return dx, _split(params, counts), _split(inputs, widths)
+
+    def _python_backward(
+        self,
+        step: Step,
+        saved: tuple[torch.Tensor | None, ...],
+        dy: torch.Tensor,
+        output_grads: dict[Slot, torch.Tensor | None],
+    ) -> tuple[Any, list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+        assert step.op is not None
+        contexts = [self.contexts[index] for index in step.indices]
+        for index, context in zip(step.indices, contexts, strict=True):
+            context.saved_tensors = saved[self.saved[index]]
+        result: Any = step.op.fuser_backward(
+            contexts,
+            dy,
+            basic_op_grad_extra_outputs=[
+                tuple(
+                    output_grads.get((index, number))
+                    for number in range(self.plan.ops[index].num_extra_outputs)
+                )
+                for index in step.indices
+            ],
+        )
+        for context in contexts:
+            context.saved_tensors = None
+        dx, *lists = _parts(result, 3, step, self.plan, "fuser_backward")
+        params, inputs = (_per_op(grads, step, self.plan) for grads in lists)
+        for number, index in enumerate(step.indices):
+            count = len(self.plan.routing.sources[index])
+            if len(inputs[number]) not in (0, count):
+                message = (
+                    f"op {self.plan.labels[index]}: backward returned {len(inputs[number])} gradients "
+                    f"of extra inputs, the op has {count}"
+                )
+                raise StateError(message)
+            inputs[number] = inputs[number] or (None,) * count
+        return dx, params, inputs
+
+
+def _named(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _parts(result: Any, count: int, step: Step, plan: Plan, method: str) -> tuple[Any, ...]:
+    """Return what a method of a Python operation returned, if it is a tuple of so many."""
+    if isinstance(result, tuple | list) and len(result) == count:
+        return tuple(result)
+    got = f"{len(result)} values" if isinstance(result, tuple | list) else _named(result)
+    message = (
+        f"op {plan.labels[step.indices[0]]}: {type(step.op).__name__}.{method} must return {count} "
+        f"values, got {got}"
+    )
+    raise StateError(message)
+
+
+def _per_op(grads: Any, step: Step, plan: Plan) -> list[tuple[Any, ...]]:
+    """Return the gradients of each basic operation; what a Python operation left out is none."""
+    found = [tuple(own or ()) for own in grads or ()]
+    if len(found) > len(step.indices):
+        message = (
+            f"op {plan.labels[step.indices[0]]}: {type(step.op).__name__}.fuser_backward returned "
+            f"gradients of {len(found)} basic ops, expected {len(step.indices)}"
+        )
+        raise StateError(message)
+    return found + [()] * (len(step.indices) - len(found))
+
+
+def _split(flat: Sequence[Any], counts: list[int]) -> list[tuple[Any, ...]]:
+    parts, start = [], 0
+    for count in counts:
+        parts.append(tuple(flat[start : start + count]))
+        start += count
+    return parts

@@ -1,0 +1,92 @@
+"""What ops share: where parameters are made, in which type ops compute, and groups of one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fast.errors import ArgumentError, UnsupportedError
+from te_fast.runtime.device import check_device, default_device
+
+__all__ = [
+    "compute_dtype",
+    "parameter_device",
+    "parameter_dtype",
+    "parameter_options",
+    "refuse_ranks",
+    "to_real",
+]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def parameter_device(device: torch.device | str | None, op: str) -> torch.device:
+    """Return where an op's parameters are made: by default the GPU, or the CPU without one."""
+    if device is None:
+        device = default_device()
+        if device.type == "cpu" and torch.cuda.is_available():
+            device = torch.device("cuda")
+    return check_device(device, op)
+
+
+def parameter_dtype(dtype: torch.dtype | None, op: str) -> torch.dtype:
+    """Return the type of an op's parameters.
+
+    Raises
+    ------
+    ArgumentError
+        If ops cannot compute in it.
+    """
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    if dtype not in _DTYPES:
+        message = f"{op}: dtype must be torch.float32, float16 or bfloat16, got {dtype}"
+        raise ArgumentError(message)
+    return dtype
+
+
+def parameter_options(
+    device: torch.device | str | None, dtype: torch.dtype | None, op: str
+) -> dict[str, Any]:
+    """Return both for ``torch.empty``."""
+    return {"device": parameter_device(device, op), "dtype": parameter_dtype(dtype, op)}
+
+
+def to_real(op: torch.nn.Module, name: str) -> torch.Tensor:
+    """Return a parameter of an op, after making it real if it is on the meta device."""
+    parameter: torch.Tensor = getattr(op, name)
+    if not parameter.is_meta:
+        return parameter
+    device = parameter_device(None, type(op).__name__)
+    made = torch.nn.Parameter(
+        torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+    )
+    op.register_parameter(name, made)
+    return made
+
+
+def compute_dtype(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.dtype:
+    """Return the type that an op computes in: autocast's, else its weight's, or the input's without."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return (x if weight is None else weight).dtype
+
+
+def refuse_ranks(group: Any, op: str, argument: str) -> None:
+    """Raise for a process group of several ranks; without one, all ranks are the group.
+
+    Raises
+    ------
+    UnsupportedError
+        Naming the argument.
+    """
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return
+    size = distributed.get_world_size(group=group)
+    if size > 1:
+        message = (
+            f"{op}: {argument} has {size} ranks; te_fast's ops run on groups of one rank so far"
+        )
+        raise UnsupportedError(message)

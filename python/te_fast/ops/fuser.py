@@ -1,0 +1,517 @@
+"""Groups of operations: fusions, plans, and the choice between the native program and Python."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import torch
+
+from te_fast.errors import ArgumentError, DtypeError, StateError, UnsupportedError
+from te_fast.ops import chain
+from te_fast.ops.op import BasicOperation, FusedOperation, FusibleOperation
+from te_fast.ops.plan import NATIVE_TYPES, Plan, Types, make_plan, match
+from te_fast.ops.routing import Routing
+from te_fast.recipe import Recipe
+from te_fast.runtime import native, scale_tape
+from te_fast.runtime.global_state import FP8GlobalStateManager
+from te_fast.runtime.support import get_default_recipe
+
+__all__ = [
+    "OperationFuser",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
+]
+
+#: ``func(ops, *, recipe) -> ops``: may replace runs of operations by fused ones.
+FusionFunction = Callable[..., list[FusibleOperation]]
+
+_fusers: WeakSet[OperationFuser] = WeakSet()
+
+
+class _Running(threading.local):
+    """Groups whose forward is under way in a thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.groups: list[OperationFuser] = []
+
+
+_running = _Running()
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def flatten(ops: Sequence[FusibleOperation], names: Sequence[str]) -> tuple[list[Any], list[str]]:
+    """Return the basic operations of a list, and the position and type that messages give them."""
+    basic: list[Any] = []
+    labels: list[str] = []
+    for op, name in zip(ops, names, strict=True):
+        if isinstance(op, FusedOperation):
+            parts = op._parts()
+            inner, inner_labels = flatten(parts, [f"{name}.{i}" for i in range(len(parts))])
+            basic += inner
+            labels += inner_labels
+        else:
+            basic.append(op)
+            labels.append(f"{name}: {type(op).__name__}")
+    return basic, labels
+
+
+class OperationFuser:
+    """Run adjacent operations as one, with one autograd node.
+
+    Operations that the native program has are compiled into it, the others run in Python between
+    its segments.
+
+    Parameters
+    ----------
+    ops : list of FusibleOperation
+        The operations, in order.
+    names : list of str, optional
+        Their positions, for messages.
+    """
+
+    forward_backward_fusion_functions: ClassVar[list[FusionFunction]] = []
+    forward_fusion_functions: ClassVar[list[FusionFunction]] = []
+    backward_fusion_functions: ClassVar[list[FusionFunction]] = []
+
+    def __init__(self, ops: list[FusibleOperation], *, names: Sequence[str] | None = None) -> None:
+        names = [str(index) for index in range(len(ops))] if names is None else names
+        for op, name in zip(ops, names, strict=True):
+            if not isinstance(op, FusibleOperation):
+                message = f"op {name}: expected a FusibleOperation, got {type(op).__name__}"
+                raise ArgumentError(message)
+        self._basic_ops: list[BasicOperation]
+        self._basic_ops, self._labels = flatten(ops, names)
+        self._name = f"ops {names[0]}-{names[-1]}" if len(names) > 1 else f"op {self._labels[0]}"
+        self._routing = Routing.of(self._basic_ops, self._labels)
+        self._channels_stale = False
+        self._plans: dict[Any, Plan] = {}
+        #: Plans by the types of what a call brings and of the parameters.
+        self._chosen: dict[Any, Plan] = {}
+        self._parameters = [op._parameters for op in self._basic_ops if op._parameters]
+        #: Operations whose attributes say whether programs have them, and whether they do.
+        self._variable = [op for op in self._basic_ops if op._mode_names]
+        self._modes = self._modes_now()
+        #: A module that is nothing but this group, and may call its program directly.
+        self._module: weakref.ref[torch.nn.Module] | None = None
+        self._ready = False
+        #: Autocast region of the last forward in Python, and its objects, for activation checkpointing; programs have
+        #: their own.
+        self._last_region: tuple[Any, ...] | None = None
+        for op in self._basic_ops:
+            op._captured_by(self)
+        _fusers.add(self)
+
+    @property
+    def num_extra_inputs(self) -> int:
+        """Extra inputs that the caller gives."""
+        return len(self._routing.inputs)
+
+    # Plans ----------------------------------------------------------------------------------------
+
+    def _types(
+        self,
+        dtype: torch.dtype,
+        extra_inputs: tuple[torch.Tensor, ...],
+        autocast: torch.dtype | None,
+    ) -> Types:
+        """Return the types of an input, and of what each operation makes of it; None if all are one."""
+        types = [dtype]
+        is_one = dtype in NATIVE_TYPES
+        given = dict(zip(self._routing.inputs, extra_inputs, strict=True))
+        for index, op in enumerate(self._basic_ops):
+            extras = tuple(
+                given[index, number].dtype if source is None else types[source[0]]
+                for number, source in enumerate(self._routing.sources[index])
+            )
+            types.append(op._result_type(types[-1], extras, autocast))
+            is_one = is_one and types[-1] == dtype and (not op._adds_extra or extras[0] == dtype)
+        return None if is_one else tuple(types)
+
+    def _plan(self, recipe: Recipe | None, types: Types = None) -> Plan:
+        """Return how the group runs under a recipe; registered fusions may depend on its type."""
+        key: tuple[Any, ...] = (types, self._modes)
+        is_custom = _is_custom()
+        if is_custom:
+            key += (type(recipe), getattr(recipe, "backward_override", None))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._make_plan(recipe, types)
+        if not is_custom and types is None:
+            self._direct(plan.single)
+        return plan
+
+    def _plan_for(
+        self,
+        x: torch.Tensor,
+        extra_inputs: tuple[torch.Tensor, ...],
+        autocast: torch.dtype | None,
+        recipe: Recipe | None,
+    ) -> Plan:
+        """Return how the group runs on these inputs."""
+        dtypes = [p.dtype for owner in self._parameters for p in owner.values() if p is not None]
+        key = (autocast, x.dtype, *[extra.dtype for extra in extra_inputs], *dtypes)
+        plan = self._chosen.get(key)
+        if plan is None or plan.is_custom:
+            types: Types = ()
+            if x.is_floating_point():
+                types = self._types(x.dtype, extra_inputs, autocast)
+            plan = self._chosen[key] = self._plan(recipe, types)
+        return plan
+
+    def _modes_now(self) -> tuple[bool, ...]:
+        return tuple([op._is_native() for op in self._variable])
+
+    def _mode_changed(self) -> None:
+        """Look again which operations are native; the plans of other modes stay."""
+        modes = self._modes_now()
+        if modes != self._modes:
+            self._modes = modes
+            self._chosen.clear()
+            self._direct(None)
+
+    def runs_for(self, module: torch.nn.Module) -> None:
+        """Let a module that is nothing but this group call it, or its program, directly."""
+        self._module = weakref.ref(module)
+        module.__dict__["_direct_call"] = self.call_directly
+
+    def _direct(self, program: Any) -> None:
+        module = None if self._module is None else self._module()
+        if module is not None:
+            module.__dict__["_direct_program"] = program
+
+    def _refuse_parametrized(self) -> None:
+        """Raise for an operation with a parameter that ``torch.nn.utils.parametrize`` computes: programs read it."""
+        for op, label in zip(self._basic_ops, self._labels, strict=True):
+            computed: Any = op._modules.get("parametrizations")
+            if computed is not None:
+                names = ", ".join(computed)
+                message = (
+                    f"op {label}: torch.nn.utils.parametrize does not work on operations, got {names}; parametrize "
+                    "a layer such as te_fast.pytorch.Linear instead, or take it away by remove_parametrizations"
+                )
+                raise UnsupportedError(message)
+
+    def _make_plan(self, recipe: Recipe | None, types: Types) -> Plan:
+        self._refuse_parametrized()
+        if not self._ready:
+            for op in self._basic_ops:
+                op.pre_first_fuser_forward()
+            self._ready = True
+        kind = OperationFuser
+        joint = _fused(self._basic_ops, kind.forward_backward_fusion_functions, recipe)
+        forward = _fused(joint, kind.forward_fusion_functions, recipe)
+        backward = _fused(joint, kind.backward_fusion_functions, recipe)
+        plan = make_plan(
+            self._basic_ops,
+            self._labels,
+            self._routing,
+            match(forward, self._basic_ops, self._labels),
+            match(backward, self._basic_ops, self._labels),
+            types,
+        )
+        plan.is_custom = _is_custom()
+        return plan
+
+    def _forget(self, *, stale: bool = False) -> None:
+        """Forget all plans; a stale group never runs again."""
+        self._plans.clear()
+        self._chosen.clear()
+        self._direct(None)
+        self._channels_stale = self._channels_stale or stale
+
+    def _last_plan(self) -> Plan:
+        plans = [plan for (_, modes, *_), plan in self._plans.items() if modes == self._modes]
+        return plans[-1] if plans else self._plan(None)
+
+    def explain(self) -> str:
+        """Say what runs, per direction; compiled programs are shown with their launches."""
+        return self._last_plan().explain(self._name)
+
+    # Transformer Engine's tests look here whether a registered fusion was applied.
+
+    @property
+    def _forward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
+        """What runs forward, and the basic operations that it stands for; fused ones are the user's."""
+        return self._last_plan().matches(self._last_plan().forward)
+
+    @property
+    def _backward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
+        """The same of backward, in its order."""
+        return self._last_plan().matches(self._last_plan().backward)[::-1]
+
+    # Running --------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+        is_first_microbatch: bool | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Run the group.
+
+        Parameters
+        ----------
+        input : torch.Tensor
+            Input.
+        *extra_inputs : torch.Tensor
+            Extra inputs of the operations, in their order.
+        basic_op_kwargs : list of dict, optional
+            Keyword arguments of the basic operations.
+        is_first_microbatch : bool, optional
+            As of :class:`te_fast.pytorch.Linear`.
+
+        Returns
+        -------
+        torch.Tensor or tuple
+            Output; with extra outputs, and those.
+        """
+        self._check(input, extra_inputs, basic_op_kwargs)
+        if is_first_microbatch is not None:
+            is_first_microbatch = bool(is_first_microbatch)
+        return self._start(input, extra_inputs, basic_op_kwargs, is_first_microbatch)
+
+    def call_directly(
+        self,
+        input: torch.Tensor,
+        extra_inputs: tuple[torch.Tensor, ...],
+        is_first_microbatch: bool | None,
+    ) -> Any:
+        """Run for a module that is nothing but this group, and has nothing to do around it; the native call has looked.
+
+        Tensors are plain.
+        """
+        if (
+            self._channels_stale
+            or len(extra_inputs) != self.num_extra_inputs
+            or _are_functorch_transforms_active()
+        ):
+            assert self._module is not None
+            module: Any = self._module()
+            return module.forward(input, *extra_inputs, is_first_microbatch=is_first_microbatch)
+        return self._start(input, extra_inputs, None, is_first_microbatch)
+
+    def _start(
+        self,
+        input: torch.Tensor,
+        extra_inputs: tuple[torch.Tensor, ...],
+        basic_op_kwargs: list[dict[str, Any]] | None,
+        is_first_microbatch: bool | None,
+    ) -> Any:
+        """Run in the region in force, or in the one that backward is to repeat."""
+        arguments = (input, extra_inputs, basic_op_kwargs, is_first_microbatch)
+        region = native.autocast_region()
+        if self._last_region is not None and not (region[0] or region[4]):
+            former = self._region_to_repeat()
+            if former is not None:
+                with scale_tape.recorded_region(former):
+                    return self._run(*arguments, native.autocast_region())
+        return self._run(*arguments, region)
+
+    def _region_to_repeat(self) -> tuple[Any, ...] | None:
+        """Return a snapshot of the last region if backward runs a forward again behind it."""
+        if self._last_region is None or native.autocast_held()[0]:
+            return None
+        if torch._C._current_graph_task_id() < 0:
+            self._last_region = None
+            return None
+        (enabled, calibrating, graph, is_first, *_), (recipe, group) = self._last_region
+        return enabled, calibrating, recipe, group, is_first, graph
+
+    def _run(
+        self,
+        input: torch.Tensor,
+        extra_inputs: tuple[torch.Tensor, ...],
+        basic_op_kwargs: list[dict[str, Any]] | None,
+        is_first_microbatch: bool | None,
+        region: tuple[Any, ...],
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        recipe = objects = None
+        if region[0]:
+            objects = native.autocast_objects()
+            recipe = objects[0] or get_default_recipe()
+        autocast = None
+        if _is_any_autocast_enabled():
+            kind = input.device.type
+            if torch.is_autocast_enabled(kind):
+                autocast = torch.get_autocast_dtype(kind)
+        plan = self._plan_for(input, extra_inputs, autocast, recipe)
+        if plan.native is not None and not basic_op_kwargs:
+            arguments = (self, plan, input, extra_inputs, is_first_microbatch, recipe, region[5])
+            if autocast is None:
+                return chain.run_native(*arguments)
+            # The plan says what is cast where.
+            with torch.autocast(kind, enabled=False):
+                return chain.run_native(*arguments)
+        if _running.groups:
+            self._refuse_nesting()
+        self._last_region = None if objects is None else (region, objects)
+        _running.groups.append(self)
+        try:
+            call = chain.Call(self, plan, basic_op_kwargs, is_first_microbatch, recipe)
+            return call.run(input, extra_inputs, region[5])
+        finally:
+            _running.groups.pop()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward of the group is under way in this thread."""
+        return self in _running.groups
+
+    def _refuse_nesting(self) -> None:
+        """Raise if an operation is in the middle of a forward of a group already."""
+        for group in _running.groups:
+            for op, label in zip(self._basic_ops, self._labels, strict=True):
+                if any(op is other for other in group._basic_ops):
+                    message = (
+                        f"op {label}: its group {self._name} was called from an operation of "
+                        f"{group._name}, which has it too and is running"
+                    )
+                    raise StateError(message)
+
+    def _refuse_stale(self) -> None:
+        if self._channels_stale:
+            message = (
+                f"{self._name}: extra tensor channels changed after the group was made; make a new "
+                "OperationFuser or Sequential"
+            )
+            raise StateError(message)
+
+    def _check(
+        self,
+        x: Any,
+        extra_inputs: tuple[Any, ...],
+        basic_op_kwargs: list[dict[str, Any]] | None,
+    ) -> None:
+        """Check what can be before anything runs."""
+        self._refuse_stale()
+        if len(extra_inputs) != self.num_extra_inputs:
+            takers = ", ".join(self._labels[index] for index, _ in self._routing.inputs) or "none"
+            message = (
+                f"{self._name}: expected {self.num_extra_inputs} extra inputs ({takers}), "
+                f"got {len(extra_inputs)}"
+            )
+            raise ArgumentError(message)
+        for what, tensor in (("input", x), *(("extra input", extra) for extra in extra_inputs)):
+            if not isinstance(tensor, torch.Tensor):
+                message = (
+                    f"{self._name}: the {what} must be a torch.Tensor, got {type(tensor).__name__}"
+                )
+                raise DtypeError(message)
+        if type(x) not in _PLAIN or _are_functorch_transforms_active():
+            message = (
+                f"{self._name}: tensor subclasses and torch.func transforms do not work in ops, got "
+                f"{type(x).__name__}"
+            )
+            raise UnsupportedError(message)
+        if basic_op_kwargs:
+            self._check_kwargs(basic_op_kwargs)
+
+    def _check_kwargs(self, basic_op_kwargs: list[dict[str, Any]]) -> None:
+        if len(basic_op_kwargs) != len(self._basic_ops):
+            message = (
+                f"{self._name}: expected keyword arguments of {len(self._basic_ops)} basic ops, "
+                f"got {len(basic_op_kwargs)}"
+            )
+            raise ArgumentError(message)
+        for op, label, kwargs in zip(self._basic_ops, self._labels, basic_op_kwargs, strict=True):
+            unknown = [name for name in kwargs if not _takes(op, name)]
+            if unknown:
+                message = f"op {label} takes no keyword argument {', '.join(sorted(unknown))}"
+                raise ArgumentError(message)
+
+    def _init_delayed_scaling(self) -> None:
+        """Register scales with the dispatcher; it calls this when the autocast region is new."""
+        recipe = FP8GlobalStateManager.get_fp8_recipe()
+        epoch = native.autocast_region()[5]
+        for op in self._basic_ops:
+            op._init_scales(recipe, epoch)
+
+
+FusibleOperation._make_fuser = OperationFuser
+
+
+def _is_custom() -> bool:
+    """Tell whether users have registered fusions."""
+    kind = OperationFuser
+    return bool(
+        kind.forward_backward_fusion_functions
+        or kind.forward_fusion_functions
+        or kind.backward_fusion_functions
+    )
+
+
+def _takes(op: BasicOperation, name: str) -> bool:
+    """Tell whether an operation's forward has a keyword argument; te_fast's own have none."""
+    own = type(op)
+    overrides = own.fuser_forward is not BasicOperation.fuser_forward
+    method = own.fuser_forward if overrides else own.op_forward
+    if method.__module__.startswith(f"{__package__}."):
+        return False
+    if overrides:
+        return True  # it reads basic_op_kwargs itself
+    parameters = inspect.signature(method).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return True
+    return name in parameters and name not in ("self", "ctx", "input_")
+
+
+def _fused(
+    ops: Sequence[FusibleOperation], functions: list[FusionFunction], recipe: Recipe | None
+) -> list[FusibleOperation]:
+    fused = list(ops)
+    for function in functions:
+        fused = function(fused, recipe=recipe)
+    return fused
+
+
+def _register(functions: list[FusionFunction], function: FusionFunction, *, first: bool) -> None:
+    functions.insert(0 if first else len(functions), function)
+    for fuser in _fusers:
+        fuser._forget()
+
+
+def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
+    """Register a fusion whose operation has both ``fuser_forward`` and ``fuser_backward``.
+
+    Its backward may rely on what its forward kept. These come before the fusions of one direction.
+
+    Parameters
+    ----------
+    op_fusion_func : Callable
+        ``func(ops, *, recipe) -> ops``; may replace runs of basic operations by
+        :class:`FusedOperation` objects.
+    prepend : bool, default = False
+        Apply it before those registered earlier, not after.
+    """
+    _register(OperationFuser.forward_backward_fusion_functions, op_fusion_func, first=prepend)
+
+
+def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
+    """Register a fusion of forward alone: its ``fuser_forward`` keeps what the basic operations would.
+
+    Parameters
+    ----------
+    op_fusion_func, prepend
+        As of :func:`register_forward_backward_fusion`.
+    """
+    _register(OperationFuser.forward_fusion_functions, op_fusion_func, first=prepend)
+
+
+def register_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
+    """Register a fusion of backward alone: its ``fuser_backward`` takes what the basic operations kept.
+
+    Parameters
+    ----------
+    op_fusion_func, prepend
+        As of :func:`register_forward_backward_fusion`.
+    """
+    _register(OperationFuser.backward_fusion_functions, op_fusion_func, first=prepend)

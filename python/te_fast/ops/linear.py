@@ -1,0 +1,120 @@
+"""The linear operation with its bias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from te_fast.errors import ArgumentError
+from te_fast.ops.basic.basic_linear import BasicLinear, check_parallelism
+from te_fast.ops.basic.bias import Bias
+from te_fast.ops.basic.identity import AllReduce, ReduceScatter
+from te_fast.ops.op import FusedOperation, FusibleOperation
+
+__all__ = ["Linear"]
+
+
+class Linear(FusedOperation):
+    """Apply ``y = x Wᵀ + b``: :class:`BasicLinear`, and :class:`Bias` unless ``bias=False``.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+        Sizes of the last dimension. In FP8 both are multiples of 16.
+    bias : bool, default = True
+        Have a bias, zero at first.
+    device, dtype, tensor_parallel_mode, tensor_parallel_group, sequence_parallel, \
+rng_state_tracker_function, accumulate_into_main_grad
+        As of :class:`BasicLinear`.
+
+    Attributes
+    ----------
+    weight : torch.nn.Parameter
+        That of the basic operation, which owns it.
+    bias : torch.nn.Parameter or None
+        The same.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        tensor_parallel_mode: str | None = None,
+        tensor_parallel_group: torch.distributed.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        rng_state_tracker_function: Callable[[], Any] | None = None,
+        accumulate_into_main_grad: bool = False,
+    ) -> None:
+        check_parallelism("Linear", tensor_parallel_mode, tensor_parallel_group)
+        ops: list[FusibleOperation] = [
+            BasicLinear(
+                in_features,
+                out_features,
+                device=device,
+                dtype=dtype,
+                rng_state_tracker_function=rng_state_tracker_function,
+                accumulate_into_main_grad=accumulate_into_main_grad,
+            )
+        ]
+        if bias:
+            ops.append(Bias(out_features, device=device, dtype=dtype))
+        if tensor_parallel_mode == "row":
+            reduce = ReduceScatter if sequence_parallel else AllReduce
+            ops.append(reduce(tensor_parallel_group))
+        super().__init__(ops)
+        self._bias_index = 1 if bias else None
+
+    @property
+    def in_features(self) -> int:
+        """Size of the input's last dimension."""
+        return self._owner("weight").in_features
+
+    @property
+    def out_features(self) -> int:
+        """Size of the output's last dimension."""
+        return self._owner("weight").out_features
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight ``(out_features, in_features)``."""
+        return self._owner("weight").weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias ``(out_features,)``."""
+        return None if self._bias_index is None else self._owner("bias").bias
+
+    def _owner(self, name: str) -> Any:
+        if name == "bias":
+            if self._bias_index is None:
+                message = "Linear: there is no bias to set; construct the operation with bias=True"
+                raise ArgumentError(message)
+            return self.basic_ops[self._bias_index]
+        return self.basic_ops[0]
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Give a parameter to the basic operation that owns it."""
+        if name not in ("weight", "bias"):
+            super().register_parameter(name, param)
+        elif param is not None or self._bias_index is not None:
+            self._owner(name).register_parameter(name, param)
+
+    def reset_parameters(self) -> None:
+        """Initialise both, after making those real that are on the meta device."""
+        for name in ("weight", "bias")[: 1 if self._bias_index is None else 2]:
+            self._owner(name).reset_parameters()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        # A checkpoint of torch.nn.Linear names the parameters without their owners.
+        owners = {"weight": 0, "bias": self._bias_index}
+        for name, index in owners.items():
+            key = f"{prefix}basic_ops.{index}.{name}"
+            if index is not None and prefix + name in state_dict and key not in state_dict:
+                state_dict[key] = state_dict.pop(prefix + name)
+        super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -1,0 +1,503 @@
+"""Base classes of fusible operations: what a user's own operations derive from."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from weakref import WeakSet
+
+import torch
+
+from te_fast.errors import ArgumentError, ArgumentIndexError, StateError
+from te_fast.ops.recipe_state import RecipeStateModule
+from te_fast.runtime.calls import call_through_forward, program_call_method
+
+if TYPE_CHECKING:
+    from te_fast.ops.fuser import OperationFuser
+    from te_fast.recipe import Recipe
+
+__all__ = ["BasicOperation", "Beside", "FusedOperation", "FusibleOperation", "OperationContext"]
+
+Tensors = Iterable[Iterable[torch.Tensor | None]]
+
+
+class Beside(NamedTuple):
+    """Which of an operation's results go straight to linear operations, which take them to FP8 themselves."""
+
+    #: The gradient of its input, by the one before it.
+    gradient: bool = False
+    #: Its output, by the one behind it.
+    output: bool = False
+
+
+ALONE = Beside()
+
+
+class OperationContext:
+    """What one operation keeps from forward to backward.
+
+    Attributes
+    ----------
+    requires_grad : bool
+        Whether the operation has a backward.
+    to_save : tuple of torch.Tensor or None
+        Tensors to keep; set by :meth:`save_for_backward`.
+    saved_tensors : tuple of torch.Tensor or None
+        The same tensors, in backward.
+    beside : Beside
+        What linear operations beside it do.
+    """
+
+    requires_grad = True
+    beside = ALONE
+    to_save: tuple[torch.Tensor | None, ...] | None = None
+    saved_tensors: tuple[torch.Tensor | None, ...] | None = None
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        """Keep tensors for backward."""
+        self.to_save = tensors
+
+
+class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
+    """An operation that :class:`te_fast.pytorch.ops.Sequential` may fuse with its neighbours."""
+
+    _own_fuser: OperationFuser | None = None
+    #: Makes a group of operations; the module of groups puts its class here.
+    _make_fuser: ClassVar[type[OperationFuser]]
+
+    @property
+    @abc.abstractmethod
+    def is_fused_op(self) -> bool:
+        """Whether this stands for several basic operations."""
+
+    def pre_first_fuser_forward(self) -> None:
+        """Prepare for the first forward."""
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Prepare for a forward.
+
+        Parameters
+        ----------
+        requires_grad : bool
+            Whether the operation will have a backward.
+        """
+
+    def get_input_quantizer(self) -> None:
+        """Return None: te_fast decides quantisation natively and has no quantiser objects."""
+
+    def get_grad_output_quantizer(self) -> None:
+        """Return None: te_fast decides quantisation natively and has no quantiser objects."""
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Tensors]:
+        """Run forward; lists have one entry per basic operation.
+
+        Parameters
+        ----------
+        basic_op_ctxs : list of OperationContext
+            What the basic operations keep for backward.
+        input_ : torch.Tensor
+            Input.
+        basic_op_extra_inputs : list of tuple of torch.Tensor
+            Extra inputs of the basic operations.
+        prev_op_grad_output_quantizer, next_op_input_quantizer : None
+            Always None in te_fast.
+        basic_op_kwargs : list of dict
+            Keyword arguments of the basic operations.
+
+        Returns
+        -------
+        torch.Tensor
+            Output.
+        iterable of iterable of torch.Tensor
+            Extra outputs of the basic operations.
+        """
+        message = f"{type(self).__name__} has no fuser_forward"
+        raise NotImplementedError(message)
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
+    ) -> tuple[torch.Tensor | None, Tensors, Tensors]:
+        """Run backward; lists have one entry per basic operation.
+
+        Parameters
+        ----------
+        basic_op_ctxs : list of OperationContext
+            What the basic operations kept.
+        grad_output : torch.Tensor
+            Gradient of the output.
+        basic_op_grad_extra_outputs : list of tuple of torch.Tensor or None
+            Gradients of the extra outputs.
+
+        Returns
+        -------
+        torch.Tensor
+            Gradient of the input.
+        iterable of iterable of torch.Tensor
+            Gradients of the basic operations' parameters.
+        iterable of iterable of torch.Tensor
+            Gradients of the basic operations' extra inputs.
+        """
+        message = f"{type(self).__name__} has no fuser_backward"
+        raise NotImplementedError(message)
+
+    def _fuser(self) -> OperationFuser:
+        """Return what runs this operation alone, made at first use."""
+        fuser = self._own_fuser
+        if fuser is None or fuser._channels_stale:
+            fuser = self.__dict__["_own_fuser"] = self._make_fuser([self])
+            fuser.runs_for(self)
+        return fuser
+
+    def _init_delayed_scaling(self) -> None:
+        """Register scales; called when the operation runs alone and the region is new."""
+        self._fuser()._init_delayed_scaling()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let subclasses that override ``forward`` be called as any module."""
+        super().__init_subclass__(**options)
+        call_through_forward(cls)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what refers to containers and native objects."""
+        dropped = ("_own_fuser", "_capturing_fusers", "_direct_program", "_direct_call")
+        return {name: value for name, value in self.__dict__.items() if name not in dropped}
+
+
+class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta):
+    """One operation, with its parameters and state.
+
+    A subclass writes :meth:`op_forward` and :meth:`op_backward` in torch code, or, with extra inputs
+    or outputs, ``fuser_forward`` and ``fuser_backward``.
+    """
+
+    #: Extra inputs of a forward.
+    num_extra_inputs: int = 0
+    #: Extra outputs of a forward.
+    num_extra_outputs: int = 0
+    #: Whether block scaling may be in force; te_fast does not ask.
+    supports_float8_block_scaling: bool = True
+    #: Attributes that a native program has as constants: it is compiled again after a change.
+    _constant_names: ClassVar[frozenset[str]] = frozenset()
+    #: Attributes that say whether a native program has the operation.
+    _mode_names: ClassVar[frozenset[str]] = frozenset()
+    #: Whether what comes behind it is another program: nothing fuses across it.
+    _ends_program: ClassVar[bool] = False
+    #: Whether the first extra input is added to the input, and must have its type.
+    _adds_extra: ClassVar[bool] = False
+    #: Whether the native form takes its input, and the gradient of its output, to FP8 itself.
+    _takes_to_fp8: ClassVar[bool] = False
+    #: Whether the gradient of the output is that of the input.
+    _hands_gradient_on: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._extra_input_channels: dict[int, str] = {}
+        self._extra_output_channels: dict[int, tuple[str, bool]] = {}
+
+    @property
+    def is_fused_op(self) -> bool:
+        """False."""
+        return False
+
+    def get_quantizer(self, mode: str, index: int) -> None:
+        """Return None: te_fast decides quantisation natively and has no quantiser objects."""
+
+    @abc.abstractmethod
+    def op_forward(
+        self,
+        ctx: OperationContext,
+        input_: torch.Tensor,
+        *,
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Run forward.
+
+        Parameters
+        ----------
+        ctx : OperationContext
+            Keeps tensors and attributes for backward.
+        input_ : torch.Tensor
+            Input.
+        prev_op_grad_output_quantizer, next_op_input_quantizer : None
+            Always None in te_fast.
+        **kwargs
+            What the caller gave this operation as ``op_kwargs``.
+
+        Returns
+        -------
+        torch.Tensor
+            Output.
+        """
+
+    @abc.abstractmethod
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Iterable[torch.Tensor | None]]:
+        """Run backward.
+
+        Parameters
+        ----------
+        ctx : OperationContext
+            What forward kept.
+        grad_output : torch.Tensor
+            Gradient of the output.
+
+        Returns
+        -------
+        torch.Tensor
+            Gradient of the input.
+        iterable of torch.Tensor
+            Gradients of the parameters.
+        """
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        prev_op_grad_output_quantizer: Any,
+        next_op_input_quantizer: Any,
+        basic_op_kwargs: list[dict[str, Any]],
+    ) -> tuple[torch.Tensor, Tensors]:
+        """Run :meth:`op_forward`."""
+        self._refuse_extra_tensors("fuser_forward", "op_forward")
+        output = self.op_forward(
+            basic_op_ctxs[0],
+            input_,
+            prev_op_grad_output_quantizer=prev_op_grad_output_quantizer,
+            next_op_input_quantizer=next_op_input_quantizer,
+            **basic_op_kwargs[0],
+        )
+        return output, [()]
+
+    def fuser_backward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        grad_output: torch.Tensor,
+        *,
+        basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
+    ) -> tuple[torch.Tensor | None, Tensors, Tensors]:
+        """Run :meth:`op_backward`."""
+        self._refuse_extra_tensors("fuser_backward", "op_backward")
+        result: Any = self.op_backward(basic_op_ctxs[0], grad_output)
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            message = (
+                f"{type(self).__name__}.op_backward must return the gradient of the input and those of "
+                f"the parameters, got a {type(result).__name__}"
+            )
+            raise StateError(message)
+        grad_input, grad_params = result
+        return grad_input, [grad_params], [()]
+
+    def _refuse_extra_tensors(self, wanted: str, other: str) -> None:
+        if self.num_extra_inputs or self.num_extra_outputs:
+            message = (
+                f"{type(self).__name__} has {self.num_extra_inputs} extra inputs and "
+                f"{self.num_extra_outputs} extra outputs: it must override {wanted}, not {other}"
+            )
+            raise StateError(message)
+
+    # Channels -------------------------------------------------------------------------------------
+
+    def set_extra_input_channel(self, index: int, channel: str | None) -> None:
+        """Take an extra input from an earlier operation of the same group, not from the caller.
+
+        Parameters
+        ----------
+        index : int
+            Which of the extra inputs.
+        channel : str, optional
+            Name that the earlier operation's output has; ``None`` gives it back to the caller.
+        """
+        self._check_slot("input", index, self.num_extra_inputs, channel)
+        if channel is None:
+            self._extra_input_channels.pop(index, None)
+        else:
+            self._extra_input_channels[index] = channel
+        self._channels_changed()
+
+    def set_extra_output_channel(
+        self, index: int, channel: str | None, *, output_to_caller: bool = True
+    ) -> None:
+        """Name an extra output, for later operations of the same group.
+
+        Parameters
+        ----------
+        index : int
+            Which of the extra outputs.
+        channel : str, optional
+            Its name; ``None`` takes the name away and returns the output to the caller.
+        output_to_caller : bool, default = True
+            Return it to the caller, too.
+        """
+        self._check_slot("output", index, self.num_extra_outputs, channel)
+        if channel is None:
+            self._extra_output_channels.pop(index, None)
+        else:
+            self._extra_output_channels[index] = (channel, output_to_caller)
+        self._channels_changed()
+
+    def _check_slot(self, kind: str, index: int, count: int, channel: Any) -> None:
+        if not isinstance(index, int) or not 0 <= index < count:
+            message = f"{type(self).__name__} has {count} extra {kind}s, there is no number {index}"
+            raise ArgumentIndexError(message)
+        if channel is not None and (not isinstance(channel, str) or not channel):
+            message = (
+                f"{type(self).__name__}: a channel's name must be a str that is not empty, or None for no "
+                f"channel, got {channel!r}"
+            )
+            raise ArgumentError(message)
+
+    def _channels_changed(self) -> None:
+        for fuser in self.__dict__.get("_capturing_fusers", ()):
+            fuser._forget(stale=True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, and forget the programs that have it as a constant."""
+        super().__setattr__(name, value)
+        # torch.nn.utils.parametrize takes a parameter away that programs read; the next plan says so.
+        if name in self._constant_names or name == "parametrizations":
+            for fuser in self.__dict__.get("_capturing_fusers", ()):
+                fuser._forget()
+        if name in self._mode_names:
+            for fuser in self.__dict__.get("_capturing_fusers", ()):
+                fuser._mode_changed()
+
+    def _captured_by(self, fuser: OperationFuser) -> None:
+        self.__dict__.setdefault("_capturing_fusers", WeakSet()).add(fuser)
+
+    # Running --------------------------------------------------------------------------------------
+
+    def _is_native(self, beside: Beside = ALONE) -> bool:
+        """Tell whether a native program runs this: it has a form there, and none of its methods is the user's own."""
+        own = type(self)
+        return own._append_to is not BasicOperation._append_to and all(
+            getattr(own, name).__module__.startswith("te_fast.") for name in _OVERRIDABLE
+        )
+
+    def _result_type(
+        self,
+        dtype: torch.dtype,
+        extras: tuple[torch.dtype, ...],
+        autocast: torch.dtype | None,
+    ) -> torch.dtype:
+        """Return the type of the result, given those of the inputs and of ``torch.autocast``."""
+        return dtype
+
+    def _append_to(self, program: Any, label: str) -> None:
+        """Append this to a native program."""
+        message = f"{label} is no native operation"
+        raise NotImplementedError(message)
+
+    def _init_scales(self, recipe: Recipe, epoch: int) -> None:
+        """Make delayed scaling's state for a region that is new to the group."""
+        self.reset_recipe_state(recipe=recipe)
+        self._take_part()
+        self._set_slots(epoch)
+
+    def _set_slots(self, epoch: int) -> None:
+        """Tell the native half where delayed scaling's state is."""
+
+    # `op(x)` enters here: the native program runs at once where no hook or option asks for more.
+    __call__ = program_call_method
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Apply the operation alone."""
+        return self._fuser()(
+            input,
+            *extra_inputs,
+            basic_op_kwargs=[kwargs] if kwargs else None,
+            is_first_microbatch=is_first_microbatch,
+        )
+
+    _called_forward = forward
+
+
+_OVERRIDABLE = (
+    "op_forward",
+    "op_backward",
+    "fuser_forward",
+    "fuser_backward",
+    "pre_fuser_forward",
+    "num_quantizers",
+)
+
+
+class FusedOperation(FusibleOperation):
+    """An operation that stands for several basic ones, and has no state but theirs.
+
+    Parameters
+    ----------
+    basic_ops : iterable of FusibleOperation
+        The basic operations, in order.
+    """
+
+    basic_ops: torch.nn.ModuleList
+
+    def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
+        super().__init__()
+        self.basic_ops = torch.nn.ModuleList(basic_ops)
+        if len(self.basic_ops) == 0:
+            message = f"{type(self).__name__}: a fused operation needs basic operations, got none"
+            raise ArgumentError(message)
+
+    @property
+    def is_fused_op(self) -> bool:
+        """True."""
+        return True
+
+    def pre_first_fuser_forward(self) -> None:
+        """Prepare all basic operations."""
+        for op in self._parts():
+            op.pre_first_fuser_forward()
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Prepare all basic operations."""
+        for op in self._parts():
+            op.pre_fuser_forward(requires_grad=requires_grad)
+
+    def _parts(self) -> list[Any]:
+        return list(self.basic_ops)
+
+    # As of BasicOperation.
+    __call__ = program_call_method
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        *extra_inputs: torch.Tensor,
+        basic_op_kwargs: list[dict[str, Any]] | None = None,
+        is_first_microbatch: bool | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Apply the operation alone."""
+        return self._fuser()(
+            input,
+            *extra_inputs,
+            basic_op_kwargs=basic_op_kwargs,
+            is_first_microbatch=is_first_microbatch,
+        )
+
+    _called_forward = forward

@@ -1,0 +1,367 @@
+"""How a group runs: native segments, Python operations, and fused ones, per direction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from te_fast.errors import StateError
+from te_fast.ops.op import BasicOperation, Beside, FusedOperation, FusibleOperation
+from te_fast.ops.routing import Routing, Slot
+from te_fast.ops.undo import Trials
+from te_fast.runtime import native
+
+__all__ = ["NATIVE_TYPES", "Match", "Plan", "Step", "Types", "make_plan", "match"]
+
+#: An operation, and the indices of the basic operations that it stands for.
+Match = tuple[FusibleOperation, tuple[int, ...]]
+#: Types of a group's input and of what each operation makes of it; None if all are one, none if the input is no float.
+Types = tuple[torch.dtype, ...] | None
+#: Types that programs compute in.
+NATIVE_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One part of a plan: a native segment, or an operation that runs in Python."""
+
+    indices: tuple[int, ...]
+    op: FusibleOperation | None = None
+    program: Any = None
+    #: Type that the program's input is cast to; None for none.
+    dtype: torch.dtype | None = None
+    #: Which of the extra inputs are added to a tensor of the program, and whether in their own memory.
+    added: tuple[tuple[int, bool], ...] = ()
+    #: Whether the program's inputs may have other types than it takes.
+    casts: bool = False
+    #: Where the extra inputs are among a call's tensors, one after the other; None for those of the step's own making.
+    takes: tuple[Any, ...] = ()
+    #: Extra outputs.
+    makes: int = 0
+    #: Whether the operation's forward is its ``op_forward``.
+    is_plain: bool = False
+
+    def matched(
+        self, x: torch.Tensor, extras: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return the program's inputs in types that it takes: what is added has the type of the sum."""
+        if self.dtype is not None and x.dtype != self.dtype:
+            x = x.to(self.dtype)
+        if not self.added:
+            return x, extras
+        for number, in_place in self.added:
+            other = extras[number].dtype
+            if other != x.dtype:
+                x = x.to(other if in_place else torch.promote_types(x.dtype, other))
+        if any(extras[number].dtype != x.dtype for number, _ in self.added):
+            numbers = [number for number, in_place in self.added if not in_place]
+            extras = tuple(
+                extra.to(x.dtype) if number in numbers else extra
+                for number, extra in enumerate(extras)
+            )
+        return x, extras
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """How a group runs.
+
+    Attributes
+    ----------
+    ops, labels : list
+        Basic operations, and their positions and types.
+    routing : Routing
+        Wiring of the extra tensors.
+    forward, backward : list of Step
+        Steps of each direction, both in the order of forward.
+    native : list of Step or None
+        The steps, if all are native segments.
+    single : Program or None
+        The one program, if it is all and no extra tensor is wired inside.
+    parameters : list of list of dict
+        Per basic operation, the dictionaries that hold its parameters.
+    beside : list of Beside
+        Per basic operation, what linear operations beside it do.
+    returned : list of int
+        Where the outputs that the caller gets are among a call's tensors: its extra inputs, then the extra outputs of
+        all operations.
+    prepared : list of tuple of int and BasicOperation
+        Operations with a ``pre_fuser_forward`` of their own, by index.
+    is_custom : bool
+        Whether users have registered fusions, which may depend on the recipe.
+    quantizes_backward : bool
+        Whether an operation quantises a gradient.
+    trials : Trials
+        Calls that have gone well.
+    """
+
+    ops: list[BasicOperation]
+    labels: list[str]
+    routing: Routing
+    forward: list[Step]
+    backward: list[Step]
+    native: list[Step] | None = None
+    single: Any = None
+    parameters: list[list[dict[str, Any]]] = field(default_factory=list)
+    beside: list[Beside] = field(default_factory=list)
+    returned: list[int] = field(default_factory=list)
+    prepared: list[tuple[int, BasicOperation]] = field(default_factory=list)
+    is_custom: bool = False
+    quantizes_backward: bool = False
+    trials: Trials = field(default_factory=Trials)
+
+    def parameters_of(self, index: int) -> list[Any]:
+        """Return the parameters of a basic operation, as they are now."""
+        found = [p for owner in self.parameters[index] for p in owner.values() if p is not None]
+        return found if len(found) < 2 else list(dict.fromkeys(found))
+
+    def matches(self, steps: list[Step]) -> list[tuple[FusibleOperation, list[int]]]:
+        """Return operations with the indices of the basic ones that they stand for."""
+        found: list[tuple[FusibleOperation, list[int]]] = []
+        for step in steps:
+            if step.op is not None:
+                found.append((step.op, list(step.indices)))
+            else:
+                found += [(self.ops[index], [index]) for index in step.indices]
+        return found
+
+    def explain(self, name: str) -> str:
+        """Say what runs, per direction."""
+        lines = [f"{name}:"]
+        for step in self.forward:
+            lines += _explain(step, self.labels)
+        if [step.op for step in self.backward] != [step.op for step in self.forward]:
+            lines.append("  backward, last to first:")
+            for step in reversed(self.backward):
+                lines.append(f"    {_title(step, self.labels)}")
+        return "\n".join(lines)
+
+
+def _title(step: Step, labels: Sequence[str]) -> str:
+    covered = ", ".join(labels[index] for index in step.indices)
+    if step.program is not None:
+        cast = "" if step.dtype is None else f" in {step.dtype}"
+        return f"native program of {covered}{cast}"
+    kind = type(step.op).__name__
+    how = "fused operation" if isinstance(step.op, FusedOperation) else "operation"
+    return f"Python {how} {kind} of {covered}"
+
+
+def _explain(step: Step, labels: Sequence[str]) -> Iterator[str]:
+    yield f"  {_title(step, labels)}"
+    if step.program is None:
+        return
+    compiled = step.program.explain()
+    if not compiled:
+        yield "    not compiled yet: no forward has run"
+    for plan in compiled:
+        yield f"    for {plan['key']}"
+        for direction in ("forward", "backward"):
+            yield f"      {direction}:"
+            for launch, positions in plan[direction]:
+                covered = ", ".join(labels[step.indices[position]] for position in positions)
+                yield f"        {launch}  [{covered}]"
+        yield from (f"      note: {note}" for note in plan["notes"])
+
+
+def match(
+    fused: Sequence[FusibleOperation], basic: Sequence[BasicOperation], labels: Sequence[str]
+) -> list[Match]:
+    """Find which basic operations each operation of a fusion's result stands for.
+
+    Raises
+    ------
+    StateError
+        If they are not the group's, in order.
+    """
+    matches: list[Match] = []
+    index = 0
+    for op in fused:
+        parts = _parts(op)
+        if any(a is not b for a, b in zip(parts, basic[index : index + len(parts)], strict=False)):
+            break
+        matches.append((op, tuple(range(index, index + len(parts)))))
+        index += len(parts)
+    else:
+        if index == len(basic):
+            return matches
+    message = (
+        "a registered fusion returned operations that are not the group's in order: expected "
+        f"[{', '.join(labels)}], got [{', '.join(type(op).__name__ for op in fused)}]"
+    )
+    raise StateError(message)
+
+
+def _parts(op: FusibleOperation) -> list[Any]:
+    if not isinstance(op, FusedOperation):
+        return [op]
+    return [part for inner in op._parts() for part in _parts(inner)]
+
+
+def make_plan(
+    ops: list[BasicOperation],
+    labels: list[str],
+    routing: Routing,
+    forward: list[Match],
+    backward: list[Match],
+    types: Types = None,
+) -> Plan:
+    """Split a group into native segments and what runs in Python.
+
+    Operations that a registered fusion covers in one direction run in Python in both: its other half
+    reads what their Python methods keep.
+    """
+    covered = {
+        i
+        for op, indices in (*forward, *backward)
+        if isinstance(op, FusedOperation)
+        for i in indices
+    }
+    beside = [_beside(ops, index, covered) for index in range(len(ops))]
+    native = [
+        index not in covered
+        and op._is_native(beside[index])
+        # Python's half takes any type.
+        and not (op._mode_names and not _are_native(types, index))
+        for index, op in enumerate(ops)
+    ]
+    segments = {step.indices[0]: step for step in _segments(ops, labels, routing, native, types)}
+    inside = {index for step in segments.values() for index in step.indices}
+    plan = Plan(
+        ops,
+        labels,
+        routing,
+        _steps(forward, segments, inside),
+        _steps(backward, segments, inside),
+        beside=beside,
+    )
+    if all(step.program is not None for step in plan.forward):
+        plan.native = plan.forward
+        everything = sum(op.num_extra_outputs for op in ops) == len(routing.outputs)
+        if len(plan.forward) == 1 and everything and not routing.has_channels:
+            plan.single = plan.forward[0].program
+    plan.parameters = [[module._parameters for module in op.modules()] for op in ops]
+    _wire(plan)
+    plan.quantizes_backward = any(op.num_quantizers("backward") for op in ops)
+    plan.prepared = [
+        (index, op)
+        for index, op in enumerate(ops)
+        if getattr(op.pre_fuser_forward, "__func__", None) is not BasicOperation.pre_fuser_forward
+    ]
+    steps = (*plan.forward, *plan.backward)
+    # A user's own operation may raise at any time, te_fast's for the sizes and types of a call alone.
+    users = any(step.op is not None and not _is_own(step.op) for step in steps)
+    plan.trials.ends = not (users or plan.prepared)
+    return plan
+
+
+def _are_native(types: Types, index: int) -> bool:
+    return types is None or (len(types) > index and types[index] in NATIVE_TYPES)
+
+
+def _is_own(op: FusibleOperation) -> bool:
+    return type(op).__module__.startswith("te_fast.")
+
+
+def _wire(plan: Plan) -> None:
+    """Say where each step finds its extra inputs."""
+    routing = plan.routing
+    given = {slot: place for place, slot in enumerate(routing.inputs)}
+    made: dict[Slot, int] = {}
+    for index, op in enumerate(plan.ops):
+        for number in range(op.num_extra_outputs):
+            made[index, number] = len(given) + len(made)
+    plan.returned = [made[slot] for slot in routing.outputs]
+
+    def place(step: Step, index: int, number: int) -> int | None:
+        source = routing.sources[index][number]
+        if source is None:
+            return given[index, number]
+        return None if source[0] in step.indices else made[source]
+
+    for step in plan.forward:
+        step.makes = sum(plan.ops[index].num_extra_outputs for index in step.indices)
+        step.takes = tuple(
+            place(step, index, number)
+            for index in step.indices
+            for number in range(len(routing.sources[index]))
+        )
+        method = getattr(getattr(step.op, "fuser_forward", None), "__func__", None)
+        is_basic = method is BasicOperation.fuser_forward
+        step.is_plain = is_basic and not (step.takes or step.makes)
+
+
+def _beside(ops: list[BasicOperation], index: int, covered: set[int]) -> Beside:
+    """Say what the native linear operations beside an operation do."""
+
+    def takes(other: int) -> bool:
+        inside = 0 <= other < len(ops) and other not in covered
+        return inside and ops[other]._takes_to_fp8 and ops[other]._is_native()
+
+    before = index - 1
+    while before >= 0 and before not in covered and ops[before]._hands_gradient_on:
+        before -= 1
+    return Beside(gradient=takes(before), output=takes(index + 1))
+
+
+def _steps(matches: list[Match], segments: dict[int, Step], inside: set[int]) -> list[Step]:
+    steps: list[Step] = []
+    for op, indices in matches:
+        if indices[0] in segments:
+            steps.append(segments[indices[0]])
+        elif indices[0] not in inside:
+            steps.append(Step(indices, op=op))
+    return steps
+
+
+def _segments(
+    ops: list[BasicOperation],
+    labels: list[str],
+    routing: Routing,
+    native: list[bool],
+    types: Types,
+) -> Iterator[Step]:
+    """Compile the runs of native operations; a channel's consumer, and another type, begin another program."""
+    run: list[int] = []
+    dtype = None
+    edges = types or (None,) * (len(ops) + 1)
+    for index, is_native in enumerate(native):
+        fed = any(source is not None and source[0] in run for source in routing.sources[index])
+        is_cast = edges[index] != edges[index + 1]
+        ended = bool(run) and ops[run[-1]]._ends_program
+        if run and (ended or fed or is_cast or not is_native):
+            yield _compile(ops, labels, run, dtype, casts=types is not None)
+            run = []
+        if is_native:
+            if not run:
+                dtype = edges[index + 1] if is_cast else None
+            run.append(index)
+    if run:
+        yield _compile(ops, labels, run, dtype, casts=types is not None)
+
+
+def _compile(
+    ops: list[BasicOperation],
+    labels: list[str],
+    run: list[int],
+    dtype: torch.dtype | None,
+    *,
+    casts: bool,
+) -> Step:
+    first, last = (labels[run[i]].partition(":")[0] for i in (0, -1))
+    name = f"op {labels[run[0]]}" if len(run) == 1 else f"ops {first}-{last}"
+    program = native.Program(name)
+    for index in run:
+        ops[index]._append_to(program, labels[index])
+    extras = [ops[index] for index in run for _ in range(ops[index].num_extra_inputs)]
+    added = [(number, op) for number, op in enumerate(extras) if op._adds_extra]
+    return Step(
+        tuple(run),
+        program=program,
+        dtype=dtype,
+        casts=casts,
+        added=tuple((number, bool(getattr(op, "_in_place", False))) for number, op in added),
+    )

@@ -1,0 +1,112 @@
+"""How calls of modules reach the native module, and what it calls of Python's meanwhile."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from te_fast.runtime import delayed, global_state, main_grad, native, rows, scale_tape
+
+__all__ = ["call_through_forward", "layer_call_method", "program_call_method"]
+
+
+def _layer_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return native.layer_call(self, *args, **kwargs)
+
+
+# Old dynamos take every method for a Python function, and fail on another (2.6 does, 2.11 does not).
+_DYNAMO_TAKES_BUILTINS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 11)
+
+#: ``nn.Module.__call__`` of a layer, as a method without a Python frame.
+layer_call_method = (
+    native.instance_method(native.layer_call) if _DYNAMO_TAKES_BUILTINS else _layer_call
+)
+
+
+def _program_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return native.program_module_call(self, *args, **kwargs)
+
+
+#: ``nn.Module.__call__`` of a module whose result is its program's, which ``_direct_program`` of its
+#: dict names; None there sends calls through ``forward``.
+program_call_method = (
+    native.instance_method(native.program_module_call) if _DYNAMO_TAKES_BUILTINS else _program_call
+)
+
+
+def call_through_forward(cls: type[torch.nn.Module]) -> None:
+    """Let a class with a ``forward`` of its own, or of a mixin, be called as any module.
+
+    A class that has a native call notes the ``forward`` that this stands for as ``_called_forward``. The native
+    call looks at it, too, for a ``forward`` that was put in its place later.
+    """
+    caller = next(base for base in cls.__mro__ if "__call__" in base.__dict__)
+    if (
+        "_called_forward" in caller.__dict__
+        and cls.forward is not caller.__dict__["_called_forward"]
+    ):
+        cls.__call__ = torch.nn.Module.__call__  # type: ignore[method-assign]
+
+
+def _note_optimizer_step(*_: Any) -> None:
+    native.note_optimizer_step()
+
+
+# Optimizers that write through raw pointers (apex, Transformer Engine) do not move torch's version
+# counters, by which a layer knows whether its weight has changed. This hook is torch's own.
+register_optimizer_step_post_hook(_note_optimizer_step)
+
+
+class _ProgramFunction(torch.autograd.Function):
+    """Arguments: input, parameters or their parts, extra inputs, program, owner, bits, how parts are joined."""
+
+    forward = staticmethod(native.program_autograd_forward)
+    backward = staticmethod(native.program_backward)
+
+
+class ProgramBackward(_ProgramFunction._backward_cls):  # type: ignore[name-defined, misc]
+    """The node of a chain of ops."""
+
+    __slots__ = ("te_saved",)
+    apply = native.instance_method(native.program_backward)
+
+
+_ProgramFunction._backward_cls = ProgramBackward
+
+
+@once_differentiable
+def program_backward_once(ctx: Any, *grads: torch.Tensor) -> Any:
+    """Backward under ``create_graph=True``: differentiating again raises."""
+    return native.program_backward(ctx, *grads)
+
+
+# `Function.apply` of Python costs 2 us more than the C++ method that it wraps, for functorch: its
+# transforms do not reach the native path, since their tensors have no memory to read.
+native.install_hooks(
+    apply=super(torch.autograd.Function, _ProgramFunction).apply,
+    backward_once=program_backward_once,
+    padded=rows.apply_padded,
+    padded_run=rows.run_padded,
+    on_nothing=rows.apply_on_nothing,
+    update_backward_scales=partial(delayed.update_scales, forward=False),
+    skip_weight_flag=global_state.FP8GlobalStateManager.get_skip_fp8_weight_update_tensor,
+    recompute=scale_tape.scales,
+    dummy_wgrad=main_grad.dummy_wgrad_for,
+)
+
+# torch.compile leaves the graph where a layer runs natively, as it does at Transformer Engine's layers, and would ask
+# the user to report that.
+for _message in (
+    r"Graph break due to unsupported builtin ",
+    r"Dynamo does not know how to trace the builtin `",
+):
+    _ours = (
+        r"(te_fast\._native\.|(None|<unknown module>)\."
+        r"(AmaxSlots|AutocastRegion|Program|Recipe|WeightHandle)\.__new__)"
+    )
+    warnings.filterwarnings("ignore", message=_message + _ours)

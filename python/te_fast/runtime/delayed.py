@@ -1,0 +1,342 @@
+"""Scales and histories of delayed scaling: the tensors of a layer, and their update.
+
+The dispatcher knows which layers take part in an update, and does it in one launch. Python steps in for
+two things only: the reduction of the maxima over ranks, one collective for all layers of a recipe, group
+and device; and algorithms of the user's own.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from te_fast import _config
+from te_fast.errors import StateError
+from te_fast.recipe import DelayedScaling, Format, Recipe
+from te_fast.runtime import native
+
+__all__ = [
+    "DelayedScalingRecipeState",
+    "get_fp8_torch_dtype",
+    "native_recipe",
+    "scale_of",
+    "states",
+    "update_all",
+    "update_scales",
+]
+
+_F32_MAX = torch.finfo(torch.float32).max
+# torch without torch.distributed has no such function.
+_is_initialized = getattr(torch.distributed, "is_initialized", lambda: False)
+
+# States by the number of their slots.
+_states: WeakValueDictionary[int, DelayedScalingRecipeState] = WeakValueDictionary()
+
+
+def native_recipe(recipe: Any) -> Any:
+    """Return the dispatcher's form of a recipe, made anew after an assignment."""
+    if recipe._native is None:
+        recipe._native = native.Recipe(**recipe._describe())
+    return recipe._native
+
+
+class DelayedScalingRecipeState:
+    """Scales and histories of one layer in one direction.
+
+    Parameters
+    ----------
+    recipe : DelayedScaling
+        Recipe that they are kept under.
+    mode : {'forward', 'backward'}
+        Direction.
+    num_quantizers : int, default = 1
+        Number of tensors.
+    device : torch.device, optional
+        Where the layer's weight lives; the current GPU by default, or the CPU without one.
+    group : torch.distributed.ProcessGroup, optional
+        Ranks that the maxima are reduced over; all by default.
+
+    Attributes
+    ----------
+    scale : torch.Tensor
+        FP32 ``(num_quantizers,)``, initially 1.
+    amax_history : torch.Tensor
+        FP32 ``(amax_history_len, num_quantizers)``, initially 0. Row 0 is live: quantisation takes
+        the maximum into it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_amax_history",
+        "_native",
+        "_scale",
+        "_slots",
+        "group",
+        "mode",
+        "num_quantizers",
+        "recipe",
+    )
+
+    def __init__(
+        self,
+        recipe: DelayedScaling,
+        *,
+        mode: str,
+        num_quantizers: int = 1,
+        device: torch.device | str | None = None,
+        group: Any = None,
+    ) -> None:
+        if mode not in ("forward", "backward"):
+            message = (
+                f"DelayedScalingRecipeState: mode must be 'forward' or 'backward', got {mode!r}"
+            )
+            raise StateError(message)
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.mode = mode
+        self.num_quantizers = num_quantizers
+        size = (recipe.amax_history_len, num_quantizers)
+        self._scale = torch.ones(num_quantizers, dtype=torch.float32, device=device)
+        self._amax_history = torch.zeros(size, dtype=torch.float32, device=device)
+        self._register(recipe, group)
+
+    def _register(self, recipe: DelayedScaling, group: Any) -> None:
+        # A forward under torch.inference_mode() makes tensors that nothing may write to outside of it.
+        if self._scale.is_inference() or self._amax_history.is_inference():
+            with torch.inference_mode(mode=False):
+                self._scale, self._amax_history = self._scale.clone(), self._amax_history.clone()
+        self.recipe = recipe
+        self.group = group
+        form = native_recipe(recipe)
+        forward = self.mode == "forward"
+        former = getattr(self, "_slots", None)
+        tensors = self._amax_history, self._scale
+        self._slots = native.AmaxSlots(*tensors, form, forward, group, former)
+        self._native = form
+        _states[self._slots.id] = self
+
+    def take_part(self) -> None:
+        """Take part in updates from now on: a forward uses the scales.
+
+        Copies and loaded states may be on one rank alone, which the others would not reduce with.
+        """
+        self._slots.take_part()
+
+    @property
+    def slots(self) -> Any:
+        """The dispatcher's handle; another one after :meth:`use` or an assignment."""
+        return self._slots
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """Scales."""
+        return self._scale
+
+    @scale.setter
+    def scale(self, value: torch.Tensor) -> None:
+        self._exchange(value, self._amax_history)
+
+    @property
+    def amax_history(self) -> torch.Tensor:
+        """Histories of absolute maxima."""
+        return self._amax_history
+
+    @amax_history.setter
+    def amax_history(self, value: torch.Tensor) -> None:
+        self._exchange(self._scale, value)
+
+    def _exchange(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
+        """Register other tensors; those that do not fit leave what was."""
+        former = self._scale, self._amax_history
+        self._scale, self._amax_history = scale, amax_history
+        try:
+            self._register(self.recipe, self.group)
+        except Exception:
+            self._scale, self._amax_history = former
+            raise
+
+    def use(self, recipe: DelayedScaling, group: Any) -> None:
+        """Go on under another recipe or group.
+
+        Scales stay, but for another format they are those of its largest number. Histories are cut, or
+        extended by zeros, to the recipe's length.
+
+        Parameters
+        ----------
+        recipe : DelayedScaling
+            The recipe.
+        group : torch.distributed.ProcessGroup, optional
+            Ranks that the maxima are reduced over.
+        """
+        history = self._amax_history
+        same_length = history.shape[0] == recipe.amax_history_len
+        if same_length and native_recipe(recipe) is self._native and group is self.group:
+            return
+        ratio = self._largest(recipe) / self._largest(self.recipe)
+        if ratio != 1.0:
+            self._scale.mul_(torch.where(history.amax(0) > 0, ratio, 1.0))
+            native.note_scale_change()
+        if not same_length:
+            longer = history.new_zeros(recipe.amax_history_len, history.shape[1])
+            kept = min(history.shape[0], longer.shape[0])
+            longer[:kept] = history[:kept]
+            self._amax_history = longer
+        self._register(recipe, group)
+
+    def _largest(self, recipe: DelayedScaling) -> float:
+        """Return the largest number of a recipe's format in this direction."""
+        limits = recipe.fp8_format.value
+        return limits.max_fwd if self.mode == "forward" else limits.max_bwd
+
+    def to(self, device: torch.device | str) -> None:
+        """Move to another device."""
+        if self._scale.device != torch.device(device):
+            self._scale = self._scale.to(device)
+            self._amax_history = self._amax_history.to(device)
+            self._register(self.recipe, self.group)
+
+    def reset(self) -> None:
+        """Set all scales to 1 and all maxima to 0."""
+        self._scale.fill_(1.0)
+        self._amax_history.zero_()
+        native.note_scale_change()
+
+    def load(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
+        """Copy the values of a checkpoint; the histories' length follows it."""
+        if scale.numel() != self.num_quantizers:
+            message = f"expected scales of {self.num_quantizers} tensors, got {scale.numel()}"
+            raise StateError(message)
+        if amax_history.shape == self._amax_history.shape:
+            self._amax_history.copy_(amax_history)
+        else:
+            device = self._amax_history.device
+            history = amax_history.to(device=device, dtype=torch.float32, copy=True)
+            self._exchange(self._scale, history)
+        self._scale.copy_(scale)
+        native.note_scale_change()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DelayedScalingRecipeState:
+        """Copy with tensors, and a registration, of its own."""
+        return _rebuild(*self._parts(copy.deepcopy(self.recipe, memo)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the tensors; process groups cannot be pickled, and are left out."""
+        return (_rebuild, (*self._parts(self.recipe)[:-1], None))
+
+    def _parts(self, recipe: DelayedScaling) -> tuple[Any, ...]:
+        return (recipe, self.mode, self._scale.clone(), self._amax_history.clone(), self.group)
+
+
+def _rebuild(
+    recipe: DelayedScaling,
+    mode: str,
+    scale: torch.Tensor,
+    amax_history: torch.Tensor,
+    group: Any,
+) -> DelayedScalingRecipeState:
+    state = DelayedScalingRecipeState.__new__(DelayedScalingRecipeState)
+    state.mode = mode
+    state.num_quantizers = scale.numel()
+    state._scale = scale
+    state._amax_history = amax_history
+    state._register(recipe, group)
+    return state
+
+
+def scale_of(number: int) -> torch.Tensor:
+    """Return the scales of the state whose slots have this number."""
+    return _states[number].scale
+
+
+def states(*, forward: bool) -> list[DelayedScalingRecipeState]:
+    """Return the living states of a direction that take part in updates, in the order of their places."""
+    return [_states[number] for number in native.amax_participants(forward) if number in _states]
+
+
+def fp8_max(recipe: DelayedScaling, *, forward: bool) -> float:
+    """Return the largest value that a direction's tensors can take."""
+    value = recipe.fp8_format.value
+    return float(value.max_fwd if forward else value.max_bwd)
+
+
+def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
+    """Return torch's type of a recipe's forward or backward tensors."""
+    number_format = fp8_recipe.fp8_format
+    e4m3 = number_format is Format.E4M3 or (number_format is Format.HYBRID and fprop_tensor)
+    return torch.float8_e4m3fn if e4m3 else torch.float8_e5m2
+
+
+def update_scales(*, forward: bool) -> None:
+    """Update the scales of all layers that ran since the last update, and of those that other ranks reduce with.
+
+    Parameters
+    ----------
+    forward : bool
+        Scales of inputs and weights, or of gradients.
+    """
+    native.update_scales(forward, _is_initialized(), _config.UNFUSED_UPDATE)
+
+
+def update_all(*, forward: bool) -> None:
+    """Update the scales of all layers, also of those that a replayed graph ran unseen.
+
+    Parameters
+    ----------
+    forward : bool
+        Scales of inputs and weights, or of gradients.
+    """
+    native.amax_mark_all_ran(forward)
+    update_scales(forward=forward)
+
+
+def _world_size(group: Any) -> int:
+    return torch.distributed.get_world_size(group=group)
+
+
+def _all_reduce(maxima: torch.Tensor, group: Any) -> None:
+    torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX, group=group)
+
+
+def _update_in_python(
+    forward: bool, slots: list[tuple[int, int]], maxima: torch.Tensor | None
+) -> None:
+    """Update states one by one; with the maxima of all ranks, where the state of each begins at a number."""
+    for number, first in slots:
+        state = _states.get(number)
+        if state is None:
+            continue
+        if maxima is not None:
+            state.amax_history[0].copy_(maxima[first : first + state.num_quantizers])
+        _update_unfused(state, fp8_max(state.recipe, forward=forward))
+        state.slots.clear_ran()
+    native.note_scale_change()
+
+
+def _update_unfused(state: DelayedScalingRecipeState, largest: float) -> None:
+    """Update one state with torch operations, in the order that Transformer Engine documents.
+
+    Unlike the kernel, this rolls the history also when the newest maximum is 0.
+    """
+    recipe, history, scale = state.recipe, state.amax_history, state.scale
+    algorithm = recipe.amax_compute_algo
+    if callable(algorithm):
+        amax = algorithm(history)
+    elif algorithm == "max":
+        amax = history.amax(dim=0)
+    else:
+        amax = history[0].clone()
+    if history.shape[0] > 1:
+        history.copy_(torch.roll(history, -1, 0))
+    history[0].zero_()
+    if recipe.scaling_factor_compute_algo is not None:
+        scale.copy_(recipe.scaling_factor_compute_algo(amax, scale, largest, recipe))
+        return
+    fresh = (largest / amax) / (2**recipe.margin)
+    fresh = torch.where((amax > 0.0) & torch.isfinite(amax), fresh, scale)
+    scale.copy_(torch.where(torch.isinf(fresh), torch.full_like(fresh, _F32_MAX), fresh))
+
+
+native.delayed_callbacks(_world_size, _all_reduce, _update_in_python)

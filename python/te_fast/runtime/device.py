@@ -1,0 +1,70 @@
+"""Devices: where parameters are made, and whether a forward makes its tensors' device the current one."""
+
+from __future__ import annotations
+
+import torch
+
+from te_fast.errors import DeviceError
+from te_fast.runtime import native
+from te_fast.runtime.support import driver_problem
+
+__all__ = [
+    "check_device",
+    "default_device",
+    "set_cuda_device_every_batch",
+    "should_set_cuda_device_every_batch",
+]
+
+
+def should_set_cuda_device_every_batch() -> bool:
+    """Tell whether each forward makes its tensors' device the current one.
+
+    The environment variable ``NVTE_SET_CUDA_DEVICE=0`` turns it off at start.
+    """
+    checks = bool(native.set_check_device(True))
+    native.set_check_device(checks)
+    return checks
+
+
+def set_cuda_device_every_batch(enabled: bool) -> None:
+    """Choose whether each forward makes its tensors' device the current one.
+
+    The check compares two numbers and costs some 10 ns; without it, tensors on a device that is not
+    the current one fail.
+
+    Parameters
+    ----------
+    enabled : bool
+        Whether to.
+    """
+    native.set_check_device(bool(enabled))
+
+
+def default_device() -> torch.device:
+    """Return where torch makes tensors, also inside of ``with torch.device(...)``, which torch 2.6 does not tell."""
+    try:
+        return torch.empty(0).device
+    except (AssertionError, RuntimeError):  # a GPU that cannot be used
+        return torch.get_default_device()
+
+
+def check_device(device: torch.device | str | None, layer: str) -> torch.device:
+    """Return a device that parameters can be made on: for None torch's default one.
+
+    Raises
+    ------
+    DeviceError
+        If it is a GPU and there is none that can be used.
+    """
+    chosen = default_device() if device is None else torch.device(device)
+    if chosen.type not in ("cuda", "cpu", "meta"):
+        message = f"{layer}: device must be cuda, cpu or meta, got {chosen}"
+        raise DeviceError(message)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        problem = driver_problem() or "torch sees no CUDA GPU"
+        message = (
+            f"{layer}: device={str(device)!r} was asked for. {problem}. Pass device='cpu' to run on "
+            "the host backend, or 'meta' to defer"
+        )
+        raise DeviceError(message)
+    return chosen

@@ -1,0 +1,101 @@
+"""Gradients that go into ``main_grad`` of their parameters, and what autograd is given instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fast.errors import StateError
+
+__all__ = ["after_main_grad", "dummy_wgrad_for", "get_dummy_wgrad", "give", "main_grad_of"]
+
+_dummy_wgrads: dict[tuple[Any, ...], torch.Tensor] = {}
+
+
+def get_dummy_wgrad(
+    shape: list[int],
+    dtype: torch.dtype,
+    zero: bool = False,
+    device: torch.device | str = "cuda",
+) -> torch.Tensor:
+    """Return a stand-in for a weight gradient that went into ``main_grad``; one per shape and type.
+
+    Parameters
+    ----------
+    shape : list of int
+        Shape of the weight.
+    dtype : torch.dtype
+        Type of the weight.
+    zero : bool, default = False
+        Fill it with zeros.
+    device : torch.device or str, default = 'cuda'
+        Device of the weight.
+    """
+    key = (tuple(shape), dtype, str(device))
+    if key not in _dummy_wgrads:
+        _dummy_wgrads[key] = torch.empty(tuple(shape), dtype=dtype, device=device)
+    dummy = _dummy_wgrads[key]
+    if zero:
+        dummy.fill_(0)
+    return dummy.detach()
+
+
+def dummy_wgrad_for(weight: torch.Tensor) -> torch.Tensor:
+    """Return the stand-in that autograd is given for a weight with ``grad_added_to_main_grad``."""
+    zero = getattr(weight, "zero_out_wgrad", False)
+    return get_dummy_wgrad(list(weight.shape), weight.dtype, zero, weight.device)
+
+
+def main_grad_of(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the buffer that a parameter's gradient is added to.
+
+    Raises
+    ------
+    StateError
+        If there is none.
+    """
+    if hasattr(parameter, "__fsdp_param__"):
+        parameter.main_grad = parameter.get_main_grad()  # type: ignore[attr-defined]
+    grad = getattr(parameter, "main_grad", None)
+    if grad is None:
+        message = (
+            "linear: fuse_wgrad_accumulation=True needs weight.main_grad; set it before backward, or "
+            "construct the layer without"
+        )
+        raise StateError(message)
+    result: torch.Tensor = grad
+    return result
+
+
+def give(
+    parameter: torch.Tensor, grad: torch.Tensor, *, fuse: bool, overwrite: bool
+) -> torch.Tensor | None:
+    """Give a computed gradient to a parameter.
+
+    Into ``main_grad`` with `fuse`, else into ``.grad``. Returns what autograd is given.
+    """
+    if not fuse:
+        if parameter.grad is None:
+            parameter.grad = grad.to(parameter.dtype)
+        else:
+            parameter.grad += grad
+        return None
+    main_grad = main_grad_of(parameter)
+    if overwrite or getattr(parameter, "overwrite_main_grad", False):
+        main_grad.copy_(grad)
+    else:
+        main_grad.add_(grad)
+    return after_main_grad(parameter)
+
+
+def after_main_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return what autograd is given for a parameter whose gradient goes into ``main_grad``.
+
+    With ``grad_added_to_main_grad`` set on the parameter, it becomes true and autograd gets a dummy
+    gradient, so that hooks fire; else it gets none.
+    """
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    return dummy_wgrad_for(parameter)

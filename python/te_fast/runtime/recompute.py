@@ -1,0 +1,248 @@
+"""Activation checkpointing, with the scales of the forward that is recomputed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from te_fast.errors import UnsupportedError
+from te_fast.runtime import native, scale_tape
+from te_fast.runtime.global_state import FP8GlobalStateManager
+
+__all__ = [
+    "activation_recompute_forward",
+    "checkpoint",
+    "get_activation_recompute_contexts",
+    "in_fp8_activation_recompute_phase",
+    "is_fp8_activation_recompute_enabled",
+]
+
+# The tape of regions that name none: first in, first out over all of them.
+_default_tape = scale_tape.Tape()
+
+
+class _Phase(NamedTuple):
+    """An entered region of recomputation, and what it put in force."""
+
+    region: Any
+    was_enabled: bool
+    context: Any
+
+
+#: The regions entered by thread, outermost first.
+_phases: dict[int, list[_Phase]] = {}
+
+
+def _in_force() -> _Phase | None:
+    """Return the region in force: this thread's, or that of the one that it works for, as layers see it."""
+    own = _phases.get(get_ident())
+    if own is None and _phases and not native.autocast_held()[1]:
+        own = next(iter(list(_phases.values())), None)
+    return own[-1] if own else None
+
+
+class activation_recompute_forward:
+    """Run layers as one phase of activation recomputation.
+
+    In the first phase layers of delayed scaling note their scales, in the second each takes them
+    back, in the order of its calls, and records no maximum.
+
+    Parameters
+    ----------
+    activation_recompute : bool, default = False
+        Activations are recomputed; without, the region changes nothing.
+    recompute_phase : bool, default = False
+        This is the recomputation.
+    """
+
+    def __init__(
+        self,
+        activation_recompute: bool = False,
+        recompute_phase: bool = False,
+        *,
+        _tape: scale_tape.Tape | None = None,
+    ) -> None:
+        self.activation_recompute = activation_recompute
+        self.recompute_phase = recompute_phase
+        self._tape = _default_tape if _tape is None else _tape
+
+    def __enter__(self) -> None:
+        """Put the phase in force for this thread."""
+        context: Any = nullcontext()
+        if self.activation_recompute:
+            tape = self._tape
+            if self.recompute_phase and tape is not _default_tape:
+                tape = tape.copy()  # backward may run twice
+            context = scale_tape.phase(tape, reads=self.recompute_phase)
+        context.__enter__()
+        phase = _Phase(self, FP8GlobalStateManager.is_fp8_enabled(), context)
+        _phases.setdefault(get_ident(), []).append(phase)
+
+    def __exit__(self, *exception: Any) -> None:
+        """Put the former phase of this thread back in force."""
+        own = _phases[get_ident()]
+        phase = own.pop()
+        if not own:
+            del _phases[get_ident()]
+        phase.context.__exit__(*exception)
+
+
+def is_fp8_activation_recompute_enabled() -> bool:
+    """Return whether FP8 layers run in a phase of activation recomputation.
+
+    In FP8 the phase may have been entered, or the checkpointed function may have entered a region of its own.
+    """
+    phase = _in_force()
+    if phase is None or not phase.region.activation_recompute:
+        return False
+    return phase.was_enabled or FP8GlobalStateManager.is_fp8_enabled()
+
+
+def in_fp8_activation_recompute_phase() -> bool:
+    """Return whether they run for the second time."""
+    phase = _in_force()
+    return phase is not None and bool(phase.region.recompute_phase)
+
+
+def get_activation_recompute_contexts() -> tuple[
+    activation_recompute_forward, activation_recompute_forward
+]:
+    """Return a region for a forward and one for its recomputation, which has the forward's scales.
+
+    What ``context_fn`` of ``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` asks for.
+
+    Returns
+    -------
+    tuple of activation_recompute_forward
+        The region of the forward and that of its recomputation, of one forward's scales.
+    """
+    tape = scale_tape.Tape()
+    return (
+        activation_recompute_forward(True, False, _tape=tape),
+        activation_recompute_forward(True, True, _tape=tape),
+    )
+
+
+def _outputs_of_its_own(result: Any) -> Any:
+    """Return what a run without gradients gave, with aliases of the tensors that it did not make.
+
+    torch's reentrant node takes every output for its own: a parameter among them (the bias of a
+    layer with ``return_bias``) would lead its gradient back to that node, whose backward runs the
+    function again, and so on without end.
+    """
+
+    def own(value: Any) -> Any:
+        return value.detach() if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+    return tuple(map(own, result)) if isinstance(result, tuple) else own(result)
+
+
+class _Recomputed:
+    """A checkpointed function: notes scales in its first call, and repeats it with them later."""
+
+    def __init__(
+        self, function: Callable[..., Any], kwargs: dict[str, Any], tracker: Any | None
+    ) -> None:
+        self._function = function
+        self._kwargs = kwargs
+        self._tracker = tracker
+        self._tape = scale_tape.Tape()
+        self._autocast: tuple[Any, ...] | None = None
+        #: torch's checkpoint runs the first call again: layers repeat regions of their own in both.
+        self._is_repeated = False
+        self._rng_states: Any = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._autocast is None:
+            self._autocast = FP8GlobalStateManager.get_autocast_state()
+            self._is_repeated = scale_tape.is_repeating()
+            if self._tracker is not None:
+                self._rng_states = self._tracker().get_states()
+            with activation_recompute_forward(True, False, _tape=self._tape):
+                result = self._function(*args, **self._kwargs)
+            return result if torch.is_grad_enabled() else _outputs_of_its_own(result)
+        rng_states = None
+        if self._tracker is not None:
+            rng_states = self._tracker().get_states()
+            self._tracker().set_states(self._rng_states)
+        try:
+            repeated = scale_tape.recorded_region(self._autocast)
+            with (
+                nullcontext() if self._is_repeated else repeated,
+                activation_recompute_forward(True, True, _tape=self._tape),
+            ):
+                return self._function(*args, **self._kwargs)
+        finally:
+            if self._tracker is not None:
+                self._tracker().set_states(rng_states)
+
+
+def _is_old_call(args: tuple[Any, ...]) -> bool:
+    """Whether arguments come in the order of early Transformer Engine."""
+    if len(args) < 4 or not isinstance(args[0], bool) or not callable(args[1]):
+        return False
+    group = getattr(torch.distributed, "ProcessGroup", type(None))
+    return args[2] is None or isinstance(args[2], group)
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    tp_group: Any = None,
+    use_reentrant: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Run a function and keep its inputs alone for backward, which runs it again.
+
+    As ``torch.utils.checkpoint``; beyond it, the second run is under the autocast region of the
+    first, with its scales of delayed scaling, so that gradients are those of a run without.
+
+    Parameters
+    ----------
+    function : Callable
+        Function or module.
+    *args
+        Its arguments.
+    distribute_saved_activations : bool, default = False
+        Not supported yet.
+    get_rng_state_tracker : Callable, optional
+        Returns a tracker with ``get_states`` and ``set_states``; the second run has the states of
+        the first.
+    tp_group : torch.distributed.ProcessGroup, optional
+        Ranks that `distribute_saved_activations` would distribute over; without it, it says nothing.
+    use_reentrant : bool, default = True
+        Which of torch's two ways.
+    **kwargs
+        ``preserve_rng_state`` goes to torch, and so do ``context_fn``, ``determinism_check`` and
+        ``debug``, which it takes with ``use_reentrant=False``; all others to the function.
+
+    Raises
+    ------
+    UnsupportedError
+        For `distribute_saved_activations`.
+    """
+    if _is_old_call(args):
+        message = (
+            "checkpoint: pass distribute_saved_activations, get_rng_state_tracker and tp_group by "
+            "keyword; their positions are deprecated"
+        )
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        (distribute_saved_activations, get_rng_state_tracker, _), args = args[:3], args[3:]
+    if distribute_saved_activations:
+        message = "checkpoint: distribute_saved_activations=True is not supported yet"
+        raise UnsupportedError(message)
+    options = {
+        name: kwargs.pop(name)
+        for name in ("preserve_rng_state", "context_fn", "determinism_check", "debug")
+        if name in kwargs
+    }
+    run = _Recomputed(function, kwargs, get_rng_state_tracker)
+    return torch_checkpoint(run, *args, use_reentrant=use_reentrant, **options)

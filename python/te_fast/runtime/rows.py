@@ -1,0 +1,175 @@
+"""Calls whose rows GEMMs do not take: too few for a recipe, which zeros fill up, or none at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from te_fast.runtime import native
+
+__all__ = ["apply_on_nothing", "apply_padded", "run_backward", "run_on_nothing", "run_padded"]
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Padding(NamedTuple):
+    """Leading dimensions of a call's tensors, their product, and the rows that are appended."""
+
+    leading: torch.Size
+    rows: int
+    missing: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Padding:
+        """Return what the region's GEMMs want behind the rows of ``(..., features)``."""
+        rows = x.shape[:-1].numel()
+        return cls(x.shape[:-1], rows, native.rows_to_pad(rows))
+
+    def pad(self, tensor: Any) -> Any:
+        """Append the rows to ``(*leading, ...)``, which becomes ``(rows + missing, ...)``.
+
+        None stays None, and the call itself says what is wrong with a tensor of other dimensions.
+        """
+        count = len(self.leading)
+        if tensor is None or tensor.shape[:count] != self.leading:
+            return tensor
+        flat = tensor.reshape(self.rows, *tensor.shape[count:])
+        return functional.pad(flat, (0, 0) * (flat.dim() - 1) + (0, self.missing))
+
+    def cut(self, tensor: Any) -> Any:
+        """Take the rows away again."""
+        if tensor is None:
+            return None
+        return tensor[: self.rows].view(*self.leading, *tensor.shape[1:])
+
+
+def apply_padded(
+    program: native.Program, owner: Any, x: torch.Tensor, extras: Tensors, *arguments: Any
+) -> Any:
+    """Apply a program to inputs whose rows are too few for its GEMMs."""
+    padding = Padding.of(x)
+    more = tuple(map(padding.pad, extras))
+    out = native.program_apply(program, owner, padding.pad(x), more, *arguments)
+    return tuple(map(padding.cut, out)) if isinstance(out, tuple) else padding.cut(out)
+
+
+class _PaddedRun(NamedTuple):
+    """What a backward of padded rows needs."""
+
+    run: native.ProgramSaved
+    padding: Padding
+    updates_backward_scales: bool
+
+
+def run_padded(
+    program: native.Program, owner: Any, x: torch.Tensor, extras: Tensors, *arguments: Any
+) -> Any:
+    """Run a program, without a node, on inputs whose rows are too few for its GEMMs."""
+    padding = Padding.of(x)
+    more = tuple(map(padding.pad, extras))
+    y, others, run, saved = native.program_run_forward(
+        program, owner, padding.pad(x), more, *arguments
+    )
+    kept = None if run is None else _PaddedRun(run, padding, run.updates_backward_scales)
+    return padding.cut(y), tuple(map(padding.cut, others)), kept, saved
+
+
+class _Nothing(NamedTuple):
+    """A program's call on zero rows, which no kernel has to see."""
+
+    program: native.Program
+    #: Size, type and device of input and extra inputs.
+    inputs: list[tuple[torch.Size, torch.dtype, torch.device]]
+    parameters: Tensors
+    overwrite_main_grad: bool
+
+    @classmethod
+    def of(
+        cls, program: native.Program, inputs: Tensors, parameters: Tensors, overwrite: bool
+    ) -> _Nothing:
+        edges = [(tensor.shape, tensor.dtype, tensor.device) for tensor in inputs]
+        return cls(program, edges, parameters, overwrite)
+
+    def outputs(self, x: torch.Tensor) -> Tensors:
+        widths = self.program.widths(x.shape[-1])
+        return tuple([x.new_zeros(*x.shape[:-1], cols) for cols in widths])
+
+    def gradients(self, wanted: Sequence[bool]) -> tuple[list[Any], Sequence[Any]]:
+        """Return those of the inputs, and of the parameters that are wanted: zeros."""
+        zeros = [
+            torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in self.inputs
+        ]
+        overwrite = self.overwrite_main_grad
+        return zeros, native.program_grads_of_nothing(
+            self.program, self.parameters, wanted, overwrite
+        )
+
+
+class _OnNothing(torch.autograd.Function):
+    """Arguments: program, number of inputs, whether `main_grad` is overwritten, inputs, parameters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, program: native.Program, inputs: int, overwrite: bool, *tensors: torch.Tensor
+    ) -> Any:
+        nothing = ctx.call = _Nothing.of(program, tensors[:inputs], tensors[inputs:], overwrite)
+        outputs = nothing.outputs(tensors[0])
+        return outputs[0] if len(outputs) == 1 else outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        inputs = len(ctx.call.inputs)
+        needed = ctx.needs_input_grad[3:]
+        zeros, grads = ctx.call.gradients(needed[inputs:])
+        given = [
+            zero if is_wanted else None for zero, is_wanted in zip(zeros, needed, strict=False)
+        ]
+        return (None, None, None, *given, *grads)
+
+
+def apply_on_nothing(
+    program: native.Program,
+    x: torch.Tensor,
+    extras: Tensors,
+    parameters: Tensors,
+    overwrite_main_grad: bool,
+) -> Any:
+    """Apply a program to zero rows."""
+    inputs = 1 + len(extras)
+    return _OnNothing.apply(program, inputs, overwrite_main_grad, x, *extras, *parameters)
+
+
+def run_on_nothing(
+    program: native.Program,
+    x: torch.Tensor,
+    extras: Tensors,
+    parameters: Tensors,
+    overwrite_main_grad: bool,
+) -> Any:
+    """Run a program, without a node, on zero rows; the result is as of ``program_run_forward``."""
+    nothing = _Nothing.of(program, (x, *extras), parameters, overwrite_main_grad)
+    y, *others = nothing.outputs(x)
+    return y, tuple(others), nothing, ()
+
+
+def run_backward(
+    kept: native.ProgramSaved | _PaddedRun | _Nothing,
+    saved: tuple[torch.Tensor | None, ...],
+    dy: torch.Tensor,
+    extra_grads: Tensors,
+) -> Any:
+    """Return the gradients of input, parameters and extra inputs, of what a run of a program kept."""
+    if isinstance(kept, _Nothing):
+        zeros, grads = kept.gradients([parameter.requires_grad for parameter in kept.parameters])
+        return zeros[0], grads, zeros[1:]
+    if not isinstance(kept, _PaddedRun):
+        return native.program_run_backward(kept, saved, dy, extra_grads)
+    run, padding, _ = kept
+    more = tuple(map(padding.pad, extra_grads))
+    dx, gradients, extras = native.program_run_backward(run, saved, padding.pad(dy), more)
+    return padding.cut(dx), gradients, tuple(map(padding.cut, extras))
