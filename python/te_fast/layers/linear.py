@@ -9,6 +9,8 @@ import torch
 from torch.nn import functional
 
 from te_fast.errors import ShapeError
+from te_fast.graphs import operators
+from te_fast.graphs.region import key_of_region
 from te_fast.layers import high_precision
 from te_fast.layers.parameters import check_sizes, options_of, refuse
 from te_fast.layers.split import SplitLinear
@@ -224,6 +226,8 @@ class Linear(SplitLinear):
 
     def _forward_general(self, inp: Any, is_first_microbatch: bool | None) -> Any:
         """Forward of calls that the native fast path does not take."""
+        if operators.is_traced(inp):
+            return self._forward_traced(inp, is_first_microbatch)
         device = getattr(self, self.weight_names[0]).device
         self._check_input(inp, "in_features", self.in_features, device)
         self.set_activation_dtype(inp)
@@ -235,6 +239,19 @@ class Linear(SplitLinear):
             weight, bias = parameters["weight"], parameters.get("bias")
             out = self._high_precision(inp, weight, bias, is_first_microbatch)
         return self._with_bias(out) if self.return_bias else out
+
+    def _run_traced(
+        self,
+        x: torch.Tensor,
+        params: list[torch.Tensor],
+        is_first_microbatch: bool | None,
+        fused: list[torch.Tensor],
+    ) -> Any:
+        if key_of_region()[0] or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+            return super()._run_traced(x, params, is_first_microbatch, fused)
+        weight = params[0].to(x.dtype)
+        bias = params[1].to(x.dtype) if self.apply_bias else None
+        return functional.linear(x, weight, bias)
 
     def _high_precision(
         self,

@@ -11,8 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from te_fast.errors import ShapeError, StateError
+from te_fast.errors import DtypeError, ShapeError, StateError, UnsupportedError
+from te_fast.graphs import operators
+from te_fast.graphs.operators import Traced
 from te_fast.layers.base import TransformerEngineBaseModule
 from te_fast.layers.load_torch import copy_into
 from te_fast.layers.parameters import constant, initialise, materialise
@@ -48,7 +51,7 @@ class ProgramLayer(TransformerEngineBaseModule):
     #: The same, with the input of every linear op beside the result; made when first calibrated.
     _observed: native.Program | None
     _region_epoch: int | None
-    _NATIVE = ("_handles", "_program", "_observed", "_region_epoch")
+    _NATIVE = ("_handles", "_program", "_traced", "_observed", "_region_epoch")
     _CONSTANTS = TransformerEngineBaseModule._CONSTANTS | {
         "eps",
         "normalization",
@@ -152,6 +155,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         self.__dict__["_observed"] = None
         self.__dict__["_region_epoch"] = None
         program = self.__dict__["_program"] = self._make_program(observed=False)
+        self.__dict__["_traced"] = Traced(program, self, self.name)
         # What a call runs that needs nothing of Python.
         program.is_direct = not self.checkpoint and (self._is_whole() or not self.return_bias)
         if program.is_direct and self.return_bias:
@@ -187,6 +191,8 @@ class ProgramLayer(TransformerEngineBaseModule):
 
     def _forward_general(self, inp: Any, is_first_microbatch: bool | None) -> Any:
         """Forward of calls that the native fast path does not take."""
+        if operators.is_traced(inp):
+            return self._forward_traced(inp, is_first_microbatch)
         parameters, version = self._used_parameters(is_first_microbatch)
         weight = next(iter(parameters.values()))
         self._check_input(inp, self._FEATURES, getattr(self, self._FEATURES), weight.device)
@@ -255,6 +261,67 @@ class ProgramLayer(TransformerEngineBaseModule):
             base = index * self._FORWARD_SLOTS
             live[base : base + 2] = torch.maximum(live[base : base + 2], maxima)
         state.slots.mark_ran()
+
+    # In graphs -----------------------------------------------------------------------------------
+
+    def _traced_parameters(self) -> list[torch.Tensor]:
+        """Return what the program reads, in op order."""
+        return list(self._used_parameters(None)[0].values())
+
+    def _delayed_states_of_linears(self, *, forward: bool) -> list[Any]:
+        """Return the scales of the linear operations, which share those of the layer."""
+        return [self.fp8_meta["scaling_fwd" if forward else "scaling_bwd"]]
+
+    def _forward_traced(self, inp: Any, is_first_microbatch: bool | None) -> Any:
+        """Forward as an operator, which a tracer sees."""
+        params = self._traced_parameters()
+        self._check_input(inp, self._FEATURES, getattr(self, self._FEATURES), params[0].device)
+        kind = inp.device.type
+        if torch.is_autocast_enabled(kind):
+            x = inp.to(torch.get_autocast_dtype(kind))
+        else:
+            x = inp
+            for parameter in params:
+                if parameter.dtype != inp.dtype:
+                    message = (
+                        f"{self.name}: the input is {inp.dtype} and a parameter {parameter.dtype}; cast one, or run "
+                        "under torch.autocast"
+                    )
+                    raise DtypeError(message)
+        fused: list[torch.Tensor] = []
+        if self.fuse_wgrad_accumulation:
+            if not self._is_whole():
+                message = (
+                    f"{self.name}: fuse_wgrad_accumulation with parameters_split cannot be traced; make the layer "
+                    "without one of the two"
+                )
+                raise UnsupportedError(message)
+            fused = [getattr(self, name) for name in self._LINEARS]
+        out = self._run_traced(x, params, is_first_microbatch, fused)
+        return self._with_bias(out) if self.return_bias else out
+
+    def _run_traced(
+        self,
+        x: torch.Tensor,
+        params: list[torch.Tensor],
+        is_first_microbatch: bool | None,
+        fused: list[torch.Tensor],
+    ) -> Any:
+        if self.checkpoint and torch.is_grad_enabled():
+            return checkpoint(
+                operators.apply,
+                self._traced,
+                self,
+                x,
+                (),
+                tuple(params),
+                is_first_microbatch,
+                tuple(fused),
+                use_reentrant=False,
+            )
+        return operators.apply(
+            self._traced, self, x, (), tuple(params), is_first_microbatch, tuple(fused)
+        )
 
     # Weight gradients ----------------------------------------------------------------------------
 

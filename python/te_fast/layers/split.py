@@ -63,6 +63,8 @@ def split_sizes(parameters_split: Parts, total: int, layer: str) -> dict[str, in
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     """Concatenate in the parts' own type; ``torch.autocast`` refuses 16 bits that are not its own."""
+    if len(parts) == 1:
+        return parts[0]
     kind = parts[0].device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return torch.cat(parts)
@@ -179,6 +181,11 @@ class SplitLinear(ProgramLayer):
         weight, version = self._weight(overwrite=is_first_microbatch is True)
         used = {name: getattr(self, name) for name in self._norm_names()} | {"weight": weight}
         return (used | {"bias": self._bias()} if self.apply_bias else used), version
+
+    def _traced_parameters(self) -> list[torch.Tensor]:
+        found = [getattr(self, name) for name in self._norm_names()]
+        found.append(_joined([getattr(self, name) for name in self.weight_names]))
+        return [*found, self._bias()] if self.apply_bias else found
 
     def _returned_bias(self) -> torch.Tensor:
         return self._bias() if self.use_bias else getattr(self, self.bias_names[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from te_fast._names import publish
+from te_fast.graphs.stand_ins import register_when_dynamo_is_imported
 from te_fast.pytorch import fp8 as fp8
 from te_fast.pytorch import module as module
 from te_fast.pytorch import ops
@@ -83,3 +84,5 @@ publish(__name__)
 def __getattr__(name: str) -> object:
     """Say so of what Transformer Engine has here and te_fast does not yet."""
     raise missing(__name__, name)
+
+register_when_dynamo_is_imported()

@@ -168,6 +168,16 @@ class Recipe:
             "backward_override": self.backward_override,
         }
 
+    def _number_in_graphs(self) -> int:
+        """Return the number of the content, which a graph under trace is then guarded by."""
+        self._describe_to_dispatcher()
+        number: int = self._native.number
+        return number
+
+    def _describe_to_dispatcher(self) -> None:
+        """Have the dispatcher know the recipe, as the regions of a graph need it; replaced by who knows how."""
+        raise NotImplementedError
+
     @classmethod
     def nvfp4(cls) -> bool:
         """Whether this is NVFP4 block scaling."""

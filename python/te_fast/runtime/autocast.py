@@ -17,7 +17,7 @@ from te_fast.runtime.delayed import native_recipe
 from te_fast.runtime.global_state import autocast_state, default_recipe
 from te_fast.runtime.support import check_recipe_support, kind_of_device
 
-__all__ = ["autocast", "fp8_autocast", "fp8_model_init", "quantized_model_init"]
+__all__ = ["autocast", "fp8_autocast", "fp8_model_init", "prepare_recipe", "quantized_model_init"]
 
 # Kinds of recipe that were found to run, and on which kind of device where GPUs differ.
 _supported: set[tuple[str, tuple[int, int] | None]] = set()
@@ -47,7 +47,7 @@ def _enter_checked(region: autocast) -> autocast:
     return region
 
 
-def _prepare(recipe: Recipe | None) -> Recipe:
+def prepare_recipe(recipe: Recipe | None) -> Recipe:
     """Describe a recipe to the dispatcher, once it is known to run here."""
     if recipe is None:
         recipe = default_recipe()
@@ -68,7 +68,7 @@ def _update(without_grad: bool) -> None:
         delayed.update_scales(forward=True)
 
 
-native.autocast_callbacks(_prepare, _update)
+native.autocast_callbacks(prepare_recipe, _update)
 
 
 class autocast(native.AutocastRegion):

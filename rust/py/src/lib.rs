@@ -23,7 +23,7 @@ mod _native {
     };
     #[pymodule_export]
     use crate::autocast::region::{
-        AutocastRegion, autocast_callbacks, autocast_objects, autocast_recipe, autocast_region, autocast_reset,
+        AutocastRegion, CurrentRegion, autocast_callbacks, autocast_objects, autocast_recipe, autocast_region, autocast_reset,
         autocast_set, autocast_set_depth,
     };
     #[pymodule_export]
@@ -64,6 +64,10 @@ mod _native {
     use crate::program::nothing::program_grads_of_nothing;
     #[pymodule_export]
     use crate::program::parts::version_of_copy;
+    #[pymodule_export]
+    use crate::program::traced::{
+        TracedCall, traced_backward, traced_call, traced_forward, traced_note_first, traced_update_scales,
+    };
     #[pymodule_export]
     use crate::program::weight::WeightHandle;
     #[pymodule_export]

@@ -169,6 +169,12 @@ impl Program {
         &self.extra_output_cols
     }
 
+    /// Columns of an extra input.
+    #[must_use]
+    pub fn cols_of_extra(&self, index: usize) -> usize {
+        self.facts.extent_of(Port::Extra(index as u16), 1).0
+    }
+
     /// Type that a parameter's gradient is written in.
     #[must_use]
     pub fn grad_dtype(&self, param: usize) -> Float {

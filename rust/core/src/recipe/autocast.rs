@@ -86,6 +86,11 @@ impl AutocastState {
     /// Enters a region as it was recorded, to do again what was done in it.
     pub fn repeat(&mut self, region: &Region) -> Former {
         let given = self.given().cloned();
+        self.repeat_with(region, given)
+    }
+
+    /// The same, with what its caller kept with it.
+    pub fn repeat_with(&mut self, region: &Region, given: Option<Given>) -> Former {
         let former = self.scopes.replace(*region, given);
         self.scopes.own().depth += 1;
         former

@@ -384,7 +384,7 @@ impl Registry {
 }
 
 /// Refuses a history and scales that do not belong together.
-fn check_slots(history: &TensorView<'_>, scale: &TensorView<'_>) -> Result<()> {
+pub(crate) fn check_slots(history: &TensorView<'_>, scale: &TensorView<'_>) -> Result<()> {
     const OP: &str = "amax_slots";
     for (what, tensor) in [("amax_history", history), ("scale", scale)] {
         if tensor.dtype() != DType::F32 {

@@ -10,9 +10,10 @@ use te_fast_kernels::Fp8;
 
 use crate::base::error::Result;
 use crate::base::pointer::DevPtr;
+use crate::base::tensor::TensorView;
 use crate::ops::scale_update::{AmaxChoice, LiveAmax, ScaleEntry, ScaleUpdatePlan, gather_amax};
 use crate::recipe::definition::{AmaxAlgorithm, Recipe};
-use crate::recipe::slots::{AmaxSlots, Bucket, Direction};
+use crate::recipe::slots::{AmaxSlots, Bucket, Direction, check_slots};
 use crate::runtime::dispatcher::Dispatcher;
 use crate::runtime::lane::Place;
 
@@ -119,6 +120,34 @@ pub fn update(dispatcher: &mut Dispatcher, direction: Direction, place: Place, r
     done.map(drop)
 }
 
+/// Updates forward scales that the caller brings, each with its history: `(f32 [len, count], f32 [count])`. The device must
+/// be current.
+///
+/// # Errors
+/// Tensors of other shapes or devices, or a launch's refusal.
+pub fn update_given(
+    dispatcher: &mut Dispatcher,
+    recipe: &Recipe,
+    place: Place,
+    given: &[(TensorView<'_>, TensorView<'_>)],
+) -> Result<()> {
+    let Rule { choice, margin, fp8 } = Rule::new(Direction::Forward, recipe);
+    let max_scaled = ScaleUpdatePlan::new(1, choice, margin)?.max_scaled(fp8);
+    let mut launches: Vec<Launch<'_>> = Vec::with_capacity(1);
+    for (history, scale) in given {
+        check_slots(history, scale)?;
+        let (history_len, count) = (history.shape()[0] as u32, scale.shape()[0] as u32);
+        let (history, scale) = (history.data(), scale.data());
+        let entry = ScaleEntry { history, scale, reduced: DevPtr::null(), count, max_scaled };
+        push(&mut launches, entry, (history_len, choice, margin))?;
+    }
+    for Launch { plan, entries, .. } in &launches {
+        plan.run(&mut dispatcher.target(place)?, entries)?;
+    }
+    dispatcher.forward_generation += 1;
+    Ok(())
+}
+
 /// Launches the updates; how many.
 fn launch<'a>(
     dispatcher: &mut Dispatcher,
@@ -149,21 +178,27 @@ fn add<'a>(
     members: impl Iterator<Item = (&'a AmaxSlots, DevPtr<'a>)>,
 ) -> Result<()> {
     let max_scaled = ScaleUpdatePlan::new(1, choice, margin)?.max_scaled(fp8);
-    let at_most = members.size_hint().1.unwrap_or(1);
     for (slots, reduced) in members {
         let entry =
             ScaleEntry { history: slots.history(), scale: slots.scale(), reduced, count: slots.count(), max_scaled };
-        let history_len = slots.history_len();
-        let alike = |known: &&mut Launch<'_>| (known.history_len, known.choice) == (history_len, choice);
-        if let Some(launch) = launches.iter_mut().find(alike) {
-            launch.entries.push(entry);
-            continue;
-        }
-        let plan = ScaleUpdatePlan::new(history_len as usize, choice, margin)?;
-        let mut entries = Vec::with_capacity(at_most);
-        entries.push(entry);
-        launches.push(Launch { plan, history_len, choice, entries });
+        push(launches, entry, (slots.history_len(), choice, margin))?;
     }
+    Ok(())
+}
+
+/// Adds an entry to the launch of its kind.
+fn push<'a>(
+    launches: &mut Vec<Launch<'a>>,
+    entry: ScaleEntry<'a>,
+    (history_len, choice, margin): (u32, AmaxChoice, f32),
+) -> Result<()> {
+    let alike = |known: &&mut Launch<'_>| (known.history_len, known.choice) == (history_len, choice);
+    if let Some(launch) = launches.iter_mut().find(alike) {
+        launch.entries.push(entry);
+        return Ok(());
+    }
+    let plan = ScaleUpdatePlan::new(history_len as usize, choice, margin)?;
+    launches.push(Launch { plan, history_len, choice, entries: vec![entry] });
     Ok(())
 }
 

@@ -7,6 +7,7 @@ use te_fast_core::recipe::definition::{
     AmaxAlgorithm, BackwardOverride, Block, Delayed, PerGemm, Quantization, Recipe, Scaling,
 };
 
+use crate::torch::process::state;
 use crate::error::IntoPython;
 
 /// A recipe in the dispatcher's terms.
@@ -97,6 +98,12 @@ impl NativeRecipe {
     #[getter]
     fn overrides_backward(&self) -> bool {
         self.0.backward_override != BackwardOverride::None
+    }
+
+    /// A number that recipes of equal content share.
+    #[getter]
+    fn number(&self, py: Python<'_>) -> PyResult<u32> {
+        state(py)?.dispatcher(py)?.0.autocast.intern(self.0).python()
     }
 
     fn __repr__(&self) -> String {

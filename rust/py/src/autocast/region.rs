@@ -278,3 +278,36 @@ pub(crate) fn autocast_reset(py: Python<'_>) -> PyResult<()> {
     state.dispatcher(py)?.0.autocast.reset();
     release(py, state)
 }
+
+/// The region in force in this thread, as attributes: what a compiled graph is guarded by.
+#[pyclass(module = "te_fast._native", frozen)]
+#[derive(Debug)]
+pub(crate) struct CurrentRegion;
+
+#[pymethods]
+impl CurrentRegion {
+    #[new]
+    const fn new() -> Self {
+        Self
+    }
+
+    /// Layers quantise.
+    #[getter]
+    fn enabled(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(state(py)?.dispatcher(py)?.0.autocast.current().enabled)
+    }
+
+    /// Layers record absolute maxima without quantising.
+    #[getter]
+    fn calibrating(&self, py: Python<'_>) -> PyResult<bool> {
+        let mut dispatcher = state(py)?.dispatcher(py)?;
+        let region = dispatcher.0.autocast.current();
+        Ok(region.calibrating && !region.enabled)
+    }
+
+    /// Equal where layers must behave alike.
+    #[getter]
+    fn epoch(&self, py: Python<'_>) -> PyResult<u64> {
+        Ok(state(py)?.dispatcher(py)?.0.autocast.current().epoch)
+    }
+}

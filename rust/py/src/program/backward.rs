@@ -18,7 +18,7 @@ use crate::hooks::hooks;
 use crate::program::check::check_grad;
 use crate::program::forward::CallWeights;
 use crate::program::handle::{Compiled, ProgramHandle, Shapes};
-use crate::program::main_grad::{MainGrad, after_main_grad, main_grad};
+use crate::program::main_grad::{MainGrad, after_main_grad, into_main_grad, main_grad};
 use crate::program::part_grads::of_parts;
 use crate::program::parts::Joined;
 use crate::program::weight::{WaitingGrad, WaitingOperands, WaitingRows};
@@ -47,6 +47,8 @@ pub(crate) struct ProgramSaved {
     pub(crate) joined: Option<Py<Joined>>,
     /// `is_first_microbatch=True`: `main_grad` is overwritten.
     pub(crate) overwrite_main_grad: bool,
+    /// The `main_grad` of each weight that has one, for a compiler's backward, which brings them.
+    pub(crate) main_grads: Option<Vec<Py<PyAny>>>,
     /// This chain was the first FP8 module of its region: its backward is the last, and updates the scales.
     pub(crate) updates_backward_scales: bool,
 }
@@ -320,6 +322,7 @@ impl<'py> BackwardCall<'_, 'py> {
         let (kept, state) = (self.kept, self.state);
         let program = &kept.compiled.program;
         let mut number = 0;
+        let mut given_main_grads = kept.main_grads.iter().flatten();
         let mut list = Vec::with_capacity(kept.params.len());
         for (param, &(_, wanted)) in program.key().params.iter().enumerate() {
             let next = ProgramHandle::linear_at(kept.handle.bind(py), number)?;
@@ -339,7 +342,14 @@ impl<'py> BackwardCall<'_, 'py> {
                     continue;
                 }
                 if weight.bind(py).try_borrow()?.fuse_wgrad_accumulation {
-                    let grad = main_grad(state, kept.params[param].bind(py), kept.overwrite_main_grad)?;
+                    let (param, overwrite) = (kept.params[param].bind(py), kept.overwrite_main_grad);
+                    let grad = match &kept.main_grads {
+                        Some(_) => {
+                            let given = given_main_grads.next().map(|grad| grad.bind(py).clone());
+                            into_main_grad(state, param, given, overwrite)?
+                        }
+                        None => main_grad(state, param, overwrite)?,
+                    };
                     list.push(ParamGrad::Main(grad));
                     continue;
                 }
@@ -433,6 +443,7 @@ impl<'py> BackwardCall<'_, 'py> {
             list.push(match target {
                 ParamGrad::None => None,
                 ParamGrad::New(grad) => Some(grad),
+                ParamGrad::Main(_) if kept.main_grads.is_some() => None,
                 ParamGrad::Main(_) => after_main_grad(kept.params[param].bind(py))?,
                 ParamGrad::Waiting(grad) => {
                     let handle = kept.handle.bind(py).try_borrow()?;
@@ -447,7 +458,7 @@ impl<'py> BackwardCall<'_, 'py> {
                     weight.waiting.push_back(waiting);
                     let fuses = weight.fuse_wgrad_accumulation;
                     drop(weight);
-                    if fuses { after_main_grad(kept.params[param].bind(py))? } else { None }
+                    if fuses && kept.main_grads.is_none() { after_main_grad(kept.params[param].bind(py))? } else { None }
                 }
             });
         }

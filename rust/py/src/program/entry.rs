@@ -298,6 +298,7 @@ fn kept<'py>(call: &Call<'_, 'py>, done: &mut Done<'py>) -> PyResult<ProgramSave
         params: call.params.iter().map(|param| param.clone().unbind()).collect(),
         joined: call.joined.as_ref().map(|joined| joined.clone().unbind()),
         overwrite_main_grad: bits.has(Bits::FIRST_MICROBATCH) && !done.skippable,
+        main_grads: None,
         updates_backward_scales: delayed && state.dispatcher(py)?.0.autocast.take_first_fp8_module(),
     })
 }

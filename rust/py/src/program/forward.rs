@@ -201,7 +201,7 @@ impl<'a, 'py> Call<'a, 'py> {
         let shapes = {
             let mut handle = self.handle.try_borrow_mut()?;
             handle.last_region = region.enabled.then_some(region);
-            handle.shapes(py, x, program.out_cols(), program.extra_output_cols())?
+            handle.shapes(py, x.shape(), program.out_cols(), program.extra_output_cols())?
         };
         let capturing = matches!(place.device, Device::Cuda(_)) && is_capturing(place.stream)?;
         let flagged = region.enabled && (capturing || region.graph);
@@ -227,7 +227,7 @@ impl<'a, 'py> Call<'a, 'py> {
 
     /// Tells torch of what was written in place, so that a backward that needs what was there before raises.
     #[inline]
-    fn note_writes(&self, program: &Program, extras: &[Bound<'py, PyAny>]) -> PyResult<()> {
+    pub(super) fn note_writes(&self, program: &Program, extras: &[Bound<'py, PyAny>]) -> PyResult<()> {
         for &index in program.written_extra_inputs() {
             let py = self.x.py();
             let module = py.import(intern!(py, "torch.autograd.graph"))?;
@@ -311,7 +311,7 @@ impl<'a, 'py> Call<'a, 'py> {
         self.owner.call_method0(intern!(self.x.py(), "_init_delayed_scaling")).map(drop)
     }
 
-    fn ensure_slots(&self, epoch: u64) -> PyResult<()> {
+    pub(super) fn ensure_slots(&self, epoch: u64) -> PyResult<()> {
         let py = self.x.py();
         let missing = {
             let handle = self.handle.try_borrow()?;
@@ -405,7 +405,7 @@ impl<'a, 'py> Call<'a, 'py> {
         Ok(list)
     }
 
-    fn extra_outputs(
+    pub(super) fn extra_outputs(
         &self,
         compiled: &Compiled,
         shapes: &Shapes,
@@ -429,7 +429,7 @@ impl<'a, 'py> Call<'a, 'py> {
         Ok(outputs)
     }
 
-    fn output(
+    pub(super) fn output(
         &self,
         compiled: &Compiled,
         shapes: &Shapes,
@@ -449,7 +449,7 @@ impl<'a, 'py> Call<'a, 'py> {
         })
     }
 
-    fn launch(
+    pub(super) fn launch(
         &self,
         tensors: &Tensors<'_>,
         (program, sized): (&Program, &SizedProgram),
@@ -543,22 +543,22 @@ impl<'a, 'py> Call<'a, 'py> {
 }
 
 /// The tensors that a call makes.
-struct Results<'py> {
-    y: Bound<'py, PyAny>,
-    extra_outputs: Vec<Bound<'py, PyAny>>,
-    saved: Option<Bound<'py, PyAny>>,
+pub(super) struct Results<'py> {
+    pub(super) y: Bound<'py, PyAny>,
+    pub(super) extra_outputs: Vec<Bound<'py, PyAny>>,
+    pub(super) saved: Option<Bound<'py, PyAny>>,
 }
 
 /// A weight before its launch.
-struct Prepared {
-    quantized: Option<Arc<CachedWeight>>,
-    slots: Option<OpSlots>,
-    replay: Option<RecordedScales>,
-    version: Option<u64>,
+pub(super) struct Prepared {
+    pub(super) quantized: Option<Arc<CachedWeight>>,
+    pub(super) slots: Option<OpSlots>,
+    pub(super) replay: Option<RecordedScales>,
+    pub(super) version: Option<u64>,
     /// The parameter that is to be quantised now.
-    fresh: Option<usize>,
+    pub(super) fresh: Option<usize>,
     /// The kept one serves.
-    reused: bool,
+    pub(super) reused: bool,
 }
 
 impl Prepared {

@@ -7,7 +7,6 @@ use pyo3::types::{PyDict, PyString, PyTuple};
 use pyo3::{PyTraverseError, PyVisit};
 use smallvec::SmallVec;
 use te_fast_core::Error;
-use te_fast_core::base::tensor::TensorView;
 use te_fast_core::ops::norm_spec::NormKind;
 use te_fast_core::program::{Chain, LinearCall, Op, Program};
 use te_fast_core::recipe::region::Region;
@@ -104,6 +103,13 @@ pub(crate) struct ProgramHandle {
     returned_bias: Option<Parameter>,
     /// Region of the last forward, if that was in FP8: what a recomputation during backward repeats.
     pub(crate) last_region: Option<Region>,
+    /// What a compiler's calls need of Python.
+    #[pyo3(get, set)]
+    traced: Option<Py<PyAny>>,
+    /// The last forward of a compiler's that wanted gradients was that of its region's first FP8 module.
+    pub(crate) was_first: bool,
+    /// Updates of the scales before the last forward of a compiler's.
+    pub(crate) traced_generation: u64,
     compiled: Vec<Arc<Compiled>>,
     shapes: Vec<Arc<Shapes>>,
 }
@@ -172,23 +178,23 @@ impl ProgramHandle {
     pub(crate) fn shapes(
         &mut self,
         py: Python<'_>,
-        x: &TensorView<'_>,
+        x: &[i64],
         out_cols: usize,
         extra_cols: &[usize],
     ) -> PyResult<Arc<Shapes>> {
-        if let Some(known) = self.shapes.iter().rev().find(|known| known.x == x.shape()) {
+        if let Some(known) = self.shapes.iter().rev().find(|known| known.x == x) {
             return Ok(Arc::clone(known));
         }
         let with_cols = |cols: usize| {
-            let mut size = x.shape().to_vec();
+            let mut size = x.to_vec();
             if let Some(last) = size.last_mut() {
                 *last = cols as i64;
             }
             Tuples::new(py, &size)
         };
         let shapes = Arc::new(Shapes {
-            x: x.shape().to_vec(),
-            input: Tuples::new(py, x.shape())?,
+            x: x.to_vec(),
+            input: Tuples::new(py, x)?,
             output: with_cols(out_cols)?,
             extra_outputs: extra_cols.iter().map(|&cols| with_cols(cols)).collect::<PyResult<_>>()?,
         });
@@ -221,6 +227,9 @@ impl ProgramHandle {
             fuses_parts: false,
             returned_bias: None,
             last_region: None,
+            traced: None,
+            was_first: false,
+            traced_generation: 0,
             compiled: Vec::new(),
             shapes: Vec::new(),
         })
@@ -237,11 +246,13 @@ impl ProgramHandle {
         for parameter in self.params.iter().chain(&self.returned_bias) {
             visit.call(&parameter.parameters)?;
         }
+        self.traced.iter().try_for_each(|traced| visit.call(traced))?;
         self.weights.iter().try_for_each(|weight| visit.call(weight))
     }
 
     fn __clear__(&mut self) {
         self.params.clear();
+        self.traced = None;
         self.weights.clear();
         self.returned_bias = None;
     }

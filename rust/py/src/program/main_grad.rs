@@ -28,6 +28,26 @@ pub(crate) fn main_grad<'py>(
 ) -> Result<MainGrad<'py>, Failure> {
     let grad = buffer(weight)?;
     let overwrites = overwrite || has_overwrite(weight)?;
+    checked(state, weight, grad, overwrites)
+}
+
+/// The `main_grad` of a weight that a call brings itself.
+pub(crate) fn into_main_grad<'py>(
+    state: &State,
+    weight: &Bound<'py, PyAny>,
+    grad: Option<Bound<'py, PyAny>>,
+    overwrites: bool,
+) -> Result<MainGrad<'py>, Failure> {
+    let missing = || Error::state(OP, "a compiled backward brings no main_grad; compile the call again");
+    checked(state, weight, grad.ok_or_else(missing)?, overwrites)
+}
+
+fn checked<'py>(
+    state: &State,
+    weight: &Bound<'py, PyAny>,
+    grad: Bound<'py, PyAny>,
+    overwrites: bool,
+) -> Result<MainGrad<'py>, Failure> {
     let view = view_of(&state.reader, &grad, "main_grad")?;
     let w = view_of(&state.reader, weight, "weight")?;
     if view.shape() != w.shape()

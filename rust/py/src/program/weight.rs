@@ -6,6 +6,7 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use pyo3::{PyTraverseError, PyVisit};
+use te_fast_core::cuda::device::Stream;
 use te_fast_core::program::{Program, SizedProgram};
 use te_fast_core::quant::cache::{Candidate, WeightCache as CoreCache};
 use te_fast_core::quant::value::{LinearSlots, Slot};
@@ -17,6 +18,7 @@ use crate::autocast::recompute::RecordedScales;
 use crate::error::Failure;
 use crate::program::weight_memory::{CachedWeight, WeightMemory, is_gone, may_be_updated, share_with};
 use crate::torch::process::State;
+use crate::torch::reader::Held;
 
 /// Delayed-scaling slots of a linear op, valid for one epoch.
 #[derive(Clone, Debug)]
@@ -26,6 +28,23 @@ pub(crate) struct OpSlots {
     pub(crate) backward: Arc<AmaxSlots>,
     forward_base: usize,
     backward_base: usize,
+    /// Where a compiler's call has them instead.
+    given: Option<Arc<GivenSlots>>,
+}
+
+/// Histories and scales that a call brings, in the place of those that the slots own.
+#[derive(Debug)]
+pub(crate) struct GivenSlots {
+    pub(crate) history: Held,
+    pub(crate) scale: Held,
+    /// Of inputs and weights, or of gradients; the other direction has none in such a call.
+    pub(crate) is_forward: bool,
+}
+
+impl GivenSlots {
+    fn slot(&self, index: usize) -> Slot<'_> {
+        Slot { scale: self.scale.ptr().offset(4 * index), amax: self.history.ptr().offset(4 * index) }
+    }
 }
 
 impl OpSlots {
@@ -35,7 +54,20 @@ impl OpSlots {
         self.epoch == epoch && !self.forward.is_retired() && !self.backward.is_retired()
     }
 
+    /// The same in memory that a call brings.
+    pub(crate) fn given(&self, memory: &Arc<GivenSlots>) -> Self {
+        Self { given: Some(Arc::clone(memory)), ..self.clone() }
+    }
+
     pub(crate) fn slots(&self) -> LinearSlots<'_> {
+        let base = self.forward_base;
+        match self.given.as_deref() {
+            Some(given) if given.is_forward => {
+                return LinearSlots { input: given.slot(base), weight: given.slot(base + 1), ..LinearSlots::NONE };
+            }
+            Some(given) => return LinearSlots { grad: given.slot(self.backward_base), ..LinearSlots::NONE },
+            None => {}
+        }
         LinearSlots {
             input: slot(&self.forward, self.forward_base),
             weight: slot(&self.forward, self.forward_base + 1),
@@ -98,6 +130,8 @@ pub(crate) struct WeightHandle {
     /// Memory of kept weights that captured graphs read, by its address: replays come when others may be kept.
     pub(crate) read_by_graphs: Vec<(usize, Py<PyAny>)>,
     pub(crate) slots: Option<OpSlots>,
+    /// The weight that a compiler's calls have quantised last, in memory of theirs, and the stream that wrote it.
+    pub(crate) traced: Option<(Arc<CachedWeight>, Stream)>,
     pub(crate) waiting: VecDeque<WaitingGrad>,
     /// The weight's gradient is added to `main_grad`.
     #[pyo3(get, set)]
@@ -119,6 +153,7 @@ impl WeightHandle {
             cache: WeightCache::default(),
             read_by_graphs: Vec::new(),
             slots: None,
+            traced: None,
             waiting: VecDeque::new(),
             fuse_wgrad_accumulation: false,
             delay_wgrad_compute: false,
@@ -134,8 +169,11 @@ impl WeightHandle {
 
     /// Forgets the quantised weight: the next forward quantises it again.
     fn drop_weight_cache(slf: &Bound<'_, Self>) -> PyResult<()> {
-        let former = slf.try_borrow_mut()?.cache.clear();
-        drop(former);
+        let (former, traced) = {
+            let mut handle = slf.try_borrow_mut()?;
+            (handle.cache.clear(), handle.traced.take())
+        };
+        drop((former, traced));
         Ok(())
     }
 
@@ -156,7 +194,7 @@ impl WeightHandle {
     ) -> PyResult<()> {
         let forward = forward.slots(&self.name, true, forward_base + 2)?;
         let backward = backward.slots(&self.name, false, backward_base + 1)?;
-        self.slots = Some(OpSlots { epoch, forward, backward, forward_base, backward_base });
+        self.slots = Some(OpSlots { epoch, forward, backward, forward_base, backward_base, given: None });
         Ok(())
     }
 

@@ -1,0 +1,649 @@
+"""Programs as operators of a graph.
+
+A program is one operator, its backward another. Both take tensors and return new ones. State that a graph must know
+of is an argument that an operator writes to: maxima of delayed scaling, memory of quantised weights that are kept,
+``main_grad``. A call without such state is an operator without side effects, which a compiler may drop or merge.
+
+Everything else about a call is one native object, the :class:`TracedCall` that was made when the call was traced. Graphs
+name it by its text, which is made of its content. Sizes of results follow from it and the number of rows, so that
+tracing runs no kernel. Tensors of operators are two-dimensional, rows of columns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
+
+from te_fast.errors import ShapeError, StateError, UnsupportedError
+from te_fast.graphs.region import as_entered, entered, key_of_region, recipe_of
+from te_fast.runtime import native
+from te_fast.runtime.delayed import native_recipe, update_scales
+
+__all__ = ["Traced", "apply", "is_traced"]
+
+Tensors = Sequence[torch.Tensor]
+
+_Key = torch._C._TorchDispatchModeKey
+_TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
+_library = torch.library.Library("te_fast", "FRAGMENT")
+_numbers = itertools.count(1)
+_living: WeakValueDictionary[int, Traced] = WeakValueDictionary()
+
+
+class _Facts(NamedTuple):
+    """What Python needs of a traced call; its own types are those that a trace takes for constants."""
+
+    call: native.TracedCall
+    #: Columns of output and extra outputs.
+    widths: tuple[int, ...]
+    #: Bytes of what backward needs of no rows, of each step of rows, and the rows of a step.
+    saved: tuple[int, int, int]
+    #: Bytes of FP8 weights that forward makes for backward alone.
+    passing: tuple[int, ...]
+    #: Tensors of the call that backward reads.
+    reads: tuple[tuple[str, int], ...]
+    #: Types of the parameters' gradients.
+    grad_dtypes: tuple[torch.dtype, ...]
+    #: Columns of the extra inputs.
+    extra_widths: tuple[int, ...]
+    #: Parameters whose gradients go into ``main_grad``, and those whose gradients wait for ``backward_dw``.
+    fused: tuple[int, ...]
+    deferred: tuple[int, ...]
+    #: Linear ops, in order, whose kept FP8 weight backward reads.
+    reads_weight: tuple[int, ...]
+    keeps_weights: bool
+    is_delayed: bool
+    any_grad: bool
+    has_saved: bool
+    #: Number of tensors that forward makes.
+    forward_results: int
+    #: Gradients that backward makes, in order: whether of a parameter, and its number; the input is extra input -1.
+    new_grads: tuple[tuple[bool, int], ...]
+
+    @classmethod
+    def of(cls, call: native.TracedCall) -> _Facts:
+        any_grad = call.input_grad or any((*call.param_grads, *call.extra_grads))
+        has_saved = any_grad and call.saved[:2] != (0, 0)
+        elsewhere = {*call.fused, *call.deferred}
+        params = [i for i, wanted in enumerate(call.param_grads) if wanted and i not in elsewhere]
+        extras = [i for i, wanted in enumerate(call.extra_grads) if wanted]
+        return cls(
+            call=call,
+            widths=tuple(call.widths),
+            saved=call.saved,
+            passing=tuple(call.passing),
+            reads=tuple(call.reads),
+            grad_dtypes=tuple(call.grad_dtypes),
+            extra_widths=tuple(call.extra_widths),
+            fused=tuple(call.fused),
+            deferred=tuple(call.deferred),
+            reads_weight=tuple(call.reads_weight),
+            keeps_weights=call.keeps_weights,
+            is_delayed=call.is_delayed,
+            any_grad=any_grad,
+            has_saved=has_saved,
+            forward_results=len(call.widths) + has_saved + len(call.passing),
+            new_grads=(
+                *([(False, -1)] if call.input_grad else []),
+                *[(True, index) for index in params],
+                *[(False, index) for index in extras],
+            ),
+        )
+
+
+#: Traced calls by their texts.
+_calls: dict[str, _Facts] = {}
+
+
+def _facts_of(text: str) -> _Facts:
+    return _calls[text]
+
+
+# What torch.compiler.assume_constant_result sets, which imports torch._dynamo to do so.
+_facts_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class Traced:
+    """A program in graphs.
+
+    Parameters
+    ----------
+    program : Program
+        The native program.
+    owner : object
+        What has the scales of its linear operations: ``_init_delayed_scaling()`` makes them, ``_delayed_states(forward)``
+        returns them in the order of the operations.
+    name : str
+        Name in messages.
+    """
+
+    def __init__(self, program: native.Program, owner: object, name: str) -> None:
+        #: Names the program in graphs. A graph for several layers of one kind takes it as an argument.
+        self.number = next(_numbers)
+        self.program = program
+        self.owner = weakref.ref(owner)
+        self.name = name
+        #: Texts of calls, by what a trace knows of them.
+        self.texts: dict[str, str] = {}
+        #: Memory of quantised weights, row and column layouts in turn, by the same.
+        self.kept: dict[str, list[torch.Tensor]] = {}
+        _living[self.number] = self
+
+    def prepare(
+        self,
+        key: str,
+        is_first_microbatch: bool | None,
+        tensors: tuple[tuple[tuple[int, ...], torch.dtype, torch.device], ...],
+        extras: int,
+        wants: tuple[bool, ...],
+        region: tuple[bool, int, bool],
+        is_first: bool | None,
+        overwrites_main_grad: bool,
+    ) -> None:
+        """Describe a call; runs once in a trace, on the real program.
+
+        Parameters
+        ----------
+        key : str
+            What distinguishes the call for a trace.
+        is_first_microbatch : bool, optional
+            As of the layer.
+        tensors : tuple
+            Shape, type and device of input, extra inputs and parameters. Numbers of rows do not matter.
+        extras : int
+            Number of extra inputs.
+        wants : tuple of bool
+            Which of the tensors want a gradient.
+        region : tuple
+            Whether layers quantise, the number of the recipe, and whether the graph itself enters the region.
+        is_first : bool, optional
+            Whether this is the first FP8 module of a region that the graph enters; None around the graph.
+        overwrites_main_grad : bool
+            ``main_grad`` is overwritten whatever `is_first_microbatch` says.
+        """
+        enabled, number, is_inside = region
+        with (
+            _disable_current_modes(),
+            torch.no_grad(),
+            as_entered(enabled=enabled, number=number, is_inside=is_inside),
+        ):
+            samples = [
+                torch.empty((), dtype=dtype, device=device).expand(shape)
+                for shape, dtype, device in tensors
+            ]
+            at = 1 + extras
+            call = native.traced_call(
+                self.program,
+                samples[0],
+                samples[1:at],
+                samples[at:],
+                is_first_microbatch,
+                (wants[0], wants[at:], wants[1:at]),
+                is_first,
+                overwrites_main_grad,
+            )
+            text = call.text
+            facts = _calls.setdefault(text, _Facts.of(call))
+            _define(facts)
+            if facts.is_delayed:
+                owner: Any = self.owner()
+                owner._init_delayed_scaling()
+            if facts.keeps_weights and key not in self.kept:
+                sizes = [size for both in call.weights for size in both]
+                self.kept[key] = [
+                    torch.empty(size, dtype=torch.uint8, device=samples[0].device) for size in sizes
+                ]
+            self.texts[key] = text
+
+    prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _traced(number: int) -> Traced:
+    traced = _living.get(number)
+    if traced is None:
+        message = "a compiled graph runs a layer that was deleted; keep the model alive, or compile it again"
+        raise StateError(message)
+    return traced
+
+
+def _padded(tensor: torch.Tensor, missing: int) -> torch.Tensor:
+    return functional.pad(tensor, (0, 0, 0, missing))
+
+
+# Forward --------------------------------------------------------------------------------------------
+
+
+def _forward(
+    x: torch.Tensor,
+    extras: list[torch.Tensor],
+    params: list[torch.Tensor],
+    histories: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    kept: list[torch.Tensor],
+    number: int,
+    text: str,
+) -> list[torch.Tensor]:
+    traced, facts = _traced(number), _calls[text]
+    rows = x.shape[0]
+    if rows == 0:
+        return [result.zero_() for result in _forward_fake(x, text)]
+    native.traced_note_first(traced.program, facts.call)
+    missing = facts.call.missing_rows(rows)
+    if missing:
+        x, extras = _padded(x, missing), [_padded(extra, missing) for extra in extras]
+    results: list[torch.Tensor] = native.traced_forward(
+        traced.program, traced.owner(), facts.call, x, extras, params, histories, scales, kept
+    )
+    if missing:
+        outputs = len(facts.widths)
+        results[:outputs] = [result[:rows] for result in results[:outputs]]
+    return results
+
+
+def _forward_fake(x: torch.Tensor, text: str) -> list[torch.Tensor]:
+    facts = _calls[text]
+    rows = x.shape[0]
+    results = [x.new_empty((rows, cols)) for cols in facts.widths]
+    if facts.has_saved:
+        base, step, per = facts.saved
+        size = base + step * ((rows + per - 1) // per)
+        results.append(x.new_empty((size,), dtype=torch.uint8))
+    return results + [x.new_empty((size,), dtype=torch.uint8) for size in facts.passing]
+
+
+# Backward -------------------------------------------------------------------------------------------
+
+
+def _backward(
+    grads: list[torch.Tensor],
+    saved: list[torch.Tensor],
+    reads: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    params: list[torch.Tensor],
+    histories: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    main_grads: list[torch.Tensor],
+    number: int,
+    text: str,
+    cols: int,
+) -> list[torch.Tensor]:
+    traced, facts = _traced(number), _calls[text]
+    rows = grads[0].shape[0]
+    if rows == 0:
+        return _backward_of_nothing(traced, facts, grads, params, main_grads, text, cols)
+    missing = facts.call.missing_rows(rows)
+    if missing:
+        grads = [_padded(grad, missing) for grad in grads]
+        kinds = [kind for kind, _ in facts.reads]
+        reads = [
+            tensor if kind == "param" else _padded(tensor, missing)
+            for tensor, kind in zip(reads, kinds, strict=True)
+        ]
+    results, is_last = native.traced_backward(
+        traced.program,
+        facts.call,
+        saved[0] if saved else None,
+        reads,
+        weights,
+        grads,
+        params,
+        histories,
+        scales,
+        main_grads,
+    )
+    if missing:
+        results = [
+            result if is_param else result[:rows]
+            for result, (is_param, _) in zip(results, facts.new_grads, strict=True)
+        ]
+    if is_last:
+        # Behind the whole backward: then all gradients that it quantises have left their maxima.
+        torch.autograd.Variable._execution_engine.queue_callback(_update_backward_scales)
+    return results
+
+
+def _update_backward_scales() -> None:
+    update_scales(forward=False)
+
+
+def _backward_of_nothing(
+    traced: Traced,
+    facts: _Facts,
+    grads: list[torch.Tensor],
+    params: list[torch.Tensor],
+    main_grads: list[torch.Tensor],
+    text: str,
+    cols: int,
+) -> list[torch.Tensor]:
+    if facts.call.overwrites_main_grad:
+        for grad in main_grads:
+            grad.zero_()
+    if facts.deferred:
+        wanted = [index in facts.deferred for index in range(len(params))]
+        native.program_grads_of_nothing(traced.program, tuple(params), wanted, False)
+    return [result.zero_() for result in _backward_fake(grads, params, text, cols)]
+
+
+def _backward_fake(
+    grads: list[torch.Tensor], params: list[torch.Tensor], text: str, cols: int
+) -> list[torch.Tensor]:
+    facts, dy = _calls[text], grads[0]
+    rows = dy.shape[0]
+    results = []
+    for is_param, index in facts.new_grads:
+        if is_param:
+            dtype = facts.grad_dtypes[index]
+            results.append(params[index].new_empty(params[index].shape, dtype=dtype))
+        else:
+            results.append(dy.new_empty((rows, cols if index < 0 else facts.extra_widths[index])))
+    return results
+
+
+# Operators ------------------------------------------------------------------------------------------
+#
+# torch's functionalisation takes no list of results from an operator that writes to arguments, so that there is one
+# such operator for each number of results.
+
+_FORWARD = "Tensor x, Tensor[] extras, Tensor[] params"
+_FORWARD_STATE = "Tensor(a!)[] histories, Tensor[] scales, Tensor(b!)[] kept"
+_BACKWARD = "Tensor[] grads, Tensor[] saved, Tensor[] reads, Tensor[] weights, Tensor[] params"
+_BACKWARD_STATE = "Tensor(a!)[] histories, Tensor[] scales, Tensor(b!)[] main_grads"
+_CALL = "SymInt program, str call"
+
+
+def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    _library.define(f"{name}{schema}")
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, run, key)
+    torch.library.register_fake(f"te_fast::{name}", fake, lib=_library)
+
+
+def _pure_forward(x: Any, extras: Any, params: Any, number: int, text: str) -> Any:
+    return _forward(x, extras, params, [], [], [], number, text)
+
+
+def _pure_backward(
+    grads: Any, saved: Any, reads: Any, weights: Any, params: Any, number: int, text: str, cols: int
+) -> Any:
+    return _backward(grads, saved, reads, weights, params, [], [], [], number, text, cols)
+
+
+_register(
+    "program_forward",
+    f"({_FORWARD}, {_CALL}) -> Tensor[]",
+    _pure_forward,
+    lambda x, extras, params, number, text: _forward_fake(x, text),
+)
+_register(
+    "program_backward",
+    f"({_BACKWARD}, {_CALL}, int cols) -> Tensor[]",
+    _pure_backward,
+    lambda grads, saved, reads, weights, params, number, text, cols: _backward_fake(
+        grads, params, text, cols
+    ),
+)
+
+_defined: set[str] = set()
+
+
+def _packed(results: list[torch.Tensor]) -> Any:
+    """Return results as an operator of so many returns them."""
+    if not results:
+        return None
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _define(facts: _Facts) -> None:
+    """Define the operators with state that calls of this kind use, once."""
+    if facts.is_delayed or facts.keeps_weights:
+        _define_one("forward", facts.forward_results)
+    if facts.is_delayed or facts.fused or facts.deferred:
+        _define_one("backward", len(facts.new_grads))
+
+
+def _define_one(direction: str, results: int) -> None:
+    name = f"program_{direction}_{results}_"
+    if name in _defined:
+        return
+    _defined.add(name)
+    returned = f"({', '.join(['Tensor'] * results)})" if results != 1 else "Tensor"
+    if direction == "forward":
+        _register(
+            name,
+            f"({_FORWARD}, {_FORWARD_STATE}, {_CALL}) -> {returned}",
+            lambda *arguments: _packed(_forward(*arguments)),
+            lambda x, extras, params, histories, scales, kept, number, text: _packed(
+                _forward_fake(x, text)
+            ),
+        )
+    else:
+        _register(
+            name,
+            f"({_BACKWARD}, {_BACKWARD_STATE}, {_CALL}, int cols) -> {returned}",
+            lambda *arguments: _packed(_backward(*arguments)),
+            lambda grads, saved, reads, weights, params, h, s, m, number, text, cols: _packed(
+                _backward_fake(grads, params, text, cols)
+            ),
+        )
+
+
+def _update(histories: list[torch.Tensor], scales: list[torch.Tensor], number: int) -> None:
+    recipe: Any = recipe_of(number)
+    if (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+        and recipe.reduce_amax
+    ):
+        message = (
+            "delayed scaling reduces maxima over ranks where its region ends, which a graph does not do; enter the "
+            "region around the compiled function"
+        )
+        raise UnsupportedError(message)
+    native.traced_update_scales(histories, scales, native_recipe(recipe))
+
+
+_register(
+    "update_scales",
+    "(Tensor(a!)[] histories, Tensor(b!)[] scales, int recipe) -> ()",
+    _update,
+    lambda histories, scales, recipe: None,
+)
+
+
+# Autograd -------------------------------------------------------------------------------------------
+
+
+class _Program(torch.autograd.Function):
+    """Arguments: number and text of the call, numbers of tensors of each kind, then the tensors.
+
+    Kinds are the input, extra inputs, parameters, histories and scales of forward, those of backward, memory of kept
+    weights, and ``main_grad``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, number: int, text: str, counts: tuple[int, ...], *tensors: torch.Tensor
+    ) -> Any:
+        facts = _facts_of(text)
+        x, extras, params, histories, scales, _, _, kept, _ = _split(tensors, counts)
+        results: Any
+        if len(histories) + len(kept) == 0:
+            results = torch.ops.te_fast.program_forward(x[0], extras, params, number, text)
+        else:
+            name = f"program_forward_{facts.forward_results}_"
+            operator = getattr(torch.ops.te_fast, name)
+            results = operator(x[0], extras, params, histories, scales, kept, number, text)
+            if facts.forward_results == 1:
+                results = (results,)
+        outputs = len(facts.widths)
+        if facts.any_grad:
+            by_kind = {"input": x, "extra": extras, "param": params, "output": results[1:]}
+            reads = [by_kind[kind][index] for kind, index in facts.reads]
+            rest = list(results[outputs:])
+            if facts.keeps_weights:
+                rest += [kept[2 * linear + 1] for linear in facts.reads_weight]
+            ctx.call = (number, text, counts, x[0].shape[1], len(rest), len(reads))
+            ctx.save_for_backward(*rest, *reads, *tensors[1 + len(extras) :])
+        return tuple(results[:outputs]) if outputs > 1 else results[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        number, text, counts, cols, rest, reads = ctx.call
+        facts = _facts_of(text)
+        saved = list(ctx.saved_tensors)
+        others = (0, 0, *counts[2:])
+        _, _, params, _, _, histories, scales, _, main_grads = _split(saved[rest + reads :], others)
+        weights = saved[int(facts.has_saved) : rest]
+        arguments = (
+            [grad.contiguous() for grad in grads],
+            saved[: int(facts.has_saved)],
+            saved[rest : rest + reads],
+            weights,
+            params,
+        )
+        new = facts.new_grads
+        results: Any
+        if len(histories) + len(main_grads) + len(facts.deferred) == 0:
+            results = torch.ops.te_fast.program_backward(*arguments, number, text, cols)
+        else:
+            operator = getattr(torch.ops.te_fast, f"program_backward_{len(new)}_")
+            results = operator(*arguments, histories, scales, main_grads, number, text, cols)
+            if len(new) == 1:
+                results = (results,)
+        dx, extras, parameters = None, [None] * counts[1], [None] * counts[2]
+        for position, (is_param, index) in enumerate(new):
+            if is_param:
+                parameters[index] = results[position]
+            elif index < 0:
+                dx = results[position]
+            else:
+                extras[index] = results[position]
+        return (None, None, None, dx, *extras, *parameters, *[None] * sum(counts[3:]))
+
+
+def _split(tensors: Tensors, counts: Sequence[int]) -> list[list[torch.Tensor]]:
+    parts, start = [], 0
+    for count in counts:
+        parts.append(list(tensors[start : start + count]))
+        start += count
+    return parts
+
+
+def is_traced(x: Any) -> bool:
+    """Tell whether a call is traced, by a tracer that the tensor is of or that watches all operators."""
+    return isinstance(x, FakeTensor) or any(
+        torch._C._get_dispatch_mode(key) is not None for key in _TRACERS
+    )
+
+
+def apply(
+    traced: Traced,
+    owner: Any,
+    x: torch.Tensor,
+    extras: tuple[torch.Tensor, ...],
+    params: tuple[torch.Tensor, ...],
+    is_first_microbatch: bool | None,
+    main_grad_params: tuple[torch.Tensor, ...] = (),
+) -> Any:
+    """Run a program as an operator.
+
+    Parameters
+    ----------
+    traced : Traced
+        The program.
+    owner : object
+        What has the scales of its linear operations.
+    x : torch.Tensor
+        ``(..., cols)``.
+    extras : tuple of torch.Tensor
+        Extra inputs, ``(..., cols)`` or ``(...)``.
+    params : tuple of torch.Tensor
+        Its parameters, in order.
+    is_first_microbatch : bool, optional
+        As of :class:`te_fast.pytorch.Linear`.
+    main_grad_params : tuple of torch.Tensor
+        The parameters whose gradient goes into ``main_grad``.
+
+    Returns
+    -------
+    torch.Tensor or tuple
+        Output; with extra outputs, and those.
+    """
+    enabled, epoch, recipe = key_of_region()
+    inside = entered.region
+    grads = torch.is_grad_enabled()
+    if x.dim() == 0:
+        message = f"{traced.name}: a traced call takes tensors of at least one dimension, got a scalar"
+        raise ShapeError(message)
+    cols = x.shape[-1]
+    given = [extra.reshape(-1, extra.shape[-1] if extra.dim() == x.dim() else 1) for extra in extras]
+    tensors = [x.reshape(-1, cols), *given, *params]
+    wants = tuple([grads and tensor.requires_grad for tensor in (x, *extras, *params)])
+    described = tuple(
+        [
+            ((1, tensor.shape[-1]) if index <= len(extras) else tuple(tensor.shape), tensor.dtype, tensor.device)
+            for index, tensor in enumerate(tensors)
+        ]
+    )
+    overwrites = False
+    for parameter in main_grad_params:
+        overwrites = overwrites or getattr(parameter, "overwrite_main_grad", False)
+    is_first = None if inside is None else inside.is_first
+    key = f"{enabled} {epoch} {recipe} {is_first} {is_first_microbatch} {overwrites} {wants} {described}"
+    traced.prepare(
+        key,
+        is_first_microbatch,
+        described,
+        len(extras),
+        wants,
+        (enabled, recipe, inside is not None),
+        is_first,
+        overwrites,
+    )
+    text = traced.texts[key]
+    facts = _facts_of(text)
+    states: list[list[torch.Tensor]] = [[], [], [], []]
+    if facts.is_delayed:
+        states = _states(owner, inside, any_grad=facts.any_grad)
+    kept = traced.kept[key] if facts.keeps_weights else []
+    main_grads = []
+    if facts.fused and facts.any_grad:
+        main_grads = [parameter.main_grad for parameter in main_grad_params]  # type: ignore[attr-defined]
+    parts = [tensors[:1], given, list(params), *states, kept, main_grads]
+    counts = tuple([len(part) for part in parts])
+    out = _Program.apply(
+        traced.number, text, counts, *[tensor for part in parts for tensor in part]
+    )
+    leading = x.shape[:-1]
+    if len(facts.widths) == 1:
+        return out.view(*leading, facts.widths[0])
+    return tuple(
+        [part.view(*leading, width) for part, width in zip(out, facts.widths, strict=True)]
+    )
+
+
+def _states(owner: Any, inside: Any, *, any_grad: bool) -> list[list[torch.Tensor]]:
+    """Return histories and scales of both directions, and tell the region that the graph is in of forward's."""
+    forward = owner._delayed_states_of_linears(forward=True)
+    backward = owner._delayed_states_of_linears(forward=False) if any_grad else []
+    states = [
+        [state._amax_history for state in forward],
+        [state._scale for state in forward],
+        [state._amax_history for state in backward],
+        [state._scale for state in backward],
+    ]
+    if inside is not None:
+        inside.histories += states[0]
+        inside.scales += states[1]
+        if any_grad:
+            inside.is_first = False
+    return states

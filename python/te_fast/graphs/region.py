@@ -1,0 +1,134 @@
+"""The autocast region that a trace is in: one that the graph enters itself, or the one around it."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fast.errors import UnsupportedError
+from te_fast.recipe import Recipe
+from te_fast.runtime import native
+from te_fast.runtime.autocast import prepare_recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["TracedRegion", "as_entered", "entered", "key_of_region"]
+
+#: The region in force around a graph; a graph is guarded by what its attributes say.
+_around = native.CurrentRegion()
+#: Recipes of regions that graphs enter, by the number of their content.
+_recipes: dict[int, Recipe] = {}
+
+
+class _Entered:
+    """The innermost region that the graph under trace has entered itself."""
+
+    def __init__(self) -> None:
+        self.region: TracedRegion | None = None
+
+
+entered = _Entered()
+
+
+def _number_of(recipe: Recipe | None) -> int:
+    """Return the number of a recipe's content, after describing the recipe to the dispatcher."""
+    recipe = prepare_recipe(recipe)
+    number: int = recipe._native.number
+    _recipes.setdefault(number, copy.deepcopy(recipe))
+    return number
+
+
+_number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _describe(recipe: Recipe) -> None:
+    _number_of(recipe)
+
+
+_describe._dynamo_marked_constant = True  # type: ignore[attr-defined]
+Recipe._describe_to_dispatcher = _describe  # type: ignore[method-assign]
+
+
+class TracedRegion:
+    """An autocast region inside of a graph: a trace enters and leaves it, a run of the graph does not."""
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | None = None,
+        amax_reduction_group: Any = None,
+        _graph: bool = False,
+    ) -> None:
+        if calibrating or _graph or amax_reduction_group is not None:
+            message = (
+                "autocast: calibrating, _graph and amax_reduction_group work around a compiled function, not inside "
+                "of it; enter the region where the function is called"
+            )
+            raise UnsupportedError(message)
+        self.enabled = bool(enabled)
+        self.recipe = recipe
+        self.number = 0
+        self.is_first = True
+        self.former: TracedRegion | None = None
+        #: Scales of delayed scaling that layers in the outermost region have used, and their histories.
+        self.histories: list[torch.Tensor] = []
+        self.scales: list[torch.Tensor] = []
+
+    def __enter__(self) -> TracedRegion:
+        """Put the region in force for the layers that are traced next."""
+        if self.enabled:
+            recipe = self.recipe
+            self.number = _number_of(None) if recipe is None else recipe._number_in_graphs()
+        self.former = entered.region
+        entered.region = self
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Put the former one back; the outermost one updates the scales that its layers have used."""
+        entered.region = self.former
+        if not self.histories:
+            return
+        if self.former is not None:
+            self.former.histories += self.histories
+            self.former.scales += self.scales
+        elif torch.is_grad_enabled():
+            torch.ops.te_fast.update_scales(self.histories, self.scales, self.number)
+
+
+def key_of_region() -> tuple[bool, int, int]:
+    """Return whether layers quantise, the epoch of the region around the graph, and the recipe of one inside of it."""
+    region = entered.region
+    if region is not None:
+        return region.enabled, 0, region.number
+    if _around.calibrating:
+        message = (
+            "autocast(calibrating=True) records maxima outside of any graph; calibrate the model before it is compiled"
+        )
+        raise UnsupportedError(message)
+    return _around.enabled, _around.epoch, 0
+
+
+def recipe_of(number: int) -> Recipe:
+    """Return the recipe of a number that a graph has."""
+    return _recipes[number]
+
+
+@contextmanager
+def _held(recipe: Recipe | None, *, enabled: bool) -> Iterator[None]:
+    region = native.HeldRegion(recipe, enabled, False, False, None)
+    try:
+        yield
+    finally:
+        region.take_back()
+
+
+def as_entered(*, enabled: bool, number: int, is_inside: bool) -> AbstractContextManager[None]:
+    """Put a region that a graph enters itself in force while a call is described."""
+    if not is_inside:
+        return nullcontext()
+    return _held(_recipes[number] if enabled else None, enabled=enabled)

@@ -1,0 +1,86 @@
+"""Python in the place of native entries, for ``torch.compile`` to trace."""
+
+from __future__ import annotations
+
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fast.graphs.region import TracedRegion
+from te_fast.runtime import native
+from te_fast.runtime.autocast import autocast
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["CAN_COMPILE", "register_when_dynamo_is_imported"]
+
+#: The first release of torch whose traces read attributes of native objects.
+CAN_COMPILE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+
+
+def _call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return torch.nn.Module.__call__(module, *args, **kwargs)
+
+
+def _layer_forward(module: Any, inp: Any, is_first_microbatch: bool | None = None) -> Any:
+    return module._forward_traced(inp, is_first_microbatch)
+
+
+def _region(*args: Any, **kwargs: Any) -> TracedRegion:
+    return TracedRegion(*args, **kwargs)
+
+
+def _register() -> None:
+    from torch._dynamo.decorators import substitute_in_graph
+
+    for entry, stand_in in (
+        (native.layer_call, _call_module),
+        (native.program_module_call, _call_module),
+        (native.layer_forward, _layer_forward),
+    ):
+        substitute_in_graph(entry, skip_signature_check=True)(stand_in)
+    substitute_in_graph(autocast, is_embedded_type=True, skip_signature_check=True)(_region)
+
+
+class _Loader(Loader):
+    """Loads a module as its own loader does, and then registers."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _register()
+
+
+class _Finder(MetaPathFinder):
+    """Waits for ``torch._dynamo``, which takes a second to import and which most programs never need."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "torch._dynamo":
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+def register_when_dynamo_is_imported() -> None:
+    """Have ``torch.compile`` trace layers and regions, from the moment that it is loaded."""
+    if not CAN_COMPILE:
+        return
+    if "torch._dynamo" in sys.modules:
+        _register()
+    else:
+        sys.meta_path.insert(0, _Finder())
