@@ -57,9 +57,10 @@ class _Facts(NamedTuple):
     #: Parameters whose gradients go into ``main_grad``, and those whose gradients wait for ``backward_dw``.
     fused: tuple[int, ...]
     deferred: tuple[int, ...]
-    #: Linear ops, in order, whose kept FP8 weight backward reads.
-    reads_weight: tuple[int, ...]
-    keeps_weights: bool
+    #: Of the memory of kept weights, that which backward reads.
+    kept_for_backward: tuple[int, ...]
+    #: Names the memory of kept weights among a program's; empty where a call brings none.
+    kept: str
     is_delayed: bool
     any_grad: bool
     has_saved: bool
@@ -85,8 +86,8 @@ class _Facts(NamedTuple):
             extra_widths=tuple(call.extra_widths),
             fused=tuple(call.fused),
             deferred=tuple(call.deferred),
-            reads_weight=tuple(call.reads_weight),
-            keeps_weights=call.keeps_weights,
+            kept_for_backward=tuple(call.kept_for_backward),
+            kept=f"{call.weights}" if call.keeps_weights else "",
             is_delayed=call.is_delayed,
             any_grad=any_grad,
             has_saved=has_saved,
@@ -133,7 +134,7 @@ class Traced:
         self.name = name
         #: Texts of calls, by what a trace knows of them.
         self.texts: dict[str, str] = {}
-        #: Memory of quantised weights, row and column layouts in turn, by the same.
+        #: Memory of quantised weights, row and column layouts in turn, by the sizes of these.
         self.kept: dict[str, list[torch.Tensor]] = {}
         _living[self.number] = self
 
@@ -196,10 +197,12 @@ class Traced:
             if facts.is_delayed:
                 owner: Any = self.owner()
                 owner._init_delayed_scaling()
-            if facts.keeps_weights and key not in self.kept:
+            device = samples[0].device
+            kept = self.kept.get(facts.kept)
+            if facts.kept and (kept is None or kept[0].device != device):
                 sizes = [size for both in call.weights for size in both]
-                self.kept[key] = [
-                    torch.empty(size, dtype=torch.uint8, device=samples[0].device) for size in sizes
+                self.kept[facts.kept] = [
+                    torch.empty(size, dtype=torch.uint8, device=device) for size in sizes
                 ]
             self.texts[key] = text
 
@@ -403,7 +406,7 @@ def _packed(results: list[torch.Tensor]) -> Any:
 
 def _define(facts: _Facts) -> None:
     """Define the operators with state that calls of this kind use, once."""
-    if facts.is_delayed or facts.keeps_weights:
+    if facts.is_delayed or facts.kept:
         _define_one("forward", facts.forward_results)
     if facts.is_delayed or facts.fused or facts.deferred:
         _define_one("backward", len(facts.new_grads))
@@ -489,8 +492,8 @@ class _Program(torch.autograd.Function):
             by_kind = {"input": x, "extra": extras, "param": params, "output": results[1:]}
             reads = [by_kind[kind][index] for kind, index in facts.reads]
             rest = list(results[outputs:])
-            if facts.keeps_weights:
-                rest += [kept[2 * linear + 1] for linear in facts.reads_weight]
+            if facts.kept:
+                rest += [kept[at] for at in facts.kept_for_backward]
             ctx.call = (number, text, counts, x[0].shape[1], len(rest), len(reads))
             ctx.save_for_backward(*rest, *reads, *tensors[1 + len(extras) :])
         return tuple(results[:outputs]) if outputs > 1 else results[0]
@@ -614,7 +617,7 @@ def apply(
     states: list[list[torch.Tensor]] = [[], [], [], []]
     if facts.is_delayed:
         states = _states(owner, inside, any_grad=facts.any_grad)
-    kept = traced.kept[key] if facts.keeps_weights else []
+    kept = traced.kept[facts.kept] if facts.kept else []
     main_grads = []
     if facts.fused and facts.any_grad:
         main_grads = [parameter.main_grad for parameter in main_grad_params]  # type: ignore[attr-defined]

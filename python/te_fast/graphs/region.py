@@ -38,19 +38,21 @@ def _number_of(recipe: Recipe | None) -> int:
     """Return the number of a recipe's content, after describing the recipe to the dispatcher."""
     recipe = prepare_recipe(recipe)
     number: int = recipe._native.number
-    _recipes.setdefault(number, copy.deepcopy(recipe))
+    if number not in _recipes:
+        # A copy: the user's may change.
+        _recipes[number] = prepare_recipe(copy.deepcopy(recipe))
     return number
 
 
 _number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _describe(recipe: Recipe) -> None:
+def _describe_to_dispatcher(recipe: Recipe) -> None:
     _number_of(recipe)
 
 
-_describe._dynamo_marked_constant = True  # type: ignore[attr-defined]
-Recipe._describe_to_dispatcher = _describe  # type: ignore[method-assign]
+_describe_to_dispatcher._dynamo_marked_constant = True  # type: ignore[attr-defined]
+Recipe._describe_to_dispatcher = _describe_to_dispatcher  # type: ignore[method-assign]
 
 
 class TracedRegion:

@@ -27,8 +27,8 @@ use crate::program::check::check;
 use crate::program::forward::{Call, CallWeight, Prepared, Results};
 use crate::program::handle::{Compiled, ProgramHandle, Tuples};
 use crate::program::tensors::{Tensors, float};
-use crate::program::weight::{GivenSlots, OpSlots, WeightHandle};
-use crate::program::weight_memory::{CachedWeight, WeightMemory, is_gone, may_be_updated, share_with};
+use crate::program::weight::{GivenSlots, OpSlots, TracedWeight, WeightHandle};
+use crate::program::weight_memory::{CachedWeight, WeightMemory, is_gone, share_with};
 use crate::torch::process::{State, state};
 use crate::torch::reader::{Held, view_of};
 
@@ -79,7 +79,7 @@ impl TracedCall {
             .map(|call| format!("{}{}", u8::from(call.deferred), u8::from(call.save_original_input)))
             .collect();
         format!(
-            "{:x} {}{:?}{} {} {}|{}|{} {}{}{} {:?} {:?} {:?} {:?}",
+            "{:x} {}{:?}{} {} {}|{}|{} {}{}{} {:?} {:?} {:?} {:?} {:?}",
             key.epoch.unwrap_or(0),
             key.cols,
             key.activation,
@@ -92,6 +92,7 @@ impl TracedCall {
             self.is_first.map_or('?', |first| if first { '1' } else { '0' }),
             u8::from(self.overwrites_main_grad),
             linears,
+            self.fused,
             self.widths,
             self.saved,
             self.weights,
@@ -186,11 +187,12 @@ impl TracedCall {
         self.deferred.clone()
     }
 
-    /// Linear ops whose weight backward reads in FP8.
+    /// Of the memory of kept weights, that which backward reads: the column layout where there is one, else the row layout.
     #[getter]
-    fn reads_weight(&self) -> Vec<usize> {
+    fn kept_for_backward(&self) -> Vec<usize> {
         let all = self.reads_weight.iter().zip(&self.weights).enumerate();
-        all.filter(|&(_, (&reads, &(_, col)))| reads && col != 0).map(|(linear, _)| linear).collect()
+        let at = |linear: usize, col: usize| 2 * linear + usize::from(col != 0);
+        all.filter(|&(_, (&reads, _))| reads).map(|(linear, (_, &(_, col)))| at(linear, col)).collect()
     }
 
     /// `main_grad` is set and not added to.
@@ -225,7 +227,7 @@ impl TracedCall {
 
     fn passing_weights(&self) -> impl Iterator<Item = usize> + '_ {
         let all = self.weights.iter().zip(&self.reads_weight);
-        all.filter(|&(&(_, col), &reads)| reads && col != 0 && self.passes_weights()).map(|(&(_, col), _)| col)
+        all.filter(|&(_, &reads)| reads && self.passes_weights()).map(|(&(row, col), _)| if col == 0 { row } else { col })
     }
 
     fn saved_bytes(&self, rows: usize) -> usize {
@@ -597,69 +599,66 @@ fn weights<'py>(
             };
             (at(0, layout.row_bytes)?, at(1, layout.col_bytes)?)
         };
-        if let (Some(col), true, true) = (&col, traced.passes_weights(), program.reads_weight(linear)) {
-            passing.push(col.clone());
+        if traced.passes_weights() && program.reads_weight(linear) {
+            passing.extend(col.as_ref().or(row.as_ref()).cloned());
         }
         let held = |buffer: Option<Bound<'py, PyAny>>| -> PyResult<Option<Arc<Held>>> {
             buffer.map(|buffer| Ok(Arc::new(Held::alias(&state.reader, &buffer)?))).transpose()
         };
         let (row, col) = (held(row)?, held(col)?);
-        let reused = if traced.passes_weights() {
-            None
-        } else {
-            let places = [&row, &col].map(|held| held.as_ref().map_or(0, |held| held.ptr().address()));
-            reused(state, weight.bind(py), &call.params[param], &record, (traced.bits.microbatch(), places), place)?
-        };
-        let (quantized, fresh) = match reused {
-            Some(kept) => (kept, None),
-            None => {
-                let storage = call.params[param].call_method0("untyped_storage")?;
-                let storage = state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind();
-                (Arc::new(KeptWeight::new(record, WeightMemory { row, col, storage })), Some(param))
-            }
-        };
+        let storage = call.params[param].call_method0("untyped_storage")?;
+        let storage = state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind();
+        let quantized = Arc::new(KeptWeight::new(record, WeightMemory { row, col, storage }));
+        let reuses = !traced.passes_weights()
+            && serves(state, weight.bind(py), &call.params[param], &quantized, traced.bits.microbatch(), place)?;
+        let fresh = (!reuses).then_some(param);
         let reused = fresh.is_none();
         list.push(Prepared { quantized: Some(quantized), slots, replay: None, version: None, fresh, reused });
     }
     Ok((list, passing))
 }
 
-/// The weight that an earlier call has quantised into the same memory, if it serves this one.
-fn reused(
+/// Whether an earlier call has quantised a weight into the memory of `wanted` that serves.
+fn serves(
     state: &State,
     weight: &Bound<'_, WeightHandle>,
     parameter: &Bound<'_, PyAny>,
-    wanted: &WeightRecord,
-    (microbatch, places): (Microbatch, [usize; 2]),
+    wanted: &CachedWeight,
+    microbatch: Microbatch,
     place: Place,
-) -> Result<Option<Arc<CachedWeight>>, Failure> {
+) -> Result<bool, Failure> {
     let py = weight.py();
     let capturing = matches!(place.device, Device::Cuda(_)) && is_capturing(place.stream)?;
-    let Some((kept, writer)) = weight.try_borrow()?.traced.clone() else { return Ok(None) };
-    let at = [&kept.memory.row, &kept.memory.col].map(|held| held.as_ref().map_or(0, |held| held.ptr().address()));
     let frozen = !parameter.getattr(&state.torch.names.requires_grad)?.is_truthy()?;
-    let steps = if frozen { kept.record.optimizer_steps } else { wanted.optimizer_steps };
-    let wanted = WeightRecord { optimizer_steps: steps, ..*wanted };
-    if at != places
-        || !kept.record.serves(&wanted, microbatch, capturing)
-        || is_gone(&kept.memory.storage, py, state)?
-        || (microbatch == Microbatch::Unknown && may_be_updated(&kept, state, parameter, &wanted)?)
-    {
-        return Ok(None);
+    let (storage, writer) = {
+        let weight = weight.try_borrow()?;
+        let Some(known) = &weight.traced else { return Ok(false) };
+        let steps = if frozen { known.record.optimizer_steps } else { wanted.record.optimizer_steps };
+        let wanted = WeightRecord { optimizer_steps: steps, ..wanted.record };
+        if known.record.layout != wanted.layout || !known.record.serves(&wanted, microbatch, capturing) {
+            return Ok(false);
+        }
+        (known.storage.clone_ref(py), known.writer)
+    };
+    if is_gone(&storage, py, state)? {
+        return Ok(false);
     }
     if writer != place.stream && !capturing {
-        share_with(py, &kept, place, writer)?;
+        share_with(py, wanted, place, writer)?;
     }
-    Ok(Some(kept))
+    Ok(true)
 }
 
 /// Remembers what was quantised into memory of the calls', after a launch that has not failed.
 fn note_kept(handle: &Bound<'_, ProgramHandle>, prepared: SmallVec<[Prepared; 2]>, place: Place) -> Result<(), Failure> {
+    let py = handle.py();
     for (linear, prepared) in prepared.into_iter().enumerate() {
         if let (Some(quantized), Some(_)) = (prepared.quantized, prepared.fresh)
             && let Some((weight, _)) = ProgramHandle::linear_at(handle, linear)?
         {
-            let former = weight.bind(handle.py()).try_borrow_mut()?.traced.replace((quantized, place.stream));
+            let storage = quantized.memory.storage.clone_ref(py);
+            let known = TracedWeight { record: quantized.record, storage, writer: place.stream };
+            let former = weight.bind(py).try_borrow_mut()?.traced.replace(known);
             drop(former);
         }
     }
@@ -723,21 +722,20 @@ pub(crate) fn traced_backward<'py>(
         let of = &compiled.program;
         let shapes = program.try_borrow_mut()?.shapes(py, &shape, of.out_cols(), of.extra_output_cols())?;
         let slots = slots_of(program, &given, false)?;
-        let mut columns = weights.iter();
+        let mut columns = weights.iter().peekable();
         let mut list = SmallVec::new();
         for (linear, slots) in (0..traced.key.linears.len()).zip(slots) {
             let layout = of.weight_layout(linear);
-            let reads = traced.region.is_some() && of.reads_weight(linear) && layout.col_bytes != 0;
-            let quantized = match columns.next().filter(|_| reads) {
-                Some(col) => {
-                    view_of(&state.reader, col, "the quantised weight")?.check_saved(
-                        OP,
-                        layout.col_bytes,
-                        DType::U8,
-                        traced.key.device,
-                    )?;
-                    let col = Some(Arc::new(Held::alias(&state.reader, col)?));
-                    let memory = WeightMemory { row: None, col, storage: py.None() };
+            let reads = traced.region.is_some() && of.reads_weight(linear);
+            let has_col = layout.col_bytes != 0;
+            let quantized = match columns.next_if(|_| reads) {
+                Some(given) => {
+                    let bytes = if has_col { layout.col_bytes } else { layout.row_bytes };
+                    let view = view_of(&state.reader, given, "the quantised weight")?;
+                    view.check_saved(OP, bytes, DType::U8, traced.key.device)?;
+                    let held = Some(Arc::new(Held::alias(&state.reader, given)?));
+                    let (row, col) = if has_col { (None, held) } else { (held, None) };
+                    let memory = WeightMemory { row, col, storage: py.None() };
                     Some(Arc::new(KeptWeight::new(record_of(traced, layout), memory)))
                 }
                 None => None,

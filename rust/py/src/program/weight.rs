@@ -82,6 +82,17 @@ impl OpSlots {
     }
 }
 
+/// A quantised weight in memory that a compiler's calls bring. The memory is the program's own for its layout, or a copy of
+/// that which the compiler made, so that its address says nothing.
+#[derive(Debug)]
+pub(crate) struct TracedWeight {
+    pub(crate) record: WeightRecord,
+    /// torch's weak reference to the storage of the weight.
+    pub(crate) storage: Py<PyAny>,
+    /// The stream that wrote it.
+    pub(crate) writer: Stream,
+}
+
 /// A weight gradient put off until `backward_dw`.
 #[derive(Debug)]
 pub(crate) struct WaitingGrad {
@@ -130,8 +141,8 @@ pub(crate) struct WeightHandle {
     /// Memory of kept weights that captured graphs read, by its address: replays come when others may be kept.
     pub(crate) read_by_graphs: Vec<(usize, Py<PyAny>)>,
     pub(crate) slots: Option<OpSlots>,
-    /// The weight that a compiler's calls have quantised last, in memory of theirs, and the stream that wrote it.
-    pub(crate) traced: Option<(Arc<CachedWeight>, Stream)>,
+    /// What a compiler's calls have last quantised into memory that they bring.
+    pub(crate) traced: Option<TracedWeight>,
     pub(crate) waiting: VecDeque<WaitingGrad>,
     /// The weight's gradient is added to `main_grad`.
     #[pyo3(get, set)]
