@@ -10,7 +10,7 @@ from te_fast.errors import ArgumentError, UnsupportedError
 from te_fast.runtime.device import check_device, default_device
 
 __all__ = [
-    "compute_dtype",
+    "autocast_dtype",
     "parameter_device",
     "parameter_dtype",
     "parameter_options",
@@ -65,12 +65,10 @@ def to_real(op: torch.nn.Module, name: str) -> torch.Tensor:
     return made
 
 
-def compute_dtype(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.dtype:
-    """Return the type that an op computes in: autocast's, else its weight's, or the input's without."""
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """Return the type that ``torch.autocast`` wants where `x` is, None where it is off."""
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return (x if weight is None else weight).dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def refuse_ranks(group: Any, op: str, argument: str) -> None:

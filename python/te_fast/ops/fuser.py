@@ -13,6 +13,7 @@ import torch
 
 from te_fast.errors import ArgumentError, DtypeError, StateError, UnsupportedError
 from te_fast.ops import chain
+from te_fast.ops.common import autocast_dtype
 from te_fast.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from te_fast.ops.plan import NATIVE_TYPES, Plan, Types, make_plan, match
 from te_fast.ops.routing import Routing
@@ -340,16 +341,14 @@ class OperationFuser:
             recipe = objects[0] or get_default_recipe()
         autocast = None
         if _is_any_autocast_enabled():
-            kind = input.device.type
-            if torch.is_autocast_enabled(kind):
-                autocast = torch.get_autocast_dtype(kind)
+            autocast = autocast_dtype(input)
         plan = self._plan_for(input, extra_inputs, autocast, recipe)
         if plan.native is not None and not basic_op_kwargs:
             arguments = (self, plan, input, extra_inputs, is_first_microbatch, recipe, region[5])
             if autocast is None:
                 return chain.run_native(*arguments)
             # The plan says what is cast where.
-            with torch.autocast(kind, enabled=False):
+            with torch.autocast(input.device.type, enabled=False):
                 return chain.run_native(*arguments)
         if _running.groups:
             self._refuse_nesting()

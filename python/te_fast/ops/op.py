@@ -173,7 +173,13 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what refers to containers and native objects."""
-        dropped = ("_own_fuser", "_capturing_fusers", "_direct_program", "_direct_call")
+        dropped = (
+            "_own_fuser",
+            "_capturing_fusers",
+            "_direct_program",
+            "_direct_call",
+            "_own_program",
+        )
         return {name: value for name, value in self.__dict__.items() if name not in dropped}
 
 
@@ -374,6 +380,7 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
         super().__setattr__(name, value)
         # torch.nn.utils.parametrize takes a parameter away that programs read; the next plan says so.
         if name in self._constant_names or name == "parametrizations":
+            self.__dict__.pop("_own_program", None)
             for fuser in self.__dict__.get("_capturing_fusers", ()):
                 fuser._forget()
         if name in self._mode_names:

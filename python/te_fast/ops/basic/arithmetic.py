@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from te_fast.errors import ShapeError
-from te_fast.ops.basic.scaled import ExtraTensorOperation
+from te_fast.ops.basic.native import ExtraTensorOperation
 from te_fast.ops.op import BasicOperation, OperationContext
 
 __all__ = ["AddExtraInput", "ConstantScale", "MakeExtraOutput"]
