@@ -152,19 +152,15 @@ class _Recomputed:
         self._function = function
         self._kwargs = kwargs
         self._tracker = tracker
-        self._tape = scale_tape.Tape()
-        self._autocast: tuple[Any, ...] | None = None
-        #: torch's checkpoint runs the first call again: layers repeat regions of their own in both.
-        self._is_repeated = False
+        self._first: scale_tape.Recording | None = None
         self._rng_states: Any = None
 
     def __call__(self, *args: Any) -> Any:
-        if self._autocast is None:
-            self._autocast = FP8GlobalStateManager.get_autocast_state()
-            self._is_repeated = scale_tape.is_repeating()
+        if self._first is None:
+            self._first = scale_tape.Recording()
             if self._tracker is not None:
                 self._rng_states = self._tracker().get_states()
-            with activation_recompute_forward(True, False, _tape=self._tape):
+            with activation_recompute_forward(True, False, _tape=self._first.tape):
                 result = self._function(*args, **self._kwargs)
             return result if torch.is_grad_enabled() else _outputs_of_its_own(result)
         rng_states = None
@@ -172,10 +168,9 @@ class _Recomputed:
             rng_states = self._tracker().get_states()
             self._tracker().set_states(self._rng_states)
         try:
-            repeated = scale_tape.recorded_region(self._autocast)
             with (
-                nullcontext() if self._is_repeated else repeated,
-                activation_recompute_forward(True, True, _tape=self._tape),
+                self._first.region(),
+                activation_recompute_forward(True, True, _tape=self._first.tape),
             ):
                 return self._function(*args, **self._kwargs)
         finally:

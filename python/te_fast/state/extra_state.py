@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import io
-import pickle
 import struct
 import zlib
 from dataclasses import dataclass
@@ -25,8 +24,6 @@ from te_fast.state.pickle_reader import Instance, TensorRecord, read
 __all__ = [
     "ExtraState",
     "pack",
-    "pack_for_transformer_engine",
-    "pack_op_for_transformer_engine",
     "unpack",
 ]
 
@@ -284,81 +281,3 @@ def _format_of(instance: Instance) -> Format:
             return member
     message = "unknown Format"
     raise StateError(message)
-
-
-def pack_for_transformer_engine(state: ExtraState | None) -> torch.Tensor:
-    """Write a layer's state as Transformer Engine does, which reads it as a pickle.
-
-    Parameters
-    ----------
-    state : ExtraState, optional
-        ``None`` for recipes that keep nothing.
-
-    Returns
-    -------
-    torch.Tensor
-        CPU bytes. Transformer Engine 2.19 and later reads them only with
-        ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``.
-    """
-    if state is None:
-        return pack(None)
-    items = {"recipe": _recipe_fragment(state.recipe), **_tensor_fragments(state, _KEYS)}
-    items["extra_fp8_variables"] = _fragment({"num_gemms": state.scale_fwd.numel() // 3})
-    return _pickled(items)
-
-
-def pack_op_for_transformer_engine(state: ExtraState | None) -> torch.Tensor:
-    """Write an op's state as Transformer Engine does: a dictionary by direction.
-
-    Parameters
-    ----------
-    state : ExtraState, optional
-        ``None`` for recipes that keep nothing.
-
-    Returns
-    -------
-    torch.Tensor
-        As of :func:`pack_for_transformer_engine`.
-    """
-    if state is None:
-        return pack(None)
-    items = {}
-    for mode, keys in (("forward", _KEYS[:2]), ("backward", _KEYS[2:])):
-        if getattr(state, keys[0]).numel():
-            parts = {"recipe": _recipe_fragment(state.recipe), **_tensor_fragments(state, keys)}
-            parts["extra_fp8_variables"] = _fragment({})
-            items[mode] = _dictionary(parts)
-    return _pickled(items)
-
-
-def _pickled(items: dict[str, bytes]) -> torch.Tensor:
-    return _tensor_of(b"\x80\x03" + _dictionary(items) + b".")
-
-
-def _tensor_fragments(state: ExtraState, keys: tuple[str, ...]) -> dict[str, bytes]:
-    return {key: _fragment(getattr(state, key).detach().cpu().clone()) for key in keys}
-
-
-def _recipe_fragment(recipe: DelayedScaling) -> bytes:
-    module = "transformer_engine.common.recipe"
-    value = _fragment(tuple(recipe.fp8_format.value))
-    number_format = f"c{module}\nFormat\nc{module}\n_FormatHelper\n".encode() + value + b"\x81\x85R"
-    values = {name: getattr(recipe, name) for name in (*_RECIPE_FIELDS, "amax_history_len")}
-    values.update(scaling_factor_compute_algo=None, backward_override=None)
-    if callable(recipe.amax_compute_algo):
-        values["amax_compute_algo"] = "max"
-    fields = {name: _fragment(item) for name, item in values.items()}
-    fields["fp8_format"] = number_format
-    return f"c{module}\nDelayedScaling\n".encode() + b")\x81" + _dictionary(fields) + b"b"
-
-
-def _fragment(value: Any) -> bytes:
-    """Return the opcodes of one object, without the pickle's head and end.
-
-    Fragments use the same memo numbers, each only for itself.
-    """
-    return pickle.dumps(value, protocol=3)[2:-1]
-
-
-def _dictionary(fragments: dict[str, bytes]) -> bytes:
-    return b"}(" + b"".join(_fragment(key) + item for key, item in fragments.items()) + b"u"

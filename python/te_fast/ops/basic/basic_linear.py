@@ -138,11 +138,11 @@ class BasicLinear(NativeOperation):
         program.linear(label, self._handle, self._parameters, "weight", *sizes)
 
     def _set_slots(self, epoch: int) -> None:
-        forward, backward = self._delayed_state("forward"), self._delayed_state("backward")
+        forward, backward = self._scaling_states()
         if forward is not None and backward is not None:
             self._handle.set_slots(epoch, forward.slots, backward.slots, 0, 0)
 
-    def _recipe_state_changed(self) -> None:
+    def _drop_slots(self) -> None:
         self._handle.drop_slots()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -192,8 +192,8 @@ class BasicLinear(NativeOperation):
         """Multiply by the weight, and the input by the gradient."""
         kept, saved = getattr(ctx, "kept", None), ctx.saved_tensors or ()
         if kept is not None:
-            dx, (dw,), _ = rows.run_backward(kept, saved, grad_output, ())
-            return dx, (dw,)
+            dx, grads, _ = rows.run_backward(kept, saved, grad_output, ())
+            return dx, grads
         x, weight = saved
         assert x is not None
         assert weight is not None
