@@ -10,6 +10,7 @@ from te_fast.errors import ArgumentError, UnsupportedError
 from te_fast.runtime.device import check_device, default_device
 
 __all__ = [
+    "NATIVE_TYPES",
     "autocast_dtype",
     "parameter_device",
     "parameter_dtype",
@@ -18,7 +19,8 @@ __all__ = [
     "to_real",
 ]
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: Types that programs compute in.
+NATIVE_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def parameter_device(device: torch.device | str | None, op: str) -> torch.device:
@@ -39,7 +41,7 @@ def parameter_dtype(dtype: torch.dtype | None, op: str) -> torch.dtype:
         If ops cannot compute in it.
     """
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    if dtype not in _DTYPES:
+    if dtype not in NATIVE_TYPES:
         message = f"{op}: dtype must be torch.float32, float16 or bfloat16, got {dtype}"
         raise ArgumentError(message)
     return dtype

@@ -13,9 +13,9 @@ import torch
 
 from te_fast.errors import ArgumentError, DtypeError, StateError, UnsupportedError
 from te_fast.ops import chain
-from te_fast.ops.common import autocast_dtype
+from te_fast.ops.common import NATIVE_TYPES, autocast_dtype
 from te_fast.ops.op import BasicOperation, FusedOperation, FusibleOperation
-from te_fast.ops.plan import NATIVE_TYPES, Plan, Types, make_plan, match
+from te_fast.ops.plan import Plan, Types, make_plan, match
 from te_fast.ops.routing import Routing
 from te_fast.recipe import Recipe
 from te_fast.runtime import native, scale_tape
@@ -45,7 +45,7 @@ class _Running(threading.local):
 _running = _Running()
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def flatten(ops: Sequence[FusibleOperation], names: Sequence[str]) -> tuple[list[Any], list[str]]:
@@ -405,7 +405,7 @@ class OperationFuser:
                     f"{self._name}: the {what} must be a torch.Tensor, got {type(tensor).__name__}"
                 )
                 raise DtypeError(message)
-        if type(x) not in _PLAIN or _are_functorch_transforms_active():
+        if type(x) not in _PLAIN_TENSORS or _are_functorch_transforms_active():
             message = (
                 f"{self._name}: tensor subclasses and torch.func transforms do not work in ops, got "
                 f"{type(x).__name__}"

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BasicOperation", "Beside", "FusedOperation", "FusibleOperation", "OperationContext"]
 
-Tensors = Iterable[Iterable[torch.Tensor | None]]
+#: Tensors of each basic operation, as its methods return them.
+PerOp = Iterable[Iterable[torch.Tensor | None]]
 
 
 class Beside(NamedTuple):
@@ -42,7 +43,7 @@ class OperationContext:
     requires_grad : bool
         Whether the operation has a backward.
     to_save : tuple of torch.Tensor or None
-        Tensors to keep; set by :meth:`save_for_backward`.
+        PerOp to keep; set by :meth:`save_for_backward`.
     saved_tensors : tuple of torch.Tensor or None
         The same tensors, in backward.
     beside : Beside
@@ -98,7 +99,7 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
         prev_op_grad_output_quantizer: Any,
         next_op_input_quantizer: Any,
         basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Tensors]:
+    ) -> tuple[torch.Tensor, PerOp]:
         """Run forward; lists have one entry per basic operation.
 
         Parameters
@@ -130,7 +131,7 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
         grad_output: torch.Tensor,
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
-    ) -> tuple[torch.Tensor | None, Tensors, Tensors]:
+    ) -> tuple[torch.Tensor | None, PerOp, PerOp]:
         """Run backward; lists have one entry per basic operation.
 
         Parameters
@@ -281,7 +282,7 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
         prev_op_grad_output_quantizer: Any,
         next_op_input_quantizer: Any,
         basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Tensors]:
+    ) -> tuple[torch.Tensor, PerOp]:
         """Run :meth:`op_forward`."""
         self._refuse_extra_tensors("fuser_forward", "op_forward")
         output = self.op_forward(
@@ -299,7 +300,7 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
         grad_output: torch.Tensor,
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
-    ) -> tuple[torch.Tensor | None, Tensors, Tensors]:
+    ) -> tuple[torch.Tensor | None, PerOp, PerOp]:
         """Run :meth:`op_backward`."""
         self._refuse_extra_tensors("fuser_backward", "op_backward")
         result: Any = self.op_backward(basic_op_ctxs[0], grad_output)

@@ -13,7 +13,7 @@ from te_fast.state.module import StatefulModule
 
 __all__ = ["RecipeStateModule"]
 
-_KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
+_META_KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 
 class RecipeStateModule(StatefulModule):
@@ -46,7 +46,7 @@ class RecipeStateModule(StatefulModule):
             return
         metas = self._fp8_metas or {"forward": None, "backward": None}
         group = FP8GlobalStateManager.get_fp8_group()
-        for mode, key in _KEYS.items():
+        for mode, key in _META_KEYS.items():
             count = self.num_quantizers(mode)
             if count == 0:
                 continue
@@ -77,7 +77,7 @@ class RecipeStateModule(StatefulModule):
     def _delayed_state(self, mode: str) -> DelayedScalingRecipeState | None:
         """Return the state of a direction, or None where delayed scaling has none."""
         meta = (self._fp8_metas or {}).get(mode)
-        return None if meta is None else meta.get(_KEYS[mode])
+        return None if meta is None else meta.get(_META_KEYS[mode])
 
     def _take_part(self) -> None:
         """Let the states take part in updates: a forward uses them."""

@@ -36,14 +36,14 @@ class _Phase(NamedTuple):
 
 
 #: The regions entered by thread, outermost first.
-_phases: dict[int, list[_Phase]] = {}
+_entered: dict[int, list[_Phase]] = {}
 
 
 def _in_force() -> _Phase | None:
     """Return the region in force: this thread's, or that of the one that it works for, as layers see it."""
-    own = _phases.get(get_ident())
-    if own is None and _phases and not native.autocast_held()[1]:
-        own = next(iter(list(_phases.values())), None)
+    own = _entered.get(get_ident())
+    if own is None and _entered and not native.autocast_held()[1]:
+        own = next(iter(list(_entered.values())), None)
     return own[-1] if own else None
 
 
@@ -82,14 +82,14 @@ class activation_recompute_forward:
             context = scale_tape.phase(tape, reads=self.recompute_phase)
         context.__enter__()
         phase = _Phase(self, FP8GlobalStateManager.is_fp8_enabled(), context)
-        _phases.setdefault(get_ident(), []).append(phase)
+        _entered.setdefault(get_ident(), []).append(phase)
 
     def __exit__(self, *exception: Any) -> None:
         """Put the former phase of this thread back in force."""
-        own = _phases[get_ident()]
+        own = _entered[get_ident()]
         phase = own.pop()
         if not own:
-            del _phases[get_ident()]
+            del _entered[get_ident()]
         phase.context.__exit__(*exception)
 
 
@@ -143,7 +143,7 @@ def _outputs_of_its_own(result: Any) -> Any:
     return tuple(map(own, result)) if isinstance(result, tuple) else own(result)
 
 
-class _Recomputed:
+class _Checkpointed:
     """A checkpointed function: notes scales in its first call, and repeats it with them later."""
 
     def __init__(
@@ -239,5 +239,5 @@ def checkpoint(
         for name in ("preserve_rng_state", "context_fn", "determinism_check", "debug")
         if name in kwargs
     }
-    run = _Recomputed(function, kwargs, get_rng_state_tracker)
+    run = _Checkpointed(function, kwargs, get_rng_state_tracker)
     return torch_checkpoint(run, *args, use_reentrant=use_reentrant, **options)

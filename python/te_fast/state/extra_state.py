@@ -156,23 +156,25 @@ def _data_of(state: torch.Tensor | io.BytesIO | None) -> bytes:
     return _bytes_of(state) if state.numel() else b""
 
 
-def _expect(condition: bool, message: str) -> None:
+def _require(condition: bool, message: str) -> None:
     if not condition:
         raise StateError(message)
 
 
 def _unpack_own(data: bytes) -> ExtraState:
     start = _PREFIX.size + _HEADER.size
-    _expect(len(data) >= start, f"expected at least {start} bytes, got {len(data)}")
+    _require(len(data) >= start, f"expected at least {start} bytes, got {len(data)}")
     _, version, checksum = _PREFIX.unpack_from(data)
-    _expect(version == _VERSION, f"expected format version {_VERSION}, got {version}")
+    _require(version == _VERSION, f"expected format version {_VERSION}, got {version}")
     fields = _HEADER.unpack_from(data, _PREFIX.size)
     number_format, algorithm, reduce_amax, fp8_dpa, fp8_mha, margin, *lengths = fields
     shapes = ((lengths[1],), tuple(lengths[:2]), (lengths[3],), tuple(lengths[2:]))
     size = start + 4 * sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes)
-    _expect(len(data) == size, f"expected {size} bytes, got {len(data)}")
-    _expect(zlib.crc32(data[_PREFIX.size :]) == checksum, "the checksum does not match")
-    _expect(number_format < len(_FORMATS) and algorithm < len(_ALGORITHMS), "unknown recipe fields")
+    _require(len(data) == size, f"expected {size} bytes, got {len(data)}")
+    _require(zlib.crc32(data[_PREFIX.size :]) == checksum, "the checksum does not match")
+    _require(
+        number_format < len(_FORMATS) and algorithm < len(_ALGORITHMS), "unknown recipe fields"
+    )
     recipe = DelayedScaling(
         margin=margin,
         fp8_format=_FORMATS[number_format],
@@ -192,23 +194,23 @@ def _unpack_own(data: bytes) -> ExtraState:
 def _checked(recipe: DelayedScaling, tensors: list[torch.Tensor]) -> ExtraState:
     for index, direction in ((0, "forward"), (2, "backward")):
         scale, history = tensors[index : index + 2]
-        _expect(
+        _require(
             scale.dtype is torch.float32 and history.dtype is torch.float32,
             f"{direction} scales and histories must be torch.float32",
         )
-        _expect(
+        _require(
             # Ops that quantise in one direction only have no scales of the other.
             history.dim() == 2 and len(history) > 0 and scale.shape == history.shape[1:],
             f"{direction} histories of shape {tuple(history.shape)} do not fit scales of shape "
             f"{tuple(scale.shape)}",
         )
-        _expect(
+        _require(
             bool(((scale > 0) & scale.isfinite()).all()),
             f"{direction} scales must be positive and finite",
         )
-        _expect(not bool((history < 0).any()), f"{direction} maxima must not be negative")
+        _require(not bool((history < 0).any()), f"{direction} maxima must not be negative")
     lengths = [len(tensors[i + 1]) for i in (0, 2) if tensors[i].numel()]
-    _expect(bool(lengths), "expected scales of one tensor at least")
+    _require(bool(lengths), "expected scales of one tensor at least")
     recipe.amax_history_len = lengths[0]
     return ExtraState(recipe, *tensors)
 
@@ -217,7 +219,7 @@ def _unpack_pickled(data: bytes) -> ExtraState | None:
     root = read(data)
     if root is None:
         return None
-    _expect(type(root) is dict, "expected a dictionary")
+    _require(type(root) is dict, "expected a dictionary")
     if root.keys() <= {"forward", "backward"}:
         root = _flattened(root)
         if root is None:
@@ -226,11 +228,11 @@ def _unpack_pickled(data: bytes) -> ExtraState | None:
     if isinstance(recipe, Instance) and recipe.name != "DelayedScaling":
         return None
     # Transformer Engine 1.x kept no recipe: there was none but delayed scaling.
-    _expect(recipe is None or isinstance(recipe, Instance), "expected a recipe")
+    _require(recipe is None or isinstance(recipe, Instance), "expected a recipe")
     records = [root.get(key) for key in _KEYS]
     tensors = [item.tensor() if isinstance(item, TensorRecord) else item for item in records]
     missing = any(not isinstance(tensor, torch.Tensor) for tensor in tensors)
-    _expect(not missing, f"expected the tensors {', '.join(_KEYS)}")
+    _require(not missing, f"expected the tensors {', '.join(_KEYS)}")
     return _checked(_recipe_of(recipe), tensors)
 
 
@@ -240,7 +242,7 @@ def _flattened(root: dict[Any, Any]) -> dict[Any, Any] | None:
     A direction without quantised tensors is absent there; one without scales stands for it here.
     """
     parts = [root[mode] for mode in ("forward", "backward") if mode in root]
-    _expect(all(type(part) is dict for part in parts), "expected a dictionary of each direction")
+    _require(all(type(part) is dict for part in parts), "expected a dictionary of each direction")
     if not parts:
         return None
     flat: dict[Any, Any] = {"recipe": parts[0].get("recipe")}

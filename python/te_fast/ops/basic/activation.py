@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
-
 from te_fast.ops.basic.native import NativeOperation
 
 __all__ = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU"]
@@ -46,14 +44,6 @@ class Activation(NativeOperation):
     def _constants(self) -> dict[str, Any]:
         """Return the keywords that the native program takes."""
         return {}
-
-    def _result_type(
-        self,
-        dtype: torch.dtype,
-        extras: tuple[torch.dtype, ...],
-        autocast: torch.dtype | None,
-    ) -> torch.dtype:
-        return autocast or dtype
 
 
 class GELU(Activation):

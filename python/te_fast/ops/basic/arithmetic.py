@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from te_fast.errors import ShapeError
 from te_fast.ops.basic.native import ExtraTensorOperation
-from te_fast.ops.op import BasicOperation, OperationContext
+from te_fast.ops.op import BasicOperation, OperationContext, PerOp
 
 __all__ = ["AddExtraInput", "ConstantScale", "MakeExtraOutput"]
-
-Grads = Iterable[Iterable[torch.Tensor | None]]
 
 
 class ConstantScale(BasicOperation):
@@ -103,7 +100,7 @@ class AddExtraInput(ExtraTensorOperation):
         basic_op_ctxs: list[OperationContext],
         grad_output: torch.Tensor,
         **_: Any,
-    ) -> tuple[torch.Tensor, Grads, Grads]:
+    ) -> tuple[torch.Tensor, PerOp, PerOp]:
         """Give the gradient to both."""
         return grad_output, [()], [(grad_output,)]
 
@@ -147,7 +144,7 @@ class MakeExtraOutput(ExtraTensorOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
         **_: Any,
-    ) -> tuple[torch.Tensor, Grads, Grads]:
+    ) -> tuple[torch.Tensor, PerOp, PerOp]:
         """Add the gradients."""
         (extra,) = basic_op_grad_extra_outputs[0]
         if extra is None:

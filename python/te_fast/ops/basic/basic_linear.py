@@ -125,14 +125,6 @@ class BasicLinear(NativeOperation):
         handle.fuse_wgrad_accumulation = self._accumulate_into_main_grad
         self.__dict__["_handle"] = handle
 
-    def _result_type(
-        self,
-        dtype: torch.dtype,
-        extras: tuple[torch.dtype, ...],
-        autocast: torch.dtype | None,
-    ) -> torch.dtype:
-        return autocast or self.weight.dtype
-
     def _append_to(self, program: Any, label: str) -> None:
         sizes = (self.in_features, self.out_features)
         program.linear(label, self._handle, self._parameters, "weight", *sizes)

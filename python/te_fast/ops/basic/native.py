@@ -11,10 +11,9 @@ from te_fast.errors import StateError
 from te_fast.ops.common import autocast_dtype
 from te_fast.ops.op import BasicOperation, OperationContext
 from te_fast.runtime import native, rows
+from te_fast.runtime.rows import Tensors
 
 __all__ = ["ExtraTensorOperation", "NativeOperation"]
-
-Tensors = tuple[torch.Tensor, ...]
 
 
 class NativeOperation(BasicOperation):
@@ -23,6 +22,16 @@ class NativeOperation(BasicOperation):
     Forward keeps input, extra inputs and parameters, from which backward runs the program again: a fusion of one
     direction reads the kept tensors, or keeps them itself.
     """
+
+    def _result_type(
+        self,
+        dtype: torch.dtype,
+        extras: tuple[torch.dtype, ...],
+        autocast: torch.dtype | None,
+    ) -> torch.dtype:
+        """Return autocast's type, else that of the weight, or of the input without."""
+        weight = self._parameters.get("weight")
+        return autocast or (dtype if weight is None else weight.dtype)
 
     def _program(self) -> native.Program:
         """Return the native program of this operation alone."""

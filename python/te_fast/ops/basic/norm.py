@@ -89,14 +89,6 @@ class Norm(NativeOperation):
         # Native programs normalise the last dimension alone.
         return len(self.normalized_shape) == 1 and super()._is_native(beside)
 
-    def _result_type(
-        self,
-        dtype: torch.dtype,
-        extras: tuple[torch.dtype, ...],
-        autocast: torch.dtype | None,
-    ) -> torch.dtype:
-        return autocast or self.weight.dtype
-
     def _append_to(self, program: Any, label: str) -> None:
         program.norm(
             label,

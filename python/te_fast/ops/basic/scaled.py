@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -15,11 +14,9 @@ from te_fast.ops.basic.glu import (
     clamps,
 )
 from te_fast.ops.basic.native import ExtraTensorOperation, NativeOperation
-from te_fast.ops.op import OperationContext
+from te_fast.ops.op import OperationContext, PerOp
 
 __all__ = ["ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU"]
-
-Grads = Iterable[Iterable[torch.Tensor | None]]
 
 
 class ScaledActivation(ExtraTensorOperation, NativeOperation):
@@ -52,14 +49,6 @@ class ScaledActivation(ExtraTensorOperation, NativeOperation):
         """Return the keywords that the native program takes."""
         return {}
 
-    def _result_type(
-        self,
-        dtype: torch.dtype,
-        extras: tuple[torch.dtype, ...],
-        autocast: torch.dtype | None,
-    ) -> torch.dtype:
-        return autocast or dtype
-
     def fuser_forward(
         self,
         basic_op_ctxs: list[OperationContext],
@@ -73,7 +62,7 @@ class ScaledActivation(ExtraTensorOperation, NativeOperation):
 
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: torch.Tensor, **_: Any
-    ) -> tuple[torch.Tensor, Grads, Grads]:
+    ) -> tuple[torch.Tensor, PerOp, PerOp]:
         """Run the native program again, and its backward."""
         dx, _grads, extra_grads = self._backward(basic_op_ctxs[0], grad_output)
         return dx, [()], [extra_grads]
