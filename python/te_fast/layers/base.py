@@ -21,8 +21,6 @@ from te_fast.runtime.delayed import DelayedScalingRecipeState, resized
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.state.module import StatefulModule
 
-__all__ = ["TransformerEngineBaseModule"]
-
 _layer_numbers = itertools.count(1)
 _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (te_fast.__file__, torch.__file__))
 

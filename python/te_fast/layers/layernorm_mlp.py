@@ -26,8 +26,6 @@ from te_fast.runtime.calls import layer_call_method
 if TYPE_CHECKING:
     from te_fast.layers.load_torch import Source
 
-__all__ = ["LayerNormMLP"]
-
 _UNGATED = ("gelu", "qgelu", "relu", "srelu", "silu")
 # fc1 has twice the rows: those that are activated, then those that gate.
 _GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")

@@ -13,8 +13,6 @@ from te_fast.runtime import delayed, native, rows, scale_tape
 if TYPE_CHECKING:
     from te_fast.layers.program import ProgramLayer
 
-__all__ = ["recomputed"]
-
 
 class _Recomputed(torch.autograd.Function):
     @staticmethod

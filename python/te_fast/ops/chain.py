@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from te_fast.ops.routing import Slot
     from te_fast.recipe import Recipe
 
-__all__ = ["Call", "run_native"]
-
 #: Size, type and device of a tensor between two steps.
 Edge = tuple[torch.Size, torch.dtype, torch.device]
 

@@ -9,16 +9,6 @@ import torch
 from te_fast.errors import ArgumentError, UnsupportedError
 from te_fast.runtime.device import check_device, default_device
 
-__all__ = [
-    "NATIVE_TYPES",
-    "autocast_dtype",
-    "parameter_device",
-    "parameter_dtype",
-    "parameter_options",
-    "refuse_ranks",
-    "to_real",
-]
-
 #: Types that programs compute in.
 NATIVE_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 

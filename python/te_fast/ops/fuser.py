@@ -22,13 +22,6 @@ from te_fast.runtime import native, scale_tape
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.runtime.support import get_default_recipe
 
-__all__ = [
-    "OperationFuser",
-    "register_backward_fusion",
-    "register_forward_backward_fusion",
-    "register_forward_fusion",
-]
-
 #: ``func(ops, *, recipe) -> ops``: may replace runs of operations by fused ones.
 FusionFunction = Callable[..., list[FusibleOperation]]
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from te_fast.ops.fuser import OperationFuser
     from te_fast.recipe import Recipe
 
-__all__ = ["BasicOperation", "Beside", "FusedOperation", "FusibleOperation", "OperationContext"]
-
 #: Tensors of each basic operation, as its methods return them.
 PerOp = Iterable[Iterable[torch.Tensor | None]]
 

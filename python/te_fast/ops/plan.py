@@ -15,8 +15,6 @@ from te_fast.ops.routing import Routing, Slot
 from te_fast.ops.undo import Trials
 from te_fast.runtime import native
 
-__all__ = ["Match", "Plan", "Step", "Types", "make_plan", "match"]
-
 #: An operation, and the indices of the basic operations that it stands for.
 Match = tuple[FusibleOperation, tuple[int, ...]]
 #: Types of a group's input and of what each operation makes of it; None if all are one, none if the input is no float.

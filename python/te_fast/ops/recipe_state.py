@@ -11,8 +11,6 @@ from te_fast.runtime.delayed import DelayedScalingRecipeState
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.state.module import StatefulModule
 
-__all__ = ["RecipeStateModule"]
-
 _META_KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
 

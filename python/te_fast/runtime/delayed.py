@@ -18,17 +18,6 @@ from te_fast.errors import StateError
 from te_fast.recipe import DelayedScaling, Format, Recipe
 from te_fast.runtime import native
 
-__all__ = [
-    "DelayedScalingRecipeState",
-    "get_fp8_torch_dtype",
-    "native_recipe",
-    "resized",
-    "scale_of",
-    "states",
-    "update_all",
-    "update_scales",
-]
-
 _F32_MAX = torch.finfo(torch.float32).max
 # torch without torch.distributed has no such function.
 _is_initialized = getattr(torch.distributed, "is_initialized", lambda: False)

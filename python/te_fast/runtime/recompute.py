@@ -15,14 +15,6 @@ from te_fast.errors import UnsupportedError
 from te_fast.runtime import native, scale_tape
 from te_fast.runtime.global_state import FP8GlobalStateManager
 
-__all__ = [
-    "activation_recompute_forward",
-    "checkpoint",
-    "get_activation_recompute_contexts",
-    "in_fp8_activation_recompute_phase",
-    "is_fp8_activation_recompute_enabled",
-]
-
 # The tape of regions that name none: first in, first out over all of them.
 _default_tape = scale_tape.Tape()
 

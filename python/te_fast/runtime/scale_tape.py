@@ -18,18 +18,6 @@ from te_fast.errors import StateError
 from te_fast.runtime import delayed, native
 from te_fast.runtime.global_state import FP8GlobalStateManager, place_in_recompute_buffer
 
-__all__ = [
-    "Recording",
-    "Tape",
-    "is_in_phase",
-    "is_repeating",
-    "is_second",
-    "layers",
-    "phase",
-    "recorded_region",
-    "scales",
-]
-
 Note = tuple[torch.Tensor, int, bool]
 
 

@@ -21,12 +21,6 @@ from te_fast.errors import RecipeError, StateError
 from te_fast.recipe import DelayedScaling, Format
 from te_fast.state.pickle_reader import Instance, TensorRecord, read
 
-__all__ = [
-    "ExtraState",
-    "pack",
-    "unpack",
-]
-
 _MAGIC = b"te_fast\0"
 _VERSION = 1
 # magic, version, CRC of what follows it; format, algorithm, reduce_amax, fp8_dpa, fp8_mha, padding,

@@ -10,8 +10,6 @@ from te_fast.errors import StateError
 from te_fast.recipe import Recipe
 from te_fast.state import extra_state
 
-__all__ = ["StatefulModule"]
-
 _EXTRA_STATE = "_extra_state"
 
 

@@ -6,8 +6,6 @@ from typing import Any, ClassVar
 
 from te_fast.ops.basic.native import NativeOperation
 
-__all__ = ["GELU", "QGELU", "ReLU", "SReLU", "SiLU"]
-
 
 class Activation(NativeOperation):
     """An activation function that is applied elementwise.

@@ -10,8 +10,6 @@ from te_fast.errors import ShapeError
 from te_fast.ops.basic.native import ExtraTensorOperation
 from te_fast.ops.op import BasicOperation, OperationContext, PerOp
 
-__all__ = ["AddExtraInput", "ConstantScale", "MakeExtraOutput"]
-
 
 class ConstantScale(BasicOperation):
     """Multiply by a constant.

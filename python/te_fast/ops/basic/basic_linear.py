@@ -17,8 +17,6 @@ from te_fast.ops.op import OperationContext
 from te_fast.runtime import main_grad, native, rows
 from te_fast.runtime.global_state import autocast_state
 
-__all__ = ["BasicLinear"]
-
 
 def check_parallelism(
     op: str, mode: str | None, group: Any, options: dict[str, Any] | None = None

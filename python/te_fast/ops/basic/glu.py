@@ -8,19 +8,6 @@ from typing import Any
 from te_fast.errors import ArgumentError
 from te_fast.ops.basic.activation import Activation
 
-__all__ = [
-    "GEGLU",
-    "GLU",
-    "QGEGLU",
-    "ClampedSwiGLU",
-    "ReGLU",
-    "SReGLU",
-    "SiTUGLU",
-    "SwiGLU",
-    "check_interleave",
-    "clamps",
-]
-
 
 def check_interleave(size: int | None, op: str) -> int | None:
     """Return the size of the blocks of gates and linear units.

@@ -8,8 +8,6 @@ import torch
 
 from te_fast.ops.op import BasicOperation, OperationContext
 
-__all__ = ["L2Normalization"]
-
 
 class L2Normalization(BasicOperation):
     """``x / sqrt(sum(x²) + eps)`` over the last dimension.

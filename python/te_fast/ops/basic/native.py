@@ -13,8 +13,6 @@ from te_fast.ops.op import BasicOperation, OperationContext
 from te_fast.runtime import native, rows
 from te_fast.runtime.rows import Tensors
 
-__all__ = ["ExtraTensorOperation", "NativeOperation"]
-
 
 class NativeOperation(BasicOperation):
     """An operation whose Python methods run a native program of it alone.

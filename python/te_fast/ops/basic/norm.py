@@ -12,8 +12,6 @@ from te_fast.ops.basic.native import NativeOperation
 from te_fast.ops.common import parameter_options, to_real
 from te_fast.ops.op import ALONE, Beside
 
-__all__ = ["LayerNorm", "RMSNorm"]
-
 
 class Norm(NativeOperation):
     """A normalisation over the last dimensions, with learnt factors.

@@ -16,8 +16,6 @@ from te_fast.ops.basic.glu import (
 from te_fast.ops.basic.native import ExtraTensorOperation, NativeOperation
 from te_fast.ops.op import OperationContext, PerOp
 
-__all__ = ["ScaledClampedQGeGLU", "ScaledSReLU", "ScaledSiTUGLU", "ScaledSwiGLU"]
-
 
 class ScaledActivation(ExtraTensorOperation, NativeOperation):
     """An activation times one factor per row, its extra input ``(...,)``.
