@@ -7,21 +7,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = [
-    "BACKWARD_OVERRIDE",
-    "DEBUG",
-    "F32_BLOCK_SCALES",
-    "NVFP4_4OVER6",
-    "NVFP4_4OVER6_E4M3_USE_256",
-    "NVFP4_4OVER6_ERR_MODE",
-    "NVFP4_DISABLE_2D_QUANTIZATION",
-    "NVFP4_DISABLE_RHT",
-    "NVFP4_DISABLE_STOCHASTIC_ROUNDING",
-    "NVFP4_ROW_SCALED_ACTIVATION",
-    "POWER_2_SCALES",
-    "UNFUSED_UPDATE",
-]
-
 
 def _flag(name: str) -> bool:
     return os.environ.get(name, "0") == "1"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["publish"]
-
 
 def publish(module: str, *others: str) -> None:
     """Let what a module's ``__all__`` lists, and `others`, say that it is of that module.

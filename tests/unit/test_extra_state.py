@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 
 from te_fast.common.recipe import DelayedScaling, Format
 from te_fast.errors import StateError, TeFastError
-from te_fast.state.extra_state import (
-    ExtraState,
-    pack,
-    pack_for_transformer_engine,
-    unpack,
-)
-
-KEYS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+from te_fast.state.extra_state import ExtraState, pack, unpack
+from transformer_engine_state import KEYS, pack_layer
 
 
 def make_state(history_len: int = 5, gemms: int = 1, **fields: Any) -> ExtraState:
@@ -196,7 +190,7 @@ def test_pickled_none():
 
 def test_writes_what_transformer_engine_reads(te_recipe):
     state = make_state(6, 2, margin=1, fp8_format=Format.E4M3)
-    packed = pack_for_transformer_engine(state)
+    packed = pack_layer(state)
     assert_equal(unpack(packed, layer="fc1"), state)
     content = pickle.loads(as_bytes(packed))
     assert isinstance(content["recipe"], te_recipe.DelayedScaling)
@@ -205,7 +199,7 @@ def test_writes_what_transformer_engine_reads(te_recipe):
     assert content["extra_fp8_variables"] == {"num_gemms": 2}
     for key in KEYS:
         assert torch.equal(content[key], getattr(state, key))
-    assert pack_for_transformer_engine(None).numel() == 0
+    assert pack_layer(None).numel() == 0
 
 
 # What a hostile or damaged state gets.
@@ -343,7 +337,7 @@ def _samples() -> list[bytes]:
     saved, legacy = io.BytesIO(), io.BytesIO()
     torch.save(content, saved)
     torch.save(content, legacy, _use_new_zipfile_serialization=False)
-    own, te = pack(make_state(3)), pack_for_transformer_engine(make_state(3))
+    own, te = pack(make_state(3)), pack_layer(make_state(3))
     pickled = pickle.dumps(content)
     return [as_bytes(own), as_bytes(te), pickled, saved.getvalue(), legacy.getvalue()]
 

@@ -125,6 +125,34 @@ def test_scaled_activation(name, interleave, dtype, way):
     compare(op, scaled, inputs, dtype, slack=2)
 
 
+EXACT = {
+    **{name: lambda dtype, name=name: getattr(ops, name)() for name in (*UNARY, *GATED, *SCALED)},
+    "cached": lambda dtype: ops.GELU(cache_quantized_input=True),
+    "LayerNorm": lambda dtype: ops.LayerNorm(64, device="cpu", dtype=dtype),
+    "RMSNorm": lambda dtype: ops.RMSNorm(64, device="cpu", dtype=dtype),
+    "BasicLinear": lambda dtype: ops.BasicLinear(64, 32, device="cpu", dtype=dtype),
+}
+
+
+@pytest.mark.parametrize("rows", [6, 0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", EXACT)
+def test_python_methods_have_the_bits_of_the_native_program(name, dtype, rows):
+    op = EXACT[name](dtype)
+    inputs = [leaf(3, rows, 64, dtype=dtype, scale=2)]
+    inputs += [leaf(3, rows, seed=1)] if name in SCALED else []
+    found = []
+    for run in (lambda op: op, in_python):
+        tensors = [*inputs, *op.parameters()]
+        for tensor in tensors:
+            tensor.grad = None
+        y = run(op)(*inputs)
+        y.backward(leaf(*y.shape, dtype=dtype, seed=9).detach())
+        found.append([y, *(tensor.grad for tensor in tensors)])
+    assert all(map(torch.equal, *found))
+    assert [tensor.dtype for tensor in found[0]] == [tensor.dtype for tensor in found[1]]
+
+
 @pytest.mark.parametrize("op", [ops.GELU, ops.SwiGLU])
 def test_cached_input_is_rounded_to_fp8(op, way):
     x = leaf(8, 32, dtype=torch.bfloat16)

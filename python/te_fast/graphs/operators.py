@@ -27,8 +27,6 @@ from te_fast.graphs.region import as_entered, entered, key_of_region, recipe_of
 from te_fast.runtime import native
 from te_fast.runtime.delayed import native_recipe, update_scales
 
-__all__ = ["Traced", "apply", "is_traced"]
-
 Tensors = Sequence[torch.Tensor]
 
 _Key = torch._C._TorchDispatchModeKey

@@ -16,8 +16,6 @@ from te_fast.runtime.autocast import prepare_recipe
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["TracedRegion", "as_entered", "entered", "key_of_region"]
-
 #: The region in force around a graph; a graph is guarded by what its attributes say.
 _around = native.CurrentRegion()
 #: Recipes of regions that graphs enter, by the number of their content.

@@ -17,8 +17,6 @@ from te_fast.runtime.autocast import autocast
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["CAN_COMPILE", "register_when_dynamo_is_imported"]
-
 #: The first release of torch whose traces read attributes of native objects.
 CAN_COMPILE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 

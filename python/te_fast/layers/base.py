@@ -13,18 +13,15 @@ from typing import Any
 import torch
 
 import te_fast
-from te_fast.errors import DeviceError, DtypeError, ShapeError, StateError, UnsupportedError
+from te_fast.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
 from te_fast.recipe import DelayedScaling, Recipe
 from te_fast.runtime import native, scale_tape
 from te_fast.runtime.calls import call_through_forward
-from te_fast.runtime.delayed import DelayedScalingRecipeState
+from te_fast.runtime.delayed import DelayedScalingRecipeState, resized
 from te_fast.runtime.global_state import FP8GlobalStateManager
-from te_fast.state import extra_state
-
-__all__ = ["TransformerEngineBaseModule"]
+from te_fast.state.module import StatefulModule
 
 _layer_numbers = itertools.count(1)
-_EXTRA_STATE = "_extra_state"
 _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (te_fast.__file__, torch.__file__))
 
 
@@ -49,7 +46,7 @@ class _Workspaces(dict[str, torch.Tensor]):
         self._drop()
 
 
-class TransformerEngineBaseModule(torch.nn.Module):
+class TransformerEngineBaseModule(StatefulModule):
     """State and checkpoints of FP8 layers.
 
     Attributes
@@ -304,85 +301,30 @@ class TransformerEngineBaseModule(torch.nn.Module):
             return
         for state, is_forward in zip(states, (True, False), strict=True):
             if fwd is None or fwd == is_forward:
-                history = state.amax_history
-                fresh = history.new_zeros(length, history.shape[1])
-                kept = min(length, history.shape[0])
-                fresh[:kept] = history[:kept]
-                state.amax_history = fresh
+                state.amax_history = resized(state.amax_history, length)
         self._drop_slots()
 
     def _delayed_states(self) -> tuple[DelayedScalingRecipeState, DelayedScalingRecipeState] | None:
-        forward, backward = self.fp8_meta.get("scaling_fwd"), self.fp8_meta.get("scaling_bwd")
-        if forward is None or backward is None:
-            return None
-        return forward, backward
+        forward, backward = self._scaling_states()
+        return None if forward is None or backward is None else (forward, backward)
 
     # Checkpoints ---------------------------------------------------------------------------------
 
-    def get_extra_state(self) -> torch.Tensor:
-        """Return delayed scaling's state as CPU bytes, none where there is no state."""
-        states = self._delayed_states()
-        if states is None:
-            return extra_state.pack(None)
-        forward, backward = states
-        return extra_state.pack(
-            extra_state.ExtraState(
-                forward.recipe,
-                forward.scale,
-                forward.amax_history,
-                backward.scale,
-                backward.amax_history,
-            )
-        )
+    _STATE_OWNER = "layer"
 
-    def set_extra_state(self, state: Any) -> None:
-        """Restore what :meth:`get_extra_state`, or Transformer Engine's, returned.
+    def _state_name(self) -> str:
+        return self.name
 
-        Raises
-        ------
-        StateError
-            If the bytes are damaged or not such a state; nothing has changed then.
-        """
-        read = extra_state.unpack(state, layer=self.name)
-        if read is None:
-            return
-        slots = self.fp8_meta["num_gemms"]
-        expected = (self._FORWARD_SLOTS * slots, self._BACKWARD_SLOTS * slots)
-        got = (read.scale_fwd.numel(), read.scale_bwd.numel())
-        if got != expected:
-            message = (
-                f"{self.name}: _extra_state has scales of {got} tensors, the layer has {expected}; "
-                "it belongs to another layer"
-            )
-            raise StateError(message)
-        self.fp8_meta["recipe"] = read.recipe
-        self.init_fp8_meta_tensors(read.recipe)
-        self.fp8_meta["scaling_fwd"].load(read.scale_fwd, read.amax_history_fwd)
-        self.fp8_meta["scaling_bwd"].load(read.scale_bwd, read.amax_history_bwd)
-        self._drop_slots()
+    def _state_sizes(self) -> tuple[int, int]:
+        gemms = self.fp8_meta["num_gemms"]
+        return self._FORWARD_SLOTS * gemms, self._BACKWARD_SLOTS * gemms
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        # A layer without delayed scaling has the very keys of its torch.nn counterpart.
-        if self._delayed_states() is None:
-            destination.pop(prefix + _EXTRA_STATE, None)
+    def _scaling_states(self) -> tuple[Any, Any]:
+        return self.fp8_meta.get("scaling_fwd"), self.fp8_meta.get("scaling_bwd")
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        # Checkpoints of torch.nn layers have none; fresh scales are right then.
-        if prefix + _EXTRA_STATE in missing_keys:
-            missing_keys.remove(prefix + _EXTRA_STATE)
+    def _make_scaling_states(self, recipe: Recipe) -> None:
+        self.fp8_meta["recipe"] = recipe
+        self.init_fp8_meta_tensors(recipe)
 
     # Copies --------------------------------------------------------------------------------------
 

@@ -13,8 +13,6 @@ from te_fast.runtime.main_grad import after_main_grad, main_grad_of
 if TYPE_CHECKING:
     from te_fast.layers.linear import Linear
 
-__all__ = ["linear"]
-
 
 class _Linear(torch.autograd.Function):
     @staticmethod

@@ -11,13 +11,9 @@ from te_fast.errors import ShapeError
 from te_fast.layers.load_torch import copy_into
 from te_fast.layers.parameters import check_sizes, options_of, refuse
 from te_fast.layers.split import SplitLinear
-from te_fast.runtime import native
-from te_fast.runtime.calls import layer_call_method
 
 if TYPE_CHECKING:
     from te_fast.layers.load_torch import Source
-
-__all__ = ["LayerNormLinear"]
 
 
 class LayerNormLinear(SplitLinear):
@@ -164,20 +160,6 @@ class LayerNormLinear(SplitLinear):
 
     # Parameters ----------------------------------------------------------------------------------
 
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise the parameters, after making those real that are on the meta device.
-
-        Parameters
-        ----------
-        defer_init : bool, default = False
-            Do nothing yet.
-        """
-        if defer_init:
-            return
-        self._reset_norm()
-        self._reset_linear()
-        self._drop_weight_cache()
-
     def load_torch(
         self, layer_norm: Source | None = None, linear: Source | Sequence[Source] | None = None
     ) -> None:
@@ -206,47 +188,6 @@ class LayerNormLinear(SplitLinear):
         }
         targets = {kind: [getattr(self, part) for part in parts] for kind, parts in names.items()}
         copy_into(targets, linear, f"{self.name}: linear")
-
-    # Forward -------------------------------------------------------------------------------------
-
-    # `layer(x)` enters here: nn.Module.__call__ without its cost where no hook asks for it.
-    __call__ = layer_call_method
-
-    def forward(
-        self,
-        inp: torch.Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool | None = False,
-        fp8_grad: bool | None = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Apply the layer.
-
-        Parameters
-        ----------
-        inp : torch.Tensor
-            ``(..., in_features)``, of the parameters' type unless under ``torch.autocast``.
-        is_first_microbatch : bool, optional
-            As :meth:`te_fast.pytorch.Linear.forward` takes it.
-        fp8_output, fp8_grad : bool, default = False
-            Not supported yet.
-
-        Returns
-        -------
-        torch.Tensor or tuple
-            ``(..., out_features)``; then, with `return_bias`, the bias; then, with
-            `return_layernorm_output`, the norm's result.
-
-        Raises
-        ------
-        ShapeError, DtypeError, DeviceError
-            If the input does not fit; in FP8, if its rows are no multiple of 8 and
-            :func:`te_fast.auto_pad` is off.
-        """
-        refuse(self.name, {"fp8_output": bool(fp8_output), "fp8_grad": bool(fp8_grad)})
-        result: Any = native.layer_forward(self, inp, is_first_microbatch)
-        return result
-
-    _called_forward = forward
 
     def extra_repr(self) -> str:
         """Sizes, norm and bias."""

@@ -26,9 +26,7 @@ from te_fast.runtime.calls import layer_call_method
 if TYPE_CHECKING:
     from te_fast.layers.load_torch import Source
 
-__all__ = ["LayerNormMLP"]
-
-_PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")
+_UNGATED = ("gelu", "qgelu", "relu", "srelu", "silu")
 # fc1 has twice the rows: those that are activated, then those that gate.
 _GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
 _PARAMETERS = {"clamped_swiglu": {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}}
@@ -208,8 +206,8 @@ class LayerNormMLP(ProgramLayer):
     def _activation_floats(self) -> dict[str, Any]:
         """Return the activation's numbers: the given ones, and defaults."""
         activation, given = self.activation, self.activation_params
-        if activation not in (*_PLAIN, *_GATED):
-            known = ", ".join((*_PLAIN, *_GATED))
+        if activation not in (*_UNGATED, *_GATED):
+            known = ", ".join((*_UNGATED, *_GATED))
             message = f"{self.name}: activation must be one of {known}, got {activation!r}"
             raise UnsupportedError(message)
         if given is not None and not isinstance(given, Mapping):

@@ -14,11 +14,7 @@ from te_fast.graphs.region import key_of_region
 from te_fast.layers import high_precision
 from te_fast.layers.parameters import check_sizes, options_of, refuse
 from te_fast.layers.split import SplitLinear
-from te_fast.runtime import native
-from te_fast.runtime.calls import layer_call_method
 from te_fast.runtime.global_state import autocast_state
-
-__all__ = ["Linear"]
 
 
 class Linear(SplitLinear):
@@ -83,6 +79,7 @@ class Linear(SplitLinear):
     """
 
     normalization = None
+    zero_centered_gamma = False
     layer_norm_weight = None
     layer_norm_bias = None
 
@@ -171,58 +168,6 @@ class Linear(SplitLinear):
     def save_original_input(self, value: bool) -> None:
         self.__dict__["_save_original_input"] = bool(value)
         self._handles["weight"].save_original_input = bool(value)
-
-    def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise the parameters, after making those real that are on the meta device.
-
-        Parameters
-        ----------
-        defer_init : bool, default = False
-            Do nothing yet.
-        """
-        if defer_init:
-            return
-        self._reset_linear()
-        self._drop_weight_cache()
-
-    # `layer(x)` enters here: nn.Module.__call__ without its cost where no hook asks for it.
-    __call__ = layer_call_method
-
-    def forward(
-        self,
-        inp: torch.Tensor,
-        is_first_microbatch: bool | None = None,
-        fp8_output: bool | None = False,
-        fp8_grad: bool | None = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Apply the layer.
-
-        Parameters
-        ----------
-        inp : torch.Tensor
-            ``(..., in_features)``, of the parameters' type unless under ``torch.autocast``.
-        is_first_microbatch : bool, optional
-            True: quantise the weight and keep it. False: use the kept one. None: quantise it if it
-            has changed. A kept weight is never used once the parameter has changed.
-        fp8_output, fp8_grad : bool, default = False
-            Not supported yet.
-
-        Returns
-        -------
-        torch.Tensor or tuple
-            ``(..., out_features)``; with `return_bias`, and the bias.
-
-        Raises
-        ------
-        ShapeError, DtypeError, DeviceError
-            If the input does not fit; in FP8, if its rows are no multiple of 8 and
-            :func:`te_fast.auto_pad` is off.
-        """
-        refuse(self.name, {"fp8_output": bool(fp8_output), "fp8_grad": bool(fp8_grad)})
-        result: Any = native.layer_forward(self, inp, is_first_microbatch)
-        return result
-
-    _called_forward = forward
 
     def _forward_general(self, inp: Any, is_first_microbatch: bool | None) -> Any:
         """Forward of calls that the native fast path does not take."""

@@ -8,8 +8,6 @@ import torch
 
 from te_fast.errors import DtypeError, ShapeError
 
-__all__ = ["Source", "copy_into"]
-
 #: A module of ``torch.nn``, or its state dict.
 Source = torch.nn.Module | Mapping[str, torch.Tensor]
 

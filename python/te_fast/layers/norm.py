@@ -11,8 +11,6 @@ import torch
 from te_fast.errors import ArgumentNameError
 from te_fast.ops.basic import norm as ops
 
-__all__ = ["LayerNorm", "RMSNorm"]
-
 
 class _NormModule(ops.Norm):
     """A normalisation; also an operation that :class:`te_fast.pytorch.ops.Sequential` fuses.

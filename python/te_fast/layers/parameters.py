@@ -14,17 +14,6 @@ from te_fast.runtime.device import check_device
 if TYPE_CHECKING:
     from te_fast.layers.base import TransformerEngineBaseModule
 
-__all__ = [
-    "check_sizes",
-    "constant",
-    "initialise",
-    "mark_parallel",
-    "materialise",
-    "normal",
-    "options_of",
-    "refuse",
-]
-
 Init = Callable[[torch.Tensor], Any]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -26,8 +26,6 @@ from te_fast.runtime.global_state import autocast_state
 if TYPE_CHECKING:
     from te_fast.layers.load_torch import Source
 
-__all__ = ["ProgramLayer"]
-
 _NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,39 +9,9 @@ from torch.autograd.function import once_differentiable
 
 from te_fast.errors import StateError
 from te_fast.runtime import delayed, native, rows, scale_tape
-from te_fast.runtime.global_state import FP8GlobalStateManager
 
 if TYPE_CHECKING:
     from te_fast.layers.program import ProgramLayer
-
-__all__ = ["recomputed"]
-
-
-class _Forward:
-    """What a forward ran under: the autocast region, and the scales of delayed scaling."""
-
-    def __init__(self) -> None:
-        self.region = FP8GlobalStateManager.get_autocast_state()
-        self._tape = scale_tape.Tape()
-        #: The program repeats its last region, which is not the one in force.
-        self._is_repeated = scale_tape.is_repeating()
-
-    def first(self) -> AbstractContextManager[None]:
-        """Note the scales."""
-        return scale_tape.phase(self._tape, reads=False)
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Put region and scales back for a while; nothing is recorded meanwhile."""
-        if self._is_repeated:
-            with scale_tape.phase(self._tape.copy(), reads=True):
-                yield
-            return
-        with (
-            scale_tape.recorded_region(self.region),
-            scale_tape.phase(self._tape.copy(), reads=True),
-        ):
-            yield
 
 
 class _Recomputed(torch.autograd.Function):
@@ -59,11 +27,11 @@ class _Recomputed(torch.autograd.Function):
         ctx.layer, ctx.is_first_microbatch, ctx.names = layer, is_first_microbatch, names
         ctx.parameters = parameters
         ctx.versions = [_version(parameter) for parameter in parameters]
-        ctx.forward_state = _Forward()
+        ctx.first = scale_tape.Recording()
         ctx.save_for_backward(x)
         needs_x = x.requires_grad
 
-        with ctx.forward_state.first():
+        with scale_tape.phase(ctx.first.tape, reads=False):
             # As if for backward: the weights are quantised for the second run, too, and the results
             # are bit for bit those of a layer that keeps what it computes.
             y, others, kept, _ = native.program_run_forward(
@@ -88,7 +56,7 @@ class _Recomputed(torch.autograd.Function):
         needs_x = ctx.needs_input_grad[3]
 
         first, given = ctx.is_first_microbatch, ctx.parameters
-        with ctx.forward_state.again():
+        with ctx.first.region(), scale_tape.phase(ctx.first.tape.copy(), reads=True):
             _, _, kept, saved = native.program_run_forward(
                 layer._program, layer, x, (), first, needs_x, (), True, given
             )

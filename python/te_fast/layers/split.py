@@ -14,14 +14,14 @@ from te_fast.layers.parameters import (
     initialise,
     mark_parallel,
     materialise,
+    refuse,
 )
 from te_fast.layers.program import ProgramLayer
 from te_fast.runtime import main_grad, native
+from te_fast.runtime.calls import layer_call_method
 
 if TYPE_CHECKING:
     Parts = tuple[str, ...] | dict[str, int] | None
-
-__all__ = ["SplitLinear", "concatenate", "split_sizes"]
 
 
 def split_sizes(parameters_split: Parts, total: int, layer: str) -> dict[str, int] | None:
@@ -267,3 +267,59 @@ class SplitLinear(ProgramLayer):
             if parameter.requires_grad:
                 fuse = self.fuse_wgrad_accumulation
                 main_grad.give(parameter, part, fuse=fuse, overwrite=False)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialise the parameters, after making those real that are on the meta device.
+
+        Parameters
+        ----------
+        defer_init : bool, default = False
+            Do nothing yet.
+        """
+        if defer_init:
+            return
+        self._reset_norm()
+        self._reset_linear()
+        self._drop_weight_cache()
+
+    # Forward -------------------------------------------------------------------------------------
+
+    # `layer(x)` enters here: nn.Module.__call__ without its cost where no hook asks for it.
+    __call__ = layer_call_method
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool | None = False,
+        fp8_grad: bool | None = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Apply the layer.
+
+        Parameters
+        ----------
+        inp : torch.Tensor
+            ``(..., in_features)``, of the parameters' type unless under ``torch.autocast``.
+        is_first_microbatch : bool, optional
+            True: quantise the weight and keep it. False: use the kept one. None: quantise it if it
+            has changed. A kept weight is never used once the parameter has changed.
+        fp8_output, fp8_grad : bool, default = False
+            Not supported yet.
+
+        Returns
+        -------
+        torch.Tensor or tuple
+            ``(..., out_features)``; then, with `return_bias`, the bias; then, of a layer with
+            `return_layernorm_output`, the norm's result.
+
+        Raises
+        ------
+        ShapeError, DtypeError, DeviceError
+            If the input does not fit; in FP8, if its rows are no multiple of 8 and
+            :func:`te_fast.auto_pad` is off.
+        """
+        refuse(self.name, {"fp8_output": bool(fp8_output), "fp8_grad": bool(fp8_grad)})
+        result: Any = native.layer_forward(self, inp, is_first_microbatch)
+        return result
+
+    _called_forward = forward

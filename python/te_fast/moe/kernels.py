@@ -15,17 +15,6 @@ from te_fast.errors import ShapeError, StateError, UnsupportedError
 from te_fast.moe import operators as compiled
 from te_fast.runtime import native
 
-__all__ = [
-    "dropped_rows",
-    "move_by_list",
-    "move_rows",
-    "permute",
-    "permute_cast",
-    "permute_exact",
-    "sort_chunks",
-    "unpermute",
-]
-
 #: Rows, probabilities, row_id_map, pad_offsets, padded tokens per expert.
 Permuted = tuple[torch.Tensor, Any, torch.Tensor, Any, Any]
 

@@ -11,8 +11,6 @@ import torch
 
 from te_fast.runtime import native
 
-__all__ = ["move", "permute", "permute_cast", "unpermute"]
-
 _Optional = torch.Tensor | None
 
 

@@ -15,8 +15,6 @@ from te_fast.runtime.support import get_align_size_for_quantization
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Fp8Padding", "Fp8Unpadding"]
-
 
 def _align_of_recipe() -> int:
     return get_align_size_for_quantization(FP8GlobalStateManager.get_fp8_recipe())

@@ -19,17 +19,6 @@ from te_fast.moe import kernels as impl
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "moe_dropped_rows",
-    "moe_permute",
-    "moe_permute_and_pad_with_probs",
-    "moe_permute_and_quantize",
-    "moe_permute_with_probs",
-    "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs",
-    "moe_unpermute",
-]
-
 
 def moe_permute(
     inp: torch.Tensor,

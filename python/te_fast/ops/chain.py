@@ -12,6 +12,7 @@ from te_fast.errors import ShapeError, StateError
 from te_fast.ops.op import OperationContext
 from te_fast.runtime import native, rows
 from te_fast.runtime.delayed import update_scales
+from te_fast.runtime.rows import Tensors
 
 if TYPE_CHECKING:
     from te_fast.ops.fuser import OperationFuser
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from te_fast.ops.routing import Slot
     from te_fast.recipe import Recipe
 
-__all__ = ["Call", "run_native"]
-
-Tensors = tuple[torch.Tensor, ...]
 #: Size, type and device of a tensor between two steps.
 Edge = tuple[torch.Size, torch.dtype, torch.device]
 
@@ -107,7 +105,7 @@ class _Function(torch.autograd.Function):
 
 
 # The C++ method: what Python adds to it is for functorch, whose transforms groups refuse.
-_apply = super(torch.autograd.Function, _Function).apply
+_apply_function = super(torch.autograd.Function, _Function).apply
 
 
 class Call:
@@ -174,7 +172,7 @@ class Call:
                 op.pre_fuser_forward(requires_grad=index >= self.first)
             if self.first < len(plan.ops):
                 self._take_scale_update()
-                return _apply(x, self, *parameters, *extra_inputs)
+                return _apply_function(x, self, *parameters, *extra_inputs)
             if torch.is_grad_enabled():
                 with torch.no_grad():
                     outputs, _ = self.forward(x)
@@ -320,7 +318,7 @@ class Call:
             next_op_input_quantizer=None,
             basic_op_kwargs=kwargs,
         )
-        x, outputs = _parts(result, 2, step, self.plan, "fuser_forward")
+        x, outputs = _returned(result, 2, step, self.plan, "fuser_forward")
         if isinstance(x, torch.Tensor):
             self._take_outputs(step, [tuple(ys) for ys in outputs])
         return x
@@ -466,7 +464,7 @@ class Call:
         )
         for context in contexts:
             context.saved_tensors = None
-        dx, *lists = _parts(result, 3, step, self.plan, "fuser_backward")
+        dx, *lists = _returned(result, 3, step, self.plan, "fuser_backward")
         params, inputs = (_per_op(grads, step, self.plan) for grads in lists)
         for number, index in enumerate(step.indices):
             count = len(self.plan.routing.sources[index])
@@ -484,7 +482,7 @@ def _named(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _parts(result: Any, count: int, step: Step, plan: Plan, method: str) -> tuple[Any, ...]:
+def _returned(result: Any, count: int, step: Step, plan: Plan, method: str) -> tuple[Any, ...]:
     """Return what a method of a Python operation returned, if it is a tuple of so many."""
     if isinstance(result, tuple | list) and len(result) == count:
         return tuple(result)

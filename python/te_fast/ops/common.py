@@ -9,16 +9,8 @@ import torch
 from te_fast.errors import ArgumentError, UnsupportedError
 from te_fast.runtime.device import check_device, default_device
 
-__all__ = [
-    "compute_dtype",
-    "parameter_device",
-    "parameter_dtype",
-    "parameter_options",
-    "refuse_ranks",
-    "to_real",
-]
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: Types that programs compute in.
+NATIVE_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def parameter_device(device: torch.device | str | None, op: str) -> torch.device:
@@ -39,7 +31,7 @@ def parameter_dtype(dtype: torch.dtype | None, op: str) -> torch.dtype:
         If ops cannot compute in it.
     """
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    if dtype not in _DTYPES:
+    if dtype not in NATIVE_TYPES:
         message = f"{op}: dtype must be torch.float32, float16 or bfloat16, got {dtype}"
         raise ArgumentError(message)
     return dtype
@@ -65,12 +57,10 @@ def to_real(op: torch.nn.Module, name: str) -> torch.Tensor:
     return made
 
 
-def compute_dtype(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.dtype:
-    """Return the type that an op computes in: autocast's, else its weight's, or the input's without."""
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """Return the type that ``torch.autocast`` wants where `x` is, None where it is off."""
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return (x if weight is None else weight).dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def refuse_ranks(group: Any, op: str, argument: str) -> None:

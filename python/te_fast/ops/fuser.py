@@ -13,20 +13,14 @@ import torch
 
 from te_fast.errors import ArgumentError, DtypeError, StateError, UnsupportedError
 from te_fast.ops import chain
+from te_fast.ops.common import NATIVE_TYPES, autocast_dtype
 from te_fast.ops.op import BasicOperation, FusedOperation, FusibleOperation
-from te_fast.ops.plan import NATIVE_TYPES, Plan, Types, make_plan, match
+from te_fast.ops.plan import Plan, Types, make_plan, match
 from te_fast.ops.routing import Routing
 from te_fast.recipe import Recipe
 from te_fast.runtime import native, scale_tape
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.runtime.support import get_default_recipe
-
-__all__ = [
-    "OperationFuser",
-    "register_backward_fusion",
-    "register_forward_backward_fusion",
-    "register_forward_fusion",
-]
 
 #: ``func(ops, *, recipe) -> ops``: may replace runs of operations by fused ones.
 FusionFunction = Callable[..., list[FusibleOperation]]
@@ -44,7 +38,7 @@ class _Running(threading.local):
 _running = _Running()
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def flatten(ops: Sequence[FusibleOperation], names: Sequence[str]) -> tuple[list[Any], list[str]]:
@@ -340,16 +334,14 @@ class OperationFuser:
             recipe = objects[0] or get_default_recipe()
         autocast = None
         if _is_any_autocast_enabled():
-            kind = input.device.type
-            if torch.is_autocast_enabled(kind):
-                autocast = torch.get_autocast_dtype(kind)
+            autocast = autocast_dtype(input)
         plan = self._plan_for(input, extra_inputs, autocast, recipe)
         if plan.native is not None and not basic_op_kwargs:
             arguments = (self, plan, input, extra_inputs, is_first_microbatch, recipe, region[5])
             if autocast is None:
                 return chain.run_native(*arguments)
             # The plan says what is cast where.
-            with torch.autocast(kind, enabled=False):
+            with torch.autocast(input.device.type, enabled=False):
                 return chain.run_native(*arguments)
         if _running.groups:
             self._refuse_nesting()
@@ -406,7 +398,7 @@ class OperationFuser:
                     f"{self._name}: the {what} must be a torch.Tensor, got {type(tensor).__name__}"
                 )
                 raise DtypeError(message)
-        if type(x) not in _PLAIN or _are_functorch_transforms_active():
+        if type(x) not in _PLAIN_TENSORS or _are_functorch_transforms_active():
             message = (
                 f"{self._name}: tensor subclasses and torch.func transforms do not work in ops, got "
                 f"{type(x).__name__}"

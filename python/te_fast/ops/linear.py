@@ -13,8 +13,6 @@ from te_fast.ops.basic.bias import Bias
 from te_fast.ops.basic.identity import AllReduce, ReduceScatter
 from te_fast.ops.op import FusedOperation, FusibleOperation
 
-__all__ = ["Linear"]
-
 
 class Linear(FusedOperation):
     """Apply ``y = x Wᵀ + b``: :class:`BasicLinear`, and :class:`Bias` unless ``bias=False``.

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from te_fast.ops.fuser import OperationFuser
     from te_fast.recipe import Recipe
 
-__all__ = ["BasicOperation", "Beside", "FusedOperation", "FusibleOperation", "OperationContext"]
-
-Tensors = Iterable[Iterable[torch.Tensor | None]]
+#: Tensors of each basic operation, as its methods return them.
+PerOp = Iterable[Iterable[torch.Tensor | None]]
 
 
 class Beside(NamedTuple):
@@ -42,7 +41,7 @@ class OperationContext:
     requires_grad : bool
         Whether the operation has a backward.
     to_save : tuple of torch.Tensor or None
-        Tensors to keep; set by :meth:`save_for_backward`.
+        PerOp to keep; set by :meth:`save_for_backward`.
     saved_tensors : tuple of torch.Tensor or None
         The same tensors, in backward.
     beside : Beside
@@ -98,7 +97,7 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
         prev_op_grad_output_quantizer: Any,
         next_op_input_quantizer: Any,
         basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Tensors]:
+    ) -> tuple[torch.Tensor, PerOp]:
         """Run forward; lists have one entry per basic operation.
 
         Parameters
@@ -130,7 +129,7 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
         grad_output: torch.Tensor,
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
-    ) -> tuple[torch.Tensor | None, Tensors, Tensors]:
+    ) -> tuple[torch.Tensor | None, PerOp, PerOp]:
         """Run backward; lists have one entry per basic operation.
 
         Parameters
@@ -173,7 +172,13 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what refers to containers and native objects."""
-        dropped = ("_own_fuser", "_capturing_fusers", "_direct_program", "_direct_call")
+        dropped = (
+            "_own_fuser",
+            "_capturing_fusers",
+            "_direct_program",
+            "_direct_call",
+            "_own_program",
+        )
         return {name: value for name, value in self.__dict__.items() if name not in dropped}
 
 
@@ -275,7 +280,7 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
         prev_op_grad_output_quantizer: Any,
         next_op_input_quantizer: Any,
         basic_op_kwargs: list[dict[str, Any]],
-    ) -> tuple[torch.Tensor, Tensors]:
+    ) -> tuple[torch.Tensor, PerOp]:
         """Run :meth:`op_forward`."""
         self._refuse_extra_tensors("fuser_forward", "op_forward")
         output = self.op_forward(
@@ -293,7 +298,7 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
         grad_output: torch.Tensor,
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
-    ) -> tuple[torch.Tensor | None, Tensors, Tensors]:
+    ) -> tuple[torch.Tensor | None, PerOp, PerOp]:
         """Run :meth:`op_backward`."""
         self._refuse_extra_tensors("fuser_backward", "op_backward")
         result: Any = self.op_backward(basic_op_ctxs[0], grad_output)
@@ -374,6 +379,7 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
         super().__setattr__(name, value)
         # torch.nn.utils.parametrize takes a parameter away that programs read; the next plan says so.
         if name in self._constant_names or name == "parametrizations":
+            self.__dict__.pop("_own_program", None)
             for fuser in self.__dict__.get("_capturing_fusers", ()):
                 fuser._forget()
         if name in self._mode_names:

@@ -9,19 +9,16 @@ from typing import Any
 import torch
 
 from te_fast.errors import StateError
+from te_fast.ops.common import NATIVE_TYPES
 from te_fast.ops.op import BasicOperation, Beside, FusedOperation, FusibleOperation
 from te_fast.ops.routing import Routing, Slot
 from te_fast.ops.undo import Trials
 from te_fast.runtime import native
 
-__all__ = ["NATIVE_TYPES", "Match", "Plan", "Step", "Types", "make_plan", "match"]
-
 #: An operation, and the indices of the basic operations that it stands for.
 Match = tuple[FusibleOperation, tuple[int, ...]]
 #: Types of a group's input and of what each operation makes of it; None if all are one, none if the input is no float.
 Types = tuple[torch.dtype, ...] | None
-#: Types that programs compute in.
-NATIVE_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True, eq=False)
@@ -180,7 +177,7 @@ def match(
     matches: list[Match] = []
     index = 0
     for op in fused:
-        parts = _parts(op)
+        parts = _basic_of(op)
         if any(a is not b for a, b in zip(parts, basic[index : index + len(parts)], strict=False)):
             break
         matches.append((op, tuple(range(index, index + len(parts)))))
@@ -195,10 +192,10 @@ def match(
     raise StateError(message)
 
 
-def _parts(op: FusibleOperation) -> list[Any]:
+def _basic_of(op: FusibleOperation) -> list[Any]:
     if not isinstance(op, FusedOperation):
         return [op]
-    return [part for inner in op._parts() for part in _parts(inner)]
+    return [part for inner in op._parts() for part in _basic_of(inner)]
 
 
 def make_plan(

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from te_fast.ops.op import BasicOperation
 
-__all__ = ["Routing", "Slot"]
-
 #: Index of an operation, and of one of its extra inputs or outputs.
 Slot = tuple[int, int]
 

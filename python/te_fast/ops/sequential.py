@@ -16,8 +16,6 @@ from te_fast.ops.undo import Undo
 from te_fast.runtime.calls import call_through_forward, program_call_method
 from te_fast.runtime.global_state import FP8GlobalStateManager
 
-__all__ = ["Sequential"]
-
 
 class Sequential(torch.nn.Module):
     """A ``torch.nn.Sequential`` that runs adjacent fusible operations as one.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from te_fast.ops.op import BasicOperation
     from te_fast.recipe import Recipe
 
-__all__ = ["Trials", "Undo"]
-
 _LIMIT = 256
 
 

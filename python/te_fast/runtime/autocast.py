@@ -17,8 +17,6 @@ from te_fast.runtime.delayed import native_recipe
 from te_fast.runtime.global_state import autocast_state, default_recipe
 from te_fast.runtime.support import check_recipe_support, kind_of_device
 
-__all__ = ["autocast", "fp8_autocast", "fp8_model_init", "prepare_recipe", "quantized_model_init"]
-
 # Kinds of recipe that were found to run, and on which kind of device where GPUs differ.
 _supported: set[tuple[str, tuple[int, int] | None]] = set()
 

@@ -12,8 +12,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from te_fast.runtime import delayed, global_state, main_grad, native, rows, scale_tape
 
-__all__ = ["call_through_forward", "layer_call_method", "program_call_method"]
-
 
 def _layer_call(self: Any, *args: Any, **kwargs: Any) -> Any:
     return native.layer_call(self, *args, **kwargs)

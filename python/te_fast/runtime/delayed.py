@@ -18,16 +18,6 @@ from te_fast.errors import StateError
 from te_fast.recipe import DelayedScaling, Format, Recipe
 from te_fast.runtime import native
 
-__all__ = [
-    "DelayedScalingRecipeState",
-    "get_fp8_torch_dtype",
-    "native_recipe",
-    "scale_of",
-    "states",
-    "update_all",
-    "update_scales",
-]
-
 _F32_MAX = torch.finfo(torch.float32).max
 # torch without torch.distributed has no such function.
 _is_initialized = getattr(torch.distributed, "is_initialized", lambda: False)
@@ -175,21 +165,14 @@ class DelayedScalingRecipeState:
         same_length = history.shape[0] == recipe.amax_history_len
         if same_length and native_recipe(recipe) is self._native and group is self.group:
             return
-        ratio = self._largest(recipe) / self._largest(self.recipe)
+        forward = self.mode == "forward"
+        ratio = fp8_max(recipe, forward=forward) / fp8_max(self.recipe, forward=forward)
         if ratio != 1.0:
             self._scale.mul_(torch.where(history.amax(0) > 0, ratio, 1.0))
             native.note_scale_change()
         if not same_length:
-            longer = history.new_zeros(recipe.amax_history_len, history.shape[1])
-            kept = min(history.shape[0], longer.shape[0])
-            longer[:kept] = history[:kept]
-            self._amax_history = longer
+            self._amax_history = resized(history, recipe.amax_history_len)
         self._register(recipe, group)
-
-    def _largest(self, recipe: DelayedScaling) -> float:
-        """Return the largest number of a recipe's format in this direction."""
-        limits = recipe.fp8_format.value
-        return limits.max_fwd if self.mode == "forward" else limits.max_bwd
 
     def to(self, device: torch.device | str) -> None:
         """Move to another device."""
@@ -228,6 +211,14 @@ class DelayedScalingRecipeState:
 
     def _parts(self, recipe: DelayedScaling) -> tuple[Any, ...]:
         return (recipe, self.mode, self._scale.clone(), self._amax_history.clone(), self.group)
+
+
+def resized(history: torch.Tensor, length: int) -> torch.Tensor:
+    """Return histories cut, or extended by zeros, to `length` rows."""
+    fresh = history.new_zeros(length, history.shape[1])
+    kept = min(length, history.shape[0])
+    fresh[:kept] = history[:kept]
+    return fresh
 
 
 def _rebuild(

@@ -8,13 +8,6 @@ from te_fast.errors import DeviceError
 from te_fast.runtime import native
 from te_fast.runtime.support import driver_problem
 
-__all__ = [
-    "check_device",
-    "default_device",
-    "set_cuda_device_every_batch",
-    "should_set_cuda_device_every_batch",
-]
-
 
 def should_set_cuda_device_every_batch() -> bool:
     """Tell whether each forward makes its tensors' device the current one.

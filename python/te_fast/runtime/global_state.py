@@ -24,14 +24,6 @@ from te_fast.runtime.support import (
     kind_of_device,
 )
 
-__all__ = [
-    "FP8GlobalState",
-    "FP8GlobalStateManager",
-    "autocast_state",
-    "default_recipe",
-    "place_in_recompute_buffer",
-]
-
 # What regions without a recipe use, by the kind of device where GPUs differ; made anew when somebody has changed it.
 _defaults: dict[tuple[int, int] | None, Recipe] = {}
 

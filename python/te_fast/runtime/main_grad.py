@@ -8,8 +8,6 @@ import torch
 
 from te_fast.errors import StateError
 
-__all__ = ["after_main_grad", "dummy_wgrad_for", "get_dummy_wgrad", "give", "main_grad_of"]
-
 _dummy_wgrads: dict[tuple[Any, ...], torch.Tensor] = {}
 
 

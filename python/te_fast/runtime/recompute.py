@@ -15,14 +15,6 @@ from te_fast.errors import UnsupportedError
 from te_fast.runtime import native, scale_tape
 from te_fast.runtime.global_state import FP8GlobalStateManager
 
-__all__ = [
-    "activation_recompute_forward",
-    "checkpoint",
-    "get_activation_recompute_contexts",
-    "in_fp8_activation_recompute_phase",
-    "is_fp8_activation_recompute_enabled",
-]
-
 # The tape of regions that name none: first in, first out over all of them.
 _default_tape = scale_tape.Tape()
 
@@ -36,14 +28,14 @@ class _Phase(NamedTuple):
 
 
 #: The regions entered by thread, outermost first.
-_phases: dict[int, list[_Phase]] = {}
+_entered: dict[int, list[_Phase]] = {}
 
 
 def _in_force() -> _Phase | None:
     """Return the region in force: this thread's, or that of the one that it works for, as layers see it."""
-    own = _phases.get(get_ident())
-    if own is None and _phases and not native.autocast_held()[1]:
-        own = next(iter(list(_phases.values())), None)
+    own = _entered.get(get_ident())
+    if own is None and _entered and not native.autocast_held()[1]:
+        own = next(iter(list(_entered.values())), None)
     return own[-1] if own else None
 
 
@@ -82,14 +74,14 @@ class activation_recompute_forward:
             context = scale_tape.phase(tape, reads=self.recompute_phase)
         context.__enter__()
         phase = _Phase(self, FP8GlobalStateManager.is_fp8_enabled(), context)
-        _phases.setdefault(get_ident(), []).append(phase)
+        _entered.setdefault(get_ident(), []).append(phase)
 
     def __exit__(self, *exception: Any) -> None:
         """Put the former phase of this thread back in force."""
-        own = _phases[get_ident()]
+        own = _entered[get_ident()]
         phase = own.pop()
         if not own:
-            del _phases[get_ident()]
+            del _entered[get_ident()]
         phase.context.__exit__(*exception)
 
 
@@ -143,7 +135,7 @@ def _outputs_of_its_own(result: Any) -> Any:
     return tuple(map(own, result)) if isinstance(result, tuple) else own(result)
 
 
-class _Recomputed:
+class _Checkpointed:
     """A checkpointed function: notes scales in its first call, and repeats it with them later."""
 
     def __init__(
@@ -152,19 +144,15 @@ class _Recomputed:
         self._function = function
         self._kwargs = kwargs
         self._tracker = tracker
-        self._tape = scale_tape.Tape()
-        self._autocast: tuple[Any, ...] | None = None
-        #: torch's checkpoint runs the first call again: layers repeat regions of their own in both.
-        self._is_repeated = False
+        self._first: scale_tape.Recording | None = None
         self._rng_states: Any = None
 
     def __call__(self, *args: Any) -> Any:
-        if self._autocast is None:
-            self._autocast = FP8GlobalStateManager.get_autocast_state()
-            self._is_repeated = scale_tape.is_repeating()
+        if self._first is None:
+            self._first = scale_tape.Recording()
             if self._tracker is not None:
                 self._rng_states = self._tracker().get_states()
-            with activation_recompute_forward(True, False, _tape=self._tape):
+            with activation_recompute_forward(True, False, _tape=self._first.tape):
                 result = self._function(*args, **self._kwargs)
             return result if torch.is_grad_enabled() else _outputs_of_its_own(result)
         rng_states = None
@@ -172,10 +160,9 @@ class _Recomputed:
             rng_states = self._tracker().get_states()
             self._tracker().set_states(self._rng_states)
         try:
-            repeated = scale_tape.recorded_region(self._autocast)
             with (
-                nullcontext() if self._is_repeated else repeated,
-                activation_recompute_forward(True, True, _tape=self._tape),
+                self._first.region(),
+                activation_recompute_forward(True, True, _tape=self._first.tape),
             ):
                 return self._function(*args, **self._kwargs)
         finally:
@@ -244,5 +231,5 @@ def checkpoint(
         for name in ("preserve_rng_state", "context_fn", "determinism_check", "debug")
         if name in kwargs
     }
-    run = _Recomputed(function, kwargs, get_rng_state_tracker)
+    run = _Checkpointed(function, kwargs, get_rng_state_tracker)
     return torch_checkpoint(run, *args, use_reentrant=use_reentrant, **options)

@@ -11,8 +11,6 @@ from torch.nn import functional
 
 from te_fast.runtime import native
 
-__all__ = ["apply_on_nothing", "apply_padded", "run_backward", "run_on_nothing", "run_padded"]
-
 Tensors = tuple[torch.Tensor, ...]
 
 

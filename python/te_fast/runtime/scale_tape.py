@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,18 +16,7 @@ import torch
 
 from te_fast.errors import StateError
 from te_fast.runtime import delayed, native
-from te_fast.runtime.global_state import place_in_recompute_buffer
-
-__all__ = [
-    "Tape",
-    "is_in_phase",
-    "is_repeating",
-    "is_second",
-    "layers",
-    "phase",
-    "recorded_region",
-    "scales",
-]
+from te_fast.runtime.global_state import FP8GlobalStateManager, place_in_recompute_buffer
 
 Note = tuple[torch.Tensor, int, bool]
 
@@ -114,6 +103,20 @@ def recorded_region(state: tuple[Any, ...]) -> Iterator[None]:
         yield
     finally:
         held.take_back()
+
+
+class Recording:
+    """What a forward ran under, for the one that repeats it: the autocast region, and a tape for its scales."""
+
+    def __init__(self) -> None:
+        self.tape = Tape()
+        self._region = FP8GlobalStateManager.get_autocast_state()
+        #: The forward repeats its layers' last region, and its repetition will, too: none was in force.
+        self._is_repeated = is_repeating()
+
+    def region(self) -> AbstractContextManager[None]:
+        """Put the region in force for a while."""
+        return nullcontext() if self._is_repeated else recorded_region(self._region)
 
 
 def is_second() -> bool:

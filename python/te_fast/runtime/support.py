@@ -7,30 +7,12 @@ Transformer Engine; the answer is kept per device index, since GPUs of one proce
 from __future__ import annotations
 
 from functools import cache
-from typing import Literal, overload
 
 import torch
 
 from te_fast.errors import CudaError, DeviceError, UnsupportedError
 from te_fast.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from te_fast.runtime import native
-
-__all__ = [
-    "check_fp8_block_scaling_support",
-    "check_fp8_support",
-    "check_mxfp8_support",
-    "check_nvfp4_support",
-    "check_recipe_support",
-    "get_align_size_for_quantization",
-    "get_default_fp8_recipe",
-    "get_default_recipe",
-    "get_device_compute_capability",
-    "is_bf16_available",
-    "is_fp8_available",
-    "is_fp8_block_scaling_available",
-    "is_mxfp8_available",
-    "is_nvfp4_available",
-]
 
 _HOST = (0, 0)
 _NOT_YET = "{} is not supported by te_fast yet; use Float8CurrentScaling or DelayedScaling."
@@ -187,10 +169,6 @@ def get_align_size_for_quantization(recipe: Recipe) -> int:
 Answer = tuple[bool, str]
 
 
-@overload
-def is_fp8_available(return_reason: Literal[False] = ...) -> bool: ...
-@overload
-def is_fp8_available(return_reason: Literal[True]) -> Answer: ...
 def is_fp8_available(return_reason: bool = False) -> bool | Answer:
     """Tell whether FP8 with one scale per tensor can run.
 
@@ -203,40 +181,24 @@ def is_fp8_available(return_reason: bool = False) -> bool | Answer:
     return answer if return_reason else answer[0]
 
 
-@overload
-def is_mxfp8_available(return_reason: Literal[False] = ...) -> bool: ...
-@overload
-def is_mxfp8_available(return_reason: Literal[True]) -> Answer: ...
 def is_mxfp8_available(return_reason: bool = False) -> bool | Answer:
     """Tell whether MXFP8 can run; the parameter is that of :func:`is_fp8_available`."""
     answer = check_mxfp8_support()
     return answer if return_reason else answer[0]
 
 
-@overload
-def is_fp8_block_scaling_available(return_reason: Literal[False] = ...) -> bool: ...
-@overload
-def is_fp8_block_scaling_available(return_reason: Literal[True]) -> Answer: ...
 def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | Answer:
     """Tell whether FP8 block scaling can run; the parameter is that of :func:`is_fp8_available`."""
     answer = check_fp8_block_scaling_support()
     return answer if return_reason else answer[0]
 
 
-@overload
-def is_nvfp4_available(return_reason: Literal[False] = ...) -> bool: ...
-@overload
-def is_nvfp4_available(return_reason: Literal[True]) -> Answer: ...
 def is_nvfp4_available(return_reason: bool = False) -> bool | Answer:
     """Tell whether NVFP4 can run; the parameter is that of :func:`is_fp8_available`."""
     answer = check_nvfp4_support()
     return answer if return_reason else answer[0]
 
 
-@overload
-def is_bf16_available(return_reason: Literal[False] = ...) -> bool: ...
-@overload
-def is_bf16_available(return_reason: Literal[True]) -> Answer: ...
 def is_bf16_available(return_reason: bool = False) -> bool | Answer:
     """Tell whether BF16 can run; the parameter is that of :func:`is_fp8_available`."""
     capability = get_device_compute_capability()

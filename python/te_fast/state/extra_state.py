@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import io
-import pickle
 import struct
 import zlib
 from dataclasses import dataclass
@@ -21,14 +20,6 @@ import torch
 from te_fast.errors import RecipeError, StateError
 from te_fast.recipe import DelayedScaling, Format
 from te_fast.state.pickle_reader import Instance, TensorRecord, read
-
-__all__ = [
-    "ExtraState",
-    "pack",
-    "pack_for_transformer_engine",
-    "pack_op_for_transformer_engine",
-    "unpack",
-]
 
 _MAGIC = b"te_fast\0"
 _VERSION = 1
@@ -159,23 +150,25 @@ def _data_of(state: torch.Tensor | io.BytesIO | None) -> bytes:
     return _bytes_of(state) if state.numel() else b""
 
 
-def _expect(condition: bool, message: str) -> None:
+def _require(condition: bool, message: str) -> None:
     if not condition:
         raise StateError(message)
 
 
 def _unpack_own(data: bytes) -> ExtraState:
     start = _PREFIX.size + _HEADER.size
-    _expect(len(data) >= start, f"expected at least {start} bytes, got {len(data)}")
+    _require(len(data) >= start, f"expected at least {start} bytes, got {len(data)}")
     _, version, checksum = _PREFIX.unpack_from(data)
-    _expect(version == _VERSION, f"expected format version {_VERSION}, got {version}")
+    _require(version == _VERSION, f"expected format version {_VERSION}, got {version}")
     fields = _HEADER.unpack_from(data, _PREFIX.size)
     number_format, algorithm, reduce_amax, fp8_dpa, fp8_mha, margin, *lengths = fields
     shapes = ((lengths[1],), tuple(lengths[:2]), (lengths[3],), tuple(lengths[2:]))
     size = start + 4 * sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes)
-    _expect(len(data) == size, f"expected {size} bytes, got {len(data)}")
-    _expect(zlib.crc32(data[_PREFIX.size :]) == checksum, "the checksum does not match")
-    _expect(number_format < len(_FORMATS) and algorithm < len(_ALGORITHMS), "unknown recipe fields")
+    _require(len(data) == size, f"expected {size} bytes, got {len(data)}")
+    _require(zlib.crc32(data[_PREFIX.size :]) == checksum, "the checksum does not match")
+    _require(
+        number_format < len(_FORMATS) and algorithm < len(_ALGORITHMS), "unknown recipe fields"
+    )
     recipe = DelayedScaling(
         margin=margin,
         fp8_format=_FORMATS[number_format],
@@ -195,23 +188,23 @@ def _unpack_own(data: bytes) -> ExtraState:
 def _checked(recipe: DelayedScaling, tensors: list[torch.Tensor]) -> ExtraState:
     for index, direction in ((0, "forward"), (2, "backward")):
         scale, history = tensors[index : index + 2]
-        _expect(
+        _require(
             scale.dtype is torch.float32 and history.dtype is torch.float32,
             f"{direction} scales and histories must be torch.float32",
         )
-        _expect(
+        _require(
             # Ops that quantise in one direction only have no scales of the other.
             history.dim() == 2 and len(history) > 0 and scale.shape == history.shape[1:],
             f"{direction} histories of shape {tuple(history.shape)} do not fit scales of shape "
             f"{tuple(scale.shape)}",
         )
-        _expect(
+        _require(
             bool(((scale > 0) & scale.isfinite()).all()),
             f"{direction} scales must be positive and finite",
         )
-        _expect(not bool((history < 0).any()), f"{direction} maxima must not be negative")
+        _require(not bool((history < 0).any()), f"{direction} maxima must not be negative")
     lengths = [len(tensors[i + 1]) for i in (0, 2) if tensors[i].numel()]
-    _expect(bool(lengths), "expected scales of one tensor at least")
+    _require(bool(lengths), "expected scales of one tensor at least")
     recipe.amax_history_len = lengths[0]
     return ExtraState(recipe, *tensors)
 
@@ -220,7 +213,7 @@ def _unpack_pickled(data: bytes) -> ExtraState | None:
     root = read(data)
     if root is None:
         return None
-    _expect(type(root) is dict, "expected a dictionary")
+    _require(type(root) is dict, "expected a dictionary")
     if root.keys() <= {"forward", "backward"}:
         root = _flattened(root)
         if root is None:
@@ -229,11 +222,11 @@ def _unpack_pickled(data: bytes) -> ExtraState | None:
     if isinstance(recipe, Instance) and recipe.name != "DelayedScaling":
         return None
     # Transformer Engine 1.x kept no recipe: there was none but delayed scaling.
-    _expect(recipe is None or isinstance(recipe, Instance), "expected a recipe")
+    _require(recipe is None or isinstance(recipe, Instance), "expected a recipe")
     records = [root.get(key) for key in _KEYS]
     tensors = [item.tensor() if isinstance(item, TensorRecord) else item for item in records]
     missing = any(not isinstance(tensor, torch.Tensor) for tensor in tensors)
-    _expect(not missing, f"expected the tensors {', '.join(_KEYS)}")
+    _require(not missing, f"expected the tensors {', '.join(_KEYS)}")
     return _checked(_recipe_of(recipe), tensors)
 
 
@@ -243,7 +236,7 @@ def _flattened(root: dict[Any, Any]) -> dict[Any, Any] | None:
     A direction without quantised tensors is absent there; one without scales stands for it here.
     """
     parts = [root[mode] for mode in ("forward", "backward") if mode in root]
-    _expect(all(type(part) is dict for part in parts), "expected a dictionary of each direction")
+    _require(all(type(part) is dict for part in parts), "expected a dictionary of each direction")
     if not parts:
         return None
     flat: dict[Any, Any] = {"recipe": parts[0].get("recipe")}
@@ -284,81 +277,3 @@ def _format_of(instance: Instance) -> Format:
             return member
     message = "unknown Format"
     raise StateError(message)
-
-
-def pack_for_transformer_engine(state: ExtraState | None) -> torch.Tensor:
-    """Write a layer's state as Transformer Engine does, which reads it as a pickle.
-
-    Parameters
-    ----------
-    state : ExtraState, optional
-        ``None`` for recipes that keep nothing.
-
-    Returns
-    -------
-    torch.Tensor
-        CPU bytes. Transformer Engine 2.19 and later reads them only with
-        ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``.
-    """
-    if state is None:
-        return pack(None)
-    items = {"recipe": _recipe_fragment(state.recipe), **_tensor_fragments(state, _KEYS)}
-    items["extra_fp8_variables"] = _fragment({"num_gemms": state.scale_fwd.numel() // 3})
-    return _pickled(items)
-
-
-def pack_op_for_transformer_engine(state: ExtraState | None) -> torch.Tensor:
-    """Write an op's state as Transformer Engine does: a dictionary by direction.
-
-    Parameters
-    ----------
-    state : ExtraState, optional
-        ``None`` for recipes that keep nothing.
-
-    Returns
-    -------
-    torch.Tensor
-        As of :func:`pack_for_transformer_engine`.
-    """
-    if state is None:
-        return pack(None)
-    items = {}
-    for mode, keys in (("forward", _KEYS[:2]), ("backward", _KEYS[2:])):
-        if getattr(state, keys[0]).numel():
-            parts = {"recipe": _recipe_fragment(state.recipe), **_tensor_fragments(state, keys)}
-            parts["extra_fp8_variables"] = _fragment({})
-            items[mode] = _dictionary(parts)
-    return _pickled(items)
-
-
-def _pickled(items: dict[str, bytes]) -> torch.Tensor:
-    return _tensor_of(b"\x80\x03" + _dictionary(items) + b".")
-
-
-def _tensor_fragments(state: ExtraState, keys: tuple[str, ...]) -> dict[str, bytes]:
-    return {key: _fragment(getattr(state, key).detach().cpu().clone()) for key in keys}
-
-
-def _recipe_fragment(recipe: DelayedScaling) -> bytes:
-    module = "transformer_engine.common.recipe"
-    value = _fragment(tuple(recipe.fp8_format.value))
-    number_format = f"c{module}\nFormat\nc{module}\n_FormatHelper\n".encode() + value + b"\x81\x85R"
-    values = {name: getattr(recipe, name) for name in (*_RECIPE_FIELDS, "amax_history_len")}
-    values.update(scaling_factor_compute_algo=None, backward_override=None)
-    if callable(recipe.amax_compute_algo):
-        values["amax_compute_algo"] = "max"
-    fields = {name: _fragment(item) for name, item in values.items()}
-    fields["fp8_format"] = number_format
-    return f"c{module}\nDelayedScaling\n".encode() + b")\x81" + _dictionary(fields) + b"b"
-
-
-def _fragment(value: Any) -> bytes:
-    """Return the opcodes of one object, without the pickle's head and end.
-
-    Fragments use the same memo numbers, each only for itself.
-    """
-    return pickle.dumps(value, protocol=3)[2:-1]
-
-
-def _dictionary(fragments: dict[str, bytes]) -> bytes:
-    return b"}(" + b"".join(_fragment(key) + item for key, item in fragments.items()) + b"u"

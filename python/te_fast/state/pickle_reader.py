@@ -18,8 +18,6 @@ import torch
 
 from te_fast.errors import StateError
 
-__all__ = ["Instance", "TensorRecord", "read"]
-
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _RECIPE_MODULE = "transformer_engine.common.recipe"
 _RECIPE_NAMES = frozenset(

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from te_fast.errors import ShapeError
-from te_fast.ops.basic.scaled import ExtraTensorOperation
-from te_fast.ops.op import BasicOperation, OperationContext
-
-__all__ = ["AddExtraInput", "ConstantScale", "MakeExtraOutput"]
-
-Grads = Iterable[Iterable[torch.Tensor | None]]
+from te_fast.ops.basic.native import ExtraTensorOperation
+from te_fast.ops.op import BasicOperation, OperationContext, PerOp
 
 
 class ConstantScale(BasicOperation):
@@ -103,7 +98,7 @@ class AddExtraInput(ExtraTensorOperation):
         basic_op_ctxs: list[OperationContext],
         grad_output: torch.Tensor,
         **_: Any,
-    ) -> tuple[torch.Tensor, Grads, Grads]:
+    ) -> tuple[torch.Tensor, PerOp, PerOp]:
         """Give the gradient to both."""
         return grad_output, [()], [(grad_output,)]
 
@@ -147,7 +142,7 @@ class MakeExtraOutput(ExtraTensorOperation):
         *,
         basic_op_grad_extra_outputs: list[tuple[torch.Tensor | None, ...]],
         **_: Any,
-    ) -> tuple[torch.Tensor, Grads, Grads]:
+    ) -> tuple[torch.Tensor, PerOp, PerOp]:
         """Add the gradients."""
         (extra,) = basic_op_grad_extra_outputs[0]
         if extra is None:

@@ -8,15 +8,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.nn import functional
 
-from te_fast.errors import ArgumentError, ShapeError, UnsupportedError
-from te_fast.ops.common import compute_dtype, parameter_options, refuse_ranks, to_real
-from te_fast.ops.op import BasicOperation, OperationContext
+from te_fast.dispatch import gemm
+from te_fast.errors import ArgumentError, UnsupportedError
+from te_fast.ops.basic.native import NativeOperation
+from te_fast.ops.common import parameter_options, refuse_ranks, to_real
+from te_fast.ops.op import OperationContext
 from te_fast.runtime import main_grad, native, rows
 from te_fast.runtime.global_state import autocast_state
-
-__all__ = ["BasicLinear"]
 
 
 def check_parallelism(
@@ -41,7 +40,7 @@ def check_parallelism(
         raise UnsupportedError(message)
 
 
-class BasicLinear(BasicOperation):
+class BasicLinear(NativeOperation):
     """Apply ``y = x Wᵀ``, in FP8 inside :class:`te_fast.pytorch.autocast`.
 
     Parameters
@@ -66,8 +65,6 @@ class BasicLinear(BasicOperation):
     weight: torch.Tensor
     _handle: Any
     _takes_to_fp8 = True
-    #: Native program of this operation alone, for where it runs between Python's.
-    _own_program: Any = None
 
     def __init__(
         self,
@@ -126,24 +123,16 @@ class BasicLinear(BasicOperation):
         handle.fuse_wgrad_accumulation = self._accumulate_into_main_grad
         self.__dict__["_handle"] = handle
 
-    def _result_type(
-        self,
-        dtype: torch.dtype,
-        extras: tuple[torch.dtype, ...],
-        autocast: torch.dtype | None,
-    ) -> torch.dtype:
-        return autocast or self.weight.dtype
-
     def _append_to(self, program: Any, label: str) -> None:
         sizes = (self.in_features, self.out_features)
         program.linear(label, self._handle, self._parameters, "weight", *sizes)
 
     def _set_slots(self, epoch: int) -> None:
-        forward, backward = self._delayed_state("forward"), self._delayed_state("backward")
+        forward, backward = self._scaling_states()
         if forward is not None and backward is not None:
             self._handle.set_slots(epoch, forward.slots, backward.slots, 0, 0)
 
-    def _recipe_state_changed(self) -> None:
+    def _drop_slots(self) -> None:
         self._handle.drop_slots()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -164,8 +153,7 @@ class BasicLinear(BasicOperation):
     def __getstate__(self) -> dict[str, Any]:
         """Leave the native half out."""
         state = super().__getstate__()
-        for name in ("_handle", "_own_program"):
-            state.pop(name, None)
+        state.pop("_handle", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -175,35 +163,14 @@ class BasicLinear(BasicOperation):
 
     # In Python ------------------------------------------------------------------------------------
 
-    def _check(self, x: torch.Tensor) -> None:
-        if x.dim() == 0 or x.shape[-1] != self.in_features:
-            message = (
-                f"{type(self).__name__}: the input's last dimension must be in_features = "
-                f"{self.in_features}, got a tensor of shape {list(x.shape)}"
-            )
-            raise ShapeError(message)
-
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         """Multiply; in high precision input and weight are what is kept."""
-        self._check(input_)
-        dtype = ctx.dtype = compute_dtype(input_, self.weight)  # type: ignore[attr-defined]
-        if autocast_state.fp8_enabled:
-            return self._quantized_forward(ctx, input_.to(dtype))
-        x, weight = input_.to(dtype), self.weight.to(dtype)
-        if ctx.requires_grad:
-            ctx.save_for_backward(x, weight)
-        return functional.linear(x, weight)
-
-    def _quantized_forward(self, ctx: OperationContext, x: torch.Tensor) -> torch.Tensor:
-        program = self._own_program
-        if program is None:
-            program = self.__dict__["_own_program"] = native.Program(type(self).__name__)
-            self._append_to(program, type(self).__name__)
-        wanted = ctx.requires_grad
-        owner = self._fuser()
+        if not autocast_state.fp8_enabled:
+            return super().op_forward(ctx, input_)
+        x, wanted = self._cast(ctx, input_), ctx.requires_grad
         weight_wanted = wanted and self.weight.requires_grad
-        y, _, kept, saved = native.program_run_forward(
-            program, owner, x, (), None, wanted, (), weight_wanted
+        y, _extra, kept, saved = native.program_run_forward(
+            self._program(), self, x, (), None, wanted, (), weight_wanted
         )
         ctx.kept = kept  # type: ignore[attr-defined]
         ctx.save_for_backward(*saved)
@@ -213,17 +180,19 @@ class BasicLinear(BasicOperation):
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None]]:
         """Multiply by the weight, and the input by the gradient."""
-        kept = getattr(ctx, "kept", None)
+        kept, saved = getattr(ctx, "kept", None), ctx.saved_tensors or ()
         if kept is not None:
-            dx, (dw,), _ = rows.run_backward(kept, ctx.saved_tensors or (), grad_output, ())
-            return dx, (dw,)
-        x, weight = ctx.saved_tensors or ()
+            dx, grads, _ = rows.run_backward(kept, saved, grad_output, ())
+            return dx, grads
+        x, weight = saved
         assert x is not None
         assert weight is not None
-        dx = grad_output @ weight
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dy = grad_output.reshape(-1, self.out_features).contiguous()
+        gemm(dy, weight.to(dy.dtype), dx.view(-1, self.in_features), w_k_outermost=True)
         if not self.weight.requires_grad:
             return dx, (None,)
-        dw = grad_output.reshape(-1, self.out_features).t() @ x.reshape(-1, self.in_features)
+        dw: Any = native.weight_gradient(x, grad_output)
         if not self._accumulate_into_main_grad:
             return dx, (dw.to(self.weight.dtype),)
         return dx, (main_grad.give(self.weight, dw, fuse=True, overwrite=False),)

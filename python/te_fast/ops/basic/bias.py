@@ -10,8 +10,6 @@ from te_fast.errors import ShapeError
 from te_fast.ops.common import parameter_options, refuse_ranks, to_real
 from te_fast.ops.op import BasicOperation, OperationContext
 
-__all__ = ["Bias"]
-
 
 class Bias(BasicOperation):
     """Add a bias, zero at first.

@@ -9,8 +9,6 @@ import torch
 from te_fast.errors import ArgumentError
 from te_fast.ops.op import ALONE, BasicOperation, Beside, OperationContext
 
-__all__ = ["Dropout"]
-
 
 class Dropout(BasicOperation):
     """Set entries to zero with probability `p` in training, and multiply the others by ``1/(1-p)``.

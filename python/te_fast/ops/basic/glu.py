@@ -5,26 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-
 from te_fast.errors import ArgumentError
-from te_fast.ops.basic.activation import FORMULAS, Activation, check_halves
-
-__all__ = [
-    "GEGLU",
-    "GLU",
-    "QGEGLU",
-    "ClampedSwiGLU",
-    "ReGLU",
-    "SReGLU",
-    "SiTUGLU",
-    "SwiGLU",
-    "check_interleave",
-    "clamped_swiglu",
-    "clamps",
-    "halves",
-    "situ_glu",
-]
+from te_fast.ops.basic.activation import Activation
 
 
 def check_interleave(size: int | None, op: str) -> int | None:
@@ -41,31 +23,8 @@ def check_interleave(size: int | None, op: str) -> int | None:
     return size
 
 
-def halves(x: torch.Tensor, interleave: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return gates and linear units."""
-    if interleave is None:
-        gate, linear = x.chunk(2, dim=-1)
-        return gate, linear
-    blocks = x.unflatten(-1, (-1, 2, interleave))
-    return blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)
-
-
-def clamped_swiglu(
-    gate: torch.Tensor, linear: torch.Tensor, limit: float, alpha: float, offset: float
-) -> torch.Tensor:
-    """Return GPT-OSS's SwiGLU: both halves clamped, the sigmoid steeper, the linear half moved."""
-    gate = gate.clamp(max=limit)
-    return gate * torch.sigmoid(alpha * gate) * (linear.clamp(-limit, limit) + offset)
-
-
-def situ_glu(gate: torch.Tensor, linear: torch.Tensor, beta1: float, beta2: float) -> torch.Tensor:
-    """Return ``β₁ tanh(a/β₁) σ(a) · β₂ tanh(b/β₂)``."""
-    gate = beta1 * torch.tanh(gate / beta1) * torch.sigmoid(gate)
-    return gate * beta2 * torch.tanh(linear / beta2)
-
-
 def clamps(op: Any) -> dict[str, Any]:
-    """Return the constants of :func:`clamped_swiglu` as the native program names them."""
+    """Return the constants of GPT-OSS's SwiGLU as the native program names them."""
     return {name: getattr(op, name) for name in ("limit", "alpha", "glu_linear_offset")}
 
 
@@ -110,16 +69,6 @@ class GatedActivation(Activation):
 
     def _constants(self) -> dict[str, Any]:
         return {"interleave": self.glu_interleave_size or 0}
-
-    def _check(self, x: torch.Tensor) -> None:
-        super()._check(x)
-        check_halves(self, x, self.glu_interleave_size)
-
-    def _formula(self, x: torch.Tensor) -> torch.Tensor:
-        return self._of_halves(*halves(x, self.glu_interleave_size))
-
-    def _of_halves(self, gate: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
-        return FORMULAS[self._kind](gate) * linear
 
 
 class GLU(GatedActivation):
@@ -195,9 +144,6 @@ class ClampedSwiGLU(GatedActivation):
     def _constants(self) -> dict[str, Any]:
         return {**super()._constants(), **clamps(self)}
 
-    def _of_halves(self, gate: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
-        return clamped_swiglu(gate, linear, self.limit, self.alpha, self.glu_linear_offset)
-
 
 class SiTUGLU(GatedActivation):
     """``β₁ tanh(a/β₁) σ(a) · β₂ tanh(b/β₂)``: SwiGLU with both halves softly capped.
@@ -229,6 +175,3 @@ class SiTUGLU(GatedActivation):
 
     def _constants(self) -> dict[str, Any]:
         return {**super()._constants(), "beta1": self.beta1, "beta2": self.beta2}
-
-    def _of_halves(self, gate: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
-        return situ_glu(gate, linear, self.beta1, self.beta2)

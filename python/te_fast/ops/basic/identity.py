@@ -11,8 +11,6 @@ from te_fast.errors import ShapeError
 from te_fast.ops.common import refuse_ranks
 from te_fast.ops.op import BasicOperation, OperationContext
 
-__all__ = ["AllGather", "AllReduce", "Identity", "ReduceScatter", "Reshape"]
-
 
 class Identity(BasicOperation):
     """Return the input."""

@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 
-from te_fast.ops.basic.activation import differentiate
 from te_fast.ops.op import BasicOperation, OperationContext
-
-__all__ = ["L2Normalization"]
 
 
 class L2Normalization(BasicOperation):
@@ -48,7 +45,9 @@ class L2Normalization(BasicOperation):
         """Differentiate the formula at the kept input."""
         (x,) = ctx.saved_tensors or ()
         assert x is not None
-        _, (dx,) = differentiate(self._formula, (x.float(),), grad_output.float())
+        with torch.enable_grad():
+            wide = x.detach().float().requires_grad_()
+            (dx,) = torch.autograd.grad(self._formula(wide), wide, grad_output.float())
         return dx.to(x.dtype), ()
 
     def extra_repr(self) -> str:

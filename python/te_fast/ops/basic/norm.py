@@ -7,15 +7,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from te_fast.errors import ArgumentError, ShapeError, UnsupportedError
-from te_fast.ops.basic.activation import differentiate
-from te_fast.ops.common import compute_dtype, parameter_options, to_real
-from te_fast.ops.op import ALONE, BasicOperation, Beside, OperationContext
-
-__all__ = ["LayerNorm", "RMSNorm"]
+from te_fast.errors import ArgumentError, UnsupportedError
+from te_fast.ops.basic.native import NativeOperation
+from te_fast.ops.common import parameter_options, to_real
+from te_fast.ops.op import ALONE, Beside
 
 
-class Norm(BasicOperation):
+class Norm(NativeOperation):
     """A normalisation over the last dimensions, with learnt factors.
 
     Parameters
@@ -86,16 +84,8 @@ class Norm(BasicOperation):
             self.reset_parameters()
 
     def _is_native(self, beside: Beside = ALONE) -> bool:
-        # The native program normalises the last dimension alone.
+        # Native programs normalise the last dimension alone.
         return len(self.normalized_shape) == 1 and super()._is_native(beside)
-
-    def _result_type(
-        self,
-        dtype: torch.dtype,
-        extras: tuple[torch.dtype, ...],
-        autocast: torch.dtype | None,
-    ) -> torch.dtype:
-        return autocast or self.weight.dtype
 
     def _append_to(self, program: Any, label: str) -> None:
         program.norm(
@@ -104,46 +94,19 @@ class Norm(BasicOperation):
             self._parameters,
             "weight",
             "bias" if "bias" in self._names else None,
-            self.normalized_shape[0],
+            self.weight.numel(),
             self.eps,
             self.zero_centered_gamma,
         )
 
-    def _check(self, x: torch.Tensor) -> None:
-        shape = self.normalized_shape
-        if x.dim() < len(shape) or tuple(x.shape[x.dim() - len(shape) :]) != shape:
-            message = (
-                f"{type(self).__name__}: the input's last dimensions must be {list(shape)}, got a "
-                f"tensor of shape {list(x.shape)}"
-            )
-            raise ShapeError(message)
+    def _matrix(self, x: torch.Tensor) -> torch.Tensor:
+        dims = len(self.normalized_shape)
+        if dims > 1 and x.shape[x.dim() - dims :] == self.weight.shape:
+            return x.flatten(x.dim() - dims)
+        return x
 
-    def _formula(self, x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
-        """Return the normalised input in FP32, differentiably."""
-        raise NotImplementedError
-
-    def _gamma(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight + 1.0 if self.zero_centered_gamma else weight
-
-    def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Normalise in FP32 and round once; keep the input."""
-        self._check(input_)
-        x = input_.to(compute_dtype(input_, self.weight))
-        ctx.dtype = x.dtype  # type: ignore[attr-defined]
-        parameters = [getattr(self, name) for name in self._names]
-        if ctx.requires_grad:
-            ctx.save_for_backward(x, *parameters)
-        return self._formula(x.float(), *(p.float() for p in parameters)).to(x.dtype)
-
-    def op_backward(
-        self, ctx: OperationContext, grad_output: torch.Tensor
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Differentiate the formula at the kept input."""
-        inputs = tuple(tensor for tensor in ctx.saved_tensors or () if tensor is not None)
-        wide = tuple(tensor.float() for tensor in inputs)
-        _, grads = differentiate(self._formula, wide, grad_output.float())
-        dx, *rest = (grad.to(old.dtype) for grad, old in zip(grads, inputs, strict=True))
-        return dx, tuple(rest)
+    def _restored(self, y: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        return y.view(shape)
 
     def extra_repr(self) -> str:
         """Shape and options."""
@@ -160,18 +123,9 @@ class LayerNorm(Norm):
     _names = ("weight", "bias")
     bias: torch.Tensor
 
-    def _formula(self, x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
-        gamma = self._gamma(weight)
-        return torch.nn.functional.layer_norm(x, weight.shape, gamma, bias[0], self.eps)
-
 
 class RMSNorm(Norm):
     """``x / sqrt(mean(x²) + eps) · γ``."""
 
     _kind = "RMSNorm"
     _names = ("weight",)
-
-    def _formula(self, x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
-        dims = tuple(range(-weight.dim(), 0))
-        rstd = torch.rsqrt(x.square().mean(dims, keepdim=True) + self.eps)
-        return x * rstd * self._gamma(weight)

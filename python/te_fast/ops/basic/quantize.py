@@ -11,8 +11,6 @@ from te_fast.recipe import Recipe
 from te_fast.runtime import scale_tape
 from te_fast.runtime.global_state import FP8GlobalStateManager
 
-__all__ = ["Quantize"]
-
 
 class Quantize(BasicOperation):
     """Round to the values that the region's recipe gives FP8; the identity outside of a region.

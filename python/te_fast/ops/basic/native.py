@@ -1,0 +1,116 @@
+"""Operations of native programs, where a neighbour leaves them to Python: a fusion or a method of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+
+from te_fast.errors import StateError
+from te_fast.ops.common import autocast_dtype
+from te_fast.ops.op import BasicOperation, OperationContext
+from te_fast.runtime import native, rows
+from te_fast.runtime.rows import Tensors
+
+
+class NativeOperation(BasicOperation):
+    """An operation whose Python methods run a native program of it alone.
+
+    Forward keeps input, extra inputs and parameters, from which backward runs the program again: a fusion of one
+    direction reads the kept tensors, or keeps them itself.
+    """
+
+    def _result_type(
+        self,
+        dtype: torch.dtype,
+        extras: tuple[torch.dtype, ...],
+        autocast: torch.dtype | None,
+    ) -> torch.dtype:
+        """Return autocast's type, else that of the weight, or of the input without."""
+        weight = self._parameters.get("weight")
+        return autocast or (dtype if weight is None else weight.dtype)
+
+    def _program(self) -> native.Program:
+        """Return the native program of this operation alone."""
+        program: native.Program | None = self.__dict__.get("_own_program")
+        if program is None:
+            name = type(self).__name__
+            program = self.__dict__["_own_program"] = native.Program(name)
+            self._append_to(program, name)
+        return program
+
+    def _matrix(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the input's shape as the program takes it."""
+        return x
+
+    def _restored(self, y: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Return the program's result for an input of this shape."""
+        return y
+
+    def _run(self, x: torch.Tensor, extras: Tensors, parameters: Tensors, *, grads: bool) -> Any:
+        """Run the program; the result is as of ``program_run_forward``."""
+        program, x, parameters = (
+            self._program(),
+            self._matrix(x),
+            tuple(map(self._matrix, parameters)),
+        )
+        if x.numel() == 0:
+            return rows.run_on_nothing(program, x, extras, parameters, False)
+        needs = (grads, [grads] * len(extras), grads)
+        return native.program_run_forward(program, self, x, extras, None, *needs, parameters)
+
+    def _cast(self, ctx: OperationContext, x: torch.Tensor, *extras: torch.Tensor) -> torch.Tensor:
+        """Return the input in the type that the operation computes in, which the context notes."""
+        dtypes = tuple([extra.dtype for extra in extras])
+        dtype = ctx.dtype = self._result_type(x.dtype, dtypes, autocast_dtype(x))  # type: ignore[attr-defined]
+        return x.to(dtype)
+
+    def _forward(
+        self, ctx: OperationContext, input_: torch.Tensor, *extras: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the program, in the type that the operation computes in."""
+        x, parameters = self._cast(ctx, input_, *extras), tuple(self.parameters())
+        if ctx.requires_grad:
+            ctx.save_for_backward(x, *extras, *parameters)
+        y, *_ = self._run(x, extras, parameters, grads=False)
+        return self._restored(y, x.shape)
+
+    def _backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Run the program again, and its backward; return the gradients of input, parameters and extra inputs."""
+        kept: Any = ctx.saved_tensors
+        x, others = kept[0], kept[1:]
+        extras, parameters = others[: self.num_extra_inputs], others[self.num_extra_inputs :]
+        _, _, run, saved = self._run(x, extras, parameters, grads=True)
+        dx, grads, extra_grads = rows.run_backward(run, saved, self._matrix(grad_output), ())
+        shaped = [grad.view_as(old) for grad, old in zip(grads, parameters, strict=True)]
+        return self._restored(dx, x.shape), tuple(shaped), extra_grads
+
+    def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Run the native program."""
+        return self._forward(ctx, input_)
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor | None, Iterable[torch.Tensor | None]]:
+        """Run the native program again, and its backward."""
+        dx, grads, _ = self._backward(ctx, grad_output)
+        return dx, grads
+
+
+class ExtraTensorOperation(BasicOperation):
+    """An operation with extra inputs or outputs: it has no ``op_forward``."""
+
+    def op_forward(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise: such an operation has ``fuser_forward``."""
+        self._no_op_method("fuser_forward")
+
+    def op_backward(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise: such an operation has ``fuser_backward``."""
+        self._no_op_method("fuser_backward")
+
+    def _no_op_method(self, method: str) -> NoReturn:
+        message = f"{type(self).__name__} has extra inputs or outputs: use {method}"
+        raise StateError(message)

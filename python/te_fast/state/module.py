@@ -1,0 +1,93 @@
+"""Modules whose checkpoints keep the state of delayed scaling."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from te_fast.errors import StateError
+from te_fast.recipe import Recipe
+from te_fast.state import extra_state
+
+_EXTRA_STATE = "_extra_state"
+
+
+class StatefulModule(torch.nn.Module):
+    """A module with scales and histories of either direction, or of none."""
+
+    #: The module in messages.
+    _STATE_OWNER: ClassVar[str]
+
+    def _state_name(self) -> str:
+        """Return the module's name in messages."""
+        raise NotImplementedError
+
+    def _state_sizes(self) -> tuple[int, int]:
+        """Return how many scales there are, forward and backward."""
+        raise NotImplementedError
+
+    def _scaling_states(self) -> tuple[Any, Any]:
+        """Return the states of forward and backward, None where there is none."""
+        raise NotImplementedError
+
+    def _make_scaling_states(self, recipe: Recipe) -> None:
+        """Make, or keep, the states that a recipe asks for."""
+        raise NotImplementedError
+
+    def _drop_slots(self) -> None:
+        """Forget what depends on the scales' memory."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Return delayed scaling's state as CPU bytes, none where there is no state."""
+        states = self._scaling_states()
+        first = next((state for state in states if state is not None), None)
+        if first is None:
+            return extra_state.pack(None)
+        tensors: list[torch.Tensor] = []
+        for state in states:
+            if state is None:
+                tensors += [torch.empty(0), torch.empty(first.amax_history.shape[0], 0)]
+            else:
+                tensors += [state.scale, state.amax_history]
+        return extra_state.pack(extra_state.ExtraState(first.recipe, *tensors))
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restore what :meth:`get_extra_state`, or Transformer Engine's, returned.
+
+        Raises
+        ------
+        StateError
+            If the bytes are damaged or not such a state; nothing has changed then.
+        """
+        name, owner = self._state_name(), self._STATE_OWNER
+        read = extra_state.unpack(state, layer=name)
+        if read is None:
+            return
+        got, expected = (read.scale_fwd.numel(), read.scale_bwd.numel()), self._state_sizes()
+        if got != expected:
+            message = (
+                f"{name}: _extra_state has scales of {got} tensors, the {owner} has {expected}; "
+                f"it belongs to another {owner}"
+            )
+            raise StateError(message)
+        self._make_scaling_states(read.recipe)
+        forward, backward = self._scaling_states()
+        if forward is not None:
+            forward.load(read.scale_fwd, read.amax_history_fwd)
+        if backward is not None:
+            backward.load(read.scale_bwd, read.amax_history_bwd)
+        self._drop_slots()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # A module without delayed scaling has the very keys of its torch.nn counterpart.
+        if self._scaling_states() == (None, None):
+            destination.pop(prefix + _EXTRA_STATE, None)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        # Checkpoints of torch.nn modules have none; fresh scales are right then.
+        missing_keys: list[str] = rest[2]
+        if prefix + _EXTRA_STATE in missing_keys:
+            missing_keys.remove(prefix + _EXTRA_STATE)
