@@ -26,6 +26,7 @@ from te_fast.errors import ShapeError, StateError, UnsupportedError
 from te_fast.graphs.region import as_entered, entered, key_of_region, recipe_of
 from te_fast.runtime import native
 from te_fast.runtime.delayed import native_recipe, update_scales
+from te_fast.runtime.main_grad import main_grad_of
 
 Tensors = Sequence[torch.Tensor]
 
@@ -55,6 +56,8 @@ class _Facts(NamedTuple):
     #: Parameters whose gradients go into ``main_grad``, and those whose gradients wait for ``backward_dw``.
     fused: tuple[int, ...]
     deferred: tuple[int, ...]
+    #: Those of the latter that go into ``main_grad`` then.
+    fused_later: tuple[int, ...]
     #: Of the memory of kept weights, that which backward reads.
     kept_for_backward: tuple[int, ...]
     #: Names the memory of kept weights among a program's; empty where a call brings none.
@@ -84,6 +87,7 @@ class _Facts(NamedTuple):
             extra_widths=tuple(call.extra_widths),
             fused=tuple(call.fused),
             deferred=tuple(call.deferred),
+            fused_later=tuple(call.fused_later),
             kept_for_backward=tuple(call.kept_for_backward),
             kept=f"{call.weights}" if call.keeps_weights else "",
             is_delayed=call.is_delayed,
@@ -464,7 +468,7 @@ _register(
 
 
 class _Program(torch.autograd.Function):
-    """Arguments: number and text of the call, numbers of tensors of each kind, then the tensors.
+    """Arguments: number and text of the call, numbers of tensors of each kind, dummy gradients, then the tensors.
 
     Kinds are the input, extra inputs, parameters, histories and scales of forward, those of backward, memory of kept
     weights, and ``main_grad``.
@@ -472,7 +476,12 @@ class _Program(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, number: int, text: str, counts: tuple[int, ...], *tensors: torch.Tensor
+        ctx: Any,
+        number: int,
+        text: str,
+        counts: tuple[int, ...],
+        dummies: tuple[tuple[int, bool], ...],
+        *tensors: torch.Tensor,
     ) -> Any:
         facts = _facts_of(text)
         x, extras, params, histories, scales, _, _, kept, _ = _split(tensors, counts)
@@ -492,13 +501,13 @@ class _Program(torch.autograd.Function):
             rest = list(results[outputs:])
             if facts.kept:
                 rest += [kept[at] for at in facts.kept_for_backward]
-            ctx.call = (number, text, counts, x[0].shape[1], len(rest), len(reads))
+            ctx.call = (number, text, counts, dummies, x[0].shape[1], len(rest), len(reads))
             ctx.save_for_backward(*rest, *reads, *tensors[1 + len(extras) :])
         return tuple(results[:outputs]) if outputs > 1 else results[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        number, text, counts, cols, rest, reads = ctx.call
+        number, text, counts, dummies, cols, rest, reads = ctx.call
         facts = _facts_of(text)
         saved = list(ctx.saved_tensors)
         others = (0, 0, *counts[2:])
@@ -528,7 +537,11 @@ class _Program(torch.autograd.Function):
                 dx = results[position]
             else:
                 extras[index] = results[position]
-        return (None, None, None, dx, *extras, *parameters, *[None] * sum(counts[3:]))
+        # With a gradient of its own, a parameter's hooks fire.
+        for index, is_zero in dummies:
+            make = torch.zeros_like if is_zero else torch.empty_like
+            parameters[index] = make(params[index])
+        return (None, None, None, None, dx, *extras, *parameters, *[None] * sum(counts[3:]))
 
 
 def _split(tensors: Tensors, counts: Sequence[int]) -> list[list[torch.Tensor]]:
@@ -541,9 +554,9 @@ def _split(tensors: Tensors, counts: Sequence[int]) -> list[list[torch.Tensor]]:
 
 def is_traced(x: Any) -> bool:
     """Tell whether a call is traced, by a tracer that the tensor is of or that watches all operators."""
-    return isinstance(x, FakeTensor) or any(
-        torch._C._get_dispatch_mode(key) is not None for key in _TRACERS
-    )
+    if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
+        return True
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
 def apply(
@@ -553,7 +566,6 @@ def apply(
     extras: tuple[torch.Tensor, ...],
     params: tuple[torch.Tensor, ...],
     is_first_microbatch: bool | None,
-    main_grad_params: tuple[torch.Tensor, ...] = (),
 ) -> Any:
     """Run a program as an operator.
 
@@ -571,8 +583,6 @@ def apply(
         Its parameters, in order.
     is_first_microbatch : bool, optional
         As of :class:`te_fast.pytorch.Linear`.
-    main_grad_params : tuple of torch.Tensor
-        The parameters whose gradient goes into ``main_grad``.
 
     Returns
     -------
@@ -596,7 +606,7 @@ def apply(
         ]
     )
     overwrites = False
-    for parameter in main_grad_params:
+    for parameter in params:
         overwrites = overwrites or getattr(parameter, "overwrite_main_grad", False)
     is_first = None if inside is None else inside.is_first
     key = f"{enabled} {epoch} {recipe} {is_first} {is_first_microbatch} {overwrites} {wants} {described}"
@@ -616,13 +626,20 @@ def apply(
     if facts.is_delayed:
         states = _states(owner, inside, any_grad=facts.any_grad)
     kept = traced.kept[facts.kept] if facts.kept else []
-    main_grads = []
-    if facts.fused and facts.any_grad:
-        main_grads = [parameter.main_grad for parameter in main_grad_params]  # type: ignore[attr-defined]
+    main_grads = [main_grad_of(params[index]) for index in facts.fused]
+    dummies = []
+    for index in (*facts.fused, *facts.fused_later):
+        if hasattr(params[index], "grad_added_to_main_grad"):
+            params[index].grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            dummies.append((index, getattr(params[index], "zero_out_wgrad", False)))
     parts = [tensors[:1], given, list(params), *states, kept, main_grads]
     counts = tuple([len(part) for part in parts])
     out = _Program.apply(
-        traced.number, text, counts, *[tensor for part in parts for tensor in part]
+        traced.number,
+        text,
+        counts,
+        tuple(dummies),
+        *[tensor for part in parts for tensor in part],
     )
     leading = x.shape[:-1]
     if len(facts.widths) == 1:

@@ -190,10 +190,9 @@ class Linear(SplitLinear):
         x: torch.Tensor,
         params: list[torch.Tensor],
         is_first_microbatch: bool | None,
-        fused: list[torch.Tensor],
     ) -> Any:
         if key_of_region()[0] or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
-            return super()._run_traced(x, params, is_first_microbatch, fused)
+            return super()._run_traced(x, params, is_first_microbatch)
         weight = params[0].to(x.dtype)
         bias = params[1].to(x.dtype) if self.apply_bias else None
         return functional.linear(x, weight, bias)

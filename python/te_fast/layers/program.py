@@ -286,16 +286,13 @@ class ProgramLayer(TransformerEngineBaseModule):
                         "under torch.autocast"
                     )
                     raise DtypeError(message)
-        fused: list[torch.Tensor] = []
-        if self.fuse_wgrad_accumulation:
-            if not self._is_whole():
-                message = (
-                    f"{self.name}: fuse_wgrad_accumulation with parameters_split cannot be traced; make the layer "
-                    "without one of the two"
-                )
-                raise UnsupportedError(message)
-            fused = [getattr(self, name) for name in self._LINEARS]
-        out = self._run_traced(x, params, is_first_microbatch, fused)
+        if self.fuse_wgrad_accumulation and not self._is_whole():
+            message = (
+                f"{self.name}: fuse_wgrad_accumulation with parameters_split cannot be traced; make the layer "
+                "without one of the two"
+            )
+            raise UnsupportedError(message)
+        out = self._run_traced(x, params, is_first_microbatch)
         return self._with_bias(out) if self.return_bias else out
 
     def _run_traced(
@@ -303,7 +300,6 @@ class ProgramLayer(TransformerEngineBaseModule):
         x: torch.Tensor,
         params: list[torch.Tensor],
         is_first_microbatch: bool | None,
-        fused: list[torch.Tensor],
     ) -> Any:
         if self.checkpoint and torch.is_grad_enabled():
             return checkpoint(
@@ -314,11 +310,10 @@ class ProgramLayer(TransformerEngineBaseModule):
                 (),
                 tuple(params),
                 is_first_microbatch,
-                tuple(fused),
                 use_reentrant=False,
             )
         return operators.apply(
-            self._traced, self, x, (), tuple(params), is_first_microbatch, tuple(fused)
+            self._traced, self, x, (), tuple(params), is_first_microbatch
         )
 
     # Weight gradients ----------------------------------------------------------------------------

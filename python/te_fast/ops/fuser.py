@@ -12,7 +12,8 @@ from weakref import WeakSet
 import torch
 
 from te_fast.errors import ArgumentError, DtypeError, StateError, UnsupportedError
-from te_fast.ops import chain
+from te_fast.graphs.operators import is_traced
+from te_fast.ops import chain, traced
 from te_fast.ops.common import NATIVE_TYPES, autocast_dtype
 from te_fast.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from te_fast.ops.plan import Plan, Types, make_plan, match
@@ -90,6 +91,8 @@ class OperationFuser:
         #: Plans by the types of what a call brings and of the parameters.
         self._chosen: dict[Any, Plan] = {}
         self._parameters = [op._parameters for op in self._basic_ops if op._parameters]
+        #: The same by what a trace knows of these.
+        self._traced_plans: dict[str, Plan] = {}
         #: Operations whose attributes say whether programs have them, and whether they do.
         self._variable = [op for op in self._basic_ops if op._mode_names]
         self._modes = self._modes_now()
@@ -169,6 +172,7 @@ class OperationFuser:
         if modes != self._modes:
             self._modes = modes
             self._chosen.clear()
+            self._traced_plans.clear()
             self._direct(None)
 
     def runs_for(self, module: torch.nn.Module) -> None:
@@ -218,6 +222,7 @@ class OperationFuser:
         """Forget all plans; a stale group never runs again."""
         self._plans.clear()
         self._chosen.clear()
+        self._traced_plans.clear()
         self._direct(None)
         self._channels_stale = self._channels_stale or stale
 
@@ -268,6 +273,8 @@ class OperationFuser:
         torch.Tensor or tuple
             Output; with extra outputs, and those.
         """
+        if is_traced(input):
+            return traced.run(self, input, extra_inputs, basic_op_kwargs, is_first_microbatch)
         self._check(input, extra_inputs, basic_op_kwargs)
         if is_first_microbatch is not None:
             is_first_microbatch = bool(is_first_microbatch)
@@ -419,6 +426,11 @@ class OperationFuser:
             if unknown:
                 message = f"op {label} takes no keyword argument {', '.join(sorted(unknown))}"
                 raise ArgumentError(message)
+
+    def _prepare_traced(self, *arguments: Any) -> None:
+        traced.prepare(self, *arguments)
+
+    _prepare_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _init_delayed_scaling(self) -> None:
         """Register scales with the dispatcher; it calls this when the autocast region is new."""

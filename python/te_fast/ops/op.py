@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
 import torch
+from torch.compiler import is_compiling
 
 from te_fast.errors import ArgumentError, ArgumentIndexError, StateError
 from te_fast.ops.recipe_state import RecipeStateModule
@@ -160,6 +161,17 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
             fuser = self.__dict__["_own_fuser"] = self._make_fuser([self])
             fuser.runs_for(self)
         return fuser
+
+    def _prepare_fuser(self) -> None:
+        self._fuser()
+
+    _prepare_fuser._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _group(self) -> OperationFuser:
+        """Return what runs this operation alone, also where a trace is the first to ask."""
+        if is_compiling():
+            self._prepare_fuser()
+        return self._fuser()
 
     def _init_delayed_scaling(self) -> None:
         """Register scales; called when the operation runs alone and the region is new."""
@@ -432,7 +444,7 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
         **kwargs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Apply the operation alone."""
-        return self._fuser()(
+        return self._group()(
             input,
             *extra_inputs,
             basic_op_kwargs=[kwargs] if kwargs else None,
@@ -499,7 +511,7 @@ class FusedOperation(FusibleOperation):
         is_first_microbatch: bool | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Apply the operation alone."""
-        return self._fuser()(
+        return self._group()(
             input,
             *extra_inputs,
             basic_op_kwargs=basic_op_kwargs,

@@ -40,6 +40,9 @@ class Step:
     makes: int = 0
     #: Whether the operation's forward is its ``op_forward``.
     is_plain: bool = False
+    #: The program in graphs, and the scales of its linear operations; made when first traced.
+    traced: Any = None
+    states: Any = None
 
     def matched(
         self, x: torch.Tensor, extras: tuple[torch.Tensor, ...]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from te_fast.errors import ArgumentError, ArgumentIndexError, StateError
 from te_fast.ops.fuser import OperationFuser
@@ -178,6 +179,11 @@ class Sequential(torch.nn.Module):
         self._module_groups = groups
         return groups
 
+    def _prepare_groups(self) -> None:
+        self._groups()
+
+    _prepare_groups._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
     def _init_delayed_scaling(self) -> None:
         """Register scales; called when the only group's program runs and the region is new."""
         self._groups()[0]._init_delayed_scaling()
@@ -254,6 +260,8 @@ class Sequential(torch.nn.Module):
         StateError
             If a module edits the container meanwhile.
         """
+        if is_compiling():
+            self._prepare_groups()
         groups = self._groups()
         fusers = [group for group in groups if isinstance(group, OperationFuser)]
         for fuser in fusers:
@@ -273,7 +281,8 @@ class Sequential(torch.nn.Module):
         def run() -> Any:
             return self._run(groups, input, extra_inputs, kwargs, is_first_microbatch)
 
-        if len(groups) < 2 or not FP8GlobalStateManager.is_fp8_enabled():
+        # A graph that fails leaves nothing half-done: it has not run.
+        if len(groups) < 2 or is_compiling() or not FP8GlobalStateManager.is_fp8_enabled():
             return run()
         recipe = FP8GlobalStateManager.get_fp8_recipe()
         undo = Undo([op for fuser in fusers for op in fuser._basic_ops], recipe)

@@ -61,6 +61,8 @@ pub(crate) struct TracedCall {
     /// Parameters whose gradients go into `main_grad`, and that wait for `backward_dw`.
     fused: Vec<usize>,
     deferred: Vec<usize>,
+    /// Those of the latter that go into `main_grad` then.
+    fused_later: Vec<usize>,
 }
 
 #[pymethods]
@@ -92,7 +94,7 @@ impl TracedCall {
             self.is_first.map_or('?', |first| if first { '1' } else { '0' }),
             u8::from(self.overwrites_main_grad),
             linears,
-            self.fused,
+            (&self.fused, &self.fused_later),
             self.widths,
             self.saved,
             self.weights,
@@ -185,6 +187,12 @@ impl TracedCall {
     #[getter]
     fn deferred(&self) -> Vec<usize> {
         self.deferred.clone()
+    }
+
+    /// Those of the latter that go into `main_grad` then.
+    #[getter]
+    fn fused_later(&self) -> Vec<usize> {
+        self.fused_later.clone()
     }
 
     /// Of the memory of kept weights, that which backward reads: the column layout where there is one, else the row layout.
@@ -321,17 +329,21 @@ pub(crate) fn traced_call<'py>(
         let [one, two] = bytes;
         let (one, two) = (one?, two?);
         let linears = 0..key.linears.len();
-        let (mut fused, mut deferred) = (Vec::new(), Vec::new());
+        let (mut fused, mut deferred, mut fused_later) = (Vec::new(), Vec::new(), Vec::new());
         for (linear, call) in key.linears.iter().enumerate() {
             let param = program.linear_param(linear);
             if !key.params[param].1 {
                 continue;
             }
             let Some((weight, _)) = ProgramHandle::linear_at(handle, linear)? else { break };
+            let fuses = weight.bind(py).try_borrow()?.fuse_wgrad_accumulation;
+            match (call.deferred, fuses) {
+                (true, true) => fused_later.push(param),
+                (false, true) => fused.push(param),
+                _ => {}
+            }
             if call.deferred {
                 deferred.push(param);
-            } else if weight.bind(py).try_borrow()?.fuse_wgrad_accumulation {
-                fused.push(param);
             }
         }
         let in_fp8 = region.is_some();
@@ -347,6 +359,7 @@ pub(crate) fn traced_call<'py>(
             bits: Bits(Bits::of_microbatch(is_first_microbatch)),
             fused,
             deferred,
+            fused_later,
             key,
             region,
             is_first,

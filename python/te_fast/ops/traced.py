@@ -1,0 +1,130 @@
+"""Groups of operations in graphs: programs as operators, and operations in Python between them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fast.errors import UnsupportedError
+from te_fast.graphs import operators
+from te_fast.ops.common import autocast_dtype
+
+if TYPE_CHECKING:
+    from te_fast.ops.fuser import OperationFuser
+    from te_fast.ops.plan import Plan, Step
+    from te_fast.runtime.rows import Tensors
+
+
+class SegmentStates:
+    """The scales of a segment's linear operations, each of which has its own."""
+
+    def __init__(self, fuser: OperationFuser, step: Step) -> None:
+        self._fuser = weakref.ref(fuser)
+        self._ops = [op for op in (fuser._basic_ops[index] for index in step.indices) if op._takes_to_fp8]
+
+    def _init_delayed_scaling(self) -> None:
+        fuser = self._fuser()
+        if fuser is not None:
+            fuser._init_delayed_scaling()
+
+    def _delayed_states_of_linears(self, *, forward: bool) -> list[Any]:
+        return [op._delayed_state("forward" if forward else "backward") for op in self._ops]
+
+
+def prepare(
+    fuser: OperationFuser,
+    key: str,
+    dtype: torch.dtype,
+    extra_dtypes: tuple[torch.dtype, ...],
+    autocast: torch.dtype | None,
+) -> None:
+    """Plan how the group runs on tensors of these types; runs once in a trace, on the real group."""
+    fuser._refuse_stale()
+    samples = [torch.empty(0, dtype=kind) for kind in (dtype, *extra_dtypes)]
+    plan = fuser._plan_for(samples[0], tuple(samples[1:]), autocast, None)
+    if plan.is_custom:
+        message = (
+            f"{fuser._name}: fusions that were registered by register_forward_fusion and its kin cannot be traced; "
+            "compile the model without them"
+        )
+        raise UnsupportedError(message)
+    for step in plan.forward:
+        if step.program is not None and step.traced is None:
+            step.states = SegmentStates(fuser, step)
+            step.traced = operators.Traced(step.program, step.states, fuser._name)
+    fuser._traced_plans[key] = plan
+
+
+def run(
+    fuser: OperationFuser,
+    x: torch.Tensor,
+    extra_inputs: Tensors,
+    basic_op_kwargs: list[dict[str, Any]] | None,
+    is_first_microbatch: bool | None,
+) -> Any:
+    """Run a group under a tracer."""
+    autocast = autocast_dtype(x)
+    extra_dtypes = tuple([extra.dtype for extra in extra_inputs])
+    key = f"{x.dtype} {extra_dtypes} {autocast} {fuser._modes}"
+    fuser._prepare_traced(key, x.dtype, extra_dtypes, autocast)
+    plan = fuser._traced_plans[key]
+    tensors: list[Any] = list(extra_inputs)
+    for step in plan.forward:
+        if step.program is None:
+            x = _run_in_python(plan, step, x, tensors, basic_op_kwargs)
+            continue
+        extras = tuple([tensors[place] for place in step.takes])
+        if step.casts:
+            x, extras = step.matched(x, extras)
+        params = tuple([p for index in step.indices for p in _parameters(plan, index)])
+        result = operators.apply(step.traced, step.states, x, extras, params, is_first_microbatch)
+        if step.makes:
+            x = result[0]
+            tensors += result[1:]
+        else:
+            x = result
+    if plan.returned:
+        return (x, *[tensors[place] for place in plan.returned])
+    return x
+
+
+def _parameters(plan: Plan, index: int) -> list[torch.Tensor]:
+    return [p for owner in plan.parameters[index] for p in owner.values() if p is not None]
+
+
+def _run_in_python(
+    plan: Plan, step: Step, x: torch.Tensor, tensors: list[Any], kwargs: list[dict[str, Any]] | None
+) -> torch.Tensor:
+    op: Any = step.op
+    if not step.is_plain or len(step.indices) != 1:
+        message = (
+            f"op {plan.labels[step.indices[0]]}: {type(op).__name__} has extra tensors or stands for several "
+            "operations, and runs in Python, which cannot be traced; compile what is around it"
+        )
+        raise UnsupportedError(message)
+    index = step.indices[0]
+    given = {} if kwargs is None else kwargs[index]
+    y: torch.Tensor = _PythonOperation.apply(op, plan.beside[index], given, x, *_parameters(plan, index))
+    return y
+
+
+class _PythonOperation(torch.autograd.Function):
+    """Arguments: operation, what is beside it, keywords, input, parameters. The node is the operation's context."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, op: Any, beside: Any, kwargs: dict[str, Any], x: torch.Tensor, *_: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.beside = beside
+        ctx.op = op
+        y: torch.Tensor = op.op_forward(
+            ctx, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None, **kwargs
+        )
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        dx, grads = ctx.op.op_backward(ctx, dy)
+        return (None, None, None, dx, *grads)
