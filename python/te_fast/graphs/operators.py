@@ -11,212 +11,22 @@ tracing runs no kernel. Tensors of operators are two-dimensional, rows of column
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
-from torch.utils._python_dispatch import _disable_current_modes
 
 from te_fast.errors import ShapeError, StateError, UnsupportedError
-from te_fast.graphs.region import as_entered, entered, key_of_region, recipe_of
+from te_fast.graphs.region import entered, key_of_region, recipe_of
+from te_fast.graphs.traced import Facts, Traced, calls, facts_of, traced_of
 from te_fast.runtime import native
 from te_fast.runtime.delayed import native_recipe, update_scales
 from te_fast.runtime.main_grad import main_grad_of
 
 Tensors = Sequence[torch.Tensor]
 
-_Key = torch._C._TorchDispatchModeKey
-_TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
 _library = torch.library.Library("te_fast", "FRAGMENT")
-_numbers = itertools.count(1)
-_living: WeakValueDictionary[int, Traced] = WeakValueDictionary()
-
-
-class _Facts(NamedTuple):
-    """What Python needs of a traced call; its own types are those that a trace takes for constants."""
-
-    call: native.TracedCall
-    #: Columns of output and extra outputs.
-    widths: tuple[int, ...]
-    #: Bytes of what backward needs of no rows, of each step of rows, and the rows of a step.
-    saved: tuple[int, int, int]
-    #: Bytes of FP8 weights that forward makes for backward alone.
-    passing: tuple[int, ...]
-    #: Tensors of the call that backward reads.
-    reads: tuple[tuple[str, int], ...]
-    #: Types of the parameters' gradients.
-    grad_dtypes: tuple[torch.dtype, ...]
-    #: Columns of the extra inputs.
-    extra_widths: tuple[int, ...]
-    #: Parameters whose gradients go into ``main_grad``, and those whose gradients wait for ``backward_dw``.
-    fused: tuple[int, ...]
-    deferred: tuple[int, ...]
-    #: Those of the latter that go into ``main_grad`` then.
-    fused_later: tuple[int, ...]
-    #: Of the memory of kept weights, that which backward reads.
-    kept_for_backward: tuple[int, ...]
-    #: Names the memory of kept weights among a program's; empty where a call brings none.
-    kept: str
-    is_delayed: bool
-    any_grad: bool
-    has_saved: bool
-    #: Number of tensors that forward makes.
-    forward_results: int
-    #: Gradients that backward makes, in order: whether of a parameter, and its number; the input is extra input -1.
-    new_grads: tuple[tuple[bool, int], ...]
-
-    @classmethod
-    def of(cls, call: native.TracedCall) -> _Facts:
-        any_grad = call.input_grad or any((*call.param_grads, *call.extra_grads))
-        has_saved = any_grad and call.saved[:2] != (0, 0)
-        elsewhere = {*call.fused, *call.deferred}
-        params = [i for i, wanted in enumerate(call.param_grads) if wanted and i not in elsewhere]
-        extras = [i for i, wanted in enumerate(call.extra_grads) if wanted]
-        return cls(
-            call=call,
-            widths=tuple(call.widths),
-            saved=call.saved,
-            passing=tuple(call.passing),
-            reads=tuple(call.reads),
-            grad_dtypes=tuple(call.grad_dtypes),
-            extra_widths=tuple(call.extra_widths),
-            fused=tuple(call.fused),
-            deferred=tuple(call.deferred),
-            fused_later=tuple(call.fused_later),
-            kept_for_backward=tuple(call.kept_for_backward),
-            kept=f"{call.weights}" if call.keeps_weights else "",
-            is_delayed=call.is_delayed,
-            any_grad=any_grad,
-            has_saved=has_saved,
-            forward_results=len(call.widths) + has_saved + len(call.passing),
-            new_grads=(
-                *([(False, -1)] if call.input_grad else []),
-                *[(True, index) for index in params],
-                *[(False, index) for index in extras],
-            ),
-        )
-
-
-#: Traced calls by their texts.
-_calls: dict[str, _Facts] = {}
-
-
-def _facts_of(text: str) -> _Facts:
-    return _calls[text]
-
-
-# What torch.compiler.assume_constant_result sets, which imports torch._dynamo to do so.
-_facts_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-class Traced:
-    """A program in graphs.
-
-    Parameters
-    ----------
-    program : Program
-        The native program.
-    owner : object
-        What has the scales of its linear operations: ``_init_delayed_scaling()`` makes them, ``_delayed_states(forward)``
-        returns them in the order of the operations.
-    name : str
-        Name in messages.
-    """
-
-    def __init__(self, program: native.Program, owner: object, name: str) -> None:
-        #: Names the program in graphs. A graph for several layers of one kind takes it as an argument.
-        self.number = next(_numbers)
-        self.program = program
-        self.owner = weakref.ref(owner)
-        self.name = name
-        #: Texts of calls, by what a trace knows of them.
-        self.texts: dict[str, str] = {}
-        #: Memory of quantised weights, row and column layouts in turn, by the sizes of these.
-        self.kept: dict[str, list[torch.Tensor]] = {}
-        _living[self.number] = self
-
-    def prepare(
-        self,
-        key: str,
-        is_first_microbatch: bool | None,
-        tensors: tuple[tuple[tuple[int, ...], torch.dtype, torch.device], ...],
-        extras: int,
-        wants: tuple[bool, ...],
-        region: tuple[bool, int, bool],
-        is_first: bool | None,
-        overwrites_main_grad: bool,
-    ) -> None:
-        """Describe a call; runs once in a trace, on the real program.
-
-        Parameters
-        ----------
-        key : str
-            What distinguishes the call for a trace.
-        is_first_microbatch : bool, optional
-            As of the layer.
-        tensors : tuple
-            Shape, type and device of input, extra inputs and parameters. Numbers of rows do not matter.
-        extras : int
-            Number of extra inputs.
-        wants : tuple of bool
-            Which of the tensors want a gradient.
-        region : tuple
-            Whether layers quantise, the number of the recipe, and whether the graph itself enters the region.
-        is_first : bool, optional
-            Whether this is the first FP8 module of a region that the graph enters; None around the graph.
-        overwrites_main_grad : bool
-            ``main_grad`` is overwritten whatever `is_first_microbatch` says.
-        """
-        enabled, number, is_inside = region
-        with (
-            _disable_current_modes(),
-            torch.no_grad(),
-            as_entered(enabled=enabled, number=number, is_inside=is_inside),
-        ):
-            samples = [
-                torch.empty((), dtype=dtype, device=device).expand(shape)
-                for shape, dtype, device in tensors
-            ]
-            at = 1 + extras
-            call = native.traced_call(
-                self.program,
-                samples[0],
-                samples[1:at],
-                samples[at:],
-                is_first_microbatch,
-                (wants[0], wants[at:], wants[1:at]),
-                is_first,
-                overwrites_main_grad,
-            )
-            text = call.text
-            facts = _calls.setdefault(text, _Facts.of(call))
-            _define(facts)
-            if facts.is_delayed:
-                owner: Any = self.owner()
-                owner._init_delayed_scaling()
-            device = samples[0].device
-            kept = self.kept.get(facts.kept)
-            if facts.kept and (kept is None or kept[0].device != device):
-                sizes = [size for both in call.weights for size in both]
-                self.kept[facts.kept] = [
-                    torch.empty(size, dtype=torch.uint8, device=device) for size in sizes
-                ]
-            self.texts[key] = text
-
-    prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _traced(number: int) -> Traced:
-    traced = _living.get(number)
-    if traced is None:
-        message = "a compiled graph runs a layer that was deleted; keep the model alive, or compile it again"
-        raise StateError(message)
-    return traced
 
 
 def _padded(tensor: torch.Tensor, missing: int) -> torch.Tensor:
@@ -233,10 +43,10 @@ def _forward(
     histories: list[torch.Tensor],
     scales: list[torch.Tensor],
     kept: list[torch.Tensor],
-    number: int,
+    handle: torch.Tensor,
     text: str,
 ) -> list[torch.Tensor]:
-    traced, facts = _traced(number), _calls[text]
+    traced, facts = traced_of(handle), calls[text]
     rows = x.shape[0]
     if rows == 0:
         return [result.zero_() for result in _forward_fake(x, text)]
@@ -254,7 +64,7 @@ def _forward(
 
 
 def _forward_fake(x: torch.Tensor, text: str) -> list[torch.Tensor]:
-    facts = _calls[text]
+    facts = calls[text]
     rows = x.shape[0]
     results = [x.new_empty((rows, cols)) for cols in facts.widths]
     if facts.has_saved:
@@ -276,11 +86,11 @@ def _backward(
     histories: list[torch.Tensor],
     scales: list[torch.Tensor],
     main_grads: list[torch.Tensor],
-    number: int,
+    handle: torch.Tensor,
     text: str,
     cols: int,
 ) -> list[torch.Tensor]:
-    traced, facts = _traced(number), _calls[text]
+    traced, facts = traced_of(handle), calls[text]
     rows = grads[0].shape[0]
     if rows == 0:
         return _backward_of_nothing(traced, facts, grads, params, main_grads, text, cols)
@@ -321,7 +131,7 @@ def _update_backward_scales() -> None:
 
 def _backward_of_nothing(
     traced: Traced,
-    facts: _Facts,
+    facts: Facts,
     grads: list[torch.Tensor],
     params: list[torch.Tensor],
     main_grads: list[torch.Tensor],
@@ -340,7 +150,7 @@ def _backward_of_nothing(
 def _backward_fake(
     grads: list[torch.Tensor], params: list[torch.Tensor], text: str, cols: int
 ) -> list[torch.Tensor]:
-    facts, dy = _calls[text], grads[0]
+    facts, dy = calls[text], grads[0]
     rows = dy.shape[0]
     results = []
     for is_param, index in facts.new_grads:
@@ -361,7 +171,7 @@ _FORWARD = "Tensor x, Tensor[] extras, Tensor[] params"
 _FORWARD_STATE = "Tensor(a!)[] histories, Tensor[] scales, Tensor(b!)[] kept"
 _BACKWARD = "Tensor[] grads, Tensor[] saved, Tensor[] reads, Tensor[] weights, Tensor[] params"
 _BACKWARD_STATE = "Tensor(a!)[] histories, Tensor[] scales, Tensor(b!)[] main_grads"
-_CALL = "SymInt program, str call"
+_CALL = "Tensor program, str call"
 
 
 def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -371,27 +181,27 @@ def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..
     torch.library.register_fake(f"te_fast::{name}", fake, lib=_library)
 
 
-def _pure_forward(x: Any, extras: Any, params: Any, number: int, text: str) -> Any:
-    return _forward(x, extras, params, [], [], [], number, text)
+def _pure_forward(x: Any, extras: Any, params: Any, handle: torch.Tensor, text: str) -> Any:
+    return _forward(x, extras, params, [], [], [], handle, text)
 
 
 def _pure_backward(
-    grads: Any, saved: Any, reads: Any, weights: Any, params: Any, number: int, text: str, cols: int
+    grads: Any, saved: Any, reads: Any, weights: Any, params: Any, handle: torch.Tensor, text: str, cols: int
 ) -> Any:
-    return _backward(grads, saved, reads, weights, params, [], [], [], number, text, cols)
+    return _backward(grads, saved, reads, weights, params, [], [], [], handle, text, cols)
 
 
 _register(
     "program_forward",
     f"({_FORWARD}, {_CALL}) -> Tensor[]",
     _pure_forward,
-    lambda x, extras, params, number, text: _forward_fake(x, text),
+    lambda x, extras, params, handle, text: _forward_fake(x, text),
 )
 _register(
     "program_backward",
     f"({_BACKWARD}, {_CALL}, int cols) -> Tensor[]",
     _pure_backward,
-    lambda grads, saved, reads, weights, params, number, text, cols: _backward_fake(
+    lambda grads, saved, reads, weights, params, handle, text, cols: _backward_fake(
         grads, params, text, cols
     ),
 )
@@ -406,7 +216,7 @@ def _packed(results: list[torch.Tensor]) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _define(facts: _Facts) -> None:
+def define(facts: Facts) -> None:
     """Define the operators with state that calls of this kind use, once."""
     if facts.is_delayed or facts.kept:
         _define_one("forward", facts.forward_results)
@@ -425,7 +235,7 @@ def _define_one(direction: str, results: int) -> None:
             name,
             f"({_FORWARD}, {_FORWARD_STATE}, {_CALL}) -> {returned}",
             lambda *arguments: _packed(_forward(*arguments)),
-            lambda x, extras, params, histories, scales, kept, number, text: _packed(
+            lambda x, extras, params, histories, scales, kept, handle, text: _packed(
                 _forward_fake(x, text)
             ),
         )
@@ -434,7 +244,7 @@ def _define_one(direction: str, results: int) -> None:
             name,
             f"({_BACKWARD}, {_BACKWARD_STATE}, {_CALL}, int cols) -> {returned}",
             lambda *arguments: _packed(_backward(*arguments)),
-            lambda grads, saved, reads, weights, params, h, s, m, number, text, cols: _packed(
+            lambda grads, saved, reads, weights, params, h, s, m, handle, text, cols: _packed(
                 _backward_fake(grads, params, text, cols)
             ),
         )
@@ -468,7 +278,7 @@ _register(
 
 
 class _Program(torch.autograd.Function):
-    """Arguments: number and text of the call, numbers of tensors of each kind, dummy gradients, then the tensors.
+    """Arguments: handle of the program, text of the call, numbers of tensors of each kind, dummy gradients, then the tensors.
 
     Kinds are the input, extra inputs, parameters, histories and scales of forward, those of backward, memory of kept
     weights, and ``main_grad``.
@@ -477,21 +287,21 @@ class _Program(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        number: int,
+        handle: torch.Tensor,
         text: str,
         counts: tuple[int, ...],
         dummies: tuple[tuple[int, bool], ...],
         *tensors: torch.Tensor,
     ) -> Any:
-        facts = _facts_of(text)
+        facts = facts_of(text)
         x, extras, params, histories, scales, _, _, kept, _ = _split(tensors, counts)
         results: Any
         if len(histories) + len(kept) == 0:
-            results = torch.ops.te_fast.program_forward(x[0], extras, params, number, text)
+            results = torch.ops.te_fast.program_forward(x[0], extras, params, handle, text)
         else:
             name = f"program_forward_{facts.forward_results}_"
             operator = getattr(torch.ops.te_fast, name)
-            results = operator(x[0], extras, params, histories, scales, kept, number, text)
+            results = operator(x[0], extras, params, histories, scales, kept, handle, text)
             if facts.forward_results == 1:
                 results = (results,)
         outputs = len(facts.widths)
@@ -501,15 +311,15 @@ class _Program(torch.autograd.Function):
             rest = list(results[outputs:])
             if facts.kept:
                 rest += [kept[at] for at in facts.kept_for_backward]
-            ctx.call = (number, text, counts, dummies, x[0].shape[1], len(rest), len(reads))
-            ctx.save_for_backward(*rest, *reads, *tensors[1 + len(extras) :])
+            ctx.call = (text, counts, dummies, x[0].shape[1], len(rest), len(reads))
+            ctx.save_for_backward(handle, *rest, *reads, *tensors[1 + len(extras) :])
         return tuple(results[:outputs]) if outputs > 1 else results[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        number, text, counts, dummies, cols, rest, reads = ctx.call
-        facts = _facts_of(text)
-        saved = list(ctx.saved_tensors)
+        text, counts, dummies, cols, rest, reads = ctx.call
+        facts = facts_of(text)
+        handle, *saved = ctx.saved_tensors
         others = (0, 0, *counts[2:])
         _, _, params, _, _, histories, scales, _, main_grads = _split(saved[rest + reads :], others)
         weights = saved[int(facts.has_saved) : rest]
@@ -523,10 +333,10 @@ class _Program(torch.autograd.Function):
         new = facts.new_grads
         results: Any
         if len(histories) + len(main_grads) + len(facts.deferred) == 0:
-            results = torch.ops.te_fast.program_backward(*arguments, number, text, cols)
+            results = torch.ops.te_fast.program_backward(*arguments, handle, text, cols)
         else:
             operator = getattr(torch.ops.te_fast, f"program_backward_{len(new)}_")
-            results = operator(*arguments, histories, scales, main_grads, number, text, cols)
+            results = operator(*arguments, histories, scales, main_grads, handle, text, cols)
             if len(new) == 1:
                 results = (results,)
         dx, extras, parameters = None, [None] * counts[1], [None] * counts[2]
@@ -550,13 +360,6 @@ def _split(tensors: Tensors, counts: Sequence[int]) -> list[list[torch.Tensor]]:
         parts.append(list(tensors[start : start + count]))
         start += count
     return parts
-
-
-def is_traced(x: Any) -> bool:
-    """Tell whether a call is traced, by a tracer that the tensor is of or that watches all operators."""
-    if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
-        return True
-    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
 def apply(
@@ -621,7 +424,7 @@ def apply(
         overwrites,
     )
     text = traced.texts[key]
-    facts = _facts_of(text)
+    facts = facts_of(text)
     states: list[list[torch.Tensor]] = [[], [], [], []]
     if facts.is_delayed:
         states = _states(owner, inside, any_grad=facts.any_grad)
@@ -635,7 +438,7 @@ def apply(
     parts = [tensors[:1], given, list(params), *states, kept, main_grads]
     counts = tuple([len(part) for part in parts])
     out = _Program.apply(
-        traced.number,
+        traced.handle,
         text,
         counts,
         tuple(dummies),

@@ -127,8 +127,9 @@ def _held(recipe: Recipe | None, *, enabled: bool) -> Iterator[None]:
         region.take_back()
 
 
-def as_entered(*, enabled: bool, number: int, is_inside: bool) -> AbstractContextManager[None]:
-    """Put a region that a graph enters itself in force while a call is described."""
+def as_entered(region: tuple[bool, int, bool]) -> AbstractContextManager[None]:
+    """Put a region in force while a call in it is described: enabled, number of the recipe, whether the graph enters it."""
+    enabled, number, is_inside = region
     if not is_inside:
         return nullcontext()
     return _held(_recipes[number] if enabled else None, enabled=enabled)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fast.graphs.region import TracedRegion
 from te_fast.runtime import native
 from te_fast.runtime.autocast import autocast
 
@@ -29,7 +28,9 @@ def _layer_forward(module: Any, inp: Any, is_first_microbatch: bool | None = Non
     return module._forward_traced(inp, is_first_microbatch)
 
 
-def _region(*args: Any, **kwargs: Any) -> TracedRegion:
+def _region(*args: Any, **kwargs: Any) -> Any:
+    from te_fast.graphs.region import TracedRegion
+
     return TracedRegion(*args, **kwargs)
 
 

@@ -9,8 +9,7 @@ import torch
 from torch.nn import functional
 
 from te_fast.errors import ShapeError
-from te_fast.graphs import operators
-from te_fast.graphs.region import key_of_region
+from te_fast.graphs.traced import is_traced
 from te_fast.layers import high_precision
 from te_fast.layers.parameters import check_sizes, options_of, refuse
 from te_fast.layers.split import SplitLinear
@@ -171,7 +170,7 @@ class Linear(SplitLinear):
 
     def _forward_general(self, inp: Any, is_first_microbatch: bool | None) -> Any:
         """Forward of calls that the native fast path does not take."""
-        if operators.is_traced(inp):
+        if is_traced(inp):
             return self._forward_traced(inp, is_first_microbatch)
         device = getattr(self, self.weight_names[0]).device
         self._check_input(inp, "in_features", self.in_features, device)
@@ -191,6 +190,8 @@ class Linear(SplitLinear):
         params: list[torch.Tensor],
         is_first_microbatch: bool | None,
     ) -> Any:
+        from te_fast.graphs.region import key_of_region
+
         if key_of_region()[0] or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             return super()._run_traced(x, params, is_first_microbatch)
         weight = params[0].to(x.dtype)

@@ -14,8 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from te_fast.errors import DtypeError, ShapeError, StateError, UnsupportedError
-from te_fast.graphs import operators
-from te_fast.graphs.operators import Traced
+from te_fast.graphs.traced import Traced, is_traced
 from te_fast.layers.base import TransformerEngineBaseModule
 from te_fast.layers.load_torch import copy_into
 from te_fast.layers.parameters import constant, initialise, materialise
@@ -189,7 +188,7 @@ class ProgramLayer(TransformerEngineBaseModule):
 
     def _forward_general(self, inp: Any, is_first_microbatch: bool | None) -> Any:
         """Forward of calls that the native fast path does not take."""
-        if operators.is_traced(inp):
+        if is_traced(inp):
             return self._forward_traced(inp, is_first_microbatch)
         parameters, version = self._used_parameters(is_first_microbatch)
         weight = next(iter(parameters.values()))
@@ -301,6 +300,8 @@ class ProgramLayer(TransformerEngineBaseModule):
         params: list[torch.Tensor],
         is_first_microbatch: bool | None,
     ) -> Any:
+        from te_fast.graphs import operators
+
         if self.checkpoint and torch.is_grad_enabled():
             return checkpoint(
                 operators.apply,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fast.errors import UnsupportedError
-from te_fast.graphs import operators
+from te_fast.graphs.traced import Traced
 from te_fast.ops.common import autocast_dtype
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def prepare(
     for step in plan.forward:
         if step.program is not None and step.traced is None:
             step.states = SegmentStates(fuser, step)
-            step.traced = operators.Traced(step.program, step.states, fuser._name)
+            step.traced = Traced(step.program, step.states, fuser._name)
     fuser._traced_plans[key] = plan
 
 
@@ -65,6 +65,8 @@ def run(
     is_first_microbatch: bool | None,
 ) -> Any:
     """Run a group under a tracer."""
+    from te_fast.graphs import operators
+
     autocast = autocast_dtype(x)
     extra_dtypes = tuple([extra.dtype for extra in extra_inputs])
     key = f"{x.dtype} {extra_dtypes} {autocast} {fuser._modes}"

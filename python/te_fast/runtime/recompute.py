@@ -9,6 +9,7 @@ from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from te_fast.errors import UnsupportedError
@@ -231,5 +232,8 @@ def checkpoint(
         for name in ("preserve_rng_state", "context_fn", "determinism_check", "debug")
         if name in kwargs
     }
+    if is_compiling():
+        # The compiler's own way: what it recomputes is in one graph with what it does not.
+        return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
     run = _Checkpointed(function, kwargs, get_rng_state_tracker)
     return torch_checkpoint(run, *args, use_reentrant=use_reentrant, **options)

@@ -59,7 +59,9 @@ fn forward<'py>(
     let py = module.py();
     let program = attributes.get_item(intern!(py, "_program"))?.ok_or_else(|| PyAttributeError::new_err("_program"))?;
     let program = program.cast::<ProgramHandle>()?;
-    let is_plain = call.is_plain && !state.torch.is_autocast_enabled.bind(py).call0()?.is_truthy()?;
+    let is_plain = call.is_plain
+        && state.torch.is_unobserved(py)?
+        && !state.torch.is_autocast_enabled.bind(py).call0()?.is_truthy()?;
     let straight = || if is_plain { straight(state, module, program, input, is_first_microbatch) } else { Ok(None) };
     let general = || module.call_method1(intern!(py, "_forward_general"), (input, is_first_microbatch));
     if program.try_borrow()?.outside_fp8 == OutsideFp8::Program {

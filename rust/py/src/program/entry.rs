@@ -74,6 +74,7 @@ pub(crate) fn program_module_call<'py>(
     if let Some(input) = plain
         && (program.is_some() || group.is_some())
         && extra_inputs.iter().all(|extra| state.torch.is_plain(&extra))
+        && state.torch.is_unobserved(py)?
         && can_skip_module_call(module, state, &attributes)?
     {
         let is_first = is_first_microbatch.filter(|first| !first.is_none());

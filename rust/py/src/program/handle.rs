@@ -348,6 +348,14 @@ impl ProgramHandle {
         self.chain.push(label, Op::Identity);
     }
 
+    /// What programs of one kind have in common: ops with their sizes and constants, and how linear ops are called.
+    #[getter]
+    fn signature(&self, py: Python<'_>) -> PyResult<String> {
+        let ops: Vec<_> = self.chain.links().iter().map(|link| link.op).collect();
+        let fuses = self.weights.iter().map(|weight| Ok(weight.bind(py).try_borrow()?.fuse_wgrad_accumulation));
+        Ok(format!("{ops:?} {:?} {:?}", self.linear_calls(py)?, fuses.collect::<PyResult<Vec<_>>>()?))
+    }
+
     /// Extra inputs of all ops.
     #[getter]
     fn num_extra_inputs(&self) -> usize {

@@ -86,6 +86,8 @@ pub(crate) struct Torch {
     reinterpret: Option<Py<PyAny>>,
     pub(crate) is_grad_enabled: Py<PyAny>,
     pub(crate) is_autocast_enabled: Py<PyAny>,
+    /// Number of modes that see every operator: tracers, and those of users.
+    dispatch_modes: Py<PyAny>,
     pub(crate) linear: Py<PyAny>,
     pub(crate) storage_weak_ref: Py<PyAny>,
     pub(crate) storage_expired: Py<PyAny>,
@@ -316,6 +318,7 @@ impl Torch {
             reinterpret: guards.getattr("_reinterpret_tensor").ok().map(Bound::unbind),
             is_grad_enabled: native.getattr("is_grad_enabled").or_else(|_| torch.getattr("is_grad_enabled"))?.unbind(),
             is_autocast_enabled: any_autocast.unbind(),
+            dispatch_modes: native.getattr("_len_torch_dispatch_stack")?.unbind(),
             storage_weak_ref: py.import("torch.multiprocessing.reductions")?.getattr("StorageWeakRef")?.unbind(),
             storage_expired: torch.getattr("UntypedStorage")?.getattr("_expired")?.unbind(),
             current_graph_task_id: native.getattr("_current_graph_task_id")?.unbind(),
@@ -376,6 +379,12 @@ impl Torch {
         let first = tensor.call_method0(intern!(py, "storage_offset"))?.extract::<i64>()?;
         let own = tensor.call_method0(intern!(py, "detach"))?;
         own.call_method1(intern!(py, "as_strided"), (size, stride, first + offset))
+    }
+
+    /// Whether nobody is to see the operators of a call, who would see none of a native one.
+    #[inline]
+    pub(crate) fn is_unobserved(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(!self.dispatch_modes.bind(py).call0()?.is_truthy()?)
     }
 
     /// A tensor that the native side may read directly: of exactly torch's types, not a subclass.
