@@ -1,0 +1,418 @@
+"""Layers, chains and regions in one graph: what a compiled model computes is what eager computes, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo
+from graphs import assert_trains_alike, compiled, fresh_dynamo, needs_compile, region, states_of
+from recipes import RECIPES
+
+import te_fast
+import te_fast.pytorch as te
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.errors import DtypeError, ShapeError, StateError, UnsupportedError
+
+pytestmark = [needs_compile, pytest.mark.usefixtures("fresh_dynamo")]
+
+LAYERS = {
+    "Linear": lambda: te.Linear(32, 48, device="cpu"),
+    "split": lambda: te.Linear(32, 48, parameters_split=("q", "k", "v"), device="cpu"),
+    "LayerNormLinear": lambda: te.LayerNormLinear(32, 48, device="cpu"),
+    "LayerNormMLP": lambda: te.LayerNormMLP(
+        32, 64, normalization="RMSNorm", activation="swiglu", device="cpu"
+    ),
+    "Sequential": lambda: te.ops.Sequential(
+        te.ops.LayerNorm(32, device="cpu"),
+        te.ops.Linear(32, 64, device="cpu"),
+        te.ops.GELU(),
+        te.ops.Linear(64, 32, device="cpu"),
+    ),
+}
+every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+every_recipe = pytest.mark.parametrize(
+    "make_recipe", [lambda: None, *RECIPES.values()], ids=["none", *RECIPES]
+)
+
+
+def inside(model, x, recipe, is_first):
+    """The graph enters the region."""
+    keywords = {} if is_first is None else {"is_first_microbatch": is_first}
+    if recipe is None:
+        return torch.relu(model(x, **keywords))
+    with te.autocast(recipe=recipe):
+        return torch.relu(model(x, **keywords))
+
+
+def counters():
+    return torch._dynamo.utils.counters
+
+
+@every_recipe
+@every_layer
+def test_a_compiled_layer_trains_as_eager_does(make, make_recipe):
+    assert_trains_alike(make(), make_recipe(), inside)
+    # One graph for the first row count, one for all others.
+    assert counters()["stats"]["unique_graphs"] == 2
+    assert not counters()["graph_break"]
+
+
+@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP"])
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_region_around_the_graph(name, kind):
+    model = LAYERS[name]()
+    other = copy.deepcopy(model)
+    run = compiled(lambda x: torch.relu(other(x)))
+    recipe = RECIPES[kind]()
+    for rows in (16, 32, 48):
+        x = torch.randn(rows, 32)
+        results = []
+        for function in (lambda x: torch.relu(model(x)), run):
+            given = x.clone().requires_grad_()
+            with te.autocast(recipe=recipe):
+                y = function(given)
+            y.square().sum().backward()
+            results += [(y, given.grad)]
+        for one, two in zip(*results, strict=True):
+            assert torch.equal(one, two)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad)
+        for one, two in zip(states_of(model), states_of(other), strict=True):
+            assert torch.equal(one, two)
+    assert counters()["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_inductors_code_around_a_layer(kind):
+    model = te.LayerNormMLP(32, 64, device="cpu")
+    assert_trains_alike(model, RECIPES[kind](), inside, rows=(16, 32), options={"backend": "inductor"})
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_microbatches_quantise_weights_once(kind):
+    model = torch.nn.ModuleList([te.Linear(32, 32, device="cpu"), te.LayerNormLinear(32, 32, device="cpu")])
+
+    def forward(model, x, recipe, is_first):
+        with te.autocast(recipe=recipe):
+            x = torch.relu(model[0](x, is_first_microbatch=is_first))
+            return model[1](x, is_first_microbatch=is_first)
+
+    assert_trains_alike(model, RECIPES[kind](), forward, microbatches=(True, False, False))
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("delay", [False, True])
+def test_weight_gradients_go_into_main_grad(kind, delay):
+    model = te.Linear(
+        32, 32, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay, device="cpu"
+    )
+    other = copy.deepcopy(model)
+    for layer in (model, other):
+        layer.weight.main_grad = torch.ones(32, 32)
+        layer.weight.grad_added_to_main_grad = False
+    recipe = RECIPES[kind]()
+    run = compiled(inside)
+    for is_first in (True, False):
+        x = torch.randn(16, 32)
+        for function, layer in ((inside, model), (run, other)):
+            function(layer, x, recipe, is_first).square().sum().backward()
+            layer.backward_dw()
+        assert torch.equal(model.weight.main_grad, other.weight.main_grad)
+        assert other.weight.grad_added_to_main_grad
+        assert other.weight.grad.shape == (32, 32)
+        assert torch.equal(model.bias.grad, other.bias.grad)
+
+
+def test_two_regions_in_one_graph_have_scales_of_their_own():
+    model = torch.nn.ModuleList([te.Linear(32, 32, device="cpu") for _ in range(2)])
+
+    def forward(model, x, recipe, _):
+        with te.autocast(recipe=recipe):
+            x = torch.relu(model[0](x))
+        with te.autocast(recipe=recipe):
+            x = x + model[1](x)
+        with te.autocast(enabled=False):
+            return te.ops.ReLU()(x)
+
+    assert_trains_alike(model, DelayedScaling(amax_history_len=4), forward)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Float8CurrentScaling(backward_override="high_precision"),
+        Float8BlockScaling(backward_override="dequantized"),
+    ],
+    ids=["high_precision", "dequantized"],
+)
+def test_backward_in_another_precision(recipe):
+    assert_trains_alike(te.LayerNormLinear(32, 32, device="cpu"), recipe, inside)
+
+
+def test_rows_that_gemms_lack_are_padded_in_the_operator():
+    te_fast.auto_pad(True)
+    try:
+        assert_trains_alike(
+            LAYERS["LayerNormMLP"](), Float8BlockScaling(), inside, rows=(16, 7, 9, 1)
+        )
+    finally:
+        te_fast.auto_pad(False)
+
+
+def test_no_rows():
+    layer = te.LayerNormLinear(32, 48, device="cpu")
+    x = torch.randn(0, 32, requires_grad=True)
+    y = compiled(inside)(layer, x, Float8CurrentScaling(), None)
+    y.sum().backward()
+    assert (y.shape, x.grad.shape) == ((0, 48), (0, 32))
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in layer.parameters())
+
+
+@pytest.mark.parametrize("kind", ["current", "block"])
+def test_activations_are_recomputed(kind):
+    model = torch.nn.ModuleList([te.LayerNormMLP(32, 64, checkpoint=True, device="cpu"), te.Linear(32, 32, device="cpu")])
+
+    def forward(model, x, recipe, _):
+        with te.autocast(recipe=recipe):
+            return te.checkpoint(model[1], model[0](x), use_reentrant=False)
+
+    assert_trains_alike(model, RECIPES[kind](), forward)
+
+
+def test_a_recomputation_with_other_scales_is_refused():
+    layer = te.Linear(32, 32, device="cpu")
+    run = compiled(lambda x: te.checkpoint(layer, x, use_reentrant=False))
+    with te.autocast(recipe=DelayedScaling()):
+        y = run(torch.randn(16, 32, requires_grad=True))
+    with pytest.raises(StateError, match="Layer.*recomputed after the autocast region's end"):
+        y.sum().backward()
+
+
+def test_without_gradients_a_weight_is_quantised_once():
+    layer, recipe = te.Linear(32, 32, device="cpu"), Float8CurrentScaling()
+    run = compiled(inside)
+
+    def launched(x):
+        with torch.no_grad():
+            with te_fast.dispatch.record() as launches:
+                y = run(layer, x, recipe, None)
+            expected = inside(layer, x, recipe, None)
+        assert torch.equal(y, expected)
+        return len(launches)
+
+    first = launched(torch.randn(16, 32))
+    assert launched(torch.randn(16, 32)) == first - 1
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    assert launched(torch.randn(16, 32)) == first
+
+
+def test_layers_of_one_kind_share_a_graph():
+    layers = [te.LayerNormLinear(32, 32, device="cpu") for _ in range(12)]
+    graphs = [torch.compile(layer, fullgraph=True, backend="aot_eager") for layer in layers]
+    for recipes, recipe in enumerate((Float8CurrentScaling(), DelayedScaling()), start=1):
+        x = torch.randn(16, 32)
+        with te.autocast(recipe=recipe):
+            y = z = x
+            for layer, graph in zip(copy.deepcopy(layers), graphs, strict=True):
+                y, z = layer(y), graph(z)
+            assert torch.equal(y, z)
+        assert counters()["stats"]["unique_graphs"] == recipes
+
+
+def test_a_recipe_that_comes_back_compiles_nothing():
+    layer = te.Linear(32, 32, device="cpu")
+    run = compiled(lambda x: layer(x))
+    for make in (Float8CurrentScaling, Float8BlockScaling, Float8CurrentScaling, Float8BlockScaling):
+        with te.autocast(recipe=make()):
+            run(torch.randn(16, 32))
+    assert counters()["stats"]["unique_graphs"] == 2
+
+
+def test_scales_that_were_loaded_are_those_of_the_graph():
+    layer, recipe = te.Linear(32, 32, device="cpu"), DelayedScaling(amax_history_len=4)
+    run = compiled(inside)
+    for _ in range(3):
+        run(layer, torch.randn(16, 32), recipe, None).sum().backward()
+    other = te.Linear(32, 32, device="cpu")
+    other.load_state_dict(layer.state_dict())
+    layer.load_state_dict(other.state_dict())
+    x = torch.randn(16, 32)
+    assert torch.equal(run(layer, x, recipe, None), inside(other, x, recipe, None))
+
+
+class Cosine(te.ops.BasicOperation):
+    """An operation of a user's own."""
+
+    def op_forward(self, ctx, input_, **_):
+        ctx.save_for_backward(input_)
+        return torch.relu(input_)
+
+    def op_backward(self, ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return torch.where(x > 0, grad_output, 0), ()
+
+
+CHAINS = {
+    "user's own": lambda: [te.ops.Linear(32, 64, device="cpu"), Cosine(), te.ops.Linear(64, 32, device="cpu")],
+    "plain module": lambda: [te.ops.Linear(32, 64, device="cpu"), torch.nn.ReLU(), te.ops.Linear(64, 32, device="cpu")],
+    "Quantize": lambda: [te.ops.Quantize(), te.ops.Linear(32, 32, device="cpu")],
+    "SwiGLU": lambda: [te.ops.SwiGLU()],
+}
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize("make", CHAINS.values(), ids=CHAINS)
+def test_chains(make, kind):
+    assert_trains_alike(te.ops.Sequential(*make()), RECIPES[kind](), inside)
+
+
+def test_extra_tensors_of_a_chain():
+    chain = te.ops.Sequential(
+        te.ops.MakeExtraOutput(), te.ops.Linear(32, 32, device="cpu"), te.ops.AddExtraInput()
+    )
+    other = copy.deepcopy(chain)
+    recipe = Float8CurrentScaling()
+
+    def forward(model, x, extra):
+        with te.autocast(recipe=recipe):
+            y, out = model(x, extra)
+        return torch.relu(y), out
+
+    results = []
+    tensors = [torch.randn(4, 8, 32) for _ in range(4)]
+    for model, run in ((chain, forward), (other, compiled(forward))):
+        x, extra = (tensor.clone().requires_grad_() for tensor in tensors[:2])
+        outputs = run(model, x, extra)
+        torch.autograd.backward(outputs, tensors[2:])
+        results.append([*outputs, x.grad, extra.grad, *(p.grad for p in model.parameters())])
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("norm", [te.RMSNorm, te.LayerNorm])
+def test_norms(norm):
+    assert_trains_alike(norm(32, device="cpu"), None, inside)
+
+
+# Tracers of other kinds ---------------------------------------------------------------------------------
+
+
+def test_fake_tensors_run_no_kernel():
+    layer = te.LayerNormLinear(32, 48, device="cpu")
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        x = mode.from_tensor(torch.randn(4, 8, 32))
+        with te.autocast(recipe=Float8CurrentScaling()), te_fast.dispatch.record() as launches:
+            y = layer(x)
+    assert (y.shape, y.dtype, len(launches)) == ((4, 8, 48), torch.float32, 0)
+
+
+def test_make_fx_sees_an_operator():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    layer, x = te.Linear(32, 48, device="cpu"), torch.randn(16, 32)
+    with te.autocast(recipe=Float8CurrentScaling()):
+        graph = make_fx(lambda x: torch.relu(layer(x)))(x)
+        targets = {str(node.target) for node in graph.graph.nodes}
+        assert "te_fast.program_forward.default" in targets
+        other = torch.randn(16, 32)
+        assert torch.equal(graph(other), torch.relu(layer(other)))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
+def test_export_keeps_the_operator(strict):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = te.LayerNormLinear(32, 48, device="cpu")
+
+        def forward(self, x):
+            with te.autocast(recipe=Float8CurrentScaling()):
+                return torch.relu(self.layer(x))
+
+    model = Model()
+    rows = torch.export.Dim("rows", min=8, max=4096)
+    with torch.no_grad():
+        program = torch.export.export(
+            model, (torch.randn(16, 32),), dynamic_shapes={"x": {0: rows}}, strict=strict
+        )
+        targets = {str(node.target) for node in program.graph.nodes}
+        assert any(target.startswith("te_fast.program_forward") for target in targets)
+        x = torch.randn(24, 32)
+        assert torch.equal(program.module()(x), model(x))
+
+
+# Refusals -----------------------------------------------------------------------------------------------
+
+
+def test_a_graph_checks_what_eager_checks():
+    layer, recipe = te.Linear(32, 32, device="cpu"), Float8CurrentScaling()
+
+    def run(x):
+        torch._dynamo.reset()
+        with region(recipe):
+            return torch.compile(lambda x: layer(x), backend="aot_eager")(x)
+
+    with pytest.raises(ShapeError, match="must be in_features = 32"):
+        run(torch.randn(16, 31))
+    with pytest.raises(DtypeError, match="cast one, or run under torch.autocast"):
+        run(torch.randn(16, 32).bfloat16())
+    with pytest.raises(ShapeError, match="multiple of 8"):
+        run(torch.randn(7, 32))
+
+
+def test_calibration_and_written_inputs_are_refused():
+    layer = te.Linear(32, 32, device="cpu")
+    with (
+        te.autocast(enabled=False, calibrating=True, recipe=DelayedScaling()),
+        pytest.raises(torch._dynamo.exc.Unsupported, match="calibrate the model before it is compiled"),
+    ):
+        compiled(lambda x: layer(x))(torch.randn(16, 32))
+    chain = te.ops.Sequential(te.ops.Linear(32, 32, device="cpu"), te.ops.AddExtraInput(in_place=True))
+    with pytest.raises(Exception, match="in place, which a traced graph does not show"):
+        compiled(lambda x, y: chain(x, y))(torch.randn(16, 32), torch.randn(16, 32))
+    split = te.Linear(32, 32, parameters_split=("a", "b"), fuse_wgrad_accumulation=True, device="cpu")
+    with region(Float8CurrentScaling()), pytest.raises(Exception, match="parameters_split cannot be traced"):
+        compiled(lambda x: split(x))(torch.randn(16, 32))
+
+
+def test_a_graph_of_a_layer_that_is_gone_says_so():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    layer, x = te.LayerNormLinear(32, 32, device="cpu"), torch.randn(16, 32)
+    with torch.no_grad(), te.autocast(recipe=Float8CurrentScaling()):
+        graph = make_fx(lambda x: layer(x))(x)
+        del layer
+        import gc
+
+        gc.collect()
+        with pytest.raises(StateError, match="a layer that was deleted"):
+            graph(x)
+
+
+def test_hooks_run_in_the_graph():
+    layer = te.Linear(32, 32, device="cpu")
+    layer.register_forward_hook(lambda _module, _inputs, output: output * 2)
+    assert_trains_alike(layer, Float8CurrentScaling(), inside)
+
+
+def test_torch_autocast_inside_and_outside_of_the_region():
+    layer = te.Linear(32, 32, device="cpu")
+    x = torch.randn(16, 32)
+    with torch.autocast("cpu", torch.bfloat16), te.autocast(recipe=Float8CurrentScaling()):
+        y, z = layer(x), compiled(lambda x: layer(x))(x)
+    assert y.dtype == z.dtype == torch.bfloat16
+    assert torch.equal(y, z)
+
+
+def test_results_beside_the_output():
+    layer = te.LayerNormLinear(
+        32, 32, return_bias=True, return_layernorm_output=True, device="cpu"
+    )
+    x = torch.randn(2, 8, 32)
+    with te.autocast(recipe=Float8BlockScaling()):
+        for one, two in zip(layer(x), compiled(lambda x: layer(x))(x), strict=True):
+            assert torch.equal(one, two)
