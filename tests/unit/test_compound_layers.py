@@ -535,7 +535,15 @@ def test_torch_checkpoint_gives_the_same_gradients(kind, recipe, reentrant):
         wanted = gradients(following, leaf)
     again.backward(grad)  # recomputation runs outside of the region
     assert torch.equal(y, again)
-    assert_close(gradients(layer, x), wanted, 0)
+    found = gradients(layer, x)
+    if recipe.delayed() and not reentrant:
+        # torch gives recomputed tensors to the first run's own node, whose weights keep their scales: what has passed
+        # through one differs by the roundings of the weight, each at most 2^-4.
+        last, _ = chain.linears(layer)[-1]
+        assert torch.equal(found.pop(f"d{last}"), wanted[f"d{last}"])
+        assert_close(found, wanted, 2**-3)
+    else:
+        assert_close(found, wanted, 0)
 
 
 def test_double_backward_is_an_error(kind):
