@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -13,11 +13,11 @@ from te_fast.ops.basic.glu import (
     check_positive,
     clamps,
 )
-from te_fast.ops.basic.native import ExtraTensorOperation, NativeOperation
+from te_fast.ops.basic.native import ExtraTensorOperation
 from te_fast.ops.op import OperationContext, PerOp
 
 
-class ScaledActivation(ExtraTensorOperation, NativeOperation):
+class ScaledActivation(ExtraTensorOperation, Activation):
     """An activation times one factor per row, its extra input ``(...,)``.
 
     Parameters
@@ -27,8 +27,6 @@ class ScaledActivation(ExtraTensorOperation, NativeOperation):
     """
 
     num_extra_inputs = 1
-    _constant_names = Activation._constant_names
-    _kind: ClassVar[str]
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
@@ -42,10 +40,6 @@ class ScaledActivation(ExtraTensorOperation, NativeOperation):
 
     def _append_to(self, program: Any, label: str) -> None:
         program.activation(label, self._kind, scaled=True, **self._constants())
-
-    def _constants(self) -> dict[str, Any]:
-        """Return the keywords that the native program takes."""
-        return {}
 
     def fuser_forward(
         self,
