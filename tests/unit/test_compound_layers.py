@@ -25,6 +25,7 @@ from compound_layers import (
     make,
     step,
 )
+from linear_layers import casts
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
 
@@ -388,12 +389,6 @@ def test_frozen_parts(kind, fp8, input_grad):
 
 
 # Weight cache ------------------------------------------------------------------------------------
-
-
-def casts(function):
-    before = dispatch.counters()["weight_casts"]
-    function()
-    return dispatch.counters()["weight_casts"] - before
 
 
 def test_a_cached_weight_outlives_what_others_do_to_its_tensor(kind, recipe):

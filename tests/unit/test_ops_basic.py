@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ops_reference as ref
+from ops_reference import leaf
 from te_fast.errors import ArgumentError, DtypeError, ShapeError, StateError, UnsupportedError
 from te_fast.pytorch import ops
 
@@ -53,11 +54,6 @@ def in_python(op):
 @pytest.fixture(params=["native", "python"])
 def way(request):
     return in_python if request.param == "python" else lambda op: op
-
-
-def leaf(*shape, dtype=torch.float32, seed=0, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * scale).to(dtype).requires_grad_()
 
 
 def close(got, expected, dtype, slack=1.0):

@@ -86,14 +86,17 @@ def norm_outputs(
         Uninitialised tensors.
     """
     rows, cols = x.shape
-    layouts: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-    layouts = (None, None, None)
+    row, column, scale_inv = None, None, None
     if fp8_dtype is not None:
-        layouts = quantized_layouts(x, cols, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+        row, column, scale_inv = quantized_layouts(
+            x, cols, fp8_dtype, rowwise=rowwise, columnwise=columnwise
+        )
     with_mean = stats and function.normalization == "LayerNorm"
     return NormOutputs(
         x.new_empty(rows, cols) if high_precision else None,
-        *layouts,
+        row,
+        column,
+        scale_inv,
         x.new_empty(rows, cols) if residual else None,
         x.new_empty(rows, dtype=torch.float32) if with_mean else None,
         x.new_empty(rows, dtype=torch.float32) if stats else None,
