@@ -149,6 +149,19 @@ def test_python_methods_have_the_bits_of_the_native_program(name, dtype, rows):
     assert [tensor.dtype for tensor in found[0]] == [tensor.dtype for tensor in found[1]]
 
 
+@pytest.mark.parametrize("name", ["GELU", "SwiGLU", "ScaledSwiGLU"])
+def test_python_methods_compute_fp64_in_fp32(name):
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        inputs = [leaf(5, 64).detach().to(dtype).requires_grad_()]
+        inputs += [leaf(5, seed=1)] if name in SCALED else []
+        y = in_python(getattr(ops, name)())(*inputs)
+        y.backward(leaf(*y.shape, seed=9).detach().to(dtype))
+        assert y.dtype == inputs[0].grad.dtype == dtype
+        found.append([y.float(), *(tensor.grad.float() for tensor in inputs)])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("op", [ops.GELU, ops.SwiGLU])
 def test_cached_input_is_rounded_to_fp8(op, way):
     x = leaf(8, 32, dtype=torch.bfloat16)
