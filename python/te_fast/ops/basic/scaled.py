@@ -8,11 +8,7 @@ import torch
 
 from te_fast.errors import UnsupportedError
 from te_fast.ops.basic.activation import Activation
-from te_fast.ops.basic.glu import (
-    check_interleave,
-    check_positive,
-    clamps,
-)
+from te_fast.ops.basic.glu import Capped, Clamped, check_interleave
 from te_fast.ops.basic.native import ExtraTensorOperation
 from te_fast.ops.op import OperationContext, PerOp
 
@@ -87,7 +83,7 @@ class ScaledGatedActivation(ScaledActivation):
         self.glu_interleave_size = check_interleave(glu_interleave_size, type(self).__name__)
 
     def _constants(self) -> dict[str, Any]:
-        return {"interleave": self.glu_interleave_size or 0}
+        return {**super()._constants(), "interleave": self.glu_interleave_size or 0}
 
 
 class ScaledSwiGLU(ScaledGatedActivation):
@@ -96,7 +92,7 @@ class ScaledSwiGLU(ScaledGatedActivation):
     _kind = "swiglu"
 
 
-class ScaledClampedQGeGLU(ScaledGatedActivation):
+class ScaledClampedQGeGLU(Clamped, ScaledGatedActivation):
     """:class:`ClampedSwiGLU` times one factor per row, the extra input.
 
     Parameters
@@ -106,8 +102,6 @@ class ScaledClampedQGeGLU(ScaledGatedActivation):
     limit, alpha, glu_linear_offset : float
         As in :class:`ClampedSwiGLU`.
     """
-
-    _kind = "clamped_swiglu"
 
     def __init__(
         self,
@@ -121,16 +115,10 @@ class ScaledClampedQGeGLU(ScaledGatedActivation):
         super().__init__(
             glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
         )
-        check_positive(type(self).__name__, limit=limit)
-        self.limit = limit
-        self.alpha = alpha
-        self.glu_linear_offset = glu_linear_offset
-
-    def _constants(self) -> dict[str, Any]:
-        return {**super()._constants(), **clamps(self)}
+        self._set_clamps(limit, alpha, glu_linear_offset)
 
 
-class ScaledSiTUGLU(ScaledGatedActivation):
+class ScaledSiTUGLU(Capped, ScaledGatedActivation):
     """:class:`SiTUGLU` times one factor per row, the extra input.
 
     Parameters
@@ -140,8 +128,6 @@ class ScaledSiTUGLU(ScaledGatedActivation):
     beta1, beta2 : float, default = 4.0, 25.0
         As in :class:`SiTUGLU`.
     """
-
-    _kind = "situ_glu"
 
     def __init__(
         self,
@@ -154,9 +140,4 @@ class ScaledSiTUGLU(ScaledGatedActivation):
         super().__init__(
             glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
         )
-        check_positive(type(self).__name__, beta1=beta1, beta2=beta2)
-        self.beta1 = beta1
-        self.beta2 = beta2
-
-    def _constants(self) -> dict[str, Any]:
-        return {**super()._constants(), "beta1": self.beta1, "beta2": self.beta2}
+        self._set_caps(beta1, beta2)
