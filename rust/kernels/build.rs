@@ -1,4 +1,4 @@
-//! Compiles `cuda/*.cu` to one fatbin each and checks that every symbol of `ids.rs` is in its image.
+//! Compiles `cuda/*/*.cu` to one fatbin each and checks that every symbol of `ids.rs` is in its image.
 //!
 //! The same inputs give the same bytes: no GPU is looked for. `TE_FAST_CUDA_ARCHS` names the architectures,
 //! `TE_FAST_NVCC` the compiler, `TE_FAST_LINEINFO=1` adds line numbers for profilers, `TE_FAST_SKIP_CUDA=1` builds without
@@ -43,7 +43,13 @@ fn main() {
     }
 
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda").canonicalize().expect("cuda/ exists");
-    println!("cargo::rerun-if-changed={}", sources.display());
+    for entry in fs::read_dir(&sources).expect("cuda/ is readable") {
+        let path = entry.expect("a readable entry").path();
+        // Cargo looks at all that is in a folder; what lies beside them is for people.
+        if path.is_dir() {
+            println!("cargo::rerun-if-changed={}", path.display());
+        }
+    }
     let nvcc = find_nvcc();
     let list = env::var("TE_FAST_CUDA_ARCHS").unwrap_or_else(|_| RELEASE_ARCHS.into());
     let archs: Vec<&str> = list.split([',', ';', ' ']).filter(|arch| !arch.is_empty()).collect();
@@ -62,15 +68,17 @@ fn main() {
             });
         }
     });
-    let includes: Vec<String> = Image::ALL
-        .iter()
-        .map(|image| format!("include_bytes!(r\"{}\")", out.join(format!("{}.fatbin", image.stem())).display()))
-        .collect();
+    let includes: Vec<String> =
+        Image::ALL.iter().map(|image| format!("include_bytes!(r\"{}\")", fatbin(&out, *image).display())).collect();
     let numbers: Vec<u32> = archs
         .iter()
         .map(|arch| arch.trim_end_matches(['a', 'f']).parse().expect("an architecture is a number, e.g. 90"))
         .collect();
     write_table(&out, &includes, &numbers);
+}
+
+fn fatbin(out: &Path, image: Image) -> PathBuf {
+    out.join(image.path()).with_extension("fatbin")
 }
 
 fn write_table(out: &Path, images: &[String], archs: &[u32]) {
@@ -120,13 +128,11 @@ fn find_nvcc() -> PathBuf {
 }
 
 fn compile(nvcc: &Path, archs: &[&str], sources: &Path, out: &Path, image: Image) {
-    let source = sources.join(format!("{}.cu", image.stem()));
-    println!("cargo::rerun-if-changed={}", source.display());
-    let kept = out.join(image.stem());
+    let kept = out.join(image.path());
     // Left-overs of another list of architectures are not to be searched.
     drop(fs::remove_dir_all(&kept));
     fs::create_dir_all(&kept).expect("OUT_DIR is writable");
-    run_nvcc(nvcc, archs, &source, &out.join(format!("{}.fatbin", image.stem())), &kept);
+    run_nvcc(nvcc, archs, sources, image, &fatbin(out, image), &kept);
     // The shipped image is compressed; its parts, which nvcc keeps, show their symbols.
     let parts = fs::read_dir(&kept).expect("nvcc keeps its parts").map(|entry| entry.expect("a readable entry").path());
     let cubins: Vec<PathBuf> =
@@ -147,7 +153,8 @@ fn compile(nvcc: &Path, archs: &[&str], sources: &Path, out: &Path, image: Image
     fs::remove_dir_all(&kept).expect("the parts were just written");
 }
 
-fn run_nvcc(nvcc: &Path, archs: &[&str], source: &Path, output: &Path, kept: &Path) {
+fn run_nvcc(nvcc: &Path, archs: &[&str], sources: &Path, image: Image, output: &Path, kept: &Path) {
+    let source = sources.join(image.path()).with_extension("cu");
     let mut command = Command::new(nvcc);
     command.args(["-fatbin", "-std=c++20", "-O3", "-Xptxas=-warn-spills", "-Werror=all-warnings"]);
     // Two architectures at a time, so that no core waits for the last images.
@@ -162,7 +169,14 @@ fn run_nvcc(nvcc: &Path, archs: &[&str], source: &Path, output: &Path, kept: &Pa
     if let Some(last) = archs.last() {
         command.arg(format!("-gencode=arch=compute_{last},code=compute_{last}"));
     }
-    command.args(["--compress-mode=size", "--keep", "--keep-dir"]).arg(kept).arg("-o").arg(output).arg(source);
+    command
+        .args(["--compress-mode=size", "--keep", "--keep-dir"])
+        .arg(kept)
+        .arg("-I")
+        .arg(sources)
+        .arg("-o")
+        .arg(output)
+        .arg(&source);
     let result = command.output().unwrap_or_else(|error| panic!("cannot run {}: {error}", nvcc.display()));
     assert!(
         result.status.success(),

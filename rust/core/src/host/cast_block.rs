@@ -1,4 +1,4 @@
-//! Host kernels of `cuda/cast_block.cu`.
+//! Host kernels of `cuda/quantize/cast_block.cu`.
 
 use rayon::prelude::*;
 use te_fast_kernels::KernelId;

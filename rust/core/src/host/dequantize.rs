@@ -1,4 +1,4 @@
-//! Host kernels of `cuda/dequantize.cu`.
+//! Host kernels of `cuda/quantize/dequantize.cu`.
 
 use half::{bf16, f16};
 use rayon::prelude::*;

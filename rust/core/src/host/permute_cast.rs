@@ -1,4 +1,4 @@
-//! Host kernels of `cuda/permute_cast.cu`.
+//! Host kernels of `cuda/moe/permute_cast.cu`.
 
 use te_fast_kernels::KernelId;
 

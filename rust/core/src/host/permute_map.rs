@@ -1,4 +1,4 @@
-//! Host kernels of `cuda/permute_map.cu`.
+//! Host kernels of `cuda/moe/permute_map.cu`.
 
 use std::sync::atomic::{AtomicI64, Ordering};
 

@@ -60,7 +60,7 @@ pub enum Activation {
 const QUICK_GELU_ALPHA: f32 = 1.702;
 
 /// The function that a kernel applies to the activated half; the numbers are those of `CurveKind` in
-/// `cuda/common/activation_math.cuh`.
+/// `cuda/activation/curves.cuh`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum Curve {
@@ -89,7 +89,7 @@ impl Curve {
     }
 }
 
-/// Constants of a curve; zero where it has none. As `CurveConstants` in `cuda/common/activation_math.cuh`.
+/// Constants of a curve; zero where it has none. As `CurveConstants` in `cuda/activation/curves.cuh`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[repr(C)]
 pub struct Constants {
@@ -306,7 +306,7 @@ pub struct ActivationPlan {
 }
 
 const OP: &str = "activation";
-/// `sizeof(ForwardShared)` in `cuda/activation.cu`.
+/// `sizeof(ForwardShared)` in `cuda/activation/activation.cu`.
 const SHARED_BYTES: u32 = 48 << 10;
 
 impl ActivationPlan {

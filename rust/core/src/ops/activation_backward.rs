@@ -142,7 +142,7 @@ pub struct ActivationBackwardPlan {
 
 const OP: &str = "activation_backward";
 
-/// Blocks that one multiprocessor of a Hopper runs at once, as in `cuda/activation_backward.cu`.
+/// Blocks that one multiprocessor of a Hopper runs at once, as in `cuda/activation/activation_backward.cu`.
 const fn resident_blocks(gated: bool, input: Float) -> u32 {
     match (gated, input) {
         (false, _) => 4,
@@ -151,7 +151,7 @@ const fn resident_blocks(gated: bool, input: Float) -> u32 {
     }
 }
 
-/// `sizeof(BackwardShared)` in `cuda/activation_backward.cu`.
+/// `sizeof(BackwardShared)` in `cuda/activation/activation_backward.cu`.
 const fn shared_bytes(gated: bool, input: Float) -> u32 {
     match (gated, input) {
         (false, _) => 48 << 10,

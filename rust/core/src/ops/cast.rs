@@ -17,9 +17,9 @@ pub const TILE: usize = 128;
 pub const TRANSPOSED_ALIGN: usize = 16;
 /// Threads of a block in every kernel of the cast family.
 pub(crate) const THREADS: u32 = 256;
-/// `sizeof(CastShared)` in `cuda/cast_transpose.cu`.
+/// `sizeof(CastShared)` in `cuda/quantize/cast_transpose.cu`.
 const SHARED: u32 = 48 << 10;
-/// Blocks that sum columns which one multiprocessor of a Hopper runs at once, as in `cuda/cast_transpose.cu`.
+/// Blocks that sum columns which one multiprocessor of a Hopper runs at once, as in `cuda/quantize/cast_transpose.cu`.
 const SUMMING_BLOCKS: u32 = 3;
 /// Elements that a block casts in row layout alone.
 const SPAN: usize = 8192;

@@ -114,7 +114,7 @@ pub struct MapBuffers<'a> {
     pub partials: usize,
 }
 
-/// `RowMap` of `cuda/common/routing.cuh`.
+/// `RowMap` of `cuda/moe/routing.cuh`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct RowMapParams<'a> {

@@ -28,7 +28,7 @@ const LONG_CHUNK: usize = 1024;
 const LEADING_CHUNK: usize = 512;
 const MAP_THREADS: u32 = 256;
 const ENDS_THREADS: u32 = 512;
-/// Bytes in which the blocks of a launch that makes a map find each other, `MapState` of `cuda/common/routing_bits.cuh`.
+/// Bytes in which the blocks of a launch that makes a map find each other, `MapState` of `cuda/moe/routing_bits.cuh`.
 pub const STATE_BYTES: usize = 128;
 /// Most parts that ends are counted in.
 const MAX_PARTIALS: usize = 32;

@@ -1,5 +1,5 @@
 //! How the activation kernels walk a tensor: columns of tiles, cut into strips, one block a strip.
-//! The mirror of `StripPlan` in `cuda/common/strip.cuh`.
+//! The mirror of `StripPlan` in `cuda/tile/strip.cuh`.
 
 /// Strips of a tensor, from the top of each column of tiles: `count[k]` strips of `tiles[k]` tiles, level by level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
