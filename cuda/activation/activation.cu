@@ -43,9 +43,8 @@ struct ForwardShared {
     TransposeBuffer tile;
     RowRing<kInputs<kGated, false>, In> ring;
 };
-// What the launch asks for, in ops/activation.rs.
-static_assert(sizeof(ForwardShared<false, bf16>) == 48 << 10 && sizeof(ForwardShared<false, f32>) == 48 << 10);
-static_assert(sizeof(ForwardShared<true, bf16>) == 48 << 10 && sizeof(ForwardShared<true, f32>) == 48 << 10);
+static_assert(sizeof(ForwardShared<false, bf16>) == kShared && sizeof(ForwardShared<false, f32>) == kShared);
+static_assert(sizeof(ForwardShared<true, bf16>) == kShared && sizeof(ForwardShared<true, f32>) == kShared);
 
 // Eight elements of y before the row's factor.
 template <bool kGated, Floating In, typename ActivationCurve>

@@ -55,9 +55,10 @@ struct BackwardShared {
         WarpTotals<Halves<kGated>::kCount> sums;  // after that
     };
 };
-// What the launch asks for, in ops/activation_backward.rs.
-static_assert(sizeof(BackwardShared<false, bf16>) == 48 << 10 && sizeof(BackwardShared<false, f32>) == 48 << 10);
-static_assert(sizeof(BackwardShared<true, bf16>) == 56 << 10 && sizeof(BackwardShared<true, f32>) == 80 << 10);
+static_assert(sizeof(BackwardShared<false, bf16>) == kBackwardShared);
+static_assert(sizeof(BackwardShared<false, f32>) == kBackwardShared);
+static_assert(sizeof(BackwardShared<true, bf16>) == kGatedBackwardShared);
+static_assert(sizeof(BackwardShared<true, f32>) == kGatedBackwardSharedF32);
 
 // Floats of `partial` that the column sums take.
 template <bool kGated>
@@ -220,15 +221,14 @@ __device__ void sum_rows(const ActivationBackwardParams& p) {
 }
 
 // Blocks per multiprocessor that the registers are capped for: the most without a spill, architecture by architecture.
-// Those of Hopper are in ops/activation_backward.rs.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
-constexpr int kGatedBackwardBlocks = 3;
+constexpr int kNarrowGatedBlocks = kGatedBackwardBlocksBf16;
 #else
-constexpr int kGatedBackwardBlocks = 2;
+constexpr int kNarrowGatedBlocks = 2;
 #endif
 template <bool kGated, Floating In>
-constexpr int kBackwardBlocks = kGated        ? (std::same_as<In, bf16> ? kGatedBackwardBlocks : 2)
-                                : kManyBlocks ? 4
+constexpr int kResidentBlocks = kGated        ? (std::same_as<In, bf16> ? kNarrowGatedBlocks : kGatedBackwardBlocks)
+                                : kManyBlocks ? kBackwardBlocks
                                               : 2;
 
 template <bool kGated, Floating In>
@@ -266,7 +266,7 @@ __device__ __forceinline__ void activation_backward(const ActivationBackwardPara
 }
 
 #define INSTANCE(symbol, gated, in)                                                        \
-    extern "C" __global__ void __launch_bounds__(kTileThreads, kBackwardBlocks<gated, in>) \
+    extern "C" __global__ void __launch_bounds__(kTileThreads, kResidentBlocks<gated, in>) \
         symbol(const __grid_constant__ ActivationBackwardParams p) {                       \
         ptx::wait_for_prior_grids();                                                       \
         activation_backward<gated, in>(p);                                                 \

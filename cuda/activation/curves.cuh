@@ -14,13 +14,21 @@
 
 #include <cstdint>
 
+#include "common/constants.cuh"
 #include "common/math.cuh"
 #include "common/ptx.cuh"
 
 namespace te_fast::activation {
 
-// The numbers are those of `Curve` in ops/activation.rs.
-enum class CurveKind : uint32_t { kGelu, kSwish, kClamped, kRelu, kSquaredRelu, kSigmoid, kSitu };
+enum class CurveKind : uint32_t {
+    kGelu = kCurveGelu,
+    kSwish = kCurveSwish,
+    kClamped = kCurveClamped,
+    kRelu = kCurveRelu,
+    kSquaredRelu = kCurveSquaredRelu,
+    kSigmoid = kCurveSigmoid,
+    kSitu = kCurveSitu,
+};
 
 // Constants of the curves that have some; 0 elsewhere.
 struct CurveConstants {

@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/constants.cuh"
+
 namespace te_fast {
 
 using f32 = float;
@@ -42,7 +44,7 @@ __device__ inline T from_float(float x) {
 }
 
 // Elements of a type known at run time.
-enum class FloatKind : uint32_t { kF32, kF16, kBf16 };  // as `Float` in ids.rs
+enum class FloatKind : uint32_t { kF32 = kFloatF32, kF16 = kFloatF16, kBf16 = kFloatBf16 };
 
 __device__ inline float load_float(const void* from, size_t index, uint32_t kind) {
     switch (static_cast<FloatKind>(kind)) {
@@ -74,6 +76,7 @@ template <Floating T>
 struct Raw8 {
     uint4 word[sizeof(T) / 2];
 };
+static_assert(sizeof(Raw8<f32>) == kVector * sizeof(f32) && sizeof(Raw8<bf16>) == kVector * sizeof(bf16));
 
 // Two packed 16-bit elements as floats.
 template <Floating T>

@@ -13,6 +13,7 @@
 //         splits count as 0, indices outside [0, count) as empty chunks. Rows outside x read as zero.
 // Moves:  2 row_bytes per row.
 
+#include "common/constants.cuh"
 #include "common/math.cuh"
 #include "common/ptx.cuh"
 #include "common/scan.cuh"
@@ -20,11 +21,9 @@
 
 namespace te_fast::moe {
 
-constexpr int kThreads = 256;
-constexpr int kInlineSplits = 1024;
 constexpr int kVectors = 8;  // 16-byte words in flight per lane
 
-enum class Move : uint32_t { kPad = 0, kUnpad = 1, kSort = 2, kUnsort = 3 };
+enum class Move : uint32_t { kPad = kMovePad, kUnpad = kMoveUnpad, kSort = kMoveSort, kUnsort = kMoveUnsort };
 enum class IntType : uint32_t { kI32 = 0, kI64 = 1 };
 
 struct PadRowsParams {
@@ -76,13 +75,13 @@ __device__ inline uint32_t chunk_at(const PadRowsParams& p, uint32_t j) {
 // to[i] = sum of size(i') over i' < i; every thread of the block. Ends with a barrier.
 template <typename Size>
 __device__ uint32_t exclusive_sums(uint32_t count, uint32_t* to, Size size) {
-    __shared__ uint32_t scratch[kThreads / 32];
+    __shared__ uint32_t scratch[kPadThreads / 32];
     uint32_t carried = 0;
-    for (uint32_t first = 0; first < count; first += kThreads) {
+    for (uint32_t first = 0; first < count; first += kPadThreads) {
         const uint32_t i = first + threadIdx.x;
         const uint32_t mine = i < count ? size(i) : 0;
         uint32_t total;
-        const uint32_t through = block_scan<kThreads>(mine, Sum{}, scratch, total);
+        const uint32_t through = block_scan<kPadThreads>(mine, Sum{}, scratch, total);
         if (i < count) to[i] = carried + through - mine;
         carried += total;
     }
@@ -95,7 +94,7 @@ __device__ uint32_t load_segments(const PadRowsParams& p, const Segments& s) {
     const auto size = [&](uint32_t i) { return split_size(p, i); };
     const auto padded = [&](uint32_t i) { return round_up(split_size(p, i), p.align); };
     if (p.move == Move::kPad || p.move == Move::kUnpad) {
-        for (uint32_t i = threadIdx.x; i < p.count; i += kThreads) s.length[i] = split_size(p, i);
+        for (uint32_t i = threadIdx.x; i < p.count; i += kPadThreads) s.length[i] = split_size(p, i);
         const bool pad = p.move == Move::kPad;
         const uint32_t plain_rows = exclusive_sums(p.count, pad ? s.in_start : s.out_start, size);
         const uint32_t padded_rows = exclusive_sums(p.count, pad ? s.out_start : s.in_start, padded);
@@ -110,9 +109,9 @@ __device__ uint32_t load_segments(const PadRowsParams& p, const Segments& s) {
         return c < p.count ? split_size(p, c) : 0;
     };
     const uint32_t rows = exclusive_sums(p.count, sorted_start, chunk_size);
-    for (uint32_t i = threadIdx.x; i < p.count; i += kThreads) s.in_start[i] = 0xffffffffu;
+    for (uint32_t i = threadIdx.x; i < p.count; i += kPadThreads) s.in_start[i] = 0xffffffffu;
     __syncthreads();
-    for (uint32_t j = threadIdx.x; j < p.count; j += kThreads) {
+    for (uint32_t j = threadIdx.x; j < p.count; j += kPadThreads) {
         const uint32_t c = chunk_at(p, j);
         if (c == p.count) continue;
         if (p.move == Move::kSort) {
@@ -122,14 +121,14 @@ __device__ uint32_t load_segments(const PadRowsParams& p, const Segments& s) {
         }
     }
     __syncthreads();
-    for (uint32_t i = threadIdx.x; i < p.count; i += kThreads)
+    for (uint32_t i = threadIdx.x; i < p.count; i += kPadThreads)
         s.length[i] = p.move == Move::kSort ? chunk_size(i) : split_size(p, i);
     __syncthreads();
     return rows;
 }
 
 __device__ inline void write_padded_splits(const PadRowsParams& p) {
-    for (uint32_t i = threadIdx.x; i < p.count; i += kThreads) {
+    for (uint32_t i = threadIdx.x; i < p.count; i += kPadThreads) {
         const uint32_t padded = round_up(split_size(p, i), p.align);
         if (p.split_type == IntType::kI32) {
             static_cast<int32_t*>(p.padded_splits)[i] = static_cast<int32_t>(padded);
@@ -198,7 +197,7 @@ __device__ inline void move_rows(const PadRowsParams& p) {
     const uint32_t covered = load_segments(p, segments);
     if (p.padded_splits != nullptr && blockIdx.x == 0) write_padded_splits(p);
     const bool vectors = p.row_bytes % 16 == 0 && is_aligned(p.x, 16) && is_aligned(p.out, 16);
-    constexpr int kWarps = kThreads / 32;
+    constexpr int kWarps = kPadThreads / 32;
     for (uint64_t row = static_cast<uint64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; row < p.out_rows;
          row += static_cast<uint64_t>(gridDim.x) * kWarps) {
         const uint64_t source = source_row(p, segments, row, covered);
@@ -207,7 +206,7 @@ __device__ inline void move_rows(const PadRowsParams& p) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) pad_rows(const __grid_constant__ PadRowsParams p) {
+extern "C" __global__ void __launch_bounds__(kPadThreads) pad_rows(const __grid_constant__ PadRowsParams p) {
     move_rows(p);
 }
 

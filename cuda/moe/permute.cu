@@ -21,7 +21,7 @@
 namespace te_fast::moe {
 
 constexpr int kVectors = 8;  // 16-byte words of a row that a thread holds at once
-using Map = MapShape<kRowThreads, 16, false>;
+using Map = MapShape<kRowThreads, kLeadingMapGroups, false>;
 
 struct PermuteParams {
     const uint8_t* x;
@@ -88,7 +88,7 @@ __device__ inline void scatter(const PermuteParams& p, const PermuteShared& shar
 }
 
 // This thread's words of a part of a row that begins at word `base`.
-__device__ inline void load_part(const PermuteParams& p, uint64_t token, uint32_t base, uint4 (&row)[kVectors]) {
+__device__ inline void load_words(const PermuteParams& p, uint64_t token, uint32_t base, uint4 (&row)[kVectors]) {
     const uint4* x = reinterpret_cast<const uint4*>(p.x + token * p.row_bytes);
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
@@ -116,7 +116,7 @@ __device__ inline void permute_token(const PermuteParams& p, uint32_t block, Per
     const uint64_t token = block - p.making.blocks - p.map.zero_blocks;
     const bool vectors = p.row_bytes % 16 == 0 && is_aligned(p.x, 16) && is_aligned(p.out, 16);
     uint4 row[kVectors];
-    if (vectors) load_part(p, token, 0, row);  // the slots arrive while the row does
+    if (vectors) load_words(p, token, 0, row);  // the slots arrive while the row does
     if (p.behind_map != 0) ptx::wait_for_prior_grids();
     const MoveProb move{p, token * p.map.slots(), shared.zero};
     const int count = find_slots<kRowThreads>(p.making, p.map, token, shared.slots, move);
@@ -127,7 +127,7 @@ __device__ inline void permute_token(const PermuteParams& p, uint32_t block, Per
             scatter<kVectors>(p, shared, count, base + threadIdx.x, words, row);
             base += kVectors * kRowThreads;
             if (base >= words) break;
-            load_part(p, token, base, row);
+            load_words(p, token, base, row);
         }
     } else {
         move_elements(p, shared, token, count);

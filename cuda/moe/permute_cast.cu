@@ -32,11 +32,10 @@
 
 namespace te_fast::moe {
 
-constexpr int kBlock = 128;             // elements that share a scale
-constexpr int kChunk = 16;              // elements of one FP8 store
+constexpr int kBlock = tile::kTile;     // elements that share a scale
 constexpr uint32_t kPause = 200;        // nanoseconds between rounds of looks at absent scales
 constexpr uint32_t kRounds = 1u << 24;  // at least three seconds
-using Map = MapShape<kRowThreads, 16, false>;
+using Map = MapShape<kRowThreads, kLeadingMapGroups, false>;
 
 // Blocks per multiprocessor. Tokens with few experts want many, to hide what they wait for; without the hardware's
 // conversion to FP8 they need more registers, and so does what the compiler makes for sm_89 and sm_120.
@@ -50,7 +49,7 @@ constexpr int kCastBlocks = 10;
 
 // What a word of token_scales or row_tokens is until it comes. As a float it is a NaN, and none that arithmetic makes.
 constexpr uint32_t kAbsent = 0xffffffff;
-constexpr uint32_t kZeroRow = 0xfffffffe;  // row_tokens: no token, or one whose slot has probability 0
+static_assert(kZeroRow != kAbsent);
 
 struct PermuteCastParams {
     const void* x;
@@ -75,7 +74,7 @@ struct PermuteCastParams {
 };
 static_assert(sizeof(PermuteCastParams) == 288);
 
-union CastShared {
+union PermuteCastShared {
     struct {
         Slots slots;
         bool zero[kMaxExperts];
@@ -107,7 +106,7 @@ __device__ inline void clear_gaps(const PermuteCastParams& p, uint32_t block, Ga
 struct MoveProb {
     const PermuteCastParams& p;
     uint32_t token;
-    CastShared& shared;
+    PermuteCastShared& shared;
 
     __device__ uint64_t load(uint32_t column) const {
         return p.probs == nullptr
@@ -129,6 +128,7 @@ struct MoveProb {
 // Sixteen elements of a row.
 template <Floating In>
 struct Chunk {
+    static_assert(2 * kVector == kCastChunk);
     Raw8<In> half[2];
 
     __device__ void load(const In* from) {
@@ -168,7 +168,7 @@ __device__ inline float quantise(const PermuteCastParams& p, uint32_t token, uin
         }
         const float scale = block_scale<In, Out>(p, block_amax(largest));
         bytes[j] = chunk[j].template cast<Out>(scale);
-        if (threadIdx.x % 8 == 0 && at < p.cols / kChunk) {
+        if (threadIdx.x % 8 == 0 && at < p.cols / kCastChunk) {
             ptx::store_relaxed(p.token_scales + static_cast<uint64_t>(token) * p.token_ld + at / 8,
                                __float_as_uint(__frcp_rn(scale)));
         }
@@ -178,23 +178,23 @@ __device__ inline float quantise(const PermuteCastParams& p, uint32_t token, uin
 
 // This thread's chunks of the part of a row that begins at chunk `base`.
 template <int kChunks, Floating In>
-__device__ inline void load_part(const PermuteCastParams& p, uint32_t token, uint32_t base,
-                                 Chunk<In> (&chunk)[kChunks]) {
+__device__ inline void load_chunks(const PermuteCastParams& p, uint32_t token, uint32_t base,
+                                   Chunk<In> (&chunk)[kChunks]) {
     const In* x = static_cast<const In*>(p.x) + static_cast<uint64_t>(token) * p.cols;
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) {
         const uint32_t at = base + j * kRowThreads + threadIdx.x;
         chunk[j].half[0] = chunk[j].half[1] = zero8<In>();
-        if (at < p.cols / kChunk) chunk[j].load(x + static_cast<uint64_t>(at) * kChunk);
+        if (at < p.cols / kCastChunk) chunk[j].load(x + static_cast<uint64_t>(at) * kCastChunk);
     }
 }
 
 template <int kChunks, Floating In, Fp8 Out>
-__device__ inline void cast_token(const PermuteCastParams& p, uint32_t block, CastShared& shared) {
+__device__ inline void cast_token(const PermuteCastParams& p, uint32_t block, PermuteCastShared& shared) {
     const uint32_t token = block - p.making.blocks - p.map.zero_blocks;
-    const uint32_t chunks = p.cols / kChunk;
+    const uint32_t chunks = p.cols / kCastChunk;
     Chunk<In> chunk[kChunks];
-    load_part(p, token, 0, chunk);  // the slots arrive while the row does
+    load_chunks(p, token, 0, chunk);  // the slots arrive while the row does
     if (threadIdx.x == 0) shared.any = false;
     const int count = find_slots<kRowThreads>(p.making, p.map, token, shared.slots, MoveProb{p, token, shared});
     __syncthreads();
@@ -215,7 +215,7 @@ __device__ inline void cast_token(const PermuteCastParams& p, uint32_t block, Ca
         }
         base += kChunks * kRowThreads;
         if (base >= chunks) break;
-        load_part(p, token, base, chunk);
+        load_chunks(p, token, base, chunk);
     }
     strike_dropped<kRowThreads>(p.map, token, shared.slots, count);
     leave_map<kRowThreads>(p.making, block);
@@ -226,7 +226,7 @@ __device__ inline void cast_token(const PermuteCastParams& p, uint32_t block, Ca
 
 // Puts the scales of 32 rows, a lane per row, and eight blocks in their places. False when some have not come.
 __device__ inline bool place_scales(const PermuteCastParams& p, uint32_t rows32, uint32_t octet) {
-    const uint32_t row = rows32 * 32 + threadIdx.x % 32;
+    const uint32_t row = rows32 * kPieceRows + threadIdx.x % kPieceRows;
     const bool filled = row < p.map.rows;
     const uint32_t token = filled ? ptx::load_relaxed(p.row_tokens + row) : kZeroRow;
     if (__any_sync(kFullWarp, token == kAbsent)) return false;
@@ -235,16 +235,16 @@ __device__ inline bool place_scales(const PermuteCastParams& p, uint32_t rows32,
 #pragma unroll
     for (int i = 0; i < 8; ++i) scale[i] = none;
     if (token < kZeroRow) {
-        const uint32_t* from = p.token_scales + static_cast<uint64_t>(token) * p.token_ld + octet * 8;
+        const uint32_t* from = p.token_scales + static_cast<uint64_t>(token) * p.token_ld + octet * kPieceScales;
         ptx::load_relaxed(from, scale);
         ptx::load_relaxed(from + 4, scale + 4);
     }
-    const uint32_t blocks = min(ceil_div(p.cols, uint32_t{kBlock}) - octet * 8, 8u);
+    const uint32_t blocks = min(ceil_div(p.cols, uint32_t{kBlock}) - octet * kPieceScales, uint32_t{kPieceScales});
     bool absent = false;
 #pragma unroll
     for (int i = 0; i < 8; ++i) absent |= i < blocks && scale[i] == kAbsent;
     if (__any_sync(kFullWarp, absent)) return false;
-    uint32_t* to = p.scale_inv + static_cast<uint64_t>(octet) * 8 * p.scale_ld + row;
+    uint32_t* to = p.scale_inv + static_cast<uint64_t>(octet) * kPieceScales * p.scale_ld + row;
 #pragma unroll
     for (int i = 0; i < 8; ++i, to += p.scale_ld) {
         if (i < blocks && row < p.scale_ld) *to = scale[i];
@@ -255,8 +255,9 @@ __device__ inline bool place_scales(const PermuteCastParams& p, uint32_t rows32,
 // The last blocks: a warp goes round its open pieces until their scales have come. They never come where another stream
 // changes the routing map while it is read, so that rows are left that nobody fills: the launch fails then.
 __device__ inline void place_all_scales(const PermuteCastParams& p, uint32_t scale_block) {
-    const uint32_t octets = ceil_div(p.cols, uint32_t{8 * kBlock});
-    const uint32_t pieces = ceil_div(p.scale_ld, 32u) * octets;  // of a kilobyte each: they fit into memory
+    const uint32_t octets = ceil_div(p.cols, uint32_t{kPieceScales * kBlock});
+    const uint32_t pieces =
+        ceil_div(p.scale_ld, uint32_t{kPieceRows}) * octets;  // of a kilobyte each: they fit into memory
     const uint32_t warps = p.scale_blocks * (kRowThreads / 32);
     uint32_t first = scale_block * (kRowThreads / 32) + threadIdx.x / 32;
 #pragma unroll 1
@@ -279,7 +280,7 @@ __device__ inline void place_all_scales(const PermuteCastParams& p, uint32_t sca
 
 template <Floating In, Fp8 Out>
 __device__ void permute_cast(const PermuteCastParams& p) {
-    __shared__ CastShared shared;
+    __shared__ PermuteCastShared shared;
     ptx::wait_for_prior_grids();
     const uint32_t number = take_number(p.making);
     if (number < p.making.blocks) return make_map(p.making, shared.map, number);

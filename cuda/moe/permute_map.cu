@@ -8,7 +8,7 @@
 
 namespace te_fast::moe {
 
-using Map = MapShape<256, 64, true>;
+using Map = MapShape<kMapThreads, kMapGroups, true>;
 
 struct PermuteDroppedParams {
     unsigned long long* rows;
@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(Map::kThreads, 2) permute_map(const
     make_map(p, shared, blockIdx.x);
 }
 
-extern "C" __global__ void __launch_bounds__(32) permute_dropped(const __grid_constant__ PermuteDroppedParams p) {
+extern "C" __global__ void __launch_bounds__(kWarp) permute_dropped(const __grid_constant__ PermuteDroppedParams p) {
     ptx::wait_for_prior_grids();
     if (threadIdx.x != 0) return;
     *p.out = static_cast<int64_t>(p.clear != 0 ? atomicExch(p.rows, 0ull) : atomicAdd(p.rows, 0ull));

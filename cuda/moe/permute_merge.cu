@@ -22,7 +22,6 @@
 
 namespace te_fast::moe {
 
-constexpr int kEndsThreads = 512;
 constexpr int kWarps = kRowThreads / 32;
 constexpr int kFew = 4;    // rows of a token that threads find together
 constexpr int kDots = 32;  // dot products of a token that are in shared memory at once

@@ -10,16 +10,14 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/constants.cuh"
 #include "common/math.cuh"
 #include "common/scan.cuh"
 #include "common/types.cuh"
 
 namespace te_fast::moe {
 
-constexpr int kMaxExperts = 1024;
-constexpr int kRowThreads = 128;  // of the kernels that take one token per block
-
-enum class ProbType : uint32_t { kF32 = 0, kF16 = 1, kBf16 = 2, kF64 = 3 };
+enum class ProbType : uint32_t { kF32 = kProbF32, kF16 = kProbF16, kBf16 = kProbBf16, kF64 = kProbF64 };
 
 __device__ inline float load_prob(const void* probs, size_t i, ProbType type) {
     if (type == ProbType::kF32) return static_cast<const float*>(probs)[i];

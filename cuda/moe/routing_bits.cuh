@@ -9,7 +9,6 @@
 
 namespace te_fast::moe {
 
-constexpr int kMaxTiles = 512;
 constexpr int kPolls = 128;  // looks at `arrived`, about 0.7 us each
 
 // Words in which the blocks of one launch find each other: zero before it, and zero again behind it. What blocks of the
@@ -20,10 +19,16 @@ struct alignas(128) MapState {
     uint32_t seen;                     // blocks that have waited for that
     alignas(32) uint32_t next;         // number of the next block to start (follow_map.cuh)
 };
-static_assert(sizeof(MapState) == 128);  // ops/permute_map.rs asks for as much
+static_assert(sizeof(MapState) == kStateBytes);
 
-enum class RoutingType : uint32_t { kMask8 = 0, kMask32 = 1, kMask64 = 2, kIndex = 3 };
+enum class RoutingType : uint32_t {
+    kMask8 = kRoutingMask8,
+    kMask32 = kRoutingMask32,
+    kMask64 = kRoutingMask64,
+    kIndex = kRoutingIndex,
+};
 
+static_assert(sizeof(uint4) == kFillWord);
 struct MakeMapParams {
     const void* routing;
     int32_t* row_id_map;

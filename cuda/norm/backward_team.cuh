@@ -1,19 +1,16 @@
 // The threads of a row in norm_backward.cu: of one block, or of the blocks of a cluster, and how they add up.
 #pragma once
 
+#include "common/constants.cuh"
 #include "common/math.cuh"
 #include "common/reduce.cuh"
 #include "norm/backward.cuh"
 
 namespace te_fast::norm {
 
-constexpr uint32_t kThreads = 512;
-constexpr uint32_t kWarps = kThreads / 32;
-constexpr uint32_t kMaxStages = 8;
+constexpr uint32_t kWarps = kBackwardThreads / 32;
 
-constexpr uint32_t kMaxBlocks = 8;  // of a cluster
-
-struct Shared {
+struct BackwardShared {
     uint64_t full[kMaxStages], empty[kMaxStages];  // barriers of the ring
     uint64_t sent[2];                              // of sums that other blocks have sent, by turn
     union {
@@ -58,11 +55,11 @@ struct Span<true> {
 };
 
 // The threads of one row.
-struct Team {
+struct BackwardTeam {
     uint32_t threads, id, rank;
     uint32_t turn = 0;
 
-    __device__ explicit Team(uint32_t threads)
+    __device__ explicit BackwardTeam(uint32_t threads)
         : threads(threads), id(threadIdx.x / threads), rank(threadIdx.x % threads) {}
 
     // First of the eight columns of slot `i`.
@@ -70,7 +67,7 @@ struct Team {
 
     // Before the first sum of a cluster. Contains a barrier of all its blocks.
     template <bool kCluster>
-    __device__ static void join(Shared& shared) {
+    __device__ static void join(BackwardShared& shared) {
 #if __CUDA_ARCH__ >= 900
         if constexpr (kCluster) {
             if (threadIdx.x < 2) ptx::init_barrier(shared.sent[threadIdx.x], 1);
@@ -84,7 +81,7 @@ struct Team {
     // Sums over the team, the same bits in each of its threads. Two buffers: who writes to one again has passed the
     // barrier that everybody comes to after having read it.
     template <bool kCluster>
-    __device__ void add(RowSums& sums, Shared& shared, const Span<kCluster>& span) {
+    __device__ void add(RowSums& sums, BackwardShared& shared, const Span<kCluster>& span) {
         if (!kCluster && threads < 32) return add_narrow(sums);
         // One half of the warp goes on with one sum, the other half with the other one.
         const uint32_t lane = threadIdx.x % 32;

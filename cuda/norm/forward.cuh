@@ -2,6 +2,7 @@
 // stored, and the strip of bytes that is stored transposed.
 #pragma once
 
+#include "common/constants.cuh"
 #include "common/fp8.cuh"
 #include "common/math.cuh"
 #include "common/reduce.cuh"
@@ -34,14 +35,10 @@ struct NormParams {
 };
 static_assert(sizeof(NormParams) == 168);
 
-constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr uint32_t kMaxStrip = 64;  // rows of a block at a time; ops/norm_share.rs keeps to it
-constexpr int kHeldBytes = 128;     // of its team's rows that a thread holds; ops/norm_share.rs counts on it
-constexpr int kMaxSums = 8;         // of a team at a time
-constexpr int kMaxBlocks = 8;       // of a cluster
+constexpr int kMaxSums = 8;  // of a team at a time
 
-struct Shared {
+struct ForwardShared {
     uint64_t sent[2][kWarps];
     float parts[2][kMaxSums][kWarps * kMaxBlocks];
     float mean[kMaxStrip], rstd[kMaxStrip];
@@ -52,16 +49,16 @@ struct Stats {
 };
 
 // The threads that have rows to themselves: of one block, or as many of each block of a cluster.
-struct Team {
+struct ForwardTeam {
     uint32_t threads, id, rank;  // in this block
     uint32_t blocks = 1, block = 0;
     uint32_t turn = 0;
 
-    __device__ explicit Team(uint32_t threads)
+    __device__ explicit ForwardTeam(uint32_t threads)
         : threads(threads), id(threadIdx.x / threads), rank(threadIdx.x % threads) {}
 
     // The blocks of a cluster, if there is one, have their rows together. All threads; await_cluster before a sum.
-    __device__ void join_cluster(Shared& shared) {
+    __device__ void join_cluster(ForwardShared& shared) {
 #if __CUDA_ARCH__ >= 900
         blocks = ptx::cluster_blocks();
         block = ptx::cluster_rank();
@@ -89,7 +86,7 @@ struct Team {
     // several sums, since lanes come to have one each. Two buffers: who writes to one again has passed the barrier that
     // everybody comes to after having read it.
     template <int kSums>
-    __device__ float sum(float (&x)[kSums], Shared& shared) {
+    __device__ float sum(float (&x)[kSums], ForwardShared& shared) {
         const uint32_t lane = threadIdx.x % 32, first = lane % kLanes<kSums>;
 #pragma unroll
         for (int half = kSums / 2, bit = 16; half > 0; half /= 2, bit /= 2) {
@@ -117,7 +114,7 @@ struct Team {
   private:
     // The warp's part to every block, until all are there.
     template <int kSums>
-    __device__ void share(float own, float* to, uint32_t first, Shared& shared) {
+    __device__ void share(float own, float* to, uint32_t first, ForwardShared& shared) {
         if (blocks == 1) {
             if (first == 0) *to = own;
             __syncwarp();
@@ -365,7 +362,7 @@ __device__ inline void with_amax(const NormParams& p, Rows rows) {
 // row after row, so that rows are a constant distance apart. Groups of 16 rows keep pieces of 64 and of 32 bytes the
 // other way round, so that those of one column are read from different banks.
 struct Stage {
-    static constexpr uint32_t kPiece = 128;
+    static constexpr uint32_t kPiece = kChunk;
     uint8_t* bytes;
     uint32_t strip;
 

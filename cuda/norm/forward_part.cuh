@@ -12,7 +12,7 @@ struct RowPart {
     static_assert(kRows * kVectors * 8 * sizeof(In) == kHeldBytes);
     static constexpr int kWords = sizeof(In) / 2, kRun = 256;
     static constexpr int kSums = sizeof(In) == 2 ? 2 * kRows : kRows;
-    static constexpr uint32_t kLanes = Team::kLanes<kSums>;
+    static constexpr uint32_t kLanes = ForwardTeam::kLanes<kSums>;
     Raw8<In> slot[kRows][kVectors];
     uint32_t own;  // first vector's column of the block's
     uint32_t col;  // and of the row's
@@ -20,7 +20,7 @@ struct RowPart {
     bool plain;    // all of the warp's columns are, and nothing but x is read, through the ring
     uint4* ring;
 
-    __device__ RowPart(const NormParams& p, uint4* dynamic, const Team& team)
+    __device__ RowPart(const NormParams& p, uint4* dynamic, const ForwardTeam& team)
         : own(team.rank / 32 * kRun * kVectors + team.rank % 32 * 8),
           col(team.block * p.chunk + own),
           vectors(inside(min(p.cols, (team.block + 1) * p.chunk))),
@@ -154,7 +154,7 @@ struct RowPart {
     __device__ static float of_row(float x, int row) { return __shfl_sync(kFullWarp, x, row * kLanes); }
 
     // Sum of squared distances of this lane's row from its mean, over the team.
-    __device__ float add_squares(Team& team, Shared& shared, float mean) {
+    __device__ float add_squares(ForwardTeam& team, ForwardShared& shared, float mean) {
         float squares[kRows];
 #pragma unroll
         for (int row = 0; row < kRows; ++row) {
@@ -167,11 +167,11 @@ struct RowPart {
         }
         forget();
         const float total = team.sum<kRows>(squares, shared);
-        return __shfl_sync(kFullWarp, total, lane_row() * Team::kLanes<kRows>);
+        return __shfl_sync(kFullWarp, total, lane_row() * ForwardTeam::kLanes<kRows>);
     }
 
     // Statistics of this lane's row. Once the rows are in registers, those from `next` on are sent for.
-    __device__ Stats stats(const NormParams& p, Team& team, Shared& shared, size_t next) {
+    __device__ Stats stats(const NormParams& p, ForwardTeam& team, ForwardShared& shared, size_t next) {
         const float share = 1.0f / static_cast<float>(p.cols);
         float sums[kSums];
         add_up(sums);

@@ -101,10 +101,10 @@ __device__ __forceinline__ void normalise(const NormParams& p, const RowPart<kRo
 
 // Rows that teams hold in registers, strip after strip. Behind the ring: the weights, or the bytes to be transposed.
 template <Way kWay, Keep kKeep, int kRows, int kVectors, Floating In>
-__device__ float norm_rows(const NormParams& p, Shared& shared, uint4* dynamic) {
+__device__ float norm_rows(const NormParams& p, ForwardShared& shared, uint4* dynamic) {
     constexpr bool kTransposed = kWay == Way::kTransposed;
     using Part = RowPart<kRows, kVectors, In>;
-    Team team(p.team);
+    ForwardTeam team(p.team);
     team.join_cluster(shared);
     Part part(p, dynamic, team);
     const uint32_t end = static_cast<uint32_t>(kTransposed ? p.ld_t : p.rows);  // with a stride below 2^31: ops/norm.rs
@@ -165,7 +165,7 @@ __device__ float norm_rows(const NormParams& p, Shared& shared, uint4* dynamic) 
 // Statistics of a row of any length and alignment, of which `cols` columns are read: all, or none by a team that has no
 // row but meets the others' barriers. With a residual the sum is stored on the way.
 template <bool kVectors, Floating In>
-__device__ Stats read_stats(const NormParams& p, size_t row, size_t cols, Team& team, Shared& shared) {
+__device__ Stats read_stats(const NormParams& p, size_t row, size_t cols, ForwardTeam& team, ForwardShared& shared) {
     const size_t first = row * p.cols, step = 8 * team.threads;
     const void* from = p.residual == nullptr ? p.x : p.sum;
     float mean[1] = {}, squares[1] = {};
@@ -191,8 +191,8 @@ __device__ Stats read_stats(const NormParams& p, size_t row, size_t cols, Team& 
 
 // Rows that teams read anew for each use: for rows that registers cannot hold, and for those without 16-byte loads.
 template <bool kVectors, Floating In>
-__device__ float norm_again(const NormParams& p, Shared& shared, uint4* dynamic) {
-    Team team(p.team);
+__device__ float norm_again(const NormParams& p, ForwardShared& shared, uint4* dynamic) {
+    ForwardTeam team(p.team);
     const Stage stage{reinterpret_cast<uint8_t*>(dynamic + p.ring * (blockDim.x * (kHeldBytes / 16))), p.strip};
     const uint32_t teams = blockDim.x / p.team;
     const void* from = p.residual == nullptr ? p.x : p.sum;
@@ -241,14 +241,15 @@ __device__ float norm_again(const NormParams& p, Shared& shared, uint4* dynamic)
 }
 
 template <Way kWay, Floating In>
-__device__ float norm_by(const NormParams& p, bool vectors, Shared& shared, uint4* dynamic) {
+__device__ float norm_by(const NormParams& p, bool vectors, ForwardShared& shared, uint4* dynamic) {
     if (!vectors) return norm_again<false, In>(p, shared, dynamic);
     if constexpr (kWay == Way::kLong) {
         return norm_again<true, In>(p, shared, dynamic);
     } else {
         constexpr int kSize = sizeof(In);
         if constexpr (kWay == Way::kTransposed) {
-            return norm_rows<kWay, Keep::kRegisters, 8 / kSize, 2, In>(p, shared, dynamic);
+            return norm_rows<kWay, Keep::kRegisters, kHeldBytes / kTransposedColumns / kSize, kTransposedColumns / 8,
+                             In>(p, shared, dynamic);
         } else {
             if (p.chunk * kSize <= 64 * p.team)
                 return norm_rows<kWay, Keep::kShared, 2, 8 / kSize, In>(p, shared, dynamic);
@@ -259,7 +260,7 @@ __device__ float norm_by(const NormParams& p, bool vectors, Shared& shared, uint
 
 template <Way kWay, Floating In>
 __device__ void norm(const NormParams& p) {
-    __shared__ Shared shared;
+    __shared__ ForwardShared shared;
     extern __shared__ __align__(ptx::kCopyAlign) uint4 dynamic[];
     with_amax(p, [&] { return norm_by<kWay, In>(p, all_vectors(p), shared, dynamic); });
 }

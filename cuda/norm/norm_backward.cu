@@ -44,7 +44,7 @@ struct Ring {
     __device__ Ring(const NormBackwardParams& p, const Span<kCluster>& span, void* memory)
         : memory(static_cast<uint8_t*>(memory)),
           span(span),
-          rows(kThreads / p.team),
+          rows(kBackwardThreads / p.team),
           operand_bytes(rows * span.width(p) * static_cast<uint32_t>(sizeof(In))),
           stage_bytes(operand_bytes * (p.add == nullptr ? 2 : 3)) {}
 
@@ -55,7 +55,7 @@ struct Ring {
     }
 
     // Asks for the thread's operand of the rows from `row0` on, if there are any.
-    __device__ void request(const NormBackwardParams& p, Shared& shared, uint32_t stage, uint32_t row0) const {
+    __device__ void request(const NormBackwardParams& p, BackwardShared& shared, uint32_t stage, uint32_t row0) const {
         if (row0 >= p.rows) return;
         const uint32_t operand = ptx::thread_index() / 32, left = p.rows - row0;
         const uint32_t bytes = left < rows ? left * span.width(p) * static_cast<uint32_t>(sizeof(In)) : operand_bytes;
@@ -67,7 +67,7 @@ struct Ring {
     }
 
     // Begins; the block's rows are every `stride`th from `row0` on. Contains a barrier.
-    __device__ void start(const NormBackwardParams& p, Shared& shared, uint32_t row0, uint32_t stride) const {
+    __device__ void start(const NormBackwardParams& p, BackwardShared& shared, uint32_t row0, uint32_t stride) const {
         if (threadIdx.x == 0) {
             for (uint32_t i = 0; i < p.stages; ++i) {
                 ptx::init_barrier(shared.full[i], p.add == nullptr ? 2 : 3);
@@ -81,7 +81,7 @@ struct Ring {
     }
 
     // Asks for the rows that take the place of the stage before this one.
-    __device__ void refill(const NormBackwardParams& p, Shared& shared, uint32_t row0) const {
+    __device__ void refill(const NormBackwardParams& p, BackwardShared& shared, uint32_t row0) const {
         if (!asks(p) || row0 >= p.rows) return;
         const uint32_t before = stage == 0 ? p.stages - 1 : stage - 1;
         ptx::wait(shared.empty[before], stage == 0 ? parity ^ 1 : parity);
@@ -89,7 +89,7 @@ struct Ring {
     }
 
     // This warp has read the stage.
-    __device__ void release(const NormBackwardParams& p, Shared& shared) {
+    __device__ void release(const NormBackwardParams& p, BackwardShared& shared) {
         __syncwarp();
         if (threadIdx.x % 32 == 0) ptx::arrive(shared.empty[stage]);
         parity ^= stage + 1 == p.stages;
@@ -119,7 +119,7 @@ struct StatsQueue {
     uint32_t lanes, row, stride;  // a power of two; of this lane's next read
     RowStats now, following;
 
-    __device__ StatsQueue(const NormBackwardParams& p, const Team& team, uint32_t first, uint32_t stride)
+    __device__ StatsQueue(const NormBackwardParams& p, const BackwardTeam& team, uint32_t first, uint32_t stride)
         : p(p), lanes(min(team.threads, 32u)), row(first + threadIdx.x % lanes * stride), stride(stride) {
         following = read();
         now = following;
@@ -158,15 +158,15 @@ struct Rows {
     // What is needed twice stays in registers where there are enough.
     static constexpr bool kKept = kSlots <= 2 && sizeof(In) == 2 && !(kCluster && kFewRegisters);
     const NormBackwardParams& p;
-    Shared& shared;
-    Team& team;
+    BackwardShared& shared;
+    BackwardTeam& team;
     Span<kCluster> span;
     Ring<kCluster, In> ring;
     float factor[kSlots][8];
     ColumnSums<kSlots> total;
     Columns8 kept[kKept ? kSlots : 1];
 
-    __device__ Rows(const NormBackwardParams& p, Shared& shared, Team& team, void* memory)
+    __device__ Rows(const NormBackwardParams& p, BackwardShared& shared, BackwardTeam& team, void* memory)
         : p(p), shared(shared), team(team), span(p), ring(p, span, memory) {}
 
     // Of the block's column `col` of a row.
@@ -238,7 +238,7 @@ struct Rows {
         const uint32_t stride = gridDim.x / span.blocks() * ring.rows;
         const float reciprocal = __frcp_rn(static_cast<float>(p.cols));
         uint32_t row0 = blockIdx.x / span.blocks() * ring.rows;
-        Team::join<kCluster>(shared);
+        BackwardTeam::join<kCluster>(shared);
         if constexpr (kRing) ring.start(p, shared, row0, stride);
         StatsQueue queue(p, team, row0 + team.id, stride);
 #pragma unroll
@@ -281,15 +281,15 @@ struct Words {
 
 // The block's sums of its columns, those of its teams added, to `to`. Contains barriers unless a team is the block.
 template <int kSlots>
-__device__ void publish(const Words& layout, uint32_t width, const Team& team, float (&total)[kSlots][8],
+__device__ void publish(const Words& layout, uint32_t width, const BackwardTeam& team, float (&total)[kSlots][8],
                         float4* scratch, float4* to) {
-    if (team.threads == kThreads) {
+    if (team.threads == kBackwardThreads) {
 #pragma unroll
         for (int i = 0; i < kSlots; ++i) {
             if (team.col(i) >= width) break;
-            float4* words = to + 2 * i * kThreads + threadIdx.x;
+            float4* words = to + 2 * i * kBackwardThreads + threadIdx.x;
             words[0] = make_float4(total[i][0], total[i][1], total[i][2], total[i][3]);
-            words[kThreads] = make_float4(total[i][4], total[i][5], total[i][6], total[i][7]);
+            words[kBackwardThreads] = make_float4(total[i][4], total[i][5], total[i][6], total[i][7]);
         }
         return;
     }
@@ -304,16 +304,16 @@ __device__ void publish(const Words& layout, uint32_t width, const Team& team, f
             }
         }
         if (2 * i * team.threads >= layout.count) continue;
-        float4* words = scratch + 2 * i * kThreads + threadIdx.x;
+        float4* words = scratch + 2 * i * kBackwardThreads + threadIdx.x;
         words[0] = make_float4(total[i][0], total[i][1], total[i][2], total[i][3]);
-        words[kThreads] = make_float4(total[i][4], total[i][5], total[i][6], total[i][7]);
+        words[kBackwardThreads] = make_float4(total[i][4], total[i][5], total[i][6], total[i][7]);
     }
     __syncthreads();
-    for (uint32_t word = threadIdx.x; word < layout.count; word += kThreads) {
+    for (uint32_t word = threadIdx.x; word < layout.count; word += kBackwardThreads) {
         if (layout.col(word) >= width) continue;
-        const float4* from = scratch + word / team.threads * kThreads + word % team.threads;
+        const float4* from = scratch + word / team.threads * kBackwardThreads + word % team.threads;
         float4 sum = from[0];
-        for (uint32_t other = apart; other < kThreads; other += apart) {
+        for (uint32_t other = apart; other < kBackwardThreads; other += apart) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) element(sum, i) += (&from[other].x)[i];
         }
@@ -325,7 +325,7 @@ __device__ void publish(const Words& layout, uint32_t width, const Team& team, f
 // barriers.
 template <bool kCluster>
 __device__ inline void finish_words(const NormBackwardParams& p, const Words& layout, const Span<kCluster>& span,
-                                    const float4* from, void* to, uint32_t first, Shared& shared) {
+                                    const float4* from, void* to, uint32_t first, BackwardShared& shared) {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = gridDim.x / span.blocks();
     const bool inside = first + lane < layout.count && layout.col(first + lane) < span.width(p);
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -357,11 +357,11 @@ __device__ inline void finish_words(const NormBackwardParams& p, const Words& la
 }
 
 template <Source kSource, bool kCluster, int kSlots, Floating In>
-__device__ void norm_backward(const NormBackwardParams& p, Shared& shared, uint4* dynamic) {
+__device__ void norm_backward(const NormBackwardParams& p, BackwardShared& shared, uint4* dynamic) {
     auto& rendezvous = *reinterpret_cast<Rendezvous*>(p.counters);
     const bool summed = p.dgamma != nullptr || p.dbeta != nullptr;
     if (summed) rendezvous.enter();
-    Team team(p.team);
+    BackwardTeam team(p.team);
     Rows<kSource, kCluster, In, kSlots> rows(p, shared, team, dynamic);
     rows.run();
     if (!summed) return;
@@ -393,17 +393,17 @@ __device__ void norm_backward(const NormBackwardParams& p, Shared& shared, uint4
 }
 
 template <bool kCluster, Source kSource, Floating In>
-__device__ void norm_backward(const NormBackwardParams& p, Shared& shared, uint4* dynamic) {
-    if (kCluster || p.cols <= 16 * p.team) {
-        norm_backward<kSource, kCluster, 2, In>(p, shared, dynamic);
+__device__ void norm_backward(const NormBackwardParams& p, BackwardShared& shared, uint4* dynamic) {
+    if (kCluster || p.cols <= 8 * kFewSlots * p.team) {
+        norm_backward<kSource, kCluster, kFewSlots, In>(p, shared, dynamic);
     } else if constexpr (!kCluster) {
-        norm_backward<kSource, kCluster, 3, In>(p, shared, dynamic);
+        norm_backward<kSource, kCluster, kManySlots, In>(p, shared, dynamic);
     }
 }
 
 template <bool kCluster, Floating In>
 __device__ void norm_backward(const NormBackwardParams& p) {
-    __shared__ Shared shared;
+    __shared__ BackwardShared shared;
     extern __shared__ __align__(ptx::kCopyAlign) uint4 dynamic[];
     if (rows_are_vectors<In>(p)) {
         norm_backward<kCluster, ptx::kBulkCopies ? Source::kRing : Source::kVectors, In>(p, shared, dynamic);
@@ -412,10 +412,11 @@ __device__ void norm_backward(const NormBackwardParams& p) {
     }
 }
 
-#define INSTANCE(symbol, cluster, in)                                                                                \
-    extern "C" __global__ void __launch_bounds__(kThreads, 1) symbol(const __grid_constant__ NormBackwardParams p) { \
-        ptx::wait_for_prior_grids();                                                                                 \
-        norm_backward<cluster, in>(p);                                                                               \
+#define INSTANCE(symbol, cluster, in)                                 \
+    extern "C" __global__ void __launch_bounds__(kBackwardThreads, 1) \
+        symbol(const __grid_constant__ NormBackwardParams p) {        \
+        ptx::wait_for_prior_grids();                                  \
+        norm_backward<cluster, in>(p);                                \
     }
 
 INSTANCE(norm_backward_f32, false, f32)

@@ -12,32 +12,30 @@
 //         dgamma, dbeta: partial f32 [2][ceil(rows / chunk)][cols], tiles_cols counters; at least one block.
 // Moves:  per element sizeof(In) for each of dy and x twice, add and dx.
 
+#include "common/constants.cuh"
 #include "common/math.cuh"
 #include "common/reduce.cuh"
 #include "norm/backward.cuh"
 
 namespace te_fast::norm {
 
-constexpr uint32_t kSumThreads = 512;
-constexpr uint32_t kThreads = 256;
-constexpr uint32_t kTileCols = 128;
-constexpr uint32_t kLanes = kTileCols / 8;     // threads along the columns
-constexpr uint32_t kStep = kThreads / kLanes;  // rows at a time
-constexpr uint32_t kWarps = kThreads / 32;
+constexpr uint32_t kLanes = kTileCols / 8;  // threads along the columns
+static_assert(kTileThreads / kLanes == kTileStep);
+constexpr uint32_t kWarps = kTileThreads / 32;
 
 // The same on both sides of a barrier.
 __device__ inline RowSums* row_sums(const NormBackwardParams& p) { return reinterpret_cast<RowSums*>(p.sums); }
 
 template <bool kVectors, Floating In>
 __device__ void sum_rows(const NormBackwardParams& p) {
-    __shared__ RowSums of_warps[2][kSumThreads / 32];
+    __shared__ RowSums of_warps[2][kBackwardThreads / 32];
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint32_t turn = 0;
     for (uint32_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
         const RowStats stats = load_stats(p, row);
         RowSums sums{0.0f, 0.0f};
 #pragma unroll 2
-        for (uint32_t col = 8 * threadIdx.x; col < p.cols; col += 8 * kSumThreads) {
+        for (uint32_t col = 8 * threadIdx.x; col < p.cols; col += 8 * kBackwardThreads) {
             const size_t index = static_cast<size_t>(row) * p.cols + col;
             const int width = width_at(col, p.cols);
             Columns8 part(load_part<kVectors, In>(p.dy, index, width), load_part<kVectors, In>(p.x, index, width));
@@ -52,7 +50,7 @@ __device__ void sum_rows(const NormBackwardParams& p) {
         if (lane == 0) of_warps[turn][warp] = sums;
         __syncthreads();
         if (warp != 0) continue;
-        sums = lane < kSumThreads / 32 ? of_warps[turn][lane] : RowSums{0.0f, 0.0f};
+        sums = lane < kBackwardThreads / 32 ? of_warps[turn][lane] : RowSums{0.0f, 0.0f};
         sums = {warp_sum(sums.plain), warp_sum(sums.normed)};
         sums.finish(p, 1.0f / static_cast<float>(p.cols));
         if (lane == 0) row_sums(p)[row] = sums;
@@ -72,7 +70,7 @@ __device__ TileSums differentiate_tile(const NormBackwardParams& p, uint32_t fir
     float factor[8];
     load_factor<kVectors>(p, col, width, factor);
 #pragma unroll 2
-    for (uint32_t row = first + threadIdx.x / kLanes; row < end; row += kStep) {
+    for (uint32_t row = first + threadIdx.x / kLanes; row < end; row += kTileStep) {
         const size_t index = static_cast<size_t>(row) * p.cols + col;
         const RowStats stats = load_stats(p, row);
         Columns8 part(load_part<kVectors, In>(p.dy, index, width), load_part<kVectors, In>(p.x, index, width));
@@ -164,11 +162,11 @@ __device__ void norm_backward_tiles(const NormBackwardParams& p) {
         kernel<in>(p);                                            \
     }
 
-INSTANCE(norm_backward_sums_f32, norm_backward_sums, kSumThreads, 2, f32)
-INSTANCE(norm_backward_sums_f16, norm_backward_sums, kSumThreads, 2, f16)
-INSTANCE(norm_backward_sums_bf16, norm_backward_sums, kSumThreads, 2, bf16)
-INSTANCE(norm_backward_tiles_f32, norm_backward_tiles, kThreads, 3, f32)
-INSTANCE(norm_backward_tiles_f16, norm_backward_tiles, kThreads, 3, f16)
-INSTANCE(norm_backward_tiles_bf16, norm_backward_tiles, kThreads, 3, bf16)
+INSTANCE(norm_backward_sums_f32, norm_backward_sums, kBackwardThreads, 2, f32)
+INSTANCE(norm_backward_sums_f16, norm_backward_sums, kBackwardThreads, 2, f16)
+INSTANCE(norm_backward_sums_bf16, norm_backward_sums, kBackwardThreads, 2, bf16)
+INSTANCE(norm_backward_tiles_f32, norm_backward_tiles, kTileThreads, 3, f32)
+INSTANCE(norm_backward_tiles_f16, norm_backward_tiles, kTileThreads, 3, f16)
+INSTANCE(norm_backward_tiles_bf16, norm_backward_tiles, kTileThreads, 3, bf16)
 
 }  // namespace te_fast::norm

@@ -12,13 +12,11 @@
 
 namespace te_fast::norm {
 
-constexpr int kShortThreads = 128;  // ops/norm_share.rs counts on it
-constexpr int kShortBytes = 64;     // of its rows that a thread holds, likewise
 // Blocks of a multiprocessor that the registers are capped for, without a spill.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-constexpr int kShortBlocks = 6, kShortTransposeBlocks = 5;  // conversion in software needs more
+constexpr int kBlocks = 6, kTransposeBlocks = 5;  // conversion in software needs more
 #else
-constexpr int kShortBlocks = 8, kShortTransposeBlocks = 6;
+constexpr int kBlocks = kShortBlocks, kTransposeBlocks = kShortTransposeBlocks;
 #endif
 
 // d += a * b; of a's 16 rows the upper and the lower eight are given apart.
@@ -243,11 +241,11 @@ __device__ void norm_short(const NormParams& p) {
         norm_short<transposed, in>(p);                                                                                 \
     }
 
-INSTANCE(norm_short_f32, false, kShortBlocks, f32)
-INSTANCE(norm_short_f16, false, kShortBlocks, f16)
-INSTANCE(norm_short_bf16, false, kShortBlocks, bf16)
-INSTANCE(norm_short_transpose_f32, true, kShortTransposeBlocks, f32)
-INSTANCE(norm_short_transpose_f16, true, kShortTransposeBlocks, f16)
-INSTANCE(norm_short_transpose_bf16, true, kShortTransposeBlocks, bf16)
+INSTANCE(norm_short_f32, false, kBlocks, f32)
+INSTANCE(norm_short_f16, false, kBlocks, f16)
+INSTANCE(norm_short_bf16, false, kBlocks, bf16)
+INSTANCE(norm_short_transpose_f32, true, kTransposeBlocks, f32)
+INSTANCE(norm_short_transpose_f16, true, kTransposeBlocks, f16)
+INSTANCE(norm_short_transpose_bf16, true, kTransposeBlocks, bf16)
 
 }  // namespace te_fast::norm

@@ -5,11 +5,10 @@
 // Needs:  contiguous x, r, y of rows x cols, b of cols; 16-byte aligned rows of all take the vector path.
 // Moves:  sizeof(x) + sizeof(y) bytes per element, + sizeof(x) with r.
 
+#include "common/constants.cuh"
 #include "common/vec.cuh"
 
 namespace te_fast::quantize {
-
-constexpr int kThreads = 256;
 
 struct AffineParams {
     const void* x;
@@ -19,7 +18,7 @@ struct AffineParams {
     uint64_t rows;
     uint64_t cols;
     float alpha;
-    uint32_t y_type;  // 0 f32, 1 f16, 2 bf16
+    uint32_t y_type;  // FloatKind
     uint32_t b_type;
     uint32_t unused;
 };

@@ -8,20 +8,20 @@
 //         each launch; one launch at a time per workspace. With scale null the kernel stops after amax.
 // Moves:  sizeof(In) bytes per element.
 
+#include "common/constants.cuh"
 #include "common/math.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 
 namespace te_fast::quantize {
 
-constexpr int kThreads = 256;
-constexpr int kSteps = 4;  // loads in flight per thread
-constexpr uint64_t kSpan = static_cast<uint64_t>(kThreads) * kSteps * 8;
+constexpr int kSteps = kSpan / (kThreads * 8);  // loads in flight per thread
 
 struct AmaxWorkspace {
     float amax;
     unsigned arrived;
 };
+static_assert(sizeof(AmaxWorkspace) == kAmaxWorkspaceBytes);
 
 struct AmaxParams {
     const void* x;
@@ -60,7 +60,7 @@ template <bool kVectors, Floating In>
 __device__ float local_absmax(const AmaxParams& p) {
     const In* x = static_cast<const In*>(p.x);
     Raw8<In> acc = zero8<In>();
-    for (uint64_t base = blockIdx.x * kSpan; base < p.count; base += gridDim.x * kSpan) {
+    for (uint64_t base = uint64_t{blockIdx.x} * kSpan; base < p.count; base += uint64_t{gridDim.x} * kSpan) {
         Raw8<In> raw[kSteps];
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
@@ -101,7 +101,7 @@ INSTANCE(amax_f32, f32)
 INSTANCE(amax_f16, f16)
 INSTANCE(amax_bf16, bf16)
 
-extern "C" __global__ void __launch_bounds__(32) scale_from_amax(const __grid_constant__ ScaleFromAmaxParams p) {
+extern "C" __global__ void __launch_bounds__(kWarp) scale_from_amax(const __grid_constant__ ScaleFromAmaxParams p) {
     ptx::wait_for_prior_grids();
     if (threadIdx.x == 0) write_scale(p, *p.amax);
 }

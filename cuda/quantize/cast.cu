@@ -5,15 +5,14 @@
 // Needs:  contiguous x and out; any count and alignment (16-byte x and 8-byte out take the vector path).
 // Moves:  sizeof(In) + 1 bytes per element.
 
+#include "common/constants.cuh"
 #include "common/fp8.cuh"
 #include "common/reduce.cuh"
 #include "common/vec.cuh"
 
 namespace te_fast::quantize {
 
-constexpr int kThreads = 256;
-constexpr int kSteps = 4;  // loads in flight per thread
-constexpr uint64_t kBlockElements = static_cast<uint64_t>(kThreads) * kSteps * 8;
+constexpr int kSteps = kSpan / (kThreads * 8);  // loads in flight per thread
 
 struct CastParams {
     const void* x;
@@ -69,9 +68,9 @@ __device__ void cast(const CastParams& p) {
     const uint32_t block = p.reverse != 0 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     if (block == 0 && threadIdx.x == 0 && p.scale_inv != nullptr) *p.scale_inv = __frcp_rn(*p.scale);
     if (is_aligned(p.x, 16) && is_aligned(p.out, 8)) {
-        cast_span<true, In, Out>(p, block * kBlockElements);
+        cast_span<true, In, Out>(p, static_cast<uint64_t>(block) * kSpan);
     } else {
-        cast_span<false, In, Out>(p, block * kBlockElements);
+        cast_span<false, In, Out>(p, static_cast<uint64_t>(block) * kSpan);
     }
 }
 

@@ -16,6 +16,7 @@
 //         16-byte aligned. out (with scale_inv) or out_t (with scale_inv_t) may be null.
 // Moves:  sizeof(In) + 1 byte per element and per layout written, and the scales.
 
+#include "common/constants.cuh"
 #include "common/fp8.cuh"
 #include "common/math.cuh"
 #include "common/reduce.cuh"
@@ -56,8 +57,6 @@ constexpr int kNarrowBlocks = 3;
 template <Floating In>
 constexpr int kBlocks = sizeof(In) == 4 ? 2 : kNarrowBlocks;
 
-constexpr uint8_t kZeroByte = 255;
-
 // 1 / scale of a power of two, as its biased exponent. Scales are 2^-120 to 2^127: the inverses 2^-127 to 2^120.
 __device__ inline uint8_t pack_inverse(float scale) {
     return static_cast<uint8_t>(254 - (__float_as_uint(scale) >> 23));
@@ -66,7 +65,7 @@ __device__ inline uint8_t pack_inverse(float scale) {
 // 2^(byte - 127); byte 0 is a subnormal.
 __device__ inline float unpack_inverse(uint8_t byte) {
     const uint32_t bits = byte == 0 ? 0x00400000u : static_cast<uint32_t>(byte) << 23;
-    return byte == kZeroByte ? 0.0f : __uint_as_float(bits);
+    return byte == kZeroScaleByte ? 0.0f : __uint_as_float(bits);
 }
 
 // Each block turns its share of the packed scales into floats.
@@ -176,7 +175,7 @@ __device__ void cast_columns_1d(const CastBlockParams& p, const TilePlace& place
         const size_t col = place.col0 + threadIdx.x;
         const size_t at = (place.row0 / kTile) * p.scale_ld_t + col;
         if (col < p.scale_ld_t && p.byte_scales_t != 0) {
-            reinterpret_cast<uint8_t*>(p.scale_inv_t)[at] = col < p.cols ? pack_inverse(scale) : kZeroByte;
+            reinterpret_cast<uint8_t*>(p.scale_inv_t)[at] = col < p.cols ? pack_inverse(scale) : kZeroScaleByte;
         } else if (col < p.scale_ld_t) {
             p.scale_inv_t[at] = col < p.cols ? __frcp_rn(scale) : 0.0f;
         }

@@ -9,6 +9,7 @@
 //         out or out_t may be null. dbias: counters zeroed once at allocation, they are zero again after each launch.
 // Moves:  sizeof(In) + 1 byte per element and per layout written; dbias adds 8 bytes per column and strip.
 
+#include "common/constants.cuh"
 #include "common/fp8.cuh"
 #include "tile/column_sums.cuh"
 
@@ -41,7 +42,7 @@ struct CastShared {
         WarpTotals<1> sums;   // after that
     };
 };
-static_assert(sizeof(CastShared<bf16>) == 48 << 10 && sizeof(CastShared<f32>) == 48 << 10);
+static_assert(sizeof(CastShared<bf16>) == kCastTransposeShared && sizeof(CastShared<f32>) == kCastTransposeShared);
 
 // The rows of the strip.
 template <bool kVectors, bool kDbias, Floating In, Fp8 Out>
@@ -91,7 +92,7 @@ __device__ __forceinline__ void cast_rows(const CastTransposeParams& p, const St
 // Blocks per multiprocessor that the registers are capped for: the most without a spill.
 template <bool kDbias>
 constexpr int kCastBlocks = !kManyBlocks ? 2
-                            : kDbias     ? 3
+                            : kDbias     ? kSummingBlocks
                                          : 4;
 
 template <bool kDbias, Floating In, Fp8 Out>

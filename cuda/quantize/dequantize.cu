@@ -8,14 +8,14 @@
 // Needs:  q [rows, ld] with ld >= cols, contiguous out; any alignment.
 // Moves:  1 + sizeof(Out) bytes per element.
 
+#include "common/constants.cuh"
 #include "common/fp8.cuh"
 #include "common/math.cuh"
 #include "common/vec.cuh"
 
 namespace te_fast::quantize {
 
-constexpr int kThreads = 256;
-constexpr int kSteps = 4;
+constexpr int kSteps = kSpan / (kThreads * 8);
 
 struct DequantizeParams {
     const uint8_t* q;
@@ -43,9 +43,9 @@ __device__ inline float scale_of(const DequantizeParams& p, uint64_t row, uint64
     if constexpr (kBlocks == Blocks::kNone) {
         return *p.scale_inv;
     } else if constexpr (kBlocks == Blocks::kOneDimensional) {
-        return p.scale_inv[col / 128 * p.scale_ld + row];
+        return p.scale_inv[col / tile::kTile * p.scale_ld + row];
     } else {
-        return p.scale_inv[row / 128 * p.scale_ld + col / 128];
+        return p.scale_inv[row / tile::kTile * p.scale_ld + col / tile::kTile];
     }
 }
 

@@ -9,15 +9,16 @@
 
 #include <cstdint>
 
+#include "common/constants.cuh"
 #include "common/ptx.cuh"
 #include "common/reduce.cuh"
 
 namespace te_fast::quantize {
 
-constexpr int kEntries = 32;
-constexpr int kRow = 12;
-constexpr int kScale = 4;
-constexpr int kFound = 8;
+// Places in the table, in floats.
+constexpr int kRow = kHandoverRowBytes / sizeof(float);
+constexpr int kScale = kHandoverScaleAt / sizeof(float);
+constexpr int kFound = kHandoverFoundAt / sizeof(float);
 
 struct HandoverEntry {
     const float* scale;
@@ -25,7 +26,7 @@ struct HandoverEntry {
 };
 
 struct HandoverParams {
-    HandoverEntry entries[kEntries];
+    HandoverEntry entries[kHandoverEntries];
     float* table;
     uint32_t first;
     uint32_t count;
@@ -48,7 +49,7 @@ __device__ void handover_entry(const HandoverParams& p) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kEntries) handover(const __grid_constant__ HandoverParams p) {
+extern "C" __global__ void __launch_bounds__(kHandoverEntries) handover(const __grid_constant__ HandoverParams p) {
     ptx::wait_for_prior_grids();
     handover_entry(p);
 }

@@ -15,12 +15,12 @@
 // 0 where live is null; live is slot 0 of the histories. One block of 32 threads per entry. amax_gather_few is to it
 // what scale_update_few is to scale_update.
 
+#include "common/constants.cuh"
 #include "common/math.cuh"
 #include "common/reduce.cuh"
 
 namespace te_fast::quantize {
 
-constexpr int kThreads = 256;
 constexpr int kSlots = 4;  // slots of a history per thread and barrier: TE's default of 1024 takes one
 
 struct ScaleEntry {
@@ -38,8 +38,8 @@ struct ScaleUpdateParams {
     uint32_t most_recent;
     ScaleEntry entry[kEntries];
 };
-static_assert(sizeof(ScaleUpdateParams<62>) == 2000);
-static_assert(sizeof(ScaleUpdateParams<1020>) == 32656, "kernel parameters end at 32764 bytes");
+static_assert(sizeof(ScaleUpdateParams<kFewEntries>) == 2000);
+static_assert(sizeof(ScaleUpdateParams<kManyEntries>) == 32656, "kernel parameters end at 32764 bytes");
 
 // Rolls one history in place and returns the maximum over the window, in every thread.
 __device__ inline float roll(float* history, uint64_t length, uint64_t stride, float last, float* scratch) {
@@ -83,8 +83,6 @@ __device__ void scale_update(const ScaleUpdateParams<kEntries>& p) {
     }
 }
 
-constexpr int kGatherThreads = 32;
-
 struct LiveAmax {
     const float* live;  // null: 0
     uint32_t first;
@@ -98,13 +96,13 @@ struct AmaxGatherParams {
     uint32_t unused;
     LiveAmax entry[kEntries];
 };
-static_assert(sizeof(AmaxGatherParams<62>) == 1008);
-static_assert(sizeof(AmaxGatherParams<1020>) == 16336);
+static_assert(sizeof(AmaxGatherParams<kFewEntries>) == 1008);
+static_assert(sizeof(AmaxGatherParams<kManyEntries>) == 16336);
 
 template <int kEntries>
 __device__ void amax_gather(const AmaxGatherParams<kEntries>& p) {
     const LiveAmax& entry = p.entry[blockIdx.x];
-    for (uint32_t c = threadIdx.x; c < entry.count; c += kGatherThreads) {
+    for (uint32_t c = threadIdx.x; c < entry.count; c += kWarp) {
         p.gathered[static_cast<uint64_t>(entry.first) + c] = entry.live == nullptr ? 0.0f : entry.live[c];
     }
 }
@@ -115,16 +113,15 @@ __device__ void amax_gather(const AmaxGatherParams<kEntries>& p) {
         scale_update<entries>(p);                                      \
     }
 
-INSTANCE(scale_update, 1020)
-INSTANCE(scale_update_few, 62)
+INSTANCE(scale_update, kManyEntries)
+INSTANCE(scale_update_few, kFewEntries)
 
-#define GATHER_INSTANCE(symbol, entries)                              \
-    extern "C" __global__ void __launch_bounds__(kGatherThreads)      \
-        symbol(const __grid_constant__ AmaxGatherParams<entries> p) { \
-        amax_gather<entries>(p);                                      \
+#define GATHER_INSTANCE(symbol, entries)                                                                              \
+    extern "C" __global__ void __launch_bounds__(kWarp) symbol(const __grid_constant__ AmaxGatherParams<entries> p) { \
+        amax_gather<entries>(p);                                                                                      \
     }
 
-GATHER_INSTANCE(amax_gather, 1020)
-GATHER_INSTANCE(amax_gather_few, 62)
+GATHER_INSTANCE(amax_gather, kManyEntries)
+GATHER_INSTANCE(amax_gather_few, kFewEntries)
 
 }  // namespace te_fast::quantize

@@ -5,14 +5,13 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/constants.cuh"
 #include "common/types.cuh"
 #include "common/vec.cuh"
 
 namespace te_fast::tile {
 
-constexpr int kTile = 128;
-constexpr int kTileThreads = 256;
-constexpr int kPatch = 8;
+constexpr int kPatch = kVector;
 constexpr int kPatches = kTile / kPatch;  // along either side
 
 // Where a tile lies and what this thread holds of it.

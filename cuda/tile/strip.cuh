@@ -13,7 +13,7 @@ namespace te_fast::tile {
 // in the order of their strips: long ones keep loads under way, short ones at the end let all multiprocessors finish
 // together.
 struct StripPlan {
-    static constexpr int kLevels = 3;
+    static constexpr int kLevels = kStripLevels;
     uint32_t tiles_rows, tiles_cols;
     uint32_t strips;  // of one column
     uint32_t count[kLevels], tiles[kLevels];

@@ -121,7 +121,7 @@ template <bool kGated, int kTogether = 1>
 __device__ inline void store_columns(uint8_t* out_t, size_t ld, size_t row0, uint32_t col0,
                                      const Halves<kGated>& halves, int half, const TransposeBuffer& buffer) {
     const uint32_t thread = ptx::thread_index(), chunk = thread % 8;  // 16 rows each
-    const size_t row = row0 + chunk * 16;
+    const size_t row = row0 + chunk * kTransposedAlign;
     if (row >= ld) return;
 #pragma unroll kTogether
     for (uint32_t local = thread / 8; local < kTile; local += kTileThreads / 8) {

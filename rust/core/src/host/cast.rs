@@ -2,11 +2,12 @@
 
 use rayon::prelude::*;
 use te_fast_kernels::KernelId;
+use te_fast_kernels::constants::tile::TILE;
 
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
 use crate::host::fp8::{Format, PARALLEL_FROM, Real, amax_bits, dispatch_types, is_noop, read_scalar, write_scalar};
-use crate::ops::cast::{CastParams, CastTransposeParams, TILE};
+use crate::ops::cast::{CastParams, CastTransposeParams};
 
 /// Elements that one task casts.
 const SPAN: usize = 1 << 14;

@@ -1,6 +1,8 @@
 //! Current scaling: the amax of a tensor and the scale that follows from it, in one launch; or the two apart, for an
 //! amax that is reduced over ranks in between.
 
+use te_fast_kernels::constants::common::WARP;
+use te_fast_kernels::constants::quantize::{AMAX_WORKSPACE_BYTES, SPAN, THREADS};
 use te_fast_kernels::{Float, Fp8, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -8,11 +10,8 @@ use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
-use crate::ops::cast::THREADS;
 use crate::{params, pointers};
 
-/// Elements that a block reads before it comes round again.
-const SPAN: usize = 8192;
 /// More blocks than this per multiprocessor only add atomics.
 const BLOCKS_PER_MULTIPROCESSOR: u32 = 4;
 
@@ -104,7 +103,7 @@ pub struct AmaxPlan {
 
 impl AmaxPlan {
     /// Size of the workspace.
-    pub const WORKSPACE_BYTES: usize = 8;
+    pub const WORKSPACE_BYTES: usize = AMAX_WORKSPACE_BYTES;
 
     /// A pass over `count` elements on a device with `multiprocessors` (any number for the host backend).
     ///
@@ -169,7 +168,7 @@ pub fn scale_from_amax(
         pow2: u32::from(rule.pow2),
         unused: 0,
     };
-    launch(target, KernelId::ScaleFromAmax, Grid::linear(1, 32), &params)
+    launch(target, KernelId::ScaleFromAmax, Grid::linear(1, WARP), &params)
 }
 
 /// An epsilon is a number, at least 0.

@@ -1,6 +1,8 @@
 //! Per-tensor scaled cast to FP8: row layout, transposed layout or both, with or without the bias gradient.
 //! Delayed scaling calls it with an amax to raise, current scaling after [`crate::ops::amax`].
 
+use te_fast_kernels::constants::quantize::{CAST_TRANSPOSE_SHARED, SPAN, SUMMING_BLOCKS, THREADS};
+use te_fast_kernels::constants::tile::{TILE, TILE_THREADS, TRANSPOSED_ALIGN};
 use te_fast_kernels::{Float, Fp8, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -10,19 +12,6 @@ use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
 use crate::ops::strips::StripPlan;
 use crate::{params, pointers};
-
-/// Rows and columns of the tile that a thread block casts; also the side of a scaling block.
-pub const TILE: usize = 128;
-/// Rows of a transposed layout are padded to this multiple, as FP8 GEMMs need.
-pub const TRANSPOSED_ALIGN: usize = 16;
-/// Threads of a block in every kernel of the cast family.
-pub(crate) const THREADS: u32 = 256;
-/// `sizeof(CastShared)` in `cuda/quantize/cast_transpose.cu`.
-const SHARED: u32 = 48 << 10;
-/// Blocks that sum columns which one multiprocessor of a Hopper runs at once, as in `cuda/quantize/cast_transpose.cu`.
-const SUMMING_BLOCKS: u32 = 3;
-/// Elements that a block casts in row layout alone.
-const SPAN: usize = 8192;
 
 params! {
     /// Parameters of `cast_*`.
@@ -173,7 +162,7 @@ impl CastPlan {
         } else {
             StripPlan::single_tiles(tiles_rows, tiles_cols)
         };
-        let tiled = Grid::linear(strips.strips * tiles_cols, THREADS).with_shared(SHARED);
+        let tiled = Grid::linear(strips.strips * tiles_cols, TILE_THREADS).with_shared(CAST_TRANSPOSE_SHARED);
         let (kernel, grid) = match (spec.columnwise, spec.dbias) {
             (_, true) => (KernelId::CastTransposeDbias(input, output), tiled),
             (true, false) => (KernelId::CastTranspose(input, output), tiled),

@@ -1,5 +1,6 @@
 //! Block-scaled cast to FP8, 1 x 128 or 128 x 128, in row layout, transposed layout or both.
 
+use te_fast_kernels::constants::tile::{TILE, TILE_THREADS, TRANSPOSED_ALIGN};
 use te_fast_kernels::{Float, Fp8, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -8,7 +9,7 @@ use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
 use crate::ops::amax::check_eps;
-use crate::ops::cast::{THREADS, TILE, TRANSPOSED_ALIGN, aligned, tiles};
+use crate::ops::cast::{aligned, tiles};
 use crate::{params, pointers};
 
 /// The last dimension of a scale tensor is padded to this multiple.
@@ -162,7 +163,7 @@ impl CastBlockPlan {
         Ok(Self {
             spec,
             kernel,
-            grid: Grid::linear(tiles.0 * tiles.1, THREADS),
+            grid: Grid::linear(tiles.0 * tiles.1, TILE_THREADS),
             ld_t: if spec.columnwise { spec.rows.next_multiple_of(TRANSPOSED_ALIGN) } else { 0 },
             scale_shape: scale_shape(spec.block, spec.rows, spec.cols),
             scale_t_shape: scale_shape(spec.block, spec.cols, spec.rows),

@@ -2,6 +2,7 @@
 //! transposed layout or both. The gradient is in [`crate::ops::norm_backward`].
 
 use te_fast_kernels::Fp8;
+use te_fast_kernels::constants::tile::TRANSPOSED_ALIGN;
 
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
@@ -9,7 +10,7 @@ use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
 use crate::ops::activation::check_outputs;
-use crate::ops::cast::{TRANSPOSED_ALIGN, aligned, scaled};
+use crate::ops::cast::{aligned, scaled};
 use crate::ops::norm_share::Share;
 use crate::ops::norm_spec::{NormKind, NormSpec};
 use crate::{params, pointers};
@@ -247,14 +248,11 @@ pub(crate) fn check_shape(op: &'static str, rows: usize, cols: usize) -> Result<
 
 #[cfg(test)]
 mod tests {
-    use te_fast_kernels::KernelId;
-
-    use te_fast_kernels::Float;
+    use te_fast_kernels::constants::norm::{CHUNK, HELD_BYTES, MAX_BLOCKS, MAX_STRIP, THREADS, TRANSPOSED_COLUMNS};
+    use te_fast_kernels::{Float, KernelId};
 
     use super::*;
-    use crate::ops::norm_share::{
-        CHUNK, HELD_BYTES, MAX_BLOCKS, MAX_STRIP, SHORT_COLUMNS, THREADS, TRANSPOSED_COLUMNS, WEIGHT_BYTES,
-    };
+    use crate::ops::norm_share::{SHORT_COLUMNS, WEIGHT_BYTES};
     use crate::runtime::lane::Limits;
 
     const HOPPER: Limits = Limits { multiprocessors: 132, shared_bytes: 232_448, clusters: true };

@@ -1,6 +1,10 @@
 //! Gradient of LayerNorm and RMSNorm: of the input, with the gradient of a residual branch added, and of the weights
 //! in a fixed order of addition.
 
+use te_fast_kernels::constants::common::VECTOR;
+use te_fast_kernels::constants::norm::{
+    BACKWARD_THREADS, FEW_SLOTS, MANY_SLOTS, MAX_BLOCKS, MAX_STAGES, TILE_COLS, TILE_STEP, TILE_THREADS,
+};
 use te_fast_kernels::{Float, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -135,27 +139,16 @@ pub struct NormBackwardPlan {
 }
 
 const OP: &str = "norm_backward";
-/// Threads of a block that holds rows, and of one that sums them.
-const ROW_THREADS: u32 = 512;
 /// Columns of a row that a thread holds where rows are short, and where they are long.
-const FEW_COLS: usize = 16;
-const MOST_COLS: usize = 24;
-/// Those of one slot, side by side.
-const SLOT_COLS: usize = 8;
+const FEW_COLS: usize = FEW_SLOTS * VECTOR;
+const MOST_COLS: usize = MANY_SLOTS * VECTOR;
 const MIN_TEAM: u32 = 4;
 /// Stages of the ring: the one that is read, and at least one on its way.
 const MIN_STAGES: usize = 2;
-const MAX_STAGES: usize = 8;
 /// Columns that a block of a cluster has at most.
-const CLUSTER_COLS: usize = FEW_COLS * ROW_THREADS as usize;
-/// Most blocks of a cluster, `kMaxBlocks`.
-const MAX_BLOCKS: usize = 8;
+const CLUSTER_COLS: usize = FEW_COLS * BACKWARD_THREADS as usize;
 /// Static shared memory of a block.
 const RESERVED_SHARED: usize = 9 << 10;
-const TILE_THREADS: u32 = 256;
-const TILE_COLS: usize = 128;
-/// Rows that a tile passes over at a time.
-const TILE_STEP: usize = 16;
 /// Blocks per multiprocessor that the tiles' rows are divided for, and that sum rows.
 const TILE_BLOCKS: usize = 8;
 const SUM_BLOCKS: usize = 4;
@@ -185,20 +178,20 @@ impl NormBackwardPlan {
 
     /// Rows in registers and shared memory, if they fit.
     fn rows_way(spec: &NormBackwardSpec) -> Option<Way> {
-        let most = MOST_COLS * ROW_THREADS as usize;
-        let team = spec.cols.div_ceil(FEW_COLS).next_power_of_two().clamp(MIN_TEAM as usize, ROW_THREADS as usize);
-        let teams = ROW_THREADS as usize / team;
+        let most = MOST_COLS * BACKWARD_THREADS as usize;
+        let team = spec.cols.div_ceil(FEW_COLS).next_power_of_two().clamp(MIN_TEAM as usize, BACKWARD_THREADS as usize);
+        let teams = BACKWARD_THREADS as usize / team;
         let operands = if spec.add { 3 } else { 2 };
         let stage = operands * teams * spec.cols * spec.input.size();
         let shared = (spec.limits.shared_bytes as usize).saturating_sub(RESERVED_SHARED);
         // The ring's memory is where a block adds the sums of its teams in the end.
-        let sums = spec.cols.div_ceil(SLOT_COLS * team) * SLOT_COLS * size_of::<f32>() * ROW_THREADS as usize;
+        let sums = spec.cols.div_ceil(VECTOR * team) * VECTOR * size_of::<f32>() * BACKWARD_THREADS as usize;
         let stages = (shared / stage).min(MAX_STAGES);
         if spec.cols > most || stages < MIN_STAGES || sums > shared {
             return None;
         }
         let blocks = spec.rows.div_ceil(teams).clamp(1, spec.limits.multiprocessors.max(1) as usize);
-        let grid = Grid::linear(blocks as u32, ROW_THREADS).with_shared((stages * stage).max(sums) as u32);
+        let grid = Grid::linear(blocks as u32, BACKWARD_THREADS).with_shared((stages * stage).max(sums) as u32);
         Some(Way::Rows { team: team as u32, stages: stages as u32, chunk: spec.cols as u32, grid })
     }
 
@@ -210,14 +203,14 @@ impl NormBackwardPlan {
         let stage = operands * chunk * spec.input.size();
         let shared = (spec.limits.shared_bytes as usize).saturating_sub(RESERVED_SHARED);
         let stages = (shared / stage).min(MAX_STAGES);
-        if !spec.limits.clusters || blocks > MAX_BLOCKS || stages < MIN_STAGES {
+        if !spec.limits.clusters || blocks > MAX_BLOCKS as usize || stages < MIN_STAGES {
             return None;
         }
         let (blocks, chunk) = (blocks as u32, chunk as u32);
         let clusters = spec.rows.clamp(1, spec.limits.clusters_at_once(blocks, 1) as usize) as u32;
         let grid =
-            Grid::linear(clusters * blocks, ROW_THREADS).with_shared((stages * stage) as u32).with_cluster(blocks);
-        Some(Way::Rows { team: ROW_THREADS, stages: stages as u32, chunk, grid })
+            Grid::linear(clusters * blocks, BACKWARD_THREADS).with_shared((stages * stage) as u32).with_cluster(blocks);
+        Some(Way::Rows { team: BACKWARD_THREADS, stages: stages as u32, chunk, grid })
     }
 
     fn tiles_way(spec: &NormBackwardSpec) -> Result<Way> {
@@ -235,7 +228,7 @@ impl NormBackwardPlan {
         Ok(Way::Tiles {
             tiles_cols: tiles_cols as u32,
             chunk: chunk as u32,
-            sums: Grid::linear(sums as u32, ROW_THREADS),
+            sums: Grid::linear(sums as u32, BACKWARD_THREADS),
             tiles: Grid::linear(tiles as u32, TILE_THREADS),
         })
     }
@@ -261,7 +254,7 @@ impl NormBackwardPlan {
         // A block publishes what its threads hold, columns behind the end with it.
         let (apart, width) = match self.way {
             Way::Rows { team, chunk, grid, .. } => {
-                (grid.blocks[0], (chunk as usize).next_multiple_of(SLOT_COLS * team as usize))
+                (grid.blocks[0], (chunk as usize).next_multiple_of(VECTOR * team as usize))
             }
             Way::Tiles { tiles, tiles_cols, .. } => (tiles.blocks[0] / tiles_cols, cols),
         };
@@ -381,7 +374,7 @@ mod tests {
                             Way::Rows { team, stages, chunk, grid } => {
                                 let each = if grid.cluster == 1 { MOST_COLS } else { FEW_COLS };
                                 assert!(chunk as usize <= team as usize * each, "{plan:?}");
-                                assert!(ROW_THREADS.is_multiple_of(team), "{plan:?}");
+                                assert!(BACKWARD_THREADS.is_multiple_of(team), "{plan:?}");
                                 // The last block has columns, too.
                                 let (most, blocks) = (chunk as usize, grid.cluster as usize);
                                 assert!(most * blocks >= cols && most * (blocks - 1) < cols, "{plan:?}");

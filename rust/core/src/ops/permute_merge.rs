@@ -1,5 +1,6 @@
 //! The way back of an MoE permutation: rows of a token gathered and summed, and the gradient of that.
 
+use te_fast_kernels::constants::moe::ROW_THREADS;
 use te_fast_kernels::{Float, KernelId};
 
 use crate::base::error::Result;
@@ -7,7 +8,7 @@ use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
-use crate::ops::permute::{MapBuffers, MapShape, Prob, ROW_THREADS, RowMapParams};
+use crate::ops::permute::{MapBuffers, MapShape, Prob, RowMapParams};
 use crate::params;
 
 params! {
