@@ -12,11 +12,13 @@
 // lie side by side, to a ring in shared memory. dgamma and dbeta are summed in this order: the rows of a team; the
 // teams of a block; every 16th block; the 16 classes.
 //
-// Launch: norm_backward: up to 65535 blocks of 512 threads; shared memory for stages * (2 or, with add, 3) rows per
-//         team and for 16 KiB * ceil(cols / (8 * team)).
+// Launch: norm_backward, norm_backward_wide: up to 65535 blocks of 512 threads; shared memory for stages * (2 or, with
+//         add, 3) rows per team and for 16 KiB * ceil(cols / (8 * team)).
 //         norm_backward_cluster: the same in clusters of up to 8 blocks, which have `chunk` columns of each row each.
-// Needs:  contiguous tensors, any alignment; 1 <= cols <= 24 * team; team a power of two from 4 to 512; stages 2 to 8.
-//         norm_backward_cluster: team 512; chunk a multiple of 8, at most 16 * team, and times the blocks of a cluster
+//         norm_backward_elements, norm_backward_cluster_elements: the same for tensors of any alignment.
+// Needs:  contiguous tensors, 16-byte aligned, cols a multiple of 8 but for *_elements; 1 <= cols <= 16 * team, for
+//         norm_backward_wide and norm_backward_elements 24 * team; team a power of two from 4 to 512; stages 2 to 8.
+//         norm_backward_cluster*: team 512; chunk a multiple of 8, at most 16 * team, and times the blocks of a cluster
 //         at least cols.
 //         dgamma, dbeta: partial f32 [2][blocks][cols, or chunk, up to a multiple of 8 * team], 16-byte aligned; four
 //         counters.
@@ -392,38 +394,55 @@ __device__ void norm_backward(const NormBackwardParams& p, BackwardShared& share
     rendezvous.leave(place);
 }
 
-template <bool kCluster, Source kSource, Floating In>
-__device__ void norm_backward(const NormBackwardParams& p, BackwardShared& shared, uint4* dynamic) {
-    if (kCluster || p.cols <= 8 * kFewSlots * p.team) {
-        norm_backward<kSource, kCluster, kFewSlots, In>(p, shared, dynamic);
-    } else if constexpr (!kCluster) {
-        norm_backward<kSource, kCluster, kManySlots, In>(p, shared, dynamic);
-    }
-}
-
-template <bool kCluster, Floating In>
+// Rows that allow 16-byte loads.
+template <bool kCluster, int kSlots, Floating In>
 __device__ void norm_backward(const NormBackwardParams& p) {
     __shared__ BackwardShared shared;
     extern __shared__ __align__(ptx::kCopyAlign) uint4 dynamic[];
-    if (rows_are_vectors<In>(p)) {
-        norm_backward<kCluster, ptx::kBulkCopies ? Source::kRing : Source::kVectors, In>(p, shared, dynamic);
-    } else {
-        norm_backward<kCluster, Source::kElements, In>(p, shared, dynamic);
+    norm_backward<ptx::kBulkCopies ? Source::kRing : Source::kVectors, kCluster, kSlots, In>(p, shared, dynamic);
+}
+
+// Those that do not.
+template <bool kCluster, Floating In>
+__device__ void norm_backward_elements(const NormBackwardParams& p) {
+    __shared__ BackwardShared shared;
+    extern __shared__ __align__(ptx::kCopyAlign) uint4 dynamic[];
+    if (kCluster || p.cols <= 8 * kFewSlots * p.team) {
+        norm_backward<Source::kElements, kCluster, kFewSlots, In>(p, shared, dynamic);
+    } else if constexpr (!kCluster) {
+        norm_backward<Source::kElements, kCluster, kManySlots, In>(p, shared, dynamic);
     }
 }
 
-#define INSTANCE(symbol, cluster, in)                                 \
+#define INSTANCE(symbol, in, cluster, slots)                          \
     extern "C" __global__ void __launch_bounds__(kBackwardThreads, 1) \
         symbol(const __grid_constant__ NormBackwardParams p) {        \
         ptx::wait_for_prior_grids();                                  \
-        norm_backward<cluster, in>(p);                                \
+        norm_backward<cluster, slots, in>(p);                         \
     }
 
-INSTANCE(norm_backward_f32, false, f32)
-INSTANCE(norm_backward_f16, false, f16)
-INSTANCE(norm_backward_bf16, false, bf16)
-INSTANCE(norm_backward_cluster_f32, true, f32)
-INSTANCE(norm_backward_cluster_f16, true, f16)
-INSTANCE(norm_backward_cluster_bf16, true, bf16)
+INSTANCE(norm_backward_f32, f32, false, kFewSlots)
+INSTANCE(norm_backward_f16, f16, false, kFewSlots)
+INSTANCE(norm_backward_bf16, bf16, false, kFewSlots)
+INSTANCE(norm_backward_wide_f32, f32, false, kManySlots)
+INSTANCE(norm_backward_wide_f16, f16, false, kManySlots)
+INSTANCE(norm_backward_wide_bf16, bf16, false, kManySlots)
+INSTANCE(norm_backward_cluster_f32, f32, true, kFewSlots)
+INSTANCE(norm_backward_cluster_f16, f16, true, kFewSlots)
+INSTANCE(norm_backward_cluster_bf16, bf16, true, kFewSlots)
+
+#define ELEMENTS_INSTANCE(symbol, in, cluster)                        \
+    extern "C" __global__ void __launch_bounds__(kBackwardThreads, 1) \
+        symbol(const __grid_constant__ NormBackwardParams p) {        \
+        ptx::wait_for_prior_grids();                                  \
+        norm_backward_elements<cluster, in>(p);                       \
+    }
+
+ELEMENTS_INSTANCE(norm_backward_elements_f32, f32, false)
+ELEMENTS_INSTANCE(norm_backward_elements_f16, f16, false)
+ELEMENTS_INSTANCE(norm_backward_elements_bf16, bf16, false)
+ELEMENTS_INSTANCE(norm_backward_cluster_elements_f32, f32, true)
+ELEMENTS_INSTANCE(norm_backward_cluster_elements_f16, f16, true)
+ELEMENTS_INSTANCE(norm_backward_cluster_elements_bf16, bf16, true)
 
 }  // namespace te_fast::norm

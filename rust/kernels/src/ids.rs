@@ -297,8 +297,14 @@ kernels! {
     NormShortTranspose(Float) "norm_short_transpose" in NormShort;
     /// Gradient of a norm for rows that a block holds.
     NormBackward(Float) "norm_backward" in NormBackward;
+    /// The same for rows of which a thread has more columns.
+    NormBackwardWide(Float) "norm_backward_wide" in NormBackward;
+    /// The same for either, without 16-byte accesses.
+    NormBackwardElements(Float) "norm_backward_elements" in NormBackward;
     /// The same for rows that the blocks of a cluster hold together.
     NormBackwardCluster(Float) "norm_backward_cluster" in NormBackward;
+    /// The same without 16-byte accesses.
+    NormBackwardClusterElements(Float) "norm_backward_cluster_elements" in NormBackward;
     /// Sums over rows that the gradient of a norm needs.
     NormBackwardSums(Float) "norm_backward_sums" in NormBackwardLong;
     /// The gradient from these.

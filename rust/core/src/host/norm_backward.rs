@@ -15,7 +15,10 @@ use crate::ops::norm_backward::NormBackwardParams;
 /// An id that does not take these parameters.
 pub(crate) fn run(p: &NormBackwardParams<'_>, id: KernelId) -> Result<()> {
     let (KernelId::NormBackward(input)
+    | KernelId::NormBackwardWide(input)
+    | KernelId::NormBackwardElements(input)
     | KernelId::NormBackwardCluster(input)
+    | KernelId::NormBackwardClusterElements(input)
     | KernelId::NormBackwardSums(input)
     | KernelId::NormBackwardTiles(input)) = id
     else {

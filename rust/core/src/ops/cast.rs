@@ -305,7 +305,7 @@ pub(crate) fn scaled(op: &'static str, fp8: Option<Fp8>, scale: DevPtr<'_>) -> R
 /// A pointer on a multiple of 16 bytes.
 #[inline]
 pub(crate) fn aligned(op: &'static str, what: &'static str, pointer: DevPtr<'_>) -> Result<()> {
-    if pointer.address().is_multiple_of(16) {
+    if pointer.is_aligned(16) {
         Ok(())
     } else {
         Err(Error::layout(op, what, "aligned to 16 bytes", format_args!("address {:#x}", pointer.address())))

@@ -47,9 +47,10 @@ pub struct NormBackwardSpec {
 }
 
 params! {
-    /// Parameters of `norm_backward_*`, `norm_backward_cluster_*`, `norm_backward_sums_*` and `norm_backward_tiles_*`.
+    /// Parameters of every gradient of a norm.
     pub struct NormBackwardParams<'a> [128]
-        for NormBackward | NormBackwardCluster | NormBackwardSums | NormBackwardTiles => host::norm_backward::run {
+        for NormBackward | NormBackwardWide | NormBackwardElements | NormBackwardCluster | NormBackwardClusterElements
+            | NormBackwardSums | NormBackwardTiles => host::norm_backward::run {
         /// Gradient of the result `[rows, cols]`.
         pub dy: DevPtr<'a>,
         /// What the forward normalised `[rows, cols]`.
@@ -274,9 +275,16 @@ impl NormBackwardPlan {
             return Ok(());
         }
         match self.way {
-            Way::Rows { grid, .. } => {
-                let (alone, together) = (KernelId::NormBackward(spec.input), KernelId::NormBackwardCluster(spec.input));
-                launch(target, if grid.cluster == 1 { alone } else { together }, grid, &params)
+            Way::Rows { team, grid, .. } => {
+                let wide = spec.cols > FEW_COLS * team as usize;
+                let kernel = match (grid.cluster > 1, self.has_vectors(&params)) {
+                    (true, true) => KernelId::NormBackwardCluster(spec.input),
+                    (true, false) => KernelId::NormBackwardClusterElements(spec.input),
+                    (false, true) if wide => KernelId::NormBackwardWide(spec.input),
+                    (false, true) => KernelId::NormBackward(spec.input),
+                    (false, false) => KernelId::NormBackwardElements(spec.input),
+                };
+                launch(target, kernel, grid, &params)
             }
             Way::Tiles { sums, tiles, .. } => {
                 if spec.dx {
@@ -285,6 +293,11 @@ impl NormBackwardPlan {
                 launch(target, KernelId::NormBackwardTiles(spec.input), tiles, &params)
             }
         }
+    }
+
+    /// Whether every row allows 16-byte accesses.
+    fn has_vectors(&self, p: &NormBackwardParams<'_>) -> bool {
+        self.spec.cols.is_multiple_of(VECTOR) && [p.dy, p.x, p.add, p.dx].iter().all(|tensor| tensor.is_aligned(16))
     }
 
     #[inline]
