@@ -36,7 +36,7 @@ struct ActivationParams {
     StripPlan plan;
     uint32_t curve, row_scale_kind, interleave, e5m2;
 };
-static_assert(sizeof(ActivationParams) == 168);
+static_assert(sizeof(ActivationParams) == kActivationParamsBytes);
 
 template <bool kGated, Floating In>
 struct ForwardShared {

@@ -45,7 +45,7 @@ struct ActivationBackwardParams {
     StripPlan plan;
     uint32_t curve, row_scale_kind, interleave, e5m2;
 };
-static_assert(sizeof(ActivationBackwardParams) == 208);
+static_assert(sizeof(ActivationBackwardParams) == kActivationBackwardParamsBytes);
 
 template <bool kGated, Floating In>
 struct BackwardShared {

@@ -44,7 +44,7 @@ struct PadRowsParams {
     IntType index_type;
     int32_t inline_splits[kInlineSplits];
 };
-static_assert(sizeof(PadRowsParams) == 104 + 4 * kInlineSplits);
+static_assert(sizeof(PadRowsParams) == kPadRowsParamsBytes);
 
 // Dynamic shared memory: three arrays of `count`.
 struct Segments {

@@ -34,7 +34,7 @@ struct PermuteParams {
     uint32_t behind_map;  // the launch before is the map, which has waited for all before it: x is complete
     MakeMapParams making;
 };
-static_assert(sizeof(PermuteParams) == 232);
+static_assert(sizeof(PermuteParams) == kPermuteParamsBytes);
 
 union PermuteShared {
     struct {

@@ -72,7 +72,7 @@ struct PermuteCastParams {
     uint32_t scale_blocks;
     MakeMapParams making;
 };
-static_assert(sizeof(PermuteCastParams) == 288);
+static_assert(sizeof(PermuteCastParams) == kPermuteCastParamsBytes);
 
 union PermuteCastShared {
     struct {

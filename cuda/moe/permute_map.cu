@@ -15,7 +15,7 @@ struct PermuteDroppedParams {
     int64_t* out;
     uint64_t clear;
 };
-static_assert(sizeof(PermuteDroppedParams) == 24);
+static_assert(sizeof(PermuteDroppedParams) == kPermuteDroppedParamsBytes);
 
 // Rows that permutations of this device have dropped, those of other images too.
 extern "C" __device__ unsigned long long permute_dropped_rows = 0;

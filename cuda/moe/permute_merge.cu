@@ -37,7 +37,7 @@ struct UnpermuteParams {
     ProbType prob_type;
     ProbType out_prob_type;
 };
-static_assert(sizeof(UnpermuteParams) == 112);
+static_assert(sizeof(UnpermuteParams) == kUnpermuteParamsBytes);
 
 struct UnpermuteBwdParams {
     const void* dout;
@@ -50,7 +50,7 @@ struct UnpermuteBwdParams {
     ProbType prob_type;
     uint32_t unused;
 };
-static_assert(sizeof(UnpermuteBwdParams) == 112);
+static_assert(sizeof(UnpermuteBwdParams) == kUnpermuteBwdParamsBytes);
 
 struct PermuteEndsParams {
     const int32_t* row_id_map;
@@ -59,7 +59,7 @@ struct PermuteEndsParams {
     uint32_t experts;
     uint32_t top_k;
 };
-static_assert(sizeof(PermuteEndsParams) == 32);
+static_assert(sizeof(PermuteEndsParams) == kPermuteEndsParamsBytes);
 
 struct MergeShared {
     Slots slots;

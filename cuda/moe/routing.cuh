@@ -76,7 +76,7 @@ struct RowMap {
     __device__ uint32_t slots() const { return experts != 0 ? experts : top_k; }
     __device__ uint32_t groups() const { return experts != 0 ? experts : 1; }
 };
-static_assert(sizeof(RowMap) == 56);
+static_assert(sizeof(RowMap) == kRowMapBytes);
 
 // One token's slots. `row` is -1 for a slot that has no row in the permuted tensor; `column` is its place among the
 // token's probabilities.

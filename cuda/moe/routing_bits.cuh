@@ -53,7 +53,7 @@ struct MakeMapParams {
 
     __device__ uint32_t tiles() const { return blocks - 1; }
 };
-static_assert(sizeof(MakeMapParams) == 128);
+static_assert(sizeof(MakeMapParams) == kMakeMapParamsBytes);
 
 // Of a map's blocks: their threads, the groups of 32 tokens whose bits they keep in shared memory, and whether the
 // launch is theirs alone. Rows follow maps of masks only.

@@ -27,7 +27,7 @@ struct NormBackwardParams {
     uint32_t tiles_cols;    // norm_backward_tiles: tiles along the columns
     uint32_t chunk;         // norm_backward_tiles: rows of a tile; norm_backward_cluster: columns of a block
 };
-static_assert(sizeof(NormBackwardParams) == 128);
+static_assert(sizeof(NormBackwardParams) == kNormBackwardParamsBytes);
 
 // Statistics of the forward.
 struct RowStats {

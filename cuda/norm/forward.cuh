@@ -33,7 +33,7 @@ struct NormParams {
     uint32_t ring;  // tensors that come through shared memory: none, x, x and the residual
     uint32_t weight_kind, rms, zero_centered, e5m2;
 };
-static_assert(sizeof(NormParams) == 168);
+static_assert(sizeof(NormParams) == kNormParamsBytes);
 
 constexpr int kWarps = kThreads / 32;
 constexpr int kMaxSums = 8;  // of a team at a time

@@ -22,7 +22,7 @@ struct AffineParams {
     uint32_t b_type;
     uint32_t unused;
 };
-static_assert(sizeof(AffineParams) == 64);
+static_assert(sizeof(AffineParams) == kAffineParamsBytes);
 
 template <Floating T>
 __device__ void load_row(const void* from, uint64_t index, int count, float (&out)[8]) {

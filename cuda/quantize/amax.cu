@@ -36,7 +36,7 @@ struct AmaxParams {
     uint32_t pow2;
     uint32_t unused;
 };
-static_assert(sizeof(AmaxParams) == 72);
+static_assert(sizeof(AmaxParams) == kAmaxParamsBytes);
 
 struct ScaleFromAmaxParams {
     const float* amax;
@@ -47,7 +47,7 @@ struct ScaleFromAmaxParams {
     uint32_t pow2;
     uint32_t unused;
 };
-static_assert(sizeof(ScaleFromAmaxParams) == 40);
+static_assert(sizeof(ScaleFromAmaxParams) == kScaleFromAmaxParamsBytes);
 
 template <typename Params>
 __device__ void write_scale(const Params& p, float amax) {

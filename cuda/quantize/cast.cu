@@ -25,7 +25,7 @@ struct CastParams {
     uint32_t reverse;  // walk the tensor from its end, where a preceding amax pass left it in L2
     uint32_t unused;
 };
-static_assert(sizeof(CastParams) == 64);
+static_assert(sizeof(CastParams) == kCastParamsBytes);
 
 template <bool kVectors, Floating In, Fp8 Out>
 __device__ void cast_span(const CastParams& p, uint64_t base) {

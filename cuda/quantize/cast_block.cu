@@ -44,7 +44,7 @@ struct CastBlockParams {
     uint32_t byte_scales_t;  // scale_inv_t is bytes; 1D with pow2 alone
     uint32_t padding;
 };
-static_assert(sizeof(CastBlockParams) == 136);
+static_assert(sizeof(CastBlockParams) == kCastBlockParamsBytes);
 
 // Blocks per multiprocessor that the registers are capped for: the most without a spill, architecture by architecture.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900

@@ -32,7 +32,7 @@ struct CastTransposeParams {
     StripPlan plan;
     uint32_t reverse;  // walk the tensor from its end, where a preceding amax pass left it in L2
 };
-static_assert(sizeof(CastTransposeParams) == 144);
+static_assert(sizeof(CastTransposeParams) == kCastTransposeParamsBytes);
 
 template <Floating In>
 struct CastShared {

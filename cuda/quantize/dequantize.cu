@@ -24,7 +24,7 @@ struct DequantizeParams {
     uint64_t rows, cols, ld;
     uint64_t scale_ld;  // last dimension of scale_inv; block kernels alone
 };
-static_assert(sizeof(DequantizeParams) == 56);
+static_assert(sizeof(DequantizeParams) == kDequantizeParamsBytes);
 
 enum class Blocks { kNone, kOneDimensional, kTwoDimensional };
 

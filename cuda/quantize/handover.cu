@@ -33,7 +33,7 @@ struct HandoverParams {
     uint32_t after;
     uint32_t unused;
 };
-static_assert(sizeof(HandoverParams) == 536);
+static_assert(sizeof(HandoverParams) == kHandoverParamsBytes);
 
 __device__ void handover_entry(const HandoverParams& p) {
     if (threadIdx.x >= p.count) return;

@@ -38,8 +38,9 @@ struct ScaleUpdateParams {
     uint32_t most_recent;
     ScaleEntry entry[kEntries];
 };
-static_assert(sizeof(ScaleUpdateParams<kFewEntries>) == 2000);
-static_assert(sizeof(ScaleUpdateParams<kManyEntries>) == 32656, "kernel parameters end at 32764 bytes");
+static_assert(sizeof(ScaleUpdateParams<kFewEntries>) == kScaleUpdateFewParamsBytes);
+static_assert(sizeof(ScaleUpdateParams<kManyEntries>) == kScaleUpdateParamsBytes,
+              "kernel parameters end at 32764 bytes");
 
 // Rolls one history in place and returns the maximum over the window, in every thread.
 __device__ inline float roll(float* history, uint64_t length, uint64_t stride, float last, float* scratch) {
@@ -96,8 +97,8 @@ struct AmaxGatherParams {
     uint32_t unused;
     LiveAmax entry[kEntries];
 };
-static_assert(sizeof(AmaxGatherParams<kFewEntries>) == 1008);
-static_assert(sizeof(AmaxGatherParams<kManyEntries>) == 16336);
+static_assert(sizeof(AmaxGatherParams<kFewEntries>) == kAmaxGatherFewParamsBytes);
+static_assert(sizeof(AmaxGatherParams<kManyEntries>) == kAmaxGatherParamsBytes);
 
 template <int kEntries>
 __device__ void amax_gather(const AmaxGatherParams<kEntries>& p) {

@@ -80,6 +80,30 @@ constants! {
         HANDOVER_SCALE_AT: usize = 16;
         /// Where a row has the maximum that the GEMM found.
         HANDOVER_FOUND_AT: usize = 32;
+        /// Size of `ScaleUpdateFewParams`.
+        SCALE_UPDATE_FEW_PARAMS_BYTES: usize = 16 + 32 * FEW_ENTRIES;
+        /// Size of `ScaleUpdateParams`.
+        SCALE_UPDATE_PARAMS_BYTES: usize = 16 + 32 * MANY_ENTRIES;
+        /// Size of `AmaxGatherFewParams`.
+        AMAX_GATHER_FEW_PARAMS_BYTES: usize = 16 + 16 * FEW_ENTRIES;
+        /// Size of `AmaxGatherParams`.
+        AMAX_GATHER_PARAMS_BYTES: usize = 16 + 16 * MANY_ENTRIES;
+        /// Size of `AffineParams`.
+        AFFINE_PARAMS_BYTES: usize = 64;
+        /// Size of `CastParams`.
+        CAST_PARAMS_BYTES: usize = 64;
+        /// Size of `CastBlockParams`.
+        CAST_BLOCK_PARAMS_BYTES: usize = 136;
+        /// Size of `AmaxParams`.
+        AMAX_PARAMS_BYTES: usize = 72;
+        /// Size of `ScaleFromAmaxParams`.
+        SCALE_FROM_AMAX_PARAMS_BYTES: usize = 40;
+        /// Size of `DequantizeParams`.
+        DEQUANTIZE_PARAMS_BYTES: usize = 56;
+        /// Size of `CastTransposeParams`.
+        CAST_TRANSPOSE_PARAMS_BYTES: usize = 144;
+        /// Size of `HandoverParams`.
+        HANDOVER_PARAMS_BYTES: usize = 24 + 16 * HANDOVER_ENTRIES;
     }
 
     /// Activation functions.
@@ -112,6 +136,10 @@ constants! {
         CURVE_SIGMOID: u32 = 5;
         /// Bounded swish.
         CURVE_SITU: u32 = 6;
+        /// Size of `ActivationBackwardParams`.
+        ACTIVATION_BACKWARD_PARAMS_BYTES: usize = 208;
+        /// Size of `ActivationParams`.
+        ACTIVATION_PARAMS_BYTES: usize = 168;
     }
 
     /// Norms.
@@ -150,6 +178,10 @@ constants! {
         TILE_COLS: usize = 128;
         /// Rows that it passes over at a time.
         TILE_STEP: usize = 16;
+        /// Size of `NormParams`.
+        NORM_PARAMS_BYTES: usize = 168;
+        /// Size of `NormBackwardParams`.
+        NORM_BACKWARD_PARAMS_BYTES: usize = 128;
     }
 
     /// Permutations of rows.
@@ -208,5 +240,23 @@ constants! {
         ROUTING_MASK64: u32 = 2;
         /// Experts' numbers.
         ROUTING_INDEX: u32 = 3;
+        /// Size of `UnpermuteParams`.
+        UNPERMUTE_PARAMS_BYTES: usize = 112;
+        /// Size of `UnpermuteBwdParams`.
+        UNPERMUTE_BWD_PARAMS_BYTES: usize = 112;
+        /// Size of `PermuteEndsParams`.
+        PERMUTE_ENDS_PARAMS_BYTES: usize = 32;
+        /// Size of `PermuteCastParams`.
+        PERMUTE_CAST_PARAMS_BYTES: usize = 288;
+        /// Size of `PermuteParams`.
+        PERMUTE_PARAMS_BYTES: usize = 232;
+        /// Size of `PermuteDroppedParams`.
+        PERMUTE_DROPPED_PARAMS_BYTES: usize = 24;
+        /// Size of `PadRowsParams`.
+        PAD_ROWS_PARAMS_BYTES: usize = 104 + 4 * INLINE_SPLITS;
+        /// Size of `RowMap`.
+        ROW_MAP_BYTES: usize = 56;
+        /// Size of `MakeMapParams`.
+        MAKE_MAP_PARAMS_BYTES: usize = 128;
     }
 }

@@ -209,7 +209,7 @@ impl Shape {
 
 params! {
     /// Parameters of `activation_*` and `activation_gated_*`.
-    pub struct ActivationParams<'a> [168] for Activation | ActivationGated => host::activation::run {
+    pub struct ActivationParams<'a> [constants::ACTIVATION_PARAMS_BYTES] for Activation | ActivationGated => host::activation::run {
         /// Input `[rows, cols]`, gated `[rows, 2 * cols]`.
         pub x: DevPtr<'a>,
         /// Result `[rows, cols]` in the input's type, or null.

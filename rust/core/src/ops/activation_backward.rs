@@ -16,7 +16,7 @@ use crate::{params, pointers};
 
 params! {
     /// Parameters of `activation_backward_*` and `activation_gated_backward_*`.
-    pub struct ActivationBackwardParams<'a> [208] for ActivationBackward | ActivationGatedBackward
+    pub struct ActivationBackwardParams<'a> [constants::ACTIVATION_BACKWARD_PARAMS_BYTES] for ActivationBackward | ActivationGatedBackward
         => host::activation_backward::run {
         /// Gradient of the result `[rows, cols]`.
         pub dy: DevPtr<'a>,

@@ -1,7 +1,7 @@
 //! `y = alpha * x + r + b`: scaling, addition of a tensor and of a row, conversion between types.
 
 use te_fast_kernels::constants::common::VECTOR;
-use te_fast_kernels::constants::quantize::THREADS;
+use te_fast_kernels::constants::quantize::{self, THREADS};
 use te_fast_kernels::{Float, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -13,7 +13,7 @@ use crate::{params, pointers};
 
 params! {
     /// Parameters of `affine_*`.
-    pub struct AffineParams<'a> [64] for Affine => host::affine::run {
+    pub struct AffineParams<'a> [quantize::AFFINE_PARAMS_BYTES] for Affine => host::affine::run {
         /// Input `[rows, cols]`.
         pub x: DevPtr<'a>,
         /// Tensor to add, of the input's type, or null; may be `y`.

@@ -2,7 +2,7 @@
 //! amax that is reduced over ranks in between.
 
 use te_fast_kernels::constants::common::WARP;
-use te_fast_kernels::constants::quantize::{AMAX_WORKSPACE_BYTES, SPAN, THREADS};
+use te_fast_kernels::constants::quantize::{self, AMAX_WORKSPACE_BYTES, SPAN, THREADS};
 use te_fast_kernels::{Float, Fp8, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -17,7 +17,7 @@ const BLOCKS_PER_MULTIPROCESSOR: u32 = 4;
 
 params! {
     /// Parameters of `amax_*`.
-    pub struct AmaxParams<'a> [72] for Amax => host::amax::run {
+    pub struct AmaxParams<'a> [quantize::AMAX_PARAMS_BYTES] for Amax => host::amax::run {
         /// Input, `count` elements.
         pub x: DevPtr<'a>,
         /// Two words, zero between launches.
@@ -45,7 +45,7 @@ params! {
 
 params! {
     /// Parameters of `scale_from_amax`.
-    pub struct ScaleFromAmaxParams<'a> [40] for ScaleFromAmax => host::amax::run_scale {
+    pub struct ScaleFromAmaxParams<'a> [quantize::SCALE_FROM_AMAX_PARAMS_BYTES] for ScaleFromAmax => host::amax::run_scale {
         /// One f32.
         pub amax: DevPtr<'a>,
         /// One f32.

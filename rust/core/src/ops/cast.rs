@@ -1,7 +1,7 @@
 //! Per-tensor scaled cast to FP8: row layout, transposed layout or both, with or without the bias gradient.
 //! Delayed scaling calls it with an amax to raise, current scaling after [`crate::ops::amax`].
 
-use te_fast_kernels::constants::quantize::{CAST_TRANSPOSE_SHARED, SPAN, SUMMING_BLOCKS, THREADS};
+use te_fast_kernels::constants::quantize::{self, CAST_TRANSPOSE_SHARED, SPAN, SUMMING_BLOCKS, THREADS};
 use te_fast_kernels::constants::tile::{TILE, TILE_THREADS, TRANSPOSED_ALIGN};
 use te_fast_kernels::{Float, Fp8, KernelId};
 
@@ -15,7 +15,7 @@ use crate::{params, pointers};
 
 params! {
     /// Parameters of `cast_*`.
-    pub struct CastParams<'a> [64] for Cast => host::cast::run {
+    pub struct CastParams<'a> [quantize::CAST_PARAMS_BYTES] for Cast => host::cast::run {
         /// Input, `count` elements.
         pub x: DevPtr<'a>,
         /// FP8 bytes.
@@ -39,7 +39,7 @@ params! {
 
 params! {
     /// Parameters of `cast_transpose_*` and `cast_transpose_dbias_*`.
-    pub struct CastTransposeParams<'a> [144] for CastTranspose | CastTransposeDbias => host::cast::run_transpose {
+    pub struct CastTransposeParams<'a> [quantize::CAST_TRANSPOSE_PARAMS_BYTES] for CastTranspose | CastTransposeDbias => host::cast::run_transpose {
         /// Input `[rows, cols]`.
         pub x: DevPtr<'a>,
         /// FP8 bytes `[rows, cols]`, or null.

@@ -1,5 +1,6 @@
 //! Block-scaled cast to FP8, 1 x 128 or 128 x 128, in row layout, transposed layout or both.
 
+use te_fast_kernels::constants::quantize;
 use te_fast_kernels::constants::tile::{TILE, TILE_THREADS, TRANSPOSED_ALIGN};
 use te_fast_kernels::{Float, Fp8, KernelId};
 
@@ -17,7 +18,7 @@ const SCALE_ALIGN: usize = 4;
 
 params! {
     /// Parameters of `cast_block_1d_*` and `cast_block_2d_*`.
-    pub struct CastBlockParams<'a> [136] for CastBlock1d | CastBlock2d => host::cast_block::run {
+    pub struct CastBlockParams<'a> [quantize::CAST_BLOCK_PARAMS_BYTES] for CastBlock1d | CastBlock2d => host::cast_block::run {
         /// Input `[rows, cols]`.
         pub x: DevPtr<'a>,
         /// FP8 bytes `[rows, cols]`, or null.

@@ -1,7 +1,7 @@
 //! FP8 back to high precision, under one scale or block scales.
 
 use te_fast_kernels::constants::common::VECTOR;
-use te_fast_kernels::constants::quantize::{SPAN, THREADS};
+use te_fast_kernels::constants::quantize::{self, SPAN, THREADS};
 use te_fast_kernels::{Float, Fp8, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -14,7 +14,7 @@ use crate::{params, pointers};
 
 params! {
     /// Parameters of `dequantize_*`, `dequantize_1d_*` and `dequantize_2d_*`.
-    pub struct DequantizeParams<'a> [56] for Dequantize | Dequantize1d | Dequantize2d => host::dequantize::run {
+    pub struct DequantizeParams<'a> [quantize::DEQUANTIZE_PARAMS_BYTES] for Dequantize | Dequantize1d | Dequantize2d => host::dequantize::run {
         /// FP8 bytes `[rows, ld]`.
         pub q: DevPtr<'a>,
         /// Output `[rows, cols]`.

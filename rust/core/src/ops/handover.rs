@@ -1,6 +1,7 @@
 //! Scales of FP8 values that one GEMM writes and the next one reads, for a chain of linear ops in one launch.
 
 use te_fast_kernels::KernelId;
+use te_fast_kernels::constants::quantize;
 pub use te_fast_kernels::constants::quantize::{
     HANDOVER_ENTRIES as ENTRIES, HANDOVER_FOUND_AT as FOUND_AT, HANDOVER_ROW_BYTES as ROW_BYTES,
     HANDOVER_SCALE_AT as SCALE_AT,
@@ -25,7 +26,7 @@ pub struct HandoverEntry<'a> {
 
 params! {
     /// Parameters of `handover`.
-    pub struct HandoverParams<'a> [536] for Handover => host::handover::run {
+    pub struct HandoverParams<'a> [quantize::HANDOVER_PARAMS_BYTES] for Handover => host::handover::run {
         /// The slots.
         pub entries: [HandoverEntry<'a>; ENTRIES],
         /// f32 `[first + count, 12]`.

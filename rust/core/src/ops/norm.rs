@@ -2,6 +2,7 @@
 //! transposed layout or both. The gradient is in [`crate::ops::norm_backward`].
 
 use te_fast_kernels::Fp8;
+use te_fast_kernels::constants::norm;
 use te_fast_kernels::constants::tile::TRANSPOSED_ALIGN;
 
 use crate::base::error::{Error, Result};
@@ -17,7 +18,7 @@ use crate::{params, pointers};
 
 params! {
     /// Parameters of `norm_*`, `norm_transpose_*`, `norm_long_*`, `norm_short_*` and `norm_short_transpose_*`.
-    pub struct NormParams<'a> [168] for Norm | NormTranspose | NormLong | NormShort | NormShortTranspose
+    pub struct NormParams<'a> [norm::NORM_PARAMS_BYTES] for Norm | NormTranspose | NormLong | NormShort | NormShortTranspose
         => host::norm::run {
         /// Input `[rows, cols]`.
         pub x: DevPtr<'a>,

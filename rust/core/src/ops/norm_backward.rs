@@ -3,7 +3,7 @@
 
 use te_fast_kernels::constants::common::VECTOR;
 use te_fast_kernels::constants::norm::{
-    BACKWARD_THREADS, FEW_SLOTS, MANY_SLOTS, MAX_BLOCKS, MAX_STAGES, TILE_COLS, TILE_STEP, TILE_THREADS,
+    self, BACKWARD_THREADS, FEW_SLOTS, MANY_SLOTS, MAX_BLOCKS, MAX_STAGES, TILE_COLS, TILE_STEP, TILE_THREADS,
 };
 use te_fast_kernels::{Float, KernelId};
 
@@ -48,7 +48,7 @@ pub struct NormBackwardSpec {
 
 params! {
     /// Parameters of every gradient of a norm.
-    pub struct NormBackwardParams<'a> [128]
+    pub struct NormBackwardParams<'a> [norm::NORM_BACKWARD_PARAMS_BYTES]
         for NormBackward | NormBackwardWide | NormBackwardElements | NormBackwardCluster | NormBackwardClusterElements
             | NormBackwardSums | NormBackwardTiles => host::norm_backward::run {
         /// Gradient of the result `[rows, cols]`.

@@ -22,7 +22,7 @@ const BLOCKS: usize = 528;
 
 params! {
     /// Parameters of `pad_rows`.
-    pub struct PadRowsParams<'a> [4200] for PadRows => host::pad::run {
+    pub struct PadRowsParams<'a> [moe::PAD_ROWS_PARAMS_BYTES] for PadRows => host::pad::run {
         /// Input rows.
         pub x: DevPtr<'a>,
         /// Output rows.

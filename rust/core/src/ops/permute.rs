@@ -126,7 +126,7 @@ pub struct RowMapParams<'a> {
     pub(crate) zero_blocks: u32,
 }
 
-const _: () = assert!(size_of::<RowMapParams<'static>>() == 56);
+const _: () = assert!(size_of::<RowMapParams<'static>>() == moe::ROW_MAP_BYTES);
 
 impl<'a> RowMapParams<'a> {
     pub(crate) const fn new(shape: &MapShape, buffers: &MapBuffers<'a>, zero_blocks: u32) -> Self {
@@ -194,7 +194,7 @@ impl From<Prob> for DType {
 
 params! {
     /// Parameters of `permute_fwd`.
-    pub struct PermuteParams<'a> [232] for PermuteFwd => host::permute::run {
+    pub struct PermuteParams<'a> [moe::PERMUTE_PARAMS_BYTES] for PermuteFwd => host::permute::run {
         /// Rows of the tokens.
         pub x: DevPtr<'a>,
         /// Permuted rows.

@@ -1,6 +1,6 @@
 //! MoE permutation straight into FP8: a token is quantised once and written to each of its destinations.
 
-use te_fast_kernels::constants::moe::{CAST_CHUNK, FILL_WORD, PIECE_ROWS, PIECE_SCALES, ROW_THREADS};
+use te_fast_kernels::constants::moe::{self, CAST_CHUNK, FILL_WORD, PIECE_ROWS, PIECE_SCALES, ROW_THREADS};
 use te_fast_kernels::constants::tile::TILE;
 use te_fast_kernels::{Float, Fp8, KernelId};
 
@@ -21,7 +21,7 @@ const SCALE_BLOCKS: u32 = 4;
 
 params! {
     /// Parameters of `permute_cast_*`.
-    pub struct PermuteCastParams<'a> [288] for PermuteCast => host::permute_cast::run {
+    pub struct PermuteCastParams<'a> [moe::PERMUTE_CAST_PARAMS_BYTES] for PermuteCast => host::permute_cast::run {
         /// Rows of the tokens.
         pub x: DevPtr<'a>,
         /// Permuted FP8 rows.

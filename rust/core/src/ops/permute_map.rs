@@ -34,7 +34,7 @@ const MAX_PARTIALS: usize = 32;
 
 params! {
     /// Parameters of `permute_map`, and of a map in front of rows.
-    pub struct MakeMapParams<'a> [128] for PermuteMap => host::permute_map::run {
+    pub struct MakeMapParams<'a> [moe::MAKE_MAP_PARAMS_BYTES] for PermuteMap => host::permute_map::run {
         /// Mask `[T, E]` or expert ids `[T, K]`.
         pub routing: DevPtr<'a>,
         /// The map.
@@ -132,7 +132,7 @@ impl Making<'_> {
 
 params! {
     /// Parameters of `permute_ends`.
-    pub struct PermuteEndsParams<'a> [32] for PermuteEnds => host::permute_map::run_ends {
+    pub struct PermuteEndsParams<'a> [moe::PERMUTE_ENDS_PARAMS_BYTES] for PermuteEnds => host::permute_map::run_ends {
         /// The map.
         pub row_id_map: DevPtr<'a>,
         /// i32 `[blocks][groups]`.
@@ -148,7 +148,7 @@ params! {
 
 params! {
     /// Parameters of `permute_dropped`.
-    pub struct PermuteDroppedParams<'a> [24] for PermuteDropped => host::permute_map::run_dropped {
+    pub struct PermuteDroppedParams<'a> [moe::PERMUTE_DROPPED_PARAMS_BYTES] for PermuteDropped => host::permute_map::run_dropped {
         /// The device's count; null on the host.
         pub rows: DevPtr<'a>,
         /// One i64.

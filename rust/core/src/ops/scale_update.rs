@@ -2,7 +2,7 @@
 //! lays live maxima side by side, where ranks reduce them.
 
 use te_fast_kernels::constants::common::WARP;
-use te_fast_kernels::constants::quantize::{FEW_ENTRIES, MANY_ENTRIES, THREADS};
+use te_fast_kernels::constants::quantize::{self, FEW_ENTRIES, MANY_ENTRIES, THREADS};
 use te_fast_kernels::{Fp8, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -39,7 +39,7 @@ impl ScaleEntry<'_> {
 
 params! {
     /// Parameters of `scale_update`.
-    pub struct ScaleUpdateParams<'a> [32656] for ScaleUpdate => host::scale_update::run {
+    pub struct ScaleUpdateParams<'a> [quantize::SCALE_UPDATE_PARAMS_BYTES] for ScaleUpdate => host::scale_update::run {
         /// Length of every history.
         pub history_len: u64,
         /// Entries in use.
@@ -53,7 +53,7 @@ params! {
 
 params! {
     /// Parameters of `scale_update_few`.
-    pub struct ScaleUpdateFewParams<'a> [2000] for ScaleUpdateFew => host::scale_update::run_few {
+    pub struct ScaleUpdateFewParams<'a> [quantize::SCALE_UPDATE_FEW_PARAMS_BYTES] for ScaleUpdateFew => host::scale_update::run_few {
         /// Length of every history.
         pub history_len: u64,
         /// Entries in use.
@@ -156,7 +156,7 @@ impl LiveAmax<'_> {
 
 params! {
     /// Parameters of `amax_gather`.
-    pub struct AmaxGatherParams<'a> [16336] for AmaxGather => host::scale_update::gather {
+    pub struct AmaxGatherParams<'a> [quantize::AMAX_GATHER_PARAMS_BYTES] for AmaxGather => host::scale_update::gather {
         /// f32, as long as the entries say.
         pub gathered: DevPtr<'a>,
         /// Entries in use.
@@ -170,7 +170,7 @@ params! {
 
 params! {
     /// Parameters of `amax_gather_few`.
-    pub struct AmaxGatherFewParams<'a> [1008] for AmaxGatherFew => host::scale_update::gather_few {
+    pub struct AmaxGatherFewParams<'a> [quantize::AMAX_GATHER_FEW_PARAMS_BYTES] for AmaxGatherFew => host::scale_update::gather_few {
         /// f32, as long as the entries say.
         pub gathered: DevPtr<'a>,
         /// Entries in use.
