@@ -4,8 +4,7 @@
 //   every row of out that no token fills (padding, the end of a larger buffer) is zero, its probability too
 //
 // Launch: map blocks + zero_blocks + tokens blocks, 128 threads; the first ones to start make the map, if it is not
-// made
-//         already (moe/make_map.cuh), the next clear rows, the others take one token each.
+//         made already (moe/make_map.cuh), the next clear rows, the others take one token each.
 // Needs:  contiguous x [T, row_bytes] and out [rows, row_bytes], row_bytes even; row_bytes and rows < 2^31. Rows of a
 //         multiple of 16 bytes at 16-byte aligned addresses take the vector path. Destinations outside out are skipped
 //         and, in a map that this launch has made, struck off.

@@ -1,8 +1,9 @@
-// The row map of an MoE permutation by itself, in one launch; what it is and how it is made: moe/make_map.cuh.
+// The row map of an MoE permutation by itself, in one launch; its formula and how it is made: moe/make_map.cuh. And the
+// count of rows that permutations of this device have dropped: *out = rows, and rows = 0 on request.
 //
-// Launch: permute_map: `blocks` blocks of 256 threads. permute_dropped: 1 block of 32 threads: reads the count of
-// dropped
-//         rows and clears it on request.
+// Launch: permute_map: `blocks` blocks of 256 threads. permute_dropped: 1 block of 32 threads.
+// Needs:  permute_map: as moe/make_map.cuh.
+// Moves:  permute_map: as moe/make_map.cuh. permute_dropped: 16 bytes.
 
 #include "moe/make_map.cuh"
 
