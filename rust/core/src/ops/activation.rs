@@ -10,7 +10,7 @@ use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
-use crate::ops::cast::{aligned, scaled, tiles};
+use crate::ops::cast::{aligned, check_columns, scaled, tiles};
 use crate::ops::strips::StripPlan;
 use crate::{params, pointers};
 
@@ -192,9 +192,7 @@ impl Shape {
                 interleave,
             ));
         }
-        if i32::try_from(self.cols).is_err() {
-            return Err(Error::shape(self.op, "the number of columns", "below 2**31", self.cols));
-        }
+        check_columns(self.op, self.cols)?;
         let (tiles_rows, tiles_cols) = tiles(self.op, self.rows, self.cols)?;
         // An empty tensor still has a scale_inv or a bias gradient to write.
         let (tiles_rows, tiles_cols) = (tiles_rows.max(1), tiles_cols.max(1));

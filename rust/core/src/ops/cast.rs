@@ -151,6 +151,9 @@ impl CastPlan {
         if !(spec.rowwise || spec.columnwise || spec.dbias) {
             return Err(Error::value("cast", "no output is asked for; ask for rowwise, columnwise or dbias"));
         }
+        if spec.columnwise || spec.dbias {
+            check_columns("cast", spec.cols)?;
+        }
         let ld_t = if spec.columnwise { spec.rows.next_multiple_of(TRANSPOSED_ALIGN) } else { 0 };
         let (tiles_rows, tiles_cols) = tiles("cast", spec.rows, spec.cols)?;
         // An empty tensor still has a scale_inv or a bias gradient to write.
@@ -294,6 +297,14 @@ pub(crate) fn tiles(op: &'static str, rows: usize, cols: usize) -> Result<(u32, 
     }
 }
 
+/// Kernels that work in tiles count columns in 32 bits.
+pub(crate) fn check_columns(op: &'static str, cols: usize) -> Result<()> {
+    if i32::try_from(cols).is_ok() {
+        return Ok(());
+    }
+    Err(Error::shape(op, "the number of columns", "below 2**31", cols))
+}
+
 /// An FP8 output has a scale.
 pub(crate) fn scaled(op: &'static str, fp8: Option<Fp8>, scale: DevPtr<'_>) -> Result<()> {
     if fp8.is_none() || !scale.is_null() {
@@ -343,5 +354,9 @@ mod tests {
     fn nothing_to_write_is_an_error() {
         assert!(CastPlan::new(CastSpec { rowwise: false, columnwise: false, dbias: false, ..SPEC }).is_err());
         assert!(CastPlan::new(CastSpec { rows: 1 << 40, cols: 1 << 20, ..SPEC }).is_err());
+        // One element after the other, columns are no limit.
+        let long = CastSpec { rows: 1, cols: 1 << 32, ..SPEC };
+        assert!(CastPlan::new(long).is_err());
+        assert!(CastPlan::new(CastSpec { columnwise: false, dbias: false, ..long }).is_ok());
     }
 }

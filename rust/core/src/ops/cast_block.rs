@@ -10,7 +10,7 @@ use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
 use crate::ops::amax::check_eps;
-use crate::ops::cast::{aligned, tiles};
+use crate::ops::cast::{aligned, check_columns, tiles};
 use crate::{params, pointers};
 
 /// The last dimension of a scale tensor is padded to this multiple.
@@ -156,6 +156,7 @@ impl CastBlockPlan {
         if spec.byte_scales_t && !(spec.pow2 && spec.block == BlockShape::OneDimensional) {
             return Err(Error::value("cast_block", "scales as bytes are powers of two, of 1x128 blocks"));
         }
+        check_columns("cast_block", spec.cols)?;
         let tiles = tiles("cast_block", spec.rows, spec.cols)?;
         let kernel = match spec.block {
             BlockShape::OneDimensional => KernelId::CastBlock1d(spec.input, spec.output),
