@@ -42,6 +42,7 @@ fn main() {
     println!("cargo::rerun-if-changed=src/constants.rs");
     println!("cargo::rerun-if-changed=src/ids.rs");
     let out = PathBuf::from(env::var("OUT_DIR").expect("cargo sets OUT_DIR"));
+    write_constants(&out.join("include/common"));
     if env::var("TE_FAST_SKIP_CUDA").is_ok_and(|value| value == "1") {
         let empty = vec!["&[]".to_string(); Image::ALL.len()];
         return write_table(&out, &empty, &[]);
@@ -55,7 +56,6 @@ fn main() {
             println!("cargo::rerun-if-changed={}", path.display());
         }
     }
-    write_constants(&out.join("include/common"));
     let nvcc = find_nvcc();
     let list = env::var("TE_FAST_CUDA_ARCHS").unwrap_or_else(|_| RELEASE_ARCHS.into());
     let archs: Vec<&str> = list.split([',', ';', ' ']).filter(|arch| !arch.is_empty()).collect();

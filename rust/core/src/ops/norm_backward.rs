@@ -276,15 +276,7 @@ impl NormBackwardPlan {
         }
         match self.way {
             Way::Rows { team, grid, .. } => {
-                let wide = spec.cols > FEW_COLS * team as usize;
-                let kernel = match (grid.cluster > 1, self.has_vectors(&params)) {
-                    (true, true) => KernelId::NormBackwardCluster(spec.input),
-                    (true, false) => KernelId::NormBackwardClusterElements(spec.input),
-                    (false, true) if wide => KernelId::NormBackwardWide(spec.input),
-                    (false, true) => KernelId::NormBackward(spec.input),
-                    (false, false) => KernelId::NormBackwardElements(spec.input),
-                };
-                launch(target, kernel, grid, &params)
+                launch(target, self.rows_kernel(team, grid.cluster, self.has_vectors(&params)), grid, &params)
             }
             Way::Tiles { sums, tiles, .. } => {
                 if spec.dx {
@@ -292,6 +284,18 @@ impl NormBackwardPlan {
                 }
                 launch(target, KernelId::NormBackwardTiles(spec.input), tiles, &params)
             }
+        }
+    }
+
+    /// The kernel of [`Way::Rows`]: of blocks alone or in clusters, with 16-byte accesses or without.
+    const fn rows_kernel(&self, team: u32, cluster: u32, vectors: bool) -> KernelId {
+        let NormBackwardSpec { cols, input, .. } = self.spec;
+        match (cluster > 1, vectors) {
+            (true, true) => KernelId::NormBackwardCluster(input),
+            (true, false) => KernelId::NormBackwardClusterElements(input),
+            (false, true) if cols > FEW_COLS * team as usize => KernelId::NormBackwardWide(input),
+            (false, true) => KernelId::NormBackward(input),
+            (false, false) => KernelId::NormBackwardElements(input),
         }
     }
 
@@ -428,6 +432,23 @@ mod tests {
         assert_eq!(stages(16_384, Float::Bf16, false, HOPPER)?, Some((512, 6)));
         assert_eq!(stages(65_536, Float::F32, true, HOPPER)?, Some((512, 2)));
         assert_eq!(stages(65_537, Float::Bf16, false, HOPPER)?, None);
+        Ok(())
+    }
+
+    #[test]
+    fn kernels_follow_columns_and_alignment() -> Result<()> {
+        let kernels = |cols| {
+            let plan = NormBackwardPlan::new(NormBackwardSpec { cols, ..SPEC })?;
+            let Way::Rows { team, grid, .. } = plan.way else { return Err(Error::state(OP, "not in one launch")) };
+            Ok::<_, Error>([true, false].map(|vectors| plan.rows_kernel(team, grid.cluster, vectors).symbol()))
+        };
+        for few in [1, 16, 1000, 8192] {
+            assert_eq!(kernels(few)?, ["norm_backward_bf16", "norm_backward_elements_bf16"]);
+        }
+        for many in [8193, 12_288] {
+            assert_eq!(kernels(many)?, ["norm_backward_wide_bf16", "norm_backward_elements_bf16"]);
+        }
+        assert_eq!(kernels(12_289)?, ["norm_backward_cluster_bf16", "norm_backward_cluster_elements_bf16"]);
         Ok(())
     }
 
