@@ -43,7 +43,7 @@ __device__ inline uint32_t* tile_sums(const MakeMapParams& p) { return p.counts 
 // Counts a tile and publishes it; several blocks may do so for one tile, with the same numbers.
 template <typename S>
 __device__ inline void count_tile(const MakeMapParams& p, MapShared<S>& shared, uint32_t at) {
-    const Tile tile(p, at);
+    const MapTile tile(p, at);
     const uint32_t lane = threadIdx.x % 32;
     uint32_t count = 0;
     for (uint32_t begin = 0; begin < tile.groups(); begin += S::kGroups) {
@@ -145,7 +145,7 @@ __device__ inline void sum_counts(const MakeMapParams& p, uint32_t expert, uint3
 // shared.base[e] = rows before this tile's first one of expert e: all of lower slices, lower experts of this slice,
 // earlier chunks. Ends with a barrier. Eight lanes have the 32 experts of a chunk.
 template <typename S>
-__device__ inline void place_tile(const MakeMapParams& p, MapShared<S>& shared, const Tile& tile) {
+__device__ inline void place_tile(const MakeMapParams& p, MapShared<S>& shared, const MapTile& tile) {
     constexpr uint32_t kWarps = S::kThreads / 32;
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const uint32_t chunks = p.tiles() / tile.slices;
@@ -246,7 +246,7 @@ __device__ inline void describe(const MakeMapParams& p, MapShared<S>& shared) {
 
 // Experts that a token has in higher slices: a sum of bytes.
 template <typename S>
-__device__ inline uint32_t higher_experts(const MakeMapParams& p, const Tile& tile, uint32_t token) {
+__device__ inline uint32_t higher_experts(const MakeMapParams& p, const MapTile& tile, uint32_t token) {
     if (S::is_index(p) || token >= p.tokens) return 0;
     const uint32_t stride = round_up(tile.slices, 4u), next = tile.slice + 1;
     const uint32_t* shares = reinterpret_cast<const uint32_t*>(p.shares + static_cast<size_t>(token) * stride);
@@ -261,7 +261,7 @@ __device__ inline uint32_t higher_experts(const MakeMapParams& p, const Tile& ti
 // Entries of a span's tokens in this slice, a lane per token, experts in descending order: those of higher slices
 // come first. Slice 0 knows the token's number of experts. `first_higher` is that of this thread's first token.
 template <typename S>
-__device__ inline void write_mask_entries(const MakeMapParams& p, const MapShared<S>& shared, const Tile& tile,
+__device__ inline void write_mask_entries(const MakeMapParams& p, const MapShared<S>& shared, const MapTile& tile,
                                           uint32_t begin, uint32_t end, uint32_t first_higher) {
     const uint32_t tokens = min((end - begin) * 32, tile.tokens - begin * 32);
 #pragma unroll 1
@@ -285,8 +285,8 @@ __device__ inline void write_mask_entries(const MakeMapParams& p, const MapShare
 
 // Entries of a span's slots in this slice, a lane per slot; slice 0 marks those of no expert.
 template <typename S>
-__device__ __noinline__ void write_index_entries(const MakeMapParams& p, const MapShared<S>& shared, const Tile& tile,
-                                                 uint32_t begin, uint32_t end) {
+__device__ __noinline__ void write_index_entries(const MakeMapParams& p, const MapShared<S>& shared,
+                                                 const MapTile& tile, uint32_t begin, uint32_t end) {
     const uint32_t tokens = p.tokens / p.top_k;
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < (end - begin) * 32; i += S::kThreads) {
@@ -309,7 +309,7 @@ __device__ __noinline__ void write_index_entries(const MakeMapParams& p, const M
 }
 
 template <typename S>
-__device__ inline void write_tile(const MakeMapParams& p, MapShared<S>& shared, const Tile& tile, bool helped,
+__device__ inline void write_tile(const MakeMapParams& p, MapShared<S>& shared, const MapTile& tile, bool helped,
                                   uint32_t first_higher) {
     const bool packed = !helped && tile.groups() <= S::kGroups;
 #pragma unroll 1
@@ -339,7 +339,7 @@ __device__ inline void make_map(const MakeMapParams& p, MapShared<S>& shared, ui
     uint32_t earlier = 0;  // blocks that look at `arrived` no more; alone, the answer comes meanwhile
     if (S::kAlone && threadIdx.x == 0) earlier = atomicAdd(&state.ready, 1u);
     if (block != p.tiles()) {
-        const Tile tile(p, block);
+        const MapTile tile(p, block);
         // Under way while the tile is placed.
         const uint32_t first_higher = higher_experts<S>(p, tile, tile.first + threadIdx.x);
         place_tile(p, shared, tile);

@@ -90,11 +90,11 @@ struct alignas(16) MapShared {
 };
 
 // Where a block works: 32 experts of a chunk of tokens.
-struct Tile {
+struct MapTile {
     uint32_t slices, slice, chunk;
     uint32_t first, tokens;
 
-    __device__ Tile(const MakeMapParams& p, uint32_t at)
+    __device__ MapTile(const MakeMapParams& p, uint32_t at)
         : slices(ceil_div(p.experts, 32u)), slice(at % slices), chunk(at / slices) {
         first = chunk * p.chunk_tokens;
         tokens = min(p.chunk_tokens, p.tokens - first);
@@ -133,7 +133,7 @@ __device__ inline uint32_t vector_bits(const uint4& v) {
 
 // A bit for each of the tile's experts that the mask routes this lane's token of the group to.
 template <typename Word>
-__device__ inline uint32_t mask_bits(const MakeMapParams& p, const Tile& tile, uint32_t first) {
+__device__ inline uint32_t mask_bits(const MakeMapParams& p, const MapTile& tile, uint32_t first) {
     constexpr uint32_t kPerVector = 16 / sizeof(Word), kVectors = 32 / kPerVector,
                        kTogether = kVectors < 4 ? kVectors : 4;
     const uint32_t token = first + threadIdx.x % 32;
@@ -166,14 +166,14 @@ __device__ inline uint32_t mask_bits(const MakeMapParams& p, const Tile& tile, u
 }
 
 // Masks of wide integers are rare: their code does not lie in the way, since after a pause it comes from memory.
-__device__ __noinline__ uint32_t wide_mask_bits(const MakeMapParams& p, const Tile& tile, uint32_t first) {
+__device__ __noinline__ uint32_t wide_mask_bits(const MakeMapParams& p, const MapTile& tile, uint32_t first) {
     return p.routing_type == RoutingType::kMask32 ? mask_bits<uint32_t>(p, tile, first)
                                                   : mask_bits<uint64_t>(p, tile, first);
 }
 
 // Packs the groups [begin, end) of a tile into shared memory.
 template <typename S>
-__device__ inline void pack_mask(const MakeMapParams& p, MapShared<S>& shared, const Tile& tile, uint32_t begin,
+__device__ inline void pack_mask(const MakeMapParams& p, MapShared<S>& shared, const MapTile& tile, uint32_t begin,
                                  uint32_t end) {
     const uint32_t lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -188,7 +188,7 @@ __device__ inline void pack_mask(const MakeMapParams& p, MapShared<S>& shared, c
 
 // The same of slots [T, K] with expert ids; ids outside [0, experts) are not routed. "Tokens" are the slots t * K + k.
 template <typename S>
-__device__ __noinline__ void pack_ids(const MakeMapParams& p, MapShared<S>& shared, const Tile& tile, uint32_t begin,
+__device__ __noinline__ void pack_ids(const MakeMapParams& p, MapShared<S>& shared, const MapTile& tile, uint32_t begin,
                                       uint32_t end) {
     constexpr uint32_t kWarps = S::kThreads / 32, kAhead = 4;
     const uint32_t lane = threadIdx.x % 32;
@@ -223,7 +223,7 @@ __device__ __noinline__ void pack_ids(const MakeMapParams& p, MapShared<S>& shar
 // Packs the groups [begin, end) of a tile into shared memory and counts them per expert (shared.count, and
 // shared.before group by group). Starts and ends with a barrier.
 template <typename S>
-__device__ inline void pack_span(const MakeMapParams& p, MapShared<S>& shared, const Tile& tile, uint32_t begin,
+__device__ inline void pack_span(const MakeMapParams& p, MapShared<S>& shared, const MapTile& tile, uint32_t begin,
                                  uint32_t end) {
     const uint32_t lane = threadIdx.x % 32;
     __syncthreads();
@@ -243,7 +243,7 @@ __device__ inline void pack_span(const MakeMapParams& p, MapShared<S>& shared, c
 
 // The same where it is rarely done.
 template <typename S>
-__device__ __noinline__ void pack_span_again(const MakeMapParams& p, MapShared<S>& shared, const Tile& tile,
+__device__ __noinline__ void pack_span_again(const MakeMapParams& p, MapShared<S>& shared, const MapTile& tile,
                                              uint32_t begin, uint32_t end) {
     pack_span(p, shared, tile, begin, end);
 }
