@@ -49,6 +49,12 @@ impl<'a> DevPtr<'a> {
         self.address == 0
     }
 
+    /// Whether the address is a multiple of `bytes`, as null is.
+    #[must_use]
+    pub const fn is_aligned(self, bytes: usize) -> bool {
+        self.address().is_multiple_of(bytes)
+    }
+
     /// The pointer `bytes` further on; null stays null.
     #[must_use]
     pub const fn offset(self, bytes: usize) -> Self {

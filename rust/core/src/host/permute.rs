@@ -1,4 +1,4 @@
-//! Host kernel of `cuda/permute.cu`, and how host kernels read a row map (`cuda/common/routing.cuh`).
+//! Host kernel of `cuda/moe/permute.cu`, and how host kernels read a row map (`cuda/moe/routing.cuh`).
 
 use te_fast_kernels::KernelId;
 

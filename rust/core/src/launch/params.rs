@@ -23,12 +23,12 @@ pub trait Params: sealed::Sealed {
     fn run_host(&self, id: KernelId) -> Result<()>;
 }
 
-/// Defines a `#[repr(C)]` parameter struct, asserts its size (the `.cu` file asserts the same number) and binds it
+/// Defines a `#[repr(C)]` parameter struct, asserts its size (the `.cu` file asserts it of its own struct) and binds it
 /// to the families of [`KernelId`] that take it; `run` is the host kernel, `fn(&Params, KernelId) -> Result<()>`.
 macro_rules! params {
     (
         $(#[$doc:meta])*
-        pub struct $name:ident<$life:lifetime> [$size:literal] for $($family:ident)|+ => $run:path {
+        pub struct $name:ident<$life:lifetime> [$size:expr] for $($family:ident)|+ => $run:path {
             $($(#[$field_doc:meta])* pub $field:ident: $type:ty,)*
         }
     ) => {

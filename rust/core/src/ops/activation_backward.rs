@@ -1,6 +1,7 @@
 //! Gradient of the activation functions in one pass: in high precision, as FP8 in either layout, with the bias
 //! gradient of the linear layer before and the gradient of a factor per row.
 
+use te_fast_kernels::constants::activation as constants;
 use te_fast_kernels::{Float, Fp8, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -15,7 +16,7 @@ use crate::{params, pointers};
 
 params! {
     /// Parameters of `activation_backward_*` and `activation_gated_backward_*`.
-    pub struct ActivationBackwardParams<'a> [208] for ActivationBackward | ActivationGatedBackward
+    pub struct ActivationBackwardParams<'a> [constants::ACTIVATION_BACKWARD_PARAMS_BYTES] for ActivationBackward | ActivationGatedBackward
         => host::activation_backward::run {
         /// Gradient of the result `[rows, cols]`.
         pub dy: DevPtr<'a>,
@@ -142,21 +143,21 @@ pub struct ActivationBackwardPlan {
 
 const OP: &str = "activation_backward";
 
-/// Blocks that one multiprocessor of a Hopper runs at once, as in `cuda/activation_backward.cu`.
+/// Blocks that one multiprocessor of a Hopper runs at once.
 const fn resident_blocks(gated: bool, input: Float) -> u32 {
     match (gated, input) {
-        (false, _) => 4,
-        (true, Float::Bf16) => 3,
-        (true, _) => 2,
+        (false, _) => constants::BACKWARD_BLOCKS,
+        (true, Float::Bf16) => constants::GATED_BACKWARD_BLOCKS_BF16,
+        (true, _) => constants::GATED_BACKWARD_BLOCKS,
     }
 }
 
-/// `sizeof(BackwardShared)` in `cuda/activation_backward.cu`.
+/// Dynamic shared memory of a block.
 const fn shared_bytes(gated: bool, input: Float) -> u32 {
     match (gated, input) {
-        (false, _) => 48 << 10,
-        (true, Float::F32) => 80 << 10,
-        (true, _) => 56 << 10,
+        (false, _) => constants::BACKWARD_SHARED,
+        (true, Float::F32) => constants::GATED_BACKWARD_SHARED_F32,
+        (true, _) => constants::GATED_BACKWARD_SHARED,
     }
 }
 

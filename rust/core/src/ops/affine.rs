@@ -1,5 +1,7 @@
 //! `y = alpha * x + r + b`: scaling, addition of a tensor and of a row, conversion between types.
 
+use te_fast_kernels::constants::common::VECTOR;
+use te_fast_kernels::constants::quantize::{self, THREADS};
 use te_fast_kernels::{Float, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -7,15 +9,11 @@ use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
-use crate::ops::cast::THREADS;
 use crate::{params, pointers};
-
-/// Columns of one thread.
-const GROUP: usize = 8;
 
 params! {
     /// Parameters of `affine_*`.
-    pub struct AffineParams<'a> [64] for Affine => host::affine::run {
+    pub struct AffineParams<'a> [quantize::AFFINE_PARAMS_BYTES] for Affine => host::affine::run {
         /// Input `[rows, cols]`.
         pub x: DevPtr<'a>,
         /// Tensor to add, of the input's type, or null; may be `y`.
@@ -83,7 +81,7 @@ impl AffinePlan {
     /// # Errors
     /// A shape beyond what a launch can index.
     pub fn new(spec: AffineSpec) -> Result<Self> {
-        let groups = spec.cols.div_ceil(GROUP).checked_mul(spec.rows);
+        let groups = spec.cols.div_ceil(VECTOR).checked_mul(spec.rows);
         let blocks = groups.map(|groups| groups.div_ceil(THREADS as usize));
         let Some(blocks) = blocks.filter(|&blocks| i32::try_from(blocks).is_ok()) else {
             let got = format!("{} x {}", spec.rows, spec.cols);

@@ -1,6 +1,8 @@
 //! Current scaling: the amax of a tensor and the scale that follows from it, in one launch; or the two apart, for an
 //! amax that is reduced over ranks in between.
 
+use te_fast_kernels::constants::common::WARP;
+use te_fast_kernels::constants::quantize::{self, AMAX_WORKSPACE_BYTES, SPAN, THREADS};
 use te_fast_kernels::{Float, Fp8, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -8,17 +10,14 @@ use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
-use crate::ops::cast::THREADS;
 use crate::{params, pointers};
 
-/// Elements that a block reads before it comes round again.
-const SPAN: usize = 8192;
 /// More blocks than this per multiprocessor only add atomics.
 const BLOCKS_PER_MULTIPROCESSOR: u32 = 4;
 
 params! {
     /// Parameters of `amax_*`.
-    pub struct AmaxParams<'a> [72] for Amax => host::amax::run {
+    pub struct AmaxParams<'a> [quantize::AMAX_PARAMS_BYTES] for Amax => host::amax::run {
         /// Input, `count` elements.
         pub x: DevPtr<'a>,
         /// Two words, zero between launches.
@@ -46,7 +45,7 @@ params! {
 
 params! {
     /// Parameters of `scale_from_amax`.
-    pub struct ScaleFromAmaxParams<'a> [40] for ScaleFromAmax => host::amax::run_scale {
+    pub struct ScaleFromAmaxParams<'a> [quantize::SCALE_FROM_AMAX_PARAMS_BYTES] for ScaleFromAmax => host::amax::run_scale {
         /// One f32.
         pub amax: DevPtr<'a>,
         /// One f32.
@@ -104,7 +103,7 @@ pub struct AmaxPlan {
 
 impl AmaxPlan {
     /// Size of the workspace.
-    pub const WORKSPACE_BYTES: usize = 8;
+    pub const WORKSPACE_BYTES: usize = AMAX_WORKSPACE_BYTES;
 
     /// A pass over `count` elements on a device with `multiprocessors` (any number for the host backend).
     ///
@@ -169,7 +168,7 @@ pub fn scale_from_amax(
         pow2: u32::from(rule.pow2),
         unused: 0,
     };
-    launch(target, KernelId::ScaleFromAmax, Grid::linear(1, 32), &params)
+    launch(target, KernelId::ScaleFromAmax, Grid::linear(1, WARP), &params)
 }
 
 /// An epsilon is a number, at least 0.

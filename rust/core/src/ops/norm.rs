@@ -2,6 +2,8 @@
 //! transposed layout or both. The gradient is in [`crate::ops::norm_backward`].
 
 use te_fast_kernels::Fp8;
+use te_fast_kernels::constants::norm;
+use te_fast_kernels::constants::tile::TRANSPOSED_ALIGN;
 
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
@@ -9,14 +11,14 @@ use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
 use crate::ops::activation::check_outputs;
-use crate::ops::cast::{TRANSPOSED_ALIGN, aligned, scaled};
+use crate::ops::cast::{aligned, scaled};
 use crate::ops::norm_share::Share;
 use crate::ops::norm_spec::{NormKind, NormSpec};
 use crate::{params, pointers};
 
 params! {
     /// Parameters of `norm_*`, `norm_transpose_*`, `norm_long_*`, `norm_short_*` and `norm_short_transpose_*`.
-    pub struct NormParams<'a> [168] for Norm | NormTranspose | NormLong | NormShort | NormShortTranspose
+    pub struct NormParams<'a> [norm::NORM_PARAMS_BYTES] for Norm | NormTranspose | NormLong | NormShort | NormShortTranspose
         => host::norm::run {
         /// Input `[rows, cols]`.
         pub x: DevPtr<'a>,
@@ -247,14 +249,11 @@ pub(crate) fn check_shape(op: &'static str, rows: usize, cols: usize) -> Result<
 
 #[cfg(test)]
 mod tests {
-    use te_fast_kernels::KernelId;
-
-    use te_fast_kernels::Float;
+    use te_fast_kernels::constants::norm::{CHUNK, HELD_BYTES, MAX_BLOCKS, MAX_STRIP, THREADS, TRANSPOSED_COLUMNS};
+    use te_fast_kernels::{Float, KernelId};
 
     use super::*;
-    use crate::ops::norm_share::{
-        CHUNK, HELD_BYTES, MAX_BLOCKS, MAX_STRIP, SHORT_COLUMNS, THREADS, TRANSPOSED_COLUMNS, WEIGHT_BYTES,
-    };
+    use crate::ops::norm_share::{SHORT_COLUMNS, WEIGHT_BYTES};
     use crate::runtime::lane::Limits;
 
     const HOPPER: Limits = Limits { multiprocessors: 132, shared_bytes: 232_448, clusters: true };

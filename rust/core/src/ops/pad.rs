@@ -1,6 +1,8 @@
 //! Rows moved in segments: padding and unpadding of grouped GEMM inputs, and the sorting of chunks.
 
 use te_fast_kernels::KernelId;
+use te_fast_kernels::constants::common::WARP;
+use te_fast_kernels::constants::moe::{self, INLINE_SPLITS, PAD_THREADS};
 
 use crate::base::dtype::DType;
 use crate::base::error::{Error, Result};
@@ -11,19 +13,16 @@ use crate::launch::target::{Target, launch};
 use crate::ops::permute::Prob;
 use crate::params;
 
-/// Most splits that travel by value in the launch.
-pub const INLINE_SPLITS: usize = 1024;
 /// Most splits that a launch takes.
 pub const MAX_SPLITS: usize = 4096;
-const THREADS: u32 = 256;
-/// A warp per row, eight rows per block.
-const ROWS_PER_BLOCK: usize = 8;
+/// A warp per row.
+const ROWS_PER_BLOCK: usize = (PAD_THREADS / WARP) as usize;
 /// Four blocks per multiprocessor of a large GPU; each walks over its rows.
 const BLOCKS: usize = 528;
 
 params! {
     /// Parameters of `pad_rows`.
-    pub struct PadRowsParams<'a> [4200] for PadRows => host::pad::run {
+    pub struct PadRowsParams<'a> [moe::PAD_ROWS_PARAMS_BYTES] for PadRows => host::pad::run {
         /// Input rows.
         pub x: DevPtr<'a>,
         /// Output rows.
@@ -66,13 +65,13 @@ params! {
 #[repr(u32)]
 pub enum Move {
     /// Each split starts at a multiple of the alignment.
-    Pad = 0,
+    Pad = moe::MOVE_PAD,
     /// The reverse.
-    Unpad = 1,
+    Unpad = moe::MOVE_UNPAD,
     /// Chunk `index[j]` comes j-th.
-    Sort = 2,
+    Sort = moe::MOVE_SORT,
     /// The reverse.
-    Unsort = 3,
+    Unsort = moe::MOVE_UNSORT,
 }
 
 /// Integers on the device.
@@ -211,7 +210,7 @@ impl PadPlan {
             inline_splits,
         };
         let blocks = out_rows.div_ceil(ROWS_PER_BLOCK).clamp(1, BLOCKS) as u32;
-        launch(target, KernelId::PadRows, Grid::linear(blocks, THREADS).with_shared(12 * count as u32), &params)
+        launch(target, KernelId::PadRows, Grid::linear(blocks, PAD_THREADS).with_shared(12 * count as u32), &params)
     }
 }
 

@@ -3,6 +3,7 @@
 //! Also what all kernels that read a row map share: [`MapShape`], [`MapBuffers`] and their parameter block.
 
 use te_fast_kernels::KernelId;
+use te_fast_kernels::constants::moe::{self, MAX_EXPERTS, ROW_THREADS};
 
 use crate::base::dtype::DType;
 use crate::base::error::{Error, Result};
@@ -13,10 +14,6 @@ use crate::launch::target::{Target, launch};
 use crate::ops::permute_map::{MakeMapParams, Making};
 use crate::params;
 
-/// Most experts of a mask, and most slots per token of an index.
-pub const MAX_EXPERTS: usize = 1024;
-/// Threads of the kernels that take one token per block.
-pub(crate) const ROW_THREADS: u32 = 128;
 /// Leading blocks that clear the rows no token fills: two per multiprocessor of a large GPU.
 const ZERO_BLOCKS: usize = 264;
 
@@ -114,7 +111,7 @@ pub struct MapBuffers<'a> {
     pub partials: usize,
 }
 
-/// `RowMap` of `cuda/common/routing.cuh`.
+/// `RowMap` of `cuda/moe/routing.cuh`.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct RowMapParams<'a> {
@@ -129,7 +126,7 @@ pub struct RowMapParams<'a> {
     pub(crate) zero_blocks: u32,
 }
 
-const _: () = assert!(size_of::<RowMapParams<'static>>() == 56);
+const _: () = assert!(size_of::<RowMapParams<'static>>() == moe::ROW_MAP_BYTES);
 
 impl<'a> RowMapParams<'a> {
     pub(crate) const fn new(shape: &MapShape, buffers: &MapBuffers<'a>, zero_blocks: u32) -> Self {
@@ -156,13 +153,13 @@ impl<'a> RowMapParams<'a> {
 #[repr(u32)]
 pub enum Prob {
     /// IEEE binary32.
-    F32 = 0,
+    F32 = moe::PROB_F32,
     /// IEEE binary16.
-    F16 = 1,
+    F16 = moe::PROB_F16,
     /// bfloat16.
-    Bf16 = 2,
+    Bf16 = moe::PROB_BF16,
     /// IEEE binary64, moved as it is; sums take it rounded to binary32.
-    F64 = 3,
+    F64 = moe::PROB_F64,
 }
 
 impl Prob {
@@ -197,7 +194,7 @@ impl From<Prob> for DType {
 
 params! {
     /// Parameters of `permute_fwd`.
-    pub struct PermuteParams<'a> [232] for PermuteFwd => host::permute::run {
+    pub struct PermuteParams<'a> [moe::PERMUTE_PARAMS_BYTES] for PermuteFwd => host::permute::run {
         /// Rows of the tokens.
         pub x: DevPtr<'a>,
         /// Permuted rows.

@@ -1,5 +1,7 @@
 //! MoE permutation straight into FP8: a token is quantised once and written to each of its destinations.
 
+use te_fast_kernels::constants::moe::{self, CAST_CHUNK, FILL_WORD, PIECE_ROWS, PIECE_SCALES, ROW_THREADS};
+use te_fast_kernels::constants::tile::TILE;
 use te_fast_kernels::{Float, Fp8, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -8,24 +10,18 @@ use crate::host;
 use crate::host::fp8::scale_from_amax;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
-use crate::ops::cast::{TILE, aligned};
-use crate::ops::permute::{MapBuffers, MapShape, Prob, ROW_THREADS, RowMapParams};
-use crate::ops::permute_map::{FILL_WORD, Fill, MakeMapParams, Making};
+use crate::ops::cast::aligned;
+use crate::ops::permute::{MapBuffers, MapShape, Prob, RowMapParams};
+use crate::ops::permute_map::{Fill, MakeMapParams, Making};
 use crate::params;
 
-/// Elements of one FP8 store.
-const CHUNK: usize = 16;
-/// Rows, and blocks of a row, whose scales a warp puts in their places at once.
-const PIECE: (usize, usize) = (32, 8);
 /// Blocks that do so, per multiprocessor. They wait for others, which always find room: a multiprocessor runs at least
 /// eight.
 const SCALE_BLOCKS: u32 = 4;
-/// No token: `row_tokens` of a row that is zero.
-pub(crate) const ZERO_ROW: u32 = 0xffff_fffe;
 
 params! {
     /// Parameters of `permute_cast_*`.
-    pub struct PermuteCastParams<'a> [288] for PermuteCast => host::permute_cast::run {
+    pub struct PermuteCastParams<'a> [moe::PERMUTE_CAST_PARAMS_BYTES] for PermuteCast => host::permute_cast::run {
         /// Rows of the tokens.
         pub x: DevPtr<'a>,
         /// Permuted FP8 rows.
@@ -147,7 +143,7 @@ impl PermuteCastPlan {
     /// Sizes beyond what a launch can index, or columns that are no multiple of 16.
     pub fn new(spec: PermuteCastSpec) -> Result<Self> {
         spec.shape.check("permute_quantize")?;
-        if spec.cols == 0 || !spec.cols.is_multiple_of(CHUNK) || i32::try_from(spec.cols).is_err() {
+        if spec.cols == 0 || !spec.cols.is_multiple_of(CAST_CHUNK) || i32::try_from(spec.cols).is_err() {
             let expected = "a positive multiple of 16 below 2**31";
             return Err(Error::shape("permute_quantize", "the hidden size", expected, spec.cols));
         }
@@ -181,7 +177,7 @@ impl PermuteCastPlan {
 
     /// Inverse scales of a token, whole pieces.
     fn token_ld(&self) -> usize {
-        self.blocks().next_multiple_of(PIECE.1)
+        self.blocks().next_multiple_of(PIECE_SCALES)
     }
 
     /// What the map in front has to fill, given the scratch memory.
@@ -232,7 +228,7 @@ impl PermuteCastPlan {
         let params = match scaling {
             Scaling::Tensor => params,
             Scaling::Block { eps, pow2 } => {
-                let pieces = scale_ld.div_ceil(PIECE.0) * blocks.div_ceil(PIECE.1);
+                let pieces = scale_ld.div_ceil(PIECE_ROWS) * blocks.div_ceil(PIECE_SCALES);
                 let wanted = pieces.div_ceil(ROW_THREADS as usize / 32);
                 PermuteCastParams {
                     scale: DevPtr::null(),

@@ -2,19 +2,22 @@
 //! own, or the first blocks of the launch that moves rows by it.
 
 use te_fast_kernels::KernelId;
+use te_fast_kernels::constants::common::WARP;
+pub use te_fast_kernels::constants::moe::STATE_BYTES;
+use te_fast_kernels::constants::moe::{
+    self, ENDS_THREADS, LEADING_MAP_GROUPS, MAP_GROUPS, MAP_THREADS, MAX_EXPERTS, MAX_TILES,
+};
 
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Backend, Target, launch};
-use crate::ops::permute::{Layout, MAX_EXPERTS, MapBuffers, MapShape};
+use crate::ops::permute::{Layout, MapBuffers, MapShape};
 use crate::params;
 
 /// Experts that one block owns.
-const SLICE: usize = 32;
-/// Most blocks that share the work, the describing one apart.
-const MAX_TILES: usize = 512;
+const SLICE: usize = WARP as usize;
 /// As many blocks as there are multiprocessors on a large GPU; more only add to what each has to read.
 const TILES: usize = 128;
 /// Blocks of a map in front of rows, which have half the threads.
@@ -23,19 +26,15 @@ const LEADING_TILES: usize = 256;
 const SHORT_CHUNK: usize = 64;
 /// Tokens of a chunk in long maps: half of those whose bits stay in shared memory, so that two blocks share a
 /// multiprocessor.
-const LONG_CHUNK: usize = 1024;
+const LONG_CHUNK: usize = MAP_GROUPS * WARP as usize / 2;
 /// The same of a map in front of rows, whose blocks have room for no more.
-const LEADING_CHUNK: usize = 512;
-const MAP_THREADS: u32 = 256;
-const ENDS_THREADS: u32 = 512;
-/// Bytes in which the blocks of a launch that makes a map find each other, `MapState` of `cuda/common/routing_bits.cuh`.
-pub const STATE_BYTES: usize = 128;
+const LEADING_CHUNK: usize = LEADING_MAP_GROUPS * WARP as usize;
 /// Most parts that ends are counted in.
 const MAX_PARTIALS: usize = 32;
 
 params! {
     /// Parameters of `permute_map`, and of a map in front of rows.
-    pub struct MakeMapParams<'a> [128] for PermuteMap => host::permute_map::run {
+    pub struct MakeMapParams<'a> [moe::MAKE_MAP_PARAMS_BYTES] for PermuteMap => host::permute_map::run {
         /// Mask `[T, E]` or expert ids `[T, K]`.
         pub routing: DevPtr<'a>,
         /// The map.
@@ -133,7 +132,7 @@ impl Making<'_> {
 
 params! {
     /// Parameters of `permute_ends`.
-    pub struct PermuteEndsParams<'a> [32] for PermuteEnds => host::permute_map::run_ends {
+    pub struct PermuteEndsParams<'a> [moe::PERMUTE_ENDS_PARAMS_BYTES] for PermuteEnds => host::permute_map::run_ends {
         /// The map.
         pub row_id_map: DevPtr<'a>,
         /// i32 `[blocks][groups]`.
@@ -149,7 +148,7 @@ params! {
 
 params! {
     /// Parameters of `permute_dropped`.
-    pub struct PermuteDroppedParams<'a> [24] for PermuteDropped => host::permute_map::run_dropped {
+    pub struct PermuteDroppedParams<'a> [moe::PERMUTE_DROPPED_PARAMS_BYTES] for PermuteDropped => host::permute_map::run_dropped {
         /// The device's count; null on the host.
         pub rows: DevPtr<'a>,
         /// One i64.
@@ -164,13 +163,13 @@ params! {
 #[repr(u32)]
 pub enum Routing {
     /// Mask of bytes: bool, u8, i8.
-    Mask8 = 0,
+    Mask8 = moe::ROUTING_MASK8,
     /// Mask of i32.
-    Mask32 = 1,
+    Mask32 = moe::ROUTING_MASK32,
     /// Mask of i64.
-    Mask64 = 2,
+    Mask64 = moe::ROUTING_MASK64,
     /// Expert ids, i32.
-    Index = 3,
+    Index = moe::ROUTING_INDEX,
 }
 
 /// What a map is made for.
@@ -209,9 +208,6 @@ pub struct MapOutputs<'a> {
     /// Memory that the rows behind the map want filled with ones.
     pub fill: Fill<'a>,
 }
-
-/// Bytes that are filled at once.
-pub(crate) const FILL_WORD: usize = 16;
 
 /// Memory to fill with ones.
 #[derive(Clone, Copy, Debug)]
@@ -406,7 +402,7 @@ impl EndsPlan {
 /// The driver's refusal.
 pub fn read_dropped(target: &mut Target<'_>, out: DevPtr<'_>, clear: bool) -> Result<()> {
     let params = PermuteDroppedParams { rows: dropped_rows(target)?, out, clear: u64::from(clear) };
-    launch(target, KernelId::PermuteDropped, Grid::linear(1, 32), &params)
+    launch(target, KernelId::PermuteDropped, Grid::linear(1, WARP), &params)
 }
 
 /// The device's count of dropped rows; null on the host, which has a static of its own.

@@ -1,5 +1,6 @@
 //! The way back of an MoE permutation: rows of a token gathered and summed, and the gradient of that.
 
+use te_fast_kernels::constants::moe::{self, ROW_THREADS};
 use te_fast_kernels::{Float, KernelId};
 
 use crate::base::error::Result;
@@ -7,12 +8,12 @@ use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
-use crate::ops::permute::{MapBuffers, MapShape, Prob, ROW_THREADS, RowMapParams};
+use crate::ops::permute::{MapBuffers, MapShape, Prob, RowMapParams};
 use crate::params;
 
 params! {
     /// Parameters of `unpermute_fwd_*`.
-    pub struct UnpermuteParams<'a> [112] for UnpermuteFwd => host::permute_merge::run {
+    pub struct UnpermuteParams<'a> [moe::UNPERMUTE_PARAMS_BYTES] for UnpermuteFwd => host::permute_merge::run {
         /// Permuted rows.
         pub x: DevPtr<'a>,
         /// Rows of the tokens.
@@ -36,7 +37,7 @@ params! {
 
 params! {
     /// Parameters of `unpermute_bwd_*`.
-    pub struct UnpermuteBwdParams<'a> [112] for UnpermuteBwd => host::permute_merge::run_bwd {
+    pub struct UnpermuteBwdParams<'a> [moe::UNPERMUTE_BWD_PARAMS_BYTES] for UnpermuteBwd => host::permute_merge::run_bwd {
         /// Gradient of the tokens' rows.
         pub dout: DevPtr<'a>,
         /// Permuted rows.

@@ -1,5 +1,7 @@
 //! How the activation kernels walk a tensor: columns of tiles, cut into strips, one block a strip.
-//! The mirror of `StripPlan` in `cuda/common/strip.cuh`.
+//! The mirror of `StripPlan` in `cuda/tile/strip.cuh`.
+
+use te_fast_kernels::constants::tile::STRIP_LEVELS;
 
 /// Strips of a tensor, from the top of each column of tiles: `count[k]` strips of `tiles[k]` tiles, level by level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,9 +14,9 @@ pub struct StripPlan {
     /// Strips of one column of tiles.
     pub strips: u32,
     /// Strips of each level.
-    pub count: [u32; 3],
+    pub count: [u32; STRIP_LEVELS],
     /// Their tiles; the last strip may have fewer.
-    pub tiles: [u32; 3],
+    pub tiles: [u32; STRIP_LEVELS],
 }
 
 /// From this length on a strip pays for being cut into long and short ones: below, so few tiles are left for the short
