@@ -101,9 +101,9 @@ pub(crate) fn record(py: Python<'_>, mode: &str) -> PyResult<()> {
 /// Noted launches: (name, blocks, threads, shared bytes, parameter bytes, GEMM problem or None).
 #[pyfunction]
 pub(crate) fn recorded(py: Python<'_>) -> PyResult<Bound<'_, PyList>> {
-    let dispatcher = state(py)?.dispatcher(py)?;
+    let launches = state(py)?.dispatcher(py)?.0.trace.launches().to_vec();
     let list = PyList::empty(py);
-    for launch in dispatcher.0.trace.launches() {
+    for launch in launches {
         let problem = launch.problem.map(|problem| format!("{problem:?}"));
         list.append((
             launch.name,
@@ -296,23 +296,22 @@ pub(crate) fn quantize<'py>(
     let external = Dispatcher::external_bytes(place, plan.scratch_bytes()).python()?;
     let scratch = state.optional_bytes(py, device, external.bytes())?;
     let memory = external.memory(state.pointer(scratch.as_ref()).python()?);
+    let io = QuantPointers {
+        x: view.data(),
+        row: state.pointer(row.as_ref()).python()?,
+        row_scale: state.pointer(row_scale.as_ref()).python()?,
+        col: state.pointer(col.as_ref()).python()?,
+        col_scale: state.pointer(col_scale.as_ref()).python()?,
+        scale,
+        amax: single_f32(state, amax, "amax", &view)?,
+        dbias: state.pointer(sums.as_ref()).python()?,
+        ..QuantPointers::default()
+    };
     {
         let mut dispatcher = state.dispatcher(py)?;
         let mut lane = dispatcher.0.lane(place, plan.scratch_bytes(), memory).python()?;
-        let io = QuantPointers {
-            x: view.data(),
-            row: state.pointer(row.as_ref()).python()?,
-            row_scale: state.pointer(row_scale.as_ref()).python()?,
-            col: state.pointer(col.as_ref()).python()?,
-            col_scale: state.pointer(col_scale.as_ref()).python()?,
-            scale,
-            amax: single_f32(state, amax, "amax", &view)?,
-            dbias: state.pointer(sums.as_ref()).python()?,
-            scratch: lane.workspace.scratch,
-            counters: lane.workspace.counters,
-            ..QuantPointers::default()
-        };
-        plan.run(&mut lane.target, &io).python()?;
+        let (scratch, counters) = (lane.workspace.scratch, lane.workspace.counters);
+        plan.run(&mut lane.target, &QuantPointers { scratch, counters, ..io }).python()?;
     }
     Ok([row, row_scale, col, col_scale, sums])
 }
@@ -423,9 +422,6 @@ pub(crate) fn gemm<'py>(
     let external = Dispatcher::external_bytes(place, 0).python()?;
     let scratch = state.optional_bytes(py, device, external.bytes())?;
     let memory = external.memory(state.pointer(scratch.as_ref()).python()?);
-    let mut dispatcher = state.dispatcher(py)?;
-    let plan = dispatcher.0.gemm(device, problem).python()?;
-    let mut lane = dispatcher.0.lane(place, 0, memory).python()?;
     let io = GemmPointers {
         x: x_view.data(),
         x_scale: state.pointer(x.2.as_ref()).python()?,
@@ -433,10 +429,13 @@ pub(crate) fn gemm<'py>(
         w_scale: state.pointer(w.2.as_ref()).python()?,
         bias: bias_view.map_or(DevPtr::null(), |bias| bias.data()),
         d: result.data(),
-        workspace: lane.workspace.gemm,
         ..GemmPointers::default()
     };
-    plan.run(&mut lane.target, &io).python()
+    let mut dispatcher = state.dispatcher(py)?;
+    let plan = dispatcher.0.gemm(device, problem).python()?;
+    let mut lane = dispatcher.0.lane(place, 0, memory).python()?;
+    let workspace = lane.workspace.gemm;
+    plan.run(&mut lane.target, &GemmPointers { workspace, ..io }).python()
 }
 
 fn operand<'a>(

@@ -269,15 +269,14 @@ impl<'py> BackwardCall<'_, 'py> {
         if let Some(joined) = &self.kept.joined {
             return self.check_parts(py, joined.get());
         }
-        let name = intern!(py, "_version"); // before anything is borrowed
-        let handle = self.kept.handle.bind(py).try_borrow()?;
-        for (linear, (weight, &param)) in self.weights.iter().zip(handle.chain.linear_params()).enumerate() {
-            let (true, true, Some(known)) =
-                (weight.quantized.is_some(), self.kept.compiled.program.reads_weight(linear), weight.version)
+        let program = &self.kept.compiled.program;
+        for (linear, weight) in self.weights.iter().enumerate() {
+            let (true, true, Some(known)) = (weight.quantized.is_some(), program.reads_weight(linear), weight.version)
             else {
                 continue;
             };
-            let version = self.kept.params[param].bind(py).getattr(name)?.extract::<u64>()?;
+            let param = self.kept.params[program.linear_param(linear)].bind(py);
+            let version = param.getattr(intern!(py, "_version"))?.extract::<u64>()?;
             if version != known {
                 let message = format!(
                     "the weight was modified by an inplace operation between forward and backward (it is at version {version}, expected {known}); modify it after backward"
@@ -386,8 +385,9 @@ impl<'py> BackwardCall<'_, 'py> {
             }
             call.set_slots(linear, &weight.slots());
         }
+        self.set_param_grads(&mut call, targets)?;
         let mut dispatcher = state.dispatcher(py)?;
-        self.set_param_grads(&mut call, &mut dispatcher.0, targets)?;
+        self.set_main_grads(&mut call, &mut dispatcher.0, targets)?;
         let mut lane = dispatcher.0.lane(place, sized.backward_scratch(), memory)?;
         sized.run_backward(&mut lane, call)?;
         for slots in self.weights.iter().filter_map(|weight| weight.slots.as_ref()) {
@@ -398,28 +398,40 @@ impl<'py> BackwardCall<'_, 'py> {
         Ok(())
     }
 
+    /// The linear op whose weight a parameter is.
+    fn linear_of(&self, param: usize) -> Option<usize> {
+        (0..self.weights.len()).find(|&linear| self.kept.compiled.program.linear_param(linear) == param)
+    }
+
     /// Where the gradients of the parameters go.
-    fn set_param_grads<'a>(
-        &self,
-        call: &mut Bindings<'_, 'a>,
-        dispatcher: &mut Dispatcher,
-        targets: &'a [ParamGrad<'py>],
-    ) -> Result<(), Failure> {
-        let (state, program, sized) = (self.state, &self.kept.compiled.program, &self.kept.sized);
-        let linears = self.weights.len();
-        let linear_of = |param: usize| (0..linears).find(|&linear| program.linear_param(linear) == param);
+    fn set_param_grads<'a>(&self, call: &mut Bindings<'_, 'a>, targets: &'a [ParamGrad<'py>]) -> Result<(), Failure> {
         for (param, target) in targets.iter().enumerate() {
             let port = Where::GradParam(param as u16);
-            match (target, linear_of(param)) {
-                (ParamGrad::New(grad), _) => call.set(port, state.pointer(Some(grad))?),
-                (ParamGrad::Main(main), Some(linear)) => {
-                    call.set(port, state.pointer(Some(&main.grad))?);
-                    let kind = (main.dtype, main.accumulate);
-                    let plan = program.weight_grad_plan(dispatcher, sized.rows(), linear, kind, main.address)?;
-                    call.set_weight_grad(linear, plan);
+            match (target, self.linear_of(param)) {
+                (ParamGrad::New(grad), _) => call.set(port, self.state.pointer(Some(grad))?),
+                (ParamGrad::Main(main), _) => call.set(port, self.state.pointer(Some(&main.grad))?),
+                (ParamGrad::Waiting(grad), Some(linear)) => {
+                    call.set_deferred(linear, self.state.pointer(Some(grad))?);
                 }
-                (ParamGrad::Waiting(grad), Some(linear)) => call.set_deferred(linear, state.pointer(Some(grad))?),
                 _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// The products of those that go into buffers of the caller's.
+    fn set_main_grads(
+        &self,
+        call: &mut Bindings<'_, '_>,
+        dispatcher: &mut Dispatcher,
+        targets: &[ParamGrad<'py>],
+    ) -> Result<(), Failure> {
+        let (program, sized) = (&self.kept.compiled.program, &self.kept.sized);
+        for (param, target) in targets.iter().enumerate() {
+            if let (ParamGrad::Main(main), Some(linear)) = (target, self.linear_of(param)) {
+                let kind = (main.dtype, main.accumulate);
+                let plan = program.weight_grad_plan(dispatcher, sized.rows(), linear, kind, main.address)?;
+                call.set_weight_grad(linear, plan);
             }
         }
         Ok(())

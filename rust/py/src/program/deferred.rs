@@ -3,7 +3,7 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 use te_fast_core::Error;
-use te_fast_core::program::{CallTable, Port as Where};
+use te_fast_core::program::Port as Where;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::Place;
 
@@ -90,7 +90,7 @@ fn run_rows(state: &State, waiting: &WaitingRows, dw: &Bound<'_, PyAny>, accumul
     let external = Dispatcher::external_bytes(place, bytes)?;
     let scratch = state.optional_bytes(py, place.device, external.bytes())?;
     let memory = external.memory(state.pointer(scratch.as_ref())?);
-    let mut table = CallTable::default();
+    let mut table = state.tables.take();
     let mut call = program.call(&mut table);
     for (port, address) in read.ports(state)? {
         call.set(port, address);
@@ -103,6 +103,7 @@ fn run_rows(state: &State, waiting: &WaitingRows, dw: &Bound<'_, PyAny>, accumul
     call.set_weight_grad(waiting.linear, plan);
     let mut lane = dispatcher.0.lane(place, bytes, memory)?;
     sized.run_waiting(&mut lane, waiting.linear, call)?;
+    state.tables.give_back(table);
     Ok(())
 }
 

@@ -62,19 +62,21 @@ pub(crate) struct Done<'py> {
     pub(crate) weights: CallWeights,
     /// A flag on the device decides whether weights are quantised: `is_first_microbatch` is taken for False.
     pub(crate) skippable: bool,
+    /// The extra inputs as they were read: the call's own, or copies, in which the results of ops lie that write there.
+    extras: SmallVec<[Bound<'py, PyAny>; 2]>,
 }
 
 impl<'py> Done<'py> {
     /// What backward reads: the saved buffer, and the call's own tensors in the order of [`Program::reads`].
     pub(crate) fn to_save(&self, call: &Call<'_, 'py>) -> PyResult<Bound<'py, PyTuple>> {
-        let (x, extras) = (call.x, call.extras);
+        let x = call.x;
         let py = x.py();
         let mut tensors: SmallVec<[Bound<'py, PyAny>; 8]> = SmallVec::new();
         tensors.push(self.saved.clone().unwrap_or_else(|| py.None().into_bound(py)));
         for place in self.compiled.program.reads() {
             tensors.push(match *place {
                 Port::Input => x.clone(),
-                Port::Extra(index) => extras[usize::from(index)].clone(),
+                Port::Extra(index) => self.extras[usize::from(index)].clone(),
                 Port::ExtraOutput(index) => self.extra_outputs[usize::from(index)].clone(),
                 Port::Param(index) => call.params[usize::from(index)].clone(),
                 _ => py.None().into_bound(py),
@@ -189,20 +191,16 @@ impl<'a, 'py> Call<'a, 'py> {
         let _guard = state.guard(py, x.device())?;
         let place = Place { device: x.device(), stream: state.reader.stream(py, x.device())? };
         let region = *state.dispatcher(py)?.0.autocast.current();
-        let compiled = self.compiled(tensors, &region)?;
+        let (compiled, sized) = self.program(tensors, &region)?;
         let program = &compiled.program;
-        let sized = program.sized(&mut state.dispatcher(py)?.0, x.rows())?;
         let replays = if region.enabled && region.recipe.is_delayed() {
             self.ensure_slots(region.epoch)?;
             self.replays()?
         } else {
             Vec::new()
         };
-        let shapes = {
-            let mut handle = self.handle.try_borrow_mut()?;
-            handle.last_region = region.enabled.then_some(region);
-            handle.shapes(py, x, program.out_cols(), program.extra_output_cols())?
-        };
+        self.handle.try_borrow_mut()?.last_region = region.enabled.then_some(region);
+        let shapes = ProgramHandle::shapes(self.handle, x, program)?;
         let capturing = matches!(place.device, Device::Cuda(_)) && is_capturing(place.stream)?;
         let flagged = region.enabled && (capturing || region.graph);
         let flag = if flagged { skip_flag(state, py, place.device)? } else { None };
@@ -222,7 +220,7 @@ impl<'a, 'py> Call<'a, 'py> {
         let weights = self.keep(&compiled, prepared, place, capturing, skippable)?;
         CLOCK.mark(Stage::Finish);
         let Results { y, extra_outputs, saved } = results;
-        Ok(Done { y, extra_outputs, saved, compiled, sized, shapes, weights, skippable })
+        Ok(Done { y, extra_outputs, saved, compiled, sized, shapes, weights, skippable, extras: extras.into() })
     }
 
     /// Tells torch of what was written in place, so that a backward that needs what was there before raises.
@@ -236,8 +234,8 @@ impl<'a, 'py> Call<'a, 'py> {
         Ok(())
     }
 
-    /// The compiled program for these tensors.
-    fn compiled(&self, tensors: &Tensors<'_>, region: &Region) -> Result<Arc<Compiled>, Failure> {
+    /// The program for these tensors, found or compiled, and sized.
+    fn program(&self, tensors: &Tensors<'_>, region: &Region) -> Result<(Arc<Compiled>, Arc<SizedProgram>), Failure> {
         let (py, state) = (self.x.py(), self.state);
         let x = &tensors.x;
         let activation = float(x, "the input")?;
@@ -248,7 +246,8 @@ impl<'a, 'py> Call<'a, 'py> {
         let linears = handle.linear_calls(py)?;
         let epoch = region.enabled.then_some(region.epoch);
         let (rows, cols) = (x.rows(), x.shape().last().map_or(1, |&cols| cols as usize));
-        let found = handle.find(|program| {
+        let ProgramHandle { programs, chain, params, .. } = &mut *handle;
+        let found = programs.find(|program| {
             let key = program.key();
             key.epoch == epoch
                 && key.cols == cols
@@ -260,11 +259,12 @@ impl<'a, 'py> Call<'a, 'py> {
                 && same(&key.params, &tensors.params, &param_grads)
                 && same(&key.extras, &tensors.extras, &self.extra_grads)
         });
-        drop(handle);
-        if let Some(compiled) = found {
-            check(py, &*self.handle.try_borrow()?, tensors, rows, compiled.program.widths())?;
-            return Ok(compiled);
+        if let Some(kept) = found {
+            check(py, (chain, params), tensors, rows, kept.compiled().program.widths())?;
+            let sized = kept.sized(&mut state.dispatcher(py)?.0, rows)?;
+            return Ok((Arc::clone(kept.compiled()), sized));
         }
+        drop(handle);
         let key = ProgramKey {
             epoch,
             cols,
@@ -286,11 +286,12 @@ impl<'a, 'py> Call<'a, 'py> {
         region: &Region,
         key: ProgramKey,
         rows: usize,
-    ) -> Result<Arc<Compiled>, Failure> {
+    ) -> Result<(Arc<Compiled>, Arc<SizedProgram>), Failure> {
         let (py, state) = (self.x.py(), self.state);
         let chain = {
             let handle = self.handle.try_borrow()?;
-            check(py, &handle, tensors, rows, handle.chain.widths(key.cols)?.into_iter())?;
+            let widths = handle.chain.widths(key.cols)?;
+            check(py, (&handle.chain, &handle.params), tensors, rows, widths.into_iter())?;
             handle.chain.clone()
         };
         let recipe = region.enabled.then_some(&region.recipe);
@@ -302,8 +303,12 @@ impl<'a, 'py> Call<'a, 'py> {
             params: tensors.params.iter().map(|view| Tuples::new(py, view.shape())).collect::<PyResult<_>>()?,
             program,
         });
-        self.handle.try_borrow_mut()?.insert(&compiled);
-        Ok(compiled)
+        let mut handle = self.handle.try_borrow_mut()?;
+        let (kept, former) = handle.programs.insert(Arc::clone(&compiled));
+        let sized = kept.sized(&mut state.dispatcher(py)?.0, rows);
+        drop(handle);
+        drop(former);
+        Ok((compiled, sized?))
     }
 
     #[cold]

@@ -1,6 +1,6 @@
 //! What the binding keeps for the whole process: the dispatcher, the tensor reader and handles of torch.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -100,19 +100,21 @@ pub(crate) struct Torch {
 }
 
 /// Tables of addresses that no call has at the moment: a call takes one and gives it back, so that none is made in
-/// steady state.
+/// steady state. Nobody waits here: who finds the list in use makes a table of its own.
 #[derive(Debug, Default)]
 pub(crate) struct Tables(Mutex<Vec<CallTable>>);
 
 impl Tables {
     #[inline]
     pub(crate) fn take(&self) -> CallTable {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default()
+        self.0.try_lock().ok().and_then(|mut tables| tables.pop()).unwrap_or_default()
     }
 
     #[inline]
     pub(crate) fn give_back(&self, table: CallTable) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(table);
+        if let Ok(mut tables) = self.0.try_lock() {
+            tables.push(table);
+        }
     }
 }
 
