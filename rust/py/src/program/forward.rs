@@ -27,8 +27,7 @@ use crate::program::check::check;
 use crate::program::handle::{Compiled, ProgramHandle, Shapes, Tuples};
 use crate::program::parts::Joined;
 use crate::program::tensors::{Flags, Tensors, float, requires_grad, same, typed};
-use crate::program::weight::reusable;
-use crate::program::weight::{OpSlots, WeightHandle};
+use crate::program::weight::{OpSlots, WeightHandle, recycle, reusable};
 use crate::program::weight_memory::{CachedWeight, for_backward, make_weight, weight_buffer};
 use crate::torch::process::State;
 
@@ -400,8 +399,7 @@ impl<'a, 'py> Call<'a, 'py> {
             let (quantized, fresh) = if let Some(reused) = reused {
                 (reused, skippable.then_some(param))
             } else {
-                let former =
-                    if skippable { None } else { weight.try_borrow_mut()?.cache.recycle(place.stream, capturing) };
+                let former = if skippable { None } else { recycle(weight, (place, capturing))? };
                 let made = make_weight(py, state, &self.params[param], record, former)?;
                 (Arc::new(made), Some(param))
             };
@@ -530,7 +528,9 @@ impl<'a, 'py> Call<'a, 'py> {
                     _ => Keep::Long,
                 };
                 if skippable {
-                    weight.bind(py).try_borrow_mut()?.cache.keep_skippable(quantized);
+                    let capture = capturing.then_some(place.stream);
+                    let former = weight.bind(py).try_borrow_mut()?.cache.keep_skippable(quantized, capture)?;
+                    drop(former);
                 } else {
                     let former = weight.bind(py).try_borrow_mut()?.cache.keep(quantized, place.stream, keep);
                     drop(former);
