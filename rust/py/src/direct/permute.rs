@@ -7,9 +7,10 @@ use te_fast_core::base::dtype::DType;
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::launch::target::Target;
-use te_fast_core::ops::permute::{Layout, MapBuffers, MapShape, PermuteBuffers, PermutePlan, Prob};
-use te_fast_core::ops::permute_map::{EndsPlan, Making, MapOutputs, MapPlan, MapSpec, STATE_BYTES, read_dropped};
-use te_fast_core::ops::permute_merge::{UnpermuteBuffers, UnpermuteBwdBuffers, UnpermutePlan};
+use te_fast_core::ops::permute::{PermutePlan, PermutePointers};
+use te_fast_core::ops::permute_map::{EndsPlan, Making, MapPlan, MapPointers, MapSpec, STATE_BYTES, read_dropped};
+use te_fast_core::ops::permute_merge::{UnpermuteBwdPointers, UnpermutePlan, UnpermutePointers};
+use te_fast_core::ops::row_map::{Layout, MapBuffers, MapShape, Prob};
 use te_fast_core::runtime::lane::Workspace;
 
 use crate::direct::permute_call::{Call, Input};
@@ -42,10 +43,10 @@ pub(crate) fn moe_permute<'py>(
     let permuted = Permuted::new(&call, &route, route.float.into(), Wanted { pads: align > 0, ends: keep_ends })?;
     let outputs = map_outputs(&call, &views.routing, &permuted.map)?;
     let (out, out_probs) = (call.pointer(Some(&permuted.out))?, call.pointer(permuted.probs.as_ref())?);
+    let at = PermutePointers { x: views.x.data(), out, probs: views.probs(), out_probs };
     call.with_counters(STATE_BYTES, route.scratch_bytes(), |lane| {
         let (making, map) = route.making(&mut lane.target, &outputs, lane.workspace)?;
-        let probs = views.probs();
-        plan.run(&mut lane.target, &PermuteBuffers { x: views.x.data(), out, probs, out_probs, map, making })
+        plan.run(&mut lane.target, &at, &map, &making)
     })?;
     let map = permuted.map;
     (permuted.out, permuted.probs, map.row_id_map, map.pad_offsets, map.padded_counts, map.ends).into_pyobject(py)
@@ -70,10 +71,10 @@ pub(crate) fn moe_map<'py>(
     let plan = MapPlan::new(MapSpec { shape, routing, align: align.max(1), leads: false }).python()?;
     let map = MapTensors::new(&call, &shape, &plan, Wanted { pads: align > 0, ends: true })?;
     let totals = call.empty(&[2], DType::I64)?;
-    let outputs = MapOutputs { totals: call.pointer(Some(&totals))?, ..map_outputs(&call, &view, &map)? };
+    let outputs = MapPointers { totals: call.pointer(Some(&totals))?, ..map_outputs(&call, &view, &map)? };
     call.with_counters(STATE_BYTES, plan.scratch_bytes(), |lane| {
-        let Workspace { scratch, counters: state, .. } = lane.workspace;
-        plan.run(&mut lane.target, &MapOutputs { scratch, state, ..outputs })
+        let Workspace { scratch: counts, counters: state, .. } = lane.workspace;
+        plan.run(&mut lane.target, &MapPointers { counts, state, ..outputs })
     })?;
     (map.row_id_map, map.pad_offsets, map.padded_counts, map.ends, totals).into_pyobject(py)
 }
@@ -141,21 +142,15 @@ pub(crate) fn moe_apply<'py>(
     let counted = CountedEnds::new(&call, &shape, ends)?;
     let out = call.empty(&[rows as i64, cols as i64], float.into())?;
     let out_probs = prob.map(|prob| call.empty(&[rows as i64], prob.into())).transpose()?;
-    let (out_pointer, out_probs_pointer) = (call.pointer(Some(&out))?, call.pointer(out_probs.as_ref())?);
-    let probs = probs_view.map_or(DevPtr::null(), |view| view.data());
+    let at = PermutePointers {
+        x: x.data(),
+        out: call.pointer(Some(&out))?,
+        probs: probs_view.map_or(DevPtr::null(), |view| view.data()),
+        out_probs: call.pointer(out_probs.as_ref())?,
+    };
     call.run(counted.bytes(), |target, scratch| {
         let map = counted.count(target, map.data(), pad_offsets, scratch)?;
-        plan.run(
-            target,
-            &PermuteBuffers {
-                x: x.data(),
-                out: out_pointer,
-                probs,
-                out_probs: out_probs_pointer,
-                map,
-                making: Making::NONE,
-            },
-        )
+        plan.run(target, &at, &map, &Making::default())
     })?;
     (out, out_probs).into_pyobject(py)
 }
@@ -250,17 +245,15 @@ pub(crate) fn moe_unpermute<'py>(
     let plan = UnpermutePlan::new(shape, cols, float).python()?;
     let out = call.empty(&[tokens as i64, cols as i64], float.into())?;
     let out_probs = out_prob.map(|prob| call.empty(&[tokens as i64, shape.slots() as i64], prob.into())).transpose()?;
-    let buffers = UnpermuteBuffers {
+    let at = UnpermutePointers {
         x: x.data(),
         out: call.pointer(Some(&out))?,
         probs: probs_view.map_or(DevPtr::null(), |view| view.data()),
-        prob,
         in_probs: in_view.map_or(DevPtr::null(), |view| view.data()),
         out_probs: call.pointer(out_probs.as_ref())?,
-        out_prob,
-        map: MapBuffers { map: map.data(), pad_offsets, ends: DevPtr::null(), partials: 0 },
     };
-    call.run(0, |target, _| plan.run(target, &buffers))?;
+    let map = MapBuffers { map: map.data(), pad_offsets, ends: DevPtr::null(), partials: 0 };
+    call.run(0, |target, _| plan.run(target, &at, &map, (prob, out_prob)))?;
     (out, out_probs).into_pyobject(py)
 }
 
@@ -297,19 +290,16 @@ pub(crate) fn moe_unpermute_backward<'py>(
     let counted = CountedEnds::new(&call, &shape, ends)?;
     let dx = call.empty(&[rows as i64, cols as i64], float.into())?;
     let dprobs = call.empty(&[shape.tokens as i64, shape.slots() as i64], prob.into())?;
-    let (dx_pointer, dprobs_pointer) = (call.pointer(Some(&dx))?, call.pointer(Some(&dprobs))?);
+    let at = UnpermuteBwdPointers {
+        dout: grad.data(),
+        x: x.data(),
+        dx: call.pointer(Some(&dx))?,
+        probs: probs.data(),
+        dprobs: call.pointer(Some(&dprobs))?,
+    };
     call.run(counted.bytes(), |target, scratch| {
         let map = counted.count(target, map.data(), pad_offsets, scratch)?;
-        let buffers = UnpermuteBwdBuffers {
-            dout: grad.data(),
-            x: x.data(),
-            dx: dx_pointer,
-            probs: probs.data(),
-            dprobs: dprobs_pointer,
-            prob,
-            map,
-        };
-        plan.run_bwd(target, &buffers)
+        plan.run_bwd(target, &at, &map, prob)
     })?;
     (dx, dprobs).into_pyobject(py)
 }

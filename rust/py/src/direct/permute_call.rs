@@ -6,7 +6,7 @@ use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::cuda::device::is_capturing;
 use te_fast_core::launch::target::Target;
-use te_fast_core::ops::permute::Prob;
+use te_fast_core::ops::row_map::Prob;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::{External, Lane, Memory, OWN_SCRATCH_LIMIT, Place};
 use te_fast_core::{Error, Float};

@@ -6,10 +6,10 @@ use pyo3::types::{PyInt, PyList, PyTuple};
 use te_fast_core::base::dtype::DType;
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
-use te_fast_core::ops::pad::{Integers, Move, PadBuffers, PadPlan, PadSpec, Splits};
-use te_fast_core::ops::permute::Prob;
-use te_fast_core::ops::permute_cast::{PermuteCastBuffers, PermuteCastPlan, PermuteCastSpec, Scaling};
-use te_fast_core::ops::permute_map::{MapOutputs, STATE_BYTES};
+use te_fast_core::ops::pad::{Integers, Move, PadPlan, PadPointers, PadSpec, Splits};
+use te_fast_core::ops::permute_cast::{PermuteCastPlan, PermuteCastPointers, PermuteCastSpec, Scaling};
+use te_fast_core::ops::permute_map::{MapPointers, STATE_BYTES};
+use te_fast_core::ops::row_map::Prob;
 use te_fast_core::{Error, Fp8};
 
 use crate::direct::permute_call::{Call, Input};
@@ -61,27 +61,22 @@ pub(crate) fn moe_permute_cast<'py>(
     let (blocks, ld) = plan.scale_shape();
     let scale_inv = if scale.is_some() { None } else { Some(call.empty(&[blocks as i64, ld as i64], DType::F32)?) };
     let outputs = map_outputs(&call, &views.routing, &permuted.map)?;
-    let (out, out_probs) = (call.pointer(Some(&permuted.out))?, call.pointer(permuted.probs.as_ref())?);
-    let scale_pointer = one_f32(&call, scale.as_ref(), "scale")?;
-    let amax = one_f32(&call, amax.as_ref(), "amax")?;
-    let scale_inv_pointer = call.pointer(scale_inv.as_ref())?;
+    let at = PermuteCastPointers {
+        x: views.x.data(),
+        out: call.pointer(Some(&permuted.out))?,
+        probs: views.probs(),
+        out_probs: call.pointer(permuted.probs.as_ref())?,
+        scale: one_f32(&call, scale.as_ref(), "scale")?,
+        amax: one_f32(&call, amax.as_ref(), "amax")?,
+        scale_inv: call.pointer(scale_inv.as_ref())?,
+        ..PermuteCastPointers::default()
+    };
+    let route = route.filling(plan.fill_words());
     call.with_counters(STATE_BYTES, route.scratch_bytes() + plan.scratch_bytes(), |lane| {
-        let absent = lane.workspace.scratch.offset(route.scratch_bytes());
-        let outputs = MapOutputs { fill: plan.fill(absent), ..outputs };
+        let token_scales = lane.workspace.scratch.offset(route.scratch_bytes());
+        let outputs = MapPointers { fill: token_scales, ..outputs };
         let (making, map) = route.making(&mut lane.target, &outputs, lane.workspace)?;
-        let buffers = PermuteCastBuffers {
-            x: views.x.data(),
-            out,
-            probs: views.probs(),
-            out_probs,
-            scale: scale_pointer,
-            amax,
-            scale_inv: scale_inv_pointer,
-            absent,
-            map,
-            making,
-        };
-        plan.run(&mut lane.target, &buffers)
+        plan.run(&mut lane.target, &PermuteCastPointers { token_scales, ..at }, &map, &making)
     })?;
     let map = permuted.map;
     (permuted.out, scale_inv, permuted.probs, map.row_id_map, map.pad_offsets, map.padded_counts).into_pyobject(py)
@@ -229,18 +224,10 @@ pub(crate) fn moe_pad_list<'py>(
         return (py.None(), splits).into_pyobject(py);
     }
     let (out_rows, row_bytes) = (listed.out_rows, cols * float.size());
-    let plan = PadPlan::new(PadSpec { mode: kind, in_rows, out_rows, row_bytes, align }).python()?;
+    let plan = PadPlan::new(PadSpec { mode: kind, in_rows, out_rows, row_bytes, align, prob: None }).python()?;
     let out = call.empty(&[out_rows as i64, cols as i64], float.into())?;
-    let buffers = PadBuffers {
-        x: x.data(),
-        out: call.pointer(Some(&out))?,
-        probs: DevPtr::null(),
-        out_probs: DevPtr::null(),
-        prob: None,
-        index: None,
-        padded_splits: DevPtr::null(),
-    };
-    call.run(0, |target, _| plan.run(target, &buffers, &Splits::Values(&listed.values)))?;
+    let at = PadPointers { x: x.data(), out: call.pointer(Some(&out))?, ..PadPointers::default() };
+    call.run(0, |target, _| plan.run(target, &at, &Splits::Values(&listed.values), None))?;
     let padded = if kind == Move::Pad { Some(listed.padded_list(py)?) } else { None };
     (out, padded).into_pyobject(py)
 }
@@ -299,23 +286,22 @@ pub(crate) fn moe_pad<'py>(
     let index = Input::optional(state, index, "sorted_index")?;
     let index_view = index.as_ref().map(|index| index.view(state)).transpose()?;
     let index = order_of(&call, index_view.as_ref(), &splits)?;
-    let plan =
-        PadPlan::new(PadSpec { mode, in_rows, out_rows: rows, row_bytes: cols * float.size(), align }).python()?;
+    let plan = PadPlan::new(PadSpec { mode, in_rows, out_rows: rows, row_bytes: cols * float.size(), align, prob })
+        .python()?;
     let out = call.empty(&[rows as i64, cols as i64], float.into())?;
     let out_probs = prob.map(|prob| call.empty(&[rows as i64], prob.into())).transpose()?;
     let padded = match (&splits_view, mode) {
         (Some(view), Move::Pad) => Some(call.empty(view.shape(), view.dtype())?),
         _ => None,
     };
-    let buffers = PadBuffers {
+    let at = PadPointers {
         x: x.data(),
         out: call.pointer(Some(&out))?,
         probs: probs_view.map_or(DevPtr::null(), |view| view.data()),
         out_probs: call.pointer(out_probs.as_ref())?,
-        prob,
-        index,
         padded_splits: call.pointer(padded.as_ref())?,
+        ..PadPointers::default()
     };
-    call.run(0, |target, _| plan.run(target, &buffers, &splits))?;
+    call.run(0, |target, _| plan.run(target, &at, &splits, index))?;
     (out, out_probs, padded).into_pyobject(py)
 }

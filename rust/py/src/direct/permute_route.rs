@@ -5,8 +5,8 @@ use te_fast_core::base::dtype::DType;
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::launch::target::Target;
-use te_fast_core::ops::permute::{Layout, MapBuffers, MapShape, Prob};
-use te_fast_core::ops::permute_map::{Fill, Making, MapOutputs, MapPlan, MapSpec, Routing};
+use te_fast_core::ops::permute_map::{Making, MapPlan, MapPointers, MapSpec, Routing};
+use te_fast_core::ops::row_map::{Layout, MapBuffers, MapShape, Prob};
 use te_fast_core::runtime::lane::Workspace;
 use te_fast_core::{Error, Float};
 
@@ -86,6 +86,11 @@ impl Route {
         Ok(Self { cols, float, prob, shape, plan })
     }
 
+    /// The same whose map also fills so many words of 16 bytes.
+    pub(crate) fn filling(self, words: u32) -> Self {
+        Self { plan: self.plan.filling(words), ..self }
+    }
+
     /// The ends of the experts' rows, where the caller keeps none, and what the map needs.
     pub(crate) fn scratch_bytes(&self) -> usize {
         self.ends_bytes() + self.plan.scratch_bytes().next_multiple_of(256)
@@ -99,12 +104,12 @@ impl Route {
     pub(crate) fn making<'a>(
         &self,
         target: &mut Target<'_>,
-        outputs: &MapOutputs<'a>,
+        outputs: &MapPointers<DevPtr<'a>>,
         workspace: Workspace<'a>,
     ) -> te_fast_core::Result<(Making<'a>, MapBuffers<'a>)> {
         let Workspace { scratch, counters: state, .. } = workspace;
         let ends = if outputs.ends.is_null() { scratch } else { outputs.ends };
-        let outputs = MapOutputs { ends, scratch: scratch.offset(self.ends_bytes()), state, ..*outputs };
+        let outputs = MapPointers { ends, counts: scratch.offset(self.ends_bytes()), state, ..*outputs };
         self.plan.make(target, &outputs)
     }
 }
@@ -191,22 +196,19 @@ impl<'py> MapTensors<'py> {
     }
 }
 
-/// Pointers of the map's tensors; scratch, state and totals are the caller's to set.
+/// Pointers of the map's tensors; counts, state and totals are the caller's to set.
 pub(crate) fn map_outputs<'a>(
     call: &Call<'_, '_>,
     routing: &TensorView<'a>,
     map: &'a MapTensors<'_>,
-) -> PyResult<MapOutputs<'a>> {
+) -> PyResult<MapPointers<DevPtr<'a>>> {
     let pointer = |tensor: Option<&'a Bound<'_, PyAny>>| call.state.pointer(tensor).python();
-    Ok(MapOutputs {
+    Ok(MapPointers {
         routing: routing.data(),
         row_id_map: pointer(Some(&map.row_id_map))?,
         ends: pointer(map.ends.as_ref())?,
         pad_offsets: pointer(map.pad_offsets.as_ref())?,
         padded_counts: pointer(map.padded_counts.as_ref())?,
-        totals: DevPtr::null(),
-        scratch: DevPtr::null(),
-        state: DevPtr::null(),
-        fill: Fill::NONE,
+        ..MapPointers::default()
     })
 }
