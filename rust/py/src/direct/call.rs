@@ -1,4 +1,4 @@
-//! What every MoE entry point does first: make tensors contiguous, check them, find the place and private memory.
+//! What every direct call does first: make tensors contiguous, check them, find the place and private memory.
 
 use pyo3::prelude::*;
 use te_fast_core::base::dtype::{DType, Device};

@@ -6,7 +6,7 @@ use te_fast_core::ops::norm::{NormPlan, NormPointers};
 use te_fast_core::ops::norm_spec::{NormKind, NormSpec};
 use te_fast_core::{Error, Float};
 
-use crate::direct::permute_call::Call;
+use crate::direct::call::Call;
 use crate::direct::tensors::{check_apart, fp8_of, matrix, sized, start};
 use crate::error::IntoPython;
 use crate::torch::process::state;

@@ -13,7 +13,7 @@ use te_fast_core::ops::permute_merge::{UnpermuteBwdPointers, UnpermutePlan, Unpe
 use te_fast_core::ops::row_map::{Layout, MapBuffers, MapShape, Prob};
 use te_fast_core::runtime::lane::Workspace;
 
-use crate::direct::permute_call::{Call, Input};
+use crate::direct::call::{Call, Input};
 use crate::direct::permute_route::{
     MapTensors, Permuted, Route, RouteSpec, TokenInputs, Wanted, map_outputs, routing_of,
 };

@@ -12,7 +12,7 @@ use te_fast_core::ops::permute_map::{MapPointers, STATE_BYTES};
 use te_fast_core::ops::row_map::Prob;
 use te_fast_core::{Error, Fp8};
 
-use crate::direct::permute_call::{Call, Input};
+use crate::direct::call::{Call, Input};
 use crate::direct::permute_route::{Permuted, Route, RouteSpec, TokenInputs, Wanted, map_outputs};
 use crate::error::IntoPython;
 use crate::torch::process::state;

@@ -10,7 +10,7 @@ use te_fast_core::ops::row_map::{Layout, MapBuffers, MapShape, Prob};
 use te_fast_core::runtime::lane::Workspace;
 use te_fast_core::{Error, Float};
 
-use crate::direct::permute_call::{Call, Input};
+use crate::direct::call::{Call, Input};
 use crate::error::IntoPython;
 use crate::torch::process::State;
 

@@ -8,10 +8,33 @@ use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::{Error, Fp8};
 
-use crate::direct::permute_call::Call;
+use crate::direct::call::Call;
 use crate::error::IntoPython;
 use crate::torch::process::State;
 use crate::torch::reader::view_of;
+
+/// An FP8 type by its name.
+pub(crate) fn fp8_named(name: &str) -> PyResult<Fp8> {
+    match name {
+        "e4m3" => Ok(Fp8::E4m3),
+        "e5m2" => Ok(Fp8::E5m2),
+        other => Err(Error::value("fp8", format!("type must be e4m3 or e5m2, got {other:?}"))).python(),
+    }
+}
+
+/// A contiguous view whose elements lie where they claim to.
+pub(crate) fn contiguous<'a>(
+    state: &State,
+    tensor: &'a Bound<'_, PyAny>,
+    op: &'static str,
+    what: &'static str,
+) -> PyResult<TensorView<'a>> {
+    let view = view_of(&state.reader, tensor, what).python()?;
+    if !view.is_contiguous() {
+        return Err(Error::layout(op, what, "contiguous", format!("strides {:?}", view.strides()))).python();
+    }
+    Ok(view)
+}
 
 /// A contiguous tensor of the call's device, as `(rows, cols)`.
 pub(crate) fn matrix<'a>(

@@ -116,7 +116,8 @@ pub(crate) struct Grads<'py> {
     pub(crate) extras: Vec<Option<Bound<'py, PyAny>>>,
 }
 
-/// `apply` of the autograd node: gradients of (input, parameters..., extra inputs..., program, owner, bits, version).
+/// `apply` of the autograd node: gradients of (input, parameters..., extra inputs..., program, owner,
+/// `is_first_microbatch`, version).
 #[pyfunction]
 #[pyo3(signature = (ctx, *grads))]
 pub(crate) fn program_backward<'py>(

@@ -7,7 +7,7 @@ use te_fast_core::program::Port as Where;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::Place;
 
-use crate::direct::quantize::gemm;
+use crate::direct::gemm::gemm;
 use crate::error::Failure;
 use crate::program::backward::Read;
 use crate::program::main_grad::{MainGrad, main_grad};

@@ -22,7 +22,6 @@ use te_fast_core::runtime::lane::{Memory, Place};
 use crate::autocast::recompute::{RecordedScales, recorded_scales};
 use crate::error::Failure;
 use crate::hooks::skip_flag;
-use crate::program::bits::Bits;
 use crate::program::check::check;
 use crate::program::handle::{Compiled, ProgramHandle, Shapes, Tuples};
 use crate::program::parts::Joined;
@@ -95,7 +94,7 @@ pub(crate) struct Call<'a, 'py> {
     pub(crate) params: &'a [Bound<'py, PyAny>],
     /// What autograd sees in the place of parameters that are joined of parts.
     pub(crate) joined: Option<Bound<'py, Joined>>,
-    pub(crate) bits: Bits,
+    pub(crate) microbatch: Microbatch,
     /// Stands in for the version of a weight that is a concatenation without one of its own.
     pub(crate) version: Option<u64>,
     pub(crate) grads: bool,
@@ -113,7 +112,7 @@ impl<'a, 'py> Call<'a, 'py> {
         (handle, owner): (&'a Bound<'py, ProgramHandle>, &'a Bound<'py, PyAny>),
         x: &'a Bound<'py, PyAny>,
         (extras, params): (&'a [Bound<'py, PyAny>], &'a [Bound<'py, PyAny>]),
-        (bits, version): (Bits, Option<u64>),
+        (microbatch, version): (Microbatch, Option<u64>),
     ) -> Self {
         let extra_grads = SmallVec::new();
         let (grads, input_grad, grad_mode, joined) = (false, false, false, None);
@@ -125,7 +124,7 @@ impl<'a, 'py> Call<'a, 'py> {
             extras,
             params,
             joined,
-            bits,
+            microbatch,
             version,
             grads,
             input_grad,
@@ -392,7 +391,7 @@ impl<'a, 'py> Call<'a, 'py> {
             let reused = if skippable {
                 weight.try_borrow()?.cache.skippable(&record)
             } else {
-                let (parameter, microbatch) = (&self.params[param], self.bits.microbatch());
+                let (parameter, microbatch) = (&self.params[param], self.microbatch);
                 reusable(state, weight, parameter, &record, microbatch, (place, capturing))?
             };
             let is_reused = reused.is_some();
@@ -522,7 +521,7 @@ impl<'a, 'py> Call<'a, 'py> {
             if let (Some(quantized), Some(_)) = (&quantized, fresh)
                 && let Some((weight, param)) = ProgramHandle::linear_at(self.handle, linear)?
             {
-                let keep = match self.bits.microbatch() {
+                let keep = match self.microbatch {
                     _ if capturing => Keep::ForCapture,
                     Microbatch::Unknown if trains(param) => Keep::WhileNeeded,
                     _ => Keep::Long,
