@@ -169,8 +169,7 @@ hooks = Hooks()
 
 
 class _ProgramFunction(torch.autograd.Function):
-    """Arguments: input, parameters or their parts, extra inputs, program, owner, is_first_microbatch,
-    how parts are joined."""
+    """Arguments: input, parameters or parts, extra inputs, program, owner, is_first_microbatch, joined parts."""
 
     forward = staticmethod(_native.program_autograd_forward)
     backward = staticmethod(_native.program_backward)
