@@ -6,9 +6,9 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyTuple};
 use pyo3::{PyTraverseError, PyVisit};
+use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::DType;
-use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::program::{Bindings, Port as Where, Program, SizedProgram};
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::Place;
@@ -21,6 +21,7 @@ use crate::program::handle::{Compiled, ProgramHandle, Shapes};
 use crate::program::main_grad::{MainGrad, after_main_grad, main_grad};
 use crate::program::part_grads::of_parts;
 use crate::program::parts::Joined;
+use crate::program::tensors::{Objects, Optional};
 use crate::program::weight::{WaitingGrad, WaitingOperands, WaitingRows};
 use crate::program::weight_memory::weight_buffer;
 use crate::torch::operand::{readable, saved_tensor};
@@ -40,9 +41,9 @@ pub(crate) struct ProgramSaved {
     /// Given up by the backward that is the graph's last.
     pub(crate) weights: Mutex<CallWeights>,
     /// Shapes of the extra inputs.
-    pub(crate) extra_shapes: Vec<Vec<i64>>,
+    pub(crate) extra_shapes: SmallVec<[SmallVec<[i64; 4]>; 2]>,
     /// The parameters, for their `main_grad` and to see whether they were changed since.
-    pub(crate) params: Vec<Py<PyAny>>,
+    pub(crate) params: SmallVec<[Py<PyAny>; 6]>,
     /// The parts that parameters were joined of.
     pub(crate) joined: Option<Py<Joined>>,
     /// `is_first_microbatch=True`: `main_grad` is overwritten.
@@ -109,11 +110,13 @@ enum ParamGrad<'py> {
     Waiting(Bound<'py, PyAny>),
 }
 
+type ParamGrads<'py> = SmallVec<[ParamGrad<'py>; 6]>;
+
 /// Gradients of one backward: input, parameters, extra inputs.
 pub(crate) struct Grads<'py> {
     pub(crate) input: Option<Bound<'py, PyAny>>,
-    pub(crate) params: Vec<Option<Bound<'py, PyAny>>>,
-    pub(crate) extras: Vec<Option<Bound<'py, PyAny>>>,
+    pub(crate) params: Optional<'py>,
+    pub(crate) extras: Optional<'py>,
 }
 
 /// `apply` of the autograd node: gradients of (input, parameters..., extra inputs..., program, owner,
@@ -132,9 +135,8 @@ pub(crate) fn program_backward<'py>(
     }
     let tensors = ctx.getattr(intern!(py, "saved_tensors"))?.cast_into::<PyTuple>()?;
     let kept = ctx.getattr(intern!(py, "te_saved"))?.cast_into::<ProgramSaved>()?;
-    let list: Vec<Bound<'py, PyAny>> = grads.iter().collect();
     let kept = kept.get();
-    let grads = run(state, kept, &tensors, &list)?;
+    let grads = run(state, kept, &tensors, &grads.iter().collect::<Objects<'_>>())?;
     let params = match &kept.joined {
         Some(joined) => {
             let wanted = ctx.getattr(intern!(py, "needs_input_grad"))?.extract::<Vec<bool>>()?;
@@ -144,7 +146,7 @@ pub(crate) fn program_backward<'py>(
         None => grads.params,
     };
     let none = || py.None().into_bound(py);
-    let mut all = Vec::with_capacity(params.len() + grads.extras.len() + 5);
+    let mut all: SmallVec<[_; 12]> = SmallVec::new();
     all.push(grads.input.unwrap_or_else(none));
     all.extend(params.into_iter().map(|grad| grad.unwrap_or_else(none)));
     all.extend(grads.extras.into_iter().map(|grad| grad.unwrap_or_else(none)));
@@ -186,7 +188,7 @@ struct BackwardCall<'a, 'py> {
 /// The call's own tensors as backward reads them, by place.
 pub(crate) struct Read<'py> {
     pub(crate) saved: Option<Bound<'py, PyAny>>,
-    tensors: Vec<(Where, Bound<'py, PyAny>)>,
+    tensors: SmallVec<[(Where, Bound<'py, PyAny>); 4]>,
 }
 
 impl<'py> Read<'py> {
@@ -208,13 +210,13 @@ impl<'py> Read<'py> {
         Ok(Self { saved, tensors })
     }
 
-    /// Every address that is there.
-    pub(crate) fn ports(&self, state: &State) -> te_fast_core::Result<Vec<(Where, DevPtr<'_>)>> {
-        let mut list = vec![(Where::Saved, state.pointer(self.saved.as_ref())?)];
+    /// Sets every address that is there.
+    pub(crate) fn bind<'a>(&'a self, state: &State, call: &mut Bindings<'_, 'a>) -> te_fast_core::Result<()> {
+        call.set(Where::Saved, state.pointer(self.saved.as_ref())?);
         for (port, tensor) in &self.tensors {
-            list.push((*port, state.pointer(Some(tensor))?));
+            call.set(*port, state.pointer(Some(tensor))?);
         }
-        Ok(list)
+        Ok(())
     }
 }
 
@@ -224,7 +226,7 @@ impl<'py> BackwardCall<'_, 'py> {
         let program = &kept.compiled.program;
         let key = program.key();
         self.check_weights(py)?;
-        let grads: Vec<Bound<'py, PyAny>> = grads
+        let grads: Objects<'py> = grads
             .iter()
             .map(|grad| Ok(readable(state, grad, "a gradient")?.unwrap_or_else(|| grad.clone())))
             .collect::<PyResult<_>>()?;
@@ -302,9 +304,9 @@ impl<'py> BackwardCall<'_, 'py> {
         Ok(())
     }
 
-    fn extra_grads(&self, py: Python<'py>) -> Result<Vec<Option<Bound<'py, PyAny>>>, Failure> {
+    fn extra_grads(&self, py: Python<'py>) -> Result<Optional<'py>, Failure> {
         let (program, state) = (&self.kept.compiled.program, self.state);
-        let mut list = Vec::with_capacity(program.grad_extras().len());
+        let mut list = Optional::new();
         for (index, &place) in program.grad_extras().iter().enumerate() {
             let own = place == Where::GradExtra(index as u16);
             let make = || {
@@ -316,11 +318,11 @@ impl<'py> BackwardCall<'_, 'py> {
         Ok(list)
     }
 
-    fn param_grads(&self, py: Python<'py>, place: Place) -> Result<Vec<ParamGrad<'py>>, Failure> {
+    fn param_grads(&self, py: Python<'py>, place: Place) -> Result<ParamGrads<'py>, Failure> {
         let (kept, state) = (self.kept, self.state);
         let program = &kept.compiled.program;
         let mut number = 0;
-        let mut list = Vec::with_capacity(kept.params.len());
+        let mut list = ParamGrads::new();
         for (param, &(_, wanted)) in program.key().params.iter().enumerate() {
             let next = ProgramHandle::linear_at(kept.handle.bind(py), number)?;
             let linear = next.filter(|(_, of)| *of == param).map(|(weight, _)| (number, weight));
@@ -369,9 +371,7 @@ impl<'py> BackwardCall<'_, 'py> {
         let memory = external.memory(state.pointer(scratch.as_ref())?);
         let mut table = state.tables.take();
         let mut call = program.call(&mut table);
-        for (port, address) in read.ports(state)? {
-            call.set(port, address);
-        }
+        read.bind(state, &mut call)?;
         for (index, grad) in grads.iter().enumerate() {
             let port = if index == 0 { Where::GradOutput } else { Where::GradExtraOutput(index as u16 - 1) };
             call.set(port, state.pointer(Some(grad))?);
@@ -439,9 +439,9 @@ impl<'py> BackwardCall<'_, 'py> {
     }
 
     /// What autograd is given for the parameters.
-    fn finish(&self, py: Python<'py>, targets: Vec<ParamGrad<'py>>) -> Result<Vec<Option<Bound<'py, PyAny>>>, Failure> {
+    fn finish(&self, py: Python<'py>, targets: ParamGrads<'py>) -> Result<Optional<'py>, Failure> {
         let kept = self.kept;
-        let mut list = Vec::with_capacity(targets.len());
+        let mut list = Optional::new();
         for (param, target) in targets.into_iter().enumerate() {
             list.push(match target {
                 ParamGrad::None => None,

@@ -92,9 +92,7 @@ fn run_rows(state: &State, waiting: &WaitingRows, dw: &Bound<'_, PyAny>, accumul
     let memory = external.memory(state.pointer(scratch.as_ref())?);
     let mut table = state.tables.take();
     let mut call = program.call(&mut table);
-    for (port, address) in read.ports(state)? {
-        call.set(port, address);
-    }
+    read.bind(state, &mut call)?;
     call.set_deferred(waiting.linear, state.pointer(Some(waiting.grad.bind(py)))?);
     call.set(Where::GradParam(program.linear_param(waiting.linear) as u16), view.data());
     let mut dispatcher = state.dispatcher(py)?;

@@ -19,7 +19,7 @@ use crate::program::backward::{ProgramSaved, run};
 use crate::program::forward::{Call, Done};
 use crate::program::handle::ProgramHandle;
 use crate::program::parts::Joined;
-use crate::program::tensors::{Tensors, are_of_one_type, parameters, present_parameters, requires_grad};
+use crate::program::tensors::{Objects, Tensors, are_of_one_type, parameters, present_parameters, requires_grad};
 use crate::torch::process::{State, state};
 use crate::torch::reader::{instance_dict, view_of};
 
@@ -41,11 +41,11 @@ pub(crate) fn program_apply<'py>(
     version: Option<u64>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let state = state(x.py())?;
-    let params = match params {
+    let params: Objects<'py> = match params {
         Some(params) => params.iter().collect(),
         None => present_parameters(program)?,
     };
-    let extras: Vec<Bound<'py, PyAny>> = extra_inputs.iter().collect();
+    let extras: Objects<'py> = extra_inputs.iter().collect();
     let asked = (is_first_microbatch.into(), version);
     in_region_of_last_forward(state, program, || cast_and_apply((program, owner), x, &extras, &params, asked))
 }
@@ -80,7 +80,7 @@ pub(crate) fn program_module_call<'py>(
         let is_first = is_first.map(PyAnyMethods::is_truthy).transpose()?;
         if let Some(program) = program {
             let program = program.cast::<ProgramHandle>()?;
-            let extras: Vec<Bound<'py, PyAny>> = extra_inputs.iter().collect();
+            let extras: Objects<'py> = extra_inputs.iter().collect();
             if let Some(params) = parameters_of_direct_call(state, program, input, &extras)? {
                 let asked = (is_first.into(), None);
                 let run = || cast_and_apply((program, module), input, &extras, &params, asked);
@@ -109,7 +109,7 @@ fn parameters_of_direct_call<'py>(
     program: &Bound<'py, ProgramHandle>,
     input: &Bound<'py, PyAny>,
     extras: &[Bound<'py, PyAny>],
-) -> PyResult<Option<SmallVec<[Bound<'py, PyAny>; 6]>>> {
+) -> PyResult<Option<Objects<'py>>> {
     let (takes, follows_autocast) = {
         let handle = program.try_borrow()?;
         (handle.chain.extra_inputs(), handle.chain.follows_autocast())
@@ -277,7 +277,7 @@ fn kept<'py>(call: &Call<'_, 'py>, done: &mut Done<'py>) -> PyResult<ProgramSave
     let delayed = done.weights.iter().any(|weight| weight.slots.is_some());
     let extra_shapes = extras
         .iter()
-        .map(|extra| Ok(view_of(&state.reader, extra, "an extra input").python()?.shape().to_vec()))
+        .map(|extra| Ok(view_of(&state.reader, extra, "an extra input").python()?.shape().into()))
         .collect::<PyResult<_>>()?;
     Ok(ProgramSaved {
         handle: program.clone().unbind(),
@@ -310,7 +310,7 @@ pub(crate) fn program_autograd_forward<'py>(
     let last = arguments.get_item(count - 1)?;
     let joined = last.cast::<Joined>().ok().cloned();
     let version = if joined.is_some() { None } else { last.extract()? };
-    let tensors: SmallVec<[Bound<'py, PyAny>; 8]> = arguments.iter().take(count - 4).collect();
+    let tensors: Objects<'py> = arguments.iter().take(count - 4).collect();
     let params = program.try_borrow()?.chain.params();
     let (x, rest) = (&tensors[0], &tensors[1..]);
     let (params, extras) = rest.split_at(joined.as_ref().map_or(params, |joined| joined.get().parts().len()));
@@ -352,8 +352,8 @@ pub(crate) fn program_run_forward<'py>(
             (program, owner, x, extra_inputs, is_first_microbatch, needs.0, needs.1, needs.2, params, version);
         return hooks(py)?.padded_run.bind(py).call1(arguments);
     }
-    let extras: Vec<Bound<'py, PyAny>> = extra_inputs.iter().collect();
-    let params: Vec<_> = match params {
+    let extras: Objects<'py> = extra_inputs.iter().collect();
+    let params: Objects<'py> = match params {
         Some(params) => params.iter().collect(),
         None => present_parameters(program)?,
     };
@@ -396,7 +396,7 @@ pub(crate) fn program_run_backward<'py>(
     extra_grads: &Bound<'py, PyTuple>,
 ) -> PyResult<(Option<Bound<'py, PyAny>>, Bound<'py, PyTuple>, Bound<'py, PyTuple>)> {
     let py = kept.py();
-    let grads: Vec<Bound<'py, PyAny>> = std::iter::once(grad_output.clone()).chain(extra_grads.iter()).collect();
+    let grads: Objects<'py> = std::iter::once(grad_output.clone()).chain(extra_grads.iter()).collect();
     let grads = run(state(py)?, kept.get(), saved_tensors, &grads)?;
     Ok((grads.input, PyTuple::new(py, grads.params)?, PyTuple::new(py, grads.extras)?))
 }

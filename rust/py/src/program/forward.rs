@@ -25,7 +25,7 @@ use crate::hooks::skip_flag;
 use crate::program::check::check;
 use crate::program::handle::{Compiled, ProgramHandle, Shapes, Tuples};
 use crate::program::parts::Joined;
-use crate::program::tensors::{Flags, Tensors, float, requires_grad, same, typed};
+use crate::program::tensors::{Flags, Objects, Tensors, float, requires_grad, same, typed};
 use crate::program::weight::{OpSlots, WeightHandle, recycle, reusable};
 use crate::program::weight_memory::{CachedWeight, for_backward, make_weight, weight_buffer};
 use crate::torch::process::State;
@@ -69,7 +69,7 @@ impl<'py> Done<'py> {
     pub(crate) fn to_save(&self, call: &Call<'_, 'py>) -> PyResult<Bound<'py, PyTuple>> {
         let x = call.x;
         let py = x.py();
-        let mut tensors: SmallVec<[Bound<'py, PyAny>; 8]> = SmallVec::new();
+        let mut tensors = Objects::new();
         tensors.push(self.saved.clone().unwrap_or_else(|| py.None().into_bound(py)));
         for place in self.compiled.program.reads() {
             tensors.push(match *place {

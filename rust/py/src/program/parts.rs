@@ -10,10 +10,8 @@ use pyo3::{PyTraverseError, PyVisit};
 use smallvec::SmallVec;
 
 use crate::program::handle::ProgramHandle;
-use crate::program::tensors::requires_grad;
+use crate::program::tensors::{Objects, requires_grad};
 use crate::torch::process::State;
-
-type List<'py> = SmallVec<[Bound<'py, PyAny>; 6]>;
 
 /// The parameters of one call, of which some are joined of parts.
 #[pyclass(module = "te_fast._native", frozen)]
@@ -58,11 +56,11 @@ impl Joined {
     pub(crate) fn of<'py>(
         state: &State,
         handle: &Bound<'py, ProgramHandle>,
-    ) -> PyResult<Option<(Bound<'py, Self>, List<'py>)>> {
+    ) -> PyResult<Option<(Bound<'py, Self>, Objects<'py>)>> {
         let py = handle.py();
         let Some((parts, mut shares)) = gathered(state, handle)? else { return Ok(None) };
         let Some(version) = version_of(&parts, &shares)? else { return Ok(None) };
-        let (mut wholes, mut is_trained, mut rest) = (List::new(), false, parts.as_slice());
+        let (mut wholes, mut is_trained, mut rest) = (Objects::new(), false, parts.as_slice());
         for share in &mut shares {
             let (own, behind) = rest.split_at(share.count);
             rest = behind;
@@ -93,7 +91,7 @@ impl Joined {
     }
 
     /// What the program reads.
-    pub(crate) fn wholes<'py>(&self, py: Python<'py>) -> List<'py> {
+    pub(crate) fn wholes<'py>(&self, py: Python<'py>) -> Objects<'py> {
         self.wholes.iter().map(|whole| whole.bind(py).clone()).collect()
     }
 
@@ -127,7 +125,7 @@ impl Joined {
         if self.shares.iter().any(|share| share.is_weight && share.copied) {
             return Ok(false);
         }
-        let parts: List<'_> = self.parts.iter().map(|part| part.bind(py).clone()).collect();
+        let parts: Objects<'_> = self.parts.iter().map(|part| part.bind(py).clone()).collect();
         Ok(version_of(&parts, &self.shares)? != Some(self.version))
     }
 }
@@ -143,10 +141,10 @@ pub(crate) fn version_of_copy() -> u64 {
 fn gathered<'py>(
     state: &State,
     handle: &Bound<'py, ProgramHandle>,
-) -> PyResult<Option<(List<'py>, SmallVec<[Share; 4]>)>> {
+) -> PyResult<Option<(Objects<'py>, SmallVec<[Share; 4]>)>> {
     let py = handle.py();
     let program = handle.try_borrow()?;
-    let (mut parts, mut shares) = (List::new(), SmallVec::new());
+    let (mut parts, mut shares) = (Objects::new(), SmallVec::new());
     for (index, param) in program.params.iter().enumerate() {
         for name in param.names() {
             match param.parameters.bind(py).get_item(name)? {
