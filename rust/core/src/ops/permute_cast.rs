@@ -183,7 +183,7 @@ impl PermuteCastPlan {
         map: &MapBuffers<'_>,
         making: &Making<'_>,
     ) -> Result<()> {
-        let PermuteCastSpec { shape, cols, input, output, prob, scaling, multiprocessors } = self.spec;
+        let PermuteCastSpec { shape, input, output, .. } = self.spec;
         if making.params.blocks == 0 {
             // Slots without a row are taken off the map, and absent scales told by what its blocks fill.
             return Err(Error::state("permute_quantize", "the map must be a mask's that this launch makes"));
@@ -194,16 +194,22 @@ impl PermuteCastPlan {
         }
         aligned("permute_quantize", "the input", b.x)?;
         aligned("permute_quantize", "the output", b.out)?;
-        let zero_blocks = shape.zero_blocks();
-        let (blocks, scale_ld) = self.scale_shape();
+        let params = self.params(b, map, making);
+        let blocks = making.params.blocks + params.map.zero_blocks + shape.tokens as u32 + params.scale_blocks;
+        launch(target, KernelId::PermuteCast(input, output), Grid::linear(blocks, ROW_THREADS), &params)
+    }
+
+    fn params<'a>(
+        &self,
+        b: &PermuteCastPointers<DevPtr<'a>>,
+        map: &MapBuffers<'a>,
+        making: &Making<'a>,
+    ) -> PermuteCastParams<'a> {
+        let PermuteCastSpec { shape, cols, input, output, prob, scaling, multiprocessors } = self.spec;
+        let none = DevPtr::null();
         let params = PermuteCastParams {
-            at: PermuteCastPointers {
-                token_scales: DevPtr::null(),
-                row_tokens: DevPtr::null(),
-                scale_inv: DevPtr::null(),
-                ..*b
-            },
-            map: RowMapParams::new(&shape, map, zero_blocks),
+            at: PermuteCastPointers { token_scales: none, row_tokens: none, scale_inv: none, ..*b },
+            map: RowMapParams::new(&shape, map, shape.zero_blocks()),
             cols: cols as u32,
             eps: 0.0,
             pow2: 0,
@@ -214,30 +220,21 @@ impl PermuteCastPlan {
             scale_blocks: 0,
             making: making.params,
         };
-        let params = match scaling {
-            Scaling::Tensor => params,
-            Scaling::Block { eps, pow2 } => {
-                let pieces = scale_ld.div_ceil(PIECE.0) * blocks.div_ceil(PIECE.1);
-                let wanted = pieces.div_ceil(ROW_THREADS as usize / 32);
-                PermuteCastParams {
-                    at: PermuteCastPointers {
-                        scale: DevPtr::null(),
-                        amax: DevPtr::null(),
-                        row_tokens: b.token_scales.offset(4 * shape.tokens * self.token_ld()),
-                        ..*b
-                    },
-                    eps,
-                    pow2: u32::from(pow2),
-                    scale_ld: scale_ld as u32,
-                    token_ld: self.token_ld() as u32,
-                    zero_scale: 1.0 / scale_from_amax(0.0, output.max(), eps, largest(input), pow2),
-                    scale_blocks: wanted.min((SCALE_BLOCKS * multiprocessors) as usize) as u32,
-                    ..params
-                }
-            }
-        };
-        let blocks = params.making.blocks + zero_blocks + shape.tokens as u32 + params.scale_blocks;
-        launch(target, KernelId::PermuteCast(input, output), Grid::linear(blocks, ROW_THREADS), &params)
+        let Scaling::Block { eps, pow2 } = scaling else { return params };
+        let (blocks, scale_ld) = self.scale_shape();
+        let pieces = scale_ld.div_ceil(PIECE.0) * blocks.div_ceil(PIECE.1);
+        let wanted = pieces.div_ceil(ROW_THREADS as usize / 32);
+        let row_tokens = b.token_scales.offset(4 * shape.tokens * self.token_ld());
+        PermuteCastParams {
+            at: PermuteCastPointers { scale: none, amax: none, row_tokens, ..*b },
+            eps,
+            pow2: u32::from(pow2),
+            scale_ld: scale_ld as u32,
+            token_ld: self.token_ld() as u32,
+            zero_scale: 1.0 / scale_from_amax(0.0, output.max(), eps, largest(input), pow2),
+            scale_blocks: wanted.min((SCALE_BLOCKS * multiprocessors) as usize) as u32,
+            ..params
+        }
     }
 }
 

@@ -67,7 +67,7 @@ fn unreadable(state: &State, tensor: &Bound<'_, PyAny>, what: &str, error: Error
 }
 
 /// Where a call runs.
-pub(crate) struct Call<'s, 'py> {
+pub(crate) struct DirectCall<'s, 'py> {
     pub(crate) state: &'s State,
     pub(crate) py: Python<'py>,
     pub(crate) op: &'static str,
@@ -75,7 +75,7 @@ pub(crate) struct Call<'s, 'py> {
     _guard: Guard<'py>,
 }
 
-impl<'s, 'py> Call<'s, 'py> {
+impl<'s, 'py> DirectCall<'s, 'py> {
     pub(crate) fn new(state: &'s State, py: Python<'py>, op: &'static str, device: Device) -> PyResult<Self> {
         let guard = state.guard(py, device)?;
         let place = Place { device, stream: state.reader.stream(py, device)? };

@@ -8,7 +8,7 @@ use te_fast_core::base::tensor::TensorView;
 use te_fast_core::gemm::problem::{Epilogue, Factor, GemmPointers, Operand, Problem, ScaleMode};
 use te_fast_core::ops::cast_block::{BlockShape, scale_shape};
 
-use crate::direct::call::Call;
+use crate::direct::call::DirectCall;
 use crate::direct::tensors::{check_apart, contiguous, fp8_named};
 use crate::error::IntoPython;
 use crate::torch::process::{State, state};
@@ -60,7 +60,7 @@ pub(crate) fn gemm<'py>(
         fast_accumulation,
         alignment: 1 << alignment,
     };
-    let call = Call::new(state, py, "gemm", device)?;
+    let call = DirectCall::new(state, py, "gemm", device)?;
     let io = GemmPointers {
         x: x_view.data(),
         x_scale: call.pointer(x.2.as_ref())?,

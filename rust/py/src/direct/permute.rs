@@ -13,7 +13,7 @@ use te_fast_core::ops::permute_merge::{UnpermuteBwdPointers, UnpermutePlan, Unpe
 use te_fast_core::ops::row_map::{Layout, MapBuffers, MapShape, Prob};
 use te_fast_core::runtime::lane::Workspace;
 
-use crate::direct::call::{Call, Input};
+use crate::direct::call::{DirectCall, Input};
 use crate::direct::permute_route::{
     MapTensors, Permuted, Route, RouteSpec, TokenInputs, Wanted, map_outputs, routing_of,
 };
@@ -37,7 +37,7 @@ pub(crate) fn moe_permute<'py>(
     let state = state(py)?;
     let inputs = TokenInputs::new(state, inp, routing_map, probs)?;
     let views = inputs.views(state)?;
-    let call = Call::new(state, py, op, views.x.device())?;
+    let call = DirectCall::new(state, py, op, views.x.device())?;
     let route = Route::new(&call, &views, RouteSpec { rows, align, index })?;
     let plan = PermutePlan::new(route.shape, route.cols * route.float.size(), route.prob).python()?;
     let permuted = Permuted::new(&call, &route, route.float.into(), Wanted { pads: align > 0, ends: keep_ends })?;
@@ -64,7 +64,7 @@ pub(crate) fn moe_map<'py>(
     let state = state(py)?;
     let routing_map = Input::new(state, routing_map, "routing_map")?;
     let view = routing_map.view(state)?;
-    let call = Call::new(state, py, "moe_permute", view.device())?;
+    let call = DirectCall::new(state, py, "moe_permute", view.device())?;
     let tokens = view.shape().first().map_or(0, |&tokens| tokens as usize);
     let (layout, routing) = routing_of(&call, &view, index, tokens)?;
     let shape = MapShape { tokens, rows: usize::MAX, layout };
@@ -80,7 +80,7 @@ pub(crate) fn moe_map<'py>(
 }
 
 /// Shape of a finished map: of two dimensions for a mask, else an index map with `top_k` slots per token.
-fn shape_of(call: &Call<'_, '_>, map: &TensorView<'_>, top_k: usize, rows: usize) -> PyResult<MapShape> {
+fn shape_of(call: &DirectCall<'_, '_>, map: &TensorView<'_>, top_k: usize, rows: usize) -> PyResult<MapShape> {
     call.same_device(map, "row_id_map")?;
     call.dtype(map, "row_id_map", DType::I32)?;
     let shape = match (top_k, map.shape()) {
@@ -104,7 +104,7 @@ fn shape_of(call: &Call<'_, '_>, map: &TensorView<'_>, top_k: usize, rows: usize
 }
 
 /// Pad offsets of a mask map, or null.
-fn pads_of<'a>(call: &Call<'_, '_>, pads: Option<&TensorView<'a>>, shape: &MapShape) -> PyResult<DevPtr<'a>> {
+fn pads_of<'a>(call: &DirectCall<'_, '_>, pads: Option<&TensorView<'a>>, shape: &MapShape) -> PyResult<DevPtr<'a>> {
     let Some(pads) = pads else { return Ok(DevPtr::null()) };
     call.same_device(pads, "pad_offsets")?;
     call.dtype(pads, "pad_offsets", DType::I64)?;
@@ -129,7 +129,7 @@ pub(crate) fn moe_apply<'py>(
     let (inp, row_id_map) = (Input::new(state, inp, "inp")?, Input::new(state, row_id_map, "row_id_map")?);
     let (probs, pads) = (Input::optional(state, probs, "probs")?, Input::optional(state, pad_offsets, "pad_offsets")?);
     let (x, map) = (inp.view(state)?, row_id_map.view(state)?);
-    let call = Call::new(state, py, "moe_permute", x.device())?;
+    let call = DirectCall::new(state, py, "moe_permute", x.device())?;
     let (tokens, cols) = call.matrix(&x, "inp")?;
     let float = call.float(&x, "inp")?;
     let shape = shape_of(&call, &map, top_k, rows)?;
@@ -162,7 +162,7 @@ struct CountedEnds<'a> {
 }
 
 impl<'a> CountedEnds<'a> {
-    fn new(call: &Call<'_, '_>, shape: &MapShape, ends: Option<&'a Bound<'_, PyAny>>) -> PyResult<Self> {
+    fn new(call: &DirectCall<'_, '_>, shape: &MapShape, ends: Option<&'a Bound<'_, PyAny>>) -> PyResult<Self> {
         let given = match ends {
             Some(ends) => {
                 let view = view_of(&call.state.reader, ends, "ends").python()?;
@@ -217,7 +217,7 @@ pub(crate) fn moe_unpermute<'py>(
         (Input::optional(state, probs, "merging_probs")?, Input::optional(state, in_probs, "probs")?);
     let pads = Input::optional(state, pad_offsets, "pad_offsets")?;
     let (x, map) = (inp.view(state)?, row_id_map.view(state)?);
-    let call = Call::new(state, py, "moe_unpermute", x.device())?;
+    let call = DirectCall::new(state, py, "moe_unpermute", x.device())?;
     let (rows, cols) = call.matrix(&x, "inp")?;
     let float = call.float(&x, "inp")?;
     let shape = shape_of(&call, &map, top_k, rows)?;
@@ -276,7 +276,7 @@ pub(crate) fn moe_unpermute_backward<'py>(
         (Input::new(state, row_id_map, "row_id_map")?, Input::new(state, probs, "merging_probs")?);
     let pads = Input::optional(state, pad_offsets, "pad_offsets")?;
     let (grad, x, map, probs) = (dout.view(state)?, inp.view(state)?, row_id_map.view(state)?, probs.view(state)?);
-    let call = Call::new(state, py, "moe_unpermute", x.device())?;
+    let call = DirectCall::new(state, py, "moe_unpermute", x.device())?;
     let (rows, cols) = call.matrix(&x, "inp")?;
     let float = call.float(&x, "inp")?;
     let shape = shape_of(&call, &map, top_k, rows)?;
@@ -311,7 +311,7 @@ pub(crate) fn moe_dropped<'py>(like: &Bound<'py, PyAny>, clear: bool) -> PyResul
     let py = like.py();
     let state = state(py)?;
     let device = view_of(&state.reader, like, "a tensor").python()?.device();
-    let call = Call::new(state, py, "moe_dropped", device)?;
+    let call = DirectCall::new(state, py, "moe_dropped", device)?;
     let out = call.empty(&[], DType::I64)?;
     let pointer = call.pointer(Some(&out))?;
     call.run(0, |target, _| read_dropped(target, pointer, clear))?;

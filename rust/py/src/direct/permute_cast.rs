@@ -12,7 +12,7 @@ use te_fast_core::ops::permute_map::{MapPointers, STATE_BYTES};
 use te_fast_core::ops::row_map::Prob;
 use te_fast_core::{Error, Fp8};
 
-use crate::direct::call::{Call, Input};
+use crate::direct::call::{DirectCall, Input};
 use crate::direct::permute_route::{Permuted, Route, RouteSpec, TokenInputs, Wanted, map_outputs};
 use crate::error::IntoPython;
 use crate::torch::process::state;
@@ -20,7 +20,11 @@ use crate::torch::process::state;
 /// How the caller wants rows quantised: (e5m2, scale, amax, eps, pow2).
 type CastArguments<'py> = (bool, Option<Bound<'py, PyAny>>, Option<Bound<'py, PyAny>>, f32, bool);
 
-fn one_f32<'a>(call: &Call<'_, '_>, tensor: Option<&'a Bound<'_, PyAny>>, what: &'static str) -> PyResult<DevPtr<'a>> {
+fn one_f32<'a>(
+    call: &DirectCall<'_, '_>,
+    tensor: Option<&'a Bound<'_, PyAny>>,
+    what: &'static str,
+) -> PyResult<DevPtr<'a>> {
     let Some(tensor) = tensor else { return Ok(DevPtr::null()) };
     let view = crate::torch::reader::view_of(&call.state.reader, tensor, what).python()?;
     call.same_device(&view, what)?;
@@ -48,7 +52,7 @@ pub(crate) fn moe_permute_cast<'py>(
     let (e5m2, scale, amax, eps, pow2) = cast.extract::<CastArguments<'_>>()?;
     let inputs = TokenInputs::new(state, inp, routing_map, probs)?;
     let views = inputs.views(state)?;
-    let call = Call::new(state, py, op, views.x.device())?;
+    let call = DirectCall::new(state, py, op, views.x.device())?;
     let route = Route::new(&call, &views, RouteSpec { rows, align, index: false })?;
     let scaling = if scale.is_some() { Scaling::Tensor } else { Scaling::Block { eps, pow2 } };
     let output = if e5m2 { Fp8::E5m2 } else { Fp8::E4m3 };
@@ -83,7 +87,11 @@ pub(crate) fn moe_permute_cast<'py>(
 }
 
 /// A vector of integers on the call's device.
-fn integers<'a>(call: &Call<'_, '_>, view: &TensorView<'a>, what: &'static str) -> PyResult<(Integers<'a>, usize)> {
+fn integers<'a>(
+    call: &DirectCall<'_, '_>,
+    view: &TensorView<'a>,
+    what: &'static str,
+) -> PyResult<(Integers<'a>, usize)> {
     call.same_device(view, what)?;
     let wide = match view.dtype() {
         DType::I32 => false,
@@ -97,7 +105,7 @@ fn integers<'a>(call: &Call<'_, '_>, view: &TensorView<'a>, what: &'static str) 
 }
 
 /// One probability per row, or none.
-fn row_probs(call: &Call<'_, '_>, probs: Option<&TensorView<'_>>, rows: usize) -> PyResult<Option<Prob>> {
+fn row_probs(call: &DirectCall<'_, '_>, probs: Option<&TensorView<'_>>, rows: usize) -> PyResult<Option<Prob>> {
     let Some(view) = probs else { return Ok(None) };
     call.same_device(view, "probs")?;
     call.shape(view, "probs", &[rows as i64])?;
@@ -106,7 +114,7 @@ fn row_probs(call: &Call<'_, '_>, probs: Option<&TensorView<'_>>, rows: usize) -
 
 /// The order of the chunks: as many entries as there are splits on the device.
 fn order_of<'a>(
-    call: &Call<'_, '_>,
+    call: &DirectCall<'_, '_>,
     index: Option<&TensorView<'a>>,
     splits: &Splits<'_>,
 ) -> PyResult<Option<Integers<'a>>> {
@@ -216,7 +224,7 @@ pub(crate) fn moe_pad_list<'py>(
     let (kind, op) = move_of(mode);
     let inp = Input::new(state, inp, "inp")?;
     let x = inp.view(state)?;
-    let call = Call::new(state, py, op, x.device())?;
+    let call = DirectCall::new(state, py, op, x.device())?;
     let (in_rows, cols) = call.matrix(&x, "inp")?;
     let float = call.float(&x, "inp")?;
     let listed = Listed::new(mode, splits, align, in_rows)?;
@@ -269,7 +277,7 @@ pub(crate) fn moe_pad<'py>(
     let (inp, probs) = (Input::new(state, inp, "inp")?, Input::optional(state, probs, "probs")?);
     let x = inp.view(state)?;
     let probs_view = probs.as_ref().map(|probs| probs.view(state)).transpose()?;
-    let call = Call::new(state, py, op, x.device())?;
+    let call = DirectCall::new(state, py, op, x.device())?;
     let (in_rows, cols) = call.matrix(&x, "inp")?;
     let float = call.float(&x, "inp")?;
     let prob = row_probs(&call, probs_view.as_ref(), in_rows)?;

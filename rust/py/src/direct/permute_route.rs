@@ -10,7 +10,7 @@ use te_fast_core::ops::row_map::{Layout, MapBuffers, MapShape, Prob};
 use te_fast_core::runtime::lane::Workspace;
 use te_fast_core::{Error, Float};
 
-use crate::direct::call::{Call, Input};
+use crate::direct::call::{DirectCall, Input};
 use crate::error::IntoPython;
 use crate::torch::process::State;
 
@@ -76,7 +76,7 @@ pub(crate) struct Route {
 }
 
 impl Route {
-    pub(crate) fn new(call: &Call<'_, '_>, views: &TokenViews<'_>, spec: RouteSpec) -> PyResult<Self> {
+    pub(crate) fn new(call: &DirectCall<'_, '_>, views: &TokenViews<'_>, spec: RouteSpec) -> PyResult<Self> {
         let (tokens, cols) = call.matrix(&views.x, "inp")?;
         let float = call.float(&views.x, "inp")?;
         let (layout, routing) = routing_of(call, &views.routing, spec.index, tokens)?;
@@ -122,7 +122,7 @@ pub(crate) struct Permuted<'py> {
 }
 
 impl<'py> Permuted<'py> {
-    pub(crate) fn new(call: &Call<'_, 'py>, route: &Route, dtype: DType, wanted: Wanted) -> PyResult<Self> {
+    pub(crate) fn new(call: &DirectCall<'_, 'py>, route: &Route, dtype: DType, wanted: Wanted) -> PyResult<Self> {
         let rows = route.shape.rows as i64;
         Ok(Self {
             map: MapTensors::new(call, &route.shape, &route.plan, wanted)?,
@@ -134,7 +134,7 @@ impl<'py> Permuted<'py> {
 
 /// A routing map as the map kernel takes it.
 pub(crate) fn routing_of(
-    call: &Call<'_, '_>,
+    call: &DirectCall<'_, '_>,
     view: &TensorView<'_>,
     index: bool,
     tokens: usize,
@@ -180,7 +180,7 @@ pub(crate) struct Wanted {
 }
 
 impl<'py> MapTensors<'py> {
-    pub(crate) fn new(call: &Call<'_, 'py>, shape: &MapShape, plan: &MapPlan, wanted: Wanted) -> PyResult<Self> {
+    pub(crate) fn new(call: &DirectCall<'_, 'py>, shape: &MapShape, plan: &MapPlan, wanted: Wanted) -> PyResult<Self> {
         let experts = plan.experts() as i64;
         let map_size = match shape.layout {
             Layout::Mask { experts } => vec![shape.tokens as i64, 2 * experts as i64 + 1],
@@ -198,7 +198,7 @@ impl<'py> MapTensors<'py> {
 
 /// Pointers of the map's tensors; counts, state and totals are the caller's to set.
 pub(crate) fn map_outputs<'a>(
-    call: &Call<'_, '_>,
+    call: &DirectCall<'_, '_>,
     routing: &TensorView<'a>,
     map: &'a MapTensors<'_>,
 ) -> PyResult<MapPointers<DevPtr<'a>>> {

@@ -12,7 +12,7 @@ use te_fast_core::recipe::definition::Block;
 use te_fast_core::recipe::usage::Usage;
 
 use crate::autocast::recipe::NativeRecipe;
-use crate::direct::call::Call;
+use crate::direct::call::DirectCall;
 use crate::direct::tensors::{check_apart, contiguous, fp8_named};
 use crate::error::IntoPython;
 use crate::torch::process::{State, state};
@@ -76,7 +76,7 @@ pub(crate) fn quantize<'py>(
         return Err(Error::value("quantize", "delayed scaling needs a scale")).python();
     }
     let (rows, cols) = (view.rows(), view.cols());
-    let call = Call::new(state, py, "quantize", view.device())?;
+    let call = DirectCall::new(state, py, "quantize", view.device())?;
     let processors = state.dispatcher(py)?.0.multiprocessors(view.device()).python()?;
     let usage = Usage { rowwise, columnwise };
     let plan = QuantPlan::new(&QuantSpec {
@@ -175,5 +175,5 @@ pub(crate) fn dequantize<'py>(
     let plan =
         DequantizePlan::new(DequantizeSpec { rows, cols, ld, input: fp8_named(fp8)?, output, block }).python()?;
     let pointers = DequantizePointers { q: q.data(), out: result.data(), scale_inv: scales.data() };
-    Call::new(state, py, "dequantize", q.device())?.run(0, |target, _| plan.run(target, &pointers))
+    DirectCall::new(state, py, "dequantize", q.device())?.run(0, |target, _| plan.run(target, &pointers))
 }

@@ -8,7 +8,7 @@ use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::{Error, Fp8};
 
-use crate::direct::call::Call;
+use crate::direct::call::DirectCall;
 use crate::error::IntoPython;
 use crate::torch::process::State;
 use crate::torch::reader::view_of;
@@ -38,7 +38,7 @@ pub(crate) fn contiguous<'a>(
 
 /// A contiguous tensor of the call's device, as `(rows, cols)`.
 pub(crate) fn matrix<'a>(
-    call: &Call<'_, '_>,
+    call: &DirectCall<'_, '_>,
     tensor: &'a Bound<'_, PyAny>,
     what: &'static str,
 ) -> PyResult<TensorView<'a>> {
@@ -52,7 +52,7 @@ pub(crate) fn matrix<'a>(
 
 /// An optional tensor of `count` elements of `dtype`; null for none.
 pub(crate) fn sized<'a>(
-    call: &Call<'_, '_>,
+    call: &DirectCall<'_, '_>,
     tensor: Option<&'a Bound<'_, PyAny>>,
     what: &'static str,
     dtype: DType,
@@ -93,7 +93,7 @@ pub(crate) fn check_apart(
 }
 
 /// The FP8 type that the layouts agree on.
-pub(crate) fn fp8_of(call: &Call<'_, '_>, layouts: [&Option<Bound<'_, PyAny>>; 2]) -> PyResult<Option<Fp8>> {
+pub(crate) fn fp8_of(call: &DirectCall<'_, '_>, layouts: [&Option<Bound<'_, PyAny>>; 2]) -> PyResult<Option<Fp8>> {
     let mut found = None;
     for tensor in layouts.into_iter().flatten() {
         let view = matrix(call, tensor, "the FP8 output")?;
@@ -120,8 +120,8 @@ pub(crate) fn start<'s, 'py>(
     py: Python<'py>,
     op: &'static str,
     x: &TensorView<'_>,
-) -> PyResult<Call<'s, 'py>> {
-    let call = Call::new(state, py, op, x.device())?;
+) -> PyResult<DirectCall<'s, 'py>> {
+    let call = DirectCall::new(state, py, op, x.device())?;
     if x.numel() == 0 || x.is_contiguous() {
         return Ok(call);
     }

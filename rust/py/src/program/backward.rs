@@ -9,7 +9,7 @@ use pyo3::{PyTraverseError, PyVisit};
 use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::DType;
-use te_fast_core::program::{Bindings, Port as Where, Program, SizedProgram};
+use te_fast_core::program::{Bindings, Port, Program, SizedProgram};
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::Place;
 
@@ -17,7 +17,7 @@ use crate::error::Failure;
 use crate::hooks::hooks;
 use crate::program::check::check_grad;
 use crate::program::forward::CallWeights;
-use crate::program::handle::{Compiled, ProgramHandle, Shapes};
+use crate::program::handle::{ProgramHandle, PyProgram, Shapes};
 use crate::program::main_grad::{MainGrad, after_main_grad, main_grad};
 use crate::program::part_grads::of_parts;
 use crate::program::parts::Joined;
@@ -35,7 +35,7 @@ const OP: &str = "ops";
 #[derive(Debug)]
 pub(crate) struct ProgramSaved {
     pub(crate) handle: Py<ProgramHandle>,
-    pub(crate) compiled: Arc<Compiled>,
+    pub(crate) compiled: Arc<PyProgram>,
     pub(crate) sized: Arc<SizedProgram>,
     pub(crate) shapes: Arc<Shapes>,
     /// Given up by the backward that is the graph's last.
@@ -188,7 +188,7 @@ struct BackwardCall<'a, 'py> {
 /// The call's own tensors as backward reads them, by place.
 pub(crate) struct Read<'py> {
     pub(crate) saved: Option<Bound<'py, PyAny>>,
-    tensors: SmallVec<[(Where, Bound<'py, PyAny>); 4]>,
+    tensors: SmallVec<[(Port, Bound<'py, PyAny>); 4]>,
 }
 
 impl<'py> Read<'py> {
@@ -212,7 +212,7 @@ impl<'py> Read<'py> {
 
     /// Sets every address that is there.
     pub(crate) fn bind<'a>(&'a self, state: &State, call: &mut Bindings<'_, 'a>) -> te_fast_core::Result<()> {
-        call.set(Where::Saved, state.pointer(self.saved.as_ref())?);
+        call.set(Port::Saved, state.pointer(self.saved.as_ref())?);
         for (port, tensor) in &self.tensors {
             call.set(*port, state.pointer(Some(tensor))?);
         }
@@ -237,7 +237,7 @@ impl<'py> BackwardCall<'_, 'py> {
         let place = Place { device: key.device, stream: state.reader.stream(py, key.device)? };
         let activation = DType::from(key.activation);
         let input = match program.grad_input() {
-            Where::GradInput => {
+            Port::GradInput => {
                 let tuples = &kept.shapes.input;
                 Some(state.empty(py, key.device, tuples.size.bind(py), tuples.stride.bind(py), activation)?)
             }
@@ -246,11 +246,11 @@ impl<'py> BackwardCall<'_, 'py> {
         let extras = self.extra_grads(py)?;
         let targets = self.param_grads(py, place)?;
         self.launch(place, &grads, input.as_ref(), &extras, &targets)?;
-        let alias = |place: Where| -> Option<Bound<'py, PyAny>> {
+        let alias = |place: Port| -> Option<Bound<'py, PyAny>> {
             match place {
-                Where::GradOutput => grads.first().cloned(),
-                Where::GradExtraOutput(index) => grads.get(usize::from(index) + 1).cloned(),
-                Where::GradExtra(index) => extras[usize::from(index)].clone(),
+                Port::GradOutput => grads.first().cloned(),
+                Port::GradExtraOutput(index) => grads.get(usize::from(index) + 1).cloned(),
+                Port::GradExtra(index) => extras[usize::from(index)].clone(),
                 _ => None,
             }
         };
@@ -295,7 +295,7 @@ impl<'py> BackwardCall<'_, 'py> {
         let program = &self.kept.compiled.program;
         let reads = self.weights.iter().enumerate().any(|(linear, weight)| match weight.quantized {
             Some(_) => program.reads_weight(linear),
-            None => program.reads().contains(&Where::Param(program.linear_param(linear) as u16)),
+            None => program.reads().contains(&Port::Param(program.linear_param(linear) as u16)),
         });
         if reads && joined.was_changed(py)? {
             let message = "a part of the weight was modified by an inplace operation between forward and backward; modify it after backward";
@@ -308,7 +308,7 @@ impl<'py> BackwardCall<'_, 'py> {
         let (program, state) = (&self.kept.compiled.program, self.state);
         let mut list = Optional::new();
         for (index, &place) in program.grad_extras().iter().enumerate() {
-            let own = place == Where::GradExtra(index as u16);
+            let own = place == Port::GradExtra(index as u16);
             let make = || {
                 let dtype = program.key().extras[index].0.into();
                 state.empty_sized(py, program.key().device, &self.kept.extra_shapes[index], dtype)
@@ -373,12 +373,12 @@ impl<'py> BackwardCall<'_, 'py> {
         let mut call = program.call(&mut table);
         read.bind(state, &mut call)?;
         for (index, grad) in grads.iter().enumerate() {
-            let port = if index == 0 { Where::GradOutput } else { Where::GradExtraOutput(index as u16 - 1) };
+            let port = if index == 0 { Port::GradOutput } else { Port::GradExtraOutput(index as u16 - 1) };
             call.set(port, state.pointer(Some(grad))?);
         }
-        call.set(Where::GradInput, state.pointer(input)?);
+        call.set(Port::GradInput, state.pointer(input)?);
         for (index, grad) in extras.iter().enumerate() {
-            call.set(Where::GradExtra(index as u16), state.pointer(grad.as_ref())?);
+            call.set(Port::GradExtra(index as u16), state.pointer(grad.as_ref())?);
         }
         for (linear, weight) in self.weights.iter().enumerate() {
             if let Some(quantized) = &weight.quantized {
@@ -407,7 +407,7 @@ impl<'py> BackwardCall<'_, 'py> {
     /// Where the gradients of the parameters go.
     fn set_param_grads<'a>(&self, call: &mut Bindings<'_, 'a>, targets: &'a [ParamGrad<'py>]) -> Result<(), Failure> {
         for (param, target) in targets.iter().enumerate() {
-            let port = Where::GradParam(param as u16);
+            let port = Port::GradParam(param as u16);
             match (target, self.linear_of(param)) {
                 (ParamGrad::New(grad), _) => call.set(port, self.state.pointer(Some(grad))?),
                 (ParamGrad::Main(main), _) => call.set(port, self.state.pointer(Some(&main.grad))?),

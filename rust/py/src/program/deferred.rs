@@ -3,7 +3,7 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 use te_fast_core::Error;
-use te_fast_core::program::Port as Where;
+use te_fast_core::program::Port;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::Place;
 
@@ -94,7 +94,7 @@ fn run_rows(state: &State, waiting: &WaitingRows, dw: &Bound<'_, PyAny>, accumul
     let mut call = program.call(&mut table);
     read.bind(state, &mut call)?;
     call.set_deferred(waiting.linear, state.pointer(Some(waiting.grad.bind(py)))?);
-    call.set(Where::GradParam(program.linear_param(waiting.linear) as u16), view.data());
+    call.set(Port::GradParam(program.linear_param(waiting.linear) as u16), view.data());
     let mut dispatcher = state.dispatcher(py)?;
     let (kind, address) = ((view.dtype(), accumulate), view.data().address());
     let plan = program.weight_grad_plan(&mut dispatcher.0, sized.rows(), waiting.linear, kind, address)?;

@@ -23,7 +23,7 @@ use crate::autocast::recompute::{RecordedScales, recorded_scales};
 use crate::error::Failure;
 use crate::hooks::skip_flag;
 use crate::program::check::check;
-use crate::program::handle::{Compiled, ProgramHandle, Shapes, Tuples};
+use crate::program::handle::{ProgramHandle, PyProgram, Shapes, Tuples};
 use crate::program::parts::Joined;
 use crate::program::tensors::{Flags, Objects, Tensors, float, requires_grad, same, typed};
 use crate::program::weight::{OpSlots, WeightHandle, recycle, reusable};
@@ -54,7 +54,7 @@ pub(crate) struct Done<'py> {
     pub(crate) y: Bound<'py, PyAny>,
     pub(crate) extra_outputs: Vec<Bound<'py, PyAny>>,
     pub(crate) saved: Option<Bound<'py, PyAny>>,
-    pub(crate) compiled: Arc<Compiled>,
+    pub(crate) compiled: Arc<PyProgram>,
     pub(crate) sized: Arc<SizedProgram>,
     pub(crate) shapes: Arc<Shapes>,
     pub(crate) weights: CallWeights,
@@ -233,7 +233,7 @@ impl<'a, 'py> Call<'a, 'py> {
     }
 
     /// The program for these tensors, found or compiled, and sized.
-    fn program(&self, tensors: &Tensors<'_>, region: &Region) -> Result<(Arc<Compiled>, Arc<SizedProgram>), Failure> {
+    fn program(&self, tensors: &Tensors<'_>, region: &Region) -> Result<(Arc<PyProgram>, Arc<SizedProgram>), Failure> {
         let (py, state) = (self.x.py(), self.state);
         let x = &tensors.x;
         let activation = float(x, "the input")?;
@@ -284,7 +284,7 @@ impl<'a, 'py> Call<'a, 'py> {
         region: &Region,
         key: ProgramKey,
         rows: usize,
-    ) -> Result<(Arc<Compiled>, Arc<SizedProgram>), Failure> {
+    ) -> Result<(Arc<PyProgram>, Arc<SizedProgram>), Failure> {
         let (py, state) = (self.x.py(), self.state);
         let chain = {
             let handle = self.handle.try_borrow()?;
@@ -297,7 +297,7 @@ impl<'a, 'py> Call<'a, 'py> {
             let mut dispatcher = state.dispatcher(py)?;
             Arc::new(Program::new(&mut dispatcher.0, &chain, key, recipe)?)
         };
-        let compiled = Arc::new(Compiled {
+        let compiled = Arc::new(PyProgram {
             params: tensors.params.iter().map(|view| Tuples::new(py, view.shape())).collect::<PyResult<_>>()?,
             program,
         });
@@ -345,7 +345,7 @@ impl<'a, 'py> Call<'a, 'py> {
     fn weights(
         &self,
         tensors: &Tensors<'_>,
-        compiled: &Compiled,
+        compiled: &PyProgram,
         region: &Region,
         (place, capturing): (Place, bool),
         skippable: bool,
@@ -409,7 +409,7 @@ impl<'a, 'py> Call<'a, 'py> {
 
     fn extra_outputs(
         &self,
-        compiled: &Compiled,
+        compiled: &PyProgram,
         shapes: &Shapes,
         place: Place,
         extras: &[Bound<'py, PyAny>],
@@ -433,7 +433,7 @@ impl<'a, 'py> Call<'a, 'py> {
 
     fn output(
         &self,
-        compiled: &Compiled,
+        compiled: &PyProgram,
         shapes: &Shapes,
         place: Place,
         extras: &[Bound<'py, PyAny>],
@@ -506,7 +506,7 @@ impl<'a, 'py> Call<'a, 'py> {
 
     fn keep(
         &self,
-        compiled: &Compiled,
+        compiled: &PyProgram,
         prepared: SmallVec<[Prepared; 2]>,
         place: Place,
         capturing: bool,

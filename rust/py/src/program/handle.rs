@@ -97,13 +97,13 @@ impl Tuples {
 
 /// A program with what calls of it need from Python.
 #[derive(Debug)]
-pub(crate) struct Compiled {
+pub(crate) struct PyProgram {
     pub(crate) program: Arc<Program>,
     /// Of each parameter.
     pub(crate) params: Vec<Tuples>,
 }
 
-impl AsRef<Program> for Compiled {
+impl AsRef<Program> for PyProgram {
     fn as_ref(&self) -> &Program {
         &self.program
     }
@@ -128,7 +128,7 @@ pub(crate) struct ProgramHandle {
     returned_bias: Option<Parameter>,
     /// Region of the last forward, if that was in FP8: what a recomputation during backward repeats.
     pub(crate) last_region: Option<Region>,
-    pub(crate) programs: ProgramCache<Compiled>,
+    pub(crate) programs: ProgramCache<PyProgram>,
     shapes: Vec<Arc<Shapes>>,
 }
 
@@ -367,7 +367,7 @@ impl ProgramHandle {
     /// did not apply.
     fn explain<'py>(slf: &Bound<'py, Self>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         let py = slf.py();
-        let sizes = |kept: &KeptProgram<Compiled>| {
+        let sizes = |kept: &KeptProgram<PyProgram>| {
             let program = Arc::clone(&kept.compiled().program);
             kept.row_counts().into_iter().map(move |rows| (Arc::clone(&program), rows))
         };
