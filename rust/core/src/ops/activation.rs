@@ -343,17 +343,16 @@ impl ActivationPlan {
     pub fn run(&self, target: &mut Target<'_>, buffers: &ActivationPointers<DevPtr<'_>>) -> Result<()> {
         self.check(target.is_host(), buffers)?;
         let (b, spec) = (buffers, &self.spec);
-        let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let casts = spec.fp8.is_some();
         let params = ActivationParams {
             at: ActivationPointers {
-                y: used(spec.high, b.y),
-                out: used(spec.rowwise, b.out),
-                out_t: used(spec.columnwise, b.out_t),
-                row_scale: used(spec.row_scale.is_some(), b.row_scale),
-                scale: used(casts, b.scale),
-                scale_inv: used(casts, b.scale_inv),
-                amax: used(casts, b.amax),
+                y: b.y.when(spec.high),
+                out: b.out.when(spec.rowwise),
+                out_t: b.out_t.when(spec.columnwise),
+                row_scale: b.row_scale.when(spec.row_scale.is_some()),
+                scale: b.scale.when(casts),
+                scale_inv: b.scale_inv.when(casts),
+                amax: b.amax.when(casts),
                 ..*b
             },
             rows: spec.rows as u64,

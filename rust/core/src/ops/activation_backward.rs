@@ -236,21 +236,20 @@ impl ActivationBackwardPlan {
     #[inline]
     fn params<'a>(&self, b: &ActivationBackwardPointers<DevPtr<'a>>) -> ActivationBackwardParams<'a> {
         let spec = &self.spec;
-        let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let (casts, sums) = (spec.fp8.is_some(), spec.dbias || spec.row_scale_grad);
         ActivationBackwardParams {
             at: ActivationBackwardPointers {
-                dx: used(spec.high, b.dx),
-                out: used(spec.rowwise, b.out),
-                out_t: used(spec.columnwise, b.out_t),
-                row_scale: used(spec.row_scale.is_some(), b.row_scale),
-                row_scale_grad: used(spec.row_scale_grad, b.row_scale_grad),
-                scale: used(casts, b.scale),
-                scale_inv: used(casts, b.scale_inv),
-                amax: used(casts, b.amax),
-                dbias: used(spec.dbias, b.dbias),
-                partial: used(sums, b.partial),
-                counters: used(sums, b.counters),
+                dx: b.dx.when(spec.high),
+                out: b.out.when(spec.rowwise),
+                out_t: b.out_t.when(spec.columnwise),
+                row_scale: b.row_scale.when(spec.row_scale.is_some()),
+                row_scale_grad: b.row_scale_grad.when(spec.row_scale_grad),
+                scale: b.scale.when(casts),
+                scale_inv: b.scale_inv.when(casts),
+                amax: b.amax.when(casts),
+                dbias: b.dbias.when(spec.dbias),
+                partial: b.partial.when(sums),
+                counters: b.counters.when(sums),
                 ..*b
             },
             rows: spec.rows as u64,

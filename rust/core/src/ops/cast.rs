@@ -230,17 +230,16 @@ impl CastPlan {
             };
             return launch(target, self.kernel, self.grid, &params);
         }
-        let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let casts = spec.rowwise || spec.columnwise;
         let params = CastTransposeParams {
             at: CastPointers {
-                out: used(spec.rowwise, b.out),
-                out_t: used(spec.columnwise, b.out_t),
-                scale: used(casts, b.scale),
-                scale_inv: used(casts, b.scale_inv),
-                dbias: used(spec.dbias, b.dbias),
-                partial: used(spec.dbias, b.partial),
-                counters: used(spec.dbias, b.counters),
+                out: b.out.when(spec.rowwise),
+                out_t: b.out_t.when(spec.columnwise),
+                scale: b.scale.when(casts),
+                scale_inv: b.scale_inv.when(casts),
+                dbias: b.dbias.when(spec.dbias),
+                partial: b.partial.when(spec.dbias),
+                counters: b.counters.when(spec.dbias),
                 ..*b
             },
             rows: spec.rows as u64,

@@ -149,20 +149,19 @@ impl NormPlan {
     pub fn run(&self, target: &mut Target<'_>, buffers: &NormPointers<DevPtr<'_>>) -> Result<()> {
         self.check(target.is_host(), buffers)?;
         let (b, spec) = (buffers, &self.spec);
-        let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let casts = spec.fp8.is_some();
         let params = NormParams {
             at: NormPointers {
-                residual: used(spec.residual, b.residual),
-                sum: used(spec.residual, b.sum),
-                y: used(spec.high, b.y),
-                mean: used(spec.stats && spec.kind == NormKind::LayerNorm, b.mean),
-                rstd: used(spec.stats, b.rstd),
-                out: used(spec.rowwise, b.out),
-                out_t: used(spec.columnwise, b.out_t),
-                scale: used(casts, b.scale),
-                scale_inv: used(casts, b.scale_inv),
-                amax: used(casts, b.amax),
+                residual: b.residual.when(spec.residual),
+                sum: b.sum.when(spec.residual),
+                y: b.y.when(spec.high),
+                mean: b.mean.when(spec.stats && spec.kind == NormKind::LayerNorm),
+                rstd: b.rstd.when(spec.stats),
+                out: b.out.when(spec.rowwise),
+                out_t: b.out_t.when(spec.columnwise),
+                scale: b.scale.when(casts),
+                scale_inv: b.scale_inv.when(casts),
+                amax: b.amax.when(casts),
                 ..*b
             },
             rows: spec.rows as u64,

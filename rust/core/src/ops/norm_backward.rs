@@ -277,18 +277,17 @@ impl NormBackwardPlan {
     #[inline]
     fn params<'a>(&self, b: &NormBackwardPointers<DevPtr<'a>>) -> NormBackwardParams<'a> {
         let spec = &self.spec;
-        let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let (team, stages, tiles_cols, chunk) = match self.way {
             Way::Rows { team, stages, chunk, .. } => (team, stages, 0, chunk),
             Way::Tiles { tiles_cols, chunk, .. } => (0, 0, tiles_cols, chunk),
         };
         NormBackwardParams {
             at: NormBackwardPointers {
-                mean: used(spec.kind == NormKind::LayerNorm, b.mean),
-                add: used(spec.add, b.add),
-                dx: used(spec.dx, b.dx),
-                dgamma: used(spec.dgamma, b.dgamma),
-                dbeta: used(spec.dbeta, b.dbeta),
+                mean: b.mean.when(spec.kind == NormKind::LayerNorm),
+                add: b.add.when(spec.add),
+                dx: b.dx.when(spec.dx),
+                dgamma: b.dgamma.when(spec.dgamma),
+                dbeta: b.dbeta.when(spec.dbeta),
                 partial: b.partial.offset(self.sums_bytes()),
                 sums: b.partial,
                 ..*b
