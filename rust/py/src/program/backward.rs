@@ -21,7 +21,7 @@ use crate::program::handle::{ProgramHandle, PyProgram, Shapes};
 use crate::program::main_grad::{MainGrad, after_main_grad, main_grad};
 use crate::program::part_grads::of_parts;
 use crate::program::parts::Joined;
-use crate::program::tensors::{Objects, Optional};
+use crate::program::tensors::{Flags, Objects, Optional};
 use crate::program::weight::{WaitingGrad, WaitingOperands, WaitingRows};
 use crate::program::weight_memory::weight_buffer;
 use crate::torch::operand::{readable, saved_tensor};
@@ -139,9 +139,11 @@ pub(crate) fn program_backward<'py>(
     let grads = run(state, kept, &tensors, &grads.iter().collect::<Objects<'_>>())?;
     let params = match &kept.joined {
         Some(joined) => {
-            let wanted = ctx.getattr(intern!(py, "needs_input_grad"))?.extract::<Vec<bool>>()?;
+            let wanted = ctx.getattr(intern!(py, "needs_input_grad"))?.cast_into::<PyTuple>()?;
+            let of_parts_alone = wanted.iter().skip(1).take(joined.get().parts().len());
+            let wanted = of_parts_alone.map(|wanted| wanted.is_truthy()).collect::<PyResult<Flags>>()?;
             let parts = (kept.handle.bind(py), joined.get());
-            of_parts(state, parts, grads.params, &wanted[1..], kept.overwrite_main_grad)?
+            of_parts(state, parts, grads.params, &wanted, kept.overwrite_main_grad)?
         }
         None => grads.params,
     };

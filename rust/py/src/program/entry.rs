@@ -198,7 +198,7 @@ pub(crate) fn apply<'py>(mut call: Call<'_, 'py>, tensors: &Tensors<'_>) -> PyRe
             wants = wants || requires_grad(tensor)?;
         }
         if wants {
-            let mut arguments: SmallVec<[Bound<'py, PyAny>; 10]> = SmallVec::new();
+            let mut arguments: SmallVec<[Bound<'py, PyAny>; 12]> = SmallVec::new();
             arguments.push(x.clone());
             match &call.joined {
                 Some(joined) => arguments.extend(joined.get().parts().iter().map(|part| part.bind(py).clone())),

@@ -18,9 +18,9 @@ use crate::torch::process::State;
 #[derive(Debug)]
 pub(crate) struct Joined {
     /// What the program reads. A whole asks for a gradient where a part does.
-    wholes: Vec<Py<PyAny>>,
+    wholes: SmallVec<[Py<PyAny>; 4]>,
     /// What autograd sees; a parameter in one piece is a part of its own.
-    parts: Vec<Py<PyAny>>,
+    parts: SmallVec<[Py<PyAny>; 8]>,
     /// A part wants a gradient.
     is_trained: bool,
     /// Of each parameter.
@@ -32,7 +32,7 @@ pub(crate) struct Joined {
 #[derive(Debug)]
 pub(crate) struct Share {
     /// Rows of each of its parts; empty for a parameter in one piece.
-    pub(crate) rows: Vec<i64>,
+    pub(crate) rows: SmallVec<[i64; 4]>,
     /// It is joined.
     pub(crate) is_split: bool,
     /// It is the weight of a linear op.
@@ -152,7 +152,7 @@ fn gathered<'py>(
                 _ => return Ok(None),
             }
         }
-        let rows = Vec::with_capacity(param.parts.len());
+        let rows = SmallVec::new();
         let (is_split, is_weight) = (!param.parts.is_empty(), program.chain.linear_params().contains(&index));
         shares.push(Share { rows, is_split, is_weight, copied: false, count: param.names().len() });
     }
@@ -164,7 +164,7 @@ fn gathered<'py>(
 fn join<'py>(
     state: &State,
     parts: &[Bound<'py, PyAny>],
-    rows: &mut Vec<i64>,
+    rows: &mut SmallVec<[i64; 4]>,
 ) -> PyResult<Option<(Bound<'py, PyAny>, bool)>> {
     let py = parts[0].py();
     let Some(first) = state.reader.read(&parts[0])? else { return Ok(None) };

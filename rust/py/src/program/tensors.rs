@@ -77,7 +77,8 @@ pub(crate) type Objects<'py> = SmallVec<[Bound<'py, PyAny>; 8]>;
 /// Tensors that may not be there.
 pub(crate) type Optional<'py> = SmallVec<[Option<Bound<'py, PyAny>>; 8]>;
 
-type Views<'a> = SmallVec<[TensorView<'a>; 4]>;
+/// As many as `LayerNormMLP` has parameters.
+type Views<'a> = SmallVec<[TensorView<'a>; 6]>;
 
 /// The tensors of a call as the kernels read them.
 pub(crate) struct Tensors<'a> {

@@ -6,6 +6,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyString, PyTuple};
+use smallvec::SmallVec;
 use te_fast_core::base::config::Config;
 use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::base::pointer::DevPtr;
@@ -289,8 +290,8 @@ impl State {
 }
 
 /// Strides of a contiguous tensor.
-pub(crate) fn contiguous_strides(size: &[i64]) -> Vec<i64> {
-    let mut strides = vec![1; size.len()];
+pub(crate) fn contiguous_strides(size: &[i64]) -> SmallVec<[i64; 4]> {
+    let mut strides = SmallVec::from_elem(1, size.len());
     for i in (1..size.len()).rev() {
         strides[i - 1] = strides[i] * size[i].max(1);
     }
