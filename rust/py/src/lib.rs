@@ -33,6 +33,14 @@ mod _native {
     #[pymodule_export]
     use crate::direct::activation::{activation, activation_backward};
     #[pymodule_export]
+    use crate::direct::dispatcher::{
+        counters, cuda_driver_version, device_facts, has_exchange_table, image_facts, inventory, load_kernels,
+        note_optimizer_step, record, recorded, release_memory, reset_counters, rows_to_pad, set_auto_pad,
+        set_check_device, stage_clock, stage_nanoseconds,
+    };
+    #[pymodule_export]
+    use crate::direct::gemm::gemm;
+    #[pymodule_export]
     use crate::direct::norm::norm;
     #[pymodule_export]
     use crate::direct::norm_backward::norm_backward;
@@ -41,11 +49,7 @@ mod _native {
     #[pymodule_export]
     use crate::direct::permute_cast::{moe_pad, moe_pad_list, moe_padded_splits, moe_permute_cast};
     #[pymodule_export]
-    use crate::direct::quantize::{
-        counters, cuda_driver_version, dequantize, device_facts, gemm, has_exchange_table, image_facts, inventory,
-        load_kernels, note_optimizer_step, quantize, record, recorded, release_memory, reset_counters, rows_to_pad,
-        set_auto_pad, set_check_device, stage_clock, stage_nanoseconds,
-    };
+    use crate::direct::quantize::{dequantize, quantize};
     #[pymodule_export]
     use crate::hooks::install_hooks;
     #[pymodule_export]

@@ -55,6 +55,12 @@ impl<'a> DevPtr<'a> {
         self.address().is_multiple_of(bytes)
     }
 
+    /// The pointer where it is `wanted`, else null.
+    #[must_use]
+    pub const fn when(self, wanted: bool) -> Self {
+        if wanted { self } else { Self::null() }
+    }
+
     /// The pointer `bytes` further on; null stays null.
     #[must_use]
     pub const fn offset(self, bytes: usize) -> Self {

@@ -5,7 +5,8 @@ use te_fast_kernels::KernelId;
 use crate::base::error::Result;
 use crate::base::pointer::DevPtr;
 use crate::host::permute_map;
-use crate::ops::permute::{PermuteParams, RowMapParams};
+use crate::ops::permute::PermuteParams;
+use crate::ops::row_map::RowMapParams;
 
 /// A slot of a token.
 #[derive(Clone, Copy, Debug)]

@@ -208,24 +208,7 @@ impl Shape {
 params! {
     /// Parameters of `activation_*` and `activation_gated_*`.
     pub struct ActivationParams<'a> [constants::ACTIVATION_PARAMS_BYTES] for Activation | ActivationGated => host::activation::run {
-        /// Input `[rows, cols]`, gated `[rows, 2 * cols]`.
-        pub x: DevPtr<'a>,
-        /// Result `[rows, cols]` in the input's type, or null.
-        pub y: DevPtr<'a>,
-        /// FP8 bytes `[rows, cols]`, or null.
-        pub out: DevPtr<'a>,
-        /// FP8 bytes `[cols, ld_t]`, or null.
-        pub out_t: DevPtr<'a>,
-        /// Factor per row, or null.
-        pub row_scale: DevPtr<'a>,
-        /// One f32; null casts nothing.
-        pub scale: DevPtr<'a>,
-        /// One f32, or null.
-        pub scale_inv: DevPtr<'a>,
-        /// One f32 that is raised to the result's amax, or null.
-        pub amax: DevPtr<'a>,
-        /// One f32, or null; 1.0 leaves every output as it is.
-        pub noop: DevPtr<'a>,
+        ..ActivationPointers,
         /// Rows.
         pub rows: u64,
         /// Columns of the result.
@@ -357,18 +340,18 @@ impl ActivationPlan {
     pub fn run(&self, target: &mut Target<'_>, buffers: &ActivationPointers<DevPtr<'_>>) -> Result<()> {
         self.check(target.is_host(), buffers)?;
         let (b, spec) = (buffers, &self.spec);
-        let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let casts = spec.fp8.is_some();
         let params = ActivationParams {
-            x: b.x,
-            y: used(spec.high, b.y),
-            out: used(spec.rowwise, b.out),
-            out_t: used(spec.columnwise, b.out_t),
-            row_scale: used(spec.row_scale.is_some(), b.row_scale),
-            scale: used(casts, b.scale),
-            scale_inv: used(casts, b.scale_inv),
-            amax: used(casts, b.amax),
-            noop: b.noop,
+            at: ActivationPointers {
+                y: b.y.when(spec.high),
+                out: b.out.when(spec.rowwise),
+                out_t: b.out_t.when(spec.columnwise),
+                row_scale: b.row_scale.when(spec.row_scale.is_some()),
+                scale: b.scale.when(casts),
+                scale_inv: b.scale_inv.when(casts),
+                amax: b.amax.when(casts),
+                ..*b
+            },
             rows: spec.rows as u64,
             cols: spec.cols as u64,
             ld_t: self.tiling.ld_t as u64,

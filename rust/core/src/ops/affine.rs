@@ -14,14 +14,7 @@ use crate::{params, pointers};
 params! {
     /// Parameters of `affine_*`.
     pub struct AffineParams<'a> [quantize::AFFINE_PARAMS_BYTES] for Affine => host::affine::run {
-        /// Input `[rows, cols]`.
-        pub x: DevPtr<'a>,
-        /// Tensor to add, of the input's type, or null; may be `y`.
-        pub r: DevPtr<'a>,
-        /// Row to add `[cols]`, or null.
-        pub b: DevPtr<'a>,
-        /// Output `[rows, cols]`; may be `x` of the same type.
-        pub y: DevPtr<'a>,
+        ..AffinePointers,
         /// Rows.
         pub rows: u64,
         /// Columns.
@@ -101,20 +94,16 @@ impl AffinePlan {
     /// # Errors
     /// A null buffer, or the launch fails.
     #[inline]
-    pub fn run(&self, target: &mut Target<'_>, pointers: &AffinePointers<DevPtr<'_>>) -> Result<()> {
-        let &AffinePointers { x, r, b, y } = pointers;
+    pub fn run(&self, target: &mut Target<'_>, at: &AffinePointers<DevPtr<'_>>) -> Result<()> {
         if self.grid.is_empty() {
             return Ok(());
         }
-        if x.is_null() || y.is_null() {
+        if at.x.is_null() || at.y.is_null() {
             return Err(Error::value("affine", "a buffer that the plan needs is null"));
         }
         let spec = &self.spec;
         let params = AffineParams {
-            x,
-            r,
-            b,
-            y,
+            at: *at,
             rows: spec.rows as u64,
             cols: spec.cols as u64,
             alpha: spec.alpha,

@@ -18,18 +18,7 @@ const BLOCKS_PER_MULTIPROCESSOR: u32 = 4;
 params! {
     /// Parameters of `amax_*`.
     pub struct AmaxParams<'a> [quantize::AMAX_PARAMS_BYTES] for Amax => host::amax::run {
-        /// Input, `count` elements.
-        pub x: DevPtr<'a>,
-        /// Two words, zero between launches.
-        pub workspace: DevPtr<'a>,
-        /// One f32, overwritten, or null.
-        pub amax: DevPtr<'a>,
-        /// One f32; null stops after the amax.
-        pub scale: DevPtr<'a>,
-        /// One f32, or null.
-        pub scale_inv: DevPtr<'a>,
-        /// One f32, or null; 1.0 leaves every output as it is.
-        pub noop: DevPtr<'a>,
+        ..AmaxPointers,
         /// Elements.
         pub count: u64,
         /// Largest value of the FP8 type.
@@ -121,19 +110,13 @@ impl AmaxPlan {
     /// # Errors
     /// A buffer that is needed is null, or the launch fails.
     #[inline]
-    pub fn run(&self, target: &mut Target<'_>, buffers: &AmaxPointers<DevPtr<'_>>) -> Result<()> {
-        let b = buffers;
+    pub fn run(&self, target: &mut Target<'_>, b: &AmaxPointers<DevPtr<'_>>) -> Result<()> {
         let missing = (self.count != 0 && b.x.is_null()) || (b.workspace.is_null() && !target.is_host());
         if missing || (b.amax.is_null() && b.scale.is_null()) {
             return Err(Error::value("amax", "a buffer that the plan needs is null"));
         }
         let params = AmaxParams {
-            x: b.x,
-            workspace: b.workspace,
-            amax: b.amax,
-            scale: b.scale,
-            scale_inv: b.scale_inv,
-            noop: b.noop,
+            at: *b,
             count: self.count as u64,
             fp8_max: self.rule.output.max(),
             eps: self.rule.eps,

@@ -40,26 +40,7 @@ params! {
 params! {
     /// Parameters of `cast_transpose_*` and `cast_transpose_dbias_*`.
     pub struct CastTransposeParams<'a> [quantize::CAST_TRANSPOSE_PARAMS_BYTES] for CastTranspose | CastTransposeDbias => host::cast::run_transpose {
-        /// Input `[rows, cols]`.
-        pub x: DevPtr<'a>,
-        /// FP8 bytes `[rows, cols]`, or null.
-        pub out: DevPtr<'a>,
-        /// FP8 bytes `[cols, ld_t]`, or null.
-        pub out_t: DevPtr<'a>,
-        /// One f32; null sums columns and casts nothing.
-        pub scale: DevPtr<'a>,
-        /// One f32, or null.
-        pub scale_inv: DevPtr<'a>,
-        /// One f32 that is raised to the input's amax, or null.
-        pub amax: DevPtr<'a>,
-        /// One f32, or null; 1.0 leaves every output as it is.
-        pub noop: DevPtr<'a>,
-        /// Column sums `[cols]` in the input's type.
-        pub dbias: DevPtr<'a>,
-        /// Sums of the strips, f32 `[strips, cols]`.
-        pub partial: DevPtr<'a>,
-        /// Arrival counters, u32 `[tiles_cols]`, zero between launches.
-        pub counters: DevPtr<'a>,
+        ..CastPointers,
         /// Rows of the input.
         pub rows: u64,
         /// Columns of the input.
@@ -125,10 +106,10 @@ pointers! {
         noop,
         /// [`CastPlan::dbias_bytes`].
         dbias,
-        /// [`CastPlan::counter_bytes`], zeroed once when allocated. One launch at a time may use them.
-        counters,
         /// [`CastPlan::partial_bytes`], 16-byte aligned, of any content.
         partial,
+        /// [`CastPlan::counter_bytes`], zeroed once when allocated. One launch at a time may use them.
+        counters,
     }
 }
 
@@ -241,19 +222,18 @@ impl CastPlan {
             };
             return launch(target, self.kernel, self.grid, &params);
         }
-        let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let casts = spec.rowwise || spec.columnwise;
         let params = CastTransposeParams {
-            x: b.x,
-            out: used(spec.rowwise, b.out),
-            out_t: used(spec.columnwise, b.out_t),
-            scale: used(casts, b.scale),
-            scale_inv: used(casts, b.scale_inv),
-            amax: b.amax,
-            noop: b.noop,
-            dbias: used(spec.dbias, b.dbias),
-            partial: used(spec.dbias, b.partial),
-            counters: used(spec.dbias, b.counters),
+            at: CastPointers {
+                out: b.out.when(spec.rowwise),
+                out_t: b.out_t.when(spec.columnwise),
+                scale: b.scale.when(casts),
+                scale_inv: b.scale_inv.when(casts),
+                dbias: b.dbias.when(spec.dbias),
+                partial: b.partial.when(spec.dbias),
+                counters: b.counters.when(spec.dbias),
+                ..*b
+            },
             rows: spec.rows as u64,
             cols: spec.cols as u64,
             ld_t: self.ld_t as u64,

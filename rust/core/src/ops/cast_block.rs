@@ -249,13 +249,12 @@ impl CastBlockPlan {
         if spec.columnwise && !target.is_host() {
             aligned("cast_block", "the transposed output", b.out_t)?;
         }
-        let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let params = CastBlockParams {
             x: b.x,
-            out: used(spec.rowwise, b.out),
-            out_t: used(spec.columnwise, b.out_t),
-            scale_inv: used(spec.rowwise, b.scale_inv),
-            scale_inv_t: used(spec.columnwise, b.scale_inv_t),
+            out: b.out.when(spec.rowwise),
+            out_t: b.out_t.when(spec.columnwise),
+            scale_inv: b.scale_inv.when(spec.rowwise),
+            scale_inv_t: b.scale_inv_t.when(spec.columnwise),
             noop: b.noop,
             rows: spec.rows as u64,
             cols: spec.cols as u64,

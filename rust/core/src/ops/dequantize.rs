@@ -15,12 +15,7 @@ use crate::{params, pointers};
 params! {
     /// Parameters of `dequantize_*`, `dequantize_1d_*` and `dequantize_2d_*`.
     pub struct DequantizeParams<'a> [quantize::DEQUANTIZE_PARAMS_BYTES] for Dequantize | Dequantize1d | Dequantize2d => host::dequantize::run {
-        /// FP8 bytes `[rows, ld]`.
-        pub q: DevPtr<'a>,
-        /// Output `[rows, cols]`.
-        pub out: DevPtr<'a>,
-        /// One f32, or the block scales.
-        pub scale_inv: DevPtr<'a>,
+        ..DequantizePointers,
         /// Rows.
         pub rows: u64,
         /// Columns.
@@ -109,19 +104,16 @@ impl DequantizePlan {
     /// # Errors
     /// A null buffer, or the launch fails.
     #[inline]
-    pub fn run(&self, target: &mut Target<'_>, pointers: &DequantizePointers<DevPtr<'_>>) -> Result<()> {
-        let &DequantizePointers { q, out, scale_inv } = pointers;
+    pub fn run(&self, target: &mut Target<'_>, at: &DequantizePointers<DevPtr<'_>>) -> Result<()> {
         if self.grid.is_empty() {
             return Ok(());
         }
-        if q.is_null() || out.is_null() || scale_inv.is_null() {
+        if at.q.is_null() || at.out.is_null() || at.scale_inv.is_null() {
             return Err(Error::value("dequantize", "a buffer that the plan needs is null"));
         }
         let spec = &self.spec;
         let params = DequantizeParams {
-            q,
-            out,
-            scale_inv,
+            at: *at,
             rows: spec.rows as u64,
             cols: spec.cols as u64,
             ld: spec.ld as u64,

@@ -51,30 +51,7 @@ params! {
     pub struct NormBackwardParams<'a> [norm::NORM_BACKWARD_PARAMS_BYTES]
         for NormBackward | NormBackwardWide | NormBackwardElements | NormBackwardCluster | NormBackwardClusterElements
             | NormBackwardSums | NormBackwardTiles => host::norm_backward::run {
-        /// Gradient of the result `[rows, cols]`.
-        pub dy: DevPtr<'a>,
-        /// What the forward normalised `[rows, cols]`.
-        pub x: DevPtr<'a>,
-        /// Factors `[cols]`.
-        pub gamma: DevPtr<'a>,
-        /// f32 `[rows]`; null for RMSNorm.
-        pub mean: DevPtr<'a>,
-        /// f32 `[rows]`.
-        pub rstd: DevPtr<'a>,
-        /// What is added to the gradient of the input, or null.
-        pub add: DevPtr<'a>,
-        /// Gradient of the input `[rows, cols]`, or null.
-        pub dx: DevPtr<'a>,
-        /// Gradient of the factors `[cols]`, or null.
-        pub dgamma: DevPtr<'a>,
-        /// Gradient of the summands `[cols]`, or null.
-        pub dbeta: DevPtr<'a>,
-        /// f32 `[sums wanted][rows summed apart][cols, up to whole slots of a team]`.
-        pub partial: DevPtr<'a>,
-        /// f32 `[rows, 2]`, of the kernels in two steps.
-        pub sums: DevPtr<'a>,
-        /// Zero between launches.
-        pub counters: DevPtr<'a>,
+        ..NormBackwardPointers,
         /// Rows.
         pub rows: u32,
         /// Columns.
@@ -115,8 +92,11 @@ pointers! {
         dgamma,
         /// Receives the gradient of the summands `[cols]`.
         dbeta,
-        /// [`NormBackwardPlan::partial_bytes`], 16-byte aligned, of any content.
+        /// [`NormBackwardPlan::partial_bytes`], 16-byte aligned, of any content: where the kernels are two, sums of rows,
+        /// then f32 `[sums wanted][rows summed apart][cols, up to whole slots of a team]`.
         partial,
+        /// f32 `[rows, 2]`, the plan's: the head of `partial`.
+        sums,
         /// [`COUNTER_BYTES`], zeroed once when allocated. One launch at a time may use them.
         counters,
     }
@@ -307,24 +287,21 @@ impl NormBackwardPlan {
     #[inline]
     fn params<'a>(&self, b: &NormBackwardPointers<DevPtr<'a>>) -> NormBackwardParams<'a> {
         let spec = &self.spec;
-        let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let (team, stages, tiles_cols, chunk) = match self.way {
             Way::Rows { team, stages, chunk, .. } => (team, stages, 0, chunk),
             Way::Tiles { tiles_cols, chunk, .. } => (0, 0, tiles_cols, chunk),
         };
         NormBackwardParams {
-            dy: b.dy,
-            x: b.x,
-            gamma: b.gamma,
-            mean: used(spec.kind == NormKind::LayerNorm, b.mean),
-            rstd: b.rstd,
-            add: used(spec.add, b.add),
-            dx: used(spec.dx, b.dx),
-            dgamma: used(spec.dgamma, b.dgamma),
-            dbeta: used(spec.dbeta, b.dbeta),
-            partial: b.partial.offset(self.sums_bytes()),
-            sums: b.partial,
-            counters: b.counters,
+            at: NormBackwardPointers {
+                mean: b.mean.when(spec.kind == NormKind::LayerNorm),
+                add: b.add.when(spec.add),
+                dx: b.dx.when(spec.dx),
+                dgamma: b.dgamma.when(spec.dgamma),
+                dbeta: b.dbeta.when(spec.dbeta),
+                partial: b.partial.offset(self.sums_bytes()),
+                sums: b.partial,
+                ..*b
+            },
             rows: spec.rows as u32,
             cols: spec.cols as u32,
             weight_kind: spec.weight as u32,

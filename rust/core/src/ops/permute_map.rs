@@ -13,8 +13,8 @@ use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Backend, Target, launch};
-use crate::ops::permute::{Layout, MapBuffers, MapShape};
-use crate::params;
+use crate::ops::row_map::{Layout, MapBuffers, MapShape};
+use crate::{params, pointers};
 
 /// Experts that one block owns.
 const SLICE: usize = WARP as usize;
@@ -34,29 +34,9 @@ const MAX_PARTIALS: usize = 32;
 
 params! {
     /// Parameters of `permute_map`, and of a map in front of rows.
+    #[derive(Default)]
     pub struct MakeMapParams<'a> [moe::MAKE_MAP_PARAMS_BYTES] for PermuteMap => host::permute_map::run {
-        /// Mask `[T, E]` or expert ids `[T, K]`.
-        pub routing: DevPtr<'a>,
-        /// The map.
-        pub row_id_map: DevPtr<'a>,
-        /// Scratch: u32 `[chunks][slices * 32]`, then one sum per slice of a chunk.
-        pub counts: DevPtr<'a>,
-        /// Scratch: u8 `[T][slices rounded up to 4]`, mask alone.
-        pub shares: DevPtr<'a>,
-        /// i32 per expert.
-        pub ends: DevPtr<'a>,
-        /// i64 per expert, or null.
-        pub pad_offsets: DevPtr<'a>,
-        /// i64 per expert, or null.
-        pub padded_counts: DevPtr<'a>,
-        /// i64 padded and routed rows, or null.
-        pub totals: DevPtr<'a>,
-        /// [`STATE_BYTES`] that are zero, and zero again behind the launch, which alone uses them meanwhile.
-        pub state: DevPtr<'a>,
-        /// The device's count of dropped rows; null on the host.
-        pub dropped_rows: DevPtr<'a>,
-        /// Memory that is filled with ones, or null.
-        pub fill: DevPtr<'a>,
+        ..MapPointers,
         /// Rows of the permuted tensor.
         pub capacity: u64,
         /// Tokens; slots for an index.
@@ -79,37 +59,13 @@ params! {
 }
 
 impl MakeMapParams<'_> {
-    /// No map to make.
-    const NONE: Self = Self {
-        routing: DevPtr::null(),
-        row_id_map: DevPtr::null(),
-        counts: DevPtr::null(),
-        shares: DevPtr::null(),
-        ends: DevPtr::null(),
-        pad_offsets: DevPtr::null(),
-        padded_counts: DevPtr::null(),
-        totals: DevPtr::null(),
-        state: DevPtr::null(),
-        dropped_rows: DevPtr::null(),
-        fill: DevPtr::null(),
-        capacity: 0,
-        tokens: 0,
-        experts: 0,
-        top_k: 0,
-        align: 0,
-        chunk_tokens: 0,
-        fill_words: 0,
-        blocks: 0,
-        routing_type: 0,
-    };
-
     fn launch(&self, target: &mut Target<'_>) -> Result<()> {
         launch(target, KernelId::PermuteMap, Grid::linear(self.blocks, MAP_THREADS), self)
     }
 }
 
-/// A map for a launch that moves rows by it.
-#[derive(Clone, Copy, Debug)]
+/// A map for a launch that moves rows by it; the default is one that is finished.
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Making<'a> {
     /// What the launch has to make of it.
     pub(crate) params: MakeMapParams<'a>,
@@ -118,9 +74,6 @@ pub struct Making<'a> {
 }
 
 impl Making<'_> {
-    /// A finished map.
-    pub const NONE: Self = Self { params: MakeMapParams::NONE, before: false };
-
     /// Makes it where no rows move.
     ///
     /// # Errors
@@ -185,42 +138,33 @@ pub struct MapSpec {
     pub leads: bool,
 }
 
-/// Buffers of a map.
-#[derive(Clone, Copy, Debug)]
-pub struct MapOutputs<'a> {
-    /// The routing map.
-    pub routing: DevPtr<'a>,
-    /// [`MapShape::entries`] of i32.
-    pub row_id_map: DevPtr<'a>,
-    /// i32 per expert ([`MapPlan::experts`]).
-    pub ends: DevPtr<'a>,
-    /// i64 per expert, or null.
-    pub pad_offsets: DevPtr<'a>,
-    /// i64 per expert, or null.
-    pub padded_counts: DevPtr<'a>,
-    /// Two i64: padded and routed rows; or null.
-    pub totals: DevPtr<'a>,
-    /// [`MapPlan::scratch_bytes`].
-    pub scratch: DevPtr<'a>,
-    /// [`STATE_BYTES`], zero between launches: counters of the stream, or, under capture, of the launch itself, since two
-    /// graphs may be replayed at once.
-    pub state: DevPtr<'a>,
-    /// Memory that the rows behind the map want filled with ones.
-    pub fill: Fill<'a>,
-}
-
-/// Memory to fill with ones.
-#[derive(Clone, Copy, Debug)]
-pub struct Fill<'a> {
-    /// 16-byte aligned, or null.
-    pub data: DevPtr<'a>,
-    /// 16-byte words.
-    pub words: u32,
-}
-
-impl Fill<'_> {
-    /// Nothing to fill.
-    pub const NONE: Self = Self { data: DevPtr::null(), words: 0 };
+pointers! {
+    /// Buffers of a map.
+    pub struct MapPointers {
+        /// Mask `[T, E]` or expert ids `[T, K]`.
+        routing,
+        /// [`MapShape::entries`] of i32.
+        row_id_map,
+        /// [`MapPlan::scratch_bytes`]: u32 `[chunks][slices * 32]`, then one sum per slice of a chunk.
+        counts,
+        /// The plan's, behind the counts: u8 `[T][slices rounded up to 4]`, mask alone.
+        shares,
+        /// i32 per expert ([`MapPlan::experts`]).
+        ends,
+        /// i64 per expert, or null.
+        pad_offsets,
+        /// i64 per expert, or null.
+        padded_counts,
+        /// Two i64: padded and routed rows; or null.
+        totals,
+        /// [`STATE_BYTES`] that are zero, and zero again behind the launch, which alone uses them meanwhile: counters of the
+        /// stream, or, under capture, of the launch itself, since two graphs may be replayed at once.
+        state,
+        /// The plan's: the device's count of dropped rows; null on the host.
+        dropped_rows,
+        /// Memory that the rows behind the map want filled with ones, 16-byte aligned; null where the plan fills nothing.
+        fill,
+    }
 }
 
 /// A checked map: its work is shared out.
@@ -231,6 +175,7 @@ pub struct MapPlan {
     slices: usize,
     chunk_tokens: usize,
     chunks: usize,
+    fill_words: u32,
 }
 
 impl MapPlan {
@@ -266,7 +211,13 @@ impl MapPlan {
         if i32::try_from(units).is_err() {
             return Err(Error::shape(op, "tokens times slots", "below 2**31", units));
         }
-        Ok(Self { spec, units, slices, chunk_tokens, chunks: units.div_ceil(chunk_tokens) })
+        Ok(Self { spec, units, slices, chunk_tokens, chunks: units.div_ceil(chunk_tokens), fill_words: 0 })
+    }
+
+    /// The same that also fills so many words of 16 bytes.
+    #[must_use]
+    pub const fn filling(self, words: u32) -> Self {
+        Self { fill_words: words, ..self }
     }
 
     /// Experts that the per-expert outputs have.
@@ -293,13 +244,17 @@ impl MapPlan {
     ///
     /// # Errors
     /// The driver's refusal.
-    pub fn make<'a>(&self, target: &mut Target<'_>, b: &MapOutputs<'a>) -> Result<(Making<'a>, MapBuffers<'a>)> {
+    pub fn make<'a>(
+        &self,
+        target: &mut Target<'_>,
+        b: &MapPointers<DevPtr<'a>>,
+    ) -> Result<(Making<'a>, MapBuffers<'a>)> {
         let params = self.params(target, b)?;
         let making = if self.spec.leads {
             Making { params, before: false }
         } else {
             params.launch(target)?;
-            Making { before: true, ..Making::NONE }
+            Making { before: true, ..Making::default() }
         };
         // An index map does not tell experts apart: all its rows end with the last one's.
         let ends = match self.spec.shape.layout {
@@ -309,30 +264,20 @@ impl MapPlan {
         Ok((making, MapBuffers { map: b.row_id_map, pad_offsets: b.pad_offsets, ends, partials: 1 }))
     }
 
-    fn params<'a>(&self, target: &mut Target<'_>, b: &MapOutputs<'a>) -> Result<MakeMapParams<'a>> {
+    fn params<'a>(&self, target: &mut Target<'_>, b: &MapPointers<DevPtr<'a>>) -> Result<MakeMapParams<'a>> {
         let top_k = match self.spec.shape.layout {
             Layout::Mask { .. } => 0,
             Layout::Index { top_k } => top_k as u32,
         };
         Ok(MakeMapParams {
-            routing: b.routing,
-            row_id_map: b.row_id_map,
-            counts: b.scratch,
-            shares: b.scratch.offset(self.count_bytes()),
-            ends: b.ends,
-            pad_offsets: b.pad_offsets,
-            padded_counts: b.padded_counts,
-            totals: b.totals,
-            state: b.state,
-            dropped_rows: dropped_rows(target)?,
-            fill: b.fill.data,
+            at: MapPointers { shares: b.counts.offset(self.count_bytes()), dropped_rows: dropped_rows(target)?, ..*b },
             capacity: self.spec.shape.rows as u64,
             tokens: self.units as u32,
             experts: self.experts() as u32,
             top_k,
             align: self.spec.align as u32,
             chunk_tokens: self.chunk_tokens as u32,
-            fill_words: b.fill.words,
+            fill_words: self.fill_words,
             blocks: (self.slices * self.chunks + 1) as u32,
             routing_type: self.spec.routing as u32,
         })
@@ -342,7 +287,7 @@ impl MapPlan {
     ///
     /// # Errors
     /// The driver's refusal.
-    pub fn run(&self, target: &mut Target<'_>, b: &MapOutputs<'_>) -> Result<()> {
+    pub fn run(&self, target: &mut Target<'_>, b: &MapPointers<DevPtr<'_>>) -> Result<()> {
         self.params(target, b)?.launch(target)
     }
 }

@@ -1,7 +1,6 @@
 //! Layers and chains of ops: what Python builds, and how a call of it runs.
 
 pub(crate) mod backward;
-pub(crate) mod bits;
 pub(crate) mod check;
 pub(crate) mod deferred;
 pub(crate) mod entry;

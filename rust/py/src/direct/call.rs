@@ -1,4 +1,4 @@
-//! What every MoE entry point does first: make tensors contiguous, check them, find the place and private memory.
+//! What every direct call does first: make tensors contiguous, check them, find the place and private memory.
 
 use pyo3::prelude::*;
 use te_fast_core::base::dtype::{DType, Device};
@@ -6,7 +6,7 @@ use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::cuda::device::is_capturing;
 use te_fast_core::launch::target::Target;
-use te_fast_core::ops::permute::Prob;
+use te_fast_core::ops::row_map::Prob;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::{External, Lane, Memory, OWN_SCRATCH_LIMIT, Place};
 use te_fast_core::{Error, Float};
@@ -67,7 +67,7 @@ fn unreadable(state: &State, tensor: &Bound<'_, PyAny>, what: &str, error: Error
 }
 
 /// Where a call runs.
-pub(crate) struct Call<'s, 'py> {
+pub(crate) struct DirectCall<'s, 'py> {
     pub(crate) state: &'s State,
     pub(crate) py: Python<'py>,
     pub(crate) op: &'static str,
@@ -75,7 +75,7 @@ pub(crate) struct Call<'s, 'py> {
     _guard: Guard<'py>,
 }
 
-impl<'s, 'py> Call<'s, 'py> {
+impl<'s, 'py> DirectCall<'s, 'py> {
     pub(crate) fn new(state: &'s State, py: Python<'py>, op: &'static str, device: Device) -> PyResult<Self> {
         let guard = state.guard(py, device)?;
         let place = Place { device, stream: state.reader.stream(py, device)? };
