@@ -9,6 +9,7 @@
 )]
 
 use std::hint::black_box;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, criterion_group, criterion_main};
@@ -20,7 +21,7 @@ use te_fast_core::cuda::device::Stream;
 use te_fast_core::cuda::memory::DeviceBuffer;
 use te_fast_core::launch::target::Backend;
 use te_fast_core::launch::trace::Recording;
-use te_fast_core::program::{Bindings, CallTable, Chain, LinearCall, Op, Port, Program, ProgramKey};
+use te_fast_core::program::{Bindings, CallTable, Chain, KeptProgram, LinearCall, Op, Port, Program, ProgramKey};
 use te_fast_core::quant::value::{LinearSlots, Slot, WeightBuffer};
 use te_fast_core::quant::weight::{Microbatch, WeightRecord, WeightToken};
 use te_fast_core::recipe::definition::Recipe;
@@ -104,7 +105,8 @@ fn forward(criterion: &mut Criterion, group: &str, recording: Recording) {
     let mut group = criterion.benchmark_group(group);
     for (name, recipe) in RECIPES {
         let mut dispatcher = Dispatcher::new(CONFIG);
-        let program = linear(&mut dispatcher, &recipe, Device::Cpu);
+        let program = Arc::new(linear(&mut dispatcher, &recipe, Device::Cpu));
+        let mut sizes = KeptProgram::new(Arc::clone(&program));
         let (kept, layout) = (record(&program), program.weight_layout(0));
         let mut x = vec![0x3f80_u16; ROWS * FEATURES];
         let mut y = vec![0_u16; ROWS * FEATURES];
@@ -120,7 +122,7 @@ fn forward(criterion: &mut Criterion, group: &str, recording: Recording) {
         dispatcher.trace.record(recording);
         group.bench_function(name, |bencher| {
             bencher.iter(|| {
-                let sized = program.sized(&mut dispatcher, black_box(ROWS)).unwrap();
+                let sized = sizes.sized(&mut dispatcher, black_box(ROWS)).unwrap();
                 assert!(black_box(&kept).serves(&record(&program), Microbatch::Unknown, false));
                 let call = black_box(&tensors).bind(&program, &mut table);
                 let mut lane = dispatcher.lane(HOST, sized.forward_scratch(), Memory::Own).unwrap();
@@ -141,13 +143,14 @@ fn new_row_count(criterion: &mut Criterion) {
         (0..LINEARS).for_each(|_| chain.push("linear".into(), Op::Linear { inputs: FEATURES, outputs: FEATURES }));
         let mut dispatcher = Dispatcher::new(CONFIG);
         let program = program(&mut dispatcher, &chain, &recipe, Device::Cpu, true);
+        let mut sizes = KeptProgram::new(Arc::new(program));
         let mut rows = 0;
         group.bench_function(name, |bencher| {
             bencher.iter_custom(|iterations| {
                 let begin = Instant::now();
                 for _ in 0..iterations {
                     rows += 8;
-                    black_box(program.sized(&mut dispatcher, rows).unwrap());
+                    black_box(sizes.sized(&mut dispatcher, rows).unwrap());
                 }
                 begin.elapsed() / LINEARS
             });
@@ -192,8 +195,8 @@ fn cuda(criterion: &mut Criterion) {
     }
     let mut group = criterion.benchmark_group("linear_fwd_cuda");
     for (name, recipe) in RECIPES {
-        let program = linear(&mut dispatcher, &recipe, place.device);
-        let sized = program.sized(&mut dispatcher, ROWS).unwrap();
+        let program = Arc::new(linear(&mut dispatcher, &recipe, place.device));
+        let sized = KeptProgram::new(Arc::clone(&program)).sized(&mut dispatcher, ROWS).unwrap();
         let layout = program.weight_layout(0);
         let bytes = [2 * ROWS * FEATURES, 2 * ROWS * FEATURES, layout.bytes(), 256];
         let buffers = bytes.map(|bytes| DeviceBuffer::allocate(bytes).unwrap());

@@ -15,23 +15,8 @@ import torch
 import torch.distributed as dist
 
 import te_fast.pytorch as te
+from delayed_states import make_state, record
 from te_fast.common.recipe import DelayedScaling, Format
-from te_fast.runtime.delayed import DelayedScalingRecipeState
-
-
-def make_state(recipe=None, tensors=3, group=None, mode="forward", **fields):
-    recipe = recipe or DelayedScaling(amax_history_len=4, **fields)
-    state = DelayedScalingRecipeState(
-        recipe, mode=mode, num_quantizers=tensors, device="cpu", group=group
-    )
-    state.take_part()
-    return state
-
-
-def record(state, values):
-    live = state.amax_history[0]
-    torch.maximum(live, torch.tensor(values, dtype=torch.float32), out=live)
-    state.slots.mark_ran()
 
 
 def region(recipe, group=None):
@@ -60,7 +45,7 @@ def maxima_of_all_ranks(rank):
 def groups(rank):
     both, alone = dist.new_group([0, 1]), [dist.new_group([0]), dist.new_group([1])][rank]
     recipe = DelayedScaling(amax_history_len=2)
-    states = [make_state(recipe, 1, group) for group in (both, alone, None)]
+    states = [make_state(recipe, tensors=1, group=group) for group in (both, alone, None)]
     with region(recipe):
         for state in states:
             record(state, [1.0 + rank])
@@ -87,7 +72,7 @@ def copies(rank):
 
 def deaths(rank):
     recipe = DelayedScaling(amax_history_len=2)
-    first, second, third = (make_state(recipe, tensors) for tensors in (1, 2, 1))
+    first, second, third = (make_state(recipe, tensors=tensors) for tensors in (1, 2, 1))
     with region(recipe):
         record(second, [1.0 + rank] * 2)
     del second

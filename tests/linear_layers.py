@@ -6,6 +6,7 @@ import torch
 
 import reference as ref
 import te_fast.pytorch as te
+from te_fast import dispatch
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Half a unit in the last place of the result, and room for FP32 sums in another order.
@@ -74,3 +75,10 @@ def close(got, wanted, dtype):
     scale = wanted.abs().amax().clamp_min(1e-30)
     error = ((got.double() - wanted).abs() / scale).max().item()
     assert error <= 2 * ROUNDING[dtype], error
+
+
+def casts(function):
+    """Count the weights that are quantised meanwhile."""
+    before = dispatch.counters()["weight_casts"]
+    function()
+    return dispatch.counters()["weight_casts"] - before

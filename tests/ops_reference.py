@@ -73,9 +73,9 @@ def l2_normalization(x, eps=1e-6):
     return x / torch.sqrt((x**2).sum(-1, keepdim=True) + eps)
 
 
-def leaf(*shape, dtype=torch.float32, seed=0):
+def leaf(*shape, dtype=torch.float32, seed=0, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
+    return (torch.randn(shape, generator=generator) * scale).to(dtype).requires_grad_()
 
 
 def randomise(module):

@@ -119,7 +119,7 @@ def quantize_2d(
 
 
 def column_sums(x: torch.Tensor, strips: Sequence[int] = ()) -> torch.Tensor:
-    """Bias gradient in the order of summation that ``cuda/common/column_sums.cuh`` documents, in the dtype of ``x``.
+    """Bias gradient in the order of summation that ``cuda/tile/column_sums.cuh`` documents, in the dtype of ``x``.
 
     ``strips`` are lengths in tiles of 128 rows; each tile is one by default, as on the host backend.
     """

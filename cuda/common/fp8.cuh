@@ -7,7 +7,7 @@
 #include <concepts>
 #include <cstdint>
 
-#include "dtype.cuh"
+#include "common/types.cuh"
 
 namespace te_fast {
 

@@ -30,16 +30,4 @@ __device__ inline float scale_from_amax(float amax, float fp8_max, float eps, fl
     return pow2 ? __uint_as_float(__float_as_uint(scale) & 0xff800000u) : scale;
 }
 
-// Transposes a 4 x 4 byte matrix held as one word per row.
-__device__ inline void transpose_bytes(uint32_t (&word)[4]) {
-    const uint32_t low01 = __byte_perm(word[0], word[1], 0x5140);
-    const uint32_t low23 = __byte_perm(word[2], word[3], 0x5140);
-    const uint32_t high01 = __byte_perm(word[0], word[1], 0x7362);
-    const uint32_t high23 = __byte_perm(word[2], word[3], 0x7362);
-    word[0] = __byte_perm(low01, low23, 0x5410);
-    word[1] = __byte_perm(low01, low23, 0x7632);
-    word[2] = __byte_perm(high01, high23, 0x5410);
-    word[3] = __byte_perm(high01, high23, 0x7632);
-}
-
 }  // namespace te_fast

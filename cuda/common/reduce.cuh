@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "dtype.cuh"
+#include "common/types.cuh"
 
 namespace te_fast {
 

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "reduce.cuh"
+#include "common/reduce.cuh"
 
 namespace te_fast {
 

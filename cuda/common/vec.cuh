@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "dtype.cuh"
-#include "ptx.cuh"
+#include "common/ptx.cuh"
+#include "common/types.cuh"
 
 namespace te_fast {
 

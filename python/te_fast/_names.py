@@ -8,7 +8,8 @@ import sys
 def publish(module: str, *others: str) -> None:
     """Let what a module's ``__all__`` lists, and `others`, say that it is of that module.
 
-    Pickles, reprs and tracebacks then hold the name that users import, and files may move beneath it.
+    Pickles, reprs and tracebacks then hold the name that users import, and files may move beneath it. A module that
+    names things of another public one imports it first: the outermost name is the last to be told.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-//! Compiles `cuda/*.cu` to one fatbin each and checks that every symbol of `ids.rs` is in its image.
+//! Compiles `cuda/*/*.cu` to one fatbin each and checks that every symbol of `ids.rs` is in its image.
 //!
 //! The same inputs give the same bytes: no GPU is looked for. `TE_FAST_CUDA_ARCHS` names the architectures,
 //! `TE_FAST_NVCC` the compiler, `TE_FAST_LINEINFO=1` adds line numbers for profilers, `TE_FAST_SKIP_CUDA=1` builds without
@@ -12,10 +12,14 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+#[path = "src/constants.rs"]
+#[allow(dead_code, unreachable_pub)]
+mod constants;
 #[path = "src/ids.rs"]
 #[allow(dead_code, unreachable_pub)]
 mod ids;
 
+use constants::NAMESPACES;
 use ids::{Image, KernelId};
 
 /// Machine code of a release; the last one is also shipped as PTX for GPUs to come.
@@ -35,15 +39,23 @@ fn main() {
         println!("cargo::rerun-if-env-changed={variable}");
     }
     println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-changed=src/constants.rs");
     println!("cargo::rerun-if-changed=src/ids.rs");
     let out = PathBuf::from(env::var("OUT_DIR").expect("cargo sets OUT_DIR"));
+    write_constants(&out.join("include/common"));
     if env::var("TE_FAST_SKIP_CUDA").is_ok_and(|value| value == "1") {
         let empty = vec!["&[]".to_string(); Image::ALL.len()];
         return write_table(&out, &empty, &[]);
     }
 
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda").canonicalize().expect("cuda/ exists");
-    println!("cargo::rerun-if-changed={}", sources.display());
+    for entry in fs::read_dir(&sources).expect("cuda/ is readable") {
+        let path = entry.expect("a readable entry").path();
+        // Cargo looks at all that is in a folder; what lies beside them is for people.
+        if path.is_dir() {
+            println!("cargo::rerun-if-changed={}", path.display());
+        }
+    }
     let nvcc = find_nvcc();
     let list = env::var("TE_FAST_CUDA_ARCHS").unwrap_or_else(|_| RELEASE_ARCHS.into());
     let archs: Vec<&str> = list.split([',', ';', ' ']).filter(|arch| !arch.is_empty()).collect();
@@ -62,15 +74,34 @@ fn main() {
             });
         }
     });
-    let includes: Vec<String> = Image::ALL
-        .iter()
-        .map(|image| format!("include_bytes!(r\"{}\")", out.join(format!("{}.fatbin", image.stem())).display()))
-        .collect();
+    let includes: Vec<String> =
+        Image::ALL.iter().map(|image| format!("include_bytes!(r\"{}\")", fatbin(&out, *image).display())).collect();
     let numbers: Vec<u32> = archs
         .iter()
         .map(|arch| arch.trim_end_matches(['a', 'f']).parse().expect("an architecture is a number, e.g. 90"))
         .collect();
     write_table(&out, &includes, &numbers);
+}
+
+/// `constants.cuh`, in a folder for headers that is searched beside `cuda/`.
+fn write_constants(folder: &Path) {
+    let mut text = String::from("// Made by rust/kernels/build.rs of rust/kernels/src/constants.rs.\n#pragma once\n");
+    for (namespace, values) in NAMESPACES {
+        let inner = if *namespace == "common" { String::new() } else { format!("::{namespace}") };
+        writeln!(text, "\nnamespace te_fast{inner} {{").unwrap();
+        for (name, value) in *values {
+            let camel: String = name.split('_').map(|word| word[..1].to_owned() + &word[1..].to_lowercase()).collect();
+            let (of, suffix) = if i32::try_from(*value).is_ok() { ("int", "") } else { ("unsigned", "u") };
+            writeln!(text, "constexpr {of} k{camel} = {value}{suffix};").unwrap();
+        }
+        writeln!(text, "}}  // namespace te_fast{inner}").unwrap();
+    }
+    fs::create_dir_all(folder).expect("OUT_DIR is writable");
+    fs::write(folder.join("constants.cuh"), text).expect("OUT_DIR is writable");
+}
+
+fn fatbin(out: &Path, image: Image) -> PathBuf {
+    out.join(image.path()).with_extension("fatbin")
 }
 
 fn write_table(out: &Path, images: &[String], archs: &[u32]) {
@@ -120,13 +151,11 @@ fn find_nvcc() -> PathBuf {
 }
 
 fn compile(nvcc: &Path, archs: &[&str], sources: &Path, out: &Path, image: Image) {
-    let source = sources.join(format!("{}.cu", image.stem()));
-    println!("cargo::rerun-if-changed={}", source.display());
-    let kept = out.join(image.stem());
+    let kept = out.join(image.path());
     // Left-overs of another list of architectures are not to be searched.
     drop(fs::remove_dir_all(&kept));
     fs::create_dir_all(&kept).expect("OUT_DIR is writable");
-    run_nvcc(nvcc, archs, &source, &out.join(format!("{}.fatbin", image.stem())), &kept);
+    run_nvcc(nvcc, archs, [sources, &out.join("include")], image, &fatbin(out, image), &kept);
     // The shipped image is compressed; its parts, which nvcc keeps, show their symbols.
     let parts = fs::read_dir(&kept).expect("nvcc keeps its parts").map(|entry| entry.expect("a readable entry").path());
     let cubins: Vec<PathBuf> =
@@ -147,7 +176,8 @@ fn compile(nvcc: &Path, archs: &[&str], sources: &Path, out: &Path, image: Image
     fs::remove_dir_all(&kept).expect("the parts were just written");
 }
 
-fn run_nvcc(nvcc: &Path, archs: &[&str], source: &Path, output: &Path, kept: &Path) {
+fn run_nvcc(nvcc: &Path, archs: &[&str], folders: [&Path; 2], image: Image, output: &Path, kept: &Path) {
+    let source = folders[0].join(image.path()).with_extension("cu");
     let mut command = Command::new(nvcc);
     command.args(["-fatbin", "-std=c++20", "-O3", "-Xptxas=-warn-spills", "-Werror=all-warnings"]);
     // Two architectures at a time, so that no core waits for the last images.
@@ -162,7 +192,10 @@ fn run_nvcc(nvcc: &Path, archs: &[&str], source: &Path, output: &Path, kept: &Pa
     if let Some(last) = archs.last() {
         command.arg(format!("-gencode=arch=compute_{last},code=compute_{last}"));
     }
-    command.args(["--compress-mode=size", "--keep", "--keep-dir"]).arg(kept).arg("-o").arg(output).arg(source);
+    for folder in folders {
+        command.arg("-I").arg(folder);
+    }
+    command.args(["--compress-mode=size", "--keep", "--keep-dir"]).arg(kept).arg("-o").arg(output).arg(&source);
     let result = command.output().unwrap_or_else(|error| panic!("cannot run {}: {error}", nvcc.display()));
     assert!(
         result.status.success(),

@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 IMAGES = Path(os.environ.get("TE_FAST_CAST_IMAGES", ROOT / ".build" / "cast"))
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+#: What the kernels' build script makes of rust/kernels/src/constants.rs.
+CONSTANTS = "**/out/include/common/constants.cuh"
 CANARY = 256
 POISON = 0xA5
 #: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -35,23 +37,32 @@ def check(code: int, what: str) -> None:
         raise RuntimeError(message)
 
 
+def build(image: str) -> Path:
+    """Compile an image unless it is there; this needs nvcc, and no GPU."""
+    path = IMAGES / f"{image}.fatbin"
+    if path.exists():
+        return path
+    nvcc = os.environ.get("TE_FAST_NVCC") or shutil.which("nvcc")
+    assert nvcc, f"{path} is missing and there is no nvcc to build it"
+    made = sorted((ROOT / "target").glob(CONSTANTS), key=lambda header: header.stat().st_mtime)
+    assert made, f"no {CONSTANTS} below target/: build te_fast with its kernels first"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(
+        [
+            *(nvcc, "-fatbin", "-std=c++20", "-O3", "-lineinfo"),
+            "-gencode=arch=compute_90,code=sm_90",
+            *("-I", str(ROOT / "cuda"), "-I", str(made[-1].parents[1])),
+            *("-o", str(path), str(ROOT / "cuda" / "quantize" / f"{image}.cu")),
+        ],
+        check=True,
+    )
+    return path
+
+
 @functools.cache
 def module(image: str) -> ctypes.c_void_p:
-    path = IMAGES / f"{image}.fatbin"
-    if not path.exists():
-        nvcc = shutil.which("nvcc")
-        assert nvcc, f"{path} is missing and there is no nvcc to build it"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run(
-            [
-                *(nvcc, "-fatbin", "-std=c++20", "-O3", "-lineinfo"),
-                "-gencode=arch=compute_90,code=sm_90",
-                *("-o", str(path), str(ROOT / "cuda" / f"{image}.cu")),
-            ],
-            check=True,
-        )
-    handle = ctypes.c_void_p()
-    check(driver().cuModuleLoadData(ctypes.byref(handle), path.read_bytes()), "cuModuleLoadData")
+    handle, content = ctypes.c_void_p(), build(image).read_bytes()
+    check(driver().cuModuleLoadData(ctypes.byref(handle), content), "cuModuleLoadData")
     return handle
 
 

@@ -25,6 +25,7 @@ from compound_layers import (
     make,
     step,
 )
+from linear_layers import casts
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
 
@@ -390,12 +391,6 @@ def test_frozen_parts(kind, fp8, input_grad):
 # Weight cache ------------------------------------------------------------------------------------
 
 
-def casts(function):
-    before = dispatch.counters()["weight_casts"]
-    function()
-    return dispatch.counters()["weight_casts"] - before
-
-
 def test_a_cached_weight_outlives_what_others_do_to_its_tensor(kind, recipe):
     layer = make(kind)
     x, _ = data(layer)
@@ -528,10 +523,22 @@ def test_torch_checkpoint_gives_the_same_gradients(kind, recipe, reentrant):
     x.grad = None
     with te.autocast(recipe=recipe):
         again = checkpoint(layer, x, use_reentrant=reentrant)
+    if recipe.delayed():
+        # Other scales are in force by then, those of a step to come; te_fast keeps none for torch's checkpoint.
+        following, leaf = copy.deepcopy(layer), x.detach().requires_grad_()
+        step(following, leaf, grad, recipe)
+        wanted = gradients(following, leaf)
     again.backward(grad)  # recomputation runs outside of the region
     assert torch.equal(y, again)
-    # Delayed scaling has other scales by then; te_fast keeps none for torch's checkpoint.
-    assert_close(gradients(layer, x), wanted, 0.3 if recipe.delayed() else 0)
+    found = gradients(layer, x)
+    if recipe.delayed() and not reentrant:
+        # torch gives recomputed tensors to the first run's own node, whose weights keep their scales: what has passed
+        # through one differs by the roundings of the weight, each at most 2^-4.
+        last, _ = chain.linears(layer)[-1]
+        assert torch.equal(found.pop(f"d{last}"), wanted[f"d{last}"])
+        assert_close(found, wanted, 2**-3)
+    else:
+        assert_close(found, wanted, 0)
 
 
 def test_double_backward_is_an_error(kind):

@@ -15,7 +15,7 @@ from every_layer import every_layer
 from te_fast.common.recipe import DelayedScaling
 from te_fast.runtime import delayed, native
 
-RANK = Path(__file__).parents[1] / "delayed_rank.py"
+TESTS = Path(__file__).parents[1]
 
 
 class Group:
@@ -184,8 +184,11 @@ def ranks(tmp_path_factory, fresh):
     if not dist.is_available() or not dist.is_gloo_available():
         pytest.skip("needs gloo")
     folder = tmp_path_factory.mktemp("ranks")
-    program = "import runpy, sys; sys.argv[1:] = {}; runpy.run_path({!r}, run_name='__main__')"
-    fresh.together(*(program.format([str(rank), str(folder)], str(RANK)) for rank in (0, 1)))
+    program = (
+        "import runpy, sys; sys.argv[1:] = {}; sys.path.insert(0, {!r}); "
+        "runpy.run_module('delayed_rank', run_name='__main__')"
+    )
+    fresh.together(*(program.format([str(rank), str(folder)], str(TESTS)) for rank in (0, 1)))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import delayed_states
 import te_fast.pytorch as te
+from delayed_states import record
 from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling, Format
 from te_fast.errors import ShapeError, StateError
 from te_fast.pytorch import quantization as q
@@ -37,20 +40,7 @@ def fresh_state():
     q.FP8GlobalStateManager.reset()
 
 
-def make_state(recipe=None, mode="forward", tensors=3, group=None, **fields):
-    recipe = recipe or DelayedScaling(amax_history_len=4, **{**LOCAL, **fields})
-    state = q.DelayedScalingRecipeState(
-        recipe, mode=mode, num_quantizers=tensors, device="cpu", group=group
-    )
-    state.take_part()
-    return state
-
-
-def record(state, values):
-    """What a layer's forward does: raise the live maxima, and say so."""
-    live = state.amax_history[0]
-    torch.maximum(live, torch.tensor(values, dtype=torch.float32), out=live)
-    state.slots.mark_ran()
+make_state = partial(delayed_states.make_state, **LOCAL)
 
 
 def reference(scale, history, fp8_max, margin=0, most_recent=False):

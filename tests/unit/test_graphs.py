@@ -127,6 +127,7 @@ def test_weight_gradients_go_into_main_grad(kind, delay):
 
 def test_two_regions_in_one_graph_have_scales_of_their_own():
     model = torch.nn.ModuleList([te.Linear(32, 32, device="cpu") for _ in range(2)])
+    model.append(te.ops.ReLU())
 
     def forward(model, x, recipe, _):
         with te.autocast(recipe=recipe):
@@ -134,7 +135,7 @@ def test_two_regions_in_one_graph_have_scales_of_their_own():
         with te.autocast(recipe=recipe):
             x = x + model[1](x)
         with te.autocast(enabled=False):
-            return te.ops.ReLU()(x)
+            return model[2](x)
 
     assert_trains_alike(model, DelayedScaling(amax_history_len=4), forward)
 
@@ -203,12 +204,14 @@ def test_without_gradients_a_weight_is_quantised_once():
         return len(launches)
 
     first = launched(torch.randn(16, 32))
-    assert launched(torch.randn(16, 32)) == first - 1
+    # Neither its maximum nor its cast.
+    assert launched(torch.randn(16, 32)) == first - 2
     with torch.no_grad():
         layer.weight.mul_(2)
     assert launched(torch.randn(16, 32)) == first
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_layers_of_one_kind_share_a_graph():
     layers = [te.LayerNormLinear(32, 32, device="cpu") for _ in range(12)]
     graphs = [torch.compile(layer, fullgraph=True, backend="aot_eager") for layer in layers]
@@ -324,13 +327,15 @@ def test_make_fx_sees_an_operator():
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
 def test_export_keeps_the_operator(strict):
+    recipe = Float8CurrentScaling()
+
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.layer = te.LayerNormLinear(32, 48, device="cpu")
 
         def forward(self, x):
-            with te.autocast(recipe=Float8CurrentScaling()):
+            with te.autocast(recipe=recipe):
                 return torch.relu(self.layer(x))
 
     model = Model()
@@ -348,6 +353,7 @@ def test_export_keeps_the_operator(strict):
 # Refusals -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
 def test_a_graph_checks_what_eager_checks():
     layer, recipe = te.Linear(32, 32, device="cpu"), Float8CurrentScaling()
 

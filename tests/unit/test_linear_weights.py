@@ -4,15 +4,8 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
-from linear_layers import inputs, make, step
-from te_fast import dispatch
+from linear_layers import casts, inputs, make, step
 from te_fast.common.recipe import Float8CurrentScaling
-
-
-def casts(function):
-    before = dispatch.counters()["weight_casts"]
-    function()
-    return dispatch.counters()["weight_casts"] - before
 
 
 def test_unchanged_weight_is_quantised_once(recipe):

@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 
+import norm_reference as reference
 import te_fast.pytorch as te
+from te_fast.dispatch import NormFunction
 from te_fast.errors import ArgumentError, ShapeError, UnsupportedError
 
 NORMS = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
@@ -21,21 +23,25 @@ def test_norm_is_that_of_torch_with_its_state(name, dtype):
     norm = getattr(te, name)(96, 1e-4, device="cpu", params_dtype=dtype)
     norm.load_state_dict(plain.state_dict())
     assert list(norm.state_dict()) == list(plain.state_dict())
-    inputs = [torch.randn(5, 7, 96).to(dtype) for _ in range(2)]
-    tolerance = (
-        {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.1}
-    )
-    for x in inputs:
+    function = NormFunction(name, 1e-4)
+    gamma, beta = norm.weight.detach(), getattr(norm, "bias", None)
+    for _ in range(2):
+        x = torch.randn(5, 7, 96).to(dtype).requires_grad_()
         grad = torch.randn(5, 7, 96).to(dtype)
-        xs = [x.clone().requires_grad_() for _ in range(2)]
-        for module, own in zip((norm, plain), xs, strict=True):
-            for parameter in module.parameters():
-                parameter.grad = None
-            module(own).backward(grad)
-        torch.testing.assert_close(norm(x), plain(x), **tolerance)
-        torch.testing.assert_close(xs[0].grad, xs[1].grad, **tolerance)
-        for got, want in zip(norm.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(got.grad, want.grad, **tolerance)
+        for parameter in norm.parameters():
+            parameter.grad = None
+        y = norm(x)
+        y.backward(grad)
+        rows, dy = x.detach().view(35, 96), grad.view(35, 96)
+        expected, _, _ = reference.normalise(rows, gamma, function, beta)
+        assert reference.near(
+            y.view(35, 96), expected, reference.tolerance(rows, gamma, function, beta)
+        )
+        wanted = reference.differentiate(dy, rows, gamma, function)
+        bounds = reference.gradient_tolerances(dy, rows, gamma, function)
+        got = (x.grad.view(35, 96), *(parameter.grad for parameter in norm.parameters()))
+        for each, want, bound in zip(got, wanted, bounds, strict=False):
+            assert reference.near(each, want, bound)
 
 
 @pytest.mark.parametrize("name", NORMS)

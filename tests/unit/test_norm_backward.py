@@ -159,12 +159,22 @@ def test_launches():
     function = FUNCTIONS[0]
     for cols, names in [
         (16, ["norm_backward_bf16"]),
+        (20, ["norm_backward_elements_bf16"]),
         (LONG, ["norm_backward_sums_bf16", "norm_backward_tiles_bf16"]),
     ]:
         dy, x, gamma, add = make(5, cols, torch.bfloat16)
         with dispatch.record() as launches:
             run(dy, x, gamma, function, add=add)
         assert [launch.name for launch in launches] == names
+
+
+def test_launches_of_misaligned_tensors():
+    function = FUNCTIONS[0]
+    dy, x, gamma, _ = make(5, 16, torch.bfloat16)
+    odd = torch.cat((x.new_zeros(1), dy.flatten()))[1:].view_as(dy)
+    with dispatch.record() as launches:
+        run(odd, x, gamma, function)
+    assert [launch.name for launch in launches] == ["norm_backward_elements_bf16"]
 
 
 def test_bad_input():

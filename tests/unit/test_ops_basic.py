@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ops_reference as ref
+from ops_reference import leaf
 from te_fast.errors import ArgumentError, DtypeError, ShapeError, StateError, UnsupportedError
 from te_fast.pytorch import ops
 
@@ -53,11 +54,6 @@ def in_python(op):
 @pytest.fixture(params=["native", "python"])
 def way(request):
     return in_python if request.param == "python" else lambda op: op
-
-
-def leaf(*shape, dtype=torch.float32, seed=0, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * scale).to(dtype).requires_grad_()
 
 
 def close(got, expected, dtype, slack=1.0):
@@ -151,6 +147,19 @@ def test_python_methods_have_the_bits_of_the_native_program(name, dtype, rows):
         found.append([y, *(tensor.grad for tensor in tensors)])
     assert all(map(torch.equal, *found))
     assert [tensor.dtype for tensor in found[0]] == [tensor.dtype for tensor in found[1]]
+
+
+@pytest.mark.parametrize("name", ["GELU", "SwiGLU", "ScaledSwiGLU"])
+def test_python_methods_compute_fp64_in_fp32(name):
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        inputs = [leaf(5, 64).detach().to(dtype).requires_grad_()]
+        inputs += [leaf(5, seed=1)] if name in SCALED else []
+        y = in_python(getattr(ops, name)())(*inputs)
+        y.backward(leaf(*y.shape, seed=9).detach().to(dtype))
+        assert y.dtype == inputs[0].grad.dtype == dtype
+        found.append([y.float(), *(tensor.grad.float() for tensor in inputs)])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("op", [ops.GELU, ops.SwiGLU])

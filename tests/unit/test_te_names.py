@@ -108,6 +108,30 @@ def test_older_code_finds_recipes_beside_the_region(name):
     assert getattr(te.fp8, name) is getattr(te_fast.common.recipe, name)
 
 
+@pytest.mark.parametrize(
+    ("thing", "module"),
+    [
+        (te.Linear, "te_fast.pytorch"),
+        (te.LayerNorm, "te_fast.pytorch"),
+        (te.autocast, "te_fast.pytorch"),
+        (te.checkpoint, "te_fast.pytorch"),
+        (te.moe_permute, "te_fast.pytorch"),
+        (te.permutation.moe_dropped_rows, "te_fast.pytorch.permutation"),
+        (te.quantization.DelayedScalingRecipeState, "te_fast.pytorch.quantization"),
+        (TransformerEngineBaseModule, "te_fast.pytorch.module.base"),
+        (te.ops.GELU, "te_fast.pytorch.ops"),
+        (te.ops.LayerNorm, "te_fast.pytorch.ops"),
+        (te.ops.Sequential, "te_fast.pytorch.ops"),
+        (te.ops.basic.glu.GatedActivation, "te_fast.pytorch.ops.basic.glu"),
+        (Float8CurrentScaling, "te_fast.common.recipe"),
+    ],
+)
+def test_things_say_where_users_import_them(thing, module):
+    """Pickles hold these names."""
+    assert thing.__module__ == module
+    assert getattr(importlib.import_module(module), thing.__name__) is thing
+
+
 def test_the_version_that_the_names_are_those_of():
     assert f"Transformer Engine {te_fast.TRANSFORMER_ENGINE_VERSION}." in RECORDED["source"]
 

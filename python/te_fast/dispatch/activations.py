@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from te_fast.dispatch.layouts import quantized_layouts
 from te_fast.runtime import native
 
 _UNARY = {"gelu", "qgelu", "relu", "srelu", "silu"}
-_TRANSPOSED_ALIGN = 16
 
 
 class ActivationFunction(NamedTuple):
@@ -90,13 +90,8 @@ def activation_outputs(
     high = x.new_empty(rows, cols) if high_precision else None
     if fp8_dtype is None:
         return ActivationOutputs(high)
-    padded = -(-rows // _TRANSPOSED_ALIGN) * _TRANSPOSED_ALIGN
-    return ActivationOutputs(
-        high,
-        x.new_empty(rows, cols, dtype=fp8_dtype) if rowwise else None,
-        x.new_empty(cols, padded, dtype=fp8_dtype) if columnwise else None,
-        x.new_empty(1, dtype=torch.float32),
-    )
+    layouts = quantized_layouts(x, cols, fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+    return ActivationOutputs(high, *layouts)
 
 
 def activation(

@@ -6,9 +6,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from te_fast.dispatch.layouts import quantized_layouts
 from te_fast.runtime import native
-
-_TRANSPOSED_ALIGN = 16
 
 
 class NormFunction(NamedTuple):
@@ -87,14 +86,17 @@ def norm_outputs(
         Uninitialised tensors.
     """
     rows, cols = x.shape
-    padded = -(-rows // _TRANSPOSED_ALIGN) * _TRANSPOSED_ALIGN
-    quantized = fp8_dtype is not None
+    row, column, scale_inv = None, None, None
+    if fp8_dtype is not None:
+        row, column, scale_inv = quantized_layouts(
+            x, cols, fp8_dtype, rowwise=rowwise, columnwise=columnwise
+        )
     with_mean = stats and function.normalization == "LayerNorm"
     return NormOutputs(
         x.new_empty(rows, cols) if high_precision else None,
-        x.new_empty(rows, cols, dtype=fp8_dtype) if quantized and rowwise else None,
-        x.new_empty(cols, padded, dtype=fp8_dtype) if quantized and columnwise else None,
-        x.new_empty(1, dtype=torch.float32) if quantized else None,
+        row,
+        column,
+        scale_inv,
         x.new_empty(rows, cols) if residual else None,
         x.new_empty(rows, dtype=torch.float32) if with_mean else None,
         x.new_empty(rows, dtype=torch.float32) if stats else None,

@@ -9,7 +9,7 @@ import torch
 
 from te_fast.errors import ShapeError
 from te_fast.layers.load_torch import copy_into
-from te_fast.layers.parameters import check_sizes, options_of, refuse
+from te_fast.layers.parameters import check_sizes, options_of, refuse, refuse_parallelism
 from te_fast.layers.split import SplitLinear
 
 if TYPE_CHECKING:
@@ -117,19 +117,8 @@ class LayerNormLinear(SplitLinear):
     ) -> None:
         super().__init__(name)
         self._check_norm(normalization, optional=False)
-        unsupported = {
-            "sequence_parallel": sequence_parallel,
-            "tp_size": tp_size != 1,
-            "parallel_mode='row'": parallel_mode == "row",
-            "ub_overlap_ag": ub_overlap_ag,
-            "ub_overlap_rs": ub_overlap_rs,
-            "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
-            "ub_bulk_wgrad": ub_bulk_wgrad,
-            "ub_bulk_dgrad": ub_bulk_dgrad,
-            "ub_name": ub_name is not None,
-            "symmetric_ar_type": symmetric_ar_type is not None,
-        }
-        refuse(self.name, unsupported)
+        refuse_parallelism(self.name, locals())
+        refuse(self.name, {"parallel_mode='row'": parallel_mode == "row"})
         if parallel_mode not in (None, "column"):
             message = f"{self.name}: parallel_mode must be None or 'column', got {parallel_mode!r}"
             raise ShapeError(message)

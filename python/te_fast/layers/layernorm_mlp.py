@@ -17,7 +17,7 @@ from te_fast.layers.parameters import (
     mark_parallel,
     materialise,
     options_of,
-    refuse,
+    refuse_parallelism,
 )
 from te_fast.layers.program import ProgramLayer
 from te_fast.runtime import native
@@ -166,17 +166,7 @@ class LayerNormMLP(ProgramLayer):
             if is_set and normalization is None:
                 message = f"{self.name}: {argument} needs a norm, and normalization is None"
                 raise ShapeError(message)
-        unsupported = {
-            "sequence_parallel": sequence_parallel,
-            "tp_size": tp_size != 1,
-            "ub_overlap_ag": ub_overlap_ag,
-            "ub_overlap_rs": ub_overlap_rs,
-            "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
-            "ub_bulk_dgrad": ub_bulk_dgrad,
-            "ub_bulk_wgrad": ub_bulk_wgrad,
-            "symmetric_ar_type": symmetric_ar_type is not None,
-        }
-        refuse(self.name, unsupported)
+        refuse_parallelism(self.name, locals())
         self.set_tensor_parallel_group(tp_group)
         check_sizes(self.name, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size

@@ -11,7 +11,7 @@ from torch.nn import functional
 from te_fast.errors import ShapeError
 from te_fast.graphs.traced import is_traced
 from te_fast.layers import high_precision
-from te_fast.layers.parameters import check_sizes, options_of, refuse
+from te_fast.layers.parameters import check_sizes, options_of, refuse_parallelism
 from te_fast.layers.split import SplitLinear
 from te_fast.runtime.global_state import autocast_state
 
@@ -111,18 +111,7 @@ class Linear(SplitLinear):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        unsupported = {
-            "sequence_parallel": sequence_parallel,
-            "tp_size": tp_size != 1,
-            "ub_overlap_ag": ub_overlap_ag,
-            "ub_overlap_rs": ub_overlap_rs,
-            "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
-            "ub_bulk_dgrad": ub_bulk_dgrad,
-            "ub_bulk_wgrad": ub_bulk_wgrad,
-            "ub_name": ub_name is not None,
-            "symmetric_ar_type": symmetric_ar_type is not None,
-        }
-        refuse(self.name, unsupported)
+        refuse_parallelism(self.name, locals())
         if parallel_mode not in (None, "column", "row"):
             message = (
                 f"{self.name}: parallel_mode must be None, 'column' or 'row', got {parallel_mode!r}"

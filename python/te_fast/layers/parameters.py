@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,16 @@ if TYPE_CHECKING:
 
 Init = Callable[[torch.Tensor], Any]
 
+_PARALLEL = (
+    "sequence_parallel",
+    "ub_overlap_ag",
+    "ub_overlap_rs",
+    "ub_overlap_rs_dgrad",
+    "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
+    "ub_name",
+    "symmetric_ar_type",
+)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -31,6 +41,18 @@ def refuse(layer: str, arguments: dict[str, bool]) -> None:
         if is_set:
             message = f"{layer}: {argument} is not supported yet; leave it at its default"
             raise UnsupportedError(message)
+
+
+def refuse_parallelism(layer: str, arguments: Mapping[str, Any]) -> None:
+    """Raise for the first of a layer's arguments that spreads it over several ranks.
+
+    Raises
+    ------
+    UnsupportedError
+        Naming it.
+    """
+    given = {name: arguments.get(name) not in (None, False) for name in _PARALLEL}
+    refuse(layer, {"tp_size": arguments["tp_size"] != 1, **given})
 
 
 def check_sizes(layer: str, **sizes: Any) -> None:

@@ -18,7 +18,7 @@ from te_fast.graphs.traced import Traced, is_traced
 from te_fast.layers.base import TransformerEngineBaseModule
 from te_fast.layers.load_torch import copy_into
 from te_fast.layers.parameters import constant, initialise, materialise
-from te_fast.layers.recompute import recomputed
+from te_fast.layers.recomputed import recomputed
 from te_fast.runtime import main_grad, native, scale_tape
 from te_fast.runtime.global_state import autocast_state
 

@@ -318,7 +318,8 @@ class SplitLinear(ProgramLayer):
             If the input does not fit; in FP8, if its rows are no multiple of 8 and
             :func:`te_fast.auto_pad` is off.
         """
-        refuse(self.name, {"fp8_output": bool(fp8_output), "fp8_grad": bool(fp8_grad)})
+        if fp8_output or fp8_grad:
+            refuse(self.name, {"fp8_output": bool(fp8_output), "fp8_grad": bool(fp8_grad)})
         result: Any = native.layer_forward(self, inp, is_first_microbatch)
         return result
 

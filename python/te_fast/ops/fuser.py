@@ -99,8 +99,7 @@ class OperationFuser:
         #: A module that is nothing but this group, and may call its program directly.
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._ready = False
-        #: Autocast region of the last forward in Python, and its objects, for activation checkpointing; programs have
-        #: their own.
+        #: Autocast region of the last forward in Python, for activation checkpointing; programs have their own.
         self._last_region: tuple[Any, ...] | None = None
         for op in self._basic_ops:
             op._captured_by(self)
@@ -309,23 +308,13 @@ class OperationFuser:
     ) -> Any:
         """Run in the region in force, or in the one that backward is to repeat."""
         arguments = (input, extra_inputs, basic_op_kwargs, is_first_microbatch)
-        region = native.autocast_region()
-        if self._last_region is not None and not (region[0] or region[4]):
-            former = self._region_to_repeat()
-            if former is not None:
-                with scale_tape.recorded_region(former):
+        region, last = native.autocast_region(), self._last_region
+        if last is not None and scale_tape.is_outside():
+            if torch._C._current_graph_task_id() >= 0:
+                with scale_tape.recorded_region(last):
                     return self._run(*arguments, native.autocast_region())
-        return self._run(*arguments, region)
-
-    def _region_to_repeat(self) -> tuple[Any, ...] | None:
-        """Return a snapshot of the last region if backward runs a forward again behind it."""
-        if self._last_region is None or native.autocast_held()[0]:
-            return None
-        if torch._C._current_graph_task_id() < 0:
             self._last_region = None
-            return None
-        (enabled, calibrating, graph, is_first, *_), (recipe, group) = self._last_region
-        return enabled, calibrating, recipe, group, is_first, graph
+        return self._run(*arguments, region)
 
     def _run(
         self,
@@ -352,7 +341,10 @@ class OperationFuser:
                 return chain.run_native(*arguments)
         if _running.groups:
             self._refuse_nesting()
-        self._last_region = None if objects is None else (region, objects)
+        self._last_region = None
+        if objects is not None:
+            enabled, calibrating, graph, is_first, *_ = region
+            self._last_region = (enabled, calibrating, *objects, is_first, graph)
         _running.groups.append(self)
         try:
             call = chain.Call(self, plan, basic_op_kwargs, is_first_microbatch, recipe)

@@ -199,13 +199,17 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
 
     A subclass writes :meth:`op_forward` and :meth:`op_backward` in torch code, or, with extra inputs
     or outputs, ``fuser_forward`` and ``fuser_backward``.
+
+    Attributes
+    ----------
+    num_extra_inputs, num_extra_outputs : int
+        Extra inputs and outputs of a forward.
+    supports_float8_block_scaling : bool
+        Whether block scaling may be in force; te_fast does not ask.
     """
 
-    #: Extra inputs of a forward.
     num_extra_inputs: int = 0
-    #: Extra outputs of a forward.
     num_extra_outputs: int = 0
-    #: Whether block scaling may be in force; te_fast does not ask.
     supports_float8_block_scaling: bool = True
     #: Attributes that a native program has as constants: it is compiled again after a change.
     _constant_names: ClassVar[frozenset[str]] = frozenset()

@@ -207,7 +207,7 @@ def make_plan(
     routing: Routing,
     forward: list[Match],
     backward: list[Match],
-    types: Types = None,
+    types: Types,
 ) -> Plan:
     """Split a group into native segments and what runs in Python.
 

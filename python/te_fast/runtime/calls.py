@@ -61,7 +61,7 @@ register_optimizer_step_post_hook(_note_optimizer_step)
 
 
 class _ProgramFunction(torch.autograd.Function):
-    """Arguments: input, parameters or their parts, extra inputs, program, owner, bits, how parts are joined."""
+    """Arguments: input, parameters or parts, extra inputs, program, owner, is_first_microbatch, joined parts."""
 
     forward = staticmethod(native.program_autograd_forward)
     backward = staticmethod(native.program_backward)

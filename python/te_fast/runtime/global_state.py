@@ -38,6 +38,24 @@ def default_recipe() -> Recipe:
     return recipe
 
 
+def _flag(index: int, name: str, doc: str) -> property:
+    """Return a property for a flag of the region in force."""
+    return property(
+        lambda _: bool(native.autocast_region()[index]),
+        lambda state, value: state._set(**{name: value}),
+        doc=doc,
+    )
+
+
+def _object(index: int, name: str, doc: str) -> property:
+    """Return a property for an object that the region in force was given."""
+    return property(
+        lambda _: native.autocast_objects()[index],
+        lambda state, value: state._set(**{name: value}),
+        doc=doc,
+    )
+
+
 class FP8GlobalState:
     """The autocast state of the process under Transformer Engine's names.
 
@@ -73,51 +91,13 @@ class FP8GlobalState:
         enabled, calibrating, graph = (bool(values[name]) for name in former)
         native.autocast_set(recipe, enabled, calibrating, graph, values["group"])
 
-    @property
-    def fp8_enabled(self) -> bool:
-        """Whether layers quantise."""
-        return bool(native.autocast_region()[0])
-
-    @fp8_enabled.setter
-    def fp8_enabled(self, value: bool) -> None:
-        self._set(enabled=value)
-
-    @property
-    def fp8_calibration(self) -> bool:
-        """Whether layers record absolute maxima."""
-        return bool(native.autocast_region()[1])
-
-    @fp8_calibration.setter
-    def fp8_calibration(self, value: bool) -> None:
-        self._set(calibrating=value)
-
-    @property
-    def fp8_graph_capturing(self) -> bool:
-        """Whether the region is part of a graph whose wrapper updates the scales."""
-        return bool(native.autocast_region()[2])
-
-    @fp8_graph_capturing.setter
-    def fp8_graph_capturing(self, value: bool) -> None:
-        self._set(graph=value)
-
-    @property
-    def fp8_recipe(self) -> Recipe | None:
-        """Recipe of the region."""
-        recipe: Recipe | None = native.autocast_objects()[0]
-        return recipe
-
-    @fp8_recipe.setter
-    def fp8_recipe(self, value: Recipe | None) -> None:
-        self._set(recipe=value)
-
-    @property
-    def fp8_distributed_group(self) -> Any:
-        """Process group that maxima are reduced over."""
-        return native.autocast_objects()[1]
-
-    @fp8_distributed_group.setter
-    def fp8_distributed_group(self, value: Any) -> None:
-        self._set(group=value)
+    fp8_enabled = _flag(0, "enabled", "Whether layers quantise.")
+    fp8_calibration = _flag(1, "calibrating", "Whether layers record absolute maxima.")
+    fp8_graph_capturing = _flag(
+        2, "graph", "Whether the region is part of a graph whose wrapper updates the scales."
+    )
+    fp8_recipe = _object(0, "recipe", "Recipe of the region.")
+    fp8_distributed_group = _object(1, "group", "Process group that maxima are reduced over.")
 
     @property
     def is_first_fp8_module(self) -> bool:

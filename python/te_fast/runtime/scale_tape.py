@@ -124,11 +124,15 @@ def is_second() -> bool:
     return any(reads for _, reads in _own_phases())
 
 
+def is_outside() -> bool:
+    """Return whether this thread is in no region, entered or recorded."""
+    enabled, _, _, _, depth, _ = native.autocast_region()
+    return not enabled and depth == 0 and not native.autocast_held()[0]
+
+
 def is_repeating() -> bool:
     """Return whether layers repeat their last region: torch's checkpoint runs a forward again, outside of any."""
-    enabled, _, _, _, depth, _ = native.autocast_region()
-    is_outside = not enabled and depth == 0 and not native.autocast_held()[0]
-    return is_outside and torch._C._current_graph_task_id() >= 0
+    return is_outside() and torch._C._current_graph_task_id() >= 0
 
 
 def is_in_phase() -> bool:

@@ -8,9 +8,10 @@ use std::process::{Command, Output};
 use te_fast_core::base::config::Config;
 use te_fast_core::base::dtype::Device;
 use te_fast_core::cuda::device::Stream;
-use te_fast_core::cuda::graph::Graph;
+use te_fast_core::cuda::graph::{Graph, GraphReaders};
 use te_fast_core::cuda::memory::take_retired;
 use te_fast_core::launch::target::Backend;
+use te_fast_core::quant::graph_memory::GraphMemory;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::{Memory, Place};
 
@@ -91,6 +92,39 @@ fn graphs_are_destroyed_in_their_context() {
     }
     let Some(printed) = with_stub("graphs_are_destroyed_in_their_context", None) else { return };
     assert!(printed.contains("destroyed in its context"), "{printed}");
+}
+
+#[test]
+fn what_a_graph_reads_is_let_go_of_with_it() {
+    if is_child() {
+        let mut dispatcher = dispatcher();
+        let mut target = dispatcher.target(PLACE).unwrap();
+        let Backend::Cuda(queue) = &mut target.backend else { unreachable!() };
+        let mut memory = GraphMemory::default();
+        memory.keep("spare", None).unwrap();
+        let graph = Graph::capture(queue, |queue| memory.keep("read", Some(queue.stream))).unwrap();
+        assert_eq!(memory.release(0), ["spare"]);
+        assert!(memory.release(0).is_empty());
+        drop(graph);
+        assert_eq!(memory.release(0), ["read"]);
+        return;
+    }
+    with_stub("what_a_graph_reads_is_let_go_of_with_it", None);
+}
+
+#[test]
+fn what_a_graph_does_not_take_is_not_kept_for_it() {
+    if is_child() {
+        let mut dispatcher = dispatcher();
+        let mut target = dispatcher.target(PLACE).unwrap();
+        let Backend::Cuda(queue) = &mut target.backend else { unreachable!() };
+        let readers = GraphReaders::default();
+        let error = Graph::capture(queue, |queue| readers.add(queue.stream)).unwrap_err().to_string();
+        assert!(error.starts_with("cuGraphRetainUserObject failed with 54321"), "{error}");
+        assert!(!readers.exist());
+        return;
+    }
+    with_stub("what_a_graph_does_not_take_is_not_kept_for_it", Some("STUB_RETAIN_FAILS"));
 }
 
 #[test]

@@ -8,6 +8,8 @@ enum { kSuccess = 0, kInvalidContext = 201, kNewerThanAny = 54321 };
 
 static int primary;  // its address is the one context
 static __thread void* current;
+static void (*retained)(void*);  // the destructor of the object that the graph holds
+static void* retained_by;
 
 static int in_context(const char* what) {
     printf("%s %s\n", what, current == &primary ? "in its context" : "without a context");
@@ -55,7 +57,32 @@ STUB(cuGraphInstantiateWithFlags, void** exec, void* graph, unsigned long long f
     return (void)graph, (void)flags, *exec = &primary, kSuccess;
 }
 STUB(cuGraphDestroy, void* graph) { return (void)graph, kSuccess; }
-STUB(cuGraphExecDestroy, void* exec) { return (void)exec, in_context("destroyed"); }
+STUB(cuGraphExecDestroy, void* exec) {
+    (void)exec;
+    if (retained) retained(retained_by);
+    retained = NULL;
+    return in_context("destroyed");
+}
+STUB(cuStreamGetCaptureInfo_v2, void* stream, unsigned* status, unsigned long long* id, void** graph, const void** nodes,
+     size_t* count) {
+    (void)stream;
+    *id = *count = 0, *nodes = NULL, *graph = &primary;
+    return *status = 1, kSuccess;
+}
+STUB(cuUserObjectCreate, void** object, void* data, void (*end)(void*), unsigned references, unsigned flags) {
+    (void)flags;
+    retained = end, retained_by = data, *object = &primary;
+    return references == 1 ? kSuccess : 1;
+}
+STUB(cuUserObjectRelease, void* object, unsigned count) {
+    (void)object, (void)count;
+    retained(retained_by);
+    return retained = NULL, kSuccess;
+}
+STUB(cuGraphRetainUserObject, void* graph, void* object, unsigned count, unsigned flags) {
+    (void)graph, (void)object, (void)count, (void)flags;
+    return getenv("STUB_RETAIN_FAILS") ? kNewerThanAny : kSuccess;
+}
 
 UNUSED(cuEventCreate)
 UNUSED(cuEventDestroy_v2)

@@ -1,13 +1,17 @@
 //! A program of one linear op computes what its quantisations and products do, bit for bit, on the host backend.
 #![expect(clippy::unwrap_used, reason = "a test stops at the first error")]
 
+use std::sync::Arc;
+
 use te_fast_core::base::config::Config;
 use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::base::error::Result;
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::cuda::device::Stream;
 use te_fast_core::gemm::problem::{Epilogue, Factor, GemmPointers, Operand, Problem, ScaleMode};
-use te_fast_core::program::{Bindings, CallTable, Chain, LinearCall, LinearPort, Op, Port, Program, ProgramKey};
+use te_fast_core::program::{
+    Bindings, CallTable, Chain, KeptProgram, LinearCall, LinearPort, Op, Port, Program, ProgramKey,
+};
 use te_fast_core::quant::quantizer::{QuantPlan, QuantPointers, QuantSpec};
 use te_fast_core::quant::value::{LinearSlots, Slot, WeightBuffer};
 use te_fast_core::recipe::definition::{Block, Recipe};
@@ -286,8 +290,8 @@ fn bind<'t, 'a>(
 
 fn by_program(case: &Case) -> Result<Results> {
     let mut dispatcher = dispatcher();
-    let program = program(&mut dispatcher, case)?;
-    let sized = program.sized(&mut dispatcher, ROWS)?;
+    let program = Arc::new(program(&mut dispatcher, case)?);
+    let sized = KeptProgram::new(Arc::clone(&program)).sized(&mut dispatcher, ROWS)?;
     let mut operands = Operands::new();
     let mut results = Results::new(&operands);
     let (mut saved, mut weight, mut kept) =
@@ -359,8 +363,8 @@ fn a_saved_original_input_leaves_nothing_to_keep() {
     for recipe in [Recipe::CURRENT, Recipe::BLOCK] {
         for case in cases(recipe).filter(|case| case.weight_grad) {
             let mut dispatcher = dispatcher();
-            let program = program(&mut dispatcher, &case).unwrap();
-            let sized = program.sized(&mut dispatcher, ROWS).unwrap();
+            let program = Arc::new(program(&mut dispatcher, &case).unwrap());
+            let sized = KeptProgram::new(Arc::clone(&program)).sized(&mut dispatcher, ROWS).unwrap();
             assert_eq!(sized.saved_bytes() == 0, case.save_original_input, "{case:?}");
             let reads_input = program.reads().contains(&Port::Input);
             assert_eq!(reads_input, case.save_original_input, "{case:?}");

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use te_fast_core::Float;
 use te_fast_core::base::config::Config;
 use te_fast_core::base::dtype::Device;
-use te_fast_core::program::{Chain, LinearCall, Op, Program, ProgramKey};
+use te_fast_core::program::{Chain, KeptProgram, LinearCall, Op, Program, ProgramKey};
 use te_fast_core::recipe::definition::Recipe;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 
@@ -14,7 +14,7 @@ fn dispatcher() -> Dispatcher {
     Dispatcher::new(Config { synchronise: false, check_device: true, exchange_table: true, graphs: true })
 }
 
-fn program(dispatcher: &mut Dispatcher, recipe: &Recipe, any_rows: bool) -> Program {
+fn program(dispatcher: &mut Dispatcher, recipe: &Recipe, any_rows: bool) -> KeptProgram<Program> {
     let mut chain = Chain::default();
     chain.push("0 (first)".into(), Op::Linear { inputs: 64, outputs: 128 });
     chain.push("1 (second)".into(), Op::Linear { inputs: 128, outputs: 64 });
@@ -29,13 +29,13 @@ fn program(dispatcher: &mut Dispatcher, recipe: &Recipe, any_rows: bool) -> Prog
         extras: Vec::new(),
         linears: vec![LinearCall::default(); 2],
     };
-    Program::new(dispatcher, &chain, key, Some(recipe)).unwrap()
+    KeptProgram::new(Arc::new(Program::new(dispatcher, &chain, key, Some(recipe)).unwrap()))
 }
 
 #[test]
 fn a_row_count_is_found_again() {
     let mut dispatcher = dispatcher();
-    let program = program(&mut dispatcher, &Recipe::CURRENT, false);
+    let mut program = program(&mut dispatcher, &Recipe::CURRENT, false);
     let [first, other, again] = [32, 40, 32].map(|rows| program.sized(&mut dispatcher, rows).unwrap());
     assert!(Arc::ptr_eq(&first, &again) && !Arc::ptr_eq(&first, &other));
     assert_eq!((first.rows(), other.rows()), (32, 40));
@@ -45,7 +45,7 @@ fn a_row_count_is_found_again() {
 #[test]
 fn row_counts_used_longest_ago_go_first() {
     let mut dispatcher = dispatcher();
-    let program = program(&mut dispatcher, &Recipe::DELAYED, false);
+    let mut program = program(&mut dispatcher, &Recipe::DELAYED, false);
     for rows in (1..=256).chain([1, 257]) {
         program.sized(&mut dispatcher, 8 * rows).unwrap();
     }
@@ -59,7 +59,7 @@ fn row_counts_used_longest_ago_go_first() {
 fn buffers_are_as_large_as_the_rows_ask_for() {
     for recipe in [Recipe::DELAYED, Recipe::CURRENT, Recipe::BLOCK] {
         let mut dispatcher = dispatcher();
-        let program = program(&mut dispatcher, &recipe, false);
+        let mut program = program(&mut dispatcher, &recipe, false);
         let [few, many] = [128, 1024].map(|rows| program.sized(&mut dispatcher, rows).unwrap());
         // The transposed inputs of both ops in FP8, and their scales.
         assert!((1024 * (64 + 128)..1024 * (64 + 128) * 5 / 4).contains(&many.saved_bytes()), "{many:?}");
@@ -71,10 +71,10 @@ fn buffers_are_as_large_as_the_rows_ask_for() {
 #[test]
 fn rows_that_an_op_does_not_take_are_refused_in_its_name() {
     let mut dispatcher = dispatcher();
-    let strict = program(&mut dispatcher, &Recipe::DELAYED, false);
+    let mut strict = program(&mut dispatcher, &Recipe::DELAYED, false);
     let error = strict.sized(&mut dispatcher, 12).unwrap_err().to_string();
     assert!(error.contains("0 (first)") && error.contains("a multiple of 8 for FP8 (append 4 rows"), "{error}");
     assert!(strict.row_counts().is_empty());
-    let padded = program(&mut dispatcher, &Recipe::DELAYED, true);
+    let mut padded = program(&mut dispatcher, &Recipe::DELAYED, true);
     assert_eq!(padded.sized(&mut dispatcher, 12).unwrap().rows(), 12);
 }

@@ -1,6 +1,8 @@
 //! In steady state a call of a program allocates nothing on the heap: counted, with the recorder in place of the kernels.
 #![expect(clippy::unwrap_used, reason = "a test stops at the first error")]
 
+use std::sync::Arc;
+
 use te_fast_core::Float;
 use te_fast_core::base::config::Config;
 use te_fast_core::base::dtype::{DType, Device};
@@ -9,7 +11,9 @@ use te_fast_core::cuda::device::Stream;
 use te_fast_core::launch::trace::Recording;
 use te_fast_core::ops::activation::Activation;
 use te_fast_core::ops::norm_spec::NormKind;
-use te_fast_core::program::{Bindings, CallTable, Chain, LinearCall, LinearPort, Op, Port, Program, ProgramKey};
+use te_fast_core::program::{
+    Bindings, CallTable, Chain, KeptProgram, LinearCall, LinearPort, Op, Port, Program, ProgramKey,
+};
 use te_fast_core::quant::value::{LinearSlots, Slot, WeightBuffer};
 use te_fast_core::quant::weight::{Microbatch, WeightRecord, WeightToken};
 use te_fast_core::recipe::definition::Recipe;
@@ -107,7 +111,8 @@ fn bind<'t, 'a>(
 fn steps(chain: &Chain, recipe: &Recipe, grads: bool, options: LinearCall) -> u64 {
     let config = Config { synchronise: false, check_device: true, exchange_table: true, graphs: true };
     let mut dispatcher = Dispatcher::new(config);
-    let program = program(&mut dispatcher, chain, recipe, grads, options);
+    let program = Arc::new(program(&mut dispatcher, chain, recipe, grads, options));
+    let mut kept = KeptProgram::new(Arc::clone(&program));
     dispatcher.trace.record(Recording::Only);
     let (mut memory, mut scale, mut amax) = (vec![0_u64; 1 << 16], [1.0_f32; 2], [0.0_f32; 2]);
     let slot = Slot { scale: DevPtr::from_slice(&mut scale), amax: DevPtr::from_slice(&mut amax) };
@@ -115,7 +120,7 @@ fn steps(chain: &Chain, recipe: &Recipe, grads: bool, options: LinearCall) -> u6
     let memory = Everywhere { pointer: DevPtr::from_slice(&mut memory), slot };
     let (mut table, linears) = (CallTable::default(), chain.linears());
     let mut step = |rows: usize| {
-        let sized = program.sized(&mut dispatcher, rows).unwrap();
+        let sized = kept.sized(&mut dispatcher, rows).unwrap();
         let call = bind(&program, &mut table, memory, linears);
         let mut lane = dispatcher.lane(PLACE, sized.forward_scratch(), Memory::Own).unwrap();
         sized.run_forward(&mut lane, call).unwrap();

@@ -186,7 +186,7 @@ macro_rules! kernels {
 
 macro_rules! images {
     ($($image:ident = $file:literal),* $(,)?) => {
-        /// One compiled `cuda/<file>.cu`.
+        /// One compiled `cuda/<family>/<file>.cu`.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[repr(usize)]
         pub enum Image {
@@ -197,9 +197,9 @@ macro_rules! images {
             /// Every image, in the order of their discriminants.
             pub const ALL: &'static [Image] = &[$(Image::$image),*];
 
-            /// File stem under `cuda/`.
+            /// File under `cuda/`, without its extension.
             #[must_use]
-            pub const fn stem(self) -> &'static str {
+            pub const fn path(self) -> &'static str {
                 match self { $(Self::$image => $file),* }
             }
         }
@@ -207,25 +207,25 @@ macro_rules! images {
 }
 
 images! {
-    Cast = "cast",
-    CastTranspose = "cast_transpose",
-    CastBlock = "cast_block",
-    Amax = "amax",
-    ScaleUpdate = "scale_update",
-    Dequantize = "dequantize",
-    Affine = "affine",
-    Handover = "handover",
-    PermuteMap = "permute_map",
-    Permute = "permute",
-    PermuteCast = "permute_cast",
-    PermuteMerge = "permute_merge",
-    Pad = "pad",
-    Activation = "activation",
-    ActivationBackward = "activation_backward",
-    Norm = "norm",
-    NormShort = "norm_short",
-    NormBackward = "norm_backward",
-    NormBackwardLong = "norm_backward_long",
+    Cast = "quantize/cast",
+    CastTranspose = "quantize/cast_transpose",
+    CastBlock = "quantize/cast_block",
+    Amax = "quantize/amax",
+    ScaleUpdate = "quantize/scale_update",
+    Dequantize = "quantize/dequantize",
+    Affine = "quantize/affine",
+    Handover = "quantize/handover",
+    PermuteMap = "moe/permute_map",
+    Permute = "moe/permute",
+    PermuteCast = "moe/permute_cast",
+    PermuteMerge = "moe/permute_merge",
+    Pad = "moe/pad",
+    Activation = "activation/activation",
+    ActivationBackward = "activation/activation_backward",
+    Norm = "norm/norm",
+    NormShort = "norm/norm_short",
+    NormBackward = "norm/norm_backward",
+    NormBackwardLong = "norm/norm_backward_long",
 }
 
 kernels! {
@@ -297,8 +297,14 @@ kernels! {
     NormShortTranspose(Float) "norm_short_transpose" in NormShort;
     /// Gradient of a norm for rows that a block holds.
     NormBackward(Float) "norm_backward" in NormBackward;
+    /// The same for rows of which a thread has more columns.
+    NormBackwardWide(Float) "norm_backward_wide" in NormBackward;
+    /// The same for either, without 16-byte accesses.
+    NormBackwardElements(Float) "norm_backward_elements" in NormBackward;
     /// The same for rows that the blocks of a cluster hold together.
     NormBackwardCluster(Float) "norm_backward_cluster" in NormBackward;
+    /// The same without 16-byte accesses.
+    NormBackwardClusterElements(Float) "norm_backward_cluster_elements" in NormBackward;
     /// Sums over rows that the gradient of a norm needs.
     NormBackwardSums(Float) "norm_backward_sums" in NormBackwardLong;
     /// The gradient from these.

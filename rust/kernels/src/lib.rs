@@ -1,6 +1,7 @@
-//! Precompiled CUDA kernels: the fatbin images that `build.rs` made of `cuda/*.cu`, and the table of their symbols.
+//! Precompiled CUDA kernels: the fatbin images that `build.rs` made of `cuda/*/*.cu`, and the table of their symbols.
 //! `te_fast_core` loads an image at first use of one of its kernels.
 
+pub mod constants;
 pub mod ids;
 
 pub use ids::{Float, Fp8, Image, KernelId};

@@ -3,6 +3,7 @@
 mod autocast;
 mod direct;
 mod error;
+mod graphs;
 mod hooks;
 mod layer;
 mod program;
@@ -23,8 +24,8 @@ mod _native {
     };
     #[pymodule_export]
     use crate::autocast::region::{
-        AutocastRegion, CurrentRegion, autocast_callbacks, autocast_objects, autocast_recipe, autocast_region, autocast_reset,
-        autocast_set, autocast_set_depth,
+        AutocastRegion, CurrentRegion, autocast_callbacks, autocast_objects, autocast_recipe, autocast_region,
+        autocast_reset, autocast_set, autocast_set_depth,
     };
     #[pymodule_export]
     use crate::autocast::slots::{
@@ -32,6 +33,14 @@ mod _native {
     };
     #[pymodule_export]
     use crate::direct::activation::{activation, activation_backward};
+    #[pymodule_export]
+    use crate::direct::dispatcher::{
+        counters, cuda_driver_version, device_facts, has_exchange_table, image_facts, inventory, load_kernels,
+        note_optimizer_step, record, recorded, release_memory, reset_counters, rows_to_pad, set_auto_pad,
+        set_check_device, stage_clock, stage_nanoseconds,
+    };
+    #[pymodule_export]
+    use crate::direct::gemm::gemm;
     #[pymodule_export]
     use crate::direct::norm::norm;
     #[pymodule_export]
@@ -41,11 +50,15 @@ mod _native {
     #[pymodule_export]
     use crate::direct::permute_cast::{moe_pad, moe_pad_list, moe_padded_splits, moe_permute_cast};
     #[pymodule_export]
-    use crate::direct::quantize::{
-        counters, cuda_driver_version, dequantize, device_facts, gemm, has_exchange_table, image_facts, inventory,
-        load_kernels, note_optimizer_step, quantize, record, recorded, release_memory, reset_counters, rows_to_pad,
-        set_auto_pad, set_check_device, stage_clock, stage_nanoseconds,
-    };
+    use crate::direct::quantize::{dequantize, quantize};
+    #[pymodule_export]
+    use crate::graphs::backward::traced_backward;
+    #[pymodule_export]
+    use crate::graphs::call::{TracedCall, traced_call};
+    #[pymodule_export]
+    use crate::graphs::forward::traced_forward;
+    #[pymodule_export]
+    use crate::graphs::slots::{traced_note_first, traced_update_scales};
     #[pymodule_export]
     use crate::hooks::install_hooks;
     #[pymodule_export]
@@ -64,10 +77,6 @@ mod _native {
     use crate::program::nothing::program_grads_of_nothing;
     #[pymodule_export]
     use crate::program::parts::version_of_copy;
-    #[pymodule_export]
-    use crate::program::traced::{
-        TracedCall, traced_backward, traced_call, traced_forward, traced_note_first, traced_update_scales,
-    };
     #[pymodule_export]
     use crate::program::weight::WeightHandle;
     #[pymodule_export]

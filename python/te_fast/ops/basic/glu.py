@@ -23,11 +23,6 @@ def check_interleave(size: int | None, op: str) -> int | None:
     return size
 
 
-def clamps(op: Any) -> dict[str, Any]:
-    """Return the constants of GPT-OSS's SwiGLU as the native program names them."""
-    return {name: getattr(op, name) for name in ("limit", "alpha", "glu_linear_offset")}
-
-
 def check_positive(op: str, **values: float) -> None:
     """Raise for a parameter that is no positive, finite number.
 
@@ -68,7 +63,7 @@ class GatedActivation(Activation):
         self.glu_interleave_size = check_interleave(glu_interleave_size, type(self).__name__)
 
     def _constants(self) -> dict[str, Any]:
-        return {"interleave": self.glu_interleave_size or 0}
+        return {**super()._constants(), "interleave": self.glu_interleave_size or 0}
 
 
 class GLU(GatedActivation):
@@ -107,7 +102,37 @@ class SwiGLU(GatedActivation):
     _kind = "swiglu"
 
 
-class ClampedSwiGLU(GatedActivation):
+class Clamped(Activation):
+    """GPT-OSS's SwiGLU, whose halves are clamped first."""
+
+    _kind = "clamped_swiglu"
+
+    def _set_clamps(self, limit: float, alpha: float, glu_linear_offset: float) -> None:
+        check_positive(type(self).__name__, limit=limit)
+        self.limit = limit
+        self.alpha = alpha
+        self.glu_linear_offset = glu_linear_offset
+
+    def _constants(self) -> dict[str, Any]:
+        names = ("limit", "alpha", "glu_linear_offset")
+        return {**super()._constants(), **{name: getattr(self, name) for name in names}}
+
+
+class Capped(Activation):
+    """SwiGLU with both halves softly capped."""
+
+    _kind = "situ_glu"
+
+    def _set_caps(self, beta1: float, beta2: float) -> None:
+        check_positive(type(self).__name__, beta1=beta1, beta2=beta2)
+        self.beta1 = beta1
+        self.beta2 = beta2
+
+    def _constants(self) -> dict[str, Any]:
+        return {**super()._constants(), "beta1": self.beta1, "beta2": self.beta2}
+
+
+class ClampedSwiGLU(Clamped, GatedActivation):
     """GPT-OSS's SwiGLU: ``a σ(α a) · (b + offset)`` with both halves clamped first.
 
     Parameters
@@ -122,8 +147,6 @@ class ClampedSwiGLU(GatedActivation):
         As in :class:`SwiGLU`.
     """
 
-    _kind = "clamped_swiglu"
-
     def __init__(
         self,
         *,
@@ -136,16 +159,10 @@ class ClampedSwiGLU(GatedActivation):
         super().__init__(
             cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
         )
-        check_positive(type(self).__name__, limit=limit)
-        self.limit = limit
-        self.alpha = alpha
-        self.glu_linear_offset = glu_linear_offset
-
-    def _constants(self) -> dict[str, Any]:
-        return {**super()._constants(), **clamps(self)}
+        self._set_clamps(limit, alpha, glu_linear_offset)
 
 
-class SiTUGLU(GatedActivation):
+class SiTUGLU(Capped, GatedActivation):
     """``β₁ tanh(a/β₁) σ(a) · β₂ tanh(b/β₂)``: SwiGLU with both halves softly capped.
 
     Parameters
@@ -155,8 +172,6 @@ class SiTUGLU(GatedActivation):
     cache_quantized_input, glu_interleave_size
         As in :class:`SwiGLU`.
     """
-
-    _kind = "situ_glu"
 
     def __init__(
         self,
@@ -169,9 +184,4 @@ class SiTUGLU(GatedActivation):
         super().__init__(
             cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size
         )
-        check_positive(type(self).__name__, beta1=beta1, beta2=beta2)
-        self.beta1 = beta1
-        self.beta2 = beta2
-
-    def _constants(self) -> dict[str, Any]:
-        return {**super()._constants(), "beta1": self.beta1, "beta2": self.beta2}
+        self._set_caps(beta1, beta2)

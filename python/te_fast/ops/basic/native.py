@@ -14,6 +14,11 @@ from te_fast.runtime import native, rows
 from te_fast.runtime.rows import Tensors
 
 
+def _narrow(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in a type that programs take: FP64 is computed in FP32."""
+    return x.float() if x.dtype == torch.float64 else x
+
+
 class NativeOperation(BasicOperation):
     """An operation whose Python methods run a native program of it alone.
 
@@ -50,11 +55,8 @@ class NativeOperation(BasicOperation):
 
     def _run(self, x: torch.Tensor, extras: Tensors, parameters: Tensors, *, grads: bool) -> Any:
         """Run the program; the result is as of ``program_run_forward``."""
-        program, x, parameters = (
-            self._program(),
-            self._matrix(x),
-            tuple(map(self._matrix, parameters)),
-        )
+        program, parameters = self._program(), tuple(map(self._matrix, parameters))
+        x = self._matrix(_narrow(x))
         if x.numel() == 0:
             return rows.run_on_nothing(program, x, extras, parameters, False)
         needs = (grads, [grads] * len(extras), grads)
@@ -74,7 +76,7 @@ class NativeOperation(BasicOperation):
         if ctx.requires_grad:
             ctx.save_for_backward(x, *extras, *parameters)
         y, *_ = self._run(x, extras, parameters, grads=False)
-        return self._restored(y, x.shape)
+        return self._restored(y, x.shape).to(x.dtype)
 
     def _backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
@@ -84,9 +86,10 @@ class NativeOperation(BasicOperation):
         x, others = kept[0], kept[1:]
         extras, parameters = others[: self.num_extra_inputs], others[self.num_extra_inputs :]
         _, _, run, saved = self._run(x, extras, parameters, grads=True)
-        dx, grads, extra_grads = rows.run_backward(run, saved, self._matrix(grad_output), ())
+        dy = self._matrix(_narrow(grad_output))
+        dx, grads, extra_grads = rows.run_backward(run, saved, dy, ())
         shaped = [grad.view_as(old) for grad, old in zip(grads, parameters, strict=True)]
-        return self._restored(dx, x.shape), tuple(shaped), extra_grads
+        return self._restored(dx, x.shape).to(x.dtype), tuple(shaped), extra_grads
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         """Run the native program."""

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from te_fast.errors import UnsupportedError
 from te_fast.ops.basic.activation import Activation
-from te_fast.ops.basic.glu import (
-    check_interleave,
-    check_positive,
-    clamps,
-)
-from te_fast.ops.basic.native import ExtraTensorOperation, NativeOperation
+from te_fast.ops.basic.glu import Capped, Clamped, check_interleave
+from te_fast.ops.basic.native import ExtraTensorOperation
 from te_fast.ops.op import OperationContext, PerOp
 
 
-class ScaledActivation(ExtraTensorOperation, NativeOperation):
+class ScaledActivation(ExtraTensorOperation, Activation):
     """An activation times one factor per row, its extra input ``(...,)``.
 
     Parameters
@@ -27,8 +23,6 @@ class ScaledActivation(ExtraTensorOperation, NativeOperation):
     """
 
     num_extra_inputs = 1
-    _constant_names = Activation._constant_names
-    _kind: ClassVar[str]
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
@@ -42,10 +36,6 @@ class ScaledActivation(ExtraTensorOperation, NativeOperation):
 
     def _append_to(self, program: Any, label: str) -> None:
         program.activation(label, self._kind, scaled=True, **self._constants())
-
-    def _constants(self) -> dict[str, Any]:
-        """Return the keywords that the native program takes."""
-        return {}
 
     def fuser_forward(
         self,
@@ -93,7 +83,7 @@ class ScaledGatedActivation(ScaledActivation):
         self.glu_interleave_size = check_interleave(glu_interleave_size, type(self).__name__)
 
     def _constants(self) -> dict[str, Any]:
-        return {"interleave": self.glu_interleave_size or 0}
+        return {**super()._constants(), "interleave": self.glu_interleave_size or 0}
 
 
 class ScaledSwiGLU(ScaledGatedActivation):
@@ -102,7 +92,7 @@ class ScaledSwiGLU(ScaledGatedActivation):
     _kind = "swiglu"
 
 
-class ScaledClampedQGeGLU(ScaledGatedActivation):
+class ScaledClampedQGeGLU(Clamped, ScaledGatedActivation):
     """:class:`ClampedSwiGLU` times one factor per row, the extra input.
 
     Parameters
@@ -112,8 +102,6 @@ class ScaledClampedQGeGLU(ScaledGatedActivation):
     limit, alpha, glu_linear_offset : float
         As in :class:`ClampedSwiGLU`.
     """
-
-    _kind = "clamped_swiglu"
 
     def __init__(
         self,
@@ -127,16 +115,10 @@ class ScaledClampedQGeGLU(ScaledGatedActivation):
         super().__init__(
             glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
         )
-        check_positive(type(self).__name__, limit=limit)
-        self.limit = limit
-        self.alpha = alpha
-        self.glu_linear_offset = glu_linear_offset
-
-    def _constants(self) -> dict[str, Any]:
-        return {**super()._constants(), **clamps(self)}
+        self._set_clamps(limit, alpha, glu_linear_offset)
 
 
-class ScaledSiTUGLU(ScaledGatedActivation):
+class ScaledSiTUGLU(Capped, ScaledGatedActivation):
     """:class:`SiTUGLU` times one factor per row, the extra input.
 
     Parameters
@@ -146,8 +128,6 @@ class ScaledSiTUGLU(ScaledGatedActivation):
     beta1, beta2 : float, default = 4.0, 25.0
         As in :class:`SiTUGLU`.
     """
-
-    _kind = "situ_glu"
 
     def __init__(
         self,
@@ -160,9 +140,4 @@ class ScaledSiTUGLU(ScaledGatedActivation):
         super().__init__(
             glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp
         )
-        check_positive(type(self).__name__, beta1=beta1, beta2=beta2)
-        self.beta1 = beta1
-        self.beta2 = beta2
-
-    def _constants(self) -> dict[str, Any]:
-        return {**super()._constants(), "beta1": self.beta1, "beta2": self.beta2}
+        self._set_caps(beta1, beta2)

@@ -153,56 +153,35 @@ impl Error {
         }
         ErrorKind::Within { place, error: self }.into()
     }
-
-    /// An [`ErrorKind::Shape`].
-    #[cold]
-    #[inline(never)]
-    pub fn shape(op: &'static str, what: &'static str, expected: impl Display, got: impl Display) -> Self {
-        ErrorKind::Shape { op, what, expected: expected.to_string(), got: got.to_string() }.into()
-    }
-
-    /// An [`ErrorKind::Dtype`].
-    #[cold]
-    #[inline(never)]
-    pub fn dtype(op: &'static str, what: &'static str, expected: impl Display, got: impl Display) -> Self {
-        ErrorKind::Dtype { op, what, expected: expected.to_string(), got: got.to_string() }.into()
-    }
-
-    /// An [`ErrorKind::Layout`].
-    #[cold]
-    #[inline(never)]
-    pub fn layout(op: &'static str, what: &'static str, expected: impl Display, got: impl Display) -> Self {
-        ErrorKind::Layout { op, what, expected: expected.to_string(), got: got.to_string() }.into()
-    }
-
-    /// An [`ErrorKind::Device`].
-    #[cold]
-    #[inline(never)]
-    pub fn device(op: &'static str, what: &'static str, expected: impl Display, got: impl Display) -> Self {
-        ErrorKind::Device { op, what, expected: expected.to_string(), got: got.to_string() }.into()
-    }
-
-    /// An [`ErrorKind::Value`].
-    #[cold]
-    #[inline(never)]
-    pub fn value(op: &'static str, message: impl Display) -> Self {
-        ErrorKind::Value { op, message: message.to_string() }.into()
-    }
-
-    /// An [`ErrorKind::State`].
-    #[cold]
-    #[inline(never)]
-    pub fn state(op: &'static str, message: impl Display) -> Self {
-        ErrorKind::State { op, message: message.to_string() }.into()
-    }
-
-    /// An [`ErrorKind::Unsupported`].
-    #[cold]
-    #[inline(never)]
-    pub fn unsupported(op: &'static str, message: impl Display) -> Self {
-        ErrorKind::Unsupported { op, message: message.to_string() }.into()
-    }
 }
+
+/// Constructors of errors, each by the name of its kind.
+macro_rules! constructors {
+    ($($name:ident => $kind:ident),* ; $($message:ident => $of_message:ident),*) => {
+        impl Error {
+            $(
+                #[doc = concat!("An [`ErrorKind::", stringify!($kind), "`].")]
+                #[cold]
+                #[inline(never)]
+                pub fn $name(op: &'static str, what: &'static str, expected: impl Display, got: impl Display) -> Self {
+                    ErrorKind::$kind { op, what, expected: expected.to_string(), got: got.to_string() }.into()
+                }
+            )*
+            $(
+                #[doc = concat!("An [`ErrorKind::", stringify!($of_message), "`].")]
+                #[cold]
+                #[inline(never)]
+                pub fn $message(op: &'static str, message: impl Display) -> Self {
+                    ErrorKind::$of_message { op, message: message.to_string() }.into()
+                }
+            )*
+        }
+    };
+}
+constructors!(
+    shape => Shape, dtype => Dtype, layout => Layout, device => Device;
+    value => Value, state => State, unsupported => Unsupported
+);
 
 impl From<ErrorKind> for Error {
     #[cold]

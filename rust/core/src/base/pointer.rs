@@ -49,6 +49,18 @@ impl<'a> DevPtr<'a> {
         self.address == 0
     }
 
+    /// Whether the address is a multiple of `bytes`, as null is.
+    #[must_use]
+    pub const fn is_aligned(self, bytes: usize) -> bool {
+        self.address().is_multiple_of(bytes)
+    }
+
+    /// The pointer where it is `wanted`, else null.
+    #[must_use]
+    pub const fn when(self, wanted: bool) -> Self {
+        if wanted { self } else { Self::null() }
+    }
+
     /// The pointer `bytes` further on; null stays null.
     #[must_use]
     pub const fn offset(self, bytes: usize) -> Self {

@@ -12,7 +12,8 @@ use std::sync::OnceLock;
 
 use cudarc::driver::sys::{
     self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUgraph,
-    CUgraphExec, CUjit_option, CUkernel, CUlaunchConfig, CUlibrary, CUlibraryOption, CUstream, CUstreamCaptureMode,
+    CUgraphExec, CUgraphNode, CUhostFn, CUjit_option, CUkernel, CUlaunchConfig, CUlibrary, CUlibraryOption, CUstream,
+    CUstreamCaptureMode, CUuserObject,
 };
 
 use crate::base::error::{Error, ErrorKind, Result};
@@ -67,6 +68,7 @@ functions! {
     cuGraphExecDestroy(CUgraphExec),
     cuGraphInstantiateWithFlags(*mut CUgraphExec, CUgraph, c_ulonglong),
     cuGraphLaunch(CUgraphExec, CUstream),
+    cuGraphRetainUserObject(CUgraph, CUuserObject, c_uint, c_uint),
     cuInit(c_uint),
     cuKernelGetFunction(*mut CUfunction, CUkernel),
     cuLaunchKernelEx(*const CUlaunchConfig, CUfunction, *mut *mut c_void, *mut *mut c_void),
@@ -88,9 +90,19 @@ functions! {
     cuStreamBeginCapture_v2(CUstream, CUstreamCaptureMode),
     cuStreamCreate(*mut CUstream, c_uint),
     cuStreamEndCapture(CUstream, *mut CUgraph),
+    cuStreamGetCaptureInfo_v2(
+        CUstream,
+        *mut c_uint,
+        *mut c_ulonglong,
+        *mut CUgraph,
+        *mut *const CUgraphNode,
+        *mut usize
+    ),
     cuStreamIsCapturing(CUstream, *mut c_uint),
     cuStreamSynchronize(CUstream),
     cuStreamWaitEvent(CUstream, CUevent, c_uint),
+    cuUserObjectCreate(*mut CUuserObject, *mut c_void, CUhostFn, c_uint, c_uint),
+    cuUserObjectRelease(CUuserObject, c_uint),
 }
 
 /// The driver's library.

@@ -1,7 +1,12 @@
 //! CUDA graphs of launches that te_fast repeats on the same addresses: one call of the driver instead of dozens.
 #![expect(unsafe_code, reason = "calls into the CUDA driver; every block names who guarantees its arguments")]
 
-use cudarc::driver::sys::{CUgraph, CUgraphExec, CUstreamCaptureMode};
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use cudarc::driver::sys::{
+    CUgraph, CUgraphExec, CUstreamCaptureMode, CUuserObject, CUuserObject_flags, CUuserObjectRetain_flags,
+};
 
 use crate::base::error::Result;
 use crate::cuda::context::PrimaryContext;
@@ -71,4 +76,72 @@ impl Drop for Graph {
             check("cuGraphExecDestroy", unsafe { (self.calls.cuGraphExecDestroy)(self.exec) })
         });
     }
+}
+
+/// The graphs of others, captured from the launches here, that hold addresses of something. Each is told of when it is
+/// captured, and holds a share until it and all that was instantiated of it is destroyed.
+#[derive(Debug, Default)]
+pub struct GraphReaders(Arc<()>);
+
+impl GraphReaders {
+    /// Adds the graph under capture on `stream`.
+    ///
+    /// # Errors
+    /// The driver's refusal; without a capture there is nothing to add.
+    #[cold]
+    pub fn add(&self, stream: Stream) -> Result<()> {
+        let calls = functions()?;
+        let (mut status, mut id, mut graph, mut nodes, mut count) = (0, 0, std::ptr::null_mut(), std::ptr::null(), 0);
+        // SAFETY: a valid stream of the current context; writes one value through each pointer. The graph is the capture's,
+        // which goes on while this call runs.
+        check("cuStreamGetCaptureInfo", unsafe {
+            (calls.cuStreamGetCaptureInfo_v2)(
+                stream.raw(),
+                &raw mut status,
+                &raw mut id,
+                &raw mut graph,
+                &raw mut nodes,
+                &raw mut count,
+            )
+        })?;
+        if graph.is_null() {
+            return Ok(());
+        }
+        let share = Arc::into_raw(Arc::clone(&self.0)).cast_mut().cast::<c_void>();
+        let mut object: CUuserObject = std::ptr::null_mut();
+        let asynchronous = CUuserObject_flags::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC as u32;
+        // SAFETY: writes one handle; `let_go` takes the share back, once, when the last reference to the object is gone.
+        let made = check("cuUserObjectCreate", unsafe {
+            (calls.cuUserObjectCreate)(&raw mut object, share, Some(let_go), 1, asynchronous)
+        });
+        if made.is_err() {
+            // SAFETY: no object was made, so that the share is still this call's.
+            unsafe { let_go(share) };
+            return made;
+        }
+        let moved = CUuserObjectRetain_flags::CU_GRAPH_USER_OBJECT_MOVE as u32;
+        // SAFETY: a graph under capture and a live object, whose one reference becomes the graph's.
+        let given =
+            check("cuGraphRetainUserObject", unsafe { (calls.cuGraphRetainUserObject)(graph, object, 1, moved) });
+        if given.is_err() {
+            // SAFETY: the reference stayed here; without it the object goes, and the share with it.
+            let _ = unsafe { (calls.cuUserObjectRelease)(object, 1) };
+        }
+        given
+    }
+
+    /// Whether one of them exists.
+    #[must_use]
+    pub fn exist(&self) -> bool {
+        Arc::strong_count(&self.0) > 1
+    }
+}
+
+/// Takes the share of a graph back, on a thread of the driver's that may call nothing of it.
+///
+/// # Safety
+/// `share` is one that [`GraphReaders::add`] made, and it is taken back once.
+unsafe extern "C" fn let_go(share: *mut c_void) {
+    // SAFETY: the caller's promise; the share is a pointer of `Arc::into_raw`.
+    drop(unsafe { Arc::from_raw(share.cast::<()>()) });
 }

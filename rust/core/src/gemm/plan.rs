@@ -13,7 +13,7 @@ use crate::gemm::problem::{GemmPointers, Problem, ScaleMode};
 use crate::host::gemm as host_gemm;
 use crate::launch::target::{Backend, Target};
 
-/// Plans that are kept although no layer holds them.
+/// Plans that are kept although no layer holds them, beside as many as layers hold.
 const IDLE_PLANS: usize = 1024;
 
 /// Elements of an operand that cuBLAS always takes.
@@ -71,6 +71,9 @@ impl GemmPlan {
 pub struct GemmPlans {
     cublas: Option<CublasLt>,
     plans: FxHashMap<Problem, Arc<GemmPlan>>,
+    /// Plans that layers held when the others were dropped last. Twice as many have to be there before all are looked
+    /// through again, so that a new plan costs the same however many are held.
+    held: usize,
 }
 
 impl GemmPlans {
@@ -92,8 +95,9 @@ impl GemmPlans {
             };
             parts = make_parts(cublas, &problem)?;
         }
-        if self.plans.len() >= IDLE_PLANS {
+        if self.plans.len() >= IDLE_PLANS + 2 * self.held {
             self.plans.retain(|_, plan| Arc::strong_count(plan) > 1);
+            self.held = self.plans.len();
         }
         let plan = Arc::new(GemmPlan { problem, parts });
         self.plans.insert(problem, Arc::clone(&plan));
@@ -135,4 +139,45 @@ fn make_parts(cublas: &CublasLt, problem: &Problem) -> Result<Vec<Part>> {
             Ok(Part { cublas: cublas.plan(&part)?, offsets: [w, bias, start * problem.d.size()] })
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gemm::problem::{Epilogue, Factor, Operand};
+
+    fn problem(m: usize) -> Problem {
+        let operand = Operand { dtype: DType::F32, scale: ScaleMode::None, ld: 8, k_outermost: false };
+        Problem {
+            m,
+            n: 8,
+            k: 8,
+            x: operand,
+            w: operand,
+            d: DType::F32,
+            ldd: 8,
+            bias: None,
+            alpha: Factor::ONE,
+            epilogue: Epilogue::None,
+            accumulate: false,
+            fast_accumulation: false,
+            alignment: 256,
+        }
+    }
+
+    #[test]
+    fn plans_that_nobody_holds_are_bounded_and_those_held_stay() -> Result<()> {
+        let mut plans = GemmPlans::default();
+        let held = (0..500).map(|m| plans.get(None, problem(m))).collect::<Result<Vec<_>>>()?;
+        for m in 500..10_000 {
+            plans.get(None, problem(m))?;
+            assert!(plans.len() <= IDLE_PLANS + 2 * held.len());
+        }
+        let built = plans.len();
+        for (m, plan) in held.iter().enumerate() {
+            assert!(Arc::ptr_eq(plan, &plans.get(None, problem(m))?));
+        }
+        assert_eq!(plans.len(), built);
+        Ok(())
+    }
 }

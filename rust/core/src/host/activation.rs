@@ -1,5 +1,5 @@
-//! Host kernels of `cuda/activation.cu` and the curves that `host/activation_backward.rs` shares. The formulas are
-//! those of `cuda/common/activation_math.cuh`; results differ from the GPU's by the last bits of 2^x and 1/x.
+//! Host kernels of `cuda/activation/activation.cu` and the curves that `host/activation_backward.rs` shares. The formulas are
+//! those of `cuda/activation/curves.cuh`; results differ from the GPU's by the last bits of 2^x and 1/x.
 
 use half::{bf16, f16};
 use te_fast_kernels::{Float, KernelId};

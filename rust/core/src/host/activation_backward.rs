@@ -1,4 +1,4 @@
-//! Host kernels of `cuda/activation_backward.cu`. Sums over rows and columns are in f64, so that they are at least as
+//! Host kernels of `cuda/activation/activation_backward.cu`. Sums over rows and columns are in f64, so that they are at least as
 //! near to the exact ones as the GPU's.
 
 use half::{bf16, f16};

@@ -1,4 +1,4 @@
-//! Host kernels of `cuda/affine.cu`.
+//! Host kernels of `cuda/quantize/affine.cu`.
 
 use half::{bf16, f16};
 use te_fast_kernels::{Float, KernelId};

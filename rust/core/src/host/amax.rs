@@ -1,4 +1,4 @@
-//! Host kernels of `cuda/amax.cu`. There is one host thread of control, so the workspace stays as it is: zero.
+//! Host kernels of `cuda/quantize/amax.cu`. There is one host thread of control, so the workspace stays as it is: zero.
 
 use half::{bf16, f16};
 use te_fast_kernels::{Float, KernelId};

@@ -1,12 +1,13 @@
-//! Host kernels of `cuda/cast.cu` and `cuda/cast_transpose.cu`.
+//! Host kernels of `cuda/quantize/cast.cu` and `cuda/quantize/cast_transpose.cu`.
 
 use rayon::prelude::*;
 use te_fast_kernels::KernelId;
+use te_fast_kernels::constants::tile::TILE;
 
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
 use crate::host::fp8::{Format, PARALLEL_FROM, Real, amax_bits, dispatch_types, is_noop, read_scalar, write_scalar};
-use crate::ops::cast::{CastParams, CastTransposeParams, TILE};
+use crate::ops::cast::{CastParams, CastTransposeParams};
 
 /// Elements that one task casts.
 const SPAN: usize = 1 << 14;
@@ -131,7 +132,7 @@ pub(crate) fn transpose_with(
     }
 }
 
-/// Column sums in the order that `cuda/common/column_sums.cuh` has for strips of one tile.
+/// Column sums in the order that `cuda/tile/column_sums.cuh` has for strips of one tile.
 fn column_sums<T: Real>(x: &[T], rows: usize, cols: usize, dbias: &mut [T]) {
     let strip = |(index, dbias): (usize, &mut [T])| {
         let mut classes = [[0.0_f32; STRIP]; 8];

@@ -1,14 +1,15 @@
-//! Host kernels of `cuda/cast_block.cu`.
+//! Host kernels of `cuda/quantize/cast_block.cu`.
 
 use rayon::prelude::*;
 use te_fast_kernels::KernelId;
+use te_fast_kernels::constants::quantize::ZERO_SCALE_BYTE;
+use te_fast_kernels::constants::tile::TILE;
 
 use crate::base::error::{Error, Result};
 use crate::host::cast::transpose_with;
 use crate::host::fp8::{
     Format, PARALLEL_FROM, Real, amax_bits, dispatch_types, is_noop, magnitude_bits, scale_from_amax,
 };
-use crate::ops::cast::TILE;
 use crate::ops::cast_block::CastBlockParams;
 
 /// Runs `cast_block_1d_*` and `cast_block_2d_*`.
@@ -163,7 +164,7 @@ impl Inverse for f32 {
 
 /// The inverse of a power of two as its biased exponent; 255 stands for zero.
 impl Inverse for u8 {
-    const ZERO: Self = 255;
+    const ZERO: Self = ZERO_SCALE_BYTE;
     fn of_scale(scale: f32) -> Self {
         (254 - (scale.to_bits() >> 23)) as Self
     }

@@ -1,12 +1,12 @@
-//! Host kernels of `cuda/dequantize.cu`.
+//! Host kernels of `cuda/quantize/dequantize.cu`.
 
 use half::{bf16, f16};
 use rayon::prelude::*;
+use te_fast_kernels::constants::tile::TILE;
 use te_fast_kernels::{Float, Fp8, KernelId};
 
 use crate::base::error::{Error, Result};
 use crate::host::fp8::{PARALLEL_FROM, Real, decode_table};
-use crate::ops::cast::TILE;
 use crate::ops::dequantize::DequantizeParams;
 
 /// Runs `dequantize_*`, `dequantize_1d_*` and `dequantize_2d_*`.

@@ -1,4 +1,4 @@
-//! Host kernel of `cuda/handover.cu`.
+//! Host kernel of `cuda/quantize/handover.cu`.
 
 use te_fast_kernels::KernelId;
 

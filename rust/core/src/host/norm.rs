@@ -1,4 +1,4 @@
-//! Host kernels of `cuda/norm.cu` and `cuda/norm_short.cu`. Statistics are those of FP64 sums, so that they differ from
+//! Host kernels of `cuda/norm/norm.cu` and `cuda/norm/norm_short.cu`. Statistics are those of FP64 sums, so that they differ from
 //! the GPU's by the rounding of its sums; everything after them is the GPU's FP32.
 
 use half::{bf16, f16};

@@ -1,4 +1,4 @@
-//! Host kernels of `cuda/norm_backward.cu` and `cuda/norm_backward_long.cu`. Sums over rows and columns are in f64, so
+//! Host kernels of `cuda/norm/norm_backward.cu` and `cuda/norm/norm_backward_long.cu`. Sums over rows and columns are in f64, so
 //! that they are at least as near to the exact ones as the GPU's; what is summed is the GPU's FP32.
 
 use half::{bf16, f16};
@@ -15,7 +15,10 @@ use crate::ops::norm_backward::NormBackwardParams;
 /// An id that does not take these parameters.
 pub(crate) fn run(p: &NormBackwardParams<'_>, id: KernelId) -> Result<()> {
     let (KernelId::NormBackward(input)
+    | KernelId::NormBackwardWide(input)
+    | KernelId::NormBackwardElements(input)
     | KernelId::NormBackwardCluster(input)
+    | KernelId::NormBackwardClusterElements(input)
     | KernelId::NormBackwardSums(input)
     | KernelId::NormBackwardTiles(input)) = id
     else {

@@ -1,4 +1,4 @@
-//! Host kernel of `cuda/pad.cu`.
+//! Host kernel of `cuda/moe/pad.cu`.
 
 use te_fast_kernels::KernelId;
 

@@ -1,11 +1,12 @@
-//! Host kernel of `cuda/permute.cu`, and how host kernels read a row map (`cuda/common/routing.cuh`).
+//! Host kernel of `cuda/moe/permute.cu`, and how host kernels read a row map (`cuda/moe/routing.cuh`).
 
 use te_fast_kernels::KernelId;
 
 use crate::base::error::Result;
 use crate::base::pointer::DevPtr;
 use crate::host::permute_map;
-use crate::ops::permute::{PermuteParams, RowMapParams};
+use crate::ops::permute::PermuteParams;
+use crate::ops::row_map::RowMapParams;
 
 /// A slot of a token.
 #[derive(Clone, Copy, Debug)]

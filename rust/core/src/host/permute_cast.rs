@@ -1,13 +1,14 @@
-//! Host kernels of `cuda/permute_cast.cu`.
+//! Host kernels of `cuda/moe/permute_cast.cu`.
 
 use te_fast_kernels::KernelId;
+use te_fast_kernels::constants::moe::ZERO_ROW;
+use te_fast_kernels::constants::tile::TILE;
 
 use crate::base::error::{Error, Result};
 use crate::host::fp8::{Format, Real, amax_bits, dispatch_types, read_scalar, scale_from_amax, write_scalar};
 use crate::host::permute::{HostMap, Slot, copy_prob, is_zero_prob, store_prob, strike_dropped};
 use crate::host::permute_map;
-use crate::ops::cast::TILE;
-use crate::ops::permute_cast::{PermuteCastParams, ZERO_ROW};
+use crate::ops::permute_cast::PermuteCastParams;
 
 /// Runs `permute_cast_*`.
 ///

@@ -1,12 +1,13 @@
-//! Host kernels of `cuda/permute_map.cu`.
+//! Host kernels of `cuda/moe/permute_map.cu`.
 
 use std::sync::atomic::{AtomicI64, Ordering};
 
 use te_fast_kernels::KernelId;
+use te_fast_kernels::constants::moe::FILL_WORD;
 
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
-use crate::ops::permute_map::{FILL_WORD, MakeMapParams, PermuteDroppedParams, PermuteEndsParams, Routing};
+use crate::ops::permute_map::{MakeMapParams, PermuteDroppedParams, PermuteEndsParams, Routing};
 
 static DROPPED: AtomicI64 = AtomicI64::new(0);
 

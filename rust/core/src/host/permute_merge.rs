@@ -1,4 +1,4 @@
-//! Host kernels of `cuda/permute_merge.cu`.
+//! Host kernels of `cuda/moe/permute_merge.cu`.
 
 use half::{bf16, f16};
 use te_fast_kernels::{Float, KernelId};

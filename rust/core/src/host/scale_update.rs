@@ -1,4 +1,4 @@
-//! Host kernels of `cuda/scale_update.cu`.
+//! Host kernels of `cuda/quantize/scale_update.cu`.
 
 use te_fast_kernels::KernelId;
 

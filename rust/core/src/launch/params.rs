@@ -23,25 +23,47 @@ pub trait Params: sealed::Sealed {
     fn run_host(&self, id: KernelId) -> Result<()>;
 }
 
-/// Defines a `#[repr(C)]` parameter struct, asserts its size (the `.cu` file asserts the same number) and binds it
-/// to the families of [`KernelId`] that take it; `run` is the host kernel, `fn(&Params, KernelId) -> Result<()>`.
+/// Defines a `#[repr(C)]` parameter struct, asserts its size (the `.cu` file asserts it of its own struct) and binds it
+/// to the families of [`KernelId`] that take it; `run` is the host kernel, `fn(&Params, KernelId) -> Result<()>`. With
+/// `..Pointers,` it begins with the op's pointers in their order, which are read as its own.
 macro_rules! params {
     (
         $(#[$doc:meta])*
-        pub struct $name:ident<$life:lifetime> [$size:literal] for $($family:ident)|+ => $run:path {
+        pub struct $name:ident<$life:lifetime> [$size:expr] for $($family:ident)|+ => $run:path {
+            $(..$pointers:ident,)?
             $($(#[$field_doc:meta])* pub $field:ident: $type:ty,)*
         }
     ) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug)]
         #[repr(C)]
-        pub struct $name<$life> { $($(#[$field_doc])* pub $field: $type,)* }
+        pub struct $name<$life> {
+            $(
+                /// The op's pointers.
+                pub at: $pointers<$crate::base::pointer::DevPtr<$life>>,
+            )?
+            $($(#[$field_doc])* pub $field: $type,)*
+        }
+
+        $(
+            impl<$life> std::ops::Deref for $name<$life> {
+                type Target = $pointers<$crate::base::pointer::DevPtr<$life>>;
+
+                #[inline]
+                fn deref(&self) -> &Self::Target {
+                    &self.at
+                }
+            }
+        )?
 
         const _: () = assert!(std::mem::size_of::<$name<'static>>() == $size);
         // No padding: every byte that the launch copies and the recorder reads is a field.
         const _: () = {
             #[allow(clippy::extra_unused_lifetimes, reason = "the types of pointer fields name it")]
-            const fn fields<$life>() -> usize { 0 $(+ std::mem::size_of::<$type>())* }
+            const fn fields<$life>() -> usize {
+                0 $(+ std::mem::size_of::<$pointers<$crate::base::pointer::DevPtr<$life>>>())?
+                    $(+ std::mem::size_of::<$type>())*
+            }
             assert!(fields() == $size);
         };
 

@@ -1,4 +1,5 @@
-//! The pointers of an op, declared once: addresses when it runs, places while a program is compiled.
+//! The pointers of an op, declared once: addresses when it runs, places while a program is compiled. Kernels that take
+//! them in this order have them as the head of their parameters (`params!`).
 
 /// Defines a struct of one field per pointer, generic in what a pointer is. The default has none of them.
 #[macro_export]
@@ -6,6 +7,7 @@ macro_rules! pointers {
     ($(#[$doc:meta])* pub struct $name:ident { $($(#[$field_doc:meta])* $field:ident,)* }) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        #[repr(C)]
         pub struct $name<P> { $($(#[$field_doc])* pub $field: P,)* }
 
         impl<P> $name<P> {

@@ -2,7 +2,7 @@
 //!
 //! A kernel is a [`KernelId`] and one `#[repr(C)]` parameter struct. `launch` sends the pair to the CUDA driver, or runs the
 //! Rust kernel of the same id on CPU memory, and tells the [`Trace`] either way. A kernel reads and writes only what its
-//! head comment in `cuda/*.cu` says, for the sizes and types that its plan (`ops/*.rs`) has checked.
+//! head comment in `cuda/*/*.cu` says, for the sizes and types that its plan (`ops/*.rs`) has checked.
 #![expect(unsafe_code, reason = "the recorder reads parameter structs as bytes")]
 
 use te_fast_kernels::KernelId;

@@ -1,6 +1,8 @@
 //! Activation functions: the result in high precision, as FP8 in row layout, transposed layout or both.
 //! Layers call it between two linear layers; the gradient is in [`crate::ops::activation_backward`].
 
+use te_fast_kernels::constants::activation as constants;
+use te_fast_kernels::constants::tile::{TILE_THREADS, TRANSPOSED_ALIGN};
 use te_fast_kernels::{Float, Fp8, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -8,7 +10,7 @@ use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
-use crate::ops::cast::{THREADS, TRANSPOSED_ALIGN, aligned, scaled, tiles};
+use crate::ops::cast::{aligned, check_columns, scaled, tiles};
 use crate::ops::strips::StripPlan;
 use crate::{params, pointers};
 
@@ -59,25 +61,24 @@ pub enum Activation {
 /// Factor in the sigmoid of the quick GELU.
 const QUICK_GELU_ALPHA: f32 = 1.702;
 
-/// The function that a kernel applies to the activated half; the numbers are those of `CurveKind` in
-/// `cuda/common/activation_math.cuh`.
+/// The function that a kernel applies to the activated half.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum Curve {
     /// Tanh GELU.
-    Gelu,
+    Gelu = constants::CURVE_GELU,
     /// `g * sigmoid(alpha g)`.
-    Swish,
+    Swish = constants::CURVE_SWISH,
     /// The same with clamps and an offset.
-    Clamped,
+    Clamped = constants::CURVE_CLAMPED,
     /// `max(g, 0)`.
-    Relu,
+    Relu = constants::CURVE_RELU,
     /// `max(g, 0)^2`.
-    SquaredRelu,
+    SquaredRelu = constants::CURVE_SQUARED_RELU,
     /// `sigmoid(g)`.
-    Sigmoid,
+    Sigmoid = constants::CURVE_SIGMOID,
     /// Bounded swish.
-    Situ,
+    Situ = constants::CURVE_SITU,
 }
 
 impl Curve {
@@ -85,11 +86,11 @@ impl Curve {
     pub(crate) fn from_number(number: u32) -> Option<Self> {
         const ALL: [Curve; 7] =
             [Curve::Gelu, Curve::Swish, Curve::Clamped, Curve::Relu, Curve::SquaredRelu, Curve::Sigmoid, Curve::Situ];
-        ALL.get(number as usize).copied()
+        ALL.into_iter().find(|curve| *curve as u32 == number)
     }
 }
 
-/// Constants of a curve; zero where it has none. As `CurveConstants` in `cuda/common/activation_math.cuh`.
+/// Constants of a curve; zero where it has none. As `CurveConstants` in `cuda/activation/curves.cuh`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 #[repr(C)]
 pub struct Constants {
@@ -174,7 +175,7 @@ pub(crate) struct Tiling {
 impl Tiling {
     /// The grid of a kernel that takes `shared` bytes of dynamic shared memory.
     pub(crate) const fn grid(&self, shared: u32) -> Grid {
-        Grid::linear(self.strips.strips * self.strips.tiles_cols, THREADS).with_shared(shared)
+        Grid::linear(self.strips.strips * self.strips.tiles_cols, TILE_THREADS).with_shared(shared)
     }
 }
 
@@ -191,9 +192,7 @@ impl Shape {
                 interleave,
             ));
         }
-        if i32::try_from(self.cols).is_err() {
-            return Err(Error::shape(self.op, "the number of columns", "below 2**31", self.cols));
-        }
+        check_columns(self.op, self.cols)?;
         let (tiles_rows, tiles_cols) = tiles(self.op, self.rows, self.cols)?;
         // An empty tensor still has a scale_inv or a bias gradient to write.
         let (tiles_rows, tiles_cols) = (tiles_rows.max(1), tiles_cols.max(1));
@@ -208,25 +207,8 @@ impl Shape {
 
 params! {
     /// Parameters of `activation_*` and `activation_gated_*`.
-    pub struct ActivationParams<'a> [168] for Activation | ActivationGated => host::activation::run {
-        /// Input `[rows, cols]`, gated `[rows, 2 * cols]`.
-        pub x: DevPtr<'a>,
-        /// Result `[rows, cols]` in the input's type, or null.
-        pub y: DevPtr<'a>,
-        /// FP8 bytes `[rows, cols]`, or null.
-        pub out: DevPtr<'a>,
-        /// FP8 bytes `[cols, ld_t]`, or null.
-        pub out_t: DevPtr<'a>,
-        /// Factor per row, or null.
-        pub row_scale: DevPtr<'a>,
-        /// One f32; null casts nothing.
-        pub scale: DevPtr<'a>,
-        /// One f32, or null.
-        pub scale_inv: DevPtr<'a>,
-        /// One f32 that is raised to the result's amax, or null.
-        pub amax: DevPtr<'a>,
-        /// One f32, or null; 1.0 leaves every output as it is.
-        pub noop: DevPtr<'a>,
+    pub struct ActivationParams<'a> [constants::ACTIVATION_PARAMS_BYTES] for Activation | ActivationGated => host::activation::run {
+        ..ActivationPointers,
         /// Rows.
         pub rows: u64,
         /// Columns of the result.
@@ -306,8 +288,6 @@ pub struct ActivationPlan {
 }
 
 const OP: &str = "activation";
-/// `sizeof(ForwardShared)` in `cuda/activation.cu`.
-const SHARED_BYTES: u32 = 48 << 10;
 
 impl ActivationPlan {
     /// Checks `spec` and picks the kernel.
@@ -360,18 +340,18 @@ impl ActivationPlan {
     pub fn run(&self, target: &mut Target<'_>, buffers: &ActivationPointers<DevPtr<'_>>) -> Result<()> {
         self.check(target.is_host(), buffers)?;
         let (b, spec) = (buffers, &self.spec);
-        let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let casts = spec.fp8.is_some();
         let params = ActivationParams {
-            x: b.x,
-            y: used(spec.high, b.y),
-            out: used(spec.rowwise, b.out),
-            out_t: used(spec.columnwise, b.out_t),
-            row_scale: used(spec.row_scale.is_some(), b.row_scale),
-            scale: used(casts, b.scale),
-            scale_inv: used(casts, b.scale_inv),
-            amax: used(casts, b.amax),
-            noop: b.noop,
+            at: ActivationPointers {
+                y: b.y.when(spec.high),
+                out: b.out.when(spec.rowwise),
+                out_t: b.out_t.when(spec.columnwise),
+                row_scale: b.row_scale.when(spec.row_scale.is_some()),
+                scale: b.scale.when(casts),
+                scale_inv: b.scale_inv.when(casts),
+                amax: b.amax.when(casts),
+                ..*b
+            },
             rows: spec.rows as u64,
             cols: spec.cols as u64,
             ld_t: self.tiling.ld_t as u64,
@@ -382,7 +362,7 @@ impl ActivationPlan {
             interleave: spec.interleave as u32,
             e5m2: u32::from(spec.fp8 == Some(Fp8::E5m2)),
         };
-        launch(target, self.kernel, self.tiling.grid(SHARED_BYTES), &params)
+        launch(target, self.kernel, self.tiling.grid(constants::SHARED), &params)
     }
 
     /// Every buffer that the kernel will use is there, and aligned where it must be.

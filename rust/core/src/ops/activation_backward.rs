@@ -1,6 +1,7 @@
 //! Gradient of the activation functions in one pass: in high precision, as FP8 in either layout, with the bias
 //! gradient of the linear layer before and the gradient of a factor per row.
 
+use te_fast_kernels::constants::activation as constants;
 use te_fast_kernels::{Float, Fp8, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -15,36 +16,9 @@ use crate::{params, pointers};
 
 params! {
     /// Parameters of `activation_backward_*` and `activation_gated_backward_*`.
-    pub struct ActivationBackwardParams<'a> [208] for ActivationBackward | ActivationGatedBackward
+    pub struct ActivationBackwardParams<'a> [constants::ACTIVATION_BACKWARD_PARAMS_BYTES] for ActivationBackward | ActivationGatedBackward
         => host::activation_backward::run {
-        /// Gradient of the result `[rows, cols]`.
-        pub dy: DevPtr<'a>,
-        /// Input of the forward `[rows, cols]`, gated `[rows, 2 * cols]`.
-        pub x: DevPtr<'a>,
-        /// Gradient of the input in its type, or null.
-        pub dx: DevPtr<'a>,
-        /// The same as FP8 bytes, or null.
-        pub out: DevPtr<'a>,
-        /// The same transposed, `[cols of x, ld_t]`, or null.
-        pub out_t: DevPtr<'a>,
-        /// Factor per row, or null.
-        pub row_scale: DevPtr<'a>,
-        /// Its gradient `[rows]`, or null.
-        pub row_scale_grad: DevPtr<'a>,
-        /// One f32; null casts nothing.
-        pub scale: DevPtr<'a>,
-        /// One f32, or null.
-        pub scale_inv: DevPtr<'a>,
-        /// One f32 that is raised to the gradient's amax, or null.
-        pub amax: DevPtr<'a>,
-        /// One f32, or null; 1.0 leaves every output as it is.
-        pub noop: DevPtr<'a>,
-        /// Column sums of the gradient, in the input's type, or null.
-        pub dbias: DevPtr<'a>,
-        /// Partial sums: f32 `[strips, cols of x]` for `dbias`, then `[tiles_cols, rows]`.
-        pub partial: DevPtr<'a>,
-        /// Arrival counters, u32 `[tiles_cols]` for `dbias`, then `[strips]`; zero between launches.
-        pub counters: DevPtr<'a>,
+        ..ActivationBackwardPointers,
         /// Rows.
         pub rows: u64,
         /// Columns of the result.
@@ -142,21 +116,21 @@ pub struct ActivationBackwardPlan {
 
 const OP: &str = "activation_backward";
 
-/// Blocks that one multiprocessor of a Hopper runs at once, as in `cuda/activation_backward.cu`.
+/// Blocks that one multiprocessor of a Hopper runs at once.
 const fn resident_blocks(gated: bool, input: Float) -> u32 {
     match (gated, input) {
-        (false, _) => 4,
-        (true, Float::Bf16) => 3,
-        (true, _) => 2,
+        (false, _) => constants::BACKWARD_BLOCKS,
+        (true, Float::Bf16) => constants::GATED_BACKWARD_BLOCKS_BF16,
+        (true, _) => constants::GATED_BACKWARD_BLOCKS,
     }
 }
 
-/// `sizeof(BackwardShared)` in `cuda/activation_backward.cu`.
+/// Dynamic shared memory of a block.
 const fn shared_bytes(gated: bool, input: Float) -> u32 {
     match (gated, input) {
-        (false, _) => 48 << 10,
-        (true, Float::F32) => 80 << 10,
-        (true, _) => 56 << 10,
+        (false, _) => constants::BACKWARD_SHARED,
+        (true, Float::F32) => constants::GATED_BACKWARD_SHARED_F32,
+        (true, _) => constants::GATED_BACKWARD_SHARED,
     }
 }
 
@@ -263,23 +237,22 @@ impl ActivationBackwardPlan {
     #[inline]
     fn params<'a>(&self, b: &ActivationBackwardPointers<DevPtr<'a>>) -> ActivationBackwardParams<'a> {
         let spec = &self.spec;
-        let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let (casts, sums) = (spec.fp8.is_some(), spec.dbias || spec.row_scale_grad);
         ActivationBackwardParams {
-            dy: b.dy,
-            x: b.x,
-            dx: used(spec.high, b.dx),
-            out: used(spec.rowwise, b.out),
-            out_t: used(spec.columnwise, b.out_t),
-            row_scale: used(spec.row_scale.is_some(), b.row_scale),
-            row_scale_grad: used(spec.row_scale_grad, b.row_scale_grad),
-            scale: used(casts, b.scale),
-            scale_inv: used(casts, b.scale_inv),
-            amax: used(casts, b.amax),
-            noop: b.noop,
-            dbias: used(spec.dbias, b.dbias),
-            partial: used(sums, b.partial),
-            counters: used(sums, b.counters),
+            at: ActivationBackwardPointers {
+                dx: b.dx.when(spec.high),
+                out: b.out.when(spec.rowwise),
+                out_t: b.out_t.when(spec.columnwise),
+                row_scale: b.row_scale.when(spec.row_scale.is_some()),
+                row_scale_grad: b.row_scale_grad.when(spec.row_scale_grad),
+                scale: b.scale.when(casts),
+                scale_inv: b.scale_inv.when(casts),
+                amax: b.amax.when(casts),
+                dbias: b.dbias.when(spec.dbias),
+                partial: b.partial.when(sums),
+                counters: b.counters.when(sums),
+                ..*b
+            },
             rows: spec.rows as u64,
             cols: spec.cols as u64,
             ld_t: self.tiling.ld_t as u64,

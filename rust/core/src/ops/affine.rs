@@ -1,5 +1,7 @@
 //! `y = alpha * x + r + b`: scaling, addition of a tensor and of a row, conversion between types.
 
+use te_fast_kernels::constants::common::VECTOR;
+use te_fast_kernels::constants::quantize::{self, THREADS};
 use te_fast_kernels::{Float, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -7,23 +9,12 @@ use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
-use crate::ops::cast::THREADS;
 use crate::{params, pointers};
-
-/// Columns of one thread.
-const GROUP: usize = 8;
 
 params! {
     /// Parameters of `affine_*`.
-    pub struct AffineParams<'a> [64] for Affine => host::affine::run {
-        /// Input `[rows, cols]`.
-        pub x: DevPtr<'a>,
-        /// Tensor to add, of the input's type, or null; may be `y`.
-        pub r: DevPtr<'a>,
-        /// Row to add `[cols]`, or null.
-        pub b: DevPtr<'a>,
-        /// Output `[rows, cols]`; may be `x` of the same type.
-        pub y: DevPtr<'a>,
+    pub struct AffineParams<'a> [quantize::AFFINE_PARAMS_BYTES] for Affine => host::affine::run {
+        ..AffinePointers,
         /// Rows.
         pub rows: u64,
         /// Columns.
@@ -83,7 +74,7 @@ impl AffinePlan {
     /// # Errors
     /// A shape beyond what a launch can index.
     pub fn new(spec: AffineSpec) -> Result<Self> {
-        let groups = spec.cols.div_ceil(GROUP).checked_mul(spec.rows);
+        let groups = spec.cols.div_ceil(VECTOR).checked_mul(spec.rows);
         let blocks = groups.map(|groups| groups.div_ceil(THREADS as usize));
         let Some(blocks) = blocks.filter(|&blocks| i32::try_from(blocks).is_ok()) else {
             let got = format!("{} x {}", spec.rows, spec.cols);
@@ -103,20 +94,16 @@ impl AffinePlan {
     /// # Errors
     /// A null buffer, or the launch fails.
     #[inline]
-    pub fn run(&self, target: &mut Target<'_>, pointers: &AffinePointers<DevPtr<'_>>) -> Result<()> {
-        let &AffinePointers { x, r, b, y } = pointers;
+    pub fn run(&self, target: &mut Target<'_>, at: &AffinePointers<DevPtr<'_>>) -> Result<()> {
         if self.grid.is_empty() {
             return Ok(());
         }
-        if x.is_null() || y.is_null() {
+        if at.x.is_null() || at.y.is_null() {
             return Err(Error::value("affine", "a buffer that the plan needs is null"));
         }
         let spec = &self.spec;
         let params = AffineParams {
-            x,
-            r,
-            b,
-            y,
+            at: *at,
             rows: spec.rows as u64,
             cols: spec.cols as u64,
             alpha: spec.alpha,

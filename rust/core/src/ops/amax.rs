@@ -1,6 +1,8 @@
 //! Current scaling: the amax of a tensor and the scale that follows from it, in one launch; or the two apart, for an
 //! amax that is reduced over ranks in between.
 
+use te_fast_kernels::constants::common::WARP;
+use te_fast_kernels::constants::quantize::{self, AMAX_WORKSPACE_BYTES, SPAN, THREADS};
 use te_fast_kernels::{Float, Fp8, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -8,29 +10,15 @@ use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
-use crate::ops::cast::THREADS;
 use crate::{params, pointers};
 
-/// Elements that a block reads before it comes round again.
-const SPAN: usize = 8192;
 /// More blocks than this per multiprocessor only add atomics.
 const BLOCKS_PER_MULTIPROCESSOR: u32 = 4;
 
 params! {
     /// Parameters of `amax_*`.
-    pub struct AmaxParams<'a> [72] for Amax => host::amax::run {
-        /// Input, `count` elements.
-        pub x: DevPtr<'a>,
-        /// Two words, zero between launches.
-        pub workspace: DevPtr<'a>,
-        /// One f32, overwritten, or null.
-        pub amax: DevPtr<'a>,
-        /// One f32; null stops after the amax.
-        pub scale: DevPtr<'a>,
-        /// One f32, or null.
-        pub scale_inv: DevPtr<'a>,
-        /// One f32, or null; 1.0 leaves every output as it is.
-        pub noop: DevPtr<'a>,
+    pub struct AmaxParams<'a> [quantize::AMAX_PARAMS_BYTES] for Amax => host::amax::run {
+        ..AmaxPointers,
         /// Elements.
         pub count: u64,
         /// Largest value of the FP8 type.
@@ -46,7 +34,7 @@ params! {
 
 params! {
     /// Parameters of `scale_from_amax`.
-    pub struct ScaleFromAmaxParams<'a> [40] for ScaleFromAmax => host::amax::run_scale {
+    pub struct ScaleFromAmaxParams<'a> [quantize::SCALE_FROM_AMAX_PARAMS_BYTES] for ScaleFromAmax => host::amax::run_scale {
         /// One f32.
         pub amax: DevPtr<'a>,
         /// One f32.
@@ -104,7 +92,7 @@ pub struct AmaxPlan {
 
 impl AmaxPlan {
     /// Size of the workspace.
-    pub const WORKSPACE_BYTES: usize = 8;
+    pub const WORKSPACE_BYTES: usize = AMAX_WORKSPACE_BYTES;
 
     /// A pass over `count` elements on a device with `multiprocessors` (any number for the host backend).
     ///
@@ -122,19 +110,13 @@ impl AmaxPlan {
     /// # Errors
     /// A buffer that is needed is null, or the launch fails.
     #[inline]
-    pub fn run(&self, target: &mut Target<'_>, buffers: &AmaxPointers<DevPtr<'_>>) -> Result<()> {
-        let b = buffers;
+    pub fn run(&self, target: &mut Target<'_>, b: &AmaxPointers<DevPtr<'_>>) -> Result<()> {
         let missing = (self.count != 0 && b.x.is_null()) || (b.workspace.is_null() && !target.is_host());
         if missing || (b.amax.is_null() && b.scale.is_null()) {
             return Err(Error::value("amax", "a buffer that the plan needs is null"));
         }
         let params = AmaxParams {
-            x: b.x,
-            workspace: b.workspace,
-            amax: b.amax,
-            scale: b.scale,
-            scale_inv: b.scale_inv,
-            noop: b.noop,
+            at: *b,
             count: self.count as u64,
             fp8_max: self.rule.output.max(),
             eps: self.rule.eps,
@@ -169,7 +151,7 @@ pub fn scale_from_amax(
         pow2: u32::from(rule.pow2),
         unused: 0,
     };
-    launch(target, KernelId::ScaleFromAmax, Grid::linear(1, 32), &params)
+    launch(target, KernelId::ScaleFromAmax, Grid::linear(1, WARP), &params)
 }
 
 /// An epsilon is a number, at least 0.

@@ -1,6 +1,8 @@
 //! Per-tensor scaled cast to FP8: row layout, transposed layout or both, with or without the bias gradient.
 //! Delayed scaling calls it with an amax to raise, current scaling after [`crate::ops::amax`].
 
+use te_fast_kernels::constants::quantize::{self, CAST_TRANSPOSE_SHARED, SPAN, SUMMING_BLOCKS, THREADS};
+use te_fast_kernels::constants::tile::{TILE, TILE_THREADS, TRANSPOSED_ALIGN};
 use te_fast_kernels::{Float, Fp8, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -11,22 +13,9 @@ use crate::launch::target::{Target, launch};
 use crate::ops::strips::StripPlan;
 use crate::{params, pointers};
 
-/// Rows and columns of the tile that a thread block casts; also the side of a scaling block.
-pub const TILE: usize = 128;
-/// Rows of a transposed layout are padded to this multiple, as FP8 GEMMs need.
-pub const TRANSPOSED_ALIGN: usize = 16;
-/// Threads of a block in every kernel of the cast family.
-pub(crate) const THREADS: u32 = 256;
-/// `sizeof(CastShared)` in `cuda/cast_transpose.cu`.
-const SHARED: u32 = 48 << 10;
-/// Blocks that sum columns which one multiprocessor of a Hopper runs at once, as in `cuda/cast_transpose.cu`.
-const SUMMING_BLOCKS: u32 = 3;
-/// Elements that a block casts in row layout alone.
-const SPAN: usize = 8192;
-
 params! {
     /// Parameters of `cast_*`.
-    pub struct CastParams<'a> [64] for Cast => host::cast::run {
+    pub struct CastParams<'a> [quantize::CAST_PARAMS_BYTES] for Cast => host::cast::run {
         /// Input, `count` elements.
         pub x: DevPtr<'a>,
         /// FP8 bytes.
@@ -50,27 +39,8 @@ params! {
 
 params! {
     /// Parameters of `cast_transpose_*` and `cast_transpose_dbias_*`.
-    pub struct CastTransposeParams<'a> [144] for CastTranspose | CastTransposeDbias => host::cast::run_transpose {
-        /// Input `[rows, cols]`.
-        pub x: DevPtr<'a>,
-        /// FP8 bytes `[rows, cols]`, or null.
-        pub out: DevPtr<'a>,
-        /// FP8 bytes `[cols, ld_t]`, or null.
-        pub out_t: DevPtr<'a>,
-        /// One f32; null sums columns and casts nothing.
-        pub scale: DevPtr<'a>,
-        /// One f32, or null.
-        pub scale_inv: DevPtr<'a>,
-        /// One f32 that is raised to the input's amax, or null.
-        pub amax: DevPtr<'a>,
-        /// One f32, or null; 1.0 leaves every output as it is.
-        pub noop: DevPtr<'a>,
-        /// Column sums `[cols]` in the input's type.
-        pub dbias: DevPtr<'a>,
-        /// Sums of the strips, f32 `[strips, cols]`.
-        pub partial: DevPtr<'a>,
-        /// Arrival counters, u32 `[tiles_cols]`, zero between launches.
-        pub counters: DevPtr<'a>,
+    pub struct CastTransposeParams<'a> [quantize::CAST_TRANSPOSE_PARAMS_BYTES] for CastTranspose | CastTransposeDbias => host::cast::run_transpose {
+        ..CastPointers,
         /// Rows of the input.
         pub rows: u64,
         /// Columns of the input.
@@ -136,10 +106,10 @@ pointers! {
         noop,
         /// [`CastPlan::dbias_bytes`].
         dbias,
-        /// [`CastPlan::counter_bytes`], zeroed once when allocated. One launch at a time may use them.
-        counters,
         /// [`CastPlan::partial_bytes`], 16-byte aligned, of any content.
         partial,
+        /// [`CastPlan::counter_bytes`], zeroed once when allocated. One launch at a time may use them.
+        counters,
     }
 }
 
@@ -162,6 +132,9 @@ impl CastPlan {
         if !(spec.rowwise || spec.columnwise || spec.dbias) {
             return Err(Error::value("cast", "no output is asked for; ask for rowwise, columnwise or dbias"));
         }
+        if spec.columnwise || spec.dbias {
+            check_columns("cast", spec.cols)?;
+        }
         let ld_t = if spec.columnwise { spec.rows.next_multiple_of(TRANSPOSED_ALIGN) } else { 0 };
         let (tiles_rows, tiles_cols) = tiles("cast", spec.rows, spec.cols)?;
         // An empty tensor still has a scale_inv or a bias gradient to write.
@@ -173,7 +146,7 @@ impl CastPlan {
         } else {
             StripPlan::single_tiles(tiles_rows, tiles_cols)
         };
-        let tiled = Grid::linear(strips.strips * tiles_cols, THREADS).with_shared(SHARED);
+        let tiled = Grid::linear(strips.strips * tiles_cols, TILE_THREADS).with_shared(CAST_TRANSPOSE_SHARED);
         let (kernel, grid) = match (spec.columnwise, spec.dbias) {
             (_, true) => (KernelId::CastTransposeDbias(input, output), tiled),
             (true, false) => (KernelId::CastTranspose(input, output), tiled),
@@ -249,19 +222,18 @@ impl CastPlan {
             };
             return launch(target, self.kernel, self.grid, &params);
         }
-        let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let casts = spec.rowwise || spec.columnwise;
         let params = CastTransposeParams {
-            x: b.x,
-            out: used(spec.rowwise, b.out),
-            out_t: used(spec.columnwise, b.out_t),
-            scale: used(casts, b.scale),
-            scale_inv: used(casts, b.scale_inv),
-            amax: b.amax,
-            noop: b.noop,
-            dbias: used(spec.dbias, b.dbias),
-            partial: used(spec.dbias, b.partial),
-            counters: used(spec.dbias, b.counters),
+            at: CastPointers {
+                out: b.out.when(spec.rowwise),
+                out_t: b.out_t.when(spec.columnwise),
+                scale: b.scale.when(casts),
+                scale_inv: b.scale_inv.when(casts),
+                dbias: b.dbias.when(spec.dbias),
+                partial: b.partial.when(spec.dbias),
+                counters: b.counters.when(spec.dbias),
+                ..*b
+            },
             rows: spec.rows as u64,
             cols: spec.cols as u64,
             ld_t: self.ld_t as u64,
@@ -305,6 +277,14 @@ pub(crate) fn tiles(op: &'static str, rows: usize, cols: usize) -> Result<(u32, 
     }
 }
 
+/// Kernels that work in tiles count columns in 32 bits.
+pub(crate) fn check_columns(op: &'static str, cols: usize) -> Result<()> {
+    if i32::try_from(cols).is_ok() {
+        return Ok(());
+    }
+    Err(Error::shape(op, "the number of columns", "below 2**31", cols))
+}
+
 /// An FP8 output has a scale.
 pub(crate) fn scaled(op: &'static str, fp8: Option<Fp8>, scale: DevPtr<'_>) -> Result<()> {
     if fp8.is_none() || !scale.is_null() {
@@ -316,7 +296,7 @@ pub(crate) fn scaled(op: &'static str, fp8: Option<Fp8>, scale: DevPtr<'_>) -> R
 /// A pointer on a multiple of 16 bytes.
 #[inline]
 pub(crate) fn aligned(op: &'static str, what: &'static str, pointer: DevPtr<'_>) -> Result<()> {
-    if pointer.address().is_multiple_of(16) {
+    if pointer.is_aligned(16) {
         Ok(())
     } else {
         Err(Error::layout(op, what, "aligned to 16 bytes", format_args!("address {:#x}", pointer.address())))
@@ -354,5 +334,9 @@ mod tests {
     fn nothing_to_write_is_an_error() {
         assert!(CastPlan::new(CastSpec { rowwise: false, columnwise: false, dbias: false, ..SPEC }).is_err());
         assert!(CastPlan::new(CastSpec { rows: 1 << 40, cols: 1 << 20, ..SPEC }).is_err());
+        // One element after the other, columns are no limit.
+        let long = CastSpec { rows: 1, cols: 1 << 32, ..SPEC };
+        assert!(CastPlan::new(long).is_err());
+        assert!(CastPlan::new(CastSpec { columnwise: false, dbias: false, ..long }).is_ok());
     }
 }

@@ -1,5 +1,7 @@
 //! Block-scaled cast to FP8, 1 x 128 or 128 x 128, in row layout, transposed layout or both.
 
+use te_fast_kernels::constants::quantize;
+use te_fast_kernels::constants::tile::{TILE, TILE_THREADS, TRANSPOSED_ALIGN};
 use te_fast_kernels::{Float, Fp8, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -8,7 +10,7 @@ use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
 use crate::ops::amax::check_eps;
-use crate::ops::cast::{THREADS, TILE, TRANSPOSED_ALIGN, aligned, tiles};
+use crate::ops::cast::{aligned, check_columns, tiles};
 use crate::{params, pointers};
 
 /// The last dimension of a scale tensor is padded to this multiple.
@@ -16,7 +18,7 @@ const SCALE_ALIGN: usize = 4;
 
 params! {
     /// Parameters of `cast_block_1d_*` and `cast_block_2d_*`.
-    pub struct CastBlockParams<'a> [136] for CastBlock1d | CastBlock2d => host::cast_block::run {
+    pub struct CastBlockParams<'a> [quantize::CAST_BLOCK_PARAMS_BYTES] for CastBlock1d | CastBlock2d => host::cast_block::run {
         /// Input `[rows, cols]`.
         pub x: DevPtr<'a>,
         /// FP8 bytes `[rows, cols]`, or null.
@@ -154,6 +156,7 @@ impl CastBlockPlan {
         if spec.byte_scales_t && !(spec.pow2 && spec.block == BlockShape::OneDimensional) {
             return Err(Error::value("cast_block", "scales as bytes are powers of two, of 1x128 blocks"));
         }
+        check_columns("cast_block", spec.cols)?;
         let tiles = tiles("cast_block", spec.rows, spec.cols)?;
         let kernel = match spec.block {
             BlockShape::OneDimensional => KernelId::CastBlock1d(spec.input, spec.output),
@@ -162,7 +165,7 @@ impl CastBlockPlan {
         Ok(Self {
             spec,
             kernel,
-            grid: Grid::linear(tiles.0 * tiles.1, THREADS),
+            grid: Grid::linear(tiles.0 * tiles.1, TILE_THREADS),
             ld_t: if spec.columnwise { spec.rows.next_multiple_of(TRANSPOSED_ALIGN) } else { 0 },
             scale_shape: scale_shape(spec.block, spec.rows, spec.cols),
             scale_t_shape: scale_shape(spec.block, spec.cols, spec.rows),
@@ -246,13 +249,12 @@ impl CastBlockPlan {
         if spec.columnwise && !target.is_host() {
             aligned("cast_block", "the transposed output", b.out_t)?;
         }
-        let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let params = CastBlockParams {
             x: b.x,
-            out: used(spec.rowwise, b.out),
-            out_t: used(spec.columnwise, b.out_t),
-            scale_inv: used(spec.rowwise, b.scale_inv),
-            scale_inv_t: used(spec.columnwise, b.scale_inv_t),
+            out: b.out.when(spec.rowwise),
+            out_t: b.out_t.when(spec.columnwise),
+            scale_inv: b.scale_inv.when(spec.rowwise),
+            scale_inv_t: b.scale_inv_t.when(spec.columnwise),
             noop: b.noop,
             rows: spec.rows as u64,
             cols: spec.cols as u64,

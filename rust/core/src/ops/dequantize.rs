@@ -1,5 +1,7 @@
 //! FP8 back to high precision, under one scale or block scales.
 
+use te_fast_kernels::constants::common::VECTOR;
+use te_fast_kernels::constants::quantize::{self, SPAN, THREADS};
 use te_fast_kernels::{Float, Fp8, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -7,23 +9,13 @@ use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
-use crate::ops::cast::THREADS;
 use crate::ops::cast_block::{BlockShape, scale_shape};
 use crate::{params, pointers};
 
-/// Elements of one group, and groups of one block.
-const GROUP: usize = 8;
-const GROUPS_PER_BLOCK: usize = 1024;
-
 params! {
     /// Parameters of `dequantize_*`, `dequantize_1d_*` and `dequantize_2d_*`.
-    pub struct DequantizeParams<'a> [56] for Dequantize | Dequantize1d | Dequantize2d => host::dequantize::run {
-        /// FP8 bytes `[rows, ld]`.
-        pub q: DevPtr<'a>,
-        /// Output `[rows, cols]`.
-        pub out: DevPtr<'a>,
-        /// One f32, or the block scales.
-        pub scale_inv: DevPtr<'a>,
+    pub struct DequantizeParams<'a> [quantize::DEQUANTIZE_PARAMS_BYTES] for Dequantize | Dequantize1d | Dequantize2d => host::dequantize::run {
+        ..DequantizePointers,
         /// Rows.
         pub rows: u64,
         /// Columns.
@@ -83,7 +75,7 @@ impl DequantizePlan {
         if spec.ld < spec.cols {
             return Err(Error::shape("dequantize", "ld", format_args!("at least cols = {}", spec.cols), spec.ld));
         }
-        let blocks = spec.cols.div_ceil(GROUP).checked_mul(spec.rows).map(|groups| groups.div_ceil(GROUPS_PER_BLOCK));
+        let blocks = spec.cols.div_ceil(VECTOR).checked_mul(spec.rows).map(|groups| groups.div_ceil(SPAN / VECTOR));
         let Some(blocks) = blocks.filter(|&blocks| i32::try_from(blocks).is_ok()) else {
             let got = format_args!("{} x {}", spec.rows, spec.cols).to_string();
             return Err(Error::shape("dequantize", "rows x cols", "below 2**44 elements", got));
@@ -112,19 +104,16 @@ impl DequantizePlan {
     /// # Errors
     /// A null buffer, or the launch fails.
     #[inline]
-    pub fn run(&self, target: &mut Target<'_>, pointers: &DequantizePointers<DevPtr<'_>>) -> Result<()> {
-        let &DequantizePointers { q, out, scale_inv } = pointers;
+    pub fn run(&self, target: &mut Target<'_>, at: &DequantizePointers<DevPtr<'_>>) -> Result<()> {
         if self.grid.is_empty() {
             return Ok(());
         }
-        if q.is_null() || out.is_null() || scale_inv.is_null() {
+        if at.q.is_null() || at.out.is_null() || at.scale_inv.is_null() {
             return Err(Error::value("dequantize", "a buffer that the plan needs is null"));
         }
         let spec = &self.spec;
         let params = DequantizeParams {
-            q,
-            out,
-            scale_inv,
+            at: *at,
             rows: spec.rows as u64,
             cols: spec.cols as u64,
             ld: spec.ld as u64,

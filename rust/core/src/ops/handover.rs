@@ -1,6 +1,11 @@
 //! Scales of FP8 values that one GEMM writes and the next one reads, for a chain of linear ops in one launch.
 
 use te_fast_kernels::KernelId;
+use te_fast_kernels::constants::quantize;
+pub use te_fast_kernels::constants::quantize::{
+    HANDOVER_ENTRIES as ENTRIES, HANDOVER_FOUND_AT as FOUND_AT, HANDOVER_ROW_BYTES as ROW_BYTES,
+    HANDOVER_SCALE_AT as SCALE_AT,
+};
 
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
@@ -8,15 +13,6 @@ use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
 use crate::params;
-
-/// Entries of one launch.
-pub const ENTRIES: usize = 32;
-/// Bytes of a row of the table: inverse scale, scale and maximum, each on 16 bytes of its own.
-pub const ROW_BYTES: usize = 48;
-/// Where a row has the scale.
-pub const SCALE_AT: usize = 16;
-/// Where a row has the maximum that the GEMM found.
-pub const FOUND_AT: usize = 32;
 
 /// One tensor's slot of delayed scaling.
 #[derive(Clone, Copy, Debug)]
@@ -30,9 +26,9 @@ pub struct HandoverEntry<'a> {
 
 params! {
     /// Parameters of `handover`.
-    pub struct HandoverParams<'a> [536] for Handover => host::handover::run {
+    pub struct HandoverParams<'a> [quantize::HANDOVER_PARAMS_BYTES] for Handover => host::handover::run {
         /// The slots.
-        pub entries: [HandoverEntry<'a>; 32],
+        pub entries: [HandoverEntry<'a>; ENTRIES],
         /// f32 `[first + count, 12]`.
         pub table: DevPtr<'a>,
         /// Row of the first entry.

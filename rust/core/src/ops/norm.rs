@@ -2,6 +2,8 @@
 //! transposed layout or both. The gradient is in [`crate::ops::norm_backward`].
 
 use te_fast_kernels::Fp8;
+use te_fast_kernels::constants::norm;
+use te_fast_kernels::constants::tile::TRANSPOSED_ALIGN;
 
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
@@ -9,43 +11,16 @@ use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
 use crate::ops::activation::check_outputs;
-use crate::ops::cast::{TRANSPOSED_ALIGN, aligned, scaled};
+use crate::ops::cast::{aligned, scaled};
 use crate::ops::norm_share::Share;
 use crate::ops::norm_spec::{NormKind, NormSpec};
 use crate::{params, pointers};
 
 params! {
     /// Parameters of `norm_*`, `norm_transpose_*`, `norm_long_*`, `norm_short_*` and `norm_short_transpose_*`.
-    pub struct NormParams<'a> [168] for Norm | NormTranspose | NormLong | NormShort | NormShortTranspose
+    pub struct NormParams<'a> [norm::NORM_PARAMS_BYTES] for Norm | NormTranspose | NormLong | NormShort | NormShortTranspose
         => host::norm::run {
-        /// Input `[rows, cols]`.
-        pub x: DevPtr<'a>,
-        /// What is added to it, or null.
-        pub residual: DevPtr<'a>,
-        /// The rounded sum, with a residual.
-        pub sum: DevPtr<'a>,
-        /// Factors `[cols]`.
-        pub gamma: DevPtr<'a>,
-        /// Summands `[cols]`, or null.
-        pub beta: DevPtr<'a>,
-        /// Result `[rows, cols]` in the input's type, or null.
-        pub y: DevPtr<'a>,
-        /// f32 `[rows]`, or null.
-        pub mean: DevPtr<'a>,
-        /// f32 `[rows]`, or null.
-        pub rstd: DevPtr<'a>,
-        /// FP8 bytes `[rows, cols]`, or null.
-        pub out: DevPtr<'a>,
-        /// FP8 bytes `[cols, ld_t]`, or null.
-        pub out_t: DevPtr<'a>,
-        /// One f32; null casts nothing.
-        pub scale: DevPtr<'a>,
-        /// One f32, or null.
-        pub scale_inv: DevPtr<'a>,
-        /// One f32 that is raised to the result's amax, or null.
-        pub amax: DevPtr<'a>,
-        /// One f32, or null; 1.0 leaves every output as it is.
-        pub noop: DevPtr<'a>,
+        ..NormPointers,
         /// Rows.
         pub rows: u64,
         /// Leading dimension of `out_t`.
@@ -176,23 +151,21 @@ impl NormPlan {
     pub fn run(&self, target: &mut Target<'_>, buffers: &NormPointers<DevPtr<'_>>) -> Result<()> {
         self.check(target.is_host(), buffers)?;
         let (b, spec) = (buffers, &self.spec);
-        let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let casts = spec.fp8.is_some();
         let params = NormParams {
-            x: b.x,
-            residual: used(spec.residual, b.residual),
-            sum: used(spec.residual, b.sum),
-            gamma: b.gamma,
-            beta: b.beta,
-            y: used(spec.high, b.y),
-            mean: used(spec.stats && spec.kind == NormKind::LayerNorm, b.mean),
-            rstd: used(spec.stats, b.rstd),
-            out: used(spec.rowwise, b.out),
-            out_t: used(spec.columnwise, b.out_t),
-            scale: used(casts, b.scale),
-            scale_inv: used(casts, b.scale_inv),
-            amax: used(casts, b.amax),
-            noop: b.noop,
+            at: NormPointers {
+                residual: b.residual.when(spec.residual),
+                sum: b.sum.when(spec.residual),
+                y: b.y.when(spec.high),
+                mean: b.mean.when(spec.stats && spec.kind == NormKind::LayerNorm),
+                rstd: b.rstd.when(spec.stats),
+                out: b.out.when(spec.rowwise),
+                out_t: b.out_t.when(spec.columnwise),
+                scale: b.scale.when(casts),
+                scale_inv: b.scale_inv.when(casts),
+                amax: b.amax.when(casts),
+                ..*b
+            },
             rows: spec.rows as u64,
             ld_t: self.ld_t as u64,
             cols: spec.cols as u32,
@@ -247,14 +220,11 @@ pub(crate) fn check_shape(op: &'static str, rows: usize, cols: usize) -> Result<
 
 #[cfg(test)]
 mod tests {
-    use te_fast_kernels::KernelId;
-
-    use te_fast_kernels::Float;
+    use te_fast_kernels::constants::norm::{CHUNK, HELD_BYTES, MAX_BLOCKS, MAX_STRIP, THREADS, TRANSPOSED_COLUMNS};
+    use te_fast_kernels::{Float, KernelId};
 
     use super::*;
-    use crate::ops::norm_share::{
-        CHUNK, HELD_BYTES, MAX_BLOCKS, MAX_STRIP, SHORT_COLUMNS, THREADS, TRANSPOSED_COLUMNS, WEIGHT_BYTES,
-    };
+    use crate::ops::norm_share::{SHORT_COLUMNS, WEIGHT_BYTES};
     use crate::runtime::lane::Limits;
 
     const HOPPER: Limits = Limits { multiprocessors: 132, shared_bytes: 232_448, clusters: true };

@@ -1,6 +1,10 @@
 //! Gradient of LayerNorm and RMSNorm: of the input, with the gradient of a residual branch added, and of the weights
 //! in a fixed order of addition.
 
+use te_fast_kernels::constants::common::VECTOR;
+use te_fast_kernels::constants::norm::{
+    self, BACKWARD_THREADS, FEW_SLOTS, MANY_SLOTS, MAX_BLOCKS, MAX_STAGES, TILE_COLS, TILE_STEP, TILE_THREADS,
+};
 use te_fast_kernels::{Float, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -43,33 +47,11 @@ pub struct NormBackwardSpec {
 }
 
 params! {
-    /// Parameters of `norm_backward_*`, `norm_backward_cluster_*`, `norm_backward_sums_*` and `norm_backward_tiles_*`.
-    pub struct NormBackwardParams<'a> [128]
-        for NormBackward | NormBackwardCluster | NormBackwardSums | NormBackwardTiles => host::norm_backward::run {
-        /// Gradient of the result `[rows, cols]`.
-        pub dy: DevPtr<'a>,
-        /// What the forward normalised `[rows, cols]`.
-        pub x: DevPtr<'a>,
-        /// Factors `[cols]`.
-        pub gamma: DevPtr<'a>,
-        /// f32 `[rows]`; null for RMSNorm.
-        pub mean: DevPtr<'a>,
-        /// f32 `[rows]`.
-        pub rstd: DevPtr<'a>,
-        /// What is added to the gradient of the input, or null.
-        pub add: DevPtr<'a>,
-        /// Gradient of the input `[rows, cols]`, or null.
-        pub dx: DevPtr<'a>,
-        /// Gradient of the factors `[cols]`, or null.
-        pub dgamma: DevPtr<'a>,
-        /// Gradient of the summands `[cols]`, or null.
-        pub dbeta: DevPtr<'a>,
-        /// f32 `[sums wanted][rows summed apart][cols, up to whole slots of a team]`.
-        pub partial: DevPtr<'a>,
-        /// f32 `[rows, 2]`, of the kernels in two steps.
-        pub sums: DevPtr<'a>,
-        /// Zero between launches.
-        pub counters: DevPtr<'a>,
+    /// Parameters of every gradient of a norm.
+    pub struct NormBackwardParams<'a> [norm::NORM_BACKWARD_PARAMS_BYTES]
+        for NormBackward | NormBackwardWide | NormBackwardElements | NormBackwardCluster | NormBackwardClusterElements
+            | NormBackwardSums | NormBackwardTiles => host::norm_backward::run {
+        ..NormBackwardPointers,
         /// Rows.
         pub rows: u32,
         /// Columns.
@@ -110,8 +92,11 @@ pointers! {
         dgamma,
         /// Receives the gradient of the summands `[cols]`.
         dbeta,
-        /// [`NormBackwardPlan::partial_bytes`], 16-byte aligned, of any content.
+        /// [`NormBackwardPlan::partial_bytes`], 16-byte aligned, of any content: where the kernels are two, sums of rows,
+        /// then f32 `[sums wanted][rows summed apart][cols, up to whole slots of a team]`.
         partial,
+        /// f32 `[rows, 2]`, the plan's: the head of `partial`.
+        sums,
         /// [`COUNTER_BYTES`], zeroed once when allocated. One launch at a time may use them.
         counters,
     }
@@ -135,27 +120,16 @@ pub struct NormBackwardPlan {
 }
 
 const OP: &str = "norm_backward";
-/// Threads of a block that holds rows, and of one that sums them.
-const ROW_THREADS: u32 = 512;
 /// Columns of a row that a thread holds where rows are short, and where they are long.
-const FEW_COLS: usize = 16;
-const MOST_COLS: usize = 24;
-/// Those of one slot, side by side.
-const SLOT_COLS: usize = 8;
+const FEW_COLS: usize = FEW_SLOTS * VECTOR;
+const MOST_COLS: usize = MANY_SLOTS * VECTOR;
 const MIN_TEAM: u32 = 4;
 /// Stages of the ring: the one that is read, and at least one on its way.
 const MIN_STAGES: usize = 2;
-const MAX_STAGES: usize = 8;
 /// Columns that a block of a cluster has at most.
-const CLUSTER_COLS: usize = FEW_COLS * ROW_THREADS as usize;
-/// Most blocks of a cluster, `kMaxBlocks`.
-const MAX_BLOCKS: usize = 8;
+const CLUSTER_COLS: usize = FEW_COLS * BACKWARD_THREADS as usize;
 /// Static shared memory of a block.
 const RESERVED_SHARED: usize = 9 << 10;
-const TILE_THREADS: u32 = 256;
-const TILE_COLS: usize = 128;
-/// Rows that a tile passes over at a time.
-const TILE_STEP: usize = 16;
 /// Blocks per multiprocessor that the tiles' rows are divided for, and that sum rows.
 const TILE_BLOCKS: usize = 8;
 const SUM_BLOCKS: usize = 4;
@@ -185,20 +159,20 @@ impl NormBackwardPlan {
 
     /// Rows in registers and shared memory, if they fit.
     fn rows_way(spec: &NormBackwardSpec) -> Option<Way> {
-        let most = MOST_COLS * ROW_THREADS as usize;
-        let team = spec.cols.div_ceil(FEW_COLS).next_power_of_two().clamp(MIN_TEAM as usize, ROW_THREADS as usize);
-        let teams = ROW_THREADS as usize / team;
+        let most = MOST_COLS * BACKWARD_THREADS as usize;
+        let team = spec.cols.div_ceil(FEW_COLS).next_power_of_two().clamp(MIN_TEAM as usize, BACKWARD_THREADS as usize);
+        let teams = BACKWARD_THREADS as usize / team;
         let operands = if spec.add { 3 } else { 2 };
         let stage = operands * teams * spec.cols * spec.input.size();
         let shared = (spec.limits.shared_bytes as usize).saturating_sub(RESERVED_SHARED);
         // The ring's memory is where a block adds the sums of its teams in the end.
-        let sums = spec.cols.div_ceil(SLOT_COLS * team) * SLOT_COLS * size_of::<f32>() * ROW_THREADS as usize;
+        let sums = spec.cols.div_ceil(VECTOR * team) * VECTOR * size_of::<f32>() * BACKWARD_THREADS as usize;
         let stages = (shared / stage).min(MAX_STAGES);
         if spec.cols > most || stages < MIN_STAGES || sums > shared {
             return None;
         }
         let blocks = spec.rows.div_ceil(teams).clamp(1, spec.limits.multiprocessors.max(1) as usize);
-        let grid = Grid::linear(blocks as u32, ROW_THREADS).with_shared((stages * stage).max(sums) as u32);
+        let grid = Grid::linear(blocks as u32, BACKWARD_THREADS).with_shared((stages * stage).max(sums) as u32);
         Some(Way::Rows { team: team as u32, stages: stages as u32, chunk: spec.cols as u32, grid })
     }
 
@@ -210,14 +184,14 @@ impl NormBackwardPlan {
         let stage = operands * chunk * spec.input.size();
         let shared = (spec.limits.shared_bytes as usize).saturating_sub(RESERVED_SHARED);
         let stages = (shared / stage).min(MAX_STAGES);
-        if !spec.limits.clusters || blocks > MAX_BLOCKS || stages < MIN_STAGES {
+        if !spec.limits.clusters || blocks > MAX_BLOCKS as usize || stages < MIN_STAGES {
             return None;
         }
         let (blocks, chunk) = (blocks as u32, chunk as u32);
         let clusters = spec.rows.clamp(1, spec.limits.clusters_at_once(blocks, 1) as usize) as u32;
         let grid =
-            Grid::linear(clusters * blocks, ROW_THREADS).with_shared((stages * stage) as u32).with_cluster(blocks);
-        Some(Way::Rows { team: ROW_THREADS, stages: stages as u32, chunk, grid })
+            Grid::linear(clusters * blocks, BACKWARD_THREADS).with_shared((stages * stage) as u32).with_cluster(blocks);
+        Some(Way::Rows { team: BACKWARD_THREADS, stages: stages as u32, chunk, grid })
     }
 
     fn tiles_way(spec: &NormBackwardSpec) -> Result<Way> {
@@ -235,7 +209,7 @@ impl NormBackwardPlan {
         Ok(Way::Tiles {
             tiles_cols: tiles_cols as u32,
             chunk: chunk as u32,
-            sums: Grid::linear(sums as u32, ROW_THREADS),
+            sums: Grid::linear(sums as u32, BACKWARD_THREADS),
             tiles: Grid::linear(tiles as u32, TILE_THREADS),
         })
     }
@@ -261,7 +235,7 @@ impl NormBackwardPlan {
         // A block publishes what its threads hold, columns behind the end with it.
         let (apart, width) = match self.way {
             Way::Rows { team, chunk, grid, .. } => {
-                (grid.blocks[0], (chunk as usize).next_multiple_of(SLOT_COLS * team as usize))
+                (grid.blocks[0], (chunk as usize).next_multiple_of(VECTOR * team as usize))
             }
             Way::Tiles { tiles, tiles_cols, .. } => (tiles.blocks[0] / tiles_cols, cols),
         };
@@ -281,9 +255,8 @@ impl NormBackwardPlan {
             return Ok(());
         }
         match self.way {
-            Way::Rows { grid, .. } => {
-                let (alone, together) = (KernelId::NormBackward(spec.input), KernelId::NormBackwardCluster(spec.input));
-                launch(target, if grid.cluster == 1 { alone } else { together }, grid, &params)
+            Way::Rows { team, grid, .. } => {
+                launch(target, self.rows_kernel(team, grid.cluster, self.has_vectors(&params)), grid, &params)
             }
             Way::Tiles { sums, tiles, .. } => {
                 if spec.dx {
@@ -294,27 +267,41 @@ impl NormBackwardPlan {
         }
     }
 
+    /// The kernel of [`Way::Rows`]: of blocks alone or in clusters, with 16-byte accesses or without.
+    const fn rows_kernel(&self, team: u32, cluster: u32, vectors: bool) -> KernelId {
+        let NormBackwardSpec { cols, input, .. } = self.spec;
+        match (cluster > 1, vectors) {
+            (true, true) => KernelId::NormBackwardCluster(input),
+            (true, false) => KernelId::NormBackwardClusterElements(input),
+            (false, true) if cols > FEW_COLS * team as usize => KernelId::NormBackwardWide(input),
+            (false, true) => KernelId::NormBackward(input),
+            (false, false) => KernelId::NormBackwardElements(input),
+        }
+    }
+
+    /// Whether every row allows 16-byte accesses.
+    fn has_vectors(&self, p: &NormBackwardParams<'_>) -> bool {
+        self.spec.cols.is_multiple_of(VECTOR) && [p.dy, p.x, p.add, p.dx].iter().all(|tensor| tensor.is_aligned(16))
+    }
+
     #[inline]
     fn params<'a>(&self, b: &NormBackwardPointers<DevPtr<'a>>) -> NormBackwardParams<'a> {
         let spec = &self.spec;
-        let used = |wanted: bool, pointer| if wanted { pointer } else { DevPtr::null() };
         let (team, stages, tiles_cols, chunk) = match self.way {
             Way::Rows { team, stages, chunk, .. } => (team, stages, 0, chunk),
             Way::Tiles { tiles_cols, chunk, .. } => (0, 0, tiles_cols, chunk),
         };
         NormBackwardParams {
-            dy: b.dy,
-            x: b.x,
-            gamma: b.gamma,
-            mean: used(spec.kind == NormKind::LayerNorm, b.mean),
-            rstd: b.rstd,
-            add: used(spec.add, b.add),
-            dx: used(spec.dx, b.dx),
-            dgamma: used(spec.dgamma, b.dgamma),
-            dbeta: used(spec.dbeta, b.dbeta),
-            partial: b.partial.offset(self.sums_bytes()),
-            sums: b.partial,
-            counters: b.counters,
+            at: NormBackwardPointers {
+                mean: b.mean.when(spec.kind == NormKind::LayerNorm),
+                add: b.add.when(spec.add),
+                dx: b.dx.when(spec.dx),
+                dgamma: b.dgamma.when(spec.dgamma),
+                dbeta: b.dbeta.when(spec.dbeta),
+                partial: b.partial.offset(self.sums_bytes()),
+                sums: b.partial,
+                ..*b
+            },
             rows: spec.rows as u32,
             cols: spec.cols as u32,
             weight_kind: spec.weight as u32,
@@ -381,7 +368,7 @@ mod tests {
                             Way::Rows { team, stages, chunk, grid } => {
                                 let each = if grid.cluster == 1 { MOST_COLS } else { FEW_COLS };
                                 assert!(chunk as usize <= team as usize * each, "{plan:?}");
-                                assert!(ROW_THREADS.is_multiple_of(team), "{plan:?}");
+                                assert!(BACKWARD_THREADS.is_multiple_of(team), "{plan:?}");
                                 // The last block has columns, too.
                                 let (most, blocks) = (chunk as usize, grid.cluster as usize);
                                 assert!(most * blocks >= cols && most * (blocks - 1) < cols, "{plan:?}");
@@ -422,6 +409,23 @@ mod tests {
         assert_eq!(stages(16_384, Float::Bf16, false, HOPPER)?, Some((512, 6)));
         assert_eq!(stages(65_536, Float::F32, true, HOPPER)?, Some((512, 2)));
         assert_eq!(stages(65_537, Float::Bf16, false, HOPPER)?, None);
+        Ok(())
+    }
+
+    #[test]
+    fn kernels_follow_columns_and_alignment() -> Result<()> {
+        let kernels = |cols| {
+            let plan = NormBackwardPlan::new(NormBackwardSpec { cols, ..SPEC })?;
+            let Way::Rows { team, grid, .. } = plan.way else { return Err(Error::state(OP, "not in one launch")) };
+            Ok::<_, Error>([true, false].map(|vectors| plan.rows_kernel(team, grid.cluster, vectors).symbol()))
+        };
+        for few in [1, 16, 1000, 8192] {
+            assert_eq!(kernels(few)?, ["norm_backward_bf16", "norm_backward_elements_bf16"]);
+        }
+        for many in [8193, 12_288] {
+            assert_eq!(kernels(many)?, ["norm_backward_wide_bf16", "norm_backward_elements_bf16"]);
+        }
+        assert_eq!(kernels(12_289)?, ["norm_backward_cluster_bf16", "norm_backward_cluster_elements_bf16"]);
         Ok(())
     }
 

@@ -1,29 +1,23 @@
 //! How the blocks of a forward norm share out rows and columns: teams of threads, clusters, shared memory. For
 //! [`crate::ops::norm`].
 
+use te_fast_kernels::constants::common::{VECTOR, WARP};
+use te_fast_kernels::constants::norm::{
+    CHUNK, HELD_BYTES, MAX_BLOCKS, SHORT_BLOCKS, SHORT_BYTES, SHORT_THREADS, SHORT_TRANSPOSE_BLOCKS, THREADS,
+    TRANSPOSED_COLUMNS,
+};
 use te_fast_kernels::{Float, KernelId};
 
 use crate::ops::norm_spec::NormSpec;
 use crate::runtime::lane::Limits;
 
-/// The most threads of a block.
-pub(super) const THREADS: u32 = 512;
 /// Threads of a block that stores no transposed layout, where there are too few rows for more.
 const ROW_THREADS: u32 = 128;
-/// Bytes of its team's rows that a thread holds.
-pub(super) const HELD_BYTES: usize = 128;
 /// Columns of a row that a block has at most, if blocks can share rows: what keeps its gamma and beta, as f32, and its
 /// rows in shared memory.
 const BLOCK_COLUMNS: usize = 8192;
-/// Columns of a thread, with the transposed layout.
-pub(super) const TRANSPOSED_COLUMNS: usize = 16;
 /// Gamma and beta of a column in shared memory.
 pub(super) const WEIGHT_BYTES: usize = 8;
-/// Rows of a block that the kernels have room for in static shared memory, `kMaxStrip`.
-#[cfg(test)]
-pub(super) const MAX_STRIP: u32 = 64;
-/// What chunks are a multiple of.
-pub(super) const CHUNK: usize = 128;
 /// Static shared memory of a block.
 const STATIC_SHARED: usize = 9 << 10;
 /// What the driver keeps of each block.
@@ -47,18 +41,10 @@ const TRANSPOSED: [Layout; 11] = [
 const SHARED_COLUMNS: u32 = 512;
 /// What a round of strips takes besides its columns, as if it had so many more.
 const ROUND_COLUMNS: u32 = 384;
-/// Threads of a block that has several rows a warp, `kShortThreads`.
-const SHORT_THREADS: u32 = 128;
-/// Bytes of these rows that a thread holds, `kShortBytes`.
-const SHORT_BYTES: usize = 64;
-/// Columns of a lane of such a row.
-const LANE_COLUMNS: usize = 8;
-/// Columns of the longest one: a warp has it.
-pub(super) const SHORT_COLUMNS: usize = 32 * LANE_COLUMNS;
+/// Columns of the longest row of which a warp has several.
+pub(super) const SHORT_COLUMNS: usize = WARP as usize * VECTOR;
 /// The fewest lanes of one, whose sums matrix units have.
 const MIN_LANES: usize = 4;
-/// The most blocks that share a row, `kMaxBlocks`.
-pub(super) const MAX_BLOCKS: u32 = 8;
 
 /// Threads that have rows to themselves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -133,8 +119,8 @@ impl Share {
     /// Rows of which a warp has several, with the transposed layout or without.
     fn of_short_rows(spec: &NormSpec) -> (Self, usize) {
         let NormSpec { rows, cols, input, limits, columnwise, .. } = *spec;
-        let lanes = cols.div_ceil(LANE_COLUMNS).next_power_of_two().max(MIN_LANES);
-        let held = SHORT_THREADS as usize / lanes * (SHORT_BYTES / LANE_COLUMNS / input.size());
+        let lanes = cols.div_ceil(VECTOR).next_power_of_two().max(MIN_LANES);
+        let held = SHORT_THREADS as usize / lanes * (SHORT_BYTES / VECTOR / input.size());
         // Runs of 64 bytes are faster where every block has several.
         let wide = rows >= 4 * 64 * (limits.multiprocessors * short_blocks(true)) as usize;
         let (kernel, strip) = match (columnwise, wide) {
@@ -236,9 +222,9 @@ impl Share {
     }
 }
 
-/// Blocks of short rows that a multiprocessor has room for, `kShortBlocks`.
+/// Blocks of short rows that a multiprocessor has room for.
 const fn short_blocks(columnwise: bool) -> u32 {
-    if columnwise { 6 } else { 8 }
+    if columnwise { SHORT_TRANSPOSE_BLOCKS } else { SHORT_BLOCKS }
 }
 
 /// Columns of each of `blocks` blocks.

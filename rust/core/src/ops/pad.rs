@@ -1,6 +1,8 @@
 //! Rows moved in segments: padding and unpadding of grouped GEMM inputs, and the sorting of chunks.
 
 use te_fast_kernels::KernelId;
+use te_fast_kernels::constants::common::WARP;
+use te_fast_kernels::constants::moe::{self, INLINE_SPLITS, PAD_THREADS};
 
 use crate::base::dtype::DType;
 use crate::base::error::{Error, Result};
@@ -8,36 +10,20 @@ use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
-use crate::ops::permute::Prob;
-use crate::params;
+use crate::ops::row_map::Prob;
+use crate::{params, pointers};
 
-/// Most splits that travel by value in the launch.
-pub const INLINE_SPLITS: usize = 1024;
 /// Most splits that a launch takes.
 pub const MAX_SPLITS: usize = 4096;
-const THREADS: u32 = 256;
-/// A warp per row, eight rows per block.
-const ROWS_PER_BLOCK: usize = 8;
+/// A warp per row.
+const ROWS_PER_BLOCK: usize = (PAD_THREADS / WARP) as usize;
 /// Four blocks per multiprocessor of a large GPU; each walks over its rows.
 const BLOCKS: usize = 528;
 
 params! {
     /// Parameters of `pad_rows`.
-    pub struct PadRowsParams<'a> [4200] for PadRows => host::pad::run {
-        /// Input rows.
-        pub x: DevPtr<'a>,
-        /// Output rows.
-        pub out: DevPtr<'a>,
-        /// Probabilities of the input rows, or null.
-        pub probs: DevPtr<'a>,
-        /// Probabilities of the output rows.
-        pub out_probs: DevPtr<'a>,
-        /// Splits, or null for `inline_splits`.
-        pub splits: DevPtr<'a>,
-        /// Order of the chunks, sorting alone.
-        pub index: DevPtr<'a>,
-        /// Padded splits in the type of the splits, padding alone; or null.
-        pub padded_splits: DevPtr<'a>,
+    pub struct PadRowsParams<'a> [moe::PAD_ROWS_PARAMS_BYTES] for PadRows => host::pad::run {
+        ..PadPointers,
         /// Rows of the input.
         pub in_rows: u64,
         /// Rows of the output.
@@ -66,17 +52,17 @@ params! {
 #[repr(u32)]
 pub enum Move {
     /// Each split starts at a multiple of the alignment.
-    Pad = 0,
+    Pad = moe::MOVE_PAD,
     /// The reverse.
-    Unpad = 1,
+    Unpad = moe::MOVE_UNPAD,
     /// Chunk `index[j]` comes j-th.
-    Sort = 2,
+    Sort = moe::MOVE_SORT,
     /// The reverse.
-    Unsort = 3,
+    Unsort = moe::MOVE_UNSORT,
 }
 
 /// Integers on the device.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Integers<'a> {
     /// First element.
     pub data: DevPtr<'a>,
@@ -115,25 +101,28 @@ pub struct PadSpec {
     pub row_bytes: usize,
     /// Padded splits are multiples of this.
     pub align: usize,
+    /// Type of the probabilities that move along.
+    pub prob: Option<Prob>,
 }
 
-/// Buffers of a move.
-#[derive(Clone, Copy, Debug)]
-pub struct PadBuffers<'a> {
-    /// `[in_rows, row_bytes]`.
-    pub x: DevPtr<'a>,
-    /// `[out_rows, row_bytes]`.
-    pub out: DevPtr<'a>,
-    /// `[in_rows]`, or null.
-    pub probs: DevPtr<'a>,
-    /// `[out_rows]`.
-    pub out_probs: DevPtr<'a>,
-    /// Type of the probabilities.
-    pub prob: Option<Prob>,
-    /// Order of the chunks, sorting alone.
-    pub index: Option<Integers<'a>>,
-    /// Receives the padded splits in the type of the splits; or null.
-    pub padded_splits: DevPtr<'a>,
+pointers! {
+    /// Buffers of a move.
+    pub struct PadPointers {
+        /// `[in_rows, row_bytes]`.
+        x,
+        /// `[out_rows, row_bytes]`.
+        out,
+        /// Probabilities `[in_rows]`, or null.
+        probs,
+        /// Probabilities `[out_rows]`.
+        out_probs,
+        /// The plan's: splits on the device, or null for those by value.
+        splits,
+        /// The plan's: order of the chunks, sorting alone.
+        index,
+        /// Receives the padded splits in the type of the splits, padding alone; or null.
+        padded_splits,
+    }
 }
 
 /// A checked move.
@@ -166,12 +155,18 @@ impl PadPlan {
         Ok(Self { spec })
     }
 
-    /// Launches it.
+    /// Launches it; `index` is the order of the chunks, sorting alone.
     ///
     /// # Errors
     /// More splits than a launch takes, or the driver's refusal.
-    pub fn run(&self, target: &mut Target<'_>, b: &PadBuffers<'_>, splits: &Splits<'_>) -> Result<()> {
-        let PadSpec { mode, in_rows, out_rows, row_bytes, align } = self.spec;
+    pub fn run(
+        &self,
+        target: &mut Target<'_>,
+        b: &PadPointers<DevPtr<'_>>,
+        splits: &Splits<'_>,
+        index: Option<Integers<'_>>,
+    ) -> Result<()> {
+        let PadSpec { mode, in_rows, out_rows, row_bytes, align, prob } = self.spec;
         if out_rows == 0 && b.padded_splits.is_null() {
             return Ok(());
         }
@@ -187,22 +182,16 @@ impl PadPlan {
                 for (slot, &value) in inline_splits.iter_mut().zip(*values) {
                     *slot = i32::try_from(value).unwrap_or(i32::MAX);
                 }
-                Integers { data: DevPtr::null(), wide: false }
+                Integers::default()
             }
         };
-        let index = b.index.unwrap_or(Integers { data: DevPtr::null(), wide: false });
+        let index = index.unwrap_or_default();
         let params = PadRowsParams {
-            x: b.x,
-            out: b.out,
-            probs: b.probs,
-            out_probs: b.out_probs,
-            splits: device.data,
-            index: index.data,
-            padded_splits: b.padded_splits,
+            at: PadPointers { splits: device.data, index: index.data, ..*b },
             in_rows: in_rows as u64,
             out_rows: out_rows as u64,
             row_bytes: row_bytes as u64,
-            prob_bytes: b.prob.map_or(0, |prob| DType::from(prob).size() as u32),
+            prob_bytes: prob.map_or(0, |prob| DType::from(prob).size() as u32),
             count: count as u32,
             align: align as u32,
             mode: mode as u32,
@@ -211,7 +200,7 @@ impl PadPlan {
             inline_splits,
         };
         let blocks = out_rows.div_ceil(ROWS_PER_BLOCK).clamp(1, BLOCKS) as u32;
-        launch(target, KernelId::PadRows, Grid::linear(blocks, THREADS).with_shared(12 * count as u32), &params)
+        launch(target, KernelId::PadRows, Grid::linear(blocks, PAD_THREADS).with_shared(12 * count as u32), &params)
     }
 }
 
@@ -221,7 +210,7 @@ mod tests {
 
     #[test]
     fn refuses_what_a_launch_cannot_index() {
-        let spec = PadSpec { mode: Move::Pad, in_rows: 4, out_rows: 8, row_bytes: 2, align: 4 };
+        let spec = PadSpec { mode: Move::Pad, in_rows: 4, out_rows: 8, row_bytes: 2, align: 4, prob: None };
         assert!(PadPlan::new(spec).is_ok());
         assert!(PadPlan::new(PadSpec { align: 0, ..spec }).is_err());
         assert!(PadPlan::new(PadSpec { row_bytes: 3, ..spec }).is_err());

@@ -1,211 +1,22 @@
 //! MoE permutation of rows: a token's row goes to each of its destinations, everything else becomes zero. One launch,
 //! which makes a mask's map first where that is not made yet.
-//! Also what all kernels that read a row map share: [`MapShape`], [`MapBuffers`] and their parameter block.
 
 use te_fast_kernels::KernelId;
+use te_fast_kernels::constants::moe::{self, ROW_THREADS};
 
-use crate::base::dtype::DType;
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
 use crate::ops::permute_map::{MakeMapParams, Making};
-use crate::params;
-
-/// Most experts of a mask, and most slots per token of an index.
-pub const MAX_EXPERTS: usize = 1024;
-/// Threads of the kernels that take one token per block.
-pub(crate) const ROW_THREADS: u32 = 128;
-/// Leading blocks that clear the rows no token fills: two per multiprocessor of a large GPU.
-const ZERO_BLOCKS: usize = 264;
-
-/// How a row map is laid out; both are Transformer Engine's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Layout {
-    /// `[T, 2E + 1]`: destinations in descending order, their experts from entry E, their number in entry 2E.
-    Mask {
-        /// E.
-        experts: usize,
-    },
-    /// `[K, T]`: the destination of every slot, -1 where it was dropped.
-    Index {
-        /// K.
-        top_k: usize,
-    },
-}
-
-/// Sizes of a permutation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct MapShape {
-    /// Tokens.
-    pub tokens: usize,
-    /// Rows of the permuted tensor.
-    pub rows: usize,
-    /// Layout of the map.
-    pub layout: Layout,
-}
-
-impl MapShape {
-    /// Entries of the map.
-    #[must_use]
-    pub const fn entries(&self) -> usize {
-        match self.layout {
-            Layout::Mask { experts } => self.tokens * (2 * experts + 1),
-            Layout::Index { top_k } => self.tokens * top_k,
-        }
-    }
-
-    /// Columns of the probabilities.
-    #[must_use]
-    pub const fn slots(&self) -> usize {
-        match self.layout {
-            Layout::Mask { experts } => experts,
-            Layout::Index { top_k } => top_k,
-        }
-    }
-
-    /// Groups of rows that `ends` counts: the experts; one for an index map, which knows none.
-    #[must_use]
-    pub const fn groups(&self) -> usize {
-        match self.layout {
-            Layout::Mask { experts } => experts,
-            Layout::Index { .. } => 1,
-        }
-    }
-
-    /// Checks that a launch can index it.
-    ///
-    /// # Errors
-    /// More experts, slots, tokens or rows than the map's 32-bit entries and the kernels hold.
-    pub(crate) fn check(&self, op: &'static str) -> Result<()> {
-        if !(1..=MAX_EXPERTS).contains(&self.slots()) {
-            return Err(Error::shape(
-                op,
-                "experts or slots per token",
-                format_args!("1 to {MAX_EXPERTS}"),
-                self.slots(),
-            ));
-        }
-        for (what, count) in [("tokens", self.tokens), ("rows of the permuted tensor", self.rows)] {
-            if i32::try_from(count + ZERO_BLOCKS).is_err() {
-                return Err(Error::shape(op, what, "below 2**31", count));
-            }
-        }
-        Ok(())
-    }
-
-    /// Blocks that clear rows.
-    pub(crate) const fn zero_blocks(&self) -> u32 {
-        if self.rows < ZERO_BLOCKS { self.rows as u32 } else { ZERO_BLOCKS as u32 }
-    }
-}
-
-/// Where a row map and what belongs to it lie.
-#[derive(Clone, Copy, Debug)]
-pub struct MapBuffers<'a> {
-    /// [`MapShape::entries`] of i32.
-    pub map: DevPtr<'a>,
-    /// i64 per expert, or null without padding.
-    pub pad_offsets: DevPtr<'a>,
-    /// `[partials][groups]` of i32, or null where no row is cleared.
-    pub ends: DevPtr<'a>,
-    /// Parts that `ends` was counted in.
-    pub partials: usize,
-}
-
-/// `RowMap` of `cuda/common/routing.cuh`.
-#[derive(Clone, Copy, Debug)]
-#[repr(C)]
-pub struct RowMapParams<'a> {
-    pub(crate) map: DevPtr<'a>,
-    pub(crate) pad_offsets: DevPtr<'a>,
-    pub(crate) ends: DevPtr<'a>,
-    pub(crate) tokens: u64,
-    pub(crate) rows: u64,
-    pub(crate) experts: u32,
-    pub(crate) top_k: u32,
-    pub(crate) partials: u32,
-    pub(crate) zero_blocks: u32,
-}
-
-const _: () = assert!(size_of::<RowMapParams<'static>>() == 56);
-
-impl<'a> RowMapParams<'a> {
-    pub(crate) const fn new(shape: &MapShape, buffers: &MapBuffers<'a>, zero_blocks: u32) -> Self {
-        let (experts, top_k) = match shape.layout {
-            Layout::Mask { experts } => (experts as u32, 0),
-            Layout::Index { top_k } => (0, top_k as u32),
-        };
-        Self {
-            map: buffers.map,
-            pad_offsets: buffers.pad_offsets,
-            ends: buffers.ends,
-            tokens: shape.tokens as u64,
-            rows: shape.rows as u64,
-            experts,
-            top_k,
-            partials: buffers.partials as u32,
-            zero_blocks,
-        }
-    }
-}
-
-/// Type of probabilities: what routers compute in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u32)]
-pub enum Prob {
-    /// IEEE binary32.
-    F32 = 0,
-    /// IEEE binary16.
-    F16 = 1,
-    /// bfloat16.
-    Bf16 = 2,
-    /// IEEE binary64, moved as it is; sums take it rounded to binary32.
-    F64 = 3,
-}
-
-impl Prob {
-    /// The type of such a tensor, if it is one.
-    #[must_use]
-    pub const fn of(dtype: DType) -> Option<Self> {
-        match dtype {
-            DType::F32 => Some(Self::F32),
-            DType::F16 => Some(Self::F16),
-            DType::Bf16 => Some(Self::Bf16),
-            DType::F64 => Some(Self::F64),
-            _ => None,
-        }
-    }
-
-    /// The kernels' code; 0 where there are none.
-    pub(crate) fn code(prob: Option<Self>) -> u32 {
-        prob.map_or(0, |prob| prob as u32)
-    }
-}
-
-impl From<Prob> for DType {
-    fn from(prob: Prob) -> Self {
-        match prob {
-            Prob::F32 => Self::F32,
-            Prob::F16 => Self::F16,
-            Prob::Bf16 => Self::Bf16,
-            Prob::F64 => Self::F64,
-        }
-    }
-}
+use crate::ops::row_map::{MapBuffers, MapShape, Prob, RowMapParams};
+use crate::{params, pointers};
 
 params! {
     /// Parameters of `permute_fwd`.
-    pub struct PermuteParams<'a> [232] for PermuteFwd => host::permute::run {
-        /// Rows of the tokens.
-        pub x: DevPtr<'a>,
-        /// Permuted rows.
-        pub out: DevPtr<'a>,
-        /// Probabilities `[T, slots]`, or null.
-        pub probs: DevPtr<'a>,
-        /// Permuted probabilities `[rows]`.
-        pub out_probs: DevPtr<'a>,
+    pub struct PermuteParams<'a> [moe::PERMUTE_PARAMS_BYTES] for PermuteFwd => host::permute::run {
+        ..PermutePointers,
         /// The map.
         pub map: RowMapParams<'a>,
         /// Bytes of a row.
@@ -219,29 +30,26 @@ params! {
     }
 }
 
+pointers! {
+    /// Buffers of a permutation.
+    pub struct PermutePointers {
+        /// `[T, row_bytes]`.
+        x,
+        /// `[rows, row_bytes]`.
+        out,
+        /// `[T, slots]` where the plan has probabilities, else null.
+        probs,
+        /// `[rows]` where the plan has probabilities.
+        out_probs,
+    }
+}
+
 /// A checked permutation of rows.
 #[derive(Clone, Copy, Debug)]
 pub struct PermutePlan {
     shape: MapShape,
     row_bytes: usize,
     prob: Option<Prob>,
-}
-
-/// Buffers of a permutation.
-#[derive(Clone, Copy, Debug)]
-pub struct PermuteBuffers<'a> {
-    /// `[T, row_bytes]`.
-    pub x: DevPtr<'a>,
-    /// `[rows, row_bytes]`.
-    pub out: DevPtr<'a>,
-    /// `[T, slots]` where the plan has probabilities.
-    pub probs: DevPtr<'a>,
-    /// `[rows]` where the plan has probabilities.
-    pub out_probs: DevPtr<'a>,
-    /// The map, with its ends.
-    pub map: MapBuffers<'a>,
-    /// How the map is made.
-    pub making: Making<'a>,
 }
 
 impl PermutePlan {
@@ -260,27 +68,30 @@ impl PermutePlan {
         Ok(Self { shape, row_bytes, prob })
     }
 
-    /// Launches it.
+    /// Launches it; `map` has its ends, and `making` says how it is made.
     ///
     /// # Errors
     /// The driver's refusal.
-    pub fn run(&self, target: &mut Target<'_>, b: &PermuteBuffers<'_>) -> Result<()> {
+    pub fn run(
+        &self,
+        target: &mut Target<'_>,
+        at: &PermutePointers<DevPtr<'_>>,
+        map: &MapBuffers<'_>,
+        making: &Making<'_>,
+    ) -> Result<()> {
         // Without rows the map that this launch makes loses all its slots.
-        let nothing = self.shape.rows == 0 && (b.making.params.blocks == 0 || self.shape.tokens == 0);
+        let nothing = self.shape.rows == 0 && (making.params.blocks == 0 || self.shape.tokens == 0);
         if self.row_bytes == 0 || nothing {
-            return b.making.finish(target);
+            return making.finish(target);
         }
         let zero_blocks = self.shape.zero_blocks();
         let params = PermuteParams {
-            x: b.x,
-            out: b.out,
-            probs: b.probs,
-            out_probs: b.out_probs,
-            map: RowMapParams::new(&self.shape, &b.map, zero_blocks),
+            at: *at,
+            map: RowMapParams::new(&self.shape, map, zero_blocks),
             row_bytes: self.row_bytes as u64,
             prob_type: Prob::code(self.prob),
-            behind_map: u32::from(b.making.before),
-            making: b.making.params,
+            behind_map: u32::from(making.before),
+            making: making.params,
         };
         let grid = Grid::linear(params.making.blocks + zero_blocks + self.shape.tokens as u32, ROW_THREADS);
         launch(target, KernelId::PermuteFwd, grid, &params)
@@ -290,21 +101,12 @@ impl PermutePlan {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ops::row_map::Layout;
 
     #[test]
-    fn sizes_of_both_layouts() -> Result<()> {
-        let mask = MapShape { tokens: 3, rows: 6, layout: Layout::Mask { experts: 4 } };
-        assert_eq!((mask.entries(), mask.slots(), mask.groups(), mask.zero_blocks()), (27, 4, 4, 6));
-        let index = MapShape { tokens: 3, rows: 600, layout: Layout::Index { top_k: 2 } };
-        assert_eq!((index.entries(), index.slots(), index.groups(), index.zero_blocks()), (6, 2, 1, 264));
-        index.check("test")
-    }
-
-    #[test]
-    fn what_32_bits_cannot_hold_is_refused() {
-        let shape = MapShape { tokens: 1, rows: 1 << 31, layout: Layout::Mask { experts: 1 } };
-        assert!(shape.check("test").is_err());
-        assert!(MapShape { rows: 1, layout: Layout::Mask { experts: 1025 }, ..shape }.check("test").is_err());
-        assert!(PermutePlan::new(MapShape { rows: 1, ..shape }, 3, None).is_err());
+    fn rows_are_whole_elements() {
+        let shape = MapShape { tokens: 1, rows: 1, layout: Layout::Mask { experts: 1 } };
+        assert!(PermutePlan::new(shape, 4, None).is_ok());
+        assert!(PermutePlan::new(shape, 3, None).is_err());
     }
 }

@@ -1,5 +1,7 @@
 //! MoE permutation straight into FP8: a token is quantised once and written to each of its destinations.
 
+use te_fast_kernels::constants::moe::{self, CAST_CHUNK, FILL_WORD, PIECE_ROWS, PIECE_SCALES, ROW_THREADS};
+use te_fast_kernels::constants::tile::TILE;
 use te_fast_kernels::{Float, Fp8, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -8,42 +10,19 @@ use crate::host;
 use crate::host::fp8::scale_from_amax;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
-use crate::ops::cast::{TILE, aligned};
-use crate::ops::permute::{MapBuffers, MapShape, Prob, ROW_THREADS, RowMapParams};
-use crate::ops::permute_map::{FILL_WORD, Fill, MakeMapParams, Making};
-use crate::params;
+use crate::ops::cast::aligned;
+use crate::ops::permute_map::{MakeMapParams, Making};
+use crate::ops::row_map::{MapBuffers, MapShape, Prob, RowMapParams};
+use crate::{params, pointers};
 
-/// Elements of one FP8 store.
-const CHUNK: usize = 16;
-/// Rows, and blocks of a row, whose scales a warp puts in their places at once.
-const PIECE: (usize, usize) = (32, 8);
 /// Blocks that do so, per multiprocessor. They wait for others, which always find room: a multiprocessor runs at least
 /// eight.
 const SCALE_BLOCKS: u32 = 4;
-/// No token: `row_tokens` of a row that is zero.
-pub(crate) const ZERO_ROW: u32 = 0xffff_fffe;
 
 params! {
     /// Parameters of `permute_cast_*`.
-    pub struct PermuteCastParams<'a> [288] for PermuteCast => host::permute_cast::run {
-        /// Rows of the tokens.
-        pub x: DevPtr<'a>,
-        /// Permuted FP8 rows.
-        pub out: DevPtr<'a>,
-        /// Probabilities `[T, slots]`, or null.
-        pub probs: DevPtr<'a>,
-        /// Permuted probabilities `[rows]`.
-        pub out_probs: DevPtr<'a>,
-        /// One f32 per tensor, null with blocks.
-        pub scale: DevPtr<'a>,
-        /// One f32 that is raised to the amax of the rows written, or null.
-        pub amax: DevPtr<'a>,
-        /// Inverse scales f32 `[T, token_ld]`, null per tensor.
-        pub token_scales: DevPtr<'a>,
-        /// u32 `[rows]`: the token of a row, `ZERO_ROW` for none; null per tensor.
-        pub row_tokens: DevPtr<'a>,
-        /// Inverse scales f32 `[blocks, scale_ld]`, null per tensor.
-        pub scale_inv: DevPtr<'a>,
+    pub struct PermuteCastParams<'a> [moe::PERMUTE_CAST_PARAMS_BYTES] for PermuteCast => host::permute_cast::run {
+        ..PermuteCastPointers,
         /// The map.
         pub map: RowMapParams<'a>,
         /// Columns.
@@ -109,29 +88,28 @@ pub struct PermuteCastSpec {
     pub multiprocessors: u32,
 }
 
-/// Buffers of a permutation with cast.
-#[derive(Clone, Copy, Debug)]
-pub struct PermuteCastBuffers<'a> {
-    /// `[T, cols]`, 16-byte aligned.
-    pub x: DevPtr<'a>,
-    /// FP8 `[rows, cols]`, 16-byte aligned.
-    pub out: DevPtr<'a>,
-    /// `[T, slots]`, or null.
-    pub probs: DevPtr<'a>,
-    /// `[rows]`, or null.
-    pub out_probs: DevPtr<'a>,
-    /// One f32, per tensor.
-    pub scale: DevPtr<'a>,
-    /// One f32 to raise, per tensor, or null.
-    pub amax: DevPtr<'a>,
-    /// f32 [`PermuteCastPlan::scale_shape`], with blocks.
-    pub scale_inv: DevPtr<'a>,
-    /// [`PermuteCastPlan::scratch_bytes`] of memory, 32-byte aligned, that [`PermuteCastPlan::fill`] has the map's blocks fill.
-    pub absent: DevPtr<'a>,
-    /// The map, with its ends.
-    pub map: MapBuffers<'a>,
-    /// How that is made, in this launch.
-    pub making: Making<'a>,
+pointers! {
+    /// Buffers of a permutation with cast.
+    pub struct PermuteCastPointers {
+        /// `[T, cols]`, 16-byte aligned.
+        x,
+        /// FP8 `[rows, cols]`, 16-byte aligned.
+        out,
+        /// `[T, slots]`, or null.
+        probs,
+        /// `[rows]`, or null.
+        out_probs,
+        /// One f32, per tensor.
+        scale,
+        /// One f32 to raise, per tensor, or null.
+        amax,
+        /// [`PermuteCastPlan::scratch_bytes`], 32-byte aligned, that the map's blocks fill: inverse scales f32 `[T, token_ld]`.
+        token_scales,
+        /// The plan's, behind them: u32 `[rows]`, the token of a row, `ZERO_ROW` for none.
+        row_tokens,
+        /// f32 [`PermuteCastPlan::scale_shape`], with blocks.
+        scale_inv,
+    }
 }
 
 /// A checked permutation with cast.
@@ -147,7 +125,7 @@ impl PermuteCastPlan {
     /// Sizes beyond what a launch can index, or columns that are no multiple of 16.
     pub fn new(spec: PermuteCastSpec) -> Result<Self> {
         spec.shape.check("permute_quantize")?;
-        if spec.cols == 0 || !spec.cols.is_multiple_of(CHUNK) || i32::try_from(spec.cols).is_err() {
+        if spec.cols == 0 || !spec.cols.is_multiple_of(CAST_CHUNK) || i32::try_from(spec.cols).is_err() {
             let expected = "a positive multiple of 16 below 2**31";
             return Err(Error::shape("permute_quantize", "the hidden size", expected, spec.cols));
         }
@@ -181,44 +159,53 @@ impl PermuteCastPlan {
 
     /// Inverse scales of a token, whole pieces.
     fn token_ld(&self) -> usize {
-        self.blocks().next_multiple_of(PIECE.1)
+        self.blocks().next_multiple_of(PIECE_SCALES)
     }
 
-    /// What the map in front has to fill, given the scratch memory.
+    /// Words of the scratch memory, which the map in front has to fill.
     #[must_use]
-    pub fn fill<'a>(&self, scratch: DevPtr<'a>) -> Fill<'a> {
-        Fill { data: scratch, words: (self.scratch_bytes() / FILL_WORD) as u32 }
+    pub fn fill_words(&self) -> u32 {
+        (self.scratch_bytes() / FILL_WORD) as u32
     }
 
     /// Launches it, map and all.
     ///
     /// # Errors
     /// A map that the launch does not make, misaligned buffers, or the driver's refusal.
-    pub fn run(&self, target: &mut Target<'_>, b: &PermuteCastBuffers<'_>) -> Result<()> {
-        let PermuteCastSpec { shape, cols, input, output, prob, scaling, multiprocessors } = self.spec;
-        if b.making.params.blocks == 0 {
+    pub fn run(
+        &self,
+        target: &mut Target<'_>,
+        b: &PermuteCastPointers<DevPtr<'_>>,
+        map: &MapBuffers<'_>,
+        making: &Making<'_>,
+    ) -> Result<()> {
+        let PermuteCastSpec { shape, input, output, .. } = self.spec;
+        if making.params.blocks == 0 {
             // Slots without a row are taken off the map, and absent scales told by what its blocks fill.
             return Err(Error::state("permute_quantize", "the map must be a mask's that this launch makes"));
         }
         // Without rows the map loses all its slots.
         if shape.rows == 0 && shape.tokens == 0 {
-            return b.making.finish(target);
+            return making.finish(target);
         }
         aligned("permute_quantize", "the input", b.x)?;
         aligned("permute_quantize", "the output", b.out)?;
-        let zero_blocks = shape.zero_blocks();
-        let (blocks, scale_ld) = self.scale_shape();
+        let params = self.params(b, map, making);
+        let blocks = making.params.blocks + params.map.zero_blocks + shape.tokens as u32 + params.scale_blocks;
+        launch(target, KernelId::PermuteCast(input, output), Grid::linear(blocks, ROW_THREADS), &params)
+    }
+
+    fn params<'a>(
+        &self,
+        b: &PermuteCastPointers<DevPtr<'a>>,
+        map: &MapBuffers<'a>,
+        making: &Making<'a>,
+    ) -> PermuteCastParams<'a> {
+        let PermuteCastSpec { shape, cols, input, output, prob, scaling, multiprocessors } = self.spec;
+        let none = DevPtr::null();
         let params = PermuteCastParams {
-            x: b.x,
-            out: b.out,
-            probs: b.probs,
-            out_probs: b.out_probs,
-            scale: b.scale,
-            amax: b.amax,
-            token_scales: DevPtr::null(),
-            row_tokens: DevPtr::null(),
-            scale_inv: DevPtr::null(),
-            map: RowMapParams::new(&shape, &b.map, zero_blocks),
+            at: PermuteCastPointers { token_scales: none, row_tokens: none, scale_inv: none, ..*b },
+            map: RowMapParams::new(&shape, map, shape.zero_blocks()),
             cols: cols as u32,
             eps: 0.0,
             pow2: 0,
@@ -227,38 +214,30 @@ impl PermuteCastPlan {
             token_ld: 0,
             zero_scale: 0.0,
             scale_blocks: 0,
-            making: b.making.params,
+            making: making.params,
         };
-        let params = match scaling {
-            Scaling::Tensor => params,
-            Scaling::Block { eps, pow2 } => {
-                let pieces = scale_ld.div_ceil(PIECE.0) * blocks.div_ceil(PIECE.1);
-                let wanted = pieces.div_ceil(ROW_THREADS as usize / 32);
-                PermuteCastParams {
-                    scale: DevPtr::null(),
-                    amax: DevPtr::null(),
-                    token_scales: b.absent,
-                    row_tokens: b.absent.offset(4 * shape.tokens * self.token_ld()),
-                    scale_inv: b.scale_inv,
-                    eps,
-                    pow2: u32::from(pow2),
-                    scale_ld: scale_ld as u32,
-                    token_ld: self.token_ld() as u32,
-                    zero_scale: 1.0 / scale_from_amax(0.0, output.max(), eps, largest(input), pow2),
-                    scale_blocks: wanted.min((SCALE_BLOCKS * multiprocessors) as usize) as u32,
-                    ..params
-                }
-            }
-        };
-        let blocks = params.making.blocks + zero_blocks + shape.tokens as u32 + params.scale_blocks;
-        launch(target, KernelId::PermuteCast(input, output), Grid::linear(blocks, ROW_THREADS), &params)
+        let Scaling::Block { eps, pow2 } = scaling else { return params };
+        let (blocks, scale_ld) = self.scale_shape();
+        let pieces = scale_ld.div_ceil(PIECE_ROWS) * blocks.div_ceil(PIECE_SCALES);
+        let wanted = pieces.div_ceil(ROW_THREADS as usize / 32);
+        let row_tokens = b.token_scales.offset(4 * shape.tokens * self.token_ld());
+        PermuteCastParams {
+            at: PermuteCastPointers { scale: none, amax: none, row_tokens, ..*b },
+            eps,
+            pow2: u32::from(pow2),
+            scale_ld: scale_ld as u32,
+            token_ld: self.token_ld() as u32,
+            zero_scale: 1.0 / scale_from_amax(0.0, output.max(), eps, largest(input), pow2),
+            scale_blocks: wanted.min((SCALE_BLOCKS * multiprocessors) as usize) as u32,
+            ..params
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ops::permute::Layout;
+    use crate::ops::row_map::Layout;
 
     #[test]
     fn sizes_and_refusals() -> Result<()> {

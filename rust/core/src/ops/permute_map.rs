@@ -2,19 +2,22 @@
 //! own, or the first blocks of the launch that moves rows by it.
 
 use te_fast_kernels::KernelId;
+use te_fast_kernels::constants::common::WARP;
+pub use te_fast_kernels::constants::moe::STATE_BYTES;
+use te_fast_kernels::constants::moe::{
+    self, ENDS_THREADS, LEADING_MAP_GROUPS, MAP_GROUPS, MAP_THREADS, MAX_EXPERTS, MAX_TILES,
+};
 
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Backend, Target, launch};
-use crate::ops::permute::{Layout, MAX_EXPERTS, MapBuffers, MapShape};
-use crate::params;
+use crate::ops::row_map::{Layout, MapBuffers, MapShape};
+use crate::{params, pointers};
 
 /// Experts that one block owns.
-const SLICE: usize = 32;
-/// Most blocks that share the work, the describing one apart.
-const MAX_TILES: usize = 512;
+const SLICE: usize = WARP as usize;
 /// As many blocks as there are multiprocessors on a large GPU; more only add to what each has to read.
 const TILES: usize = 128;
 /// Blocks of a map in front of rows, which have half the threads.
@@ -23,41 +26,17 @@ const LEADING_TILES: usize = 256;
 const SHORT_CHUNK: usize = 64;
 /// Tokens of a chunk in long maps: half of those whose bits stay in shared memory, so that two blocks share a
 /// multiprocessor.
-const LONG_CHUNK: usize = 1024;
+const LONG_CHUNK: usize = MAP_GROUPS * WARP as usize / 2;
 /// The same of a map in front of rows, whose blocks have room for no more.
-const LEADING_CHUNK: usize = 512;
-const MAP_THREADS: u32 = 256;
-const ENDS_THREADS: u32 = 512;
-/// Bytes in which the blocks of a launch that makes a map find each other, `MapState` of `cuda/common/routing_bits.cuh`.
-pub const STATE_BYTES: usize = 128;
+const LEADING_CHUNK: usize = LEADING_MAP_GROUPS * WARP as usize;
 /// Most parts that ends are counted in.
 const MAX_PARTIALS: usize = 32;
 
 params! {
     /// Parameters of `permute_map`, and of a map in front of rows.
-    pub struct MakeMapParams<'a> [128] for PermuteMap => host::permute_map::run {
-        /// Mask `[T, E]` or expert ids `[T, K]`.
-        pub routing: DevPtr<'a>,
-        /// The map.
-        pub row_id_map: DevPtr<'a>,
-        /// Scratch: u32 `[chunks][slices * 32]`, then one sum per slice of a chunk.
-        pub counts: DevPtr<'a>,
-        /// Scratch: u8 `[T][slices rounded up to 4]`, mask alone.
-        pub shares: DevPtr<'a>,
-        /// i32 per expert.
-        pub ends: DevPtr<'a>,
-        /// i64 per expert, or null.
-        pub pad_offsets: DevPtr<'a>,
-        /// i64 per expert, or null.
-        pub padded_counts: DevPtr<'a>,
-        /// i64 padded and routed rows, or null.
-        pub totals: DevPtr<'a>,
-        /// [`STATE_BYTES`] that are zero, and zero again behind the launch, which alone uses them meanwhile.
-        pub state: DevPtr<'a>,
-        /// The device's count of dropped rows; null on the host.
-        pub dropped_rows: DevPtr<'a>,
-        /// Memory that is filled with ones, or null.
-        pub fill: DevPtr<'a>,
+    #[derive(Default)]
+    pub struct MakeMapParams<'a> [moe::MAKE_MAP_PARAMS_BYTES] for PermuteMap => host::permute_map::run {
+        ..MapPointers,
         /// Rows of the permuted tensor.
         pub capacity: u64,
         /// Tokens; slots for an index.
@@ -80,37 +59,13 @@ params! {
 }
 
 impl MakeMapParams<'_> {
-    /// No map to make.
-    const NONE: Self = Self {
-        routing: DevPtr::null(),
-        row_id_map: DevPtr::null(),
-        counts: DevPtr::null(),
-        shares: DevPtr::null(),
-        ends: DevPtr::null(),
-        pad_offsets: DevPtr::null(),
-        padded_counts: DevPtr::null(),
-        totals: DevPtr::null(),
-        state: DevPtr::null(),
-        dropped_rows: DevPtr::null(),
-        fill: DevPtr::null(),
-        capacity: 0,
-        tokens: 0,
-        experts: 0,
-        top_k: 0,
-        align: 0,
-        chunk_tokens: 0,
-        fill_words: 0,
-        blocks: 0,
-        routing_type: 0,
-    };
-
     fn launch(&self, target: &mut Target<'_>) -> Result<()> {
         launch(target, KernelId::PermuteMap, Grid::linear(self.blocks, MAP_THREADS), self)
     }
 }
 
-/// A map for a launch that moves rows by it.
-#[derive(Clone, Copy, Debug)]
+/// A map for a launch that moves rows by it; the default is one that is finished.
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Making<'a> {
     /// What the launch has to make of it.
     pub(crate) params: MakeMapParams<'a>,
@@ -119,9 +74,6 @@ pub struct Making<'a> {
 }
 
 impl Making<'_> {
-    /// A finished map.
-    pub const NONE: Self = Self { params: MakeMapParams::NONE, before: false };
-
     /// Makes it where no rows move.
     ///
     /// # Errors
@@ -133,7 +85,7 @@ impl Making<'_> {
 
 params! {
     /// Parameters of `permute_ends`.
-    pub struct PermuteEndsParams<'a> [32] for PermuteEnds => host::permute_map::run_ends {
+    pub struct PermuteEndsParams<'a> [moe::PERMUTE_ENDS_PARAMS_BYTES] for PermuteEnds => host::permute_map::run_ends {
         /// The map.
         pub row_id_map: DevPtr<'a>,
         /// i32 `[blocks][groups]`.
@@ -149,7 +101,7 @@ params! {
 
 params! {
     /// Parameters of `permute_dropped`.
-    pub struct PermuteDroppedParams<'a> [24] for PermuteDropped => host::permute_map::run_dropped {
+    pub struct PermuteDroppedParams<'a> [moe::PERMUTE_DROPPED_PARAMS_BYTES] for PermuteDropped => host::permute_map::run_dropped {
         /// The device's count; null on the host.
         pub rows: DevPtr<'a>,
         /// One i64.
@@ -164,13 +116,13 @@ params! {
 #[repr(u32)]
 pub enum Routing {
     /// Mask of bytes: bool, u8, i8.
-    Mask8 = 0,
+    Mask8 = moe::ROUTING_MASK8,
     /// Mask of i32.
-    Mask32 = 1,
+    Mask32 = moe::ROUTING_MASK32,
     /// Mask of i64.
-    Mask64 = 2,
+    Mask64 = moe::ROUTING_MASK64,
     /// Expert ids, i32.
-    Index = 3,
+    Index = moe::ROUTING_INDEX,
 }
 
 /// What a map is made for.
@@ -186,45 +138,33 @@ pub struct MapSpec {
     pub leads: bool,
 }
 
-/// Buffers of a map.
-#[derive(Clone, Copy, Debug)]
-pub struct MapOutputs<'a> {
-    /// The routing map.
-    pub routing: DevPtr<'a>,
-    /// [`MapShape::entries`] of i32.
-    pub row_id_map: DevPtr<'a>,
-    /// i32 per expert ([`MapPlan::experts`]).
-    pub ends: DevPtr<'a>,
-    /// i64 per expert, or null.
-    pub pad_offsets: DevPtr<'a>,
-    /// i64 per expert, or null.
-    pub padded_counts: DevPtr<'a>,
-    /// Two i64: padded and routed rows; or null.
-    pub totals: DevPtr<'a>,
-    /// [`MapPlan::scratch_bytes`].
-    pub scratch: DevPtr<'a>,
-    /// [`STATE_BYTES`], zero between launches: counters of the stream, or, under capture, of the launch itself, since two
-    /// graphs may be replayed at once.
-    pub state: DevPtr<'a>,
-    /// Memory that the rows behind the map want filled with ones.
-    pub fill: Fill<'a>,
-}
-
-/// Bytes that are filled at once.
-pub(crate) const FILL_WORD: usize = 16;
-
-/// Memory to fill with ones.
-#[derive(Clone, Copy, Debug)]
-pub struct Fill<'a> {
-    /// 16-byte aligned, or null.
-    pub data: DevPtr<'a>,
-    /// 16-byte words.
-    pub words: u32,
-}
-
-impl Fill<'_> {
-    /// Nothing to fill.
-    pub const NONE: Self = Self { data: DevPtr::null(), words: 0 };
+pointers! {
+    /// Buffers of a map.
+    pub struct MapPointers {
+        /// Mask `[T, E]` or expert ids `[T, K]`.
+        routing,
+        /// [`MapShape::entries`] of i32.
+        row_id_map,
+        /// [`MapPlan::scratch_bytes`]: u32 `[chunks][slices * 32]`, then one sum per slice of a chunk.
+        counts,
+        /// The plan's, behind the counts: u8 `[T][slices rounded up to 4]`, mask alone.
+        shares,
+        /// i32 per expert ([`MapPlan::experts`]).
+        ends,
+        /// i64 per expert, or null.
+        pad_offsets,
+        /// i64 per expert, or null.
+        padded_counts,
+        /// Two i64: padded and routed rows; or null.
+        totals,
+        /// [`STATE_BYTES`] that are zero, and zero again behind the launch, which alone uses them meanwhile: counters of the
+        /// stream, or, under capture, of the launch itself, since two graphs may be replayed at once.
+        state,
+        /// The plan's: the device's count of dropped rows; null on the host.
+        dropped_rows,
+        /// Memory that the rows behind the map want filled with ones, 16-byte aligned; null where the plan fills nothing.
+        fill,
+    }
 }
 
 /// A checked map: its work is shared out.
@@ -235,6 +175,7 @@ pub struct MapPlan {
     slices: usize,
     chunk_tokens: usize,
     chunks: usize,
+    fill_words: u32,
 }
 
 impl MapPlan {
@@ -270,7 +211,13 @@ impl MapPlan {
         if i32::try_from(units).is_err() {
             return Err(Error::shape(op, "tokens times slots", "below 2**31", units));
         }
-        Ok(Self { spec, units, slices, chunk_tokens, chunks: units.div_ceil(chunk_tokens) })
+        Ok(Self { spec, units, slices, chunk_tokens, chunks: units.div_ceil(chunk_tokens), fill_words: 0 })
+    }
+
+    /// The same that also fills so many words of 16 bytes.
+    #[must_use]
+    pub const fn filling(self, words: u32) -> Self {
+        Self { fill_words: words, ..self }
     }
 
     /// Experts that the per-expert outputs have.
@@ -297,13 +244,17 @@ impl MapPlan {
     ///
     /// # Errors
     /// The driver's refusal.
-    pub fn make<'a>(&self, target: &mut Target<'_>, b: &MapOutputs<'a>) -> Result<(Making<'a>, MapBuffers<'a>)> {
+    pub fn make<'a>(
+        &self,
+        target: &mut Target<'_>,
+        b: &MapPointers<DevPtr<'a>>,
+    ) -> Result<(Making<'a>, MapBuffers<'a>)> {
         let params = self.params(target, b)?;
         let making = if self.spec.leads {
             Making { params, before: false }
         } else {
             params.launch(target)?;
-            Making { before: true, ..Making::NONE }
+            Making { before: true, ..Making::default() }
         };
         // An index map does not tell experts apart: all its rows end with the last one's.
         let ends = match self.spec.shape.layout {
@@ -313,30 +264,20 @@ impl MapPlan {
         Ok((making, MapBuffers { map: b.row_id_map, pad_offsets: b.pad_offsets, ends, partials: 1 }))
     }
 
-    fn params<'a>(&self, target: &mut Target<'_>, b: &MapOutputs<'a>) -> Result<MakeMapParams<'a>> {
+    fn params<'a>(&self, target: &mut Target<'_>, b: &MapPointers<DevPtr<'a>>) -> Result<MakeMapParams<'a>> {
         let top_k = match self.spec.shape.layout {
             Layout::Mask { .. } => 0,
             Layout::Index { top_k } => top_k as u32,
         };
         Ok(MakeMapParams {
-            routing: b.routing,
-            row_id_map: b.row_id_map,
-            counts: b.scratch,
-            shares: b.scratch.offset(self.count_bytes()),
-            ends: b.ends,
-            pad_offsets: b.pad_offsets,
-            padded_counts: b.padded_counts,
-            totals: b.totals,
-            state: b.state,
-            dropped_rows: dropped_rows(target)?,
-            fill: b.fill.data,
+            at: MapPointers { shares: b.counts.offset(self.count_bytes()), dropped_rows: dropped_rows(target)?, ..*b },
             capacity: self.spec.shape.rows as u64,
             tokens: self.units as u32,
             experts: self.experts() as u32,
             top_k,
             align: self.spec.align as u32,
             chunk_tokens: self.chunk_tokens as u32,
-            fill_words: b.fill.words,
+            fill_words: self.fill_words,
             blocks: (self.slices * self.chunks + 1) as u32,
             routing_type: self.spec.routing as u32,
         })
@@ -346,7 +287,7 @@ impl MapPlan {
     ///
     /// # Errors
     /// The driver's refusal.
-    pub fn run(&self, target: &mut Target<'_>, b: &MapOutputs<'_>) -> Result<()> {
+    pub fn run(&self, target: &mut Target<'_>, b: &MapPointers<DevPtr<'_>>) -> Result<()> {
         self.params(target, b)?.launch(target)
     }
 }
@@ -406,7 +347,7 @@ impl EndsPlan {
 /// The driver's refusal.
 pub fn read_dropped(target: &mut Target<'_>, out: DevPtr<'_>, clear: bool) -> Result<()> {
     let params = PermuteDroppedParams { rows: dropped_rows(target)?, out, clear: u64::from(clear) };
-    launch(target, KernelId::PermuteDropped, Grid::linear(1, 32), &params)
+    launch(target, KernelId::PermuteDropped, Grid::linear(1, WARP), &params)
 }
 
 /// The device's count of dropped rows; null on the host, which has a static of its own.

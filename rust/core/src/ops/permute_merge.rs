@@ -1,5 +1,6 @@
 //! The way back of an MoE permutation: rows of a token gathered and summed, and the gradient of that.
 
+use te_fast_kernels::constants::moe::{self, ROW_THREADS};
 use te_fast_kernels::{Float, KernelId};
 
 use crate::base::error::Result;
@@ -7,22 +8,13 @@ use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
-use crate::ops::permute::{MapBuffers, MapShape, Prob, ROW_THREADS, RowMapParams};
-use crate::params;
+use crate::ops::row_map::{MapBuffers, MapShape, Prob, RowMapParams};
+use crate::{params, pointers};
 
 params! {
     /// Parameters of `unpermute_fwd_*`.
-    pub struct UnpermuteParams<'a> [112] for UnpermuteFwd => host::permute_merge::run {
-        /// Permuted rows.
-        pub x: DevPtr<'a>,
-        /// Rows of the tokens.
-        pub out: DevPtr<'a>,
-        /// Probabilities `[T, slots]`, or null for ones.
-        pub probs: DevPtr<'a>,
-        /// Values per permuted row `[rows]`, or null.
-        pub in_probs: DevPtr<'a>,
-        /// The same per token and slot `[T, slots]`, zero where there is no row.
-        pub out_probs: DevPtr<'a>,
+    pub struct UnpermuteParams<'a> [moe::UNPERMUTE_PARAMS_BYTES] for UnpermuteFwd => host::permute_merge::run {
+        ..UnpermutePointers,
         /// The map.
         pub map: RowMapParams<'a>,
         /// Columns.
@@ -36,17 +28,8 @@ params! {
 
 params! {
     /// Parameters of `unpermute_bwd_*`.
-    pub struct UnpermuteBwdParams<'a> [112] for UnpermuteBwd => host::permute_merge::run_bwd {
-        /// Gradient of the tokens' rows.
-        pub dout: DevPtr<'a>,
-        /// Permuted rows.
-        pub x: DevPtr<'a>,
-        /// Gradient of the permuted rows.
-        pub dx: DevPtr<'a>,
-        /// Probabilities `[T, slots]`.
-        pub probs: DevPtr<'a>,
-        /// Their gradient, of the same type.
-        pub dprobs: DevPtr<'a>,
+    pub struct UnpermuteBwdParams<'a> [moe::UNPERMUTE_BWD_PARAMS_BYTES] for UnpermuteBwd => host::permute_merge::run_bwd {
+        ..UnpermuteBwdPointers,
         /// The map.
         pub map: RowMapParams<'a>,
         /// Columns.
@@ -66,44 +49,36 @@ pub struct UnpermutePlan {
     float: Float,
 }
 
-/// Buffers of an unpermutation.
-#[derive(Clone, Copy, Debug)]
-pub struct UnpermuteBuffers<'a> {
-    /// `[rows, cols]`.
-    pub x: DevPtr<'a>,
-    /// `[T, cols]`.
-    pub out: DevPtr<'a>,
-    /// `[T, slots]`, or null for ones.
-    pub probs: DevPtr<'a>,
-    /// Type of `probs`.
-    pub prob: Option<Prob>,
-    /// `[rows]`, or null.
-    pub in_probs: DevPtr<'a>,
-    /// `[T, slots]`, with `in_probs`.
-    pub out_probs: DevPtr<'a>,
-    /// Type of `in_probs` and `out_probs`.
-    pub out_prob: Option<Prob>,
-    /// The map; its ends are not used.
-    pub map: MapBuffers<'a>,
+pointers! {
+    /// Buffers of an unpermutation.
+    pub struct UnpermutePointers {
+        /// Permuted rows `[rows, cols]`.
+        x,
+        /// Rows of the tokens `[T, cols]`.
+        out,
+        /// Probabilities `[T, slots]`, or null for ones.
+        probs,
+        /// Values per permuted row `[rows]`, or null.
+        in_probs,
+        /// The same per token and slot `[T, slots]`, zero where there is no row.
+        out_probs,
+    }
 }
 
-/// Buffers of its backward with probabilities.
-#[derive(Clone, Copy, Debug)]
-pub struct UnpermuteBwdBuffers<'a> {
-    /// `[T, cols]`.
-    pub dout: DevPtr<'a>,
-    /// `[rows, cols]`.
-    pub x: DevPtr<'a>,
-    /// `[rows, cols]`.
-    pub dx: DevPtr<'a>,
-    /// `[T, slots]`.
-    pub probs: DevPtr<'a>,
-    /// `[T, slots]`.
-    pub dprobs: DevPtr<'a>,
-    /// Type of both.
-    pub prob: Prob,
-    /// The map, with its ends.
-    pub map: MapBuffers<'a>,
+pointers! {
+    /// Buffers of its backward with probabilities.
+    pub struct UnpermuteBwdPointers {
+        /// Gradient of the tokens' rows `[T, cols]`.
+        dout,
+        /// Permuted rows `[rows, cols]`.
+        x,
+        /// Their gradient `[rows, cols]`.
+        dx,
+        /// Probabilities `[T, slots]`.
+        probs,
+        /// Their gradient, of the same type.
+        dprobs,
+    }
 }
 
 impl UnpermutePlan {
@@ -116,40 +91,44 @@ impl UnpermutePlan {
         Ok(Self { shape, cols, float })
     }
 
-    /// Launches the forward.
+    /// Launches the forward by a map whose ends are not used; with the types of `probs`, and of `in_probs` and `out_probs`.
     ///
     /// # Errors
     /// The driver's refusal.
-    pub fn run(&self, target: &mut Target<'_>, b: &UnpermuteBuffers<'_>) -> Result<()> {
+    pub fn run(
+        &self,
+        target: &mut Target<'_>,
+        at: &UnpermutePointers<DevPtr<'_>>,
+        map: &MapBuffers<'_>,
+        (prob, out_prob): (Option<Prob>, Option<Prob>),
+    ) -> Result<()> {
         let params = UnpermuteParams {
-            x: b.x,
-            out: b.out,
-            probs: b.probs,
-            in_probs: b.in_probs,
-            out_probs: b.out_probs,
-            map: RowMapParams::new(&self.shape, &b.map, 0),
+            at: *at,
+            map: RowMapParams::new(&self.shape, map, 0),
             cols: self.cols as u64,
-            prob_type: Prob::code(b.prob),
-            out_prob_type: Prob::code(b.out_prob),
+            prob_type: Prob::code(prob),
+            out_prob_type: Prob::code(out_prob),
         };
         launch(target, KernelId::UnpermuteFwd(self.float), Grid::linear(self.shape.tokens as u32, ROW_THREADS), &params)
     }
 
-    /// Launches the backward with probabilities.
+    /// Launches the backward with probabilities of this type, by a map with its ends.
     ///
     /// # Errors
     /// The driver's refusal.
-    pub fn run_bwd(&self, target: &mut Target<'_>, b: &UnpermuteBwdBuffers<'_>) -> Result<()> {
+    pub fn run_bwd(
+        &self,
+        target: &mut Target<'_>,
+        at: &UnpermuteBwdPointers<DevPtr<'_>>,
+        map: &MapBuffers<'_>,
+        prob: Prob,
+    ) -> Result<()> {
         let zero_blocks = self.shape.zero_blocks();
         let params = UnpermuteBwdParams {
-            dout: b.dout,
-            x: b.x,
-            dx: b.dx,
-            probs: b.probs,
-            dprobs: b.dprobs,
-            map: RowMapParams::new(&self.shape, &b.map, zero_blocks),
+            at: *at,
+            map: RowMapParams::new(&self.shape, map, zero_blocks),
             cols: self.cols as u64,
-            prob_type: Prob::code(Some(b.prob)),
+            prob_type: Prob::code(Some(prob)),
             unused: 0,
         };
         let grid = Grid::linear(zero_blocks + self.shape.tokens as u32, ROW_THREADS);

@@ -1,6 +1,8 @@
 //! Delayed scaling: rolls the amax histories of all tensors of a direction and derives their next scales; before that,
 //! lays live maxima side by side, where ranks reduce them.
 
+use te_fast_kernels::constants::common::WARP;
+use te_fast_kernels::constants::quantize::{self, FEW_ENTRIES, MANY_ENTRIES, THREADS};
 use te_fast_kernels::{Fp8, KernelId};
 
 use crate::base::error::{Error, Result};
@@ -8,17 +10,10 @@ use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
-use crate::ops::cast::THREADS;
 use crate::params;
 
-/// Entries of one `scale_update` launch, as many as kernel parameters hold.
-pub const MANY: usize = 1020;
-/// Entries of one `scale_update_few` launch, whose parameters cost the host next to nothing to hand over.
-pub const FEW: usize = 62;
 /// Most blocks that share an entry's tensors.
 const COLUMN: u32 = 64;
-/// Threads of a block of `amax_gather`, which has one entry.
-const GATHER_THREADS: u32 = 32;
 
 /// Histories and scales of one group of tensors, a layer's forward say.
 #[derive(Clone, Copy, Debug)]
@@ -44,7 +39,7 @@ impl ScaleEntry<'_> {
 
 params! {
     /// Parameters of `scale_update`.
-    pub struct ScaleUpdateParams<'a> [32656] for ScaleUpdate => host::scale_update::run {
+    pub struct ScaleUpdateParams<'a> [quantize::SCALE_UPDATE_PARAMS_BYTES] for ScaleUpdate => host::scale_update::run {
         /// Length of every history.
         pub history_len: u64,
         /// Entries in use.
@@ -52,13 +47,13 @@ params! {
         /// Use the latest amax instead of the largest of the history.
         pub most_recent: u32,
         /// The entries.
-        pub entry: [ScaleEntry<'a>; 1020],
+        pub entry: [ScaleEntry<'a>; MANY_ENTRIES],
     }
 }
 
 params! {
     /// Parameters of `scale_update_few`.
-    pub struct ScaleUpdateFewParams<'a> [2000] for ScaleUpdateFew => host::scale_update::run_few {
+    pub struct ScaleUpdateFewParams<'a> [quantize::SCALE_UPDATE_FEW_PARAMS_BYTES] for ScaleUpdateFew => host::scale_update::run_few {
         /// Length of every history.
         pub history_len: u64,
         /// Entries in use.
@@ -66,7 +61,7 @@ params! {
         /// Use the latest amax instead of the largest of the history.
         pub most_recent: u32,
         /// The entries.
-        pub entry: [ScaleEntry<'a>; 62],
+        pub entry: [ScaleEntry<'a>; FEW_ENTRIES],
     }
 }
 
@@ -108,7 +103,7 @@ impl ScaleUpdatePlan {
         output.max() * (-self.margin).exp2()
     }
 
-    /// Updates all entries: one launch for up to [`MANY`], without a heap allocation.
+    /// Updates all entries: one launch for up to [`MANY_ENTRIES`], without a heap allocation.
     ///
     /// # Errors
     /// An entry with tensors but null pointers, or the launch fails.
@@ -117,11 +112,11 @@ impl ScaleUpdatePlan {
             return Err(Error::value("scale_update", "an entry has tensors but no history or scale"));
         }
         let (history_len, most_recent) = (self.history_len as u64, u32::from(self.choice == AmaxChoice::MostRecent));
-        for chunk in entries.chunks(MANY) {
+        for chunk in entries.chunks(MANY_ENTRIES) {
             let entries = chunk.len() as u32;
             let tensors = chunk.iter().map(|entry| entry.count).max().unwrap_or(0).clamp(1, COLUMN);
             let grid = Grid { blocks: [entries, tensors, 1], ..Grid::linear(entries, THREADS) };
-            if chunk.len() <= FEW {
+            if chunk.len() <= FEW_ENTRIES {
                 let entry = filled(ScaleEntry::EMPTY, chunk);
                 let params = ScaleUpdateFewParams { history_len, entries, most_recent, entry };
                 launch(target, KernelId::ScaleUpdateFew, grid, &params)?;
@@ -161,7 +156,7 @@ impl LiveAmax<'_> {
 
 params! {
     /// Parameters of `amax_gather`.
-    pub struct AmaxGatherParams<'a> [16336] for AmaxGather => host::scale_update::gather {
+    pub struct AmaxGatherParams<'a> [quantize::AMAX_GATHER_PARAMS_BYTES] for AmaxGather => host::scale_update::gather {
         /// f32, as long as the entries say.
         pub gathered: DevPtr<'a>,
         /// Entries in use.
@@ -169,13 +164,13 @@ params! {
         /// None.
         pub unused: u32,
         /// The entries.
-        pub entry: [LiveAmax<'a>; 1020],
+        pub entry: [LiveAmax<'a>; MANY_ENTRIES],
     }
 }
 
 params! {
     /// Parameters of `amax_gather_few`.
-    pub struct AmaxGatherFewParams<'a> [1008] for AmaxGatherFew => host::scale_update::gather_few {
+    pub struct AmaxGatherFewParams<'a> [quantize::AMAX_GATHER_FEW_PARAMS_BYTES] for AmaxGatherFew => host::scale_update::gather_few {
         /// f32, as long as the entries say.
         pub gathered: DevPtr<'a>,
         /// Entries in use.
@@ -183,11 +178,11 @@ params! {
         /// None.
         pub unused: u32,
         /// The entries.
-        pub entry: [LiveAmax<'a>; 62],
+        pub entry: [LiveAmax<'a>; FEW_ENTRIES],
     }
 }
 
-/// Writes live maxima side by side, for ranks to reduce: one launch for up to [`MANY`] entries.
+/// Writes live maxima side by side, for ranks to reduce: one launch for up to [`MANY_ENTRIES`] entries.
 ///
 /// # Errors
 /// `gathered` is null where there is something to write, or the launch fails.
@@ -195,10 +190,10 @@ pub fn gather_amax(target: &mut Target<'_>, entries: &[LiveAmax<'_>], gathered: 
     if gathered.is_null() && entries.iter().any(|entry| entry.count != 0) {
         return Err(Error::value("amax_gather", "there are maxima, but no memory to write them to"));
     }
-    for chunk in entries.chunks(MANY) {
+    for chunk in entries.chunks(MANY_ENTRIES) {
         let entries = chunk.len() as u32;
-        let grid = Grid::linear(entries, GATHER_THREADS);
-        if chunk.len() <= FEW {
+        let grid = Grid::linear(entries, WARP);
+        if chunk.len() <= FEW_ENTRIES {
             let entry = filled(LiveAmax::EMPTY, chunk);
             let params = AmaxGatherFewParams { gathered, entries, unused: 0, entry };
             launch(target, KernelId::AmaxGatherFew, grid, &params)?;

@@ -1,5 +1,7 @@
 //! How the activation kernels walk a tensor: columns of tiles, cut into strips, one block a strip.
-//! The mirror of `StripPlan` in `cuda/common/strip.cuh`.
+//! The mirror of `StripPlan` in `cuda/tile/strip.cuh`.
+
+use te_fast_kernels::constants::tile::STRIP_LEVELS;
 
 /// Strips of a tensor, from the top of each column of tiles: `count[k]` strips of `tiles[k]` tiles, level by level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,9 +14,9 @@ pub struct StripPlan {
     /// Strips of one column of tiles.
     pub strips: u32,
     /// Strips of each level.
-    pub count: [u32; 3],
+    pub count: [u32; STRIP_LEVELS],
     /// Their tiles; the last strip may have fewer.
-    pub tiles: [u32; 3],
+    pub tiles: [u32; STRIP_LEVELS],
 }
 
 /// From this length on a strip pays for being cut into long and short ones: below, so few tiles are left for the short
@@ -31,17 +33,28 @@ impl StripPlan {
         Self { tiles_rows, tiles_cols, strips: tiles_rows, count: [tiles_rows, 0, 0], tiles: [1, 0, 0] }
     }
 
+    /// How many equal strips of a column take the shortest, the fewest of those.
+    fn quickest(tiles_rows: u32, tiles_cols: u32, resident: u32) -> u32 {
+        let mut best = (u64::MAX, 1);
+        for count in tiles_rows.div_ceil(LONGEST).max(1)..=tiles_rows.clamp(1, MOST) {
+            // Full waves of strips without a remainder are the least that so many, or more, can take.
+            let least = u64::from(tiles_cols) * (2 * u64::from(tiles_rows) + u64::from(count));
+            if least >= best.0.saturating_mul(u64::from(resident)) {
+                break;
+            }
+            let time = time(tiles_rows, tiles_cols, resident, count);
+            if time < best.0 {
+                best = (time, count);
+            }
+        }
+        best.1
+    }
+
     /// Strips for `resident` blocks that run at once. Equal ones whose waves take the shortest; if they are long, the
     /// lower quarter becomes short ones, which wait for whichever multiprocessor is free first.
     pub(crate) fn balanced(tiles_rows: u32, tiles_cols: u32, resident: u32) -> Self {
-        let length = |count: u32| tiles_rows.div_ceil(count);
-        // In half tiles; a strip costs half a tile beside its tiles.
-        let time = |count: &u32| {
-            let blocks = u64::from(tiles_cols) * u64::from(*count);
-            blocks.div_ceil(u64::from(resident.max(1))) * (2 * u64::from(length(*count)) + 1)
-        };
-        let count = (tiles_rows.div_ceil(LONGEST).max(1)..=tiles_rows.clamp(1, MOST)).min_by_key(time).unwrap_or(1);
-        let equal = length(count);
+        let count = Self::quickest(tiles_rows, tiles_cols, resident.max(1));
+        let equal = tiles_rows.div_ceil(count);
         if equal < LONG {
             let strips = tiles_rows.div_ceil(equal.max(1));
             return Self { tiles_rows, tiles_cols, strips, count: [strips, 0, 0], tiles: [equal, 0, 0] };
@@ -61,9 +74,28 @@ impl StripPlan {
     }
 }
 
+/// Time of `count` equal strips of a column, in half tiles; a strip costs half a tile beside its tiles.
+const fn time(tiles_rows: u32, tiles_cols: u32, resident: u32, count: u32) -> u64 {
+    let blocks = tiles_cols as u64 * count as u64;
+    blocks.div_ceil(resident as u64) * (2 * tiles_rows.div_ceil(count) as u64 + 1)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn no_other_count_of_equal_strips_is_quicker() {
+        for tiles_rows in (1..200).chain([256, 1000, 4096, 1 << 20]) {
+            for tiles_cols in [1, 7, 64, 300, 5000] {
+                for resident in [1, 264, 396, 528] {
+                    let time = |count: &u32| time(tiles_rows, tiles_cols, resident, *count);
+                    let quickest = (1..=tiles_rows.min(MOST)).min_by_key(time);
+                    assert_eq!(Some(StripPlan::quickest(tiles_rows, tiles_cols, resident)), quickest);
+                }
+            }
+        }
+    }
 
     #[test]
     fn strips_cover_every_tile_once() {

@@ -130,6 +130,7 @@ impl Compiler<'_> {
             dbeta,
             partial: self.scratch(),
             counters: At::of(Port::Counters),
+            ..NormBackwardPointers::default()
         };
         let text = if add.is_some() { "norm backward + add" } else { "norm backward" };
         self.step(Work::NormBackward { spec, at }, index, text);

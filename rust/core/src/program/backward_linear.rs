@@ -11,8 +11,7 @@ use crate::program::edge::{LayoutAt, Layouts, Rows, Value};
 use crate::program::forward_compiler::{Fused, Kept};
 use crate::program::linear_op::{BackwardOperands, LinearOp, Product};
 use crate::program::port::{LinearPort, Port};
-use crate::program::work::{FlowName, Work};
-use crate::quant::quantizer::QuantPointers;
+use crate::program::work::{FlowName, Work, quantised};
 
 impl<'a> Compiler<'a> {
     pub(super) fn linear(&mut self, index: usize, link: &Link, grad: &mut Value) {
@@ -87,16 +86,7 @@ impl<'a> Compiler<'a> {
         let col = LayoutAt { data: buffer(), scale: buffer() };
         let scratch = buffer();
         let Fused { slot, .. } = Fused::of_input(linear, Layouts::default());
-        let at = QuantPointers {
-            x,
-            col: col.data,
-            col_scale: col.scale,
-            scale: slot.scale,
-            amax: slot.amax,
-            scratch,
-            counters: At::of(Port::Counters),
-            ..QuantPointers::default()
-        };
+        let at = quantised(x, &Layouts { col, ..Layouts::default() }, slot, scratch);
         let work = Work::Quantize { cast: *cast, unpacks: None, at };
         self.step_of(flow, Rows::Input, work, index, "transposed cast of the kept input");
         col
@@ -153,19 +143,8 @@ impl<'a> Compiler<'a> {
         let op = &self.facts.linears[linear];
         let Some(cast) = op.dy() else { return Layouts::default() };
         let Fused { layouts, slot } = Fused::of_grad(linear, self.grad_layouts(linear));
-        let mut at = QuantPointers {
-            x: grad.high,
-            row: layouts.row.data,
-            row_scale: layouts.row.scale,
-            col: layouts.col.data,
-            col_scale: layouts.col.scale,
-            scale: slot.scale,
-            amax: slot.amax,
-            dbias: std::mem::take(&mut self.bias_grad),
-            scratch: self.scratch(),
-            counters: At::of(Port::Counters),
-            ..QuantPointers::default()
-        };
+        let mut at = quantised(grad.high, &layouts, slot, self.scratch());
+        at.dbias = std::mem::take(&mut self.bias_grad);
         let packed = kept.and_then(|x| op.packed_input().map(|cast| (x, *cast)));
         let unpacks = packed.map(|(x, cast)| {
             at.packed = x.scale;

@@ -1,11 +1,9 @@
 //! The quantisation of an operand whose rows a call brings.
 
-use te_fast_kernels::{Float, Fp8};
-
 use crate::base::error::Result;
-use crate::program::edge::{Edge, Kind};
+use crate::program::edge::{Edge, Kind, Rows};
 use crate::quant::quantizer::{QuantPlan, QuantSpec};
-use crate::recipe::definition::{Block, Quantization, Scaling};
+use crate::recipe::definition::{Block, Scaling};
 use crate::recipe::usage::Usage;
 
 /// How an operand is quantised, whatever its rows.
@@ -17,26 +15,11 @@ pub(crate) struct Cast {
     byte_scales: bool,
 }
 
-/// What a [`Cast`] is made of beside the operand.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct CastOptions {
-    pub(crate) scaling: Scaling,
-    pub(crate) quantization: Quantization,
-    pub(crate) output: Fp8,
-    pub(crate) usage: Usage,
-    /// Sum the columns too.
-    pub(crate) dbias: bool,
-    pub(crate) processors: u32,
-}
-
 impl Cast {
-    /// Quantises what `from` is in high precision.
-    pub(crate) fn new(from: &Edge, input: Float, options: CastOptions) -> Self {
-        let CastOptions { scaling, quantization, output, usage, dbias, processors } = options;
-        let spec =
-            QuantSpec { scaling, quantization, rows: 0, cols: from.cols, input, output, usage, dbias, processors };
-        let kind = Kind::Quantized { dtype: output, block: quantization.block, usage };
-        Self { spec, edge: Edge { kind, ..*from }, byte_scales: false }
+    /// A quantisation of so many rows, whatever the spec's are.
+    pub(crate) fn new(rows: Rows, spec: QuantSpec) -> Self {
+        let kind = Kind::Quantized { dtype: spec.output, block: spec.quantization.block, usage: spec.usage };
+        Self { spec, edge: Edge { rows, cols: spec.cols, kind }, byte_scales: false }
     }
 
     /// The same for a column layout that is kept: a quarter of the bytes for its scales, where they are powers of two.

@@ -1,6 +1,6 @@
-//! A chain compiled for one key, and found by it.
+//! A chain compiled for one key.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, OnceLock};
 
 use te_fast_kernels::Float;
 
@@ -12,7 +12,7 @@ use crate::program::chain::{Chain, Op, ProgramKey};
 use crate::program::compile::{Compiled, grad_dtype};
 use crate::program::facts::Facts;
 use crate::program::port::Port;
-use crate::program::sized::{SizeCache, SizedProgram};
+use crate::program::sized::SizedProgram;
 use crate::program::work::FlowName;
 use crate::quant::value::WeightLayout;
 use crate::recipe::definition::Recipe;
@@ -33,11 +33,16 @@ pub struct Program {
     facts: Facts,
     compiled: Compiled,
     /// The same without hand-overs, for row counts at which cuBLASLt has no such GEMM.
-    plain: Mutex<Option<Arc<Compiled>>>,
-    sizes: Mutex<SizeCache>,
+    plain: OnceLock<Compiled>,
     grad_dtypes: Vec<Float>,
     extra_output_cols: Vec<usize>,
     graphs: bool,
+}
+
+impl AsRef<Self> for Program {
+    fn as_ref(&self) -> &Self {
+        self
+    }
 }
 
 impl Program {
@@ -52,8 +57,7 @@ impl Program {
         let makes_extra = |op: Op| matches!(op, Op::MakeExtraOutput { .. });
         Ok(Self {
             compiled,
-            plain: Mutex::default(),
-            sizes: Mutex::default(),
+            plain: OnceLock::new(),
             grad_dtypes: (0..chain.params()).map(|param| grad_dtype(&facts, param)).collect(),
             extra_output_cols: links.filter(|(link, _)| makes_extra(link.op)).map(|(_, edge)| edge.cols).collect(),
             graphs: dispatcher.config.graphs && !dispatcher.config.synchronise,
@@ -61,41 +65,24 @@ impl Program {
         })
     }
 
-    /// The program for an input of so many rows, kept from an earlier call or made now. The device must be current.
-    ///
-    /// # Errors
-    /// Row counts that an op does not take (naming the op), or what cuBLAS lacks.
-    #[inline]
-    pub fn sized(&self, dispatcher: &mut Dispatcher, rows: usize) -> Result<Arc<SizedProgram>> {
-        if let Some(sized) = self.sizes.lock().unwrap_or_else(PoisonError::into_inner).get(rows) {
-            dispatcher.trace.counters.plan_hits += 1;
-            return Ok(sized);
-        }
-        self.size(dispatcher, rows)
-    }
-
+    /// The program for an input of so many rows.
     #[cold]
-    fn size(&self, dispatcher: &mut Dispatcher, rows: usize) -> Result<Arc<SizedProgram>> {
-        dispatcher.trace.counters.plan_misses += 1;
-        let sized = match SizedProgram::new(dispatcher, &self.facts, &self.compiled, (rows, self.graphs)) {
+    pub(crate) fn size(&self, dispatcher: &mut Dispatcher, rows: usize) -> Result<SizedProgram> {
+        match SizedProgram::new(dispatcher, &self.facts, &self.compiled, (rows, self.graphs)) {
             Err(error) if self.compiled.hands_over && matches!(error.kind(), ErrorKind::Cublas { .. }) => {
                 let plain = self.without_handovers(dispatcher)?;
-                SizedProgram::new(dispatcher, &self.facts, &plain, (rows, self.graphs))?
+                SizedProgram::new(dispatcher, &self.facts, plain, (rows, self.graphs))
             }
-            sized => sized?,
-        };
-        let sized = Arc::new(sized);
-        self.sizes.lock().unwrap_or_else(PoisonError::into_inner).insert(&sized);
-        Ok(sized)
+            sized => sized,
+        }
     }
 
-    fn without_handovers(&self, dispatcher: &mut Dispatcher) -> Result<Arc<Compiled>> {
-        let mut plain = self.plain.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(plain) = &*plain {
-            return Ok(Arc::clone(plain));
+    fn without_handovers(&self, dispatcher: &mut Dispatcher) -> Result<&Compiled> {
+        if let Some(plain) = self.plain.get() {
+            return Ok(plain);
         }
-        let made = Arc::new(Compiled::new(dispatcher, &self.facts, false)?);
-        Ok(Arc::clone(plain.insert(made)))
+        let made = Compiled::new(dispatcher, &self.facts, false)?;
+        Ok(self.plain.get_or_init(|| made))
     }
 
     /// What it was compiled for.
@@ -108,12 +95,6 @@ impl Program {
     #[must_use]
     pub const fn recipe(&self) -> Option<&Recipe> {
         self.facts.recipe.as_ref()
-    }
-
-    /// Row counts that are kept, the one used last at the end.
-    #[must_use]
-    pub fn row_counts(&self) -> Vec<usize> {
-        self.sizes.lock().unwrap_or_else(PoisonError::into_inner).row_counts()
     }
 
     /// What a call brings, in memory that is kept between calls.

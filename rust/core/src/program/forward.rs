@@ -9,14 +9,14 @@ use crate::ops::dequantize::DequantizeSpec;
 use crate::ops::norm::NormPointers;
 use crate::ops::norm_spec::{NormKind, NormSpec};
 use crate::program::buffer::At;
-use crate::program::cast::{Cast, CastOptions};
+use crate::program::cast::Cast;
 use crate::program::chain::{Link, Op};
-use crate::program::edge::{LayoutAt, Value};
+use crate::program::edge::{LayoutAt, Layouts, Value};
 use crate::program::facts::Facts;
 use crate::program::forward_compiler::{Compiler, Forward, Fused, Kept};
 use crate::program::port::Port;
-use crate::program::work::Work;
-use crate::quant::quantizer::QuantPointers;
+use crate::program::work::{SlotAt, Work, quantised};
+use crate::quant::quantizer::QuantSpec;
 use crate::recipe::definition::{Quantization, Scaling};
 use crate::recipe::usage::Usage;
 use crate::runtime::dispatcher::Dispatcher;
@@ -233,24 +233,20 @@ impl Compiler<'_> {
     /// Keeps an activation's input for backward in FP8 under current scaling, to save memory; how it is read again.
     fn keep_in_fp8(&mut self, index: usize, x: At) -> (DequantizeSpec, LayoutAt) {
         let (edge, input) = (self.facts.edges[index], self.facts.key.activation);
-        let options = CastOptions {
+        let spec = QuantSpec {
             scaling: Scaling::Current,
             quantization: Quantization::PER_TENSOR,
+            rows: 0,
+            cols: edge.cols,
+            input,
             output: Fp8::E4m3,
             usage: Usage { rowwise: true, columnwise: false },
             dbias: false,
             processors: self.facts.limits.multiprocessors,
         };
-        let cast = Cast::new(&edge, input, options);
+        let cast = Cast::new(edge.rows, spec);
         let row = LayoutAt { data: self.saved(), scale: self.saved() };
-        let at = QuantPointers {
-            x,
-            row: row.data,
-            row_scale: row.scale,
-            scratch: self.scratch(),
-            counters: At::of(Port::Counters),
-            ..QuantPointers::default()
-        };
+        let at = quantised(x, &Layouts { row, ..Layouts::default() }, SlotAt::NONE, self.scratch());
         self.step(Work::Quantize { cast, unpacks: None, at }, (index, index), "cast of the kept input");
         let (cols, output) = (edge.cols, input);
         (DequantizeSpec { rows: 0, cols, ld: cols, input: Fp8::E4m3, output, block: None }, row)

@@ -10,11 +10,11 @@ use crate::ops::handover::{FOUND_AT, SCALE_AT};
 use crate::program::buffer::At;
 use crate::program::cast::Cast;
 use crate::program::chain::{Link, Op};
-use crate::program::edge::{LayoutAt, Rows, Value};
+use crate::program::edge::{LayoutAt, Layouts, Rows, Value};
 use crate::program::forward_compiler::{Compiler, Fused, Kept, slot};
 use crate::program::linear_op::{Product, Tail};
 use crate::program::port::{LinearPort, Port};
-use crate::program::work::Work;
+use crate::program::work::{Work, quantised};
 use crate::quant::quantizer::QuantPointers;
 
 /// What a GEMM and its tail are called, by the precision of the result.
@@ -135,18 +135,7 @@ impl Compiler<'_> {
             layouts
         } else {
             let Fused { layouts, slot } = self.fused(linear);
-            let at = QuantPointers {
-                x: value.high,
-                row: layouts.row.data,
-                row_scale: layouts.row.scale,
-                col: layouts.col.data,
-                col_scale: layouts.col.scale,
-                scale: slot.scale,
-                amax: slot.amax,
-                scratch: self.scratch(),
-                counters: At::of(Port::Counters),
-                ..QuantPointers::default()
-            };
+            let at = quantised(value.high, &layouts, slot, self.scratch());
             let text = if layouts.col.is_some() { "cast + transpose" } else { "cast" };
             self.step(Work::Quantize { cast: *cast, unpacks: None, at }, (index, index), text);
             layouts
@@ -166,22 +155,13 @@ impl Compiler<'_> {
         if let Some(casts) = &op.casts {
             let own = |part| At::of(Port::Linear(number, part));
             let slot = slot(link.linear, LinearPort::WeightScale, LinearPort::WeightAmax);
-            let at = QuantPointers {
-                x: own(LinearPort::Fresh),
-                row: own(LinearPort::Row),
-                row_scale: own(LinearPort::RowScale),
-                col: own(LinearPort::Col),
-                col_scale: own(LinearPort::ColScale),
-                scale: slot.scale,
-                amax: slot.amax,
-                noop: At::of(Port::SkipWeights),
-                scratch: self.scratch(),
-                counters: At::of(Port::Counters),
-                ..QuantPointers::default()
-            };
-            let work = Work::Weight { plan: casts.w, at };
+            let layout = |data, scale| LayoutAt { data: own(data), scale: own(scale) };
+            let row = layout(LinearPort::Row, LinearPort::RowScale);
+            let to = Layouts { row, col: layout(LinearPort::Col, LinearPort::ColScale) };
+            let at = quantised(own(LinearPort::Fresh), &to, slot, self.scratch());
+            let work = Work::Weight { plan: casts.w, at: QuantPointers { noop: At::of(Port::SkipWeights), ..at } };
             self.step_on(Rows::Fixed(op.outputs), work, (index, index), "weight cast, if it changed");
-            return LayoutAt { data: at.row, scale: at.row_scale };
+            return row;
         }
         if op.weight == op.activation {
             return LayoutAt::high(param);

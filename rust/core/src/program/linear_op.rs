@@ -11,10 +11,10 @@ use crate::gemm::plan::GemmPlan;
 use crate::gemm::problem::{Epilogue, Factor, Operand, Problem, ScaleMode};
 use crate::ops::cast_block::BlockShape;
 use crate::ops::dequantize::DequantizeSpec;
-use crate::program::cast::{Cast, CastOptions};
+use crate::program::cast::Cast;
 use crate::program::chain::{Chain, LinearCall, OP, Op, ProgramKey};
-use crate::program::edge::{Edge, Kind, Rows};
-use crate::quant::quantizer::QuantPlan;
+use crate::program::edge::Rows;
+use crate::quant::quantizer::{QuantPlan, QuantSpec};
 use crate::quant::value::WeightLayout;
 use crate::recipe::definition::{BackwardOverride, Block, Quantization, Recipe};
 use crate::recipe::usage::{Needs, Usage, Usages};
@@ -115,10 +115,8 @@ impl LinearOp {
     fn casts(&self, recipe: &Recipe, needs: Needs, bias_grad: bool, processors: u32) -> Result<Casts> {
         let usages = Usages::of_linear(recipe, needs, false);
         let cast = |(rows, cols): (Rows, usize), input: Float, to: (Quantization, Fp8), usage: Usage, dbias: bool| {
-            let from = Edge { rows, cols, kind: Kind::High(input) };
-            let (quantization, output) = to;
-            let scaling = recipe.scaling;
-            Cast::new(&from, input, CastOptions { scaling, quantization, output, usage, dbias, processors })
+            let ((quantization, output), scaling) = (to, recipe.scaling);
+            Cast::new(rows, QuantSpec { scaling, quantization, rows: 0, cols, input, output, usage, dbias, processors })
         };
         let input = |usage| cast((Rows::Input, self.inputs), self.activation, (recipe.input, recipe.fwd), usage, false);
         let (outputs, weight) = (Rows::Fixed(self.outputs), (recipe.weight, recipe.fwd));

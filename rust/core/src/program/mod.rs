@@ -8,6 +8,7 @@ mod backward_compiler;
 mod backward_linear;
 mod bindings;
 mod buffer;
+mod cache;
 mod cast;
 mod chain;
 mod compile;
@@ -27,6 +28,7 @@ mod sizing;
 mod work;
 
 pub use bindings::{Bindings, CallTable};
+pub use cache::{KeptProgram, ProgramCache};
 pub use chain::{Chain, LinearCall, Link, Op, ProgramKey};
 pub use compiled::{Explained, Program};
 pub use port::{LinearPort, Port};

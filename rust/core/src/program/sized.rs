@@ -1,8 +1,5 @@
-//! A program for one row count, ready to run; and the row counts of a program that are kept.
+//! A program for one row count, ready to run.
 
-use std::sync::Arc;
-
-use rustc_hash::FxHashMap;
 use te_fast_kernels::Float;
 
 use crate::base::error::Result;
@@ -19,9 +16,6 @@ use crate::program::sizing::Sizing;
 use crate::program::work::FlowName;
 use crate::runtime::dispatcher::Dispatcher;
 use crate::runtime::lane::Lane;
-
-/// Row counts of one program that are kept.
-const KEPT: usize = 256;
 
 /// A program for one row count.
 #[derive(Debug)]
@@ -203,43 +197,4 @@ fn buffers_of(facts: &Facts, compiled: &Compiled, placement: &Placement, flow: u
         Some(BufferAt { number, base, offset: placement.offsets[index] })
     };
     arenas.filter_map(one).collect()
-}
-
-/// The row counts of a program that were sized; those used longest ago go first.
-#[derive(Debug, Default)]
-pub(crate) struct SizeCache {
-    sizes: FxHashMap<usize, (Arc<SizedProgram>, u64)>,
-    last: Option<Arc<SizedProgram>>,
-    time: u64,
-}
-
-impl SizeCache {
-    #[inline]
-    pub(crate) fn get(&mut self, rows: usize) -> Option<Arc<SizedProgram>> {
-        if let Some(last) = self.last.as_ref().filter(|last| last.rows == rows) {
-            return Some(Arc::clone(last));
-        }
-        self.time += 1;
-        let (sized, used) = self.sizes.get_mut(&rows)?;
-        *used = self.time;
-        self.last = Some(Arc::clone(sized));
-        self.last.clone()
-    }
-
-    pub(crate) fn insert(&mut self, sized: &Arc<SizedProgram>) {
-        if self.sizes.len() >= KEPT {
-            let oldest = self.sizes.iter().min_by_key(|(_, (_, used))| *used).map(|(&rows, _)| rows);
-            oldest.map(|rows| self.sizes.remove(&rows));
-        }
-        self.time += 1;
-        self.sizes.insert(sized.rows, (Arc::clone(sized), self.time));
-        self.last = Some(Arc::clone(sized));
-    }
-
-    /// The one used last at the end.
-    pub(crate) fn row_counts(&self) -> Vec<usize> {
-        let mut list: Vec<(u64, usize)> = self.sizes.iter().map(|(&rows, &(_, used))| (used, rows)).collect();
-        list.sort_unstable();
-        list.into_iter().map(|(_, rows)| rows).collect()
-    }
 }

@@ -11,8 +11,9 @@ use crate::ops::norm_backward::{NormBackwardPointers, NormBackwardSpec};
 use crate::ops::norm_spec::NormSpec;
 use crate::program::buffer::{Arena, At, Buffers};
 use crate::program::cast::Cast;
-use crate::program::edge::Rows;
+use crate::program::edge::{Layouts, Rows};
 use crate::program::linear_op::Product;
+use crate::program::port::Port;
 use crate::quant::quantizer::{QuantPlan, QuantPointers};
 
 /// One launch, or the few of one quantisation. Rows of a spec are those of the step.
@@ -79,6 +80,22 @@ pub(crate) struct SlotAt {
 
 impl SlotAt {
     pub(crate) const NONE: Self = Self { scale: At::NONE, amax: At::NONE };
+}
+
+/// The pointers of a quantisation of `x` into `to`.
+pub(crate) fn quantised(x: At, to: &Layouts, slot: SlotAt, scratch: At) -> QuantPointers<At> {
+    QuantPointers {
+        x,
+        row: to.row.data,
+        row_scale: to.row.scale,
+        col: to.col.data,
+        col_scale: to.col.scale,
+        scale: slot.scale,
+        amax: slot.amax,
+        scratch,
+        counters: At::of(Port::Counters),
+        ..QuantPointers::default()
+    }
 }
 
 impl Work {

@@ -7,8 +7,13 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::base::error::Result;
 use crate::cuda::device::Stream;
+use crate::quant::graph_memory::GraphMemory;
 use crate::quant::weight::{Microbatch, WeightRecord};
+
+/// Weights that no graph skips yet and one captured later may: of as many recipes and layouts as calls before it go through.
+const SPARE: usize = 8;
 
 /// A quantised weight.
 #[derive(Debug)]
@@ -75,9 +80,8 @@ pub struct WeightCache<M> {
     /// Streams that may read it without waiting; the first one wrote it.
     streams: Vec<Stream>,
     captured: Option<Arc<KeptWeight<M>>>,
-    /// Weights that captured graphs quantise where a flag on the device does not tell them to skip it. The graphs hold
-    /// their addresses, so that they live as long as the op.
-    skippable: Vec<Arc<KeptWeight<M>>>,
+    /// Weights that captured graphs quantise where a flag on the device does not tell them to skip it.
+    skippable: GraphMemory<Arc<KeptWeight<M>>>,
 }
 
 impl<M> Default for WeightCache<M> {
@@ -89,7 +93,7 @@ impl<M> Default for WeightCache<M> {
             was_reused: false,
             streams: Vec::new(),
             captured: None,
-            skippable: Vec::new(),
+            skippable: GraphMemory::default(),
         }
     }
 }
@@ -195,15 +199,23 @@ impl<M> WeightCache<M> {
     /// The weight of graphs that can skip its quantisation, if there is one for such calls.
     #[must_use]
     pub fn skippable(&self, wanted: &WeightRecord) -> Option<Arc<KeptWeight<M>>> {
-        let fits = |kept: &&Arc<KeptWeight<M>>| kept.record.is_of_the_same_call(wanted);
-        self.skippable.iter().find(fits).cloned()
+        self.skippable.find(|kept| kept.record.is_of_the_same_call(wanted)).cloned()
     }
 
-    /// Keeps one of those.
-    pub fn keep_skippable(&mut self, weight: &Arc<KeptWeight<M>>) {
-        if !self.skippable.iter().any(|known| Arc::ptr_eq(known, weight)) {
-            self.skippable.push(Arc::clone(weight));
+    /// Keeps one of those for the graph under `capture`, or for one that is captured later; what has to go for it.
+    ///
+    /// # Errors
+    /// The driver's refusal.
+    pub fn keep_skippable(
+        &mut self,
+        weight: &Arc<KeptWeight<M>>,
+        capture: Option<Stream>,
+    ) -> Result<Vec<Arc<KeptWeight<M>>>> {
+        if self.skippable.note(|known| Arc::ptr_eq(known, weight), capture)? {
+            return Ok(Vec::new());
         }
+        self.skippable.keep(Arc::clone(weight), capture)?;
+        Ok(self.skippable.release(SPARE))
     }
 }
 
@@ -282,5 +294,21 @@ mod tests {
         assert!(matches!(found(record(0, 0), Microbatch::Unknown), Candidate::Serves(_)));
         assert!(matches!(found(record(1, 0), Microbatch::Unknown), Candidate::None));
         assert!(matches!(found(record(0, 0), Microbatch::First), Candidate::None));
+    }
+    #[test]
+    fn weights_that_graphs_may_skip_are_no_more_than_calls_need() -> Result<()> {
+        let mut cache = WeightCache::default();
+        let mut released = Vec::new();
+        for epoch in 0..20 {
+            let wanted = WeightRecord { epoch, ..record(0, 0) };
+            assert!(cache.skippable(&wanted).is_none());
+            let weight = Arc::new(KeptWeight::new(wanted, ()));
+            released.extend(cache.keep_skippable(&weight, None)?);
+            assert!(cache.keep_skippable(&weight, None)?.is_empty());
+            assert!(cache.skippable(&wanted).is_some_and(|known| Arc::ptr_eq(&known, &weight)));
+        }
+        let epochs: Vec<u64> = released.iter().map(|weight| weight.record.epoch).collect();
+        assert_eq!(epochs, (0..20 - SPARE as u64).collect::<Vec<_>>());
+        Ok(())
     }
 }

@@ -16,6 +16,22 @@ pub enum Microbatch {
     Unknown,
 }
 
+impl From<Option<bool>> for Microbatch {
+    fn from(is_first: Option<bool>) -> Self {
+        is_first.map_or(Self::Unknown, |is_first| if is_first { Self::First } else { Self::Later })
+    }
+}
+
+impl From<Microbatch> for Option<bool> {
+    fn from(microbatch: Microbatch) -> Self {
+        match microbatch {
+            Microbatch::First => Some(true),
+            Microbatch::Later => Some(false),
+            Microbatch::Unknown => None,
+        }
+    }
+}
+
 /// What identifies a weight's content as far as the host can see.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WeightToken {

@@ -7,8 +7,8 @@ use te_fast_core::recipe::definition::{
     AmaxAlgorithm, BackwardOverride, Block, Delayed, PerGemm, Quantization, Recipe, Scaling,
 };
 
-use crate::torch::process::state;
 use crate::error::IntoPython;
+use crate::torch::process::state;
 
 /// A recipe in the dispatcher's terms.
 #[pyclass(module = "te_fast._native", name = "Recipe", frozen, eq, skip_from_py_object)]

@@ -39,9 +39,7 @@ struct Callbacks {
 static CALLBACKS: PyOnceLock<Callbacks> = PyOnceLock::new();
 
 fn callbacks(py: Python<'_>) -> PyResult<&Callbacks> {
-    CALLBACKS
-        .get(py)
-        .ok_or_else(|| to_python(Error::state("autocast", "te_fast.pytorch has not been imported")))
+    CALLBACKS.get(py).ok_or_else(|| to_python(Error::state("autocast", "te_fast.pytorch has not been imported")))
 }
 
 /// Sets what the binding calls: `prepare(recipe | None) -> recipe` and `update(without_grad)`.
@@ -285,6 +283,7 @@ pub(crate) fn autocast_reset(py: Python<'_>) -> PyResult<()> {
 pub(crate) struct CurrentRegion;
 
 #[pymethods]
+#[expect(clippy::unused_self, reason = "attributes of a Python object")]
 impl CurrentRegion {
     #[new]
     const fn new() -> Self {

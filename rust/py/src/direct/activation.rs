@@ -10,7 +10,7 @@ use te_fast_core::ops::activation_backward::{
 };
 use te_fast_core::{Error, Float};
 
-use crate::direct::permute_call::Call;
+use crate::direct::call::DirectCall;
 use crate::direct::tensors::{check_apart, fp8_of, matrix, sized, start};
 use crate::error::IntoPython;
 use crate::program::functions::{Constants, activation_of};
@@ -93,7 +93,7 @@ struct Common<'a> {
 }
 
 fn common<'a>(
-    call: &Call<'_, '_>,
+    call: &DirectCall<'_, '_>,
     x: TensorView<'a>,
     activation: Activation,
     scales: &'a ScaleArguments<'_>,

@@ -1,10 +1,12 @@
 //! `te_fast.dispatch` and the MoE functions: one call, one op.
 
 pub(crate) mod activation;
+pub(crate) mod call;
+pub(crate) mod dispatcher;
+pub(crate) mod gemm;
 pub(crate) mod norm;
 pub(crate) mod norm_backward;
 pub(crate) mod permute;
-pub(crate) mod permute_call;
 pub(crate) mod permute_cast;
 pub(crate) mod permute_route;
 pub(crate) mod quantize;

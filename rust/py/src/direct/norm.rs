@@ -6,7 +6,7 @@ use te_fast_core::ops::norm::{NormPlan, NormPointers};
 use te_fast_core::ops::norm_spec::{NormKind, NormSpec};
 use te_fast_core::{Error, Float};
 
-use crate::direct::permute_call::Call;
+use crate::direct::call::DirectCall;
 use crate::direct::tensors::{check_apart, fp8_of, matrix, sized, start};
 use crate::error::IntoPython;
 use crate::torch::process::state;
@@ -79,7 +79,7 @@ impl<'py> OutputArguments<'py> {
 }
 
 /// Type of gamma, which the other parameters share.
-pub(crate) fn weight_of(call: &Call<'_, '_>, gamma: &Bound<'_, PyAny>) -> PyResult<Float> {
+pub(crate) fn weight_of(call: &DirectCall<'_, '_>, gamma: &Bound<'_, PyAny>) -> PyResult<Float> {
     call.float(&matrix(call, gamma, "gamma")?, "gamma")
 }
 

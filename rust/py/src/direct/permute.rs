@@ -7,12 +7,13 @@ use te_fast_core::base::dtype::DType;
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::launch::target::Target;
-use te_fast_core::ops::permute::{Layout, MapBuffers, MapShape, PermuteBuffers, PermutePlan, Prob};
-use te_fast_core::ops::permute_map::{EndsPlan, Making, MapOutputs, MapPlan, MapSpec, STATE_BYTES, read_dropped};
-use te_fast_core::ops::permute_merge::{UnpermuteBuffers, UnpermuteBwdBuffers, UnpermutePlan};
+use te_fast_core::ops::permute::{PermutePlan, PermutePointers};
+use te_fast_core::ops::permute_map::{EndsPlan, Making, MapPlan, MapPointers, MapSpec, STATE_BYTES, read_dropped};
+use te_fast_core::ops::permute_merge::{UnpermuteBwdPointers, UnpermutePlan, UnpermutePointers};
+use te_fast_core::ops::row_map::{Layout, MapBuffers, MapShape, Prob};
 use te_fast_core::runtime::lane::Workspace;
 
-use crate::direct::permute_call::{Call, Input};
+use crate::direct::call::{DirectCall, Input};
 use crate::direct::permute_route::{
     MapTensors, Permuted, Route, RouteSpec, TokenInputs, Wanted, map_outputs, routing_of,
 };
@@ -36,16 +37,16 @@ pub(crate) fn moe_permute<'py>(
     let state = state(py)?;
     let inputs = TokenInputs::new(state, inp, routing_map, probs)?;
     let views = inputs.views(state)?;
-    let call = Call::new(state, py, op, views.x.device())?;
+    let call = DirectCall::new(state, py, op, views.x.device())?;
     let route = Route::new(&call, &views, RouteSpec { rows, align, index })?;
     let plan = PermutePlan::new(route.shape, route.cols * route.float.size(), route.prob).python()?;
     let permuted = Permuted::new(&call, &route, route.float.into(), Wanted { pads: align > 0, ends: keep_ends })?;
     let outputs = map_outputs(&call, &views.routing, &permuted.map)?;
     let (out, out_probs) = (call.pointer(Some(&permuted.out))?, call.pointer(permuted.probs.as_ref())?);
+    let at = PermutePointers { x: views.x.data(), out, probs: views.probs(), out_probs };
     call.with_counters(STATE_BYTES, route.scratch_bytes(), |lane| {
         let (making, map) = route.making(&mut lane.target, &outputs, lane.workspace)?;
-        let probs = views.probs();
-        plan.run(&mut lane.target, &PermuteBuffers { x: views.x.data(), out, probs, out_probs, map, making })
+        plan.run(&mut lane.target, &at, &map, &making)
     })?;
     let map = permuted.map;
     (permuted.out, permuted.probs, map.row_id_map, map.pad_offsets, map.padded_counts, map.ends).into_pyobject(py)
@@ -63,23 +64,23 @@ pub(crate) fn moe_map<'py>(
     let state = state(py)?;
     let routing_map = Input::new(state, routing_map, "routing_map")?;
     let view = routing_map.view(state)?;
-    let call = Call::new(state, py, "moe_permute", view.device())?;
+    let call = DirectCall::new(state, py, "moe_permute", view.device())?;
     let tokens = view.shape().first().map_or(0, |&tokens| tokens as usize);
     let (layout, routing) = routing_of(&call, &view, index, tokens)?;
     let shape = MapShape { tokens, rows: usize::MAX, layout };
     let plan = MapPlan::new(MapSpec { shape, routing, align: align.max(1), leads: false }).python()?;
     let map = MapTensors::new(&call, &shape, &plan, Wanted { pads: align > 0, ends: true })?;
     let totals = call.empty(&[2], DType::I64)?;
-    let outputs = MapOutputs { totals: call.pointer(Some(&totals))?, ..map_outputs(&call, &view, &map)? };
+    let outputs = MapPointers { totals: call.pointer(Some(&totals))?, ..map_outputs(&call, &view, &map)? };
     call.with_counters(STATE_BYTES, plan.scratch_bytes(), |lane| {
-        let Workspace { scratch, counters: state, .. } = lane.workspace;
-        plan.run(&mut lane.target, &MapOutputs { scratch, state, ..outputs })
+        let Workspace { scratch: counts, counters: state, .. } = lane.workspace;
+        plan.run(&mut lane.target, &MapPointers { counts, state, ..outputs })
     })?;
     (map.row_id_map, map.pad_offsets, map.padded_counts, map.ends, totals).into_pyobject(py)
 }
 
 /// Shape of a finished map: of two dimensions for a mask, else an index map with `top_k` slots per token.
-fn shape_of(call: &Call<'_, '_>, map: &TensorView<'_>, top_k: usize, rows: usize) -> PyResult<MapShape> {
+fn shape_of(call: &DirectCall<'_, '_>, map: &TensorView<'_>, top_k: usize, rows: usize) -> PyResult<MapShape> {
     call.same_device(map, "row_id_map")?;
     call.dtype(map, "row_id_map", DType::I32)?;
     let shape = match (top_k, map.shape()) {
@@ -103,7 +104,7 @@ fn shape_of(call: &Call<'_, '_>, map: &TensorView<'_>, top_k: usize, rows: usize
 }
 
 /// Pad offsets of a mask map, or null.
-fn pads_of<'a>(call: &Call<'_, '_>, pads: Option<&TensorView<'a>>, shape: &MapShape) -> PyResult<DevPtr<'a>> {
+fn pads_of<'a>(call: &DirectCall<'_, '_>, pads: Option<&TensorView<'a>>, shape: &MapShape) -> PyResult<DevPtr<'a>> {
     let Some(pads) = pads else { return Ok(DevPtr::null()) };
     call.same_device(pads, "pad_offsets")?;
     call.dtype(pads, "pad_offsets", DType::I64)?;
@@ -128,7 +129,7 @@ pub(crate) fn moe_apply<'py>(
     let (inp, row_id_map) = (Input::new(state, inp, "inp")?, Input::new(state, row_id_map, "row_id_map")?);
     let (probs, pads) = (Input::optional(state, probs, "probs")?, Input::optional(state, pad_offsets, "pad_offsets")?);
     let (x, map) = (inp.view(state)?, row_id_map.view(state)?);
-    let call = Call::new(state, py, "moe_permute", x.device())?;
+    let call = DirectCall::new(state, py, "moe_permute", x.device())?;
     let (tokens, cols) = call.matrix(&x, "inp")?;
     let float = call.float(&x, "inp")?;
     let shape = shape_of(&call, &map, top_k, rows)?;
@@ -141,21 +142,15 @@ pub(crate) fn moe_apply<'py>(
     let counted = CountedEnds::new(&call, &shape, ends)?;
     let out = call.empty(&[rows as i64, cols as i64], float.into())?;
     let out_probs = prob.map(|prob| call.empty(&[rows as i64], prob.into())).transpose()?;
-    let (out_pointer, out_probs_pointer) = (call.pointer(Some(&out))?, call.pointer(out_probs.as_ref())?);
-    let probs = probs_view.map_or(DevPtr::null(), |view| view.data());
+    let at = PermutePointers {
+        x: x.data(),
+        out: call.pointer(Some(&out))?,
+        probs: probs_view.map_or(DevPtr::null(), |view| view.data()),
+        out_probs: call.pointer(out_probs.as_ref())?,
+    };
     call.run(counted.bytes(), |target, scratch| {
         let map = counted.count(target, map.data(), pad_offsets, scratch)?;
-        plan.run(
-            target,
-            &PermuteBuffers {
-                x: x.data(),
-                out: out_pointer,
-                probs,
-                out_probs: out_probs_pointer,
-                map,
-                making: Making::NONE,
-            },
-        )
+        plan.run(target, &at, &map, &Making::default())
     })?;
     (out, out_probs).into_pyobject(py)
 }
@@ -167,7 +162,7 @@ struct CountedEnds<'a> {
 }
 
 impl<'a> CountedEnds<'a> {
-    fn new(call: &Call<'_, '_>, shape: &MapShape, ends: Option<&'a Bound<'_, PyAny>>) -> PyResult<Self> {
+    fn new(call: &DirectCall<'_, '_>, shape: &MapShape, ends: Option<&'a Bound<'_, PyAny>>) -> PyResult<Self> {
         let given = match ends {
             Some(ends) => {
                 let view = view_of(&call.state.reader, ends, "ends").python()?;
@@ -222,7 +217,7 @@ pub(crate) fn moe_unpermute<'py>(
         (Input::optional(state, probs, "merging_probs")?, Input::optional(state, in_probs, "probs")?);
     let pads = Input::optional(state, pad_offsets, "pad_offsets")?;
     let (x, map) = (inp.view(state)?, row_id_map.view(state)?);
-    let call = Call::new(state, py, "moe_unpermute", x.device())?;
+    let call = DirectCall::new(state, py, "moe_unpermute", x.device())?;
     let (rows, cols) = call.matrix(&x, "inp")?;
     let float = call.float(&x, "inp")?;
     let shape = shape_of(&call, &map, top_k, rows)?;
@@ -250,17 +245,15 @@ pub(crate) fn moe_unpermute<'py>(
     let plan = UnpermutePlan::new(shape, cols, float).python()?;
     let out = call.empty(&[tokens as i64, cols as i64], float.into())?;
     let out_probs = out_prob.map(|prob| call.empty(&[tokens as i64, shape.slots() as i64], prob.into())).transpose()?;
-    let buffers = UnpermuteBuffers {
+    let at = UnpermutePointers {
         x: x.data(),
         out: call.pointer(Some(&out))?,
         probs: probs_view.map_or(DevPtr::null(), |view| view.data()),
-        prob,
         in_probs: in_view.map_or(DevPtr::null(), |view| view.data()),
         out_probs: call.pointer(out_probs.as_ref())?,
-        out_prob,
-        map: MapBuffers { map: map.data(), pad_offsets, ends: DevPtr::null(), partials: 0 },
     };
-    call.run(0, |target, _| plan.run(target, &buffers))?;
+    let map = MapBuffers { map: map.data(), pad_offsets, ends: DevPtr::null(), partials: 0 };
+    call.run(0, |target, _| plan.run(target, &at, &map, (prob, out_prob)))?;
     (out, out_probs).into_pyobject(py)
 }
 
@@ -283,7 +276,7 @@ pub(crate) fn moe_unpermute_backward<'py>(
         (Input::new(state, row_id_map, "row_id_map")?, Input::new(state, probs, "merging_probs")?);
     let pads = Input::optional(state, pad_offsets, "pad_offsets")?;
     let (grad, x, map, probs) = (dout.view(state)?, inp.view(state)?, row_id_map.view(state)?, probs.view(state)?);
-    let call = Call::new(state, py, "moe_unpermute", x.device())?;
+    let call = DirectCall::new(state, py, "moe_unpermute", x.device())?;
     let (rows, cols) = call.matrix(&x, "inp")?;
     let float = call.float(&x, "inp")?;
     let shape = shape_of(&call, &map, top_k, rows)?;
@@ -297,19 +290,16 @@ pub(crate) fn moe_unpermute_backward<'py>(
     let counted = CountedEnds::new(&call, &shape, ends)?;
     let dx = call.empty(&[rows as i64, cols as i64], float.into())?;
     let dprobs = call.empty(&[shape.tokens as i64, shape.slots() as i64], prob.into())?;
-    let (dx_pointer, dprobs_pointer) = (call.pointer(Some(&dx))?, call.pointer(Some(&dprobs))?);
+    let at = UnpermuteBwdPointers {
+        dout: grad.data(),
+        x: x.data(),
+        dx: call.pointer(Some(&dx))?,
+        probs: probs.data(),
+        dprobs: call.pointer(Some(&dprobs))?,
+    };
     call.run(counted.bytes(), |target, scratch| {
         let map = counted.count(target, map.data(), pad_offsets, scratch)?;
-        let buffers = UnpermuteBwdBuffers {
-            dout: grad.data(),
-            x: x.data(),
-            dx: dx_pointer,
-            probs: probs.data(),
-            dprobs: dprobs_pointer,
-            prob,
-            map,
-        };
-        plan.run_bwd(target, &buffers)
+        plan.run_bwd(target, &at, &map, prob)
     })?;
     (dx, dprobs).into_pyobject(py)
 }
@@ -321,7 +311,7 @@ pub(crate) fn moe_dropped<'py>(like: &Bound<'py, PyAny>, clear: bool) -> PyResul
     let py = like.py();
     let state = state(py)?;
     let device = view_of(&state.reader, like, "a tensor").python()?.device();
-    let call = Call::new(state, py, "moe_dropped", device)?;
+    let call = DirectCall::new(state, py, "moe_dropped", device)?;
     let out = call.empty(&[], DType::I64)?;
     let pointer = call.pointer(Some(&out))?;
     call.run(0, |target, _| read_dropped(target, pointer, clear))?;

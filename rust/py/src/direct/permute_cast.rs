@@ -6,13 +6,13 @@ use pyo3::types::{PyInt, PyList, PyTuple};
 use te_fast_core::base::dtype::DType;
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
-use te_fast_core::ops::pad::{Integers, Move, PadBuffers, PadPlan, PadSpec, Splits};
-use te_fast_core::ops::permute::Prob;
-use te_fast_core::ops::permute_cast::{PermuteCastBuffers, PermuteCastPlan, PermuteCastSpec, Scaling};
-use te_fast_core::ops::permute_map::{MapOutputs, STATE_BYTES};
+use te_fast_core::ops::pad::{Integers, Move, PadPlan, PadPointers, PadSpec, Splits};
+use te_fast_core::ops::permute_cast::{PermuteCastPlan, PermuteCastPointers, PermuteCastSpec, Scaling};
+use te_fast_core::ops::permute_map::{MapPointers, STATE_BYTES};
+use te_fast_core::ops::row_map::Prob;
 use te_fast_core::{Error, Fp8};
 
-use crate::direct::permute_call::{Call, Input};
+use crate::direct::call::{DirectCall, Input};
 use crate::direct::permute_route::{Permuted, Route, RouteSpec, TokenInputs, Wanted, map_outputs};
 use crate::error::IntoPython;
 use crate::torch::process::state;
@@ -20,7 +20,11 @@ use crate::torch::process::state;
 /// How the caller wants rows quantised: (e5m2, scale, amax, eps, pow2).
 type CastArguments<'py> = (bool, Option<Bound<'py, PyAny>>, Option<Bound<'py, PyAny>>, f32, bool);
 
-fn one_f32<'a>(call: &Call<'_, '_>, tensor: Option<&'a Bound<'_, PyAny>>, what: &'static str) -> PyResult<DevPtr<'a>> {
+fn one_f32<'a>(
+    call: &DirectCall<'_, '_>,
+    tensor: Option<&'a Bound<'_, PyAny>>,
+    what: &'static str,
+) -> PyResult<DevPtr<'a>> {
     let Some(tensor) = tensor else { return Ok(DevPtr::null()) };
     let view = crate::torch::reader::view_of(&call.state.reader, tensor, what).python()?;
     call.same_device(&view, what)?;
@@ -48,7 +52,7 @@ pub(crate) fn moe_permute_cast<'py>(
     let (e5m2, scale, amax, eps, pow2) = cast.extract::<CastArguments<'_>>()?;
     let inputs = TokenInputs::new(state, inp, routing_map, probs)?;
     let views = inputs.views(state)?;
-    let call = Call::new(state, py, op, views.x.device())?;
+    let call = DirectCall::new(state, py, op, views.x.device())?;
     let route = Route::new(&call, &views, RouteSpec { rows, align, index: false })?;
     let scaling = if scale.is_some() { Scaling::Tensor } else { Scaling::Block { eps, pow2 } };
     let output = if e5m2 { Fp8::E5m2 } else { Fp8::E4m3 };
@@ -61,34 +65,33 @@ pub(crate) fn moe_permute_cast<'py>(
     let (blocks, ld) = plan.scale_shape();
     let scale_inv = if scale.is_some() { None } else { Some(call.empty(&[blocks as i64, ld as i64], DType::F32)?) };
     let outputs = map_outputs(&call, &views.routing, &permuted.map)?;
-    let (out, out_probs) = (call.pointer(Some(&permuted.out))?, call.pointer(permuted.probs.as_ref())?);
-    let scale_pointer = one_f32(&call, scale.as_ref(), "scale")?;
-    let amax = one_f32(&call, amax.as_ref(), "amax")?;
-    let scale_inv_pointer = call.pointer(scale_inv.as_ref())?;
+    let at = PermuteCastPointers {
+        x: views.x.data(),
+        out: call.pointer(Some(&permuted.out))?,
+        probs: views.probs(),
+        out_probs: call.pointer(permuted.probs.as_ref())?,
+        scale: one_f32(&call, scale.as_ref(), "scale")?,
+        amax: one_f32(&call, amax.as_ref(), "amax")?,
+        scale_inv: call.pointer(scale_inv.as_ref())?,
+        ..PermuteCastPointers::default()
+    };
+    let route = route.filling(plan.fill_words());
     call.with_counters(STATE_BYTES, route.scratch_bytes() + plan.scratch_bytes(), |lane| {
-        let absent = lane.workspace.scratch.offset(route.scratch_bytes());
-        let outputs = MapOutputs { fill: plan.fill(absent), ..outputs };
+        let token_scales = lane.workspace.scratch.offset(route.scratch_bytes());
+        let outputs = MapPointers { fill: token_scales, ..outputs };
         let (making, map) = route.making(&mut lane.target, &outputs, lane.workspace)?;
-        let buffers = PermuteCastBuffers {
-            x: views.x.data(),
-            out,
-            probs: views.probs(),
-            out_probs,
-            scale: scale_pointer,
-            amax,
-            scale_inv: scale_inv_pointer,
-            absent,
-            map,
-            making,
-        };
-        plan.run(&mut lane.target, &buffers)
+        plan.run(&mut lane.target, &PermuteCastPointers { token_scales, ..at }, &map, &making)
     })?;
     let map = permuted.map;
     (permuted.out, scale_inv, permuted.probs, map.row_id_map, map.pad_offsets, map.padded_counts).into_pyobject(py)
 }
 
 /// A vector of integers on the call's device.
-fn integers<'a>(call: &Call<'_, '_>, view: &TensorView<'a>, what: &'static str) -> PyResult<(Integers<'a>, usize)> {
+fn integers<'a>(
+    call: &DirectCall<'_, '_>,
+    view: &TensorView<'a>,
+    what: &'static str,
+) -> PyResult<(Integers<'a>, usize)> {
     call.same_device(view, what)?;
     let wide = match view.dtype() {
         DType::I32 => false,
@@ -102,7 +105,7 @@ fn integers<'a>(call: &Call<'_, '_>, view: &TensorView<'a>, what: &'static str) 
 }
 
 /// One probability per row, or none.
-fn row_probs(call: &Call<'_, '_>, probs: Option<&TensorView<'_>>, rows: usize) -> PyResult<Option<Prob>> {
+fn row_probs(call: &DirectCall<'_, '_>, probs: Option<&TensorView<'_>>, rows: usize) -> PyResult<Option<Prob>> {
     let Some(view) = probs else { return Ok(None) };
     call.same_device(view, "probs")?;
     call.shape(view, "probs", &[rows as i64])?;
@@ -111,7 +114,7 @@ fn row_probs(call: &Call<'_, '_>, probs: Option<&TensorView<'_>>, rows: usize) -
 
 /// The order of the chunks: as many entries as there are splits on the device.
 fn order_of<'a>(
-    call: &Call<'_, '_>,
+    call: &DirectCall<'_, '_>,
     index: Option<&TensorView<'a>>,
     splits: &Splits<'_>,
 ) -> PyResult<Option<Integers<'a>>> {
@@ -221,7 +224,7 @@ pub(crate) fn moe_pad_list<'py>(
     let (kind, op) = move_of(mode);
     let inp = Input::new(state, inp, "inp")?;
     let x = inp.view(state)?;
-    let call = Call::new(state, py, op, x.device())?;
+    let call = DirectCall::new(state, py, op, x.device())?;
     let (in_rows, cols) = call.matrix(&x, "inp")?;
     let float = call.float(&x, "inp")?;
     let listed = Listed::new(mode, splits, align, in_rows)?;
@@ -229,18 +232,10 @@ pub(crate) fn moe_pad_list<'py>(
         return (py.None(), splits).into_pyobject(py);
     }
     let (out_rows, row_bytes) = (listed.out_rows, cols * float.size());
-    let plan = PadPlan::new(PadSpec { mode: kind, in_rows, out_rows, row_bytes, align }).python()?;
+    let plan = PadPlan::new(PadSpec { mode: kind, in_rows, out_rows, row_bytes, align, prob: None }).python()?;
     let out = call.empty(&[out_rows as i64, cols as i64], float.into())?;
-    let buffers = PadBuffers {
-        x: x.data(),
-        out: call.pointer(Some(&out))?,
-        probs: DevPtr::null(),
-        out_probs: DevPtr::null(),
-        prob: None,
-        index: None,
-        padded_splits: DevPtr::null(),
-    };
-    call.run(0, |target, _| plan.run(target, &buffers, &Splits::Values(&listed.values)))?;
+    let at = PadPointers { x: x.data(), out: call.pointer(Some(&out))?, ..PadPointers::default() };
+    call.run(0, |target, _| plan.run(target, &at, &Splits::Values(&listed.values), None))?;
     let padded = if kind == Move::Pad { Some(listed.padded_list(py)?) } else { None };
     (out, padded).into_pyobject(py)
 }
@@ -282,7 +277,7 @@ pub(crate) fn moe_pad<'py>(
     let (inp, probs) = (Input::new(state, inp, "inp")?, Input::optional(state, probs, "probs")?);
     let x = inp.view(state)?;
     let probs_view = probs.as_ref().map(|probs| probs.view(state)).transpose()?;
-    let call = Call::new(state, py, op, x.device())?;
+    let call = DirectCall::new(state, py, op, x.device())?;
     let (in_rows, cols) = call.matrix(&x, "inp")?;
     let float = call.float(&x, "inp")?;
     let prob = row_probs(&call, probs_view.as_ref(), in_rows)?;
@@ -299,23 +294,22 @@ pub(crate) fn moe_pad<'py>(
     let index = Input::optional(state, index, "sorted_index")?;
     let index_view = index.as_ref().map(|index| index.view(state)).transpose()?;
     let index = order_of(&call, index_view.as_ref(), &splits)?;
-    let plan =
-        PadPlan::new(PadSpec { mode, in_rows, out_rows: rows, row_bytes: cols * float.size(), align }).python()?;
+    let plan = PadPlan::new(PadSpec { mode, in_rows, out_rows: rows, row_bytes: cols * float.size(), align, prob })
+        .python()?;
     let out = call.empty(&[rows as i64, cols as i64], float.into())?;
     let out_probs = prob.map(|prob| call.empty(&[rows as i64], prob.into())).transpose()?;
     let padded = match (&splits_view, mode) {
         (Some(view), Move::Pad) => Some(call.empty(view.shape(), view.dtype())?),
         _ => None,
     };
-    let buffers = PadBuffers {
+    let at = PadPointers {
         x: x.data(),
         out: call.pointer(Some(&out))?,
         probs: probs_view.map_or(DevPtr::null(), |view| view.data()),
         out_probs: call.pointer(out_probs.as_ref())?,
-        prob,
-        index,
         padded_splits: call.pointer(padded.as_ref())?,
+        ..PadPointers::default()
     };
-    call.run(0, |target, _| plan.run(target, &buffers, &splits))?;
+    call.run(0, |target, _| plan.run(target, &at, &splits, index))?;
     (out, out_probs, padded).into_pyobject(py)
 }

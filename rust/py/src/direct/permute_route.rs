@@ -5,12 +5,12 @@ use te_fast_core::base::dtype::DType;
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::launch::target::Target;
-use te_fast_core::ops::permute::{Layout, MapBuffers, MapShape, Prob};
-use te_fast_core::ops::permute_map::{Fill, Making, MapOutputs, MapPlan, MapSpec, Routing};
+use te_fast_core::ops::permute_map::{Making, MapPlan, MapPointers, MapSpec, Routing};
+use te_fast_core::ops::row_map::{Layout, MapBuffers, MapShape, Prob};
 use te_fast_core::runtime::lane::Workspace;
 use te_fast_core::{Error, Float};
 
-use crate::direct::permute_call::{Call, Input};
+use crate::direct::call::{DirectCall, Input};
 use crate::error::IntoPython;
 use crate::torch::process::State;
 
@@ -76,7 +76,7 @@ pub(crate) struct Route {
 }
 
 impl Route {
-    pub(crate) fn new(call: &Call<'_, '_>, views: &TokenViews<'_>, spec: RouteSpec) -> PyResult<Self> {
+    pub(crate) fn new(call: &DirectCall<'_, '_>, views: &TokenViews<'_>, spec: RouteSpec) -> PyResult<Self> {
         let (tokens, cols) = call.matrix(&views.x, "inp")?;
         let float = call.float(&views.x, "inp")?;
         let (layout, routing) = routing_of(call, &views.routing, spec.index, tokens)?;
@@ -84,6 +84,11 @@ impl Route {
         let prob = call.probs(views.probs.as_ref(), tokens, shape.slots())?;
         let plan = MapPlan::new(MapSpec { shape, routing, align: spec.align.max(1), leads: true }).python()?;
         Ok(Self { cols, float, prob, shape, plan })
+    }
+
+    /// The same whose map also fills so many words of 16 bytes.
+    pub(crate) fn filling(self, words: u32) -> Self {
+        Self { plan: self.plan.filling(words), ..self }
     }
 
     /// The ends of the experts' rows, where the caller keeps none, and what the map needs.
@@ -99,12 +104,12 @@ impl Route {
     pub(crate) fn making<'a>(
         &self,
         target: &mut Target<'_>,
-        outputs: &MapOutputs<'a>,
+        outputs: &MapPointers<DevPtr<'a>>,
         workspace: Workspace<'a>,
     ) -> te_fast_core::Result<(Making<'a>, MapBuffers<'a>)> {
         let Workspace { scratch, counters: state, .. } = workspace;
         let ends = if outputs.ends.is_null() { scratch } else { outputs.ends };
-        let outputs = MapOutputs { ends, scratch: scratch.offset(self.ends_bytes()), state, ..*outputs };
+        let outputs = MapPointers { ends, counts: scratch.offset(self.ends_bytes()), state, ..*outputs };
         self.plan.make(target, &outputs)
     }
 }
@@ -117,7 +122,7 @@ pub(crate) struct Permuted<'py> {
 }
 
 impl<'py> Permuted<'py> {
-    pub(crate) fn new(call: &Call<'_, 'py>, route: &Route, dtype: DType, wanted: Wanted) -> PyResult<Self> {
+    pub(crate) fn new(call: &DirectCall<'_, 'py>, route: &Route, dtype: DType, wanted: Wanted) -> PyResult<Self> {
         let rows = route.shape.rows as i64;
         Ok(Self {
             map: MapTensors::new(call, &route.shape, &route.plan, wanted)?,
@@ -129,7 +134,7 @@ impl<'py> Permuted<'py> {
 
 /// A routing map as the map kernel takes it.
 pub(crate) fn routing_of(
-    call: &Call<'_, '_>,
+    call: &DirectCall<'_, '_>,
     view: &TensorView<'_>,
     index: bool,
     tokens: usize,
@@ -175,7 +180,7 @@ pub(crate) struct Wanted {
 }
 
 impl<'py> MapTensors<'py> {
-    pub(crate) fn new(call: &Call<'_, 'py>, shape: &MapShape, plan: &MapPlan, wanted: Wanted) -> PyResult<Self> {
+    pub(crate) fn new(call: &DirectCall<'_, 'py>, shape: &MapShape, plan: &MapPlan, wanted: Wanted) -> PyResult<Self> {
         let experts = plan.experts() as i64;
         let map_size = match shape.layout {
             Layout::Mask { experts } => vec![shape.tokens as i64, 2 * experts as i64 + 1],
@@ -191,22 +196,19 @@ impl<'py> MapTensors<'py> {
     }
 }
 
-/// Pointers of the map's tensors; scratch, state and totals are the caller's to set.
+/// Pointers of the map's tensors; counts, state and totals are the caller's to set.
 pub(crate) fn map_outputs<'a>(
-    call: &Call<'_, '_>,
+    call: &DirectCall<'_, '_>,
     routing: &TensorView<'a>,
     map: &'a MapTensors<'_>,
-) -> PyResult<MapOutputs<'a>> {
+) -> PyResult<MapPointers<DevPtr<'a>>> {
     let pointer = |tensor: Option<&'a Bound<'_, PyAny>>| call.state.pointer(tensor).python();
-    Ok(MapOutputs {
+    Ok(MapPointers {
         routing: routing.data(),
         row_id_map: pointer(Some(&map.row_id_map))?,
         ends: pointer(map.ends.as_ref())?,
         pad_offsets: pointer(map.pad_offsets.as_ref())?,
         padded_counts: pointer(map.padded_counts.as_ref())?,
-        totals: DevPtr::null(),
-        scratch: DevPtr::null(),
-        state: DevPtr::null(),
-        fill: Fill::NONE,
+        ..MapPointers::default()
     })
 }

@@ -8,14 +8,37 @@ use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::{Error, Fp8};
 
-use crate::direct::permute_call::Call;
+use crate::direct::call::DirectCall;
 use crate::error::IntoPython;
 use crate::torch::process::State;
 use crate::torch::reader::view_of;
 
+/// An FP8 type by its name.
+pub(crate) fn fp8_named(name: &str) -> PyResult<Fp8> {
+    match name {
+        "e4m3" => Ok(Fp8::E4m3),
+        "e5m2" => Ok(Fp8::E5m2),
+        other => Err(Error::value("fp8", format!("type must be e4m3 or e5m2, got {other:?}"))).python(),
+    }
+}
+
+/// A contiguous view whose elements lie where they claim to.
+pub(crate) fn contiguous<'a>(
+    state: &State,
+    tensor: &'a Bound<'_, PyAny>,
+    op: &'static str,
+    what: &'static str,
+) -> PyResult<TensorView<'a>> {
+    let view = view_of(&state.reader, tensor, what).python()?;
+    if !view.is_contiguous() {
+        return Err(Error::layout(op, what, "contiguous", format!("strides {:?}", view.strides()))).python();
+    }
+    Ok(view)
+}
+
 /// A contiguous tensor of the call's device, as `(rows, cols)`.
 pub(crate) fn matrix<'a>(
-    call: &Call<'_, '_>,
+    call: &DirectCall<'_, '_>,
     tensor: &'a Bound<'_, PyAny>,
     what: &'static str,
 ) -> PyResult<TensorView<'a>> {
@@ -29,7 +52,7 @@ pub(crate) fn matrix<'a>(
 
 /// An optional tensor of `count` elements of `dtype`; null for none.
 pub(crate) fn sized<'a>(
-    call: &Call<'_, '_>,
+    call: &DirectCall<'_, '_>,
     tensor: Option<&'a Bound<'_, PyAny>>,
     what: &'static str,
     dtype: DType,
@@ -70,7 +93,7 @@ pub(crate) fn check_apart(
 }
 
 /// The FP8 type that the layouts agree on.
-pub(crate) fn fp8_of(call: &Call<'_, '_>, layouts: [&Option<Bound<'_, PyAny>>; 2]) -> PyResult<Option<Fp8>> {
+pub(crate) fn fp8_of(call: &DirectCall<'_, '_>, layouts: [&Option<Bound<'_, PyAny>>; 2]) -> PyResult<Option<Fp8>> {
     let mut found = None;
     for tensor in layouts.into_iter().flatten() {
         let view = matrix(call, tensor, "the FP8 output")?;
@@ -97,8 +120,8 @@ pub(crate) fn start<'s, 'py>(
     py: Python<'py>,
     op: &'static str,
     x: &TensorView<'_>,
-) -> PyResult<Call<'s, 'py>> {
-    let call = Call::new(state, py, op, x.device())?;
+) -> PyResult<DirectCall<'s, 'py>> {
+    let call = DirectCall::new(state, py, op, x.device())?;
     if x.numel() == 0 || x.is_contiguous() {
         return Ok(call);
     }

@@ -8,7 +8,6 @@ use pyo3::types::{PyBool, PyDict, PyTuple};
 use te_fast_core::launch::trace::CLOCK;
 
 use crate::layer::module::{Argument, PlainCall, module_call, truth};
-use crate::program::bits::Bits;
 use crate::program::entry::{apply, in_region_of_last_forward};
 use crate::program::forward::Call;
 use crate::program::handle::{OutsideFp8, ProgramHandle};
@@ -112,8 +111,8 @@ fn straight<'py>(
     {
         return Ok(None);
     }
-    let bits = Bits(Bits::of_microbatch(is_first_microbatch));
-    let call = Call::new(state, (program, module), input, (&[], &params), (bits, None)).of_parts(joined);
+    let asked = (is_first_microbatch.into(), None);
+    let call = Call::new(state, (program, module), input, (&[], &params), asked).of_parts(joined);
     let y = apply(call, &tensors)?;
     with_bias(program, y).map(Some)
 }

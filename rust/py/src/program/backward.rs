@@ -6,10 +6,10 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyTuple};
 use pyo3::{PyTraverseError, PyVisit};
+use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::DType;
-use te_fast_core::base::pointer::DevPtr;
-use te_fast_core::program::{Bindings, Port as Where, Program, SizedProgram};
+use te_fast_core::program::{Bindings, Port, Program, SizedProgram};
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::Place;
 
@@ -17,10 +17,11 @@ use crate::error::Failure;
 use crate::hooks::hooks;
 use crate::program::check::check_grad;
 use crate::program::forward::CallWeights;
-use crate::program::handle::{Compiled, ProgramHandle, Shapes};
+use crate::program::handle::{ProgramHandle, PyProgram, Shapes};
 use crate::program::main_grad::{MainGrad, after_main_grad, into_main_grad, main_grad};
 use crate::program::part_grads::of_parts;
 use crate::program::parts::Joined;
+use crate::program::tensors::{Flags, Objects, Optional};
 use crate::program::weight::{WaitingGrad, WaitingOperands, WaitingRows};
 use crate::program::weight_memory::weight_buffer;
 use crate::torch::operand::{readable, saved_tensor};
@@ -34,15 +35,15 @@ const OP: &str = "ops";
 #[derive(Debug)]
 pub(crate) struct ProgramSaved {
     pub(crate) handle: Py<ProgramHandle>,
-    pub(crate) compiled: Arc<Compiled>,
+    pub(crate) compiled: Arc<PyProgram>,
     pub(crate) sized: Arc<SizedProgram>,
     pub(crate) shapes: Arc<Shapes>,
     /// Given up by the backward that is the graph's last.
     pub(crate) weights: Mutex<CallWeights>,
     /// Shapes of the extra inputs.
-    pub(crate) extra_shapes: Vec<Vec<i64>>,
+    pub(crate) extra_shapes: SmallVec<[SmallVec<[i64; 4]>; 2]>,
     /// The parameters, for their `main_grad` and to see whether they were changed since.
-    pub(crate) params: Vec<Py<PyAny>>,
+    pub(crate) params: SmallVec<[Py<PyAny>; 6]>,
     /// The parts that parameters were joined of.
     pub(crate) joined: Option<Py<Joined>>,
     /// `is_first_microbatch=True`: `main_grad` is overwritten.
@@ -111,14 +112,17 @@ enum ParamGrad<'py> {
     Waiting(Bound<'py, PyAny>),
 }
 
+type ParamGrads<'py> = SmallVec<[ParamGrad<'py>; 6]>;
+
 /// Gradients of one backward: input, parameters, extra inputs.
 pub(crate) struct Grads<'py> {
     pub(crate) input: Option<Bound<'py, PyAny>>,
-    pub(crate) params: Vec<Option<Bound<'py, PyAny>>>,
-    pub(crate) extras: Vec<Option<Bound<'py, PyAny>>>,
+    pub(crate) params: Optional<'py>,
+    pub(crate) extras: Optional<'py>,
 }
 
-/// `apply` of the autograd node: gradients of (input, parameters..., extra inputs..., program, owner, bits, version).
+/// `apply` of the autograd node: gradients of (input, parameters..., extra inputs..., program, owner,
+/// `is_first_microbatch`, version).
 #[pyfunction]
 #[pyo3(signature = (ctx, *grads))]
 pub(crate) fn program_backward<'py>(
@@ -133,19 +137,20 @@ pub(crate) fn program_backward<'py>(
     }
     let tensors = ctx.getattr(intern!(py, "saved_tensors"))?.cast_into::<PyTuple>()?;
     let kept = ctx.getattr(intern!(py, "te_saved"))?.cast_into::<ProgramSaved>()?;
-    let list: Vec<Bound<'py, PyAny>> = grads.iter().collect();
     let kept = kept.get();
-    let grads = run(state, kept, &tensors, &list)?;
+    let grads = run(state, kept, &tensors, &grads.iter().collect::<Objects<'_>>())?;
     let params = match &kept.joined {
         Some(joined) => {
-            let wanted = ctx.getattr(intern!(py, "needs_input_grad"))?.extract::<Vec<bool>>()?;
+            let wanted = ctx.getattr(intern!(py, "needs_input_grad"))?.cast_into::<PyTuple>()?;
+            let of_parts_alone = wanted.iter().skip(1).take(joined.get().parts().len());
+            let wanted = of_parts_alone.map(|wanted| wanted.is_truthy()).collect::<PyResult<Flags>>()?;
             let parts = (kept.handle.bind(py), joined.get());
-            of_parts(state, parts, grads.params, &wanted[1..], kept.overwrite_main_grad)?
+            of_parts(state, parts, grads.params, &wanted, kept.overwrite_main_grad)?
         }
         None => grads.params,
     };
     let none = || py.None().into_bound(py);
-    let mut all = Vec::with_capacity(params.len() + grads.extras.len() + 5);
+    let mut all: SmallVec<[_; 12]> = SmallVec::new();
     all.push(grads.input.unwrap_or_else(none));
     all.extend(params.into_iter().map(|grad| grad.unwrap_or_else(none)));
     all.extend(grads.extras.into_iter().map(|grad| grad.unwrap_or_else(none)));
@@ -187,7 +192,7 @@ struct BackwardCall<'a, 'py> {
 /// The call's own tensors as backward reads them, by place.
 pub(crate) struct Read<'py> {
     pub(crate) saved: Option<Bound<'py, PyAny>>,
-    tensors: Vec<(Where, Bound<'py, PyAny>)>,
+    tensors: SmallVec<[(Port, Bound<'py, PyAny>); 4]>,
 }
 
 impl<'py> Read<'py> {
@@ -209,13 +214,13 @@ impl<'py> Read<'py> {
         Ok(Self { saved, tensors })
     }
 
-    /// Every address that is there.
-    pub(crate) fn ports(&self, state: &State) -> te_fast_core::Result<Vec<(Where, DevPtr<'_>)>> {
-        let mut list = vec![(Where::Saved, state.pointer(self.saved.as_ref())?)];
+    /// Sets every address that is there.
+    pub(crate) fn bind<'a>(&'a self, state: &State, call: &mut Bindings<'_, 'a>) -> te_fast_core::Result<()> {
+        call.set(Port::Saved, state.pointer(self.saved.as_ref())?);
         for (port, tensor) in &self.tensors {
-            list.push((*port, state.pointer(Some(tensor))?));
+            call.set(*port, state.pointer(Some(tensor))?);
         }
-        Ok(list)
+        Ok(())
     }
 }
 
@@ -225,7 +230,7 @@ impl<'py> BackwardCall<'_, 'py> {
         let program = &kept.compiled.program;
         let key = program.key();
         self.check_weights(py)?;
-        let grads: Vec<Bound<'py, PyAny>> = grads
+        let grads: Objects<'py> = grads
             .iter()
             .map(|grad| Ok(readable(state, grad, "a gradient")?.unwrap_or_else(|| grad.clone())))
             .collect::<PyResult<_>>()?;
@@ -236,7 +241,7 @@ impl<'py> BackwardCall<'_, 'py> {
         let place = Place { device: key.device, stream: state.reader.stream(py, key.device)? };
         let activation = DType::from(key.activation);
         let input = match program.grad_input() {
-            Where::GradInput => {
+            Port::GradInput => {
                 let tuples = &kept.shapes.input;
                 Some(state.empty(py, key.device, tuples.size.bind(py), tuples.stride.bind(py), activation)?)
             }
@@ -245,11 +250,11 @@ impl<'py> BackwardCall<'_, 'py> {
         let extras = self.extra_grads(py)?;
         let targets = self.param_grads(py, place)?;
         self.launch(place, &grads, input.as_ref(), &extras, &targets)?;
-        let alias = |place: Where| -> Option<Bound<'py, PyAny>> {
+        let alias = |place: Port| -> Option<Bound<'py, PyAny>> {
             match place {
-                Where::GradOutput => grads.first().cloned(),
-                Where::GradExtraOutput(index) => grads.get(usize::from(index) + 1).cloned(),
-                Where::GradExtra(index) => extras[usize::from(index)].clone(),
+                Port::GradOutput => grads.first().cloned(),
+                Port::GradExtraOutput(index) => grads.get(usize::from(index) + 1).cloned(),
+                Port::GradExtra(index) => extras[usize::from(index)].clone(),
                 _ => None,
             }
         };
@@ -271,15 +276,14 @@ impl<'py> BackwardCall<'_, 'py> {
         if let Some(joined) = &self.kept.joined {
             return self.check_parts(py, joined.get());
         }
-        let name = intern!(py, "_version"); // before anything is borrowed
-        let handle = self.kept.handle.bind(py).try_borrow()?;
-        for (linear, (weight, &param)) in self.weights.iter().zip(handle.chain.linear_params()).enumerate() {
-            let (true, true, Some(known)) =
-                (weight.quantized.is_some(), self.kept.compiled.program.reads_weight(linear), weight.version)
+        let program = &self.kept.compiled.program;
+        for (linear, weight) in self.weights.iter().enumerate() {
+            let (true, true, Some(known)) = (weight.quantized.is_some(), program.reads_weight(linear), weight.version)
             else {
                 continue;
             };
-            let version = self.kept.params[param].bind(py).getattr(name)?.extract::<u64>()?;
+            let param = self.kept.params[program.linear_param(linear)].bind(py);
+            let version = param.getattr(intern!(py, "_version"))?.extract::<u64>()?;
             if version != known {
                 let message = format!(
                     "the weight was modified by an inplace operation between forward and backward (it is at version {version}, expected {known}); modify it after backward"
@@ -295,7 +299,7 @@ impl<'py> BackwardCall<'_, 'py> {
         let program = &self.kept.compiled.program;
         let reads = self.weights.iter().enumerate().any(|(linear, weight)| match weight.quantized {
             Some(_) => program.reads_weight(linear),
-            None => program.reads().contains(&Where::Param(program.linear_param(linear) as u16)),
+            None => program.reads().contains(&Port::Param(program.linear_param(linear) as u16)),
         });
         if reads && joined.was_changed(py)? {
             let message = "a part of the weight was modified by an inplace operation between forward and backward; modify it after backward";
@@ -304,11 +308,11 @@ impl<'py> BackwardCall<'_, 'py> {
         Ok(())
     }
 
-    fn extra_grads(&self, py: Python<'py>) -> Result<Vec<Option<Bound<'py, PyAny>>>, Failure> {
+    fn extra_grads(&self, py: Python<'py>) -> Result<Optional<'py>, Failure> {
         let (program, state) = (&self.kept.compiled.program, self.state);
-        let mut list = Vec::with_capacity(program.grad_extras().len());
+        let mut list = Optional::new();
         for (index, &place) in program.grad_extras().iter().enumerate() {
-            let own = place == Where::GradExtra(index as u16);
+            let own = place == Port::GradExtra(index as u16);
             let make = || {
                 let dtype = program.key().extras[index].0.into();
                 state.empty_sized(py, program.key().device, &self.kept.extra_shapes[index], dtype)
@@ -318,12 +322,12 @@ impl<'py> BackwardCall<'_, 'py> {
         Ok(list)
     }
 
-    fn param_grads(&self, py: Python<'py>, place: Place) -> Result<Vec<ParamGrad<'py>>, Failure> {
+    fn param_grads(&self, py: Python<'py>, place: Place) -> Result<ParamGrads<'py>, Failure> {
         let (kept, state) = (self.kept, self.state);
         let program = &kept.compiled.program;
         let mut number = 0;
         let mut given_main_grads = kept.main_grads.iter().flatten();
-        let mut list = Vec::with_capacity(kept.params.len());
+        let mut list = ParamGrads::new();
         for (param, &(_, wanted)) in program.key().params.iter().enumerate() {
             let next = ProgramHandle::linear_at(kept.handle.bind(py), number)?;
             let linear = next.filter(|(_, of)| *of == param).map(|(weight, _)| (number, weight));
@@ -379,16 +383,14 @@ impl<'py> BackwardCall<'_, 'py> {
         let memory = external.memory(state.pointer(scratch.as_ref())?);
         let mut table = state.tables.take();
         let mut call = program.call(&mut table);
-        for (port, address) in read.ports(state)? {
-            call.set(port, address);
-        }
+        read.bind(state, &mut call)?;
         for (index, grad) in grads.iter().enumerate() {
-            let port = if index == 0 { Where::GradOutput } else { Where::GradExtraOutput(index as u16 - 1) };
+            let port = if index == 0 { Port::GradOutput } else { Port::GradExtraOutput(index as u16 - 1) };
             call.set(port, state.pointer(Some(grad))?);
         }
-        call.set(Where::GradInput, state.pointer(input)?);
+        call.set(Port::GradInput, state.pointer(input)?);
         for (index, grad) in extras.iter().enumerate() {
-            call.set(Where::GradExtra(index as u16), state.pointer(grad.as_ref())?);
+            call.set(Port::GradExtra(index as u16), state.pointer(grad.as_ref())?);
         }
         for (linear, weight) in self.weights.iter().enumerate() {
             if let Some(quantized) = &weight.quantized {
@@ -396,8 +398,9 @@ impl<'py> BackwardCall<'_, 'py> {
             }
             call.set_slots(linear, &weight.slots());
         }
+        self.set_param_grads(&mut call, targets)?;
         let mut dispatcher = state.dispatcher(py)?;
-        self.set_param_grads(&mut call, &mut dispatcher.0, targets)?;
+        self.set_main_grads(&mut call, &mut dispatcher.0, targets)?;
         let mut lane = dispatcher.0.lane(place, sized.backward_scratch(), memory)?;
         sized.run_backward(&mut lane, call)?;
         for slots in self.weights.iter().filter_map(|weight| weight.slots.as_ref()) {
@@ -408,37 +411,49 @@ impl<'py> BackwardCall<'_, 'py> {
         Ok(())
     }
 
+    /// The linear op whose weight a parameter is.
+    fn linear_of(&self, param: usize) -> Option<usize> {
+        (0..self.weights.len()).find(|&linear| self.kept.compiled.program.linear_param(linear) == param)
+    }
+
     /// Where the gradients of the parameters go.
-    fn set_param_grads<'a>(
-        &self,
-        call: &mut Bindings<'_, 'a>,
-        dispatcher: &mut Dispatcher,
-        targets: &'a [ParamGrad<'py>],
-    ) -> Result<(), Failure> {
-        let (state, program, sized) = (self.state, &self.kept.compiled.program, &self.kept.sized);
-        let linears = self.weights.len();
-        let linear_of = |param: usize| (0..linears).find(|&linear| program.linear_param(linear) == param);
+    fn set_param_grads<'a>(&self, call: &mut Bindings<'_, 'a>, targets: &'a [ParamGrad<'py>]) -> Result<(), Failure> {
         for (param, target) in targets.iter().enumerate() {
-            let port = Where::GradParam(param as u16);
-            match (target, linear_of(param)) {
-                (ParamGrad::New(grad), _) => call.set(port, state.pointer(Some(grad))?),
-                (ParamGrad::Main(main), Some(linear)) => {
-                    call.set(port, state.pointer(Some(&main.grad))?);
-                    let kind = (main.dtype, main.accumulate);
-                    let plan = program.weight_grad_plan(dispatcher, sized.rows(), linear, kind, main.address)?;
-                    call.set_weight_grad(linear, plan);
+            let port = Port::GradParam(param as u16);
+            match (target, self.linear_of(param)) {
+                (ParamGrad::New(grad), _) => call.set(port, self.state.pointer(Some(grad))?),
+                (ParamGrad::Main(main), _) => call.set(port, self.state.pointer(Some(&main.grad))?),
+                (ParamGrad::Waiting(grad), Some(linear)) => {
+                    call.set_deferred(linear, self.state.pointer(Some(grad))?);
                 }
-                (ParamGrad::Waiting(grad), Some(linear)) => call.set_deferred(linear, state.pointer(Some(grad))?),
                 _ => {}
             }
         }
         Ok(())
     }
 
+    /// The products of those that go into buffers of the caller's.
+    fn set_main_grads(
+        &self,
+        call: &mut Bindings<'_, '_>,
+        dispatcher: &mut Dispatcher,
+        targets: &[ParamGrad<'py>],
+    ) -> Result<(), Failure> {
+        let (program, sized) = (&self.kept.compiled.program, &self.kept.sized);
+        for (param, target) in targets.iter().enumerate() {
+            if let (ParamGrad::Main(main), Some(linear)) = (target, self.linear_of(param)) {
+                let kind = (main.dtype, main.accumulate);
+                let plan = program.weight_grad_plan(dispatcher, sized.rows(), linear, kind, main.address)?;
+                call.set_weight_grad(linear, plan);
+            }
+        }
+        Ok(())
+    }
+
     /// What autograd is given for the parameters.
-    fn finish(&self, py: Python<'py>, targets: Vec<ParamGrad<'py>>) -> Result<Vec<Option<Bound<'py, PyAny>>>, Failure> {
+    fn finish(&self, py: Python<'py>, targets: ParamGrads<'py>) -> Result<Optional<'py>, Failure> {
         let kept = self.kept;
-        let mut list = Vec::with_capacity(targets.len());
+        let mut list = Optional::new();
         for (param, target) in targets.into_iter().enumerate() {
             list.push(match target {
                 ParamGrad::None => None,
@@ -458,7 +473,11 @@ impl<'py> BackwardCall<'_, 'py> {
                     weight.waiting.push_back(waiting);
                     let fuses = weight.fuse_wgrad_accumulation;
                     drop(weight);
-                    if fuses && kept.main_grads.is_none() { after_main_grad(kept.params[param].bind(py))? } else { None }
+                    if fuses && kept.main_grads.is_none() {
+                        after_main_grad(kept.params[param].bind(py))?
+                    } else {
+                        None
+                    }
                 }
             });
         }

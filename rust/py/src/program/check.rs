@@ -4,10 +4,10 @@ use pyo3::prelude::*;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::DType;
 use te_fast_core::base::tensor::TensorView;
-use te_fast_core::program::Program;
+use te_fast_core::program::{Chain, Program};
 
 use crate::error::Failure;
-use crate::program::handle::ProgramHandle;
+use crate::program::handle::Parameter;
 use crate::program::tensors::Tensors;
 
 const OP: &str = "ops";
@@ -15,18 +15,18 @@ const OP: &str = "ops";
 /// Refuses tensors of a forward that do not fit the chain; `widths` are the columns of its edges.
 pub(crate) fn check(
     py: Python<'_>,
-    handle: &ProgramHandle,
+    (chain, params): (&Chain, &[Parameter]),
     tensors: &Tensors<'_>,
     rows: usize,
     widths: impl Iterator<Item = usize>,
 ) -> Result<(), Failure> {
     let x = &tensors.x;
-    let needs_rows = handle.chain.links().iter().find(|link| !link.op.is_elementwise());
+    let needs_rows = chain.links().iter().find(|link| !link.op.is_elementwise());
     if let (Some(link), true) = (needs_rows, x.shape().is_empty()) {
         let expected = format!("a tensor of at least one dimension, as op {} takes it", link.label);
         return Err(Error::shape(OP, "the input", expected, "a scalar").into());
     }
-    for (param, view) in handle.params.iter().zip(&tensors.params) {
+    for (param, view) in params.iter().zip(&tensors.params) {
         let name = param.name.bind(py);
         if view.device() != x.device() {
             if tensors.params[0].device() == x.device() {
@@ -37,11 +37,11 @@ pub(crate) fn check(
             return Err(Error::device(OP, "the input", expected, x.device()).into());
         }
     }
-    handle.chain.check_params(tensors.params.iter().map(TensorView::shape))?;
+    chain.check_params(tensors.params.iter().map(TensorView::shape))?;
     if tensors.extras.is_empty() {
         return Ok(());
     }
-    for (link, cols) in handle.chain.links().iter().zip(widths).filter(|(link, _)| link.op.extra_inputs() != 0) {
+    for (link, cols) in chain.links().iter().zip(widths).filter(|(link, _)| link.op.extra_inputs() != 0) {
         let extra = &tensors.extras[link.extra_input];
         if extra.device() != x.device() {
             let expected = format!("{}, where the input of op {} is", x.device(), link.label);

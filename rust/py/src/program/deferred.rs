@@ -3,11 +3,11 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 use te_fast_core::Error;
-use te_fast_core::program::{CallTable, Port as Where};
+use te_fast_core::program::Port;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::Place;
 
-use crate::direct::quantize::gemm;
+use crate::direct::gemm::gemm;
 use crate::error::Failure;
 use crate::program::backward::Read;
 use crate::program::main_grad::{MainGrad, main_grad};
@@ -90,19 +90,18 @@ fn run_rows(state: &State, waiting: &WaitingRows, dw: &Bound<'_, PyAny>, accumul
     let external = Dispatcher::external_bytes(place, bytes)?;
     let scratch = state.optional_bytes(py, place.device, external.bytes())?;
     let memory = external.memory(state.pointer(scratch.as_ref())?);
-    let mut table = CallTable::default();
+    let mut table = state.tables.take();
     let mut call = program.call(&mut table);
-    for (port, address) in read.ports(state)? {
-        call.set(port, address);
-    }
+    read.bind(state, &mut call)?;
     call.set_deferred(waiting.linear, state.pointer(Some(waiting.grad.bind(py)))?);
-    call.set(Where::GradParam(program.linear_param(waiting.linear) as u16), view.data());
+    call.set(Port::GradParam(program.linear_param(waiting.linear) as u16), view.data());
     let mut dispatcher = state.dispatcher(py)?;
     let (kind, address) = ((view.dtype(), accumulate), view.data().address());
     let plan = program.weight_grad_plan(&mut dispatcher.0, sized.rows(), waiting.linear, kind, address)?;
     call.set_weight_grad(waiting.linear, plan);
     let mut lane = dispatcher.0.lane(place, bytes, memory)?;
     sized.run_waiting(&mut lane, waiting.linear, call)?;
+    state.tables.give_back(table);
     Ok(())
 }
 

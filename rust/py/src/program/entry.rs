@@ -9,17 +9,17 @@ use pyo3::prelude::*;
 use pyo3::types::{PyAnyMethods, PyBool, PyDict, PyDictMethods, PyTuple};
 use smallvec::SmallVec;
 use te_fast_core::Error;
+use te_fast_core::quant::weight::Microbatch;
 use te_fast_core::recipe::region::Former;
 
 use crate::error::{IntoPython, named};
 use crate::hooks::hooks;
 use crate::layer::module::{Argument, can_skip_module_call};
 use crate::program::backward::{ProgramSaved, run};
-use crate::program::bits::Bits;
 use crate::program::forward::{Call, Done};
 use crate::program::handle::ProgramHandle;
 use crate::program::parts::Joined;
-use crate::program::tensors::{Tensors, are_of_one_type, parameters, present_parameters, requires_grad};
+use crate::program::tensors::{Objects, Tensors, are_of_one_type, parameters, present_parameters, requires_grad};
 use crate::torch::process::{State, state};
 use crate::torch::reader::{instance_dict, view_of};
 
@@ -41,13 +41,13 @@ pub(crate) fn program_apply<'py>(
     version: Option<u64>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let state = state(x.py())?;
-    let params = match params {
+    let params: Objects<'py> = match params {
         Some(params) => params.iter().collect(),
         None => present_parameters(program)?,
     };
-    let extras: Vec<Bound<'py, PyAny>> = extra_inputs.iter().collect();
-    let bits = Bits(Bits::of_microbatch(is_first_microbatch));
-    in_region_of_last_forward(state, program, || cast_and_apply((program, owner), x, &extras, &params, bits, version))
+    let extras: Objects<'py> = extra_inputs.iter().collect();
+    let asked = (is_first_microbatch.into(), version);
+    in_region_of_last_forward(state, program, || cast_and_apply((program, owner), x, &extras, &params, asked))
 }
 
 /// `module(x, *extra_inputs)` of a module whose result is its program's: as `nn.Module.__call__`, without its cost
@@ -81,10 +81,10 @@ pub(crate) fn program_module_call<'py>(
         let is_first = is_first.map(PyAnyMethods::is_truthy).transpose()?;
         if let Some(program) = program {
             let program = program.cast::<ProgramHandle>()?;
-            let extras: Vec<Bound<'py, PyAny>> = extra_inputs.iter().collect();
+            let extras: Objects<'py> = extra_inputs.iter().collect();
             if let Some(params) = parameters_of_direct_call(state, program, input, &extras)? {
-                let bits = Bits(Bits::of_microbatch(is_first));
-                let run = || cast_and_apply((program, module), input, &extras, &params, bits, None);
+                let asked = (is_first.into(), None);
+                let run = || cast_and_apply((program, module), input, &extras, &params, asked);
                 return in_region_of_last_forward(state, program, run);
             }
         }
@@ -110,7 +110,7 @@ fn parameters_of_direct_call<'py>(
     program: &Bound<'py, ProgramHandle>,
     input: &Bound<'py, PyAny>,
     extras: &[Bound<'py, PyAny>],
-) -> PyResult<Option<SmallVec<[Bound<'py, PyAny>; 6]>>> {
+) -> PyResult<Option<Objects<'py>>> {
     let (takes, follows_autocast) = {
         let handle = program.try_borrow()?;
         (handle.chain.extra_inputs(), handle.chain.follows_autocast())
@@ -162,8 +162,7 @@ fn cast_and_apply<'py>(
     x: &Bound<'py, PyAny>,
     extras: &[Bound<'py, PyAny>],
     params: &[Bound<'py, PyAny>],
-    bits: Bits,
-    version: Option<u64>,
+    asked: (Microbatch, Option<u64>),
 ) -> PyResult<Bound<'py, PyAny>> {
     let state = state(x.py())?;
     {
@@ -175,7 +174,7 @@ fn cast_and_apply<'py>(
     }
     let cast = cast(state, x, extras)?;
     let (x, extras) = cast.as_ref().map_or((x, extras), |(x, extras)| (x, extras.as_slice()));
-    let call = Call::new(state, (program, owner), x, (extras, params), (bits, version));
+    let call = Call::new(state, (program, owner), x, (extras, params), asked);
     let tensors = Tensors::read(state, x, extras, params).map_err(|failure| call.named(failure))?;
     apply(call, &tensors)
 }
@@ -183,13 +182,13 @@ fn cast_and_apply<'py>(
 /// The functional entry: a program, its owner, tensors and parameters. Rows that GEMMs lack are appended, zero rows launch
 /// nothing, and what wants gradients gets one autograd node.
 pub(crate) fn apply<'py>(mut call: Call<'_, 'py>, tensors: &Tensors<'_>) -> PyResult<Bound<'py, PyAny>> {
-    let Call { state, handle: program, owner, x, extras, params, bits, version, .. } = call;
+    let Call { state, handle: program, owner, x, extras, params, microbatch, version, .. } = call;
     let py = x.py();
     if tensors.x.numel() == 0 {
         return on_nothing(&call);
     }
     if !tensors.x.shape().is_empty() && state.dispatcher(py)?.0.rows_to_pad(tensors.x.rows()) != 0 {
-        let is_first = first_microbatch(bits);
+        let is_first = Option::<bool>::from(microbatch);
         let arguments = (program, owner, x, PyTuple::new(py, extras)?, is_first, PyTuple::new(py, params)?, version);
         return hooks(py)?.padded.bind(py).call1(arguments);
     }
@@ -200,7 +199,7 @@ pub(crate) fn apply<'py>(mut call: Call<'_, 'py>, tensors: &Tensors<'_>) -> PyRe
             wants = wants || requires_grad(tensor)?;
         }
         if wants {
-            let mut arguments: SmallVec<[Bound<'py, PyAny>; 10]> = SmallVec::new();
+            let mut arguments: SmallVec<[Bound<'py, PyAny>; 12]> = SmallVec::new();
             arguments.push(x.clone());
             match &call.joined {
                 Some(joined) => arguments.extend(joined.get().parts().iter().map(|part| part.bind(py).clone())),
@@ -209,7 +208,7 @@ pub(crate) fn apply<'py>(mut call: Call<'_, 'py>, tensors: &Tensors<'_>) -> PyRe
             arguments.extend(extras.iter().cloned());
             arguments.push(program.clone().into_any());
             arguments.push(owner.clone());
-            arguments.push(bits.0.into_pyobject(py)?.into_any());
+            arguments.push(Option::<bool>::from(microbatch).into_pyobject(py)?);
             arguments.push(match call.joined {
                 Some(joined) => joined.into_any(),
                 None => version.into_pyobject(py)?,
@@ -223,25 +222,17 @@ pub(crate) fn apply<'py>(mut call: Call<'_, 'py>, tensors: &Tensors<'_>) -> PyRe
     results(call.run_on(tensors)?)
 }
 
-fn first_microbatch(bits: Bits) -> Option<bool> {
-    match (bits.has(Bits::FIRST_MICROBATCH), bits.has(Bits::LATER_MICROBATCH)) {
-        (true, _) => Some(true),
-        (_, true) => Some(false),
-        _ => None,
-    }
-}
-
 /// A call on zero rows: nothing is launched.
 #[cold]
 fn on_nothing<'py>(call: &Call<'_, 'py>) -> PyResult<Bound<'py, PyAny>> {
-    let Call { state, handle: program, owner, x, extras, params, bits, .. } = *call;
+    let Call { state, handle: program, owner, x, extras, params, microbatch, .. } = *call;
     let py = x.py();
     let region = *state.dispatcher(py)?.0.autocast.current();
     if region.enabled && region.recipe.is_delayed() && !program.try_borrow()?.weights.is_empty() {
         // Other ranks may have rows, and reduce their maxima with this one.
         owner.call_method0(intern!(py, "_init_delayed_scaling"))?;
     }
-    let overwrite = bits.has(Bits::FIRST_MICROBATCH);
+    let overwrite = microbatch == Microbatch::First;
     let arguments = (program, x, PyTuple::new(py, extras)?, PyTuple::new(py, params)?, overwrite);
     hooks(py)?.on_nothing.bind(py).call1(arguments)
 }
@@ -282,12 +273,12 @@ fn autocast_dtype<'py>(state: &State, x: &Bound<'py, PyAny>) -> PyResult<Option<
 }
 
 fn kept<'py>(call: &Call<'_, 'py>, done: &mut Done<'py>) -> PyResult<ProgramSaved> {
-    let Call { state, handle: program, extras, bits, .. } = *call;
+    let Call { state, handle: program, extras, microbatch, .. } = *call;
     let py = program.py();
     let delayed = done.weights.iter().any(|weight| weight.slots.is_some());
     let extra_shapes = extras
         .iter()
-        .map(|extra| Ok(view_of(&state.reader, extra, "an extra input").python()?.shape().to_vec()))
+        .map(|extra| Ok(view_of(&state.reader, extra, "an extra input").python()?.shape().into()))
         .collect::<PyResult<_>>()?;
     Ok(ProgramSaved {
         handle: program.clone().unbind(),
@@ -298,14 +289,14 @@ fn kept<'py>(call: &Call<'_, 'py>, done: &mut Done<'py>) -> PyResult<ProgramSave
         extra_shapes,
         params: call.params.iter().map(|param| param.clone().unbind()).collect(),
         joined: call.joined.as_ref().map(|joined| joined.clone().unbind()),
-        overwrite_main_grad: bits.has(Bits::FIRST_MICROBATCH) && !done.skippable,
+        overwrite_main_grad: microbatch == Microbatch::First && !done.skippable,
         main_grads: None,
         updates_backward_scales: delayed && state.dispatcher(py)?.0.autocast.take_first_fp8_module(),
     })
 }
 
 /// Forward of the autograd function: called by torch with gradients off; `arguments` are input, parameters or their parts,
-/// extra inputs, program, owner, bits and how the parts are joined or the version of a concatenated weight.
+/// extra inputs, program, owner, `is_first_microbatch`, and how the parts are joined or the version of a concatenated weight.
 #[pyfunction]
 #[pyo3(signature = (ctx, *arguments))]
 pub(crate) fn program_autograd_forward<'py>(
@@ -317,17 +308,18 @@ pub(crate) fn program_autograd_forward<'py>(
     let count = arguments.len();
     let program = arguments.get_item(count - 4)?.cast_into::<ProgramHandle>()?;
     let owner = arguments.get_item(count - 3)?;
-    let bits = Bits(arguments.get_item(count - 2)?.extract()?);
+    let is_first = arguments.get_item(count - 2)?.extract::<Option<bool>>()?;
     let last = arguments.get_item(count - 1)?;
     let joined = last.cast::<Joined>().ok().cloned();
     let version = if joined.is_some() { None } else { last.extract()? };
-    let tensors: SmallVec<[Bound<'py, PyAny>; 8]> = arguments.iter().take(count - 4).collect();
+    let tensors: Objects<'py> = arguments.iter().take(count - 4).collect();
     let params = program.try_borrow()?.chain.params();
     let (x, rest) = (&tensors[0], &tensors[1..]);
     let (params, extras) = rest.split_at(joined.as_ref().map_or(params, |joined| joined.get().parts().len()));
     let wholes = joined.as_ref().map(|joined| joined.get().wholes(py));
     let params = wholes.as_deref().unwrap_or(params);
-    let mut call = Call::new(state, (&program, &owner), x, (extras, params), (bits, version)).of_parts(joined);
+    let mut call =
+        Call::new(state, (&program, &owner), x, (extras, params), (is_first.into(), version)).of_parts(joined);
     let extra_grads = extras.iter().map(requires_grad).collect::<PyResult<_>>()?;
     call.wants(true, requires_grad(x)?, extra_grads, true);
     let mut done = call.run()?;
@@ -362,14 +354,13 @@ pub(crate) fn program_run_forward<'py>(
             (program, owner, x, extra_inputs, is_first_microbatch, needs.0, needs.1, needs.2, params, version);
         return hooks(py)?.padded_run.bind(py).call1(arguments);
     }
-    let bits = Bits(Bits::of_microbatch(is_first_microbatch));
-    let extras: Vec<Bound<'py, PyAny>> = extra_inputs.iter().collect();
-    let params: Vec<_> = match params {
+    let extras: Objects<'py> = extra_inputs.iter().collect();
+    let params: Objects<'py> = match params {
         Some(params) => params.iter().collect(),
         None => present_parameters(program)?,
     };
     let wants = input_needs_grad || parameters_need_grad || extra_need_grad.iter().any(|&wanted| wanted);
-    let mut call = Call::new(state, (program, owner), x, (&extras, &params), (bits, version));
+    let mut call = Call::new(state, (program, owner), x, (&extras, &params), (is_first_microbatch.into(), version));
     call.wants(parameters_need_grad, input_needs_grad, extra_need_grad.into(), wants);
     let mut done = in_region_of_last_forward(state, program, || call.run())?;
     let (y, outputs) = (done.y.clone(), PyTuple::new(py, &done.extra_outputs)?);
@@ -407,7 +398,7 @@ pub(crate) fn program_run_backward<'py>(
     extra_grads: &Bound<'py, PyTuple>,
 ) -> PyResult<(Option<Bound<'py, PyAny>>, Bound<'py, PyTuple>, Bound<'py, PyTuple>)> {
     let py = kept.py();
-    let grads: Vec<Bound<'py, PyAny>> = std::iter::once(grad_output.clone()).chain(extra_grads.iter()).collect();
+    let grads: Objects<'py> = std::iter::once(grad_output.clone()).chain(extra_grads.iter()).collect();
     let grads = run(state(py)?, kept.get(), saved_tensors, &grads)?;
     Ok((grads.input, PyTuple::new(py, grads.params)?, PyTuple::new(py, grads.extras)?))
 }

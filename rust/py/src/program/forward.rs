@@ -22,13 +22,11 @@ use te_fast_core::runtime::lane::{Memory, Place};
 use crate::autocast::recompute::{RecordedScales, recorded_scales};
 use crate::error::Failure;
 use crate::hooks::skip_flag;
-use crate::program::bits::Bits;
 use crate::program::check::check;
-use crate::program::handle::{Compiled, ProgramHandle, Shapes, Tuples};
+use crate::program::handle::{ProgramHandle, PyProgram, Shapes, Tuples};
 use crate::program::parts::Joined;
-use crate::program::tensors::{Flags, Tensors, float, requires_grad, same, typed};
-use crate::program::weight::reusable;
-use crate::program::weight::{OpSlots, WeightHandle};
+use crate::program::tensors::{Flags, Objects, Tensors, float, requires_grad, same, typed};
+use crate::program::weight::{OpSlots, WeightHandle, recycle, reusable};
 use crate::program::weight_memory::{CachedWeight, for_backward, make_weight, weight_buffer};
 use crate::torch::process::State;
 
@@ -56,25 +54,27 @@ pub(crate) struct Done<'py> {
     pub(crate) y: Bound<'py, PyAny>,
     pub(crate) extra_outputs: Vec<Bound<'py, PyAny>>,
     pub(crate) saved: Option<Bound<'py, PyAny>>,
-    pub(crate) compiled: Arc<Compiled>,
+    pub(crate) compiled: Arc<PyProgram>,
     pub(crate) sized: Arc<SizedProgram>,
     pub(crate) shapes: Arc<Shapes>,
     pub(crate) weights: CallWeights,
     /// A flag on the device decides whether weights are quantised: `is_first_microbatch` is taken for False.
     pub(crate) skippable: bool,
+    /// The extra inputs as they were read: the call's own, or copies, in which the results of ops lie that write there.
+    extras: SmallVec<[Bound<'py, PyAny>; 2]>,
 }
 
 impl<'py> Done<'py> {
     /// What backward reads: the saved buffer, and the call's own tensors in the order of [`Program::reads`].
     pub(crate) fn to_save(&self, call: &Call<'_, 'py>) -> PyResult<Bound<'py, PyTuple>> {
-        let (x, extras) = (call.x, call.extras);
+        let x = call.x;
         let py = x.py();
-        let mut tensors: SmallVec<[Bound<'py, PyAny>; 8]> = SmallVec::new();
+        let mut tensors = Objects::new();
         tensors.push(self.saved.clone().unwrap_or_else(|| py.None().into_bound(py)));
         for place in self.compiled.program.reads() {
             tensors.push(match *place {
                 Port::Input => x.clone(),
-                Port::Extra(index) => extras[usize::from(index)].clone(),
+                Port::Extra(index) => self.extras[usize::from(index)].clone(),
                 Port::ExtraOutput(index) => self.extra_outputs[usize::from(index)].clone(),
                 Port::Param(index) => call.params[usize::from(index)].clone(),
                 _ => py.None().into_bound(py),
@@ -94,7 +94,7 @@ pub(crate) struct Call<'a, 'py> {
     pub(crate) params: &'a [Bound<'py, PyAny>],
     /// What autograd sees in the place of parameters that are joined of parts.
     pub(crate) joined: Option<Bound<'py, Joined>>,
-    pub(crate) bits: Bits,
+    pub(crate) microbatch: Microbatch,
     /// Stands in for the version of a weight that is a concatenation without one of its own.
     pub(crate) version: Option<u64>,
     pub(crate) grads: bool,
@@ -112,7 +112,7 @@ impl<'a, 'py> Call<'a, 'py> {
         (handle, owner): (&'a Bound<'py, ProgramHandle>, &'a Bound<'py, PyAny>),
         x: &'a Bound<'py, PyAny>,
         (extras, params): (&'a [Bound<'py, PyAny>], &'a [Bound<'py, PyAny>]),
-        (bits, version): (Bits, Option<u64>),
+        (microbatch, version): (Microbatch, Option<u64>),
     ) -> Self {
         let extra_grads = SmallVec::new();
         let (grads, input_grad, grad_mode, joined) = (false, false, false, None);
@@ -124,7 +124,7 @@ impl<'a, 'py> Call<'a, 'py> {
             extras,
             params,
             joined,
-            bits,
+            microbatch,
             version,
             grads,
             input_grad,
@@ -189,20 +189,16 @@ impl<'a, 'py> Call<'a, 'py> {
         let _guard = state.guard(py, x.device())?;
         let place = Place { device: x.device(), stream: state.reader.stream(py, x.device())? };
         let region = *state.dispatcher(py)?.0.autocast.current();
-        let compiled = self.compiled(tensors, &region)?;
+        let (compiled, sized) = self.program(tensors, &region)?;
         let program = &compiled.program;
-        let sized = program.sized(&mut state.dispatcher(py)?.0, x.rows())?;
         let replays = if region.enabled && region.recipe.is_delayed() {
             self.ensure_slots(region.epoch)?;
             self.replays()?
         } else {
             Vec::new()
         };
-        let shapes = {
-            let mut handle = self.handle.try_borrow_mut()?;
-            handle.last_region = region.enabled.then_some(region);
-            handle.shapes(py, x.shape(), program.out_cols(), program.extra_output_cols())?
-        };
+        self.handle.try_borrow_mut()?.last_region = region.enabled.then_some(region);
+        let shapes = ProgramHandle::shapes(self.handle, x.shape(), program)?;
         let capturing = matches!(place.device, Device::Cuda(_)) && is_capturing(place.stream)?;
         let flagged = region.enabled && (capturing || region.graph);
         let flag = if flagged { skip_flag(state, py, place.device)? } else { None };
@@ -222,12 +218,12 @@ impl<'a, 'py> Call<'a, 'py> {
         let weights = self.keep(&compiled, prepared, place, capturing, skippable)?;
         CLOCK.mark(Stage::Finish);
         let Results { y, extra_outputs, saved } = results;
-        Ok(Done { y, extra_outputs, saved, compiled, sized, shapes, weights, skippable })
+        Ok(Done { y, extra_outputs, saved, compiled, sized, shapes, weights, skippable, extras: extras.into() })
     }
 
     /// Tells torch of what was written in place, so that a backward that needs what was there before raises.
     #[inline]
-    pub(super) fn note_writes(&self, program: &Program, extras: &[Bound<'py, PyAny>]) -> PyResult<()> {
+    pub(crate) fn note_writes(&self, program: &Program, extras: &[Bound<'py, PyAny>]) -> PyResult<()> {
         for &index in program.written_extra_inputs() {
             let py = self.x.py();
             let module = py.import(intern!(py, "torch.autograd.graph"))?;
@@ -236,8 +232,8 @@ impl<'a, 'py> Call<'a, 'py> {
         Ok(())
     }
 
-    /// The compiled program for these tensors.
-    fn compiled(&self, tensors: &Tensors<'_>, region: &Region) -> Result<Arc<Compiled>, Failure> {
+    /// The program for these tensors, found or compiled, and sized.
+    fn program(&self, tensors: &Tensors<'_>, region: &Region) -> Result<(Arc<PyProgram>, Arc<SizedProgram>), Failure> {
         let (py, state) = (self.x.py(), self.state);
         let x = &tensors.x;
         let activation = float(x, "the input")?;
@@ -248,7 +244,8 @@ impl<'a, 'py> Call<'a, 'py> {
         let linears = handle.linear_calls(py)?;
         let epoch = region.enabled.then_some(region.epoch);
         let (rows, cols) = (x.rows(), x.shape().last().map_or(1, |&cols| cols as usize));
-        let found = handle.find(|program| {
+        let ProgramHandle { programs, chain, params, .. } = &mut *handle;
+        let found = programs.find(|program| {
             let key = program.key();
             key.epoch == epoch
                 && key.cols == cols
@@ -260,11 +257,12 @@ impl<'a, 'py> Call<'a, 'py> {
                 && same(&key.params, &tensors.params, &param_grads)
                 && same(&key.extras, &tensors.extras, &self.extra_grads)
         });
-        drop(handle);
-        if let Some(compiled) = found {
-            check(py, &*self.handle.try_borrow()?, tensors, rows, compiled.program.widths())?;
-            return Ok(compiled);
+        if let Some(kept) = found {
+            check(py, (chain, params), tensors, rows, kept.compiled().program.widths())?;
+            let sized = kept.sized(&mut state.dispatcher(py)?.0, rows)?;
+            return Ok((Arc::clone(kept.compiled()), sized));
         }
+        drop(handle);
         let key = ProgramKey {
             epoch,
             cols,
@@ -286,11 +284,12 @@ impl<'a, 'py> Call<'a, 'py> {
         region: &Region,
         key: ProgramKey,
         rows: usize,
-    ) -> Result<Arc<Compiled>, Failure> {
+    ) -> Result<(Arc<PyProgram>, Arc<SizedProgram>), Failure> {
         let (py, state) = (self.x.py(), self.state);
         let chain = {
             let handle = self.handle.try_borrow()?;
-            check(py, &handle, tensors, rows, handle.chain.widths(key.cols)?.into_iter())?;
+            let widths = handle.chain.widths(key.cols)?;
+            check(py, (&handle.chain, &handle.params), tensors, rows, widths.into_iter())?;
             handle.chain.clone()
         };
         let recipe = region.enabled.then_some(&region.recipe);
@@ -298,12 +297,16 @@ impl<'a, 'py> Call<'a, 'py> {
             let mut dispatcher = state.dispatcher(py)?;
             Arc::new(Program::new(&mut dispatcher.0, &chain, key, recipe)?)
         };
-        let compiled = Arc::new(Compiled {
+        let compiled = Arc::new(PyProgram {
             params: tensors.params.iter().map(|view| Tuples::new(py, view.shape())).collect::<PyResult<_>>()?,
             program,
         });
-        self.handle.try_borrow_mut()?.insert(&compiled);
-        Ok(compiled)
+        let mut handle = self.handle.try_borrow_mut()?;
+        let (kept, former) = handle.programs.insert(Arc::clone(&compiled));
+        let sized = kept.sized(&mut state.dispatcher(py)?.0, rows);
+        drop(handle);
+        drop(former);
+        Ok((compiled, sized?))
     }
 
     #[cold]
@@ -311,7 +314,7 @@ impl<'a, 'py> Call<'a, 'py> {
         self.owner.call_method0(intern!(self.x.py(), "_init_delayed_scaling")).map(drop)
     }
 
-    pub(super) fn ensure_slots(&self, epoch: u64) -> PyResult<()> {
+    pub(crate) fn ensure_slots(&self, epoch: u64) -> PyResult<()> {
         let py = self.x.py();
         let missing = {
             let handle = self.handle.try_borrow()?;
@@ -342,7 +345,7 @@ impl<'a, 'py> Call<'a, 'py> {
     fn weights(
         &self,
         tensors: &Tensors<'_>,
-        compiled: &Compiled,
+        compiled: &PyProgram,
         region: &Region,
         (place, capturing): (Place, bool),
         skippable: bool,
@@ -388,15 +391,14 @@ impl<'a, 'py> Call<'a, 'py> {
             let reused = if skippable {
                 weight.try_borrow()?.cache.skippable(&record)
             } else {
-                let (parameter, microbatch) = (&self.params[param], self.bits.microbatch());
+                let (parameter, microbatch) = (&self.params[param], self.microbatch);
                 reusable(state, weight, parameter, &record, microbatch, (place, capturing))?
             };
             let is_reused = reused.is_some();
             let (quantized, fresh) = if let Some(reused) = reused {
                 (reused, skippable.then_some(param))
             } else {
-                let former =
-                    if skippable { None } else { weight.try_borrow_mut()?.cache.recycle(place.stream, capturing) };
+                let former = if skippable { None } else { recycle(weight, (place, capturing))? };
                 let made = make_weight(py, state, &self.params[param], record, former)?;
                 (Arc::new(made), Some(param))
             };
@@ -405,9 +407,9 @@ impl<'a, 'py> Call<'a, 'py> {
         Ok(list)
     }
 
-    pub(super) fn extra_outputs(
+    pub(crate) fn extra_outputs(
         &self,
-        compiled: &Compiled,
+        compiled: &PyProgram,
         shapes: &Shapes,
         place: Place,
         extras: &[Bound<'py, PyAny>],
@@ -429,9 +431,9 @@ impl<'a, 'py> Call<'a, 'py> {
         Ok(outputs)
     }
 
-    pub(super) fn output(
+    pub(crate) fn output(
         &self,
-        compiled: &Compiled,
+        compiled: &PyProgram,
         shapes: &Shapes,
         place: Place,
         extras: &[Bound<'py, PyAny>],
@@ -449,7 +451,7 @@ impl<'a, 'py> Call<'a, 'py> {
         })
     }
 
-    pub(super) fn launch(
+    pub(crate) fn launch(
         &self,
         tensors: &Tensors<'_>,
         (program, sized): (&Program, &SizedProgram),
@@ -504,7 +506,7 @@ impl<'a, 'py> Call<'a, 'py> {
 
     fn keep(
         &self,
-        compiled: &Compiled,
+        compiled: &PyProgram,
         prepared: SmallVec<[Prepared; 2]>,
         place: Place,
         capturing: bool,
@@ -519,13 +521,15 @@ impl<'a, 'py> Call<'a, 'py> {
             if let (Some(quantized), Some(_)) = (&quantized, fresh)
                 && let Some((weight, param)) = ProgramHandle::linear_at(self.handle, linear)?
             {
-                let keep = match self.bits.microbatch() {
+                let keep = match self.microbatch {
                     _ if capturing => Keep::ForCapture,
                     Microbatch::Unknown if trains(param) => Keep::WhileNeeded,
                     _ => Keep::Long,
                 };
                 if skippable {
-                    weight.bind(py).try_borrow_mut()?.cache.keep_skippable(quantized);
+                    let capture = capturing.then_some(place.stream);
+                    let former = weight.bind(py).try_borrow_mut()?.cache.keep_skippable(quantized, capture)?;
+                    drop(former);
                 } else {
                     let former = weight.bind(py).try_borrow_mut()?.cache.keep(quantized, place.stream, keep);
                     drop(former);
@@ -543,22 +547,22 @@ impl<'a, 'py> Call<'a, 'py> {
 }
 
 /// The tensors that a call makes.
-pub(super) struct Results<'py> {
-    pub(super) y: Bound<'py, PyAny>,
-    pub(super) extra_outputs: Vec<Bound<'py, PyAny>>,
-    pub(super) saved: Option<Bound<'py, PyAny>>,
+pub(crate) struct Results<'py> {
+    pub(crate) y: Bound<'py, PyAny>,
+    pub(crate) extra_outputs: Vec<Bound<'py, PyAny>>,
+    pub(crate) saved: Option<Bound<'py, PyAny>>,
 }
 
 /// A weight before its launch.
-pub(super) struct Prepared {
-    pub(super) quantized: Option<Arc<CachedWeight>>,
-    pub(super) slots: Option<OpSlots>,
-    pub(super) replay: Option<RecordedScales>,
-    pub(super) version: Option<u64>,
+pub(crate) struct Prepared {
+    pub(crate) quantized: Option<Arc<CachedWeight>>,
+    pub(crate) slots: Option<OpSlots>,
+    pub(crate) replay: Option<RecordedScales>,
+    pub(crate) version: Option<u64>,
     /// The parameter that is to be quantised now.
-    pub(super) fresh: Option<usize>,
+    pub(crate) fresh: Option<usize>,
     /// The kept one serves.
-    pub(super) reused: bool,
+    pub(crate) reused: bool,
 }
 
 impl Prepared {

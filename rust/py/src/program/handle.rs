@@ -8,7 +8,7 @@ use pyo3::{PyTraverseError, PyVisit};
 use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::ops::norm_spec::NormKind;
-use te_fast_core::program::{Chain, LinearCall, Op, Program};
+use te_fast_core::program::{Chain, KeptProgram, LinearCall, Op, Program, ProgramCache};
 use te_fast_core::recipe::region::Region;
 
 use crate::error::IntoPython;
@@ -16,8 +16,8 @@ use crate::program::functions::activation_named;
 use crate::program::weight::WeightHandle;
 use crate::torch::process::contiguous_strides;
 
-/// Compiled programs and shapes of one chain that are kept; those that vary without end displace the oldest.
-const KEPT: usize = 64;
+/// Shapes of one chain that are kept; those that vary without end displace the oldest.
+const SHAPES: usize = 64;
 
 /// Where a parameter is found at every call.
 #[derive(Debug)]
@@ -62,6 +62,24 @@ pub(crate) struct Shapes {
     pub(crate) extra_outputs: Vec<Tuples>,
 }
 
+impl Shapes {
+    fn new(py: Python<'_>, x: &[i64], program: &Program) -> PyResult<Self> {
+        let with_cols = |cols: usize| {
+            let mut size = x.to_vec();
+            if let Some(last) = size.last_mut() {
+                *last = cols as i64;
+            }
+            Tuples::new(py, &size)
+        };
+        Ok(Self {
+            x: x.to_vec(),
+            input: Tuples::new(py, x)?,
+            output: with_cols(program.out_cols())?,
+            extra_outputs: program.extra_output_cols().iter().map(|&cols| with_cols(cols)).collect::<PyResult<_>>()?,
+        })
+    }
+}
+
 /// Size and strides of a contiguous tensor.
 #[derive(Debug)]
 pub(crate) struct Tuples {
@@ -78,10 +96,16 @@ impl Tuples {
 
 /// A program with what calls of it need from Python.
 #[derive(Debug)]
-pub(crate) struct Compiled {
+pub(crate) struct PyProgram {
     pub(crate) program: Arc<Program>,
     /// Of each parameter.
     pub(crate) params: Vec<Tuples>,
+}
+
+impl AsRef<Program> for PyProgram {
+    fn as_ref(&self) -> &Program {
+        &self.program
+    }
 }
 
 /// A chain of native ops.
@@ -110,7 +134,7 @@ pub(crate) struct ProgramHandle {
     pub(crate) was_first: bool,
     /// Updates of the scales before the last forward of a compiler's.
     pub(crate) traced_generation: u64,
-    compiled: Vec<Arc<Compiled>>,
+    pub(crate) programs: ProgramCache<PyProgram>,
     shapes: Vec<Arc<Shapes>>,
 }
 
@@ -157,51 +181,19 @@ impl ProgramHandle {
         self.weights.iter().map(call).collect()
     }
 
-    /// The compiled program that `fits`; the last one used is found first.
+    /// Tuples for an input of this shape; the widths of output and extra outputs follow from it. Nothing is borrowed while
+    /// they are made: Python may collect garbage then, which runs anything.
     #[inline]
-    pub(crate) fn find(&mut self, fits: impl Fn(&Program) -> bool) -> Option<Arc<Compiled>> {
-        let index = self.compiled.iter().rposition(|compiled| fits(&compiled.program))?;
-        let last = self.compiled.len() - 1;
-        self.compiled.swap(index, last);
-        self.compiled.last().map(Arc::clone)
-    }
-
-    pub(crate) fn insert(&mut self, compiled: &Arc<Compiled>) {
-        if self.compiled.len() >= KEPT {
-            self.compiled.remove(0);
-        }
-        self.compiled.push(Arc::clone(compiled));
-    }
-
-    /// Tuples for an input of this shape; the widths of output and extra outputs follow from it.
-    #[inline]
-    pub(crate) fn shapes(
-        &mut self,
-        py: Python<'_>,
-        x: &[i64],
-        out_cols: usize,
-        extra_cols: &[usize],
-    ) -> PyResult<Arc<Shapes>> {
-        if let Some(known) = self.shapes.iter().rev().find(|known| known.x == x) {
+    pub(crate) fn shapes(handle: &Bound<'_, Self>, x: &[i64], program: &Program) -> PyResult<Arc<Shapes>> {
+        if let Some(known) = handle.try_borrow()?.shapes.iter().rev().find(|known| known.x == x) {
             return Ok(Arc::clone(known));
         }
-        let with_cols = |cols: usize| {
-            let mut size = x.to_vec();
-            if let Some(last) = size.last_mut() {
-                *last = cols as i64;
-            }
-            Tuples::new(py, &size)
-        };
-        let shapes = Arc::new(Shapes {
-            x: x.to_vec(),
-            input: Tuples::new(py, x)?,
-            output: with_cols(out_cols)?,
-            extra_outputs: extra_cols.iter().map(|&cols| with_cols(cols)).collect::<PyResult<_>>()?,
-        });
-        if self.shapes.len() >= KEPT {
-            self.shapes.remove(0);
+        let shapes = Arc::new(Shapes::new(handle.py(), x, program)?);
+        let mut handle = handle.try_borrow_mut()?;
+        if handle.shapes.len() >= SHAPES {
+            handle.shapes.remove(0);
         }
-        self.shapes.push(Arc::clone(&shapes));
+        handle.shapes.push(Arc::clone(&shapes));
         Ok(shapes)
     }
 }
@@ -230,7 +222,7 @@ impl ProgramHandle {
             traced: None,
             was_first: false,
             traced_generation: 0,
-            compiled: Vec::new(),
+            programs: ProgramCache::default(),
             shapes: Vec::new(),
         })
     }
@@ -378,25 +370,28 @@ impl ProgramHandle {
 
     /// Number of compiled programs held, each of their row counts for itself.
     fn plan_count(&self) -> usize {
-        self.compiled.iter().map(|compiled| compiled.program.row_counts().len()).sum()
+        self.programs.iter().map(|kept| kept.row_counts().len()).sum()
     }
 
     /// Forgets compiled programs.
-    fn drop_plans(&mut self) {
-        self.compiled.clear();
-        self.shapes.clear();
+    fn drop_plans(slf: &Bound<'_, Self>) -> PyResult<()> {
+        let mut handle = slf.try_borrow_mut()?;
+        let former = (std::mem::take(&mut handle.programs), std::mem::take(&mut handle.shapes));
+        drop(handle);
+        drop(former);
+        Ok(())
     }
 
     /// Each compiled program and row count: the key, the launches of forward and backward with the ops they compute, and why fusions
     /// did not apply.
-    fn explain<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
-        let sizes = |compiled: &Arc<Compiled>| {
-            let program = Arc::clone(&compiled.program);
-            program.row_counts().into_iter().map(move |rows| (Arc::clone(&program), rows))
+    fn explain<'py>(slf: &Bound<'py, Self>) -> PyResult<Vec<Bound<'py, PyDict>>> {
+        let py = slf.py();
+        let sizes = |kept: &KeptProgram<PyProgram>| {
+            let program = Arc::clone(&kept.compiled().program);
+            kept.row_counts().into_iter().map(move |rows| (Arc::clone(&program), rows))
         };
-        self.compiled
-            .iter()
-            .flat_map(sizes)
+        let all: Vec<_> = slf.try_borrow()?.programs.iter().flat_map(sizes).collect();
+        all.into_iter()
             .map(|(program, rows)| {
                 let key = program.key();
                 let scaling =

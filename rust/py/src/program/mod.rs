@@ -1,7 +1,6 @@
 //! Layers and chains of ops: what Python builds, and how a call of it runs.
 
 pub(crate) mod backward;
-pub(crate) mod bits;
 pub(crate) mod check;
 pub(crate) mod deferred;
 pub(crate) mod entry;
@@ -13,6 +12,5 @@ pub(crate) mod nothing;
 pub(crate) mod part_grads;
 pub(crate) mod parts;
 pub(crate) mod tensors;
-pub(crate) mod traced;
 pub(crate) mod weight;
 pub(crate) mod weight_memory;

@@ -7,6 +7,7 @@ use crate::error::Failure;
 use crate::program::handle::ProgramHandle;
 use crate::program::main_grad::{give, give_later};
 use crate::program::parts::{Joined, Share};
+use crate::program::tensors::Optional;
 use crate::torch::process::State;
 use crate::torch::reader::view_of;
 
@@ -15,13 +16,13 @@ use crate::torch::reader::view_of;
 pub(crate) fn of_parts<'py>(
     state: &State,
     (handle, joined): (&Bound<'py, ProgramHandle>, &Joined),
-    grads: Vec<Option<Bound<'py, PyAny>>>,
+    grads: Optional<'py>,
     wanted: &[bool],
     overwrite: bool,
-) -> PyResult<Vec<Option<Bound<'py, PyAny>>>> {
+) -> PyResult<Optional<'py>> {
     let py = handle.py();
     let fuses = handle.try_borrow()?.fuses_parts;
-    let mut list = Vec::with_capacity(joined.parts().len());
+    let mut list = Optional::new();
     for (grad, (share, parts)) in grads.into_iter().zip(joined.shares()) {
         let wanted = &wanted[list.len()..];
         if !share.is_split {
@@ -47,9 +48,9 @@ fn of_split<'py>(
     (grad, share): (Option<Bound<'py, PyAny>>, &Share),
     (parts, wanted): (&[Py<PyAny>], &[bool]),
     into: Option<bool>,
-) -> Result<Vec<Option<Bound<'py, PyAny>>>, Failure> {
+) -> Result<Optional<'py>, Failure> {
     let mut first = 0;
-    let mut list = Vec::with_capacity(parts.len());
+    let mut list = Optional::new();
     for ((part, &wanted), &rows) in parts.iter().zip(wanted).zip(&share.rows) {
         let piece = match &grad {
             Some(grad) if wanted => Some(rows_of(state, grad, first, rows)?),

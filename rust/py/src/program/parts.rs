@@ -10,19 +10,17 @@ use pyo3::{PyTraverseError, PyVisit};
 use smallvec::SmallVec;
 
 use crate::program::handle::ProgramHandle;
-use crate::program::tensors::requires_grad;
+use crate::program::tensors::{Objects, requires_grad};
 use crate::torch::process::State;
-
-type List<'py> = SmallVec<[Bound<'py, PyAny>; 6]>;
 
 /// The parameters of one call, of which some are joined of parts.
 #[pyclass(module = "te_fast._native", frozen)]
 #[derive(Debug)]
 pub(crate) struct Joined {
     /// What the program reads. A whole asks for a gradient where a part does.
-    wholes: Vec<Py<PyAny>>,
+    wholes: SmallVec<[Py<PyAny>; 4]>,
     /// What autograd sees; a parameter in one piece is a part of its own.
-    parts: Vec<Py<PyAny>>,
+    parts: SmallVec<[Py<PyAny>; 8]>,
     /// A part wants a gradient.
     is_trained: bool,
     /// Of each parameter.
@@ -34,7 +32,7 @@ pub(crate) struct Joined {
 #[derive(Debug)]
 pub(crate) struct Share {
     /// Rows of each of its parts; empty for a parameter in one piece.
-    pub(crate) rows: Vec<i64>,
+    pub(crate) rows: SmallVec<[i64; 4]>,
     /// It is joined.
     pub(crate) is_split: bool,
     /// It is the weight of a linear op.
@@ -58,11 +56,11 @@ impl Joined {
     pub(crate) fn of<'py>(
         state: &State,
         handle: &Bound<'py, ProgramHandle>,
-    ) -> PyResult<Option<(Bound<'py, Self>, List<'py>)>> {
+    ) -> PyResult<Option<(Bound<'py, Self>, Objects<'py>)>> {
         let py = handle.py();
         let Some((parts, mut shares)) = gathered(state, handle)? else { return Ok(None) };
         let Some(version) = version_of(&parts, &shares)? else { return Ok(None) };
-        let (mut wholes, mut is_trained, mut rest) = (List::new(), false, parts.as_slice());
+        let (mut wholes, mut is_trained, mut rest) = (Objects::new(), false, parts.as_slice());
         for share in &mut shares {
             let (own, behind) = rest.split_at(share.count);
             rest = behind;
@@ -93,7 +91,7 @@ impl Joined {
     }
 
     /// What the program reads.
-    pub(crate) fn wholes<'py>(&self, py: Python<'py>) -> List<'py> {
+    pub(crate) fn wholes<'py>(&self, py: Python<'py>) -> Objects<'py> {
         self.wholes.iter().map(|whole| whole.bind(py).clone()).collect()
     }
 
@@ -127,7 +125,7 @@ impl Joined {
         if self.shares.iter().any(|share| share.is_weight && share.copied) {
             return Ok(false);
         }
-        let parts: List<'_> = self.parts.iter().map(|part| part.bind(py).clone()).collect();
+        let parts: Objects<'_> = self.parts.iter().map(|part| part.bind(py).clone()).collect();
         Ok(version_of(&parts, &self.shares)? != Some(self.version))
     }
 }
@@ -143,10 +141,10 @@ pub(crate) fn version_of_copy() -> u64 {
 fn gathered<'py>(
     state: &State,
     handle: &Bound<'py, ProgramHandle>,
-) -> PyResult<Option<(List<'py>, SmallVec<[Share; 4]>)>> {
+) -> PyResult<Option<(Objects<'py>, SmallVec<[Share; 4]>)>> {
     let py = handle.py();
     let program = handle.try_borrow()?;
-    let (mut parts, mut shares) = (List::new(), SmallVec::new());
+    let (mut parts, mut shares) = (Objects::new(), SmallVec::new());
     for (index, param) in program.params.iter().enumerate() {
         for name in param.names() {
             match param.parameters.bind(py).get_item(name)? {
@@ -154,7 +152,7 @@ fn gathered<'py>(
                 _ => return Ok(None),
             }
         }
-        let rows = Vec::with_capacity(param.parts.len());
+        let rows = SmallVec::new();
         let (is_split, is_weight) = (!param.parts.is_empty(), program.chain.linear_params().contains(&index));
         shares.push(Share { rows, is_split, is_weight, copied: false, count: param.names().len() });
     }
@@ -166,7 +164,7 @@ fn gathered<'py>(
 fn join<'py>(
     state: &State,
     parts: &[Bound<'py, PyAny>],
-    rows: &mut Vec<i64>,
+    rows: &mut SmallVec<[i64; 4]>,
 ) -> PyResult<Option<(Bound<'py, PyAny>, bool)>> {
     let py = parts[0].py();
     let Some(first) = state.reader.read(&parts[0])? else { return Ok(None) };

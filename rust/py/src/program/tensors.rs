@@ -22,13 +22,10 @@ pub(crate) fn requires_grad(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
 
 /// The parameters of a program, as their modules hold them now; none where one is gone or is no plain tensor.
 #[inline]
-pub(crate) fn parameters<'py>(
-    state: &State,
-    handle: &Bound<'py, ProgramHandle>,
-) -> PyResult<Option<SmallVec<[Bound<'py, PyAny>; 6]>>> {
+pub(crate) fn parameters<'py>(state: &State, handle: &Bound<'py, ProgramHandle>) -> PyResult<Option<Objects<'py>>> {
     let py = handle.py();
     let program = handle.try_borrow()?;
-    let mut list = SmallVec::with_capacity(program.params.len());
+    let mut list = Objects::new();
     for param in &program.params {
         match param.get(py)? {
             Some(value) if state.torch.is_plain(&value) => list.push(value),
@@ -39,7 +36,7 @@ pub(crate) fn parameters<'py>(
 }
 
 /// The same of a chain that needs them.
-pub(crate) fn present_parameters<'py>(handle: &Bound<'py, ProgramHandle>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+pub(crate) fn present_parameters<'py>(handle: &Bound<'py, ProgramHandle>) -> PyResult<Objects<'py>> {
     let py = handle.py();
     let program = handle.try_borrow()?;
     let found = program.params.iter().map(|param| {
@@ -74,7 +71,14 @@ pub(crate) fn are_of_one_type(
 /// Facts of so many tensors.
 pub(crate) type Flags = SmallVec<[bool; 8]>;
 
-type Views<'a> = SmallVec<[TensorView<'a>; 4]>;
+/// Some tensors of a call, without a heap allocation for as many as most have.
+pub(crate) type Objects<'py> = SmallVec<[Bound<'py, PyAny>; 8]>;
+
+/// Tensors that may not be there.
+pub(crate) type Optional<'py> = SmallVec<[Option<Bound<'py, PyAny>>; 8]>;
+
+/// As many as `LayerNormMLP` has parameters.
+type Views<'a> = SmallVec<[TensorView<'a>; 6]>;
 
 /// The tensors of a call as the kernels read them.
 pub(crate) struct Tensors<'a> {

@@ -8,7 +8,8 @@ use pyo3::types::PyTuple;
 use pyo3::{PyTraverseError, PyVisit};
 use te_fast_core::cuda::device::Stream;
 use te_fast_core::program::{Program, SizedProgram};
-use te_fast_core::quant::cache::{Candidate, WeightCache as CoreCache};
+use te_fast_core::quant::cache::{Candidate, Former, WeightCache as CoreCache};
+use te_fast_core::quant::graph_memory::GraphMemory;
 use te_fast_core::quant::value::{LinearSlots, Slot};
 use te_fast_core::quant::weight::{Microbatch, WeightRecord};
 use te_fast_core::recipe::slots::AmaxSlots;
@@ -139,7 +140,7 @@ pub(crate) struct WeightHandle {
     name: String,
     pub(crate) cache: WeightCache,
     /// Memory of kept weights that captured graphs read, by its address: replays come when others may be kept.
-    pub(crate) read_by_graphs: Vec<(usize, Py<PyAny>)>,
+    pub(crate) read_by_graphs: GraphMemory<(usize, Py<PyAny>)>,
     pub(crate) slots: Option<OpSlots>,
     /// What a compiler's calls have last quantised into memory that they bring.
     pub(crate) traced: Option<TracedWeight>,
@@ -162,7 +163,7 @@ impl WeightHandle {
         Self {
             name,
             cache: WeightCache::default(),
-            read_by_graphs: Vec::new(),
+            read_by_graphs: GraphMemory::default(),
             slots: None,
             traced: None,
             waiting: VecDeque::new(),
@@ -273,7 +274,7 @@ pub(crate) fn reusable(
         return Ok(None);
     }
     if capturing {
-        keep_for_graphs(handle, &kept)?;
+        keep_for_graph(handle, &kept, place.stream)?;
         return Ok(Some(kept));
     }
     let writer = handle.try_borrow_mut()?.cache.reused_on(place.stream);
@@ -283,19 +284,31 @@ pub(crate) fn reusable(
     Ok(Some(kept))
 }
 
-/// Has a weight's memory live as long as the layer. The memory alone: where the weight is quantised anew in it, replays
-/// read that.
+/// Has a weight's memory live as long as the graph under capture on `stream`. The memory alone: where the weight is
+/// quantised anew in it, replays read that.
 #[cold]
-fn keep_for_graphs(handle: &Bound<'_, WeightHandle>, kept: &CachedWeight) -> PyResult<()> {
+fn keep_for_graph(handle: &Bound<'_, WeightHandle>, kept: &CachedWeight, stream: Stream) -> Result<(), Failure> {
     for buffer in kept.memory.buffers() {
         let address = buffer.ptr().address();
-        if handle.try_borrow()?.read_by_graphs.iter().any(|&(known, _)| known == address) {
+        if handle.try_borrow()?.read_by_graphs.note(|&(known, _)| known == address, Some(stream))? {
             continue;
         }
         let memory = buffer.shared(handle.py())?.unbind();
-        handle.try_borrow_mut()?.read_by_graphs.push((address, memory));
+        handle.try_borrow_mut()?.read_by_graphs.keep((address, memory), Some(stream))?;
     }
     Ok(())
+}
+
+/// The kept weight, whose memory a fresh one may take where nobody else reads it. Drops what graphs read that are gone.
+pub(crate) fn recycle(
+    handle: &Bound<'_, WeightHandle>,
+    (place, capturing): (Place, bool),
+) -> PyResult<Former<WeightMemory>> {
+    let mut weight = handle.try_borrow_mut()?;
+    let (former, unread) = (weight.cache.recycle(place.stream, capturing), weight.read_by_graphs.release(0));
+    drop(weight);
+    drop(unread);
+    Ok(former)
 }
 
 /// (buffer, bytes, has row layout, has column layout), or None.

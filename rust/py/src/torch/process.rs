@@ -1,11 +1,12 @@
 //! What the binding keeps for the whole process: the dispatcher, the tensor reader and handles of torch.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyString, PyTuple};
+use smallvec::SmallVec;
 use te_fast_core::base::config::Config;
 use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::base::pointer::DevPtr;
@@ -102,19 +103,21 @@ pub(crate) struct Torch {
 }
 
 /// Tables of addresses that no call has at the moment: a call takes one and gives it back, so that none is made in
-/// steady state.
+/// steady state. Nobody waits here: who finds the list in use makes a table of its own.
 #[derive(Debug, Default)]
 pub(crate) struct Tables(Mutex<Vec<CallTable>>);
 
 impl Tables {
     #[inline]
     pub(crate) fn take(&self) -> CallTable {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).pop().unwrap_or_default()
+        self.0.try_lock().ok().and_then(|mut tables| tables.pop()).unwrap_or_default()
     }
 
     #[inline]
     pub(crate) fn give_back(&self, table: CallTable) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(table);
+        if let Ok(mut tables) = self.0.try_lock() {
+            tables.push(table);
+        }
     }
 }
 
@@ -289,8 +292,8 @@ impl State {
 }
 
 /// Strides of a contiguous tensor.
-pub(crate) fn contiguous_strides(size: &[i64]) -> Vec<i64> {
-    let mut strides = vec![1; size.len()];
+pub(crate) fn contiguous_strides(size: &[i64]) -> SmallVec<[i64; 4]> {
+    let mut strides = SmallVec::from_elem(1, size.len());
     for i in (1..size.len()).rev() {
         strides[i - 1] = strides[i] * size[i].max(1);
     }

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from te_fast._names import publish
-from te_fast.ops.basic.activation import GELU, QGELU, ReLU, SiLU, SReLU
 from te_fast.ops.basic.arithmetic import AddExtraInput, ConstantScale, MakeExtraOutput
 from te_fast.ops.basic.basic_linear import BasicLinear
 from te_fast.ops.basic.bias import Bias
 from te_fast.ops.basic.dropout import Dropout
-from te_fast.ops.basic.glu import (
+from te_fast.ops.basic.identity import (
+    AllGather,
+    AllReduce,
+    Identity,
+    ReduceScatter,
+    Reshape,
+)
+from te_fast.ops.basic.l2normalization import L2Normalization
+from te_fast.ops.basic.quantize import Quantize
+from te_fast.pytorch._missing import missing
+from te_fast.pytorch.ops.basic.activation import GELU, QGELU, ReLU, SiLU, SReLU
+from te_fast.pytorch.ops.basic.glu import (
     GEGLU,
     GLU,
     QGEGLU,
@@ -18,23 +28,13 @@ from te_fast.ops.basic.glu import (
     SReGLU,
     SwiGLU,
 )
-from te_fast.ops.basic.identity import (
-    AllGather,
-    AllReduce,
-    Identity,
-    ReduceScatter,
-    Reshape,
-)
-from te_fast.ops.basic.l2normalization import L2Normalization
-from te_fast.ops.basic.norm import LayerNorm, RMSNorm
-from te_fast.ops.basic.quantize import Quantize
-from te_fast.ops.basic.scaled import (
+from te_fast.pytorch.ops.basic.norm import LayerNorm, RMSNorm
+from te_fast.pytorch.ops.basic.scaled import (
     ScaledClampedQGeGLU,
     ScaledSiTUGLU,
     ScaledSReLU,
     ScaledSwiGLU,
 )
-from te_fast.pytorch._missing import missing
 
 __all__ = [
     "GEGLU",

@@ -1,0 +1,28 @@
+"""Gated activations and what they have in common, by public names."""
+
+from te_fast._names import publish
+from te_fast.ops.basic.glu import (
+    GEGLU,
+    GLU,
+    QGEGLU,
+    ClampedSwiGLU,
+    GatedActivation,
+    ReGLU,
+    SiTUGLU,
+    SReGLU,
+    SwiGLU,
+)
+
+__all__ = [
+    "GEGLU",
+    "GLU",
+    "QGEGLU",
+    "ClampedSwiGLU",
+    "GatedActivation",
+    "ReGLU",
+    "SReGLU",
+    "SiTUGLU",
+    "SwiGLU",
+]
+
+publish(__name__)

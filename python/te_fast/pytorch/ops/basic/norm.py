@@ -1,0 +1,8 @@
+"""Norms and what they have in common, by public names."""
+
+from te_fast._names import publish
+from te_fast.ops.basic.norm import LayerNorm, Norm, RMSNorm
+
+__all__ = ["LayerNorm", "Norm", "RMSNorm"]
+
+publish(__name__)

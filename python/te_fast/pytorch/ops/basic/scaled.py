@@ -1,0 +1,20 @@
+"""Activations with a factor per row and what they have in common, by public names."""
+
+from te_fast._names import publish
+from te_fast.ops.basic.scaled import (
+    ScaledActivation,
+    ScaledClampedQGeGLU,
+    ScaledSiTUGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+)
+
+__all__ = [
+    "ScaledActivation",
+    "ScaledClampedQGeGLU",
+    "ScaledSReLU",
+    "ScaledSiTUGLU",
+    "ScaledSwiGLU",
+]
+
+publish(__name__)
