@@ -169,7 +169,7 @@ hooks = Hooks()
 
 
 class _ProgramFunction(torch.autograd.Function):
-    """Arguments: input, parameters or parts, extra inputs, program, owner, is_first_microbatch, joined parts."""
+    """Arguments: input, parameters or their parts, extra inputs, program, owner, bits, how parts are joined."""
 
     forward = staticmethod(_native.program_autograd_forward)
     backward = staticmethod(_native.program_backward)
