@@ -216,7 +216,7 @@ def test_layers_of_one_kind_share_a_graph():
     layers = [te.LayerNormLinear(32, 32, device="cpu") for _ in range(12)]
     graphs = [torch.compile(layer, fullgraph=True, backend="aot_eager") for layer in layers]
     for recipes, recipe in enumerate((Float8CurrentScaling(), DelayedScaling()), start=1):
-        x = torch.randn(16, 32)
+        x = torch.randn(16, 32, requires_grad=True)
         with te.autocast(recipe=recipe):
             y = z = x
             for layer, graph in zip(copy.deepcopy(layers), graphs, strict=True):
