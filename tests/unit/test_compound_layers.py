@@ -587,7 +587,7 @@ def test_functorch_is_refused(kind):
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.filterwarnings("ignore:Graph break due to unsupported builtin")
-def test_torch_compile_breaks_the_graph_and_is_right(kind):
+def test_torch_compile_is_right_where_it_may_break_the_graph(kind):
     layer = make(kind)
     x, _ = data(layer)
     torch._dynamo.reset()

@@ -90,7 +90,7 @@ def test_functorch_is_refused_in_fp8_only():
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.filterwarnings("ignore:Graph break due to unsupported builtin")
 @pytest.mark.parametrize("name", ["delayed", "current"])
-def test_torch_compile_breaks_the_graph_and_is_right(name):
+def test_torch_compile_is_right_where_it_may_break_the_graph(name):
     layer = make()
     x, _ = inputs(32, layer)
     torch._dynamo.reset()

@@ -295,7 +295,7 @@ def test_nothing_outlives_backward(between):
 
 
 @pytest.mark.filterwarnings("ignore")  # dynamo warns of what it does itself
-def test_torch_compile_breaks_the_graph_and_is_right(between):
+def test_torch_compile_is_right_where_it_may_break_the_graph(between):
     module = mlp(torch.float32, *between)
     x = leaf(8, 16)
     torch._dynamo.reset()
