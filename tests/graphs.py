@@ -17,15 +17,6 @@ needs_compile = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def fresh_dynamo() -> Any:
-    """Each test compiles for itself, and leaves nothing behind."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield torch._dynamo.utils.counters
-    torch._dynamo.reset()
-
-
 def compiled(function: Any, **options: Any) -> Any:
     """Compile without a break; kernels of the compiler's own only where a test asks for them."""
     return torch.compile(function, fullgraph=True, **({"backend": "aot_eager"} | options))
@@ -35,7 +26,10 @@ def states_of(model: torch.nn.Module) -> list[torch.Tensor]:
     """Scales and histories of every layer and operation under delayed scaling."""
     found = []
     for module in model.modules():
-        metas = [getattr(module, "fp8_meta", None) or {}, *(getattr(module, "_fp8_metas", None) or {}).values()]
+        metas = [
+            getattr(module, "fp8_meta", None) or {},
+            *(getattr(module, "_fp8_metas", None) or {}).values(),
+        ]
         for meta in metas:
             for key in ("scaling_fwd", "scaling_bwd"):
                 if meta is not None and key in meta:
@@ -68,9 +62,10 @@ def assert_trains_alike(
             if hasattr(parameter, "main_grad"):
                 parameter.main_grad = torch.zeros_like(parameter)
     run = compiled(forward, **(options or {}))
+    kind = next(model.parameters(), torch.empty(0))
     for count in rows:
         for is_first in microbatches:
-            x = torch.randn(count, cols)
+            x = torch.randn(count, cols, dtype=kind.dtype, device=kind.device)
             inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
             y = forward(eager, inputs[0], recipe, is_first)
             z = run(graphed, inputs[1], recipe, is_first)

@@ -39,10 +39,11 @@ LAYERS: dict[str, set[str]] = {
     "state": {"recipe"},
     "dispatch": {"recipe", "runtime"},
     "moe": {"runtime"},
-    "ops": {"dispatch", "recipe", "runtime", "state"},
-    "layers": {"ops", "recipe", "runtime", "state"},
+    "graphs": {"recipe", "runtime"},
+    "ops": {"dispatch", "graphs", "recipe", "runtime", "state"},
+    "layers": {"graphs", "ops", "recipe", "runtime", "state"},
     "common": {"recipe"},
-    "pytorch": {"common", "layers", "moe", "ops", "runtime"},
+    "pytorch": {"common", "graphs", "layers", "moe", "ops", "runtime"},
     "profile": {"common", "dispatch", "pytorch"},
 }
 # Signatures that are Transformer Engine's, not ours.

@@ -8,11 +8,13 @@ from typing_extensions import Self, disjoint_base
 __all__ = [
     "AmaxSlots",
     "AutocastRegion",
+    "CurrentRegion",
     "Dispatcher",
     "HeldRegion",
     "Program",
     "ProgramSaved",
     "Recipe",
+    "TracedCall",
     "WeightHandle",
     "activation",
     "activation_backward",
@@ -77,6 +79,11 @@ __all__ = [
     "set_check_device",
     "stage_clock",
     "stage_nanoseconds",
+    "traced_backward",
+    "traced_call",
+    "traced_forward",
+    "traced_note_first",
+    "traced_update_scales",
     "update_scales",
     "version_of_copy",
     "weight_gradient",
@@ -167,6 +174,8 @@ class Program:
     def num_extra_inputs(self) -> int: ...
     @property
     def num_extra_outputs(self) -> int: ...
+    @property
+    def signature(self) -> str: ...
     def activation(
         self,
         label: str,
@@ -239,6 +248,58 @@ class Recipe:
     def is_block_scaled(self) -> bool: ...
     @property
     def overrides_backward(self) -> bool: ...
+    @property
+    def number(self) -> int: ...
+
+@final
+class CurrentRegion:
+    def __new__(cls) -> Self: ...
+    @property
+    def enabled(self) -> bool: ...
+    @property
+    def calibrating(self) -> bool: ...
+    @property
+    def epoch(self) -> int: ...
+
+@final
+class TracedCall:
+    @property
+    def text(self) -> str: ...
+    @property
+    def widths(self) -> list[int]: ...
+    @property
+    def saved(self) -> tuple[int, int, int]: ...
+    @property
+    def weights(self) -> list[tuple[int, int]]: ...
+    @property
+    def passing(self) -> list[int]: ...
+    @property
+    def keeps_weights(self) -> bool: ...
+    @property
+    def kept_for_backward(self) -> list[int]: ...
+    @property
+    def reads(self) -> list[tuple[str, int]]: ...
+    @property
+    def input_grad(self) -> bool: ...
+    @property
+    def param_grads(self) -> list[bool]: ...
+    @property
+    def grad_dtypes(self) -> list[Any]: ...
+    @property
+    def extra_grads(self) -> list[bool]: ...
+    @property
+    def extra_widths(self) -> list[int]: ...
+    @property
+    def fused(self) -> list[int]: ...
+    @property
+    def deferred(self) -> list[int]: ...
+    @property
+    def fused_later(self) -> list[int]: ...
+    @property
+    def overwrites_main_grad(self) -> bool: ...
+    @property
+    def is_delayed(self) -> bool: ...
+    def missing_rows(self, rows: int) -> int: ...
 
 def activation(
     x: Tensor,
@@ -428,6 +489,46 @@ def set_auto_pad(enabled: bool, /) -> bool: ...
 def set_check_device(enabled: bool, /) -> bool: ...
 def stage_clock(on: bool, /) -> None: ...
 def stage_nanoseconds() -> list[tuple[str, int]]: ...
+def traced_backward(
+    program: Program,
+    call: TracedCall,
+    saved: Tensor | None,
+    reads: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    histories: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    main_grads: Sequence[Tensor],
+    /,
+) -> tuple[list[Tensor], bool]: ...
+def traced_call(
+    handle: Program,
+    x: Tensor,
+    extras: Sequence[Tensor],
+    params: Sequence[Tensor],
+    is_first_microbatch: bool | None,
+    wants: tuple[bool, Sequence[bool], Sequence[bool]],
+    is_first: bool | None,
+    overwrites_main_grad: bool,
+    /,
+) -> TracedCall: ...
+def traced_forward(
+    program: Program,
+    owner: Any,
+    call: TracedCall,
+    x: Tensor,
+    extras: Sequence[Tensor],
+    params: Sequence[Tensor],
+    histories: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    kept: Sequence[Tensor],
+    /,
+) -> list[Tensor]: ...
+def traced_note_first(program: Program, call: TracedCall, /) -> None: ...
+def traced_update_scales(
+    histories: Sequence[Tensor], scales: Sequence[Tensor], recipe: Recipe, /
+) -> None: ...
 def update_scales(forward: bool, distributed: bool = False, unfused: bool = False, /) -> None: ...
 def version_of_copy() -> int: ...
 def weight_gradient(

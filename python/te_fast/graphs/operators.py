@@ -4,7 +4,7 @@ A program is one operator, its backward another. Both take tensors and return ne
 of is an argument that an operator writes to: maxima of delayed scaling, memory of quantised weights that are kept,
 ``main_grad``. A call without such state is an operator without side effects, which a compiler may drop or merge.
 
-Everything else about a call is one native object, the :class:`TracedCall` that was made when the call was traced. Graphs
+Everything else about a call is one native object, the ``TracedCall`` that was made when the call was traced. Graphs
 name it by its text, which is made of its content. Sizes of results follow from it and the number of rows, so that
 tracing runs no kernel. Tensors of operators are two-dimensional, rows of columns.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from te_fast.errors import ShapeError, StateError, UnsupportedError
+from te_fast.errors import ShapeError, UnsupportedError
 from te_fast.graphs.region import entered, key_of_region, recipe_of
 from te_fast.graphs.traced import Facts, Traced, calls, facts_of, traced_of
 from te_fast.runtime import native
@@ -186,7 +186,14 @@ def _pure_forward(x: Any, extras: Any, params: Any, handle: torch.Tensor, text: 
 
 
 def _pure_backward(
-    grads: Any, saved: Any, reads: Any, weights: Any, params: Any, handle: torch.Tensor, text: str, cols: int
+    grads: Any,
+    saved: Any,
+    reads: Any,
+    weights: Any,
+    params: Any,
+    handle: torch.Tensor,
+    text: str,
+    cols: int,
 ) -> Any:
     return _backward(grads, saved, reads, weights, params, [], [], [], handle, text, cols)
 
@@ -278,7 +285,7 @@ _register(
 
 
 class _Program(torch.autograd.Function):
-    """Arguments: handle of the program, text of the call, numbers of tensors of each kind, dummy gradients, then the tensors.
+    """Arguments: handle, text of the call, numbers of tensors of each kind, dummy gradients, then the tensors.
 
     Kinds are the input, extra inputs, parameters, histories and scales of forward, those of backward, memory of kept
     weights, and ``main_grad``.
@@ -396,15 +403,23 @@ def apply(
     inside = entered.region
     grads = torch.is_grad_enabled()
     if x.dim() == 0:
-        message = f"{traced.name}: a traced call takes tensors of at least one dimension, got a scalar"
+        message = (
+            f"{traced.name}: a traced call takes tensors of at least one dimension, got a scalar"
+        )
         raise ShapeError(message)
     cols = x.shape[-1]
-    given = [extra.reshape(-1, extra.shape[-1] if extra.dim() == x.dim() else 1) for extra in extras]
+    given = [
+        extra.reshape(-1, extra.shape[-1] if extra.dim() == x.dim() else 1) for extra in extras
+    ]
     tensors = [x.reshape(-1, cols), *given, *params]
     wants = tuple([grads and tensor.requires_grad for tensor in (x, *extras, *params)])
     described = tuple(
         [
-            ((1, tensor.shape[-1]) if index <= len(extras) else tuple(tensor.shape), tensor.dtype, tensor.device)
+            (
+                (1, tensor.shape[-1]) if index <= len(extras) else tuple(tensor.shape),
+                tensor.dtype,
+                tensor.device,
+            )
             for index, tensor in enumerate(tensors)
         ]
     )

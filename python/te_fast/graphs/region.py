@@ -50,7 +50,7 @@ def _describe_to_dispatcher(recipe: Recipe) -> None:
 
 
 _describe_to_dispatcher._dynamo_marked_constant = True  # type: ignore[attr-defined]
-Recipe._describe_to_dispatcher = _describe_to_dispatcher  # type: ignore[method-assign]
+Recipe._describe_to_dispatcher = _describe_to_dispatcher  # type: ignore[method-assign, assignment]
 
 
 class TracedRegion:
@@ -107,7 +107,8 @@ def key_of_region() -> tuple[bool, int, int]:
         return region.enabled, 0, region.number
     if _around.calibrating:
         message = (
-            "autocast(calibrating=True) records maxima outside of any graph; calibrate the model before it is compiled"
+            "autocast(calibrating=True) records maxima outside of any graph; calibrate the model before "
+            "it is compiled"
         )
         raise UnsupportedError(message)
     return _around.enabled, _around.epoch, 0
@@ -128,7 +129,10 @@ def _held(recipe: Recipe | None, *, enabled: bool) -> Iterator[None]:
 
 
 def as_entered(region: tuple[bool, int, bool]) -> AbstractContextManager[None]:
-    """Put a region in force while a call in it is described: enabled, number of the recipe, whether the graph enters it."""
+    """Put a region in force while a call in it is described.
+
+    The region is whether layers quantise, the number of its recipe, and whether the graph enters it.
+    """
     enabled, number, is_inside = region
     if not is_inside:
         return nullcontext()

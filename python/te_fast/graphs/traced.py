@@ -56,6 +56,7 @@ class Facts(NamedTuple):
 
     @classmethod
     def of(cls, call: native.TracedCall) -> Facts:
+        """Return what a native call says."""
         any_grad = call.input_grad or any((*call.param_grads, *call.extra_grads))
         has_saved = any_grad and call.saved[:2] != (0, 0)
         elsewhere = {*call.fused, *call.deferred}
@@ -91,6 +92,7 @@ calls: dict[str, Facts] = {}
 
 
 def facts_of(text: str) -> Facts:
+    """Return what is known of a call, as a constant of the trace."""
     return calls[text]
 
 
@@ -106,16 +108,16 @@ class Traced:
     program : Program
         The native program.
     owner : object
-        What has the scales of its linear operations: ``_init_delayed_scaling()`` makes them, ``_delayed_states(forward)``
-        returns them in the order of the operations.
+        What has the scales of its linear operations: ``_init_delayed_scaling()`` makes them, and
+        ``_delayed_states_of_linears(forward)`` returns them in the order of the operations.
     name : str
         Name in messages.
     """
 
     def __init__(self, program: native.Program, owner: object, name: str) -> None:
         self._number = next(_numbers)
-        #: Names the program in graphs: one element, its number. A graph for several layers of one kind takes the tensor as
-        #: an argument, where torch would make a number a constant. Made on the device of the calls.
+        #: Names the program in graphs: one element, its number. A graph for several layers of one kind takes the tensor
+        #: as an argument, where torch would make a number a constant. It is made on the device of the calls.
         self.handle: torch.Tensor | None = None
         self.program = program
         self.owner = weakref.ref(owner)
@@ -238,10 +240,8 @@ def traced_of(handle: torch.Tensor) -> Traced:
     StateError
         If it is gone.
     """
-    if handle.device.type == "cpu":
-        traced = _by_number.get(int(handle.item()))
-    else:
-        traced = _by_address.get(handle.data_ptr())
+    on_host = handle.device.type == "cpu"
+    traced = _by_number.get(int(handle.item())) if on_host else _by_address.get(handle.data_ptr())
     if traced is None:
         message = "a compiled graph runs a layer that was deleted; keep the model alive, or compile it again"
         raise StateError(message)

@@ -47,6 +47,7 @@ class ProgramLayer(TransformerEngineBaseModule):
     _program: native.Program
     #: The same, with the input of every linear op beside the result; made when first calibrated.
     _observed: native.Program | None
+    _traced: Traced
     _region_epoch: int | None
     _NATIVE = ("_handles", "_program", "_traced", "_observed", "_region_epoch")
     _CONSTANTS = TransformerEngineBaseModule._CONSTANTS | {
@@ -313,9 +314,7 @@ class ProgramLayer(TransformerEngineBaseModule):
                 is_first_microbatch,
                 use_reentrant=False,
             )
-        return operators.apply(
-            self._traced, self, x, (), tuple(params), is_first_microbatch
-        )
+        return operators.apply(self._traced, self, x, (), tuple(params), is_first_microbatch)
 
     # Weight gradients ----------------------------------------------------------------------------
 

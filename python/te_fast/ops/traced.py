@@ -22,7 +22,9 @@ class SegmentStates:
 
     def __init__(self, fuser: OperationFuser, step: Step) -> None:
         self._fuser = weakref.ref(fuser)
-        self._ops = [op for op in (fuser._basic_ops[index] for index in step.indices) if op._takes_to_fp8]
+        self._ops = [
+            op for op in (fuser._basic_ops[index] for index in step.indices) if op._takes_to_fp8
+        ]
 
     def _init_delayed_scaling(self) -> None:
         fuser = self._fuser()
@@ -108,7 +110,9 @@ def _run_in_python(
         raise UnsupportedError(message)
     index = step.indices[0]
     given = {} if kwargs is None else kwargs[index]
-    y: torch.Tensor = _PythonOperation.apply(op, plan.beside[index], given, x, *_parameters(plan, index))
+    y: torch.Tensor = _PythonOperation.apply(
+        op, plan.beside[index], given, x, *_parameters(plan, index)
+    )
     return y
 
 

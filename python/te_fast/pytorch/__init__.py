@@ -85,4 +85,5 @@ def __getattr__(name: str) -> object:
     """Say so of what Transformer Engine has here and te_fast does not yet."""
     raise missing(__name__, name)
 
+
 register_when_dynamo_is_imported()

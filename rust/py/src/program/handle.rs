@@ -127,9 +127,6 @@ pub(crate) struct ProgramHandle {
     returned_bias: Option<Parameter>,
     /// Region of the last forward, if that was in FP8: what a recomputation during backward repeats.
     pub(crate) last_region: Option<Region>,
-    /// What a compiler's calls need of Python.
-    #[pyo3(get, set)]
-    traced: Option<Py<PyAny>>,
     /// The last forward of a compiler's that wanted gradients was that of its region's first FP8 module.
     pub(crate) was_first: bool,
     /// Updates of the scales before the last forward of a compiler's.
@@ -219,7 +216,6 @@ impl ProgramHandle {
             fuses_parts: false,
             returned_bias: None,
             last_region: None,
-            traced: None,
             was_first: false,
             traced_generation: 0,
             programs: ProgramCache::default(),
@@ -238,13 +234,11 @@ impl ProgramHandle {
         for parameter in self.params.iter().chain(&self.returned_bias) {
             visit.call(&parameter.parameters)?;
         }
-        self.traced.iter().try_for_each(|traced| visit.call(traced))?;
         self.weights.iter().try_for_each(|weight| visit.call(weight))
     }
 
     fn __clear__(&mut self) {
         self.params.clear();
-        self.traced = None;
         self.weights.clear();
         self.returned_bias = None;
     }
