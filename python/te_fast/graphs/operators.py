@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from te_fast.errors import ShapeError, UnsupportedError
+from te_fast.errors import ShapeError, StateError, UnsupportedError
 from te_fast.graphs.region import entered, key_of_region, recipe_of
 from te_fast.graphs.traced import Facts, Traced, calls, facts_of, traced_of
 from te_fast.runtime import native
@@ -27,6 +27,11 @@ from te_fast.runtime.main_grad import main_grad_of
 Tensors = Sequence[torch.Tensor]
 
 _library = torch.library.Library("te_fast", "FRAGMENT")
+
+
+def _is_captured(tensor: torch.Tensor) -> bool:
+    """Whether a CUDA graph records what is done to a tensor now: its replays run nothing on the host."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _padded(tensor: torch.Tensor, missing: int) -> torch.Tensor:
@@ -50,7 +55,14 @@ def _forward(
     rows = x.shape[0]
     if rows == 0:
         return [result.zero_() for result in _forward_fake(x, text)]
-    native.traced_note_first(traced.program, facts.call)
+    if facts.is_delayed:
+        if not facts.call.is_inside and _is_captured(x):
+            message = (
+                f"{traced.name}: a CUDA graph does not mark the layers of delayed scaling whose scales the region "
+                "around it is to update; enter the region inside of the compiled function"
+            )
+            raise StateError(message)
+        native.traced_note_first(traced.program, facts.call)
     missing = facts.call.missing_rows(rows)
     if missing:
         x, extras = _padded(x, missing), [_padded(extra, missing) for extra in extras]
@@ -94,6 +106,12 @@ def _backward(
     rows = grads[0].shape[0]
     if rows == 0:
         return _backward_of_nothing(traced, facts, grads, params, main_grads, text, cols)
+    if facts.deferred and _is_captured(grads[0]):
+        message = (
+            f"{traced.name}: delay_wgrad_compute leaves tensors to backward_dw(), which a CUDA graph would "
+            "overwrite; compile without CUDA graphs"
+        )
+        raise StateError(message)
     missing = facts.call.missing_rows(rows)
     if missing:
         grads = [_padded(grad, missing) for grad in grads]
@@ -119,7 +137,9 @@ def _backward(
             result if is_param else result[:rows]
             for result, (is_param, _) in zip(results, facts.new_grads, strict=True)
         ]
-    if is_last:
+    if is_last and _is_captured(grads[0]):
+        _update_backward_scales()
+    elif is_last:
         # Behind the whole backward: then all gradients that it quantises have left their maxima.
         torch.autograd.Variable._execution_engine.queue_callback(_update_backward_scales)
     return results

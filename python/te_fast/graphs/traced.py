@@ -240,8 +240,9 @@ def traced_of(handle: torch.Tensor) -> Traced:
     StateError
         If it is gone.
     """
-    on_host = handle.device.type == "cpu"
-    traced = _by_number.get(int(handle.item())) if on_host else _by_address.get(handle.data_ptr())
+    traced = _by_address.get(handle.data_ptr())
+    if traced is None and handle.device.type == "cpu":
+        traced = _by_number.get(int(handle.item()))
     if traced is None:
         message = "a compiled graph runs a layer that was deleted; keep the model alive, or compile it again"
         raise StateError(message)

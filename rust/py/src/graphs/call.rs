@@ -184,6 +184,12 @@ impl TracedCall {
         self.microbatch == Microbatch::First || self.overwrites_main_grad
     }
 
+    /// Whether the graph itself enters the region of the call.
+    #[getter]
+    fn is_inside(&self) -> bool {
+        self.is_first.is_some()
+    }
+
     /// Whether the call quantises with scales of delayed scaling.
     #[getter]
     pub(super) fn is_delayed(&self) -> bool {

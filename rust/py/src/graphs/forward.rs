@@ -105,7 +105,7 @@ fn forward<'py>(
     let results = Results { y, extra_outputs, saved };
     call.launch(tensors, (program, &sized), &results, &prepared, place, None)?;
     if !traced.passes_weights() {
-        note_kept(handle, prepared, place)?;
+        note_kept(call, prepared, place)?;
     }
     // No result may be another tensor of the call.
     let own = |tensor: Bound<'py, PyAny>, port: Port, new: Port| -> PyResult<_> {

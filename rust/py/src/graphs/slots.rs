@@ -27,7 +27,7 @@ pub(super) fn given_slots(
         .iter()
         .zip(scales)
         .map(|(history, scale)| {
-            let (history, scale) = (Held::alias(&state.reader, history)?, Held::alias(&state.reader, scale)?);
+            let (history, scale) = (Held::of_call(&state.reader, history)?, Held::of_call(&state.reader, scale)?);
             Ok(Arc::new(GivenSlots { history, scale, is_forward }))
         })
         .collect()

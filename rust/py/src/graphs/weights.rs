@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use pyo3::intern;
 use pyo3::prelude::*;
 use smallvec::SmallVec;
 use te_fast_core::Error;
@@ -48,7 +49,7 @@ pub(super) fn weights<'py>(
             let dispatcher = &state.dispatcher(py)?.0;
             (dispatcher.forward_generation, dispatcher.cache_epoch, dispatcher.optimizer_steps)
         };
-        let version = call.params[param].getattr("_version").and_then(|version| version.extract()).ok();
+        let version = call.params[param].getattr(intern!(py, "_version")).and_then(|version| version.extract()).ok();
         let record = WeightRecord {
             token: WeightToken { address: tensors.origin(param), version, dtype: tensors.params[param].dtype() },
             device: place.device,
@@ -84,12 +85,10 @@ pub(super) fn weights<'py>(
             passing.extend(col.as_ref().or(row.as_ref()).cloned());
         }
         let held = |buffer: Option<Bound<'py, PyAny>>| -> PyResult<Option<Arc<Held>>> {
-            buffer.map(|buffer| Ok(Arc::new(Held::alias(&state.reader, &buffer)?))).transpose()
+            buffer.map(|buffer| Ok(Arc::new(Held::of_call(&state.reader, &buffer)?))).transpose()
         };
         let (row, col) = (held(row)?, held(col)?);
-        let storage = call.params[param].call_method0("untyped_storage")?;
-        let storage = state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind();
-        let quantized = Arc::new(KeptWeight::new(record, WeightMemory { row, col, storage }));
+        let quantized = Arc::new(KeptWeight::new(record, WeightMemory { row, col, storage: py.None() }));
         let reuses = !traced.passes_weights()
             && serves(state, weight.bind(py), &call.params[param], &quantized, traced.microbatch, place)?;
         let fresh = (!reuses).then_some(param);
@@ -131,17 +130,14 @@ fn serves(
 }
 
 /// Remembers what was quantised into memory of the calls', after a launch that has not failed.
-pub(super) fn note_kept(
-    handle: &Bound<'_, ProgramHandle>,
-    prepared: SmallVec<[Prepared; 2]>,
-    place: Place,
-) -> Result<(), Failure> {
-    let py = handle.py();
+pub(super) fn note_kept(call: &Call<'_, '_>, prepared: SmallVec<[Prepared; 2]>, place: Place) -> Result<(), Failure> {
+    let (py, state) = (call.x.py(), call.state);
     for (linear, prepared) in prepared.into_iter().enumerate() {
-        if let (Some(quantized), Some(_)) = (prepared.quantized, prepared.fresh)
-            && let Some((weight, _)) = ProgramHandle::linear_at(handle, linear)?
+        if let (Some(quantized), Some(param)) = (prepared.quantized, prepared.fresh)
+            && let Some((weight, _)) = ProgramHandle::linear_at(call.handle, linear)?
         {
-            let storage = quantized.memory.storage.clone_ref(py);
+            let storage = call.params[param].call_method0(intern!(py, "untyped_storage"))?;
+            let storage = state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind();
             let known = TracedWeight { record: quantized.record, storage, writer: place.stream };
             let former = weight.bind(py).try_borrow_mut()?.traced.replace(known);
             drop(former);
@@ -169,7 +165,7 @@ pub(super) fn weights_of_backward(
             let bytes = if has_col { layout.col_bytes } else { layout.row_bytes };
             let view = view_of(&state.reader, buffer, "the quantised weight")?;
             view.check_saved(OP, bytes, DType::U8, traced.key.device)?;
-            let held = Some(Arc::new(Held::alias(&state.reader, buffer)?));
+            let held = Some(Arc::new(Held::of_call(&state.reader, buffer)?));
             let (row, col) = if has_col { (None, held) } else { (held, None) };
             let memory = WeightMemory { row, col, storage: py.None() };
             Ok(Arc::new(KeptWeight::new(record_of(traced, layout), memory)))

@@ -1,0 +1,214 @@
+"""Training steps of Llama-like blocks: torch, te_fast and Transformer Engine, eager, compiled and replayed.
+
+    python benches/llama_blocks.py [--tokens 2048 512] [--recipes delayed current block] [--blocks 8] [--out FILE]
+
+Blocks have hidden size 2048, feed-forward size 5632 and heads of 128: a norm with the QKV product, attention by torch,
+a product, and an MLP with SwiGLU. Parameters are BF16, the optimizer is fused AdamW. Transformer Engine runs where it
+can be imported.
+
+"Step" is the median between two synchronisations, "host" the host's time for forward and for backward, "GPU" the time
+per step of five that are queued behind a pause. Memory is that of the allocator, after a step and at most.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import statistics
+import time
+import warnings
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+import te_fast.pytorch as te
+from _harness import RECIPES, options, show, write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+HIDDEN, FFN, HEAD = 2048, 5632, 128
+WARM_UP, STEPS, QUEUED = 5, 10, 5
+GIB = 2.0**30
+
+
+def attention(qkv: torch.Tensor) -> torch.Tensor:
+    """Attend causally to ``(batch, tokens, 3 * HIDDEN)``."""
+    batch, tokens, _ = qkv.shape
+    q, k, v = qkv.view(batch, tokens, 3, HIDDEN // HEAD, HEAD).permute(2, 0, 3, 1, 4)
+    y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return y.transpose(1, 2).reshape(batch, tokens, HIDDEN)
+
+
+class TorchBlock(torch.nn.Module):
+    """A block of torch's own layers."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+        self.norm1 = torch.nn.RMSNorm(HIDDEN, **kind)
+        self.qkv = torch.nn.Linear(HIDDEN, 3 * HIDDEN, bias=False, **kind)
+        self.out = torch.nn.Linear(HIDDEN, HIDDEN, bias=False, **kind)
+        self.norm2 = torch.nn.RMSNorm(HIDDEN, **kind)
+        self.up = torch.nn.Linear(HIDDEN, 2 * FFN, bias=False, **kind)
+        self.down = torch.nn.Linear(FFN, HIDDEN, bias=False, **kind)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.out(attention(self.qkv(self.norm1(x))))
+        gate, up = self.up(self.norm2(x)).chunk(2, -1)
+        result: torch.Tensor = x + self.down(functional.silu(gate) * up)
+        return result
+
+
+class FusedBlock(torch.nn.Module):
+    """The same of a library's fused layers."""
+
+    def __init__(self, library: Any, device: torch.device) -> None:
+        super().__init__()
+        kind: dict[str, Any] = {"bias": False, "device": device, "params_dtype": torch.bfloat16}
+        norm = {"normalization": "RMSNorm"}
+        self.qkv = library.LayerNormLinear(HIDDEN, 3 * HIDDEN, **norm, **kind)
+        self.out = library.Linear(HIDDEN, HIDDEN, **kind)
+        self.mlp = library.LayerNormMLP(HIDDEN, FFN, activation="swiglu", **norm, **kind)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.out(attention(self.qkv(x)))
+        result: torch.Tensor = x + self.mlp(x)
+        return result
+
+
+@dataclass
+class Case:
+    """One way to train the blocks."""
+
+    name: str
+    block: Callable[[], torch.nn.Module]
+    region: Callable[[], AbstractContextManager[Any]] = nullcontext
+    #: Options of ``torch.compile``; None for eager.
+    compile: dict[str, Any] | None = None
+
+
+@dataclass
+class Figures:
+    """Milliseconds, and GiB."""
+
+    step: float
+    host_forward: float
+    host_backward: float
+    gpu: float
+    held: float
+    peak: float
+
+
+class Training:
+    """A model, its optimizer and its input."""
+
+    def __init__(self, case: Case, blocks: int, tokens: int, device: torch.device) -> None:
+        model: Any = torch.nn.Sequential(*(case.block() for _ in range(blocks)))
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        self.model = (
+            model if case.compile is None else torch.compile(model, fullgraph=True, **case.compile)
+        )
+        self.region = case.region
+        self.x = torch.randn(1, tokens, HIDDEN, device=device, dtype=torch.bfloat16)
+
+    def step(self) -> tuple[float, float, float]:
+        """Make a step; return when forward began, when backward began, and when the optimizer did."""
+        torch.compiler.cudagraph_mark_step_begin()
+        begin = time.perf_counter()
+        with self.region():
+            y = self.model(self.x)
+        middle = time.perf_counter()
+        y.float().square().mean().backward()
+        end = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return begin, middle, end
+
+
+def measure(case: Case, blocks: int, tokens: int, device: torch.device) -> Figures:
+    """Train for a few steps."""
+    torch.compiler.reset()
+    torch.cuda.reset_peak_memory_stats()
+    training = Training(case, blocks, tokens, device)
+    steps, forwards, backwards = [], [], []
+    for number in range(WARM_UP + STEPS):
+        torch.cuda.synchronize()
+        begin, middle, end = training.step()
+        torch.cuda.synchronize()
+        if number >= WARM_UP:
+            steps.append(time.perf_counter() - begin)
+            forwards.append(middle - begin)
+            backwards.append(end - middle)
+    held, peak = torch.cuda.memory_allocated() / GIB, torch.cuda.max_memory_allocated() / GIB
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(int(2e9))
+    first.record()
+    for _ in range(QUEUED):
+        training.step()
+    last.record()
+    torch.cuda.synchronize()
+    host = [1e3 * statistics.median(times) for times in (steps, forwards, backwards)]
+    return Figures(host[0], host[1], host[2], first.elapsed_time(last) / QUEUED, held, peak)
+
+
+def cases(recipes: list[str], device: torch.device) -> Iterator[Case]:
+    """Yield every way, torch's first."""
+    for name, how in (
+        ("eager", None),
+        ("compiled", {}),
+        ("reduce-overhead", {"mode": "reduce-overhead"}),
+    ):
+        yield Case(f"torch.nn, {name}", partial(TorchBlock, device), compile=how)
+    theirs: Any = None
+    if importlib.util.find_spec("transformer_engine") is not None:
+        theirs = importlib.import_module("transformer_engine.pytorch")
+    for recipe in recipes:
+        region = partial(te.autocast, recipe=RECIPES[recipe]())
+        block = partial(FusedBlock, te, device)
+        for name, how in (
+            ("eager", None),
+            ("compiled", {}),
+            ("reduce-overhead", {"mode": "reduce-overhead"}),
+        ):
+            yield Case(f"te_fast {recipe}, {name}", block, region, how)
+        if theirs is not None:
+            known = importlib.import_module("transformer_engine.common.recipe")
+            own = getattr(known, type(RECIPES[recipe]()).__name__)()
+            region = partial(theirs.autocast, enabled=True, recipe=own)
+            yield Case(f"Transformer Engine {recipe}", partial(FusedBlock, theirs, device), region)
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = options(__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 512])
+    parser.add_argument("--recipes", choices=RECIPES, nargs="+", default=list(RECIPES))
+    parser.add_argument("--blocks", type=int, default=8)
+    args = parser.parse_args()
+    if args.device.type != "cuda":
+        parser.error("training steps are measured on a GPU")
+    warnings.simplefilter("ignore")
+    results: dict[str, object] = {}
+    columns = ("way", "step, ms", "host forward", "host backward", "GPU", "held, GiB", "peak")
+    for tokens in args.tokens:
+        rows = []
+        for case in cases(args.recipes, args.device):
+            figures = measure(case, args.blocks, tokens, args.device)
+            values = asdict(figures)
+            results[f"{tokens} tokens, {case.name}"] = values
+            rows.append((case.name, *(f"{value:.2f}" for value in values.values())))
+            gc.collect()
+            torch.cuda.empty_cache()
+        show(f"{args.blocks} blocks, {tokens} tokens", columns, rows)
+    write("llama_blocks", args, results)
+
+
+if __name__ == "__main__":
+    main()
