@@ -84,6 +84,18 @@ with torch.no_grad():
     for each in (function, layer, lambda x: layer(x) * 2):
         assert torch.equal(torch.compile(each, backend="eager")(x), each(x))
 """,
+    "what asks for torch._dynamo does not keep layers out of graphs": """
+import importlib.util
+import torch
+import te_fast.pytorch as te
+importlib.util.find_spec("torch._dynamo")
+from te_fast.graphs.stand_ins import CAN_COMPILE
+layer = te.Linear(32, 16, device="cpu")
+x = torch.ones(8, 32)
+if CAN_COMPILE:
+    with torch.no_grad():
+        assert torch.equal(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
+""",
     "the version is that of the distribution": """
 import importlib.metadata
 import te_fast

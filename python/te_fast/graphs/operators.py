@@ -251,6 +251,9 @@ def define(facts: Facts) -> None:
         _define_one("backward", len(facts.new_grads))
 
 
+Traced.define = define
+
+
 def _define_one(direction: str, results: int) -> None:
     name = f"program_{direction}_{results}_"
     if name in _defined:

@@ -49,29 +49,33 @@ def _register() -> None:
 class _Loader(Loader):
     """Loads a module as its own loader does, and then registers."""
 
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+    def __init__(self, loader: Loader, finder: _Finder) -> None:
+        self._loader, self._finder = loader, finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Leave it to the module's own loader."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        """Run the module; nobody has to wait for it any longer."""
         self._loader.exec_module(module)
-        _register()
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+            _register()
 
 
 class _Finder(MetaPathFinder):
     """Waits for ``torch._dynamo``, which takes a second to import and which most programs never need."""
 
     def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+        self, name: str, path: Sequence[str] | None, _: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Find that module alone, with a loader that registers."""
         if name != "torch._dynamo":
             return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(name, path, target)
+        spec = PathFinder.find_spec(name, path)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = _Loader(spec.loader, self)
         return spec
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 
 from te_fast.errors import StateError
 from te_fast.runtime import native
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _Key = torch._C._TorchDispatchModeKey
 _TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
@@ -114,6 +117,9 @@ class Traced:
         Name in messages.
     """
 
+    #: Defines the operators of a call; the module of operators puts its function here.
+    define: ClassVar[Callable[[Facts], None]]
+
     def __init__(self, program: native.Program, owner: object, name: str) -> None:
         self._number = next(_numbers)
         #: Names the program in graphs: one element, its number. A graph for several layers of one kind takes the tensor
@@ -162,7 +168,6 @@ class Traced:
         """
         from torch.utils._python_dispatch import _disable_current_modes
 
-        from te_fast.graphs.operators import define
         from te_fast.graphs.region import as_entered
 
         with _disable_current_modes(), torch.no_grad(), as_entered(region):
@@ -182,7 +187,7 @@ class Traced:
                 overwrites_main_grad,
             )
             facts = calls.setdefault(call.text, Facts.of(call))
-            define(facts)
+            Traced.define(facts)
             # Layers of one kind have one graph where each is compiled by itself: it must find them prepared, too.
             signature = self.program.signature
             for other in list(_by_number.values()):
