@@ -436,16 +436,7 @@ def apply(
     ]
     tensors = [x.reshape(-1, cols), *given, *params]
     wants = tuple([grads and tensor.requires_grad for tensor in (x, *extras, *params)])
-    described = tuple(
-        [
-            (
-                (1, tensor.shape[-1]) if index <= len(extras) else tuple(tensor.shape),
-                tensor.dtype,
-                tensor.device,
-            )
-            for index, tensor in enumerate(tensors)
-        ]
-    )
+    described = _described(tensors, len(extras))
     overwrites = False
     for parameter in params:
         overwrites = overwrites or getattr(parameter, "overwrite_main_grad", False)
@@ -488,6 +479,15 @@ def apply(
     return tuple(
         [part.view(*leading, width) for part, width in zip(out, facts.widths, strict=True)]
     )
+
+
+def _described(tensors: Tensors, extras: int) -> tuple[Any, ...]:
+    """Return shape, type and device of input, extra inputs and parameters; the rows of the former do not matter."""
+    shapes = [
+        (1, tensor.shape[-1]) if index <= extras else tuple(tensor.shape)
+        for index, tensor in enumerate(tensors)
+    ]
+    return tuple([(shape, t.dtype, t.device) for shape, t in zip(shapes, tensors, strict=True)])
 
 
 def _states(owner: Any, inside: Any, *, any_grad: bool) -> list[list[torch.Tensor]]:

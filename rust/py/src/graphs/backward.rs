@@ -1,9 +1,10 @@
 //! Backward as an operator.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
+use smallvec::smallvec;
 use te_fast_core::Error;
 use te_fast_core::program::Port;
 
@@ -12,9 +13,10 @@ use crate::graphs::OP;
 use crate::graphs::call::{TracedCall, named_by, program_for};
 use crate::graphs::slots::{given_slots, slots_of};
 use crate::graphs::weights::weights_of_backward;
-use crate::program::backward::{ProgramSaved, run};
+use crate::program::backward::{Grads, ProgramSaved, run};
 use crate::program::handle::ProgramHandle;
-use crate::torch::process::state;
+use crate::program::weight::GivenSlots;
+use crate::torch::process::{State, state};
 use crate::torch::reader::view_of;
 
 /// Gradients that a compiler's backward makes: of input, parameters and extra inputs, those that are new tensors. Whether
@@ -43,31 +45,8 @@ pub(crate) fn traced_backward<'py>(
     let traced = call.get();
     let _region = traced.enter(py, state)?;
     let given = given_slots(state, &histories, &scales, false)?;
-    let prepare = || -> Result<ProgramSaved, Failure> {
-        let dy = grads.first().ok_or_else(|| Error::state(OP, "a backward without a gradient"))?;
-        let rows = view_of(&state.reader, dy, "a gradient")?.rows();
-        let _guard = state.guard(py, traced.key.device)?;
-        let recipe = traced.region.as_ref().map(|(region, _)| &region.recipe);
-        let (compiled, sized) = program_for(state, program, (&traced.key, rows), recipe, &params)?;
-        let shape = [rows as i64, traced.key.cols as i64];
-        let of = &compiled.program;
-        let shapes = ProgramHandle::shapes(program, &shape, of)?;
-        let slots = slots_of(program, &given, false)?;
-        let weights = weights_of_backward(state, py, traced, (of, &weights), slots)?;
-        Ok(ProgramSaved {
-            handle: program.clone().unbind(),
-            shapes,
-            weights: Mutex::new(weights),
-            extra_shapes: traced.extra_cols.iter().map(|&cols| smallvec::smallvec![rows as i64, cols as i64]).collect(),
-            params: params.iter().map(|param| param.clone().unbind()).collect(),
-            joined: None,
-            overwrite_main_grad: traced.overwrites_main_grad(),
-            main_grads: Some(main_grads.iter().map(|grad| grad.clone().unbind()).collect()),
-            updates_backward_scales: false,
-            compiled,
-            sized,
-        })
-    };
+    let tensors = Given { dy: grads.first(), weights: &weights, params: &params, main_grads: &main_grads };
+    let prepare = || saved_of(state, program, traced, &tensors, &given);
     let kept = prepare().map_err(|failure| named_by(program, failure))?;
     let defers = traced.key.linears.iter().any(|linear| linear.deferred);
     // What waits for `backward_dw` outlives the call, and the compiler's memory does not.
@@ -80,18 +59,71 @@ pub(crate) fn traced_backward<'py>(
     let tensors: Vec<_> = std::iter::once(saved).chain(reads).collect();
     let tensors = PyTuple::new(py, tensors)?;
     let gradients = run(state, &kept, &tensors, &grads)?;
-    let is_new = |port: Port, own: Port| port == own;
-    let of = &kept.compiled.program;
+    let list = own_gradients(traced, &kept, gradients)?;
+    let is_last = traced.is_delayed() && program.try_borrow()?.was_first;
+    Ok((list, is_last))
+}
+
+/// Tensors that a backward is given.
+struct Given<'a, 'py> {
+    dy: Option<&'a Bound<'py, PyAny>>,
+    weights: &'a [Bound<'py, PyAny>],
+    params: &'a [Bound<'py, PyAny>],
+    main_grads: &'a [Bound<'py, PyAny>],
+}
+
+/// What eager's backward would have been left by its forward.
+fn saved_of(
+    state: &State,
+    program: &Bound<'_, ProgramHandle>,
+    traced: &TracedCall,
+    tensors: &Given<'_, '_>,
+    slots: &[Arc<GivenSlots>],
+) -> Result<ProgramSaved, Failure> {
+    let py = program.py();
+    let dy = tensors.dy.ok_or_else(|| Error::state(OP, "a backward without a gradient"))?;
+    let rows = view_of(&state.reader, dy, "a gradient")?.rows();
+    let _guard = state.guard(py, traced.key.device)?;
+    let recipe = traced.region.as_ref().map(|(region, _)| &region.recipe);
+    let (compiled, sized) = program_for(state, program, (&traced.key, rows), recipe, tensors.params)?;
+    let of = &compiled.program;
+    let slots = slots_of(program, slots, false)?;
+    let weights = weights_of_backward(state, py, traced, (of, tensors.weights), slots)?;
+    let unbound = |list: &[Bound<'_, PyAny>]| list.iter().map(|tensor| tensor.clone().unbind()).collect();
+    Ok(ProgramSaved {
+        handle: program.clone().unbind(),
+        shapes: ProgramHandle::shapes(program, &[rows as i64, traced.key.cols as i64], of)?,
+        weights: Mutex::new(weights),
+        extra_shapes: traced.extra_cols.iter().map(|&cols| smallvec![rows as i64, cols as i64]).collect(),
+        params: tensors.params.iter().map(|param| param.clone().unbind()).collect(),
+        joined: None,
+        overwrite_main_grad: traced.overwrites_main_grad(),
+        main_grads: Some(unbound(tensors.main_grads)),
+        updates_backward_scales: false,
+        compiled,
+        sized,
+    })
+}
+
+/// The gradients that are results, of which none may be another tensor of the call.
+fn own_gradients<'py>(
+    traced: &TracedCall,
+    kept: &ProgramSaved,
+    gradients: Grads<'py>,
+) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    let own = |grad: Bound<'py, PyAny>, port: Port, new: Port| {
+        if port == new { Ok(grad) } else { grad.call_method0("clone") }
+    };
+    let program = &kept.compiled.program;
     let mut list = Vec::new();
     if let Some(dx) = gradients.input.filter(|_| traced.key.input_grad) {
-        list.push(if is_new(of.grad_input(), Port::GradInput) { dx } else { dx.call_method0("clone")? });
+        list.push(own(dx, program.grad_input(), Port::GradInput)?);
     }
     list.extend(gradients.params.into_iter().flatten());
     for (index, grad) in gradients.extras.into_iter().enumerate() {
-        let Some(grad) = grad.filter(|_| traced.key.extras[index].1) else { continue };
-        let is_own = is_new(of.grad_extras()[index], Port::GradExtra(index as u16));
-        list.push(if is_own { grad } else { grad.call_method0("clone")? });
+        if let Some(grad) = grad.filter(|_| traced.key.extras[index].1) {
+            list.push(own(grad, program.grad_extras()[index], Port::GradExtra(index as u16))?);
+        }
     }
-    let is_last = traced.is_delayed() && program.try_borrow()?.was_first;
-    Ok((list, is_last))
+    Ok(list)
 }

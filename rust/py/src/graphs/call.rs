@@ -16,7 +16,7 @@ use crate::error::Failure;
 use crate::graphs::OP;
 use crate::program::check::check;
 use crate::program::handle::{ProgramHandle, PyProgram, Tuples};
-use crate::program::tensors::{Tensors, float};
+use crate::program::tensors::{Tensors, float, typed};
 use crate::torch::process::{State, state};
 use crate::torch::reader::view_of;
 
@@ -44,11 +44,7 @@ pub(crate) struct TracedCall {
     pub(super) reads: Vec<Port>,
     pub(super) extra_cols: Vec<usize>,
     pub(super) grad_dtypes: Vec<DType>,
-    /// Parameters whose gradients go into `main_grad`, and that wait for `backward_dw`.
-    pub(super) fused: Vec<usize>,
-    pub(super) deferred: Vec<usize>,
-    /// Those of the latter that go into `main_grad` then.
-    pub(super) fused_later: Vec<usize>,
+    elsewhere: Elsewhere,
 }
 
 #[pymethods]
@@ -71,7 +67,7 @@ impl TracedCall {
             let _ = write!(text, "{}{}", u8::from(call.deferred), u8::from(call.save_original_input));
         }
         let region = (self.microbatch, self.is_first, self.overwrites_main_grad);
-        let made = (&self.fused, &self.fused_later, &self.widths, self.saved, &self.weights);
+        let made = (&self.elsewhere.fused, &self.elsewhere.fused_later, &self.widths, self.saved, &self.weights);
         let _ = write!(text, "{region:?}{made:?}");
         text
     }
@@ -155,19 +151,19 @@ impl TracedCall {
     /// Parameters whose gradients go into `main_grad`.
     #[getter]
     fn fused(&self) -> Vec<usize> {
-        self.fused.clone()
+        self.elsewhere.fused.clone()
     }
 
     /// Parameters whose gradients wait for `backward_dw`.
     #[getter]
     fn deferred(&self) -> Vec<usize> {
-        self.deferred.clone()
+        self.elsewhere.deferred.clone()
     }
 
     /// Those of the latter that go into `main_grad` then.
     #[getter]
     fn fused_later(&self) -> Vec<usize> {
-        self.fused_later.clone()
+        self.elsewhere.fused_later.clone()
     }
 
     /// Of the memory of kept weights, that which backward reads: the column layout where there is one, else the row layout.
@@ -270,82 +266,42 @@ pub(crate) fn traced_call<'py>(
     is_first: Option<bool>,
     overwrites_main_grad: bool,
 ) -> PyResult<TracedCall> {
-    let py = x.py();
-    let state = state(py)?;
     let describe = || -> Result<TracedCall, Failure> {
+        let state = state(x.py())?;
         let tensors = Tensors::read(state, x, &extras, &params)?;
-        let (region, given, any_rows) = {
-            let mut dispatcher = state.dispatcher(py)?;
-            let region = *dispatcher.0.autocast.current();
-            (region, dispatcher.0.autocast.given().cloned(), dispatcher.0.auto_pad)
-        };
-        let typed = |views: &[_], grads: &[bool], what| crate::program::tensors::typed(views, grads, what);
-        let key = ProgramKey {
-            epoch: region.enabled.then_some(region.epoch),
-            cols: x_cols(&tensors),
-            activation: float(&tensors.x, "the input")?,
-            device: tensors.x.device(),
-            any_rows,
-            input_grad: wants.0,
-            params: typed(&tensors.params, &wants.1, "a parameter")?,
-            extras: typed(&tensors.extras, &wants.2, "an extra input")?,
-            linears: handle.try_borrow()?.linear_calls(py)?.to_vec(),
-        };
-        let region = region.enabled.then_some((region, given));
-        let _guard = state.guard(py, key.device)?;
+        let (key, region) = key_of(state, handle, &tensors, &wants)?;
+        let _guard = state.guard(x.py(), key.device)?;
         let recipe = region.as_ref().map(|(region, _)| &region.recipe);
-        let bytes = |rows| -> Result<_, Failure> {
-            let (compiled, sized) = program_for(state, handle, (&key, rows), recipe, &params)?;
-            Ok((compiled, sized.saved_bytes()))
-        };
-        let ((compiled, one), (_, two)) = (bytes(STEP)?, bytes(2 * STEP)?);
+        let sized = |rows| program_for(state, handle, (&key, rows), recipe, &params);
+        let ((compiled, one), (_, two)) = (sized(STEP)?, sized(2 * STEP)?);
+        let program = &compiled.program;
         {
             let handle = handle.try_borrow()?;
-            check(py, (&handle.chain, &handle.params), &tensors, tensors.x.rows(), compiled.program.widths())?;
+            check(x.py(), (&handle.chain, &handle.params), &tensors, tensors.x.rows(), program.widths())?;
         }
-        let program = &compiled.program;
         if let Some(index) = program.written_extra_inputs().first() {
             let message = format!(
                 "extra input {index} is written in place, which a traced graph does not show; pass in_place=False"
             );
             return Err(Error::unsupported(OP, message).into());
         }
+        let elsewhere = Elsewhere::of(handle, program)?;
+        let (one, two) = (one.saved_bytes(), two.saved_bytes());
         let linears = 0..key.linears.len();
-        let (mut fused, mut deferred, mut fused_later) = (Vec::new(), Vec::new(), Vec::new());
-        for (linear, call) in key.linears.iter().enumerate() {
-            let param = program.linear_param(linear);
-            if !key.params[param].1 {
-                continue;
-            }
-            let Some((weight, _)) = ProgramHandle::linear_at(handle, linear)? else { break };
-            let fuses = weight.bind(py).try_borrow()?.fuse_wgrad_accumulation;
-            match (call.deferred, fuses) {
-                (true, true) => fused_later.push(param),
-                (false, true) => fused.push(param),
-                _ => {}
-            }
-            if call.deferred {
-                deferred.push(param);
-            }
-        }
-        let in_fp8 = region.is_some();
-        let layouts = linears.clone().map(|linear| program.weight_layout(linear));
+        let bytes = |linear| {
+            let layout = program.weight_layout(linear);
+            (layout.row_bytes, layout.col_bytes)
+        };
         Ok(TracedCall {
             widths: std::iter::once(program.out_cols()).chain(program.extra_output_cols().iter().copied()).collect(),
             saved: (2 * one - two, two - one),
-            weights: if in_fp8 {
-                layouts.map(|layout| (layout.row_bytes, layout.col_bytes)).collect()
-            } else {
-                Vec::new()
-            },
+            weights: linears.clone().filter(|_| region.is_some()).map(bytes).collect(),
             reads_weight: linears.map(|linear| program.reads_weight(linear)).collect(),
             reads: program.reads().to_vec(),
             extra_cols: (0..key.extras.len()).map(|index| program.cols_of_extra(index)).collect(),
             grad_dtypes: (0..key.params.len()).map(|param| program.grad_dtype(param).into()).collect(),
             microbatch: is_first_microbatch.into(),
-            fused,
-            deferred,
-            fused_later,
+            elsewhere,
             key,
             region,
             is_first,
@@ -355,8 +311,65 @@ pub(crate) fn traced_call<'py>(
     describe().map_err(|failure| named_by(handle, failure))
 }
 
-fn x_cols(tensors: &Tensors<'_>) -> usize {
-    tensors.x.shape().last().map_or(1, |&cols| cols as usize)
+type InForce = Option<(Region, Option<Given>)>;
+
+/// The key of such a call, and the region in force; none in high precision.
+fn key_of(
+    state: &State,
+    handle: &Bound<'_, ProgramHandle>,
+    tensors: &Tensors<'_>,
+    wants: &(bool, Vec<bool>, Vec<bool>),
+) -> Result<(ProgramKey, InForce), Failure> {
+    let py = handle.py();
+    let (region, given, any_rows) = {
+        let mut dispatcher = state.dispatcher(py)?;
+        let region = *dispatcher.0.autocast.current();
+        (region, dispatcher.0.autocast.given().cloned(), dispatcher.0.auto_pad)
+    };
+    let key = ProgramKey {
+        epoch: region.enabled.then_some(region.epoch),
+        cols: tensors.x.shape().last().map_or(1, |&cols| cols as usize),
+        activation: float(&tensors.x, "the input")?,
+        device: tensors.x.device(),
+        any_rows,
+        input_grad: wants.0,
+        params: typed(&tensors.params, &wants.1, "a parameter")?,
+        extras: typed(&tensors.extras, &wants.2, "an extra input")?,
+        linears: handle.try_borrow()?.linear_calls(py)?.to_vec(),
+    };
+    Ok((key, region.enabled.then_some((region, given))))
+}
+
+/// Parameters whose gradients are no results of backward.
+#[derive(Debug, Default)]
+struct Elsewhere {
+    /// Those that go into `main_grad`.
+    fused: Vec<usize>,
+    /// Those that wait for `backward_dw`.
+    deferred: Vec<usize>,
+    /// Those of the latter that go into `main_grad` then.
+    fused_later: Vec<usize>,
+}
+
+impl Elsewhere {
+    fn of(handle: &Bound<'_, ProgramHandle>, program: &Program) -> Result<Self, Failure> {
+        let mut found = Self::default();
+        for (linear, call) in program.key().linears.iter().enumerate() {
+            let param = program.linear_param(linear);
+            let Some((weight, _)) = ProgramHandle::linear_at(handle, linear)? else { break };
+            if !program.key().params[param].1 {
+                continue;
+            }
+            let fuses = weight.bind(handle.py()).try_borrow()?.fuse_wgrad_accumulation;
+            if fuses {
+                if call.deferred { found.fused_later.push(param) } else { found.fused.push(param) }
+            }
+            if call.deferred {
+                found.deferred.push(param);
+            }
+        }
+        Ok(found)
+    }
 }
 
 #[cold]

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 use te_fast_core::Error;
-use te_fast_core::program::Port;
+use te_fast_core::program::{Port, Program};
 use te_fast_core::runtime::lane::Place;
 
 use crate::error::Failure;
@@ -107,8 +107,14 @@ fn forward<'py>(
     if !traced.passes_weights() {
         note_kept(call, prepared, place)?;
     }
-    // No result may be another tensor of the call.
-    let own = |tensor: Bound<'py, PyAny>, port: Port, new: Port| -> PyResult<_> {
+    let mut list = own_results(program, results)?;
+    list.extend(passing);
+    Ok(list)
+}
+
+/// The results, of which none may be another tensor of the call.
+fn own_results<'py>(program: &Program, results: Results<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    let own = |tensor: Bound<'py, PyAny>, port: Port, new: Port| {
         if port == new { Ok(tensor) } else { tensor.call_method0("clone") }
     };
     let Results { y, extra_outputs, saved } = results;
@@ -117,7 +123,6 @@ fn forward<'py>(
         list.push(own(tensor, port, Port::ExtraOutput(index as u16))?);
     }
     list.extend(saved);
-    list.extend(passing);
     Ok(list)
 }
 

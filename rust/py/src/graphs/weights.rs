@@ -12,6 +12,7 @@ use te_fast_core::program::Program;
 use te_fast_core::quant::cache::KeptWeight;
 use te_fast_core::quant::value::WeightLayout;
 use te_fast_core::quant::weight::{Microbatch, WeightRecord, WeightToken};
+use te_fast_core::recipe::region::Region;
 use te_fast_core::runtime::lane::Place;
 
 use crate::error::Failure;
@@ -44,43 +45,9 @@ pub(super) fn weights<'py>(
             continue;
         };
         let Some((weight, param)) = ProgramHandle::linear_at(call.handle, linear)? else { break };
-        let layout = program.weight_layout(linear);
-        let (generation, cache_epoch, optimizer_steps) = {
-            let dispatcher = &state.dispatcher(py)?.0;
-            (dispatcher.forward_generation, dispatcher.cache_epoch, dispatcher.optimizer_steps)
-        };
-        let version = call.params[param].getattr(intern!(py, "_version")).and_then(|version| version.extract()).ok();
-        let record = WeightRecord {
-            token: WeightToken { address: tensors.origin(param), version, dtype: tensors.params[param].dtype() },
-            device: place.device,
-            layout,
-            epoch: region.epoch,
-            generation: if region.recipe.is_delayed() { generation } else { 0 },
-            cache_epoch,
-            training: traced.any_grad(),
-            optimizer_steps,
-        };
-        let (row, col) = if traced.passes_weights() {
-            let buffer = |bytes| state.optional_bytes(py, place.device, bytes);
-            (buffer(layout.row_bytes)?, buffer(layout.col_bytes)?)
-        } else {
-            let at = |index: usize, bytes: usize| -> Result<_, Failure> {
-                if bytes == 0 {
-                    return Ok(None);
-                }
-                let given = kept.get(2 * linear + index).ok_or_else(|| {
-                    Error::state(OP, "a compiled call brings no memory for its quantised weight; compile it again")
-                })?;
-                view_of(&state.reader, given, "the quantised weight")?.check_saved(
-                    OP,
-                    bytes,
-                    DType::U8,
-                    place.device,
-                )?;
-                Ok(Some(given.clone()))
-            };
-            (at(0, layout.row_bytes)?, at(1, layout.col_bytes)?)
-        };
+        let record = record_of_call(call, traced, (tensors, param), region, program.weight_layout(linear))?;
+        let memory = if traced.passes_weights() { None } else { Some(kept) };
+        let (row, col) = buffers(call.state, py, (linear, &record), memory)?;
         if traced.passes_weights() && program.reads_weight(linear) {
             passing.extend(col.as_ref().or(row.as_ref()).cloned());
         }
@@ -96,6 +63,52 @@ pub(super) fn weights<'py>(
         list.push(Prepared { quantized: Some(quantized), slots, replay: None, version: None, fresh, reused });
     }
     Ok((list, passing))
+}
+
+/// How a call quantises a weight.
+fn record_of_call(
+    call: &Call<'_, '_>,
+    traced: &TracedCall,
+    (tensors, param): (&Tensors<'_>, usize),
+    region: &Region,
+    layout: WeightLayout,
+) -> Result<WeightRecord, Failure> {
+    let py = call.x.py();
+    let version = call.params[param].getattr(intern!(py, "_version")).and_then(|version| version.extract()).ok();
+    let dispatcher = &call.state.dispatcher(py)?.0;
+    Ok(WeightRecord {
+        token: WeightToken { address: tensors.origin(param), version, dtype: tensors.params[param].dtype() },
+        device: traced.key.device,
+        layout,
+        epoch: region.epoch,
+        generation: if region.recipe.is_delayed() { dispatcher.forward_generation } else { 0 },
+        cache_epoch: dispatcher.cache_epoch,
+        training: traced.any_grad(),
+        optimizer_steps: dispatcher.optimizer_steps,
+    })
+}
+
+type Layouts<'py> = (Option<Bound<'py, PyAny>>, Option<Bound<'py, PyAny>>);
+
+/// Memory for both layouts of a weight: that which the call brings, row and column layouts in turn, or new tensors.
+fn buffers<'py>(
+    state: &State,
+    py: Python<'py>,
+    (linear, record): (usize, &WeightRecord),
+    kept: Option<&[Bound<'py, PyAny>]>,
+) -> Result<Layouts<'py>, Failure> {
+    let at = |index: usize, bytes: usize| -> Result<_, Failure> {
+        let Some(kept) = kept else { return Ok(state.optional_bytes(py, record.device, bytes)?) };
+        if bytes == 0 {
+            return Ok(None);
+        }
+        let given = kept.get(2 * linear + index).ok_or_else(|| {
+            Error::state(OP, "a compiled call brings no memory for its quantised weight; compile it again")
+        })?;
+        view_of(&state.reader, given, "the quantised weight")?.check_saved(OP, bytes, DType::U8, record.device)?;
+        Ok(Some(given.clone()))
+    };
+    Ok((at(0, record.layout.row_bytes)?, at(1, record.layout.col_bytes)?))
 }
 
 /// Whether an earlier call has quantised a weight into the memory of `wanted` that serves.
