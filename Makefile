@@ -112,6 +112,13 @@ wheel: | $(VENV)/.torch ## release wheel in dist/, as `pip install .` builds it,
 	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	$(PY) tools/check_wheel.py dist/te_fast-*.whl
 
+.PHONY: sdist
+sdist: $(BUILD)/venv/.ready | $(VENV)/.torch ## source distribution in dist/, and a wheel that is built of it alone, for TEST_ARCHS
+	rm -rf dist/te_fast-*.tar.gz $(BUILD)/of_sdist
+	$(MATURIN) sdist --quiet --out dist
+	TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(BUILD)/of_sdist dist/te_fast-*.tar.gz
+	$(PY) tools/check_wheel.py $(BUILD)/of_sdist/te_fast-*.whl --archs $(TEST_ARCHS)
+
 .PHONY: clean
 clean: ## remove everything that make created, environments included
 	rm -rf .venv* $(BUILD) dist target demo_out docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

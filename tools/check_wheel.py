@@ -97,6 +97,9 @@ def problems_of(wheel: Path, archs: set[int]) -> list[str]:
             for name in ("te_fast/py.typed", "te_fast/_native.pyi")
             if name not in names
         ]
+        licences = [name for name in names if name.endswith("LICENSE")]
+        if len(licences) != 1 or ".dist-info/licenses/" not in licences[0]:
+            problems.append(f"licences {licences}, expected one in dist-info")
         metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
         requires = [
             line.split(": ")[1]
