@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
-from te_fast.graphs.stand_ins import CAN_COMPILE
+from te_fast.runtime.compiling import CAN_COMPILE
 
 needs_compile = pytest.mark.skipif(
     not CAN_COMPILE, reason="traces of torch before 2.8 do not read attributes of native objects"

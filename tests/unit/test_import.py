@@ -92,7 +92,7 @@ import importlib.util
 import torch
 import te_fast.pytorch as te
 importlib.util.find_spec("torch._dynamo")
-from te_fast.graphs.stand_ins import CAN_COMPILE
+from te_fast.runtime.compiling import CAN_COMPILE
 layer = te.Linear(32, 16, device="cpu")
 x = torch.ones(8, 32)
 if CAN_COMPILE:

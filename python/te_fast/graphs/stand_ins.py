@@ -12,12 +12,10 @@ import torch
 
 from te_fast.runtime import native
 from te_fast.runtime.autocast import autocast
+from te_fast.runtime.compiling import CAN_COMPILE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-#: The first release of torch whose traces read attributes of native objects.
-CAN_COMPILE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
 def _call_module(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 
 from te_fast.errors import StateError
 from te_fast.runtime import native
+from te_fast.runtime.compiling import is_in_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -221,7 +222,7 @@ class Traced:
 
 def is_traced(x: Any) -> bool:
     """Tell whether a call is traced, by a tracer that the tensor is of or that watches all operators."""
-    if torch.compiler.is_compiling():
+    if is_in_graph():
         return True
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     if fake is not None and isinstance(x, fake.FakeTensor):

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
 import torch
-from torch.compiler import is_compiling
 
 from te_fast.errors import ArgumentError, ArgumentIndexError, StateError
 from te_fast.ops.recipe_state import RecipeStateModule
 from te_fast.runtime.calls import call_through_forward, program_call_method
+from te_fast.runtime.compiling import is_in_graph
 
 if TYPE_CHECKING:
     from te_fast.ops.fuser import OperationFuser
@@ -169,7 +169,7 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
 
     def _group(self) -> OperationFuser:
         """Return what runs this operation alone, also where a trace is the first to ask."""
-        if is_compiling():
+        if is_in_graph():
             self._prepare_fuser()
         return self._fuser()
 

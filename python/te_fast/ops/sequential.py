@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 
 from te_fast.errors import ArgumentError, ArgumentIndexError, StateError
 from te_fast.ops.fuser import OperationFuser
 from te_fast.ops.op import FusedOperation, FusibleOperation
 from te_fast.ops.undo import Undo
 from te_fast.runtime.calls import call_through_forward, program_call_method
+from te_fast.runtime.compiling import is_in_graph
 from te_fast.runtime.global_state import FP8GlobalStateManager
 
 
@@ -260,7 +260,7 @@ class Sequential(torch.nn.Module):
         StateError
             If a module edits the container meanwhile.
         """
-        if is_compiling():
+        if is_in_graph():
             self._prepare_groups()
         groups = self._groups()
         fusers = [group for group in groups if isinstance(group, OperationFuser)]
@@ -282,7 +282,7 @@ class Sequential(torch.nn.Module):
             return self._run(groups, input, extra_inputs, kwargs, is_first_microbatch)
 
         # A graph that fails leaves nothing half-done: it has not run.
-        if len(groups) < 2 or is_compiling() or not FP8GlobalStateManager.is_fp8_enabled():
+        if len(groups) < 2 or is_in_graph() or not FP8GlobalStateManager.is_fp8_enabled():
             return run()
         recipe = FP8GlobalStateManager.get_fp8_recipe()
         undo = Undo([op for fuser in fusers for op in fuser._basic_ops], recipe)

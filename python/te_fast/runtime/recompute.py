@@ -9,11 +9,11 @@ from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
-from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from te_fast.errors import UnsupportedError
 from te_fast.runtime import native, scale_tape
+from te_fast.runtime.compiling import is_in_graph
 from te_fast.runtime.global_state import FP8GlobalStateManager
 
 # The tape of regions that name none: first in, first out over all of them.
@@ -232,7 +232,7 @@ def checkpoint(
         for name in ("preserve_rng_state", "context_fn", "determinism_check", "debug")
         if name in kwargs
     }
-    if is_compiling():
+    if is_in_graph():
         # The compiler's own way: what it recomputes is in one graph with what it does not.
         return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
     run = _Checkpointed(function, kwargs, get_rng_state_tracker)
