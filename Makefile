@@ -115,7 +115,7 @@ wheel: | $(VENV)/.torch ## release wheel in dist/, as `pip install .` builds it,
 .PHONY: sdist
 sdist: $(BUILD)/venv/.ready | $(VENV)/.torch ## source distribution in dist/, and a wheel that is built of it alone, for TEST_ARCHS
 	rm -rf dist/te_fast-*.tar.gz $(BUILD)/of_sdist
-	$(MATURIN) sdist --quiet --out dist
+	$(MATURIN) sdist --out dist
 	TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(BUILD)/of_sdist dist/te_fast-*.tar.gz
 	$(PY) tools/check_wheel.py $(BUILD)/of_sdist/te_fast-*.whl --archs $(TEST_ARCHS)
 

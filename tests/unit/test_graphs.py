@@ -16,8 +16,7 @@ from recipes import RECIPES
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import DtypeError, ShapeError, StateError
 
-# torch 2.8 makes instances of autograd functions, and warns of that itself.
-pytestmark = [needs_compile, pytest.mark.filterwarnings("ignore:.*should not be instantiated")]
+pytestmark = needs_compile
 
 
 @pytest.fixture(autouse=True)
