@@ -153,6 +153,32 @@ def test_two_regions_in_one_graph_have_scales_of_their_own():
     assert_trains_alike(model, DelayedScaling(amax_history_len=4), forward)
 
 
+def test_a_region_in_a_region_updates_by_its_own_recipe():
+    model = torch.nn.ModuleList([te.Linear(32, 32, device="cpu") for _ in range(2)])
+    other = DelayedScaling(amax_history_len=2, margin=1)
+
+    def forward(model, x, recipe, _):
+        with te.autocast(recipe=recipe):
+            x = torch.relu(model[0](x))
+            with te.autocast(recipe=other):
+                return torch.relu(model[1](x))
+
+    assert_trains_alike(model, DelayedScaling(amax_history_len=4), forward)
+
+
+def test_layers_of_one_kind_keep_scales_of_their_own_recipe():
+    first, second = (te.Linear(32, 32, device="cpu") for _ in range(2))
+    recipe, other = DelayedScaling(amax_history_len=4), DelayedScaling(amax_history_len=2)
+    x = torch.randn(16, 32)
+    with te.autocast(recipe=other):
+        second(x)
+    before = [state.clone() for state in states_of(second)]
+    with te.autocast(recipe=recipe):
+        compiled(lambda x: first(x))(x)
+    for one, two in zip(before, states_of(second), strict=True):
+        assert torch.equal(one, two)
+
+
 @pytest.mark.parametrize(
     "recipe",
     [

@@ -501,8 +501,7 @@ def _states(owner: Any, inside: Any, *, any_grad: bool) -> list[list[torch.Tenso
         [state._scale for state in backward],
     ]
     if inside is not None:
-        inside.histories += states[0]
-        inside.scales += states[1]
+        inside.use(inside.number, owner, states[0], states[1])
         if any_grad:
             inside.is_first = False
     return states

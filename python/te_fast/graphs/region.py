@@ -75,9 +75,8 @@ class TracedRegion:
         self.number = 0
         self.is_first = True
         self.former: TracedRegion | None = None
-        #: Scales of delayed scaling that layers in the outermost region have used, and their histories.
-        self.histories: list[torch.Tensor] = []
-        self.scales: list[torch.Tensor] = []
+        #: Who has used scales of delayed scaling, each once: the number of the recipe, the owner, histories and scales.
+        self.used: list[tuple[int, Any, list[torch.Tensor], list[torch.Tensor]]] = []
 
     def __enter__(self) -> TracedRegion:
         """Put the region in force for the layers that are traced next."""
@@ -91,13 +90,28 @@ class TracedRegion:
     def __exit__(self, *exception: object) -> None:
         """Put the former one back; the outermost one updates the scales that its layers have used."""
         entered.region = self.former
-        if not self.histories:
-            return
         if self.former is not None:
-            self.former.histories += self.histories
-            self.former.scales += self.scales
+            for number, owner, histories, scales in self.used:
+                self.former.use(number, owner, histories, scales)
         elif torch.is_grad_enabled():
-            torch.ops.te_fast.update_scales(self.histories, self.scales, self.number)
+            numbers: list[int] = []
+            for number, *_ in self.used:
+                if number not in numbers:
+                    numbers.append(number)
+            for number in numbers:
+                alike = [used for used in self.used if used[0] == number]
+                histories = [history for _, _, several, _ in alike for history in several]
+                scales = [scale for _, _, _, several in alike for scale in several]
+                torch.ops.te_fast.update_scales(histories, scales, number)
+
+    def use(
+        self, number: int, owner: Any, histories: list[torch.Tensor], scales: list[torch.Tensor]
+    ) -> None:
+        """Note scales that are due when the outermost region ends; those of a layer that runs twice are due once."""
+        for _, known, *_ in self.used:
+            if known is owner:
+                return
+        self.used.append((number, owner, histories, scales))
 
 
 def key_of_region() -> tuple[bool, int, int]:

@@ -193,9 +193,9 @@ class Traced:
             signature = self.program.signature
             for other in list(_by_number.values()):
                 if other is self or other.program.signature == signature:
-                    other._prepare_for(key, facts, samples[0].device)
+                    other._prepare_for(key, facts, samples[0].device, is_own=other is self)
 
-    def _prepare_for(self, key: str, facts: Facts, device: torch.device) -> None:
+    def _prepare_for(self, key: str, facts: Facts, device: torch.device, *, is_own: bool) -> None:
         owner: Any = self.owner()
         if owner is None:
             return
@@ -203,19 +203,24 @@ class Traced:
             self.handle = _static(torch.tensor([self._number], device=device))
             _by_address[self.handle.data_ptr()] = self
         if facts.is_delayed:
-            owner._init_delayed_scaling()
+            # Another layer of this kind may have scales of another recipe, which are its own affair.
+            known = owner._delayed_states_of_linears(forward=True)
+            if is_own or any(state is None for state in known):
+                owner._init_delayed_scaling()
             for forward in (True, False):
                 for state in owner._delayed_states_of_linears(forward=forward):
                     _static(state.scale)
                     _static(state.amax_history)
         kept = self.kept.get(facts.kept)
         if facts.kept and (kept is None or kept[0].device != device):
-            self.kept[facts.kept] = [
+            fresh = [
                 _static(torch.empty(size, dtype=torch.uint8, device=device))
                 for sizes in facts.call.weights
                 for size in sizes
             ]
-        self.texts[key] = facts.call.text
+            self.kept = {**self.kept, facts.kept: fresh}
+        # Another dictionary: a trace that has read the former one would not see what is added to it.
+        self.texts = {**self.texts, key: facts.call.text}
 
     prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

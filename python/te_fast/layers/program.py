@@ -268,7 +268,7 @@ class ProgramLayer(TransformerEngineBaseModule):
 
     def _delayed_states_of_linears(self, *, forward: bool) -> list[Any]:
         """Return the scales of the linear operations, which share those of the layer."""
-        return [self.fp8_meta["scaling_fwd" if forward else "scaling_bwd"]]
+        return [self.fp8_meta.get("scaling_fwd" if forward else "scaling_bwd")]
 
     def _forward_traced(self, inp: Any, is_first_microbatch: bool | None) -> Any:
         """Forward as an operator, which a tracer sees."""

@@ -56,7 +56,8 @@ def prepare(
         if step.program is not None and step.traced is None:
             step.states = SegmentStates(fuser, step)
             step.traced = Traced(step.program, step.states, fuser._name)
-    fuser._traced_plans[key] = plan
+    # Another dictionary: a trace that has read the former one would not see what is added to it.
+    fuser._traced_plans = {**fuser._traced_plans, key: plan}
 
 
 def run(
