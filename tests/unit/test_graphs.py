@@ -138,6 +138,28 @@ def test_weight_gradients_go_into_main_grad(kind, delay):
         assert torch.equal(model.bias.grad, other.bias.grad)
 
 
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_layer_runs_twice_in_one_graph(kind):
+    def forward(layer, x, recipe, _):
+        with te.autocast(recipe=recipe):
+            return layer(torch.relu(layer(x)))
+
+    assert_trains_alike(te.LayerNormLinear(32, 32, device="cpu"), RECIPES[kind](), forward)
+
+    def graph(layer, x):
+        return layer(torch.relu(layer(x)))
+
+    run = compiled(graph)
+
+    def around(layer, x, recipe, _):
+        with te.autocast(recipe=recipe):
+            return (graph if layer is eager else run)(layer, x)
+
+    eager = te.LayerNormLinear(32, 32, device="cpu")
+    options = {"disable": True}  # `around` calls what is compiled
+    assert_trains_alike(eager, RECIPES[kind](), around, options=options)
+
+
 def test_two_regions_in_one_graph_have_scales_of_their_own():
     model = torch.nn.ModuleList([te.Linear(32, 32, device="cpu") for _ in range(2)])
     model.append(te.ops.ReLU())

@@ -1,12 +1,12 @@
 """Programs as operators of a graph.
 
-A program is one operator, its backward another. Both take tensors and return new ones. State that a graph must know
-of is an argument that an operator writes to: maxima of delayed scaling, memory of quantised weights that are kept,
-``main_grad``. A call without such state is an operator without side effects, which a compiler may drop or merge.
+A program is one operator, its backward another. Both read the tensors of one list, write to those of another, and
+return nothing. The graph makes the tensors that they write to, so that a compiler plans the memory of all of them:
+results, what backward needs, quantised weights. State lies in tensors of the graph's, too: maxima of delayed scaling,
+quantised weights that are kept, ``main_grad``.
 
 Everything else about a call is one native object, the ``TracedCall`` that was made when the call was traced. Graphs
-name it by its text, which is made of its content. Sizes of results follow from it and the number of rows, so that
-tracing runs no kernel. Tensors of operators are two-dimensional, rows of columns.
+name it by a number, which is made of its content. Tensors of operators are two-dimensional, rows of columns.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from te_fast.errors import ShapeError, StateError, UnsupportedError
+from te_fast.errors import ShapeError, UnsupportedError
 from te_fast.graphs.region import entered, key_of_region, recipe_of
-from te_fast.graphs.traced import Facts, Traced, calls, facts_of, traced_of
+from te_fast.graphs.traced import Facts, Place, Traced, calls, facts_of
 from te_fast.runtime import native
 from te_fast.runtime.delayed import native_recipe, update_scales
 from te_fast.runtime.main_grad import main_grad_of
@@ -29,255 +29,132 @@ Tensors = Sequence[torch.Tensor]
 _library = torch.library.Library("te_fast", "FRAGMENT")
 
 
-def _is_captured(tensor: torch.Tensor) -> bool:
-    """Whether a CUDA graph records what is done to a tensor now: its replays run nothing on the host."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+# Calls off the straight path ------------------------------------------------------------------------
+
+
+def _forward_otherwise(
+    reads: list[torch.Tensor],
+    writes: list[torch.Tensor],
+    handle: torch.Tensor,
+    call: native.TracedCall,
+) -> None:
+    """Run a forward on no rows, or on rows that its GEMMs lack."""
+    facts, rows = calls[call.text], reads[0].shape[0]
+    outputs = _count_new(facts.outputs)
+    if rows == 0:
+        memory = 0 if facts.kept else len(facts.memory)
+        for result in writes[: outputs + facts.has_saved + memory]:
+            result.zero_()
+        return
+    missing = call.missing_rows(rows)
+    given = 1 + len(facts.extra_widths)
+    padded = [_padded(tensor, missing) for tensor in reads[:given]]
+    made = [tensor.new_empty((rows + missing, tensor.shape[1])) for tensor in writes[:outputs]]
+    native.traced_forward(padded + reads[given:], made + writes[outputs:], handle, facts.number)
+    _give_rows(made, writes[:outputs])
+
+
+def _backward_otherwise(
+    reads: list[torch.Tensor],
+    writes: list[torch.Tensor],
+    handle: torch.Tensor,
+    call: native.TracedCall,
+) -> None:
+    """Run a backward on no rows, or on rows that its GEMMs lack."""
+    facts, rows = calls[call.text], reads[0].shape[0]
+    kinds = _new_grads(facts)
+    if rows == 0:
+        overwritten = writes[len(writes) - len(facts.fused) :] if call.overwrites_main_grad else []
+        for result in [*writes[: len(kinds)], *overwritten]:
+            result.zero_()
+        native.traced_defer_nothing(handle, facts.number)
+        return
+    missing = call.missing_rows(rows)
+    first = len(facts.widths) + facts.has_saved
+    of_rows = {*range(len(facts.widths))}
+    of_rows |= {first + index for index, (kind, _) in enumerate(facts.reads) if kind != "param"}
+    padded = [
+        _padded(tensor, missing) if index in of_rows else tensor
+        for index, tensor in enumerate(reads)
+    ]
+    made = [
+        tensor if is_param else tensor.new_empty((rows + missing, tensor.shape[1]))
+        for tensor, is_param in zip(writes, kinds, strict=False)
+    ]
+    native.traced_backward(padded, made + writes[len(kinds) :], handle, facts.number)
+    _give_rows(made, writes[: len(kinds)])
 
 
 def _padded(tensor: torch.Tensor, missing: int) -> torch.Tensor:
     return functional.pad(tensor, (0, 0, 0, missing))
 
 
-# Forward --------------------------------------------------------------------------------------------
+def _give_rows(made: Tensors, results: Tensors) -> None:
+    for one, result in zip(made, results, strict=True):
+        if one is not result:
+            result.copy_(one[: result.shape[0]])
 
 
-def _forward(
-    x: torch.Tensor,
-    extras: list[torch.Tensor],
-    params: list[torch.Tensor],
-    histories: list[torch.Tensor],
-    scales: list[torch.Tensor],
-    kept: list[torch.Tensor],
-    handle: torch.Tensor,
-    text: str,
-) -> list[torch.Tensor]:
-    traced, facts = traced_of(handle), calls[text]
-    rows = x.shape[0]
-    if rows == 0:
-        return [result.zero_() for result in _forward_fake(x, text)]
-    if facts.is_delayed:
-        if not facts.call.is_inside and _is_captured(x):
-            message = (
-                f"{traced.name}: a CUDA graph does not mark the layers of delayed scaling whose scales the region "
-                "around it is to update; enter the region inside of the compiled function"
-            )
-            raise StateError(message)
-        native.traced_note_first(traced.program, facts.call)
-    missing = facts.call.missing_rows(rows)
-    if missing:
-        x, extras = _padded(x, missing), [_padded(extra, missing) for extra in extras]
-    results: list[torch.Tensor] = native.traced_forward(
-        traced.program, traced.owner(), facts.call, x, extras, params, histories, scales, kept
-    )
-    if missing:
-        outputs = len(facts.widths)
-        results[:outputs] = [result[:rows] for result in results[:outputs]]
-    return results
+def _count_new(places: Sequence[Place | None]) -> int:
+    return sum(place == ("new", 0) for place in places)
 
 
-def _forward_fake(x: torch.Tensor, text: str) -> list[torch.Tensor]:
-    facts = calls[text]
-    rows = x.shape[0]
-    results = [x.new_empty((rows, cols)) for cols in facts.widths]
-    if facts.has_saved:
-        base, step, per = facts.saved
-        size = base + step * ((rows + per - 1) // per)
-        results.append(x.new_empty((size,), dtype=torch.uint8))
-    return results + [x.new_empty((size,), dtype=torch.uint8) for size in facts.passing]
+def _new_grads(facts: Facts) -> list[bool]:
+    """Return of each gradient that backward makes, in order, whether it is a parameter's."""
+    extras = _count_new(facts.grad_extras)
+    is_input = _count_new([facts.grad_input])
+    return [False] * is_input + [True] * _count_new(facts.grad_params) + [False] * extras
 
 
-# Backward -------------------------------------------------------------------------------------------
+def _after_backward(grad: torch.Tensor) -> None:
+    """Update the gradients' scales behind the backward under way: then all of them have left their maxima.
 
-
-def _backward(
-    grads: list[torch.Tensor],
-    saved: list[torch.Tensor],
-    reads: list[torch.Tensor],
-    weights: list[torch.Tensor],
-    params: list[torch.Tensor],
-    histories: list[torch.Tensor],
-    scales: list[torch.Tensor],
-    main_grads: list[torch.Tensor],
-    handle: torch.Tensor,
-    text: str,
-    cols: int,
-) -> list[torch.Tensor]:
-    traced, facts = traced_of(handle), calls[text]
-    rows = grads[0].shape[0]
-    if rows == 0:
-        return _backward_of_nothing(traced, facts, grads, params, main_grads, text, cols)
-    if facts.deferred and _is_captured(grads[0]):
-        message = (
-            f"{traced.name}: delay_wgrad_compute leaves tensors to backward_dw(), which a CUDA graph would "
-            "overwrite; compile without CUDA graphs"
-        )
-        raise StateError(message)
-    missing = facts.call.missing_rows(rows)
-    if missing:
-        grads = [_padded(grad, missing) for grad in grads]
-        kinds = [kind for kind, _ in facts.reads]
-        reads = [
-            tensor if kind == "param" else _padded(tensor, missing)
-            for tensor, kind in zip(reads, kinds, strict=True)
-        ]
-    results, is_last = native.traced_backward(
-        traced.program,
-        facts.call,
-        saved[0] if saved else None,
-        reads,
-        weights,
-        grads,
-        params,
-        histories,
-        scales,
-        main_grads,
-    )
-    if missing:
-        results = [
-            result if is_param else result[:rows]
-            for result, (is_param, _) in zip(results, facts.new_grads, strict=True)
-        ]
-    if is_last and _is_captured(grads[0]):
+    The replays of a CUDA graph run nothing on the host, so that what it records ends with the update.
+    """
+    if grad.is_cuda and torch.cuda.is_current_stream_capturing():
         _update_backward_scales()
-    elif is_last:
-        # Behind the whole backward: then all gradients that it quantises have left their maxima.
+    else:
         torch.autograd.Variable._execution_engine.queue_callback(_update_backward_scales)
-    return results
 
 
 def _update_backward_scales() -> None:
     update_scales(forward=False)
 
 
-def _backward_of_nothing(
-    traced: Traced,
-    facts: Facts,
-    grads: list[torch.Tensor],
-    params: list[torch.Tensor],
-    main_grads: list[torch.Tensor],
-    text: str,
-    cols: int,
-) -> list[torch.Tensor]:
-    if facts.call.overwrites_main_grad:
-        for grad in main_grads:
-            grad.zero_()
-    if facts.deferred:
-        wanted = [index in facts.deferred for index in range(len(params))]
-        native.program_grads_of_nothing(traced.program, tuple(params), wanted, False)
-    return [result.zero_() for result in _backward_fake(grads, params, text, cols)]
-
-
-def _backward_fake(
-    grads: list[torch.Tensor], params: list[torch.Tensor], text: str, cols: int
-) -> list[torch.Tensor]:
-    facts, dy = calls[text], grads[0]
-    rows = dy.shape[0]
-    results = []
-    for is_param, index in facts.new_grads:
-        if is_param:
-            dtype = facts.grad_dtypes[index]
-            results.append(params[index].new_empty(params[index].shape, dtype=dtype))
-        else:
-            results.append(dy.new_empty((rows, cols if index < 0 else facts.extra_widths[index])))
-    return results
+native.traced_install(_forward_otherwise, _backward_otherwise, _after_backward)
 
 
 # Operators ------------------------------------------------------------------------------------------
-#
-# torch's functionalisation takes no list of results from an operator that writes to arguments, so that there is one
-# such operator for each number of results.
-
-_FORWARD = "Tensor x, Tensor[] extras, Tensor[] params"
-_FORWARD_STATE = "Tensor(a!)[] histories, Tensor[] scales, Tensor(b!)[] kept"
-_BACKWARD = "Tensor[] grads, Tensor[] saved, Tensor[] reads, Tensor[] weights, Tensor[] params"
-_BACKWARD_STATE = "Tensor(a!)[] histories, Tensor[] scales, Tensor(b!)[] main_grads"
-_CALL = "Tensor program, str call"
 
 
-def _register(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _register(name: str, schema: str, run: Callable[..., Any]) -> None:
     _library.define(f"{name}{schema}")
     for key in ("CPU", "CUDA"):
         _library.impl(name, run, key)
-    torch.library.register_fake(f"te_fast::{name}", fake, lib=_library)
+    # Nothing is returned, so that a trace has nothing to make.
+    torch.library.register_fake(f"te_fast::{name}", lambda *_: None, lib=_library)
 
 
-def _pure_forward(x: Any, extras: Any, params: Any, handle: torch.Tensor, text: str) -> Any:
-    return _forward(x, extras, params, [], [], [], handle, text)
+_SCHEMA = "(Tensor[] reads, Tensor(a!)[] writes, Tensor program, int call) -> ()"
+_register("program_forward", _SCHEMA, native.traced_forward)
+_register("program_backward", _SCHEMA, native.traced_backward)
 
 
-def _pure_backward(
-    grads: Any,
-    saved: Any,
-    reads: Any,
-    weights: Any,
-    params: Any,
-    handle: torch.Tensor,
-    text: str,
-    cols: int,
-) -> Any:
-    return _backward(grads, saved, reads, weights, params, [], [], [], handle, text, cols)
+class _Forward(torch._ops.OpOverload[..., None]):
+    """The forward operator, whose calls go straight to the native side where nobody watches them."""
+
+    __call__ = native.instance_method(native.traced_forward_call)
 
 
-_register(
-    "program_forward",
-    f"({_FORWARD}, {_CALL}) -> Tensor[]",
-    _pure_forward,
-    lambda x, extras, params, handle, text: _forward_fake(x, text),
-)
-_register(
-    "program_backward",
-    f"({_BACKWARD}, {_CALL}, int cols) -> Tensor[]",
-    _pure_backward,
-    lambda grads, saved, reads, weights, params, handle, text, cols: _backward_fake(
-        grads, params, text, cols
-    ),
-)
+class _Backward(torch._ops.OpOverload[..., None]):
+    """The backward operator, likewise."""
 
-_defined: set[str] = set()
+    __call__ = native.instance_method(native.traced_backward_call)
 
 
-def _packed(results: list[torch.Tensor]) -> Any:
-    """Return results as an operator of so many returns them."""
-    if not results:
-        return None
-    return results[0] if len(results) == 1 else tuple(results)
-
-
-def define(facts: Facts) -> None:
-    """Define the operators with state that calls of this kind use, once."""
-    if facts.is_delayed or facts.kept:
-        _define_one("forward", facts.forward_results)
-    if facts.is_delayed or facts.fused or facts.deferred:
-        _define_one("backward", len(facts.new_grads))
-
-
-Traced.define = define
-
-
-def _define_one(direction: str, results: int) -> None:
-    name = f"program_{direction}_{results}_"
-    if name in _defined:
-        return
-    _defined.add(name)
-    returned = f"({', '.join(['Tensor'] * results)})" if results != 1 else "Tensor"
-    if direction == "forward":
-        _register(
-            name,
-            f"({_FORWARD}, {_FORWARD_STATE}, {_CALL}) -> {returned}",
-            lambda *arguments: _packed(_forward(*arguments)),
-            lambda x, extras, params, histories, scales, kept, handle, text: _packed(
-                _forward_fake(x, text)
-            ),
-        )
-    else:
-        _register(
-            name,
-            f"({_BACKWARD}, {_BACKWARD_STATE}, {_CALL}, int cols) -> {returned}",
-            lambda *arguments: _packed(_backward(*arguments)),
-            lambda grads, saved, reads, weights, params, h, s, m, handle, text, cols: _packed(
-                _backward_fake(grads, params, text, cols)
-            ),
-        )
+# torch's dispatcher converts every argument twice, which takes longer than the call itself.
+torch.ops.te_fast.program_forward.default.__class__ = _Forward
+torch.ops.te_fast.program_backward.default.__class__ = _Backward
 
 
 def _update(histories: list[torch.Tensor], scales: list[torch.Tensor], number: int) -> None:
@@ -297,10 +174,7 @@ def _update(histories: list[torch.Tensor], scales: list[torch.Tensor], number: i
 
 
 _register(
-    "update_scales",
-    "(Tensor(a!)[] histories, Tensor(b!)[] scales, int recipe) -> ()",
-    _update,
-    lambda histories, scales, recipe: None,
+    "update_scales", "(Tensor(a!)[] histories, Tensor(b!)[] scales, int recipe) -> ()", _update
 )
 
 
@@ -324,64 +198,104 @@ class _Program(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> Any:
         facts = facts_of(text)
-        x, extras, params, histories, scales, _, _, kept, _ = _split(tensors, counts)
-        results: Any
-        if len(histories) + len(kept) == 0:
-            results = torch.ops.te_fast.program_forward(x[0], extras, params, handle, text)
-        else:
-            name = f"program_forward_{facts.forward_results}_"
-            operator = getattr(torch.ops.te_fast, name)
-            results = operator(x[0], extras, params, histories, scales, kept, handle, text)
-            if facts.forward_results == 1:
-                results = (results,)
-        outputs = len(facts.widths)
+        (x,), extras, params, histories, scales, *rest = _split(tensors, counts)
+        back_histories, back_scales, kept, main_grads = rest
+        rows = x.shape[0]
+        made = [
+            x.new_empty((rows, cols))
+            for cols, place in zip(facts.widths, facts.outputs, strict=True)
+            if place[0] == "new"
+        ]
+        saved = []
+        if facts.has_saved:
+            base, step, per = facts.saved
+            saved = [x.new_empty((base + step * ((rows + per - 1) // per),), dtype=torch.uint8)]
+        memory = kept or [x.new_empty((size,), dtype=torch.uint8) for size in facts.memory]
+        torch.ops.te_fast.program_forward(
+            [x, *extras, *params, *scales],
+            [*made, *saved, *memory, *histories],
+            handle,
+            facts.number,
+        )
+        tensors_of = {"input": [x], "extra": extras, "param": params}
+        outputs = _placed(facts.outputs, made, tensors_of, 1)
         if facts.any_grad:
-            by_kind = {"input": x, "extra": extras, "param": params, "output": results[1:]}
-            reads = [by_kind[kind][index] for kind, index in facts.reads]
-            rest = list(results[outputs:])
-            if facts.kept:
-                rest += [kept[at] for at in facts.kept_for_backward]
-            ctx.call = (text, counts, dummies, x[0].shape[1], len(rest), len(reads))
-            ctx.save_for_backward(handle, *rest, *reads, *tensors[1 + len(extras) :])
-        return tuple(results[:outputs]) if outputs > 1 else results[0]
+            tensors_of["output"] = outputs[1:]
+            reads = [tensors_of[kind][index] for kind, index in facts.reads]
+            weights = [memory[index] for index in facts.memory_of_backward]
+            read = len(saved) + len(reads) + len(weights) + len(back_scales)
+            ctx.call = (text, dummies, counts, read)
+            others = [params[index] for index, _ in dummies]
+            ctx.save_for_backward(
+                handle,
+                *saved,
+                *reads,
+                *weights,
+                *back_scales,
+                *back_histories,
+                *main_grads,
+                *others,
+            )
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        text, counts, dummies, cols, rest, reads = ctx.call
+        text, dummies, counts, read = ctx.call
         facts = facts_of(text)
-        handle, *saved = ctx.saved_tensors
-        others = (0, 0, *counts[2:])
-        _, _, params, _, _, histories, scales, _, main_grads = _split(saved[rest + reads :], others)
-        weights = saved[int(facts.has_saved) : rest]
-        arguments = (
-            [grad.contiguous() for grad in grads],
-            saved[: int(facts.has_saved)],
-            saved[rest : rest + reads],
-            weights,
-            params,
-        )
-        new = facts.new_grads
-        results: Any
-        if len(histories) + len(main_grads) + len(facts.deferred) == 0:
-            results = torch.ops.te_fast.program_backward(*arguments, handle, text, cols)
-        else:
-            operator = getattr(torch.ops.te_fast, f"program_backward_{len(new)}_")
-            results = operator(*arguments, histories, scales, main_grads, handle, text, cols)
-            if len(new) == 1:
-                results = (results,)
-        dx, extras, parameters = None, [None] * counts[1], [None] * counts[2]
-        for position, (is_param, index) in enumerate(new):
-            if is_param:
-                parameters[index] = results[position]
-            elif index < 0:
-                dx = results[position]
-            else:
-                extras[index] = results[position]
+        handle, *kept = ctx.saved_tensors
+        end = len(kept) - len(dummies)
+        dys = [grad.contiguous() for grad in grads]
+        rows = dys[0].shape[0]
+        made = []
+        if facts.grad_input == ("new", 0):
+            made.append(dys[0].new_empty((rows, facts.cols)))
+        for place, shape, dtype in zip(
+            facts.grad_params, facts.param_shapes, facts.grad_dtypes, strict=True
+        ):
+            if place is not None:
+                made.append(dys[0].new_empty(shape, dtype=dtype))
+        for place, cols in zip(facts.grad_extras, facts.extra_widths, strict=True):
+            if place == ("new", 0):
+                made.append(dys[0].new_empty((rows, cols)))
+        # What a deferred gradient leaves to backward_dw() is no tensor of the graph's; the handle stands for it.
+        written = [*made, *kept[read:end], *([handle] if facts.deferred else [])]
+        torch.ops.te_fast.program_backward([*dys, *kept[:read]], written, handle, facts.number)
+        places = (facts.grad_input, *facts.grad_params, *facts.grad_extras)
+        first_extra = 1 + counts[2]
+        results = _placed(places, made, {"grad": dys}, first_extra)
         # With a gradient of its own, a parameter's hooks fire.
-        for index, is_zero in dummies:
+        for (index, is_zero), parameter in zip(dummies, kept[end:], strict=True):
             make = torch.zeros_like if is_zero else torch.empty_like
-            parameters[index] = make(params[index])
-        return (None, None, None, None, dx, *extras, *parameters, *[None] * sum(counts[3:]))
+            results[1 + index] = make(parameter)
+        dx, params, extras = results[0], results[1:first_extra], results[first_extra:]
+        return (None, None, None, None, dx, *extras, *params, *[None] * sum(counts[3:]))
+
+
+def _placed(
+    places: Sequence[Place | None],
+    made: Tensors,
+    others: dict[str, list[torch.Tensor]],
+    first_sibling: int,
+) -> list[Any]:
+    """Return the tensors of places: those that were made, in order, and copies of others.
+
+    Extra outputs, and gradients of extra inputs, can be the tensors of siblings, which begin at `first_sibling`.
+    """
+    found: list[Any] = []
+    new = 0
+    for place in places:
+        if place is None:
+            found.append(None)
+        elif place[0] == "new":
+            found.append(made[new])
+            new += 1
+        else:
+            kind, index = place
+            found.append(others[kind][index].clone() if kind in others else None)
+    for at, place in enumerate(places):
+        if place is not None and place[0] in ("output", "extra grad"):
+            found[at] = found[first_sibling + place[1]].clone()
+    return found
 
 
 def _split(tensors: Tensors, counts: Sequence[int]) -> list[list[torch.Tensor]]:
@@ -442,6 +356,7 @@ def apply(
         overwrites = overwrites or getattr(parameter, "overwrite_main_grad", False)
     is_first = None if inside is None else inside.is_first
     key = f"{enabled} {epoch} {recipe} {is_first} {is_first_microbatch} {overwrites} {wants} {described}"
+    key = key.replace(".", " ")  # it names an attribute
     traced.prepare(
         key,
         is_first_microbatch,
@@ -452,12 +367,12 @@ def apply(
         is_first,
         overwrites,
     )
-    text = traced.texts[key]
+    text = getattr(traced, key)
     facts = facts_of(text)
     states: list[list[torch.Tensor]] = [[], [], [], []]
     if facts.is_delayed:
         states = _states(owner, inside, any_grad=facts.any_grad)
-    kept = traced.kept[facts.kept] if facts.kept else []
+    kept = getattr(traced, facts.kept) if facts.kept else []
     main_grads = [main_grad_of(params[index]) for index in facts.fused]
     dummies = []
     for index in (*facts.fused, *facts.fused_later):

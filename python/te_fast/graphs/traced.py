@@ -5,39 +5,49 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 
-from te_fast.errors import StateError
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_in_graph
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _Key = torch._C._TorchDispatchModeKey
 _TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
 _numbers = itertools.count(1)
-#: Programs by the numbers and by the addresses of their handles.
+#: Programs by their numbers.
 _by_number: WeakValueDictionary[int, Traced] = WeakValueDictionary()
-_by_address: WeakValueDictionary[int, Traced] = WeakValueDictionary()
+
+
+#: Where a tensor is: a new one, or a kind of the call's own and its number among these.
+Place = tuple[str, int]
 
 
 class Facts(NamedTuple):
     """What Python needs of a traced call; its own types are those that a trace takes for constants."""
 
     call: native.TracedCall
-    #: Columns of output and extra outputs.
+    #: Names the call in operators.
+    number: int
+    #: Columns of the input, and of output and extra outputs.
+    cols: int
     widths: tuple[int, ...]
+    #: Where output and extra outputs are.
+    outputs: tuple[Place, ...]
     #: Bytes of what backward needs of no rows, of each step of rows, and the rows of a step.
     saved: tuple[int, int, int]
-    #: Bytes of FP8 weights that forward makes for backward alone.
-    passing: tuple[int, ...]
+    #: Bytes of the buffers of quantised weights, and those that backward reads.
+    memory: tuple[int, ...]
+    memory_of_backward: tuple[int, ...]
     #: Tensors of the call that backward reads.
-    reads: tuple[tuple[str, int], ...]
-    #: Types of the parameters' gradients.
+    reads: tuple[Place, ...]
+    #: Where the wanted gradients of the input, of each parameter and of each extra input are; None for other gradients.
+    grad_input: Place | None
+    grad_params: tuple[Place | None, ...]
+    grad_extras: tuple[Place | None, ...]
+    #: Shapes of the parameters, and types of their gradients.
+    param_shapes: tuple[tuple[int, ...], ...]
     grad_dtypes: tuple[torch.dtype, ...]
     #: Columns of the extra inputs.
     extra_widths: tuple[int, ...]
@@ -46,48 +56,46 @@ class Facts(NamedTuple):
     deferred: tuple[int, ...]
     #: Those of the latter that go into ``main_grad`` then.
     fused_later: tuple[int, ...]
-    #: Of the memory of kept weights, that which backward reads.
-    kept_for_backward: tuple[int, ...]
     #: Names the memory of kept weights among a program's; empty where a call brings none.
     kept: str
     is_delayed: bool
     any_grad: bool
     has_saved: bool
-    #: Number of tensors that forward makes.
-    forward_results: int
-    #: Gradients that backward makes, in order: whether of a parameter, and its number; the input is extra input -1.
-    new_grads: tuple[tuple[bool, int], ...]
 
     @classmethod
     def of(cls, call: native.TracedCall) -> Facts:
         """Return what a native call says."""
         any_grad = call.input_grad or any((*call.param_grads, *call.extra_grads))
-        has_saved = any_grad and call.saved[:2] != (0, 0)
         elsewhere = {*call.fused, *call.deferred}
-        params = [i for i, wanted in enumerate(call.param_grads) if wanted and i not in elsewhere]
-        extras = [i for i, wanted in enumerate(call.extra_grads) if wanted]
         return cls(
             call=call,
+            number=call.number,
+            cols=call.cols,
             widths=tuple(call.widths),
+            outputs=tuple(call.outputs),
             saved=call.saved,
-            passing=tuple(call.passing),
+            memory=tuple(call.memory),
+            memory_of_backward=tuple(call.memory_of_backward),
             reads=tuple(call.reads),
+            grad_input=call.grad_input if call.input_grad else None,
+            grad_params=tuple(
+                ("new", 0) if wanted and index not in elsewhere else None
+                for index, wanted in enumerate(call.param_grads)
+            ),
+            grad_extras=tuple(
+                place if wanted else None
+                for place, wanted in zip(call.grad_extras, call.extra_grads, strict=True)
+            ),
+            param_shapes=tuple(call.param_shapes),
             grad_dtypes=tuple(call.grad_dtypes),
             extra_widths=tuple(call.extra_widths),
             fused=tuple(call.fused),
             deferred=tuple(call.deferred),
             fused_later=tuple(call.fused_later),
-            kept_for_backward=tuple(call.kept_for_backward),
-            kept=f"{call.weights}" if call.keeps_weights else "",
+            kept=f"memory of {call.weights}" if call.keeps_weights else "",
             is_delayed=call.is_delayed,
             any_grad=any_grad,
-            has_saved=has_saved,
-            forward_results=len(call.widths) + has_saved + len(call.passing),
-            new_grads=(
-                *([(False, -1)] if call.input_grad else []),
-                *[(True, index) for index in params],
-                *[(False, index) for index in extras],
-            ),
+            has_saved=any_grad and call.saved[:2] != (0, 0),
         )
 
 
@@ -118,9 +126,6 @@ class Traced:
         Name in messages.
     """
 
-    #: Defines the operators of a call; the module of operators puts its function here.
-    define: ClassVar[Callable[[Facts], None]]
-
     def __init__(self, program: native.Program, owner: object, name: str) -> None:
         self._number = next(_numbers)
         #: Names the program in graphs: one element, its number. A graph for several layers of one kind takes the tensor
@@ -129,10 +134,6 @@ class Traced:
         self.program = program
         self.owner = weakref.ref(owner)
         self.name = name
-        #: Texts of calls, by what a trace knows of them.
-        self.texts: dict[str, str] = {}
-        #: Memory of quantised weights, row and column layouts in turn, by the sizes of these.
-        self.kept: dict[str, list[torch.Tensor]] = {}
         _by_number[self._number] = self
 
     def prepare(
@@ -147,6 +148,10 @@ class Traced:
         overwrites_main_grad: bool,
     ) -> None:
         """Describe a call; runs once in a trace, on the real program.
+
+        The call's text becomes the attribute `key`, and the memory of its kept weights, if it has such, the attribute
+        :attr:`Facts.kept`. Attributes, because a trace looks each of them up by itself and guards it; a dictionary it
+        would take as it was at the first look.
 
         Parameters
         ----------
@@ -187,8 +192,8 @@ class Traced:
                 is_first,
                 overwrites_main_grad,
             )
+            call = native.traced_describe(call)
             facts = calls.setdefault(call.text, Facts.of(call))
-            Traced.define(facts)
             # Layers of one kind have one graph where each is compiled by itself: it must find them prepared, too.
             signature = self.program.signature
             for other in list(_by_number.values()):
@@ -201,7 +206,7 @@ class Traced:
             return
         if self.handle is None or self.handle.device != device:
             self.handle = _static(torch.tensor([self._number], device=device))
-            _by_address[self.handle.data_ptr()] = self
+            native.traced_register(self.handle, self._number, self.program, owner)
         if facts.is_delayed:
             # Another layer of this kind may have scales of another recipe, which are its own affair.
             known = owner._delayed_states_of_linears(forward=True)
@@ -211,16 +216,14 @@ class Traced:
                 for state in owner._delayed_states_of_linears(forward=forward):
                     _static(state.scale)
                     _static(state.amax_history)
-        kept = self.kept.get(facts.kept)
+        kept = getattr(self, facts.kept, None) if facts.kept else None
         if facts.kept and (kept is None or kept[0].device != device):
             fresh = [
                 _static(torch.empty(size, dtype=torch.uint8, device=device))
-                for sizes in facts.call.weights
-                for size in sizes
+                for size in facts.memory
             ]
-            self.kept = {**self.kept, facts.kept: fresh}
-        # Another dictionary: a trace that has read the former one would not see what is added to it.
-        self.texts = {**self.texts, key: facts.call.text}
+            setattr(self, facts.kept, fresh)
+        setattr(self, key, facts.call.text)
 
     prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -241,20 +244,3 @@ def _static(tensor: torch.Tensor) -> torch.Tensor:
     if dynamo is not None:
         dynamo.mark_static_address(tensor, guard=False)
     return tensor
-
-
-def traced_of(handle: torch.Tensor) -> Traced:
-    """Return the program of a handle.
-
-    Raises
-    ------
-    StateError
-        If it is gone.
-    """
-    traced = _by_address.get(handle.data_ptr())
-    if traced is None and handle.device.type == "cpu":
-        traced = _by_number.get(int(handle.item()))
-    if traced is None:
-        message = "a compiled graph runs a layer that was deleted; keep the model alive, or compile it again"
-        raise StateError(message)
-    return traced

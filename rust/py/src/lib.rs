@@ -52,13 +52,17 @@ mod _native {
     #[pymodule_export]
     use crate::direct::quantize::{dequantize, quantize};
     #[pymodule_export]
-    use crate::graphs::backward::traced_backward;
+    use crate::graphs::backward::{traced_backward, traced_defer_nothing};
     #[pymodule_export]
     use crate::graphs::call::{TracedCall, traced_call};
     #[pymodule_export]
+    use crate::graphs::entry::{traced_backward_call, traced_forward_call};
+    #[pymodule_export]
     use crate::graphs::forward::traced_forward;
     #[pymodule_export]
-    use crate::graphs::slots::{traced_note_first, traced_update_scales};
+    use crate::graphs::registry::{traced_describe, traced_install, traced_register};
+    #[pymodule_export]
+    use crate::graphs::slots::traced_update_scales;
     #[pymodule_export]
     use crate::hooks::install_hooks;
     #[pymodule_export]

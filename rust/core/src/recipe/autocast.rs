@@ -26,6 +26,8 @@ pub struct AutocastState {
     registries: [Registry; 2],
     next_id: u64,
     next_place: u64,
+    /// First FP8 layers so far.
+    first_modules: u64,
 }
 
 impl Default for AutocastState {
@@ -37,6 +39,7 @@ impl Default for AutocastState {
             phases: Vec::new(),
             registries: [Registry::default(), Registry::default()],
             next_id: 1,
+            first_modules: 0,
             next_place: 1,
         }
     }
@@ -205,7 +208,15 @@ impl AutocastState {
     /// Whether the caller is the first FP8 layer of the outermost region; true once. Its backward is the last one,
     /// and updates the backward scales.
     pub fn take_first_fp8_module(&mut self) -> bool {
-        std::mem::replace(&mut self.scopes.seen().region.is_first_fp8_module, false)
+        let is_first = std::mem::replace(&mut self.scopes.seen().region.is_first_fp8_module, false);
+        self.first_modules += u64::from(is_first);
+        is_first
+    }
+
+    /// First FP8 layers so far: another one began another region.
+    #[must_use]
+    pub const fn first_modules(&self) -> u64 {
+        self.first_modules
     }
 
     /// Overwrites what [`AutocastState::take_first_fp8_module`] will answer.

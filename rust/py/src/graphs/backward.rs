@@ -1,129 +1,271 @@
 //! Backward as an operator.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
-use smallvec::smallvec;
+use pyo3::types::{PyList, PyTuple};
+use smallvec::SmallVec;
 use te_fast_core::Error;
-use te_fast_core::program::Port;
+use te_fast_core::base::dtype::{DType, Device};
+use te_fast_core::base::pointer::DevPtr;
+use te_fast_core::base::tensor::TensorView;
+use te_fast_core::cuda::device::is_capturing;
+use te_fast_core::program::{Port, Program, SizedProgram};
+use te_fast_core::quant::value::WeightBuffer;
+use te_fast_core::runtime::dispatcher::Dispatcher;
+use te_fast_core::runtime::lane::Place;
 
 use crate::error::Failure;
 use crate::graphs::OP;
-use crate::graphs::call::{TracedCall, named_by, program_for};
-use crate::graphs::slots::{given_slots, slots_of};
-use crate::graphs::weights::weights_of_backward;
-use crate::program::backward::{Grads, ProgramSaved, run};
+use crate::graphs::call::{TracedCall, program_for};
+use crate::graphs::launch::Launch;
+use crate::graphs::operands::{Operand, Operands};
+use crate::graphs::registry::{Operator, Otherwise};
+use crate::graphs::slots::given_slots;
+use crate::program::check::check_grad;
 use crate::program::handle::ProgramHandle;
-use crate::program::weight::GivenSlots;
+use crate::program::main_grad::check_main_grad;
+use crate::program::weight::{WaitingGrad, WaitingOperands, WaitingRows};
 use crate::torch::process::{State, state};
-use crate::torch::reader::view_of;
 
-/// Gradients that a compiler's backward makes: of input, parameters and extra inputs, those that are new tensors. Whether
-/// the gradients' scales are due, too: the region's first module has run its backward.
+/// A backward of a compiler's, which writes into tensors of the graph's.
 ///
-/// `saved` is what forward left to backward, `reads` the tensors that [`TracedCall`] names, `weights` the column layouts of
-/// the quantised weights that it reads, `grads` gradients of output and extra outputs.
+/// `reads` are gradients of output and extra outputs, what forward left, the tensors that [`TracedCall`] names, quantised
+/// weights, scales; `writes` the gradients of input, parameters and extra inputs that are tensors of their own, histories,
+/// `main_grad`.
 #[pyfunction]
-#[pyo3(signature = (program, call, saved, reads, weights, grads, params, histories, scales, main_grads, /))]
-#[expect(clippy::too_many_arguments, reason = "a Python function's arguments")]
-#[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
+#[pyo3(signature = (reads, writes, program, call, /))]
 pub(crate) fn traced_backward<'py>(
-    program: &Bound<'py, ProgramHandle>,
-    call: &Bound<'py, TracedCall>,
-    saved: Option<Bound<'py, PyAny>>,
-    reads: Vec<Bound<'py, PyAny>>,
-    weights: Vec<Bound<'py, PyAny>>,
-    grads: Vec<Bound<'py, PyAny>>,
-    params: Vec<Bound<'py, PyAny>>,
-    histories: Vec<Bound<'py, PyAny>>,
-    scales: Vec<Bound<'py, PyAny>>,
-    main_grads: Vec<Bound<'py, PyAny>>,
-) -> PyResult<(Vec<Bound<'py, PyAny>>, bool)> {
+    reads: &Bound<'py, PyList>,
+    writes: &Bound<'py, PyList>,
+    program: &Bound<'py, PyAny>,
+    call: i64,
+) -> PyResult<()> {
     let py = program.py();
-    let state = state(py)?;
-    let traced = call.get();
-    let _region = traced.enter(py, state)?;
-    let given = given_slots(state, &histories, &scales, false)?;
-    let tensors = Given { dy: grads.first(), weights: &weights, params: &params, main_grads: &main_grads };
-    let prepare = || saved_of(state, program, traced, &tensors, &given);
-    let kept = prepare().map_err(|failure| named_by(program, failure))?;
-    let defers = traced.key.linears.iter().any(|linear| linear.deferred);
-    // What waits for `backward_dw` outlives the call, and the compiler's memory does not.
-    let own = |tensor: Bound<'py, PyAny>| if defers { tensor.call_method0("clone") } else { Ok(tensor) };
-    let none = || py.None().into_bound(py);
-    // It was made for whole steps of rows.
-    let narrow = |saved: Bound<'py, PyAny>| saved.call_method1("narrow", (0, 0, kept.sized.saved_bytes()));
-    let saved = saved.map_or_else(|| Ok(none()), |saved| own(narrow(saved)?))?;
-    let reads = reads.into_iter().map(own).collect::<PyResult<Vec<_>>>()?;
-    let tensors: Vec<_> = std::iter::once(saved).chain(reads).collect();
-    let tensors = PyTuple::new(py, tensors)?;
-    let gradients = run(state, &kept, &tensors, &grads)?;
-    let list = own_gradients(traced, &kept, gradients)?;
-    let is_last = traced.is_delayed() && program.try_borrow()?.was_first;
-    Ok((list, is_last))
-}
-
-/// Tensors that a backward is given.
-struct Given<'a, 'py> {
-    dy: Option<&'a Bound<'py, PyAny>>,
-    weights: &'a [Bound<'py, PyAny>],
-    params: &'a [Bound<'py, PyAny>],
-    main_grads: &'a [Bound<'py, PyAny>],
-}
-
-/// What eager's backward would have been left by its forward.
-fn saved_of(
-    state: &State,
-    program: &Bound<'_, ProgramHandle>,
-    traced: &TracedCall,
-    tensors: &Given<'_, '_>,
-    slots: &[Arc<GivenSlots>],
-) -> Result<ProgramSaved, Failure> {
-    let py = program.py();
-    let dy = tensors.dy.ok_or_else(|| Error::state(OP, "a backward without a gradient"))?;
-    let rows = view_of(&state.reader, dy, "a gradient")?.rows();
-    let _guard = state.guard(py, traced.key.device)?;
-    let recipe = traced.region.as_ref().map(|(region, _)| &region.recipe);
-    let (compiled, sized) = program_for(state, program, (&traced.key, rows), recipe, tensors.params)?;
-    let of = &compiled.program;
-    let slots = slots_of(program, slots, false)?;
-    let weights = weights_of_backward(state, py, traced, (of, tensors.weights), slots)?;
-    let unbound = |list: &[Bound<'_, PyAny>]| list.iter().map(|tensor| tensor.clone().unbind()).collect();
-    Ok(ProgramSaved {
-        handle: program.clone().unbind(),
-        shapes: ProgramHandle::shapes(program, &[rows as i64, traced.key.cols as i64], of)?,
-        weights: Mutex::new(weights),
-        extra_shapes: traced.extra_cols.iter().map(|&cols| smallvec![rows as i64, cols as i64]).collect(),
-        params: tensors.params.iter().map(|param| param.clone().unbind()).collect(),
-        joined: None,
-        overwrite_main_grad: traced.overwrites_main_grad(),
-        main_grads: Some(unbound(tensors.main_grads)),
-        updates_backward_scales: false,
-        compiled,
-        sized,
-    })
-}
-
-/// The gradients that are results, of which none may be another tensor of the call.
-fn own_gradients<'py>(
-    traced: &TracedCall,
-    kept: &ProgramSaved,
-    gradients: Grads<'py>,
-) -> PyResult<Vec<Bound<'py, PyAny>>> {
-    let own = |grad: Bound<'py, PyAny>, port: Port, new: Port| {
-        if port == new { Ok(grad) } else { grad.call_method0("clone") }
+    let operator = Operator::run(state(py)?, (reads, writes), (program, call), backward, Otherwise::Backward)?;
+    let traced = operator.call.get();
+    let was_first = match traced.is_first {
+        Some(is_first) => is_first,
+        None => operator.program.try_borrow()?.first_module.is_some(),
     };
-    let program = &kept.compiled.program;
-    let mut list = Vec::new();
-    if let Some(dx) = gradients.input.filter(|_| traced.key.input_grad) {
-        list.push(own(dx, program.grad_input(), Port::GradInput)?);
-    }
-    list.extend(gradients.params.into_iter().flatten());
-    for (index, grad) in gradients.extras.into_iter().enumerate() {
-        if let Some(grad) = grad.filter(|_| traced.key.extras[index].1) {
-            list.push(own(grad, program.grad_extras()[index], Port::GradExtra(index as u16))?);
+    let is_last = traced.is_delayed() && was_first && !reads.is_empty();
+    if is_last { Operator::otherwise(py, Otherwise::AfterBackward, (reads.get_item(0)?,)) } else { Ok(()) }
+}
+
+/// Leaves to `backward_dw` that a backward on no rows has gradients of zeros.
+#[pyfunction]
+#[pyo3(signature = (program, call, /))]
+pub(crate) fn traced_defer_nothing(program: &Bound<'_, PyAny>, call: i64) -> PyResult<()> {
+    let py = program.py();
+    let operator = Operator::find(state(py)?, program, call).map_err(|failure| failure.named(None))?;
+    let traced = operator.call.get();
+    for linear in (0..traced.key.linears.len()).filter(|&linear| traced.key.linears[linear].deferred) {
+        let Some((weight, param)) = ProgramHandle::linear_at(&operator.program, linear)? else { break };
+        if traced.elsewhere.deferred.contains(&param) {
+            let overwrite_main_grad = traced.overwrites_main_grad();
+            let waiting = WaitingGrad { operands: WaitingOperands::NoRows, overwrite_main_grad };
+            weight.bind(py).try_borrow_mut()?.waiting.push_back(waiting);
         }
     }
-    Ok(list)
+    Ok(())
+}
+
+/// A backward under way.
+#[derive(Default)]
+struct Run<'a, 'py> {
+    launch: Launch<'a>,
+    main_grads: SmallVec<[(usize, TensorView<'a>); 2]>,
+    /// For each linear op whose weight gradient waits, its number and what waits.
+    waiting: SmallVec<[(usize, Bound<'py, PyAny>); 2]>,
+    /// What forward left and the tensors of its own that backward reads, for those.
+    kept: SmallVec<[Operand<'a, 'py>; 4]>,
+}
+
+/// Whether it ran: not on no rows, and not on rows that its GEMMs lack.
+fn backward<'a, 'py>(
+    state: &State,
+    operator: &Operator<'py>,
+    from: &mut Operands<'a, 'py>,
+    to: &mut Operands<'a, 'py>,
+) -> Result<bool, Failure> {
+    let (traced, handle, py) = (operator.call.get(), &operator.program, operator.program.py());
+    let key = &traced.key;
+    let rows = from.rows();
+    let auto_pad = state.dispatcher(py)?.0.auto_pad;
+    if rows == 0 || (auto_pad && traced.missing_rows(rows) != 0) {
+        return Ok(false);
+    }
+    to.check_written(traced.new_grads())?;
+    let _guard = state.guard(py, key.device)?;
+    let place = Place { device: key.device, stream: state.reader.stream(py, key.device)? };
+    let (compiled, sized) = program_for(state, handle, (key, rows), traced.recipe(), &traced.param_shapes)?;
+    let program = &compiled.program;
+    let mut run = Run::default();
+    run.read(traced, (program, &sized), from)?;
+    run.write(traced, rows, to)?;
+    run.wait(state, traced, &sized, place)?;
+    if traced.is_delayed() {
+        // Behind them `main_grad`, and the handle where gradients wait.
+        let behind = traced.elsewhere.fused.len() + usize::from(!traced.elsewhere.deferred.is_empty());
+        let histories = to.take_views(to.left().saturating_sub(behind))?;
+        run.launch.slots = given_slots(handle, (&from.take_views(from.left())?, &histories), false)?;
+    }
+    for &param in &traced.elsewhere.fused {
+        let view = to.take()?.view;
+        check_main_grad(&view, &traced.param_shapes[param], key.device)?;
+        run.main_grads.push((param, view));
+    }
+    run.launch(state, py, (program, &sized, place), traced.overwrites_main_grad())?;
+    if !run.waiting.is_empty() {
+        run.put_off(handle, traced, (program, &sized))?;
+    }
+    Ok(true)
+}
+
+impl<'a, 'py> Run<'a, 'py> {
+    /// Gradients, what forward left, and the tensors that it read.
+    fn read(
+        &mut self,
+        traced: &TracedCall,
+        (program, sized): (&Program, &SizedProgram),
+        from: &mut Operands<'a, 'py>,
+    ) -> Result<(), Failure> {
+        let device = traced.key.device;
+        for index in 0..traced.widths.len() {
+            let grad = from.take()?.view;
+            check_grad(program, sized.rows(), index, &grad)?;
+            let port = if index == 0 { Port::GradOutput } else { Port::GradExtraOutput(index as u16 - 1) };
+            self.launch.set(port, grad.data());
+        }
+        let kept = usize::from(traced.has_saved()) + traced.reads.len();
+        self.kept = if traced.elsewhere.deferred.is_empty() { SmallVec::new() } else { from.peek(kept)? };
+        if traced.has_saved() {
+            self.launch.set(Port::Saved, from.take_sized(sized.saved_bytes(), DType::U8, device)?);
+        }
+        for (&port, &(elements, dtype)) in program.reads().iter().zip(sized.read_extents()) {
+            self.launch.set(port, from.take_sized(elements, dtype.into(), device)?);
+        }
+        for linear in (0..traced.key.linears.len()).filter(|_| traced.region.is_some()) {
+            let layout = program.weight_layout(linear);
+            let mut buffer = WeightBuffer { row: DevPtr::null(), col: DevPtr::null(), layout };
+            if program.reads_weight(linear) {
+                let has_col = layout.col_bytes != 0;
+                let (bytes, part) =
+                    if has_col { (layout.col_bytes, &mut buffer.col) } else { (layout.row_bytes, &mut buffer.row) };
+                *part = from.take_sized(bytes, DType::U8, device)?;
+            }
+            self.launch.weights.push(buffer);
+        }
+        Ok(())
+    }
+
+    /// Gradients that are tensors of their own.
+    fn write(&mut self, traced: &TracedCall, rows: usize, to: &mut Operands<'a, 'py>) -> Result<(), Failure> {
+        let key = &traced.key;
+        let activation = DType::from(key.activation);
+        if traced.makes_grad_input() {
+            self.launch.set(Port::GradInput, to.take_sized(rows * key.cols, activation, key.device)?);
+        }
+        for param in traced.new_param_grads() {
+            let elements = traced.param_shapes[param].iter().product::<i64>() as usize;
+            let grad = to.take_sized(elements, traced.grad_dtypes[param], key.device)?;
+            self.launch.set(Port::GradParam(param as u16), grad);
+        }
+        for (port, cols) in traced.new_extra_grads() {
+            let Port::GradExtra(index) = port else { continue };
+            let dtype = key.extras[usize::from(index)].0.into();
+            self.launch.set(port, to.take_sized(rows * cols, dtype, key.device)?);
+        }
+        Ok(())
+    }
+
+    /// Memory for what waits for `backward_dw`: it outlives the call, and the compiler's memory does not.
+    fn wait(&mut self, state: &State, traced: &TracedCall, sized: &SizedProgram, place: Place) -> Result<(), Failure> {
+        if traced.elsewhere.deferred.is_empty() {
+            return Ok(());
+        }
+        if matches!(place.device, Device::Cuda(_)) && is_capturing(place.stream)? {
+            let message = "delay_wgrad_compute leaves tensors to backward_dw(), which a CUDA graph would overwrite; compile without CUDA graphs";
+            return Err(Error::state(OP, message).into());
+        }
+        for (linear, &bytes) in sized.deferred_bytes().iter().enumerate().filter(|&(_, &bytes)| bytes != 0) {
+            let Some(any) = self.kept.first() else { break };
+            self.waiting.push((linear, state.bytes(any.object.py(), place.device, bytes)?));
+        }
+        Ok(())
+    }
+
+    fn launch(
+        &self,
+        state: &State,
+        py: Python<'_>,
+        (program, sized, place): (&Program, &SizedProgram, Place),
+        overwrites: bool,
+    ) -> Result<(), Failure> {
+        let external = Dispatcher::external_bytes(place, sized.backward_scratch())?;
+        let scratch = state.optional_bytes(py, place.device, external.bytes())?;
+        let memory = external.memory(state.pointer(scratch.as_ref())?);
+        let mut table = state.tables.take();
+        let mut call = program.call(&mut table);
+        self.launch.bind(&mut call);
+        for (linear, kept) in &self.waiting {
+            call.set_deferred(*linear, state.pointer(Some(kept))?);
+        }
+        {
+            let mut dispatcher = state.dispatcher(py)?;
+            for (param, view) in &self.main_grads {
+                let mut linears = 0..program.key().linears.len();
+                let Some(linear) = linears.find(|&linear| program.linear_param(linear) == *param) else { continue };
+                let (kind, address) = ((view.dtype(), !overwrites), view.data().address());
+                let plan = program.weight_grad_plan(&mut dispatcher.0, sized.rows(), linear, kind, address)?;
+                call.set(Port::GradParam(*param as u16), view.data());
+                call.set_weight_grad(linear, plan);
+            }
+            sized.run_backward(&mut dispatcher.0.lane(place, sized.backward_scratch(), memory)?, call)?;
+            for given in &self.launch.slots {
+                dispatcher.0.autocast.mark_ran(&given.owner.backward);
+            }
+        }
+        state.tables.give_back(table);
+        Ok(())
+    }
+
+    /// Leaves the weight gradients that wait to `backward_dw`, with copies of what they are computed from.
+    fn put_off(
+        self,
+        handle: &Bound<'py, ProgramHandle>,
+        traced: &TracedCall,
+        (program, sized): (&Arc<Program>, &Arc<SizedProgram>),
+    ) -> Result<(), Failure> {
+        let py = handle.py();
+        let mut tensors = SmallVec::<[Bound<'py, PyAny>; 4]>::new();
+        let mut kept = self.kept.iter();
+        tensors.push(match kept.next().filter(|_| traced.has_saved()) {
+            // It was made for whole steps of rows.
+            Some(saved) => {
+                let exact = saved.object.call_method1(intern!(py, "narrow"), (0, 0, sized.saved_bytes()))?;
+                exact.call_method0(intern!(py, "clone"))?
+            }
+            None => py.None().into_bound(py),
+        });
+        let reads = self.kept.iter().skip(usize::from(traced.has_saved()));
+        for read in reads {
+            tensors.push(read.object.call_method0(intern!(py, "clone"))?);
+        }
+        let saved = PyTuple::new(py, tensors)?.unbind();
+        for (linear, grad) in self.waiting {
+            let Some((weight, _)) = ProgramHandle::linear_at(handle, linear)? else { break };
+            let operands = WaitingOperands::Kept(WaitingRows {
+                program: Arc::clone(program),
+                sized: Arc::clone(sized),
+                linear,
+                saved: saved.clone_ref(py),
+                grad: grad.unbind(),
+            });
+            let waiting = WaitingGrad { operands, overwrite_main_grad: traced.overwrites_main_grad() };
+            weight.bind(py).try_borrow_mut()?.waiting.push_back(waiting);
+        }
+        Ok(())
+    }
 }

@@ -5,6 +5,8 @@ use std::fmt::Write;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::DType;
 use te_fast_core::program::{Port, Program, ProgramKey, SizedProgram};
@@ -18,7 +20,6 @@ use crate::program::check::check;
 use crate::program::handle::{ProgramHandle, PyProgram, Tuples};
 use crate::program::tensors::{Tensors, float, typed};
 use crate::torch::process::{State, state};
-use crate::torch::reader::view_of;
 
 /// Rows by which the size of what backward needs is counted: every buffer's bytes are whole steps of them.
 const STEP: usize = 256;
@@ -44,32 +45,59 @@ pub(crate) struct TracedCall {
     pub(super) reads: Vec<Port>,
     pub(super) extra_cols: Vec<usize>,
     pub(super) grad_dtypes: Vec<DType>,
-    elsewhere: Elsewhere,
+    pub(super) param_shapes: Vec<SmallVec<[i64; 4]>>,
+    /// Where output, extra outputs, and the gradients of input and extra inputs are: in tensors of their own, or in others.
+    pub(super) outputs: Vec<Port>,
+    pub(super) grad_input: Port,
+    pub(super) grad_extras: Vec<Port>,
+    pub(super) elsewhere: Elsewhere,
+    text: String,
+    pub(super) number: i64,
 }
 
 #[pymethods]
 impl TracedCall {
     /// What tells calls apart, and the same in every process.
     #[getter]
-    fn text(&self) -> String {
-        let key = &self.key;
-        let flag = |flag: bool| if flag { 'g' } else { '-' };
-        let mut text = format!("{:x} {} {:?} {}", key.epoch.unwrap_or(0), key.cols, key.activation, key.device);
-        // Writing to a string does not fail.
-        let _ = write!(text, " {}{}|", u8::from(key.any_rows), flag(key.input_grad));
-        for list in [&key.params, &key.extras] {
-            for &(dtype, grad) in list {
-                let _ = write!(text, "{dtype:?}{}", flag(grad));
-            }
-            text.push('|');
-        }
-        for call in &key.linears {
-            let _ = write!(text, "{}{}", u8::from(call.deferred), u8::from(call.save_original_input));
-        }
-        let region = (self.microbatch, self.is_first, self.overwrites_main_grad);
-        let made = (&self.elsewhere.fused, &self.elsewhere.fused_later, &self.widths, self.saved, &self.weights);
-        let _ = write!(text, "{region:?}{made:?}");
-        text
+    pub(super) fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// Stands for the text in graphs.
+    #[getter]
+    fn number(&self) -> i64 {
+        self.number
+    }
+
+    /// Columns of the input.
+    #[getter]
+    fn cols(&self) -> usize {
+        self.key.cols
+    }
+
+    /// Where output and extra outputs are, as (kind, number); `("new", 0)` for a tensor of its own.
+    #[getter]
+    fn outputs(&self) -> Vec<Place> {
+        let own = |index| if index == 0 { Port::Output } else { Port::ExtraOutput(index - 1) };
+        places_of(&self.outputs, own)
+    }
+
+    /// The same for the gradient of the input.
+    #[getter]
+    fn grad_input(&self) -> Place {
+        place_of(self.grad_input)
+    }
+
+    /// The same for the gradients of the extra inputs.
+    #[getter]
+    fn grad_extras(&self) -> Vec<Place> {
+        places_of(&self.grad_extras, Port::GradExtra)
+    }
+
+    /// Shapes of the parameters.
+    #[getter]
+    fn param_shapes<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyTuple>>> {
+        self.param_shapes.iter().map(|shape| PyTuple::new(py, shape)).collect()
     }
 
     /// Columns of output and extra outputs.
@@ -90,10 +118,24 @@ impl TracedCall {
         self.weights.clone()
     }
 
-    /// Bytes of each FP8 weight that forward makes for backward alone, one after the other.
+    /// Bytes of the buffers of the quantised weights, in order: of each linear op, row layout and column layout, if it has
+    /// them.
     #[getter]
-    fn passing(&self) -> Vec<usize> {
-        self.passing_weights().collect()
+    pub(super) fn memory(&self) -> Vec<usize> {
+        self.weights.iter().flat_map(|&(row, col)| [row, col]).filter(|&bytes| bytes != 0).collect()
+    }
+
+    /// Of these, the ones that backward reads: the column layout where there is one, else the row layout.
+    #[getter]
+    fn memory_of_backward(&self) -> Vec<usize> {
+        let (mut at, mut found) = (0, Vec::new());
+        for (&(row, col), &reads) in self.weights.iter().zip(&self.reads_weight) {
+            at += usize::from(row != 0) + usize::from(col != 0);
+            if reads {
+                found.push(at - 1);
+            }
+        }
+        found
     }
 
     /// Whether quantised weights lie in memory that calls bring.
@@ -104,17 +146,8 @@ impl TracedCall {
 
     /// The tensors of the call that backward reads, as (kind, number).
     #[getter]
-    fn reads(&self) -> Vec<(&'static str, usize)> {
-        self.reads
-            .iter()
-            .filter_map(|port| match *port {
-                Port::Input => Some(("input", 0)),
-                Port::Extra(index) => Some(("extra", usize::from(index))),
-                Port::ExtraOutput(index) => Some(("output", usize::from(index))),
-                Port::Param(index) => Some(("param", usize::from(index))),
-                _ => None,
-            })
-            .collect()
+    fn reads(&self) -> Vec<Place> {
+        self.reads.iter().map(|&port| place_of(port)).collect()
     }
 
     /// Whether the gradient of the input is wanted.
@@ -166,12 +199,9 @@ impl TracedCall {
         self.elsewhere.fused_later.clone()
     }
 
-    /// Of the memory of kept weights, that which backward reads: the column layout where there is one, else the row layout.
-    #[getter]
-    fn kept_for_backward(&self) -> Vec<usize> {
-        let all = self.reads_weight.iter().zip(&self.weights).enumerate();
-        let at = |linear: usize, col: usize| 2 * linear + usize::from(col != 0);
-        all.filter(|&(_, (&reads, _))| reads).map(|(linear, (_, &(_, col)))| at(linear, col)).collect()
+    /// Rows that a call of so many lacks.
+    pub(super) fn missing_rows(&self, rows: usize) -> usize {
+        self.region.as_ref().filter(|_| self.key.any_rows).map_or(0, |(region, _)| region.recipe.missing_rows(rows))
     }
 
     /// `main_grad` is set and not added to.
@@ -191,16 +221,67 @@ impl TracedCall {
     pub(super) fn is_delayed(&self) -> bool {
         self.region.as_ref().is_some_and(|(region, _)| region.recipe.is_delayed()) && !self.weights.is_empty()
     }
-
-    /// Rows that a call of so many lacks.
-    fn missing_rows(&self, py: Python<'_>, rows: usize) -> PyResult<usize> {
-        let Some((region, _)) = &self.region else { return Ok(0) };
-        let pads = self.key.any_rows && state(py)?.dispatcher(py)?.0.auto_pad;
-        Ok(if pads { region.recipe.missing_rows(rows) } else { 0 })
-    }
 }
 
 impl TracedCall {
+    /// Outputs that are tensors of their own, with the columns of each.
+    pub(super) fn new_outputs(&self) -> impl Iterator<Item = (Port, usize)> + '_ {
+        let own = |index: usize| if index == 0 { Port::Output } else { Port::ExtraOutput(index as u16 - 1) };
+        let all = self.outputs.iter().zip(&self.widths).enumerate();
+        all.filter(move |&(index, (&port, _))| port == own(index)).map(|(_, (&port, &cols))| (port, cols))
+    }
+
+    /// Gradients of extra inputs that are tensors of their own and wanted.
+    pub(super) fn new_extra_grads(&self) -> impl Iterator<Item = (Port, usize)> + '_ {
+        let all = self.grad_extras.iter().zip(&self.extra_cols).enumerate();
+        all.filter(|&(index, (&port, _))| self.key.extras[index].1 && port == Port::GradExtra(index as u16))
+            .map(|(_, (&port, &cols))| (port, cols))
+    }
+
+    /// Tensors that forward makes: memory of kept weights among them.
+    pub(super) fn made(&self) -> usize {
+        self.new_outputs().count() + usize::from(self.has_saved()) + self.memory_buffers()
+    }
+
+    /// Whether the gradient of the input is a tensor of its own, and wanted.
+    pub(super) fn makes_grad_input(&self) -> bool {
+        self.key.input_grad && self.grad_input == Port::GradInput
+    }
+
+    /// Tensors that backward makes.
+    pub(super) fn new_grads(&self) -> usize {
+        usize::from(self.makes_grad_input()) + self.new_param_grads().count() + self.new_extra_grads().count()
+    }
+
+    /// Parameters whose gradients are results of backward.
+    pub(super) fn new_param_grads(&self) -> impl Iterator<Item = usize> + '_ {
+        let Elsewhere { fused, deferred, .. } = &self.elsewhere;
+        let wanted = self.key.params.iter().enumerate().filter(|(_, (_, grad))| *grad).map(|(param, _)| param);
+        wanted.filter(move |param| !fused.contains(param) && !deferred.contains(param))
+    }
+
+    fn described(&self) -> String {
+        let key = &self.key;
+        let flag = |flag: bool| if flag { 'g' } else { '-' };
+        let mut text = format!("{:x} {} {:?} {}", key.epoch.unwrap_or(0), key.cols, key.activation, key.device);
+        // Writing to a string does not fail.
+        let _ = write!(text, " {}{}|", u8::from(key.any_rows), flag(key.input_grad));
+        for list in [&key.params, &key.extras] {
+            for &(dtype, grad) in list {
+                let _ = write!(text, "{dtype:?}{}", flag(grad));
+            }
+            text.push('|');
+        }
+        for call in &key.linears {
+            let _ = write!(text, "{}{}", u8::from(call.deferred), u8::from(call.save_original_input));
+        }
+        let region = (self.microbatch, self.is_first, self.overwrites_main_grad);
+        let made = (&self.elsewhere.fused, &self.elsewhere.fused_later, &self.widths, self.saved, &self.weights);
+        let places = (&self.outputs, self.grad_input, &self.grad_extras, &self.reads, &self.reads_weight);
+        let _ = write!(text, "{region:?}{made:?}{places:?}{:?}", self.param_shapes);
+        text
+    }
+
     pub(super) fn any_grad(&self) -> bool {
         self.key.any_grad()
     }
@@ -210,14 +291,18 @@ impl TracedCall {
         self.any_grad() && self.microbatch == Microbatch::Unknown
     }
 
-    pub(super) fn passing_weights(&self) -> impl Iterator<Item = usize> + '_ {
-        let all = self.weights.iter().zip(&self.reads_weight);
-        all.filter(|&(_, &reads)| reads && self.passes_weights())
-            .map(|(&(row, col), _)| if col == 0 { row } else { col })
+    /// Buffers of quantised weights.
+    pub(super) fn memory_buffers(&self) -> usize {
+        self.weights.iter().map(|&(row, col)| usize::from(row != 0) + usize::from(col != 0)).sum()
     }
 
-    pub(super) fn saved_bytes(&self, rows: usize) -> usize {
-        self.saved.0 + self.saved.1 * rows.div_ceil(STEP)
+    /// Whether forward leaves a buffer to backward.
+    pub(super) fn has_saved(&self) -> bool {
+        self.any_grad() && self.saved != (0, 0)
+    }
+
+    pub(super) fn recipe(&self) -> Option<&Recipe> {
+        self.region.as_ref().map(|(region, _)| &region.recipe)
     }
 
     /// Puts the region of the call in force, if another one is.
@@ -232,6 +317,37 @@ impl TracedCall {
         let former = (!is_in_force).then(|| dispatcher.0.autocast.repeat_with(&wanted, given));
         Ok(Entered { py, state, former })
     }
+}
+
+/// The kind of a tensor of a call and its number among these.
+type Place = (&'static str, usize);
+
+fn place_of(port: Port) -> Place {
+    match port {
+        Port::Input => ("input", 0),
+        Port::Extra(index) => ("extra", index.into()),
+        Port::ExtraOutput(index) => ("output", index.into()),
+        Port::Param(index) => ("param", index.into()),
+        Port::GradOutput => ("grad", 0),
+        Port::GradExtraOutput(index) => ("grad", usize::from(index) + 1),
+        Port::GradExtra(index) => ("extra grad", index.into()),
+        _ => NEW,
+    }
+}
+
+/// A tensor that the call makes.
+const NEW: Place = ("new", 0);
+
+/// Each of these, of which `own` says where it is when it is nothing else's.
+fn places_of(ports: &[Port], own: impl Fn(u16) -> Port) -> Vec<Place> {
+    let place = |(index, &port)| if port == own(index as u16) { NEW } else { place_of(port) };
+    ports.iter().enumerate().map(place).collect()
+}
+
+/// A number that stands for a text in every process: FNV-1a, without its sign.
+fn number_of(text: &str) -> i64 {
+    let step = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    (text.bytes().fold(0xcbf2_9ce4_8422_2325, step) >> 1) as i64
 }
 
 /// A region in force until it is dropped.
@@ -272,27 +388,22 @@ pub(crate) fn traced_call<'py>(
         let (key, region) = key_of(state, handle, &tensors, &wants)?;
         let _guard = state.guard(x.py(), key.device)?;
         let recipe = region.as_ref().map(|(region, _)| &region.recipe);
-        let sized = |rows| program_for(state, handle, (&key, rows), recipe, &params);
+        let shapes: Vec<_> = tensors.params.iter().map(|param| param.shape().into()).collect();
+        let sized = |rows| program_for(state, handle, (&key, rows), recipe, &shapes);
         let ((compiled, one), (_, two)) = (sized(STEP)?, sized(2 * STEP)?);
         let program = &compiled.program;
         {
             let handle = handle.try_borrow()?;
             check(x.py(), (&handle.chain, &handle.params), &tensors, tensors.x.rows(), program.widths())?;
         }
-        if let Some(index) = program.written_extra_inputs().first() {
-            let message = format!(
-                "extra input {index} is written in place, which a traced graph does not show; pass in_place=False"
-            );
-            return Err(Error::unsupported(OP, message).into());
-        }
-        let elsewhere = Elsewhere::of(handle, program)?;
+        refuse_written_inputs(program)?;
         let (one, two) = (one.saved_bytes(), two.saved_bytes());
         let linears = 0..key.linears.len();
         let bytes = |linear| {
             let layout = program.weight_layout(linear);
             (layout.row_bytes, layout.col_bytes)
         };
-        Ok(TracedCall {
+        let mut call = TracedCall {
             widths: std::iter::once(program.out_cols()).chain(program.extra_output_cols().iter().copied()).collect(),
             saved: (2 * one - two, two - one),
             weights: linears.clone().filter(|_| region.is_some()).map(bytes).collect(),
@@ -300,15 +411,32 @@ pub(crate) fn traced_call<'py>(
             reads: program.reads().to_vec(),
             extra_cols: (0..key.extras.len()).map(|index| program.cols_of_extra(index)).collect(),
             grad_dtypes: (0..key.params.len()).map(|param| program.grad_dtype(param).into()).collect(),
+            param_shapes: shapes,
+            outputs: std::iter::once(program.output()).chain(program.extra_outputs().iter().copied()).collect(),
+            grad_input: program.grad_input(),
+            grad_extras: program.grad_extras().to_vec(),
             microbatch: is_first_microbatch.into(),
-            elsewhere,
+            elsewhere: Elsewhere::of(handle, program)?,
             key,
             region,
             is_first,
             overwrites_main_grad,
-        })
+            text: String::new(),
+            number: 0,
+        };
+        call.text = call.described();
+        call.number = number_of(&call.text);
+        Ok(call)
     };
     describe().map_err(|failure| named_by(handle, failure))
+}
+
+fn refuse_written_inputs(program: &Program) -> Result<(), Error> {
+    program.written_extra_inputs().first().map_or(Ok(()), |index| {
+        let message =
+            format!("extra input {index} is written in place, which a traced graph does not show; pass in_place=False");
+        Err(Error::unsupported(OP, message))
+    })
 }
 
 type InForce = Option<(Region, Option<Given>)>;
@@ -342,13 +470,13 @@ fn key_of(
 
 /// Parameters whose gradients are no results of backward.
 #[derive(Debug, Default)]
-struct Elsewhere {
+pub(super) struct Elsewhere {
     /// Those that go into `main_grad`.
-    fused: Vec<usize>,
+    pub(super) fused: Vec<usize>,
     /// Those that wait for `backward_dw`.
-    deferred: Vec<usize>,
+    pub(super) deferred: Vec<usize>,
     /// Those of the latter that go into `main_grad` then.
-    fused_later: Vec<usize>,
+    pub(super) fused_later: Vec<usize>,
 }
 
 impl Elsewhere {
@@ -384,7 +512,7 @@ pub(super) fn program_for(
     handle: &Bound<'_, ProgramHandle>,
     (key, rows): (&ProgramKey, usize),
     recipe: Option<&Recipe>,
-    params: &[Bound<'_, PyAny>],
+    params: &[SmallVec<[i64; 4]>],
 ) -> Result<(Arc<PyProgram>, Arc<SizedProgram>), Failure> {
     let py = handle.py();
     let chain = {
@@ -396,8 +524,8 @@ pub(super) fn program_for(
         handle.chain.clone()
     };
     let program = Arc::new(Program::new(&mut state.dispatcher(py)?.0, &chain, key.clone(), recipe)?);
-    let tuples = |param| Ok(Tuples::new(py, view_of(&state.reader, param, "a parameter")?.shape())?);
-    let compiled = Arc::new(PyProgram { params: params.iter().map(tuples).collect::<Result<_, Failure>>()?, program });
+    let params = params.iter().map(|shape| Tuples::new(py, shape)).collect::<PyResult<_>>()?;
+    let compiled = Arc::new(PyProgram { program, params });
     let mut handle = handle.try_borrow_mut()?;
     let (kept, former) = handle.programs.insert(Arc::clone(&compiled));
     let sized = kept.sized(&mut state.dispatcher(py)?.0, rows);

@@ -1,140 +1,181 @@
 //! Forward as an operator.
 
-use std::sync::Arc;
-
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
+use smallvec::SmallVec;
 use te_fast_core::Error;
-use te_fast_core::program::{Port, Program};
+use te_fast_core::base::dtype::{DType, Device};
+use te_fast_core::cuda::device::is_capturing;
+use te_fast_core::program::{Port, SizedProgram};
+use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::Place;
 
 use crate::error::Failure;
 use crate::graphs::OP;
-use crate::graphs::call::{TracedCall, named_by, program_for};
-use crate::graphs::slots::{given_slots, slots_of};
-use crate::graphs::weights::{note_kept, weights};
+use crate::graphs::call::{TracedCall, program_for};
+use crate::graphs::launch::Launch;
+use crate::graphs::operands::Operands;
+use crate::graphs::registry::{Operator, Otherwise};
+use crate::graphs::slots::{given_slots, note_first};
+use crate::graphs::weights::{GivenWeight, buffers, note_kept, quantized};
 use crate::program::check::check;
-use crate::program::forward::{Call, Results};
-use crate::program::handle::ProgramHandle;
+use crate::program::handle::{ProgramHandle, PyProgram};
 use crate::program::tensors::Tensors;
-use crate::program::weight::GivenSlots;
 use crate::torch::process::{State, state};
 
-/// A forward of a compiler's: output, extra outputs, what backward needs, FP8 weights for backward. All are new tensors.
+/// A forward of a compiler's, which writes into tensors of the graph's.
 ///
-/// `histories` and `scales` are those of delayed scaling, `kept` the memory of quantised weights, row layouts and column layouts
-/// in turn, where calls bring it.
+/// `reads` are input, extra inputs, parameters, scales; `writes` output and extra outputs that are tensors of their own, what
+/// backward needs, memory of the quantised weights, histories.
 #[pyfunction]
-#[pyo3(signature = (program, owner, call, x, extras, params, histories, scales, kept, /))]
-#[expect(clippy::too_many_arguments, reason = "a Python function's arguments")]
-#[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
+#[pyo3(signature = (reads, writes, program, call, /))]
 pub(crate) fn traced_forward<'py>(
-    program: &Bound<'py, ProgramHandle>,
-    owner: &Bound<'py, PyAny>,
-    call: &Bound<'py, TracedCall>,
-    x: &Bound<'py, PyAny>,
-    extras: Vec<Bound<'py, PyAny>>,
-    params: Vec<Bound<'py, PyAny>>,
-    histories: Vec<Bound<'py, PyAny>>,
-    scales: Vec<Bound<'py, PyAny>>,
-    kept: Vec<Bound<'py, PyAny>>,
-) -> PyResult<Bound<'py, PyList>> {
-    let py = x.py();
-    let state = state(py)?;
-    let traced = call.get();
-    let _region = traced.enter(py, state)?;
-    let given = given_slots(state, &histories, &scales, true)?;
-    let mut call = Call::new(state, (program, owner), x, (&extras, &params), (traced.microbatch, None));
-    call.grads = traced.any_grad();
-    let run = || -> Result<_, Failure> {
-        let tensors = Tensors::read(state, x, &extras, &params)?;
-        if tensors.fit() {
-            return forward(&call, traced, &tensors, &extras, (&given, &kept));
-        }
-        let copies = Tensors::copies(state, x, &extras, &params)?;
-        forward(&call, traced, &Tensors::from_copies(state, &copies)?, &copies.extras, (&given, &kept))
-    };
-    let results = run().map_err(|failure| named_by(program, failure))?;
-    PyList::new(py, results)
+    reads: &Bound<'py, PyList>,
+    writes: &Bound<'py, PyList>,
+    program: &Bound<'py, PyAny>,
+    call: i64,
+) -> PyResult<()> {
+    let state = state(program.py())?;
+    Operator::run(state, (reads, writes), (program, call), forward, Otherwise::Forward).map(drop)
 }
 
-fn forward<'py>(
-    call: &Call<'_, 'py>,
-    traced: &TracedCall,
-    tensors: &Tensors<'_>,
-    extras: &[Bound<'py, PyAny>],
-    (given, kept): (&[Arc<GivenSlots>], &[Bound<'py, PyAny>]),
-) -> Result<Vec<Bound<'py, PyAny>>, Failure> {
-    let (py, state, handle) = (call.x.py(), call.state, call.handle);
-    let device = traced.key.device;
-    if tensors.x.device() != device {
-        return Err(
-            Error::device(OP, "the input", format!("{device}, where the call was traced"), tensors.x.device()).into()
-        );
+/// Whether it ran: not on no rows, and not on rows that its GEMMs lack.
+fn forward<'a, 'py>(
+    state: &State,
+    operator: &Operator<'py>,
+    from: &mut Operands<'a, 'py>,
+    to: &mut Operands<'a, 'py>,
+) -> Result<bool, Failure> {
+    let (traced, handle, py) = (operator.call.get(), &operator.program, operator.program.py());
+    let key = &traced.key;
+    let rows = from.rows();
+    let auto_pad = state.dispatcher(py)?.0.auto_pad;
+    if rows == 0 || (auto_pad && traced.missing_rows(rows) != 0) {
+        return Ok(false);
     }
-    let _guard = state.guard(py, device)?;
-    let place = Place { device, stream: state.reader.stream(py, device)? };
-    let recipe = traced.region.as_ref().map(|(region, _)| &region.recipe);
-    let rows = tensors.x.rows();
-    let (compiled, sized) = program_for(state, handle, (&traced.key, rows), recipe, call.params)?;
-    let program = &compiled.program;
+    to.check_written(traced.made())?;
+    let x = from.take()?.view;
+    let extras = from.take_views(key.extras.len())?;
+    let params = from.take_all(key.params.len())?;
+    if x.device() != key.device {
+        let expected = format!("{}, where the call was traced", key.device);
+        return Err(Error::device(OP, "the input", expected, x.device()).into());
+    }
+    let _guard = state.guard(py, key.device)?;
+    let place = Place { device: key.device, stream: state.reader.stream(py, key.device)? };
+    if traced.is_delayed() {
+        prepare_scales(state, operator, place)?;
+    }
+    let (compiled, sized) = program_for(state, handle, (key, rows), traced.recipe(), &traced.param_shapes)?;
+    let tensors = Tensors::of_views(x, extras, params.iter().map(|param| param.view).collect());
     {
         let handle = handle.try_borrow()?;
-        check(py, (&handle.chain, &handle.params), tensors, rows, program.widths())?;
+        check(py, (&handle.chain, &handle.params), &tensors, rows, compiled.program.widths())?;
     }
-    let bytes = traced.saved_bytes(rows);
-    if sized.saved_bytes() > bytes {
-        let message = format!(
-            "{rows} rows leave {} bytes to backward, more than the {bytes} that were traced; compile the call again",
-            sized.saved_bytes()
-        );
-        return Err(Error::state(OP, message).into());
+    let mut launch = Launch::default();
+    bind_inputs(&mut launch, &tensors);
+    bind_results(&mut launch, traced, &sized, to)?;
+    let mut weights = SmallVec::new();
+    if let Some((region, _)) = &traced.region {
+        let memory = to.peek(traced.memory_buffers())?;
+        launch.weights = buffers(&compiled.program, to, key.device)?;
+        let given = (params.as_slice(), memory.as_slice());
+        weights = quantized(state, (handle, traced, region), given, &launch.weights, place)?;
     }
-    let slots = if let Some((region, _)) = traced.region.as_ref().filter(|_| traced.is_delayed()) {
-        call.ensure_slots(region.epoch)?;
-        refuse_late_repetition(state, py, handle, traced)?;
-        slots_of(handle, given, true)?
-    } else {
-        vec![None; traced.key.linears.len()]
-    };
-    let shapes = ProgramHandle::shapes(handle, tensors.x.shape(), program)?;
-    let (prepared, passing) = weights(call, traced, (tensors, program), place, slots, kept)?;
-    let extra_outputs = call.extra_outputs(&compiled, &shapes, place, extras)?;
-    let y = call.output(&compiled, &shapes, place, extras, &extra_outputs)?;
-    let saved = if traced.any_grad() { state.optional_bytes(py, device, bytes)? } else { None };
-    let results = Results { y, extra_outputs, saved };
-    call.launch(tensors, (program, &sized), &results, &prepared, place, None)?;
+    if traced.is_delayed() {
+        let (scales, histories) = (from.take_views(from.left())?, to.take_views(to.left())?);
+        launch.slots = given_slots(handle, (&scales, &histories), true)?;
+    }
+    run(state, py, (&compiled, &sized, place), &launch, (&weights, &tensors))?;
     if !traced.passes_weights() {
-        note_kept(call, prepared, place)?;
+        note_kept(state, handle, &params, &weights, place)?;
     }
-    let mut list = own_results(program, results)?;
-    list.extend(passing);
-    Ok(list)
+    Ok(true)
 }
 
-/// The results, of which none may be another tensor of the call.
-fn own_results<'py>(program: &Program, results: Results<'py>) -> PyResult<Vec<Bound<'py, PyAny>>> {
-    let own = |tensor: Bound<'py, PyAny>, port: Port, new: Port| {
-        if port == new { Ok(tensor) } else { tensor.call_method0("clone") }
-    };
-    let Results { y, extra_outputs, saved } = results;
-    let mut list = vec![own(y, program.output(), Port::Output)?];
-    for (index, (tensor, &port)) in extra_outputs.into_iter().zip(program.extra_outputs()).enumerate() {
-        list.push(own(tensor, port, Port::ExtraOutput(index as u16))?);
+fn bind_inputs<'a>(launch: &mut Launch<'a>, tensors: &Tensors<'a>) {
+    launch.set(Port::Input, tensors.x.data());
+    for (index, extra) in tensors.extras.iter().enumerate() {
+        launch.set(Port::Extra(index as u16), extra.data());
     }
-    list.extend(saved);
-    Ok(list)
+    for (index, param) in tensors.params.iter().enumerate() {
+        launch.set(Port::Param(index as u16), param.data());
+    }
+}
+
+/// Outputs, and what backward needs.
+fn bind_results<'a>(
+    launch: &mut Launch<'a>,
+    traced: &TracedCall,
+    sized: &SizedProgram,
+    to: &mut Operands<'a, '_>,
+) -> Result<(), Error> {
+    let key = &traced.key;
+    for (port, cols) in traced.new_outputs() {
+        launch.set(port, to.take_sized(sized.rows() * cols, key.activation.into(), key.device)?);
+    }
+    if traced.has_saved() {
+        launch.set(Port::Saved, to.take_sized(sized.saved_bytes(), DType::U8, key.device)?);
+    }
+    Ok(())
+}
+
+fn run(
+    state: &State,
+    py: Python<'_>,
+    (compiled, sized, place): (&PyProgram, &SizedProgram, Place),
+    launch: &Launch<'_>,
+    (weights, tensors): (&[GivenWeight], &Tensors<'_>),
+) -> Result<(), Failure> {
+    let external = Dispatcher::external_bytes(place, sized.forward_scratch())?;
+    let scratch = state.optional_bytes(py, place.device, external.bytes())?;
+    let memory = external.memory(state.pointer(scratch.as_ref())?);
+    let mut table = state.tables.take();
+    let mut call = compiled.program.call(&mut table);
+    launch.bind(&mut call);
+    for (linear, weight) in weights.iter().enumerate() {
+        if let Some(param) = weight.fresh {
+            call.set_fresh_weight(linear, tensors.params[param].data());
+        }
+    }
+    {
+        let mut dispatcher = state.dispatcher(py)?;
+        sized.run_forward(&mut dispatcher.0.lane(place, sized.forward_scratch(), memory)?, call)?;
+        for given in &launch.slots {
+            dispatcher.0.autocast.mark_ran(&given.owner.forward);
+        }
+    }
+    state.tables.give_back(table);
+    Ok(())
+}
+
+/// Before a call under delayed scaling: its slots are there, and the scales are those that it may use.
+fn prepare_scales(state: &State, operator: &Operator<'_>, place: Place) -> Result<(), Failure> {
+    let (traced, handle, py) = (operator.call.get(), &operator.program, operator.program.py());
+    let Some((region, _)) = &traced.region else { return Ok(()) };
+    let is_captured = matches!(place.device, Device::Cuda(_)) && is_capturing(place.stream)?;
+    if is_captured && traced.is_first.is_none() {
+        let message = "a CUDA graph does not mark the layers of delayed scaling whose scales the region around it is to update; enter the region inside of the compiled function";
+        return Err(Error::state(OP, message).into());
+    }
+    if !handle.try_borrow()?.has_slots(py, region.epoch)? {
+        let _region = traced.enter(py, state)?;
+        operator.owner.call_method0(intern!(py, "_init_delayed_scaling"))?;
+    }
+    let is_repeated = state.torch.current_graph_task_id.bind(py).call0()?.extract::<i64>()? >= 0;
+    note_first(state, handle, traced, is_repeated)?;
+    refuse_late_repetition(state, handle, traced, is_repeated)
 }
 
 /// A recomputation quantises with the scales that it is given. Once they have been updated, these are not its forward's.
 fn refuse_late_repetition(
     state: &State,
-    py: Python<'_>,
     handle: &Bound<'_, ProgramHandle>,
     traced: &TracedCall,
+    is_repeated: bool,
 ) -> Result<(), Failure> {
-    let is_repeated = state.torch.current_graph_task_id.bind(py).call0()?.extract::<i64>()? >= 0;
-    let generation = state.dispatcher(py)?.0.forward_generation;
+    let generation = state.dispatcher(handle.py())?.0.forward_generation;
     let mut handle = handle.try_borrow_mut()?;
     if !is_repeated {
         handle.traced_generation = generation;

@@ -1,9 +1,13 @@
-//! Programs as operators of a compiler's graph call them: tensors in, new tensors out, nothing kept that a graph should know
-//! of. Tensors are two-dimensional: rows of columns.
+//! Programs as operators of a compiler's graph call them: tensors that are read, tensors that are written to, nothing kept that
+//! a graph should know of. Tensors are two-dimensional: rows of columns.
 
 pub(crate) mod backward;
 pub(crate) mod call;
+pub(crate) mod entry;
 pub(crate) mod forward;
+mod launch;
+mod operands;
+pub(crate) mod registry;
 pub(crate) mod slots;
 mod weights;
 

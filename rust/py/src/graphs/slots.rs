@@ -1,9 +1,9 @@
 //! Scales of delayed scaling that a graph brings: an operator reads and writes them where the graph has them.
 
-use std::sync::Arc;
-
 use pyo3::prelude::*;
+use smallvec::SmallVec;
 use te_fast_core::Error;
+use te_fast_core::quant::value::LinearSlots;
 use te_fast_core::recipe::update::update_given;
 use te_fast_core::runtime::lane::Place;
 
@@ -12,72 +12,63 @@ use crate::error::{Failure, IntoPython};
 use crate::graphs::OP;
 use crate::graphs::call::TracedCall;
 use crate::program::handle::ProgramHandle;
-use crate::program::weight::{GivenSlots, OpSlots};
+use crate::program::tensors::Views;
+use crate::program::weight::OpSlots;
 use crate::torch::process::{State, state};
-use crate::torch::reader::{Held, view_of};
+use crate::torch::reader::view_of;
 
-/// Histories and scales that a call brings, one of each for each set of slots of the chain's linear ops.
-pub(super) fn given_slots(
-    state: &State,
-    histories: &[Bound<'_, PyAny>],
-    scales: &[Bound<'_, PyAny>],
-    is_forward: bool,
-) -> PyResult<Vec<Arc<GivenSlots>>> {
-    histories
-        .iter()
-        .zip(scales)
-        .map(|(history, scale)| {
-            let (history, scale) = (Held::of_call(&state.reader, history)?, Held::of_call(&state.reader, scale)?);
-            Ok(Arc::new(GivenSlots { history, scale, is_forward }))
-        })
-        .collect()
+/// The slots of one linear op, and where the call has them.
+pub(super) struct Given<'a> {
+    pub(super) owner: OpSlots,
+    pub(super) slots: LinearSlots<'a>,
 }
 
-/// The slots of each linear op, in memory that the call brings; ops of one layer share theirs.
-pub(super) fn slots_of(
+/// Those of each linear op; ops of one layer share a scale and a history.
+pub(super) fn given_slots<'a>(
     handle: &Bound<'_, ProgramHandle>,
-    given: &[Arc<GivenSlots>],
+    (scales, histories): (&Views<'a>, &Views<'a>),
     is_forward: bool,
-) -> Result<Vec<Option<OpSlots>>, Failure> {
+) -> Result<SmallVec<[Given<'a>; 2]>, Failure> {
     let py = handle.py();
-    let weights: Vec<_> = handle.try_borrow()?.weights.iter().map(|weight| weight.clone_ref(py)).collect();
-    let mut seen = Vec::new();
-    let mut list = Vec::with_capacity(weights.len());
-    for weight in weights {
-        let slots = weight.bind(py).try_borrow()?.slots.clone();
-        let Some(slots) = slots.filter(|_| !given.is_empty()) else {
-            list.push(None);
-            continue;
-        };
-        let id = if is_forward { slots.forward.id() } else { slots.backward.id() };
+    let mut seen = SmallVec::<[u64; 4]>::new();
+    let mut list = SmallVec::new();
+    for weight in &handle.try_borrow()?.weights {
+        let Some(owner) = weight.bind(py).try_borrow()?.slots.clone() else { continue };
+        let id = if is_forward { owner.forward.id() } else { owner.backward.id() };
         let at = seen.iter().position(|&known| known == id).unwrap_or_else(|| {
             seen.push(id);
             seen.len() - 1
         });
-        let memory = given.get(at).ok_or_else(|| {
-            Error::state(OP, "a compiled call brings fewer scales than its linear ops have; compile it again")
-        })?;
-        list.push(Some(slots.given(memory)));
+        let (Some(scale), Some(history)) = (scales.get(at), histories.get(at)) else {
+            let message = "a compiled call brings fewer scales than its linear ops have; compile it again";
+            return Err(Error::state(OP, message).into());
+        };
+        let slots = owner.given(scale.data(), history.data(), is_forward);
+        list.push(Given { owner, slots });
     }
     Ok(list)
 }
 
-/// Notes at a forward of a compiler's whether it is that of its region's first FP8 module, whose backward updates the scales.
-#[pyfunction]
-#[pyo3(signature = (program, call, /))]
-pub(crate) fn traced_note_first(program: &Bound<'_, ProgramHandle>, call: &Bound<'_, TracedCall>) -> PyResult<()> {
-    let (py, traced) = (program.py(), call.get());
-    let state = state(py)?;
-    if !traced.is_delayed() || !traced.any_grad() {
+/// Notes at a forward whether it is that of its region's first FP8 module, whose backward updates the scales.
+pub(super) fn note_first(
+    state: &State,
+    program: &Bound<'_, ProgramHandle>,
+    traced: &TracedCall,
+    is_repeated: bool,
+) -> PyResult<()> {
+    // Of a region that the graph enters, the call says so.
+    if !traced.any_grad() || is_repeated || traced.is_first.is_some() {
         return Ok(());
     }
-    let is_repeated = state.torch.current_graph_task_id.bind(py).call0()?.extract::<i64>()? >= 0;
-    if !is_repeated {
-        let is_first = match traced.is_first {
-            Some(is_first) => is_first,
-            None => state.dispatcher(py)?.0.autocast.take_first_fp8_module(),
-        };
-        program.try_borrow_mut()?.was_first = is_first;
+    let (is_first, last) = {
+        let autocast = &mut state.dispatcher(program.py())?.0.autocast;
+        (autocast.take_first_fp8_module(), autocast.first_modules())
+    };
+    let mut program = program.try_borrow_mut()?;
+    if is_first {
+        program.first_module = Some(last);
+    } else if program.first_module != Some(last) {
+        program.first_module = None;
     }
     Ok(())
 }

@@ -18,7 +18,7 @@ use crate::hooks::hooks;
 use crate::program::check::check_grad;
 use crate::program::forward::CallWeights;
 use crate::program::handle::{ProgramHandle, PyProgram, Shapes};
-use crate::program::main_grad::{MainGrad, after_main_grad, into_main_grad, main_grad};
+use crate::program::main_grad::{MainGrad, after_main_grad, main_grad};
 use crate::program::part_grads::of_parts;
 use crate::program::parts::Joined;
 use crate::program::tensors::{Flags, Objects, Optional};
@@ -48,8 +48,6 @@ pub(crate) struct ProgramSaved {
     pub(crate) joined: Option<Py<Joined>>,
     /// `is_first_microbatch=True`: `main_grad` is overwritten.
     pub(crate) overwrite_main_grad: bool,
-    /// The `main_grad` of each weight that has one, for a compiler's backward, which brings them.
-    pub(crate) main_grads: Option<Vec<Py<PyAny>>>,
     /// This chain was the first FP8 module of its region: its backward is the last, and updates the scales.
     pub(crate) updates_backward_scales: bool,
 }
@@ -326,7 +324,6 @@ impl<'py> BackwardCall<'_, 'py> {
         let (kept, state) = (self.kept, self.state);
         let program = &kept.compiled.program;
         let mut number = 0;
-        let mut given_main_grads = kept.main_grads.iter().flatten();
         let mut list = ParamGrads::new();
         for (param, &(_, wanted)) in program.key().params.iter().enumerate() {
             let next = ProgramHandle::linear_at(kept.handle.bind(py), number)?;
@@ -347,13 +344,7 @@ impl<'py> BackwardCall<'_, 'py> {
                 }
                 if weight.bind(py).try_borrow()?.fuse_wgrad_accumulation {
                     let (param, overwrite) = (kept.params[param].bind(py), kept.overwrite_main_grad);
-                    let grad = match &kept.main_grads {
-                        Some(_) => {
-                            let given = given_main_grads.next().map(|grad| grad.bind(py).clone());
-                            into_main_grad(state, param, given, overwrite)?
-                        }
-                        None => main_grad(state, param, overwrite)?,
-                    };
+                    let grad = main_grad(state, param, overwrite)?;
                     list.push(ParamGrad::Main(grad));
                     continue;
                 }
@@ -458,7 +449,6 @@ impl<'py> BackwardCall<'_, 'py> {
             list.push(match target {
                 ParamGrad::None => None,
                 ParamGrad::New(grad) => Some(grad),
-                ParamGrad::Main(_) if kept.main_grads.is_some() => None,
                 ParamGrad::Main(_) => after_main_grad(kept.params[param].bind(py))?,
                 ParamGrad::Waiting(grad) => {
                     let handle = kept.handle.bind(py).try_borrow()?;
@@ -473,11 +463,7 @@ impl<'py> BackwardCall<'_, 'py> {
                     weight.waiting.push_back(waiting);
                     let fuses = weight.fuse_wgrad_accumulation;
                     drop(weight);
-                    if fuses && kept.main_grads.is_none() {
-                        after_main_grad(kept.params[param].bind(py))?
-                    } else {
-                        None
-                    }
+                    if fuses { after_main_grad(kept.params[param].bind(py))? } else { None }
                 }
             });
         }

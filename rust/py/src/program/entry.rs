@@ -290,7 +290,6 @@ fn kept<'py>(call: &Call<'_, 'py>, done: &mut Done<'py>) -> PyResult<ProgramSave
         params: call.params.iter().map(|param| param.clone().unbind()).collect(),
         joined: call.joined.as_ref().map(|joined| joined.clone().unbind()),
         overwrite_main_grad: microbatch == Microbatch::First && !done.skippable,
-        main_grads: None,
         updates_backward_scales: delayed && state.dispatcher(py)?.0.autocast.take_first_fp8_module(),
     })
 }

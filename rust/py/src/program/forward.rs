@@ -316,15 +316,8 @@ impl<'a, 'py> Call<'a, 'py> {
 
     pub(crate) fn ensure_slots(&self, epoch: u64) -> PyResult<()> {
         let py = self.x.py();
-        let missing = {
-            let handle = self.handle.try_borrow()?;
-            let mut missing = false;
-            for weight in &handle.weights {
-                missing |= weight.bind(py).try_borrow()?.slots.as_ref().is_none_or(|slots| !slots.serve(epoch));
-            }
-            missing
-        };
-        if missing { self.init_slots() } else { Ok(()) }
+        let has_slots = self.handle.try_borrow()?.has_slots(py, epoch)?;
+        if has_slots { Ok(()) } else { self.init_slots() }
     }
 
     /// For each linear op, the scales that activation recomputation wants; empty outside of it.

@@ -109,7 +109,7 @@ impl AsRef<Program> for PyProgram {
 }
 
 /// A chain of native ops.
-#[pyclass(module = "te_fast._native", name = "Program")]
+#[pyclass(module = "te_fast._native", name = "Program", weakref)]
 #[derive(Debug)]
 pub(crate) struct ProgramHandle {
     pub(crate) name: String,
@@ -127,8 +127,8 @@ pub(crate) struct ProgramHandle {
     returned_bias: Option<Parameter>,
     /// Region of the last forward, if that was in FP8: what a recomputation during backward repeats.
     pub(crate) last_region: Option<Region>,
-    /// The last forward of a compiler's that wanted gradients was that of its region's first FP8 module.
-    pub(crate) was_first: bool,
+    /// The last of all first FP8 layers of regions, if that was a forward of a compiler's of this program.
+    pub(crate) first_module: Option<u64>,
     /// Updates of the scales before the last forward of a compiler's.
     pub(crate) traced_generation: u64,
     pub(crate) programs: ProgramCache<PyProgram>,
@@ -166,6 +166,16 @@ impl ProgramHandle {
         let program = handle.try_borrow()?;
         let weight = program.weights.get(number).map(|weight| weight.clone_ref(handle.py()));
         Ok(weight.map(|weight| (weight, program.chain.linear_params()[number])))
+    }
+
+    /// Whether every linear op has slots of delayed scaling for regions of `epoch`.
+    pub(crate) fn has_slots(&self, py: Python<'_>, epoch: u64) -> PyResult<bool> {
+        for weight in &self.weights {
+            if weight.bind(py).try_borrow()?.slots.as_ref().is_none_or(|slots| !slots.serve(epoch)) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// How each linear op is called.
@@ -216,7 +226,7 @@ impl ProgramHandle {
             fuses_parts: false,
             returned_bias: None,
             last_region: None,
-            was_first: false,
+            first_module: None,
             traced_generation: 0,
             programs: ProgramCache::default(),
             shapes: Vec::new(),

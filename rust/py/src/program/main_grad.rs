@@ -2,7 +2,8 @@
 
 use pyo3::prelude::*;
 use te_fast_core::Error;
-use te_fast_core::base::dtype::DType;
+use te_fast_core::base::dtype::{DType, Device};
+use te_fast_core::base::tensor::TensorView;
 
 use crate::error::Failure;
 use crate::hooks::hooks;
@@ -31,17 +32,6 @@ pub(crate) fn main_grad<'py>(
     checked(state, weight, grad, overwrites)
 }
 
-/// The `main_grad` of a weight that a call brings itself.
-pub(crate) fn into_main_grad<'py>(
-    state: &State,
-    weight: &Bound<'py, PyAny>,
-    grad: Option<Bound<'py, PyAny>>,
-    overwrites: bool,
-) -> Result<MainGrad<'py>, Failure> {
-    let missing = || Error::state(OP, "a compiled backward brings no main_grad; compile the call again");
-    checked(state, weight, grad.ok_or_else(missing)?, overwrites)
-}
-
 fn checked<'py>(
     state: &State,
     weight: &Bound<'py, PyAny>,
@@ -50,17 +40,19 @@ fn checked<'py>(
 ) -> Result<MainGrad<'py>, Failure> {
     let view = view_of(&state.reader, &grad, "main_grad")?;
     let w = view_of(&state.reader, weight, "weight")?;
-    if view.shape() != w.shape()
-        || !view.is_contiguous()
-        || view.device() != w.device()
-        || view.dtype().as_float().is_none()
-    {
-        let got = format!("{} of shape {:?} on {}", view.dtype(), view.shape(), view.device());
-        let expected = format!("a contiguous float tensor of shape {:?} on {}", w.shape(), w.device());
-        return Err(Error::shape(OP, "main_grad", expected, got).into());
-    }
+    check_main_grad(&view, w.shape(), w.device())?;
     let (dtype, address) = (view.dtype(), view.data().address());
     Ok(MainGrad { grad, dtype, address, accumulate: !overwrites })
+}
+
+/// Refuses a buffer that cannot take the gradient of a weight of this shape.
+pub(crate) fn check_main_grad(view: &TensorView<'_>, shape: &[i64], device: Device) -> Result<(), Error> {
+    if view.shape() == shape && view.is_contiguous() && view.device() == device && view.dtype().as_float().is_some() {
+        return Ok(());
+    }
+    let got = format!("{} of shape {:?} on {}", view.dtype(), view.shape(), view.device());
+    let expected = format!("a contiguous float tensor of shape {shape:?} on {device}");
+    Err(Error::shape(OP, "main_grad", expected, got))
 }
 
 /// The `main_grad` of a weight as it is.

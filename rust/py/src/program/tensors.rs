@@ -78,7 +78,7 @@ pub(crate) type Objects<'py> = SmallVec<[Bound<'py, PyAny>; 8]>;
 pub(crate) type Optional<'py> = SmallVec<[Option<Bound<'py, PyAny>>; 8]>;
 
 /// As many as `LayerNormMLP` has parameters.
-type Views<'a> = SmallVec<[TensorView<'a>; 6]>;
+pub(crate) type Views<'a> = SmallVec<[TensorView<'a>; 6]>;
 
 /// The tensors of a call as the kernels read them.
 pub(crate) struct Tensors<'a> {
@@ -115,6 +115,11 @@ impl<'a> Tensors<'a> {
             params: views(params, "a parameter")?,
             origins: Vec::new(),
         })
+    }
+
+    /// Tensors that were read.
+    pub(crate) const fn of_views(x: TensorView<'a>, extras: Views<'a>, params: Views<'a>) -> Self {
+        Self { x, extras, params, origins: Vec::new() }
     }
 
     /// Whether kernels can read all of them as they lie.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use pyo3::{PyTraverseError, PyVisit};
+use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::cuda::device::Stream;
 use te_fast_core::program::{Program, SizedProgram};
 use te_fast_core::quant::cache::{Candidate, Former, WeightCache as CoreCache};
@@ -19,7 +20,6 @@ use crate::autocast::recompute::RecordedScales;
 use crate::error::Failure;
 use crate::program::weight_memory::{CachedWeight, WeightMemory, is_gone, may_be_updated, share_with};
 use crate::torch::process::State;
-use crate::torch::reader::Held;
 
 /// Delayed-scaling slots of a linear op, valid for one epoch.
 #[derive(Clone, Debug)]
@@ -29,23 +29,6 @@ pub(crate) struct OpSlots {
     pub(crate) backward: Arc<AmaxSlots>,
     forward_base: usize,
     backward_base: usize,
-    /// Where a compiler's call has them instead.
-    given: Option<Arc<GivenSlots>>,
-}
-
-/// Histories and scales that a call brings, in the place of those that the slots own.
-#[derive(Debug)]
-pub(crate) struct GivenSlots {
-    pub(crate) history: Held,
-    pub(crate) scale: Held,
-    /// Of inputs and weights, or of gradients; the other direction has none in such a call.
-    pub(crate) is_forward: bool,
-}
-
-impl GivenSlots {
-    fn slot(&self, index: usize) -> Slot<'_> {
-        Slot { scale: self.scale.ptr().offset(4 * index), amax: self.history.ptr().offset(4 * index) }
-    }
 }
 
 impl OpSlots {
@@ -55,20 +38,18 @@ impl OpSlots {
         self.epoch == epoch && !self.forward.is_retired() && !self.backward.is_retired()
     }
 
-    /// The same in memory that a call brings.
-    pub(crate) fn given(&self, memory: &Arc<GivenSlots>) -> Self {
-        Self { given: Some(Arc::clone(memory)), ..self.clone() }
+    /// The same in a scale and a history that a compiler's call brings: of forward, or of backward.
+    pub(crate) fn given<'a>(&self, scale: DevPtr<'a>, history: DevPtr<'a>, is_forward: bool) -> LinearSlots<'a> {
+        let at = |index: usize| Slot { scale: scale.offset(4 * index), amax: history.offset(4 * index) };
+        let base = self.forward_base;
+        if is_forward {
+            LinearSlots { input: at(base), weight: at(base + 1), ..LinearSlots::NONE }
+        } else {
+            LinearSlots { grad: at(self.backward_base), ..LinearSlots::NONE }
+        }
     }
 
     pub(crate) fn slots(&self) -> LinearSlots<'_> {
-        let base = self.forward_base;
-        match self.given.as_deref() {
-            Some(given) if given.is_forward => {
-                return LinearSlots { input: given.slot(base), weight: given.slot(base + 1), ..LinearSlots::NONE };
-            }
-            Some(given) => return LinearSlots { grad: given.slot(self.backward_base), ..LinearSlots::NONE },
-            None => {}
-        }
         LinearSlots {
             input: slot(&self.forward, self.forward_base),
             weight: slot(&self.forward, self.forward_base + 1),
@@ -206,7 +187,7 @@ impl WeightHandle {
     ) -> PyResult<()> {
         let forward = forward.slots(&self.name, true, forward_base + 2)?;
         let backward = backward.slots(&self.name, false, backward_base + 1)?;
-        self.slots = Some(OpSlots { epoch, forward, backward, forward_base, backward_base, given: None });
+        self.slots = Some(OpSlots { epoch, forward, backward, forward_base, backward_base });
         Ok(())
     }
 

@@ -89,6 +89,8 @@ pub(crate) struct Torch {
     pub(crate) is_autocast_enabled: Py<PyAny>,
     /// Number of modes that see every operator: tracers, and those of users.
     dispatch_modes: Py<PyAny>,
+    /// Whether operators are recorded by a profiler.
+    profiler_enabled: Py<PyAny>,
     pub(crate) linear: Py<PyAny>,
     pub(crate) storage_weak_ref: Py<PyAny>,
     pub(crate) storage_expired: Py<PyAny>,
@@ -322,6 +324,7 @@ impl Torch {
             is_grad_enabled: native.getattr("is_grad_enabled").or_else(|_| torch.getattr("is_grad_enabled"))?.unbind(),
             is_autocast_enabled: any_autocast.unbind(),
             dispatch_modes: native.getattr("_len_torch_dispatch_stack")?.unbind(),
+            profiler_enabled: native.getattr("_autograd")?.getattr("_profiler_enabled")?.unbind(),
             storage_weak_ref: py.import("torch.multiprocessing.reductions")?.getattr("StorageWeakRef")?.unbind(),
             storage_expired: torch.getattr("UntypedStorage")?.getattr("_expired")?.unbind(),
             current_graph_task_id: native.getattr("_current_graph_task_id")?.unbind(),
@@ -388,6 +391,12 @@ impl Torch {
     #[inline]
     pub(crate) fn is_unobserved(&self, py: Python<'_>) -> PyResult<bool> {
         Ok(!self.dispatch_modes.bind(py).call0()?.is_truthy()?)
+    }
+
+    /// The same of profilers, too.
+    #[inline]
+    pub(crate) fn is_unwatched(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.is_unobserved(py)? && !self.profiler_enabled.bind(py).call0()?.is_truthy()?)
     }
 
     /// A tensor that the native side may read directly: of exactly torch's types, not a subclass.

@@ -248,11 +248,6 @@ impl Held {
         Ok(Self { tensor: tensor.clone().unbind(), address: view.data().address() as u64 })
     }
 
-    /// Keeps a `tensor` of a call for no longer than the call: its caller has it, and exchanges no memory meanwhile.
-    pub(crate) fn of_call(reader: &Reader, tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
-        Self::new(reader, tensor)
-    }
-
     /// Keeps the memory of a `tensor` that others have, too.
     pub(crate) fn alias(reader: &Reader, tensor: &Bound<'_, PyAny>) -> PyResult<Self> {
         Self::new(reader, &tensor.call_method0("detach")?)

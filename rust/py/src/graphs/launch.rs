@@ -1,0 +1,39 @@
+//! What the tensors of an operator's call are to its program, port by port.
+
+use smallvec::SmallVec;
+use te_fast_core::base::pointer::DevPtr;
+use te_fast_core::program::{Bindings, Port};
+use te_fast_core::quant::value::WeightBuffer;
+
+use crate::graphs::slots::Given;
+
+/// What one call reads and writes.
+#[derive(Default)]
+pub(super) struct Launch<'a> {
+    ports: SmallVec<[(Port, DevPtr<'a>); 12]>,
+    /// The quantised weight of each linear op in FP8.
+    pub(super) weights: SmallVec<[WeightBuffer<'a>; 2]>,
+    /// The slots of each linear op under delayed scaling.
+    pub(super) slots: SmallVec<[Given<'a>; 2]>,
+}
+
+impl<'a> Launch<'a> {
+    pub(super) fn set(&mut self, port: Port, address: DevPtr<'a>) {
+        self.ports.push((port, address));
+    }
+
+    pub(super) fn bind<'b>(&'b self, call: &mut Bindings<'_, 'b>)
+    where
+        'a: 'b,
+    {
+        for &(port, address) in &self.ports {
+            call.set(port, address);
+        }
+        for (linear, weight) in self.weights.iter().enumerate() {
+            call.set_weight(linear, weight);
+        }
+        for (linear, given) in self.slots.iter().enumerate() {
+            call.set_slots(linear, &given.slots);
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! What an operator's call names: a program, by the address of its handle, and the description of the call, by its number.
+
+use std::collections::HashMap;
+
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyList, PyWeakrefMethods, PyWeakrefReference};
+use te_fast_core::Error;
+use te_fast_core::base::dtype::{DType, Device};
+
+use crate::error::{Failure, IntoPython};
+use crate::graphs::OP;
+use crate::graphs::call::{TracedCall, named_by};
+use crate::graphs::operands::Operands;
+use crate::program::handle::ProgramHandle;
+use crate::program::tensors::Objects;
+use crate::torch::process::{State, state};
+use crate::torch::reader::view_of;
+
+/// A program in graphs, which lives as long as its layer.
+#[derive(Debug)]
+struct Registered {
+    program: Py<PyWeakrefReference>,
+    /// What makes the scales of its linear ops.
+    owner: Py<PyWeakrefReference>,
+}
+
+/// All programs and calls that were traced.
+#[pyclass]
+#[derive(Debug, Default)]
+pub(super) struct Registry {
+    by_address: HashMap<usize, Registered>,
+    /// Addresses of handles by the numbers in them: a compiler may hand over a copy of one.
+    by_number: HashMap<i64, usize>,
+    calls: HashMap<i64, Py<TracedCall>>,
+    /// Python's half: forward, backward and the update behind backward, for calls off the straight path.
+    otherwise: Option<[Py<PyAny>; 3]>,
+}
+
+/// What an operator is to run.
+pub(super) struct Operator<'py> {
+    pub(super) program: Bound<'py, ProgramHandle>,
+    pub(super) owner: Bound<'py, PyAny>,
+    pub(super) call: Bound<'py, TracedCall>,
+}
+
+/// What Python does in the place of the native side.
+#[derive(Clone, Copy)]
+pub(super) enum Otherwise {
+    /// A forward on no rows, on too few rows, or on tensors that kernels cannot read.
+    Forward,
+    /// The same of a backward.
+    Backward,
+    /// The gradients' scales are due when the backward under way has ended.
+    AfterBackward,
+}
+
+fn registry(py: Python<'_>) -> PyResult<&Bound<'_, Registry>> {
+    static REGISTRY: PyOnceLock<Py<Registry>> = PyOnceLock::new();
+    Ok(REGISTRY.get_or_try_init(py, || Py::new(py, Registry::default()))?.bind(py))
+}
+
+/// Tells of Python's half of the operators; once.
+#[pyfunction]
+#[pyo3(signature = (forward, backward, after_backward, /))]
+pub(crate) fn traced_install(forward: Py<PyAny>, backward: Py<PyAny>, after_backward: Py<PyAny>) -> PyResult<()> {
+    Python::attach(|py| {
+        registry(py)?.try_borrow_mut()?.otherwise = Some([forward, backward, after_backward]);
+        Ok(())
+    })
+}
+
+/// Has operators find a program by its handle, a tensor of one number.
+#[pyfunction]
+#[pyo3(signature = (handle, number, program, owner, /))]
+pub(crate) fn traced_register(
+    handle: &Bound<'_, PyAny>,
+    number: i64,
+    program: &Bound<'_, ProgramHandle>,
+    owner: &Bound<'_, PyAny>,
+) -> PyResult<()> {
+    let py = handle.py();
+    let address = view_of(&state(py)?.reader, handle, "a handle").python()?.data().address();
+    let registered = Registered {
+        program: PyWeakrefReference::new(program)?.unbind(),
+        owner: PyWeakrefReference::new(owner)?.unbind(),
+    };
+    let mut registry = registry(py)?.try_borrow_mut()?;
+    let former = registry.by_address.insert(address, registered);
+    registry.by_number.insert(number, address);
+    drop(registry);
+    drop(former);
+    Ok(())
+}
+
+/// Has operators find the description of a call by its number; the one that is known where there is one.
+#[pyfunction]
+#[pyo3(signature = (call, /))]
+pub(crate) fn traced_describe<'py>(call: &Bound<'py, TracedCall>) -> PyResult<Bound<'py, TracedCall>> {
+    let py = call.py();
+    let mut registry = registry(py)?.try_borrow_mut()?;
+    let known = registry.calls.entry(call.get().number).or_insert_with(|| call.clone().unbind()).bind(py).clone();
+    if known.get().text() != call.get().text() {
+        let message = "two kinds of traced calls have one number; rename nothing, and report this as a bug of te_fast";
+        return Err(Error::state(OP, message)).python();
+    }
+    Ok(known)
+}
+
+/// What an operator does with the tensors that it reads and writes: whether it ran.
+pub(super) type Body<'py> =
+    for<'a> fn(&State, &Operator<'py>, &mut Operands<'a, 'py>, &mut Operands<'a, 'py>) -> Result<bool, Failure>;
+
+impl<'py> Operator<'py> {
+    /// Runs an operator's body, or Python in its place. Lists are torch's own of this call.
+    #[inline]
+    pub(super) fn run(
+        state: &State,
+        (reads, writes): (&Bound<'py, PyList>, &Bound<'py, PyList>),
+        (handle, number): (&Bound<'py, PyAny>, i64),
+        body: Body<'py>,
+        what: Otherwise,
+    ) -> PyResult<Self> {
+        let operator = Self::find(state, handle, number).map_err(|failure| failure.named(None))?;
+        let (from, to) = (reads.iter().collect::<Objects<'_>>(), writes.iter().collect::<Objects<'_>>());
+        let run = || -> Result<bool, Failure> {
+            let copies;
+            let mut read = Operands::read(state, &from)?;
+            if let Some(made) = read.copies(state)? {
+                copies = made;
+                read = Operands::read_as(state, &from, &copies)?;
+            }
+            body(state, &operator, &mut read, &mut Operands::read(state, &to)?)
+        };
+        if !run().map_err(|failure| named_by(&operator.program, failure))? {
+            Self::otherwise(handle.py(), what, (reads, writes, handle, &operator.call))?;
+        }
+        Ok(operator)
+    }
+
+    /// What `handle` and `call` name.
+    #[inline]
+    pub(super) fn find(state: &State, handle: &Bound<'py, PyAny>, call: i64) -> Result<Self, Failure> {
+        let py = handle.py();
+        let view = view_of(&state.reader, handle, "a handle")?;
+        let registry = registry(py)?.try_borrow()?;
+        let known = registry.by_address.get(&view.data().address());
+        let found = known.or_else(|| registry.copied(state, handle)).and_then(|registered| {
+            let program = registered.program.bind(py).upgrade()?.cast_into::<ProgramHandle>().ok()?;
+            Some((program, registered.owner.bind(py).upgrade()?))
+        });
+        let call = registry.calls.get(&call).map(|call| call.bind(py).clone());
+        match (found, call) {
+            (Some((program, owner)), Some(call)) => Ok(Self { program, owner, call }),
+            (None, _) => {
+                let message =
+                    "a compiled graph runs a layer that was deleted; keep the model alive, or compile it again";
+                Err(Error::state(OP, message).into())
+            }
+            (_, None) => {
+                let message =
+                    "a compiled graph of another process has a call that was not traced in this one; compile it again";
+                Err(Error::state(OP, message).into())
+            }
+        }
+    }
+
+    /// Has Python run the call, or what follows it.
+    #[cold]
+    pub(super) fn otherwise<A>(py: Python<'py>, what: Otherwise, arguments: A) -> PyResult<()>
+    where
+        A: pyo3::call::PyCallArgs<'py>,
+    {
+        let function = registry(py)?.try_borrow()?.otherwise.as_ref().map(|all| all[what as usize].clone_ref(py));
+        let missing = || Error::state(OP, "the operators of graphs were not defined");
+        function.ok_or_else(missing).python()?.bind(py).call1(arguments).map(drop)
+    }
+}
+
+impl Registry {
+    /// The program of a handle that was copied, where the number in it can be read.
+    #[cold]
+    fn copied(&self, state: &State, handle: &Bound<'_, PyAny>) -> Option<&Registered> {
+        let view = view_of(&state.reader, handle, "a handle").ok()?;
+        if (view.device(), view.dtype(), view.numel()) != (Device::Cpu, DType::I64, 1) {
+            return None;
+        }
+        let number = handle.call_method0("item").ok()?.extract::<i64>().ok()?;
+        self.by_address.get(self.by_number.get(&number)?)
+    }
+}
