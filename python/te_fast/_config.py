@@ -25,3 +25,18 @@ NVFP4_ROW_SCALED_ACTIVATION = _flag("NVTE_NVFP4_ROW_SCALED_ACTIVATION")
 NVFP4_4OVER6 = os.environ.get("NVTE_NVFP4_4OVER6", "none")
 NVFP4_4OVER6_E4M3_USE_256 = os.environ.get("NVTE_NVFP4_4OVER6_E4M3_USE_256", "all")
 NVFP4_4OVER6_ERR_MODE = os.environ.get("NVTE_NVFP4_4OVER6_ERR_MODE", "MAE").upper()
+
+
+def attention_backends() -> tuple[bool, bool, bool]:
+    """Return whether flash attention, other fused kernels and the plain formula may be taken.
+
+    Read whenever a module is made: Megatron sets the variables after it has imported everything.
+    """
+    names = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+    flash, fused, unfused = (os.environ.get(name, "1") != "0" for name in names)
+    return flash, fused, unfused
+
+
+def attention_is_deterministic() -> bool:
+    """Return whether attention must give the same bits in every run; read as :func:`attention_backends`."""
+    return os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0"

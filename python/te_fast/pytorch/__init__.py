@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from te_fast._names import publish
 from te_fast.graphs.stand_ins import register_when_dynamo_is_imported
+from te_fast.pytorch import attention as attention
 from te_fast.pytorch import fp8 as fp8
 from te_fast.pytorch import module as module
 from te_fast.pytorch import ops
+from te_fast.pytorch import transformer as transformer
 from te_fast.pytorch._missing import missing
+from te_fast.pytorch.attention import (
+    DotProductAttention,
+    InferenceParams,
+    MultiheadAttention,
+    RotaryPositionEmbedding,
+)
 from te_fast.pytorch.distributed import checkpoint
 from te_fast.pytorch.module import (
     Fp8Padding,
@@ -42,17 +50,23 @@ from te_fast.pytorch.quantization import (
     is_nvfp4_available,
     quantized_model_init,
 )
+from te_fast.pytorch.transformer import TransformerLayer
 from te_fast.runtime.device import set_cuda_device_every_batch, should_set_cuda_device_every_batch
 
 __all__ = [
+    "DotProductAttention",
     "FP8GlobalStateManager",
     "Fp8Padding",
     "Fp8Unpadding",
+    "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MultiheadAttention",
     "RMSNorm",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
     "autocast",
     "checkpoint",
     "fp8_autocast",

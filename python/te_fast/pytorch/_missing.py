@@ -6,10 +6,7 @@ from te_fast.errors import MissingError
 
 __all__ = ["missing"]
 
-_LAYERS = (
-    "GroupedLinear TransformerLayer DotProductAttention MultiheadAttention GatedDeltaNetAttention "
-    "FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant InferenceParams RotaryPositionEmbedding"
-)
+_LAYERS = "GroupedLinear GatedDeltaNetAttention FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant"
 _QUANTISATION = (
     "apply_recipe QuantizerRole QuantizerRequest DelayedScalingRequest quantizer_factory DType "
     "QuantizedTensor QuantizedTensorStorage Quantizer Float8Tensor Float8TensorStorage "
@@ -26,12 +23,13 @@ _TOOLS = (
     "UserBufferQuantizationMode CPLoadBalancingStrategy get_cudnn_version"
 )
 _SUBMODULES = (
-    "attention constants cpp_extensions cpu_offload cpu_offload_v1 cross_entropy ep export "
-    "float8_tensor graph jit optimizers quantized_tensor router tensor transformer utils"
+    "constants cpp_extensions cpu_offload cpu_offload_v1 cross_entropy ep export "
+    "float8_tensor graph jit optimizers quantized_tensor router tensor utils"
 )
 _OLD_QUANTIZATION = "RecipeState get_fp4_te_dtype get_fp8_max get_fp8_te_dtype split_and_copy"
 _NAMES = {
     "te_fast.pytorch": f"{_LAYERS} {_QUANTISATION} {_TOOLS} {_SUBMODULES}",
+    "te_fast.pytorch.attention": "FusedMLAQUpProjRopeQuant",
     "te_fast.pytorch.ops": "GroupedLinear",
     "te_fast.pytorch.ops.basic": "GroupedLinear",
     "te_fast.pytorch.distributed": (

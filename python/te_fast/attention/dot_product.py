@@ -1,0 +1,705 @@
+"""Attention as a module: Transformer Engine's arguments, and what they are for torch's kernels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from te_fast import _config
+from te_fast.attention import scores as core
+from te_fast.attention.inference import InferenceParams
+from te_fast.attention.rules import (
+    BIAS_TYPES,
+    FORMATS,
+    SOFTMAX_TYPES,
+    Kept,
+    Rule,
+    kept_of_lengths,
+    mask_type_of,
+    rule_of,
+)
+from te_fast.attention.scores import Bias, Packing, Scores
+from te_fast.errors import DtypeError, ShapeError, UnsupportedError
+from te_fast.graphs.region import entered, key_of_region
+from te_fast.layers.base import TransformerEngineBaseModule
+from te_fast.layers.parameters import check_sizes, refuse
+from te_fast.runtime import native
+from te_fast.runtime.compiling import is_in_graph
+from te_fast.runtime.device import check_device
+from te_fast.runtime.recompute import checkpoint
+from te_fast.state import extra_state
+
+Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+
+
+class Lengths(NamedTuple):
+    """Where the sequences of queries and keys lie: cumulative lengths and starts, and the longest lengths."""
+
+    q: torch.Tensor | None = None
+    kv: torch.Tensor | None = None
+    q_starts: torch.Tensor | None = None
+    kv_starts: torch.Tensor | None = None
+    longest_q: int | None = None
+    longest_kv: int | None = None
+
+
+def _unpacked(
+    layer: str, packed: tuple[Any, Any], heads: tuple[Any, Any, Any], fmt: str, dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values, of which some may be given as one tensor."""
+    qkv, kv = packed
+    q, k, v = heads
+    if dim not in (-3, -2):
+        message = f"{layer}: qkv_interleave_dim must be -3 or -2, got {dim}"
+        raise ShapeError(message)
+    given = qkv if qkv is not None else kv
+    name, parts = ("qkv_layer", 3) if qkv is not None else ("kv_layer", 2)
+    alone = (q, k, v) if qkv is not None else (k, v)
+    if (qkv is not None and kv is not None) or any(part is not None for part in alone):
+        message = f"{layer}: {name} stands for tensors that are given, too; pass one of them"
+        raise ShapeError(message)
+    if given.dim() != len(fmt) + 1 or given.shape[dim] != parts or (qkv is None and q is None):
+        message = (
+            f"{layer}: {name} must have {len(fmt) + 1} dimensions in {fmt}, of which dimension {dim} has size {parts}, "
+            f"{'' if qkv is not None else 'beside query_layer, '}got shape {list(given.shape)}"
+        )
+        raise ShapeError(message)
+    if qkv is not None:
+        q, k, v = given.unbind(dim)
+    else:
+        k, v = given.unbind(dim)
+    return q, k, v
+
+
+class DotProductAttention(TransformerEngineBaseModule):
+    """Attend: ``softmax(Q Kᵀ · scale + bias) V`` (https://arxiv.org/abs/1706.03762), by torch's kernels.
+
+    Parameters
+    ----------
+    num_attention_heads : int
+        Heads of queries.
+    kv_channels : int or tuple of int
+        Channels of a head, or those of a key and those of a value.
+    num_gqa_groups : int, optional
+        Heads of keys and values, a divisor of `num_attention_heads`, which is the default.
+    attention_dropout : float, default = 0.0
+        Probability by which a weight is dropped in training.
+    qkv_format : {'sbhd', 'bshd', 'thd'}, default = 'sbhd'
+        Order of sequence, batch, heads and channels; tokens of packed sequences in one dimension.
+    attn_mask_type : str, default = 'causal'
+        ``no_mask``, ``padding``, ``causal``, ``padding_causal``, ``causal_bottom_right``,
+        ``padding_causal_bottom_right`` or ``arbitrary``.
+    window_size : tuple of int, optional
+        Keys before and behind the diagonal that a query attends to; -1 is all.
+    bottom_right_diagonal : bool, optional
+        Which diagonal windows and ALiBi are of, for mask types that do not say; bottom right by default.
+    sequence_parallel, tp_size, tp_group, cp_group, cp_global_ranks, cp_stream, cp_comm_type : optional
+        Parallelism; groups of one rank only so far.
+    get_rng_state_tracker : Callable, optional
+        Gives the tracker whose generator dropout draws from.
+    layer_number : int, optional
+        Number of the layer, from 1: names its part of a key-value cache.
+    attention_type : {'self', 'cross'}, default = 'self'
+        Whether a padding mask is one tensor, or one for queries and one for keys.
+    softmax_scale : float, optional
+        Factor of the products; ``1 / sqrt(channels of a key)`` by default.
+    softmax_type : {'vanilla', 'off-by-one', 'learnable'}, default = 'vanilla'
+        Add nothing, 1, or ``exp(softmax_offset)`` to the sum of the softmax (https://arxiv.org/abs/2309.17453).
+    return_max_logit : bool, default = False
+        Return the largest score of each head beside the result.
+    name : str, optional
+        Name in messages.
+    device : torch.device or str, optional
+        Where ``softmax_offset`` is made: the GPU if there is one, by default. A keyword of te_fast.
+
+    Attributes
+    ----------
+    softmax_offset : torch.nn.Parameter
+        ``(num_attention_heads,)``, FP32; None but for ``learnable``, zeros for ``off-by-one``.
+
+    Raises
+    ------
+    UnsupportedError
+        For an argument that te_fast does not support yet.
+    ShapeError
+        If heads are no multiple of groups, or a name is unknown.
+
+    Notes
+    -----
+    ``NVTE_FLASH_ATTN``, ``NVTE_FUSED_ATTN`` and ``NVTE_UNFUSED_ATTN`` choose among torch's kernels: flash attention,
+    cuDNN's and the memory-efficient one, and the formula. With ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` it is the
+    formula, unless torch's own switch for deterministic algorithms is on, which kernels obey. Attention computes in
+    the type of its inputs; recipes with ``fp8_dpa`` or ``fp8_mha`` raise.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool | None = False,
+        name: str | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(name)
+        refuse(self.name, {"tp_size": tp_size != 1})
+        self.set_tensor_parallel_group(tp_group)
+        key, value = (
+            kv_channels if isinstance(kv_channels, tuple | list) else (kv_channels, kv_channels)
+        )
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        check_sizes(self.name, num_attention_heads=num_attention_heads, num_gqa_groups=groups)
+        check_sizes(self.name, kv_channels=key)
+        check_sizes(self.name, kv_channels=value)
+        if groups == 0 or num_attention_heads % groups:
+            message = (
+                f"{self.name}: num_attention_heads must be a multiple of num_gqa_groups, got {num_attention_heads} "
+                f"and {groups}"
+            )
+            raise ShapeError(message)
+        _check_name(self.name, "qkv_format", qkv_format, FORMATS)
+        _check_name(self.name, "attention_type", attention_type, ("self", "cross"))
+        _check_name(self.name, "softmax_type", softmax_type, SOFTMAX_TYPES)
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.num_gqa_groups_per_partition = groups
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = key, value
+        self.qkv_format = qkv_format
+        self.attn_mask_type = mask_type_of(attn_mask_type, self.name)
+        self.window_size, self.bottom_right_diagonal = window_size, bottom_right_diagonal
+        self._rules: dict[Any, Rule] = {}
+        self._rule(None, None, None)
+        self.attention_type = attention_type
+        self.attention_dropout = attention_dropout
+        self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
+        self.layer_number = 1 if layer_number is None else layer_number
+        self.softmax_scale = (
+            1.0 / math.sqrt(max(key, 1)) if softmax_scale is None else softmax_scale
+        )
+        self.return_max_logit = return_max_logit
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        self._choose_kernels()
+        self.softmax_type = softmax_type
+        self._make_offset(device)
+
+    def _choose_kernels(self) -> None:
+        deterministic = _config.attention_is_deterministic()
+        self.deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+        chosen = _config.attention_backends()
+        if deterministic and not torch.are_deterministic_algorithms_enabled():
+            chosen = (False, False, chosen[2])
+        if not any(chosen):
+            message = (
+                f"{self.name}: no kernel is left: NVTE_FLASH_ATTN, NVTE_FUSED_ATTN and NVTE_UNFUSED_ATTN turn all "
+                "off (NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 all but the last)"
+            )
+            raise UnsupportedError(message)
+        self._kernels = chosen
+
+    def _make_offset(self, device: torch.device | str | None) -> None:
+        self.softmax_offset: torch.Tensor | None
+        if self.softmax_type == "vanilla":
+            self.softmax_offset = None
+            return
+        if device is None and torch.cuda.is_available():
+            device = "cuda"
+        kind: dict[str, Any] = {"device": check_device(device, self.name), "dtype": torch.float32}
+        zeros = torch.zeros(self.num_attention_heads, **kind)
+        if self.softmax_type == "learnable":
+            self.register_parameter("softmax_offset", torch.nn.Parameter(zeros))
+        else:
+            self.register_buffer("softmax_offset", zeros, persistent=False)
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Set the learnable offset to zero, after making it real if it is on the meta device.
+
+        Parameters
+        ----------
+        defer_init : bool, default = False
+            Do nothing yet.
+        """
+        if defer_init or self.softmax_offset is None:
+            return
+        if self.softmax_offset.is_meta:
+            delattr(self, "softmax_offset")
+            self._make_offset(None if torch.cuda.is_available() else "cpu")
+        else:
+            torch.nn.init.zeros_(self.softmax_offset)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Set the context-parallel group; only a group of one rank works so far.
+
+        Raises
+        ------
+        UnsupportedError
+            For a group of several ranks.
+        """
+        groups = cp_group if isinstance(cp_group, list) else [cp_group]
+        for group in groups:
+            if group is not None and torch.distributed.get_world_size(group=group) > 1:
+                message = f"{self.name}: context parallelism (cp_group) is not supported yet"
+                raise UnsupportedError(message)
+        self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
+        self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
+
+    # Checkpoints ----------------------------------------------------------------------------------
+
+    def set_extra_state(self, state: Any) -> None:
+        """Read the scales of Transformer Engine's FP8 attention, which there is none of here.
+
+        Raises
+        ------
+        StateError
+            If the bytes are damaged.
+        """
+        extra_state.unpack(state, layer=self.name)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        # Where Transformer Engine 1.6 and 1.7 had them.
+        old = f"{prefix}fused_attention._extra_state"
+        unexpected: list[str] = rest[3]
+        if old in unexpected:
+            unexpected.remove(old)
+
+    def _plan_count(self) -> int:
+        return 0
+
+    # Forward --------------------------------------------------------------------------------------
+
+    def _rule(self, mask_type: str | None, window: Any, bottom_right: bool | None) -> Rule:
+        """Return what the arguments of a call say, where they are given, and those of the constructor say else."""
+        window = tuple(window) if isinstance(window, list) else window
+        asked = (mask_type, window, bottom_right)
+        rule = self._rules.get(asked)
+        if rule is None:
+            mask_type = self.attn_mask_type if mask_type is None else mask_type
+            window = self.window_size if window is None else window
+            bottom_right = self.bottom_right_diagonal if bottom_right is None else bottom_right
+            rule = self._rules[asked] = rule_of(mask_type, window, bottom_right, self.name)
+        return rule
+
+    def _check_region(self) -> None:
+        """Raise in a region whose recipe asks for attention in FP8."""
+        if is_in_graph():
+            if key_of_region()[0]:
+                _refuse_fp8_attention(self.name)
+            return
+        enabled, *_, epoch = native.autocast_region()
+        if enabled and self.__dict__.get("_checked_epoch") != epoch:
+            _refuse_fp8_attention(self.name)
+            self.__dict__["_checked_epoch"] = epoch
+
+    def forward(
+        self,
+        query_layer: torch.Tensor | None = None,
+        key_layer: torch.Tensor | None = None,
+        value_layer: torch.Tensor | None = None,
+        attention_mask: Mask = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: InferenceParams | None = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool | None = False,
+        bf16_backward: bool | None = False,
+        num_splits: int | None = 1,
+        score_mod: Callable[..., Any] | None = None,
+        score_mod_bprop: Callable[..., Any] | None = None,
+        score_mod_tensors: dict[str, torch.Tensor] | None = None,
+        score_mod_bprop_tensors: dict[str, torch.Tensor] | None = None,
+        qkv_layer: torch.Tensor | None = None,
+        kv_layer: torch.Tensor | None = None,
+        qkv_interleave_dim: int = -3,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Attend.
+
+        Parameters
+        ----------
+        query_layer, key_layer, value_layer : torch.Tensor
+            ``(s, b, heads, d)``, ``(b, s, heads, d)`` or ``(t, heads, d)``, with any strides.
+        attention_mask : torch.Tensor or tuple, optional
+            bool, True where nothing is attended to. For ``padding``: ``(b, 1, 1, s)``, or two of them, for queries and
+            keys, in cross attention. For ``arbitrary``: broadcastable to ``(b, heads, s_q, s_kv)``. Other mask types
+            do not read it.
+        qkv_format : str, optional
+            The constructor's by default.
+        cu_seqlens_q, cu_seqlens_kv : torch.Tensor, optional
+            ``(b + 1,)``, int32: cumulative lengths of sequences, of ``thd`` and in the place of a padding mask.
+        cu_seqlens_q_padded, cu_seqlens_kv_padded : torch.Tensor, optional
+            ``(b + 1,)``, int32: where sequences begin in ``thd``, if there are gaps between them.
+        max_seqlen_q, max_seqlen_kv : int, optional
+            The longest sequences of ``thd``; without them, the host waits for the device to tell.
+        attn_mask_type, window_size, bottom_right_diagonal : optional
+            The constructor's by default.
+        checkpoint_core_attention : bool, default = False
+            Keep nothing but queries, keys and values, and attend again in backward.
+        core_attention_bias_type : {'no_bias', 'pre_scale_bias', 'post_scale_bias', 'alibi'}, default = 'no_bias'
+            Whether a bias is added before or behind the scale, or ALiBi's.
+        core_attention_bias : torch.Tensor, optional
+            ``(1 or b, 1 or heads, 1 or s_q, s_kv)``.
+        alibi_slopes : torch.Tensor, optional
+            ``(heads,)`` or ``(b, heads)``, FP32; those of the paper by default.
+        fast_zero_fill, num_splits : optional
+            How Transformer Engine's kernels go about it; results do not depend on them.
+        inference_params : InferenceParams, optional
+            Key-value caches, which take keys and values and give those of earlier steps.
+        pad_between_seqs : bool, optional
+            Whether there are gaps between the sequences of ``thd``; the tensors of starts say so here.
+        fp8_output, bf16_backward : bool, default = False
+            Of attention in FP8; without it `fp8_output` says nothing, as in Transformer Engine.
+        score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors : optional
+            Callbacks for cuDNN's graphs; not supported.
+        qkv_layer, kv_layer : torch.Tensor, optional
+            Queries, keys and values in one tensor, or keys and values, with one more dimension of size 3 or 2.
+        qkv_interleave_dim : {-3, -2}, default = -3
+            Which dimension that is.
+
+        Returns
+        -------
+        torch.Tensor or tuple
+            Heads merged: ``(s, b, heads · d_v)``, ``(b, s, heads · d_v)`` or ``(t, heads · d_v)``; then, with
+            `return_max_logit`, the largest score of each head.
+
+        Raises
+        ------
+        ShapeError, DtypeError
+            If tensors do not fit each other or the module.
+        UnsupportedError
+            For what torch's kernels cannot do.
+        """
+        callbacks = (score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
+        refuse(self.name, {"score_mod": any(part is not None for part in callbacks)})
+        refuse(self.name, {"bf16_backward": bool(bf16_backward)})
+        fmt = self.qkv_format if qkv_format is None else qkv_format
+        _check_name(self.name, "qkv_format", fmt, FORMATS)
+        heads: Any = (query_layer, key_layer, value_layer)
+        if qkv_layer is not None or kv_layer is not None:
+            heads = _unpacked(self.name, (qkv_layer, kv_layer), heads, fmt, qkv_interleave_dim)
+        self._check_region()
+        self._check_heads(heads, fmt)
+        rule = self._rule(attn_mask_type, window_size, bottom_right_diagonal)
+        lengths = Lengths(
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            cu_seqlens_q_padded,
+            cu_seqlens_kv_padded,
+            max_seqlen_q,
+            max_seqlen_kv,
+        )
+        bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes, heads[0])
+        dropout = self.attention_dropout if self.training else 0.0
+        how = Scores(rule, self.softmax_scale, dropout, bias, self.softmax_offset)
+        if inference_params is not None:
+            return self._with_cache(heads, how, fmt, lengths, inference_params)
+        return self._merged(
+            heads, how, fmt, lengths, attention_mask, recomputes=checkpoint_core_attention
+        )
+
+    def _check_heads(self, heads: Any, fmt: str) -> None:
+        """Raise unless queries, keys and values fit the module and each other."""
+        q, k, v = heads
+        for name, tensor in (("query_layer", q), ("key_layer", k), ("value_layer", v)):
+            if not isinstance(tensor, torch.Tensor):
+                message = f"{self.name}: {name} must be a torch.Tensor, got {type(tensor).__name__}"
+                raise (ShapeError if tensor is None else DtypeError)(message)
+            if tensor.dim() != len(fmt):
+                message = f"{self.name}: {name} must have {len(fmt)} dimensions in {fmt}, got {list(tensor.shape)}"
+                raise ShapeError(message)
+        if not q.dtype == k.dtype == v.dtype:
+            message = f"{self.name}: queries, keys and values must be of one type, got {q.dtype}, {k.dtype}, {v.dtype}"
+            raise DtypeError(message)
+        key, value = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
+        expected = (
+            ("query_layer", q, self.num_attention_heads, key),
+            ("key_layer", k, self.num_gqa_groups, key),
+            ("value_layer", v, self.num_gqa_groups, value),
+        )
+        for name, tensor, count, channels in expected:
+            if tensor.shape[-2] != count or tensor.shape[-1] != channels:
+                message = (
+                    f"{self.name}: {name} must have {count} heads of {channels} channels, got "
+                    f"{tensor.shape[-2]} of {tensor.shape[-1]}"
+                )
+                raise ShapeError(message)
+        batch = None if fmt == "thd" else fmt.index("b")
+        if k.shape[:-2] != v.shape[:-2] or (batch is not None and q.shape[batch] != k.shape[batch]):
+            message = (
+                f"{self.name}: keys and values must be of the same tokens, and of as many sequences as queries, got "
+                f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)} in {fmt}"
+            )
+            raise ShapeError(message)
+
+    def _bias(self, kind: str, tensor: Any, slopes: Any, q: torch.Tensor) -> Bias:
+        """Return what is added to scores.
+
+        Raises
+        ------
+        ShapeError
+            If type and tensors contradict each other.
+        """
+        if kind == "no_bias" and tensor is None and slopes is None:
+            return Bias()
+        _check_name(self.name, "core_attention_bias_type", kind, BIAS_TYPES)
+        is_tensor = kind in ("pre_scale_bias", "post_scale_bias")
+        if is_tensor != (tensor is not None) or (slopes is not None and kind != "alibi"):
+            message = (
+                f"{self.name}: core_attention_bias_type={kind!r} takes {'a' if is_tensor else 'no'} core_attention_bias"
+                f" and {'may take' if kind == 'alibi' else 'no'} alibi_slopes"
+            )
+            raise ShapeError(message)
+        if tensor is not None and tensor.dim() != 4:
+            message = (
+                f"{self.name}: core_attention_bias must be (1 or batch, 1 or heads, 1 or queries, keys), got "
+                f"{list(tensor.shape)}"
+            )
+            raise ShapeError(message)
+        if slopes is not None and (slopes.dim() not in (1, 2) or slopes.shape[-1] != q.shape[-2]):
+            message = (
+                f"{self.name}: alibi_slopes must be ({q.shape[-2]},) or (batch, {q.shape[-2]}), got "
+                f"{list(slopes.shape)}"
+            )
+            raise ShapeError(message)
+        return Bias(kind, tensor, slopes)
+
+    # Dense formats --------------------------------------------------------------------------------
+
+    def _merged(
+        self,
+        heads: Any,
+        how: Scores,
+        fmt: str,
+        lengths: Lengths,
+        mask: Mask,
+        *,
+        recomputes: bool,
+    ) -> Any:
+        """Return the result with merged heads, and the largest scores where they are wanted."""
+        if fmt == "thd":
+            return self._merged_packed(heads, how, lengths, recomputes=recomputes)
+        order = (1, 2, 0, 3) if fmt == "sbhd" else (0, 2, 1, 3)
+        q, k, v = (tensor.permute(order) for tensor in heads)
+        if how.rule.is_padded:
+            how = how._replace(kept=self._kept(q, k, mask, lengths))
+        elif how.rule.kind == "arbitrary":
+            how = how._replace(masked=self._masked(mask))
+        y = self._run(q, k, v, how, recomputes=recomputes)
+        merged = y.permute((2, 0, 1, 3) if fmt == "sbhd" else (0, 2, 1, 3)).flatten(2)
+        return (merged, core.max_logits(q, k, how)) if self.return_max_logit else merged
+
+    def _masked(self, mask: Mask) -> torch.Tensor:
+        if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool:
+            message = f"{self.name}: attn_mask_type='arbitrary' needs an attention_mask, a tensor of torch.bool"
+            raise (ShapeError if mask is None else DtypeError)(message)
+        return mask
+
+    def _kept(self, q: torch.Tensor, k: torch.Tensor, mask: Mask, lengths: Lengths) -> Kept:
+        """Return which positions are real, of a padding mask or of cumulative lengths."""
+        batch, sizes = q.shape[0], (q.shape[2], k.shape[2])
+        if mask is None:
+            if lengths.q is None or lengths.kv is None:
+                message = f"{self.name}: mask types with padding need attention_mask, or cu_seqlens_q and cu_seqlens_kv"
+                raise ShapeError(message)
+            ends = lengths.q, lengths.kv
+            found = [
+                kept_of_lengths(end[: batch + 1], size)
+                for end, size in zip(ends, sizes, strict=True)
+            ]
+            return Kept(*found)
+        pair = (mask, mask) if isinstance(mask, torch.Tensor) else tuple(mask)
+        if len(pair) != 2:
+            message = f"{self.name}: attention_mask must be a tensor, or a tuple of two of them, got {len(pair)}"
+            raise ShapeError(message)
+        for part, size in zip(pair, sizes, strict=True):
+            if part.dtype != torch.bool:
+                message = f"{self.name}: attention_mask must be of torch.bool, got {part.dtype}"
+                raise DtypeError(message)
+            if part.numel() != batch * size or part.shape[0] != batch:
+                message = (
+                    f"{self.name}: a padding mask must have shape {[batch, 1, 1, size]}, got {list(part.shape)}; "
+                    "cross attention takes two, for queries and for keys"
+                )
+                raise ShapeError(message)
+        return Kept(~pair[0].reshape(batch, -1), ~pair[1].reshape(batch, -1))
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        how: Scores,
+        *,
+        recomputes: bool = False,
+        packings: tuple[Packing, Packing] | None = None,
+    ) -> torch.Tensor:
+        """Attend, under the tracker of random numbers and with the kernels that are chosen."""
+
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            with self._forked(how.dropout), self._restricted(q):
+                if packings is not None:
+                    return core.attend_packed(q, k, v, packings, how)
+                return core.attend(q, k, v, how)
+
+        if recomputes and torch.is_grad_enabled():
+            tracker = self.get_rng_state_tracker
+            return checkpoint(run, q, k, v, get_rng_state_tracker=tracker, use_reentrant=False)
+        if how.dropout == 0.0 and all(self._kernels) and packings is None:
+            return core.attend(q, k, v, how)
+        return run(q, k, v)
+
+    def _forked(self, dropout: float) -> AbstractContextManager[Any]:
+        if dropout == 0.0 or self.get_rng_state_tracker is None:
+            return nullcontext()
+        region: AbstractContextManager[Any] = self.get_rng_state_tracker().fork()
+        return region
+
+    def _restricted(self, q: torch.Tensor) -> AbstractContextManager[Any]:
+        # Of kernels on the CPU there is nothing to choose.
+        return core.backends(self._kernels) if q.is_cuda else nullcontext()
+
+    # Packed sequences -----------------------------------------------------------------------------
+
+    def _packings(self, heads: Any, how: Scores, lengths: Lengths) -> tuple[Packing, Packing]:
+        """Return where the sequences of ``thd`` lie."""
+        if not how.rule.is_padded:
+            message = f"{self.name}: qkv_format='thd' needs a mask type with padding, got {how.rule.kind!r}"
+            raise ShapeError(message)
+        found = []
+        for name, ends, starts, longest in (
+            ("cu_seqlens_q", lengths.q, lengths.q_starts, lengths.longest_q),
+            ("cu_seqlens_kv", lengths.kv, lengths.kv_starts, lengths.longest_kv),
+        ):
+            if ends is None or ends.dim() != 1 or ends.dtype != torch.int32:
+                got = None if ends is None else f"{ends.dtype} {list(ends.shape)}"
+                message = f"{self.name}: qkv_format='thd' needs {name}, (batch + 1,) of torch.int32, got {got}"
+                raise ShapeError(message)
+            if longest is None:
+                longest = int(ends.diff().max()) if ends.numel() > 1 else 0
+            found.append(Packing(ends, ends if starts is None else starts, int(longest)))
+        if found[0].ends.shape != found[1].ends.shape:
+            message = (
+                f"{self.name}: cu_seqlens_q and cu_seqlens_kv must be of the same number of sequences, got "
+                f"{found[0].ends.numel() - 1} and {found[1].ends.numel() - 1}"
+            )
+            raise ShapeError(message)
+        return found[0], found[1]
+
+    def _merged_packed(self, heads: Any, how: Scores, lengths: Lengths, *, recomputes: bool) -> Any:
+        q, k, v = heads
+        packings = self._packings(heads, how, lengths)
+        has_gaps = any(packing.ends is not packing.starts for packing in packings)
+        is_self = packings[0].ends is packings[1].ends
+        if (
+            not has_gaps
+            and all(self._kernels)
+            and not self.return_max_logit
+            and not core.varlen_problem(q, v, how, is_self=is_self)
+        ):
+            return self._run(q, k, v, how, recomputes=recomputes, packings=packings).flatten(1)
+        dense_q, kept_q = core.unpack(q, packings[0])
+        (dense_k, kept_k), (dense_v, _) = (core.unpack(tensor, packings[1]) for tensor in (k, v))
+        how = how._replace(kept=Kept(kept_q, kept_k))
+        y = self._run(dense_q, dense_k, dense_v, how, recomputes=recomputes)
+        merged = core.pack(y, packings[0], q.shape[0]).flatten(1)
+        return (merged, core.max_logits(dense_q, dense_k, how)) if self.return_max_logit else merged
+
+    # Inference ------------------------------------------------------------------------------------
+
+    def _with_cache(
+        self, heads: Any, how: Scores, fmt: str, lengths: Lengths, params: InferenceParams
+    ) -> Any:
+        """Attend to the keys and values of earlier steps and of this one."""
+        if not how.rule.is_padded:
+            message = f"{self.name}: inference_params needs a mask type with padding, got {how.rule.kind!r}"
+            raise ShapeError(message)
+        rule = how.rule
+        if rule.kind == "padding_causal":  # new queries are the last tokens of their sequences
+            rule = rule._replace(kind="padding_causal_bottom_right", bottom_right=True)
+        q, k, v = heads
+        if self.layer_number not in params.cache_manager.cache:
+            params.allocate_memory(self.layer_number)
+        keys, values, ends_q, ends_kv, _, _ = params.step(self.layer_number, k, v, fmt)
+        if params.is_paged:
+            keys, values = params.convert_paged_to_nonpaged(self.layer_number)
+        batch = params.batch_size
+        longest = max(params.sequences.values(), default=0)
+        keys, values = (cache[:batch, :longest].transpose(1, 2) for cache in (keys, values))
+        kept_kv = kept_of_lengths(ends_kv[: batch + 1], longest)
+        if fmt == "thd":
+            size = lengths.longest_q if params.max_ctx_len is None else params.max_ctx_len
+            packing = Packing(ends_q[: batch + 1], ends_q[: batch + 1], int(size or q.shape[0]))
+            dense_q, kept_q = core.unpack(q, packing)
+        else:
+            dense_q = q.permute((1, 2, 0, 3) if fmt == "sbhd" else (0, 2, 1, 3))
+            kept_q = kept_of_lengths(ends_q[: batch + 1], dense_q.shape[2])
+        how = how._replace(rule=rule, kept=Kept(kept_q, kept_kv))
+        y = self._run(dense_q, keys, values, how)
+        if fmt == "thd":
+            merged = core.pack(y, packing, q.shape[0]).flatten(1)
+        else:
+            merged = y.permute((2, 0, 1, 3) if fmt == "sbhd" else (0, 2, 1, 3)).flatten(2)
+        return (merged, core.max_logits(dense_q, keys, how)) if self.return_max_logit else merged
+
+    def extra_repr(self) -> str:
+        """Heads, channels and mask."""
+        return (
+            f"num_attention_heads={self.num_attention_heads}, num_gqa_groups={self.num_gqa_groups}, "
+            f"qkv_format={self.qkv_format}, attn_mask_type={self.attn_mask_type}"
+        )
+
+
+def _check_name(layer: str, argument: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        message = f"{layer}: {argument} must be one of {', '.join(map(repr, known))}, got {value!r}"
+        raise ShapeError(message)
+
+
+def _refuse_fp8_attention(layer: str) -> None:
+    """Raise if the recipe in force asks for attention in FP8."""
+    region = entered.region
+    recipe = native.autocast_objects()[0] if region is None else region.recipe
+    for field in ("fp8_dpa", "fp8_mha"):
+        if recipe is not None and getattr(recipe, field, False):
+            message = (
+                f"{layer}: attention in FP8 ({field}=True of {type(recipe).__name__}) is not supported yet; leave it "
+                "at False, and attention computes in high precision"
+            )
+            raise UnsupportedError(message)
+
+
+_refuse_fp8_attention._dynamo_marked_constant = True  # type: ignore[attr-defined]

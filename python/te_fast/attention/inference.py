@@ -1,0 +1,548 @@
+"""Key-value caches of inference: which sequences there are, and where their keys and values lie."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from te_fast.errors import DtypeError, ShapeError, StateError
+from te_fast.runtime.device import default_device
+
+
+def _device() -> torch.device:
+    return torch.device("cuda") if torch.cuda.is_available() else default_device()
+
+
+class KVCacheManager:
+    """What keeps keys and values of every layer; base of managers of the user's own.
+
+    Attributes
+    ----------
+    cache : dict of int to tuple of torch.Tensor
+        Keys and values by layer number.
+    sequences : collections.OrderedDict
+        Tokens that are kept, by sequence.
+    """
+
+    def __init__(self) -> None:
+        self.cache: dict[int, tuple[Any, Any]] = {}
+        self.sequences: OrderedDict[Any, int] = OrderedDict()
+
+    def reset(self) -> None:
+        """Forget all sequences; the memory stays."""
+        self.sequences = OrderedDict()
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Make the memory of a layer."""
+        self.cache[layer_number] = (None, None)
+
+    def pre_step(self, step_dict: Mapping[Any, int]) -> OrderedDict[Any, int]:
+        """Note which sequences the next step has, and return their lengths behind it."""
+        return self.sequences
+
+    def step(
+        self,
+        layer_number: int,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
+        cu_new_seqlens: torch.Tensor,
+        cu_cached_seqlens: torch.Tensor,
+        qkv_format: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep a layer's new keys and values, and return all of them."""
+        return self.cache[layer_number]
+
+
+class _Places:
+    """Where the new tokens of a step go: for each, its sequence, its position there, and its row among the new ones."""
+
+    def __init__(
+        self, new: torch.Tensor, cu_new: torch.Tensor, cu_all: torch.Tensor, qkv_format: str
+    ) -> None:
+        lengths, totals = cu_new.diff(), cu_all.diff()
+        if qkv_format == "thd":
+            rows = torch.arange(new.shape[0], device=new.device)
+            sequence = torch.searchsorted(cu_new[1:].contiguous(), rows, right=True)
+            self.is_token = sequence < lengths.shape[0]
+            self.sequence = sequence.clamp_max(lengths.shape[0] - 1)
+            step = rows - cu_new[self.sequence]
+        else:
+            batch, size = (
+                (new.shape[0], new.shape[1])
+                if qkv_format == "bshd"
+                else (new.shape[1], new.shape[0])
+            )
+            self.sequence = torch.arange(batch, device=new.device).repeat_interleave(size)
+            step = torch.arange(size, device=new.device).repeat(batch)
+            self.is_token = step < lengths[self.sequence]
+        self.position = (totals - lengths)[self.sequence] + step
+
+    @staticmethod
+    def rows_of(new: torch.Tensor, qkv_format: str) -> torch.Tensor:
+        """Return new keys or values in the order of the places: ``(tokens, heads, d)``."""
+        if qkv_format == "thd":
+            return new
+        return (new if qkv_format == "bshd" else new.transpose(0, 1)).flatten(0, 1)
+
+    def write(self, rows: torch.Tensor, flat: torch.Tensor, values: torch.Tensor) -> None:
+        """Write values into the rows `flat`; what is no token goes into the last row, so that nobody has to count."""
+        flat = torch.where(self.is_token, flat, rows.shape[0] - 1)
+        rows.index_copy_(0, flat.long(), values.to(rows.dtype))
+
+
+class _CachesInRows(KVCacheManager):
+    """Caches whose first two dimensions are one in memory, with a row behind them that nobody reads.
+
+    Parameters
+    ----------
+    sizes : tuple of int
+        The first two dimensions.
+    num_heads, head_dim_k, head_dim_v : int
+        Heads, and channels of keys and of values; those of a key by default.
+    dtype : torch.dtype
+        Type.
+    device : torch.device
+        Where they are.
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, int],
+        num_heads: int,
+        channels: tuple[int, int | None],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.dtype = num_heads, dtype
+        self.head_dim_k = channels[0]
+        self.head_dim_v = channels[0] if channels[1] is None else channels[1]
+        self._sizes, self._device = sizes, device
+        self._rows: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Make the memory of a layer, for keys and for values: the two dimensions, heads, channels."""
+        count = self._sizes[0] * self._sizes[1] + 1
+        kind: dict[str, Any] = {"dtype": self.dtype, "device": self._device}
+        keys, values = (
+            torch.zeros(count, self.num_heads, d, **kind)
+            for d in (self.head_dim_k, self.head_dim_v)
+        )
+        self._rows[layer_number] = keys, values
+        self.cache[layer_number] = (
+            keys[:-1].unflatten(0, self._sizes),
+            values[:-1].unflatten(0, self._sizes),
+        )
+
+    def _write(self, layer_number: int, places: _Places, flat: torch.Tensor, new: Any) -> None:
+        """Write new keys and values, given in the order of the places."""
+        for rows, values in zip(self._rows[layer_number], new, strict=True):
+            if values.numel():
+                places.write(rows, flat, values)
+
+
+class NonPagedKVCacheManager(_CachesInRows):
+    """Caches with the memory of the longest sequence for every sequence of the batch.
+
+    Parameters
+    ----------
+    max_batch_size, max_seqlen : int
+        Sequences, and tokens of each.
+    num_heads, head_dim_k : int
+        Heads of keys and values, and channels of a key.
+    dtype : torch.dtype
+        Type of the caches.
+    head_dim_v : int, optional
+        Channels of a value; those of a key by default.
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_seqlen: int,
+        num_heads: int,
+        head_dim_k: int,
+        dtype: torch.dtype,
+        head_dim_v: int | None = None,
+    ) -> None:
+        device, channels = _device(), (head_dim_k, head_dim_v)
+        super().__init__((max_batch_size, max_seqlen), num_heads, channels, dtype, device)
+        self.max_batch_size, self.max_seqlen = max_batch_size, max_seqlen
+        # Number of the row that each row of the batch had in the step before.
+        self.batch_indices = torch.arange(max_batch_size, dtype=torch.int32, device=device)
+        self.need_reindex = False
+
+    def pre_step(self, step_dict: Mapping[Any, int]) -> OrderedDict[Any, int]:
+        """Note which sequences the next step has, and return their lengths behind it.
+
+        Sequences that are missing have ended; their memory goes to new ones. The others keep their order, new ones
+        follow.
+        """
+        former = list(self.sequences)
+        stay = [index for index, name in enumerate(former) if name in step_dict]
+        gone = [index for index, name in enumerate(former) if name not in step_dict]
+        lengths = OrderedDict((former[index], self.sequences[former[index]]) for index in stay)
+        for name, tokens in step_dict.items():
+            lengths[name] = lengths.get(name, 0) + tokens
+        _check_lengths(lengths, self.max_batch_size, self.max_seqlen)
+        order = [*stay, *gone, *range(len(former), self.max_batch_size)]
+        self.need_reindex = order != list(range(self.max_batch_size))
+        self.batch_indices.copy_(torch.tensor(order, dtype=torch.int32))
+        self.sequences = lengths
+        return self.sequences
+
+    def step(
+        self,
+        layer_number: int,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
+        cu_new_seqlens: torch.Tensor,
+        cu_cached_seqlens: torch.Tensor,
+        qkv_format: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep a layer's new keys and values, and return those of the batch: ``(batch, max_seqlen, heads, d)``."""
+        caches = self.cache[layer_number]
+        if self.need_reindex:
+            for cache in caches:
+                cache.copy_(cache[self.batch_indices.long()])
+        places = _Places(new_k, cu_new_seqlens, cu_cached_seqlens, qkv_format)
+        flat = places.sequence * self.max_seqlen + places.position
+        new = [places.rows_of(tensor, qkv_format) for tensor in (new_k, new_v)]
+        self._write(layer_number, places, flat, new)
+        batch = {"bshd": new_k.shape[0], "sbhd": new_k.shape[1]}.get(
+            qkv_format, self.max_batch_size
+        )
+        keys, values = caches
+        return keys[:batch], values[:batch]
+
+
+class PagedKVCacheManager(_CachesInRows):
+    """Caches in pages, which sequences take as they grow.
+
+    Parameters
+    ----------
+    total_num_pages, page_size : int
+        Pages, and tokens of each.
+    num_heads, head_dim_k : int
+        Heads of keys and values, and channels of a key.
+    dtype : torch.dtype
+        Type of the caches.
+    max_batch_size, max_seqlen : int
+        Sequences, and tokens of each.
+    head_dim_v : int, optional
+        Channels of a value; those of a key by default.
+    """
+
+    def __init__(
+        self,
+        total_num_pages: int,
+        page_size: int,
+        num_heads: int,
+        head_dim_k: int,
+        dtype: torch.dtype,
+        max_batch_size: int,
+        max_seqlen: int,
+        head_dim_v: int | None = None,
+    ) -> None:
+        device, channels = _device(), (head_dim_k, head_dim_v)
+        super().__init__((total_num_pages, page_size), num_heads, channels, dtype, device)
+        self.total_num_pages, self.page_size = total_num_pages, page_size
+        self.max_batch_size, self.max_seqlen = max_batch_size, max_seqlen
+        self.max_pages_per_seq = max_seqlen // page_size
+        self.free_pages = list(range(total_num_pages))
+        self.allocated_pages: dict[Any, list[int]] = {}
+        shape = max_batch_size, self.max_pages_per_seq
+        self.page_table = torch.zeros(shape, dtype=torch.int32, device=device)
+
+    def reset(self) -> None:
+        """Forget all sequences; the memory stays."""
+        super().reset()
+        self.free_pages = list(range(self.total_num_pages))
+        self.allocated_pages = {}
+        self.page_table.zero_()
+
+    def pre_step(self, step_dict: Mapping[Any, int]) -> OrderedDict[Any, int]:
+        """Note which sequences the next step has, give them pages, and return their lengths behind it.
+
+        Raises
+        ------
+        StateError
+            If there are too few pages; nothing has changed then.
+        """
+        lengths = OrderedDict((name, n) for name, n in self.sequences.items() if name in step_dict)
+        for name, tokens in step_dict.items():
+            lengths[name] = lengths.get(name, 0) + tokens
+        _check_lengths(lengths, self.max_batch_size, self.max_seqlen)
+        gone = [
+            page
+            for name in self.sequences
+            if name not in step_dict
+            for page in self.allocated_pages[name]
+        ]
+        free = [*self.free_pages, *gone]
+        pages = {name: list(self.allocated_pages.get(name, ())) for name in lengths}
+        for name, length in lengths.items():
+            missing = -(-length // self.page_size) - len(pages[name])
+            if missing > len(free):
+                message = f"InferenceParams: the {self.total_num_pages} pages of the KV cache are all taken"
+                raise StateError(message)
+            pages[name] += free[:missing]
+            del free[:missing]
+        self.free_pages, self.allocated_pages, self.sequences = free, pages, lengths
+        table = torch.zeros(self.page_table.shape, dtype=torch.int32)
+        for row, own in enumerate(pages.values()):
+            table[row, : len(own)] = torch.tensor(own, dtype=torch.int32)
+        self.page_table.copy_(table)
+        return self.sequences
+
+    def step(
+        self,
+        layer_number: int,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
+        cu_new_seqlens: torch.Tensor,
+        cu_cached_seqlens: torch.Tensor,
+        qkv_format: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep a layer's new keys and values, and return its pages: ``(total_num_pages, page_size, heads, d)``."""
+        caches = self.cache[layer_number]
+        places = _Places(new_k, cu_new_seqlens, cu_cached_seqlens, qkv_format)
+        page = places.position.clamp_max(self.max_seqlen - 1) // self.page_size
+        flat = (
+            self.page_table[places.sequence, page] * self.page_size
+            + places.position % self.page_size
+        )
+        new = [places.rows_of(tensor, qkv_format) for tensor in (new_k, new_v)]
+        self._write(layer_number, places, flat, new)
+        return caches
+
+
+def _check_lengths(lengths: Mapping[Any, int], batch: int, longest: int) -> None:
+    """Raise unless the sequences of a step fit into the caches."""
+    if len(lengths) > batch:
+        message = f"InferenceParams: there is room for {batch} sequences (max_batch_size), got {len(lengths)}"
+        raise ShapeError(message)
+    for name, length in lengths.items():
+        if length > longest:
+            message = (
+                f"InferenceParams: sequence {name!r} has {length} tokens, and there is room for {longest} "
+                "(max_sequence_length)"
+            )
+            raise ShapeError(message)
+
+
+class InferenceParams:
+    """Key-value caches of a model's layers during inference.
+
+    Before each step :meth:`pre_step` is told which sequences it has and how many tokens of each; the layers are then
+    called with ``inference_params``, a mask type with padding, and the cumulative lengths of the new tokens.
+
+    Parameters
+    ----------
+    max_batch_size, max_sequence_length : int
+        Sequences of a step, and tokens of a sequence.
+    num_heads_kv, head_dim_k : int
+        Heads of keys and values, and channels of a key.
+    dtype : torch.dtype
+        Type of the caches.
+    head_dim_v : int, optional
+        Channels of a value; those of a key by default.
+    is_paged : bool, default = False
+        Give sequences pages as they grow, instead of room for the longest at once.
+    total_num_pages, page_size : int, optional
+        Pages, ``max_batch_size · max_sequence_length / page_size``, and tokens of each, a divisor of
+        `max_sequence_length`.
+    max_ctx_len : int, optional
+        New tokens of a sequence in a step at most; needed by ``qkv_format='thd'``.
+    qkv_format : {'bshd', 'sbhd', 'thd'}, default = 'bshd'
+        Format of the new tokens.
+    custom_cache_manager : type, optional
+        Class of a cache manager of the user's own.
+
+    Raises
+    ------
+    ShapeError
+        If a size is missing, or sizes do not fit.
+    """
+
+    def __init__(
+        self,
+        max_batch_size: int,
+        max_sequence_length: int,
+        num_heads_kv: int | None = None,
+        head_dim_k: int | None = None,
+        dtype: torch.dtype | None = None,
+        head_dim_v: int | None = None,
+        is_paged: bool = False,
+        total_num_pages: int | None = None,
+        page_size: int | None = None,
+        max_ctx_len: int | None = None,
+        qkv_format: str = "bshd",
+        custom_cache_manager: Any = None,
+    ) -> None:
+        for name, value in (
+            ("num_heads_kv", num_heads_kv),
+            ("head_dim_k", head_dim_k),
+            ("dtype", dtype),
+        ):
+            if value is None:
+                message = f"InferenceParams: {name} is missing"
+                raise ShapeError(message)
+        if qkv_format not in ("bshd", "sbhd", "thd"):
+            message = (
+                f"InferenceParams: qkv_format must be 'bshd', 'sbhd' or 'thd', got {qkv_format!r}"
+            )
+            raise ShapeError(message)
+        if qkv_format == "thd" and max_ctx_len is None:
+            message = "InferenceParams: max_ctx_len is missing, which qkv_format='thd' needs"
+            raise ShapeError(message)
+        self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
+        self.num_heads_kv, self.head_dim_k, self.dtype = num_heads_kv, head_dim_k, dtype
+        self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
+        self.is_paged = is_paged
+        self.max_ctx_len = max_ctx_len
+        sizes: dict[str, Any] = {
+            "max_batch_size": max_batch_size,
+            "max_seqlen": max_sequence_length,
+            "num_heads": num_heads_kv,
+            "head_dim_k": head_dim_k,
+            "dtype": dtype,
+            "head_dim_v": self.head_dim_v,
+        }
+        kind: Any = PagedKVCacheManager if is_paged else NonPagedKVCacheManager
+        if is_paged:
+            self._check_pages(total_num_pages, page_size)
+            self.total_num_pages, self.page_size = total_num_pages, page_size
+            sizes |= {"total_num_pages": total_num_pages, "page_size": page_size}
+        self.cache_manager: Any = (custom_cache_manager or kind)(**sizes)
+        self.cache_qkv_format = "bshd"
+        self._take_format(qkv_format)
+        self.sequences_pre_step: OrderedDict[Any, int] = OrderedDict()
+        self.sequences: OrderedDict[Any, int] = OrderedDict()
+        self.batch_size = 0
+        kind = {"dtype": torch.int32, "device": _device()}
+        self.cu_seqlens_q = torch.zeros(max_batch_size + 1, **kind)
+        self.cu_seqlens_kv = torch.zeros(max_batch_size + 1, **kind)
+        self.pre_step_seqlens = torch.zeros(max_batch_size, **kind)
+
+    def _check_pages(self, total_num_pages: int | None, page_size: int | None) -> None:
+        if page_size is None or self.max_sequence_length % page_size != 0:
+            message = (
+                "InferenceParams: page_size must divide max_sequence_length = "
+                f"{self.max_sequence_length}, got {page_size}"
+            )
+            raise ShapeError(message)
+        wanted = self.max_batch_size * (self.max_sequence_length // page_size)
+        if total_num_pages != wanted:
+            message = (
+                "InferenceParams: total_num_pages must be max_batch_size * max_sequence_length / page_size = "
+                f"{wanted}, got {total_num_pages}"
+            )
+            raise ShapeError(message)
+
+    def _take_format(self, qkv_format: str) -> None:
+        self.input_qkv_format = qkv_format
+        is_same = qkv_format == self.cache_qkv_format
+        self.output_qkv_format = qkv_format if is_same else f"{qkv_format}_2{self.cache_qkv_format}"
+
+    def reset(self) -> None:
+        """Forget all sequences; the memory stays."""
+        self.sequences = OrderedDict()
+        self.cache_manager.reset()
+
+    def __repr__(self) -> str:
+        """Type and sizes of the caches."""
+        sizes = (
+            f"total_pages={self.total_num_pages}, page_size={self.page_size}, num_heads={self.num_heads_kv}"
+            if self.is_paged
+            else f"max_batch_size={self.max_batch_size}, max_seqlen={self.max_sequence_length}, "
+            f"num_heads={self.num_heads_kv}"
+        )
+        return (
+            f"dtype={self.dtype}, is_paged={self.is_paged}, {sizes}, head_dim_k={self.head_dim_k}, "
+            f"head_dim_v={self.head_dim_v}"
+        )
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Make the caches of a layer; its first call does, too."""
+        self.cache_manager.allocate_memory(layer_number)
+
+    def pre_step(self, step_dict: Mapping[Any, int]) -> None:
+        """Say which sequences the next step has.
+
+        Parameters
+        ----------
+        step_dict : collections.OrderedDict
+            New tokens by sequence, in the order of the batch: those of the step before that go on, then new ones.
+
+        Raises
+        ------
+        ShapeError
+            If there are more sequences or tokens than room.
+        StateError
+            If all pages are taken.
+        """
+        self.sequences = self.cache_manager.pre_step(step_dict)
+        self.batch_size = len(step_dict)
+        new = [step_dict[name] for name in self.sequences]
+        before = [
+            length - tokens for length, tokens in zip(self.sequences.values(), new, strict=True)
+        ]
+        self.sequences_pre_step = OrderedDict(zip(self.sequences, before, strict=True))
+        rest = [0] * (self.max_batch_size - self.batch_size)
+        self.pre_step_seqlens.copy_(torch.tensor([*before, *rest], dtype=torch.int32))
+        for ends, lengths in (
+            (self.cu_seqlens_q, new),
+            (self.cu_seqlens_kv, list(self.sequences.values())),
+        ):
+            ends.copy_(torch.tensor([0, *lengths, *rest], dtype=torch.int32).cumsum(0))
+
+    def get_seqlens_pre_step(self) -> torch.Tensor:
+        """Return the tokens of each sequence before the step: ``(max_batch_size,)``, int32."""
+        return self.pre_step_seqlens
+
+    def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a layer's keys and values, page by page gathered: ``(batch, max_sequence_length, heads, d)``."""
+        table = self.cache_manager.page_table[: self.batch_size].long()
+        keys, values = (
+            cache[table].flatten(1, 2) for cache in self.cache_manager.cache[layer_number]
+        )
+        return keys, values
+
+    def step(
+        self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, str]:
+        """Keep a layer's new keys and values.
+
+        Parameters
+        ----------
+        layer_number : int
+            The layer.
+        new_k, new_v : torch.Tensor
+            In `qkv_format`.
+        qkv_format : {'bshd', 'sbhd', 'thd'}
+            Format of the new tokens.
+
+        Returns
+        -------
+        tuple
+            Keys and values of the cache, cumulative lengths of queries and of keys, the longest length of keys, and
+            the format of all, as ``'thd_2bshd'``.
+
+        Raises
+        ------
+        DtypeError
+            If the new keys are not of the caches' type.
+        """
+        if new_k.dtype != self.dtype:
+            message = (
+                f"InferenceParams: the caches are {self.dtype}, and the new keys {new_k.dtype}"
+            )
+            raise DtypeError(message)
+        self._take_format(qkv_format)
+        ends = self.cu_seqlens_q, self.cu_seqlens_kv
+        keys, values = self.cache_manager.step(layer_number, new_k, new_v, *ends, qkv_format)
+        return keys, values, *ends, self.max_sequence_length, self.output_qkv_format

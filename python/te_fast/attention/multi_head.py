@@ -1,0 +1,543 @@
+"""Multi-head attention: projections, rotation, norms of heads, attention, projection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from te_fast.attention.dot_product import DotProductAttention
+from te_fast.attention.inference import InferenceParams
+from te_fast.attention.rope import angles_of, rotate
+from te_fast.errors import ShapeError
+from te_fast.layers.layernorm_linear import LayerNormLinear
+from te_fast.layers.linear import Linear
+from te_fast.layers.norm import LayerNorm, RMSNorm
+from te_fast.layers.parameters import check_sizes, refuse
+from te_fast.ops.basic.l2normalization import L2Normalization
+
+Rotation = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+
+
+class CompositeModule(torch.nn.Module):
+    """A module of layers, which passes on what they are told."""
+
+    def fast_setattr(self, name: str, value: Any) -> None:
+        """Set an attribute that is no parameter, buffer or module."""
+        self.__dict__[name] = value
+
+    def _tell(self, method: str, *args: Any) -> None:
+        """Call a method of every module inside that has it."""
+        for child in self.modules():
+            if child is not self and hasattr(child, method):
+                getattr(child, method)(*args)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor-parallel group of the layers within; only a group of one rank works so far.
+
+        Raises
+        ------
+        UnsupportedError
+            For a group of several ranks.
+        """
+        self._tell("set_tensor_parallel_group", tp_group)
+        self.tp_group = tp_group
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Set the context-parallel group; only a group of one rank works so far.
+
+        Raises
+        ------
+        UnsupportedError
+            For a group of several ranks.
+        """
+        arguments = (cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        self._tell("set_context_parallel_group", *arguments)
+
+
+def heads_of(hidden: int, heads: int, groups: int | None, layer: str) -> int:
+    """Return the number of heads of keys and values.
+
+    Raises
+    ------
+    ShapeError
+        If heads are no multiple of it.
+    """
+    check_sizes(layer, hidden_size=hidden, num_attention_heads=heads)
+    found = heads if groups is None else groups
+    check_sizes(layer, num_gqa_groups=found)
+    if found == 0 or heads % found:
+        message = f"{layer}: num_attention_heads must be a multiple of num_gqa_groups, got {heads} and {found}"
+        raise ShapeError(message)
+    return found
+
+
+class MultiheadAttention(CompositeModule):
+    """Attention with its projections.
+
+    Parameters
+    ----------
+    hidden_size, num_attention_heads : int
+        Channels of input and result, and heads of queries.
+    kv_channels : int, optional
+        Channels of a head; ``hidden_size / num_attention_heads`` by default.
+    attention_dropout : float, default = 0.1
+        Probability by which a weight is dropped in training.
+    layernorm_epsilon : float, default = 1e-5
+        Added to the variance by the input's norm.
+    init_method, output_layer_init_method : Callable, optional
+        Initialise the weights of queries, keys and values, and that of the last projection.
+    layer_number : int, optional
+        Number of the layer, from 1: names its part of a key-value cache.
+    attn_mask_type, window_size, bottom_right_diagonal : optional
+        As of :class:`te_fast.pytorch.DotProductAttention`.
+    tp_group, tp_size, sequence_parallel, set_parallel_mode : optional
+        Tensor parallelism; groups of one rank only so far.
+    num_gqa_groups : int, optional
+        Heads of keys and values.
+    fuse_wgrad_accumulation : bool, default = False
+        Add the weights' gradients to their ``main_grad``.
+    get_rng_state_tracker : Callable, optional
+        Gives the tracker of random numbers, for initialisation and dropout.
+    params_dtype : torch.dtype, optional
+        Type of the parameters.
+    return_bias : bool, default = False
+        Return the last projection's bias beside the result, not added.
+    return_layernorm_output : bool, default = False
+        With `input_layernorm`, return the norm's result as well.
+    input_layernorm : bool, default = False
+        Normalise the input.
+    attention_type : {'self', 'cross'}, default = 'self'
+        Where keys and values come from: the input, or ``encoder_output``.
+    fuse_qkv_params : bool, default = False
+        Have one weight for queries, keys and values instead of three.
+    zero_centered_gamma : bool, default = False
+        The norm multiplies by one plus its weight.
+    qkv_weight_interleaved : bool, default = True
+        The rows of one fused weight are those of each group: its queries, its key, its value; else those of all
+        queries, all keys, all values, as always without `fuse_qkv_params`.
+    rotary_pos_interleaved : bool, default = False
+        Which channels rotary embeddings turn together.
+    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad : bool
+        Userbuffers; not supported yet.
+    bias : bool, default = True
+        Have biases.
+    normalization : {'LayerNorm', 'RMSNorm'}, default = 'LayerNorm'
+        The input's norm.
+    device : torch.device or str, default = 'cuda'
+        Where the parameters are made.
+    qkv_format : {'sbhd', 'bshd', 'thd'}, default = 'sbhd'
+        Order of the input's dimensions.
+    name : str, optional
+        Name in messages.
+    qk_norm_type : {'L2Normalization', 'RMSNorm', 'LayerNorm'}, optional
+        Normalise the heads of queries and keys.
+    qk_norm_eps : float, default = 1e-6
+        Added to the variance by these.
+    qk_norm_before_rope : bool, default = False
+        Normalise before rotary embeddings, not behind.
+    seq_length, micro_batch_size : int, optional
+        Transformer Engine compiles for these sizes ahead; there is nothing to compile here.
+    softmax_type : str, default = 'vanilla'
+        As of :class:`te_fast.pytorch.DotProductAttention`.
+
+    Raises
+    ------
+    UnsupportedError
+        For an argument that te_fast does not support yet.
+    ShapeError
+        If sizes do not fit, or a name is unknown.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[torch.Tensor], Any] | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = "cuda",
+        qkv_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        softmax_type: str = "vanilla",
+    ) -> None:
+        super().__init__()
+        self.name = name
+        shown = self._shown = type(self).__name__ if name is None else name
+        overlaps = {
+            "ub_overlap_ag": ub_overlap_ag,
+            "ub_overlap_rs": ub_overlap_rs,
+            "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
+            "ub_bulk_dgrad": ub_bulk_dgrad,
+            "ub_bulk_wgrad": ub_bulk_wgrad,
+        }
+        refuse(shown, {"tp_size": tp_size != 1, **overlaps})
+        self.num_gqa_groups = heads_of(hidden_size, num_attention_heads, num_gqa_groups, shown)
+        self._check(attention_type, layer_number, return_layernorm_output and not input_layernorm)
+        self._take(locals())
+        self._make_head_norms(qk_norm_type, qk_norm_eps, device, params_dtype)
+        shared: dict[str, Any] = {
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "tp_group": tp_group,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "params_dtype": params_dtype,
+            "device": device,
+            "bias": bias,
+        }
+        first = {
+            "init_method": init_method,
+            "parallel_mode": "column" if set_parallel_mode else None,
+        }
+        norm = {
+            "eps": layernorm_epsilon,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": return_layernorm_output,
+        }
+        self._make_projections(hidden_size, norm, shared | first, is_split=not fuse_qkv_params)
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            self.hidden_size_per_attention_head,
+            num_gqa_groups=self.num_gqa_groups,
+            attention_dropout=attention_dropout,
+            qkv_format=qkv_format,
+            get_rng_state_tracker=get_rng_state_tracker,
+            tp_group=tp_group,
+            layer_number=self.layer_number,
+            attention_type=attention_type,
+            softmax_type=softmax_type,
+            name=self._name_of("core_attention"),
+            device=device,
+        )
+        self.proj = Linear(
+            self.hidden_size_q,
+            hidden_size,
+            init_method=output_layer_init_method,
+            return_bias=return_bias,
+            parallel_mode="row" if set_parallel_mode else None,
+            name=self._name_of("proj"),
+            **shared,
+        )
+
+    def _take(self, given: dict[str, Any]) -> None:
+        """Note the constructor's arguments that calls read, and those that Transformer Engine's module shows."""
+        self.qkv_format: str = given["qkv_format"]
+        self.attn_mask_type: str = given["attn_mask_type"]
+        self.window_size: tuple[int, int] | None = given["window_size"]
+        self.bottom_right_diagonal: bool | None = given["bottom_right_diagonal"]
+        self.layer_number: int = given["layer_number"] or 1
+        self.input_layernorm: bool = given["input_layernorm"]
+        self.attention_type: str = given["attention_type"]
+        self.return_layernorm_output: bool = given["return_layernorm_output"]
+        self.return_bias: bool = given["return_bias"]
+        self.get_rng_state_tracker = given["get_rng_state_tracker"]
+        self.tp_group, self.tp_size = given["tp_group"], 1
+        self.sequence_parallel = False  # of one rank there is nothing to split
+        self.params_dtype: torch.dtype = given["params_dtype"] or torch.get_default_dtype()
+        heads: int = given["num_attention_heads"]
+        self.num_attention_heads = self.num_attention_heads_per_partition = heads
+        self.num_gqa_groups_per_partition = self.num_gqa_groups
+        self.softmax_type: str = given["softmax_type"]
+        self.qkv_weight_interleaved = given["qkv_weight_interleaved"] and given["fuse_qkv_params"]
+        self.rotary_pos_interleaved: bool = given["rotary_pos_interleaved"]
+        self.qk_norm_before_rope: bool = given["qk_norm_before_rope"]
+        channels: int = given["kv_channels"] or given["hidden_size"] // heads
+        self.hidden_size_per_attention_head = channels
+        self.hidden_size_q, self.hidden_size_kv = channels * heads, channels * self.num_gqa_groups
+
+    def _check(self, attention_type: str, layer_number: int | None, lacks_norm: bool) -> None:
+        if attention_type not in ("self", "cross"):
+            message = (
+                f"{self._shown}: attention_type must be 'self' or 'cross', got {attention_type!r}"
+            )
+            raise ShapeError(message)
+        if layer_number is not None and layer_number <= 0:
+            message = f"{self._shown}: layer_number must be 1 or more, got {layer_number}"
+            raise ShapeError(message)
+        if lacks_norm:
+            message = f"{self._shown}: return_layernorm_output needs input_layernorm"
+            raise ShapeError(message)
+
+    def _name_of(self, part: str) -> str | None:
+        return None if self.name is None else f"{self.name}.{part}"
+
+    def _make_head_norms(
+        self, kind: str | None, eps: float, device: Any, dtype: torch.dtype | None
+    ) -> None:
+        kinds = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
+        self.q_norm: torch.nn.Module | None = None
+        self.k_norm: torch.nn.Module | None = None
+        if kind is None:
+            return
+        if kind == "L2Normalization":
+            self.q_norm = self.k_norm = L2Normalization(eps=eps)
+            return
+        if kind not in kinds:
+            known = ", ".join(("L2Normalization", *kinds))
+            message = f"{self._shown}: qk_norm_type must be None or one of {known}, got {kind!r}"
+            raise ShapeError(message)
+        size = self.hidden_size_per_attention_head
+        self.q_norm = kinds[kind](size, eps=eps, device=device, params_dtype=dtype)
+        self.k_norm = kinds[kind](size, eps=eps, device=device, params_dtype=dtype)
+
+    def _make_projections(
+        self, hidden: int, norm: dict[str, Any], shared: dict[str, Any], *, is_split: bool
+    ) -> None:
+        q, kv = self.hidden_size_q, self.hidden_size_kv
+        if self.attention_type == "self":
+            parts: Any = {"query": q, "key": kv, "value": kv} if is_split else None
+            outs = q + 2 * kv
+            if self.input_layernorm:
+                name = self._name_of("layernorm_linear_qkv")
+                self.layernorm_qkv = LayerNormLinear(
+                    hidden, outs, parameters_split=parts, name=name, **norm, **shared
+                )
+            else:
+                name = self._name_of("linear_qkv")
+                self.qkv = Linear(hidden, outs, parameters_split=parts, name=name, **shared)
+            return
+        if self.input_layernorm:
+            parts, name = (("query",) if is_split else None), self._name_of("layernorm_linear_q")
+            self.layernorm_query = LayerNormLinear(
+                hidden, q, parameters_split=parts, name=name, **norm, **shared
+            )
+        else:
+            self.query_layer = Linear(hidden, q, **shared)
+        parts, name = (("key", "value") if is_split else None), self._name_of("linear_kv")
+        self.key_value = Linear(hidden, 2 * kv, parameters_split=parts, name=name, **shared)
+
+    # Forward --------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        encoder_output: torch.Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: InferenceParams | None = None,
+        rotary_pos_emb: Rotation = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+    ) -> Any:
+        """Attend.
+
+        Parameters
+        ----------
+        hidden_states : torch.Tensor
+            ``(s, b, hidden_size)``, ``(b, s, hidden_size)`` or ``(t, hidden_size)``.
+        encoder_output : torch.Tensor, optional
+            What keys and values of cross attention are made of, in the same format.
+        is_first_microbatch : bool, optional
+            As :meth:`te_fast.pytorch.Linear.forward` takes it.
+        rotary_pos_emb : torch.Tensor or tuple, optional
+            Angles of :class:`te_fast.pytorch.RotaryPositionEmbedding`, of queries and keys if they are two.
+        attention_mask, attn_mask_type, window_size, bottom_right_diagonal, checkpoint_core_attention, \
+inference_params, core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv, \
+cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs : optional
+            As :meth:`te_fast.pytorch.DotProductAttention.forward` takes them.
+
+        Returns
+        -------
+        torch.Tensor or tuple
+            Of the input's shape; then, with `return_bias`, the bias; then, with `return_layernorm_output`, the norm's
+            result.
+
+        Raises
+        ------
+        ShapeError, DtypeError, DeviceError
+            If tensors do not fit the layer or each other.
+        UnsupportedError
+            For what torch's kernels cannot do.
+        """
+        given: dict[str, Any] = {
+            "attention_mask": attention_mask,
+            "attn_mask_type": self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            "window_size": self.window_size if window_size is None else window_size,
+            "bottom_right_diagonal": self.bottom_right_diagonal
+            if bottom_right_diagonal is None
+            else bottom_right_diagonal,
+            "checkpoint_core_attention": checkpoint_core_attention,
+            "inference_params": inference_params,
+            "core_attention_bias_type": core_attention_bias_type,
+            "core_attention_bias": core_attention_bias,
+            "alibi_slopes": alibi_slopes,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_kv": cu_seqlens_kv,
+            "cu_seqlens_q_padded": cu_seqlens_q_padded,
+            "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_kv": max_seqlen_kv,
+            "fast_zero_fill": fast_zero_fill,
+            "pad_between_seqs": pad_between_seqs,
+        }
+        sources = (hidden_states, encoder_output)
+        context, normed = self.attend(sources, is_first_microbatch, rotary_pos_emb, given)
+        out: Any = self.proj(context, is_first_microbatch=is_first_microbatch)
+        if normed is None:
+            return out
+        return (*out, normed) if isinstance(out, tuple) else (out, normed)
+
+    def attend(
+        self,
+        sources: tuple[torch.Tensor, torch.Tensor | None],
+        is_first_microbatch: bool | None,
+        rotary_pos_emb: Rotation,
+        given: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Do all but the last projection.
+
+        Parameters
+        ----------
+        sources : tuple of torch.Tensor
+            Input, and the encoder's output for cross attention.
+        is_first_microbatch : bool, optional
+            As :meth:`te_fast.pytorch.Linear.forward` takes it.
+        rotary_pos_emb : torch.Tensor or tuple, optional
+            Angles.
+        given : dict
+            Arguments of the attention within.
+
+        Returns
+        -------
+        tuple
+            Heads merged, and the norm's result if it is to be returned, else None.
+        """
+        hidden, encoder_output = sources
+        normed = None
+        if self.attention_type == "self":
+            first = self.layernorm_qkv if self.input_layernorm else self.qkv
+            mixed: Any = first(hidden, is_first_microbatch=is_first_microbatch)
+            if self.return_layernorm_output:
+                mixed, normed = mixed
+            heads = self._split(mixed, rotary_pos_emb, given)
+        else:
+            if encoder_output is None:
+                message = f"{self._shown}: cross attention needs encoder_output"
+                raise ShapeError(message)
+            first = self.layernorm_query if self.input_layernorm else self.query_layer
+            queries: Any = first(hidden, is_first_microbatch=is_first_microbatch)
+            if self.return_layernorm_output:
+                queries, normed = queries
+            mixed = self.key_value(encoder_output, is_first_microbatch=is_first_microbatch)
+            heads = self._split_cross(queries, mixed, rotary_pos_emb, given)
+        context = self.core_attention(*heads, **given)
+        return context, normed
+
+    def _split(self, mixed: torch.Tensor, angles: Rotation, given: dict[str, Any]) -> Any:
+        """Return queries, keys and values of their product, rotated and normalised."""
+        q_heads, groups, d = (
+            self.num_attention_heads,
+            self.num_gqa_groups,
+            self.hidden_size_per_attention_head,
+        )
+        if self.qkv_weight_interleaved:
+            per_group = q_heads // groups
+            parts = mixed.unflatten(-1, (groups, per_group + 2, d)).split((per_group, 1, 1), -2)
+            q, k, v = (part.flatten(-3, -2) for part in parts)
+            return self._placed(q, k, v, angles, given)
+        heads = mixed.unflatten(-1, (q_heads + 2 * groups, d))
+        if angles is None or isinstance(angles, tuple) or self.q_norm is not None:
+            q, k, v = heads.split((q_heads, groups, groups), -2)
+            return self._placed(q, k, v, angles, given)
+        # Queries and keys lie side by side and turn by the same angles: one rotation.
+        both, v = heads.split((q_heads + groups, groups), -2)
+        q, k = self._rotated(both, angles, given, "q").split((q_heads, groups), -2)
+        return q, k, v
+
+    def _split_cross(
+        self, queries: torch.Tensor, mixed: torch.Tensor, angles: Rotation, given: dict[str, Any]
+    ) -> Any:
+        groups, d = self.num_gqa_groups, self.hidden_size_per_attention_head
+        q = queries.unflatten(-1, (self.num_attention_heads, d))
+        if self.qkv_weight_interleaved:
+            k, v = mixed.unflatten(-1, (groups, 2, d)).unbind(-2)
+        else:
+            k, v = mixed.unflatten(-1, (2, groups, d)).unbind(-3)
+        return self._placed(q, k, v, angles, given)
+
+    def _placed(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        angles: Rotation,
+        given: dict[str, Any],
+    ) -> Any:
+        """Rotate and normalise queries and keys."""
+        if self.q_norm is not None and self.k_norm is not None and self.qk_norm_before_rope:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if angles is not None:
+            of_q, of_k = angles if isinstance(angles, tuple) else (angles, angles)
+            q, k = self._rotated(q, of_q, given, "q"), self._rotated(k, of_k, given, "kv")
+        if self.q_norm is not None and self.k_norm is not None and not self.qk_norm_before_rope:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+    def _rotated(
+        self, t: torch.Tensor, angles: torch.Tensor, given: dict[str, Any], side: str
+    ) -> torch.Tensor:
+        """Rotate heads; in a key-value cache sequences begin where the step before has ended."""
+        params = given.get("inference_params")
+        starts = None if params is None else params.get_seqlens_pre_step()
+        ends = None
+        if self.qkv_format == "thd":
+            ends, padded = given.get(f"cu_seqlens_{side}"), given.get(f"cu_seqlens_{side}_padded")
+            if given.get("pad_between_seqs") is not False and padded is not None:
+                ends = padded
+            if ends is None:
+                message = (
+                    f"{self._shown}: qkv_format='thd' needs cu_seqlens_{side} for rotary_pos_emb"
+                )
+                raise ShapeError(message)
+        placed = angles_of(angles, t.shape, self.qkv_format, starts, ends)
+        return rotate(t, placed, interleaved=self.rotary_pos_interleaved)

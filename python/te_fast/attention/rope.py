@@ -1,0 +1,391 @@
+"""Rotary position embeddings (https://arxiv.org/abs/2104.09864): the angles, and the rotation of queries and keys."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from te_fast.errors import DtypeError, ShapeError, UnsupportedError
+from te_fast.runtime.compiling import is_in_graph
+from te_fast.runtime.device import default_device
+
+_OP = "apply_rotary_pos_emb"
+
+
+class RotaryPositionEmbedding(torch.nn.Module):
+    """Angles of rotary position embeddings.
+
+    Parameters
+    ----------
+    dim : int
+        Channels of a head.
+    rotary_percent : float, default = 1.0
+        Share of them that is rotated.
+    seq_len_interpolation_factor : int, optional
+        Positions are divided by it (https://arxiv.org/abs/2306.15595).
+    pretrained_max_position_embeddings : int, optional
+        Positions that the model has been trained on; needed by `seq_len_interpolation_factor`. Longer sequences than
+        both allow are squeezed into that length.
+    rotary_base : float, default = 10000.0
+        Base of the angles.
+    interleaved : bool, default = False
+        Rotate channels 2i and 2i + 1 together, instead of i and i + dim / 2.
+
+    Attributes
+    ----------
+    inv_freq : torch.Tensor
+        Buffer ``(dim / 2,)``, FP32: angle per position. On the GPU if there is one.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: int | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        if rotary_percent < 1.0:
+            dim = int(dim * rotary_percent)
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.rotary_base = rotary_base
+        device = torch.device("cuda") if torch.cuda.is_available() else default_device()
+        steps = torch.arange(0, dim, 2, dtype=torch.float32, device=device)
+        self.inv_freq: torch.Tensor
+        self.register_buffer("inv_freq", 1.0 / (rotary_base ** (steps / dim)))
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.interleaved = interleaved
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """Return the angles of the positions ``offset ... offset + max_seq_len - 1``.
+
+        Parameters
+        ----------
+        max_seq_len : int
+            Positions.
+        offset : int, default = 0
+            The first of them.
+
+        Returns
+        -------
+        torch.Tensor
+            ``(max_seq_len, 1, 1, dim)``, FP32, each angle once for either channel of its pair.
+        """
+        with torch.autocast(self.inv_freq.device.type, enabled=False):
+            kind: dict[str, Any] = {"device": self.inv_freq.device, "dtype": self.inv_freq.dtype}
+            positions = torch.arange(max_seq_len, **kind) + offset
+            trained, factor = (
+                self.pretrained_max_position_embeddings,
+                self.seq_len_interpolation_factor,
+            )
+            if trained is not None and factor is not None:
+                is_longer = max_seq_len > trained * factor
+                positions = positions * (1 / (max_seq_len / trained if is_longer else factor))
+            angles = torch.outer(positions, self.inv_freq)
+        paired = (
+            angles.repeat_interleave(2, dim=-1)
+            if self.interleaved
+            else torch.cat((angles, angles), dim=-1)
+        )
+        return paired.view(max_seq_len, 1, 1, -1)
+
+
+def _turned(t: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Return every pair of channels ``(a, b)`` as ``(b, a)``."""
+    if interleaved:
+        return t.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return t.roll(t.shape[-1] // 2, -1)
+
+
+def _signs(width: int, interleaved: bool, like: torch.Tensor) -> torch.Tensor:
+    """Return -1 for the first channel of every pair, 1 for the second."""
+    half = torch.ones(width // 2, dtype=like.dtype, device=like.device)
+    signs = torch.stack((-half, half))
+    return signs.t().reshape(-1) if interleaved else signs.reshape(-1)
+
+
+def _waves(freqs: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines, and sines with the sign that the rotation has for the channel, in FP32."""
+    wide = freqs.float()
+    return wide.cos(), wide.sin() * _signs(wide.shape[-1], interleaved, wide)
+
+
+class _LastWaves:
+    """The waves of the last angles: the layers of a model rotate by the same ones."""
+
+    def __init__(self) -> None:
+        self.key: tuple[Any, ...] = ()
+        self.angles: weakref.ref[torch.Tensor] | None = None
+        self.waves: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def of(self, freqs: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the waves of angles, the kept ones if these are the last angles, unchanged."""
+        if (
+            is_in_graph()
+            or freqs.requires_grad
+            or freqs.is_inference()
+            or type(freqs) is not torch.Tensor
+        ):
+            return _waves(freqs, interleaved)
+        key = (freqs._version, interleaved, freqs.data_ptr())
+        last = None if self.angles is None else self.angles()
+        if (
+            self.waves is None
+            or last is not freqs
+            or key != self.key
+            or torch.is_inference_mode_enabled()
+        ):
+            self.waves = _waves(freqs, interleaved)
+            self.key, self.angles = key, weakref.ref(freqs)
+        return self.waves
+
+
+_last_waves = _LastWaves()
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotate in FP32 and round once; backward rotates back."""
+
+    @staticmethod
+    def forward(
+        t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+    ) -> torch.Tensor:
+        width = cos.shape[-1]
+        part = t[..., :width] if width < t.shape[-1] else t
+        turned = torch.addcmul(part * cos, _turned(part, interleaved), sin).to(t.dtype)
+        return turned if part is t else torch.cat((turned, t[..., width:]), dim=-1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        _, cos, sin, ctx.interleaved = inputs
+        ctx.save_for_backward(cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return _Rotate.apply(grad, cos, -sin, ctx.interleaved), None, None, None
+
+
+def rotate(t: torch.Tensor, freqs: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """Rotate heads by angles that broadcast to them, in FP32, rounding once.
+
+    Parameters
+    ----------
+    t : torch.Tensor
+        ``(..., heads, d)``.
+    freqs : torch.Tensor
+        ``(..., 1, d_rot)``, with ``d_rot`` at most ``d``; the other channels stay.
+    interleaved : bool
+        Which channels make a pair.
+
+    Returns
+    -------
+    torch.Tensor
+        Of the shape and type of `t`.
+    """
+    cos, sin = _last_waves.of(freqs, interleaved)
+    return _Rotate.apply(t, cos, sin, interleaved)
+
+
+def _rotate_rounding(t: torch.Tensor, freqs: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """Rotate with cosines and sines, and every product, rounded to the type of the heads."""
+    cos, sin = (wave.to(t.dtype) for wave in _waves(freqs, interleaved))
+    width = freqs.shape[-1]
+    part = t[..., :width]
+    turned = part * cos + _turned(part, interleaved) * sin
+    return torch.cat((turned, t[..., width:]), dim=-1)
+
+
+def _check(t: torch.Tensor, freqs: torch.Tensor, tensor_format: str) -> None:
+    if tensor_format not in ("sbhd", "bshd", "thd"):
+        message = f"{_OP}: tensor_format must be 'sbhd', 'bshd' or 'thd', got {tensor_format!r}"
+        raise ShapeError(message)
+    if t.dim() != len(tensor_format):
+        message = f"{_OP}: a tensor in {tensor_format} has {len(tensor_format)} dimensions, got shape {list(t.shape)}"
+        raise ShapeError(message)
+    if freqs.dim() != 4 or freqs.shape[-1] > t.shape[-1] or freqs.shape[-1] % 2:
+        message = (
+            f"{_OP}: freqs must be (positions, 1, 1, channels) with an even number of channels, at most the "
+            f"{t.shape[-1]} of the heads, got {list(freqs.shape)}"
+        )
+        raise ShapeError(message)
+
+
+def angles_of(
+    freqs: torch.Tensor,
+    shape: torch.Size,
+    tensor_format: str,
+    start_positions: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the angles of each position of heads in a format, as they broadcast to those.
+
+    Parameters
+    ----------
+    freqs : torch.Tensor
+        ``(positions, 1, 1, d_rot)``.
+    shape : torch.Size
+        Of the heads.
+    tensor_format : {'sbhd', 'bshd', 'thd'}
+        Their format.
+    start_positions : torch.Tensor, optional
+        ``(batch,)``, the position of each sequence's first token.
+    cu_seqlens : torch.Tensor, optional
+        ``(batch + 1,)``, where sequences begin in ``thd``.
+
+    Raises
+    ------
+    ShapeError
+        If there are fewer angles than positions.
+    """
+    if tensor_format == "thd":
+        assert cu_seqlens is not None
+        rows = torch.arange(shape[0], device=freqs.device)
+        sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True)
+        last = cu_seqlens.shape[0] - 2
+        positions = rows - cu_seqlens[sequence.clamp_max(last)]
+        if start_positions is not None:
+            positions = positions + start_positions[sequence.clamp_max(last)]
+        # Rows behind the last sequence are of none; whatever they hold is not read.
+        return freqs[positions.clamp(0, freqs.shape[0] - 1), 0]
+    batch_first = tensor_format == "bshd"
+    length = shape[1] if batch_first else shape[0]
+    if length > freqs.shape[0]:
+        message = f"{_OP}: there are angles for {freqs.shape[0]} positions, and {length} tokens"
+        raise ShapeError(message)
+    if start_positions is None:
+        if length == freqs.shape[0]:
+            return freqs.transpose(0, 1) if batch_first else freqs
+        return freqs[:length].transpose(0, 1) if batch_first else freqs[:length]
+    batch = shape[0] if batch_first else shape[1]
+    steps = torch.arange(length, device=freqs.device)
+    positions = start_positions[:batch, None] + steps
+    found = freqs[positions.clamp(0, freqs.shape[0] - 1), 0]  # (batch, length, 1, d_rot)
+    return found if batch_first else found.transpose(0, 1)
+
+
+def apply_rotary_pos_emb(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> torch.Tensor:
+    """Rotate queries or keys.
+
+    Parameters
+    ----------
+    t : torch.Tensor
+        ``(s, b, h, d)``, ``(b, s, h, d)`` or ``(t, h, d)``.
+    freqs : torch.Tensor
+        Angles ``(positions, 1, 1, d_rot)``, FP32; the channels behind the first ``d_rot`` stay.
+    tensor_format : {'sbhd', 'bshd', 'thd'}, default = 'sbhd'
+        Format of `t`.
+    start_positions : torch.Tensor, optional
+        ``(b,)``, the position of each sequence's first token; 0 by default.
+    interleaved : bool, default = False
+        Rotate channels 2i and 2i + 1 together, instead of i and i + d_rot / 2.
+    fused : bool, default = False
+        Compute in FP32 and round once, as Transformer Engine's kernel; else every product is rounded to the type of
+        `t`, as by its formula.
+    cu_seqlens : torch.Tensor, optional
+        ``(b + 1,)``, int32: where sequences begin in ``thd``.
+    cp_size, cp_rank : int
+        Context parallelism; one rank only.
+
+    Returns
+    -------
+    torch.Tensor
+        Of the shape and type of `t`.
+
+    Raises
+    ------
+    ShapeError
+        If a shape or format does not fit, or `cu_seqlens` is missing.
+    UnsupportedError
+        For `cp_size` over 1.
+    """
+    if cp_size != 1:
+        message = f"{_OP}: context parallelism (cp_size={cp_size}) is not supported yet"
+        raise UnsupportedError(message)
+    for name, tensor in (("t", t), ("freqs", freqs)):
+        if not isinstance(tensor, torch.Tensor):
+            message = f"{_OP}: {name} must be a torch.Tensor, got {type(tensor).__name__}"
+            raise DtypeError(message)
+    _check(t, freqs, tensor_format)
+    if tensor_format == "thd" and cu_seqlens is None:
+        message = f"{_OP}: cu_seqlens must say where sequences begin when tensor_format is 'thd'"
+        raise ShapeError(message)
+    angles = angles_of(freqs, t.shape, tensor_format, start_positions, cu_seqlens)
+    turn = rotate if fused else _rotate_rounding
+    return turn(t, angles, interleaved=interleaved)
+
+
+def apply_fused_qkv_rotary_pos_emb(
+    qkv: torch.Tensor,
+    q_freqs: torch.Tensor,
+    k_freqs: torch.Tensor,
+    qkv_split_arg_list: list[int],
+    tensor_format: str = "sbhd",
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split the product of queries, keys and values, and rotate the first two.
+
+    Parameters
+    ----------
+    qkv : torch.Tensor
+        ``(s, b, groups, sum of the split)`` or ``(b, s, groups, sum of the split)``.
+    q_freqs, k_freqs : torch.Tensor
+        Angles of queries and of keys, as of :func:`apply_rotary_pos_emb`.
+    qkv_split_arg_list : list of int
+        Channels of queries, keys and values of a group; those of queries are a multiple of those of keys.
+    tensor_format : {'sbhd', 'bshd'}, default = 'sbhd'
+        Format of `qkv`.
+    start_positions, interleaved, cp_size, cp_rank : optional
+        As of :func:`apply_rotary_pos_emb`.
+    cu_seqlens : torch.Tensor, optional
+        Of ``thd``, which this function does not take.
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        Queries ``(.., .., groups · queries per group, d)``, keys and values ``(.., .., groups, d)``.
+
+    Raises
+    ------
+    ShapeError
+        If a shape or format does not fit.
+    UnsupportedError
+        For ``thd`` and for `cp_size` over 1.
+    """
+    if tensor_format == "thd":
+        message = "apply_fused_qkv_rotary_pos_emb: tensor_format='thd' is not supported"
+        raise UnsupportedError(message)
+    sizes = list(qkv_split_arg_list)
+    if len(sizes) != 3 or sum(sizes) != qkv.shape[-1] or sizes[0] % sizes[1]:
+        message = (
+            "apply_fused_qkv_rotary_pos_emb: qkv_split_arg_list must be channels of queries, keys and values that add "
+            f"up to {qkv.shape[-1]}, queries a multiple of keys, got {sizes}"
+        )
+        raise ShapeError(message)
+    q, k, v = qkv.split(sizes, dim=-1)
+    q = q.reshape(*q.shape[:2], -1, sizes[1])
+    q, k = (
+        apply_rotary_pos_emb(
+            heads, freqs, tensor_format, start_positions, interleaved, True, None, cp_size, cp_rank
+        )
+        for heads, freqs in ((q, q_freqs), (k, k_freqs))
+    )
+    return q, k, v.contiguous()

@@ -1,0 +1,275 @@
+"""Attention itself: torch's kernels, on heads in whatever order they lie in memory."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from te_fast.attention.rules import (
+    Kept,
+    Rule,
+    alibi,
+    allowed,
+    default_slopes,
+    kept_of_lengths,
+)
+
+
+class Bias(NamedTuple):
+    """What is added to scores: its type, and the tensor or the slopes of ALiBi."""
+
+    kind: str = "no_bias"
+    tensor: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+
+
+class Scores(NamedTuple):
+    """How scores are computed.
+
+    Attributes
+    ----------
+    rule : Rule
+        Which keys a query attends to.
+    scale : float
+        Factor of the products of queries and keys.
+    dropout : float
+        Probability by which a weight is dropped.
+    bias : Bias
+        What is added to scores.
+    sink : torch.Tensor, optional
+        ``(heads,)``, score of a key without value that every query attends to.
+    kept : Kept, optional
+        Real positions of padded sequences.
+    masked : torch.Tensor, optional
+        Mask of ``arbitrary``, True where a query does not attend.
+    """
+
+    rule: Rule
+    scale: float
+    dropout: float = 0.0
+    bias: Bias = Bias()
+    sink: torch.Tensor | None = None
+    kept: Kept | None = None
+    masked: torch.Tensor | None = None
+
+
+def _is_plain(scores: Scores, queries: int, keys: int) -> bool:
+    """Whether torch's ``is_causal``, or no mask at all, says what the rule says."""
+    rule = scores.rule
+    if scores.kept is not None or scores.masked is not None or scores.sink is not None:
+        return False
+    if scores.bias.kind != "no_bias" or rule.left >= 0 or rule.right > 0:
+        return False
+    return rule.right < 0 or not rule.bottom_right or queries == keys
+
+
+def _bias_of(scores: Scores, q: torch.Tensor, keys: int) -> torch.Tensor | None:
+    """Return what is added to scaled scores, ``(1 or batch, 1 or heads, 1 or queries, keys)``."""
+    bias = scores.bias
+    if bias.kind == "alibi":
+        slopes = bias.slopes
+        if slopes is None:
+            slopes = torch.tensor(default_slopes(q.shape[1]), device=q.device)
+        made = alibi(scores.rule, (q.shape[2], keys), scores.kept, slopes)
+        return made.to(q.dtype)
+    if bias.tensor is None:
+        return None
+    given = bias.tensor * scores.scale if bias.kind == "pre_scale_bias" else bias.tensor
+    return given.to(q.dtype)
+
+
+def _with_sink(
+    scores: Scores, mask: torch.Tensor | None, bias: torch.Tensor | None, kv: Any
+) -> tuple[Any, torch.Tensor | None, torch.Tensor]:
+    """Append the sink as one more key, of zeros and with its score as bias; its value is zero."""
+    assert scores.sink is not None
+    k, v = (functional.pad(tensor, (0, 0, 0, 1)) for tensor in kv)
+    keys = k.shape[2] - 1
+    score = scores.sink.to(k.dtype).view(1, -1, 1, 1)
+    zeros = k.new_zeros(1, 1, 1, keys) if bias is None else bias.expand(*bias.shape[:3], keys)
+    sizes = [max(a, b) for a, b in zip(zeros.shape[:3], score.shape[:3], strict=True)]
+    bias = torch.cat([zeros.expand(*sizes, keys), score.expand(*sizes, 1)], -1)
+    mask = None if mask is None else functional.pad(mask, (0, 1), value=True)
+    return (k, v), mask, bias
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """Attend, with torch's scaled dot product attention.
+
+    Parameters
+    ----------
+    q : torch.Tensor
+        ``(batch, heads, queries, d_k)``, with any strides.
+    k, v : torch.Tensor
+        ``(batch, groups, keys, d_k)`` and ``(batch, groups, keys, d_v)``; heads are a multiple of groups.
+    scores : Scores
+        How.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(batch, heads, queries, d_v)``; zero where a query attends to nothing.
+    """
+    grouped = q.shape[1] != k.shape[1]
+    if _is_plain(scores, q.shape[2], k.shape[2]):
+        return functional.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            dropout_p=scores.dropout,
+            is_causal=scores.rule.right == 0,
+            scale=scores.scale,
+            enable_gqa=grouped,
+        )
+    mask = allowed(scores.rule, (q.shape[2], k.shape[2]), scores.kept, scores.masked, q.device)
+    bias = _bias_of(scores, q, k.shape[2])
+    dead = None
+    if scores.sink is not None:
+        (k, v), mask, bias = _with_sink(scores, mask, bias, (k, v))
+    elif mask is not None and (
+        scores.kept is not None or scores.masked is not None or scores.rule.is_banded
+    ):
+        # Kernels disagree on the softmax of nothing: such queries attend to all, and their result is zero.
+        dead = ~mask.any(-1, keepdim=True)
+        mask = mask | dead
+    if mask is not None and bias is not None:
+        bias = bias.masked_fill(~mask, float("-inf"))
+    if grouped:  # no kernel takes groups and a mask
+        repeats = q.shape[1] // k.shape[1]
+        k, v = (tensor.repeat_interleave(repeats, dim=1) for tensor in (k, v))
+    given = mask if bias is None else bias
+    y = functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=given, dropout_p=scores.dropout, scale=scores.scale
+    )
+    return y if dead is None else y.masked_fill(dead, 0.0)
+
+
+@torch.no_grad()
+def max_logits(q: torch.Tensor, k: torch.Tensor, scores: Scores) -> torch.Tensor:
+    """Return the largest score of each head that a query attends to, ``(heads,)``."""
+    mask = allowed(scores.rule, (q.shape[2], k.shape[2]), scores.kept, scores.masked, q.device)
+    bias = _bias_of(scores, q, k.shape[2])
+    repeats = q.shape[1] // k.shape[1]
+    found = []
+    for head in range(q.shape[1]):  # one head at a time: scores are large
+        part = q[:, head] @ k[:, head // repeats].transpose(-1, -2) * scores.scale
+        if bias is not None:
+            part = part + bias[:, head if bias.shape[1] > 1 else 0]
+        if mask is not None:
+            own = mask[:, head if mask.shape[1] > 1 else 0]
+            part = part.masked_fill(~own, float("-inf"))
+        found.append(part.amax())
+    return torch.stack(found)
+
+
+class Packing(NamedTuple):
+    """Where sequences lie in packed rows: cumulative lengths, cumulative starts, the longest length."""
+
+    ends: torch.Tensor
+    starts: torch.Tensor
+    longest: int
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the packed row of each position and whether it is one: ``(batch, longest)`` each."""
+        kept = kept_of_lengths(self.ends, self.longest)
+        rows = self.starts[:-1, None] + torch.arange(self.longest, device=self.ends.device)
+        return rows, kept
+
+
+def unpack(t: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return packed rows ``(tokens, heads, d)`` as ``(batch, heads, longest, d)``, and which positions are real."""
+    rows, kept = packing.rows()
+    if t.shape[0] == 0:
+        shape = (*rows.shape, *t.shape[1:])
+        return t.new_zeros(shape).transpose(1, 2), kept
+    picked = t[torch.where(kept, rows, 0)]
+    # What is not a position must be finite: its weight is zero, and zero times NaN is not.
+    return picked.masked_fill(~kept[..., None, None], 0.0).transpose(1, 2), kept
+
+
+def pack(y: torch.Tensor, packing: Packing, tokens: int) -> torch.Tensor:
+    """Return ``(batch, heads, longest, d)`` as packed rows ``(tokens, heads, d)``; rows of no sequence are zero."""
+    rows, kept = packing.rows()
+    values = y.transpose(1, 2).flatten(0, 1)
+    out = values.new_zeros(tokens + 1, *values.shape[1:])
+    return out.index_copy(0, torch.where(kept, rows, tokens).flatten().long(), values)[:tokens]
+
+
+@cache
+def _varlen() -> tuple[Any, bool]:
+    """Return torch's attention on packed sequences and whether it takes windows; None before torch 2.10."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None, False
+    return varlen_attn, "window_size" in inspect.signature(varlen_attn).parameters
+
+
+def varlen_problem(q: torch.Tensor, v: torch.Tensor, scores: Scores, *, is_self: bool) -> str:
+    """Return why torch's kernel for packed sequences cannot be taken; nothing where it can."""
+    rule = scores.rule
+    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
+        return "it is for 16 bits on the GPU"
+    if scores.dropout > 0.0 or scores.sink is not None or scores.bias.kind != "no_bias":
+        return "it has no dropout, sinks and biases"
+    if q.shape[-1] != v.shape[-1] or q.shape[-1] > 256 or q.shape[-1] % 8 != 0:
+        return "it has no such head sizes"
+    if rule.is_banded and not rule.bottom_right and not is_self:
+        return "its diagonal ends in the last query and key"
+    kernel, takes_windows = _varlen()
+    if kernel is None or (not takes_windows and (rule.left >= 0 or rule.right > 0)):
+        return "this torch has none, or none with windows"
+    return ""
+
+
+def attend_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packings: tuple[Packing, Packing],
+    scores: Scores,
+) -> torch.Tensor:
+    """Attend within packed sequences by torch's kernel for them: ``(tokens, heads, d)`` each."""
+    rule, (of_q, of_k) = scores.rule, packings
+    repeats = q.shape[1] // k.shape[1]
+    kernel, takes_windows = _varlen()
+    options: dict[str, Any] = {"scale": scores.scale}
+    if takes_windows:
+        options |= {"window_size": (rule.left, rule.right), "enable_gqa": repeats != 1}
+    else:
+        options["is_causal"] = rule.right == 0
+        if repeats != 1:
+            k, v = (tensor.repeat_interleave(repeats, dim=1) for tensor in (k, v))
+    return kernel(q, k, v, of_q.ends, of_k.ends, of_q.longest, of_k.longest, **options)
+
+
+def backends(chosen: tuple[bool, bool, bool]) -> AbstractContextManager[Any]:
+    """Return a region in which torch's attention takes some of its kernels alone.
+
+    Parameters
+    ----------
+    chosen : tuple of bool
+        Whether flash attention, the other fused kernels, and the formula as it is may be taken.
+    """
+    if all(chosen):
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    groups = (
+        (SDPBackend.FLASH_ATTENTION,),
+        (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION),
+        (SDPBackend.MATH,),
+    )
+    taken = [
+        kernel
+        for group, is_taken in zip(groups, chosen, strict=True)
+        if is_taken
+        for kernel in group
+    ]
+    region: AbstractContextManager[Any] = sdpa_kernel(taken)
+    return region

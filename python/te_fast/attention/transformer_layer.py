@@ -1,0 +1,473 @@
+"""A transformer layer: attention and feed-forward block, with their residual connections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from te_fast.attention.inference import InferenceParams
+from te_fast.attention.multi_head import CompositeModule, MultiheadAttention, Rotation, heads_of
+from te_fast.attention.tail import Tail
+from te_fast.errors import ShapeError
+from te_fast.layers.layernorm_mlp import LayerNormMLP
+from te_fast.layers.norm import LayerNorm, RMSNorm
+from te_fast.layers.parameters import refuse
+
+Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+
+
+class DropPath(torch.nn.Module):
+    """Drop whole samples (https://arxiv.org/abs/1603.09382), which dimension 0 numbers.
+
+    Parameters
+    ----------
+    drop_prob : float, default = 0.0
+        Probability; the others are divided by one minus it.
+    """
+
+    def __init__(self, drop_prob: float = 0.0) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, hidden_state: torch.Tensor) -> torch.Tensor:
+        """Drop samples in training."""
+        if self.drop_prob == 0.0 or not self.training:
+            return hidden_state
+        kept = 1.0 - self.drop_prob
+        shape = (hidden_state.shape[0],) + (1,) * (hidden_state.dim() - 1)
+        draws = torch.rand(shape, dtype=hidden_state.dtype, device=hidden_state.device)
+        return hidden_state.div(kept) * (draws + kept).floor()
+
+
+class TransformerLayer(CompositeModule):
+    """Attention and feed-forward block, with their residual connections.
+
+    Without dropout, projection, residual sum, norm and feed-forward block are one program with one autograd node.
+
+    Parameters
+    ----------
+    hidden_size, ffn_hidden_size, num_attention_heads : int
+        Channels of input and result, channels inside of the feed-forward block, heads of queries.
+    num_gqa_groups : int, optional
+        Heads of keys and values.
+    layernorm_epsilon : float, default = 1e-5
+        Added to the variance by norms.
+    hidden_dropout, attention_dropout : float, default = 0.1
+        Probabilities of dropout before residual sums, and of weights of attention.
+    init_method, output_layer_init_method : Callable, optional
+        Initialise the weights that read the block's input, and those that make its output.
+    layer_number : int, optional
+        Number of the layer, from 1.
+    kv_channels : int, optional
+        Channels of a head; ``hidden_size / num_attention_heads`` by default.
+    self_attn_mask_type, window_size, bottom_right_diagonal : optional
+        Mask of self attention, as of :class:`te_fast.pytorch.DotProductAttention`.
+    enc_dec_attn_mask_type, enc_dec_bottom_right_diagonal, enc_dec_window_size : optional
+        The same of cross attention; ``no_mask`` by default.
+    tp_group, tp_size, sequence_parallel, set_parallel_mode : optional
+        Tensor parallelism; groups of one rank only so far.
+    params_dtype : torch.dtype, optional
+        Type of the parameters.
+    get_rng_state_tracker : Callable, optional
+        Gives the tracker of random numbers, for initialisation and the dropout of attention.
+    fuse_wgrad_accumulation : bool, default = False
+        Add the weights' gradients to their ``main_grad``; needs `fuse_qkv_params`.
+    seq_length, micro_batch_size : int, optional
+        Transformer Engine compiles for these sizes ahead; there is nothing to compile here.
+    apply_residual_connection_post_layernorm : bool, default = False
+        Residuals are the results of norms, instead of their inputs.
+    output_layernorm : bool, default = False
+        Normalise the result, instead of the input of self attention.
+    parallel_attention_mlp : bool, default = False
+        Attention and feed-forward block have the same input, and their results are added.
+    layer_type : {'encoder', 'decoder'}, default = 'encoder'
+        A decoder has cross attention between the two.
+    drop_path_rate : float, default = 0.0
+        Probability by which the path of a sample is dropped.
+    fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved : bool
+        As of :class:`te_fast.pytorch.MultiheadAttention`.
+    zero_centered_gamma : bool, default = False
+        Norms multiply by one plus their weight.
+    ub_tp_comm_overlap : bool, default = False
+        Userbuffers; not supported yet.
+    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad : bool
+        Which of them; they say nothing without `ub_tp_comm_overlap`.
+    bias : bool, default = True
+        Have biases.
+    activation, activation_params : optional
+        As of :class:`te_fast.pytorch.LayerNormMLP`.
+    normalization : {'LayerNorm', 'RMSNorm'}, default = 'LayerNorm'
+        The norms.
+    device : torch.device or str, default = 'cuda'
+        Where the parameters are made.
+    attn_input_format : {'sbhd', 'bshd', 'thd'}, default = 'sbhd'
+        Order of the input's dimensions.
+    name : str, optional
+        Name in messages.
+    qk_norm_type, qk_norm_eps, qk_norm_before_rope, softmax_type : optional
+        As of :class:`te_fast.pytorch.MultiheadAttention`.
+
+    Raises
+    ------
+    UnsupportedError
+        For an argument that te_fast does not support yet.
+    ShapeError
+        If sizes do not fit, a name is unknown, or arguments contradict each other.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[torch.Tensor], Any] | None = None,
+        layer_number: int | None = None,
+        kv_channels: int | None = None,
+        self_attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_bottom_right_diagonal: bool | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        params_dtype: torch.dtype | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        sequence_parallel: bool = False,
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
+        layer_type: str = "encoder",
+        drop_path_rate: float = 0.0,
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        rotary_pos_interleaved: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        ub_tp_comm_overlap: bool = False,
+        ub_overlap_ag: bool = True,
+        ub_overlap_rs: bool = True,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = True,
+        ub_bulk_wgrad: bool = True,
+        bias: bool = True,
+        activation: str = "gelu",
+        activation_params: dict[str, float] | None = None,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = "cuda",
+        attn_input_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        softmax_type: str = "vanilla",
+    ) -> None:
+        super().__init__()
+        self.name = name
+        shown = self._shown = type(self).__name__ if name is None else name
+        refuse(shown, {"tp_size": tp_size != 1, "ub_tp_comm_overlap": ub_tp_comm_overlap})
+        heads_of(hidden_size, num_attention_heads, num_gqa_groups, shown)
+        _check_arguments(shown, locals())
+        self._take(locals())
+        returns_bias = not parallel_attention_mlp
+        shared: dict[str, Any] = {
+            "init_method": init_method,
+            "output_layer_init_method": output_layer_init_method,
+            "tp_group": tp_group,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "params_dtype": params_dtype,
+            "return_layernorm_output": apply_residual_connection_post_layernorm,
+            "set_parallel_mode": set_parallel_mode,
+            "seq_length": seq_length,
+            "micro_batch_size": micro_batch_size,
+            "bias": bias,
+            "device": device,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+        }
+        attention: dict[str, Any] = shared | {
+            "hidden_size": hidden_size,
+            "num_attention_heads": num_attention_heads,
+            "kv_channels": self.kv_channels,
+            "attention_dropout": attention_dropout,
+            "layernorm_epsilon": layernorm_epsilon,
+            "layer_number": layer_number,
+            "num_gqa_groups": num_gqa_groups,
+            "fuse_qkv_params": fuse_qkv_params,
+            "qkv_weight_interleaved": qkv_weight_interleaved,
+            "rotary_pos_interleaved": rotary_pos_interleaved,
+            "qkv_format": attn_input_format,
+            "softmax_type": softmax_type,
+            "qk_norm_type": qk_norm_type,
+            "qk_norm_eps": qk_norm_eps,
+            "qk_norm_before_rope": qk_norm_before_rope,
+        }
+        self._make_attention(attention, returns_bias=returns_bias)
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size,
+            ffn_hidden_size,
+            eps=layernorm_epsilon,
+            return_bias=returns_bias,
+            activation=activation,
+            activation_params=activation_params,
+            name=self._name_of("layernorm_mlp"),
+            **shared,
+        )
+        self.drop_path = DropPath(drop_path_rate) if drop_path_rate > 0.0 else None
+        if output_layernorm:
+            kind = RMSNorm if normalization == "RMSNorm" else LayerNorm
+            options: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
+            options |= {"zero_centered_gamma": zero_centered_gamma, "sequence_parallel": False}
+            self.layernorm = kind(hidden_size, eps=layernorm_epsilon, **options)
+
+    def _take(self, given: dict[str, Any]) -> None:
+        """Note the constructor's arguments that calls read, and those that Transformer Engine's module shows."""
+        self.self_attn_mask_type: str = given["self_attn_mask_type"]
+        self.window_size: tuple[int, int] | None = given["window_size"]
+        self.bottom_right_diagonal: bool | None = given["bottom_right_diagonal"]
+        self.enc_dec_attn_mask_type: str = given["enc_dec_attn_mask_type"]
+        self.enc_dec_window_size: tuple[int, int] | None = given["enc_dec_window_size"]
+        self.enc_dec_bottom_right_diagonal: bool | None = given["enc_dec_bottom_right_diagonal"]
+        self.layer_number: int | None = given["layer_number"]
+        self.layer_type: str = given["layer_type"]
+        self.output_layernorm: bool = given["output_layernorm"]
+        self.apply_residual_connection_post_layernorm: bool = given[
+            "apply_residual_connection_post_layernorm"
+        ]
+        self.parallel_attention_mlp: bool = given["parallel_attention_mlp"]
+        self.kv_channels: int = (
+            given["kv_channels"] or given["hidden_size"] // given["num_attention_heads"]
+        )
+        self.tp_size, self.sequence_parallel, self.seq_length = 1, False, given["seq_length"]
+        self.get_rng_state_tracker = given["get_rng_state_tracker"]
+        self.attn_input_format: str = given["attn_input_format"]
+        self.softmax_type: str = given["softmax_type"]
+        self.hidden_dropout: float = given["hidden_dropout"]
+
+    def _name_of(self, part: str) -> str | None:
+        return None if self.name is None else f"{self.name}.{part}"
+
+    def _make_attention(self, options: dict[str, Any], *, returns_bias: bool) -> None:
+        # Where there is no norm, there is nothing of it to return.
+        normed = options["return_layernorm_output"] and not self.output_layernorm
+        self.self_attention = MultiheadAttention(
+            **options | {"return_layernorm_output": normed},
+            input_layernorm=not self.output_layernorm,
+            attention_type="self",
+            return_bias=returns_bias,
+            name=self._name_of("self_attention"),
+        )
+        if self.layer_type == "decoder":
+            self.inter_attention = MultiheadAttention(
+                **options,
+                attn_mask_type=self.enc_dec_attn_mask_type,
+                input_layernorm=True,
+                attention_type="cross",
+                return_bias=True,
+                name=self._name_of("inter_attention"),
+            )
+
+    def reset_fp8_meta_tensors(self) -> None:
+        """Set scales and histories of the layers within to their initial values."""
+        self._tell("reset_fp8_meta_tensors")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave native parts out: they are made anew."""
+        return {name: value for name, value in self.__dict__.items() if name != "_tail"}
+
+    # Forward --------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Mask = None,
+        self_attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        encoder_output: torch.Tensor | None = None,
+        enc_dec_attn_mask: Mask = None,
+        enc_dec_attn_mask_type: str | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
+        enc_dec_bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: InferenceParams | None = None,
+        rotary_pos_emb: Rotation = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+    ) -> torch.Tensor:
+        """Apply the layer.
+
+        Parameters
+        ----------
+        hidden_states : torch.Tensor
+            ``(s, b, hidden_size)``, ``(b, s, hidden_size)`` or ``(t, hidden_size)``.
+        attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal : optional
+            Mask of self attention, as of :class:`te_fast.pytorch.DotProductAttention`.
+        encoder_output : torch.Tensor, optional
+            What a decoder's cross attention reads.
+        enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal : optional
+            Mask of cross attention.
+        is_first_microbatch : bool, optional
+            As :meth:`te_fast.pytorch.Linear.forward` takes it.
+        rotary_pos_emb : torch.Tensor or tuple, optional
+            Angles of :class:`te_fast.pytorch.RotaryPositionEmbedding`.
+        cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv : optional
+            Where sequences lie; self attention takes those of queries for both.
+        checkpoint_core_attention, inference_params, core_attention_bias_type, core_attention_bias, alibi_slopes, \
+fast_zero_fill, pad_between_seqs : optional
+            As :meth:`te_fast.pytorch.DotProductAttention.forward` takes them.
+
+        Returns
+        -------
+        torch.Tensor
+            Of the input's shape.
+
+        Raises
+        ------
+        ShapeError, DtypeError, DeviceError
+            If tensors do not fit the layer or each other.
+        UnsupportedError
+            For what torch's kernels cannot do.
+        """
+        hidden = hidden_states.contiguous()
+        kind = hidden.device.type
+        if torch.is_autocast_enabled(kind):
+            hidden = hidden.to(torch.get_autocast_dtype(kind))
+        common: dict[str, Any] = {
+            "checkpoint_core_attention": checkpoint_core_attention,
+            "inference_params": inference_params,
+            "core_attention_bias_type": core_attention_bias_type,
+            "core_attention_bias": core_attention_bias,
+            "alibi_slopes": alibi_slopes,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_q_padded": cu_seqlens_q_padded,
+            "max_seqlen_q": max_seqlen_q,
+            "pad_between_seqs": pad_between_seqs,
+        }
+        own = common | {
+            "attention_mask": attention_mask,
+            "attn_mask_type": self_attn_mask_type or self.self_attn_mask_type,
+            "window_size": self.window_size if window_size is None else window_size,
+            "bottom_right_diagonal": self.bottom_right_diagonal
+            if bottom_right_diagonal is None
+            else bottom_right_diagonal,
+            "cu_seqlens_kv": cu_seqlens_q,
+            "cu_seqlens_kv_padded": cu_seqlens_q_padded,
+            "max_seqlen_kv": max_seqlen_q,
+        }
+        tail = self._tail_for(hidden)
+        if tail is not None:
+            attention = self.self_attention
+            context, _ = attention.attend((hidden, None), is_first_microbatch, rotary_pos_emb, own)
+            return tail(context, hidden, is_first_microbatch)
+        step = {"is_first_microbatch": is_first_microbatch, "rotary_pos_emb": rotary_pos_emb}
+        attended = self.self_attention(hidden, **step, **own)
+        if self.parallel_attention_mlp:
+            return self._summed(attended, self.layernorm_mlp(hidden, is_first_microbatch), hidden)
+        hidden = self._with_residual(attended, hidden, self.drop_path)
+        if self.layer_type == "decoder":
+            other = common | {
+                "attention_mask": enc_dec_attn_mask,
+                "attn_mask_type": enc_dec_attn_mask_type or self.enc_dec_attn_mask_type,
+                "window_size": self.enc_dec_window_size
+                if enc_dec_window_size is None
+                else enc_dec_window_size,
+                "bottom_right_diagonal": self.enc_dec_bottom_right_diagonal
+                if enc_dec_bottom_right_diagonal is None
+                else enc_dec_bottom_right_diagonal,
+                "cu_seqlens_kv": cu_seqlens_kv,
+                "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+                "max_seqlen_kv": max_seqlen_kv,
+            }
+            crossed = self.inter_attention(hidden, encoder_output=encoder_output, **step, **other)
+            hidden = self._with_residual(crossed, hidden, None)
+        output = self._with_residual(
+            self.layernorm_mlp(hidden, is_first_microbatch), hidden, self.drop_path
+        )
+        return self.layernorm(output) if self.output_layernorm else output
+
+    def _tail_for(self, hidden: torch.Tensor) -> Tail | None:
+        """Return what computes everything behind attention in one program; None where something is between."""
+        if (self.training and self.hidden_dropout > 0.0) or not self._is_plain():
+            return None
+        attention, mlp = self.self_attention, self.layernorm_mlp
+        tail: Tail | None = self.__dict__.get("_tail")
+        if tail is None or not tail.is_of(attention.proj, mlp):
+            tail = self.__dict__["_tail"] = Tail(attention.proj, mlp, self._shown)
+        return tail if tail.takes(attention, hidden) else None
+
+    def _is_plain(self) -> bool:
+        return not (
+            self.output_layernorm
+            or self.parallel_attention_mlp
+            or self.apply_residual_connection_post_layernorm
+            or self.layer_type == "decoder"
+            or (self.drop_path is not None and self.training)
+        )
+
+    def _with_residual(
+        self, outs: Any, residual: torch.Tensor, drop_path: torch.nn.Module | None
+    ) -> torch.Tensor:
+        """Return the sum of a block's result, bias and residual; the block may bring the residual itself."""
+        out, bias, *normed = outs
+        return self._summed(out, bias, normed[0] if normed else residual, drop_path)
+
+    def _summed(
+        self,
+        out: torch.Tensor,
+        other: torch.Tensor | None,
+        residual: torch.Tensor,
+        drop_path: torch.nn.Module | None = None,
+    ) -> torch.Tensor:
+        if other is not None and other.numel() != 0:
+            out = out + other
+        out = functional.dropout(out, self.hidden_dropout, training=self.training)
+        drop_path = self.drop_path if self.parallel_attention_mlp else drop_path
+        return residual + (out if drop_path is None else drop_path(out))
+
+
+def _check_arguments(layer: str, given: dict[str, Any]) -> None:
+    """Raise for arguments that contradict each other."""
+    if given["layer_type"] not in ("encoder", "decoder"):
+        message = f"{layer}: layer_type must be 'encoder' or 'decoder', got {given['layer_type']!r}"
+        raise ShapeError(message)
+    if given["normalization"] not in ("LayerNorm", "RMSNorm"):
+        message = f"{layer}: normalization must be 'LayerNorm' or 'RMSNorm', got {given['normalization']!r}"
+        raise ShapeError(message)
+    if given["fuse_wgrad_accumulation"] and not given["fuse_qkv_params"]:
+        message = f"{layer}: fuse_wgrad_accumulation needs fuse_qkv_params=True"
+        raise ShapeError(message)
+    if given["parallel_attention_mlp"]:
+        contradicting = {
+            "layer_type='decoder'": given["layer_type"] == "decoder",
+            "output_layernorm": given["output_layernorm"],
+            "apply_residual_connection_post_layernorm": given[
+                "apply_residual_connection_post_layernorm"
+            ],
+        }
+        for argument, is_set in contradicting.items():
+            if is_set:
+                message = f"{layer}: parallel_attention_mlp does not go with {argument}"
+                raise ShapeError(message)
