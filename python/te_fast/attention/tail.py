@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from te_fast.attention.multi_head import MultiheadAttention
-from te_fast.graphs.traced import Traced, is_traced
 from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.linear import Linear
 from te_fast.runtime import native
@@ -52,16 +49,13 @@ class Tail:
         program = self.program = native.Program(name)
         sizes = proj.in_features, proj.out_features
         program.linear("proj", proj._handles["weight"], proj._parameters, "weight", *sizes)
-        self._names = ["weight"]
         if proj.use_bias:
             program.bias("proj_bias", proj._parameters, "bias", proj.out_features)
-            self._names.append("bias")
         program.add_extra_input("residual", False)
         program.make_extra_output("sum", False)
         mlp._append_ops(program, lambda: None)
         if mlp.use_bias and not mlp.apply_bias:
             program.bias("fc2_bias", mlp._parameters, "fc2_bias", mlp.hidden_size)
-        self._traced = Traced(program, self, name)
 
     def is_of(self, proj: Linear, mlp: LayerNormMLP) -> bool:
         """Tell whether this is still the program of these layers, whose native halves may have been made anew."""
@@ -82,13 +76,11 @@ class Tail:
             return False
         if any(_global_hooks) or mlp.checkpoint or proj.__dict__["_save_original_input"]:
             return False
-        if type(hidden) is not torch.Tensor and not is_traced(hidden):
+        if type(hidden) is not torch.Tensor:
             return False
         weight = proj._parameters.get("weight")
         if weight is None or weight.dtype != hidden.dtype or weight.device != hidden.device:
             return False
-        if is_traced(hidden):
-            return True
         enabled, calibrating, *_ = native.autocast_region()
         return (enabled or not calibrating) and not torch._C._are_functorch_transforms_active()
 
@@ -107,12 +99,6 @@ class Tail:
             As :meth:`te_fast.pytorch.Linear.forward` takes it.
         """
         first = None if is_first_microbatch is None else bool(is_first_microbatch)
-        if is_traced(context):
-            from te_fast.graphs import operators
-
-            params = tuple(self._parameters())
-            out, total = operators.apply(self._traced, self, context, (residual,), params, first)
-            return out + total
         enabled, *_, epoch = native.autocast_region()
         if enabled and epoch != self._epoch:
             self._epoch = epoch
@@ -121,22 +107,7 @@ class Tail:
         out, total = native.program_apply(self.program, self, context, (residual,), first)
         return out + total
 
-    def _parameters(self) -> list[torch.Tensor]:
-        """Return the parameters in the order of the ops."""
-        proj, mlp = self._proj, self._mlp
-        found = [getattr(proj, name) for name in self._names]
-        found += [getattr(mlp, name) for name in mlp._norm_names()]
-        names = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
-        return found + [getattr(mlp, name) for name in names if mlp.use_bias or "bias" not in name]
-
-    # What the dispatcher and graphs ask of an owner ----------------------------------------------
-
     def _init_delayed_scaling(self) -> None:
+        """Register the scales of both layers; the dispatcher calls it when the autocast region is new."""
         self._proj._init_delayed_scaling()
         self._mlp._init_delayed_scaling()
-
-    def _delayed_states_of_linears(self, *, forward: bool) -> list[Any]:
-        layers = (self._proj, self._mlp)
-        return [
-            state for layer in layers for state in layer._delayed_states_of_linears(forward=forward)
-        ]

@@ -1,0 +1,157 @@
+"""Key-value caches: steps against attention to whole sequences, in every format, paged or not."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+
+import te_fast.pytorch as te
+from te_fast.errors import DtypeError, ShapeError, StateError
+
+HIDDEN, HEADS, GROUPS, D, LONGEST = 32, 4, 2, 8, 16
+
+
+def make(fmt, layer_number=1):
+    torch.manual_seed(layer_number)
+    layer = te.TransformerLayer(
+        HIDDEN,
+        48,
+        HEADS,
+        num_gqa_groups=GROUPS,
+        layer_number=layer_number,
+        attn_input_format=fmt,
+        self_attn_mask_type="padding_causal",
+        device="cpu",
+    )
+    return layer.eval()
+
+
+def caches(fmt, *, paged=False, batch=3):
+    options = {"is_paged": True, "page_size": 4, "total_num_pages": batch * 4} if paged else {}
+    sizes = {"num_heads_kv": GROUPS, "head_dim_k": D, "dtype": torch.float32, "max_ctx_len": 7}
+    return te.InferenceParams(batch, LONGEST, qkv_format=fmt, **sizes, **options)
+
+
+def whole(layers, tokens, angles):
+    """The layers on a whole sequence ``(tokens, hidden)``."""
+    x = tokens[None]
+    for layer in layers:
+        other = make("bshd", layer.layer_number)
+        x = other(x, self_attn_mask_type="causal", rotary_pos_emb=angles)
+    return x[0]
+
+
+def laid_out(parts, fmt):
+    """New tokens of sequences in a format, padded where it pads, with values that nobody may read."""
+    if fmt == "thd":
+        return torch.cat(parts)
+    size = max(len(part) for part in parts)
+    padded = [torch.cat([p, torch.full((size - len(p), HIDDEN), 3.0)]) for p in parts]
+    dense = torch.stack(padded)
+    return dense if fmt == "bshd" else dense.transpose(0, 1)
+
+
+def taken_apart(out, lengths, fmt):
+    if fmt == "thd":
+        return list(out.split(lengths))
+    dense = out if fmt == "bshd" else out.transpose(0, 1)
+    return [row[:length] for row, length in zip(dense, lengths, strict=True)]
+
+
+STEPS = [
+    {"a": 5, "b": 2, "c": 7},
+    {"a": 1, "b": 1, "c": 1},
+    {"a": 1, "c": 1},
+    {"a": 1, "c": 1, "d": 4},
+    {"c": 3, "d": 1},
+    {"d": 1, "e": 2},
+]
+
+
+@pytest.mark.parametrize("fmt", ["bshd", "sbhd", "thd"])
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("rope", [False, True])
+@torch.no_grad()
+def test_steps_are_whole_sequences(fmt, paged, rope):
+    layers = [make(fmt, 1), make(fmt, 2)]
+    params = caches(fmt, paged=paged)
+    angles = te.RotaryPositionEmbedding(D)(LONGEST).cpu() if rope else None
+    tokens = {name: torch.randn(LONGEST, HIDDEN) for name in "abcde"}
+    wanted = {name: whole(layers, tokens[name], angles) for name in tokens}
+    seen = dict.fromkeys(tokens, 0)
+    for step in STEPS:
+        params.pre_step(OrderedDict(step))
+        parts = [tokens[name][seen[name] : seen[name] + n] for name, n in step.items()]
+        x = laid_out(parts, fmt)
+        ends = torch.tensor([0, *step.values()]).cumsum(0).int()
+        for layer in layers:
+            x = layer(
+                x,
+                inference_params=params,
+                rotary_pos_emb=angles,
+                cu_seqlens_q=params.cu_seqlens_q if fmt == "thd" else ends,
+            )
+        for name, out in zip(step, taken_apart(x, list(step.values()), fmt), strict=True):
+            end = seen[name] + step[name]
+            assert torch.allclose(out, wanted[name][seen[name] : end], atol=1e-5), (step, name)
+            seen[name] = end
+    params.reset()
+    assert not params.sequences
+
+
+def test_caches_of_the_users_own():
+    made = []
+
+    class Manager(te.attention.inference.NonPagedKVCacheManager):
+        def allocate_memory(self, layer_number):
+            made.append(layer_number)
+            super().allocate_memory(layer_number)
+
+    params = te.InferenceParams(1, 8, GROUPS, D, torch.float32, custom_cache_manager=Manager)
+    params.pre_step(OrderedDict(a=3))
+    with torch.no_grad():
+        make("bshd")(torch.randn(1, 3, HIDDEN), inference_params=params)
+    assert made == [1]
+    assert "max_seqlen=8" in repr(params)
+
+
+def test_bad_caches():
+    with pytest.raises(ShapeError, match="head_dim_k is missing"):
+        te.InferenceParams(1, 8, 2)
+    with pytest.raises(ShapeError, match="page_size must divide"):
+        te.InferenceParams(1, 8, 2, D, torch.float32, is_paged=True, page_size=3)
+    with pytest.raises(ShapeError, match="total_num_pages must be"):
+        te.InferenceParams(1, 8, 2, D, torch.float32, is_paged=True, page_size=4)
+    with pytest.raises(ShapeError, match="max_ctx_len"):
+        te.InferenceParams(1, 8, 2, D, torch.float32, qkv_format="thd")
+    with pytest.raises(ShapeError, match="qkv_format"):
+        te.InferenceParams(1, 8, 2, D, torch.float32, qkv_format="tdh")
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_steps_that_do_not_fit_change_nothing(paged):
+    params = caches("bshd", paged=paged)
+    params.pre_step(OrderedDict(a=10))
+    before = dict(params.sequences)
+    with pytest.raises(ShapeError, match="has 17 tokens"):
+        params.pre_step(OrderedDict(a=7))
+    with pytest.raises(ShapeError, match="room for 3 sequences"):
+        params.pre_step(OrderedDict.fromkeys("abcd", 1))
+    assert params.cache_manager.sequences == before
+    if paged:
+        params.cache_manager.free_pages.clear()
+        with pytest.raises(StateError, match="all taken"):
+            params.pre_step(OrderedDict(a=1, b=4))
+        assert params.cache_manager.sequences == before
+
+
+def test_bad_calls():
+    params = caches("bshd")
+    params.pre_step(OrderedDict(a=2))
+    layer = make("bshd")
+    with pytest.raises(ShapeError, match="needs a mask type with padding"):
+        layer(torch.zeros(1, 2, HIDDEN), self_attn_mask_type="causal", inference_params=params)
+    with pytest.raises(DtypeError, match="the caches are torch.float32"):
+        layer.bfloat16()(torch.zeros(1, 2, HIDDEN).bfloat16(), inference_params=params)

@@ -1,0 +1,143 @@
+"""Rotary position embeddings against complex numbers in FP64, with gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import te_fast.pytorch as te
+from attention_reference import F64, rotate
+from te_fast.errors import ShapeError, UnsupportedError
+from te_fast.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
+
+S, B, H, D = 6, 3, 2, 8
+
+
+def angles(positions=16, dim=D, **options):
+    return te.RotaryPositionEmbedding(dim, **options)(positions).cpu()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("offset", [0, 3])
+def test_angles(interleaved, offset):
+    found = te.RotaryPositionEmbedding(D, rotary_base=100.0, interleaved=interleaved)(5, offset)
+    assert (found.shape, found.dtype) == ((5, 1, 1, D), torch.float32)
+    for position in range(5):
+        for pair in range(D // 2):
+            angle = (position + offset) / 100.0 ** (2 * pair / D)
+            channels = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + D // 2)
+            for channel in channels:
+                assert abs(found[position, 0, 0, channel].item() - angle) < 1e-5
+
+
+def test_share_of_channels_and_interpolation():
+    assert angles(dim=D, rotary_percent=0.5).shape == (16, 1, 1, 4)
+    options = {"seq_len_interpolation_factor": 4, "pretrained_max_position_embeddings": 8}
+    assert torch.allclose(angles(16, **options), angles(16) / 4)
+    assert torch.allclose(angles(64, **options), angles(64) / 8)
+    assert list(te.RotaryPositionEmbedding(D).state_dict()) == ["inv_freq"]
+
+
+def positions_of(fmt, starts, ends):
+    """Position of every token, as it broadcasts to heads."""
+    if fmt == "thd":
+        parts = [
+            torch.arange(b - a) + s for a, b, s in zip(ends[:-1], ends[1:], starts, strict=True)
+        ]
+        return torch.cat(parts)[:, None]
+    grid = torch.arange(S)[None, :] + torch.tensor(starts)[:, None]
+    return grid[..., None] if fmt == "bshd" else grid.T[..., None]
+
+
+@pytest.mark.parametrize("fmt", ["sbhd", "bshd", "thd"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("starts", [None, [0, 4, 7]])
+@pytest.mark.parametrize("width", [D, 4])
+@pytest.mark.parametrize("fused", [False, True])
+def test_rotation(fmt, interleaved, starts, width, fused):
+    shape = {"sbhd": (S, B, H, D), "bshd": (B, S, H, D), "thd": (7, H, D)}[fmt]
+    t = torch.randn(shape, dtype=F64, requires_grad=True)
+    freqs = angles(dim=width, interleaved=interleaved)
+    ends = [0, 4, 4, 7]
+    options = {"cu_seqlens": torch.tensor(ends, dtype=torch.int32)} if fmt == "thd" else {}
+    begin = None if starts is None else torch.tensor(starts)
+    out = apply_rotary_pos_emb(t, freqs, fmt, begin, interleaved, fused, **options)
+    places = positions_of(fmt, starts or [0, 0, 0], ends)
+    wanted = rotate(t, freqs[places, 0, 0].double(), interleaved)
+    assert torch.allclose(out, wanted, atol=1e-6)
+    grad = torch.randn_like(t)
+    (got,) = torch.autograd.grad(out, t, grad)
+    (known,) = torch.autograd.grad(wanted, t, grad)
+    assert torch.allclose(got, known, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_rounds_once(dtype):
+    t, freqs = torch.randn(S, B, H, D).to(dtype), angles()
+    wanted = rotate(t.double(), freqs[:S].double(), False)
+    out = apply_rotary_pos_emb(t, freqs, fused=True)
+    assert out.dtype == dtype
+    assert ((out.double() - wanted).abs() <= wanted.abs() * torch.finfo(dtype).eps / 2 + 1e-6).all()
+
+
+def test_waves_follow_angles_that_change():
+    t, freqs = torch.randn(S, B, H, D), angles()
+    first = apply_rotary_pos_emb(t, freqs, fused=True)
+    assert torch.equal(apply_rotary_pos_emb(t, freqs, fused=True), first)
+    freqs.mul_(2)
+    second = apply_rotary_pos_emb(t, freqs, fused=True)
+    assert torch.allclose(second.double(), rotate(t.double(), freqs[:S].double(), False), atol=1e-5)
+    with torch.inference_mode():
+        inside = apply_rotary_pos_emb(t, freqs * 1, fused=True)
+    again = apply_rotary_pos_emb(t.requires_grad_(), freqs, fused=True)
+    again.sum().backward()
+    assert torch.equal(inside, second)
+    assert torch.equal(again, second)
+
+
+@pytest.mark.parametrize("fmt", ["sbhd", "bshd"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_of_the_product_of_queries_keys_and_values(fmt, interleaved):
+    shape = (S, B) if fmt == "sbhd" else (B, S)
+    qkv = torch.randn(*shape, 2, 4 * D)
+    of_q, of_k = angles(interleaved=interleaved), angles(interleaved=interleaved, rotary_base=50.0)
+    options = {"tensor_format": fmt, "interleaved": interleaved}
+    q, k, v = apply_fused_qkv_rotary_pos_emb(qkv, of_q, of_k, [2 * D, D, D], **options)
+    wanted_q = qkv[..., : 2 * D].reshape(*shape, 4, D)
+    wanted_k = qkv[..., 2 * D : 3 * D]
+    assert torch.equal(q, apply_rotary_pos_emb(wanted_q, of_q, fused=True, **options))
+    assert torch.equal(k, apply_rotary_pos_emb(wanted_k, of_k, fused=True, **options))
+    assert torch.equal(v, qkv[..., 3 * D :])
+
+
+def test_compiled():
+    t, freqs = torch.randn(S, B, H, D, requires_grad=True), angles()
+    turn = torch.compile(apply_rotary_pos_emb, fullgraph=True, backend="aot_eager")
+    out = turn(t, freqs, fused=True)
+    assert torch.allclose(out, apply_rotary_pos_emb(t, freqs, fused=True))
+
+
+@pytest.mark.parametrize(
+    ("t", "freqs", "options", "error", "match"),
+    [
+        ((S, B, H, D), (4, 1, 1, D), {}, ShapeError, "4 positions, and 6 tokens"),
+        ((S, B, H, D), (16, 1, 1, 10), {}, ShapeError, "at most the 8 of the heads"),
+        ((S, B, H, D), (16, 1, 1, 3), {}, ShapeError, "even number"),
+        ((S, B, D), (16, 1, 1, D), {}, ShapeError, "4 dimensions"),
+        ((S, H, D), (16, 1, 1, D), {"tensor_format": "thd"}, ShapeError, "cu_seqlens must say"),
+        ((S, B, H, D), (16, 1, 1, D), {"tensor_format": "sbdh"}, ShapeError, "tensor_format"),
+        ((S, B, H, D), (16, 1, 1, D), {"cp_size": 2}, UnsupportedError, "cp_size=2"),
+    ],
+)
+def test_bad_calls(t, freqs, options, error, match):
+    with pytest.raises(error, match=match):
+        apply_rotary_pos_emb(torch.zeros(t), torch.zeros(freqs), **options)
+
+
+def test_bad_splits():
+    with pytest.raises(ShapeError, match="qkv_split_arg_list"):
+        apply_fused_qkv_rotary_pos_emb(torch.zeros(S, B, H, D), angles(), angles(), [4, 4, 4])
+    with pytest.raises(UnsupportedError, match="thd"):
+        apply_fused_qkv_rotary_pos_emb(
+            torch.zeros(S, H, D), angles(), angles(), [4, 2, 2], tensor_format="thd"
+        )
