@@ -44,6 +44,7 @@ LAYERS: dict[str, set[str]] = {
     "ops": {"dispatch", "graphs", "recipe", "runtime", "state"},
     "layers": {"graphs", "ops", "recipe", "runtime", "state"},
     "attention": {"graphs", "layers", "ops", "recipe", "runtime", "state"},
+    "convert": {"attention", "layers", "runtime"},
     "common": {"recipe"},
     "pytorch": {"attention", "common", "graphs", "layers", "moe", "ops", "runtime"},
     "profile": {"common", "dispatch", "pytorch"},

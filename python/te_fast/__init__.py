@@ -1,7 +1,8 @@
 """te_fast: Transformer Engine's FP8 layers for PyTorch at the host cost of ``torch.nn.Linear``.
 
 ``te_fast.pytorch`` has the layers under Transformer Engine's names, ``te_fast.dispatch`` the
-dispatcher beneath them, ``te_fast.profile`` tells where a forward's host time goes.
+dispatcher beneath them, ``te_fast.profile`` tells where a forward's host time goes, ``te_fast.convert`` lets
+models of other libraries compute by te_fast's layers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from te_fast.errors import (
 
 if TYPE_CHECKING:
     from te_fast import common, dispatch, pytorch
+    from te_fast.convert import convert
     from te_fast.dispatch import auto_pad
     from te_fast.profile import profile
 
@@ -40,13 +42,14 @@ __all__ = [
     "__version__",
     "auto_pad",
     "common",
+    "convert",
     "dispatch",
     "errors",
     "profile",
     "pytorch",
 ]
 
-_SUBMODULES = {"common", "dispatch", "profile", "pytorch"}
+_SUBMODULES = {"common", "convert", "dispatch", "profile", "pytorch"}
 
 
 def __getattr__(name: str) -> Any:

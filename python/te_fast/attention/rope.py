@@ -191,6 +191,17 @@ def rotate(t: torch.Tensor, freqs: torch.Tensor, *, interleaved: bool) -> torch.
     return _Rotate.apply(t, cos, sin, interleaved)
 
 
+def signed_waves(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and sines of pairs ``(i, i + d / 2)`` as :func:`rotate_by` takes them, in FP32."""
+    wide = sin.float()
+    return cos.float(), wide * _signs(wide.shape[-1], False, wide)
+
+
+def rotate_by(t: torch.Tensor, waves: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotate heads ``(..., heads, d)`` by waves that broadcast to them, in FP32, rounding once."""
+    return _Rotate.apply(t, *waves, False)
+
+
 def _rotate_rounding(t: torch.Tensor, freqs: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
     """Rotate with cosines and sines, and every product, rounded to the type of the heads."""
     cos, sin = (wave.to(t.dtype) for wave in _waves(freqs, interleaved))

@@ -1,0 +1,359 @@
+"""FP8 for a model of other libraries' modules, in one line.
+
+From Python::
+
+    print(te_fast.convert(model))
+
+From the shell, to see what that would do::
+
+    python -m te_fast.convert --dry-run package.module:make_model
+    python -m te_fast.convert --dry-run hf:path/of/a/configuration
+
+The module is callable for that: ``te_fast.convert(...)`` is :func:`te_fast.convert.convert`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import types
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fast.convert import known
+from te_fast.convert.forwards import (
+    DecoderForward,
+    Forward,
+    LinearForward,
+    SequentialForward,
+    norm_and_linear,
+    norm_and_mlp,
+    pack,
+)
+from te_fast.convert.known import Left, leave
+from te_fast.errors import ArgumentError, DtypeError, StateError, TeFastError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ["Report", "convert", "main", "undo"]
+
+#: Names of layers that give logits: their rounding is the loss's.
+HEADS = ("lm_head", "embed_out", "output", "score", "classifier", "logits", "head")
+_KEY = "forward"
+_UNGATED = {torch.nn.ReLU: "relu", torch.nn.SiLU: "silu"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`convert` did, or would do.
+
+    Attributes
+    ----------
+    converted : dict of str to str
+        What modules were converted to, by name.
+    left : dict of str to str
+        Why modules were left as they are, by name.
+    dry_run : bool
+        Nothing was changed.
+    """
+
+    converted: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    dry_run: bool = False
+
+    def __str__(self) -> str:
+        """Return what there is of each kind, and every reason with the first module that it is of."""
+        counts = Counter(self.converted.values())
+        title = "te_fast.convert would convert" if self.dry_run else "te_fast.convert converted"
+        lines = [
+            f"{title}: " + (", ".join(f"{n} x {what}" for what, n in counts.items()) or "nothing")
+        ]
+        grouped: dict[str, list[str]] = {}
+        for name, why in self.left.items():
+            grouped.setdefault(why.replace(name, "it"), []).append(name)
+        for why, names in grouped.items():
+            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            lines.append(f"  left {names[0]}{others}: {why}")
+        return "\n".join(lines)
+
+
+class _Plan:
+    """Forwards by module; made before anything of the model changes."""
+
+    def __init__(self, model: torch.nn.Module, exclude: Sequence[str]) -> None:
+        self.exclude = tuple(exclude)
+        self.forwards: list[tuple[str, torch.nn.Module, Forward]] = []
+        self.left: dict[str, str] = {}
+        self._tried: set[Any] = set()
+        self._uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        modules = list(model.named_modules())
+        for name, module in modules:
+            if known.is_decoder(module):
+                self._take(name, module, self._decoder)
+            elif type(module) is torch.nn.Sequential:
+                self._sequential(name, module)
+        for name, module in modules:
+            if isinstance(module, torch.nn.Linear):
+                self._take(name, module, self._linear)
+
+    def _take(self, name: str, module: torch.nn.Module, make: Any) -> None:
+        try:
+            self.forwards.append((name, module, make(name, module)))
+        except Left as left:
+            self.left[name] = str(left)
+
+    def _is_excluded(self, name: str) -> bool:
+        return any(part in self.exclude for part in (name, *name.split(".")))
+
+    def _linear(self, name: str, module: Any) -> Forward:
+        if self._is_excluded(name):
+            leave(f"{name} is excluded")
+        if self._uses[id(module.weight)] > 1:
+            leave(f"{name} shares its weight with another module")
+        return LinearForward(known.linear(module, name), name)
+
+    def _decoder(self, name: str, module: Any) -> Forward:
+        if self._is_excluded(name):
+            leave(f"{name} is excluded")
+        found = known.decoder(module, name)
+        if any(self._uses[id(parameter)] > 1 for parameter in module.parameters()):
+            leave(f"{name} shares parameters with another module")
+        forward = DecoderForward(found, name)
+        forward.is_tuple = known.try_decoder(found, name, forward.run)
+        if found.activation is None:
+            self.left[f"{name}.mlp"] = found.reason
+        return forward
+
+    def _sequential(self, name: str, module: torch.nn.Sequential) -> None:
+        fused: dict[int, Any] = {}
+        whats: list[str] = []
+        items, place = list(module._modules.items()), 0
+        while place < len(items):
+            count = 1
+            try:
+                made, count, what = self._norm_and(name, [child for _, child in items[place:]])
+                fused[place] = (made, count)
+                whats.append(what)
+            except Left:
+                pass
+            place += count
+        if not fused or "forward" in module.__dict__ or self._is_excluded(name):
+            return
+        what = " and ".join(dict.fromkeys(whats))
+        self.forwards.append((name, module, SequentialForward(module, fused, what)))
+
+    def _norm_and(self, name: str, modules: list[Any]) -> tuple[Any, int, str]:
+        """Return a fused layer for the modules that a list begins with, and how many they are."""
+        if len(modules) < 2:
+            leave(f"{name} has no more")
+        first = known.linear(modules[1], f"{name}[1]")
+        found = known.norm(modules[0], f"{name}[0]")
+        if (
+            modules[0].weight.shape != (first.in_features,)
+            or modules[0].weight.dtype != first.weight.dtype
+        ):
+            leave(f"{name}[0] is of another size or type")
+        activation = _UNGATED.get(type(modules[2])) if len(modules) > 3 else None
+        if (
+            len(modules) > 3
+            and type(modules[2]) is torch.nn.GELU
+            and modules[2].approximate == "tanh"
+        ):
+            activation = "gelu"
+        if activation is not None:
+            try:
+                second = known.linear(modules[3], f"{name}[3]")
+            except Left:
+                second = None
+            if second is not None and (
+                second.in_features == first.out_features
+                and second.out_features == first.in_features
+                and (second.bias is None) == (first.bias is None)
+            ):
+                made = norm_and_mlp(found, modules[0], (first, second), activation, name)
+                return made, 4, "norm + feed-forward block"
+        return norm_and_linear(found, modules[0], first, name), 2, "norm + linear layer"
+
+    def apply(self) -> None:
+        """Change the model."""
+        lays = [pack(group) for _, _, forward in self.forwards for group in forward.packed()]
+        for lay in lays:
+            if lay is not None:
+                lay()
+        for _, module, forward in self.forwards:
+            module.__dict__[_KEY] = forward
+
+
+def _converted(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, module in model.named_modules():
+        if isinstance(module.__dict__.get(_KEY), Forward):
+            yield name, module
+
+
+def _refuse(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        message = f"convert: expected a torch.nn.Module, got {type(model).__name__}"
+        raise DtypeError(message)
+    for name, module in model.named_modules():
+        if isinstance(module.__dict__.get(_KEY), Forward):
+            shown = name or "the model"
+            message = (
+                f"convert: {shown} has been converted; take it back by te_fast.convert.undo(model)"
+            )
+            raise StateError(message)
+        is_compiled = module.__dict__.get("_compiled_call_impl") is not None
+        if is_compiled or type(module).__name__ == "OptimizedModule":
+            message = (
+                f"convert: {name or 'the model'} is compiled; convert first, and compile the result"
+            )
+            raise StateError(message)
+
+
+def convert(
+    model: torch.nn.Module, *, exclude: Iterable[str] = HEADS, dry_run: bool = False
+) -> Report:
+    """Let a model's modules compute by te_fast's layers.
+
+    Decoder layers as Llama, Mistral, Qwen and their kin have them, norms and the linear layers behind them in
+    ``torch.nn.Sequential``, and all linear layers get another ``forward``. Modules, parameters, names and states stay
+    what they are. In ``te_fast.pytorch.autocast`` they compute in FP8, elsewhere in the parameters' type. A block is
+    recognised by its parts and then tried: one that computes something else is left.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model, on its device, before ``torch.compile`` and before sharding by FSDP2.
+    exclude : iterable of str
+        Names of modules that are left, whole or last; by default those of layers that give logits.
+    dry_run : bool, default = False
+        Tell what would be done, and do nothing.
+
+    Returns
+    -------
+    Report
+        What was converted, and why the rest was left.
+
+    Raises
+    ------
+    StateError
+        If the model has been converted, or is compiled. Nothing has changed then.
+    DtypeError
+        If it is no module.
+
+    Notes
+    -----
+    Weights that one matrix product reads (queries, keys and values; both halves of a feed-forward block) are moved to
+    memory where they lie one behind the other: the same parameters with the same values. Parameters of which somebody
+    else has laid out the memory stay where they are, and are joined in every call.
+    """
+    _refuse(model)
+    if isinstance(exclude, str):
+        exclude = (exclude,)
+    plan = _Plan(model, tuple(exclude))
+    converted = {name: forward.what for name, _, forward in plan.forwards}
+    if not dry_run:
+        plan.apply()
+    return Report(converted, plan.left, dry_run)
+
+
+def undo(model: torch.nn.Module) -> int:
+    """Take back what :func:`convert` did; parameters and what they have learnt stay.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model.
+
+    Returns
+    -------
+    int
+        Modules that compute by themselves again.
+
+    Raises
+    ------
+    StateError
+        If nothing of the model has been converted, or a wrapper has put its own forward around it since: take that
+        away first.
+    """
+    found = list(_converted(model))
+    for name, module in model.named_modules():
+        if isinstance(module.__dict__.get("_old_forward"), Forward):
+            message = (
+                f"undo: {name} has been wrapped since (_old_forward); take the wrapper away first"
+            )
+            raise StateError(message)
+    if not found:
+        message = "undo: nothing of this model has been converted"
+        raise StateError(message)
+    for _, module in found:
+        del module.__dict__[_KEY]
+    return len(found)
+
+
+def _load(target: str) -> torch.nn.Module:
+    """Return a model on the meta device, of a function or of a configuration."""
+    kind, _, rest = target.partition(":")
+    if not rest:
+        message = f"expected package.module:function or hf:path, got {target!r}"
+        raise ArgumentError(message)
+    with torch.device("meta"):
+        if kind == "hf":
+            transformers: Any = importlib.import_module("transformers")
+            config = transformers.AutoConfig.from_pretrained(rest, local_files_only=True)
+            return transformers.AutoModelForCausalLM.from_config(config)
+        function = getattr(importlib.import_module(kind), rest, None)
+        if function is None:
+            message = f"module {kind!r} has no {rest!r}"
+            raise ArgumentError(message)
+        return function()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``python -m te_fast.convert``.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        Command line; that of the process by default.
+
+    Returns
+    -------
+    int
+        0.
+    """
+    summary = "Tell what te_fast.convert would do with a model."
+    parser = argparse.ArgumentParser(prog="python -m te_fast.convert", description=summary)
+    parser.add_argument(
+        "model", help="package.module:function that makes it, or hf:<directory of a configuration>"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="what is done anyway: the model is made without memory",
+    )
+    parser.add_argument(
+        "--exclude", nargs="*", default=list(HEADS), help="names of modules that are left"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        report = convert(_load(options.model), exclude=options.exclude, dry_run=True)
+    except (TeFastError, ImportError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
+    print(report)
+    for name, what in report.converted.items():
+        print(f"    {name}: {what}")
+    return 0
+
+
+class _CallableModule(types.ModuleType):
+    """Lets ``te_fast.convert(...)`` work although the import system puts the module there."""
+
+    __call__ = staticmethod(convert)
+
+
+sys.modules[__name__].__class__ = _CallableModule

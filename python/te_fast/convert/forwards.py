@@ -1,0 +1,390 @@
+"""What stands in the place of a converted module's forward: te_fast's layers, with the parameters of the module."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from te_fast.attention.dot_product import DotProductAttention
+from te_fast.attention.rope import rotate_by, signed_waves
+from te_fast.convert.gated import GatedMLP
+from te_fast.convert.known import Attention, Decoder, Norm
+from te_fast.layers.layernorm_linear import LayerNormLinear
+from te_fast.layers.layernorm_mlp import LayerNormMLP
+from te_fast.layers.linear import Linear
+from te_fast.runtime.compiling import is_in_graph
+
+Tie = tuple[str, torch.nn.Module, str]
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Tied:
+    """A layer of te_fast whose parameters are those of other modules.
+
+    It is in no module's tree: states, optimizers and wrappers see the modules that have the parameters.
+
+    Parameters
+    ----------
+    layer : torch.nn.Module
+        The layer, made on the meta device.
+    ties : sequence of tuple
+        Name in the layer, module, name there.
+    """
+
+    def __init__(self, layer: Any, ties: Sequence[Tie]) -> None:
+        self.layer = layer
+        self.ties = list(ties)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take the modules' parameters, if they have others: sharding exchanges them around every call."""
+        own = self.layer._parameters
+        for name, module, theirs in self.ties:
+            parameter = module._parameters[theirs]
+            if own[name] is not parameter:
+                setattr(self.layer, name, parameter)
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        """Call the layer."""
+        self.refresh()
+        return self.layer(x)
+
+
+def _options(weight: torch.Tensor, *, bias: bool) -> dict[str, Any]:
+    return {"device": "meta", "params_dtype": weight.dtype, "bias": bias}
+
+
+def _tied(own: str, module: torch.nn.Module, prefix: str = "") -> list[Tie]:
+    """Return the ties of a weight and, if there is one, its bias."""
+    kinds = ("weight",) if module._parameters.get("bias") is None else ("weight", "bias")
+    return [(f"{own}{kind}", module, f"{prefix}{kind}") for kind in kinds]
+
+
+def _norm_options(norm: Norm) -> dict[str, Any]:
+    return {
+        "eps": norm.eps,
+        "normalization": norm.kind,
+        "zero_centered_gamma": norm.zero_centered,
+    }
+
+
+class Forward:
+    """A forward in the place of a module's own."""
+
+    #: What report calls it.
+    what = ""
+
+    def packed(self) -> list[list[torch.nn.Parameter]]:
+        """Return groups of parameters that are read as one, where they lie one behind the other."""
+        return []
+
+
+class LinearForward(Forward):
+    """A ``torch.nn.Linear`` by :class:`te_fast.pytorch.Linear`."""
+
+    what = "linear layer"
+
+    def __init__(self, module: torch.nn.Linear, name: str) -> None:
+        sizes = module.in_features, module.out_features
+        options = _options(module.weight, bias=module.bias is not None)
+        self.tied = Tied(Linear(*sizes, name=name, **options), _tied("", module))
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """Apply the layer."""
+        y: torch.Tensor = self.tied(input)
+        return y
+
+
+def norm_and_linear(
+    norm: Norm, module: torch.nn.Module, linear: torch.nn.Linear, name: str
+) -> Tied:
+    """Return a norm and the linear layer behind it as one layer."""
+    options = _options(linear.weight, bias=linear.bias is not None) | _norm_options(norm)
+    layer = LayerNormLinear(linear.in_features, linear.out_features, name=name, **options)
+    return Tied(layer, [*_tied("layer_norm_", module), *_tied("", linear)])
+
+
+def norm_and_mlp(
+    norm: Norm,
+    module: torch.nn.Module,
+    linears: tuple[torch.nn.Linear, torch.nn.Linear],
+    activation: str,
+    name: str,
+) -> Tied:
+    """Return a norm and two linear layers with an activation between as one layer."""
+    first, second = linears
+    options = _options(first.weight, bias=first.bias is not None) | _norm_options(norm)
+    sizes = first.in_features, first.out_features
+    layer = LayerNormMLP(*sizes, activation=activation, name=name, **options)
+    ties = [*_tied("layer_norm_", module), *_tied("fc1_", first), *_tied("fc2_", second)]
+    return Tied(layer, ties)
+
+
+def _is_same(owner: torch.nn.Module, known: Sequence[tuple[str, torch.nn.Module]]) -> bool:
+    """Whether modules are still those of the conversion, and nothing looks at their calls."""
+    children = owner._modules
+    for name, module in known:
+        own = module.__dict__
+        if children.get(name) is not module or any([own[hooks] for hooks in _HOOKS]):
+            return False
+    return True
+
+
+class SequentialForward(Forward):
+    """A ``torch.nn.Sequential``, with norms and the linear layers behind them as one.
+
+    Parameters
+    ----------
+    module : torch.nn.Sequential
+        The module.
+    fused : dict of int to tuple
+        By the place of a norm: the fused layer, and how many modules it stands for.
+    what : str
+        For the report.
+    """
+
+    def __init__(
+        self, module: torch.nn.Sequential, fused: dict[int, tuple[Tied, int]], what: str
+    ) -> None:
+        self._owner = weakref.ref(module)
+        self.fused, self.what = fused, what
+        self._known = list(module._modules.items())
+        inside = [range(at, at + count) for at, (_, count) in fused.items()]
+        self._watched = [self._known[place] for places in inside for place in places]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Name the module itself: weak references are not copied."""
+        return self.__dict__ | {"_owner": self._owner()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Refer to the copy's own module."""
+        self.__dict__.update(state | {"_owner": weakref.ref(state["_owner"])})
+
+    def __call__(self, input: torch.Tensor) -> Any:
+        """Run the modules; each by itself where one is another than it was."""
+        owner: Any = self._owner()
+        if list(owner._modules.items()) != self._known or not _is_same(owner, self._watched):
+            return type(owner).forward(owner, input)
+        place, x = 0, input
+        while place < len(self._known):
+            tied, count = self.fused.get(place, (None, 1))
+            x = self._known[place][1](x) if tied is None else tied(x)
+            place += count
+        return x
+
+
+class _Waves:
+    """Cosines and signed sines of the last angles, which all layers of a model turn by."""
+
+    def __init__(self) -> None:
+        self.of: tuple[Any, ...] = ()
+        self.waves: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both as they broadcast to ``(batch, tokens, heads, channels)``, in FP32."""
+        if is_in_graph() or cos.is_inference():
+            return signed_waves(cos.unsqueeze(2), sin.unsqueeze(2))
+        last = tuple(reference() for reference, _ in self.of)
+        now = (cos._version, sin._version)
+        if (
+            self.waves is None
+            or len(last) != 2
+            or last[0] is not cos
+            or last[1] is not sin
+            or tuple(version for _, version in self.of) != now
+        ):
+            self.waves = signed_waves(cos.unsqueeze(2), sin.unsqueeze(2))
+            self.of = tuple(
+                (weakref.ref(wave), version) for wave, version in zip((cos, sin), now, strict=True)
+            )
+        return self.waves
+
+
+_waves = _Waves()
+
+
+def _attention_parts(found: Attention, norm: Norm, first: torch.nn.Module, name: str) -> Any:
+    """Return norm and projections as one layer, attention, and the last projection."""
+    module = found.module
+    parts = {"query": found.heads, "key": found.groups, "value": found.groups}
+    sizes = {part: heads * found.channels for part, heads in parts.items()}
+    options = _options(module.q_proj.weight, bias=found.has_bias) | _norm_options(norm)
+    hidden = module.q_proj.in_features
+    qkv = LayerNormLinear(
+        hidden, sum(sizes.values()), parameters_split=sizes, name=f"{name}.qkv", **options
+    )
+    ties = _tied("layer_norm_", first)
+    for part, letter in zip(sizes, "qkv", strict=True):
+        ties += _tied(f"{part}_", getattr(module, f"{letter}_proj"))
+    core = DotProductAttention(
+        found.heads,
+        found.channels,
+        num_gqa_groups=found.groups,
+        qkv_format="bshd",
+        softmax_scale=found.scale,
+        attention_dropout=float(getattr(module, "attention_dropout", 0.0) or 0.0),
+        name=f"{name}.core_attention",
+    )
+    out = module.o_proj
+    last = Linear(
+        out.in_features,
+        out.out_features,
+        name=f"{name}.o_proj",
+        **_options(out.weight, bias=out.bias is not None),
+    )
+    return Tied(qkv, ties), core, Tied(last, _tied("", out))
+
+
+class DecoderForward(Forward):
+    """A decoder layer as Llama's: norm and projections, attention, projection, norm and feed-forward block.
+
+    Other calls go the layer's own way: with key-value caches, lengths of packed sequences, or weights to return.
+
+    Parameters
+    ----------
+    found : Decoder
+        The layer.
+    name : str
+        Its name.
+    """
+
+    def __init__(self, found: Decoder, name: str) -> None:
+        layer, attention = found.layer, found.attention
+        self._owner = weakref.ref(layer)
+        self.is_tuple = False
+        self.what = "decoder layer" if found.activation else "attention of a decoder layer"
+        self._heads = attention.heads, attention.groups, attention.channels
+        self._is_eager = attention.implementation == "eager"
+        self._has_head_norms = attention.head_norms is not None
+        first = layer.input_layernorm
+        parts = _attention_parts(attention, found.norms[0], first, name)
+        self.qkv, self.core, self.out = parts
+        self.mlp: Tied | None = None
+        self._watched = [(attention.module, list(attention.module._modules.items()))]
+        own = [("input_layernorm", first), ("self_attn", attention.module)]
+        if found.activation is not None:
+            mlp, second = layer.mlp, layer.post_attention_layernorm
+            self.mlp = _gated_mlp(mlp, second, found, f"{name}.mlp")
+            self._watched.append((mlp, list(mlp._modules.items())))
+            own += [("post_attention_layernorm", second), ("mlp", mlp)]
+        self._watched.append((layer, own))
+
+    __getstate__ = SequentialForward.__getstate__
+    __setstate__ = SequentialForward.__setstate__
+
+    def packed(self) -> list[list[torch.nn.Parameter]]:
+        """Return weights and biases of queries, keys and values, and of both halves of the feed-forward block."""
+        groups = []
+        named: list[tuple[Tied, tuple[str, ...]]] = [(self.qkv, ("query_", "key_", "value_"))]
+        if self.mlp is not None:
+            named.append((self.mlp, ("gate_", "up_")))
+        for tied, parts in named:
+            for kind in ("weight", "bias"):
+                own = tied.layer._parameters
+                found = [own[f"{part}{kind}"] for part in parts if f"{part}{kind}" in own]
+                groups += [found] if len(found) == len(parts) else []
+        return groups
+
+    def _is_for(self, given: dict[str, Any], places: tuple[Any, ...]) -> bool:
+        """Tell whether a call is one of training: a mask and angles, and nothing to keep or to return."""
+        mask, angles = given.get("attention_mask"), given.get("position_embeddings")
+        if places or not isinstance(angles, tuple) or (mask is None and self._is_eager):
+            return False
+        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 4):
+            return False
+        for name in ("past_key_values", "past_key_value", "cu_seq_lens_q", "head_mask"):
+            if given.get(name) is not None:
+                return False
+        if given.get("output_attentions"):
+            return False
+        return all([_is_same(owner, known) for owner, known in self._watched])
+
+    def __call__(self, hidden_states: torch.Tensor, *places: Any, **given: Any) -> Any:
+        """Run the layer; the layer's own way where the call is not for te_fast's."""
+        owner: Any = self._owner()
+        if not self._is_for(given, places):
+            return type(owner).forward(owner, hidden_states, *places, **given)
+        y = self.run(hidden_states, **given)
+        return (y,) if self.is_tuple else y
+
+    def run(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_embeddings: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Run te_fast's layers.
+
+        Parameters
+        ----------
+        hidden_states : torch.Tensor
+            ``(batch, tokens, hidden)``.
+        attention_mask : torch.Tensor, optional
+            ``(batch, 1, tokens, tokens)``: bool, True where a query attends, or what is added to scores.
+        position_embeddings : tuple of torch.Tensor
+            Cosines and sines, ``(1 or batch, tokens, channels)``.
+        """
+        owner: Any = self._owner()
+        heads, groups, d = self._heads
+        mixed = self.qkv(hidden_states).unflatten(-1, (heads + 2 * groups, d))
+        waves = _waves(*position_embeddings)
+        if self._has_head_norms:
+            q, k, v = mixed.split((heads, groups, groups), -2)
+            q, k = owner.self_attn.q_norm(q), owner.self_attn.k_norm(k)
+            q, k = rotate_by(q, waves), rotate_by(k, waves)
+        else:
+            both, v = mixed.split((heads + groups, groups), -2)
+            q, k = rotate_by(both, waves).split((heads, groups), -2)
+        context = self._attend(q, k, v, attention_mask, training=owner.training)
+        h = hidden_states + self.out(context)
+        if self.mlp is not None:
+            return h + self.mlp(h)
+        return h + owner.mlp(owner.post_attention_layernorm(h))
+
+    def _attend(
+        self, q: Any, k: Any, v: Any, mask: torch.Tensor | None, *, training: bool
+    ) -> torch.Tensor:
+        core = self.core
+        core.__dict__["training"] = training
+        if mask is None:
+            return core(q, k, v)
+        mask = mask[..., : k.shape[1]]
+        if mask.dtype == torch.bool:
+            return core(q, k, v, mask.logical_not(), attn_mask_type="arbitrary")
+        bias = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": mask}
+        return core(q, k, v, attn_mask_type="no_mask", **bias)
+
+
+def _gated_mlp(mlp: Any, norm: torch.nn.Module, found: Decoder, name: str) -> Tied:
+    options = _options(mlp.gate_proj.weight, bias=mlp.gate_proj.bias is not None)
+    options |= _norm_options(found.norms[1])
+    sizes = mlp.gate_proj.in_features, mlp.gate_proj.out_features
+    layer = GatedMLP(*sizes, activation=found.activation or "", name=name, **options)
+    ties = _tied("layer_norm_", norm)
+    for own, part in (("gate_", "gate_proj"), ("up_", "up_proj"), ("fc2_", "down_proj")):
+        ties += _tied(own, getattr(mlp, part))
+    return Tied(layer, ties)
+
+
+@torch.no_grad()
+def pack(parameters: Sequence[torch.nn.Parameter]) -> Callable[[], None] | None:
+    """Return what lays parameters one behind the other in new memory; None where somebody else laid out theirs."""
+    if any(parameter.is_meta for parameter in parameters):
+        return None
+    for parameter in parameters:
+        if parameter.untyped_storage().nbytes() != parameter.numel() * parameter.element_size():
+            return None
+        if not parameter.is_contiguous():
+            return None
+    whole = torch.cat([parameter.detach() for parameter in parameters])
+
+    def lay() -> None:
+        parts = whole.split([parameter.shape[0] for parameter in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.data = part
+
+    return lay

@@ -1,0 +1,333 @@
+"""What modules of other libraries are: their norms, activations and blocks, by structure and by trying them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch.nn import functional
+
+from te_fast.errors import TeFastError
+
+#: Relative error (Frobenius) by which what is known of a module may differ from it: roundings of a few operations.
+_BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+DTYPES = tuple(_BOUNDS)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Left(TeFastError):
+    """Why a module is left as it is."""
+
+
+def leave(why: str) -> NoReturn:
+    """Raise, saying why a module is left as it is."""
+    raise Left(why)
+
+
+class Norm(NamedTuple):
+    """A norm over the last dimension."""
+
+    kind: str
+    eps: float
+    zero_centered: bool
+
+    def __call__(self, x: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
+        """Apply the norm with a module's parameters, in FP32 or more."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        weight, bias = module._parameters["weight"], module._parameters.get("bias")
+        assert weight is not None
+        gamma = weight.to(wide.dtype) + float(self.zero_centered)
+        if self.kind == "LayerNorm":
+            beta = None if bias is None else bias.to(wide.dtype)
+            return functional.layer_norm(wide, wide.shape[-1:], gamma, beta, self.eps)
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * gamma
+
+
+def agrees(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether two results are those of one computation in a type."""
+    if got.shape != wanted.shape:
+        return False
+    size = wanted.double().norm()
+    error = (got.double() - wanted.double()).norm()
+    return bool(torch.isfinite(error)) and bool(error <= _BOUNDS[dtype] * size)
+
+
+def refuse_wrapped(module: torch.nn.Module, name: str) -> None:
+    """Raise for a module whose call is more than its class's forward.
+
+    Raises
+    ------
+    Left
+        Saying what is around it.
+    """
+    own = module.__dict__
+    if "forward" in own:
+        leave(f"{name} has a forward of its own, as wrappers such as Accelerate's hooks put there")
+    if own.get("_compiled_call_impl") is not None:
+        leave(f"{name} is compiled; convert before compiling")
+    if any(own[hooks] for hooks in _HOOKS):
+        leave(f"{name} has hooks, which would not be called")
+    if "parametrizations" in module._modules:
+        leave(f"{name} has parametrizations")
+
+
+def refuse_parameters(module: torch.nn.Module, name: str) -> None:
+    """Raise unless parameters are plain tensors of a type that layers compute in.
+
+    Raises
+    ------
+    Left
+        Saying what they are.
+    """
+    for key, parameter in module._parameters.items():
+        if parameter is None:
+            continue
+        if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
+            kind = type(parameter.data).__name__
+            leave(f"{name}.{key} is {kind}; convert before sharding or quantising")
+        if parameter.dtype not in DTYPES:
+            leave(f"{name}.{key} is {parameter.dtype}")
+
+
+def linear(module: Any, name: str) -> torch.nn.Linear:
+    """Return a linear layer that te_fast computes the same.
+
+    Raises
+    ------
+    Left
+        If it is none, or FP8 cannot take its sizes.
+    """
+    if type(module) is not torch.nn.Linear:
+        leave(f"{name} is {type(module).__name__}, no torch.nn.Linear")
+    refuse_wrapped(module, name)
+    refuse_parameters(module, name)
+    for size in (module.in_features, module.out_features):
+        if size % 16 or size == 0:
+            leave(f"{name} has {size} channels, which is no multiple of 16")
+    return module
+
+
+def _is_meta(module: torch.nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in module.parameters())
+
+
+@torch.no_grad()
+def norm(module: torch.nn.Module, name: str) -> Norm:
+    """Return which norm a module is.
+
+    Raises
+    ------
+    Left
+        If it is none that te_fast has.
+    """
+    refuse_wrapped(module, name)
+    refuse_parameters(module, name)
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    others = set(module._parameters) - {"weight", "bias"}
+    shown = f"{name} ({type(module).__name__})"
+    if weight is None or weight.dim() != 1 or others or module._modules:
+        leave(f"{shown} is no norm with one weight")
+    names = ("variance_epsilon", "eps", "epsilon")
+    eps = next((getattr(module, key) for key in names if hasattr(module, key)), None)
+    if type(module) is torch.nn.RMSNorm and eps is None:
+        eps = torch.finfo(weight.dtype).eps
+    if not isinstance(eps, float):
+        leave(f"{shown} has no eps")
+    candidates = [Norm("LayerNorm", eps, zero_centered=False)] if bias is not None else []
+    if bias is None:
+        candidates = [Norm("RMSNorm", eps, centred) for centred in (False, True)]
+    if weight.is_meta:
+        if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm) or shown.endswith("RMSNorm)"):
+            return candidates[0]
+        leave(f"{shown} cannot be tried on the meta device")
+    x = _random(weight, 4, weight.shape[0])
+    y = module(x)
+    for candidate in candidates:
+        if agrees(y, candidate(x, module), weight.dtype):
+            return candidate
+    leave(f"{shown} is another norm than LayerNorm and RMSNorm")
+
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "swiglu": functional.silu,
+    "geglu": lambda x: functional.gelu(x, approximate="tanh"),
+    "reglu": functional.relu,
+    "qgeglu": lambda x: x * torch.sigmoid(1.702 * x),
+    "glu": torch.sigmoid,
+}
+
+
+@torch.no_grad()
+def gated_activation(function: Any, name: str) -> str:
+    """Return the gated activation that has a function in its first half.
+
+    Raises
+    ------
+    Left
+        If te_fast has none.
+    """
+    if not callable(function):
+        leave(f"{name} has no act_fn")
+    x = torch.linspace(-6.0, 6.0, 97)
+    y = function(x)
+    for kind, known in _ACTIVATIONS.items():
+        if torch.allclose(y, known(x), rtol=1e-5, atol=1e-6):
+            return kind
+    leave(f"{name}.act_fn is no activation that te_fast has")
+
+
+def _random(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return numbers that do not touch the state of torch's generators."""
+    generator = torch.Generator().manual_seed(1234)
+    return torch.randn(*shape, generator=generator).to(like.device, like.dtype)
+
+
+@contextmanager
+def evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """Have a module without dropout for a while."""
+    modes = [(child, child.training) for child in module.modules()]
+    for child, _ in modes:
+        child.training = False
+    try:
+        yield
+    finally:
+        for child, mode in modes:
+            child.training = mode
+
+
+class Attention(NamedTuple):
+    """The attention of a decoder layer."""
+
+    module: Any
+    heads: int
+    groups: int
+    channels: int
+    scale: float
+    has_bias: bool
+    head_norms: tuple[torch.nn.Module, torch.nn.Module] | None
+    #: How Transformers computes it: without a mask ``eager`` attends to all, the others to what comes before.
+    implementation: str
+
+
+class Decoder(NamedTuple):
+    """A decoder layer as Llama has it; without an activation its feed-forward block is something else."""
+
+    layer: Any
+    attention: Attention
+    norms: tuple[Norm, Norm]
+    activation: str | None
+    #: Why there is no activation.
+    reason: str
+
+
+def _children(module: torch.nn.Module, needed: set[str], optional: set[str], name: str) -> None:
+    found = set(module._modules)
+    if missing := needed - found:
+        leave(f"{name} has no {', '.join(sorted(missing))}")
+    if others := found - needed - optional:
+        leave(f"{name} has {', '.join(sorted(others))}, too")
+
+
+def _attention(module: Any, name: str) -> Attention:
+    refuse_wrapped(module, name)
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    _children(module, set(projections), {"q_norm", "k_norm", "rotary_emb"}, name)
+    q, k, v, _ = (linear(getattr(module, part), f"{name}.{part}") for part in projections)
+    d = getattr(module, "head_dim", None)
+    if not isinstance(d, int) or d <= 0 or q.out_features % d or k.out_features % d:
+        leave(f"{name} has no head_dim that divides its projections")
+    if k.out_features != v.out_features or q.out_features % k.out_features:
+        leave(f"{name} has heads of other numbers or sizes for keys and values")
+    biases = [part.bias is not None for part in (q, k, v)]
+    if any(biases) != all(biases):
+        leave(f"{name} has biases for some of queries, keys and values")
+    if ("q_norm" in module._modules) != ("k_norm" in module._modules):
+        leave(f"{name} has one norm for queries and keys")
+    norms = (module.q_norm, module.k_norm) if "q_norm" in module._modules else None
+    config = getattr(module, "config", None)
+    how = getattr(config, "_attn_implementation", None) or "sdpa"
+    scale = float(getattr(module, "scaling", d**-0.5))
+    heads = q.out_features // d, k.out_features // d
+    return Attention(module, *heads, d, scale, all(biases), norms, how)
+
+
+def _gated(module: Any, name: str) -> str:
+    """Return the activation of a gated feed-forward block."""
+    refuse_wrapped(module, name)
+    parts = ("gate_proj", "up_proj", "down_proj")
+    _children(module, set(parts), {"act_fn"}, name)
+    gate, up, down = (linear(getattr(module, part), f"{name}.{part}") for part in parts)
+    biases = {part.bias is not None for part in (gate, up, down)}
+    sizes = (gate.out_features, up.out_features, down.in_features)
+    if len(set(sizes)) != 1 or len(biases) != 1:
+        leave(f"{name} has projections of other sizes or biases")
+    return gated_activation(getattr(module, "act_fn", None), name)
+
+
+def is_decoder(module: torch.nn.Module) -> bool:
+    """Tell whether a module has attention and norms where decoder layers have them."""
+    return {"self_attn", "input_layernorm", "post_attention_layernorm"} <= set(module._modules)
+
+
+def decoder(module: Any, name: str) -> Decoder:
+    """Return what a decoder layer is made of.
+
+    Raises
+    ------
+    Left
+        If it is no such layer.
+    """
+    refuse_wrapped(module, name)
+    needed = {"self_attn", "input_layernorm", "post_attention_layernorm", "mlp"}
+    _children(module, needed, set(), name)
+    attention = _attention(module.self_attn, f"{name}.self_attn")
+    first = norm(module.input_layernorm, f"{name}.input_layernorm")
+    second = Norm("RMSNorm", eps=0.0, zero_centered=False)
+    activation, reason = None, ""
+    try:
+        activation = _gated(module.mlp, f"{name}.mlp")
+        second = norm(module.post_attention_layernorm, f"{name}.post_attention_layernorm")
+    except Left as left:
+        activation, reason = None, str(left)
+    if len({parameter.dtype for parameter in module.parameters()}) != 1:
+        leave(f"{name} has parameters of several types")
+    return Decoder(module, attention, (first, second), activation, reason)
+
+
+@torch.no_grad()
+def try_decoder(found: Decoder, name: str, forward: Callable[..., Any]) -> bool:
+    """Run a decoder layer and what is to stand for it; return whether it gives a tuple.
+
+    Raises
+    ------
+    Left
+        If they differ, or the layer cannot be run as Llama's.
+    """
+    layer, attention = found.layer, found.attention
+    if _is_meta(layer):
+        return False
+    weight = attention.module.q_proj.weight
+    tokens = 16
+    x = _random(weight, 1, tokens, weight.shape[1])
+    angles = _random(weight, 1, tokens, attention.channels // 2).float()
+    angles = torch.cat((angles, angles), -1)
+    waves = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+    mask = None
+    if attention.implementation == "eager":
+        mask = torch.full((1, 1, tokens, tokens), torch.finfo(x.dtype).min).triu(1).to(x)
+    given = {"attention_mask": mask, "position_embeddings": waves}
+    with evaluating(layer):
+        try:
+            wanted = type(layer).forward(layer, x, **given)
+        except Exception as error:
+            message = f"{name} cannot be called as Llama's layer: {type(error).__name__}: {error}"
+            raise Left(message) from error
+        got = forward(x, **given)
+    is_tuple = isinstance(wanted, tuple)
+    if is_tuple and len(wanted) != 1:
+        leave(f"{name} returns {len(wanted)} values")
+    if not agrees(got, wanted[0] if is_tuple else wanted, x.dtype):
+        leave(f"{name} computes something else than Llama's layer")
+    return is_tuple
