@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import te_fast
 import te_fast.pytorch as te
 from every_layer import every_layer
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
@@ -106,3 +107,32 @@ def test_a_weight_that_was_away_is_quantised_again(layer, recipe):
         parameter.data.mul_(-1.5)
         setattr(module, name, parameter)
     assert torch.equal(run(module, first), run(copy.deepcopy(module), recipe()))
+
+
+@on_the_cpu
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling])
+def test_converted_models(group, recipe):
+    from torch.distributed.fsdp import fully_shard
+
+    from llama_like import Model, loss_of
+
+    tokens = torch.randint(1, 96, (2, 16), generator=torch.Generator().manual_seed(3))
+    model, plain = Model(), Model()
+    for each in (model, plain):
+        te_fast.convert(each)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for each in (model, plain):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with te.autocast(enabled=recipe is not None, recipe=recipe and recipe()):
+                loss = loss_of(each, tokens)
+            loss.backward()
+            optimizer.step()
+        each.loss = loss.item()
+    assert model.layers[0].ways == plain.layers[0].ways == 1  # of the trial
+    assert model.loss == pytest.approx(plain.loss, rel=1e-4)
+    report = te_fast.convert(te_fast.convert.undo(model) and model, dry_run=True)
+    assert "is DTensor; convert before sharding" in report.left["layers.0.mlp.up_proj"]

@@ -100,7 +100,8 @@ def linear(module: Any, name: str) -> torch.nn.Linear:
         If it is none, or FP8 cannot take its sizes.
     """
     if type(module) is not torch.nn.Linear:
-        leave(f"{name} is {type(module).__name__}, no torch.nn.Linear")
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        leave(f"{name} is {kind}, no torch.nn.Linear")
     refuse_wrapped(module, name)
     refuse_parameters(module, name)
     for size in (module.in_features, module.out_features):

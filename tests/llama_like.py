@@ -1,0 +1,128 @@
+"""A small model of decoder layers as Hugging Face's Llama has them, with the changes that its kin make."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size, eps=1e-6, centred=False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(size) * 0.2 + float(not centred))
+        self.variance_epsilon, self.centred = eps, centred
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (wide * (self.weight.float() + float(self.centred))).to(x.dtype)
+
+
+def turned(x):
+    left, right = x.chunk(2, -1)
+    return torch.cat((-right, left), -1)
+
+
+class Attention(nn.Module):
+    def __init__(self, hidden, heads, groups, d, *, bias=False, head_norms=False, how="sdpa"):
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation=how)
+        self.head_dim, self.scaling, self.attention_dropout = d, d**-0.5, 0.0
+        self.q_proj = nn.Linear(hidden, heads * d, bias=bias)
+        self.k_proj = nn.Linear(hidden, groups * d, bias=bias)
+        self.v_proj = nn.Linear(hidden, groups * d, bias=bias)
+        self.o_proj = nn.Linear(heads * d, hidden, bias=False)
+        if head_norms:
+            self.q_norm, self.k_norm = RMSNorm(d), RMSNorm(d)
+
+    def forward(self, x, position_embeddings, attention_mask=None):
+        shape = (*x.shape[:-1], -1, self.head_dim)
+        q, k, v = (part(x).view(shape) for part in (self.q_proj, self.k_proj, self.v_proj))
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        cos, sin = (wave.unsqueeze(1) for wave in position_embeddings)
+        q, k = (t * cos + turned(t) * sin for t in (q, k))
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        scores = q @ k.transpose(-1, -2) * self.scaling
+        if attention_mask is None and self.config._attn_implementation != "eager":
+            size = x.shape[1]
+            attention_mask = torch.ones(1, 1, size, size, dtype=torch.bool, device=x.device).tril()
+        if attention_mask is not None:
+            if attention_mask.dtype == torch.bool:
+                scores = scores.masked_fill(~attention_mask, -math.inf)
+            else:
+                scores = scores + attention_mask
+        return self.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)), None
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden, ffn, act=None, *, bias=False):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, ffn, bias=bias)
+        self.up_proj = nn.Linear(hidden, ffn, bias=bias)
+        self.down_proj = nn.Linear(ffn, hidden, bias=bias)
+        self.act_fn = act or nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, *, centred=False, multiplier=1.0, as_tuple=False, mlp=None, **options):
+        super().__init__()
+        hidden = 64
+        self.self_attn = Attention(hidden, 4, 2, 16, **options)
+        self.mlp = mlp() if mlp else MLP(hidden, 96)
+        self.input_layernorm = RMSNorm(hidden, centred=centred)
+        self.post_attention_layernorm = RMSNorm(hidden, centred=centred)
+        self.multiplier, self.as_tuple, self.ways = multiplier, as_tuple, 0
+
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        position_embeddings=None,
+        past_key_values=None,
+        output_attentions=False,
+        **kwargs,
+    ):
+        self.ways += 1
+        x = hidden_states
+        y, _ = self.self_attn(self.input_layernorm(x), position_embeddings, attention_mask)
+        x = x + self.multiplier * y
+        x = x + self.multiplier * self.mlp(self.post_attention_layernorm(x))
+        return (x,) if self.as_tuple else x
+
+
+class Model(nn.Module):
+    def __init__(self, layers=2, **options):
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed = nn.Embedding(96, 64)
+        self.layers = nn.ModuleList(Layer(**options) for _ in range(layers))
+        self.norm = RMSNorm(64)
+        self.lm_head = nn.Linear(64, 96, bias=False)
+
+    def forward(self, tokens, attention_mask=None, **kwargs):
+        x = self.embed(tokens)
+        angles = torch.arange(tokens.shape[1]).outer(10.0 ** -torch.linspace(0, 3, 8)).repeat(1, 2)
+        waves = (angles.cos()[None].to(x), angles.sin()[None].to(x))
+        for layer in self.layers:
+            x = layer(x, attention_mask=attention_mask, position_embeddings=waves, **kwargs)
+            x = x[0] if isinstance(x, tuple) else x
+        return self.lm_head(self.norm(x))
+
+
+def loss_of(model, tokens, **options):
+    logits = model(tokens, **options)
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def make():
+    """What the command line is given."""
+    return Model()

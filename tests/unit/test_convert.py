@@ -1,0 +1,364 @@
+"""convert: results, gradients and states are those of the model; what it does not know is left, and said."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import te_fast
+import te_fast.pytorch as te
+from llama_like import MLP, Layer, Model, loss_of
+from te_fast.errors import DtypeError, StateError, TeFastError
+
+TOKENS = torch.randint(1, 96, (2, 16), generator=torch.Generator().manual_seed(3))
+
+
+def relative(got, wanted):
+    return ((got.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-6)).item()
+
+
+def step(model, recipe=None, **options):
+    model.zero_grad()
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        loss = loss_of(model, TOKENS, **options)
+    loss.backward()
+    return loss.item(), {
+        n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+    }
+
+
+def compare(model, other, bound=1e-4, **options):
+    loss, grads = step(model, **options)
+    wanted, known = step(other, **options)
+    assert abs(loss - wanted) <= bound * abs(wanted)
+    assert grads.keys() == known.keys()
+    for name, grad in grads.items():
+        assert relative(grad, known[name]) < bound or known[name].norm() < 1e-5, name
+
+
+MODELS = {
+    "llama": {},
+    "qwen2": {"bias": True},
+    "qwen3": {"head_norms": True},
+    "gemma": {
+        "centred": True,
+        "mlp": lambda: MLP(64, 96, nn.GELU(approximate="tanh")),
+    },
+    "mlp with biases": {"mlp": lambda: MLP(64, 96, bias=True)},
+    "tuples": {"as_tuple": True},
+    "eager": {"how": "eager"},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_decoders_compute_what_they_did(name):
+    model, other = Model(**MODELS[name]), Model(**MODELS[name])
+    keys, parameters = list(model.state_dict()), dict(model.named_parameters())
+    report = te_fast.convert(model)
+    assert list(report.converted.values()).count("decoder layer") == 2
+    assert report.left == {"lm_head": "lm_head is excluded"}
+    assert list(model.state_dict()) == keys
+    assert all(parameter is parameters[n] for n, parameter in model.named_parameters())
+    ways = model.layers[0].ways
+    mask = torch.ones(2, 1, 16, 16, dtype=torch.bool).tril()
+    mask[0, :, :, :5] = False
+    mask[0, 0].fill_diagonal_(True)
+    added = torch.zeros(2, 1, 16, 16).masked_fill(~mask, -1e9)
+    for options in ({"attention_mask": mask}, {"attention_mask": added}):
+        compare(model, other, **options)
+    if name != "eager":
+        compare(model, other)
+    assert model.layers[0].ways == ways
+
+
+def test_fp8(recipe):
+    model, other = Model(), Model()
+    te_fast.convert(model)
+    for _ in range(2):
+        loss, grads = step(model, recipe)
+        wanted, known = step(other)
+        assert abs(loss - wanted) < 2e-2
+        assert all(relative(grad, known[name]) < 0.3 for name, grad in grads.items())
+        assert any(relative(grad, known[name]) > 1e-4 for name, grad in grads.items())
+    assert list(model.state_dict()) == list(other.state_dict())
+
+
+def test_training_follows_the_model(recipe):
+    model = Model()
+    te_fast.convert(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        with te.autocast(recipe=recipe):
+            loss = loss_of(model, TOKENS)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.6 * losses[0]
+    # What was learnt is in the model's own parameters.
+    other = Model()
+    other.load_state_dict(model.state_dict())
+    with te.autocast(recipe=recipe):
+        assert abs(loss_of(model, TOKENS).item() - loss_of(other, TOKENS).item()) < 5e-2
+
+
+def test_a_block_that_only_looks_like_one_is_left():
+    model, other = Model(multiplier=0.5), Model(multiplier=0.5)
+    report = te_fast.convert(model)
+    assert "layers.0" not in report.converted
+    assert report.left["layers.0"] == "layers.0 computes something else than Llama's layer"
+    assert report.converted["layers.0.mlp.up_proj"] == "linear layer"
+    assert "left layers.0 and 1 more: it computes something else" in str(report)
+    compare(model, other)
+
+
+def test_other_feed_forward_blocks_stay():
+    def routed():
+        return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 64))
+
+    model, other = Model(mlp=routed), Model(mlp=routed)
+    report = te_fast.convert(model)
+    assert report.converted["layers.1"] == "attention of a decoder layer"
+    assert report.left["layers.1.mlp"].startswith("layers.1.mlp has no down_proj")
+    compare(model, other)
+
+
+@pytest.mark.parametrize("options", [{"past_key_values": object()}, {"output_attentions": True}])
+def test_calls_that_are_not_for_it_go_the_layers_way(options):
+    model, other = Model(), Model()
+    te_fast.convert(model)
+    ways = model.layers[0].ways
+    compare(model, other, **options)
+    assert model.layers[0].ways == ways + 1
+
+
+def test_modules_that_change_are_seen():
+    model, other = Model(), Model()
+    te_fast.convert(model)
+    ways = model.layers[0].ways
+    seen = []
+    handle = model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: seen.append(1))
+    compare(model, other)
+    assert seen == [1]
+    assert model.layers[0].ways == ways + 1
+    handle.remove()
+    for each in (model, other):
+        torch.manual_seed(1)
+        each.layers[1].mlp.up_proj = nn.Linear(64, 96, bias=False)
+    compare(model, other)
+    for each in (model, other):
+        each.layers[0].self_attn.q_proj.weight = nn.Parameter(torch.ones(64, 64) * 0.01)
+    compare(model, other)
+    assert model.layers[0].ways == ways + 1
+
+
+def test_products_read_weights_in_one_piece():
+    model = Model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    te_fast.convert(model)
+    attention, mlp = model.layers[0].self_attn, model.layers[0].mlp
+    for first, second in (
+        (attention.q_proj.weight, attention.k_proj.weight),
+        (attention.k_proj.weight, attention.v_proj.weight),
+        (mlp.gate_proj.weight, mlp.up_proj.weight),
+    ):
+        end = first.data_ptr() + first.numel() * first.element_size()
+        assert second.data_ptr() == end
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_memory_of_others_stays():
+    model, other = Model(), Model()
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    at = 0
+    for parameter in model.parameters():
+        parameter.data = flat[at : at + parameter.numel()].view(parameter.shape)
+        at += parameter.numel()
+    te_fast.convert(model)
+    assert all(p.untyped_storage().data_ptr() == flat.data_ptr() for p in model.parameters())
+    compare(model, other)
+
+
+def test_copies_and_pickles_are_models_of_their_own():
+    model = Model()
+    te_fast.convert(model)
+    wanted = step(model)[0]
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert abs(step(other)[0] - wanted) < 1e-5
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        assert step(model)[0] == wanted
+        assert step(other)[0] != wanted
+        te_fast.convert.undo(other)
+    te_fast.convert.undo(model)
+
+
+def test_moved_and_cast():
+    model = Model()
+    te_fast.convert(model)
+    wanted = step(model)[0]
+    assert abs(step(model.bfloat16())[0] - wanted) < 5e-2
+    assert model.layers[0].mlp.up_proj.weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputed(recipe, use_reentrant):
+    layer = Layer()
+    te_fast.convert(layer)
+    x = torch.randn(2, 16, 64, requires_grad=True)
+    angles = torch.randn(1, 16, 8).repeat(1, 1, 2)
+    waves = (angles.cos(), angles.sin())
+
+    def run(x):
+        with te.autocast(recipe=recipe):
+            return layer(x, position_embeddings=waves)
+
+    run(x)
+    other = copy.deepcopy(layer)
+    run(x).sum().backward()
+    wanted = [x.grad.clone(), *(p.grad.clone() for p in layer.parameters())]
+    layer, x.grad = other, None
+    torch.utils.checkpoint.checkpoint(run, x, use_reentrant=use_reentrant).sum().backward()
+    for mine, theirs in zip([x.grad, *(p.grad for p in layer.parameters())], wanted, strict=True):
+        assert relative(mine, theirs) < 0.1
+
+
+@pytest.mark.skipif(
+    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8),
+    reason="layers are compiled from torch 2.8 on",
+)
+def test_compiled():
+    model, other = Model(1), Model(1)
+    te_fast.convert(model)
+    compare(
+        torch.compile(model, fullgraph=True, backend="aot_eager"),
+        torch.compile(other, backend="eager"),
+    )
+    torch.compiler.reset()
+
+
+def sequential():
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.LayerNorm(32),
+        nn.Linear(32, 64),
+        nn.GELU(approximate="tanh"),
+        nn.Linear(64, 32),
+        nn.Tanh(),
+        nn.RMSNorm(32, eps=1e-5),
+        nn.Linear(32, 48, bias=False),
+        nn.Linear(48, 5),
+    )
+
+
+def test_sequential():
+    model, other = sequential(), sequential()
+    report = te_fast.convert(model)
+    assert report.converted[""] == "norm + feed-forward block and norm + linear layer"
+    assert report.left == {"7": "7 has 5 channels, which is no multiple of 16"}
+    x = torch.randn(16, 32)
+    assert torch.allclose(model(x), other(x), atol=1e-5)
+    grads = [torch.autograd.grad(m(x).square().sum(), list(m.parameters())) for m in (model, other)]
+    assert all(relative(*pair) < 1e-4 for pair in zip(*grads, strict=True))
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    assert torch.allclose(model(x), other(x), atol=1e-5)
+    assert seen == [1]
+    model[4] = nn.Identity()
+    assert not torch.allclose(model(x), other(x), atol=1e-5)
+    assert te_fast.convert.undo(model) == 4
+
+
+def test_twice_is_refused_and_undone():
+    model, other = Model(), Model()
+    with pytest.raises(StateError, match="nothing of this model has been converted"):
+        te_fast.convert.undo(model)
+    first = te_fast.convert(model)
+    with pytest.raises(StateError, match="layers.0 has been converted"):
+        te_fast.convert(model)
+    assert te_fast.convert.undo(model) == len(first.converted)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert step(model)[0] == step(other)[0]
+    assert te_fast.convert(model).converted == first.converted
+
+
+def test_dry_run_changes_nothing():
+    model, other = Model(), Model()
+    pointers = [p.data_ptr() for p in model.parameters()]
+    report = te_fast.convert(model, dry_run=True)
+    assert str(report).startswith("te_fast.convert would convert: 2 x decoder layer, 14 x linear")
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert step(model)[0] == step(other)[0]
+    assert report.converted == te_fast.convert(model).converted
+
+
+def test_random_numbers_and_modes_are_as_before():
+    model = Model()
+    model.layers[0].eval()
+    state = torch.random.get_rng_state()
+    te_fast.convert(model)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert not model.layers[0].mlp.training
+    assert model.layers[1].mlp.training
+
+
+def test_wrappers():
+    model = Model()
+    layer = model.layers[0]
+    old = layer.forward
+    layer.forward = lambda *args, **kwargs: old(*args, **kwargs)
+    report = te_fast.convert(model)
+    assert "has a forward of its own" in report.left["layers.0"]
+    del layer.forward
+    wrapped = model.layers[1]
+    wrapped._old_forward, wrapped.forward = wrapped.forward, lambda *args, **kw: None
+    with pytest.raises(StateError, match="layers.1 has been wrapped since"):
+        te_fast.convert.undo(model)
+    assert "forward" in model.layers[0].mlp.up_proj.__dict__
+
+
+def test_bad_models(tmp_path):
+    with pytest.raises(DtypeError, match="expected a torch.nn.Module, got dict"):
+        te_fast.convert({})
+    model = nn.Linear(16, 16)
+    model.compile(backend="eager")
+    with pytest.raises(StateError, match="is compiled"):
+        te_fast.convert(model)
+    tied = Model()
+    tied.layers[0].mlp.up_proj.weight = tied.layers[1].mlp.up_proj.weight
+    report = te_fast.convert(tied)
+    assert report.left["layers.0"] == "layers.0 shares parameters with another module"
+    assert "layers.0.mlp.up_proj" in report.left
+
+
+@pytest.mark.parametrize("exclude", ["layers", ("mlp", "layers.1")])
+def test_excluded(exclude):
+    report = te_fast.convert(Model(), exclude=exclude)
+    assert "layers.1" in report.left
+    if exclude == "layers":
+        assert set(report.converted) == {"lm_head"}
+    else:
+        assert report.left["layers.0.mlp.up_proj"].endswith("is excluded")
+
+
+def test_command_line(capsys):
+    assert te_fast.convert.main(["--dry-run", "llama_like:make"]) == 0
+    shown = capsys.readouterr().out
+    assert "would convert: 2 x decoder layer, 14 x linear layer" in shown
+    assert "layers.1.self_attn.o_proj: linear layer" in shown
+    for bad in ("nothing", "llama_like:none", "no_such_module:make"):
+        with pytest.raises(SystemExit):
+            te_fast.convert.main([bad])
+        assert capsys.readouterr().err
+
+
+def test_errors_are_te_fasts():
+    with pytest.raises(TeFastError):
+        te_fast.convert(None)
