@@ -110,7 +110,8 @@ class Model(nn.Module):
 
     def forward(self, tokens, attention_mask=None, **kwargs):
         x = self.embed(tokens)
-        angles = torch.arange(tokens.shape[1]).outer(10.0 ** -torch.linspace(0, 3, 8)).repeat(1, 2)
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        angles = places.outer(10.0 ** -torch.linspace(0, 3, 8, device=tokens.device)).repeat(1, 2)
         waves = (angles.cos()[None].to(x), angles.sin()[None].to(x))
         for layer in self.layers:
             x = layer(x, attention_mask=attention_mask, position_embeddings=waves, **kwargs)
