@@ -12,9 +12,11 @@ import te_fast.pytorch as te
 from attention_reference import F64, attend_one, attends, slopes_of
 from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
 from te_fast.errors import DtypeError, ShapeError, UnsupportedError
+from te_fast.runtime.compiling import CAN_COMPILE
 
 HEADS, GROUPS, D = 4, 2, 8
 MASKS = ("no_mask", "causal", "causal_bottom_right")
+compiles = pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
 PADDED = ("padding", "padding_causal", "padding_causal_bottom_right")
 
 
@@ -363,6 +365,7 @@ def test_dropout_keeps_the_mean():
     assert out.std().item() > 0.05
 
 
+@compiles
 def test_compiled():
     layer = module(qkv_format="bshd", attn_mask_type="padding_causal")
     case = Case([6, 4], [6, 4], dtype=torch.float32)
@@ -381,7 +384,7 @@ def test_attention_in_a_region_is_in_high_precision(recipe):
 
 
 @pytest.mark.parametrize("field", ["fp8_dpa", "fp8_mha"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=compiles)])
 def test_attention_in_fp8_raises(field, compiled):
     layer, case = module(qkv_format="bshd"), Case([6], [6], dtype=torch.float32)
     call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer

@@ -13,6 +13,7 @@ import te_fast
 import te_fast.pytorch as te
 from llama_like import MLP, Layer, Model, loss_of
 from te_fast.errors import DtypeError, StateError, TeFastError
+from te_fast.runtime.compiling import CAN_COMPILE
 
 TOKENS = torch.randint(1, 96, (2, 16), generator=torch.Generator().manual_seed(3))
 
@@ -229,10 +230,7 @@ def test_recomputed(recipe, use_reentrant):
         assert relative(mine, theirs) < 0.1
 
 
-@pytest.mark.skipif(
-    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8),
-    reason="layers are compiled from torch 2.8 on",
-)
+@pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
 def test_compiled():
     model, other = Model(1), Model(1)
     te_fast.convert(model)

@@ -14,6 +14,7 @@ from attention_reference import attend_one, attends, rotate
 from compound_reference import ACTIVATIONS
 from te_fast.errors import DtypeError, ShapeError, UnsupportedError
 from te_fast.pytorch.ops import L2Normalization
+from te_fast.runtime.compiling import CAN_COMPILE
 
 HIDDEN, FFN, HEADS, D = 32, 48, 4, 8
 S, B = 6, 2
@@ -354,10 +355,7 @@ def test_recomputed(recipe, use_reentrant):
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(got, wanted, strict=True))
 
 
-@pytest.mark.skipif(
-    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8),
-    reason="layers are compiled from torch 2.8 on",
-)
+@pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
 @pytest.mark.parametrize("options", ["llama", "as it is"])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_compiled(options, fp8):

@@ -515,9 +515,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         order = (1, 2, 0, 3) if fmt == "sbhd" else (0, 2, 1, 3)
         q, k, v = (tensor.permute(order) for tensor in heads)
         if how.rule.is_padded:
-            how = how._replace(kept=self._kept(q, k, mask, lengths))
+            how = how.of(kept=self._kept(q, k, mask, lengths))
         elif how.rule.kind == "arbitrary":
-            how = how._replace(masked=self._masked(mask))
+            how = how.of(masked=self._masked(mask))
         y = self._run(q, k, v, how, recomputes=recomputes)
         merged = y.permute((2, 0, 1, 3) if fmt == "sbhd" else (0, 2, 1, 3)).flatten(2)
         return (merged, core.max_logits(q, k, how)) if self.return_max_logit else merged
@@ -633,7 +633,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             return self._run(q, k, v, how, recomputes=recomputes, packings=packings).flatten(1)
         dense_q, kept_q = core.unpack(q, packings[0])
         (dense_k, kept_k), (dense_v, _) = (core.unpack(tensor, packings[1]) for tensor in (k, v))
-        how = how._replace(kept=Kept(kept_q, kept_k))
+        how = how.of(kept=Kept(kept_q, kept_k))
         y = self._run(dense_q, dense_k, dense_v, how, recomputes=recomputes)
         merged = core.pack(y, packings[0], q.shape[0]).flatten(1)
         return (merged, core.max_logits(dense_q, dense_k, how)) if self.return_max_logit else merged
@@ -649,7 +649,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             raise ShapeError(message)
         rule = how.rule
         if rule.kind == "padding_causal":  # new queries are the last tokens of their sequences
-            rule = rule._replace(kind="padding_causal_bottom_right", bottom_right=True)
+            rule = Rule("padding_causal_bottom_right", rule.left, rule.right, bottom_right=True)
         q, k, v = heads
         if self.layer_number not in params.cache_manager.cache:
             params.allocate_memory(self.layer_number)
@@ -667,7 +667,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         else:
             dense_q = q.permute((1, 2, 0, 3) if fmt == "sbhd" else (0, 2, 1, 3))
             kept_q = kept_of_lengths(ends_q[: batch + 1], dense_q.shape[2])
-        how = how._replace(rule=rule, kept=Kept(kept_q, kept_kv))
+        how = how.of(rule=rule, kept=Kept(kept_q, kept_kv))
         y = self._run(dense_q, keys, values, how)
         if fmt == "thd":
             merged = core.pack(y, packing, q.shape[0]).flatten(1)

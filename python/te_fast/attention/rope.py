@@ -6,9 +6,9 @@ import weakref
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from te_fast.errors import DtypeError, ShapeError, UnsupportedError
-from te_fast.runtime.compiling import is_in_graph
 from te_fast.runtime.device import default_device
 
 _OP = "apply_rotary_pos_emb"
@@ -125,7 +125,7 @@ class _LastWaves:
     def of(self, freqs: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the waves of angles, the kept ones if these are the last angles, unchanged."""
         if (
-            is_in_graph()
+            is_compiling()
             or freqs.requires_grad
             or freqs.is_inference()
             or type(freqs) is not torch.Tensor

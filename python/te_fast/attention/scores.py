@@ -57,6 +57,17 @@ class Scores(NamedTuple):
     kept: Kept | None = None
     masked: torch.Tensor | None = None
 
+    def of(
+        self,
+        *,
+        rule: Rule | None = None,
+        kept: Kept | None = None,
+        masked: torch.Tensor | None = None,
+    ) -> Scores:
+        """Return the same for sequences of a call, with the rule for them if it is another."""
+        rule = self.rule if rule is None else rule
+        return Scores(rule, self.scale, self.dropout, self.bias, self.sink, kept, masked)
+
 
 def _is_plain(scores: Scores, queries: int, keys: int) -> bool:
     """Whether torch's ``is_causal``, or no mask at all, says what the rule says."""

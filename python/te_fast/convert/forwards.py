@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from te_fast.attention.dot_product import DotProductAttention
 from te_fast.attention.rope import rotate_by, signed_waves
@@ -15,7 +16,6 @@ from te_fast.convert.known import Attention, Decoder, Norm
 from te_fast.layers.layernorm_linear import LayerNormLinear
 from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.linear import Linear
-from te_fast.runtime.compiling import is_in_graph
 
 Tie = tuple[str, torch.nn.Module, str]
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -185,7 +185,7 @@ class _Waves:
 
     def __call__(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both as they broadcast to ``(batch, tokens, heads, channels)``, in FP32."""
-        if is_in_graph() or cos.is_inference():
+        if is_compiling() or cos.is_inference():
             return signed_waves(cos.unsqueeze(2), sin.unsqueeze(2))
         last = tuple(reference() for reference, _ in self.of)
         now = (cos._version, sin._version)
