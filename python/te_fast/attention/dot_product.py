@@ -404,8 +404,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             For what torch's kernels cannot do.
         """
         callbacks = (score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
-        refuse(self.name, {"score_mod": any(part is not None for part in callbacks)})
-        refuse(self.name, {"bf16_backward": bool(bf16_backward)})
+        if bf16_backward or callbacks != (None, None, None, None):
+            refuse(self.name, {"bf16_backward": bool(bf16_backward), "score_mod": True})
         fmt = self.qkv_format if qkv_format is None else qkv_format
         _check_name(self.name, "qkv_format", fmt, FORMATS)
         heads: Any = (query_layer, key_layer, value_layer)

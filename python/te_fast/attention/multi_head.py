@@ -9,7 +9,7 @@ import torch
 
 from te_fast.attention.dot_product import DotProductAttention
 from te_fast.attention.inference import InferenceParams
-from te_fast.attention.rope import angles_of, rotate
+from te_fast.attention.rope import rotate
 from te_fast.errors import ShapeError
 from te_fast.layers.layernorm_linear import LayerNormLinear
 from te_fast.layers.linear import Linear
@@ -485,13 +485,14 @@ cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zer
             parts = mixed.unflatten(-1, (groups, per_group + 2, d)).split((per_group, 1, 1), -2)
             q, k, v = (part.flatten(-3, -2) for part in parts)
             return self._placed(q, k, v, angles, given)
-        heads = mixed.unflatten(-1, (q_heads + 2 * groups, d))
+        heads = mixed.view(*mixed.shape[:-1], q_heads + 2 * groups, d)
         if angles is None or isinstance(angles, tuple) or self.q_norm is not None:
-            q, k, v = heads.split((q_heads, groups, groups), -2)
+            q, k, v = heads.split_with_sizes((q_heads, groups, groups), -2)
             return self._placed(q, k, v, angles, given)
         # Queries and keys lie side by side and turn by the same angles: one rotation.
-        both, v = heads.split((q_heads + groups, groups), -2)
-        q, k = self._rotated(both, angles, given, "q").split((q_heads, groups), -2)
+        both, v = heads.split_with_sizes((q_heads + groups, groups), -2)
+        turned = self._rotated(both, angles, given, "q")
+        q, k = turned.split_with_sizes((q_heads, groups), -2)
         return q, k, v
 
     def _split_cross(
@@ -539,5 +540,5 @@ cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zer
                     f"{self._shown}: qkv_format='thd' needs cu_seqlens_{side} for rotary_pos_emb"
                 )
                 raise ShapeError(message)
-        placed = angles_of(angles, t.shape, self.qkv_format, starts, ends)
-        return rotate(t, placed, interleaved=self.rotary_pos_interleaved)
+        interleaved = self.rotary_pos_interleaved
+        return rotate(t, angles, self.qkv_format, starts, ends, interleaved=interleaved)

@@ -122,24 +122,20 @@ class _LastWaves:
         self.angles: weakref.ref[torch.Tensor] | None = None
         self.waves: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def of(self, freqs: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the waves of angles, the kept ones if these are the last angles, unchanged."""
-        if (
-            is_compiling()
-            or freqs.requires_grad
-            or freqs.is_inference()
-            or type(freqs) is not torch.Tensor
-        ):
-            return _waves(freqs, interleaved)
-        key = (freqs._version, interleaved, freqs.data_ptr())
+    def of(
+        self, freqs: torch.Tensor, interleaved: bool, shape: torch.Size, tensor_format: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the waves of heads in ``sbhd`` or ``bshd``; kept ones, if the angles are the last ones, unchanged."""
+        if is_compiling() or freqs.requires_grad or freqs.is_inference():
+            return _waves(angles_of(freqs, shape, tensor_format), interleaved)
+        length = shape[1 if tensor_format == "bshd" else 0]
+        key = (freqs._version, freqs.data_ptr(), interleaved, tensor_format, length)
         last = None if self.angles is None else self.angles()
-        if (
-            self.waves is None
-            or last is not freqs
-            or key != self.key
-            or torch.is_inference_mode_enabled()
-        ):
-            self.waves = _waves(freqs, interleaved)
+        if self.waves is None or last is not freqs or key != self.key:
+            waves = _waves(angles_of(freqs, shape, tensor_format), interleaved)
+            if waves[0].is_inference():  # which a backward could not keep
+                return waves
+            self.waves = waves
             self.key, self.angles = key, weakref.ref(freqs)
         return self.waves
 
@@ -147,38 +143,50 @@ class _LastWaves:
 _last_waves = _LastWaves()
 
 
+def _combined(
+    t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, sign: int
+) -> torch.Tensor:
+    """Rotate the first channels by angles, or by their negatives, in FP32 and round once."""
+    width = cos.shape[-1]
+    part = t[..., :width] if width < t.shape[-1] else t
+    turned = torch.addcmul(part * cos, _turned(part, interleaved), sin, value=sign).to(t.dtype)
+    return turned if part is t else torch.cat((turned, t[..., width:]), dim=-1)
+
+
 class _Rotate(torch.autograd.Function):
-    """Rotate in FP32 and round once; backward rotates back."""
+    """Backward rotates back; nothing but the waves is kept."""
 
     @staticmethod
     def forward(
-        t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+        ctx: Any, t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
     ) -> torch.Tensor:
-        width = cos.shape[-1]
-        part = t[..., :width] if width < t.shape[-1] else t
-        turned = torch.addcmul(part * cos, _turned(part, interleaved), sin).to(t.dtype)
-        return turned if part is t else torch.cat((turned, t[..., width:]), dim=-1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
-        _, cos, sin, ctx.interleaved = inputs
         ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _combined(t, cos, sin, interleaved, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        return _Rotate.apply(grad, cos, -sin, ctx.interleaved), None, None, None
+        return _combined(grad, cos, sin, ctx.interleaved, -1), None, None, None
 
 
-def rotate(t: torch.Tensor, freqs: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
-    """Rotate heads by angles that broadcast to them, in FP32, rounding once.
+def rotate(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    tensor_format: str,
+    start_positions: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Rotate heads by the angles of their positions, in FP32, rounding once.
 
     Parameters
     ----------
     t : torch.Tensor
-        ``(..., heads, d)``.
-    freqs : torch.Tensor
-        ``(..., 1, d_rot)``, with ``d_rot`` at most ``d``; the other channels stay.
+        Heads in `tensor_format`.
+    freqs, tensor_format, start_positions, cu_seqlens
+        As of :func:`angles_of`.
     interleaved : bool
         Which channels make a pair.
 
@@ -187,7 +195,11 @@ def rotate(t: torch.Tensor, freqs: torch.Tensor, *, interleaved: bool) -> torch.
     torch.Tensor
         Of the shape and type of `t`.
     """
-    cos, sin = _last_waves.of(freqs, interleaved)
+    if start_positions is None and tensor_format != "thd":
+        cos, sin = _last_waves.of(freqs, interleaved, t.shape, tensor_format)
+    else:
+        placed = angles_of(freqs, t.shape, tensor_format, start_positions, cu_seqlens)
+        cos, sin = _waves(placed, interleaved)
     return _Rotate.apply(t, cos, sin, interleaved)
 
 
@@ -335,9 +347,10 @@ def apply_rotary_pos_emb(
     if tensor_format == "thd" and cu_seqlens is None:
         message = f"{_OP}: cu_seqlens must say where sequences begin when tensor_format is 'thd'"
         raise ShapeError(message)
+    if fused:
+        return rotate(t, freqs, tensor_format, start_positions, cu_seqlens, interleaved=interleaved)
     angles = angles_of(freqs, t.shape, tensor_format, start_positions, cu_seqlens)
-    turn = rotate if fused else _rotate_rounding
-    return turn(t, angles, interleaved=interleaved)
+    return _rotate_rounding(t, angles, interleaved=interleaved)
 
 
 def apply_fused_qkv_rotary_pos_emb(

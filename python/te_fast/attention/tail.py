@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from te_fast.attention.multi_head import MultiheadAttention
@@ -9,24 +11,25 @@ from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.linear import Linear
 from te_fast.runtime import native
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_global_hooks = tuple(
-    getattr(torch.nn.modules.module, f"_global{name}")
-    for name in (
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_backward_hooks",
-        "_backward_pre_hooks",
-    )
+_global = torch.nn.modules.module
+_global_hooks = (
+    _global._global_forward_hooks,
+    _global._global_forward_pre_hooks,
+    _global._global_backward_hooks,
+    _global._global_backward_pre_hooks,
 )
 
 
-def _is_bare(module: torch.nn.Module, kind: type) -> bool:
-    """Whether calling a module is no more than its class's own forward."""
-    own = module.__dict__
-    if type(module) is not kind or "forward" in own or own.get("_compiled_call_impl") is not None:
-        return False
-    return not any([own[name] for name in _HOOKS])
+def _is_called_otherwise(own: dict[str, Any]) -> bool:
+    """Whether calling a module is more than its class's own forward; of a module's dict."""
+    return bool(
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+        or own.get("_compiled_call_impl") is not None
+    )
 
 
 class Tail:
@@ -68,15 +71,20 @@ class Tail:
     def takes(self, attention: MultiheadAttention, hidden: torch.Tensor) -> bool:
         """Tell whether it computes what calls of the layers would."""
         proj, mlp = self._proj, self._mlp
-        if not (
-            _is_bare(proj, Linear)
-            and _is_bare(mlp, LayerNormMLP)
-            and _is_bare(attention, MultiheadAttention)
+        own = proj.__dict__
+        if (
+            type(hidden) is not torch.Tensor
+            or type(proj) is not Linear
+            or type(mlp) is not LayerNormMLP
+            or type(attention) is not MultiheadAttention
+            or _is_called_otherwise(own)
+            or _is_called_otherwise(mlp.__dict__)
+            or _is_called_otherwise(attention.__dict__)
+            or mlp.checkpoint
+            or own["_save_original_input"]
+            or any(_global_hooks)
+            or torch._C._len_torch_dispatch_stack()  # tracers, and others that watch all operators
         ):
-            return False
-        if any(_global_hooks) or mlp.checkpoint or proj.__dict__["_save_original_input"]:
-            return False
-        if type(hidden) is not torch.Tensor:
             return False
         weight = proj._parameters.get("weight")
         if weight is None or weight.dtype != hidden.dtype or weight.device != hidden.device:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 from torch.nn import functional
 
 from te_fast.attention.inference import InferenceParams
 from te_fast.attention.multi_head import CompositeModule, MultiheadAttention, Rotation, heads_of
 from te_fast.attention.tail import Tail
 from te_fast.errors import ShapeError
-from te_fast.graphs.traced import is_traced
 from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.norm import LayerNorm, RMSNorm
 from te_fast.layers.parameters import refuse
@@ -413,7 +413,7 @@ fast_zero_fill, pad_between_seqs : optional
         """Return what computes everything behind attention in one program; None where something is between."""
         if (self.training and self.hidden_dropout > 0.0) or not self._is_plain():
             return None
-        if is_traced(hidden):  # whose layers are operators by themselves
+        if is_compiling():  # a graph has the layers as operators
             return None
         attention, mlp = self.self_attention, self.layernorm_mlp
         tail: Tail | None = self.__dict__.get("_tail")

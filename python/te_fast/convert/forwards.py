@@ -330,15 +330,16 @@ class DecoderForward(Forward):
         """
         owner: Any = self._owner()
         heads, groups, d = self._heads
-        mixed = self.qkv(hidden_states).unflatten(-1, (heads + 2 * groups, d))
+        mixed = self.qkv(hidden_states)
+        mixed = mixed.view(*mixed.shape[:-1], heads + 2 * groups, d)
         waves = _waves(*position_embeddings)
         if self._has_head_norms:
-            q, k, v = mixed.split((heads, groups, groups), -2)
+            q, k, v = mixed.split_with_sizes((heads, groups, groups), -2)
             q, k = owner.self_attn.q_norm(q), owner.self_attn.k_norm(k)
             q, k = rotate_by(q, waves), rotate_by(k, waves)
         else:
-            both, v = mixed.split((heads + groups, groups), -2)
-            q, k = rotate_by(both, waves).split((heads, groups), -2)
+            both, v = mixed.split_with_sizes((heads + groups, groups), -2)
+            q, k = rotate_by(both, waves).split_with_sizes((heads, groups), -2)
         context = self._attend(q, k, v, attention_mask, training=owner.training)
         h = hidden_states + self.out(context)
         if self.mlp is not None:
