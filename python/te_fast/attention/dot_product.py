@@ -380,7 +380,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         inference_params : InferenceParams, optional
             Key-value caches, which take keys and values and give those of earlier steps.
         pad_between_seqs : bool, optional
-            Whether there are gaps between the sequences of ``thd``; the tensors of starts say so here.
+            False: there are no gaps between the sequences of ``thd``, whatever the tensors of starts say.
         fp8_output, bf16_backward : bool, default = False
             Of attention in FP8; without it `fp8_output` says nothing, as in Transformer Engine.
         score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors : optional
@@ -417,8 +417,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         lengths = Lengths(
             cu_seqlens_q,
             cu_seqlens_kv,
-            cu_seqlens_q_padded,
-            cu_seqlens_kv_padded,
+            None if pad_between_seqs is False else cu_seqlens_q_padded,
+            None if pad_between_seqs is False else cu_seqlens_kv_padded,
             max_seqlen_q,
             max_seqlen_kv,
         )

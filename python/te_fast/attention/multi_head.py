@@ -489,10 +489,9 @@ cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zer
         if angles is None or isinstance(angles, tuple) or self.q_norm is not None:
             q, k, v = heads.split_with_sizes((q_heads, groups, groups), -2)
             return self._placed(q, k, v, angles, given)
-        # Queries and keys lie side by side and turn by the same angles: one rotation.
-        both, v = heads.split_with_sizes((q_heads + groups, groups), -2)
-        turned = self._rotated(both, angles, given, "q")
-        q, k = turned.split_with_sizes((q_heads, groups), -2)
+        # Queries and keys lie side by side and turn by the same angles: one rotation, and one gradient of all three.
+        turned = self._rotated(heads, angles, given, "q", q_heads + groups)
+        q, k, v = turned.split_with_sizes((q_heads, groups, groups), -2)
         return q, k, v
 
     def _split_cross(
@@ -525,9 +524,14 @@ cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zer
         return q, k, v
 
     def _rotated(
-        self, t: torch.Tensor, angles: torch.Tensor, given: dict[str, Any], side: str
+        self,
+        t: torch.Tensor,
+        angles: torch.Tensor,
+        given: dict[str, Any],
+        side: str,
+        heads: int | None = None,
     ) -> torch.Tensor:
-        """Rotate heads; in a key-value cache sequences begin where the step before has ended."""
+        """Rotate heads, or the first of them; in a key-value cache sequences begin where the step before has ended."""
         params = given.get("inference_params")
         starts = None if params is None else params.get_seqlens_pre_step()
         ends = None
@@ -540,5 +544,5 @@ cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zer
                     f"{self._shown}: qkv_format='thd' needs cu_seqlens_{side} for rotary_pos_emb"
                 )
                 raise ShapeError(message)
-        interleaved = self.rotary_pos_interleaved
-        return rotate(t, angles, self.qkv_format, starts, ends, interleaved=interleaved)
+        options: dict[str, Any] = {"interleaved": self.rotary_pos_interleaved, "heads": heads}
+        return rotate(t, angles, self.qkv_format, starts, ends, **options)

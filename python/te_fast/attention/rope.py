@@ -144,13 +144,26 @@ _last_waves = _LastWaves()
 
 
 def _combined(
-    t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool, sign: int
+    t: torch.Tensor,
+    waves: tuple[torch.Tensor, torch.Tensor],
+    interleaved: bool,
+    heads: int,
+    sign: int,
 ) -> torch.Tensor:
-    """Rotate the first channels by angles, or by their negatives, in FP32 and round once."""
-    width = cos.shape[-1]
-    part = t[..., :width] if width < t.shape[-1] else t
-    turned = torch.addcmul(part * cos, _turned(part, interleaved), sin, value=sign).to(t.dtype)
-    return turned if part is t else torch.cat((turned, t[..., width:]), dim=-1)
+    """Rotate the first channels of the first heads, by angles or their negatives, in FP32 and round once."""
+    cos, sin = waves
+    width, (count, channels) = cos.shape[-1], t.shape[-2:]
+    part = t[..., :heads, :width] if (heads, width) != (count, channels) else t
+    turned = torch.addcmul(part * cos, _turned(part, interleaved), sin, value=sign)
+    if part is t:
+        return turned.to(t.dtype)
+    out = torch.empty_like(t)
+    out[..., :heads, :width] = turned
+    if width < channels:
+        out[..., :heads, width:] = t[..., :heads, width:]
+    if heads < count:
+        out[..., heads:, :] = t[..., heads:, :]
+    return out
 
 
 class _Rotate(torch.autograd.Function):
@@ -158,16 +171,21 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+        ctx: Any,
+        t: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        interleaved: bool,
+        heads: int,
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _combined(t, cos, sin, interleaved, 1)
+        ctx.interleaved, ctx.heads = interleaved, heads
+        return _combined(t, (cos, sin), interleaved, heads, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        cos, sin = ctx.saved_tensors
-        return _combined(grad, cos, sin, ctx.interleaved, -1), None, None, None
+        dt = _combined(grad, ctx.saved_tensors, ctx.interleaved, ctx.heads, -1)
+        return dt, None, None, None, None
 
 
 def rotate(
@@ -178,6 +196,7 @@ def rotate(
     cu_seqlens: torch.Tensor | None = None,
     *,
     interleaved: bool,
+    heads: int | None = None,
 ) -> torch.Tensor:
     """Rotate heads by the angles of their positions, in FP32, rounding once.
 
@@ -189,6 +208,9 @@ def rotate(
         As of :func:`angles_of`.
     interleaved : bool
         Which channels make a pair.
+    heads : int, optional
+        How many of the heads, which are dimension -2, are rotated; the others are copied, so that the tensor that they
+        come from can go. All by default.
 
     Returns
     -------
@@ -200,7 +222,7 @@ def rotate(
     else:
         placed = angles_of(freqs, t.shape, tensor_format, start_positions, cu_seqlens)
         cos, sin = _waves(placed, interleaved)
-    return _Rotate.apply(t, cos, sin, interleaved)
+    return _Rotate.apply(t, cos, sin, interleaved, t.shape[-2] if heads is None else heads)
 
 
 def signed_waves(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,9 +231,11 @@ def signed_waves(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, to
     return cos.float(), wide * _signs(wide.shape[-1], False, wide)
 
 
-def rotate_by(t: torch.Tensor, waves: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotate heads ``(..., heads, d)`` by waves that broadcast to them, in FP32, rounding once."""
-    return _Rotate.apply(t, *waves, False)
+def rotate_by(
+    t: torch.Tensor, waves: tuple[torch.Tensor, torch.Tensor], heads: int
+) -> torch.Tensor:
+    """Rotate the first heads of ``(..., heads, d)`` by waves that broadcast to them, in FP32, rounding once."""
+    return _Rotate.apply(t, *waves, False, heads)
 
 
 def _rotate_rounding(t: torch.Tensor, freqs: torch.Tensor, *, interleaved: bool) -> torch.Tensor:

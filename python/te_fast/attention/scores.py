@@ -212,13 +212,13 @@ def pack(y: torch.Tensor, packing: Packing, tokens: int) -> torch.Tensor:
 
 
 @cache
-def _varlen() -> tuple[Any, bool]:
-    """Return torch's attention on packed sequences and whether it takes windows; None before torch 2.10."""
+def _varlen() -> tuple[Any, frozenset[str]]:
+    """Return torch's attention on packed sequences and what it takes; None before torch 2.10."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return None, False
-    return varlen_attn, "window_size" in inspect.signature(varlen_attn).parameters
+        return None, frozenset()
+    return varlen_attn, frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def varlen_problem(q: torch.Tensor, v: torch.Tensor, scores: Scores, *, is_self: bool) -> str:
@@ -232,9 +232,12 @@ def varlen_problem(q: torch.Tensor, v: torch.Tensor, scores: Scores, *, is_self:
         return "it has no such head sizes"
     if rule.is_banded and not rule.bottom_right and not is_self:
         return "its diagonal ends in the last query and key"
-    kernel, takes_windows = _varlen()
-    if kernel is None or (not takes_windows and (rule.left >= 0 or rule.right > 0)):
+    kernel, takes = _varlen()
+    has_window = rule.left >= 0 or rule.right > 0
+    if kernel is None or (has_window and "window_size" not in takes):
         return "this torch has none, or none with windows"
+    if "scale" not in takes and abs(scores.scale * q.shape[-1] ** 0.5 - 1) > 1e-6:
+        return "this torch has none with another scale"
     return ""
 
 
@@ -248,14 +251,16 @@ def attend_packed(
     """Attend within packed sequences by torch's kernel for them: ``(tokens, heads, d)`` each."""
     rule, (of_q, of_k) = scores.rule, packings
     repeats = q.shape[1] // k.shape[1]
-    kernel, takes_windows = _varlen()
-    options: dict[str, Any] = {"scale": scores.scale}
-    if takes_windows:
-        options |= {"window_size": (rule.left, rule.right), "enable_gqa": repeats != 1}
+    kernel, takes = _varlen()
+    options: dict[str, Any] = {"scale": scores.scale} if "scale" in takes else {}
+    if "window_size" in takes:
+        options["window_size"] = (rule.left, rule.right)
     else:
         options["is_causal"] = rule.right == 0
-        if repeats != 1:
-            k, v = (tensor.repeat_interleave(repeats, dim=1) for tensor in (k, v))
+    if repeats != 1 and "enable_gqa" in takes:
+        options["enable_gqa"] = True
+    elif repeats != 1:
+        k, v = (tensor.repeat_interleave(repeats, dim=1) for tensor in (k, v))
     return kernel(q, k, v, of_q.ends, of_k.ends, of_q.longest, of_k.longest, **options)
 
 

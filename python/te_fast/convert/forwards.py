@@ -336,10 +336,10 @@ class DecoderForward(Forward):
         if self._has_head_norms:
             q, k, v = mixed.split_with_sizes((heads, groups, groups), -2)
             q, k = owner.self_attn.q_norm(q), owner.self_attn.k_norm(k)
-            q, k = rotate_by(q, waves), rotate_by(k, waves)
+            q, k = rotate_by(q, waves, heads), rotate_by(k, waves, groups)
         else:
-            both, v = mixed.split_with_sizes((heads + groups, groups), -2)
-            q, k = rotate_by(both, waves).split_with_sizes((heads, groups), -2)
+            turned = rotate_by(mixed, waves, heads + groups)
+            q, k, v = turned.split_with_sizes((heads, groups, groups), -2)
         context = self._attend(q, k, v, attention_mask, training=owner.training)
         h = hidden_states + self.out(context)
         if self.mlp is not None:
