@@ -110,13 +110,6 @@ def test_of_the_product_of_queries_keys_and_values(fmt, interleaved):
     assert torch.equal(v, qkv[..., 3 * D :])
 
 
-def test_compiled():
-    t, freqs = torch.randn(S, B, H, D, requires_grad=True), angles()
-    turn = torch.compile(apply_rotary_pos_emb, fullgraph=True, backend="aot_eager")
-    out = turn(t, freqs, fused=True)
-    assert torch.allclose(out, apply_rotary_pos_emb(t, freqs, fused=True))
-
-
 @pytest.mark.parametrize(
     ("t", "freqs", "options", "error", "match"),
     [
