@@ -208,6 +208,15 @@ def test_moved_and_cast():
     assert model.layers[0].mlp.up_proj.weight.grad.dtype == torch.bfloat16
 
 
+def test_training_behind_inference():
+    model, other = Model(1), Model(1)
+    te_fast.convert(model)
+    with torch.inference_mode():
+        wanted = other(TOKENS)
+        assert relative(model(TOKENS), wanted) < 1e-5
+    compare(model, other)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputed(recipe, use_reentrant):
     layer = Layer()

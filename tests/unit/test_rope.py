@@ -87,8 +87,11 @@ def test_waves_follow_angles_that_change():
     freqs.mul_(2)
     second = apply_rotary_pos_emb(t, freqs, fused=True)
     assert torch.allclose(second.double(), rotate(t.double(), freqs[:S].double(), False), atol=1e-5)
+    last = angles(rotary_base=30.0)
     with torch.inference_mode():
         inside = apply_rotary_pos_emb(t, freqs * 1, fused=True)
+        apply_rotary_pos_emb(t, last, fused=True)
+    apply_rotary_pos_emb(t.clone().requires_grad_(), last, fused=True).sum().backward()
     again = apply_rotary_pos_emb(t.requires_grad_(), freqs, fused=True)
     again.sum().backward()
     assert torch.equal(inside, second)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from te_fast.errors import DtypeError, ShapeError, UnsupportedError
 from te_fast.runtime.device import default_device
 
 _OP = "apply_rotary_pos_emb"
+#: Cosines and sines, with the sign that the rotation has for the channel.
+Waves = tuple[torch.Tensor, torch.Tensor]
 
 
 class RotaryPositionEmbedding(torch.nn.Module):
@@ -114,33 +117,43 @@ def _waves(freqs: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.
     return wide.cos(), wide.sin() * _signs(wide.shape[-1], interleaved, wide)
 
 
-class _LastWaves:
+class LastWaves:
     """The waves of the last angles: the layers of a model rotate by the same ones."""
 
     def __init__(self) -> None:
-        self.key: tuple[Any, ...] = ()
-        self.angles: weakref.ref[torch.Tensor] | None = None
-        self.waves: tuple[torch.Tensor, torch.Tensor] | None = None
+        # In one piece, since threads may take turns between any two statements.
+        self._last: tuple[tuple[weakref.ref[torch.Tensor], ...], tuple[Any, ...], Waves] | None
+        self._last = None
 
     def of(
-        self, freqs: torch.Tensor, interleaved: bool, shape: torch.Size, tensor_format: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the waves of heads in ``sbhd`` or ``bshd``; kept ones, if the angles are the last ones, unchanged."""
-        if is_compiling() or freqs.requires_grad or freqs.is_inference():
-            return _waves(angles_of(freqs, shape, tensor_format), interleaved)
-        length = shape[1 if tensor_format == "bshd" else 0]
-        key = (freqs._version, freqs.data_ptr(), interleaved, tensor_format, length)
-        last = None if self.angles is None else self.angles()
-        if self.waves is None or last is not freqs or key != self.key:
-            waves = _waves(angles_of(freqs, shape, tensor_format), interleaved)
-            if waves[0].is_inference():  # which a backward could not keep
-                return waves
-            self.waves = waves
-            self.key, self.angles = key, weakref.ref(freqs)
-        return self.waves
+        self, angles: tuple[torch.Tensor, ...], key: tuple[Any, ...], make: Callable[[], Waves]
+    ) -> Waves:
+        """Return what `make` returns, or returned last, if the tensors are the same, unchanged, and so is the key."""
+        if is_compiling() or any([t.requires_grad or t.is_inference() for t in angles]):
+            return make()
+        stream = None
+        if angles[0].is_cuda:
+            if (
+                torch.cuda.is_current_stream_capturing()
+            ):  # what a graph makes is there when it has run
+                return make()
+            # Another stream would not wait for this one.
+            stream = torch._C._cuda_getCurrentRawStream(angles[0].device.index)
+        key = (*key, stream, *[(t._version, t.data_ptr()) for t in angles])
+        last = self._last
+        if (
+            last is not None
+            and last[1] == key
+            and all([ref() is t for ref, t in zip(last[0], angles, strict=True)])
+        ):
+            return last[2]
+        waves = make()
+        if not waves[0].is_inference():  # which a backward could not keep
+            self._last = (tuple([weakref.ref(t) for t in angles]), key, waves)
+        return waves
 
 
-_last_waves = _LastWaves()
+_last_waves = LastWaves()
 
 
 def _combined(
@@ -218,7 +231,12 @@ def rotate(
         Of the shape and type of `t`.
     """
     if start_positions is None and tensor_format != "thd":
-        cos, sin = _last_waves.of(freqs, interleaved, t.shape, tensor_format)
+        length = t.shape[1 if tensor_format == "bshd" else 0]
+        cos, sin = _last_waves.of(
+            (freqs,),
+            (interleaved, tensor_format, length),
+            lambda: _waves(angles_of(freqs, t.shape, tensor_format), interleaved),
+        )
     else:
         placed = angles_of(freqs, t.shape, tensor_format, start_positions, cu_seqlens)
         cos, sin = _waves(placed, interleaved)

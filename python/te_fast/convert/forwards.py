@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 
 from te_fast.attention.dot_product import DotProductAttention
-from te_fast.attention.rope import rotate_by, signed_waves
+from te_fast.attention.rope import LastWaves, rotate_by, signed_waves
 from te_fast.convert.gated import GatedMLP
 from te_fast.convert.known import Attention, Decoder, Norm
 from te_fast.layers.layernorm_linear import LayerNormLinear
@@ -176,34 +175,12 @@ class SequentialForward(Forward):
         return x
 
 
-class _Waves:
-    """Cosines and signed sines of the last angles, which all layers of a model turn by."""
-
-    def __init__(self) -> None:
-        self.of: tuple[Any, ...] = ()
-        self.waves: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def __call__(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both as they broadcast to ``(batch, tokens, heads, channels)``, in FP32."""
-        if is_compiling() or cos.is_inference():
-            return signed_waves(cos.unsqueeze(2), sin.unsqueeze(2))
-        last = tuple(reference() for reference, _ in self.of)
-        now = (cos._version, sin._version)
-        if (
-            self.waves is None
-            or len(last) != 2
-            or last[0] is not cos
-            or last[1] is not sin
-            or tuple(version for _, version in self.of) != now
-        ):
-            self.waves = signed_waves(cos.unsqueeze(2), sin.unsqueeze(2))
-            self.of = tuple(
-                (weakref.ref(wave), version) for wave, version in zip((cos, sin), now, strict=True)
-            )
-        return self.waves
+_last_waves = LastWaves()
 
 
-_waves = _Waves()
+def _waves_of(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cosines and signed sines as they broadcast to ``(batch, tokens, heads, channels)``, in FP32."""
+    return _last_waves.of((cos, sin), (), lambda: signed_waves(cos.unsqueeze(2), sin.unsqueeze(2)))
 
 
 def _attention_parts(found: Attention, norm: Norm, first: torch.nn.Module, name: str) -> Any:
@@ -332,7 +309,7 @@ class DecoderForward(Forward):
         heads, groups, d = self._heads
         mixed = self.qkv(hidden_states)
         mixed = mixed.view(*mixed.shape[:-1], heads + 2 * groups, d)
-        waves = _waves(*position_embeddings)
+        waves = _waves_of(*position_embeddings)
         if self._has_head_norms:
             q, k, v = mixed.split_with_sizes((heads, groups, groups), -2)
             q, k = owner.self_attn.q_norm(q), owner.self_attn.k_norm(k)
