@@ -197,13 +197,15 @@ def allowed(
     return mask
 
 
-def default_slopes(heads: int) -> list[float]:
-    """Return the slopes of ALiBi (https://arxiv.org/abs/2108.12409, section 3), one a head."""
+def default_slopes(heads: int, device: torch.device) -> torch.Tensor:
+    """Return the slopes of ALiBi (https://arxiv.org/abs/2108.12409, section 3), one a head, in FP32.
+
+    They are computed on the device: nothing is copied there.
+    """
     whole = 2 ** math.floor(math.log2(heads))
-    first = 2.0 ** (-8.0 / whole)
-    slopes = [first ** (head + 1) for head in range(whole)]
-    between = 2.0 ** (-4.0 / whole)
-    return slopes + [between ** (2 * head + 1) for head in range(heads - whole)]
+    steps = torch.arange(1, whole + 1, device=device)
+    between = torch.arange(1, 2 * (heads - whole) + 1, 2, device=device)
+    return torch.cat((torch.exp2(steps * (-8.0 / whole)), torch.exp2(between * (-4.0 / whole))))
 
 
 def alibi(

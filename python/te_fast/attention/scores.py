@@ -85,7 +85,7 @@ def _bias_of(scores: Scores, q: torch.Tensor, keys: int) -> torch.Tensor | None:
     if bias.kind == "alibi":
         slopes = bias.slopes
         if slopes is None:
-            slopes = torch.tensor(default_slopes(q.shape[1]), device=q.device)
+            slopes = default_slopes(q.shape[1], q.device)
         made = alibi(scores.rule, (q.shape[2], keys), scores.kept, slopes)
         return made.to(q.dtype)
     if bias.tensor is None:
