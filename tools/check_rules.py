@@ -43,12 +43,13 @@ LAYERS: dict[str, set[str]] = {
     "graphs": {"recipe", "runtime"},
     "ops": {"dispatch", "graphs", "recipe", "runtime", "state"},
     "layers": {"graphs", "ops", "recipe", "runtime", "state"},
+    "graphed": {"recipe", "runtime", "state"},
     "common": {"recipe"},
-    "pytorch": {"common", "graphs", "layers", "moe", "ops", "runtime"},
+    "pytorch": {"common", "graphed", "graphs", "layers", "moe", "ops", "runtime"},
     "profile": {"common", "dispatch", "pytorch"},
 }
 # Signatures that are Transformer Engine's, not ours.
-TE_SIGNATURES = re.compile(r"^python/te_fast/(layers|moe|ops|recipe|runtime)/")
+TE_SIGNATURES = re.compile(r"^python/te_fast/(graphed|layers|moe|ops|recipe|runtime)/")
 
 
 def check_lengths() -> Iterator[str]:

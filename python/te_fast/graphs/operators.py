@@ -21,7 +21,8 @@ from te_fast.errors import ShapeError, StateError, UnsupportedError
 from te_fast.graphs.region import entered, key_of_region, recipe_of
 from te_fast.graphs.traced import Facts, Traced, calls, facts_of, traced_of
 from te_fast.runtime import native
-from te_fast.runtime.delayed import native_recipe, update_scales
+from te_fast.runtime.capturing import update_scales_behind_backward
+from te_fast.runtime.delayed import native_recipe
 from te_fast.runtime.main_grad import main_grad_of
 
 Tensors = Sequence[torch.Tensor]
@@ -138,15 +139,11 @@ def _backward(
             for result, (is_param, _) in zip(results, facts.new_grads, strict=True)
         ]
     if is_last and _is_captured(grads[0]):
-        _update_backward_scales()
+        update_scales_behind_backward()
     elif is_last:
         # Behind the whole backward: then all gradients that it quantises have left their maxima.
-        torch.autograd.Variable._execution_engine.queue_callback(_update_backward_scales)
+        torch.autograd.Variable._execution_engine.queue_callback(update_scales_behind_backward)
     return results
-
-
-def _update_backward_scales() -> None:
-    update_scales(forward=False)
 
 
 def _backward_of_nothing(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from te_fast._names import publish
 from te_fast.graphs.stand_ins import register_when_dynamo_is_imported
 from te_fast.pytorch import fp8 as fp8
+from te_fast.pytorch import graph as graph
 from te_fast.pytorch import module as module
 from te_fast.pytorch import ops
+from te_fast.pytorch import utils as utils
 from te_fast.pytorch._missing import missing
-from te_fast.pytorch.distributed import checkpoint
+from te_fast.pytorch.distributed import CudaRNGStatesTracker, checkpoint
+from te_fast.pytorch.graph import make_graphed_callables
 from te_fast.pytorch.module import (
     Fp8Padding,
     Fp8Unpadding,
@@ -45,6 +48,7 @@ from te_fast.pytorch.quantization import (
 from te_fast.runtime.device import set_cuda_device_every_batch, should_set_cuda_device_every_batch
 
 __all__ = [
+    "CudaRNGStatesTracker",
     "FP8GlobalStateManager",
     "Fp8Padding",
     "Fp8Unpadding",
@@ -65,6 +69,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "make_graphed_callables",
     "moe_permute",
     "moe_permute_and_pad_with_probs",
     "moe_permute_and_quantize",
