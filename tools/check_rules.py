@@ -43,7 +43,7 @@ LAYERS: dict[str, set[str]] = {
     "graphs": {"recipe", "runtime"},
     "ops": {"dispatch", "graphs", "recipe", "runtime", "state"},
     "layers": {"graphs", "ops", "recipe", "runtime", "state"},
-    "graphed": {"recipe", "runtime", "state"},
+    "graphed": {"graphs", "recipe", "runtime", "state"},
     "common": {"recipe"},
     "pytorch": {"common", "graphed", "graphs", "layers", "moe", "ops", "runtime"},
     "profile": {"common", "dispatch", "pytorch"},

@@ -1,5 +1,6 @@
 """``make_graphed_callables`` beside eager calls, bit for bit: graphs of the host stand in for those of CUDA."""
 
+import contextlib
 import copy
 import itertools
 import warnings
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
-from graphs import region, states_of
+from graphs import needs_compile, region, states_of
 from host_graphs import install
 from recipes import RECIPES
 from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
@@ -884,6 +885,62 @@ def test_hooks_beside_the_capture(graphs):
     returns = {"forward_hooks": {"a": lambda module: 1}}
     with pytest.raises(StateError, match="must return None, one of forward_hooks"):
         graphs.graphed(te.Linear(COLS, COLS, **CPU), (sample(),), capture_time_hooks=[returns])
+
+
+@needs_compile
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_code_calls_replays_from_outside(graphs, recipe):
+    eager = te.Linear(COLS, COLS, **CPU)
+    graphed = captured(graphs, recipe, copy.deepcopy(eager))
+    run = torch.compile(lambda model, x: torch.relu(model(2 * x)), backend="eager")
+    for _ in range(2):
+        x, dy = sample(), torch.randn(ROWS, COLS)
+        results = []
+        for model in (lambda model, x: torch.relu(model(2 * x)), eager), (run, graphed):
+            with te.autocast(recipe=recipe):
+                y = model[0](model[1], x)
+            y.backward(dy)
+            results.append(y)
+        assert_same(*results)
+        assert_stepped_alike(eager, graphed)
+    whole = torch.compile(lambda x: graphed(x), backend="eager", fullgraph=True)
+    with (
+        te.autocast(recipe=recipe),
+        pytest.raises(torch._dynamo.exc.Unsupported, match="replays graphs"),
+    ):
+        whole(sample())
+
+
+def test_a_stream_of_the_callers(graphs, monkeypatch):
+    """The current stream waits for the caller's, or for an event on it; nothing waits where they are the same."""
+    notes = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            notes.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event):
+            notes.append(f"{self.name} waits for {event}")
+
+    current, other = Stream("current"), Stream("other")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    eager = te.Linear(COLS, COLS, **CPU)
+    graphed = captured(graphs, None, copy.deepcopy(eager))
+    for stream, event, expected in (
+        (current, None, []),
+        (other, None, ["other waits for current", "current waits for other"]),
+        (other, "event", ["other waits for current", "current waits for event"]),
+    ):
+        notes.clear()
+        x = sample()
+        y = graphed(x, cuda_graph_stream=stream, cuda_graph_event=event)
+        assert torch.equal(y, eager(x))
+        y.sum().backward()
+        assert notes == 2 * expected
 
 
 def test_errors_are_those_of_transformer_engine(graphs):

@@ -14,6 +14,7 @@ from te_fast.graphed.arguments import GRAPHED
 from te_fast.graphed.gradients import check_main_grads
 from te_fast.graphed.inputs import is_first_microbatch, take_stream
 from te_fast.graphed.memory import Left
+from te_fast.graphs.stand_ins import stays_outside
 from te_fast.runtime import native
 from te_fast.runtime.delayed import update_scales
 from te_fast.runtime.global_state import autocast_state
@@ -305,3 +306,10 @@ class GraphedCallable:
         """Refuse: graphs cannot be saved."""
         message = f"{self._run.name}: graphs cannot be pickled; reset() the module first, or save its state_dict()"
         raise StateError(message)
+
+
+stays_outside(
+    GraphedCallable,
+    "__call__",
+    "it replays graphs of make_graphed_callables, which compiled code calls from outside of its own",
+)

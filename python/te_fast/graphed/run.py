@@ -287,7 +287,10 @@ class Run:
         if inputs:
             self.input_grads = [grad if grad is None else weak(grad) for grad in self.input_grads]
         if outputs:
-            self.outputs = weak(self.outputs)
+            self.outputs = [
+                weak(output) if isinstance(output, torch.Tensor) else output
+                for output in self.outputs
+            ]
             if self.shared.options.clone_param_grads:
                 self.surface_grads = weak(self.surface_grads)
 
