@@ -149,6 +149,49 @@ def test_weak_tensors_are_on_the_same_memory():
             assert (alias == 5).all()
 
 
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP", "Sequential", "mixed", "recomputed"])
+def test_who_watches_save_for_backward_sees_what_layers_keep(monkeypatch, kind):
+    """Megatron-LM must know which buffers of its graphs a backward reads."""
+    seen = []
+    own = torch.autograd.function.FunctionCtx.save_for_backward
+
+    def observe(ctx, *tensors):
+        seen.extend(tensors)
+        return own(ctx, *tensors)
+
+    class Twice(te.ops.BasicOperation):
+        def op_forward(self, ctx, input_, **_):
+            return 2 * input_
+
+        def op_backward(self, ctx, grad_output):
+            return 2 * grad_output, ()
+
+    model = {
+        "Linear": lambda: te.Linear(32, 32, **CPU),
+        "LayerNormMLP": lambda: te.LayerNormMLP(32, 32, **CPU),
+        "Sequential": lambda: te.ops.Sequential(te.ops.GELU(), te.ops.Linear(32, 32, **CPU)),
+        "mixed": lambda: te.ops.Sequential(Twice(), te.ops.Linear(32, 32, **CPU)),
+        "recomputed": lambda: te.LayerNormMLP(32, 32, checkpoint=True, **CPU),
+    }[kind]()
+    results = []
+    for watched in (False, True):
+        if watched:
+            monkeypatch.setattr(torch.autograd.function.FunctionCtx, "save_for_backward", observe)
+        x = torch.ones(16, 32, requires_grad=True)
+        with te.autocast(recipe=Float8CurrentScaling()):
+            y = model(x)
+        assert (len(seen) > 0) == watched
+        y.sum().backward()
+        results.append((y, x.grad, [p.grad for p in model.parameters()]))
+        model.zero_grad()
+    assert (
+        any(tensor is not None and tensor.dtype == torch.uint8 for tensor in seen)
+        or kind == "recomputed"
+    )
+    for one, two in zip(*(torch.utils._pytree.tree_leaves(r) for r in results), strict=True):
+        assert torch.equal(one, two)
+
+
 class Generator:
     """A GPU's generator: states are objects that it refers to."""
 

@@ -9,6 +9,14 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
+from graphed import (
+    ORDERS,
+    assert_pipelines_alike,
+    assert_same,
+    assert_stepped_alike,
+    both,
+    quantising,
+)
 from graphs import needs_compile, region, states_of
 from host_graphs import install
 from recipes import RECIPES
@@ -36,10 +44,6 @@ def graphs(monkeypatch):
 
 def sample(rows=ROWS, cols=COLS, *, grad=True):
     return torch.randn(rows, cols, requires_grad=grad)
-
-
-def quantising(recipe, **more):
-    return {"enabled": recipe is not None, "recipe": recipe, **more}
 
 
 class Block(torch.nn.Module):
@@ -78,50 +82,6 @@ MODELS = {
     ),
     "checkpointed": lambda: te.LayerNormMLP(COLS, 64, checkpoint=True, **CPU),
 }
-
-
-def leaves_of(value):
-    return [
-        leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)
-    ]
-
-
-def assert_same(one, two):
-    for left, right in zip(leaves_of(one), leaves_of(two), strict=True):
-        assert torch.equal(left, right)
-        assert left.requires_grad == right.requires_grad
-
-
-def assert_stepped_alike(eager, graphed):
-    """Compare gradients and scales, then step both."""
-    for (name, one), two in zip(eager.named_parameters(), graphed.parameters(), strict=True):
-        grads = [getattr(p, "main_grad", p.grad) for p in (one, two)]
-        assert (grads[0] is None) == (grads[1] is None), name
-        if grads[0] is None:
-            continue
-        assert torch.equal(*grads), name
-        with torch.no_grad():
-            for p, grad in zip((one, two), grads, strict=True):
-                p -= 0.1 * grad
-                p.grad = None
-    for one, two in zip(states_of(eager), states_of(graphed), strict=True):
-        assert torch.equal(one, two)
-
-
-def both(models, recipe, x, dy=None, *args, **kwargs):
-    """Call an eager model and a graphed one on the same input, and differentiate."""
-    results = []
-    for model in models:
-        torch.manual_seed(7)
-        given = x.detach().clone().requires_grad_(x.requires_grad)
-        with region(recipe):
-            y = model(given, *args, **kwargs)
-        if dy is not None:
-            leaf = y if isinstance(y, torch.Tensor) else y[0]
-            leaf.backward(dy)
-        results.append([y, given.grad])
-    assert_same(*results)
-    return results[0][0]
 
 
 # Training -------------------------------------------------------------------------------------------
@@ -336,28 +296,6 @@ def test_the_same_tensor_twice_gets_each_gradient_once(graphs):
 
 # Pipelines ------------------------------------------------------------------------------------------
 
-ORDERS = {
-    "one by one": ([1, -1, 1, -1], 1),
-    "both in flight": ([1, 1, -1, -1], 1),
-    "two chunks": ([1, 1, 2, 2, -2, 1, -2, 2, -1, -2, -1, -1], 2),
-    "interleaved": ([1, 2, 1, 2, -2, -1, -2, -1], 2),
-}
-
-
-def run_order(order, models, forward, losses):
-    """Run chunks of `models` in an order: `forward(chunk, microbatch)`, and the backward of what it returns."""
-    counts, results = {}, {}
-    for number in order:
-        chunk = abs(number) - 1
-        microbatch = counts.get(number, 0)
-        counts[number] = microbatch + 1
-        if number > 0:
-            results[chunk, microbatch] = forward(chunk, microbatch)
-        else:
-            x, y = results[chunk, microbatch]
-            y.backward(losses[chunk][microbatch])
-            yield y, x.grad
-
 
 @pytest.mark.parametrize("reuse", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize(("order", "chunks"), ORDERS.values(), ids=ORDERS)
@@ -382,31 +320,10 @@ def test_microbatches_in_the_order_of_a_pipeline(graphs, recipe, order, chunks, 
     shared = len({id(one._run.inputs.tensors[0]) for one in graphed})
     assert (shared < len(samples)) == (reuse and lives_end)
     for _ in range(2):
-        inputs = torch.randn(chunks, microbatches, ROWS, COLS)
-        losses = torch.randn(chunks, microbatches, ROWS, COLS)
-
-        def forward(chunk, microbatch, layers_of):
-            x = inputs[chunk, microbatch].clone().requires_grad_()  # noqa: B023
-            with te.autocast(recipe=recipe):
-                y = x
-                for layer in layers_of(chunk, microbatch):
-                    y = layer(y)
-            return x, y
-
-        def eager_layers(chunk, _):
-            return eager[chunk * layers : (chunk + 1) * layers]
-
-        def graphed_layers(chunk, microbatch):
-            first = (chunk * microbatches + microbatch) * layers
-            return graphed[first : first + layers]
-
-        results = []
-        for layers_of in (eager_layers, graphed_layers):
-            steps = run_order(order, None, lambda c, m: forward(c, m, layers_of), losses)  # noqa: B023
-            results.append([[t.clone() for t in step] for step in steps])
-        for one, two in zip(*results, strict=True):
-            assert_same(one, two)
-        assert_stepped_alike(eager, model)
+        shape = chunks, microbatches, ROWS, COLS
+        assert_pipelines_alike(
+            order, layers, (eager, model, graphed), recipe, torch.randn(shape), torch.randn(shape)
+        )
 
 
 @pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
