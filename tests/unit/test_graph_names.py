@@ -43,6 +43,19 @@ def step(module, recipe):
     y.sum().backward()
 
 
+def test_every_name_that_megatron_imports_at_once_is_there(fresh):
+    """One that is missing turns its handling of FP8 in graphs off, silently."""
+    script = """
+from te_fast.pytorch.distributed import is_fp8_activation_recompute_enabled
+from te_fast.pytorch.fp8 import FP8GlobalStateManager
+from te_fast.pytorch.graph import make_graphed_callables, restore_fp8_tensors, save_fp8_tensors
+from te_fast.pytorch.graph import set_capture_end, set_capture_start
+from te_fast.pytorch.module.base import TransformerEngineBaseModule
+from te_fast.pytorch.utils import make_weak_ref
+"""
+    assert fresh(script) == ""
+
+
 def test_scales_are_saved_and_put_back():
     recipe = DelayedScaling(amax_history_len=4)
     modules = models()

@@ -187,8 +187,7 @@ def check_modules(modules: Sequence[Any]) -> bool:
         ):
             message = (
                 f"{_NAME}: {name} has hooks, which a graph would not run; register them behind the capture, or "
-                f"pass those "
-                "that belong beside it as capture_time_hooks"
+                "pass those that belong beside it as capture_time_hooks"
             )
             raise StateError(message)
         if any(buffer.requires_grad for buffer in module.buffers()):

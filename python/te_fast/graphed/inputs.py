@@ -179,8 +179,7 @@ class Inputs:
         if tensor.requires_grad and not sample.requires_grad and torch.is_grad_enabled():
             message = (
                 f"{self.name}: an input requires gradients and its sample did not, so that the graph has none; "
-                f"capture it "
-                "with a sample that does"
+                "capture it with a sample that does"
             )
             raise StateError(message)
 

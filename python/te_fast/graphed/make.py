@@ -182,8 +182,7 @@ def _check_options(options: Options, *, has_order: bool, is_training: bool) -> N
     if not isinstance(iterations, int) or iterations < 1:
         message = (
             f"{_NAME}: num_warmup_iters must be 1 at least, got {iterations!r}: what lasts, like scales, must "
-            f"not be made "
-            "in a graph"
+            "not be made in a graph"
         )
         raise ArgumentError(message)
     if options.reuse_buffers and not has_order:
@@ -210,7 +209,7 @@ def _make_runs(
         if waits_for_weight_gradients(module):
             message = (
                 f"{_NAME}: {type(module).__name__} has weight gradients waiting; call backward_dw() before the "
-                f"capture"
+                "capture"
             )
             raise StateError(message)
         name = getattr(module, "name", type(module).__name__)
@@ -266,8 +265,7 @@ def _check_weight_gradients(order: Order, runs: Sequence[Run]) -> None:
                 run.run_weight_gradients()
             message = (
                 f"{_NAME}: {run.name} delays its weight gradients (delay_wgrad_compute) and _order does not say "
-                f"when they "
-                "are computed; add -c - 0.5 for each backward -c"
+                "when they are computed; add -c - 0.5 for each backward -c"
             )
             raise StateError(message)
     if order.places_weight_gradients:
@@ -275,8 +273,7 @@ def _check_weight_gradients(order: Order, runs: Sequence[Run]) -> None:
             if kind == "weight gradients" and not runs[number].delays_weight_gradients:
                 message = (
                     f"{_NAME}: _order has weight gradients of {runs[number].name}, which computes them in its "
-                    f"backward; "
-                    "make its layers with delay_wgrad_compute=True, in training mode, or leave them out"
+                    "backward; make its layers with delay_wgrad_compute=True, in training mode, or leave them out"
                 )
                 raise StateError(message)
 

@@ -90,8 +90,7 @@ def from_chunks(
     if callables * microbatches != samples:
         _refuse(
             f"sample_args must have a tuple for each callable and microbatch, {callables * microbatches} for "
-            f"{callables} "
-            f"callables and {microbatches} microbatches, got {samples}"
+            f"{callables} callables and {microbatches} microbatches, got {samples}"
         )
     starts = [sum(sizes[:chunk]) for chunk in range(chunks)]
 
@@ -156,7 +155,7 @@ def _count(order: Sequence[float]) -> tuple[int, int]:
         if not forwards == backwards == microbatches:
             _refuse(
                 f"_order must have each of its {chunks} chunks as often, forward and backward: {len(whole)} "
-                f"whole numbers "
+                "whole numbers "
                 f"make {microbatches} microbatches, and chunk {chunk} has {forwards} forwards and {backwards} backwards"
             )
     if any(abs(ceil(number)) > chunks for number in order):

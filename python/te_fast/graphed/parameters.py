@@ -54,7 +54,6 @@ class Parameters:
         name = next((name for name, known in named if known is parameter), key)
         message = (
             f"{self._name}: parameter {name} was replaced or moved since the graph was captured, which reads "
-            f"the former "
-            "one; write new values in place (copy_, load_state_dict), or reset() and capture once more"
+            "the former one; write new values in place (copy_, load_state_dict), or reset() and capture once more"
         )
         raise StateError(message)

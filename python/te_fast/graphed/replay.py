@@ -136,7 +136,7 @@ def _check_left(run: Run, left: Left) -> None:
     if left.by is not None:
         message = (
             f"{run.name}: what its forward left for this backward was overwritten by {left.by}; graphs that "
-            f"share memory "
+            "share memory "
             "are replayed in the order of their capture. Several forwards before their backwards need a graph each "
             "(_order)"
         )
@@ -298,7 +298,7 @@ class GraphedCallable:
         """Refuse: a copy would replay the graphs of the original."""
         message = (
             f"{self._run.name}: graphs cannot be copied; reset() the module first, and capture the copy for "
-            f"itself"
+            "itself"
         )
         raise StateError(message)
 
