@@ -78,6 +78,8 @@ class HostGraph:
 class HostRecorder:
     """Captures for the CPU."""
 
+    device = torch.device("cpu")
+
     def __init__(self) -> None:
         #: What is captured.
         self.modules: list[torch.nn.Module] = []

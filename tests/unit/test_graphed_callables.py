@@ -692,6 +692,11 @@ def test_modules_that_cannot_be_captured(graphs, monkeypatch):
         te.make_graphed_callables((layer(), layer()), ((sample(),),))
     with pytest.raises(DtypeError, match="must be tensors"):
         te.make_graphed_callables(layer(), (sample(), 3))
+    for model, x in ((layer(), sample().to("meta")), (layer().to("meta"), sample())):
+        with pytest.raises(
+            DeviceError, match="must be on cpu, the current device, got a tensor on meta"
+        ):
+            te.make_graphed_callables(model, (x,))
     with pytest.raises(DtypeError, match="must be a tuple"):
         te.make_graphed_callables(layer(), sample())
     with pytest.raises(StateError, match="modules in training mode"):

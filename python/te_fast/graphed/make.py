@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import ArgumentError, StateError
+from te_fast.errors import ArgumentError, DeviceError, StateError
 from te_fast.graphed import arguments
 from te_fast.graphed.arguments import Options
 from te_fast.graphed.inputs import Inputs
@@ -214,12 +214,25 @@ def _make_runs(
             raise StateError(message)
         name = getattr(module, "name", type(module).__name__)
         taken = {id(parameter) for parameter in module.parameters()}
-        runs.append(Run(number, module, Inputs(name, args, kwargs, taken), shared))
+        inputs = Inputs(name, args, kwargs, taken)
+        _check_devices(name, [*inputs.tensors, *module.parameters()], shared.recorder.device)
+        runs.append(Run(number, module, inputs, shared))
     if shared.options.reuse_buffers:
         owners = shared_inputs(order, [run.inputs.signature() for run in runs])
         for run, owner in zip(runs, owners, strict=True):
             run.inputs.share(runs[owner].inputs)
     return runs
+
+
+def _check_devices(name: str, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Raise unless all is on the device of the capture: of what lies elsewhere a graph keeps the values."""
+    for tensor in tensors:
+        if tensor.device != device:
+            message = (
+                f"{_NAME}: samples and parameters of {name} must be on {device}, the current device, got a tensor on "
+                f"{tensor.device}"
+            )
+            raise DeviceError(message)
 
 
 @contextmanager

@@ -29,6 +29,9 @@ class Graph(Protocol):
 class Recorder(Protocol):
     """Captures functions."""
 
+    #: Where it captures.
+    device: torch.device
+
     def warm_up(self) -> Any:
         """Return a context for runs before the first capture."""
 
@@ -72,6 +75,7 @@ class CudaRecorder:
         if not torch.cuda.is_available():
             message = "make_graphed_callables: CUDA graphs need a GPU, and torch sees none"
             raise DeviceError(message)
+        self.device = torch.device("cuda", torch.cuda.current_device())
         self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
         states = get_all_rng_states().values()
         self._generators = [state for state in states if isinstance(state, torch.Generator)]
