@@ -452,23 +452,26 @@ def test_weights_are_quantised_where_the_call_says_so(graphs, recipe):
                 graphed(x, **keywords)
 
 
-def test_the_flag_of_cached_weights_is_that_of_the_capture(graphs):
-    """Whoever else fills it, or forgets it."""
+def test_the_flag_of_cached_weights_is_the_captures_own(graphs):
+    """Whoever else sets one, or forgets it; other captures do not read it."""
     recipe, manager = Float8CurrentScaling(), te.FP8GlobalStateManager
-    layer = te.Linear(COLS, COLS, **CPU)
-    graphed = graphs.graphed(layer, (sample(),), cache_quantized_params=True, **quantising(recipe))
-    uncached = graphs.graphed(copy.deepcopy(MODELS["Linear"]()), (sample(),), **quantising(recipe))
+    layer, other = te.Linear(COLS, COLS, **CPU), te.Linear(COLS, COLS, **CPU)
+    graphed = captured(graphs, recipe, layer, cache_quantized_params=True)
+    assert manager.get_skip_fp8_weight_update_tensor() is None
+    manager.set_skip_fp8_weight_update_tensor(True)
+    others = manager.get_skip_fp8_weight_update_tensor()
+    uncached = captured(graphs, recipe, other)
+    assert manager.get_skip_fp8_weight_update_tensor() is others
     x = sample()
     with torch.no_grad(), te.autocast(recipe=recipe):
         first = graphed(x, is_first_microbatch=True).clone()
-        manager.set_skip_fp8_weight_update_tensor(True)
         layer.weight.mul_(-1)
+        assert torch.equal(graphed(x, is_first_microbatch=False), first)
         assert torch.equal(graphed(x, is_first_microbatch=True), 2 * layer.bias - first)
         # Graphs that cache nothing quantise anew, whatever the flag.
         before = uncached(x).clone()
-        manager.set_skip_fp8_weight_update_tensor(True)
-        uncached.weight.mul_(-1)
-        assert torch.equal(uncached(x), 2 * uncached.bias - before)
+        other.weight.mul_(-1)
+        assert torch.equal(uncached(x), 2 * other.bias - before)
     manager.reset()
     with torch.no_grad(), te.autocast(recipe=recipe):
         now = graphed(x, is_first_microbatch=True).clone()

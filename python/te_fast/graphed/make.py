@@ -149,14 +149,9 @@ def make_graphed_callables(
     order = _order_of(_order, _num_layers_per_chunk, len(modules), sample_args, sample_kwargs)
     is_training = arguments.check_modules(modules)
     _check_options(options, has_order=_order is not None, is_training=is_training)
-    shared = Shared(
-        options,
-        quantization,
-        recorder_of(pool),
-        memory_of(pool),
-        is_training,
-        SkipFlag(is_read=quantization.caches_weights),
-    )
+    recorder = recorder_of(pool)
+    flag = SkipFlag(recorder.device if quantization.caches_weights else None)
+    shared = Shared(options, quantization, recorder, memory_of(pool), is_training, flag)
     runs = _make_runs(order, modules, (sample_args, sample_kwargs), shared)
     with _as_before(modules, shared):
         _warm_up(order, runs, shared)

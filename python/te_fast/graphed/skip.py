@@ -7,35 +7,30 @@ from contextlib import contextmanager
 
 import torch
 
-from te_fast.runtime.global_state import FP8GlobalStateManager, autocast_state
-
-#: Where a flag notes what it was filled with last: torch's version of it then, and the value.
-_FILLED = "_te_fast_filled"
+from te_fast.runtime.global_state import autocast_state
 
 
 class SkipFlag:
-    """The flag that the graphs of one capture read; or none.
+    """The flag that the graphs of one capture read: their own, which nobody else fills.
 
     Parameters
     ----------
-    is_read : bool
-        Whether they read it.
+    device : torch.device, optional
+        Where it is; there is none by default.
     """
 
-    def __init__(self, *, is_read: bool) -> None:
-        self._is_read = is_read
+    def __init__(self, device: torch.device | None = None) -> None:
         self._tensor: torch.Tensor | None = None
+        self._value: bool | None = None
+        if device is not None:
+            with torch.inference_mode(mode=False):
+                self._tensor = torch.zeros(1, dtype=torch.float32, device=device)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """Let layers that are captured within read it, or none."""
-        if self._is_read:
-            FP8GlobalStateManager.set_skip_fp8_weight_update_tensor(False)
-            self._tensor = autocast_state.skip_fp8_weight_update_tensor
-            yield
-            return
         former = autocast_state.skip_fp8_weight_update_tensor
-        autocast_state.skip_fp8_weight_update_tensor = None
+        autocast_state.skip_fp8_weight_update_tensor = self._tensor
         try:
             yield
         finally:
@@ -49,10 +44,6 @@ class SkipFlag:
         skip : bool
             Whether graphs use the weights of an earlier replay.
         """
-        tensor = self._tensor
-        if tensor is None or getattr(tensor, _FILLED, None) == (tensor._version, skip):
-            return
-        tensor.fill_(skip)
-        # Under inference_mode torch counts no versions, and another fill would not be seen.
-        filled = None if torch.is_inference_mode_enabled() else (tensor._version, skip)
-        setattr(tensor, _FILLED, filled)
+        if self._tensor is not None and skip is not self._value:
+            self._tensor.fill_(skip)
+            self._value = skip
