@@ -50,7 +50,10 @@ EVERY = "none+delayed+current+block:3"
 
 @pytest.mark.parametrize(
     ("data_parallel", "sharded"),
-    [("delayed:2", "block:2"), pytest.param(EVERY, EVERY, marks=pytest.mark.slow)],
+    [
+        ("delayed:2", "block:2"),
+        pytest.param(EVERY, EVERY, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+    ],
     ids=["one", "every"],
 )
 def test_compiled_models_train_as_eager_ones(fresh, tmp_path, data_parallel, sharded):
