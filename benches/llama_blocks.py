@@ -92,6 +92,8 @@ class Case:
     region: Callable[[], AbstractContextManager[Any]] = nullcontext
     #: Options of ``torch.compile``; None for eager.
     compile: dict[str, Any] | None = None
+    #: ``make_graphed_callables`` of a library, with its recipe.
+    graph: Callable[..., Any] | None = None
 
 
 @dataclass
@@ -123,6 +125,11 @@ class Training:
         if case.compile is not None:
             self.forward = torch.compile(forward, fullgraph=True, **case.compile)
         self.x = torch.randn(1, tokens, HIDDEN, device=device, dtype=torch.bfloat16)
+        if case.graph is not None:
+            inputs = [
+                torch.randn_like(self.x).requires_grad_(number > 0) for number in range(blocks)
+            ]
+            case.graph(tuple(model), tuple((x,) for x in inputs))
 
     def step(self) -> tuple[float, float, float]:
         """Make a step; return when forward began, when backward began, and when the optimizer did."""
@@ -183,11 +190,16 @@ def cases(recipes: list[str], device: torch.device) -> Iterator[Case]:
             ("reduce-overhead", {"mode": "reduce-overhead"}),
         ):
             yield Case(f"te_fast {recipe}, {name}", block, region, how)
+        graph = partial(te.make_graphed_callables, enabled=True, recipe=RECIPES[recipe]())
+        yield Case(f"te_fast {recipe}, graphed", block, region, graph=graph)
         if theirs is not None:
             known = importlib.import_module("transformer_engine.common.recipe")
             own = getattr(known, type(RECIPES[recipe]()).__name__)()
             region = partial(theirs.autocast, enabled=True, recipe=own)
-            yield Case(f"Transformer Engine {recipe}", partial(FusedBlock, theirs, device), region)
+            block = partial(FusedBlock, theirs, device)
+            yield Case(f"Transformer Engine {recipe}", block, region)
+            graph = partial(theirs.make_graphed_callables, enabled=True, recipe=own)
+            yield Case(f"Transformer Engine {recipe}, graphed", block, region, graph=graph)
 
 
 def main() -> None:

@@ -45,12 +45,13 @@ LAYERS: dict[str, set[str]] = {
     "layers": {"graphs", "ops", "recipe", "runtime", "state"},
     "attention": {"graphs", "layers", "ops", "recipe", "runtime", "state"},
     "convert": {"attention", "layers", "runtime"},
+    "graphed": {"graphs", "recipe", "runtime", "state"},
     "common": {"recipe"},
-    "pytorch": {"attention", "common", "graphs", "layers", "moe", "ops", "runtime"},
+    "pytorch": {"attention", "common", "graphed", "graphs", "layers", "moe", "ops", "runtime"},
     "profile": {"common", "dispatch", "pytorch"},
 }
 # Signatures that are Transformer Engine's, not ours.
-TE_SIGNATURES = re.compile(r"^python/te_fast/(attention|layers|moe|ops|recipe|runtime)/")
+TE_SIGNATURES = re.compile(r"^python/te_fast/(attention|graphed|layers|moe|ops|recipe|runtime)/")
 
 
 def check_lengths() -> Iterator[str]:

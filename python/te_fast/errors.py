@@ -10,6 +10,7 @@ from __future__ import annotations
 __all__ = [
     "ArgumentError",
     "ArgumentIndexError",
+    "ArgumentKeyError",
     "ArgumentNameError",
     "CudaError",
     "DeviceError",
@@ -39,6 +40,14 @@ class ArgumentIndexError(ArgumentError, IndexError, RuntimeError):
 
     Transformer Engine raises ``IndexError``, and ``RuntimeError`` for a number that is no integer.
     """
+
+
+class ArgumentKeyError(ArgumentError, KeyError):
+    """Nothing goes by a name that was given; Transformer Engine raises ``KeyError``."""
+
+    def __str__(self) -> str:
+        """Return the message, which ``KeyError`` would quote."""
+        return str(self.args[0])
 
 
 class ArgumentNameError(ArgumentError, RuntimeError):

@@ -40,6 +40,8 @@ PATHS = [
     ("transformer", "TransformerLayer", te.TransformerLayer),
     ("module.base", "TransformerEngineBaseModule", TransformerEngineBaseModule),
     ("module.base", "get_dummy_wgrad", get_dummy_wgrad),
+    ("graph", "make_graphed_callables", te.make_graphed_callables),
+    ("distributed", "CudaRNGStatesTracker", te.CudaRNGStatesTracker),
     ("module.linear", "Linear", te.Linear),
     ("module.layernorm_linear", "LayerNormLinear", te.LayerNormLinear),
     ("module.layernorm_mlp", "LayerNormMLP", te.LayerNormMLP),
@@ -74,12 +76,12 @@ def test_one_import_reaches_the_submodules(use, fresh):
     [
         (te, "GroupedLinear"),
         (te, "Float8Tensor"),
-        (te, "make_graphed_callables"),
+        (te, "get_cpu_offload_context"),
         (te, "optimizers"),
         (te.attention, "FusedMLAQUpProjRopeQuant"),
         (te, "cpp_extensions"),
         (te.ops, "GroupedLinear"),
-        (te.distributed, "CudaRNGStatesTracker"),
+        (te.utils, "cast_if_needed"),
         (te.distributed, "prepare_te_modules_for_fsdp"),
         (te.fp8, "get_fp8_te_dtype"),
         (te.module, "GroupedLinear"),
@@ -104,7 +106,17 @@ def test_what_is_missing_says_so(module, name):
 
 @pytest.mark.parametrize(
     "module",
-    [te, te.ops, te.ops.basic, te.distributed, te.fp8, te.module, te.module.base, te.quantization],
+    [
+        te,
+        te.ops,
+        te.ops.basic,
+        te.distributed,
+        te.fp8,
+        te.module,
+        te.module.base,
+        te.quantization,
+        te.utils,
+    ],
     ids=lambda module: module.__name__,
 )
 def test_what_neither_has_is_a_plain_attribute_error(module):

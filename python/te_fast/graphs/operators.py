@@ -21,7 +21,8 @@ from te_fast.errors import ShapeError, UnsupportedError
 from te_fast.graphs.region import entered, key_of_region, recipe_of
 from te_fast.graphs.traced import Facts, Place, Traced, calls, facts_of
 from te_fast.runtime import native
-from te_fast.runtime.delayed import native_recipe, update_scales
+from te_fast.runtime.capturing import update_scales_behind_backward
+from te_fast.runtime.delayed import native_recipe
 from te_fast.runtime.main_grad import main_grad_of
 
 Tensors = Sequence[torch.Tensor]
@@ -112,13 +113,9 @@ def _after_backward(grad: torch.Tensor) -> None:
     The replays of a CUDA graph run nothing on the host, so that what it records ends with the update.
     """
     if grad.is_cuda and torch.cuda.is_current_stream_capturing():
-        _update_backward_scales()
+        update_scales_behind_backward()
     else:
-        torch.autograd.Variable._execution_engine.queue_callback(_update_backward_scales)
-
-
-def _update_backward_scales() -> None:
-    update_scales(forward=False)
+        torch.autograd.Variable._execution_engine.queue_callback(update_scales_behind_backward)
 
 
 native.traced_install(_forward_otherwise, _backward_otherwise, _after_backward)

@@ -32,7 +32,27 @@ def _region(*args: Any, **kwargs: Any) -> Any:
     return TracedRegion(*args, **kwargs)
 
 
+#: Methods that compiled code calls as they are, and why: a class, the method's name, and the reason.
+_outside: list[tuple[type, str, str]] = []
+
+
+def stays_outside(cls: type, name: str, reason: str) -> None:
+    """Let compilers call a method without looking into it, from the moment that they are loaded.
+
+    Parameters
+    ----------
+    cls : type
+        The class.
+    name : str
+        The method.
+    reason : str
+        What ``torch.compile(fullgraph=True)`` says.
+    """
+    _outside.append((cls, name, reason))
+
+
 def _register() -> None:
+    from torch._dynamo import disable
     from torch._dynamo.decorators import substitute_in_graph
 
     for entry, stand_in in (
@@ -41,6 +61,8 @@ def _register() -> None:
         (native.layer_forward, _layer_forward),
     ):
         substitute_in_graph(entry, skip_signature_check=True)(stand_in)
+    for cls, name, reason in _outside:
+        setattr(cls, name, disable(getattr(cls, name), reason=reason))
     substitute_in_graph(autocast, is_embedded_type=True, skip_signature_check=True)(_region)
 
 

@@ -355,6 +355,10 @@ class TransformerEngineBaseModule(StatefulModule):
         """Call a hook after each :meth:`backward_dw`."""
         self.wgrad_accumulation_and_reduce_hooks.append(wgrad_accumulation_and_reduce_hook)
 
+    def _trigger_wgrad_accumulation_and_reduce_hooks(self) -> None:
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
+            hook()
+
     def fast_setattr(self, name: str, value: Any) -> None:
         """Set an attribute that is no parameter, buffer or module."""
         self.__dict__[name] = value

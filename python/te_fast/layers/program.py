@@ -20,6 +20,7 @@ from te_fast.layers.load_torch import copy_into
 from te_fast.layers.parameters import constant, initialise, materialise
 from te_fast.layers.recomputed import recomputed
 from te_fast.runtime import main_grad, native, scale_tape
+from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.global_state import autocast_state
 
 if TYPE_CHECKING:
@@ -334,8 +335,9 @@ class ProgramLayer(TransformerEngineBaseModule):
             raise StateError(message)
         for name in reversed(waiting):
             self._compute_deferred(name, self._handles[name])
-        for hook in self.wgrad_accumulation_and_reduce_hooks:
-            hook()
+        # A graph runs no hooks; who replays it does.
+        if not is_graph_capturing():
+            self._trigger_wgrad_accumulation_and_reduce_hooks()
 
     def _compute_deferred(self, name: str, handle: native.WeightHandle) -> None:
         weight, fuse = getattr(self, name), self.fuse_wgrad_accumulation

@@ -6,9 +6,11 @@ from te_fast._names import publish
 from te_fast.graphs.stand_ins import register_when_dynamo_is_imported
 from te_fast.pytorch import attention as attention
 from te_fast.pytorch import fp8 as fp8
+from te_fast.pytorch import graph as graph
 from te_fast.pytorch import module as module
 from te_fast.pytorch import ops
 from te_fast.pytorch import transformer as transformer
+from te_fast.pytorch import utils as utils
 from te_fast.pytorch._missing import missing
 from te_fast.pytorch.attention import (
     DotProductAttention,
@@ -16,7 +18,8 @@ from te_fast.pytorch.attention import (
     MultiheadAttention,
     RotaryPositionEmbedding,
 )
-from te_fast.pytorch.distributed import checkpoint
+from te_fast.pytorch.distributed import CudaRNGStatesTracker, checkpoint
+from te_fast.pytorch.graph import make_graphed_callables
 from te_fast.pytorch.module import (
     Fp8Padding,
     Fp8Unpadding,
@@ -54,6 +57,7 @@ from te_fast.pytorch.transformer import TransformerLayer
 from te_fast.runtime.device import set_cuda_device_every_batch, should_set_cuda_device_every_batch
 
 __all__ = [
+    "CudaRNGStatesTracker",
     "DotProductAttention",
     "FP8GlobalStateManager",
     "Fp8Padding",
@@ -79,6 +83,7 @@ __all__ = [
     "is_fp8_block_scaling_available",
     "is_mxfp8_available",
     "is_nvfp4_available",
+    "make_graphed_callables",
     "moe_permute",
     "moe_permute_and_pad_with_probs",
     "moe_permute_and_quantize",

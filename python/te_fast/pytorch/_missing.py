@@ -17,14 +17,14 @@ _QUANTISATION = (
     "IdentityQuantizer prepare_for_saving restore_from_saved restore_from_func_ctx"
 )
 _TOOLS = (
-    "make_graphed_callables CudaRNGStatesTracker get_cpu_offload_context mark_not_offload "
+    "get_cpu_offload_context mark_not_offload "
     "ManualOffloadSynchronizer onnx_export parallel_cross_entropy CusolverMpCtx newton_schulz "
     "newton_schulz_tp deinterleave_glu_tensor interleave_glu_tensor initialize_ub destroy_ub "
     "UserBufferQuantizationMode CPLoadBalancingStrategy get_cudnn_version"
 )
 _SUBMODULES = (
     "constants cpp_extensions cpu_offload cpu_offload_v1 cross_entropy ep export "
-    "float8_tensor graph jit optimizers quantized_tensor router tensor utils"
+    "float8_tensor jit optimizers quantized_tensor router tensor"
 )
 _OLD_QUANTIZATION = "RecipeState get_fp4_te_dtype get_fp8_max get_fp8_te_dtype split_and_copy"
 _NAMES = {
@@ -33,10 +33,22 @@ _NAMES = {
     "te_fast.pytorch.ops": "GroupedLinear",
     "te_fast.pytorch.ops.basic": "GroupedLinear",
     "te_fast.pytorch.distributed": (
-        "CudaRNGStatesTracker FullyShardedDataParallel allreduce gather_along_first_dim "
-        "get_all_rng_states get_distributed_rank get_distributed_world_size "
-        "graph_safe_rng_available has_te_modules prepare_te_modules_for_fsdp "
-        "reduce_scatter_along_first_dim set_all_rng_states symmetric_all_reduce"
+        "FullyShardedDataParallel allreduce gather_along_first_dim get_distributed_rank "
+        "get_distributed_world_size has_te_modules prepare_te_modules_for_fsdp "
+        "reduce_scatter_along_first_dim symmetric_all_reduce"
+    ),
+    "te_fast.pytorch.utils": (
+        "SplitAlongDim all_close assert_dim_for_fp8_exec assert_viewless_tensor attention_mask_func "
+        "canonicalize_device canonicalize_dtype canonicalize_process_group cast_if_needed ceil_div "
+        "check_dim_for_fp8_exec clear_tensor_data combine_tensors compare_tensors "
+        "deinterleave_glu_tensor devices_match divide ensure_divisibility get_cached_ones_tensor "
+        "get_cudnn_version get_default_init_method get_nvtx_range_context get_sm_count "
+        "init_method_constant init_method_normal interleave_glu_tensor is_bf16_compatible "
+        "is_non_tn_fp8_gemm_supported mark_grouped_tensor needs_quantized_gemm nvtx_range_pop "
+        "nvtx_range_push print_rank_0 requires_grad resolve_grouped_linear_single_param_flags "
+        "round_up_to_nearest_multiple safely_set_viewless_tensor_data scaled_init_method_normal "
+        "split_tensor_along_dim torch_get_autocast_gpu_dtype validate_ctx_manager "
+        "validate_rng_states_func"
     ),
     "te_fast.pytorch.fp8": _OLD_QUANTIZATION,
     "te_fast.pytorch.module": "GroupedLinear grouped_linear",

@@ -1,4 +1,4 @@
-"""Activation checkpointing where Transformer Engine has it."""
+"""Activation checkpointing and states of random numbers where Transformer Engine has them."""
 
 from te_fast._names import publish
 from te_fast.pytorch._missing import missing
@@ -9,13 +9,23 @@ from te_fast.runtime.recompute import (
     in_fp8_activation_recompute_phase,
     is_fp8_activation_recompute_enabled,
 )
+from te_fast.runtime.rng import (
+    CudaRNGStatesTracker,
+    get_all_rng_states,
+    graph_safe_rng_available,
+    set_all_rng_states,
+)
 
 __all__ = [
+    "CudaRNGStatesTracker",
     "activation_recompute_forward",
     "checkpoint",
     "get_activation_recompute_contexts",
+    "get_all_rng_states",
+    "graph_safe_rng_available",
     "in_fp8_activation_recompute_phase",
     "is_fp8_activation_recompute_enabled",
+    "set_all_rng_states",
 ]
 
 publish(__name__)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from te_fast.runtime import delayed, global_state, main_grad, native, rows, scale_tape
+from te_fast.runtime import capturing, global_state, main_grad, native, rows, scale_tape
 
 
 def _layer_call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +90,7 @@ native.install_hooks(
     padded=rows.apply_padded,
     padded_run=rows.run_padded,
     on_nothing=rows.apply_on_nothing,
-    update_backward_scales=partial(delayed.update_scales, forward=False),
+    update_backward_scales=capturing.update_scales_behind_backward,
     skip_weight_flag=global_state.FP8GlobalStateManager.get_skip_fp8_weight_update_tensor,
     recompute=scale_tape.scales,
     dummy_wgrad=main_grad.dummy_wgrad_for,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from te_fast.errors import StateError
-from te_fast.recipe import Recipe
+from te_fast.recipe import DelayedScaling, Recipe
 from te_fast.runtime import delayed, native
 from te_fast.runtime.delayed import DelayedScalingRecipeState, native_recipe
 from te_fast.runtime.support import (
@@ -183,7 +183,8 @@ class FP8GlobalStateManager:
         """
         if autocast_state.skip_fp8_weight_update_tensor is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-            flag = torch.empty(1, dtype=torch.float32, device=device)
+            with torch.inference_mode(mode=False):
+                flag = torch.empty(1, dtype=torch.float32, device=device)
             autocast_state.skip_fp8_weight_update_tensor = flag
         autocast_state.skip_fp8_weight_update_tensor.fill_(skip)
 
@@ -246,7 +247,22 @@ class FP8GlobalStateManager:
 
     @classmethod
     def add_fp8_tensors_to_global_buffer(cls, fp8_meta: dict[str, Any]) -> None:
-        """Do nothing: the states of delayed scaling register themselves when they are made."""
+        """Let a layer's scales take part in the next update of forward scales: a replayed graph has run it unseen.
+
+        Layers that run do so themselves. What graphs do to the scales of gradients,
+        :meth:`reduce_and_update_fp8_tensors` takes in without being told.
+
+        Parameters
+        ----------
+        fp8_meta : dict
+            The layer's, with the recipe and group of the region.
+        """
+        state = _delayed_state(fp8_meta)
+        if state is None or not isinstance(fp8_meta.get("recipe"), DelayedScaling):
+            return
+        state.use(fp8_meta["recipe"], fp8_meta.get("fp8_group"))
+        state.take_part()
+        state.slots.mark_ran()
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:

@@ -322,7 +322,7 @@ pub(crate) fn program_autograd_forward<'py>(
     let extra_grads = extras.iter().map(requires_grad).collect::<PyResult<_>>()?;
     call.wants(true, requires_grad(x)?, extra_grads, true);
     let mut done = call.run()?;
-    ctx.setattr(intern!(py, "to_save"), done.to_save(&call)?)?;
+    state.torch.save_for_backward(ctx, done.to_save(&call)?)?;
     let saved = kept(&call, &mut done)?;
     ctx.setattr(intern!(py, "te_saved"), Bound::new(py, saved)?)?;
     results(done)

@@ -97,6 +97,9 @@ pub(crate) struct Torch {
     pub(crate) current_graph_task_id: Py<PyAny>,
     /// Whether the backward under way was told to retain its graph; true outside of one.
     pub(crate) retains_graph: Option<Py<PyAny>>,
+    /// The class of what autograd nodes are given, and its own method.
+    function_ctx: Py<PyAny>,
+    save_for_backward: Py<PyAny>,
     pub(crate) module: Py<PyAny>,
     pub(crate) global_hooks: [Py<PyDict>; 4],
     pub(crate) names: Names,
@@ -313,6 +316,7 @@ impl Torch {
             .iter()
             .map(|&(name, dtype)| Ok((dtype, torch.getattr(name)?.unbind())))
             .collect::<PyResult<Vec<_>>>()?;
+        let function_ctx = py.import("torch.autograd.function")?.getattr("FunctionCtx")?;
         let any_autocast =
             native.getattr("_is_any_autocast_enabled").or_else(|_| torch.getattr("is_autocast_enabled"))?;
         Ok(Self {
@@ -334,6 +338,8 @@ impl Torch {
                 .ok()
                 .map(Bound::unbind),
             linear: native.getattr("_nn")?.getattr("linear")?.unbind(),
+            save_for_backward: function_ctx.getattr("save_for_backward")?.unbind(),
+            function_ctx: function_ctx.unbind(),
             module: modules.getattr("Module")?.unbind(),
             global_hooks: [
                 hooks("_global_forward_hooks")?,
@@ -356,6 +362,17 @@ impl Torch {
     #[inline]
     pub(crate) fn dtype<'a, 'py>(&'a self, py: Python<'py>, dtype: DType) -> &'a Bound<'py, PyAny> {
         self.dtypes[dtype as usize].1.bind(py) // the table is in the order of the enum
+    }
+
+    /// Keeps tensors for backward: as torch does, or by what somebody has put in the place of its method to see them.
+    #[inline]
+    pub(crate) fn save_for_backward(&self, ctx: &Bound<'_, PyAny>, tensors: Bound<'_, PyTuple>) -> PyResult<()> {
+        let py = ctx.py();
+        let name = intern!(py, "save_for_backward");
+        if self.function_ctx.bind(py).getattr(name)?.is(&self.save_for_backward) {
+            return ctx.setattr(intern!(py, "to_save"), tensors);
+        }
+        ctx.call_method1(name, tensors).map(drop)
     }
 
     /// Calls a module as any other: `nn.Module.__call__`, in whose place tracers put their own.

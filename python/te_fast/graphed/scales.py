@@ -1,0 +1,172 @@
+"""The scales of delayed scaling around graphs: saved and put back, and noted as due where a graph has run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from te_fast.errors import StateError
+from te_fast.recipe import DelayedScaling, Recipe
+from te_fast.runtime.delayed import DelayedScalingRecipeState, resized
+from te_fast.state.module import StatefulModule
+
+
+class _Saved(NamedTuple):
+    scale: torch.Tensor
+    amax_history: torch.Tensor
+    #: Whether maxima were waiting for the next update.
+    ran: bool
+
+
+def _states(module: torch.nn.Module) -> list[DelayedScalingRecipeState | None]:
+    """Return the states of a module itself, forward and backward."""
+    if not isinstance(module, StatefulModule):
+        return []
+    return list(module._scaling_states())
+
+
+def save_fp8_tensors(modules: Iterable[torch.nn.Module], recipe: Recipe | None) -> list[Any] | None:
+    """Return copies of the scales and histories of modules, for :func:`restore_fp8_tensors`.
+
+    Parameters
+    ----------
+    modules : iterable of torch.nn.Module
+        Modules, with those within.
+    recipe : Recipe, optional
+        The recipe that they will run under: histories of other lengths are cut, or extended by zeros, to its
+        own, so that their memory stays where it is.
+
+    Returns
+    -------
+    list or None
+        None unless the recipe is one of delayed scaling.
+    """
+    if not isinstance(recipe, DelayedScaling):
+        return None
+    length = recipe.amax_history_len
+    saved: list[Any] = []
+    for module in modules:
+        for part in module.modules():
+            kept: list[_Saved | None] = []
+            for state in _states(part):
+                if state is None:
+                    kept.append(None)
+                    continue
+                ran = state.slots.ran
+                if state.amax_history.shape[0] != length:
+                    state.amax_history = resized(state.amax_history, length)
+                    part._drop_slots()  # type: ignore[operator]
+                kept.append(_Saved(state.scale.clone(), state.amax_history.clone(), ran))
+            saved.append(kept)
+    return saved
+
+
+def restore_fp8_tensors(modules: Iterable[torch.nn.Module], fp8_tensors: list[Any] | None) -> None:
+    """Put back what :func:`save_fp8_tensors` has returned; scales that were not there yet get their initial values.
+
+    Parameters
+    ----------
+    modules : iterable of torch.nn.Module
+        The same modules.
+    fp8_tensors : list, optional
+        What was saved; nothing happens without.
+
+    Raises
+    ------
+    StateError
+        If it is of other modules; nothing has changed then.
+    """
+    if fp8_tensors is None:
+        return
+    parts = [part for module in modules for part in module.modules()]
+    if len(parts) != len(fp8_tensors):
+        message = (
+            f"restore_fp8_tensors: {len(fp8_tensors)} modules were saved and {len(parts)} are to be restored; pass the "
+            "modules that save_fp8_tensors was given"
+        )
+        raise StateError(message)
+    for part, saved in zip(parts, fp8_tensors, strict=True):
+        for index, state in enumerate(_states(part)):
+            if state is None:
+                continue
+            kept = saved[index] if saved else None
+            if kept is None:
+                state.reset()
+                state.slots.clear_ran()
+                continue
+            state.load(kept.scale, kept.amax_history)
+            (state.slots.mark_ran if kept.ran else state.slots.clear_ran)()
+
+
+class _Known(NamedTuple):
+    owner: StatefulModule
+    #: 0 forward, 1 backward.
+    direction: int
+    state: DelayedScalingRecipeState
+    scale: torch.Tensor
+    amax_history: torch.Tensor
+
+
+class RunScales:
+    """The scales that the graphs of one run read, by direction.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The callable.
+    recipe, group
+        What it was captured under.
+    """
+
+    def __init__(self, module: torch.nn.Module, recipe: Recipe | None, group: Any) -> None:
+        self._parts = [part for part in module.modules() if isinstance(part, StatefulModule)]
+        self._recipe, self._group = recipe, group
+        self.forward: list[_Known] = []
+        self.backward: list[_Known] = []
+
+    @contextmanager
+    def noting(self, *, forward: bool) -> Iterator[None]:
+        """Note whose scales a capture uses."""
+        if not isinstance(self._recipe, DelayedScaling):
+            yield
+            return
+        direction = 0 if forward else 1
+        for part in self._parts:
+            state = part._scaling_states()[direction]
+            if state is not None:
+                state.slots.clear_ran()
+        yield
+        known = []
+        for part in self._parts:
+            state = part._scaling_states()[direction]
+            if state is not None and state.slots.ran:
+                known.append(_Known(part, direction, state, state.scale, state.amax_history))
+        setattr(self, "forward" if forward else "backward", known)
+
+    def prepare(self) -> None:
+        """Let a replay use the scales.
+
+        Raises
+        ------
+        StateError
+            If scales were exchanged, so that the graphs have others.
+        """
+        for known in (self.forward, self.backward):
+            for owner, direction, state, scale, amax_history in known:
+                is_same = owner._scaling_states()[direction] is state
+                if is_same:
+                    state.use(self._recipe, self._group)  # type: ignore[arg-type]
+                if not (is_same and state.scale is scale and state.amax_history is amax_history):
+                    message = (
+                        f"{owner._state_name()}: its scales of delayed scaling lie elsewhere than when the graph was "
+                        "captured; capture it once more after exchanging them, or changing the length of histories"
+                    )
+                    raise StateError(message)
+
+    def mark_ran(self, *, forward: bool) -> None:
+        """Note that a graph has taken maxima: the next update is to read them."""
+        for known in self.forward if forward else self.backward:
+            known.state.slots.mark_ran()

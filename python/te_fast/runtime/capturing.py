@@ -1,0 +1,30 @@
+"""Whether CUDA graphs are being captured whose wrapper updates the scales of delayed scaling when it replays them."""
+
+from __future__ import annotations
+
+from te_fast.runtime import delayed
+
+
+class _Phase:
+    is_capturing = False
+
+
+def set_capture_start() -> None:
+    """Begin a phase of warm-ups and captures: backwards update no scales until :func:`set_capture_end`."""
+    _Phase.is_capturing = True
+
+
+def set_capture_end() -> None:
+    """End the phase that :func:`set_capture_start` began."""
+    _Phase.is_capturing = False
+
+
+def is_graph_capturing() -> bool:
+    """Return whether such a phase is on."""
+    return _Phase.is_capturing
+
+
+def update_scales_behind_backward() -> None:
+    """Update the gradients' scales behind the backward of a region's first layer; who replays graphs does so itself."""
+    if not _Phase.is_capturing:
+        delayed.update_scales(forward=False)

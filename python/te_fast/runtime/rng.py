@@ -1,0 +1,133 @@
+"""Named states of the GPU's random numbers, which captured graphs advance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from te_fast.errors import ArgumentKeyError, ArgumentNameError
+
+# What the trackers of the process hold: a graph registers those that are generators.
+_active: dict[str, Any] = {}
+
+
+def graph_safe_rng_available() -> bool:
+    """Return whether torch has random number states that captured graphs can advance; all supported releases do."""
+    needed = ("graphsafe_set_state", "graphsafe_get_state", "clone_state")
+    has_register = hasattr(torch.cuda.CUDAGraph, "register_generator_state")
+    return has_register and all(hasattr(torch.Generator, name) for name in needed)
+
+
+def get_all_rng_states() -> dict[str, Any]:
+    """Return the states that :class:`CudaRNGStatesTracker` has set last, by name."""
+    return _active
+
+
+def set_all_rng_states(states: dict[str, Any]) -> None:
+    """Exchange what :func:`get_all_rng_states` returns.
+
+    Parameters
+    ----------
+    states : dict
+        States by name; the dict itself is kept.
+    """
+    global _active
+    _active = states
+
+
+def _current_generator() -> torch.Generator:
+    """Return the generator that kernels of the current GPU draw from."""
+    torch.cuda.init()
+    return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+class CudaRNGStatesTracker:
+    """States of the GPU's random numbers by name, of which one at a time is in force.
+
+    Ranks that share a model draw the same numbers in some places and different ones in others. States are generators,
+    so that captured graphs advance them.
+    """
+
+    def __init__(self) -> None:
+        self.states_: dict[str, Any] = {}
+        self.seeds_: set[int] = set()
+
+    def reset(self) -> None:
+        """Forget all states and seeds."""
+        self.states_ = {}
+        self.seeds_ = set()
+
+    def get_states(self) -> dict[str, Any]:
+        """Return the states by name, in a dict of the caller's own."""
+        return dict(self.states_)
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        """Put states in place of all that there are.
+
+        Parameters
+        ----------
+        states : dict
+            States by name, as :meth:`get_states` returns them.
+        """
+        self.states_ = states
+        set_all_rng_states(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Make a state.
+
+        Parameters
+        ----------
+        name : str
+            Its name.
+        seed : int
+            Seed of its numbers.
+
+        Raises
+        ------
+        ArgumentNameError
+            If there is a state of that name, or of that seed.
+        """
+        if seed in self.seeds_:
+            message = f"CudaRNGStatesTracker.add: seed {seed} is that of another state; every state needs its own"
+            raise ArgumentNameError(message)
+        if name in self.states_:
+            message = (
+                f"CudaRNGStatesTracker.add: there is a state {name!r} already; reset() forgets all"
+            )
+            raise ArgumentNameError(message)
+        state = _current_generator().clone_state()
+        state.manual_seed(seed)
+        self.seeds_.add(seed)
+        self.states_[name] = state
+        set_all_rng_states(self.states_)
+
+    @contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """Draw from a state for a while; it goes on where it was left.
+
+        Parameters
+        ----------
+        name : str, default = 'model-parallel-rng'
+            Name of the state.
+
+        Raises
+        ------
+        ArgumentKeyError
+            If there is none of that name.
+        """
+        if name not in self.states_:
+            known = ", ".join(map(repr, self.states_)) or "none"
+            message = (
+                f"CudaRNGStatesTracker.fork: no state {name!r}, there are {known}; add() it first"
+            )
+            raise ArgumentKeyError(message)
+        generator = _current_generator()
+        former = generator.graphsafe_get_state()
+        generator.graphsafe_set_state(self.states_[name])
+        try:
+            yield
+        finally:
+            generator.graphsafe_set_state(former)
