@@ -63,7 +63,7 @@ def test_one_import_reaches_the_submodules(use, fresh):
         (te, "TransformerLayer"),
         (te, "DotProductAttention"),
         (te, "GroupedLinear"),
-        (te, "Float8Tensor"),
+        (te, "MXFP8Tensor"),
         (te, "make_graphed_callables"),
         (te, "optimizers"),
         (te, "attention"),

@@ -1,0 +1,4 @@
+//! Quantised tensors of users: what `te_fast.tensor` stands on.
+
+pub(crate) mod scale;
+pub(crate) mod value;
