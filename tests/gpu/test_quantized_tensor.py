@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+
+import te_fast.pytorch as te
 from quantized_tensors import KINDS, layout, parts, quantizer, scales_there, values
+from recipes import RECIPES
 
 pytestmark = pytest.mark.gpu
 
@@ -63,3 +66,45 @@ def test_optimizers_step(kind, options):
         weight.grad = grad.cuda()
         torch.optim.Adam([weight], lr=0.125, **options).step()
     assert torch.equal(parameter.dequantize().cpu(), values(plain.cpu(), kind))
+
+
+@pytest.mark.parametrize("recipe_name", ["delayed", "current", "block"])
+def test_layers_with_quantised_weights(recipe_name):
+    recipe = RECIPES[recipe_name]()
+    results = []
+    with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        mine = te.LayerNormMLP(256, 512, params_dtype=torch.bfloat16)
+    plain = te.LayerNormMLP(256, 512, params_dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter, other in zip(mine.parameters(), plain.parameters(), strict=True):
+            other.copy_(getattr(parameter, "get_high_precision_init_val", parameter.clone)())
+    x = torch.randn(128, 256, device="cuda").bfloat16()
+    for layer in (mine, plain):
+        inp = x.clone().requires_grad_()
+        with te.autocast(recipe=recipe):
+            y = layer(inp)
+        y.backward(torch.ones_like(y))
+        results.append([y, inp.grad, *(parameter.grad for parameter in layer.parameters())])
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_graph_under_capture_reads_the_weight_of_its_replay():
+    recipe = RECIPES["current"]()
+    with te.quantized_model_init(recipe=recipe), torch.no_grad():
+        layer = te.Linear(256, 256, bias=False, params_dtype=torch.bfloat16)
+    x = torch.randn(64, 256, device="cuda").bfloat16()
+
+    def run():
+        with torch.no_grad(), te.autocast(recipe=recipe):
+            return layer(x)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run()
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(256, 256, device="cuda").bfloat16())
+    graph.replay()
+    assert torch.equal(y, run())

@@ -67,7 +67,8 @@ def test_parameters(tensor, kind, x):
         assert isinstance(other, te.QuantizedTensor)
         assert not other.requires_grad
         assert parts(other) == parts(parameter)
-    assert parameter.expand_as(parameter).grad_fn.next_functions[0][0].variable is parameter
+    alias = parameter.expand_as(parameter)
+    assert alias.grad_fn.next_functions[0][0].variable is parameter
 
 
 def test_copies_have_bytes_and_scales_of_their_own(tensor, kind, x):
@@ -299,7 +300,9 @@ def test_optimizers_step_on_quantised_parameters(kind, x, options):
         mine.step()
         theirs.step()
         holds(parameter, values(plain, kind), parameter)
-        assert not torch.equal(before, parameter.dequantize())
+        # torch's fused optimizers of old leave bfloat16 on the CPU as it is.
+        is_still = torch.equal(plain, before)
+        assert torch.equal(before, parameter.dequantize()) == is_still
         with torch.no_grad():
             plain.copy_(values(plain, kind))
         for state in mine.state.values():
@@ -317,16 +320,16 @@ def test_gradients_of_leaves_and_through_operations(tensor, kind):
     assert torch.equal(parameter.grad, grad)
 
 
-def test_operators_that_take_quantised_tensors_as_they_are(tensor):
+def test_operators_that_take_quantised_tensors_as_they_are(tensor, kind):
     from te_fast.pytorch.quantized_tensor import _quantized_tensor_passthrough_ops as ops
 
     seen = []
-    library = torch.library.Library("te_fast_test_passthrough", "DEF")
+    library = torch.library.Library(f"te_fast_test_{kind}", "DEF")
     library.define("look(Tensor x) -> Tensor")
     library.impl(
         "look", lambda x: seen.append(type(x)) or torch.zeros(1), "CompositeExplicitAutograd"
     )
-    operator = torch.ops.te_fast_test_passthrough.look.default
+    operator = getattr(torch.ops, f"te_fast_test_{kind}").look.default
     operator(tensor)
     ops.add(operator)
     try:

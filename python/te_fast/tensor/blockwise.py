@@ -12,13 +12,12 @@ import torch
 from te_fast.errors import ArgumentError, QuantizedTensorError, UnsupportedError
 from te_fast.recipe import Float8BlockScaling, Recipe
 from te_fast.runtime import native
+from te_fast.runtime.layouts import columnwise_shape, make_columnwise
 from te_fast.tensor.dtypes import DType, fp8_name
 from te_fast.tensor.quantizer import Float8QuantizerBase, Rule
 from te_fast.tensor.storage import (
     QuantizedTensorStorage,
-    columnwise_shape,
     field,
-    make_columnwise,
     whole_size,
 )
 from te_fast.tensor.tensor import Float8TensorBase

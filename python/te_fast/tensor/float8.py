@@ -12,13 +12,12 @@ import torch
 from te_fast.errors import DtypeError, QuantizedTensorError
 from te_fast.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from te_fast.runtime import native
+from te_fast.runtime.layouts import columnwise_shape, make_columnwise
 from te_fast.tensor.dtypes import DType, fp8_name
 from te_fast.tensor.quantizer import Float8QuantizerBase, Rule
 from te_fast.tensor.storage import (
     QuantizedTensorStorage,
-    columnwise_shape,
     field,
-    make_columnwise,
     whole_size,
 )
 from te_fast.tensor.tensor import Float8TensorBase
@@ -98,8 +97,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
         make_columnwise(self._value, type(self).__name__)
 
     def _reset_caches(self) -> None:
-        """Note that the column layout holds other values than the row layout."""
-        self._value.col_is_valid = False
+        """Note that the bytes of the row layout were written: the column layout holds other values."""
+        self._value.note_write()
 
     def remove_caches(self) -> None:
         """Free the column layout."""

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from te_fast.errors import QuantizedTensorError, UnsupportedError
+from te_fast.runtime.layouts import columnwise_shape
 from te_fast.tensor.quantizer import note_write
-from te_fast.tensor.storage import QuantizedTensorStorage, columnwise_shape, copy_values
+from te_fast.tensor.storage import QuantizedTensorStorage, copy_values
 
 aten = torch.ops.aten
 
@@ -37,6 +38,12 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return result
     if func in passthrough_ops:
         return torch.Tensor.__torch_dispatch__(func, types, args, kwargs)
+    if func.namespace == "te_fast":
+        message = (
+            f"{func}: operators of te_fast take no quantised tensors; dequantize() them, or, for weights of a compiled "
+            "layer, leave out quantized_model_init"
+        )
+        raise UnsupportedError(message)
     if func.namespace == "c10d":
         message = (
             f"{func}: a collective may end after the call, when a quantised tensor would have been written already; "

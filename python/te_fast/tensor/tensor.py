@@ -11,7 +11,7 @@ import torch
 from te_fast.errors import DtypeError, QuantizedTensorError, ShapeError
 from te_fast.runtime import native
 from te_fast.tensor.operations import dispatch, moved
-from te_fast.tensor.quantizer import Quantizer
+from te_fast.tensor.quantizer import Quantizer, note_write
 from te_fast.tensor.storage import QuantizedTensorStorage, Tensors
 
 
@@ -268,6 +268,7 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
             if self._quantizer is not None:
                 self._quantizer = moved(self._quantizer, self.device)
         self._value = fresh._value
+        note_write(self)
 
     # Compilers -----------------------------------------------------------------------------------
 

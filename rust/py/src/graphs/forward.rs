@@ -48,10 +48,14 @@ pub(crate) fn traced_forward<'py>(
     call.grads = traced.any_grad();
     let run = || -> Result<_, Failure> {
         let tensors = Tensors::read(state, x, &extras, &params)?;
+        if !tensors.given().is_empty() {
+            let message = "torch.compile takes no quantised weights yet; call the layer outside of it";
+            return Err(Error::unsupported("ops", message).into());
+        }
         if tensors.fit() {
             return forward(&call, traced, &tensors, &extras, (&given, &kept));
         }
-        let copies = Tensors::copies(state, x, &extras, &params)?;
+        let copies = Tensors::copies(state, x, &extras, &params, false)?;
         forward(&call, traced, &Tensors::from_copies(state, &copies)?, &copies.extras, (&given, &kept))
     };
     let results = run().map_err(|failure| named_by(program, failure))?;

@@ -26,7 +26,7 @@ use crate::program::weight_memory::{CachedWeight, WeightMemory, is_gone, share_w
 use crate::torch::process::State;
 use crate::torch::reader::{Held, view_of};
 
-type Weights<'py> = (SmallVec<[Prepared; 2]>, Vec<Bound<'py, PyAny>>);
+type Weights<'py> = (SmallVec<[Prepared<'py>; 2]>, Vec<Bound<'py, PyAny>>);
 
 /// The quantised weights, of which the column layouts are results where nothing keeps them.
 pub(super) fn weights<'py>(
@@ -41,7 +41,7 @@ pub(super) fn weights<'py>(
     let (mut list, mut passing) = (SmallVec::new(), Vec::new());
     for (linear, slots) in slots.into_iter().enumerate() {
         let Some((region, _)) = &traced.region else {
-            list.push(Prepared { quantized: None, slots, replay: None, version: None, fresh: None, reused: true });
+            list.push(Prepared { slots, ..Prepared::high_precision(None) });
             continue;
         };
         let Some((weight, param)) = ProgramHandle::linear_at(call.handle, linear)? else { break };
@@ -60,7 +60,7 @@ pub(super) fn weights<'py>(
             && serves(state, weight.bind(py), &call.params[param], &quantized, traced.microbatch, place)?;
         let fresh = (!reuses).then_some(param);
         let reused = fresh.is_none();
-        list.push(Prepared { quantized: Some(quantized), slots, replay: None, version: None, fresh, reused });
+        list.push(Prepared { quantized: Some(quantized), slots, fresh, reused, ..Prepared::high_precision(None) });
     }
     Ok((list, passing))
 }
@@ -143,7 +143,11 @@ fn serves(
 }
 
 /// Remembers what was quantised into memory of the calls', after a launch that has not failed.
-pub(super) fn note_kept(call: &Call<'_, '_>, prepared: SmallVec<[Prepared; 2]>, place: Place) -> Result<(), Failure> {
+pub(super) fn note_kept(
+    call: &Call<'_, '_>,
+    prepared: SmallVec<[Prepared<'_>; 2]>,
+    place: Place,
+) -> Result<(), Failure> {
     let (py, state) = (call.x.py(), call.state);
     for (linear, prepared) in prepared.into_iter().enumerate() {
         if let (Some(quantized), Some(param)) = (prepared.quantized, prepared.fresh)
@@ -183,7 +187,7 @@ pub(super) fn weights_of_backward(
             let memory = WeightMemory { row, col, storage: py.None() };
             Ok(Arc::new(KeptWeight::new(record_of(traced, layout), memory)))
         };
-        list.push(CallWeight { quantized: given.map(read).transpose()?, slots, version: None });
+        list.push(CallWeight { quantized: given.map(read).transpose()?, is_given: false, slots, version: None });
     }
     Ok(list)
 }

@@ -6,6 +6,7 @@ use te_fast_core::base::dtype::DType;
 
 use crate::error::Failure;
 use crate::hooks::hooks;
+use crate::tensor::given::weight_view;
 use crate::torch::process::State;
 use crate::torch::reader::view_of;
 
@@ -49,7 +50,7 @@ fn checked<'py>(
     overwrites: bool,
 ) -> Result<MainGrad<'py>, Failure> {
     let view = view_of(&state.reader, &grad, "main_grad")?;
-    let w = view_of(&state.reader, weight, "weight")?;
+    let w = weight_view(state, weight)?;
     if view.shape() != w.shape()
         || !view.is_contiguous()
         || view.device() != w.device()

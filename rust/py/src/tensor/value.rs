@@ -15,7 +15,7 @@ use te_fast_core::ops::cast_block::{BlockShape, scale_shape};
 use te_fast_core::ops::dequantize::{DequantizePlan, DequantizePointers, DequantizeSpec};
 use te_fast_core::quant::content::{Content, Versions};
 use te_fast_core::quant::quantizer::{QuantPlan, QuantPointers, QuantSpec};
-use te_fast_core::recipe::definition::{Block, Quantization, Scaling};
+use te_fast_core::recipe::definition::{Block, Quantization, Recipe, Scaling};
 use te_fast_core::recipe::usage::Usage;
 use te_fast_core::{Error, Fp8};
 
@@ -172,8 +172,7 @@ impl QuantizedValue {
     /// Whether there is a column layout that holds what the row layout does.
     #[getter]
     fn col_is_valid(&self, py: Python<'_>) -> bool {
-        self.col.data.is_some()
-            && (self.row.data.is_none() || self.col.content.agrees(&self.row.content, self.versions(py)))
+        self.is_col_valid(py)
     }
 
     /// Says that the column layout holds what the row layout does, or that this value's does not.
@@ -189,6 +188,11 @@ impl QuantizedValue {
     /// Another value over the same bytes and scales.
     fn share(&self, py: Python<'_>) -> Self {
         Self { block: self.block, fp8: self.fp8, row: self.row.shared(py), col: self.col.shared(py) }
+    }
+
+    /// Says that others have written the bytes of the row layout.
+    fn note_write(&self) {
+        self.row.content.write();
     }
 
     /// What is known of the bytes is that of `other`, whose bytes they are, seen as another shape.
@@ -243,7 +247,7 @@ impl QuantizedValue {
     }
 
     /// The values, as a tensor of `dtype`: float32, float16 or bfloat16.
-    fn dequantize<'py>(slf: &Bound<'py, Self>, dtype: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    pub(crate) fn dequantize<'py>(slf: &Bound<'py, Self>, dtype: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
         let state = state(py)?;
         let (data, scale, columnwise, block, input) = {
@@ -291,6 +295,46 @@ struct Targets<'py> {
 }
 
 impl QuantizedValue {
+    /// Whether there is a column layout that holds what the row layout does.
+    pub(crate) fn is_col_valid(&self, py: Python<'_>) -> bool {
+        self.col.data.is_some()
+            && (self.row.data.is_none() || self.col.content.agrees(&self.row.content, self.versions(py)))
+    }
+
+    /// Bytes and scales of a layout that is there, valid.
+    pub(crate) fn part<'py>(
+        &self,
+        py: Python<'py>,
+        columnwise: bool,
+    ) -> Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+        let (data, scale) = if columnwise {
+            (self.col.data.as_ref().filter(|_| self.is_col_valid(py)), self.col_scale(py))
+        } else {
+            (self.row.data.as_ref(), self.row_scale(py))
+        };
+        Some((data?.bind(py).clone(), scale?.into_bound(py)))
+    }
+
+    /// Whether a recipe quantises weights so.
+    pub(crate) fn is_weight_of(&self, recipe: &Recipe) -> bool {
+        self.block == recipe.weight.block && self.fp8 == recipe.fwd
+    }
+
+    /// Its scales and type, for messages.
+    pub(crate) fn described(&self) -> String {
+        let scales = match self.block {
+            Block::Tensor => "one scale",
+            Block::Row => "a scale per 1x128",
+            Block::Square => "a scale per 128x128",
+        };
+        format!("{scales} to {}", self.fp8())
+    }
+
+    /// How many scales the row layout of so many rows and columns has.
+    pub(crate) fn scale_count(&self, rows: usize, cols: usize) -> usize {
+        block_shape(self.block).map_or(1, |block| scale_shape(block, rows, cols).iter().product())
+    }
+
     fn plan(
         &self,
         state: &State,
