@@ -6,6 +6,7 @@ import torch
 import te_fast.pytorch as te
 from quantized_tensors import KINDS, layout, parts, quantizer, scales_there, values
 from recipes import RECIPES
+from te_fast.pytorch.tensor.utils import quantize_master_weights
 
 pytestmark = pytest.mark.gpu
 
@@ -108,3 +109,17 @@ def test_a_graph_under_capture_reads_the_weight_of_its_replay():
         layer.weight.copy_(torch.randn(256, 256, device="cuda").bfloat16())
     graph.replay()
     assert torch.equal(y, run())
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "2d"])
+def test_master_weights_make_the_bytes_of_the_host(name):
+    values, master = torch.randn(256, 384).bfloat16(), torch.randn(256 * 384)
+    weights = [
+        torch.nn.Parameter(quantizer(name, device=device)(values.to(device)))
+        for device in ("cpu", "cuda")
+    ]
+    for weight in weights:
+        part = master[1000:70000].to(weight.device)
+        quantize_master_weights([weight], [part], [1000], None)
+    for got, expected in zip(parts(weights[1])[:2], parts(weights[0])[:2], strict=True):
+        assert torch.equal(got.cpu(), expected)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import te_fast.pytorch as te
 from every_layer import every_layer
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.errors import UnsupportedError
 
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 on_the_cpu = pytest.mark.skipif(
@@ -106,3 +107,12 @@ def test_a_weight_that_was_away_is_quantised_again(layer, recipe):
         parameter.data.mul_(-1.5)
         setattr(module, name, parameter)
     assert torch.equal(run(module, first), run(copy.deepcopy(module), recipe()))
+
+
+@on_the_cpu
+def test_quantised_parameters_are_refused(group):
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        layer = te.Linear(32, 32, device="cpu", params_dtype=torch.bfloat16)
+    module = sharded(layer)
+    with pytest.raises(UnsupportedError, match="FSDP2"), te.autocast(recipe=Float8CurrentScaling()):
+        module(X.bfloat16())

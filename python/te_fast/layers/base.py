@@ -190,7 +190,10 @@ class TransformerEngineBaseModule(StatefulModule):
             message = f"{self.name}: the input must be a torch.Tensor, got {type(inp).__name__}"
             raise DtypeError(message)
         if primary.is_quantized(inp):
-            message = f"{self.name}: quantised inputs are not supported yet, got a {type(inp).__name__}; give its dequantize()"
+            message = (
+                f"{self.name}: quantised inputs are not supported yet, got a {type(inp).__name__}; give its "
+                "dequantize()"
+            )
             raise UnsupportedError(message)
         if inp.dim() == 0 or inp.shape[-1] != features:
             message = (

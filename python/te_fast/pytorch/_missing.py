@@ -45,7 +45,7 @@ _NAMES = {
     ),
     "te_fast.pytorch.tensor": (
         f"{_TENSORS} GroupedTensor GroupedTensorStorage get_all_tensor_types grouped_tensor "
-        "hybrid_tensor identity_tensor mxfp8_tensor nvfp4_tensor utils"
+        "hybrid_tensor identity_tensor mxfp8_tensor nvfp4_tensor"
     ),
     "te_fast.pytorch.tensor.storage": (
         "GroupedTensorStorage HybridQuantizedTensorStorage IdentityTensorStorage "

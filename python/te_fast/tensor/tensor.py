@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import DtypeError, QuantizedTensorError, ShapeError
+from te_fast.errors import DtypeError, QuantizedTensorError, ShapeError, UnsupportedError
 from te_fast.runtime import native
 from te_fast.tensor.operations import dispatch, moved
 from te_fast.tensor.quantizer import Quantizer, note_write
@@ -269,6 +269,22 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
                 self._quantizer = moved(self._quantizer, self.device)
         self._value = fresh._value
         note_write(self)
+
+    def fsdp_pre_all_gather(self, *_: Any) -> Any:
+        """Refuse FSDP2, which would gather values in high precision and quantise them anew in each forward.
+
+        Raises
+        ------
+        UnsupportedError
+            Always.
+        """
+        message = (
+            f"{type(self).__name__}: FSDP2 of quantised parameters is not supported yet; make the layers without "
+            "quantized_model_init, which shards their weights in high precision"
+        )
+        raise UnsupportedError(message)
+
+    fsdp_post_all_gather = fsdp_pre_all_gather
 
     # Compilers -----------------------------------------------------------------------------------
 

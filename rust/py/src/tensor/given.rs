@@ -43,7 +43,7 @@ pub(crate) fn nominal_view<'a>(
     let floats = [DType::F32, DType::F16, DType::Bf16];
     let nominal = floats.into_iter().find(|&float| state.torch.dtype(py, float).is(&dtype));
     let (row, col) = {
-        let value = value.try_borrow()?;
+        let value = QuantizedValue::snapshot(value)?;
         let row = value.part(py, false);
         let col = if row.is_none() { value.part(py, true) } else { None };
         (row, col)
@@ -94,7 +94,7 @@ impl<'py> GivenWeight<'py> {
                 return Err(Error::state(OP, message).into());
             }
         }
-        let weight = Self([value.try_borrow()?.part(value.py(), false), None]);
+        let weight = Self([QuantizedValue::snapshot(value)?.part(value.py(), false), None]);
         weight.check(state, value, place)?;
         Ok(weight)
     }
@@ -108,7 +108,7 @@ impl<'py> GivenWeight<'py> {
     ) -> Result<Self, Failure> {
         let py = value.py();
         let weight = if layout.usage.columnwise {
-            let is_valid = value.try_borrow()?.is_col_valid(py);
+            let is_valid = QuantizedValue::snapshot(value)?.is_col_valid(py);
             if !is_valid {
                 if matches!(place.device, Device::Cuda(_)) && is_capturing(place.stream)? {
                     let message = "a graph under capture cannot make the weight's column layout, whose bytes would exist when the graph runs; call weight.update_usage(columnwise_usage=True) before";
@@ -116,9 +116,9 @@ impl<'py> GivenWeight<'py> {
                 }
                 hooks(py)?.make_columnwise.bind(py).call1((value, "the weight"))?;
             }
-            Self([None, value.try_borrow()?.part(py, true)])
+            Self([None, QuantizedValue::snapshot(value)?.part(py, true)])
         } else {
-            Self([value.try_borrow()?.part(py, false), None])
+            Self([QuantizedValue::snapshot(value)?.part(py, false), None])
         };
         weight.check(state, value, (place.device, nominal))?;
         Ok(weight)

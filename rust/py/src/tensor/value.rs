@@ -151,7 +151,7 @@ impl QuantizedValue {
         let former = std::mem::replace(&mut value.col.data, data);
         drop(value);
         drop(former);
-        slf.try_borrow()?.agree(slf.py());
+        Self::snapshot(slf)?.agree(slf.py());
         Ok(())
     }
 
@@ -171,18 +171,19 @@ impl QuantizedValue {
 
     /// Whether there is a column layout that holds what the row layout does.
     #[getter]
-    fn col_is_valid(&self, py: Python<'_>) -> bool {
-        self.is_col_valid(py)
+    fn col_is_valid(slf: &Bound<'_, Self>) -> PyResult<bool> {
+        Ok(Self::snapshot(slf)?.is_col_valid(slf.py()))
     }
 
     /// Says that the column layout holds what the row layout does, or that this value's does not.
     #[setter]
-    fn set_col_is_valid(&mut self, py: Python<'_>, valid: bool) {
+    fn set_col_is_valid(slf: &Bound<'_, Self>, valid: bool) -> PyResult<()> {
         if valid {
-            self.agree(py);
+            Self::snapshot(slf)?.agree(slf.py());
         } else {
-            self.col.content = Content::new();
+            slf.try_borrow_mut()?.col.content = Content::new();
         }
+        Ok(())
     }
 
     /// Another value over the same bytes and scales.
@@ -226,9 +227,10 @@ impl QuantizedValue {
             noop: single(noop, "noop_flag")?,
             ..QuantPointers::default()
         };
-        let plan = slf.try_borrow()?.plan(state, slf.py(), &view, usage, rule)?;
+        let value = Self::snapshot(slf)?;
+        let plan = value.plan(state, slf.py(), &view, usage, rule)?;
         let call = DirectCall::new(state, slf.py(), OP, view.device())?;
-        let targets = slf.try_borrow()?.targets(&call, &view, usage, !io.noop.is_null())?;
+        let targets = value.targets(&call, &view, usage, !io.noop.is_null())?;
         if view.numel() != 0 {
             let io = QuantPointers {
                 row: call.pointer(targets.row.as_ref().map(|row| &row.written))?,
@@ -295,6 +297,11 @@ struct Targets<'py> {
 }
 
 impl QuantizedValue {
+    /// The same bytes and scales in a value that nobody else has: it may be borrowed while Python runs.
+    pub(crate) fn snapshot(slf: &Bound<'_, Self>) -> PyResult<Self> {
+        Ok(slf.try_borrow()?.share(slf.py()))
+    }
+
     /// Whether there is a column layout that holds what the row layout does.
     pub(crate) fn is_col_valid(&self, py: Python<'_>) -> bool {
         self.col.data.is_some()
@@ -427,7 +434,7 @@ impl QuantizedValue {
         let former = (std::mem::replace(&mut value.row, row), std::mem::replace(&mut value.col, col));
         drop(value);
         drop(former);
-        slf.try_borrow()?.agree(py);
+        Self::snapshot(slf)?.agree(py);
         Ok(())
     }
 
