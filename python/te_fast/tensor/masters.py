@@ -79,6 +79,16 @@ class _Part:
     raw: torch.Tensor | None
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the slice is all of the weight, and its bytes go there."""
+        return (
+            self.values is not None
+            and self.raw is not None
+            and self.values.numel() == self.weight.numel()
+            and self.raw.data_ptr() == self.weight._value.row.data_ptr()
+        )
+
+    @property
     def is_delayed(self) -> bool:
         return isinstance(self.weight._quantizer, Float8Quantizer)
 
@@ -206,7 +216,7 @@ def quantize_master_weights(
         Bytes (uint8) that the slices go to, instead of those of the weights.
     manual_post_all_gather_processing : bool, default = False
         The caller makes column layouts by :func:`post_all_gather_processing`; otherwise former ones are dropped, and
-        made where a backward wants them.
+        made where a backward wants them. Weights that one rank has all of get theirs at once in either case.
 
     Raises
     ------
@@ -216,6 +226,11 @@ def quantize_master_weights(
         For blocks of 1x128.
     """
     parts = _parts(model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
+    if _is_alone(group):
+        for part in parts:
+            if part.is_whole:
+                _quantize_whole(part)
+        parts = [part for part in parts if not part.is_whole]
     if not parts:
         return
     for part in parts:
@@ -246,6 +261,22 @@ def quantize_master_weights(
             if isinstance(part.weight, Float8BlockwiseQTensor):
                 part.weight._value.col_scale = None
         getattr(part.weight, "clear_high_precision_init_val", lambda: None)()
+
+
+def _is_alone(group: Any) -> bool:
+    """Whether no other rank has a slice."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return True
+    return distributed.get_world_size(group=group) == 1
+
+
+def _quantize_whole(part: _Part) -> None:
+    """Quantise a weight that nobody else has a slice of, both layouts at once."""
+    weight = part.weight
+    assert part.values is not None
+    weight.quantize_(part.values.view(weight.shape))
+    getattr(weight, "clear_high_precision_init_val", lambda: None)()
 
 
 def _parts(

@@ -418,12 +418,12 @@ impl<'a, 'py> Call<'a, 'py> {
             let quantized = Some(quantized);
             list.push(Prepared { quantized, given: None, slots, replay, version, fresh, reused: is_reused });
         }
-        self.check_given(tensors, compiled)?;
+        Self::check_given(tensors, compiled)?;
         Ok(list)
     }
 
     /// Refuses quantised parameters that are no weights: their views have no memory.
-    fn check_given(&self, tensors: &Tensors<'_>, compiled: &PyProgram) -> Result<(), Failure> {
+    fn check_given(tensors: &Tensors<'_>, compiled: &PyProgram) -> Result<(), Failure> {
         let program = &compiled.program;
         let is_weight = |param: usize| (0..program.key().linears.len()).any(|at| program.linear_param(at) == param);
         if tensors.given().iter().all(|&(param, _)| is_weight(param)) {
