@@ -13,11 +13,13 @@ __all__ = [
     "HeldRegion",
     "Program",
     "ProgramSaved",
+    "QuantizedValue",
     "Recipe",
     "TracedCall",
     "WeightHandle",
     "activation",
     "activation_backward",
+    "amax",
     "amax_mark_all_ran",
     "amax_participants",
     "autocast_callbacks",
@@ -75,6 +77,7 @@ __all__ = [
     "release_memory",
     "reset_counters",
     "rows_to_pad",
+    "scale_of_amax",
     "set_auto_pad",
     "set_check_device",
     "stage_clock",
@@ -230,6 +233,40 @@ class Program:
     def widths(self, cols: int) -> list[int]: ...
 
 @final
+class QuantizedValue:
+    row: Tensor | None
+    row_scale: Tensor | None
+    col: Tensor | None
+    col_scale: Tensor | None
+    col_is_valid: bool
+    fp8: str
+    @property
+    def block(self) -> int: ...
+    def __new__(
+        cls,
+        block: int,
+        fp8: str,
+        row: Tensor | None,
+        row_scale: Tensor | None,
+        col: Tensor | None,
+        col_scale: Tensor | None,
+    ) -> Self: ...
+    def share(self) -> QuantizedValue: ...
+    def note_same_bytes(self, other: QuantizedValue) -> None: ...
+    def note_write(self) -> None: ...
+    def quantize(
+        self,
+        x: Tensor,
+        usage: tuple[bool, bool],
+        rule: tuple[bool, float, bool],
+        scale: Tensor | None = None,
+        amax: Tensor | None = None,
+        noop: Tensor | None = None,
+        /,
+    ) -> None: ...
+    def dequantize(self, dtype: Any) -> Tensor: ...
+
+@final
 class Recipe:
     def __new__(
         cls,
@@ -335,6 +372,7 @@ def activation_backward(
     scales: tuple[Tensor | None, ...],
     /,
 ) -> None: ...
+def amax(x: Tensor, /) -> Tensor: ...
 def amax_mark_all_ran(forward: bool, /) -> None: ...
 def amax_participants(forward: bool, /) -> list[int]: ...
 def autocast_callbacks(prepare: Any, update: Any, /) -> None: ...
@@ -381,6 +419,7 @@ def install_hooks(
     skip_weight_flag: Any,
     recompute: Any,
     dummy_wgrad: Any,
+    make_columnwise: Any,
 ) -> None: ...
 def instance_method(function: Any) -> Any: ...
 def inventory() -> list[tuple[str, int, int, int]]: ...
@@ -504,6 +543,7 @@ def recorded() -> list[Any]: ...
 def release_memory() -> None: ...
 def reset_counters() -> None: ...
 def rows_to_pad(rows: int, /) -> int: ...
+def scale_of_amax(amax: Tensor, fp8: str, eps: float, pow2: bool, /) -> Tensor: ...
 def set_auto_pad(enabled: bool, /) -> bool: ...
 def set_check_device(enabled: bool, /) -> bool: ...
 def stage_clock(on: bool, /) -> None: ...

@@ -15,7 +15,9 @@ __all__ = [
     "CudaError",
     "DeviceError",
     "DtypeError",
+    "MissingAttributeError",
     "MissingError",
+    "QuantizedTensorError",
     "RecipeError",
     "ShapeError",
     "StateError",
@@ -79,6 +81,17 @@ class RecipeError(TeFastError, ValueError, AssertionError):
 
 class StateError(TeFastError, RuntimeError):
     """A checkpoint state cannot be read, or an object is used out of order."""
+
+
+class QuantizedTensorError(TeFastError, RuntimeError, ValueError, AssertionError):
+    """A quantised tensor lacks what is asked of it: a layout, a quantizer, the class that a quantizer writes to.
+
+    Transformer Engine raises ``RuntimeError`` or ``ValueError`` in some of these places and asserts in others.
+    """
+
+
+class MissingAttributeError(TeFastError, AttributeError):
+    """An object lacks an attribute that the call reads."""
 
 
 class UnsupportedError(TeFastError, NotImplementedError):

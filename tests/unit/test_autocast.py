@@ -189,12 +189,14 @@ def test_deprecated_names():
         pass
 
 
-def test_quantized_model_init_is_refused_by_name():
+def test_quantized_model_init_is_left_as_it_was_entered():
     with q.quantized_model_init(enabled=False, preserve_high_precision_init_val=True):
         assert q.FP8GlobalStateManager.with_high_precision_init_val()
+        assert not q.FP8GlobalStateManager.with_fp8_parameters()
     assert not q.FP8GlobalStateManager.with_high_precision_init_val()
-    with pytest.raises(NotImplementedError, match="quantized_model_init"), q.quantized_model_init():
-        pass
+    with q.quantized_model_init():
+        assert q.FP8GlobalStateManager.with_fp8_parameters()
+    assert not q.FP8GlobalStateManager.with_fp8_parameters()
 
 
 @pytest.mark.parametrize(

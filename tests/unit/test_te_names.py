@@ -75,7 +75,7 @@ def test_one_import_reaches_the_submodules(use, fresh):
     ("module", "name"),
     [
         (te, "GroupedLinear"),
-        (te, "Float8Tensor"),
+        (te, "MXFP8Tensor"),
         (te, "get_cpu_offload_context"),
         (te, "optimizers"),
         (te.attention, "FusedMLAQUpProjRopeQuant"),

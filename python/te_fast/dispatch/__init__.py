@@ -42,7 +42,7 @@ __all__ = [
     "NormFunction",
     "NormGradients",
     "NormOutputs",
-    "QuantizedTensor",
+    "QuantizedOperand",
     "activation",
     "activation_backward",
     "activation_outputs",
@@ -102,7 +102,7 @@ class Launch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class QuantizedTensor:
+class QuantizedOperand:
     """A quantised operand.
 
     Attributes
@@ -146,7 +146,7 @@ def quantize(
     scale: torch.Tensor | None = None,
     amax: torch.Tensor | None = None,
     column_sums: bool = False,
-) -> QuantizedTensor:
+) -> QuantizedOperand:
     """Quantise a tensor to FP8 as an operand of a linear layer's GEMMs.
 
     Parameters
@@ -168,7 +168,7 @@ def quantize(
 
     Returns
     -------
-    QuantizedTensor
+    QuantizedOperand
         The bytes and inverse scales.
 
     Raises
@@ -191,7 +191,7 @@ def quantize(
     block = {"input": 0, "weight": 1, "grad": 2}[role]
     blocks = recipe._describe().get("block", (0, 0, 0))
     dtype = get_fp8_torch_dtype(recipe, fprop_tensor=role != "grad")
-    return QuantizedTensor(
+    return QuantizedOperand(
         *parts[:4], dtype, blocks[block], x.shape[-1] if x.dim() else 1, parts[4]
     )
 
@@ -200,7 +200,7 @@ _FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
 def dequantize(
-    tensor: QuantizedTensor,
+    tensor: QuantizedOperand,
     dtype: torch.dtype = torch.float32,
     *,
     columnwise: bool = False,
@@ -209,7 +209,7 @@ def dequantize(
 
     Parameters
     ----------
-    tensor : QuantizedTensor
+    tensor : QuantizedOperand
         Bytes and inverse scales.
     dtype : torch.dtype
         float32, float16 or bfloat16.
@@ -238,7 +238,7 @@ def dequantize(
 
 
 def _operand(
-    operand: torch.Tensor | QuantizedTensor, *, columnwise: bool, k_outermost: bool
+    operand: torch.Tensor | QuantizedOperand, *, columnwise: bool, k_outermost: bool
 ) -> Any:
     if isinstance(operand, torch.Tensor):
         return (operand, None, None, 0, k_outermost)
@@ -248,8 +248,8 @@ def _operand(
 
 
 def gemm(
-    x: torch.Tensor | QuantizedTensor,
-    w: torch.Tensor | QuantizedTensor,
+    x: torch.Tensor | QuantizedOperand,
+    w: torch.Tensor | QuantizedOperand,
     out: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
@@ -264,9 +264,9 @@ def gemm(
 
     Parameters
     ----------
-    x : torch.Tensor or QuantizedTensor
+    x : torch.Tensor or QuantizedOperand
         ``(m, k)``; ``(k, m)`` with `x_k_outermost`.
-    w : torch.Tensor or QuantizedTensor
+    w : torch.Tensor or QuantizedOperand
         ``(n, k)``; ``(k, n)`` with `w_k_outermost`.
     out : torch.Tensor
         float32, float16 or bfloat16 ``(m, n)``, contiguous, in memory that no input has; overwritten, or

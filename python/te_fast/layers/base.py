@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from te_fast.recipe import DelayedScaling, Recipe
 from te_fast.runtime import native, scale_tape
 from te_fast.runtime.calls import call_through_forward
 from te_fast.runtime.delayed import DelayedScalingRecipeState, resized
-from te_fast.runtime.global_state import FP8GlobalStateManager
+from te_fast.runtime.global_state import FP8GlobalStateManager, autocast_state
 from te_fast.state.module import StatefulModule
+from te_fast.tensor import primary
 
 _layer_numbers = itertools.count(1)
 _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (te_fast.__file__, torch.__file__))
@@ -84,8 +86,9 @@ class TransformerEngineBaseModule(StatefulModule):
         self.tp_group: Any = None
         self.tp_size = 1
         self.sequence_parallel = False
-        self.primary_weights_in_fp8 = False
-        self.preserve_high_precision_init_val = False
+        self.primary_weights_in_fp8 = FP8GlobalStateManager.with_fp8_parameters()
+        self.preserve_high_precision_init_val = FP8GlobalStateManager.with_high_precision_init_val()
+        self._weight_recipe = autocast_state.model_recipe
         self.fsdp_wrapped = False
         self.fsdp_group: Any = None
         self.activation_dtype: torch.dtype | None = None
@@ -186,6 +189,12 @@ class TransformerEngineBaseModule(StatefulModule):
         if not isinstance(inp, torch.Tensor):
             message = f"{self.name}: the input must be a torch.Tensor, got {type(inp).__name__}"
             raise DtypeError(message)
+        if primary.is_quantized(inp):
+            message = (
+                f"{self.name}: quantised inputs are not supported yet, got a {type(inp).__name__}; give its "
+                "dequantize()"
+            )
+            raise UnsupportedError(message)
         if inp.dim() == 0 or inp.shape[-1] != features:
             message = (
                 f"{self.name}: the input's last dimension must be {name} = {features}, got a tensor "
@@ -227,6 +236,10 @@ class TransformerEngineBaseModule(StatefulModule):
         self.fp8_calibration = FP8GlobalStateManager.is_fp8_calibration()
         if not (self.fp8 or self.fp8_calibration):
             return
+        if self.fp8:
+            recipe = FP8GlobalStateManager.get_fp8_recipe()
+            for _, name, weight in self._quantized_weights():
+                primary.check_recipe(weight, recipe, self.name, name)
         former, recipe = self.fp8_meta.get("recipe"), FP8GlobalStateManager.get_fp8_recipe()
         self.fp8_meta["recipe"] = recipe
         self.fp8_meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()
@@ -269,6 +282,7 @@ class TransformerEngineBaseModule(StatefulModule):
         """Register scales with the dispatcher; it calls this when the autocast region is new."""
         self.init_fp8_metadata(self.fp8_meta["num_gemms"])
         states = self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
+        self._point_weights()
         scale_tape.layers[states[0].slots.id] = self
         self._set_slots(native.autocast_region()[5], *(state.slots for state in states))
 
@@ -302,13 +316,61 @@ class TransformerEngineBaseModule(StatefulModule):
         for state, is_forward in zip(states, (True, False), strict=True):
             if fwd is None or fwd == is_forward:
                 state.amax_history = resized(state.amax_history, length)
+        self._point_weights()
         self._drop_slots()
 
     def _delayed_states(self) -> tuple[DelayedScalingRecipeState, DelayedScalingRecipeState] | None:
         forward, backward = self._scaling_states()
         return None if forward is None or backward is None else (forward, backward)
 
+    # Quantised weights ---------------------------------------------------------------------------
+
+    def _linear_weights(self) -> tuple[str, ...]:
+        """Return the names of the weights of the linear ops, in order; none of weights in parts."""
+        return ()
+
+    def _quantized_weights(self) -> list[tuple[int, str, Any]]:
+        """Return the weights that are quantised tensors: number of the linear op, name, parameter."""
+        return [
+            (linear, name, self._parameters[name])
+            for linear, name in enumerate(self._linear_weights())
+            if primary.is_quantized(self._parameters.get(name))
+        ]
+
+    def _quantize_weight(self, name: str) -> None:
+        """Put a quantised tensor in the place of a weight that was initialised, if the layer's weights are such."""
+        recipe, parameter = self._weight_recipe, self._parameters[name]
+        if not self.primary_weights_in_fp8 or recipe is None or parameter is None:
+            return
+        if primary.is_quantized(parameter):
+            return
+        self.fp8_meta["recipe"] = recipe
+        self.init_fp8_meta_tensors(recipe)
+        slot = self._linear_weights().index(name) * self._FORWARD_SLOTS + 1
+        quantizer = primary.weight_quantizer(recipe, self.fp8_meta.get("scaling_fwd"), slot)
+        preserves = self.preserve_high_precision_init_val
+        made = primary.quantized_parameter(parameter, quantizer, preserves=preserves)
+        self.register_parameter(name, made)
+
+    def _point_weights(self) -> None:
+        """Let weights of delayed scaling be quantised with the scales that the layer has now."""
+        for linear, _, weight in self._quantized_weights():
+            slot = linear * self._FORWARD_SLOTS + 1
+            primary.point_at(weight, self.fp8_meta.get("scaling_fwd"), slot)
+
     # Checkpoints ---------------------------------------------------------------------------------
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restore what :meth:`get_extra_state`, or Transformer Engine's, returned."""
+        super().set_extra_state(state)
+        self._point_weights()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        # Values in high precision are quantised as they are loaded, with the scales of the checkpoint.
+        key = f"{prefix}_extra_state"
+        if key in state_dict and self._quantized_weights():
+            self.set_extra_state(state_dict[key])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     _STATE_OWNER = "layer"
 
@@ -336,10 +398,18 @@ class TransformerEngineBaseModule(StatefulModule):
         """Make a native half of this copy's own."""
         super().__setstate__(state)
         self._make_native()
+        self._point_weights()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Forget what was quantised: ``.to()`` and its kin exchange the parameters' memory."""
-        result = super()._apply(fn, recurse)
+        kept = primary.attributes_of(self)
+        result = super()._apply(partial(primary.keep_quantized, fn), recurse)
+        primary.restore_attributes(self, kept)
+        for state in self._scaling_states():
+            weight = next((weight for _, _, weight in self._quantized_weights()), None)
+            if state is not None and weight is not None and not weight.is_meta:
+                state.to(weight.device)
+        self._point_weights()
         self._drop_weight_cache()
         return result
 

@@ -254,6 +254,9 @@ class LayerNormMLP(ProgramLayer):
         used = [name for name in names if biases.get(name, True)]
         return {name: getattr(self, name) for name in (*self._norm_names(), *used)}, None
 
+    def _linear_weights(self) -> tuple[str, ...]:
+        return self._LINEARS
+
     def _returned_bias(self) -> torch.Tensor:
         return self.fc2_bias
 
@@ -277,6 +280,8 @@ class LayerNormMLP(ProgramLayer):
         for dim, (name, init) in enumerate(inits.items()):
             weight: Any = materialise(self, f"{name}_weight")
             initialise(self, weight, init, forks=True)
+            self._quantize_weight(f"{name}_weight")
+            weight = getattr(self, f"{name}_weight")
             mark_parallel(weight, dim)
             if self.delay_wgrad_compute:
                 weight.skip_backward_post_hook = True

@@ -14,6 +14,7 @@ from te_fast.layers import high_precision
 from te_fast.layers.parameters import check_sizes, options_of, refuse_parallelism
 from te_fast.layers.split import SplitLinear
 from te_fast.runtime.global_state import autocast_state
+from te_fast.tensor.primary import is_quantized
 
 
 class Linear(SplitLinear):
@@ -170,6 +171,9 @@ class Linear(SplitLinear):
             out = self._forward_on(parameters, version, inp, is_first_microbatch)
         else:
             weight, bias = parameters["weight"], parameters.get("bias")
+            if is_quantized(weight):
+                self._note_dequantized()
+                weight = weight.dequantize()
             out = self._high_precision(inp, weight, bias, is_first_microbatch)
         return self._with_bias(out) if self.return_bias else out
 

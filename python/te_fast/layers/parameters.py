@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from te_fast.errors import DtypeError, ShapeError, UnsupportedError
 from te_fast.runtime.device import check_device
+from te_fast.tensor.primary import initialise_quantized, is_quantized
 
 if TYPE_CHECKING:
     from te_fast.layers.base import TransformerEngineBaseModule
@@ -134,6 +136,8 @@ def initialise(layer: Any, parameter: torch.Tensor, init: Init | None, *, forks:
         Whether the layer's random number generator is forked for it, as for weights.
     """
     init = init or normal
+    if is_quantized(parameter):
+        init = partial(initialise_quantized, init=init)
     with torch.no_grad():
         if not forks or layer.get_rng_state_tracker is None:
             init(parameter)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from te_fast.errors import DtypeError, ShapeError, StateError, UnsupportedError
 from te_fast.graphs.traced import Traced, is_traced
-from te_fast.layers.base import TransformerEngineBaseModule
+from te_fast.layers.base import TransformerEngineBaseModule, _callers_level
 from te_fast.layers.load_torch import copy_into
 from te_fast.layers.parameters import constant, initialise, materialise
 from te_fast.layers.recomputed import recomputed
@@ -209,6 +209,8 @@ class ProgramLayer(TransformerEngineBaseModule):
     ) -> Any:
         """Run the program on parameters that are the layer's, or stand in for them."""
         enabled, *_, epoch = native.autocast_region()
+        if not enabled:
+            self._note_dequantized()
         if enabled and epoch != self._region_epoch:
             self.__dict__["_region_epoch"] = epoch
             self._enter_region()
@@ -221,6 +223,15 @@ class ProgramLayer(TransformerEngineBaseModule):
             return recomputed(self, parameters, x, is_first_microbatch)
         given = tuple(parameters.values())
         return native.program_apply(self._program, self, x, (), is_first_microbatch, given, version)
+
+    def _note_dequantized(self) -> None:
+        """Warn where quantised weights are dequantised for each call."""
+        if self._quantized_weights():
+            message = (
+                f"{self.name}: the weights are quantised, and dequantised for each call outside of "
+                "te_fast.pytorch.autocast"
+            )
+            warnings.warn(message, UserWarning, stacklevel=_callers_level())
 
     def _with_bias(self, out: Any) -> tuple[torch.Tensor, ...]:
         y, *others = out if isinstance(out, tuple) else (out,)
@@ -274,6 +285,12 @@ class ProgramLayer(TransformerEngineBaseModule):
     def _forward_traced(self, inp: Any, is_first_microbatch: bool | None) -> Any:
         """Forward as an operator, which a tracer sees."""
         params = self._traced_parameters()
+        if self._quantized_weights():
+            message = (
+                f"{self.name}: torch.compile takes no quantised weights yet; call the layer outside of it, or make it "
+                "without quantized_model_init"
+            )
+            raise UnsupportedError(message)
         self._check_input(inp, self._FEATURES, getattr(self, self._FEATURES), params[0].device)
         kind = inp.device.type
         if torch.is_autocast_enabled(kind):

@@ -19,6 +19,7 @@ from te_fast.layers.parameters import (
 from te_fast.layers.program import ProgramLayer
 from te_fast.runtime import main_grad, native
 from te_fast.runtime.calls import layer_call_method
+from te_fast.tensor.primary import is_quantized
 
 if TYPE_CHECKING:
     Parts = tuple[str, ...] | dict[str, int] | None
@@ -207,6 +208,12 @@ class SplitLinear(ProgramLayer):
 
     def _make_linear_parameters(self, parameters_split: Parts, options: dict[str, Any]) -> None:
         parts = split_sizes(parameters_split, self.out_features, self.name)
+        if self.primary_weights_in_fp8 and parts is not None and len(parts) > 1:
+            message = (
+                f"{self.name}: a weight of several parts (parameters_split) cannot be a quantised tensor; leave out "
+                "quantized_model_init, or the parts"
+            )
+            raise StateError(message)
         self._parts = parts
         prefixes = [""] if parts is None else [f"{name}_" for name in parts]
         sizes = [self.out_features] if parts is None else list(parts.values())
@@ -228,10 +235,12 @@ class SplitLinear(ProgramLayer):
         for name in self.weight_names:
             weight = materialise(self, name)
             initialise(self, weight, self.init_method, forks=True)
+            self._quantize_weight(name)
+            weight = getattr(self, name)
             if self.parallel_mode is not None:
                 mark_parallel(weight, 1 if is_row else 0)
             if self.delay_wgrad_compute:
-                weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+                weight.skip_backward_post_hook = True
         for name in self.bias_names if self.use_bias else ():
             bias = materialise(self, name)
             initialise(self, bias, constant(0.0), forks=False)
@@ -240,11 +249,16 @@ class SplitLinear(ProgramLayer):
             elif self.parallel_mode is not None:
                 mark_parallel(bias, 0)
 
+    def _linear_weights(self) -> tuple[str, ...]:
+        return tuple(self.weight_names) if len(self.weight_names) == 1 else ()
+
     def _weight(self, *, overwrite: bool) -> tuple[torch.Tensor, int | None]:
         """Return the whole weight, and what stands in for a concatenation's version."""
         if self._parts is None:
             return self.weight, None
         parts = [getattr(self, name) for name in self.weight_names]
+        if len(parts) == 1 and is_quantized(parts[0]):
+            return parts[0], None
         return concatenate(parts, self, overwrite=overwrite)
 
     def _bias(self) -> torch.Tensor:

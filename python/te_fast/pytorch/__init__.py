@@ -5,10 +5,13 @@ from __future__ import annotations
 from te_fast._names import publish
 from te_fast.graphs.stand_ins import register_when_dynamo_is_imported
 from te_fast.pytorch import attention as attention
+from te_fast.pytorch import constants as constants
+from te_fast.pytorch import float8_tensor as float8_tensor
 from te_fast.pytorch import fp8 as fp8
 from te_fast.pytorch import graph as graph
 from te_fast.pytorch import module as module
 from te_fast.pytorch import ops
+from te_fast.pytorch import tensor as tensor
 from te_fast.pytorch import transformer as transformer
 from te_fast.pytorch import utils as utils
 from te_fast.pytorch._missing import missing
@@ -18,6 +21,7 @@ from te_fast.pytorch.attention import (
     MultiheadAttention,
     RotaryPositionEmbedding,
 )
+from te_fast.pytorch.constants import DType
 from te_fast.pytorch.distributed import CudaRNGStatesTracker, checkpoint
 from te_fast.pytorch.graph import make_graphed_callables
 from te_fast.pytorch.module import (
@@ -53,13 +57,37 @@ from te_fast.pytorch.quantization import (
     is_nvfp4_available,
     quantized_model_init,
 )
+from te_fast.pytorch.tensor import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+    Float8TensorStorage,
+    QuantizedTensor,
+    QuantizedTensorStorage,
+    Quantizer,
+    prepare_for_saving,
+    restore_from_func_ctx,
+    restore_from_saved,
+)
 from te_fast.pytorch.transformer import TransformerLayer
 from te_fast.runtime.device import set_cuda_device_every_batch, should_set_cuda_device_every_batch
+from te_fast.tensor.loading import allow_loading
 
 __all__ = [
     "CudaRNGStatesTracker",
+    "DType",
     "DotProductAttention",
     "FP8GlobalStateManager",
+    "Float8BlockQuantizer",
+    "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage",
+    "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
+    "Float8Tensor",
+    "Float8TensorStorage",
     "Fp8Padding",
     "Fp8Unpadding",
     "InferenceParams",
@@ -68,6 +96,9 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "MultiheadAttention",
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
+    "Quantizer",
     "RMSNorm",
     "RotaryPositionEmbedding",
     "TransformerLayer",
@@ -92,7 +123,10 @@ __all__ = [
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
     "ops",
+    "prepare_for_saving",
     "quantized_model_init",
+    "restore_from_func_ctx",
+    "restore_from_saved",
     "set_cuda_device_every_batch",
     "should_set_cuda_device_every_batch",
 ]
@@ -106,3 +140,4 @@ def __getattr__(name: str) -> object:
 
 
 register_when_dynamo_is_imported()
+allow_loading()

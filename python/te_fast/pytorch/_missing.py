@@ -8,13 +8,12 @@ __all__ = ["missing"]
 
 _LAYERS = "GroupedLinear GatedDeltaNetAttention FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant"
 _QUANTISATION = (
-    "apply_recipe QuantizerRole QuantizerRequest DelayedScalingRequest quantizer_factory DType "
-    "QuantizedTensor QuantizedTensorStorage Quantizer Float8Tensor Float8TensorStorage "
-    "Float8Quantizer Float8CurrentScalingQuantizer Float8BlockwiseQTensor "
-    "Float8BlockwiseQTensorStorage Float8BlockQuantizer MXFP8Tensor MXFP8TensorStorage "
-    "MXFP8Quantizer NVFP4Tensor NVFP4TensorStorage NVFP4Quantizer HybridQuantizedTensor "
-    "HybridQuantizedTensorStorage HybridQuantizer IdentityTensor IdentityTensorStorage "
-    "IdentityQuantizer prepare_for_saving restore_from_saved restore_from_func_ctx"
+    "apply_recipe QuantizerRole QuantizerRequest DelayedScalingRequest quantizer_factory"
+)
+_TENSORS = (
+    "MXFP8Tensor MXFP8TensorStorage MXFP8Quantizer NVFP4Tensor NVFP4TensorStorage NVFP4Quantizer "
+    "HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer IdentityTensor "
+    "IdentityTensorStorage IdentityQuantizer"
 )
 _TOOLS = (
     "get_cpu_offload_context mark_not_offload "
@@ -23,12 +22,11 @@ _TOOLS = (
     "UserBufferQuantizationMode CPLoadBalancingStrategy get_cudnn_version"
 )
 _SUBMODULES = (
-    "constants cpp_extensions cpu_offload cpu_offload_v1 cross_entropy ep export "
-    "float8_tensor jit optimizers quantized_tensor router tensor"
+    "cpp_extensions cpu_offload cpu_offload_v1 cross_entropy ep export jit optimizers router"
 )
 _OLD_QUANTIZATION = "RecipeState get_fp4_te_dtype get_fp8_max get_fp8_te_dtype split_and_copy"
 _NAMES = {
-    "te_fast.pytorch": f"{_LAYERS} {_QUANTISATION} {_TOOLS} {_SUBMODULES}",
+    "te_fast.pytorch": f"{_LAYERS} {_QUANTISATION} {_TENSORS} {_TOOLS} {_SUBMODULES}",
     "te_fast.pytorch.attention": "FusedMLAQUpProjRopeQuant",
     "te_fast.pytorch.ops": "GroupedLinear",
     "te_fast.pytorch.ops.basic": "GroupedLinear",
@@ -49,6 +47,18 @@ _NAMES = {
         "round_up_to_nearest_multiple safely_set_viewless_tensor_data scaled_init_method_normal "
         "split_tensor_along_dim torch_get_autocast_gpu_dtype validate_ctx_manager "
         "validate_rng_states_func"
+    ),
+    "te_fast.pytorch.constants": (
+        "FP8BwdTensorIdx FP8FwdTensorIdx GemmParallelModes MXFP8_BLOCK_SCALING_SIZE "
+        "NVFP4_BLOCK_SCALING_SIZE dist_group_type"
+    ),
+    "te_fast.pytorch.tensor": (
+        f"{_TENSORS} GroupedTensor GroupedTensorStorage get_all_tensor_types grouped_tensor "
+        "hybrid_tensor identity_tensor mxfp8_tensor nvfp4_tensor"
+    ),
+    "te_fast.pytorch.tensor.storage": (
+        "GroupedTensorStorage HybridQuantizedTensorStorage IdentityTensorStorage "
+        "MXFP8TensorStorage NVFP4TensorStorage"
     ),
     "te_fast.pytorch.fp8": _OLD_QUANTIZATION,
     "te_fast.pytorch.module": "GroupedLinear grouped_linear",

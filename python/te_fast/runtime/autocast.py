@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import DtypeError, UnsupportedError
+from te_fast.errors import DtypeError
 from te_fast.recipe import Recipe
 from te_fast.runtime import delayed, native
 from te_fast.runtime.delayed import native_recipe
@@ -146,35 +146,38 @@ def quantized_model_init(
     recipe: Recipe | None = None,
     preserve_high_precision_init_val: bool = False,
 ) -> Iterator[None]:
-    """Make layers whose parameters are quantised; not supported yet.
+    """Make layers and operations whose weights are quantised tensors, without a copy in high precision.
 
     Parameters
     ----------
     enabled : bool, default = True
-        Must be ``False`` for now.
+        Whether to.
     recipe : Recipe, optional
-        Recipe of the parameters.
+        Recipe of the weights, and of the regions that they are used in; the default recipe by default.
     preserve_high_precision_init_val : bool, default = False
-        Keep the values that the parameters were initialised with.
+        Keep each weight as it was initialised, on the CPU, for master weights: ``get_high_precision_init_val()`` of the
+        parameter returns it, ``clear_high_precision_init_val()`` frees it.
 
     Raises
     ------
-    UnsupportedError
-        If enabled.
+    UnsupportedError, DeviceError
+        If the device cannot run the recipe.
+
+    Notes
+    -----
+    Weights have both layouts; where gradients are disabled, the row layout alone, half the memory.
     """
-    if enabled:
-        message = (
-            "quantized_model_init: te_fast has no quantised parameters yet; leave the context out "
-            "or pass enabled=False. Quantised copies of high-precision weights are cached anyway"
-        )
-        raise UnsupportedError(message)
-    former = (autocast_state.fp8_parameters, autocast_state.high_precision_init_val)
-    autocast_state.fp8_parameters = False
-    autocast_state.high_precision_init_val = preserve_high_precision_init_val
+    recipe = prepare_recipe(recipe) if enabled else None
+    names = ("fp8_parameters", "high_precision_init_val", "model_recipe")
+    former = [getattr(autocast_state, name) for name in names]
+    wanted = (bool(enabled), bool(preserve_high_precision_init_val), recipe)
+    for name, value in zip(names, wanted, strict=True):
+        setattr(autocast_state, name, value)
     try:
         yield
     finally:
-        autocast_state.fp8_parameters, autocast_state.high_precision_init_val = former
+        for name, value in zip(names, former, strict=True):
+            setattr(autocast_state, name, value)
 
 
 def fp8_model_init(

@@ -67,6 +67,7 @@ class FP8GlobalState:
         "fp8_parameters",
         "fp8_tensors_recompute_buffer",
         "high_precision_init_val",
+        "model_recipe",
         "skip_fp8_weight_update_tensor",
     )
 
@@ -75,6 +76,7 @@ class FP8GlobalState:
         self.fp8_parameters = False
         self.fp8_tensors_recompute_buffer: list[deque[Any]] = []
         self.high_precision_init_val = False
+        self.model_recipe: Recipe | None = None
         self.skip_fp8_weight_update_tensor: torch.Tensor | None = None
 
     def _set(self, **changes: Any) -> None:

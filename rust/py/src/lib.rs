@@ -7,6 +7,7 @@ mod graphs;
 mod hooks;
 mod layer;
 mod program;
+mod tensor;
 mod torch;
 
 use pyo3::prelude::*;
@@ -83,6 +84,10 @@ mod _native {
     use crate::program::parts::version_of_copy;
     #[pymodule_export]
     use crate::program::weight::WeightHandle;
+    #[pymodule_export]
+    use crate::tensor::scale::{amax, scale_of_amax};
+    #[pymodule_export]
+    use crate::tensor::value::QuantizedValue;
     #[pymodule_export]
     use crate::torch::process::DispatcherCell;
     #[pymodule_export]

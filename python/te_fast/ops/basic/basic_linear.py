@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,10 @@ from te_fast.ops.common import parameter_options, refuse_ranks, to_real
 from te_fast.ops.op import OperationContext
 from te_fast.runtime import main_grad, native, rows
 from te_fast.runtime.global_state import autocast_state
+from te_fast.tensor import primary
+
+#: The weight's among the forward scales of delayed scaling, behind the input's.
+_WEIGHT_SLOT = 1
 
 
 def check_parallelism(
@@ -93,6 +98,9 @@ class BasicLinear(NativeOperation):
         self.sequence_parallel = False
         self._rng_state_tracker_function = rng_state_tracker_function
         self._accumulate_into_main_grad = accumulate_into_main_grad
+        self._with_quantized_weight = autocast_state.fp8_parameters
+        self._preserves_init_value = autocast_state.high_precision_init_val
+        self._weight_recipe = autocast_state.model_recipe
         self._make_handle()
         weight = torch.empty(out_features, in_features, **parameter_options(device, dtype, name))
         self.register_parameter("weight", torch.nn.Parameter(weight))
@@ -107,9 +115,29 @@ class BasicLinear(NativeOperation):
         """Initialise the weight, after making it real if it is on the meta device."""
         weight = to_real(self, "weight")
         tracker = self._rng_state_tracker_function
-        with nullcontext() if tracker is None else tracker().fork():
-            torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        init = partial(torch.nn.init.kaiming_uniform_, a=math.sqrt(5))
+        with nullcontext() if tracker is None else tracker().fork(), torch.no_grad():
+            if primary.is_quantized(weight):
+                primary.initialise_quantized(weight, init)
+            else:
+                init(weight)
+        self._quantize_weight()
         self._drop_weight_cache()
+
+    def _quantize_weight(self) -> None:
+        """Put a quantised tensor in the place of the weight, if the operation was made to have one."""
+        recipe, weight = self._weight_recipe, self.weight
+        if not self._with_quantized_weight or recipe is None or primary.is_quantized(weight):
+            return
+        self.reset_recipe_state(recipe=recipe)
+        quantizer = primary.weight_quantizer(recipe, self._scaling_states()[0], _WEIGHT_SLOT)
+        made = primary.quantized_parameter(weight, quantizer, preserves=self._preserves_init_value)
+        self.register_parameter("weight", made)
+
+    def _point_weight(self) -> None:
+        """Let a weight of delayed scaling be quantised with the scale that the operation has now."""
+        if primary.is_quantized(self.weight):
+            primary.point_at(self.weight, self._scaling_states()[0], _WEIGHT_SLOT)
 
     def pre_first_fuser_forward(self) -> None:
         """Make a weight on the meta device real."""
@@ -128,6 +156,7 @@ class BasicLinear(NativeOperation):
         program.linear(label, self._handle, self._parameters, "weight", *sizes)
 
     def _set_slots(self, epoch: int) -> None:
+        self._point_weight()
         forward, backward = self._scaling_states()
         if forward is not None and backward is not None:
             self._handle.set_slots(epoch, forward.slots, backward.slots, 0, 0)
@@ -146,7 +175,10 @@ class BasicLinear(NativeOperation):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Forget what was quantised: ``.to()`` and its kin exchange the weight's memory."""
-        result = super()._apply(fn, recurse)
+        kept = primary.attributes_of(self)
+        result = super()._apply(partial(primary.keep_quantized, fn), recurse)
+        primary.restore_attributes(self, kept)
+        self._point_weight()
         self._drop_weight_cache()
         return result
 
@@ -160,6 +192,19 @@ class BasicLinear(NativeOperation):
         """Make a native half of this copy's own."""
         super().__setstate__(state)
         self._make_handle()
+        self._point_weight()
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restore what :meth:`get_extra_state`, or Transformer Engine's, returned."""
+        super().set_extra_state(state)
+        self._point_weight()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        # Values in high precision are quantised as they are loaded, with the scale of the checkpoint.
+        key = f"{prefix}_extra_state"
+        if key in state_dict and primary.is_quantized(self.weight):
+            self.set_extra_state(state_dict[key])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     # In Python ------------------------------------------------------------------------------------
 
@@ -187,6 +232,7 @@ class BasicLinear(NativeOperation):
         x, weight = saved
         assert x is not None
         assert weight is not None
+        weight = weight.dequantize() if primary.is_quantized(weight) else weight
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         dy = grad_output.reshape(-1, self.out_features).contiguous()
         gemm(dy, weight.to(dy.dtype), dx.view(-1, self.in_features), w_k_outermost=True)

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::base::pointer::{AddressTable, Addresses, DevPtr};
 use crate::gemm::plan::GemmPlan;
 use crate::program::port::{Cell, LinearPort, Port, PortNumbers};
-use crate::quant::value::{LinearSlots, WeightBuffer};
+use crate::quant::value::{LinearSlots, Quantized, WeightBuffer};
 use crate::runtime::lane::Workspace;
 
 /// The memory of [`Bindings`], kept between calls so that these allocate nothing.
@@ -50,7 +50,11 @@ impl<'a> Bindings<'_, 'a> {
 
     /// Where a linear op's quantised weight is or goes.
     pub fn set_weight(&mut self, linear: usize, weight: &WeightBuffer<'a>) {
-        let (row, col) = (weight.row(), weight.col());
+        self.set_layouts(linear, weight.row(), weight.col());
+    }
+
+    /// The same by its layouts, of which those that the program does not read may be missing.
+    pub fn set_layouts(&mut self, linear: usize, row: Quantized<'a>, col: Quantized<'a>) {
         let parts = [
             (LinearPort::Row, row.data),
             (LinearPort::RowScale, row.scale),

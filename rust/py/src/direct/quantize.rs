@@ -3,8 +3,6 @@
 use pyo3::prelude::*;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::DType;
-use te_fast_core::base::pointer::DevPtr;
-use te_fast_core::base::tensor::TensorView;
 use te_fast_core::ops::cast_block::{BlockShape, scale_shape};
 use te_fast_core::ops::dequantize::{DequantizePlan, DequantizePointers, DequantizeSpec};
 use te_fast_core::quant::quantizer::{QuantPlan, QuantPointers, QuantSpec};
@@ -13,33 +11,12 @@ use te_fast_core::recipe::usage::Usage;
 
 use crate::autocast::recipe::NativeRecipe;
 use crate::direct::call::DirectCall;
-use crate::direct::tensors::{check_apart, contiguous, fp8_named};
+use crate::direct::tensors::{check_apart, contiguous, fp8_named, single_f32};
 use crate::error::IntoPython;
-use crate::torch::process::{State, state};
-use crate::torch::reader::view_of;
+use crate::torch::process::state;
 
 /// Columns per row of one scale in block scaling.
 const GRANULE: usize = 16;
-
-fn single_f32<'a>(
-    state: &State,
-    tensor: Option<&'a Bound<'_, PyAny>>,
-    what: &'static str,
-    like: &TensorView<'_>,
-) -> PyResult<DevPtr<'a>> {
-    let Some(tensor) = tensor else { return Ok(DevPtr::null()) };
-    let view = view_of(&state.reader, tensor, what).python()?;
-    if view.dtype() != DType::F32 || view.numel() != 1 || view.device() != like.device() {
-        return Err(Error::shape(
-            "quantize",
-            what,
-            "one float32 on the input's device",
-            format!("{:?} {} on {}", view.shape(), view.dtype(), view.device()),
-        ))
-        .python();
-    }
-    Ok(view.data())
-}
 
 /// Quantises `x` as the operand `role` of a GEMM under `recipe`: (row data, row scales, column data, column scales,
 /// column sums), None where not asked for.

@@ -67,6 +67,27 @@ pub(crate) fn sized<'a>(
     Ok(view.data())
 }
 
+/// One float32 beside `like`; null for none.
+pub(crate) fn single_f32<'a>(
+    state: &State,
+    tensor: Option<&'a Bound<'_, PyAny>>,
+    what: &'static str,
+    like: &TensorView<'_>,
+) -> PyResult<DevPtr<'a>> {
+    let Some(tensor) = tensor else { return Ok(DevPtr::null()) };
+    let view = view_of(&state.reader, tensor, what).python()?;
+    if view.dtype() != DType::F32 || view.numel() != 1 || view.device() != like.device() {
+        return Err(Error::shape(
+            "quantize",
+            what,
+            "one float32 on the input's device",
+            format!("{:?} {} on {}", view.shape(), view.dtype(), view.device()),
+        ))
+        .python();
+    }
+    Ok(view.data())
+}
+
 type OptionalTensor<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
 /// Refuses outputs that share memory with another tensor of the call: kernels read and write in an order of their own.

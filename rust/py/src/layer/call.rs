@@ -97,7 +97,7 @@ fn straight<'py>(
         let Some((joined, params)) = Joined::of(state, program)? else { return Ok(None) };
         (Some(joined), params)
     } else {
-        let Some(params) = parameters(state, program)? else { return Ok(None) };
+        let Some(params) = parameters(state, program, region.enabled)? else { return Ok(None) };
         (None, params)
     };
     if !region.enabled && outside == OutsideFp8::Torch {

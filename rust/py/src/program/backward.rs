@@ -24,6 +24,7 @@ use crate::program::parts::Joined;
 use crate::program::tensors::{Flags, Objects, Optional};
 use crate::program::weight::{WaitingGrad, WaitingOperands, WaitingRows};
 use crate::program::weight_memory::weight_buffer;
+use crate::tensor::given::{GivenWeight, given, nominal_view};
 use crate::torch::operand::{readable, saved_tensor};
 use crate::torch::process::{State, state};
 use crate::torch::reader::view_of;
@@ -276,8 +277,8 @@ impl<'py> BackwardCall<'_, 'py> {
         }
         let program = &self.kept.compiled.program;
         for (linear, weight) in self.weights.iter().enumerate() {
-            let (true, true, Some(known)) = (weight.quantized.is_some(), program.reads_weight(linear), weight.version)
-            else {
+            let is_quantized = weight.quantized.is_some() || weight.is_given;
+            let (true, true, Some(known)) = (is_quantized, program.reads_weight(linear), weight.version) else {
                 continue;
             };
             let param = self.kept.params[program.linear_param(linear)].bind(py);
@@ -369,6 +370,7 @@ impl<'py> BackwardCall<'_, 'py> {
         let program = &kept.compiled.program;
         let sized = &kept.sized;
         let read = Read::new(state, program, sized, self.tensors)?;
+        let given = self.given_weights(py, place)?;
         let external = Dispatcher::external_bytes(place, sized.backward_scratch())?;
         let scratch = state.optional_bytes(py, place.device, external.bytes())?;
         let memory = external.memory(state.pointer(scratch.as_ref())?);
@@ -387,6 +389,10 @@ impl<'py> BackwardCall<'_, 'py> {
             if let Some(quantized) = &weight.quantized {
                 call.set_weight(linear, &weight_buffer(quantized));
             }
+            if let Some(Some(given)) = given.get(linear) {
+                let [row, col] = given.layouts(state)?;
+                call.set_layouts(linear, row, col);
+            }
             call.set_slots(linear, &weight.slots());
         }
         self.set_param_grads(&mut call, targets)?;
@@ -400,6 +406,27 @@ impl<'py> BackwardCall<'_, 'py> {
         drop(dispatcher);
         state.tables.give_back(table);
         Ok(())
+    }
+
+    /// What backward reads of weights that are quantised parameters.
+    fn given_weights(&self, py: Python<'py>, place: Place) -> Result<SmallVec<[Option<GivenWeight<'py>>; 2]>, Failure> {
+        let (state, program) = (self.state, &self.kept.compiled.program);
+        let mut list = SmallVec::new();
+        for (linear, weight) in self.weights.iter().enumerate() {
+            if !weight.is_given || !program.reads_weight(linear) {
+                list.push(None);
+                continue;
+            }
+            let param = self.kept.params[program.linear_param(linear)].bind(py);
+            let Some(value) = given(state, param) else {
+                let message = "the weight was quantised in forward, and is no quantised tensor in backward";
+                return Err(Error::state(OP, message).into());
+            };
+            let nominal = nominal_view(state, param, &value)?;
+            let layout = program.weight_layout(linear);
+            list.push(Some(GivenWeight::of_backward(state, &value, &layout, (place, &nominal))?));
+        }
+        Ok(list)
     }
 
     /// The linear op whose weight a parameter is.

@@ -12,6 +12,7 @@ use crate::error::Failure;
 use crate::program::backward::Read;
 use crate::program::main_grad::{MainGrad, main_grad};
 use crate::program::weight::{WaitingGrad, WaitingOperands, WaitingRows, WeightHandle};
+use crate::tensor::given::weight_view;
 use crate::torch::process::{State, state};
 use crate::torch::reader::view_of;
 
@@ -65,7 +66,7 @@ fn give<'py>(
     let (dw, accumulate) = if let Some(MainGrad { grad, accumulate, .. }) = target {
         (grad, accumulate)
     } else {
-        let view = view_of(&state.reader, weight, "weight")?;
+        let view = weight_view(state, weight)?;
         (state.empty_sized(py, view.device(), view.shape(), view.dtype())?, false)
     };
     match &waiting.operands {

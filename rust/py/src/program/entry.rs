@@ -118,7 +118,8 @@ fn parameters_of_direct_call<'py>(
     if takes != extras.len() {
         return Ok(None);
     }
-    let Some(params) = parameters(state, program)? else { return Ok(None) };
+    let in_fp8 = state.dispatcher(input.py())?.0.autocast.current().enabled;
+    let Some(params) = parameters(state, program, in_fp8)? else { return Ok(None) };
     let cast = state.torch.is_autocast_enabled.bind(input.py()).call0()?.is_truthy()?;
     let fits = if cast { follows_autocast } else { are_of_one_type(state, input, &params, extras)? };
     Ok(fits.then_some(params))

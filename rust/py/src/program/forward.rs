@@ -8,6 +8,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use smallvec::SmallVec;
+use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::cuda::device::is_capturing;
 use te_fast_core::launch::trace::{CLOCK, Stage};
@@ -28,13 +29,18 @@ use crate::program::parts::Joined;
 use crate::program::tensors::{Flags, Objects, Tensors, float, requires_grad, same, typed};
 use crate::program::weight::{OpSlots, WeightHandle, recycle, reusable};
 use crate::program::weight_memory::{CachedWeight, for_backward, make_weight, weight_buffer};
+use crate::tensor::given::GivenWeight;
 use crate::torch::process::State;
+
+const OP: &str = "ops";
 
 /// One linear op's weight in a call.
 #[derive(Clone, Debug)]
 pub(crate) struct CallWeight {
-    /// None in high precision.
+    /// None in high precision, and where the parameter itself is quantised.
     pub(crate) quantized: Option<Arc<CachedWeight>>,
+    /// The parameter itself is quantised: backward reads its layouts.
+    pub(crate) is_given: bool,
     pub(crate) slots: Option<OpSlots>,
     /// torch's version of the weight; none for inference tensors.
     pub(crate) version: Option<u64>,
@@ -172,13 +178,14 @@ impl<'a, 'py> Call<'a, 'py> {
 
     #[inline]
     fn on_readable(&self, tensors: &Tensors<'_>) -> Result<Done<'py>, Failure> {
-        if tensors.fit() { self.on_tensors(tensors, self.extras) } else { self.on_copies() }
+        let in_fp8 = tensors.given().is_empty() || self.state.dispatcher(self.x.py())?.0.autocast.current().enabled;
+        if tensors.fit() && in_fp8 { self.on_tensors(tensors, self.extras) } else { self.on_copies(!in_fp8) }
     }
 
-    /// The same on copies of those tensors that are strided or misaligned.
+    /// The same on copies of those tensors that are strided or misaligned, or quantised where nothing else is.
     #[cold]
-    fn on_copies(&self) -> Result<Done<'py>, Failure> {
-        let copies = Tensors::copies(self.state, self.x, self.extras, self.params)?;
+    fn on_copies(&self, dequantizes: bool) -> Result<Done<'py>, Failure> {
+        let copies = Tensors::copies(self.state, self.x, self.extras, self.params, dequantizes)?;
         self.on_tensors(&Tensors::from_copies(self.state, &copies)?, &copies.extras)
     }
 
@@ -343,7 +350,7 @@ impl<'a, 'py> Call<'a, 'py> {
         (place, capturing): (Place, bool),
         skippable: bool,
         replays: Vec<Option<RecordedScales>>,
-    ) -> Result<SmallVec<[Prepared; 2]>, Failure> {
+    ) -> Result<SmallVec<[Prepared<'py>; 2]>, Failure> {
         let (py, state) = (self.x.py(), self.state);
         let linears = compiled.program.key().linears.len();
         let delayed = region.recipe.is_delayed();
@@ -360,12 +367,18 @@ impl<'a, 'py> Call<'a, 'py> {
                 None => self.params[param].getattr(intern!(py, "_version")).and_then(|version| version.extract()).ok(),
             };
             if !region.enabled {
-                list.push(Prepared { quantized: None, slots: None, replay: None, version, fresh: None, reused: true });
+                list.push(Prepared::high_precision(version));
                 continue;
             }
             let weight = weight.bind(py);
             let view = &tensors.params[param];
             let replay = replays.next().flatten();
+            if let Some((_, value)) = tensors.given().iter().find(|(number, _)| *number == param) {
+                let slots = if delayed { weight.try_borrow()?.slots.clone() } else { None };
+                let layouts = GivenWeight::of_forward(state, value.bind(py), &region.recipe, (place.device, view))?;
+                list.push(Prepared { given: Some(layouts), slots, replay, ..Prepared::high_precision(version) });
+                continue;
+            }
             let record = WeightRecord {
                 token: WeightToken {
                     address: tensors.origin(param),
@@ -395,9 +408,22 @@ impl<'a, 'py> Call<'a, 'py> {
                 let made = make_weight(py, state, &self.params[param], record, former)?;
                 (Arc::new(made), Some(param))
             };
-            list.push(Prepared { quantized: Some(quantized), slots, replay, version, fresh, reused: is_reused });
+            let quantized = Some(quantized);
+            list.push(Prepared { quantized, given: None, slots, replay, version, fresh, reused: is_reused });
         }
+        Self::check_given(tensors, compiled)?;
         Ok(list)
+    }
+
+    /// Refuses quantised parameters that are no weights: their views have no memory.
+    fn check_given(tensors: &Tensors<'_>, compiled: &PyProgram) -> Result<(), Failure> {
+        let program = &compiled.program;
+        let is_weight = |param: usize| (0..program.key().linears.len()).any(|at| program.linear_param(at) == param);
+        if tensors.given().iter().all(|&(param, _)| is_weight(param)) {
+            return Ok(());
+        }
+        let message = "a quantised parameter that is no weight of a linear op; dequantize() it";
+        Err(Error::unsupported(OP, message).into())
     }
 
     pub(crate) fn extra_outputs(
@@ -449,7 +475,7 @@ impl<'a, 'py> Call<'a, 'py> {
         tensors: &Tensors<'_>,
         (program, sized): (&Program, &SizedProgram),
         results: &Results<'py>,
-        prepared: &[Prepared],
+        prepared: &[Prepared<'py>],
         place: Place,
         skip: Option<&Bound<'py, PyAny>>,
     ) -> Result<(), Failure> {
@@ -478,6 +504,10 @@ impl<'a, 'py> Call<'a, 'py> {
             if let Some(quantized) = &weight.quantized {
                 call.set_weight(linear, &weight_buffer(quantized));
             }
+            if let Some(given) = &weight.given {
+                let [row, col] = given.layouts(state)?;
+                call.set_layouts(linear, row, col);
+            }
             if let Some(param) = weight.fresh {
                 call.set_fresh_weight(linear, tensors.params[param].data());
             }
@@ -500,7 +530,7 @@ impl<'a, 'py> Call<'a, 'py> {
     fn keep(
         &self,
         compiled: &PyProgram,
-        prepared: SmallVec<[Prepared; 2]>,
+        prepared: SmallVec<[Prepared<'py>; 2]>,
         place: Place,
         capturing: bool,
         skippable: bool,
@@ -509,7 +539,7 @@ impl<'a, 'py> Call<'a, 'py> {
         // What the optimizer is about to change is left to its backward.
         let trains = |param: usize| self.grads && compiled.program.key().params[param].1;
         let mut list = CallWeights::new();
-        for (linear, Prepared { mut quantized, slots, version, fresh, .. }) in prepared.into_iter().enumerate() {
+        for (linear, Prepared { mut quantized, given, slots, version, fresh, .. }) in prepared.into_iter().enumerate() {
             let mut is_left = false;
             if let (Some(quantized), Some(_)) = (&quantized, fresh)
                 && let Some((weight, param)) = ProgramHandle::linear_at(self.handle, linear)?
@@ -533,7 +563,7 @@ impl<'a, 'py> Call<'a, 'py> {
                 let reads = compiled.program.reads_weight(linear);
                 quantized = quantized.filter(|_| reads).map(|weight| for_backward(py, weight));
             }
-            list.push(CallWeight { quantized, slots, version });
+            list.push(CallWeight { quantized, is_given: given.is_some(), slots, version });
         }
         Ok(list)
     }
@@ -547,8 +577,10 @@ pub(crate) struct Results<'py> {
 }
 
 /// A weight before its launch.
-pub(crate) struct Prepared {
+pub(crate) struct Prepared<'py> {
     pub(crate) quantized: Option<Arc<CachedWeight>>,
+    /// The parameter's own layouts, where that is quantised.
+    pub(crate) given: Option<GivenWeight<'py>>,
     pub(crate) slots: Option<OpSlots>,
     pub(crate) replay: Option<RecordedScales>,
     pub(crate) version: Option<u64>,
@@ -558,7 +590,12 @@ pub(crate) struct Prepared {
     pub(crate) reused: bool,
 }
 
-impl Prepared {
+impl Prepared<'_> {
+    /// A weight that is not quantised here.
+    pub(crate) const fn high_precision(version: Option<u64>) -> Self {
+        Self { quantized: None, given: None, slots: None, replay: None, version, fresh: None, reused: true }
+    }
+
     fn slots(&self) -> LinearSlots<'_> {
         match (&self.slots, &self.replay) {
             (Some(slots), Some(replay)) => slots.replayed(replay),

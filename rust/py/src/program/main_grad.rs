@@ -7,6 +7,7 @@ use te_fast_core::base::tensor::TensorView;
 
 use crate::error::Failure;
 use crate::hooks::hooks;
+use crate::tensor::given::weight_view;
 use crate::torch::process::State;
 use crate::torch::reader::view_of;
 
@@ -39,7 +40,7 @@ fn checked<'py>(
     overwrites: bool,
 ) -> Result<MainGrad<'py>, Failure> {
     let view = view_of(&state.reader, &grad, "main_grad")?;
-    let w = view_of(&state.reader, weight, "weight")?;
+    let w = weight_view(state, weight)?;
     check_main_grad(&view, w.shape(), w.device())?;
     let (dtype, address) = (view.dtype(), view.data().address());
     Ok(MainGrad { grad, dtype, address, accumulate: !overwrites })

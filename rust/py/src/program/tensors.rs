@@ -9,6 +9,8 @@ use te_fast_core::{Error, Float};
 
 use crate::error::{Failure, IntoPython};
 use crate::program::handle::ProgramHandle;
+use crate::tensor::given::{dequantized, given, nominal_view};
+use crate::tensor::value::QuantizedValue;
 use crate::torch::operand::{fits, readable};
 use crate::torch::process::State;
 use crate::torch::reader::view_of;
@@ -20,15 +22,21 @@ pub(crate) fn requires_grad(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
     tensor.getattr(intern!(tensor.py(), "requires_grad"))?.is_truthy()
 }
 
-/// The parameters of a program, as their modules hold them now; none where one is gone or is no plain tensor.
+/// The parameters of a program, as their modules hold them now; none where one is gone or is no plain tensor, nor, in FP8,
+/// a quantised one.
 #[inline]
-pub(crate) fn parameters<'py>(state: &State, handle: &Bound<'py, ProgramHandle>) -> PyResult<Option<Objects<'py>>> {
+pub(crate) fn parameters<'py>(
+    state: &State,
+    handle: &Bound<'py, ProgramHandle>,
+    in_fp8: bool,
+) -> PyResult<Option<Objects<'py>>> {
     let py = handle.py();
     let program = handle.try_borrow()?;
     let mut list = Objects::new();
     for param in &program.params {
         match param.get(py)? {
             Some(value) if state.torch.is_plain(&value) => list.push(value),
+            Some(value) if in_fp8 && given(state, &value).is_some() => list.push(value),
             _ => return Ok(None),
         }
     }
@@ -87,6 +95,8 @@ pub(crate) struct Tensors<'a> {
     pub(crate) params: Views<'a>,
     /// Where parameters lie that are read from copies; empty where none is.
     origins: Vec<usize>,
+    /// Parameters that are quantised already: their views have no memory.
+    given: SmallVec<[(usize, Py<QuantizedValue>); 2]>,
 }
 
 /// Tensors of a call of which some are copies.
@@ -109,17 +119,36 @@ impl<'a> Tensors<'a> {
         let views = |tensors: &'a [Bound<'_, PyAny>], what| -> Result<Views<'a>, Error> {
             tensors.iter().map(|tensor| view_of(&state.reader, tensor, what)).collect()
         };
+        let mut quantized = SmallVec::new();
+        let mut read = Views::new();
+        for (number, param) in params.iter().enumerate() {
+            read.push(match given(state, param) {
+                None => view_of(&state.reader, param, "a parameter")?,
+                Some(value) => {
+                    let view = nominal_view(state, param, &value)?;
+                    quantized.push((number, value.unbind()));
+                    view
+                }
+            });
+        }
         Ok(Self {
             x: view_of(&state.reader, x, "the input")?,
             extras: views(extras, "an extra input")?,
-            params: views(params, "a parameter")?,
+            params: read,
             origins: Vec::new(),
+            given: quantized,
         })
     }
 
     /// Tensors that were read.
     pub(crate) const fn of_views(x: TensorView<'a>, extras: Views<'a>, params: Views<'a>) -> Self {
-        Self { x, extras, params, origins: Vec::new() }
+        Self { x, extras, params, origins: Vec::new(), given: SmallVec::new() }
+    }
+
+    /// The parameters that are quantised already, by number.
+    #[inline]
+    pub(crate) fn given(&self) -> &[(usize, Py<QuantizedValue>)] {
+        &self.given
     }
 
     /// Whether kernels can read all of them as they lie.
@@ -137,22 +166,31 @@ impl<'a> Tensors<'a> {
             && self.params.iter().all(|param| param.dtype() == x.dtype() && param.device() == x.device())
     }
 
-    /// Copies of those that kernels cannot read.
+    /// Copies of those that kernels cannot read; quantised parameters stay as they are, or are dequantised.
     #[cold]
     pub(crate) fn copies<'py>(
         state: &State,
         x: &Bound<'py, PyAny>,
         extras: &[Bound<'py, PyAny>],
         params: &[Bound<'py, PyAny>],
+        dequantizes: bool,
     ) -> Result<Copies<'py>, Failure> {
         let copied = |tensor: &Bound<'py, PyAny>, what| -> PyResult<_> {
             Ok(readable(state, tensor, what)?.unwrap_or_else(|| tensor.clone()))
         };
-        let origin = |param| Ok(view_of(&state.reader, param, "a parameter")?.data().address());
+        let parameter = |param: &Bound<'py, PyAny>| match given(state, param) {
+            None => copied(param, "a parameter"),
+            Some(value) if dequantizes => dequantized(param, &value),
+            Some(_) => Ok(param.clone()),
+        };
+        let origin = |param| match given(state, param) {
+            None => Ok(view_of(&state.reader, param, "a parameter")?.data().address()),
+            Some(_) => Ok(0),
+        };
         Ok(Copies {
             x: copied(x, "the input")?,
             extras: extras.iter().map(|extra| copied(extra, "an extra input")).collect::<PyResult<_>>()?,
-            params: params.iter().map(|param| copied(param, "a parameter")).collect::<PyResult<_>>()?,
+            params: params.iter().map(parameter).collect::<PyResult<_>>()?,
             origins: params.iter().map(origin).collect::<Result<_, Error>>()?,
         })
     }

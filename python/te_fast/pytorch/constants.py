@@ -1,0 +1,14 @@
+"""Element types where Transformer Engine has them."""
+
+from te_fast._names import publish
+from te_fast.pytorch._missing import missing
+from te_fast.tensor.dtypes import DType, TE_DType, TE_DType_To_Torch
+
+__all__ = ["DType", "TE_DType", "TE_DType_To_Torch"]
+
+publish(__name__)
+
+
+def __getattr__(name: str) -> object:
+    """Say so of what Transformer Engine has here and te_fast does not yet."""
+    raise missing(__name__, name)

@@ -1,0 +1,18 @@
+"""What distributed optimizers do to quantised weights, where Transformer Engine has it."""
+
+from te_fast._names import publish
+from te_fast.tensor.masters import (
+    cast_master_weights_to_fp8,
+    post_all_gather_processing,
+    quantize_master_weights,
+    replace_raw_data,
+)
+
+__all__ = [
+    "cast_master_weights_to_fp8",
+    "post_all_gather_processing",
+    "quantize_master_weights",
+    "replace_raw_data",
+]
+
+publish(__name__)

@@ -1,0 +1,459 @@
+"""FP8 with one scale for a tensor: that of delayed scaling, or the tensor's own."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from te_fast.errors import DtypeError, QuantizedTensorError
+from te_fast.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from te_fast.runtime import native
+from te_fast.runtime.layouts import columnwise_shape, make_columnwise
+from te_fast.tensor.dtypes import DType, fp8_name
+from te_fast.tensor.quantizer import Float8QuantizerBase, Rule
+from te_fast.tensor.storage import (
+    QuantizedTensorStorage,
+    field,
+    whole_size,
+)
+from te_fast.tensor.tensor import Float8TensorBase
+
+_BYTES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Float8TensorStorage(QuantizedTensorStorage):
+    """FP8 bytes with one scale, without torch's tensor interface.
+
+    Parameters
+    ----------
+    data : torch.Tensor or None
+        Bytes (uint8) of the tensor's shape.
+    fp8_scale_inv : torch.Tensor
+        One float32: what bytes are multiplied with.
+    fp8_dtype : DType
+        ``kFloat8E4M3`` or ``kFloat8E5M2``.
+    data_transpose : torch.Tensor, optional
+        The bytes with the last dimension first.
+    quantizer : Quantizer, optional
+        What writes new values; a copy of it is kept.
+    fake_dtype : torch.dtype, default = torch.float32
+        Nominal type.
+    """
+
+    _PARTS = ("row", "col", "row_scale")
+
+    _data = field("row", "Bytes in row layout.")
+    _transpose = field("col", "Bytes in column layout.")
+    _scale_inv = field("row_scale", "The inverse scale of both layouts.")
+    # Plain attribute look-up is a third of the time of a function's.
+    _transpose_invalid = property(
+        lambda self: not self._value.col_is_valid,
+        lambda self, invalid: setattr(self._value, "col_is_valid", not invalid),
+        doc="Whether the column layout is missing, or holds other values than the row layout.",
+    )
+
+    def __new__(
+        cls,
+        *args: Any,
+        data: torch.Tensor | None,
+        fp8_scale_inv: torch.Tensor,
+        fp8_dtype: Any,
+        data_transpose: torch.Tensor | None = None,
+        quantizer: Any = None,
+        fake_dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Make a storage over these tensors."""
+        value = native.QuantizedValue(
+            0, fp8_name(fp8_dtype), data, fp8_scale_inv, data_transpose, None
+        )
+        return cls._storage_of(value, fake_dtype or torch.float32, quantizer)
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return the keywords that the constructor makes the same value from."""
+        valid = self._value.col_is_valid
+        return {
+            "data": self._data,
+            "fp8_scale_inv": self._scale_inv,
+            "fp8_dtype": self._fp8_dtype,
+            "data_transpose": self._transpose if valid else None,
+            "quantizer": self._quantizer,
+            "fake_dtype": self._dtype,
+        }
+
+    def view(self, *shape: Any) -> Any:
+        """Return a storage of another shape over the same bytes."""
+        size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        return Float8TensorStorage._storage_of(
+            viewed(self._value, size), self._dtype, self._quantizer
+        )
+
+    def _create_transpose(self) -> None:
+        """Make the column layout, in the memory that is there."""
+        make_columnwise(self._value, type(self).__name__)
+
+    def _reset_caches(self) -> None:
+        """Note that the bytes of the row layout were written: the column layout holds other values."""
+        self._value.note_write()
+
+    def remove_caches(self) -> None:
+        """Free the column layout."""
+        self._value.col = None
+
+    def _drop_columnwise(self) -> None:
+        self._value.col = None
+
+
+def viewed(value: Any, size: Sequence[int]) -> Any:
+    """Return the bytes of a value with one scale in another shape; the column layout stays where it fits."""
+    if value.row is None:
+        message = "view: a tensor without row layout can only be seen in its own shape"
+        shape = value.col.shape
+        if tuple(size) != (*shape[1:], *shape[:1]):
+            raise QuantizedTensorError(message)
+        return value.share()
+    made = value.share()
+    row = value.row.view(size)
+    col = value.col if value.col_is_valid else None
+    if col is not None:
+        fits = row.dim() > 0 and row.shape[-1] == col.shape[0]
+        col = col.view(columnwise_shape(row.shape)) if fits else None
+    made.row, made.col = row, col
+    if col is not None:
+        made.note_same_bytes(value)
+    return made
+
+
+class Float8Tensor(Float8TensorStorage, Float8TensorBase):
+    """A tensor of FP8 bytes with one scale.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Shape.
+    dtype : torch.dtype
+        Nominal type: float32, float16 or bfloat16.
+    data : torch.Tensor or None
+        Bytes (uint8) of that shape.
+    fp8_scale_inv : torch.Tensor
+        One float32: what bytes are multiplied with.
+    fp8_dtype : DType
+        ``kFloat8E4M3`` or ``kFloat8E5M2``.
+    data_transpose : torch.Tensor, optional
+        The bytes with the last dimension first.
+    quantizer : Quantizer, optional
+        What writes new values; a copy of it is kept.
+    requires_grad : bool, default = False
+        As of any tensor.
+    device : torch.device, optional
+        That of the bytes.
+    stride : sequence of int, optional
+        Strides; those of a contiguous tensor by default.
+    fake_dtype : torch.dtype, optional
+        The same as `dtype`.
+    """
+
+    _storage_class = Float8TensorStorage
+    view: Any = torch.Tensor.view
+
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        data: torch.Tensor | None,
+        fp8_scale_inv: torch.Tensor,
+        fp8_dtype: Any,
+        data_transpose: torch.Tensor | None = None,
+        quantizer: Any = None,
+        requires_grad: bool = False,
+        device: torch.device | None = None,
+        stride: Sequence[int] | None = None,
+        fake_dtype: torch.dtype | None = None,
+    ) -> Any:
+        """Make a tensor over these ones."""
+        if fake_dtype is not None and fake_dtype != dtype:
+            message = f"Float8Tensor: fake_dtype {fake_dtype} does not match dtype {dtype}"
+            raise QuantizedTensorError(message)
+        value = native.QuantizedValue(
+            0, fp8_name(fp8_dtype), data, fp8_scale_inv, data_transpose, None
+        )
+        made = cls._of_value(value, shape, dtype, quantizer, device=device, stride=stride)
+        return made.requires_grad_() if requires_grad else made
+
+    def _viewed(self, size: Sequence[int]) -> Any:
+        size = whole_size(self.shape, size)
+        made = self._like(viewed(self._value, size), size, device=self.device)
+        if self.__dict__.get("_is_part", False):
+            made._is_part = True
+        return made
+
+    def _remake_columnwise(self) -> None:
+        if self._transpose is not None and self._transpose_invalid:
+            self._create_transpose()
+
+    def _allocate_scales(self, value: Any, size: Any, make: Any, place: dict[str, Any]) -> None:
+        value.row_scale = make(1, dtype=torch.float32, **place)
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
+        """Return a tensor whose bytes lie one after the other: this one, if they do."""
+        return super().contiguous(memory_format=memory_format)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle bytes, scale and quantizer; the column layout only where there is nothing else."""
+        alone = self._transpose if self._data is None else None
+        fields = (self._data, self._fp8_dtype, self._scale_inv, self.dtype, self.shape, alone)
+        return _make_float8_tensor_in_reduce_ex, (*fields, self._quantizer)
+
+    _INNER_TENSORS = ("_data", "_transpose", "_scale_inv")
+
+
+def _make_float8_tensor_in_reduce_ex(
+    data: torch.Tensor | None,
+    fp8_dtype: Any,
+    fp8_scale_inv: torch.Tensor,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    data_transpose: torch.Tensor | None = None,
+    quantizer: Any = None,
+) -> Float8Tensor:
+    """Make a tensor of what a pickle holds of it; streams of Transformer Engine have no quantizer."""
+    made: Float8Tensor = Float8Tensor(
+        shape=shape,
+        dtype=dtype,
+        data=data,
+        fp8_scale_inv=fp8_scale_inv,
+        fp8_dtype=DType.cast(fp8_dtype),
+        data_transpose=data_transpose,
+        quantizer=quantizer,
+    )
+    return made
+
+
+class _PerTensorQuantizer(Float8QuantizerBase):
+    """A quantizer of tensors with one scale."""
+
+    _tensor_class = Float8Tensor
+    _storage_class = Float8TensorStorage
+
+    def _allocate(
+        self, value: native.QuantizedValue, shape: torch.Size, options: dict[str, Any]
+    ) -> None:
+        if self.rowwise_usage:
+            value.row = torch.empty(shape, dtype=torch.uint8, **options)
+        if self.columnwise_usage:
+            value.col = torch.empty(columnwise_shape(shape), dtype=torch.uint8, **options)
+        value.row_scale = torch.empty(1, dtype=torch.float32, **options)
+
+    def _scale_inv_of_data(self, data: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def create_tensor_from_data(
+        self,
+        data: torch.Tensor,
+        fake_dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
+        internal: bool = False,
+    ) -> Any:
+        """Make a tensor of FP8 bytes.
+
+        Parameters
+        ----------
+        data : torch.Tensor
+            Bytes, or torch's FP8 numbers.
+        fake_dtype : torch.dtype, default = torch.float32
+            Nominal type.
+        requires_grad : bool, default = False
+            As of any tensor.
+        internal : bool, default = False
+            Make a storage.
+
+        Raises
+        ------
+        DtypeError
+            If it holds something else.
+        """
+        if data.dtype not in _BYTES:
+            expected = "torch.uint8 or an FP8 type of torch's"
+            message = f"{type(self).__name__}: data must be {expected}, got {data.dtype}"
+            raise DtypeError(message)
+        fields: dict[str, Any] = {
+            "data": data.view(torch.uint8),
+            "fp8_scale_inv": self._scale_inv_of_data(data),
+            "fp8_dtype": self.dtype,
+            "quantizer": self,
+        }
+        if internal:
+            return Float8TensorStorage(**fields, fake_dtype=fake_dtype)
+        return Float8Tensor(
+            shape=data.shape, dtype=fake_dtype, requires_grad=requires_grad, **fields
+        )
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        """Whether the row layout alone is gathered: yes."""
+        return True
+
+
+class Float8Quantizer(_PerTensorQuantizer):
+    """Quantise with a scale that is given: delayed scaling.
+
+    Parameters
+    ----------
+    scale : torch.Tensor
+        One float32: what values are multiplied with.
+    amax : torch.Tensor
+        One float32, raised to the largest magnitude of each tensor.
+    fp8_dtype : DType
+        ``kFloat8E4M3`` or ``kFloat8E5M2``.
+    rowwise, columnwise : bool, default = True
+        Layouts to make.
+    """
+
+    scale: torch.Tensor
+    amax: torch.Tensor
+
+    def __init__(
+        self,
+        scale: torch.Tensor,
+        amax: torch.Tensor,
+        fp8_dtype: Any,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+    ) -> None:
+        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+        self.scale = scale
+        self.amax = amax
+
+    def _rule(self) -> Rule:
+        return (False, 0.0, False)
+
+    def _scale_and_amax(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return self.scale, self.amax
+
+    def _scale_inv_of_data(self, data: torch.Tensor) -> torch.Tensor:
+        return (1 / self.scale.detach()).to(data.device).reshape(1)
+
+    def copy(self) -> Float8Quantizer:
+        """Return another quantizer over the same scale and maximum."""
+        made = Float8Quantizer(
+            self.scale,
+            self.amax,
+            self.dtype,
+            rowwise=self.rowwise_usage,
+            columnwise=self.columnwise_usage,
+        )
+        made.internal = self.internal
+        return made
+
+    def calibrate(self, tensor: torch.Tensor) -> None:
+        """Set the maximum to the largest magnitude of a tensor."""
+        if tensor.numel():
+            low, high = tensor.detach().aminmax()
+            self.amax.copy_(torch.maximum(-low, high).reshape(self.amax.shape))
+
+    def _get_compatible_recipe(self) -> type[Recipe]:
+        return DelayedScaling
+
+
+class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
+    """Quantise with the scale that follows from the tensor's own maximum: current scaling.
+
+    Parameters
+    ----------
+    fp8_dtype : DType
+        ``kFloat8E4M3`` or ``kFloat8E5M2``.
+    device : torch.device
+        No effect; kept for Transformer Engine's sake.
+    rowwise, columnwise : bool, default = True
+        Layouts to make.
+    use_existing_amax : bool, default = False
+        Transformer Engine has given it up; True warns, here too.
+    with_amax_reduction : bool, default = False
+        Take the largest maximum of `amax_reduction_group`.
+    amax_reduction_group : torch.distributed.ProcessGroup, optional
+        Ranks that have parts of the tensor.
+    force_pow_2_scales : bool, default = False
+        Round scales down to powers of two.
+    amax_epsilon : float, default = 0.0
+        Least maximum.
+    scale, amax : torch.Tensor, optional
+        Given up, as `use_existing_amax`.
+    """
+
+    def __init__(
+        self,
+        fp8_dtype: Any,
+        device: torch.device | str | None = None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        use_existing_amax: bool = False,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+        scale: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(fp8_dtype, rowwise=rowwise, columnwise=columnwise)
+        if use_existing_amax or scale is not None or amax is not None:
+            message = (
+                "Float8CurrentScalingQuantizer: use_existing_amax, scale and amax have no effect; "
+                "the scale follows from each tensor"
+            )
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+        self.with_amax_reduction = with_amax_reduction
+        self.amax_reduction_group = amax_reduction_group
+        self.force_pow_2_scales = force_pow_2_scales
+        self.amax_epsilon = amax_epsilon
+
+    def _rule(self) -> Rule:
+        return (True, self.amax_epsilon, self.force_pow_2_scales)
+
+    def _write(
+        self, src: torch.Tensor, value: native.QuantizedValue, noop: torch.Tensor | None
+    ) -> None:
+        if not self.with_amax_reduction:
+            super()._write(src, value, noop)
+            return
+        amax = native.amax(src)
+        torch.distributed.all_reduce(
+            amax, op=torch.distributed.ReduceOp.MAX, group=self.amax_reduction_group
+        )
+        name = fp8_name(self.dtype)
+        scale = native.scale_of_amax(amax, name, self.amax_epsilon, self.force_pow_2_scales)
+        usage = (self.rowwise_usage, self.columnwise_usage)
+        value.quantize(src, usage, (False, 0.0, False), scale, None, noop)
+
+    def _scale_inv_of_data(self, data: torch.Tensor) -> torch.Tensor:
+        return torch.empty(1, dtype=torch.float32, device=data.device)
+
+    def is_requantization_safe(self) -> bool:
+        """Whether quantising again what was dequantised depends on these values alone: yes."""
+        return True
+
+    def _get_compatible_recipe(self) -> type[Recipe]:
+        return Float8CurrentScaling
+
+    _settings = attrgetter(
+        *("dtype", "rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm"),
+        *("with_amax_reduction", "amax_reduction_group", "force_pow_2_scales", "amax_epsilon"),
+    )
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both make the same of any tensor."""
+        if type(other) is not type(self):
+            return NotImplemented
+        return bool(type(self)._settings(self) == type(self)._settings(other))
+
+    def __hash__(self) -> int:
+        """Agree with equality."""
+        return hash((type(self), *type(self)._settings(self)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the process group out, which cannot be pickled."""
+        return self.__dict__ | {"amax_reduction_group": None}

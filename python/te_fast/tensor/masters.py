@@ -1,0 +1,372 @@
+"""Master weights that ranks have slices of: quantised, with the maxima of all ranks, into weights that are whole.
+
+A distributed optimizer keeps, on each rank, a slice of a weight's elements in float32. The quantised weight is whole on
+every rank; after a step each rank writes the bytes of its slice, and an all-gather of bytes brings the others'. Scales
+follow from the maxima of all slices, which one reduction finds for all weights together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from te_fast.runtime import native
+from te_fast.runtime.layouts import make_columnwise
+from te_fast.tensor.blockwise import BLOCK, Float8BlockwiseQTensor
+from te_fast.tensor.dtypes import TE_DType_To_Torch
+from te_fast.tensor.float8 import Float8Quantizer, Float8Tensor
+from te_fast.tensor.quantizer import note_write
+from te_fast.tensor.tensor import Float8TensorBase
+
+_F32_MAX = torch.finfo(torch.float32).max
+
+
+def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
+    """Move the bytes of a quantised tensor to other memory, as a part of a larger buffer, say.
+
+    Parameters
+    ----------
+    tensor : Float8Tensor or Float8BlockwiseQTensor
+        With a row layout.
+    new_raw_data : torch.Tensor
+        uint8 of the same shape; takes the bytes over, and is the row layout from now on.
+
+    Raises
+    ------
+    ArgumentError
+        If `tensor` is of another class.
+    ShapeError, DtypeError
+        If the memory does not fit.
+    """
+    if not isinstance(tensor, Float8TensorBase):
+        message = f"replace_raw_data: expected a quantised tensor, got {type(tensor).__name__}"
+        raise ArgumentError(message)
+    value = tensor._value
+    former = value.row
+    if former is None:
+        message = "replace_raw_data: the tensor has no row layout"
+        raise ShapeError(message)
+    if former.dtype != new_raw_data.dtype:
+        message = f"replace_raw_data: expected {former.dtype}, got {new_raw_data.dtype}"
+        raise _RawDataError(message)
+    if former.shape != new_raw_data.shape:
+        message = (
+            f"replace_raw_data: expected shape {list(former.shape)}, got {list(new_raw_data.shape)}"
+        )
+        raise ShapeError(message)
+    valid = value.col_is_valid
+    new_raw_data.detach().copy_(former)
+    value.row = new_raw_data
+    value.col_is_valid = valid
+
+
+class _RawDataError(DtypeError, ValueError):
+    """Raw memory of another type; Transformer Engine raises ``ValueError``."""
+
+
+@dataclass
+class _Part:
+    """A weight, this rank's slice of it in the weight's nominal type, and where the slice begins."""
+
+    weight: Any
+    values: torch.Tensor | None
+    start: int
+    #: Where the bytes of the slice go.
+    raw: torch.Tensor | None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the slice is all of the weight, and its bytes go there."""
+        return (
+            self.values is not None
+            and self.raw is not None
+            and self.values.numel() == self.weight.numel()
+            and self.raw.data_ptr() == self.weight._value.row.data_ptr()
+        )
+
+    @property
+    def is_delayed(self) -> bool:
+        return isinstance(self.weight._quantizer, Float8Quantizer)
+
+    def maxima(self) -> torch.Tensor:
+        """Maxima of the slice that scales follow from, float32, one or one a block; 0 where it has no element."""
+        if isinstance(self.weight, Float8BlockwiseQTensor):
+            return self._block_maxima()
+        if self.values is None:
+            return torch.zeros(1, dtype=torch.float32, device=self.weight.device)
+        return native.amax(self.values)
+
+    def _rows(self) -> tuple[int, int]:
+        """First row and row behind the last one of the tiles that the slice has elements of."""
+        assert self.values is not None
+        cols = self.weight.shape[-1]
+        first, last = self.start // cols, (self.start + self.values.numel() - 1) // cols
+        return first // BLOCK * BLOCK, last // BLOCK * BLOCK + BLOCK
+
+    def _block_maxima(self) -> torch.Tensor:
+        rows, cols = _matrix(self.weight)
+        maxima = torch.zeros(
+            -(-rows // BLOCK), -(-cols // BLOCK), dtype=torch.float32, device=self.weight.device
+        )
+        if self.values is not None and self.values.numel():
+            first, last = self._rows()
+            tiles = self.values.new_zeros((last - first) * cols)
+            begin = self.start - first * cols
+            tiles[begin : begin + self.values.numel()] = self.values.nan_to_num(
+                nan=0.0, posinf=float("inf"), neginf=-float("inf")
+            )
+            padded = tiles.new_zeros(last - first, maxima.shape[1] * BLOCK)
+            padded[:, :cols] = tiles.view(-1, cols).abs()
+            found = padded.view(-1, BLOCK, maxima.shape[1], BLOCK).amax((1, 3)).float()
+            maxima[first // BLOCK : last // BLOCK] = found
+        return maxima.view(-1)
+
+    def write(self, scales: torch.Tensor) -> None:
+        """Write the bytes of the slice, and the inverse scales of the whole weight."""
+        value = self.weight._value
+        if isinstance(self.weight, Float8BlockwiseQTensor):
+            rows, cols = _matrix(self.weight)
+            scales = scales.view(-(-rows // BLOCK), -(-cols // BLOCK))
+            value.row_scale[:, : scales.shape[1]].copy_(scales.reciprocal())
+            if self.values is not None and self.values.numel():
+                self._write_blocks(scales)
+        else:
+            value.row_scale.copy_(scales.reciprocal().view(value.row_scale.shape))
+            if self.values is not None:
+                _cast(self.values, self.raw, scales, None, value.fp8)
+        value.note_write()
+        note_write(self.weight)
+
+    def _write_blocks(self, scales: torch.Tensor) -> None:
+        assert self.values is not None
+        assert self.raw is not None
+        cols = self.weight.shape[-1]
+        places = torch.arange(
+            self.start, self.start + self.values.numel(), device=self.values.device
+        )
+        spread = scales.view(-1)[
+            (places // cols // BLOCK) * scales.shape[1] + places % cols // BLOCK
+        ]
+        dtype = TE_DType_To_Torch[self.weight._fp8_dtype]
+        largest = torch.finfo(dtype).max
+        scaled = self.values.float().mul_(spread).clamp_(-largest, largest)
+        encoded = scaled.to(dtype).view(torch.uint8)
+        self.raw.copy_(torch.where(scaled.isnan(), torch.full_like(encoded, 0x7F), encoded))
+
+
+def _matrix(weight: torch.Tensor) -> tuple[int, int]:
+    cols = weight.shape[-1]
+    return weight.numel() // max(cols, 1), cols
+
+
+def _cast(
+    values: torch.Tensor,
+    raw: torch.Tensor | None,
+    scale: torch.Tensor,
+    amax: torch.Tensor | None,
+    fp8: str,
+) -> None:
+    """Quantise values with a scale into flat bytes."""
+    inverse = torch.empty(1, dtype=torch.float32, device=values.device)
+    target = native.QuantizedValue(0, fp8, raw, inverse, None, None)
+    target.quantize(values, (True, False), (False, 0.0, False), scale, amax, None)
+
+
+def _scales(maxima: torch.Tensor, largest: float, quantizer: Any) -> torch.Tensor:
+    """Scales of current and block scaling that follow from maxima (Transformer Engine's ``recipe_common.cuh``)."""
+    maxima = maxima.clamp_min(quantizer.amax_epsilon)
+    usable = maxima.isfinite() & (maxima > 0)
+    # A number divided by a tensor would be multiplied with rounded reciprocals.
+    scales = torch.full_like(maxima, largest) / torch.where(usable, maxima, torch.ones_like(maxima))
+    scales = scales.clamp_max(_F32_MAX)
+    if quantizer.force_pow_2_scales:
+        scales = (scales.view(torch.int32) & -0x800000).view(torch.float32)
+    return torch.where(usable, scales, torch.ones_like(scales))
+
+
+def quantize_master_weights(
+    model_weights: Sequence[Any],
+    master_weights: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: Any,
+    fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
+    manual_post_all_gather_processing: bool = False,
+) -> None:
+    """Write this rank's slices of master weights into quantised weights, scaled by the maxima of all ranks.
+
+    Every rank calls it with the same weights in the same order, also where it has a slice of none: the maxima of all
+    weights are reduced at once.
+
+    Parameters
+    ----------
+    model_weights : sequence of Float8Tensor or Float8BlockwiseQTensor
+        The weights, whole.
+    master_weights : sequence of torch.Tensor or None
+        This rank's slice of each in high precision, flat; None where other ranks have all of it. Values are rounded to
+        the weight's nominal type first, so that sharded training has the bits of training that is not.
+    start_offsets : sequence of int or None
+        Where the slice begins among the weight's elements.
+    group : torch.distributed.ProcessGroup or None
+        Ranks that have the slices.
+    fsdp_shard_model_weights : sequence of torch.Tensor or None, optional
+        Bytes (uint8) that the slices go to, instead of those of the weights.
+    manual_post_all_gather_processing : bool, default = False
+        The caller makes column layouts by :func:`post_all_gather_processing`; otherwise former ones are dropped, and
+        made where a backward wants them. Weights that one rank has all of get theirs at once in either case.
+
+    Raises
+    ------
+    ArgumentError, ShapeError
+        If the lists do not fit; nothing was written then.
+    UnsupportedError
+        For blocks of 1x128.
+    """
+    parts = _parts(model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
+    if _is_alone(group):
+        for part in parts:
+            if part.is_whole:
+                _quantize_whole(part)
+        parts = [part for part in parts if not part.is_whole]
+    if not parts:
+        return
+    for part in parts:
+        if part.is_delayed and part.values is not None:
+            quantizer = part.weight._quantizer
+            # The maximum is raised with the cast, by the scale that there is already.
+            _cast(part.values, part.raw, quantizer.scale, quantizer.amax, part.weight._value.fp8)
+    maxima = [
+        part.weight._quantizer.amax.view(-1).clone() if part.is_delayed else part.maxima()
+        for part in parts
+    ]
+    reduced = torch.cat(maxima)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MAX, group=group)
+    for part, found in zip(parts, reduced.split([one.numel() for one in maxima]), strict=True):
+        quantizer = part.weight._quantizer
+        if part.is_delayed:
+            quantizer.amax.copy_(found.view(quantizer.amax.shape))
+            value = part.weight._value
+            value.row_scale.copy_(quantizer.scale.reciprocal().view(value.row_scale.shape))
+            value.note_write()
+            note_write(part.weight)
+        else:
+            largest = torch.finfo(TE_DType_To_Torch[part.weight._fp8_dtype]).max
+            part.write(_scales(found, largest, quantizer))
+        if not manual_post_all_gather_processing:
+            part.weight._value.col = None
+            if isinstance(part.weight, Float8BlockwiseQTensor):
+                part.weight._value.col_scale = None
+        getattr(part.weight, "clear_high_precision_init_val", lambda: None)()
+
+
+def _is_alone(group: Any) -> bool:
+    """Whether no other rank has a slice."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return True
+    return distributed.get_world_size(group=group) == 1
+
+
+def _quantize_whole(part: _Part) -> None:
+    """Quantise a weight that nobody else has a slice of, both layouts at once."""
+    weight = part.weight
+    assert part.values is not None
+    weight.quantize_(part.values.view(weight.shape))
+    getattr(weight, "clear_high_precision_init_val", lambda: None)()
+
+
+def _parts(
+    weights: Sequence[Any],
+    masters: Sequence[torch.Tensor | None],
+    starts: Sequence[int | None],
+    shards: Sequence[torch.Tensor | None] | None,
+) -> list[_Part]:
+    shards = [None] * len(weights) if shards is None else shards
+    if not len(weights) == len(masters) == len(starts) == len(shards):
+        message = (
+            f"quantize_master_weights: {len(weights)} weights, {len(masters)} master weights, {len(starts)} offsets "
+            f"and {len(shards)} shards; expected as many of each"
+        )
+        raise ArgumentError(message)
+    made = []
+    for weight, master, start, shard in zip(weights, masters, starts, shards, strict=True):
+        _check_weight(weight)
+        made.append(_part(weight, master, start, shard))
+    return made
+
+
+def _check_weight(weight: Any) -> None:
+    if not isinstance(weight, Float8Tensor | Float8BlockwiseQTensor):
+        message = (
+            f"quantize_master_weights: expected quantised weights, got {type(weight).__name__}"
+        )
+        raise ArgumentError(message)
+    if weight._quantizer is None or weight._value.row is None:
+        message = "quantize_master_weights: a weight needs a quantizer and its row layout"
+        raise ArgumentError(message)
+    if weight._value.block == 1:
+        message = (
+            "quantize_master_weights: weights in blocks of 1x128 are not supported, only of 128x128"
+        )
+        raise UnsupportedError(message)
+
+
+def _part(weight: Any, master: Any, start: int | None, shard: torch.Tensor | None) -> _Part:
+    if master is None:
+        return _Part(weight, None, 0, None)
+    values = master.detach().to(weight.dtype).contiguous().view(-1)
+    begin = 0 if start is None else start
+    if begin < 0 or begin + values.numel() > weight.numel():
+        message = (
+            f"quantize_master_weights: a slice of {values.numel()} elements at {begin} of a weight that has "
+            f"{weight.numel()}"
+        )
+        raise ShapeError(message)
+    raw = shard
+    if raw is None:
+        raw = weight._value.row.view(-1)[begin : begin + values.numel()]
+    raw = raw.view(-1).view(torch.uint8)
+    if raw.numel() != values.numel():
+        message = f"quantize_master_weights: a shard of {raw.numel()} bytes for a slice of {values.numel()} elements"
+        raise ShapeError(message)
+    return _Part(weight, values, begin, raw)
+
+
+def cast_master_weights_to_fp8(
+    model_weights: Sequence[Any],
+    master_weights: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: Any,
+    fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
+    manual_post_all_gather_processing: bool = False,
+) -> None:
+    """Do as :func:`quantize_master_weights`, by its former name."""
+    quantize_master_weights(
+        model_weights,
+        master_weights,
+        start_offsets,
+        group,
+        fsdp_shard_model_weights,
+        manual_post_all_gather_processing,
+    )
+
+
+def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
+    """Make the column layouts of weights whose bytes an all-gather has brought; of plain weights nothing.
+
+    Parameters
+    ----------
+    model_weights : sequence of torch.Tensor
+        The weights. Those whose quantizer makes no column layout, and that have none, get none.
+    """
+    for weight in model_weights:
+        if not isinstance(weight, Float8TensorBase):
+            continue
+        quantizer, value = weight._quantizer, weight._value
+        value.note_write()
+        if value.col is not None or (quantizer is not None and quantizer.columnwise_usage):
+            make_columnwise(value, type(weight).__name__)

@@ -1,0 +1,336 @@
+"""What torch's operations do to quantised tensors: a table of those that know FP8, and one way for all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from te_fast.errors import QuantizedTensorError, UnsupportedError
+from te_fast.runtime.layouts import columnwise_shape
+from te_fast.tensor.quantizer import note_write
+from te_fast.tensor.storage import QuantizedTensorStorage, copy_values
+
+aten = torch.ops.aten
+
+#: Operators of others that take quantised tensors as they are.
+passthrough_ops: set[Any] = set()
+
+Handler = Callable[..., Any]
+_handlers: dict[Any, Handler] = {}
+
+
+def dispatch(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operator of which an argument is a quantised tensor.
+
+    Parameters
+    ----------
+    func : torch._ops.OpOverload
+        The operator.
+    types, args, kwargs
+        As ``__torch_dispatch__`` has them.
+    """
+    handler = _handlers.get(func)
+    if handler is not None:
+        result = handler(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    if func in passthrough_ops:
+        return torch.Tensor.__torch_dispatch__(func, types, args, kwargs)
+    if func.namespace == "te_fast":
+        message = (
+            f"{func}: operators of te_fast take no quantised tensors; dequantize() them, or, for weights of a compiled "
+            "layer, leave out quantized_model_init"
+        )
+        raise UnsupportedError(message)
+    if func.namespace == "c10d":
+        message = (
+            f"{func}: a collective may end after the call, when a quantised tensor would have been written already; "
+            "communicate its get_data_tensors(), or its dequantize()"
+        )
+        raise UnsupportedError(message)
+    if func._schema.is_mutable:
+        return _write_in_place(func, args, kwargs)
+    return func(*(_plain(arg) for arg in args), **{key: _plain(arg) for key, arg in kwargs.items()})
+
+
+def _plain(arg: Any) -> Any:
+    """Argument with quantised tensors dequantised; operators nest no deeper than lists."""
+    if isinstance(arg, torch.Tensor):
+        return arg.dequantize() if isinstance(arg, QuantizedTensorStorage) else arg
+    if isinstance(arg, list | tuple):
+        return type(arg)([_plain(part) for part in arg])
+    return arg
+
+
+def _write_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Dequantise, run, quantise what was written."""
+    plain_args = [_plain(arg) for arg in args]
+    plain_kwargs = {key: _plain(arg) for key, arg in kwargs.items()}
+    result = func(*plain_args, **plain_kwargs)
+    written: list[Any] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        name = argument.name
+        given = args[index] if index < len(args) else kwargs.get(name)
+        plain = plain_args[index] if index < len(args) else plain_kwargs.get(name)
+        written.append(given)
+        _requantize(given, plain)
+    returns = func._schema.returns
+    if len(returns) == 1 and written and returns[0].alias_info is not None:
+        return written[0]
+    return result
+
+
+def _requantize(given: Any, plain: Any) -> None:
+    if isinstance(given, list | tuple):
+        for one, values in zip(given, plain, strict=True):
+            _requantize(one, values)
+    elif isinstance(given, QuantizedTensorStorage):
+        _check_whole(given)
+        given.quantize_(plain)
+
+
+def _check_whole(tensor: Any) -> None:
+    """Refuse new scales for a part of a tensor whose other parts have the same ones."""
+    if tensor.__dict__.get("_is_part", False):
+        message = (
+            f"{type(tensor).__name__}: a part of a tensor cannot be written, since all of it has one scale; write the "
+            "whole, or dequantize(), write, and quantize_() the whole"
+        )
+        raise QuantizedTensorError(message)
+
+
+def _handles(*operators: Any) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        for operator in operators:
+            _handlers[operator] = handler
+        return handler
+
+    return register
+
+
+def _is_quantized(tensor: Any) -> bool:
+    return isinstance(tensor, QuantizedTensorStorage)
+
+
+# The same bytes ----------------------------------------------------------------------------------
+
+
+@_handles(aten.detach.default, aten.alias.default)
+def _detach(tensor: Any) -> Any:
+    made = tensor._like(tensor._value.share(), tensor.shape, device=tensor.device)
+    if "_is_part" in tensor.__dict__:
+        made._is_part = tensor._is_part
+    return made
+
+
+@_handles(aten.view.default, aten._unsafe_view.default)
+def _view(tensor: Any, size: Sequence[int]) -> Any:
+    return tensor._viewed(size)
+
+
+def _row_view(tensor: Any, func: Any, *args: Any) -> Any:
+    """Return a part or another stride of a tensor with one scale; of the row layout alone."""
+    value = tensor._value
+    if value.block or value.row is None:
+        return NotImplemented
+    return _of_row(tensor, func(value.row, *args))
+
+
+def _of_row(tensor: Any, row: torch.Tensor) -> Any:
+    value = tensor._value.share()
+    is_whole = row.shape == tensor.shape and row.stride() == tensor.stride()
+    if not is_whole:
+        value.row, value.col = row, None
+    made = tensor._like(value, row.shape, device=tensor.device, stride=row.stride())
+    if not is_whole or tensor.__dict__.get("_is_part", False):
+        made._is_part = row.numel() != tensor.numel() or tensor.__dict__.get("_is_part", False)
+    return made
+
+
+@_handles(aten.slice.Tensor)
+def _slice(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    if tensor._value.block and _is_no_slice(tensor, *args, **kwargs):
+        return _detach(tensor)
+    return _row_view(tensor, lambda row: aten.slice.Tensor(row, *args, **kwargs))
+
+
+def _is_no_slice(
+    tensor: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> bool:
+    size = tensor.shape[dim]
+    return (start or 0) in (0, -size) and (end is None or end >= size) and step == 1
+
+
+@_handles(aten.select.int)
+def _select(tensor: Any, dim: int, index: int) -> Any:
+    return _row_view(tensor, aten.select.int, dim, index)
+
+
+@_handles(aten.as_strided.default)
+def _as_strided(
+    tensor: Any, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Any:
+    if tuple(size) == tensor.shape and tuple(stride) == tensor.stride() and not storage_offset:
+        return _detach(tensor)
+    return _row_view(tensor, aten.as_strided.default, size, stride, storage_offset)
+
+
+@_handles(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(tensor: Any, sizes: Any, dim: int = 0) -> Any:
+    value = tensor._value
+    if value.block or value.row is None:
+        return NotImplemented
+    return [_of_row(tensor, row) for row in torch.split(value.row, sizes, dim)]
+
+
+# Bytes of their own ------------------------------------------------------------------------------
+
+
+def _mapped(tensor: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a value of which each inner tensor is what a function makes of it."""
+    value, made = tensor._value, tensor._value.share()
+    valid = value.col_is_valid
+    for name in ("row", "row_scale", "col", "col_scale"):
+        inner = getattr(value, name)
+        if inner is not None and (value.block or name != "col_scale"):
+            setattr(made, name, function(inner.detach()))
+    made.col_is_valid = valid
+    return made
+
+
+def moved(quantizer: Any, device: torch.device) -> Any:
+    """Return a quantizer for tensors on a device: delayed scaling has scales there."""
+    scale = getattr(quantizer, "scale", None)
+    if quantizer is None or scale is None or scale.device == device:
+        return quantizer
+    made = quantizer.copy()
+    made.scale, made.amax = scale.to(device), quantizer.amax.to(device)
+    return made
+
+
+def _kept(tensor: Any, value: Any, device: torch.device) -> Any:
+    quantizer = moved(tensor._quantizer, device)
+    return tensor._of_value(value, tensor.shape, tensor.dtype, quantizer, device=device)
+
+
+@_handles(aten.clone.default)
+def _clone(tensor: Any, *, memory_format: Any = None) -> Any:
+    if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
+        return NotImplemented
+    copy = _mapped(tensor, lambda inner: inner.clone(memory_format=torch.contiguous_format))
+    return _kept(tensor, copy, tensor.device)
+
+
+@_handles(aten._to_copy.default)
+def _to_copy(tensor: Any, **options: Any) -> Any:
+    dtype, device = options.get("dtype"), options.get("device")
+    if dtype not in (None, tensor.dtype) or options.get("layout") not in (None, torch.strided):
+        return NotImplemented
+    device = tensor.device if device is None else torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    non_blocking, pin = options.get("non_blocking", False), options.get("pin_memory", False)
+
+    def copied(inner: torch.Tensor) -> torch.Tensor:
+        made = inner.to(device, non_blocking=non_blocking, copy=True)
+        return made.pin_memory() if pin else made
+
+    return _kept(tensor, _mapped(tensor, copied), device)
+
+
+@_handles(aten._pin_memory.default)
+def _pin_memory(tensor: Any, device: Any = None) -> Any:
+    return _kept(tensor, _mapped(tensor, lambda inner: inner.pin_memory()), tensor.device)
+
+
+@_handles(aten.is_pinned.default)
+def _is_pinned(tensor: Any, device: Any = None) -> bool:
+    inner = tensor._value.row if tensor._value.row is not None else tensor._value.col
+    return inner is not None and inner.is_pinned()
+
+
+@_handles(aten.record_stream.default)
+def _record_stream(tensor: Any, stream: Any) -> None:
+    for name in ("row", "row_scale", "col", "col_scale"):
+        inner = getattr(tensor._value, name)
+        if inner is not None:
+            inner.record_stream(stream)
+
+
+def _new(tensor: Any, size: Sequence[int], options: dict[str, Any], make: Handler) -> Any:
+    """Empty memory, or zeros, for a tensor of a shape like this one's."""
+    if options.get("dtype") not in (None, tensor.dtype):
+        return NotImplemented
+    if options.get("layout") not in (None, torch.strided):
+        return NotImplemented
+    device = options.get("device")
+    place: dict[str, Any] = {"device": tensor.device if device is None else torch.device(device)}
+    if options.get("pin_memory"):
+        place["pin_memory"] = True
+    old, value = tensor._value, tensor._value.share()
+    size = torch.Size(size)
+    value.row = None if old.row is None else make(size, dtype=torch.uint8, **place)
+    value.col = (
+        None if old.col is None else make(columnwise_shape(size), dtype=torch.uint8, **place)
+    )
+    tensor._allocate_scales(value, size, make, place)
+    value.col_is_valid = True
+    quantizer = moved(tensor._quantizer, place["device"])
+    return tensor._of_value(value, size, tensor.dtype, quantizer, device=place["device"])
+
+
+@_handles(aten.empty_like.default)
+def _empty_like(tensor: Any, **options: Any) -> Any:
+    return _new(tensor, tensor.shape, options, torch.empty)
+
+
+@_handles(aten.new_empty.default)
+def _new_empty(tensor: Any, size: Sequence[int], **options: Any) -> Any:
+    return _new(tensor, size, options, torch.empty)
+
+
+@_handles(aten.new_zeros.default)
+def _new_zeros(tensor: Any, size: Sequence[int], **options: Any) -> Any:
+    if tensor._value.block:
+        return NotImplemented
+    return _new(tensor, size, options, torch.zeros)
+
+
+# Writing -----------------------------------------------------------------------------------------
+
+
+@_handles(aten.copy_.default)
+def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
+    if not _is_quantized(target):
+        dtype = (
+            target.dtype if target.dtype in (torch.float32, torch.float16, torch.bfloat16) else None
+        )
+        return target.copy_(source._plain_values(dtype or torch.float32), non_blocking)
+    if _takes_bytes(target, source):
+        copy_values(target._value, source._value)
+        target._remake_columnwise()
+        note_write(target)
+        return target
+    values = _plain(source)
+    _check_whole(target)
+    if values.shape != target.shape:
+        values = values.expand(target.shape)
+    target.quantize_(values)
+    return target
+
+
+def _takes_bytes(target: Any, source: Any) -> bool:
+    """Whether the bytes and scales of the one are what the other would hold, too."""
+    if not _is_quantized(source) or source.shape != target.shape:
+        return False
+    own, other = target._value, source._value
+    if (own.block, own.fp8) != (other.block, other.fp8):
+        return False
+    if own.row is None:
+        return own.col is not None and bool(other.col_is_valid)
+    is_missed = own.block == 1 and own.col is not None and not other.col_is_valid
+    return other.row is not None and not is_missed

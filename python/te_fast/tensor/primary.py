@@ -1,0 +1,177 @@
+"""Weights that are quantised tensors: how modules make them, and keep them what they are."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from te_fast.errors import StateError
+from te_fast.recipe import Recipe
+from te_fast.runtime.delayed import DelayedScalingRecipeState, get_fp8_torch_dtype
+from te_fast.tensor.blockwise import Float8BlockQuantizer
+from te_fast.tensor.dtypes import TE_DType
+from te_fast.tensor.float8 import Float8CurrentScalingQuantizer, Float8Quantizer
+from te_fast.tensor.quantizer import Float8QuantizerBase
+from te_fast.tensor.tensor import Float8TensorBase
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+#: What a tensor's attributes are beside those that others gave it.
+_OWN = ("_value", "_quantizer", "_is_part")
+
+
+def is_quantized(parameter: Any) -> bool:
+    """Whether a parameter is a quantised tensor."""
+    return isinstance(parameter, Float8TensorBase)
+
+
+def weight_quantizer(
+    recipe: Recipe, state: DelayedScalingRecipeState | None, slot: int
+) -> Float8QuantizerBase:
+    """Return what quantises a weight under a recipe.
+
+    The column layout is made where gradients are enabled.
+
+    Parameters
+    ----------
+    recipe : Recipe
+        Delayed, current or block scaling.
+    state : DelayedScalingRecipeState, optional
+        Scales of delayed scaling.
+    slot : int
+        The weight's place among them.
+    """
+    dtype = TE_DType[get_fp8_torch_dtype(recipe)]
+    usage: dict[str, Any] = {"rowwise": True, "columnwise": torch.is_grad_enabled()}
+    if recipe.delayed():
+        if state is None:
+            message = "quantized_model_init: delayed scaling needs scales"
+            raise StateError(message)
+        return Float8Quantizer(*_slot_of(state, slot), dtype, **usage)
+    about: Any = recipe
+    options: dict[str, Any] = {
+        "force_pow_2_scales": about.fp8_quant_fwd_weight.power_2_scale,
+        "amax_epsilon": about.fp8_quant_fwd_weight.amax_epsilon,
+    }
+    if recipe.float8_current_scaling():
+        return Float8CurrentScalingQuantizer(dtype, **usage, **options)
+    return Float8BlockQuantizer(
+        dtype, block_scaling_dim=about.w_block_scaling_dim, **usage, **options
+    )
+
+
+def _slot_of(state: DelayedScalingRecipeState, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return state.scale[slot : slot + 1], state.amax_history[0, slot : slot + 1]
+
+
+def point_at(parameter: Any, state: Any, slot: int) -> None:
+    """Let a weight of delayed scaling be quantised with a state's scale, whose tensors may be others by now."""
+    quantizer = parameter._quantizer
+    if isinstance(quantizer, Float8Quantizer) and isinstance(state, DelayedScalingRecipeState):
+        quantizer.scale, quantizer.amax = _slot_of(state, slot)
+
+
+def quantized_parameter(
+    parameter: torch.Tensor, quantizer: Float8QuantizerBase, *, preserves: bool
+) -> torch.nn.Parameter:
+    """Return a parameter that is quantised, with the attributes of one that is not.
+
+    Parameters
+    ----------
+    parameter : torch.nn.Parameter
+        Values.
+    quantizer : Float8QuantizerBase
+        What quantises them.
+    preserves : bool
+        Keep them on the CPU, too.
+    """
+    with torch.no_grad():
+        values = quantizer.quantize(parameter.detach())
+    made: Any = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
+    made.__dict__.update(parameter.__dict__)
+    if preserves:
+        keep_init_value(made, parameter.detach())
+    return made
+
+
+def keep_init_value(parameter: Any, values: torch.Tensor) -> None:
+    """Keep the values that a weight was initialised with, on the CPU."""
+    parameter._high_precision_init_val = values.to("cpu", copy=True)
+    parameter.get_high_precision_init_val = types.MethodType(_get_init_value, parameter)
+    parameter.clear_high_precision_init_val = types.MethodType(_clear_init_value, parameter)
+
+
+def _get_init_value(parameter: Any) -> torch.Tensor | None:
+    return getattr(parameter, "_high_precision_init_val", None)
+
+
+def _clear_init_value(parameter: Any) -> None:
+    if hasattr(parameter, "_high_precision_init_val"):
+        del parameter._high_precision_init_val
+
+
+def initialise_quantized(parameter: Any, init: Callable[[torch.Tensor], Any]) -> None:
+    """Initialise a weight that is quantised already, in high precision."""
+    values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    init(values)
+    parameter.quantize_(values)
+    if _get_init_value(parameter) is not None:
+        keep_init_value(parameter, values)
+
+
+def check_recipe(parameter: Any, recipe: Recipe, owner: str, name: str) -> None:
+    """Raise unless a recipe quantises weights as this one is.
+
+    Raises
+    ------
+    StateError
+        If it does not.
+    """
+    quantizer = parameter._quantizer
+    expected = None if quantizer is None else quantizer._get_compatible_recipe()
+    if expected is not None and not isinstance(recipe, expected):
+        message = (
+            f"{owner}: {name} was quantised for {expected.__name__}, and the region's recipe is "
+            f"{type(recipe).__name__}; use that of quantized_model_init"
+        )
+        raise StateError(message)
+
+
+def keep_quantized(fn: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    """Apply what ``nn.Module._apply`` applies, so that a quantised tensor stays one.
+
+    ``module.bfloat16()`` and its kin change the nominal type alone.
+    """
+    if not isinstance(tensor, Float8TensorBase):
+        return fn(tensor)
+    probe = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+    if probe.dtype not in _FLOATS:
+        return fn(tensor)
+    made: Any = tensor
+    if probe.device != tensor.device:
+        moves = (
+            tensor.to
+            if not tensor.is_meta
+            else lambda device: torch.empty_like(tensor, device=device)
+        )
+        made = moves(probe.device)
+    return made if made.dtype == probe.dtype else made.to_dtype(probe.dtype)
+
+
+def attributes_of(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """Return what others have noted on quantised parameters, which an exchange of tensors would lose."""
+    return {
+        name: {key: value for key, value in parameter.__dict__.items() if key not in _OWN}
+        for name, parameter in module._parameters.items()
+        if parameter is not None and is_quantized(parameter)
+    }
+
+
+def restore_attributes(module: torch.nn.Module, kept: dict[str, dict[str, Any]]) -> None:
+    """Note it on them again."""
+    for name, attributes in kept.items():
+        parameter = module._parameters[name]
+        if parameter is not None:
+            parameter.__dict__.update(attributes)

@@ -1,0 +1,353 @@
+"""What makes quantised tensors of plain ones: the interface that all quantizers share."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from abc import ABC
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from te_fast.errors import DtypeError, QuantizedTensorError, UnsupportedError
+from te_fast.recipe import Recipe
+from te_fast.runtime import native
+from te_fast.tensor.dtypes import DType, fp8_name
+from te_fast.tensor.storage import QuantizedTensorStorage
+
+#: Scale rule of a native cast: from the tensor itself, least amax, powers of two.
+Rule = tuple[bool, float, bool]
+
+
+class _Quantize(torch.autograd.Function):
+    """A cast whose gradient is that of the identity."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, quantize_impl: Callable[[torch.Tensor], Any]
+    ) -> Any:
+        return quantize_impl(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class Quantizer(ABC):
+    """Makes quantised tensors of plain ones.
+
+    Parameters
+    ----------
+    rowwise, columnwise : bool
+        Layouts to make.
+
+    Attributes
+    ----------
+    rowwise_usage, columnwise_usage : bool
+        Layouts to make.
+    internal : bool
+        Make storages, which autograd does not know, and not tensors.
+    optimize_for_gemm : bool
+        No effect on FP8 of Hopper, whose layouts are always those of its GEMMs.
+    """
+
+    rowwise_usage: bool
+    columnwise_usage: bool
+    internal: bool
+    optimize_for_gemm: bool
+
+    def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
+        self.rowwise_usage = rowwise
+        self.columnwise_usage = columnwise
+        self.internal = False
+        self.optimize_for_gemm = False
+
+    def __repr__(self) -> str:
+        """Class and usages."""
+        return (
+            f"{type(self).__name__}(rowwise_usage={self.rowwise_usage}, "
+            f"columnwise_usage={self.columnwise_usage}, internal={self.internal})"
+        )
+
+    def _lacks(self, method: str) -> UnsupportedError:
+        return UnsupportedError(f"{type(self).__name__} does not implement {method}")
+
+    # Quantising ----------------------------------------------------------------------------------
+
+    def quantize(
+        self, tensor: torch.Tensor, *, out: Any = None, dtype: torch.dtype | None = None
+    ) -> Any:
+        """Quantise a tensor.
+
+        Parameters
+        ----------
+        tensor : torch.Tensor
+            float32, float16 or bfloat16.
+        out : QuantizedTensor, optional
+            Written and returned; a new one by default.
+        dtype : torch.dtype, optional
+            Nominal type of a new one; that of the tensor by default.
+
+        Returns
+        -------
+        QuantizedTensor or QuantizedTensorStorage
+            Its gradient is that of `tensor`.
+        """
+        if out is not None:
+            return self.update_quantized(tensor, out)
+        if self.internal or not torch.is_grad_enabled():
+            return self._named(tensor, dtype)
+        return _Quantize.apply(tensor, functools.partial(self._named, dtype=dtype))
+
+    def _named(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> Any:
+        """Quantise, under a nominal type of its own."""
+        made = self.quantize_impl(tensor)
+        if dtype is None or dtype == made._dtype:
+            return made
+        if isinstance(made, torch.Tensor):
+            return made.to_dtype(dtype)  # type: ignore[attr-defined]
+        made._dtype = dtype
+        return made
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        """Quantise a tensor."""
+        return self.quantize(tensor)
+
+    def quantize_impl(self, tensor: torch.Tensor) -> Any:
+        """Quantise a tensor; autograd is not told."""
+        method = "quantize_impl"
+        raise self._lacks(method)
+
+    def multi_quantize(self, list_of_tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Quantise several tensors."""
+        return [self.quantize(tensor) for tensor in list_of_tensors]
+
+    def update_quantized(
+        self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None
+    ) -> Any:
+        """Write the values of a tensor into a quantised one, and return that."""
+        method = "update_quantized"
+        raise self._lacks(method)
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
+        """Make a quantised tensor of any content."""
+        method = "make_empty"
+        raise self._lacks(method)
+
+    def calibrate(self, tensor: torch.Tensor) -> None:  # noqa: B027 - most note nothing
+        """Note the maximum of a tensor, without quantising it, where scales follow from earlier maxima."""
+
+    # What it is ----------------------------------------------------------------------------------
+
+    def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Set which layouts are made; None leaves one as it is."""
+        if rowwise is not None:
+            self.rowwise_usage = rowwise
+        if columnwise is not None:
+            self.columnwise_usage = columnwise
+
+    def get_usages(self) -> dict[str, bool]:
+        """Tell which layouts are made."""
+        return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
+
+    def copy(self) -> Any:
+        """Return another quantizer with the same settings; scales and maxima stay shared."""
+        return copy.copy(self)
+
+    def is_quantizable(self, inp: torch.Tensor) -> bool:
+        """Whether blocks of scales fit a tensor that several ranks have parts of."""
+        return True
+
+    def supports_only_rowwise_all_gather(self) -> bool:
+        """Whether the row layout alone is gathered, of which the other one is made."""
+        return False
+
+    def is_requantization_safe(self) -> bool:
+        """Whether quantising again what was dequantised depends on these values alone."""
+        return False
+
+    def onnx_quantize(self, tensor: torch.Tensor) -> Any:
+        """Not there: te_fast does not export to ONNX.
+
+        Raises
+        ------
+        UnsupportedError
+            Always.
+        """
+        method = "onnx_quantize"
+        raise self._lacks(method)
+
+    def onnx_dequantize(self, tensor: Any) -> torch.Tensor:
+        """Not there: te_fast does not export to ONNX.
+
+        Raises
+        ------
+        UnsupportedError
+            Always.
+        """
+        method = "onnx_dequantize"
+        raise self._lacks(method)
+
+    def _get_compatible_recipe(self) -> type[Recipe] | None:
+        """Return the class of recipes that quantise so."""
+        method = "_get_compatible_recipe"
+        raise self._lacks(method)
+
+
+class Float8QuantizerBase(Quantizer):
+    """A quantizer to FP8: one native cast into a tensor's native value.
+
+    Attributes
+    ----------
+    dtype : DType
+        FP8 type.
+    """
+
+    dtype: DType
+    #: 0 for one scale, 1 for a scale per 1x128, 2 for one per 128x128.
+    _block = 0
+    _tensor_class: type[Any]
+    _storage_class: type[Any]
+
+    def __init__(self, fp8_dtype: Any, *, rowwise: bool, columnwise: bool) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        fp8_name(fp8_dtype)
+        self.dtype = DType.cast(fp8_dtype)
+
+    def _rule(self) -> Rule:
+        raise NotImplementedError
+
+    def _scale_and_amax(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Scale to quantise with and maximum to raise, of delayed scaling."""
+        return None, None
+
+    def _write(
+        self, src: torch.Tensor, value: native.QuantizedValue, noop: torch.Tensor | None
+    ) -> None:
+        usage = (self.rowwise_usage, self.columnwise_usage)
+        value.quantize(src, usage, self._rule(), *self._scale_and_amax(), noop)
+
+    def _fresh_value(self) -> native.QuantizedValue:
+        return native.QuantizedValue(self._block, fp8_name(self.dtype), None, None, None, None)
+
+    def quantize_impl(self, tensor: torch.Tensor) -> Any:
+        """Quantise a tensor; autograd is not told."""
+        src = _source(tensor, tensor.device)
+        value = self._fresh_value()
+        self._write(src, value, None)
+        if self.internal:
+            return self._storage_class._storage_of(value, src.dtype, self)
+        return self._tensor_class._of_value(value, src.shape, src.dtype, self)
+
+    def update_quantized(
+        self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None
+    ) -> Any:
+        """Write the values of a tensor into a quantised one, and return that.
+
+        Layouts that the quantizer does not make are dropped.
+
+        Parameters
+        ----------
+        src : torch.Tensor
+            Of the same shape; of any device.
+        dst : QuantizedTensor or QuantizedTensorStorage
+            Of the class that this quantizer makes.
+        noop_flag : torch.Tensor, optional
+            One float32; if it is 1, everything stays as it is.
+
+        Raises
+        ------
+        QuantizedTensorError
+            If `dst` is of another class.
+        ShapeError, DtypeError
+            If `src` does not fit.
+        """
+        self._check_destination(dst)
+        value: native.QuantizedValue = dst._value
+        value_type, own_type = value.fp8, fp8_name(self.dtype)
+        source = _source(src, dst.device)
+        value.fp8 = own_type
+        try:
+            self._write(source, value, noop_flag)
+        except Exception:
+            value.fp8 = value_type
+            raise
+        if isinstance(dst, torch.Tensor):
+            note_write(dst)
+        return dst
+
+    def _check_destination(self, dst: Any) -> None:
+        if not isinstance(dst, self._storage_class) or dst._value.block != self._block:
+            expected = self._tensor_class.__name__
+            got = type(dst).__name__
+            message = (
+                f"{type(self).__name__} can only update {expected} of its own scaling, got {got}"
+            )
+            raise QuantizedTensorError(message)
+
+    def make_empty(
+        self,
+        shape: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
+        """Make a quantised tensor of any content, with the layouts of the usages.
+
+        Parameters
+        ----------
+        shape : sequence of int
+            Shape.
+        dtype : torch.dtype, default = torch.float32
+            Nominal type.
+        device : torch.device, optional
+            The current GPU by default, or the CPU where there is none.
+        requires_grad, pin_memory : bool, default = False
+            As of ``torch.empty``.
+        """
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        shape = torch.Size(shape)
+        options: dict[str, Any] = {"device": torch.device(device), "pin_memory": pin_memory}
+        value = self._fresh_value()
+        self._allocate(value, shape, options)
+        value.col_is_valid = True
+        if self.internal:
+            return self._storage_class._storage_of(value, dtype, self)
+        made = self._tensor_class._of_value(value, shape, dtype, self, device=options["device"])
+        return made.requires_grad_() if requires_grad else made
+
+    def _allocate(
+        self, value: native.QuantizedValue, shape: torch.Size, options: dict[str, Any]
+    ) -> None:
+        raise NotImplementedError
+
+
+def note_write(tensor: torch.Tensor) -> None:
+    """Tell autograd that a tensor was written, which reads no inner tensor."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
+
+
+def _source(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Plain values, contiguous and on a device."""
+    if isinstance(tensor, QuantizedTensorStorage):
+        tensor = tensor.dequantize()
+    if not isinstance(tensor, torch.Tensor):
+        message = f"quantize: expected a torch.Tensor, got {type(tensor).__name__}"
+        raise DtypeError(message)
+    tensor = tensor.detach()
+    if tensor.device != device:
+        tensor = tensor.to(device)
+    return tensor.contiguous()

@@ -1,0 +1,373 @@
+"""Quantised values without torch's tensor interface, and what tensors and storages have in common.
+
+A storage is what code passes along that no user sees: cheaper to make than a tensor, and unknown to autograd. Both
+stand on one native value (``_value``), which owns bytes and scales; Transformer Engine's field names are attributes
+that read and write it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fast.errors import (
+    ArgumentError,
+    MissingAttributeError,
+    QuantizedTensorError,
+    TeFastError,
+)
+from te_fast.runtime import native
+from te_fast.runtime.layouts import make_columnwise
+from te_fast.tensor.dtypes import FROM_NATIVE, DType, fp8_name
+
+if TYPE_CHECKING:
+    from te_fast.tensor.quantizer import Quantizer
+
+Tensors = list[torch.Tensor | None]
+
+
+def field(name: str, doc: str) -> Any:
+    """Return an attribute that is one of the native value's."""
+
+    def write(self: QuantizedTensorStorage, tensor: torch.Tensor | None) -> None:
+        setattr(self._value, name, tensor)
+
+    def delete(self: QuantizedTensorStorage) -> None:
+        setattr(self._value, name, None)
+
+    return property(attrgetter(f"_value.{name}"), write, delete, doc)
+
+
+def whole_size(shape: Sequence[int], size: Sequence[int]) -> torch.Size:
+    """Return the size of a view, whose -1 is worked out as torch does."""
+    if -1 not in size:
+        return torch.Size(size)
+    return torch.empty(tuple(shape), device="meta").view(tuple(size)).shape
+
+
+class QuantizedTensorStorage:
+    """A quantised value: FP8 bytes and inverse scales, in row layout, column layout or both.
+
+    Attributes
+    ----------
+    _quantizer : Quantizer or None
+        What writes new values.
+    _dtype : torch.dtype
+        The nominal type: that of the values when they are dequantised.
+    """
+
+    _value: native.QuantizedValue
+    _quantizer: Quantizer | None
+    _dtype: torch.dtype
+
+    @classmethod
+    def _storage_of(
+        cls, value: native.QuantizedValue, dtype: torch.dtype, quantizer: Quantizer | None
+    ) -> Any:
+        """Return a storage over a value, with a copy of a quantizer."""
+        made = object.__new__(cls)
+        made._value = value
+        made._dtype = dtype
+        made._quantizer = None if quantizer is None else quantizer.copy()
+        return made
+
+    @property
+    def _fp8_dtype(self) -> DType:
+        """Type of the bytes."""
+        return FROM_NATIVE[self._value.fp8]
+
+    @_fp8_dtype.setter
+    def _fp8_dtype(self, dtype: Any) -> None:
+        self._value.fp8 = fp8_name(dtype)
+
+    # What is there -------------------------------------------------------------------------------
+
+    def get_usages(self) -> dict[str, bool]:
+        """Tell which layouts are there."""
+        value = self._value
+        return {"rowwise": value.row is not None, "columnwise": value.col_is_valid}
+
+    def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
+        """Return the bytes of both layouts, or of the one that is asked for.
+
+        Raises
+        ------
+        ArgumentError
+            If neither is.
+        """
+        value = self._value
+        if rowwise_data and columnwise_data:
+            return value.row, value.col
+        if not rowwise_data and not columnwise_data:
+            message = f"{type(self).__name__}: ask for rowwise_data or columnwise_data"
+            raise ArgumentError(message)
+        return value.row if rowwise_data else value.col
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Return the keywords that the constructor makes the same value from."""
+        raise NotImplementedError
+
+    def _shape(self) -> torch.Size:
+        value = self._value
+        if value.row is not None:
+            return torch.Size(value.row.shape)
+        if value.col is not None:
+            return torch.Size((*value.col.shape[1:], *value.col.shape[:1]))
+        message = f"{type(self).__name__}: no data is there, so that it has no shape"
+        raise QuantizedTensorError(message)
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or one dimension of it."""
+        shape = self._shape()
+        return shape if dim is None else shape[dim]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bytes are."""
+        for tensor in (self._value.row, self._value.col):
+            if tensor is not None:
+                return tensor.device
+        message = f"{type(self).__name__}: no data is there, so that it has no device"
+        raise QuantizedTensorError(message)
+
+    # Reading and writing -------------------------------------------------------------------------
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the values.
+
+        Parameters
+        ----------
+        dtype : torch.dtype, optional
+            float32, float16 or bfloat16; the nominal type by default.
+
+        Returns
+        -------
+        torch.Tensor
+            ``float(byte) * scale_inv``, rounded once.
+        """
+        return self._value.dequantize(self._dtype if dtype is None else dtype)
+
+    def _get_quantizer(self) -> Quantizer:
+        if self._quantizer is None:
+            message = (
+                f"{type(self).__name__}: new values need a quantizer, and this tensor has none; "
+                "make one with a quantizer, or copy quantised values into it"
+            )
+            raise QuantizedTensorError(message)
+        return self._quantizer
+
+    def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> Any:
+        """Write the values of a tensor, quantised by this tensor's quantizer.
+
+        Parameters
+        ----------
+        tensor : torch.Tensor
+            Of the same shape.
+        noop_flag : torch.Tensor, optional
+            One float32; if it is 1, everything stays as it is.
+        """
+        self._get_quantizer().update_quantized(tensor, self, noop_flag=noop_flag)
+        return self
+
+    def update_quantizer(self, quantizer: Quantizer) -> None:
+        """Write new values with another quantizer from now on.
+
+        Raises
+        ------
+        QuantizedTensorError
+            If there has been none.
+        """
+        if self._quantizer is None:
+            message = f"{type(self).__name__}: there is no quantizer that could be updated"
+            raise QuantizedTensorError(message)
+        if type(self._quantizer) is not type(quantizer):
+            message = "Quantizer is being updated, this may affect model behavior"
+            warnings.warn(message, UserWarning, stacklevel=2)
+        self._quantizer = quantizer
+
+    def copy_from_storage(self, src: QuantizedTensorStorage) -> None:
+        """Copy bytes and scales of the layouts that both have.
+
+        Raises
+        ------
+        QuantizedTensorError
+            If the other one is scaled otherwise or of another FP8 type.
+        """
+        own, other = self._value, src._value
+        if (own.block, own.fp8) != (other.block, other.fp8):
+            message = (
+                f"{type(self).__name__}: copy_from_storage takes values of the same scaling and FP8 type, got "
+                f"{type(src).__name__} of {other.fp8}"
+            )
+            raise QuantizedTensorError(message)
+        copy_values(own, other)
+
+    # Layouts -------------------------------------------------------------------------------------
+
+    def update_usage(
+        self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
+    ) -> None:
+        """Make a layout that is wanted, and drop one that is not.
+
+        Parameters
+        ----------
+        rowwise_usage, columnwise_usage : bool, optional
+            Whether the layout is wanted; None leaves it as it is.
+
+        Raises
+        ------
+        QuantizedTensorError
+            If a layout is wanted that cannot be made, or none would be left.
+        """
+        value = self._value
+        usages = self.get_usages()
+        row = usages["rowwise"] if rowwise_usage is None else rowwise_usage
+        col = usages["columnwise"] if columnwise_usage is None else columnwise_usage
+        name = type(self).__name__
+        if not row and not col:
+            message = f"{name}: one layout must stay; both were asked to go"
+            raise QuantizedTensorError(message)
+        if row and not usages["rowwise"]:
+            message = f"{name}: the row layout is gone, and cannot be made from the column layout"
+            raise QuantizedTensorError(message)
+        if col and not usages["columnwise"]:
+            make_columnwise(value, name)
+        if not row:
+            value.row = None
+            if value.block:
+                value.row_scale = None
+        if not col:
+            self._drop_columnwise()
+
+    def _drop_columnwise(self) -> None:
+        self._value.col = None
+        self._value.col_scale = None
+
+    def clear(self) -> None:
+        """Free the bytes, of this value and of all that share them."""
+        for tensor in self._freed():
+            if tensor is not None:
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._value.col_is_valid = False
+
+    def _freed(self) -> Iterable[torch.Tensor | None]:
+        value = self._value
+        return (value.row, value.col)
+
+    # For backward --------------------------------------------------------------------------------
+
+    _PARTS: tuple[str, ...] = ()
+
+    def prepare_for_saving(self) -> tuple[Tensors, Any]:
+        """Hand the tensors over to whoever saves them for backward; this value is empty until they come back."""
+        parts = [getattr(self._value, name) for name in self._PARTS]
+        self._valid_when_saved = self._value.col_is_valid
+        for name in self._PARTS:
+            setattr(self._value, name, None)
+        return parts, self
+
+    def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> Any:
+        """Take the tensors back, and return those behind them."""
+        for name, tensor in zip(self._PARTS, tensors, strict=False):
+            setattr(self._value, name, tensor)
+        self._value.col_is_valid = getattr(self, "_valid_when_saved", True)
+        return tensors[len(self._PARTS) :]
+
+    def __repr__(self) -> str:
+        """Class, type and values."""
+        return self._shown()
+
+    def _shown(self) -> str:
+        try:
+            values = str(self.dequantize())
+        except TeFastError as error:  # a repr is what one looks at when something is broken
+            values = f"<not to be read: {error}>"
+        return f"{type(self).__name__}(fp8_dtype={self._fp8_dtype!r}, data={values})"
+
+
+def copy_values(own: native.QuantizedValue, other: native.QuantizedValue) -> None:
+    """Copy bytes and scales of the layouts that both values have; an own one that the other has not is stale then."""
+    pairs = [("row", "row_scale"), ("col", "col_scale")]
+    has_col = other.col_is_valid
+    was = own.row is not None, own.col is not None
+    for data, scale in pairs if has_col else pairs[:1]:
+        for name in (data, scale):
+            target, source = getattr(own, name), getattr(other, name)
+            if target is not None and source is not None:
+                target.detach().copy_(source.detach().view(target.shape))
+    if own.block == 0 and own.row_scale is not None and other.row_scale is not None and not was[0]:
+        own.row_scale.detach().copy_(other.row_scale.detach().view(own.row_scale.shape))
+    own.col_is_valid = has_col and was[1]
+
+
+def prepare_for_saving(*tensors: Any) -> tuple[Tensors, list[Any]]:
+    """Take storages apart, so that ``save_for_backward`` can have their tensors.
+
+    Parameters
+    ----------
+    *tensors : torch.Tensor, QuantizedTensorStorage or None
+        Tensors, also quantised ones, stay as they are. A storage is empty until it is restored.
+
+    Returns
+    -------
+    list of torch.Tensor, list
+        What to save, and what :func:`restore_from_saved` asks for beside it.
+    """
+    saved: Tensors = []
+    objects: list[Any] = []
+    for tensor in tensors:
+        if tensor is None or isinstance(tensor, torch.Tensor):
+            saved.append(tensor)
+            objects.append(None)
+        else:
+            parts, rest = tensor.prepare_for_saving()
+            saved.extend(parts)
+            objects.append(rest)
+    return saved, objects
+
+
+def restore_from_saved(
+    tensors: Sequence[Any],
+    saved_tensors: Sequence[torch.Tensor | None],
+    return_saved_tensors: bool = False,
+) -> Any:
+    """Put together again what :func:`prepare_for_saving` took apart.
+
+    Parameters
+    ----------
+    tensors : sequence
+        Its second result.
+    saved_tensors : sequence of torch.Tensor
+        Its first, as autograd brings it back.
+    return_saved_tensors : bool, default = False
+        Return the tensors that are left, too.
+    """
+    restored: list[Any] = []
+    for tensor in tensors:
+        if tensor is None or isinstance(tensor, torch.Tensor):
+            restored.append(saved_tensors[0])
+            saved_tensors = saved_tensors[1:]
+        else:
+            saved_tensors = tensor.restore_from_saved(saved_tensors)
+            restored.append(tensor)
+    return (restored, saved_tensors) if return_saved_tensors else restored
+
+
+def restore_from_func_ctx(ctx: Any, return_saved_tensors: bool = False) -> Any:
+    """Restore what a context of autograd holds as ``tensor_objects`` and ``saved_tensors``, and drop the objects.
+
+    Raises
+    ------
+    MissingAttributeError
+        If it holds none.
+    """
+    if getattr(ctx, "tensor_objects", None) is None:
+        message = "restore_from_func_ctx: ctx.tensor_objects must be the second result of prepare_for_saving"
+        raise MissingAttributeError(message)
+    result = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors, return_saved_tensors)
+    ctx.tensor_objects = None
+    return result

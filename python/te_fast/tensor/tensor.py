@@ -1,0 +1,364 @@
+"""Quantised tensors as torch sees them: of a high-precision type by name, of FP8 bytes by content."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_fast.errors import DtypeError, QuantizedTensorError, ShapeError, UnsupportedError
+from te_fast.runtime import native
+from te_fast.tensor.operations import dispatch, moved
+from te_fast.tensor.quantizer import Quantizer, note_write
+from te_fast.tensor.storage import QuantizedTensorStorage, Tensors
+
+
+class _Identity(torch.autograd.Function):
+    """The same values in a tensor of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class _Dequantize(torch.autograd.Function):
+    """Back to high precision; the gradient is that of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+        values: torch.Tensor = tensor._plain_values(dtype)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class QuantizedTensor(torch.Tensor):
+    """A tensor of FP8 bytes and scales.
+
+    To torch it is of its nominal type. Operations that know FP8 keep the class: views, copies, moves between devices.
+    What writes in place dequantises, runs, and quantises again. All others dequantise, and their results are plain.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Shape.
+    dtype : torch.dtype
+        Nominal type.
+    fake_dtype : torch.dtype, optional
+        The same.
+    requires_grad : bool, default = False
+        As of any tensor.
+    device : torch.device, optional
+        Where it is; the current GPU by default, or the CPU where there is none.
+    stride : sequence of int, optional
+        Strides; those of a contiguous tensor by default.
+
+    Raises
+    ------
+    ShapeError
+        If `fake_dtype` is another type than `dtype`.
+    """
+
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        fake_dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        device: torch.device | None = None,
+        stride: Sequence[int] | None = None,
+    ) -> Any:
+        """Make the tensor that torch sees."""
+        if fake_dtype is not None and fake_dtype != dtype:
+            message = f"{cls.__name__}: fake_dtype {fake_dtype} does not match dtype {dtype}"
+            raise ShapeError(message)
+        if device is None:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            shape,
+            strides=stride,
+            dtype=dtype,
+            layout=torch.strided,
+            requires_grad=requires_grad,
+            device=device,
+        )
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any, kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation of torch's on quantised tensors."""
+        return dispatch(func, types, args, kwargs or {})
+
+    # Values --------------------------------------------------------------------------------------
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the values in high precision."""
+        raise NotImplementedError
+
+    def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> Any:
+        """Write the values of a tensor."""
+        raise NotImplementedError
+
+    def float(self) -> torch.Tensor:
+        """Return the values in float32."""
+        return self.dequantize(dtype=torch.float32)
+
+    def half(self) -> torch.Tensor:
+        """Return the values in float16."""
+        return self.dequantize(dtype=torch.float16)
+
+    def bfloat16(self) -> torch.Tensor:
+        """Return the values in bfloat16."""
+        return self.dequantize(dtype=torch.bfloat16)
+
+    def expand_as(self, other: torch.Tensor) -> torch.Tensor:
+        """Expand; to the shape of itself, as who looks for gradient accumulators does, without dequantising."""
+        if other is self:
+            result: torch.Tensor = _Identity.apply(self)
+            return result
+        return super().expand_as(other)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return an empty storage: the bytes are those of inner tensors."""
+        return torch.UntypedStorage(0, device=self.device)
+
+
+def _outside(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.device, tensor.shape
+
+
+class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
+    """What tensors over a native value have in common."""
+
+    _storage_class: type[QuantizedTensorStorage]
+
+    @classmethod
+    def _of_value(
+        cls,
+        value: native.QuantizedValue,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        quantizer: Quantizer | None,
+        *,
+        device: torch.device | None = None,
+        stride: Sequence[int] | None = None,
+    ) -> Any:
+        """Return a tensor over a value, with a copy of a quantizer."""
+        if device is None:
+            data = value.row if value.row is not None else value.col
+            device = None if data is None else data.device
+        made = QuantizedTensor.__new__(cls, shape, dtype, device=device, stride=stride)
+        made._value = value
+        made._quantizer = None if quantizer is None else quantizer.copy()
+        return made
+
+    def _like(self, value: native.QuantizedValue, shape: Sequence[int], **options: Any) -> Any:
+        """Return a tensor of this one's class, nominal type and quantizer over another value."""
+        return self._of_value(value, shape, self.dtype, self._quantizer, **options)
+
+    @property
+    def _dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The nominal type."""
+        return self.dtype
+
+    def _shape(self) -> torch.Size:
+        return self.shape
+
+    size: Any = torch.Tensor.size
+    device: Any = torch.Tensor.device
+    view: Any = torch.Tensor.view
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the values.
+
+        Parameters
+        ----------
+        dtype : torch.dtype, optional
+            float32, float16 or bfloat16; the nominal type by default.
+
+        Returns
+        -------
+        torch.Tensor
+            ``float(byte) * scale_inv``, rounded once; its gradient is that of this tensor.
+        """
+        dtype = self.dtype if dtype is None else dtype
+        if torch.is_grad_enabled() and self.requires_grad:
+            values: torch.Tensor = _Dequantize.apply(self, dtype)
+            return values
+        return self._plain_values(dtype)
+
+    def _plain_values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values; autograd is not told."""
+        values = self._value.dequantize(dtype)
+        if values.shape != self.shape:
+            message = (
+                f"{type(self).__name__} of shape {list(self.shape)}: its bytes are of shape {list(values.shape)}; "
+                "they were freed or exchanged"
+            )
+            raise QuantizedTensorError(message)
+        return values
+
+    def to_dtype(self, dtype: torch.dtype) -> Any:
+        """Return a tensor of another nominal type over the same bytes."""
+        return self._of_value(self._value.share(), self.shape, dtype, self._quantizer)
+
+    @classmethod
+    def make_like(
+        cls,
+        tensor: Any,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        **fields: Any,
+    ) -> Any:
+        """Return a tensor with the fields of another one, but for those that are given."""
+        fields = tensor.get_metadata() | fields
+        dtype = tensor.dtype if dtype is None else dtype
+        shape = tensor.shape if shape is None else shape
+        device = tensor.device
+        return cls(shape, dtype, requires_grad=requires_grad, device=device, **fields)
+
+    def prepare_for_saving(self) -> tuple[Tensors, Any]:
+        """Return the tensors, and a storage that takes them back; a tensor that users have stays whole."""
+        tensors = [getattr(self._value, name) for name in self._PARTS]
+        share = self._value.share()
+        return tensors, self._storage_class._storage_of(share, self.dtype, self._quantizer)
+
+    # Exchanging the values -----------------------------------------------------------------------
+
+    @property
+    def data(self) -> Any:
+        """The same bytes in a tensor that autograd does not know."""
+        return self.detach()
+
+    @data.setter
+    def data(self, tensor: torch.Tensor) -> None:
+        """Take over the bytes of a quantised tensor, or quantise a plain one into new ones.
+
+        Views keep the former values, as those of any tensor do.
+        """
+        if not isinstance(tensor, torch.Tensor):
+            message = (
+                f"{type(self).__name__}.data: expected a torch.Tensor, got {type(tensor).__name__}"
+            )
+            raise DtypeError(message)
+        if isinstance(tensor, Float8TensorBase) and tensor._value.block == self._value.block:
+            fresh: Any = tensor.detach()
+        else:
+            quantizer = moved(self._get_quantizer(), tensor.device).copy()
+            quantizer.internal = False
+            with torch.no_grad():
+                fresh = quantizer.quantize_impl(tensor)
+        if _outside(fresh) != _outside(self):
+            _exchange_outside(self, fresh)
+            if self._quantizer is not None:
+                self._quantizer = moved(self._quantizer, self.device)
+        self._value = fresh._value
+        note_write(self)
+
+    def fsdp_pre_all_gather(self, *_: Any) -> Any:
+        """Refuse FSDP2, which would gather values in high precision and quantise them anew in each forward.
+
+        Raises
+        ------
+        UnsupportedError
+            Always.
+        """
+        message = (
+            f"{type(self).__name__}: FSDP2 of quantised parameters is not supported yet; make the layers without "
+            "quantized_model_init, which shards their weights in high precision"
+        )
+        raise UnsupportedError(message)
+
+    fsdp_post_all_gather = fsdp_pre_all_gather
+
+    # Compilers -----------------------------------------------------------------------------------
+
+    _INNER_TENSORS: tuple[str, ...] = ()
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        """Name the inner tensors that are there, and say what the tensor is beside them."""
+        names = [name for name in self._INNER_TENSORS if getattr(self, name) is not None]
+        quantizer = self._quantizer
+        plain = None if getattr(quantizer, "scale", None) is not None else quantizer
+        return names, {"block": self._value.block, "fp8": self._value.fp8, "quantizer": plain} | {
+            "dtype": self.dtype,
+            "valid": self._value.col_is_valid,
+        }
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, torch.Tensor], about: dict[str, Any], size: Any, stride: Any
+    ) -> Any:
+        """Put a tensor together of inner ones; delayed scaling's quantizer is not among them."""
+        value = native.QuantizedValue(about["block"], about["fp8"], None, None, None, None)
+        made = cls._of_value(
+            value,
+            size,
+            about["dtype"],
+            about["quantizer"],
+            device=next(iter(inner.values())).device,
+            stride=stride,
+        )
+        for name in cls._INNER_TENSORS:
+            if name in inner:
+                setattr(made, name, inner[name])
+        value.col_is_valid = about["valid"]
+        return made
+
+    # Copies --------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy with bytes, scales and quantizer of its own; a parameter stays one."""
+        if id(self) in memo:
+            return memo[id(self)]
+        if self.grad_fn is not None:
+            message = f"{type(self).__name__}: only tensors that no operation computed can be copied deeply"
+            raise QuantizedTensorError(message)
+        with torch.no_grad():
+            made = self.detach().clone()
+        made.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        for name, attribute in self.__dict__.items():
+            if name != "_value":
+                made.__dict__[name] = copy.deepcopy(attribute, memo)
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Class, type and values."""
+        with torch.no_grad():
+            return self._shown()
+
+
+def _exchange_outside(tensor: Any, fresh: Any) -> None:
+    """Let a tensor have the type, device and shape of another one, and keep what else it has."""
+    attributes, requires_grad = dict(tensor.__dict__), tensor.requires_grad
+    fresh.requires_grad_(requires_grad)
+    try:
+        torch.utils.swap_tensors(tensor, fresh)
+    except RuntimeError as error:
+        message = (
+            f"{type(tensor).__name__}.data: autograd or another object holds the tensor, so that its type, shape "
+            f"or device cannot change ({error}); make a new parameter"
+        )
+        raise QuantizedTensorError(message) from error
+    value = tensor.__dict__["_value"]
+    tensor.__dict__.clear()
+    tensor.__dict__.update(attributes)
+    fresh.__dict__["_value"] = value

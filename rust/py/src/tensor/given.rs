@@ -1,0 +1,185 @@
+//! Weights that users have quantised themselves, as a program's call reads them: it never enters torch's dispatch.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyDictMethods;
+use smallvec::SmallVec;
+use te_fast_core::Error;
+use te_fast_core::base::dtype::{DType, Device};
+use te_fast_core::base::pointer::DevPtr;
+use te_fast_core::base::tensor::TensorView;
+use te_fast_core::cuda::device::is_capturing;
+use te_fast_core::quant::value::{Quantized, WeightLayout};
+use te_fast_core::recipe::definition::{BackwardOverride, Recipe};
+use te_fast_core::runtime::lane::Place;
+
+use crate::error::Failure;
+use crate::hooks::hooks;
+use crate::tensor::value::QuantizedValue;
+use crate::torch::operand::fits;
+use crate::torch::process::State;
+use crate::torch::reader::{instance_dict, view_of};
+
+const OP: &str = "ops";
+
+/// The native value of a tensor that is a quantised one.
+#[inline]
+pub(crate) fn given<'py>(state: &State, tensor: &Bound<'py, PyAny>) -> Option<Bound<'py, QuantizedValue>> {
+    if state.torch.is_plain(tensor) {
+        return None;
+    }
+    let value = instance_dict(tensor).ok()?.get_item(intern!(tensor.py(), "_value")).ok()??;
+    value.cast_into::<QuantizedValue>().ok()
+}
+
+/// What torch sees of a quantised tensor: its shape and nominal type, and no memory.
+pub(crate) fn nominal_view<'a>(
+    state: &State,
+    tensor: &'a Bound<'_, PyAny>,
+    value: &Bound<'_, QuantizedValue>,
+) -> Result<TensorView<'a>, Failure> {
+    let py = tensor.py();
+    let dtype = tensor.getattr(intern!(py, "dtype"))?;
+    let floats = [DType::F32, DType::F16, DType::Bf16];
+    let nominal = floats.into_iter().find(|&float| state.torch.dtype(py, float).is(&dtype));
+    let (row, col) = {
+        let value = QuantizedValue::snapshot(value)?;
+        let row = value.part(py, false);
+        let col = if row.is_none() { value.part(py, true) } else { None };
+        (row, col)
+    };
+    let (Some(dtype), Some((data, _))) = (nominal, row.as_ref().or(col.as_ref())) else {
+        let got = "one of another type, or whose bytes were freed";
+        return Err(Error::dtype(OP, "a quantised parameter", "of float32, float16 or bfloat16, with data", got).into());
+    };
+    let bytes = view_of(&state.reader, data, "data of a quantised parameter")?;
+    let mut shape: SmallVec<[i64; 4]> = bytes.shape().into();
+    if row.is_none() && !shape.is_empty() {
+        shape.rotate_left(1);
+    }
+    let view = TensorView::new(DevPtr::null(), bytes.device(), dtype, &shape, None);
+    view.ok_or_else(|| Error::shape(OP, "a quantised parameter", "of few dimensions", format!("{shape:?}")).into())
+}
+
+/// The shape, type and device of a weight, quantised or not; the address of one that is not.
+pub(crate) fn weight_view<'a>(state: &State, weight: &'a Bound<'_, PyAny>) -> Result<TensorView<'a>, Failure> {
+    match given(state, weight) {
+        None => Ok(view_of(&state.reader, weight, "weight")?),
+        Some(value) => nominal_view(state, weight, &value),
+    }
+}
+
+/// The tensors of both layouts; those that are not there, or not valid, are none.
+pub(crate) struct GivenWeight<'py>([Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>; 2]);
+
+impl<'py> GivenWeight<'py> {
+    /// The layouts of `value` that a call reads, after a look at whether they fit a recipe.
+    pub(crate) fn of_forward(
+        state: &State,
+        value: &Bound<'py, QuantizedValue>,
+        recipe: &Recipe,
+        place: (Device, &TensorView<'_>),
+    ) -> Result<Self, Failure> {
+        {
+            let value = value.try_borrow()?;
+            if recipe.backward_override != BackwardOverride::None {
+                let message = "a quantised weight has no high-precision values, which backward_override asks for; make the layer without quantized_model_init";
+                return Err(Error::unsupported(OP, message).into());
+            }
+            if !value.is_weight_of(recipe) {
+                let message = format!(
+                    "the weight was quantised with {}, and the recipe of the region asks for another kind; use the recipe of quantized_model_init",
+                    value.described()
+                );
+                return Err(Error::state(OP, message).into());
+            }
+        }
+        let weight = Self([QuantizedValue::snapshot(value)?.part(value.py(), false), None]);
+        weight.check(state, value, place)?;
+        Ok(weight)
+    }
+
+    /// The column layout, made where it is missing; where a program has none, the row layout.
+    pub(crate) fn of_backward(
+        state: &State,
+        value: &Bound<'py, QuantizedValue>,
+        layout: &WeightLayout,
+        (place, nominal): (Place, &TensorView<'_>),
+    ) -> Result<Self, Failure> {
+        let py = value.py();
+        let weight = if layout.usage.columnwise {
+            let is_valid = QuantizedValue::snapshot(value)?.is_col_valid(py);
+            if !is_valid {
+                if matches!(place.device, Device::Cuda(_)) && is_capturing(place.stream)? {
+                    let message = "a graph under capture cannot make the weight's column layout, whose bytes would exist when the graph runs; call weight.update_usage(columnwise_usage=True) before";
+                    return Err(Error::state(OP, message).into());
+                }
+                hooks(py)?.make_columnwise.bind(py).call1((value, "the weight"))?;
+            }
+            Self([None, QuantizedValue::snapshot(value)?.part(py, true)])
+        } else {
+            Self([QuantizedValue::snapshot(value)?.part(py, false), None])
+        };
+        weight.check(state, value, (place.device, nominal))?;
+        Ok(weight)
+    }
+
+    /// Refuses memory that is not that of such a weight: users exchange it.
+    fn check(
+        &self,
+        state: &State,
+        value: &Bound<'_, QuantizedValue>,
+        (device, nominal): (Device, &TensorView<'_>),
+    ) -> Result<(), Failure> {
+        let Some(columnwise) = self.0.iter().position(Option::is_some) else {
+            let message = "the weight's layout is not there; quantise it anew with rowwise usage";
+            return Err(Error::state(OP, message).into());
+        };
+        let Some((data, scale)) = &self.0[columnwise] else { return Ok(()) };
+        let bytes = view_of(&state.reader, data, "data of a quantised weight")?;
+        let scales = view_of(&state.reader, scale, "scales of a quantised weight")?;
+        let (rows, cols) = (nominal.rows(), nominal.cols());
+        let (rows, cols) = if columnwise == 1 { (cols, rows) } else { (rows, cols) };
+        let expected = value.try_borrow()?.scale_count(rows, cols);
+        if bytes.numel() != rows * cols || bytes.dtype().size() != 1 || !fits(&bytes) {
+            let got = format!("{:?} of {}, strides {:?}", bytes.shape(), bytes.dtype(), bytes.strides());
+            let expected = format!("{rows} x {cols} bytes, contiguous and on a multiple of 16");
+            return Err(Error::shape(OP, "data of a quantised weight", expected, got).into());
+        }
+        if scales.numel() != expected || scales.dtype() != DType::F32 || !scales.is_contiguous() {
+            let got = format!("{:?} of {}", scales.shape(), scales.dtype());
+            let expected = format!("{expected} float32, contiguous");
+            return Err(Error::shape(OP, "scales of a quantised weight", expected, got).into());
+        }
+        if bytes.device() != device || scales.device() != device {
+            let got = format!("data on {} and scales on {}", bytes.device(), scales.device());
+            return Err(Error::device(OP, "a quantised weight", format!("{device}, where the input is"), got).into());
+        }
+        if columnwise == 1 && !cols.is_multiple_of(16) {
+            let expected = "a multiple of 16 for the gradient of the input";
+            return Err(Error::shape(OP, "rows of a quantised weight", expected, cols).into());
+        }
+        Ok(())
+    }
+
+    /// Addresses in row and column layout.
+    pub(crate) fn layouts(&self, state: &State) -> te_fast_core::Result<[Quantized<'_>; 2]> {
+        let mut layouts = [Quantized::NONE; 2];
+        for (layout, part) in layouts.iter_mut().zip(&self.0) {
+            if let Some((data, scale)) = part {
+                *layout = Quantized { data: state.pointer(Some(data))?, scale: state.pointer(Some(scale))? };
+            }
+        }
+        Ok(layouts)
+    }
+}
+
+/// The values of a quantised parameter as a plain tensor, for a call in high precision.
+#[cold]
+pub(crate) fn dequantized<'py>(
+    tensor: &Bound<'py, PyAny>,
+    value: &Bound<'py, QuantizedValue>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let dtype = tensor.getattr(intern!(tensor.py(), "dtype"))?;
+    QuantizedValue::dequantize(value, &dtype)
+}

@@ -1,0 +1,5 @@
+//! Quantised tensors of users: what `te_fast.tensor` stands on.
+
+pub(crate) mod given;
+pub(crate) mod scale;
+pub(crate) mod value;

@@ -1,0 +1,574 @@
+//! A quantised value that users hold: its bytes and scales in one layout or both, and the casts into it and out of it.
+//!
+//! The inner tensors are everybody's: users read and exchange them, and torch may take their memory away. So addresses are
+//! read anew at every use.
+
+use pyo3::exceptions::PyValueError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use pyo3::{PyTraverseError, PyVisit};
+use smallvec::SmallVec;
+use te_fast_core::base::dtype::DType;
+use te_fast_core::base::tensor::TensorView;
+use te_fast_core::ops::cast_block::{BlockShape, scale_shape};
+use te_fast_core::ops::dequantize::{DequantizePlan, DequantizePointers, DequantizeSpec};
+use te_fast_core::quant::content::{Content, Versions};
+use te_fast_core::quant::quantizer::{QuantPlan, QuantPointers, QuantSpec};
+use te_fast_core::recipe::definition::{Block, Quantization, Recipe, Scaling};
+use te_fast_core::recipe::usage::Usage;
+use te_fast_core::{Error, Fp8};
+
+use crate::direct::call::DirectCall;
+use crate::direct::tensors::{contiguous, fp8_named, single_f32};
+use crate::error::IntoPython;
+use crate::torch::process::{State, contiguous_strides, state};
+use crate::torch::reader::view_of;
+
+const OP: &str = "quantize";
+/// What kernels ask of the addresses and rows of a layout that they write.
+const ALIGNMENT: usize = 16;
+
+type Object = Option<Py<PyAny>>;
+type Sizes = SmallVec<[i64; 4]>;
+
+/// One layout.
+#[derive(Debug, Default)]
+struct Layout {
+    data: Object,
+    /// Per-tensor scaling has one scale, which the row layout keeps whether or not it has data.
+    scale: Object,
+    content: Content,
+}
+
+impl Layout {
+    fn shared(&self, py: Python<'_>) -> Self {
+        let of = |object: &Object| object.as_ref().map(|tensor| tensor.clone_ref(py));
+        Self { data: of(&self.data), scale: of(&self.scale), content: self.content.clone() }
+    }
+}
+
+/// A quantised value.
+#[pyclass(module = "te_fast._native", name = "QuantizedValue")]
+#[derive(Debug)]
+pub(crate) struct QuantizedValue {
+    block: Block,
+    fp8: Fp8,
+    row: Layout,
+    col: Layout,
+}
+
+/// How scales come about: computed from the tensor, least amax, as powers of two.
+type Rule = (bool, f32, bool);
+
+#[pymethods]
+impl QuantizedValue {
+    /// Bytes and inverse scales of both layouts, None for what is not there; `block` is 0 (one scale), 1 (1x128) or 2 (128x128).
+    #[new]
+    fn new(
+        py: Python<'_>,
+        block: u8,
+        fp8: &str,
+        row: Object,
+        row_scale: Object,
+        col: Object,
+        col_scale: Object,
+    ) -> PyResult<Self> {
+        let block = match block {
+            0 => Block::Tensor,
+            1 => Block::Row,
+            2 => Block::Square,
+            other => return Err(PyValueError::new_err(format!("block must be 0, 1 or 2, got {other}"))),
+        };
+        let layout = |data, scale| Layout { data, scale, content: Content::new() };
+        let value = Self { block, fp8: fp8_named(fp8)?, row: layout(row, row_scale), col: layout(col, col_scale) };
+        value.agree(py);
+        Ok(value)
+    }
+
+    /// 0 for one scale, 1 for a scale per 1x128, 2 for one per 128x128.
+    #[getter]
+    fn block(&self) -> u8 {
+        self.block as u8
+    }
+
+    /// `e4m3` or `e5m2`.
+    #[getter]
+    fn fp8(&self) -> &'static str {
+        match self.fp8 {
+            Fp8::E4m3 => "e4m3",
+            Fp8::E5m2 => "e5m2",
+        }
+    }
+
+    #[setter]
+    fn set_fp8(&mut self, name: &str) -> PyResult<()> {
+        self.fp8 = fp8_named(name)?;
+        Ok(())
+    }
+
+    /// Bytes of the row layout.
+    #[getter]
+    fn row(&self, py: Python<'_>) -> Object {
+        self.row.data.as_ref().map(|tensor| tensor.clone_ref(py))
+    }
+
+    /// Other bytes, which the column layout is not known to agree with.
+    #[setter]
+    fn set_row(slf: &Bound<'_, Self>, data: Object) -> PyResult<()> {
+        let mut value = slf.try_borrow_mut()?;
+        value.row.content = Content::new();
+        let former = std::mem::replace(&mut value.row.data, data);
+        drop(value);
+        drop(former);
+        Ok(())
+    }
+
+    /// Its inverse scales.
+    #[getter]
+    fn row_scale(&self, py: Python<'_>) -> Object {
+        self.row.scale.as_ref().map(|tensor| tensor.clone_ref(py))
+    }
+
+    #[setter]
+    fn set_row_scale(slf: &Bound<'_, Self>, scale: Object) -> PyResult<()> {
+        let former = std::mem::replace(&mut slf.try_borrow_mut()?.row.scale, scale);
+        drop(former);
+        Ok(())
+    }
+
+    /// Bytes of the column layout.
+    #[getter]
+    fn col(&self, py: Python<'_>) -> Object {
+        self.col.data.as_ref().map(|tensor| tensor.clone_ref(py))
+    }
+
+    /// Other bytes, which hold what the row layout does.
+    #[setter]
+    fn set_col(slf: &Bound<'_, Self>, data: Object) -> PyResult<()> {
+        let mut value = slf.try_borrow_mut()?;
+        value.col.content = Content::new();
+        let former = std::mem::replace(&mut value.col.data, data);
+        drop(value);
+        drop(former);
+        Self::snapshot(slf)?.agree(slf.py());
+        Ok(())
+    }
+
+    /// Its inverse scales; the one scale of a value that has one.
+    #[getter]
+    fn col_scale(&self, py: Python<'_>) -> Object {
+        let layout = if self.block == Block::Tensor { &self.row } else { &self.col };
+        layout.scale.as_ref().map(|tensor| tensor.clone_ref(py))
+    }
+
+    #[setter]
+    fn set_col_scale(slf: &Bound<'_, Self>, scale: Object) -> PyResult<()> {
+        let former = std::mem::replace(&mut slf.try_borrow_mut()?.col.scale, scale);
+        drop(former);
+        Ok(())
+    }
+
+    /// Whether there is a column layout that holds what the row layout does.
+    #[getter]
+    fn col_is_valid(slf: &Bound<'_, Self>) -> PyResult<bool> {
+        Ok(Self::snapshot(slf)?.is_col_valid(slf.py()))
+    }
+
+    /// Says that the column layout holds what the row layout does, or that this value's does not.
+    #[setter]
+    fn set_col_is_valid(slf: &Bound<'_, Self>, valid: bool) -> PyResult<()> {
+        if valid {
+            Self::snapshot(slf)?.agree(slf.py());
+        } else {
+            slf.try_borrow_mut()?.col.content = Content::new();
+        }
+        Ok(())
+    }
+
+    /// Another value over the same bytes and scales.
+    fn share(&self, py: Python<'_>) -> Self {
+        Self { block: self.block, fp8: self.fp8, row: self.row.shared(py), col: self.col.shared(py) }
+    }
+
+    /// Says that others have written the bytes of the row layout.
+    fn note_write(&self) {
+        self.row.content.write();
+    }
+
+    /// What is known of the bytes is that of `other`, whose bytes they are, seen as another shape.
+    fn note_same_bytes(&mut self, other: &Bound<'_, Self>) -> PyResult<()> {
+        let other = other.try_borrow()?;
+        self.row.content = other.row.content.clone();
+        self.col.content = other.col.content.clone();
+        Ok(())
+    }
+
+    /// Quantises `x` into these layouts (row, column), in the memory that is there where it fits; other layouts are dropped.
+    /// What is there has the shape of `x`. Delayed scaling brings `scale` and a maximum to raise.
+    #[pyo3(signature = (x, usage, rule, scale=None, amax=None, noop=None, /))]
+    fn quantize(
+        slf: &Bound<'_, Self>,
+        x: &Bound<'_, PyAny>,
+        usage: (bool, bool),
+        rule: Rule,
+        scale: Option<&Bound<'_, PyAny>>,
+        amax: Option<&Bound<'_, PyAny>>,
+        noop: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let state = state(slf.py())?;
+        let view = contiguous(state, x, OP, "x")?;
+        let usage = Usage { rowwise: usage.0, columnwise: usage.1 };
+        let single = |tensor, what| single_f32(state, tensor, what, &view);
+        let io = QuantPointers {
+            x: view.data(),
+            scale: single(scale, "scale")?,
+            amax: single(amax, "amax")?,
+            noop: single(noop, "noop_flag")?,
+            ..QuantPointers::default()
+        };
+        let value = Self::snapshot(slf)?;
+        let plan = value.plan(state, slf.py(), &view, usage, rule)?;
+        let call = DirectCall::new(state, slf.py(), OP, view.device())?;
+        let targets = value.targets(&call, &view, usage, !io.noop.is_null())?;
+        if view.numel() != 0 {
+            let io = QuantPointers {
+                row: call.pointer(targets.row.as_ref().map(|row| &row.written))?,
+                row_scale: call.pointer(targets.row_scale.as_ref())?,
+                col: call.pointer(targets.col.as_ref().map(|col| &col.written))?,
+                col_scale: call.pointer(targets.col_scale.as_ref())?,
+                ..io
+            };
+            call.with_lane(plan.scratch_bytes(), |lane| {
+                let (scratch, counters) = (lane.workspace.scratch, lane.workspace.counters);
+                plan.run(&mut lane.target, &QuantPointers { scratch, counters, ..io })
+            })?;
+        }
+        drop(call);
+        Self::take(slf, targets)
+    }
+
+    /// The values, as a tensor of `dtype`: float32, float16 or bfloat16.
+    pub(crate) fn dequantize<'py>(slf: &Bound<'py, Self>, dtype: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let py = slf.py();
+        let state = state(py)?;
+        let (data, scale, columnwise, block, input) = {
+            let value = slf.try_borrow()?;
+            let columnwise = value.row.data.is_none();
+            let (data, scale) =
+                if columnwise { (value.col(py), value.col_scale(py)) } else { (value.row(py), value.row_scale(py)) };
+            (data, scale, columnwise, value.block, value.fp8)
+        };
+        let (Some(data), Some(scale)) = (data, scale) else {
+            return Err(Error::state("dequantize", "the quantised tensor has no data, or no scales")).python();
+        };
+        let (data, scale) = (data.into_bound(py), scale.into_bound(py));
+        let contiguous = |tensor: Bound<'py, PyAny>| tensor.call_method0(intern!(py, "contiguous"));
+        let (data, scale) = (contiguous(data)?, contiguous(scale)?);
+        let out = dequantized(state, (&data, &scale), block_shape(block), input, dtype, columnwise)?;
+        if columnwise { from_columns(&out) } else { Ok(out) }
+    }
+
+    #[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        [&self.row.data, &self.row.scale, &self.col.data, &self.col.scale]
+            .into_iter()
+            .flatten()
+            .try_for_each(|tensor| visit.call(tensor))
+    }
+
+    fn __clear__(&mut self) {
+        (self.row, self.col) = (Layout::default(), Layout::default());
+    }
+}
+
+/// A layout that is to be written: the tensor that users see, and what is written, another one where kernels cannot write that.
+struct Target<'py> {
+    seen: Bound<'py, PyAny>,
+    written: Bound<'py, PyAny>,
+    is_fresh: bool,
+}
+
+struct Targets<'py> {
+    row: Option<Target<'py>>,
+    row_scale: Option<Bound<'py, PyAny>>,
+    col: Option<Target<'py>>,
+    col_scale: Option<Bound<'py, PyAny>>,
+}
+
+impl QuantizedValue {
+    /// The same bytes and scales in a value that nobody else has: it may be borrowed while Python runs.
+    pub(crate) fn snapshot(slf: &Bound<'_, Self>) -> PyResult<Self> {
+        Ok(slf.try_borrow()?.share(slf.py()))
+    }
+
+    /// Whether there is a column layout that holds what the row layout does.
+    pub(crate) fn is_col_valid(&self, py: Python<'_>) -> bool {
+        self.col.data.is_some()
+            && (self.row.data.is_none() || self.col.content.agrees(&self.row.content, self.versions(py)))
+    }
+
+    /// Bytes and scales of a layout that is there, valid.
+    pub(crate) fn part<'py>(
+        &self,
+        py: Python<'py>,
+        columnwise: bool,
+    ) -> Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+        let (data, scale) = if columnwise {
+            (self.col.data.as_ref().filter(|_| self.is_col_valid(py)), self.col_scale(py))
+        } else {
+            (self.row.data.as_ref(), self.row_scale(py))
+        };
+        Some((data?.bind(py).clone(), scale?.into_bound(py)))
+    }
+
+    /// Whether a recipe quantises weights so.
+    pub(crate) fn is_weight_of(&self, recipe: &Recipe) -> bool {
+        self.block == recipe.weight.block && self.fp8 == recipe.fwd
+    }
+
+    /// Its scales and type, for messages.
+    pub(crate) fn described(&self) -> String {
+        let scales = match self.block {
+            Block::Tensor => "one scale",
+            Block::Row => "a scale per 1x128",
+            Block::Square => "a scale per 128x128",
+        };
+        format!("{scales} to {}", self.fp8())
+    }
+
+    /// How many scales the row layout of so many rows and columns has.
+    pub(crate) fn scale_count(&self, rows: usize, cols: usize) -> usize {
+        block_shape(self.block).map_or(1, |block| scale_shape(block, rows, cols).iter().product())
+    }
+
+    fn plan(
+        &self,
+        state: &State,
+        py: Python<'_>,
+        x: &TensorView<'_>,
+        usage: Usage,
+        (current, amax_epsilon, power_2_scale): Rule,
+    ) -> PyResult<QuantPlan> {
+        let Some(input) = x.dtype().as_float() else {
+            return Err(Error::dtype(OP, "x", "float32, float16 or bfloat16", x.dtype())).python();
+        };
+        if usage.is_empty() {
+            return Err(Error::value(OP, "the quantizer asks for neither layout; set rowwise or columnwise usage"))
+                .python();
+        }
+        let scaling = match (self.block, current) {
+            (Block::Tensor, true) => Scaling::Current,
+            (Block::Tensor, false) => Scaling::Delayed,
+            _ => Scaling::Block,
+        };
+        let processors = state.dispatcher(py)?.0.multiprocessors(x.device()).python()?;
+        QuantPlan::new(&QuantSpec {
+            scaling,
+            quantization: Quantization { power_2_scale, amax_epsilon, block: self.block },
+            rows: x.rows(),
+            cols: x.cols(),
+            input,
+            output: self.fp8,
+            usage,
+            dbias: false,
+            processors,
+        })
+        .python()
+    }
+
+    fn targets<'py>(
+        &self,
+        call: &DirectCall<'_, 'py>,
+        x: &TensorView<'_>,
+        usage: Usage,
+        keeps: bool,
+    ) -> PyResult<Targets<'py>> {
+        let (py, rows, cols) = (call.py, x.rows(), x.cols());
+        let (size, rotated) = (Sizes::from_slice(x.shape()), rotated(x.shape()));
+        let block = block_shape(self.block);
+        let scales = |rows, cols| match block {
+            None => Sizes::from_elem(1, 1),
+            Some(block) => scale_shape(block, rows, cols).into_iter().map(|size| size as i64).collect(),
+        };
+        let bound = |object: &Object| object.as_ref().map(|tensor| tensor.bind(py).clone());
+        for (layout, size) in [(&self.row, &size), (&self.col, &rotated)] {
+            if let Some(tensor) = bound(&layout.data) {
+                check_place(call, &tensor, size)?;
+            }
+        }
+        let target = |layout: &Layout, size: &[i64], row, ld| target(call, bound(&layout.data), size, (row, ld), keeps);
+        let row = usage.rowwise.then(|| target(&self.row, &size, cols, cols));
+        let col = usage.columnwise.then(|| target(&self.col, &rotated, rows, rows.next_multiple_of(ALIGNMENT)));
+        let scale = |kept: &Object, size: Sizes| kept_or_new(call, bound(kept), &size);
+        let row_scale = (usage.rowwise || block.is_none()).then(|| scale(&self.row.scale, scales(rows, cols)));
+        let row_scale = row_scale.transpose()?;
+        let col_scale = match (usage.columnwise, block) {
+            (true, Some(_)) => Some(scale(&self.col.scale, scales(cols, rows))?),
+            (true, None) => row_scale.clone(),
+            _ => None,
+        };
+        Ok(Targets { row: row.transpose()?, row_scale, col: col.transpose()?, col_scale })
+    }
+
+    /// Takes what was written for its own.
+    fn take(slf: &Bound<'_, Self>, targets: Targets<'_>) -> PyResult<()> {
+        let py = slf.py();
+        for target in [&targets.row, &targets.col].into_iter().flatten() {
+            if !target.written.is(&target.seen) {
+                target.seen.call_method1(intern!(py, "copy_"), (&target.written,))?;
+            }
+        }
+        let is_per_tensor = slf.try_borrow()?.block == Block::Tensor;
+        let kept = |layout: &Layout, target: Option<Target<'_>>, scale: Option<Bound<'_, PyAny>>| match target {
+            None => Layout { scale: scale.map(Bound::unbind), ..Layout::default() },
+            Some(target) => {
+                let content = if target.is_fresh { Content::new() } else { layout.content.clone() };
+                content.write();
+                Layout { data: Some(target.seen.unbind()), scale: scale.map(Bound::unbind), content }
+            }
+        };
+        let mut value = slf.try_borrow_mut()?;
+        let row = kept(&value.row, targets.row, targets.row_scale);
+        let col = kept(&value.col, targets.col, targets.col_scale.filter(|_| !is_per_tensor));
+        let former = (std::mem::replace(&mut value.row, row), std::mem::replace(&mut value.col, col));
+        drop(value);
+        drop(former);
+        Self::snapshot(slf)?.agree(py);
+        Ok(())
+    }
+
+    /// Notes that both layouts hold the same.
+    fn agree(&self, py: Python<'_>) {
+        if self.row.data.is_some() && self.col.data.is_some() {
+            self.col.content.agree(&self.row.content, self.versions(py));
+        }
+    }
+
+    fn versions(&self, py: Python<'_>) -> Versions {
+        [&self.row.data, &self.col.data].map(|data| {
+            let tensor = data.as_ref()?.bind(py);
+            tensor.getattr(intern!(py, "_version")).and_then(|version| version.extract()).ok()
+        })
+    }
+}
+
+fn block_shape(block: Block) -> Option<BlockShape> {
+    match block {
+        Block::Tensor => None,
+        Block::Row => Some(BlockShape::OneDimensional),
+        Block::Square => Some(BlockShape::TwoDimensional),
+    }
+}
+
+/// The last size first: the shape of a column layout.
+fn rotated(size: &[i64]) -> Sizes {
+    size.iter().rev().take(1).chain(size.split_last().map_or(&[][..], |(_, leading)| leading)).copied().collect()
+}
+
+/// Refuses memory of another shape or device than the tensor that is to be quantised into it.
+fn check_place(call: &DirectCall<'_, '_>, tensor: &Bound<'_, PyAny>, size: &[i64]) -> PyResult<()> {
+    let view = view_of(&call.state.reader, tensor, "data of the quantised tensor").python()?;
+    call.same_device(&view, "the quantised tensor")?;
+    if view.dtype().size() != 1 {
+        return Err(Error::dtype(OP, "data of the quantised tensor", "torch.uint8", view.dtype())).python();
+    }
+    call.shape(&view, "data of the quantised tensor", size)
+}
+
+/// Where a layout of `size` is written, whose rows are `row` long and kernels want to be `ld` long. With `keeps`, what is there
+/// may have to stay.
+fn target<'py>(
+    call: &DirectCall<'_, 'py>,
+    kept: Option<Bound<'py, PyAny>>,
+    size: &[i64],
+    (row, ld): (usize, usize),
+    keeps: bool,
+) -> PyResult<Target<'py>> {
+    let (py, is_fresh) = (call.py, kept.is_none());
+    let seen = kept.map_or_else(|| call.empty(size, DType::U8), Ok)?;
+    let view = view_of(&call.state.reader, &seen, "data of the quantised tensor").python()?;
+    if view.numel() == 0 || (row == ld && view.is_contiguous() && view.is_aligned(ALIGNMENT)) {
+        return Ok(Target { written: seen.clone(), seen, is_fresh });
+    }
+    let bytes = call.empty(&[(view.numel() / row * ld) as i64], DType::U8)?;
+    let mut strides = contiguous_strides(size);
+    if row != ld
+        && let Some(stride) = strides.first_mut()
+    {
+        *stride = ld as i64;
+    }
+    let written =
+        bytes.call_method1(intern!(py, "as_strided"), (PyTuple::new(py, size)?, PyTuple::new(py, strides)?))?;
+    if keeps && !is_fresh {
+        written.call_method1(intern!(py, "copy_"), (&seen,))?;
+    }
+    Ok(Target { seen, written, is_fresh })
+}
+
+/// The scales that are there, if so many float32 fit into them, else new ones.
+fn kept_or_new<'py>(
+    call: &DirectCall<'_, 'py>,
+    kept: Option<Bound<'py, PyAny>>,
+    size: &[i64],
+) -> PyResult<Bound<'py, PyAny>> {
+    if let Some(kept) = kept {
+        let view = view_of(&call.state.reader, &kept, "scales of the quantised tensor").python()?;
+        call.same_device(&view, "scales of the quantised tensor")?;
+        let fits = view.shape() == size || (size == [1] && view.numel() == 1);
+        if fits && view.dtype() == DType::F32 && view.is_contiguous() {
+            return Ok(kept);
+        }
+    }
+    call.empty(size, DType::F32)
+}
+
+/// FP8 bytes of a layout, under their scales, as a tensor of `dtype` and their shape.
+fn dequantized<'py>(
+    state: &State,
+    (data, scale): (&Bound<'py, PyAny>, &Bound<'py, PyAny>),
+    block: Option<BlockShape>,
+    input: Fp8,
+    dtype: &Bound<'py, PyAny>,
+    columnwise: bool,
+) -> PyResult<Bound<'py, PyAny>> {
+    const OP: &str = "dequantize";
+    let py = data.py();
+    let floats = [DType::F32, DType::F16, DType::Bf16];
+    let Some(output) = floats.into_iter().find(|&float| state.torch.dtype(py, float).is(dtype)) else {
+        return Err(Error::dtype(OP, "dtype", "float32, float16 or bfloat16", dtype)).python();
+    };
+    let q = view_of(&state.reader, data, "data of the quantised tensor").python()?;
+    let scales = view_of(&state.reader, scale, "scales of the quantised tensor").python()?;
+    let call = DirectCall::new(state, py, OP, q.device())?;
+    call.same_device(&scales, "scales of the quantised tensor")?;
+    call.dtype(&scales, "scales of the quantised tensor", DType::F32)?;
+    // The dimensions that are counted together are the last ones of a column layout.
+    let first = q.shape().first().map_or(1, |&size| size as usize);
+    let (rows, cols) = if columnwise { (first, q.numel() / first.max(1)) } else { (q.rows(), q.cols()) };
+    let out = call.empty(q.shape(), output)?;
+    if q.numel() == 0 {
+        return Ok(out);
+    }
+    match block {
+        None if scales.numel() == 1 => {}
+        None => return Err(Error::shape(OP, "scales", "one scale", format_args!("{:?}", scales.shape()))).python(),
+        Some(block) => {
+            let expected = scale_shape(block, rows, cols).map(|size| size as i64);
+            call.shape(&scales, "scales of the quantised tensor", &expected)?;
+        }
+    }
+    let Some(output) = output.as_float() else { return Ok(out) };
+    let plan = DequantizePlan::new(DequantizeSpec { rows, cols, ld: cols, input, output, block }).python()?;
+    let pointers = DequantizePointers { q: q.data(), out: call.pointer(Some(&out))?, scale_inv: scales.data() };
+    call.run(0, |target, _| plan.run(target, &pointers))?;
+    Ok(out)
+}
+
+/// The tensor whose column layout, dequantised, is `columns`.
+fn from_columns<'py>(columns: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let py = columns.py();
+    let dims = columns.call_method0(intern!(py, "dim"))?.extract::<i64>()?;
+    let order: Vec<i64> = (1..dims).chain(0..dims.min(1)).collect();
+    columns.call_method1(intern!(py, "permute"), (order,))?.call_method0(intern!(py, "contiguous"))
+}

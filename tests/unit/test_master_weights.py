@@ -1,0 +1,256 @@
+"""Slices of master weights on several ranks, against a cast of the whole weight, bit for bit."""
+
+import threading
+
+import pytest
+import torch
+
+import te_fast.pytorch as te
+from quantized_tensors import layout, parts, quantizer, scales_there
+from te_fast.errors import ArgumentError, ShapeError, UnsupportedError
+from te_fast.pytorch.tensor.utils import (
+    cast_master_weights_to_fp8,
+    post_all_gather_processing,
+    quantize_master_weights,
+    replace_raw_data,
+)
+
+KINDS = ("delayed", "current", "2d")
+SHAPES = ((256, 384), (130, 272), (5, 16))
+
+
+class Ranks:
+    """Threads that stand for ranks, with a reduction that they meet in."""
+
+    def __init__(self, monkeypatch, count):
+        self.count, self.barrier = count, threading.Barrier(count)
+        self.tensors, self.reductions, self.errors = [None] * count, 0, []
+        self.rank = threading.local()
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: count)
+        monkeypatch.setattr(torch.distributed, "all_reduce", self.all_reduce)
+
+    def all_reduce(self, tensor, op, group):
+        assert op == torch.distributed.ReduceOp.MAX
+        assert group == "ranks"
+        number = self.rank.number
+        self.tensors[number] = tensor.clone()
+        self.reductions += number == 0
+        self.barrier.wait()
+        tensor.copy_(torch.stack(self.tensors).amax(0))
+        self.barrier.wait()
+
+    def run(self, body):
+        def one(number):
+            self.rank.number = number
+            try:
+                body(number)
+            except BaseException as error:
+                self.errors.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=one, args=(number,)) for number in range(self.count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.errors:
+            raise self.errors[0]
+
+
+def slices(numel, count):
+    """Boundaries of uneven slices; the last rank has none where there are three."""
+    if count == 3:
+        return [0, numel // 3 + 5, numel, numel]
+    return [numel * rank // count for rank in range(count + 1)]
+
+
+def weights(values, kind):
+    made = torch.nn.Parameter(quantizer(kind)(values))
+    if kind == "delayed":
+        made._quantizer.scale.fill_(2.5)
+        made._quantizer.amax.zero_()
+    return made
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("manual", [False, True])
+def test_slices_of_ranks_make_the_bytes_of_the_whole(monkeypatch, count, manual):
+    ranks = Ranks(monkeypatch, count)
+    initial = [torch.randn(shape).bfloat16() for _ in KINDS for shape in SHAPES]
+    kinds = [kind for kind in KINDS for _ in SHAPES]
+    masters = [torch.randn(values.shape) * 3 for values in initial]
+    masters[1][0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])
+    models = [
+        [weights(values, kind) for values, kind in zip(initial, kinds, strict=True)]
+        for _ in range(count)
+    ]
+
+    def step(rank):
+        bounds = [slices(master.numel(), count)[rank : rank + 2] for master in masters]
+        shares = [
+            master.view(-1)[begin:end] if end > begin else None
+            for master, (begin, end) in zip(masters, bounds, strict=True)
+        ]
+        starts = [begin if end > begin else None for begin, end in bounds]
+        versions = [weight._version for weight in models[rank]]
+        quantize_master_weights(
+            models[rank], shares, starts, "ranks", manual_post_all_gather_processing=manual
+        )
+        assert all(w._version > v for w, v in zip(models[rank], versions, strict=True))
+
+    ranks.run(step)
+    assert ranks.reductions == (count > 1)
+    for number, (kind, master) in enumerate(zip(kinds, masters, strict=True)):
+        bounds = slices(master.numel(), count)
+        gathered = torch.cat(
+            [
+                models[rank][number]._value.row.view(-1)[bounds[rank] : bounds[rank + 1]]
+                for rank in range(count)
+            ]
+        ).view(master.shape)
+        whole = weights(initial[number], kind)
+        whole.quantize_(master.bfloat16())
+        for rank in range(count):
+            weight = models[rank][number]
+            assert weight.get_usages()["columnwise"] == (count == 1)
+            assert (weight._value.col is not None) == (manual or count == 1)
+            weight._value.row.copy_(gathered)
+        post_all_gather_processing([models[0][number]])
+        for got, expected in zip(parts(models[0][number]), parts(whole), strict=True):
+            if got.dtype is torch.uint8:
+                assert torch.equal(got, expected)
+        row, scales, _ = layout(master.bfloat16(), "current" if kind == "delayed" else kind)
+        if kind == "delayed":
+            assert torch.equal(models[0][number]._quantizer.amax, whole._quantizer.amax)
+            assert torch.equal(models[0][number]._scale_inv, whole._scale_inv)
+        elif bool(master.isfinite().all()):
+            for rank in range(count):
+                assert torch.equal(*scales_there(models[rank][number]._value.row_scale, scales))
+            assert torch.equal(gathered, row)
+
+
+def test_shards_and_the_former_name():
+    for kind in KINDS:
+        master = torch.randn(256, 128)
+        weight, whole = (
+            weights(torch.zeros(256, 128).bfloat16(), kind),
+            weights(torch.zeros(256, 128).bfloat16(), kind),
+        )
+        before = weight._value.row.clone()
+        shard = torch.zeros(64 * 128, dtype=torch.uint8)
+        part = master.view(-1)[64 * 128 : 128 * 128]
+        cast_master_weights_to_fp8([weight], [part], [64 * 128], None, [shard])
+        assert torch.equal(weight._value.row, before)
+        cast_master_weights_to_fp8([whole], [part], [64 * 128], None)
+        assert torch.equal(shard, whole._value.row.view(-1)[64 * 128 : 128 * 128])
+        assert int(shard.count_nonzero()) > 0
+
+
+def test_scales_of_every_maximum_are_those_of_the_cast():
+    from te_fast.runtime import native
+    from te_fast.tensor.masters import _scales
+
+    numbers = torch.cat(
+        [
+            torch.tensor([0.0, 1e-45, 1e-40, 1e-38, 3e38, float("inf"), 448.0, 1.0]),
+            torch.rand(200).mul_(80).sub_(40).exp_(),
+        ]
+    )
+    for eps, pow2 in ((0.0, False), (0.0, True), (0.125, False), (0.125, True)):
+        made = te.Float8CurrentScalingQuantizer(
+            te.DType.kFloat8E4M3, "cpu", amax_epsilon=eps, force_pow_2_scales=pow2
+        )
+        expected = [native.scale_of_amax(one.view(1), "e4m3", eps, pow2) for one in numbers]
+        assert torch.equal(_scales(numbers, 448.0, made), torch.cat(expected))
+
+
+def test_init_values_are_freed():
+    from te_fast.common.recipe import Float8CurrentScaling
+
+    with te.quantized_model_init(
+        recipe=Float8CurrentScaling(), preserve_high_precision_init_val=True
+    ):
+        layer = te.Linear(128, 256, params_dtype=torch.bfloat16, device="cpu")
+    master = layer.weight.get_high_precision_init_val().float().view(-1)
+    expected = layer.weight.dequantize().detach()
+    quantize_master_weights([layer.weight], [master], [0], None)
+    assert layer.weight.get_high_precision_init_val() is None
+    assert torch.equal(layer.weight.dequantize(), expected)
+
+
+def test_a_step_of_a_distributed_optimizer():
+    """Flat buffers for bytes, float32 masters of the init values, a cast, and a forward: as Megatron-LM does."""
+    from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+
+    for recipe in (DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()):
+        with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+            layer = te.LayerNormMLP(128, 256, params_dtype=torch.bfloat16, device="cpu")
+        layer.bfloat16()
+        mine = [layer.fc1_weight, layer.fc2_weight]
+        flat = torch.zeros(sum(w.numel() for w in mine), dtype=torch.uint8)
+        begin, masters = 0, []
+        for weight in mine:
+            place = flat[begin : begin + weight.numel()].view(weight.shape)
+            data = weight._value.row
+            replace_raw_data(weight, place)
+            assert torch.equal(weight._value.row, data)
+            assert weight.get_usages() == {"rowwise": True, "columnwise": True}
+            begin += weight.numel()
+            masters.append(weight.get_high_precision_init_val().view(-1).clone().float())
+        x = torch.randn(32, 128).bfloat16()
+        for _ in range(2):
+            with te.autocast(recipe=recipe):
+                layer(x).float().square().mean().backward()
+            for weight, master in zip(mine, masters, strict=True):
+                master.sub_(weight.grad.float().view(-1), alpha=0.5)
+                weight.grad = None
+            quantize_master_weights(mine, masters, [0, 0], None, None, True)
+            post_all_gather_processing(mine)
+            for weight, master in zip(mine, masters, strict=True):
+                values = weight.dequantize().detach().float().view(-1)
+                assert float((values - master).norm() / master.norm()) < 0.04
+                assert weight.get_usages()["columnwise"]
+        assert torch.equal(flat, torch.cat([weight._value.row.view(-1) for weight in mine]))
+
+
+def test_raw_memory_that_does_not_fit_is_refused():
+    tensor = quantizer("current")(torch.randn(16, 32).bfloat16())
+    for memory in (
+        torch.zeros(16, 32),
+        torch.zeros(32, 16, dtype=torch.uint8),
+        torch.zeros(5, dtype=torch.uint8),
+    ):
+        with pytest.raises(ValueError, match="replace_raw_data: expected"):
+            replace_raw_data(tensor, memory)
+    with pytest.raises(ArgumentError):
+        replace_raw_data(torch.zeros(3), torch.zeros(3))
+
+
+def test_lists_that_do_not_fit_are_refused():
+    weight, master = weights(torch.randn(256, 128).bfloat16(), "current"), torch.randn(256 * 128)
+    before = weight._value.row.clone()
+    for call, error in (
+        (lambda: quantize_master_weights([weight], [], [0], None), ArgumentError),
+        (lambda: quantize_master_weights([weight], [master], [1], None), ShapeError),
+        (lambda: quantize_master_weights([weight], [master], [-1], None), ShapeError),
+        (
+            lambda: quantize_master_weights([weight, weight], [master, master], [0, 7], None),
+            ShapeError,
+        ),
+        (lambda: quantize_master_weights([master], [master], [0], None), ArgumentError),
+        (
+            lambda: quantize_master_weights(
+                [weight], [master], [0], None, [torch.zeros(3, dtype=torch.uint8)]
+            ),
+            ShapeError,
+        ),
+    ):
+        with pytest.raises(error):
+            call()
+        assert torch.equal(weight._value.row, before)
+    rows = torch.nn.Parameter(quantizer("1d")(torch.randn(256, 128).bfloat16()))
+    with pytest.raises(UnsupportedError, match="1x128"):
+        quantize_master_weights([rows], [master], [0], None)
+    quantize_master_weights([], [], [], None)
+    post_all_gather_processing([torch.zeros(3)])

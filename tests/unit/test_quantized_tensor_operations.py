@@ -1,0 +1,382 @@
+"""What torch's operations do to quantised tensors: which keep the class, which write, which dequantise."""
+
+import pytest
+import torch
+
+import te_fast.pytorch as te
+from quantized_tensors import KINDS, parts, quantizer, values
+from te_fast.errors import DtypeError, QuantizedTensorError, UnsupportedError
+
+PER_TENSOR = ("delayed", "current")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def x():
+    return torch.randn(32, 256).bfloat16()
+
+
+@pytest.fixture
+def tensor(kind, x):
+    return quantizer(kind)(x)
+
+
+def holds(tensor, expected, like):
+    """Whether a tensor is of the class of `like`, and dequantises to these values, in each layout."""
+    assert type(tensor) is type(like)
+    assert torch.equal(tensor.dequantize(), expected)
+    assert torch.equal(tensor.detach().clone().dequantize(), expected)
+    if tensor.get_usages()["columnwise"]:
+        columns = tensor.detach()
+        columns.update_usage(rowwise_usage=False)
+        assert columns.dequantize().shape == expected.shape
+
+
+def test_what_torch_sees(tensor, x):
+    assert isinstance(tensor, torch.Tensor)
+    assert isinstance(tensor, te.QuantizedTensor)
+    assert (tensor.shape, tensor.dtype, tensor.device) == (x.shape, x.dtype, x.device)
+    assert (tensor.numel(), tensor.stride(), tensor.is_contiguous()) == (
+        x.numel(),
+        x.stride(),
+        True,
+    )
+    assert tensor.type() == "torch.BFloat16Tensor"
+    assert tensor.data_ptr() == 0
+    assert tensor.untyped_storage().nbytes() == 0
+    assert not tensor.is_pinned()
+    with pytest.raises((RuntimeError, TypeError)):
+        tensor.numpy()
+    assert "data=tensor(" in repr(tensor)
+    tensor.clear()
+    assert "not to be read" in repr(tensor)
+
+
+def test_parameters(tensor, kind, x):
+    parameter = torch.nn.Parameter(tensor)
+    assert type(parameter) is type(tensor)
+    assert isinstance(parameter, torch.nn.Parameter)
+    assert parameter.requires_grad
+    assert parameter.is_leaf
+    assert parts(parameter) == parts(tensor)
+    for other in (parameter.detach(), parameter.data):
+        assert isinstance(other, te.QuantizedTensor)
+        assert not other.requires_grad
+        assert parts(other) == parts(parameter)
+    alias = parameter.expand_as(parameter)
+    assert alias.grad_fn.next_functions[0][0].variable is parameter
+
+
+def test_copies_have_bytes_and_scales_of_their_own(tensor, kind, x):
+    copied = tensor.clone()
+    assert not set(map(id, parts(copied)[:2])) & set(map(id, parts(tensor)[:2]))
+    copied.quantize_(x * 8)
+    holds(copied, values(x * 8, kind), tensor)
+    holds(tensor, values(x, kind), tensor)
+
+
+def test_moves_keep_the_class(tensor, kind, x):
+    assert tensor.to("cpu") is tensor
+    assert tensor.contiguous() is tensor
+    assert tensor.to(x.dtype) is tensor
+    holds(tensor.to("cpu", copy=True), values(x, kind), tensor)
+    meta = tensor.to("meta")
+    assert type(meta) is type(tensor)
+    assert meta.device.type == "meta"
+    assert parts(meta)[0].is_meta
+    plain = tensor.to(torch.float16)
+    assert type(plain) is torch.Tensor
+    assert torch.equal(plain, values(x.float(), kind).bfloat16().half())
+
+
+def test_operations_without_fp8_give_plain_tensors(tensor, kind, x):
+    expected = values(x, kind)
+    weight = torch.randn(8, 256).bfloat16()
+    for operation in (
+        lambda t: t + 1,
+        lambda t: 2 * t,
+        torch.neg,
+        lambda t: t.sum(),
+        lambda t: t > 0,
+        lambda t: torch.nn.functional.linear(t, weight),
+        lambda t: torch.cat([t, t]),
+        lambda t: torch.stack([t, t]),
+        lambda t: t.norm(),
+        lambda t: t.t(),
+        lambda t: t.unsqueeze(0),
+        lambda t: t.unbind()[3],
+        torch.zeros_like,
+        torch.ones_like,
+    ):
+        result = operation(tensor)
+        assert type(result) is torch.Tensor
+        assert torch.equal(result, operation(expected))
+
+
+def test_views(tensor, kind, x):
+    expected = values(x, kind)
+    for size in ((2, 16, 256), (-1, 256), (32, 256)):
+        holds(tensor.view(size), expected.view(size), tensor)
+        holds(tensor.reshape(*size), expected.view(size), tensor)
+    back = tensor.view(4, 8, 256).view(32, 256)
+    assert parts(back)[0].data_ptr() == parts(tensor)[0].data_ptr()
+    if kind in PER_TENSOR:
+        holds(tensor.view(-1), expected.view(-1), tensor)
+        holds(torch.flatten(tensor), expected.flatten(), tensor)
+        return
+    with pytest.warns(UserWarning, match="cuts the blocks"):
+        plain = tensor.view(64, 128)
+    assert type(plain) is torch.Tensor
+    assert torch.equal(plain, expected.view(64, 128))
+    with pytest.raises(UnsupportedError, match="cuts the blocks"):
+        torch.flatten(tensor)
+
+
+def test_a_write_shows_in_views(tensor, kind, x):
+    view = tensor.view(2, 16, 256)
+    tensor.quantize_(y := torch.randn(32, 256).bfloat16())
+    assert torch.equal(view.dequantize(), values(y, kind).view(2, 16, 256))
+
+
+def test_parts(tensor, kind, x):
+    expected = values(x, kind)
+    for part in (
+        lambda t: t[4:20],
+        lambda t: t[3],
+        lambda t: t.narrow(0, 8, 8),
+        lambda t: t[:, 16:48],
+        lambda t: t.split(16)[1],
+        lambda t: t.chunk(3)[2],
+        lambda t: t.split([10, 22])[1],
+        lambda t: t.as_strided((3, 5), (256, 1), 2),
+    ):
+        got = part(tensor)
+        assert isinstance(got, te.QuantizedTensor) == (kind in PER_TENSOR)
+        got = got.dequantize() if kind in PER_TENSOR else got
+        assert torch.equal(got, part(expected))
+    for whole in (tensor[:], tensor[0:32], tensor.as_strided((32, 256), (256, 1))):
+        holds(whole, expected, tensor)
+
+
+def test_a_part_is_no_place_for_new_scales(x):
+    for kind in PER_TENSOR:
+        tensor = quantizer(kind)(x)
+        for write in (
+            lambda t: t[:16].copy_(x[:16]),
+            lambda t: t[:16].zero_(),
+            lambda t: t.view(-1)[5:].mul_(2),
+        ):
+            with pytest.raises(QuantizedTensorError, match="part of a tensor"):
+                write(tensor)
+        holds(tensor, values(x, kind), tensor)
+        shard = quantizer(kind)(x)[16:]
+        tensor.new_zeros(20, 256).narrow(0, 0, 16).copy_(shard)
+
+
+def test_new_tensors_follow_the_type_that_is_asked(tensor, kind):
+    for made in (torch.empty_like(tensor), tensor.new_empty(16, 128)):
+        assert type(made) is type(tensor)
+        assert made.get_usages() == tensor.get_usages()
+    for made in (
+        torch.empty_like(tensor, dtype=torch.float32),
+        tensor.new_empty(16, 128, dtype=torch.float32),
+        tensor.new_zeros(16, 128, dtype=torch.float32),
+    ):
+        assert type(made) is torch.Tensor
+        assert made.dtype is torch.float32
+    zeros = tensor.new_zeros(16, 128)
+    assert isinstance(zeros, te.QuantizedTensor) == (kind in PER_TENSOR)
+    assert float(zeros.float().abs().sum()) == 0
+    made = torch.empty_like(tensor)
+    made.copy_(tensor)
+    holds(made, tensor.dequantize(), tensor)
+
+
+def test_in_place_operations_quantise_again(tensor, kind, x):
+    expected, version = values(x, kind), tensor._version
+    other = torch.randn_like(x)
+    for operation in (
+        lambda t: t.add_(1),
+        lambda t: t.mul_(0.5),
+        lambda t: t.lerp_(other, 0.25),
+        lambda t: t.addcdiv_(other, other.abs() + 1, value=-0.1),
+        lambda t: t.fill_(3),
+        lambda t: t.copy_(other),
+        lambda t: t.zero_(),
+        lambda t: torch.add(other, 1, out=t),
+        lambda t: torch._foreach_mul_([t, other.clone()], 2.0),
+    ):
+        result = operation(tensor)
+        plain = expected.clone()
+        operation(plain)
+        expected = values(plain, kind)
+        holds(tensor, expected, tensor)
+        assert result is tensor or result is None or isinstance(result, tuple | list)
+        assert tensor._version > version
+        version = tensor._version
+
+
+def test_random_values_in_place(tensor, kind):
+    torch.manual_seed(5)
+    expected = torch.empty(32, 256, dtype=torch.bfloat16).normal_()
+    torch.manual_seed(5)
+    holds(tensor.normal_(), values(expected, kind), tensor)
+
+
+def test_copies_between_tensors(kind, x):
+    y = torch.randn(32, 256).bfloat16()
+    one, other = quantizer(kind)(x), quantizer(kind)(y * 4)
+    inner = parts(one)
+    one.copy_(other)
+    assert all(a is b for a, b in zip(parts(one), inner, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(parts(one)[::2], parts(other)[::2], strict=True))
+    holds(one, values(y * 4, kind), other)
+    for dtype in (torch.float32, torch.float16, torch.int32):
+        plain = torch.zeros(32, 256, dtype=dtype)
+        assert plain.copy_(one) is plain
+        assert torch.equal(plain, values((y * 4).float(), kind).to(dtype))
+
+
+def test_bytes_are_copied_where_the_other_layout_can_be_made(kind, x):
+    y = torch.randn(32, 256).bfloat16()
+    one, rows = quantizer(kind)(x), quantizer(kind, columnwise=False)(y)
+    one.copy_(rows)
+    assert one.get_usages() == {"rowwise": True, "columnwise": True}
+    expected = values(y, kind)
+    holds(one, values(expected, "1d") if kind == "1d" else expected, one)
+    rows.copy_(quantizer(kind)(x))
+    assert rows.get_usages() == {"rowwise": True, "columnwise": False}
+    holds(rows, values(x, kind), rows)
+
+
+def test_copies_of_another_scaling_quantise_again(x):
+    one = quantizer("current")(x)
+    y = torch.randn(32, 256).bfloat16()
+    for other in (quantizer("2d")(y), quantizer("current", fmt="e5m2")(y)):
+        one.copy_(other)
+        holds(one, values(other.dequantize(), "current"), one)
+    with pytest.raises(QuantizedTensorError, match="same scaling"):
+        one.copy_from_storage(quantizer("2d")(y))
+
+
+def test_data_is_exchanged(tensor, kind, x):
+    parameter, y = torch.nn.Parameter(tensor), torch.randn(32, 256).bfloat16()
+    parameter.main_grad = marker = torch.ones(1)
+    parameter.data = y
+    holds(parameter, values(y, kind), tensor)
+    holds(tensor, values(x, kind), tensor)
+    assert parameter.requires_grad
+    assert isinstance(parameter, torch.nn.Parameter)
+    other = quantizer(kind)(x * 2)
+    parameter.data = other
+    assert parts(parameter) == parts(other)
+    for fresh in (y.float(), torch.randn(4, 128).bfloat16()):
+        parameter.data = fresh
+        assert (parameter.dtype, parameter.shape) == (fresh.dtype, fresh.shape)
+        holds(parameter, values(fresh, kind), tensor)
+        assert parameter.requires_grad
+        assert parameter.main_grad is marker
+    with pytest.raises(DtypeError, match="expected a torch.Tensor"):
+        parameter.data = 3
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"capturable": False}])
+def test_optimizers_step_on_quantised_parameters(kind, x, options):
+    parameter = torch.nn.Parameter(quantizer(kind)(x))
+    plain = torch.nn.Parameter(values(x, kind))
+    grad = torch.randn_like(x)
+    steps = (
+        [torch.optim.SGD, torch.optim.Adam] if "capturable" not in options else [torch.optim.Adam]
+    )
+    for optimizer in steps:
+        options = {} if optimizer is torch.optim.SGD and "capturable" in options else options
+        mine, theirs = (optimizer([p], lr=0.125, **options) for p in (parameter, plain))
+        parameter.grad, plain.grad = grad.clone(), grad.clone()
+        before = parameter.dequantize().detach()
+        mine.step()
+        theirs.step()
+        holds(parameter, values(plain, kind), parameter)
+        # torch's fused optimizers of old leave bfloat16 on the CPU as it is.
+        is_still = torch.equal(plain, before)
+        assert torch.equal(before, parameter.dequantize()) == is_still
+        with torch.no_grad():
+            plain.copy_(values(plain, kind))
+        for state in mine.state.values():
+            assert all(type(part) is torch.Tensor for part in state.values() if part is not None)
+
+
+def test_gradients_of_leaves_and_through_operations(tensor, kind):
+    parameter = torch.nn.Parameter(tensor)
+    grad = torch.randn(32, 256).bfloat16()
+    (parameter * grad).sum().backward()
+    assert torch.equal(parameter.grad, grad)
+    assert type(parameter.grad) is torch.Tensor
+    parameter.grad = None
+    parameter.view(2, 16, 256).dequantize().mul(grad.view(2, 16, 256)).sum().backward()
+    assert torch.equal(parameter.grad, grad)
+
+
+def test_operators_that_take_quantised_tensors_as_they_are(tensor, kind):
+    from te_fast.pytorch.quantized_tensor import _quantized_tensor_passthrough_ops as ops
+
+    seen = []
+    library = torch.library.Library(f"te_fast_test_{kind}", "DEF")
+    library.define("look(Tensor x) -> Tensor")
+    library.impl(
+        "look", lambda x: seen.append(type(x)) or torch.zeros(1), "CompositeExplicitAutograd"
+    )
+    operator = getattr(torch.ops, f"te_fast_test_{kind}").look.default
+    operator(tensor)
+    ops.add(operator)
+    try:
+        operator(tensor)
+    finally:
+        ops.discard(operator)
+    assert seen == [torch.Tensor, type(tensor)]
+
+
+def test_inner_tensors_for_compilers(tensor, kind, x):
+    names, about = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    made = type(tensor).__tensor_unflatten__(inner, about, tensor.shape, tensor.stride())
+    holds(made, values(x, kind), tensor)
+    assert made.get_usages() == tensor.get_usages()
+
+
+def test_state_dicts(kind, x):
+    class Module(torch.nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = torch.nn.Parameter(weight)
+
+    y = torch.randn(32, 256).bfloat16()
+    mine, plain = Module(quantizer(kind)(x)), Module(y)
+    state = mine.state_dict()
+    assert isinstance(state["weight"], te.QuantizedTensor)
+    mine.load_state_dict(plain.state_dict())
+    holds(mine.weight, values(y, kind), mine.weight)
+    plain.load_state_dict(Module(quantizer(kind)(x)).state_dict())
+    assert type(plain.weight) is torch.nn.Parameter
+    assert torch.equal(plain.weight, values(x, kind))
+    again = Module(quantizer(kind)(x))
+    again.load_state_dict(mine.state_dict(), assign=True)
+    assert isinstance(again.weight, torch.nn.Parameter)
+    assert parts(again.weight) == parts(mine.weight)
+    moved = Module(quantizer(kind)(x)).to("meta")
+    assert isinstance(moved.weight, te.QuantizedTensor)
+    assert moved.weight.requires_grad
+
+
+def test_stale_numbers_never_come_from_collectives(tensor, tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        with pytest.raises(UnsupportedError, match="collective may end after"):
+            torch.distributed.all_reduce(tensor)
+    finally:
+        torch.distributed.destroy_process_group()
