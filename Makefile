@@ -17,6 +17,9 @@ CURRENT_TORCH := $(shell $(PYTHON) -c 'import sys; print("2.14.1" if sys.version
 TORCH ?= $(CURRENT_TORCH)
 # Machine code of the build that is tested; `make wheel` builds for the release list of rust/kernels/build.rs.
 TEST_ARCHS ?= 90
+WHEEL_PYTHONS := 3.10 3.11 3.12 3.13 3.14
+WHEEL_MACHINES := x86_64 aarch64
+THIS_WHEEL = wheel-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')-$(shell uname -m)
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
@@ -28,6 +31,9 @@ MATURIN := $(BUILD)/venv/bin/maturin
 PIP_VERSION := pip==26.3
 PIP := -m pip install --quiet --disable-pip-version-check
 CRATES := --package te_fast_kernels --package te_fast_core
+NVCC = $$(ls "$(CURDIR)"/$(BUILD)/venv/lib/python*/site-packages/nvidia/cu*/bin/nvcc)
+# Device code is compiled once, whatever Python and machine it is for.
+FATBINS := $(CURDIR)/$(BUILD)/fatbins
 # Rust tests, lints and docs look at host code alone, so they need no nvcc.
 HOST_ONLY := TE_FAST_SKIP_CUDA=1
 
@@ -43,6 +49,10 @@ $(BUILD)/venv/.ready: pyproject.toml tools/build_requirements.py
 	$(BUILD_PY) $(PIP) '$(PIP_VERSION)'
 	$(BUILD_PY) tools/build_requirements.py > $(BUILD)/requirements.txt
 	$(BUILD_PY) $(PIP) -r $(BUILD)/requirements.txt
+	touch $@
+
+$(BUILD)/venv/.group-wheel: $(BUILD)/venv/.ready
+	$(BUILD_PY) $(PIP) --group wheel
 	touch $@
 
 $(VENV)/.torch:
@@ -61,12 +71,12 @@ $(VENV)/.group-%: pyproject.toml | $(VENV)/.torch
 .PHONY: install
 install: $(BUILD)/venv/.ready | $(VENV)/.torch
 	rm -rf $(BUILD)/wheel
-	TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) $(MATURIN) build --release --quiet --interpreter $(BUILD_PY) --out $(BUILD)/wheel
+	TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_NVCC="$(NVCC)" TE_FAST_FATBINS="$(FATBINS)" $(MATURIN) build --release --quiet --interpreter $(BUILD_PY) --out $(BUILD)/wheel
 	$(PY) $(PIP) --no-deps --force-reinstall $(BUILD)/wheel/te_fast-*.whl
 
 .PHONY: dev
 dev: $(BUILD)/venv/.ready $(VENV)/.group-test $(VENV)/.group-lint $(VENV)/.group-bench $(VENV)/.group-docs ## .venv with every tool, and te_fast installed from python/ as it stands
-	VIRTUAL_ENV="$(CURDIR)/$(VENV)" TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_NVCC="$$(ls "$(CURDIR)"/$(BUILD)/venv/lib/python*/site-packages/nvidia/cu*/bin/nvcc)" $(MATURIN) develop --release --quiet --target-dir target/dev
+	VIRTUAL_ENV="$(CURDIR)/$(VENV)" TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_NVCC="$(NVCC)" TE_FAST_FATBINS="$(FATBINS)" $(MATURIN) develop --release --quiet --target-dir target/dev
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
@@ -106,18 +116,47 @@ docs: install $(VENV)/.group-docs ## HTML documentation in docs/_build/html
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
+# Paths of this machine are none of the wheel's business, and would differ on another one. With `--target` the flags are not
+# for build scripts.
+REMAP = --remap-path-prefix=$(CURDIR)=te_fast --remap-path-prefix=$${CARGO_HOME:-$$HOME/.cargo}=cargo
+
+# For example wheel-3.12-aarch64. zig links for glibc 2.28, and for the other machine; maturin knows each Python without having it.
+wheel-%: $(BUILD)/venv/.ready $(BUILD)/venv/.group-wheel
+	rm -f dist/te_fast-*-cp$(subst .,,$(word 1,$(subst -, ,$*)))-*_$(word 2,$(subst -, ,$*)).whl
+	rustup --quiet target add $(word 2,$(subst -, ,$*))-unknown-linux-gnu 2>/dev/null || :
+	PATH="$(CURDIR)/$(BUILD)/venv/bin:$$PATH" RUSTFLAGS="$(REMAP)" TE_FAST_NVCC="$(NVCC)" TE_FAST_FATBINS="$(FATBINS)" \
+	  $(MATURIN) build --release --quiet --zig --compatibility manylinux_2_28 --target-dir target/wheels \
+	  --target $(word 2,$(subst -, ,$*))-unknown-linux-gnu --interpreter python$(word 1,$(subst -, ,$*)) --out dist
+
 .PHONY: wheel
-wheel: | $(VENV)/.torch ## release wheel in dist/, as `pip install .` builds it, and its checks
+wheel: | $(VENV)/.torch ## release wheel in dist/ for this Python and machine, and its checks
 	rm -rf dist
-	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(MAKE) --no-print-directory $(THIS_WHEEL)
 	$(PY) tools/check_wheel.py dist/te_fast-*.whl
+
+.PHONY: wheels
+wheels: | $(VENV)/.torch ## release wheels for every Python and machine; `make wheel-3.12-aarch64` for one
+	rm -rf dist
+	$(MAKE) --no-print-directory $(foreach machine,$(WHEEL_MACHINES),$(foreach python,$(WHEEL_PYTHONS),wheel-$(python)-$(machine)))
+	$(PY) tools/check_wheel.py dist/te_fast-*.whl
+
+.PHONY: reproduce
+reproduce: ## build the wheel of HEAD in two clones, from nothing: both must have the same bytes
+	rm -rf $(BUILD)/clones
+	for clone in one another; do \
+	  git clone --quiet . $(BUILD)/clones/$$clone; \
+	  $(MAKE) --no-print-directory -C $(BUILD)/clones/$$clone $(THIS_WHEEL); \
+	  rm -rf $(BUILD)/clones/$$clone/target; \
+	done
+	cmp $(BUILD)/clones/*/dist/*.whl
+	rm -rf $(BUILD)/clones
 
 .PHONY: sdist
 sdist: $(BUILD)/venv/.ready | $(VENV)/.torch ## source distribution in dist/, and a wheel that is built of it alone, for TEST_ARCHS
 	rm -rf dist/te_fast-*.tar.gz $(BUILD)/of_sdist
 	$(MATURIN) sdist --out dist
 	TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(BUILD)/of_sdist dist/te_fast-*.tar.gz
-	$(PY) tools/check_wheel.py $(BUILD)/of_sdist/te_fast-*.whl --archs $(TEST_ARCHS)
+	$(PY) tools/check_wheel.py $(BUILD)/of_sdist/te_fast-*.whl --archs $(TEST_ARCHS) --of-this-machine
 
 .PHONY: clean
 clean: ## remove everything that make created, environments included
