@@ -23,7 +23,7 @@ import torch
 
 import te_fast.pytorch as te
 from _harness import ROOT, commit, show
-from te_fast.profile.timing import environment
+from te_fast.profiling.timing import environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy
 
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fast.profile.timing import interleave
+from te_fast.profiling.timing import interleave
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

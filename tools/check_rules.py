@@ -45,7 +45,7 @@ LAYERS: dict[str, set[str]] = {
     "layers": {"graphs", "ops", "recipe", "runtime", "state"},
     "common": {"recipe"},
     "pytorch": {"common", "graphs", "layers", "moe", "ops", "runtime"},
-    "profile": {"common", "dispatch", "pytorch"},
+    "profiling": {"common", "dispatch", "pytorch"},
 }
 # Signatures that are Transformer Engine's, not ours.
 TE_SIGNATURES = re.compile(r"^python/te_fast/(layers|moe|ops|recipe|runtime)/")

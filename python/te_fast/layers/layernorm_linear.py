@@ -179,8 +179,11 @@ class LayerNormLinear(SplitLinear):
         copy_into(targets, linear, f"{self.name}: linear")
 
     def extra_repr(self) -> str:
-        """Sizes, norm and bias."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, "
-            f"normalization={self.normalization}"
+        """Sizes, bias and norm, then type, recipe and parallel arguments."""
+        return self._repr_of(
+            in_features=self.in_features,
+            out_features=self.out_features,
+            bias=self.use_bias,
+            normalization=self.normalization,
+            eps=self.eps,
         )

@@ -356,8 +356,12 @@ class LayerNormMLP(ProgramLayer):
     _called_forward = forward
 
     def extra_repr(self) -> str:
-        """Sizes, norm, activation and bias."""
-        return (
-            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
-            f"bias={self.use_bias}, normalization={self.normalization}, activation={self.activation}"
+        """Sizes, bias, norm and activation, then type, recipe and parallel arguments."""
+        return self._repr_of(
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            bias=self.use_bias,
+            normalization=self.normalization,
+            eps=self.eps,
+            activation=self.activation,
         )

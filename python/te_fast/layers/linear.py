@@ -204,5 +204,7 @@ class Linear(SplitLinear):
         return functional.linear(inp.contiguous(), weight, bias)
 
     def extra_repr(self) -> str:
-        """Sizes and bias, as ``torch.nn.Linear`` shows them."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+        """Sizes and bias, as ``torch.nn.Linear`` shows them, then type, recipe and parallel arguments."""
+        return self._repr_of(
+            in_features=self.in_features, out_features=self.out_features, bias=self.use_bias
+        )

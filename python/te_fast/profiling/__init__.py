@@ -2,35 +2,34 @@
 
 From the shell::
 
-    python -m te_fast.profile --rows 256 --recipe delayed --json report.json --plot report.png
+    python -m te_fast.profiling --rows 256 --recipe delayed --json report.json --plot report.png
 
 From Python, inside the autocast region that is to be measured::
 
     with te.autocast(recipe=DelayedScaling()):
         print(te_fast.profile(layer, x))
 
-The module is callable for that: ``te_fast.profile(...)`` is :func:`te_fast.profile.profile`.
+Any module can be measured; a part that is no te_fast layer counts as the call from Python.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
-import sys
 import time
-import types
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fast.profile.timing import Timing, environment, interleave, wait
+from te_fast.profiling.timing import Timing, environment, interleave, wait
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 __all__ = ["Report", "main", "profile"]
 
@@ -55,10 +54,11 @@ class Report:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """The module's time over the reference's, without and with autograd."""
+        """The module's time over the reference's, without and with autograd; empty without a reference."""
         return {
             mode: self.totals[f"module, {mode}"].median / self.totals[f"nn.Linear, {mode}"].median
             for mode in (NO_GRAD, GRAD)
+            if f"nn.Linear, {mode}" in self.totals
         }
 
     def __str__(self) -> str:
@@ -100,7 +100,9 @@ class Report:
         figure = Figure(figsize=(9, 3.2), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.add_subplot()
-        axes.barh("nn.Linear", self.totals[f"nn.Linear, {NO_GRAD}"].median, color="0.6")
+        reference = self.totals.get(f"nn.Linear, {NO_GRAD}")
+        if reference is not None:
+            axes.barh("nn.Linear", reference.median, color="0.6")
         left = 0.0
         for name, microseconds in self.stages.items():
             width = max(microseconds, 0.0)
@@ -112,22 +114,46 @@ class Report:
         figure.savefig(path, dpi=150)
 
 
-def _reference(module: torch.nn.Module, x: torch.Tensor, out: torch.Tensor) -> torch.nn.Linear:
-    """Build the ``nn.Linear`` that maps the same rows to the same columns."""
+def _reference(module: torch.nn.Module, x: Any, out: Any) -> torch.nn.Linear | None:
+    """Build the ``nn.Linear`` that maps the same rows to as many columns; None where the module maps no rows."""
+    if not (isinstance(x, torch.Tensor) and isinstance(out, torch.Tensor)):
+        return None
+    if not x.is_floating_point() or x.dim() == 0 or x.shape[:-1] != out.shape[:-1]:
+        return None
     bias = getattr(module, "bias", None)
     has_bias = isinstance(bias, torch.nn.Parameter)
     return torch.nn.Linear(x.shape[-1], out.shape[-1], has_bias, device=x.device, dtype=x.dtype)
 
 
+def _device_of(module: torch.nn.Module, inputs: tuple[Any, ...]) -> torch.device:
+    """Return where the work goes: the device of the first tensor that there is."""
+    given = (value for value in inputs if isinstance(value, torch.Tensor))
+    tensor = next(itertools.chain(given, module.parameters(), module.buffers()), None)
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+def _subject(module: torch.nn.Module, x: Any, out: Any, device: torch.device) -> str:
+    name = type(module).__name__
+    if not isinstance(x, torch.Tensor):
+        return f"{name}, {device}"
+    shape = " x ".join(str(size) for size in x.shape)
+    to = f" -> {out.shape[-1]}" if isinstance(out, torch.Tensor) and out.dim() else ""
+    return f"{name}, [{shape}]{to}, {x.dtype}, {device}"
+
+
 def _stages(
-    module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], rounds: int, calls: int
+    module: torch.nn.Module,
+    inputs: tuple[Any, ...],
+    device: torch.device,
+    rounds: int,
+    calls: int,
 ) -> dict[str, float]:
     """Median over bursts of each native stage, and of what is left of the call around them."""
     from te_fast import dispatch
 
     samples: dict[str, list[float]] = {}
     for _ in range(rounds):
-        wait(inputs[0].device)
+        wait(device)
         begin = time.perf_counter_ns()
         stages = dispatch.stage_times(module, *inputs, calls=calls)
         whole = (time.perf_counter_ns() - begin) / (calls * 1e3)
@@ -136,9 +162,7 @@ def _stages(
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def profile(
-    module: torch.nn.Module, *inputs: torch.Tensor, rounds: int = 30, calls: int = 20
-) -> Report:
+def profile(module: torch.nn.Module, *inputs: Any, rounds: int = 30, calls: int = 20) -> Report:
     """Measure where the host time of ``module(*inputs)`` goes.
 
     The measurement runs in the autocast state of the caller. On the CPU the host backend computes
@@ -146,33 +170,46 @@ def profile(
 
     Parameters
     ----------
-    module
-        A te_fast layer whose input is ``(..., in_features)``.
+    module : torch.nn.Module
+        A layer of te_fast, or any module. Stages are those of all te_fast layers in it; what else it
+        does counts as the call from Python.
     inputs
         What it is called with.
-    rounds, calls
+    rounds, calls : int
         Bursts per measurement, and calls per burst.
 
     Returns
     -------
     Report
-        Totals, ratios to ``nn.Linear`` and stages; ``print`` shows the table.
+        Totals and stages, and, where the module maps rows to rows, the ratio to an ``nn.Linear`` of
+        as many columns; ``print`` shows the table.
+
+    Examples
+    --------
+    >>> import torch, te_fast
+    >>> import te_fast.pytorch as te
+    >>> layer = te.Linear(64, 32, device="cpu")
+    >>> with te.autocast():
+    ...     report = te_fast.profile(layer, torch.ones(16, 64), rounds=3, calls=2)
+    >>> report.subject
+    'Linear, [16 x 64] -> 32, torch.float32, cpu'
     """
-    x = inputs[0]
+    x = inputs[0] if inputs else None
+    device = _device_of(module, inputs)
     with torch.no_grad():
         out = module(*inputs)
     reference = _reference(module, x, out)
-    calls_of = {"module": lambda: module(*inputs), "nn.Linear": lambda: reference(x)}
+    calls_of: dict[str, Callable[[], Any]] = {"module": lambda: module(*inputs)}
+    if reference is not None:
+        calls_of["nn.Linear"] = lambda: reference(x)
     # The burst runs inside no_grad, so that entering it is not measured.
     with torch.no_grad():
         bodies = {f"{name}, {NO_GRAD}": call for name, call in calls_of.items()}
-        totals = interleave(bodies, x.device, rounds=rounds, calls=calls)
-        stages = _stages(module, inputs, rounds, calls)
+        totals = interleave(bodies, device, rounds=rounds, calls=calls)
+        stages = _stages(module, inputs, device, rounds, calls)
     bodies = {f"{name}, {GRAD}": call for name, call in calls_of.items()}
-    totals |= interleave(bodies, x.device, rounds=rounds, calls=calls)
-    shape = " x ".join(str(size) for size in x.shape)
-    subject = f"{type(module).__name__}, [{shape}] -> {out.shape[-1]}, {x.dtype}, {x.device}"
-    return Report(subject, totals, stages, environment(x.device))
+    totals |= interleave(bodies, device, rounds=rounds, calls=calls)
+    return Report(_subject(module, x, out, device), totals, stages, environment(device))
 
 
 def _count(text: str) -> int:
@@ -189,7 +226,7 @@ _count.__name__ = "integer"  # what argparse calls it in messages
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m te_fast.profile",
+        prog="python -m te_fast.profiling",
         description="Where the host time of a Linear forward goes, against nn.Linear.",
     )
     parser.add_argument("--rows", type=_count, default=256)
@@ -265,12 +302,3 @@ def _profile_linear(options: argparse.Namespace) -> Report:
     x = torch.randn(options.rows, options.in_features, dtype=dtype, device=device)
     with _autocast(options.recipe):
         return profile(layer, x, rounds=options.rounds, calls=options.calls)
-
-
-class _CallableModule(types.ModuleType):
-    """Lets ``te_fast.profile(...)`` work although the import system puts the module there."""
-
-    __call__ = staticmethod(profile)
-
-
-sys.modules[__name__].__class__ = _CallableModule
