@@ -39,10 +39,10 @@ HOST_ONLY := TE_FAST_SKIP_CUDA=1
 
 .PHONY: help
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
-	@echo "  variables: PYTHON=$(PYTHON) TORCH=$(TORCH) TEST_ARCHS=$(TEST_ARCHS) PYTEST_ARGS= DEMO_ARGS="
+	@awk -F':.*## ' '/^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@printf '\n%s\n' "variables: PYTHON=$(PYTHON) TORCH=$(TORCH) TEST_ARCHS=$(TEST_ARCHS) PYTEST_ARGS= DEMO_ARGS="
 
-# ---- environments ---------------------------------------------------------------------------------------------------
+# ---- environments and the build
 
 $(BUILD)/venv/.ready: pyproject.toml tools/build_requirements.py
 	test -x $(BUILD_PY) || $(PYTHON) -m venv $(BUILD)/venv
@@ -67,19 +67,59 @@ $(VENV)/.group-%: pyproject.toml | $(VENV)/.torch
 	$(PY) $(PIP) --group $*
 	touch $@
 
-# The wheel of this tree for TEST_ARCHS, built and installed. cargo decides what is stale, so this always runs.
-.PHONY: install
-install: $(BUILD)/venv/.ready | $(VENV)/.torch
+# Formatters and the like, without torch: seconds to install.
+TOOLS := $(BUILD)/tools
+$(TOOLS)/.ready: pyproject.toml
+	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python $(PIP) '$(PIP_VERSION)'
+	$(TOOLS)/bin/python $(PIP) --group format
+	touch $@
+
+# The wheel of this tree for TEST_ARCHS. cargo decides what is stale, so this always runs.
+.PHONY: build
+build: $(BUILD)/venv/.ready
 	rm -rf $(BUILD)/wheel
 	TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_NVCC="$(NVCC)" TE_FAST_FATBINS="$(FATBINS)" $(MATURIN) build --release --quiet --interpreter $(BUILD_PY) --out $(BUILD)/wheel
+
+.PHONY: install
+install: build | $(VENV)/.torch
 	$(PY) $(PIP) --no-deps --force-reinstall $(BUILD)/wheel/te_fast-*.whl
 
+##@ Try it
+.PHONY: demo
+demo: ## train on handwritten digits in FP8 beside FP32 (DEMO_ARGS='--recipe block')
+	@# The network brings torch while the compilers work.
+	$(MAKE) --no-print-directory --jobs=2 build $(VENV)/.group-bench
+	$(MAKE) --no-print-directory install
+	$(PY) examples/digits.py $(DEMO_ARGS)
+
+##@ Work on it
 .PHONY: dev
 dev: $(BUILD)/venv/.ready $(VENV)/.group-test $(VENV)/.group-lint $(VENV)/.group-bench $(VENV)/.group-docs ## .venv with every tool, and te_fast installed from python/ as it stands
 	VIRTUAL_ENV="$(CURDIR)/$(VENV)" TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_NVCC="$(NVCC)" TE_FAST_FATBINS="$(FATBINS)" $(MATURIN) develop --release --quiet --target-dir target/dev
 
-# ---- checks ---------------------------------------------------------------------------------------------------------
+.PHONY: format
+format: $(TOOLS)/.ready ## write Rust, CUDA and Python as the formatters want them
+	cargo fmt --all
+	$(TOOLS)/bin/clang-format -i $$(git ls-files 'cuda/*.cu' 'cuda/*.cuh' 'tools/*.c')
+	$(TOOLS)/bin/ruff format --quiet .
+	$(TOOLS)/bin/ruff check --quiet --fix .
 
+.PHONY: check
+check: $(TOOLS)/.ready ## formats, ruff, spelling and the rules of tools/, in seconds: what the pre-commit hook runs
+	cargo fmt --all -- --check
+	$(TOOLS)/bin/clang-format --dry-run --Werror $$(git ls-files 'cuda/*.cu' 'cuda/*.cuh' 'tools/*.c')
+	$(TOOLS)/bin/ruff format --quiet --check .
+	$(TOOLS)/bin/ruff check --quiet .
+	$(TOOLS)/bin/typos
+	$(TOOLS)/bin/python tools/check_rules.py
+	$(TOOLS)/bin/python tools/check_version.py
+
+.PHONY: lint
+lint: install $(VENV)/.group-lint $(VENV)/.group-bench ## all of check, and clippy, rustdoc, types and stubs
+	$(HOST_ONLY) PY=$(PY) PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash tools/lint.sh
+
+##@ Test it
 .PHONY: test
 test: install $(VENV)/.group-test ## build, install and run all tests (TORCH=2.6.0 for another torch)
 	@if cargo nextest --version >/dev/null 2>&1; then \
@@ -90,27 +130,49 @@ test: install $(VENV)/.group-test ## build, install and run all tests (TORCH=2.6
 	$(HOST_ONLY) cargo test $(CRATES) --doc
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-.PHONY: lint
-lint: install $(VENV)/.group-lint $(VENV)/.group-bench ## formats, lints, types, stubs, docs of the code, and the rules in tools/
-	$(HOST_ONLY) PY=$(PY) PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash tools/lint.sh
+.PHONY: test-gpu
+test-gpu: install $(VENV)/.group-test ## the tests that need an NVIDIA GPU, for the architecture of TEST_ARCHS
+	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
-.PHONY: format
-format: $(VENV)/.group-lint ## write Rust, CUDA and Python as the formatters want them
-	cargo fmt --all
-	$(VENV)/bin/clang-format -i $$(git ls-files 'cuda/*.cu' 'cuda/*.cuh')
-	$(VENV)/bin/ruff format --quiet .
-	$(VENV)/bin/ruff check --quiet --fix .
+.PHONY: coverage
+coverage: install $(VENV)/.group-test ## which lines of python/te_fast the tests run
+	$(PY) -m coverage erase
+	$(PY) -m coverage run -m pytest -n 0 $(PYTEST_ARGS)
+	$(PY) -m coverage report
 
-.PHONY: demo
-demo: install $(VENV)/.group-bench ## train on handwritten digits in FP8 beside FP32 (DEMO_ARGS='--recipe block')
-	$(PY) examples/digits.py $(DEMO_ARGS)
+# Files of tests/unit that start no processes of their own: qemu-user would have to be known to the kernel for these.
+ARM_TESTS := $(addprefix tests/unit/test_,linear.py quantize_reference.py norm.py norm_backward.py activation.py layernorm_linear.py \
+  layernorm_mlp.py extra_state.py permutation.py ops_fp8.py checkpoint.py packaging.py)
 
+.PHONY: test-arm
+test-arm: $(BUILD)/arm/.wheels ## tests of the aarch64 wheel under qemu-user, and its outputs beside x86-64's, bit for bit (debootstrap, qemu-user)
+	tools/arm/python.sh -m pytest -n 0 -p no:cacheprovider -o timeout=900 $(ARM_TESTS) $(PYTEST_ARGS)
+	tools/arm/python.sh tools/arm/hashes.py > $(BUILD)/arm/hashes.aarch64
+	PYTHONPATH=$(BUILD)/arm/x86_64 $(PY) tools/arm/hashes.py > $(BUILD)/arm/hashes.x86_64
+	cmp $(BUILD)/arm/hashes.*
+	@echo "$$(wc -l < $(BUILD)/arm/hashes.aarch64) hashes are equal"
+
+# The wheels of this tree for both machines, unpacked; Debian's Python is 3.11.
+.PHONY: $(BUILD)/arm/.wheels
+$(BUILD)/arm/.wheels: wheel-3.11-aarch64 wheel-3.11-x86_64 | $(VENV)/.torch
+	tools/arm/userland.sh
+	for machine in $(WHEEL_MACHINES); do \
+	  rm -rf $(BUILD)/arm/$$machine; \
+	  $(PYTHON) -m zipfile -e dist/te_fast-*-cp311-*_$$machine.whl $(BUILD)/arm/$$machine; \
+	done
+
+##@ Measure it
 .PHONY: bench
 bench: install $(VENV)/.group-bench ## criterion and host-time benches; JSON in benches/results/
 	PYO3_PYTHON="$(CURDIR)/$(BUILD_PY)" TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) cargo bench --package te_fast_core
 	$(PY) benches/linear_host.py
 	$(PY) benches/linear_cpu_overhead.py
 
+.PHONY: bench-instructions
+bench-instructions: $(BUILD)/arm/.wheels ## instructions per forward on Arm and x86-64, under qemu-user (libcapstone4, too)
+	$(PY) benches/instructions.py --arm-packages $(BUILD)/arm/aarch64 --packages $(BUILD)/arm/x86_64 $(wildcard $(VENV)/lib/python*/site-packages)
+
+##@ Release it
 .PHONY: docs
 docs: install $(VENV)/.group-docs ## HTML documentation in docs/_build/html
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html

@@ -16,7 +16,7 @@ check() {
     fi
 }
 
-mapfile -t device_code < <(git ls-files 'cuda/*.cu' 'cuda/*.cuh')
+mapfile -t device_code < <(git ls-files 'cuda/*.cu' 'cuda/*.cuh' 'tools/*.c')
 
 check rustfmt cargo fmt --all -- --check
 check clang-format clang-format --dry-run --Werror "${device_code[@]}"
