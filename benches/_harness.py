@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 __all__ = [
     "DTYPES",
     "RECIPES",
+    "RESULTS",
     "Timing",
     "as_in_training",
+    "commit",
     "interleave",
     "options",
     "quiet",

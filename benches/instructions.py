@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 CHILD = ROOT / "benches" / "_instructions_child.py"
@@ -38,8 +39,15 @@ def build_plugin(folder: Path) -> Path:
     return plugin
 
 
-def count(emulator: list[str], python: str, packages: list[str]) -> dict[str, dict[str, int]]:
-    """Run the calls under an emulator; instructions per call by name, in all and of te_fast's native module."""
+class Counts(NamedTuple):
+    """Instructions per call by name, in all and of te_fast's native module."""
+
+    versions: dict[str, str]
+    counts: dict[str, tuple[int, int]]
+
+
+def count(emulator: list[str], python: str, packages: list[str]) -> Counts:
+    """Run the calls under an emulator."""
     with tempfile.TemporaryDirectory() as folder:
         plugin, output = build_plugin(Path(folder)), Path(folder) / "counts"
         variables = os.environ | {"PYTHONPATH": os.pathsep.join(packages), "OMP_NUM_THREADS": "1"}
@@ -54,14 +62,14 @@ def count(emulator: list[str], python: str, packages: list[str]) -> dict[str, di
             raise SystemExit(run.stderr)
         told = json.loads(run.stdout.splitlines()[-1])
         marks = [tuple(map(int, line.split())) for line in output.read_text().splitlines()]
-    result = {"versions": told["versions"]}
+    counts = {}
     for index, name in enumerate(told["names"]):
-        (all_before, native_before), (all_after, native_after) = marks[2 * index : 2 * index + 2]
-        result[name] = {
-            "all": round((all_after - all_before) / told["calls"]),
-            "native": round((native_after - native_before) / told["calls"]),
-        }
-    return result
+        before, after = marks[2 * index : 2 * index + 2]
+        all_, native = (
+            round((end - begin) / told["calls"]) for begin, end in zip(before, after, strict=True)
+        )
+        counts[name] = (all_, native)
+    return Counts(told["versions"], counts)
 
 
 def main() -> int:
@@ -80,14 +88,17 @@ def main() -> int:
     arm_python = f"{arguments.arm_root}/usr/bin/python3.11"
     arm = count(["qemu-aarch64", "-L", arguments.arm_root], arm_python, arguments.arm_packages)
     x86 = count(["qemu-x86_64", "-cpu", "max"], arguments.python, arguments.packages)
-    figures = {
-        name: {"aarch64": arm[name], "x86_64": x86[name]} for name in arm if name != "versions"
-    }
-    for name, counts in figures.items():
-        a, x = counts["aarch64"], counts["x86_64"]
-        print(
-            f"{name:26}{a['all']:8}{x['all']:8}  {a['all'] / x['all']:.2f}   {a['native']}/{x['native']}"
-        )
+    figures: dict[str, dict[str, float]] = {}
+    for name in arm.counts:
+        (all_arm, native_arm), (all_x86, native_x86) = arm.counts[name], x86.counts[name]
+        figures[name] = {
+            "aarch64": all_arm,
+            "x86_64": all_x86,
+            "ratio": round(all_arm / all_x86, 2),
+            "aarch64, native": native_arm,
+            "x86_64, native": native_x86,
+        }
+        print(f"{name:26}", *(f"{value:8}" for value in figures[name].values()))
     text = {
         "bench": "instructions",
         "environment": {
@@ -95,8 +106,7 @@ def main() -> int:
             "emulator": subprocess.run(
                 ["qemu-aarch64", "--version"], capture_output=True, text=True, check=True
             ).stdout.splitlines()[0],
-            "aarch64": arm["versions"],
-            "x86_64": x86["versions"],
+            **arm.versions,
         },
         "figures": figures,
     }

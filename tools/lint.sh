@@ -34,6 +34,7 @@ check stubtest env MYPYPATH=python "$PY" -m mypy.stubtest te_fast._native --allo
     --mypy-config-file tools/stubtest.ini
 check rules "$PY" tools/check_rules.py
 check version "$PY" tools/check_version.py
+check tables "$PY" benches/tables.py --check
 
 if ((${#failed[@]})); then
     echo "lint: ${#failed[@]} failed: ${failed[*]}"
