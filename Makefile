@@ -140,6 +140,14 @@ coverage: install $(VENV)/.group-test ## which lines of python/te_fast the tests
 	$(PY) -m coverage run -m pytest -n 0 $(PYTEST_ARGS)
 	$(PY) -m coverage report
 
+.PHONY: fuzz
+fuzz: install $(VENV)/.group-fuzz ## a million inputs for each reader of checkpoints, 100000 cases of each kind of plan
+	PROPTEST_CASES=100000 $(HOST_ONLY) cargo test --quiet --package te_fast_core --test plans
+	for kind in own pickled; do \
+	  PYTHONPATH=tests $(PY) tests/fuzz/checkpoints.py $$kind $(BUILD)/fuzz/$$kind -runs=1000000 -seed=1 -max_len=4096 -timeout=10 \
+	    -rss_limit_mb=3000 -verbosity=0 -print_final_stats=1 -artifact_prefix=$(BUILD)/fuzz/$$kind-; \
+	done
+
 # Files of tests/unit that start no processes of their own: qemu-user would have to be known to the kernel for these.
 ARM_TESTS := $(addprefix tests/unit/test_,linear.py quantize_reference.py norm.py norm_backward.py activation.py layernorm_linear.py \
   layernorm_mlp.py extra_state.py permutation.py ops_fp8.py checkpoint.py packaging.py)
