@@ -2,8 +2,9 @@
 
     python tests/fuzz/checkpoints.py own|pickled CORPUS [libFuzzer's options]
 
-Whatever the bytes are, a reader gives a state that fits together, None, or a StateError; it takes no more memory or time than
-libFuzzer's limits. Inputs of `own` are what stands behind the checksum, which is made right, so that more than the checksum is read.
+Whatever the bytes are, a reader gives a state that fits together, None, or a StateError; it takes no more memory or
+time than libFuzzer's limits. Inputs of `own` are what stands behind the checksum, which is made right, so that more
+than the checksum is read.
 """
 
 import io
@@ -20,10 +21,10 @@ with atheris.instrument_imports(include=["te_fast.state", "pickletools", "zipfil
     from te_fast.state.extra_state import ExtraState, pack, unpack
 
 import torch
-from transformer_engine_state import KEYS, pack_layer, pack_op
 
 from te_fast.common.recipe import DelayedScaling, Format
 from te_fast.errors import StateError
+from transformer_engine_state import KEYS, pack_layer, pack_op
 
 HEAD = struct.Struct("<8sII")
 
