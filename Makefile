@@ -183,7 +183,7 @@ bench-instructions: $(BUILD)/arm/.wheels ## instructions per forward on Arm and 
 ##@ Release it
 .PHONY: docs
 docs: install $(VENV)/.group-docs ## HTML documentation in docs/_build/html
-	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	$(PY) -m sphinx -W --keep-going -q -j auto -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 # Paths of this machine are none of the wheel's business, and would differ on another one. With `--target` the flags are not

@@ -32,8 +32,8 @@ class _FormatHelper(NamedTuple):
 class Format(Enum):
     """Number formats of the quantised tensors.
 
-    Values
-    ------
+    Attributes
+    ----------
     E2M1 :
         All tensors in 4 bits.
     E4M3 :
