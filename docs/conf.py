@@ -36,6 +36,6 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 autosummary_context = {"is_own": reference.is_own}
 numpydoc_show_class_members = False
-suppress_warnings = ["myst.xref_missing", "config.cache"]
+suppress_warnings = ["config.cache"]
 
 reference.write(HERE / "reference" / "generated")
