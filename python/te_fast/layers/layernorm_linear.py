@@ -82,6 +82,22 @@ class LayerNormLinear(SplitLinear):
         If `device` is a GPU and none can be used.
     ShapeError
         If `normalization` is unknown, or `parameters_split` is empty or does not add up.
+
+    See Also
+    --------
+    te_fast.pytorch.autocast : the region in which layers quantise.
+    te_fast.pytorch.LayerNormMLP : with an activation and a second linear layer behind.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+
+    >>> layer = te.LayerNormLinear(64, 32, normalization="RMSNorm", device="cpu")
+    >>> with te.autocast():
+    ...     y = layer(torch.ones(16, 64))
+    >>> tuple(y.shape)
+    (16, 32)
     """
 
     def __init__(

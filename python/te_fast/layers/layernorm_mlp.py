@@ -110,6 +110,22 @@ class LayerNormMLP(ProgramLayer):
         If `normalization` is unknown, or an argument needs a norm and there is none.
     DtypeError
         If `activation_params` do not fit the activation.
+
+    See Also
+    --------
+    te_fast.pytorch.autocast : the region in which layers quantise.
+    te_fast.pytorch.ops.Sequential : chains of any operations.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+
+    >>> layer = te.LayerNormMLP(64, 256, activation="swiglu", device="cpu")
+    >>> with te.autocast():
+    ...     y = layer(torch.ones(16, 64))
+    >>> tuple(y.shape), tuple(layer.fc1_weight.shape)
+    ((16, 64), (512, 64))
     """
 
     fc1_weight: torch.Tensor

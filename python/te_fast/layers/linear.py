@@ -75,6 +75,23 @@ class Linear(SplitLinear):
         If a size is negative, or `parameters_split` is empty or does not add up to `out_features`.
     DtypeError
         If a size is no integer, or `params_dtype` no type that layers compute in.
+
+    See Also
+    --------
+    te_fast.pytorch.autocast : the region in which layers quantise.
+    te_fast.pytorch.LayerNormLinear : with a norm in front.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+
+    >>> layer = te.Linear(64, 32, device="cpu")
+    >>> with te.autocast():
+    ...     y = layer(torch.ones(16, 64))
+    >>> y.sum().backward()
+    >>> tuple(y.shape), tuple(layer.weight.grad.shape)
+    ((16, 32), (32, 64))
     """
 
     normalization = None

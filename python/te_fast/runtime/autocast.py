@@ -96,6 +96,22 @@ class autocast(native.AutocastRegion):
 
     Each thread has its own regions; one that has entered none is in that of another thread. An update of delayed
     scaling takes the layers of all threads.
+
+    See Also
+    --------
+    te_fast.common.recipe : the recipes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.common.recipe import Float8CurrentScaling
+    >>> layer = te.Linear(32, 16, device="cpu")
+    >>> region = te.autocast(recipe=Float8CurrentScaling())
+    >>> with region:
+    ...     y = layer(torch.ones(16, 32))
+    >>> layer.fp8, layer.fp8_meta["recipe"].float8_current_scaling()
+    (True, True)
     """
 
     __slots__ = ()
