@@ -17,6 +17,9 @@ CURRENT_TORCH := $(shell $(PYTHON) -c 'import sys; print("2.14.1" if sys.version
 TORCH ?= $(CURRENT_TORCH)
 # Machine code of the build that is tested; `make wheel` builds for the release list of rust/kernels/build.rs.
 TEST_ARCHS ?= 90
+WHEEL_PYTHONS := 3.10 3.11 3.12 3.13 3.14
+WHEEL_MACHINES := x86_64 aarch64
+THIS_WHEEL = wheel-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')-$(shell uname -m)
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
@@ -28,21 +31,28 @@ MATURIN := $(BUILD)/venv/bin/maturin
 PIP_VERSION := pip==26.3
 PIP := -m pip install --quiet --disable-pip-version-check
 CRATES := --package te_fast_kernels --package te_fast_core
+NVCC = $$(ls "$(CURDIR)"/$(BUILD)/venv/lib/python*/site-packages/nvidia/cu*/bin/nvcc)
+# Device code is compiled once, whatever Python and machine it is for.
+FATBINS := $(CURDIR)/$(BUILD)/fatbins
 # Rust tests, lints and docs look at host code alone, so they need no nvcc.
 HOST_ONLY := TE_FAST_SKIP_CUDA=1
 
 .PHONY: help
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
-	@echo "  variables: PYTHON=$(PYTHON) TORCH=$(TORCH) TEST_ARCHS=$(TEST_ARCHS) PYTEST_ARGS= DEMO_ARGS="
+	@awk -F':.*## ' '/^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@printf '\n%s\n' "variables: PYTHON=$(PYTHON) TORCH=$(TORCH) TEST_ARCHS=$(TEST_ARCHS) PYTEST_ARGS= DEMO_ARGS="
 
-# ---- environments ---------------------------------------------------------------------------------------------------
+# ---- environments and the build
 
 $(BUILD)/venv/.ready: pyproject.toml tools/build_requirements.py
 	test -x $(BUILD_PY) || $(PYTHON) -m venv $(BUILD)/venv
 	$(BUILD_PY) $(PIP) '$(PIP_VERSION)'
 	$(BUILD_PY) tools/build_requirements.py > $(BUILD)/requirements.txt
 	$(BUILD_PY) $(PIP) -r $(BUILD)/requirements.txt
+	touch $@
+
+$(BUILD)/venv/.group-wheel: $(BUILD)/venv/.ready
+	$(BUILD_PY) $(PIP) --group wheel
 	touch $@
 
 $(VENV)/.torch:
@@ -57,19 +67,59 @@ $(VENV)/.group-%: pyproject.toml | $(VENV)/.torch
 	$(PY) $(PIP) --group $*
 	touch $@
 
-# The wheel of this tree for TEST_ARCHS, built and installed. cargo decides what is stale, so this always runs.
-.PHONY: install
-install: $(BUILD)/venv/.ready | $(VENV)/.torch
+# Formatters and the like, without torch: seconds to install.
+TOOLS := $(BUILD)/tools
+$(TOOLS)/.ready: pyproject.toml
+	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python $(PIP) '$(PIP_VERSION)'
+	$(TOOLS)/bin/python $(PIP) --group format
+	touch $@
+
+# The wheel of this tree for TEST_ARCHS. cargo decides what is stale, so this always runs.
+.PHONY: build
+build: $(BUILD)/venv/.ready
 	rm -rf $(BUILD)/wheel
-	TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) $(MATURIN) build --release --quiet --interpreter $(BUILD_PY) --out $(BUILD)/wheel
+	TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_NVCC="$(NVCC)" TE_FAST_FATBINS="$(FATBINS)" $(MATURIN) build --release --quiet --interpreter $(BUILD_PY) --out $(BUILD)/wheel
+
+.PHONY: install
+install: build | $(VENV)/.torch
 	$(PY) $(PIP) --no-deps --force-reinstall $(BUILD)/wheel/te_fast-*.whl
 
+##@ Try it
+.PHONY: demo
+demo: ## train on handwritten digits in FP8 beside FP32 (DEMO_ARGS='--recipe block')
+	@# The network brings torch while the compilers work.
+	$(MAKE) --no-print-directory --jobs=2 build $(VENV)/.group-bench
+	$(MAKE) --no-print-directory install
+	$(PY) examples/digits.py $(DEMO_ARGS)
+
+##@ Work on it
 .PHONY: dev
 dev: $(BUILD)/venv/.ready $(VENV)/.group-test $(VENV)/.group-lint $(VENV)/.group-bench $(VENV)/.group-docs ## .venv with every tool, and te_fast installed from python/ as it stands
-	VIRTUAL_ENV="$(CURDIR)/$(VENV)" TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_NVCC="$$(ls "$(CURDIR)"/$(BUILD)/venv/lib/python*/site-packages/nvidia/cu*/bin/nvcc)" $(MATURIN) develop --release --quiet --target-dir target/dev
+	VIRTUAL_ENV="$(CURDIR)/$(VENV)" TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_NVCC="$(NVCC)" TE_FAST_FATBINS="$(FATBINS)" $(MATURIN) develop --release --quiet --target-dir target/dev
 
-# ---- checks ---------------------------------------------------------------------------------------------------------
+.PHONY: format
+format: $(TOOLS)/.ready ## write Rust, CUDA and Python as the formatters want them
+	cargo fmt --all
+	$(TOOLS)/bin/clang-format -i $$(git ls-files 'cuda/*.cu' 'cuda/*.cuh' 'tools/*.c')
+	$(TOOLS)/bin/ruff format --quiet .
+	$(TOOLS)/bin/ruff check --quiet --fix .
 
+.PHONY: check
+check: $(TOOLS)/.ready ## formats, ruff, spelling and the rules of tools/, in seconds: what the pre-commit hook runs
+	cargo fmt --all -- --check
+	$(TOOLS)/bin/clang-format --dry-run --Werror $$(git ls-files 'cuda/*.cu' 'cuda/*.cuh' 'tools/*.c')
+	$(TOOLS)/bin/ruff format --quiet --check .
+	$(TOOLS)/bin/ruff check --quiet .
+	$(TOOLS)/bin/typos
+	$(TOOLS)/bin/python tools/check_rules.py
+	$(TOOLS)/bin/python tools/check_version.py
+
+.PHONY: lint
+lint: install $(VENV)/.group-lint $(VENV)/.group-bench ## all of check, and clippy, rustdoc, types and stubs
+	$(HOST_ONLY) PY=$(PY) PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash tools/lint.sh
+
+##@ Test it
 .PHONY: test
 test: install $(VENV)/.group-test ## build, install and run all tests (TORCH=2.6.0 for another torch)
 	@if cargo nextest --version >/dev/null 2>&1; then \
@@ -80,44 +130,105 @@ test: install $(VENV)/.group-test ## build, install and run all tests (TORCH=2.6
 	$(HOST_ONLY) cargo test $(CRATES) --doc
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-.PHONY: lint
-lint: install $(VENV)/.group-lint $(VENV)/.group-bench ## formats, lints, types, stubs, docs of the code, and the rules in tools/
-	$(HOST_ONLY) PY=$(PY) PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash tools/lint.sh
+.PHONY: test-gpu
+test-gpu: install $(VENV)/.group-test ## the tests that need an NVIDIA GPU, for the architecture of TEST_ARCHS
+	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
-.PHONY: format
-format: $(VENV)/.group-lint ## write Rust, CUDA and Python as the formatters want them
-	cargo fmt --all
-	$(VENV)/bin/clang-format -i $$(git ls-files 'cuda/*.cu' 'cuda/*.cuh')
-	$(VENV)/bin/ruff format --quiet .
-	$(VENV)/bin/ruff check --quiet --fix .
+.PHONY: coverage
+coverage: install $(VENV)/.group-test ## which lines of python/te_fast the tests run
+	$(PY) -m coverage erase
+	$(PY) -m coverage run -m pytest -n 0 $(PYTEST_ARGS)
+	$(PY) -m coverage report
 
-.PHONY: demo
-demo: install $(VENV)/.group-bench ## train on handwritten digits in FP8 beside FP32 (DEMO_ARGS='--recipe block')
-	$(PY) examples/digits.py $(DEMO_ARGS)
+.PHONY: fuzz
+fuzz: install $(VENV)/.group-fuzz ## a million inputs for each reader of checkpoints, 100000 cases of each kind of plan
+	PROPTEST_CASES=100000 $(HOST_ONLY) cargo test --quiet --package te_fast_core --test plans
+	for kind in own pickled; do \
+	  PYTHONPATH=tests $(PY) tests/fuzz/checkpoints.py $$kind $(BUILD)/fuzz/$$kind -runs=1000000 -seed=1 -max_len=4096 -timeout=10 \
+	    -rss_limit_mb=3000 -verbosity=0 -print_final_stats=1 -artifact_prefix=$(BUILD)/fuzz/$$kind-; \
+	done
 
+# Files of tests/unit that start no processes of their own: qemu-user would have to be known to the kernel for these.
+ARM_TESTS := $(addprefix tests/unit/test_,linear.py quantize_reference.py norm.py norm_backward.py activation.py layernorm_linear.py \
+  layernorm_mlp.py extra_state.py permutation.py ops_fp8.py checkpoint.py packaging.py)
+
+.PHONY: test-arm
+test-arm: $(BUILD)/arm/.wheels ## tests of the aarch64 wheel under qemu-user, and its outputs beside x86-64's, bit for bit (debootstrap, qemu-user)
+	tools/arm/python.sh -m pytest -n 0 -p no:cacheprovider -o timeout=900 $(ARM_TESTS) $(PYTEST_ARGS)
+	tools/arm/python.sh tools/arm/hashes.py > $(BUILD)/arm/hashes.aarch64
+	PYTHONPATH=$(BUILD)/arm/x86_64 $(PY) tools/arm/hashes.py > $(BUILD)/arm/hashes.x86_64
+	cmp $(BUILD)/arm/hashes.*
+	@echo "$$(wc -l < $(BUILD)/arm/hashes.aarch64) hashes are equal"
+
+# The wheels of this tree for both machines, unpacked; Debian's Python is 3.11.
+.PHONY: $(BUILD)/arm/.wheels
+$(BUILD)/arm/.wheels: wheel-3.11-aarch64 wheel-3.11-x86_64 | $(VENV)/.torch
+	tools/arm/userland.sh
+	for machine in $(WHEEL_MACHINES); do \
+	  rm -rf $(BUILD)/arm/$$machine; \
+	  $(PYTHON) -m zipfile -e dist/te_fast-*-cp311-*_$$machine.whl $(BUILD)/arm/$$machine; \
+	done
+
+##@ Measure it
 .PHONY: bench
 bench: install $(VENV)/.group-bench ## criterion and host-time benches; JSON in benches/results/
 	PYO3_PYTHON="$(CURDIR)/$(BUILD_PY)" TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) cargo bench --package te_fast_core
 	$(PY) benches/linear_host.py
 	$(PY) benches/linear_cpu_overhead.py
 
+.PHONY: bench-instructions
+bench-instructions: $(BUILD)/arm/.wheels ## instructions per forward on Arm and x86-64, under qemu-user (libcapstone4, too)
+	$(PY) benches/instructions.py --arm-packages $(BUILD)/arm/aarch64 --packages $(BUILD)/arm/x86_64 $(wildcard $(VENV)/lib/python*/site-packages)
+
+##@ Release it
 .PHONY: docs
 docs: install $(VENV)/.group-docs ## HTML documentation in docs/_build/html
-	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	$(PY) -m sphinx -W --keep-going -q -j auto -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
+# Paths of this machine are none of the wheel's business, and would differ on another one. With `--target` the flags are not
+# for build scripts.
+REMAP = --remap-path-prefix=$(CURDIR)=te_fast --remap-path-prefix=$${CARGO_HOME:-$$HOME/.cargo}=cargo
+
+# For example wheel-3.12-aarch64. zig links for glibc 2.28, and for the other machine; maturin knows each Python without having it.
+wheel-%: $(BUILD)/venv/.ready $(BUILD)/venv/.group-wheel
+	rm -f dist/te_fast-*-cp$(subst .,,$(word 1,$(subst -, ,$*)))-*_$(word 2,$(subst -, ,$*)).whl
+	rustup --quiet target add $(word 2,$(subst -, ,$*))-unknown-linux-gnu 2>/dev/null || :
+	PATH="$(CURDIR)/$(BUILD)/venv/bin:$$PATH" RUSTFLAGS="$(REMAP)" TE_FAST_NVCC="$(NVCC)" TE_FAST_FATBINS="$(FATBINS)" \
+	  $(MATURIN) build --release --quiet --zig --compatibility manylinux_2_28 --target-dir target/wheels \
+	  --target $(word 2,$(subst -, ,$*))-unknown-linux-gnu --interpreter python$(word 1,$(subst -, ,$*)) --out dist
+
 .PHONY: wheel
-wheel: | $(VENV)/.torch ## release wheel in dist/, as `pip install .` builds it, and its checks
+wheel: | $(VENV)/.torch ## release wheel in dist/ for this Python and machine, and its checks
 	rm -rf dist
-	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	$(MAKE) --no-print-directory $(THIS_WHEEL)
 	$(PY) tools/check_wheel.py dist/te_fast-*.whl
+
+.PHONY: wheels
+wheels: | $(VENV)/.torch ## release wheels for every Python and machine; `make wheel-3.12-aarch64` for one
+	rm -rf dist
+	$(MAKE) --no-print-directory $(foreach machine,$(WHEEL_MACHINES),$(foreach python,$(WHEEL_PYTHONS),wheel-$(python)-$(machine)))
+	$(PY) tools/check_wheel.py dist/te_fast-*.whl
+
+# In one folder, one after the other: nvcc hashes the path of a source into the names of what is internal to it.
+.PHONY: reproduce
+reproduce: ## build the wheel of HEAD twice, from nothing: both must have the same bytes
+	rm -rf $(BUILD)/clone $(BUILD)/built
+	mkdir -p $(BUILD)/built
+	for name in one another; do \
+	  git clone --quiet . $(BUILD)/clone; \
+	  $(MAKE) --no-print-directory -C $(BUILD)/clone $(THIS_WHEEL); \
+	  mv $(BUILD)/clone/dist/*.whl $(BUILD)/built/$$name.whl; \
+	  rm -rf $(BUILD)/clone; \
+	done
+	cmp $(BUILD)/built/one.whl $(BUILD)/built/another.whl
 
 .PHONY: sdist
 sdist: $(BUILD)/venv/.ready | $(VENV)/.torch ## source distribution in dist/, and a wheel that is built of it alone, for TEST_ARCHS
 	rm -rf dist/te_fast-*.tar.gz $(BUILD)/of_sdist
 	$(MATURIN) sdist --out dist
 	TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) $(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir $(BUILD)/of_sdist dist/te_fast-*.tar.gz
-	$(PY) tools/check_wheel.py $(BUILD)/of_sdist/te_fast-*.whl --archs $(TEST_ARCHS)
+	$(PY) tools/check_wheel.py $(BUILD)/of_sdist/te_fast-*.whl --archs $(TEST_ARCHS) --of-this-machine
 
 .PHONY: clean
 clean: ## remove everything that make created, environments included

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fast.profile.timing import Timing, environment, interleave, quiet
+from te_fast.profiling.timing import Timing, environment, interleave, quiet
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 __all__ = [
     "DTYPES",
     "RECIPES",
+    "RESULTS",
     "Timing",
     "as_in_training",
+    "commit",
     "interleave",
     "options",
     "quiet",

@@ -7,7 +7,6 @@ call a 1 GiB read fills L2 with clean lines of other data.
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 import sys
 from pathlib import Path
@@ -15,6 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from _harness import RESULTS, commit
+from te_fast.profiling.timing import environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -70,7 +72,7 @@ def copy_rate(timer: Timer) -> float:
 
 
 def measure(name: str, shapes: Iterable[Shape], cases: Callable[[Shape], Iterable[Case]]) -> None:
-    """Print every case of every shape, and write them to the file that the command line names, if any."""
+    """Print every case of every shape, and write them to the file that the command line names, or to results/."""
     timer = Timer()
     rate = copy_rate(timer)
     found: dict[str, dict[str, dict[str, float]]] = {}
@@ -87,13 +89,13 @@ def measure(name: str, shapes: Iterable[Shape], cases: Callable[[Shape], Iterabl
                 row["bar"] = case.bar
             rows[case.name] = row
             print(shape, f"{case.name:44}", row, flush=True)
+    stamp = environment(torch.device("cuda")) | {"commit": commit()}
     report = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "host": platform.release(),
-        "command": f"python benches/{name}.py",
-        "copy_tb_per_s": rate / 1e6,
-        "shapes": found,
+        "bench": name,
+        "environment": stamp,
+        "copy_tb_per_s": round(rate / 1e6, 4),
+        "figures": found,
     }
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(report, indent=1) + "\n")
+    gpu = torch.cuda.get_device_name().replace(" ", "-").lower()
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / f"{name}-{gpu}.json"
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -23,7 +23,7 @@ import torch
 
 import te_fast.pytorch as te
 from _harness import ROOT, commit, show
-from te_fast.profile.timing import environment
+from te_fast.profiling.timing import environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -224,38 +224,16 @@ def ratios(figures: dict[str, float]) -> dict[str, float]:
 def write_results(
     path: Path, results: dict[str, dict[str, float]], rate: float, command: str
 ) -> None:
-    """JSON with all figures, and a table of them in Markdown beside it."""
+    """JSON with all figures, and the ratios that have bars."""
     stamp = environment(torch.device("cuda")) | {"commit": commit(), "command": command}
     path.parent.mkdir(parents=True, exist_ok=True)
     data = {
         "bench": "moe_permute",
         "environment": stamp,
         "copy_bytes_per_us": rate,
-        "figures": results,
+        "figures": {size: {**values, **ratios(values)} for size, values in results.items()},
     }
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    names = list(next(iter(results.values())))
-    lines = [
-        "# MoE permutation",
-        "",
-        f"`{command}` · {stamp}",
-        "",
-        f"Copy rate {rate / 1e6:.2f} TB/s. Microseconds, then ratios.",
-        "",
-    ]
-    lines += ["| | " + " | ".join(results) + " |", "|---" * (len(results) + 1) + "|"]
-    lines += [
-        "| " + " | ".join([name, *(f"{values[name]:.1f}" for values in results.values())]) + " |"
-        for name in names
-    ]
-    checked = {size: ratios(values) for size, values in results.items()}
-    for name in next(iter(checked.values())):
-        lines.append(
-            "| "
-            + " | ".join([name, *(f"{values[name]:.3f}" for values in checked.values())])
-            + " |"
-        )
-    path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def plot(path: Path, results: dict[str, dict[str, float]]) -> None:
@@ -293,7 +271,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="the four sizes with bars")
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "benches" / "results" / "moe_permute_h200.json"
+        "--out", type=Path, default=ROOT / "benches" / "results" / "moe_permute-nvidia-h200.json"
     )
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()

@@ -60,7 +60,7 @@ LAYERS: dict[str, set[str]] = {
         "runtime",
         "tensor",
     },
-    "profile": {"common", "dispatch", "pytorch"},
+    "profiling": {"common", "dispatch", "pytorch"},
 }
 # Signatures that are Transformer Engine's, not ours.
 TE_SIGNATURES = re.compile(

@@ -1,12 +1,16 @@
-"""Check a release wheel: size, linked libraries, machine code, metadata, import.
+"""Check wheels: tags, size, linked libraries, symbols of glibc, machine code, metadata, import.
 
-python tools/check_wheel.py dist/te_fast-*.whl [--archs 80,89,90,100,120]
+python tools/check_wheel.py dist/te_fast-*.whl [--archs 80,89,90,100,120] [--of-this-machine]
+
+A wheel for another Python or another machine than the ones that run this is not imported.
 """
 
 from __future__ import annotations
 
 import argparse
 import compileall
+import platform
+import re
 import struct
 import subprocess
 import sys
@@ -16,6 +20,11 @@ from pathlib import Path
 
 MAX_BYTES = 20 * 1000 * 1000
 RELEASE_ARCHS = "80,89,90,100,120"
+# Beside the last one's: what lies between the listed ones can run this (rust/kernels/build.rs).
+PTX_ARCH = 90
+# The oldest glibc of torch's own wheels.
+GLIBC = (2, 28)
+ELF_MACHINES = {"x86_64": 62, "aarch64": 183}
 # What a wheel may need from the machine; CUDA and torch are resolved at run time.
 SYSTEM_LIBRARIES = {
     "libc.so.6",
@@ -63,6 +72,17 @@ def needed_libraries(image: bytes) -> list[str]:
     return [image[start : image.index(b"\0", start)].decode() for start in starts]
 
 
+def newest_glibc(image: bytes) -> tuple[int, int]:
+    """Return the newest version of glibc whose symbols ``image`` asks for."""
+    found = re.findall(rb"\0GLIBC_(\d+)\.(\d+)", image)
+    return max(((int(major), int(minor)) for major, minor in found), default=(0, 0))
+
+
+def expected_ptx(archs: set[int]) -> set[int]:
+    """Architectures whose PTX a build for ``archs`` holds."""
+    return {max(archs)} | (archs & {PTX_ARCH})
+
+
 def fatbin_entries(image: bytes) -> set[tuple[int, int]]:
     """Pairs of kind and architecture of every entry of every fatbin inside ``image``."""
     found = set()
@@ -80,51 +100,95 @@ def fatbin_entries(image: bytes) -> set[tuple[int, int]]:
     return found
 
 
-def problems_of(wheel: Path, archs: set[int]) -> list[str]:
-    """Say what is wrong with the files of a wheel."""
+def tag_problems(wheel: Path) -> list[str]:
+    """Say what is wrong with the name of a wheel for everybody."""
+    python, abi, platforms = wheel.stem.split("-")[-3:]
+    machine = platforms.rpartition("2_28_")[2]
+    expected = f"manylinux_{GLIBC[0]}_{GLIBC[1]}_{machine}"
     problems = []
+    if platforms != expected or machine not in ELF_MACHINES:
+        problems.append(f"platform {platforms}, expected manylinux_2_28 of {list(ELF_MACHINES)}")
+    if python != abi or not python.startswith("cp3"):
+        problems.append(f"tags {python}-{abi}, expected one CPython twice")
+    return problems
+
+
+def metadata_problems(archive: zipfile.ZipFile) -> list[str]:
+    """Say what is wrong with the files beside the extension module."""
+    names = archive.namelist()
+    problems = [
+        f"{name} is missing"
+        for name in ("te_fast/py.typed", "te_fast/_native.pyi")
+        if name not in names
+    ]
+    licences = [name for name in names if name.endswith("LICENSE")]
+    if len(licences) != 1 or ".dist-info/licenses/" not in licences[0]:
+        problems.append(f"licences {licences}, expected one in dist-info")
+    metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
+    requires = [
+        line.split(": ")[1]
+        for line in archive.read(metadata).decode().splitlines()
+        if line.startswith("Requires-Dist")
+    ]
+    if [line for line in requires if not line.startswith("torch")]:
+        problems.append(f"requirements {requires}, expected torch alone")
+    return problems
+
+
+def extension_problems(
+    name: str, image: bytes, archs: set[int], *, of_this_machine: bool
+) -> list[str]:
+    """Say what is wrong with the extension module."""
+    problems = []
+    needed = set(needed_libraries(image))
+    glibc = newest_glibc(image)
+    print(f"{name}: needs {', '.join(sorted(needed))}, glibc {glibc[0]}.{glibc[1]}")
+    if needed - SYSTEM_LIBRARIES:
+        problems.append(f"{name} links {sorted(needed - SYSTEM_LIBRARIES)}")
+    if glibc > GLIBC and not of_this_machine:
+        problems.append(f"{name} needs glibc {glibc}, expected at most {GLIBC}")
+    machine = struct.unpack_from("<H", image, 18)[0]
+    if machine != next((ELF_MACHINES[key] for key in ELF_MACHINES if key in name), None):
+        problems.append(f"{name} is code for ELF machine {machine}")
+    entries = fatbin_entries(image)
+    code = {arch for kind, arch in entries if kind == MACHINE_CODE}
+    ptx = {arch for kind, arch in entries if kind == PTX}
+    print(f"{name}: machine code for {sorted(code)}, PTX for {sorted(ptx)}")
+    if code != archs or ptx != expected_ptx(archs):
+        problems.append(
+            f"expected machine code for {sorted(archs)} and PTX for {sorted(expected_ptx(archs))}"
+        )
+    return problems
+
+
+def problems_of(wheel: Path, archs: set[int], *, of_this_machine: bool = False) -> list[str]:
+    """Say what is wrong with a wheel, without importing it."""
     size = wheel.stat().st_size
     print(f"{wheel.name}: {size / 1e6:.2f} MB")
+    problems = [] if of_this_machine else tag_problems(wheel)
     if size > MAX_BYTES:
         problems.append(f"{size} bytes, at most {MAX_BYTES}")
     with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        extensions = [name for name in names if name.endswith(".so")]
+        problems += metadata_problems(archive)
+        extensions = [name for name in archive.namelist() if name.endswith(".so")]
         if len(extensions) != 1:
             problems.append(f"extension modules {extensions}, expected one")
-        problems += [
-            f"{name} is missing"
-            for name in ("te_fast/py.typed", "te_fast/_native.pyi")
-            if name not in names
-        ]
-        licences = [name for name in names if name.endswith("LICENSE")]
-        if len(licences) != 1 or ".dist-info/licenses/" not in licences[0]:
-            problems.append(f"licences {licences}, expected one in dist-info")
-        metadata = next(name for name in names if name.endswith(".dist-info/METADATA"))
-        requires = [
-            line.split(": ")[1]
-            for line in archive.read(metadata).decode().splitlines()
-            if line.startswith("Requires-Dist")
-        ]
-        if [line for line in requires if not line.startswith("torch")]:
-            problems.append(f"requirements {requires}, expected torch alone")
         for name in extensions:
             image = archive.read(name)
-            needed = set(needed_libraries(image))
-            print(f"{name}: needs {', '.join(sorted(needed))}")
-            if needed - SYSTEM_LIBRARIES:
-                problems.append(f"{name} links {sorted(needed - SYSTEM_LIBRARIES)}")
-            entries = fatbin_entries(image)
-            code = {arch for kind, arch in entries if kind == MACHINE_CODE}
-            ptx = {arch for kind, arch in entries if kind == PTX}
-            print(f"{name}: machine code for {sorted(code)}, PTX for {sorted(ptx)}")
-            if code != archs or len(ptx) != 1:
-                problems.append(f"expected machine code for {sorted(archs)} and one PTX")
+            problems += extension_problems(name, image, archs, of_this_machine=of_this_machine)
     return problems
+
+
+def runs_here(wheel: Path) -> bool:
+    """Whether this interpreter, on this machine, is one that the wheel is for."""
+    python = f"-cp{sys.version_info.major}{sys.version_info.minor}-"
+    return python in wheel.name and wheel.stem.endswith(platform.machine())
 
 
 def import_alone(wheel: Path) -> list[str]:
     """Import the wheel from a folder of its own, with the torch of this interpreter."""
+    if not runs_here(wheel):
+        return []
     with tempfile.TemporaryDirectory() as folder:
         zipfile.ZipFile(wheel).extractall(folder)
         compileall.compile_dir(folder, quiet=1)  # as an installer does
@@ -143,12 +207,18 @@ def main() -> int:
     )
     parser.add_argument("wheels", nargs="+", type=Path)
     parser.add_argument("--archs", default=RELEASE_ARCHS)
+    parser.add_argument(
+        "--of-this-machine", action="store_true", help="built for this machine's own glibc"
+    )
     arguments = parser.parse_args()
     archs = {int(arch) for arch in arguments.archs.split(",")}
     problems = [
         f"{wheel.name}: {problem}"
         for wheel in arguments.wheels
-        for problem in problems_of(wheel, archs) + import_alone(wheel)
+        for problem in (
+            *problems_of(wheel, archs, of_this_machine=arguments.of_this_machine),
+            *import_alone(wheel),
+        )
     ]
     print("\n".join(problems) or "wheel: all passed")
     return bool(problems)

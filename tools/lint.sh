@@ -16,7 +16,7 @@ check() {
     fi
 }
 
-mapfile -t device_code < <(git ls-files 'cuda/*.cu' 'cuda/*.cuh')
+mapfile -t device_code < <(git ls-files 'cuda/*.cu' 'cuda/*.cuh' 'tools/*.c')
 
 check rustfmt cargo fmt --all -- --check
 check clang-format clang-format --dry-run --Werror "${device_code[@]}"
@@ -34,6 +34,7 @@ check stubtest env MYPYPATH=python "$PY" -m mypy.stubtest te_fast._native --allo
     --mypy-config-file tools/stubtest.ini
 check rules "$PY" tools/check_rules.py
 check version "$PY" tools/check_version.py
+check tables "$PY" benches/tables.py --check
 
 if ((${#failed[@]})); then
     echo "lint: ${#failed[@]} failed: ${failed[*]}"

@@ -1,8 +1,8 @@
 """te_fast: Transformer Engine's FP8 layers for PyTorch at the host cost of ``torch.nn.Linear``.
 
 ``te_fast.pytorch`` has the layers under Transformer Engine's names, ``te_fast.dispatch`` the
-dispatcher beneath them, ``te_fast.profile`` tells where a forward's host time goes, ``te_fast.convert`` lets
-models of other libraries compute by te_fast's layers.
+dispatcher beneath them, :func:`te_fast.profile` tells where a forward's host time goes,
+``te_fast.convert`` lets models of other libraries compute by te_fast's layers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from te_fast.errors import (
 )
 
 if TYPE_CHECKING:
-    from te_fast import common, dispatch, pytorch
+    from te_fast import common, dispatch, profiling, pytorch
     from te_fast.convert import convert
     from te_fast.dispatch import auto_pad
-    from te_fast.profile import profile
+    from te_fast.profiling import profile
 
 #: Transformer Engine's version whose names and signatures ``te_fast.pytorch`` has.
 TRANSFORMER_ENGINE_VERSION = "2.20.0"
@@ -46,17 +46,24 @@ __all__ = [
     "dispatch",
     "errors",
     "profile",
+    "profiling",
     "pytorch",
 ]
 
-_SUBMODULES = {"common", "convert", "dispatch", "profile", "pytorch"}
+_SUBMODULES = {"common", "convert", "dispatch", "profiling", "pytorch"}
+# Names of their own that come with a submodule, once they are asked for.
+_FUNCTIONS = {"auto_pad": "dispatch", "profile": "profiling"}
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
 
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"te_fast.{name}")
-    if name == "auto_pad":
-        return importlib.import_module("te_fast.dispatch").auto_pad
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module(f"te_fast.{_FUNCTIONS[name]}"), name)
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 

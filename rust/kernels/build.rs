@@ -2,12 +2,14 @@
 //!
 //! The same inputs give the same bytes: no GPU is looked for. `TE_FAST_CUDA_ARCHS` names the architectures,
 //! `TE_FAST_NVCC` the compiler, `TE_FAST_LINEINFO=1` adds line numbers for profilers, `TE_FAST_SKIP_CUDA=1` builds without
-//! images.
+//! images. `TE_FAST_FATBINS` is a folder in which finished images are kept: builds for several Pythons and machines, which
+//! have an `OUT_DIR` each, run nvcc once.
 #![allow(missing_docs, clippy::expect_used, clippy::panic, clippy::unwrap_used)]
 
 use std::env;
 use std::fmt::Write as _;
 use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -24,26 +26,16 @@ use ids::{Image, KernelId};
 
 /// Machine code of a release; the last one is also shipped as PTX for GPUs to come.
 const RELEASE_ARCHS: &str = "80,89,90,100,120";
+/// Shipped as PTX, too: GPUs between the listed ones (11.0, Thor) cannot run the last one's.
+const PTX_ARCH: &str = "90";
 
 fn main() {
-    for variable in [
-        "TE_FAST_SKIP_CUDA",
-        "TE_FAST_NVCC",
-        "TE_FAST_CUDA_ARCHS",
-        "TE_FAST_LINEINFO",
-        "CUDA_HOME",
-        "CUDA_PATH",
-        "VIRTUAL_ENV",
-        "PYO3_PYTHON",
-    ] {
-        println!("cargo::rerun-if-env-changed={variable}");
-    }
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rerun-if-changed=src/constants.rs");
     println!("cargo::rerun-if-changed=src/ids.rs");
     let out = PathBuf::from(env::var("OUT_DIR").expect("cargo sets OUT_DIR"));
     write_constants(&out.join("include/common"));
-    if env::var("TE_FAST_SKIP_CUDA").is_ok_and(|value| value == "1") {
+    if variable("TE_FAST_SKIP_CUDA").is_some_and(|value| value == "1") {
         let empty = vec!["&[]".to_string(); Image::ALL.len()];
         return write_table(&out, &empty, &[]);
     }
@@ -57,9 +49,12 @@ fn main() {
         }
     }
     let nvcc = find_nvcc();
-    let list = env::var("TE_FAST_CUDA_ARCHS").unwrap_or_else(|_| RELEASE_ARCHS.into());
+    let list = variable("TE_FAST_CUDA_ARCHS").unwrap_or_else(|| RELEASE_ARCHS.into());
     let archs: Vec<&str> = list.split([',', ';', ' ']).filter(|arch| !arch.is_empty()).collect();
     assert!(!archs.is_empty(), "TE_FAST_CUDA_ARCHS is empty; give e.g. 90 or 80,90");
+    let options = nvcc_options(&archs);
+    let kept = variable("TE_FAST_FATBINS")
+        .map(|folder| (PathBuf::from(folder), key_of(&nvcc, &options, [&sources, &out.join("include")])));
 
     let jobs = std::thread::available_parallelism().map_or(2, usize::from);
     let next = AtomicUsize::new(0);
@@ -69,7 +64,17 @@ fn main() {
         for _ in 0..jobs {
             scope.spawn(|| {
                 while let Some(&image) = images.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    compile(&nvcc, &archs, &sources, &out, image);
+                    let stored = kept
+                        .as_ref()
+                        .map(|(folder, key)| folder.join(image.path()).with_extension(format!("{key:016x}.fatbin")));
+                    if let Some(stored) = stored.as_ref().filter(|stored| stored.is_file()) {
+                        take(stored, &fatbin(&out, image));
+                        continue;
+                    }
+                    compile(&nvcc, &options, archs.len(), &sources, &out, image);
+                    if let Some(stored) = stored {
+                        take(&fatbin(&out, image), &stored);
+                    }
                 }
             });
         }
@@ -81,6 +86,50 @@ fn main() {
         .map(|arch| arch.trim_end_matches(['a', 'f']).parse().expect("an architecture is a number, e.g. 90"))
         .collect();
     write_table(&out, &includes, &numbers);
+}
+
+/// An environment variable, of which cargo is told only once it is read: one that did not matter rebuilds nothing.
+fn variable(name: &str) -> Option<String> {
+    println!("cargo::rerun-if-env-changed={name}");
+    env::var(name).ok()
+}
+
+/// Whatever the images depend on, as a number: the compiler, its options, all device code; not where these lie.
+fn key_of(nvcc: &Path, options: &[String], folders: [&Path; 2]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    options.hash(&mut hasher);
+    let version = Command::new(nvcc).arg("--version").output();
+    version.unwrap_or_else(|error| panic!("cannot run {}: {error}", nvcc.display())).stdout.hash(&mut hasher);
+    for folder in folders {
+        let mut files = Vec::new();
+        list_files(folder, &mut files);
+        files.sort();
+        for file in files {
+            file.strip_prefix(folder).expect("a file of the folder").hash(&mut hasher);
+            fs::read(&file).expect("a readable file").hash(&mut hasher);
+        }
+    }
+    hasher.finish()
+}
+
+fn list_files(folder: &Path, files: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).expect("a readable folder") {
+        let path = entry.expect("a readable entry").path();
+        if path.is_dir() {
+            list_files(&path, files);
+        } else if path.extension().is_some_and(|extension| extension == "cu" || extension == "cuh") {
+            files.push(path);
+        }
+    }
+}
+
+/// Copy a file; who looks for it while it is written finds none.
+fn take(from: &Path, to: &Path) {
+    let folder = to.parent().expect("a file in a folder");
+    fs::create_dir_all(folder).expect("TE_FAST_FATBINS and OUT_DIR are writable");
+    let partial = to.with_extension(format!("{}.part", std::process::id()));
+    fs::copy(from, &partial).expect("the image can be copied");
+    fs::rename(&partial, to).expect("the copy can be renamed");
 }
 
 /// `constants.cuh`, in a folder for headers that is searched beside `cuda/`.
@@ -113,11 +162,11 @@ fn write_table(out: &Path, images: &[String], archs: &[u32]) {
 
 /// `TE_FAST_NVCC`, then `CUDA_HOME`, then the active Python's `nvidia/cu*/bin/nvcc`, then `PATH`.
 fn find_nvcc() -> PathBuf {
-    if let Ok(path) = env::var("TE_FAST_NVCC") {
+    if let Some(path) = variable("TE_FAST_NVCC") {
         return PathBuf::from(path);
     }
-    for variable in ["CUDA_HOME", "CUDA_PATH"] {
-        if let Ok(home) = env::var(variable) {
+    for name in ["CUDA_HOME", "CUDA_PATH"] {
+        if let Some(home) = variable(name) {
             let nvcc = Path::new(&home).join("bin/nvcc");
             if nvcc.is_file() {
                 return nvcc;
@@ -125,12 +174,9 @@ fn find_nvcc() -> PathBuf {
         }
     }
     let script = "import glob, os, sys\nfor p in sys.path:\n    for f in sorted(glob.glob(os.path.join(p, 'nvidia', 'cu*', 'bin', 'nvcc'))):\n        print(f); sys.exit(0)";
-    let mut pythons: Vec<PathBuf> = ["PYO3_PYTHON", "PYTHON_SYS_EXECUTABLE"]
-        .iter()
-        .filter_map(|name| env::var(name).ok())
-        .map(PathBuf::from)
-        .collect();
-    if let Ok(venv) = env::var("VIRTUAL_ENV") {
+    let mut pythons: Vec<PathBuf> =
+        ["PYO3_PYTHON", "PYTHON_SYS_EXECUTABLE"].into_iter().filter_map(variable).map(PathBuf::from).collect();
+    if let Some(venv) = variable("VIRTUAL_ENV") {
         pythons.push(Path::new(&venv).join("bin/python"));
     }
     pythons.push("python3".into());
@@ -150,17 +196,17 @@ fn find_nvcc() -> PathBuf {
     );
 }
 
-fn compile(nvcc: &Path, archs: &[&str], sources: &Path, out: &Path, image: Image) {
+fn compile(nvcc: &Path, options: &[String], archs: usize, sources: &Path, out: &Path, image: Image) {
     let kept = out.join(image.path());
     // Left-overs of another list of architectures are not to be searched.
     drop(fs::remove_dir_all(&kept));
     fs::create_dir_all(&kept).expect("OUT_DIR is writable");
-    run_nvcc(nvcc, archs, [sources, &out.join("include")], image, &fatbin(out, image), &kept);
+    run_nvcc(nvcc, options, [sources, &out.join("include")], image, &fatbin(out, image), &kept);
     // The shipped image is compressed; its parts, which nvcc keeps, show their symbols.
     let parts = fs::read_dir(&kept).expect("nvcc keeps its parts").map(|entry| entry.expect("a readable entry").path());
     let cubins: Vec<PathBuf> =
         parts.filter(|path| path.extension().is_some_and(|extension| extension == "cubin")).collect();
-    assert_eq!(cubins.len(), archs.len(), "nvcc left {cubins:?} for {archs:?}");
+    assert_eq!(cubins.len(), archs, "nvcc left {cubins:?} for {archs} architectures");
     for cubin in &cubins {
         let bytes = fs::read(cubin).expect("nvcc wrote the cubin");
         for id in KernelId::all().filter(|id| id.image() == image) {
@@ -176,26 +222,33 @@ fn compile(nvcc: &Path, archs: &[&str], sources: &Path, out: &Path, image: Image
     fs::remove_dir_all(&kept).expect("the parts were just written");
 }
 
-fn run_nvcc(nvcc: &Path, archs: &[&str], folders: [&Path; 2], image: Image, output: &Path, kept: &Path) {
+/// All of nvcc's options that have no paths in them.
+fn nvcc_options(archs: &[&str]) -> Vec<String> {
+    // Two architectures at a time, so that no core waits for the last images.
+    let mut options: Vec<String> = "-fatbin -std=c++20 -O3 -Xptxas=-warn-spills -Werror=all-warnings --threads=2"
+        .split(' ')
+        .map(String::from)
+        .collect();
+    // Two thirds of an image, which only profilers and the sanitizer read.
+    if variable("TE_FAST_LINEINFO").is_some_and(|value| value == "1") {
+        options.push("-lineinfo".into());
+    }
+    options.extend(archs.iter().map(|arch| format!("-gencode=arch=compute_{arch},code=sm_{arch}")));
+    let last = archs.len() - 1;
+    let ptx = archs.iter().enumerate().filter(|(index, arch)| *index == last || **arch == PTX_ARCH);
+    options.extend(ptx.map(|(_, arch)| format!("-gencode=arch=compute_{arch},code=compute_{arch}")));
+    options.push("--compress-mode=size".into());
+    options
+}
+
+fn run_nvcc(nvcc: &Path, options: &[String], folders: [&Path; 2], image: Image, output: &Path, kept: &Path) {
     let source = folders[0].join(image.path()).with_extension("cu");
     let mut command = Command::new(nvcc);
-    command.args(["-fatbin", "-std=c++20", "-O3", "-Xptxas=-warn-spills", "-Werror=all-warnings"]);
-    // Two architectures at a time, so that no core waits for the last images.
-    command.arg("--threads=2");
-    // Two thirds of an image, which only profilers and the sanitizer read.
-    if env::var("TE_FAST_LINEINFO").is_ok_and(|value| value == "1") {
-        command.arg("-lineinfo");
-    }
-    for arch in archs {
-        command.arg(format!("-gencode=arch=compute_{arch},code=sm_{arch}"));
-    }
-    if let Some(last) = archs.last() {
-        command.arg(format!("-gencode=arch=compute_{last},code=compute_{last}"));
-    }
+    command.args(options);
     for folder in folders {
         command.arg("-I").arg(folder);
     }
-    command.args(["--compress-mode=size", "--keep", "--keep-dir"]).arg(kept).arg("-o").arg(output).arg(&source);
+    command.args(["--keep", "--keep-dir"]).arg(kept).arg("-o").arg(output).arg(&source);
     let result = command.output().unwrap_or_else(|error| panic!("cannot run {}: {error}", nvcc.display()));
     assert!(
         result.status.success(),

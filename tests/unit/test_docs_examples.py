@@ -16,6 +16,10 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 def examples():
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = path.read_text()
+        if path.parent.name == "tutorials":  # the blocks of a tutorial are one program
+            code = "\n".join(match[1] for match in BLOCK.finditer(text))
+            yield pytest.param(code, 1, id=str(path.relative_to(ROOT)))
+            continue
         for match in BLOCK.finditer(text):
             line = text.count("\n", 0, match.start(1)) + 1
             yield pytest.param(match[1], line, id=f"{path.relative_to(ROOT)}:{line}")

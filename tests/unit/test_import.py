@@ -17,8 +17,8 @@ unexpected = {"matplotlib", "rich", "numpy", "sklearn", "transformer_engine", "p
 assert not unexpected, unexpected
 print(f"import te_fast.pytorch: {milliseconds:.1f} ms beyond import torch")
 """,
-    "te_fast.profile may come first": """
-import te_fast.profile
+    "te_fast.profiling may come first": """
+import te_fast.profiling
 import te_fast.pytorch as te
 te.Linear(16, 16, device="cpu")
 """,

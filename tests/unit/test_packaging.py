@@ -25,12 +25,13 @@ def test_extension_links_no_cuda_and_no_torch():
     assert set(check_wheel.needed_libraries(extension())) <= check_wheel.SYSTEM_LIBRARIES
 
 
-def test_extension_holds_machine_code_and_one_ptx():
+def test_extension_holds_machine_code_and_ptx():
     entries = check_wheel.fatbin_entries(extension())
     if not entries:
         pytest.skip("built with TE_FAST_SKIP_CUDA=1")
     code = {arch for kind, arch in entries if kind == check_wheel.MACHINE_CODE}
-    assert len({arch for kind, arch in entries if kind == check_wheel.PTX}) == 1
+    ptx = {arch for kind, arch in entries if kind == check_wheel.PTX}
+    assert ptx == check_wheel.expected_ptx(code)
     assert code <= {int(arch) for arch in check_wheel.RELEASE_ARCHS.split(",")}
 
 
@@ -71,3 +72,29 @@ def test_fatbin_entries_are_read_wherever_the_fatbin_lies():
 def test_needed_libraries_rejects_what_is_no_elf_file():
     with pytest.raises(ValueError, match="not a 64-bit little-endian ELF file"):
         check_wheel.needed_libraries(b"MZ" + b"\0" * 100)
+
+
+@pytest.mark.parametrize(
+    ("name", "problems"),
+    [
+        ("te_fast-0.1.0-cp311-cp311-manylinux_2_28_aarch64.whl", 0),
+        ("te_fast-0.1.0-cp311-cp311-manylinux_2_34_x86_64.whl", 1),
+        ("te_fast-0.1.0-cp311-cp311-manylinux_2_28_riscv64.whl", 1),
+        ("te_fast-0.1.0-cp311-cp311-linux_x86_64.whl", 1),
+        ("te_fast-0.1.0-cp311-abi3-manylinux_2_28_x86_64.whl", 1),
+    ],
+)
+def test_tags_of_a_release_wheel(name, problems):
+    assert len(check_wheel.tag_problems(Path(name))) == problems
+
+
+def test_ptx_lies_beside_the_last_architecture():
+    assert check_wheel.expected_ptx({80, 89, 90, 100, 120}) == {90, 120}
+    assert check_wheel.expected_ptx({80, 89}) == {89}
+    assert check_wheel.expected_ptx({90}) == {90}
+
+
+def test_the_newest_glibc_is_found():
+    image = b"\0GLIBC_2.17\0GLIBC_2.4\0GLIBC_2.28\0GLIBC_PRIVATE\0"
+    assert check_wheel.newest_glibc(image) == (2, 28)
+    assert check_wheel.newest_glibc(b"") == (0, 0)

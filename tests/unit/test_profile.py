@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import te_fast
-import te_fast.profile
+import te_fast.profiling
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling
-from te_fast.profile.timing import interleave
+from te_fast.profiling.timing import interleave
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +67,8 @@ def test_module_runs(tmp_path, fresh):
     small = (
         "--rows 16 --in-features 32 --out-features 16 --dtype f32 --device cpu --rounds 3 --calls 2"
     )
-    arguments = ["te_fast.profile", *small.split(), "--json", str(path)]
-    run = "runpy.run_module('te_fast.profile', run_name='__main__', alter_sys=True)"
+    arguments = ["te_fast.profiling", *small.split(), "--json", str(path)]
+    run = "runpy.run_module('te_fast.profiling', run_name='__main__', alter_sys=True)"
     printed = fresh(f"import runpy, sys; sys.argv = {arguments}; {run}")
     assert "host time per forward: Linear, [16 x 32] -> 16" in printed
     assert json.loads(path.read_text())["ratios"].keys() == {"no_grad", "with grad"}
@@ -94,10 +94,10 @@ def test_bodies_take_turns():
 )
 def test_the_command_line_answers_what_cannot_be_in_one_line(options, message, capsys):
     with pytest.raises(SystemExit) as left:
-        te_fast.profile.main(options.split())
+        te_fast.profiling.main(options.split())
     assert left.value.code == 2
     printed = capsys.readouterr()
-    assert printed.err.splitlines()[-1].startswith("python -m te_fast.profile: error: ")
+    assert printed.err.splitlines()[-1].startswith("python -m te_fast.profiling: error: ")
     assert message in printed.err.splitlines()[-1]
     assert "Traceback" not in printed.err
 
@@ -105,7 +105,31 @@ def test_the_command_line_answers_what_cannot_be_in_one_line(options, message, c
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_the_command_line_without_a_gpu(capsys):
     with pytest.raises(SystemExit):
-        te_fast.profile.main(["--device", "cuda"])
+        te_fast.profiling.main(["--device", "cuda"])
     assert (
         "Pass device='cpu' to run on the host backend" in capsys.readouterr().err.splitlines()[-1]
     )
+
+
+def test_any_module_can_be_measured():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), te.Linear(32, 16, device="cpu"))
+    with te.autocast(recipe=DelayedScaling()):
+        report = te_fast.profile(model, torch.randn(16, 64), rounds=2, calls=2)
+    assert report.subject == "Sequential, [16 x 64] -> 16, torch.float32, cpu"
+    assert report.ratios.keys() == {"no_grad", "with grad"}
+    assert sum(report.stages.values()) > report.stages["call from Python"] > 0
+
+
+def test_a_module_that_maps_no_rows_has_no_reference(tmp_path):
+    class Pair(torch.nn.Module):
+        def forward(self, words, scale=2.0):
+            return words * scale, words
+
+    report = te_fast.profile(Pair(), torch.arange(8), rounds=2, calls=2)
+    assert report.subject == "Pair, [8], torch.int64, cpu"
+    assert report.ratios == {}
+    assert "nn.Linear" not in str(report)
+    assert "no stage was marked" in str(report)
+    pytest.importorskip("matplotlib")
+    report.plot(tmp_path / "pair.png")
+    assert "cpu" in te_fast.profile(Pair(), 3, rounds=2, calls=2).subject

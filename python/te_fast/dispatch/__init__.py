@@ -180,6 +180,15 @@ def quantize(
     -----
     Elements are the saturating cast, to nearest even, of ``float(x) * scale``. Scales follow
     Transformer Engine's formulas (``common/recipe/recipe_common.cuh``).
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> from te_fast.common.recipe import Float8CurrentScaling
+    >>> quantized = dispatch.quantize(torch.tensor([[1.0, -448.0]]), Float8CurrentScaling())
+    >>> dispatch.dequantize(quantized).tolist()
+    [[1.0, -448.0]]
     """
     if not recipe.delayed() and (scale is not None or amax is not None):
         message = (
@@ -360,6 +369,17 @@ def record(*, execute: bool = True) -> Iterator[list[Launch]]:
     ------
     list of Launch
         Filled when the block ends.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast import dispatch
+    >>> layer = te.Linear(32, 16, bias=False, device="cpu")
+    >>> with torch.no_grad(), te.autocast(), dispatch.record() as launches:
+    ...     y = layer(torch.ones(16, 32))
+    >>> [launch.name for launch in launches]
+    ['cast_f32_e4m3', 'cast_f32_e4m3', 'gemm']
     """
     launches: list[Launch] = []
     native.record("tee" if execute else "only")

@@ -375,7 +375,7 @@ class TransformerEngineBaseModule(StatefulModule):
     _STATE_OWNER = "layer"
 
     def _state_name(self) -> str:
-        return self.name
+        return self._path or self.name
 
     def _state_sizes(self) -> tuple[int, int]:
         gemms = self.fp8_meta["num_gemms"]
@@ -412,6 +412,25 @@ class TransformerEngineBaseModule(StatefulModule):
         self._point_weights()
         self._drop_weight_cache()
         return result
+
+    # Descriptions --------------------------------------------------------------------------------
+
+    def _repr_of(self, **options: Any) -> str:
+        """List options, then what all layers have: type, and recipe and parallel arguments once there are any."""
+        parameter = next(self.parameters(), None)
+        if parameter is not None:
+            options["params_dtype"] = parameter.dtype
+        recipe = self.fp8_meta.get("recipe")
+        if recipe is not None:
+            options["recipe"] = type(recipe).__name__
+        for name, default in (
+            ("parallel_mode", None),
+            ("tp_size", 1),
+            ("sequence_parallel", False),
+        ):
+            if getattr(self, name, default) != default:
+                options[name] = getattr(self, name)
+        return ", ".join(f"{name}={value}" for name, value in options.items())
 
     # Weight gradients ----------------------------------------------------------------------------
 

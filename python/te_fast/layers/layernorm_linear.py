@@ -82,6 +82,22 @@ class LayerNormLinear(SplitLinear):
         If `device` is a GPU and none can be used.
     ShapeError
         If `normalization` is unknown, or `parameters_split` is empty or does not add up.
+
+    See Also
+    --------
+    te_fast.pytorch.autocast : the region in which layers quantise.
+    te_fast.pytorch.LayerNormMLP : with an activation and a second linear layer behind.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+
+    >>> layer = te.LayerNormLinear(64, 32, normalization="RMSNorm", device="cpu")
+    >>> with te.autocast():
+    ...     y = layer(torch.ones(16, 64))
+    >>> tuple(y.shape)
+    (16, 32)
     """
 
     def __init__(
@@ -179,8 +195,11 @@ class LayerNormLinear(SplitLinear):
         copy_into(targets, linear, f"{self.name}: linear")
 
     def extra_repr(self) -> str:
-        """Sizes, norm and bias."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, "
-            f"normalization={self.normalization}"
+        """Sizes, bias and norm, then type, recipe and parallel arguments."""
+        return self._repr_of(
+            in_features=self.in_features,
+            out_features=self.out_features,
+            bias=self.use_bias,
+            normalization=self.normalization,
+            eps=self.eps,
         )

@@ -110,6 +110,22 @@ class LayerNormMLP(ProgramLayer):
         If `normalization` is unknown, or an argument needs a norm and there is none.
     DtypeError
         If `activation_params` do not fit the activation.
+
+    See Also
+    --------
+    te_fast.pytorch.autocast : the region in which layers quantise.
+    te_fast.pytorch.ops.Sequential : chains of any operations.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+
+    >>> layer = te.LayerNormMLP(64, 256, activation="swiglu", device="cpu")
+    >>> with te.autocast():
+    ...     y = layer(torch.ones(16, 64))
+    >>> tuple(y.shape), tuple(layer.fc1_weight.shape)
+    ((16, 64), (512, 64))
     """
 
     fc1_weight: torch.Tensor
@@ -361,8 +377,12 @@ class LayerNormMLP(ProgramLayer):
     _called_forward = forward
 
     def extra_repr(self) -> str:
-        """Sizes, norm, activation and bias."""
-        return (
-            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
-            f"bias={self.use_bias}, normalization={self.normalization}, activation={self.activation}"
+        """Sizes, bias, norm and activation, then type, recipe and parallel arguments."""
+        return self._repr_of(
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            bias=self.use_bias,
+            normalization=self.normalization,
+            eps=self.eps,
+            activation=self.activation,
         )

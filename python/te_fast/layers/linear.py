@@ -76,6 +76,23 @@ class Linear(SplitLinear):
         If a size is negative, or `parameters_split` is empty or does not add up to `out_features`.
     DtypeError
         If a size is no integer, or `params_dtype` no type that layers compute in.
+
+    See Also
+    --------
+    te_fast.pytorch.autocast : the region in which layers quantise.
+    te_fast.pytorch.LayerNormLinear : with a norm in front.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+
+    >>> layer = te.Linear(64, 32, device="cpu")
+    >>> with te.autocast():
+    ...     y = layer(torch.ones(16, 64))
+    >>> y.sum().backward()
+    >>> tuple(y.shape), tuple(layer.weight.grad.shape)
+    ((16, 32), (32, 64))
     """
 
     normalization = None
@@ -208,5 +225,7 @@ class Linear(SplitLinear):
         return functional.linear(inp.contiguous(), weight, bias)
 
     def extra_repr(self) -> str:
-        """Sizes and bias, as ``torch.nn.Linear`` shows them."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+        """Sizes and bias, as ``torch.nn.Linear`` shows them, then type, recipe and parallel arguments."""
+        return self._repr_of(
+            in_features=self.in_features, out_features=self.out_features, bias=self.use_bias
+        )

@@ -49,6 +49,17 @@ def moe_permute(
     tuple of torch.Tensor
         Rows ``(num_out_tokens, hidden)`` and ``row_id_map``, int32 in Transformer Engine's layout:
         ``(tokens, 2 * experts + 1)`` for a mask, ``(top_k * tokens,)`` for an index.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> tokens = torch.arange(6.0).reshape(3, 2)
+
+    >>> experts = torch.tensor([[1], [0], [1]], dtype=torch.int32)
+    >>> rows, row_id_map = te.moe_permute(tokens, experts, map_type="index")
+    >>> rows.tolist()
+    [[2.0, 3.0], [0.0, 1.0], [4.0, 5.0]]
     """
     try:
         del max_token_num
@@ -302,6 +313,17 @@ def moe_unpermute(
     -------
     torch.Tensor
         Rows ``(tokens, hidden)``. An empty ``inp`` gives zeros of ``restore_shape``, still in the graph.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> tokens = torch.arange(6.0).reshape(3, 2)
+
+    >>> experts = torch.tensor([[1], [0], [1]], dtype=torch.int32)
+    >>> rows, row_id_map = te.moe_permute(tokens, experts, map_type="index")
+    >>> te.moe_unpermute(rows, row_id_map, map_type="index").tolist() == tokens.tolist()
+    True
     """
     try:
         if probs is not None:

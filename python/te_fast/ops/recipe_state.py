@@ -88,7 +88,7 @@ class RecipeStateModule(StatefulModule):
     _STATE_OWNER = "op"
 
     def _state_name(self) -> str:
-        return type(self).__name__
+        return self._path or type(self).__name__
 
     def _state_sizes(self) -> tuple[int, int]:
         return self.num_quantizers("forward"), self.num_quantizers("backward")

@@ -27,6 +27,21 @@ class Sequential(torch.nn.Module):
     ----------
     *args : FusibleOperation or torch.nn.Module
         Modules, or one dictionary of them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> chain = te.ops.Sequential(
+    ...     te.ops.LayerNorm(64, device="cpu"),
+    ...     te.ops.Linear(64, 128, device="cpu"),
+    ...     te.ops.GELU(),
+    ...     te.ops.Linear(128, 64, device="cpu"),
+    ... )
+    >>> with te.autocast():
+    ...     y = chain(torch.ones(16, 64))
+    >>> tuple(y.shape)
+    (16, 64)
     """
 
     def __init__(self, *args: Any) -> None:

@@ -134,6 +134,11 @@ __all__ = [
 publish(__name__)
 
 
+def __dir__() -> list[str]:
+    """Show what is public."""
+    return list(__all__)
+
+
 def __getattr__(name: str) -> object:
     """Say so of what Transformer Engine has here and te_fast does not yet."""
     raise missing(__name__, name)

@@ -69,6 +69,17 @@ class DelayedScaling(Recipe):
         For attention layers; kept for Transformer Engine's sake.
     backward_override : None
         Must be ``None``.
+
+    See Also
+    --------
+    te_fast.pytorch.autocast : takes a recipe.
+
+    Examples
+    --------
+    >>> from te_fast.common.recipe import DelayedScaling
+    >>> recipe = DelayedScaling(amax_history_len=16)
+    >>> recipe.amax_history_len
+    16
     """
 
     _scaling: ClassVar[str] = "delayed"
@@ -171,6 +182,17 @@ class Float8CurrentScaling(Recipe):
         For attention layers; kept for Transformer Engine's sake.
     backward_override : {None, 'high_precision', 'dequantized'}, default = None
         Backward on the quantised operands, on kept high-precision ones, or on dequantised ones.
+
+    See Also
+    --------
+    te_fast.pytorch.autocast : takes a recipe.
+
+    Examples
+    --------
+    >>> from te_fast.common.recipe import Float8CurrentScaling
+    >>> recipe = Float8CurrentScaling(use_power_2_scales=True)
+    >>> recipe.fp8_quant_fwd_inp.power_2_scale
+    True
     """
 
     _scaling: ClassVar[str] = "current"
@@ -256,6 +278,17 @@ class Float8BlockScaling(Recipe):
         Must be ``False``.
     backward_override : {None, 'high_precision', 'dequantized'}, default = None
         As in :class:`Float8CurrentScaling`.
+
+    See Also
+    --------
+    te_fast.pytorch.autocast : takes a recipe.
+
+    Examples
+    --------
+    >>> from te_fast.common.recipe import Float8BlockScaling
+    >>> recipe = Float8BlockScaling(use_f32_scales=True)
+    >>> recipe.fp8_quant_fwd_inp.power_2_scale
+    False
     """
 
     _scaling: ClassVar[str] = "block"

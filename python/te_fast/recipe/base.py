@@ -32,8 +32,8 @@ class _FormatHelper(NamedTuple):
 class Format(Enum):
     """Number formats of the quantised tensors.
 
-    Values
-    ------
+    Attributes
+    ----------
     E2M1 :
         All tensors in 4 bits.
     E4M3 :
@@ -42,6 +42,12 @@ class Format(Enum):
         All tensors in E5M2.
     HYBRID :
         E4M3 in the forward pass, E5M2 for gradients.
+
+    Examples
+    --------
+    >>> from te_fast.common.recipe import Format
+    >>> Format.HYBRID.value.max_fwd, Format.HYBRID.value.max_bwd
+    (448, 57344)
     """
 
     E2M1 = _FormatHelper(max_fwd=6, max_bwd=6)

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from te_fast.runtime import delayed, native
 from te_fast.runtime.delayed import native_recipe
 from te_fast.runtime.global_state import autocast_state, default_recipe
 from te_fast.runtime.support import check_recipe_support, kind_of_device
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Kinds of recipe that were found to run, and on which kind of device where GPUs differ.
 _supported: set[tuple[str, tuple[int, int] | None]] = set()
@@ -93,9 +96,36 @@ class autocast(native.AutocastRegion):
 
     Each thread has its own regions; one that has entered none is in that of another thread. An update of delayed
     scaling takes the layers of all threads.
+
+    See Also
+    --------
+    te_fast.common.recipe : the recipes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.common.recipe import Float8CurrentScaling
+    >>> layer = te.Linear(32, 16, device="cpu")
+    >>> region = te.autocast(recipe=Float8CurrentScaling())
+    >>> with region:
+    ...     y = layer(torch.ones(16, 32))
+    >>> layer.fp8, layer.fp8_meta["recipe"].float8_current_scaling()
+    (True, True)
     """
 
     __slots__ = ()
+
+    if TYPE_CHECKING:
+        # The constructor is native.
+        def __new__(  # noqa: D102
+            cls,
+            enabled: bool = True,
+            calibrating: bool = False,
+            recipe: Recipe | None = None,
+            amax_reduction_group: torch.distributed.ProcessGroup | None = None,
+            _graph: bool = False,
+        ) -> Self: ...
 
     __signature__ = inspect.Signature(
         [

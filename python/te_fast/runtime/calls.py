@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def _layer_call(self: Any, *args: Any, **kwargs: Any) -> Any:
 _DYNAMO_TAKES_BUILTINS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 11)
 
 #: ``nn.Module.__call__`` of a layer, as a method without a Python frame.
-layer_call_method = (
+layer_call_method: Callable[..., Any] = (
     native.instance_method(native.layer_call) if _DYNAMO_TAKES_BUILTINS else _layer_call
 )
 
@@ -39,7 +40,7 @@ def _program_call(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 #: ``nn.Module.__call__`` of a module whose result is its program's, which ``_direct_program`` of its
 #: dict names; None there sends calls through ``forward``.
-program_call_method = (
+program_call_method: Callable[..., Any] = (
     native.instance_method(native.program_module_call) if _DYNAMO_TAKES_BUILTINS else _program_call
 )
 

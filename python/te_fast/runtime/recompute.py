@@ -216,6 +216,18 @@ def checkpoint(
     ------
     UnsupportedError
         For `distribute_saved_activations`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> layer = te.LayerNormMLP(32, 64, device="cpu")
+    >>> x = torch.ones(16, 32, requires_grad=True)
+    >>> with te.autocast():
+    ...     y = te.checkpoint(layer, x)
+    >>> y.sum().backward()
+    >>> tuple(x.grad.shape)
+    (16, 32)
     """
     if _is_old_call(args):
         message = (

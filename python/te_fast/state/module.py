@@ -18,6 +18,8 @@ class StatefulModule(torch.nn.Module):
 
     #: The module in messages.
     _STATE_OWNER: ClassVar[str]
+    #: Where the module lies in the one whose checkpoint was loaded last, for messages.
+    _path: str = ""
 
     def _state_name(self) -> str:
         """Return the module's name in messages."""
@@ -86,6 +88,7 @@ class StatefulModule(torch.nn.Module):
             destination.pop(prefix + _EXTRA_STATE, None)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        self.__dict__["_path"] = prefix.removesuffix(".")
         super()._load_from_state_dict(state_dict, prefix, *rest)
         # Checkpoints of torch.nn modules have none; fresh scales are right then.
         missing_keys: list[str] = rest[2]

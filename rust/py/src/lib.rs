@@ -25,8 +25,8 @@ mod _native {
     };
     #[pymodule_export]
     use crate::autocast::region::{
-        AutocastRegion, CurrentRegion, autocast_callbacks, autocast_objects, autocast_recipe, autocast_region,
-        autocast_reset, autocast_set, autocast_set_depth,
+        AutocastRegion, CurrentRegion, autocast_callbacks, autocast_objects, autocast_region, autocast_reset,
+        autocast_set, autocast_set_depth,
     };
     #[pymodule_export]
     use crate::autocast::slots::{
@@ -36,9 +36,8 @@ mod _native {
     use crate::direct::activation::{activation, activation_backward};
     #[pymodule_export]
     use crate::direct::dispatcher::{
-        counters, cuda_driver_version, device_facts, has_exchange_table, image_facts, inventory, load_kernels,
-        note_optimizer_step, record, recorded, release_memory, reset_counters, rows_to_pad, set_auto_pad,
-        set_check_device, stage_clock, stage_nanoseconds,
+        counters, cuda_driver_version, device_facts, inventory, load_kernels, note_optimizer_step, record, recorded,
+        release_memory, reset_counters, rows_to_pad, set_auto_pad, set_check_device, stage_clock, stage_nanoseconds,
     };
     #[pymodule_export]
     use crate::direct::gemm::gemm;

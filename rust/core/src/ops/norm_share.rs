@@ -200,7 +200,7 @@ impl Share {
     }
 
     /// Time that strips of so many rows take, in columns of one block: rounds of strips, each of which takes a while
-    /// however short it is. Fitted to an H200, 64 to 4096 rows of 1024 to 16384 columns (`benches/results/norm_h200.md`).
+    /// however short it is. Fitted to an H200, 64 to 4096 rows of 1024 to 16384 columns (`cuda/notes-norm.md`).
     fn time(&self, rows: usize, limits: &Limits) -> usize {
         let many = THREADS / self.threads;
         let rounds = rows.div_ceil(self.strip as usize).div_ceil(limits.clusters_at_once(self.blocks, many) as usize);

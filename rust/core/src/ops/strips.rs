@@ -116,7 +116,7 @@ mod tests {
     #[test]
     fn strips_fit_the_machine() {
         let levels = |plan: StripPlan| (plan.count, plan.tiles);
-        // Measured on an H200 (benches/results/activation_h200.md).
+        // Measured on an H200 (cuda/notes-activation.md).
         assert_eq!(levels(StripPlan::balanced(64, 64, 396)), ([6, 4, 8], [8, 2, 1]));
         assert_eq!(levels(StripPlan::balanced(32, 32, 264)), ([8, 0, 0], [4, 0, 0]));
         assert_eq!(levels(StripPlan::balanced(2, 8, 396)), ([2, 0, 0], [1, 0, 0]));

@@ -5,10 +5,10 @@ use std::sync::{Arc, OnceLock};
 use te_fast_kernels::Float;
 
 use crate::base::dtype::DType;
-use crate::base::error::{ErrorKind, Result};
+use crate::base::error::{Error, ErrorKind, Result};
 use crate::gemm::plan::GemmPlan;
 use crate::program::bindings::{Bindings, CallTable};
-use crate::program::chain::{Chain, Op, ProgramKey};
+use crate::program::chain::{Chain, OP, Op, ProgramKey};
 use crate::program::compile::{Compiled, grad_dtype};
 use crate::program::facts::Facts;
 use crate::program::port::Port;
@@ -45,12 +45,27 @@ impl AsRef<Self> for Program {
     }
 }
 
+/// Elements of a value; no memory holds more, and the bytes of buffers below it can be computed without a check.
+const MAX_ELEMENTS: usize = 1 << 48;
+
+fn check_elements(what: &'static str, rows: usize, cols: usize) -> Result<()> {
+    if rows.checked_mul(cols).is_some_and(|count| count <= MAX_ELEMENTS) {
+        return Ok(());
+    }
+    Err(Error::shape(OP, what, format_args!("at most {MAX_ELEMENTS} elements"), format_args!("{rows} x {cols}")))
+}
+
 impl Program {
     /// Compiles `chain`; in FP8 under `recipe`, in high precision without. The device must be current.
     ///
     /// # Errors
     /// Ops that do not fit each other or the key (naming the op), or what the device or cuBLAS lacks.
     pub fn new(dispatcher: &mut Dispatcher, chain: &Chain, key: ProgramKey, recipe: Option<&Recipe>) -> Result<Self> {
+        for link in chain.links() {
+            if let Op::Linear { inputs, outputs } = link.op {
+                check_elements("the weight", outputs, inputs).map_err(|error| error.within(&link.label))?;
+            }
+        }
         let facts = Facts::new(dispatcher, chain, key, recipe)?;
         let compiled = Compiled::new(dispatcher, &facts, true)?;
         let links = chain.links().iter().zip(&facts.edges);
@@ -68,6 +83,8 @@ impl Program {
     /// The program for an input of so many rows.
     #[cold]
     pub(crate) fn size(&self, dispatcher: &mut Dispatcher, rows: usize) -> Result<SizedProgram> {
+        let widest = self.facts.edges.iter().map(|edge| edge.cols).max().unwrap_or(0);
+        check_elements("the input or a value behind it", rows.max(1), widest)?;
         match SizedProgram::new(dispatcher, &self.facts, &self.compiled, (rows, self.graphs)) {
             Err(error) if self.compiled.hands_over && matches!(error.kind(), ErrorKind::Cublas { .. }) => {
                 let plain = self.without_handovers(dispatcher)?;

@@ -88,18 +88,6 @@ impl NativeRecipe {
         Ok(Self(recipe))
     }
 
-    /// Whether scales are those of blocks.
-    #[getter]
-    fn is_block_scaled(&self) -> bool {
-        !self.0.is_per_tensor()
-    }
-
-    /// Whether backward is in another precision than forward.
-    #[getter]
-    fn overrides_backward(&self) -> bool {
-        self.0.backward_override != BackwardOverride::None
-    }
-
     /// A number that recipes of equal content share.
     #[getter]
     fn number(&self, py: Python<'_>) -> PyResult<u32> {

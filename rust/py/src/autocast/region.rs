@@ -245,12 +245,6 @@ pub(crate) fn autocast_objects(py: Python<'_>) -> PyResult<(OptionalObject, Opti
     Ok(objects.map_or((None, None), |given| (clone(&given.recipe), clone(&given.group))))
 }
 
-/// The recipe of the region in force; in a recomputation, of the one that it repeats.
-#[pyfunction]
-pub(crate) fn autocast_recipe(py: Python<'_>) -> PyResult<NativeRecipe> {
-    Ok(NativeRecipe(state(py)?.dispatcher(py)?.0.autocast.current().recipe))
-}
-
 /// The region in force: (enabled, calibrating, graph, is first FP8 module, depth, epoch).
 #[pyfunction]
 pub(crate) fn autocast_region(py: Python<'_>) -> PyResult<(bool, bool, bool, bool, u32, u64)> {

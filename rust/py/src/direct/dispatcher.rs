@@ -15,19 +15,6 @@ pub(crate) fn cuda_driver_version() -> PyResult<i32> {
     driver::driver().python()
 }
 
-/// Whether tensors are read through DLPack's exchange table.
-#[pyfunction]
-pub(crate) fn has_exchange_table(py: Python<'_>) -> PyResult<bool> {
-    Ok(state(py)?.reader.is_fast())
-}
-
-/// (compute capabilities with machine code, bytes of all images).
-#[pyfunction]
-pub(crate) fn image_facts() -> (Vec<u32>, usize) {
-    let bytes = te_fast_core::Image::ALL.iter().map(|&image| te_fast_core::image_bytes(image).len()).sum();
-    (te_fast_core::architectures().to_vec(), bytes)
-}
-
 /// Facts of a CUDA device: capability, multiprocessors, L2 bytes, shared bytes a block.
 #[pyfunction]
 #[pyo3(signature = (ordinal, /))]

@@ -95,11 +95,6 @@ impl Reader {
         Ok(Self { table, attributes, raw_stream })
     }
 
-    /// Whether the exchange table is in use.
-    pub(crate) fn is_fast(&self) -> bool {
-        self.table.is_some()
-    }
-
     /// The view of a tensor; `None` for what no kernel can read (fake and wrapper tensors, other devices and types).
     #[inline]
     pub(crate) fn read<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<Option<TensorView<'a>>> {

@@ -1,0 +1,33 @@
+"""What mypy must refuse, and what it must not, of code that uses te_fast; `make lint` checks it, nothing runs it.
+
+An ignore that hides no error is an error (``warn_unused_ignores``), so that each one asserts that its line is refused.
+"""
+
+import torch
+
+import te_fast
+import te_fast.pytorch as te
+from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling, Format, Recipe
+
+
+def taken(x: torch.Tensor, group: torch.distributed.ProcessGroup) -> te_fast.profiling.Report:
+    recipe: Recipe = DelayedScaling(margin=1, fp8_format=Format.HYBRID, amax_compute_algo="max")
+    layer = te.Linear(16, 16, bias=False, params_dtype=torch.bfloat16, device="cpu")
+    with te.autocast(enabled=True, recipe=recipe, amax_reduction_group=group) as region:
+        layer(x)
+        same: te.autocast = region
+    with same, te.autocast(recipe=Float8CurrentScaling()):
+        return te_fast.profile(layer, x, rounds=3)
+
+
+def refused(x: torch.Tensor) -> None:
+    te.autocast(recipe="delayed")  # type: ignore[arg-type]
+    te.autocast(recipe=DelayedScaling)  # type: ignore[arg-type]
+    te.autocast(recip=DelayedScaling())  # type: ignore[call-arg]
+    te.autocast(enabled=DelayedScaling())  # type: ignore[arg-type]
+    te.fp8_autocast(fp8_recipe="delayed")  # type: ignore[arg-type]
+    DelayedScaling(history=16)  # type: ignore[call-arg]
+    DelayedScaling(margin="1")  # type: ignore[arg-type]
+    Float8CurrentScaling(fp8_format="hybrid")  # type: ignore[arg-type]
+    te.Linear(16, 16, biass=True)  # type: ignore[call-arg]
+    te_fast.profile(layer=x)  # type: ignore[call-arg]
