@@ -141,7 +141,7 @@ impl<'a> Tensors<'a> {
     }
 
     /// Tensors that were read.
-    pub(crate) const fn of_views(x: TensorView<'a>, extras: Views<'a>, params: Views<'a>) -> Self {
+    pub(crate) fn of_views(x: TensorView<'a>, extras: Views<'a>, params: Views<'a>) -> Self {
         Self { x, extras, params, origins: Vec::new(), given: SmallVec::new() }
     }
 
