@@ -64,7 +64,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         self.interleaved = interleaved
 
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
-        """Return the angles of the positions ``offset ... offset + max_seq_len - 1``.
+        """Return the angles of `max_seq_len` positions from `offset` on.
 
         Parameters
         ----------
