@@ -30,9 +30,10 @@ def test_example_runs(code, line, monkeypatch, tmp_path):
     if "torch.compile" in code and not CAN_COMPILE:
         pytest.skip("torch 2.8 or later")
     monkeypatch.chdir(tmp_path)
-    module = ModuleType("example")
-    monkeypatch.setitem(sys.modules, "example", module)  # torch.compile looks for it
-    exec(compile("\n" * (line - 1) + code, "example", "exec"), module.__dict__)
+    # torch.compile looks for the module, and old releases remember it by its name.
+    module = ModuleType(f"example_{abs(hash(code))}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile("\n" * (line - 1) + code, module.__name__, "exec"), module.__dict__)
 
 
 def test_there_are_examples():
