@@ -1,10 +1,14 @@
 """A Linear whose parameters are split."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
 import te_fast.pytorch as te
 from linear_layers import close, expected, inputs, make
+from te_fast import dispatch
 from te_fast.common.recipe import Float8CurrentScaling
 
 # The gradient of the whole weight has its type, and is cut into the parts that are added to main_grad.
@@ -102,3 +106,51 @@ def test_parameters_split_errors():
         make(parameters_split=())
     with pytest.raises(TypeError, match="tuple"):
         make(parameters_split=3)
+
+
+def _copied(layer):
+    return copy.deepcopy(layer)
+
+
+def _pickled(layer):
+    return pickle.loads(pickle.dumps(layer))
+
+
+def _moved(layer):
+    return layer.to(torch.bfloat16)
+
+
+def _filled(layer):
+    made = te.Linear(32, 48, parameters_split=("q", "k", "v"), device="meta").to_empty(device="cpu")
+    made.load_state_dict(layer.state_dict())
+    return made
+
+
+@pytest.mark.parametrize("way", [_copied, _pickled, _moved, _filled])
+def test_parts_of_a_copy_are_one_memory(way):
+    layer = te.Linear(32, 48, parameters_split=("q", "k", "v"), device="cpu")
+    before = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+    other = way(layer)
+    for name, parameter in other.named_parameters():
+        assert torch.equal(parameter, before[name].to(parameter.dtype))
+    for kind, cols in (("weight", 32), ("bias", 1)):
+        parts = [getattr(other, f"{part}_{kind}") for part in "qkv"]
+        steps = [part.data_ptr() - parts[0].data_ptr() for part in parts]
+        assert steps == [0, *(n * 16 * cols * parts[0].element_size() for n in (1, 2))]
+    x = torch.randn(16, 32, dtype=other.q_weight.dtype)
+    with te.autocast(recipe=Float8CurrentScaling()):
+        with dispatch.record() as first:
+            y = other(x, is_first_microbatch=True)
+        with dispatch.record() as later:
+            assert torch.equal(other(x, is_first_microbatch=False), y)
+    # Neither the weight's maximum nor its cast.
+    assert len(later) == len(first) - 2
+
+
+def test_parts_in_memory_of_the_callers_stay_there():
+    layer = te.Linear(32, 48, parameters_split=("q", "k", "v"), bias=False, device="cpu")
+    buffer = torch.randn(4, 16, 32)
+    for row, part in zip((buffer[3], buffer[0], buffer[2]), "qkv", strict=True):
+        getattr(layer, f"{part}_weight").data = row
+    layer.to(torch.float32)  # moves nothing
+    assert layer.q_weight.data_ptr() == buffer[3].data_ptr()

@@ -114,6 +114,16 @@ class _Concatenate(torch.autograd.Function):
         return (None, None, None, *given)
 
 
+def _are_adjacent(parts: list[torch.Tensor]) -> bool:
+    """Whether parts lie one behind the other in one storage."""
+    ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]
+    return all(part.is_contiguous() for part in parts) and all(
+        following.data_ptr() == end
+        and following.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr()
+        for following, end in zip(parts[1:], ends, strict=False)
+    )
+
+
 def concatenate(
     parts: list[torch.Tensor], layer: SplitLinear, *, overwrite: bool
 ) -> tuple[torch.Tensor, int]:
@@ -132,12 +142,7 @@ def concatenate(
             "layer outside of it to train it, else call it under torch.no_grad()"
         )
         raise StateError(message)
-    ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]
-    adjacent = all(part.is_contiguous() for part in parts) and all(
-        following.data_ptr() == end
-        and following.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr()
-        for following, end in zip(parts[1:], ends, strict=False)
-    )
+    adjacent = _are_adjacent(parts)
     whole: torch.Tensor = _Concatenate.apply(layer, adjacent, overwrite, *parts)
     # Those made under torch.inference_mode() count no versions.
     counts = adjacent and not any(part.is_inference() for part in parts)
@@ -248,6 +253,56 @@ class SplitLinear(ProgramLayer):
                 bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
             elif self.parallel_mode is not None:
                 mark_parallel(bias, 0)
+
+    def _of_parts(self) -> list[list[torch.Tensor]]:
+        """Return the weight's parts, and the bias's, where they are plain tensors in memory."""
+        if self._parts is None or len(self._parts) == 1:
+            return []
+        names = [self.weight_names, self.bias_names if self.use_bias else []]
+        lists = [[getattr(self, name) for name in some] for some in names if some]
+        plain = (torch.Tensor, torch.nn.Parameter)
+        return [
+            parts
+            for parts in lists
+            if all(
+                type(part) in plain and not (part.is_meta or part.is_inference()) for part in parts
+            )
+            and len({(part.dtype, part.device) for part in parts}) == 1
+        ]
+
+    def _lay_together(self, lists: list[list[torch.Tensor]]) -> None:
+        """Give parts that lie apart one memory, in order, so that calls read them without a copy."""
+        for parts in lists:
+            if not _are_adjacent(parts):
+                whole = _joined([part.detach() for part in parts])
+                sizes = [part.shape[0] for part in parts]
+                for part, memory in zip(parts, whole.split(sizes), strict=True):
+                    part.data = memory
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Lay the parts of a copy together: each was copied by itself."""
+        super().__setstate__(state)
+        self._lay_together(self._of_parts())
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Lay parts together that were moved one by one. Memory that a caller has given them stays theirs."""
+        before = {
+            name: parameter.data_ptr()
+            for name, parameter in self._parameters.items()
+            if parameter is not None
+            and self._parts is not None
+            and type(parameter) is torch.nn.Parameter
+        }
+        result = super()._apply(fn, recurse)
+        moved = {
+            id(parameter)
+            for name, parameter in self._parameters.items()
+            if parameter is not None and before.get(name) not in (None, parameter.data_ptr())
+        }
+        self._lay_together(
+            [parts for parts in self._of_parts() if all(id(p) in moved for p in parts)]
+        )
+        return result
 
     def _linear_weights(self) -> tuple[str, ...]:
         return tuple(self.weight_names) if len(self.weight_names) == 1 else ()
