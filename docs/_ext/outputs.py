@@ -7,12 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 BLOCK = re.compile(r"^```python\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
+
+
+@contextlib.contextmanager
+def _elsewhere() -> Iterator[None]:
+    """Be in a folder that goes: a tutorial may write files."""
+    here = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(here)
 
 
 def with_outputs(text: str, name: str) -> str:
@@ -28,7 +44,8 @@ def with_outputs(text: str, name: str) -> str:
         shown = printed.getvalue().rstrip()
         return match[0] + (f"\n```text\n{shown}\n```\n" if shown else "")
 
-    return BLOCK.sub(run, text)
+    with _elsewhere():
+        return BLOCK.sub(run, text)
 
 
 def _read(_: Any, name: str, source: list[str]) -> None:

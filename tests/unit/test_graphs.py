@@ -507,3 +507,16 @@ def test_results_beside_the_output():
     with te.autocast(recipe=Float8BlockScaling()):
         for one, two in zip(layer(x), compiled(lambda x: layer(x))(x), strict=True):
             assert torch.equal(one, two)
+
+
+def test_who_watches_sees_the_operators():
+    """Compiled code calls operators past torch's dispatcher, but not where somebody records them."""
+    layer = te.Linear(32, 32, device="cpu")
+    run = compiled(lambda x: layer(x))
+    x = torch.randn(16, 32)
+    with te.autocast(recipe=Float8CurrentScaling()):
+        y = run(x)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            z = run(x)
+    assert torch.equal(y, z)
+    assert "te_fast::program_forward" in {event.name for event in profile.events()}

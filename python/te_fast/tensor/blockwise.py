@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from te_fast.recipe import Float8BlockScaling, Recipe
 from te_fast.runtime import native
 from te_fast.runtime.layouts import columnwise_shape, make_columnwise
 from te_fast.tensor.dtypes import DType, fp8_name
-from te_fast.tensor.quantizer import Float8QuantizerBase, Rule
+from te_fast.tensor.quantizer import ComparedBySettings, Float8QuantizerBase, Rule
 from te_fast.tensor.storage import (
     QuantizedTensorStorage,
     field,
@@ -285,7 +284,7 @@ def _make_float8_blockwise_tensor_in_reduce_ex(
     return made
 
 
-class Float8BlockQuantizer(Float8QuantizerBase):
+class Float8BlockQuantizer(ComparedBySettings, Float8QuantizerBase):
     """Quantise with a scale for each block.
 
     Parameters
@@ -380,17 +379,4 @@ class Float8BlockQuantizer(Float8QuantizerBase):
     def _get_compatible_recipe(self) -> type[Recipe]:
         return Float8BlockScaling
 
-    _settings = attrgetter(
-        *("dtype", "rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm"),
-        *("force_pow_2_scales", "amax_epsilon", "block_scaling_dim"),
-    )
-
-    def __eq__(self, other: object) -> bool:
-        """Whether both make the same of any tensor."""
-        if type(other) is not type(self):
-            return NotImplemented
-        return bool(type(self)._settings(self) == type(self)._settings(other))
-
-    def __hash__(self) -> int:
-        """Agree with equality."""
-        return hash((type(self), *type(self)._settings(self)))
+    _SETTINGS = ("force_pow_2_scales", "amax_epsilon", "block_scaling_dim")

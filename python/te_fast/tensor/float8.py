@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from te_fast.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from te_fast.runtime import native
 from te_fast.runtime.layouts import columnwise_shape, make_columnwise
 from te_fast.tensor.dtypes import DType, fp8_name
-from te_fast.tensor.quantizer import Float8QuantizerBase, Rule
+from te_fast.tensor.quantizer import ComparedBySettings, Float8QuantizerBase, Rule
 from te_fast.tensor.storage import (
     QuantizedTensorStorage,
     field,
@@ -359,7 +358,7 @@ class Float8Quantizer(_PerTensorQuantizer):
         return DelayedScaling
 
 
-class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
+class Float8CurrentScalingQuantizer(ComparedBySettings, _PerTensorQuantizer):
     """Quantise with the scale that follows from the tensor's own maximum: current scaling.
 
     Parameters
@@ -439,20 +438,12 @@ class Float8CurrentScalingQuantizer(_PerTensorQuantizer):
     def _get_compatible_recipe(self) -> type[Recipe]:
         return Float8CurrentScaling
 
-    _settings = attrgetter(
-        *("dtype", "rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm"),
-        *("with_amax_reduction", "amax_reduction_group", "force_pow_2_scales", "amax_epsilon"),
+    _SETTINGS = (
+        "with_amax_reduction",
+        "amax_reduction_group",
+        "force_pow_2_scales",
+        "amax_epsilon",
     )
-
-    def __eq__(self, other: object) -> bool:
-        """Whether both make the same of any tensor."""
-        if type(other) is not type(self):
-            return NotImplemented
-        return bool(type(self)._settings(self) == type(self)._settings(other))
-
-    def __hash__(self) -> int:
-        """Agree with equality."""
-        return hash((type(self), *type(self)._settings(self)))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the process group out, which cannot be pickled."""

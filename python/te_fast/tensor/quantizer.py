@@ -6,7 +6,7 @@ import copy
 import functools
 from abc import ABC
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -351,3 +351,24 @@ def _source(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.device != device:
         tensor = tensor.to(device)
     return tensor.contiguous()
+
+
+class ComparedBySettings:
+    """A quantizer without tensors of its own: two of equal settings make the same of any tensor."""
+
+    #: Settings of the class, beside those of all quantizers.
+    _SETTINGS: ClassVar[tuple[str, ...]]
+
+    def _settings(self) -> tuple[Any, ...]:
+        common = ("dtype", "rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm")
+        return tuple(getattr(self, name) for name in (*common, *self._SETTINGS))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both make the same of any tensor."""
+        if not isinstance(other, ComparedBySettings) or type(other) is not type(self):
+            return NotImplemented
+        return self._settings() == other._settings()
+
+    def __hash__(self) -> int:
+        """Agree with equality."""
+        return hash((type(self), *self._settings()))

@@ -210,12 +210,6 @@ impl TracedCall {
         self.microbatch == Microbatch::First || self.overwrites_main_grad
     }
 
-    /// Whether the graph itself enters the region of the call.
-    #[getter]
-    fn is_inside(&self) -> bool {
-        self.is_first.is_some()
-    }
-
     /// Whether the call quantises with scales of delayed scaling.
     #[getter]
     pub(super) fn is_delayed(&self) -> bool {
@@ -289,6 +283,12 @@ impl TracedCall {
     /// Weights are quantised at every call, and their column layouts are results of it.
     pub(super) fn passes_weights(&self) -> bool {
         self.any_grad() && self.microbatch == Microbatch::Unknown
+    }
+
+    /// Whether Python runs a call on so many rows: there are none, or its GEMMs lack some.
+    pub(super) fn is_pythons(&self, state: &State, py: Python<'_>, rows: usize) -> PyResult<bool> {
+        let pads = state.dispatcher(py)?.0.auto_pad;
+        Ok(rows == 0 || (pads && self.missing_rows(rows) != 0))
     }
 
     /// Buffers of quantised weights.

@@ -19,12 +19,7 @@ pub(crate) fn traced_forward_call<'py>(
     program: &Bound<'py, PyAny>,
     call: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    match straight(reads, writes, program, call)? {
-        Some(Straight { reads, writes, number }) => {
-            traced_forward(reads, writes, program, number).map(|()| none(program))
-        }
-        None => dispatched(operator, (reads, writes, program, call)),
-    }
+    call_operator(operator, (reads, writes, program, call), traced_forward)
 }
 
 /// `__call__` of the backward operator.
@@ -37,43 +32,31 @@ pub(crate) fn traced_backward_call<'py>(
     program: &Bound<'py, PyAny>,
     call: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    match straight(reads, writes, program, call)? {
-        Some(Straight { reads, writes, number }) => {
-            traced_backward(reads, writes, program, number).map(|()| none(program))
-        }
-        None => dispatched(operator, (reads, writes, program, call)),
-    }
-}
-
-struct Straight<'a, 'py> {
-    reads: &'a Bound<'py, PyList>,
-    writes: &'a Bound<'py, PyList>,
-    number: i64,
-}
-
-/// The arguments of a call that nobody watches: of plain tensors, outside of tracers, modes and profilers.
-#[inline]
-fn straight<'a, 'py>(
-    reads: &'a Bound<'py, PyAny>,
-    writes: &'a Bound<'py, PyAny>,
-    program: &Bound<'py, PyAny>,
-    call: &Bound<'py, PyAny>,
-) -> PyResult<Option<Straight<'a, 'py>>> {
-    let py = program.py();
-    let state = state(py)?;
-    let (Ok(reads), Ok(writes), Ok(number)) = (reads.cast::<PyList>(), writes.cast::<PyList>(), call.extract()) else {
-        return Ok(None);
-    };
-    let is_plain = |list: &Bound<'_, PyList>| list.iter().all(|tensor| state.torch.is_plain(&tensor));
-    let is_straight = state.torch.is_plain(program) && is_plain(reads) && is_plain(writes);
-    Ok((is_straight && state.torch.is_unwatched(py)?).then_some(Straight { reads, writes, number }))
-}
-
-fn none<'py>(any: &Bound<'py, PyAny>) -> Bound<'py, PyAny> {
-    any.py().None().into_bound(any.py())
+    call_operator(operator, (reads, writes, program, call), traced_backward)
 }
 
 type Arguments<'a, 'py> = (&'a Bound<'py, PyAny>, &'a Bound<'py, PyAny>, &'a Bound<'py, PyAny>, &'a Bound<'py, PyAny>);
+
+type Run<'py> = fn(&Bound<'py, PyList>, &Bound<'py, PyList>, &Bound<'py, PyAny>, i64) -> PyResult<()>;
+
+/// Runs an operator straight where nobody watches: plain tensors, outside of tracers, modes and profilers.
+#[inline]
+fn call_operator<'py>(
+    operator: &Bound<'py, PyAny>,
+    (reads, writes, program, call): Arguments<'_, 'py>,
+    run: Run<'py>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = operator.py();
+    let state = state(py)?;
+    if let (Ok(from), Ok(to), Ok(number)) = (reads.cast::<PyList>(), writes.cast::<PyList>(), call.extract()) {
+        let is_plain = |list: &Bound<'_, PyList>| list.iter().all(|tensor| state.torch.is_plain(&tensor));
+        if state.torch.is_plain(program) && is_plain(from) && is_plain(to) && state.torch.is_unwatched(py)? {
+            run(from, to, program, number)?;
+            return Ok(py.None().into_bound(py));
+        }
+    }
+    dispatched(operator, (reads, writes, program, call))
+}
 
 /// The same as torch calls an operator.
 #[cold]

@@ -50,8 +50,7 @@ fn forward<'a, 'py>(
     let (traced, handle, py) = (operator.call.get(), &operator.program, operator.program.py());
     let key = &traced.key;
     let rows = from.rows();
-    let auto_pad = state.dispatcher(py)?.0.auto_pad;
-    if rows == 0 || (auto_pad && traced.missing_rows(rows) != 0) {
+    if traced.is_pythons(state, py, rows)? {
         return Ok(false);
     }
     to.check_written(traced.made())?;

@@ -47,7 +47,7 @@ pub(super) struct Operator<'py> {
 /// What Python does in the place of the native side.
 #[derive(Clone, Copy)]
 pub(super) enum Otherwise {
-    /// A forward on no rows, on too few rows, or on tensors that kernels cannot read.
+    /// A forward on no rows, or on rows that its GEMMs lack.
     Forward,
     /// The same of a backward.
     Backward,
@@ -63,11 +63,14 @@ fn registry(py: Python<'_>) -> PyResult<&Bound<'_, Registry>> {
 /// Tells of Python's half of the operators; once.
 #[pyfunction]
 #[pyo3(signature = (forward, backward, after_backward, /))]
-pub(crate) fn traced_install(forward: Py<PyAny>, backward: Py<PyAny>, after_backward: Py<PyAny>) -> PyResult<()> {
-    Python::attach(|py| {
-        registry(py)?.try_borrow_mut()?.otherwise = Some([forward, backward, after_backward]);
-        Ok(())
-    })
+pub(crate) fn traced_install(
+    py: Python<'_>,
+    forward: Py<PyAny>,
+    backward: Py<PyAny>,
+    after_backward: Py<PyAny>,
+) -> PyResult<()> {
+    registry(py)?.try_borrow_mut()?.otherwise = Some([forward, backward, after_backward]);
+    Ok(())
 }
 
 /// Has operators find a program by its handle, a tensor of one number.
@@ -101,7 +104,7 @@ pub(crate) fn traced_describe<'py>(call: &Bound<'py, TracedCall>) -> PyResult<Bo
     let mut registry = registry(py)?.try_borrow_mut()?;
     let known = registry.calls.entry(call.get().number).or_insert_with(|| call.clone().unbind()).bind(py).clone();
     if known.get().text() != call.get().text() {
-        let message = "two kinds of traced calls have one number; rename nothing, and report this as a bug of te_fast";
+        let message = "two kinds of traced calls have one number, which is a hash of each; report both shapes as a bug of te_fast";
         return Err(Error::state(OP, message)).python();
     }
     Ok(known)

@@ -24,7 +24,7 @@ use crate::program::parts::Joined;
 use crate::program::tensors::{Flags, Objects, Optional};
 use crate::program::weight::{WaitingGrad, WaitingOperands, WaitingRows};
 use crate::program::weight_memory::weight_buffer;
-use crate::tensor::given::{GivenWeight, given, nominal_view};
+use crate::tensor::given::{GivenWeight, dequantized, given, nominal_view};
 use crate::torch::operand::{readable, saved_tensor};
 use crate::torch::process::{State, state};
 use crate::torch::reader::view_of;
@@ -202,7 +202,14 @@ impl<'py> Read<'py> {
         tensors: &Bound<'py, PyTuple>,
     ) -> Result<Self, Failure> {
         let device = program.key().device;
-        let read = |tensor, extent| saved_tensor(state, OP, tensor, extent, device);
+        let read = |tensor: Bound<'py, PyAny>, extent| {
+            // What forward read of a quantised parameter, which it saved as it is.
+            let tensor = match given(state, &tensor) {
+                Some(value) => dequantized(&tensor, &value)?,
+                None => tensor,
+            };
+            saved_tensor(state, OP, tensor, extent, device)
+        };
         let saved = Some(tensors.get_item(0)?).filter(|saved| !saved.is_none());
         let saved = saved.map(|saved| read(saved, (sized.saved_bytes(), DType::U8))).transpose()?;
         let places = program.reads().iter().zip(sized.read_extents());

@@ -127,7 +127,8 @@ pub(crate) struct ProgramHandle {
     returned_bias: Option<Parameter>,
     /// Region of the last forward, if that was in FP8: what a recomputation during backward repeats.
     pub(crate) last_region: Option<Region>,
-    /// The last of all first FP8 layers of regions, if that was a forward of a compiler's of this program.
+    /// Set when a compiler's forward of this program was the first FP8 layer of its region: which of all first ones, by
+    /// number. Another number has come since when another region has begun.
     pub(crate) first_module: Option<u64>,
     /// Updates of the scales before the last forward of a compiler's.
     pub(crate) traced_generation: u64,

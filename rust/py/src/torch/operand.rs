@@ -6,7 +6,6 @@ use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::base::tensor::TensorView;
 
 use crate::error::{Failure, IntoPython};
-use crate::tensor::given::{dequantized, given};
 use crate::torch::process::State;
 use crate::torch::reader::view_of;
 
@@ -39,11 +38,6 @@ pub(crate) fn saved_tensor<'py>(
     (elements, dtype): (usize, DType),
     device: Device,
 ) -> Result<Bound<'py, PyAny>, Failure> {
-    // What forward read of a quantised parameter, which it saved as it is.
-    let tensor = match given(state, &tensor) {
-        Some(value) => dequantized(&tensor, &value)?,
-        None => tensor,
-    };
     let view = view_of(&state.reader, &tensor, "a saved tensor")?;
     view.check_saved(op, elements, dtype, device)?;
     let readable = fits(&view);
