@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from te_fast.attention.multi_head import MultiheadAttention
 from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.linear import Linear
 from te_fast.runtime import native
+from te_fast.runtime.module_hooks import has_hooks
 
 _global = torch.nn.modules.module
 _global_hooks = (
@@ -20,16 +19,10 @@ _global_hooks = (
 )
 
 
-def _is_called_otherwise(own: dict[str, Any]) -> bool:
-    """Whether calling a module is more than its class's own forward; of a module's dict."""
-    return bool(
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-        or "forward" in own
-        or own.get("_compiled_call_impl") is not None
-    )
+def _is_called_otherwise(module: torch.nn.Module) -> bool:
+    """Whether calling a module is more than its class's own forward."""
+    own = module.__dict__
+    return has_hooks(module) or "forward" in own or own.get("_compiled_call_impl") is not None
 
 
 class Tail:
@@ -71,17 +64,16 @@ class Tail:
     def takes(self, attention: MultiheadAttention, hidden: torch.Tensor) -> bool:
         """Tell whether it computes what calls of the layers would."""
         proj, mlp = self._proj, self._mlp
-        own = proj.__dict__
         if (
             type(hidden) is not torch.Tensor
             or type(proj) is not Linear
             or type(mlp) is not LayerNormMLP
             or type(attention) is not MultiheadAttention
-            or _is_called_otherwise(own)
-            or _is_called_otherwise(mlp.__dict__)
-            or _is_called_otherwise(attention.__dict__)
+            or _is_called_otherwise(proj)
+            or _is_called_otherwise(mlp)
+            or _is_called_otherwise(attention)
             or mlp.checkpoint
-            or own["_save_original_input"]
+            or proj.__dict__["_save_original_input"]
             or any(_global_hooks)
             or torch._C._len_torch_dispatch_stack()  # tracers, and others that watch all operators
         ):

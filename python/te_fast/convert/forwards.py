@@ -15,9 +15,9 @@ from te_fast.convert.known import Attention, Decoder, Norm
 from te_fast.layers.layernorm_linear import LayerNormLinear
 from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.linear import Linear
+from te_fast.runtime.module_hooks import has_hooks
 
 Tie = tuple[str, torch.nn.Module, str]
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Tied:
@@ -125,11 +125,9 @@ def norm_and_mlp(
 def _is_same(owner: torch.nn.Module, known: Sequence[tuple[str, torch.nn.Module]]) -> bool:
     """Whether modules are still those of the conversion, and nothing looks at their calls."""
     children = owner._modules
-    for name, module in known:
-        own = module.__dict__
-        if children.get(name) is not module or any([own[hooks] for hooks in _HOOKS]):
-            return False
-    return True
+    return not any(
+        [children.get(name) is not module or has_hooks(module) for name, module in known]
+    )
 
 
 class SequentialForward(Forward):

@@ -10,11 +10,11 @@ import torch
 from torch.nn import functional
 
 from te_fast.errors import TeFastError
+from te_fast.runtime.module_hooks import has_hooks
 
 #: Relative error (Frobenius) by which what is known of a module may differ from it: roundings of a few operations.
 _BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 DTYPES = tuple(_BOUNDS)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Left(TeFastError):
@@ -67,7 +67,7 @@ def refuse_wrapped(module: torch.nn.Module, name: str) -> None:
         leave(f"{name} has a forward of its own, as wrappers such as Accelerate's hooks put there")
     if own.get("_compiled_call_impl") is not None:
         leave(f"{name} is compiled; convert before compiling")
-    if any(own[hooks] for hooks in _HOOKS):
+    if has_hooks(module):
         leave(f"{name} has hooks, which would not be called")
     if "parametrizations" in module._modules:
         leave(f"{name} has parametrizations")

@@ -12,6 +12,7 @@ import torch
 from te_fast.errors import ArgumentError, DtypeError, ShapeError, StateError
 from te_fast.recipe import Recipe
 from te_fast.runtime.global_state import default_recipe
+from te_fast.runtime.module_hooks import has_hooks
 
 _NAME = "make_graphed_callables"
 
@@ -179,12 +180,7 @@ def check_modules(modules: Sequence[Any]) -> bool:
         if any(GRAPHED in part.__dict__ for part in module.modules()):
             message = f"{_NAME}: {name} replays graphs already, or a module within it does; reset() that first"
             raise StateError(message)
-        if (
-            module._backward_hooks
-            or module._backward_pre_hooks
-            or module._forward_hooks
-            or module._forward_pre_hooks
-        ):
+        if has_hooks(module):
             message = (
                 f"{_NAME}: {name} has hooks, which a graph would not run; register them behind the capture, or "
                 "pass those that belong beside it as capture_time_hooks"
