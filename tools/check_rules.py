@@ -48,6 +48,7 @@ LAYERS: dict[str, set[str]] = {
     "attention": {"graphs", "layers", "ops", "recipe", "runtime", "state"},
     "convert": {"attention", "layers", "runtime"},
     "graphed": {"graphs", "recipe", "runtime", "state"},
+    "convert_checkpoint": {"state", "tensor"},
     "common": {"recipe"},
     "pytorch": {
         "attention",
