@@ -237,6 +237,7 @@ class QuantizedValue:
     col: Tensor | None
     col_scale: Tensor | None
     col_is_valid: bool
+    keeps_col: bool
     fp8: str
     @property
     def block(self) -> int: ...

@@ -15,8 +15,8 @@ import torch
 
 from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from te_fast.runtime import native
-from te_fast.runtime.layouts import make_columnwise
-from te_fast.tensor.blockwise import BLOCK, Float8BlockwiseQTensor
+from te_fast.runtime.layouts import BLOCK, make_columnwise
+from te_fast.tensor.blockwise import Float8BlockwiseQTensor
 from te_fast.tensor.dtypes import TE_DType_To_Torch
 from te_fast.tensor.float8 import Float8Quantizer, Float8Tensor
 from te_fast.tensor.quantizer import note_write

@@ -275,6 +275,9 @@ class Float8QuantizerBase(Quantizer):
         value: native.QuantizedValue = dst._value
         value_type, own_type = value.fp8, fp8_name(self.dtype)
         source = _source(src, dst.device)
+        inner = dst._shape() if value.row is None else value.row.shape
+        if source.dim() == 1 and source.shape != inner and source.numel() == inner.numel():
+            source = source.view(inner)  # a flat view, whose bytes keep their rows
         value.fp8 = own_type
         try:
             self._write(source, value, noop_flag)

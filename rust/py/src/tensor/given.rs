@@ -107,15 +107,23 @@ impl<'py> GivenWeight<'py> {
     ) -> Result<Self, Failure> {
         let py = value.py();
         let weight = if layout.usage.columnwise {
-            let is_valid = QuantizedValue::snapshot(value)?.is_col_valid(py);
-            if !is_valid {
+            let shared = QuantizedValue::snapshot(value)?;
+            let mut made = None;
+            if !shared.is_col_valid(py) {
                 if matches!(place.device, Device::Cuda(_)) && is_capturing(place.stream)? {
                     let message = "a graph under capture cannot make the weight's column layout, whose bytes would exist when the graph runs; call weight.update_usage(columnwise_usage=True) before";
                     return Err(Error::state(OP, message).into());
                 }
-                QuantizedValue::transpose(value)?;
+                if shared.keeps_col() {
+                    QuantizedValue::transpose(value)?;
+                } else {
+                    let (data, scale) = shared.columns(py, false)?;
+                    let scale = scale.or_else(|| Some(shared.part(py, false)?.1));
+                    made = scale.map(|scale| (data, scale));
+                }
             }
-            Self([None, QuantizedValue::snapshot(value)?.part(py, true)])
+            let col = if made.is_some() { made } else { QuantizedValue::snapshot(value)?.part(py, true) };
+            Self([None, col])
         } else {
             Self([QuantizedValue::snapshot(value)?.part(py, false), None])
         };
