@@ -10,7 +10,7 @@ use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::cuda::device::is_capturing;
 use te_fast_core::quant::value::{Quantized, WeightLayout};
-use te_fast_core::recipe::definition::{BackwardOverride, Recipe};
+use te_fast_core::recipe::definition::Recipe;
 use te_fast_core::runtime::lane::Place;
 
 use crate::error::Failure;
@@ -81,10 +81,6 @@ impl<'py> GivenWeight<'py> {
     ) -> Result<Self, Failure> {
         {
             let value = value.try_borrow()?;
-            if recipe.backward_override != BackwardOverride::None {
-                let message = "a quantised weight has no high-precision values, which backward_override asks for; make the layer without quantized_model_init";
-                return Err(Error::unsupported(OP, message).into());
-            }
             if !value.is_weight_of(recipe) {
                 let message = format!(
                     "the weight was quantised with {}, and the recipe of the region asks for another kind; use the recipe of quantized_model_init",
