@@ -70,6 +70,7 @@ __all__ = [
     "program_run_backward",
     "program_run_forward",
     "quantize",
+    "quantize_values",
     "record",
     "recorded",
     "release_memory",
@@ -541,6 +542,19 @@ def record(mode: str, /) -> None: ...
 def recorded() -> list[Any]: ...
 def release_memory() -> None: ...
 def reset_counters() -> None: ...
+def quantize_values(
+    jobs: list[
+        tuple[
+            QuantizedValue,
+            Tensor,
+            tuple[bool, bool],
+            tuple[bool, float, bool],
+            Tensor | None,
+            Tensor | None,
+        ]
+    ],
+    /,
+) -> None: ...
 def rows_to_pad(rows: int, /) -> int: ...
 def scale_of_amax(amax: Tensor, fp8: str, eps: float, pow2: bool, /) -> Tensor: ...
 def set_auto_pad(enabled: bool, /) -> bool: ...

@@ -236,6 +236,11 @@ class Float8QuantizerBase(Quantizer):
         usage = (self.rowwise_usage, self.columnwise_usage)
         value.quantize(src, usage, self._rule(), *self._scale_and_amax(), noop)
 
+    def _job(self, src: torch.Tensor, value: native.QuantizedValue) -> Any:
+        """Return what ``native.quantize_values`` does for a cast; None where a cast is more than that."""
+        usage = (self.rowwise_usage, self.columnwise_usage)
+        return (value, src, usage, self._rule(), *self._scale_and_amax())
+
     def _fresh_value(self) -> native.QuantizedValue:
         return native.QuantizedValue(self._block, fp8_name(self.dtype), None, None, None, None)
 

@@ -305,6 +305,25 @@ impl QuantizedValue {
     }
 }
 
+/// A value, what it is quantised from, layouts, scale rule, and scale and maximum of delayed scaling.
+type Job<'py> = (
+    Bound<'py, QuantizedValue>,
+    Bound<'py, PyAny>,
+    (bool, bool),
+    Rule,
+    Option<Bound<'py, PyAny>>,
+    Option<Bound<'py, PyAny>>,
+);
+
+/// Quantises many values, as `QuantizedValue.quantize` does each.
+#[pyfunction]
+#[pyo3(signature = (jobs, /))]
+pub(crate) fn quantize_values(jobs: Vec<Job<'_>>) -> PyResult<()> {
+    jobs.iter().try_for_each(|(value, x, usage, rule, scale, amax)| {
+        QuantizedValue::quantize(value, x, *usage, *rule, scale.as_ref(), amax.as_ref(), None)
+    })
+}
+
 /// A layout that is to be written: the tensor that users see, and what is written, another one where kernels cannot write that.
 struct Target<'py> {
     seen: Bound<'py, PyAny>,
@@ -416,6 +435,12 @@ impl QuantizedValue {
             call.run(0, |target, _| plan.run(target, &pointers))?;
         }
         Ok((col, col_scale))
+    }
+
+    /// The number of the values that the row layout holds; none of bytes that are gathered anew for each use.
+    pub(crate) fn stamp(slf: &Bound<'_, Self>) -> PyResult<Option<u64>> {
+        let value = slf.try_borrow()?;
+        Ok(value.keeps_col.then(|| value.row.content.values()))
     }
 
     /// Whether a column layout that is made on the way stays.
