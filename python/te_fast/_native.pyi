@@ -40,6 +40,7 @@ __all__ = [
     "dequantize",
     "device_facts",
     "gemm",
+    "grouped_gemm",
     "install_hooks",
     "instance_method",
     "inventory",
@@ -394,6 +395,18 @@ def gemm(
     bias: Tensor | None,
     accumulate: bool,
     fast_accumulation: bool,
+    /,
+) -> None: ...
+def grouped_gemm(
+    a: tuple[Tensor, Tensor | None],
+    b: tuple[Tensor, Tensor | None],
+    d: Tensor,
+    splits: Tensor,
+    bias: Tensor | None,
+    weight_gradient: bool,
+    accumulate: bool,
+    fast_accumulation: bool,
+    align: int,
     /,
 ) -> None: ...
 def install_hooks(

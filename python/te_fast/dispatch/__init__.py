@@ -53,6 +53,7 @@ __all__ = [
     "device_facts",
     "drop_weight_cache",
     "gemm",
+    "grouped_gemm",
     "inventory",
     "linear_forward",
     "load_kernels",
@@ -308,6 +309,85 @@ def gemm(
         bias,
         accumulate,
         fast_accumulation,
+    )
+    return out
+
+
+def grouped_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    splits: torch.Tensor,
+    *,
+    a_scale_inv: torch.Tensor | None = None,
+    b_scale_inv: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    weight_gradient: bool = False,
+    accumulate: bool = False,
+    fast_accumulation: bool = False,
+    align: int = 1,
+) -> torch.Tensor:
+    """Multiply the rows of every group by a matrix of its own, in one launch.
+
+    The rows of group ``e`` begin at the sum of the splits before it, each rounded up to `align`. Nothing on
+    the host reads `splits`: rows that they say there are beyond those of `a` are left out.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        ``(rows, k)``. For a weight gradient ``(rows, n)``, or in FP8 its transpose.
+    b : torch.Tensor
+        ``(groups, n, k)``. For a weight gradient ``(rows, k)``, or in FP8 its transpose. An FP8 weight
+        gradient has the groups at multiples of 128 rows and zeros between them.
+    out : torch.Tensor
+        float32, float16 or bfloat16 ``(rows, n)``, ``(groups, n, k)`` for a weight gradient; contiguous, in
+        memory that no input has. Rows of no group stay as they are.
+    splits : torch.Tensor
+        int64 ``(groups,)``, on the device of the others.
+    a_scale_inv, b_scale_inv : torch.Tensor, optional
+        Inverse scales of FP8 operands, float32: ``(groups,)``; or those of blocks,
+        ``(ceil(k / 128), pitch >= rows)`` and ``(groups, ceil(n / 128), ceil(k / 128) rounded up to 4)``; for a
+        weight gradient ``(rows / 128, n rounded up to 4)`` and ``(rows / 128, k rounded up to 4)``.
+    bias : torch.Tensor, optional
+        ``(groups, n)``, added before `out` is rounded.
+    weight_gradient : bool
+        Sum over each group's rows: ``out[e] = a[rows of e].T @ b[rows of e]``.
+    accumulate : bool
+        Add to `out` (weight gradients). Groups without rows leave it as it is; else they store zeros.
+    fast_accumulation : bool
+        Hopper's faster FP8 accumulation, which keeps fewer bits.
+    align : int
+        Multiple at which groups begin: 1, or a multiple of 16.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`.
+
+    Raises
+    ------
+    ShapeError, DtypeError, DeviceError, LayoutError, UnsupportedError, CudaError
+        If the operands do not fit, or the device has no kernel for them.
+
+    Examples
+    --------
+    >>> a, b = torch.ones(3, 2), torch.stack([torch.eye(2), 2 * torch.eye(2)])
+    >>> out = torch.empty(3, 2)
+    >>> te_fast.dispatch.grouped_gemm(a, b, out, torch.tensor([1, 2]))
+    tensor([[1., 1.],
+            [2., 2.],
+            [2., 2.]])
+    """
+    native.grouped_gemm(
+        (a, a_scale_inv),
+        (b, b_scale_inv),
+        out,
+        splits,
+        bias,
+        weight_gradient,
+        accumulate,
+        fast_accumulation,
+        align,
     )
     return out
 

@@ -42,6 +42,8 @@ mod _native {
     #[pymodule_export]
     use crate::direct::gemm::gemm;
     #[pymodule_export]
+    use crate::direct::grouped_gemm::grouped_gemm;
+    #[pymodule_export]
     use crate::direct::norm::norm;
     #[pymodule_export]
     use crate::direct::norm_backward::norm_backward;

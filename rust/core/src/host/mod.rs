@@ -10,6 +10,7 @@ pub(crate) mod cast_block;
 pub(crate) mod dequantize;
 pub(crate) mod fp8;
 pub(crate) mod gemm;
+pub(crate) mod grouped_gemm;
 pub(crate) mod handover;
 pub(crate) mod norm;
 pub(crate) mod norm_backward;

@@ -8,6 +8,7 @@ pub mod amax;
 pub mod cast;
 pub mod cast_block;
 pub mod dequantize;
+pub mod grouped_gemm;
 pub mod handover;
 pub mod norm;
 pub mod norm_backward;

@@ -4,6 +4,7 @@ pub(crate) mod activation;
 pub(crate) mod call;
 pub(crate) mod dispatcher;
 pub(crate) mod gemm;
+pub(crate) mod grouped_gemm;
 pub(crate) mod norm;
 pub(crate) mod norm_backward;
 pub(crate) mod permute;
