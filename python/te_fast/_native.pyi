@@ -8,6 +8,7 @@ from typing_extensions import Self, disjoint_base
 __all__ = [
     "AmaxSlots",
     "AutocastRegion",
+    "Buffers",
     "CurrentRegion",
     "Dispatcher",
     "HeldRegion",
@@ -41,6 +42,7 @@ __all__ = [
     "device_facts",
     "gemm",
     "grouped_gemm",
+    "grouped_layer_forward",
     "install_hooks",
     "instance_method",
     "inventory",
@@ -70,6 +72,7 @@ __all__ = [
     "program_run_backward",
     "program_run_forward",
     "quantize",
+    "quantize_groups",
     "record",
     "recorded",
     "release_memory",
@@ -171,6 +174,10 @@ class ProgramSaved:
     def updates_backward_scales(self) -> bool: ...
 
 @final
+class Buffers:
+    def __new__(cls, output: Tensor | None, grad_input: Tensor | None, /) -> Self: ...
+
+@final
 class Program:
     is_direct: bool
     fuses_parts: bool
@@ -204,6 +211,25 @@ class Program:
     def constant_scale(self, label: str, scale: float) -> None: ...
     def drop_plans(self) -> None: ...
     def explain(self) -> list[dict[str, Any]]: ...
+    def grouped_bias(
+        self,
+        label: str,
+        parameters: dict[str, Any],
+        biases: Sequence[str],
+        num_groups: int,
+        size: int,
+    ) -> None: ...
+    def grouped_linear(
+        self,
+        label: str,
+        handle: WeightHandle,
+        parameters: dict[str, Any],
+        weights: Sequence[str],
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        slots: tuple[int, int],
+    ) -> None: ...
     def identity(self, label: str) -> None: ...
     def linear(
         self,
@@ -422,6 +448,14 @@ def install_hooks(
     dummy_wgrad: Any,
     make_columnwise: Any,
 ) -> None: ...
+def grouped_layer_forward(
+    module: Any,
+    inp: Any,
+    splits: Any,
+    is_first_microbatch: bool | None = None,
+    buffers: Buffers | None = None,
+    /,
+) -> Any | None: ...
 def instance_method(function: Any) -> Any: ...
 def inventory() -> list[tuple[str, int, int, int]]: ...
 def layer_call(
@@ -487,6 +521,7 @@ def program_apply(
     is_first_microbatch: bool | None = None,
     params: tuple[Tensor, ...] | None = None,
     version: int | None = None,
+    buffers: Buffers | None = None,
     /,
 ) -> Any: ...
 def program_autograd_forward(ctx: Any, *arguments: Any) -> Any: ...
@@ -539,6 +574,17 @@ def quantize(
     dbias: bool,
     /,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
+def quantize_groups(
+    x: Tensor,
+    splits: Tensor | None,
+    recipe: Recipe,
+    role: str,
+    rowwise: bool,
+    columnwise: bool,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    /,
+) -> list[Tensor | None]: ...
 def record(mode: str, /) -> None: ...
 def recorded() -> list[Any]: ...
 def release_memory() -> None: ...

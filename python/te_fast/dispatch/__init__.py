@@ -42,6 +42,7 @@ __all__ = [
     "NormFunction",
     "NormGradients",
     "NormOutputs",
+    "QuantizedGroups",
     "QuantizedOperand",
     "activation",
     "activation_backward",
@@ -63,6 +64,7 @@ __all__ = [
     "norm_outputs",
     "plan_count",
     "quantize",
+    "quantize_groups",
     "record",
     "release_memory",
     "reset_counters",
@@ -203,6 +205,89 @@ def quantize(
     dtype = get_fp8_torch_dtype(recipe, fprop_tensor=role != "grad")
     return QuantizedOperand(
         *parts[:4], dtype, blocks[block], x.shape[-1] if x.dim() else 1, parts[4]
+    )
+
+
+class QuantizedGroups(NamedTuple):
+    """Groups of rows in FP8, as :func:`grouped_gemm` takes them.
+
+    Attributes
+    ----------
+    rowwise_data : torch.Tensor or None
+        Bytes in row layout, of the shape of the tensor.
+    rowwise_scale_inv : torch.Tensor or None
+        Inverse scales: one for each group, or those of blocks.
+    columnwise_data : torch.Tensor or None
+        Bytes ``(cols, rows)`` with each group at a multiple of 128 and zeros behind it; of weights
+        ``(groups, cols, rows)``.
+    columnwise_scale_inv : torch.Tensor or None
+        Its inverse scales.
+    """
+
+    rowwise_data: torch.Tensor | None
+    rowwise_scale_inv: torch.Tensor | None
+    columnwise_data: torch.Tensor | None
+    columnwise_scale_inv: torch.Tensor | None
+
+
+def quantize_groups(
+    x: torch.Tensor,
+    splits: torch.Tensor | None,
+    recipe: Recipe,
+    *,
+    role: Role = "input",
+    rowwise: bool = True,
+    columnwise: bool = False,
+    scale: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+) -> QuantizedGroups:
+    """Quantise the rows of every group to FP8, under scales of its own, in one pass.
+
+    Nothing on the host reads `splits`: rows that they say there are beyond those of `x` are left out, and what belongs
+    to no group is not written.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        float32, float16 or bfloat16 ``(rows, cols)``; without `splits` a stack of weights ``(groups, rows, cols)``.
+    splits : torch.Tensor, optional
+        int64 ``(groups,)``, the rows of each group, on the device of `x`.
+    recipe : Recipe
+        Delayed, current or block scaling.
+    role : {'input', 'weight', 'grad'}
+        Which of the recipe's quantisations applies.
+    rowwise, columnwise : bool
+        Layouts to write.
+    scale : torch.Tensor, optional
+        FP32 ``(groups,)``; delayed scaling needs it, and no other recipe takes one.
+    amax : torch.Tensor, optional
+        FP32 ``(groups,)`` that are raised to the groups' largest magnitudes (delayed scaling).
+
+    Returns
+    -------
+    QuantizedGroups
+        The bytes and inverse scales.
+
+    Raises
+    ------
+    ShapeError, DtypeError, UnsupportedError
+        If the tensor or the recipe does not fit.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> from te_fast.common.recipe import Float8CurrentScaling
+    >>> x = torch.tensor([[1.0], [2.0], [448.0]])
+    >>> dispatch.quantize_groups(x, torch.tensor([2, 1]), Float8CurrentScaling()).rowwise_scale_inv.tolist()
+    [0.0044642859138548374, 1.0]
+    """
+    if not recipe.delayed() and (scale is not None or amax is not None):
+        message = f"quantize_groups: {type(recipe).__name__} makes its own scales; leave scale and amax out"
+        raise ShapeError(message)
+    form = native_recipe(recipe)
+    return QuantizedGroups(
+        *native.quantize_groups(x, splits, form, role, rowwise, columnwise, scale, amax)
     )
 
 

@@ -94,6 +94,14 @@ constants! {
         CAST_PARAMS_BYTES: usize = 64;
         /// Size of `CastBlockParams`.
         CAST_BLOCK_PARAMS_BYTES: usize = 136;
+        /// Size of `CastGroupsParams`.
+        CAST_GROUPS_PARAMS_BYTES: usize = 152;
+        /// Columns that a block of a `sum_groups` has.
+        SUM_GROUPS_COLS: usize = common::WARP as usize * common::VECTOR;
+        /// Rows that it adds to different sums.
+        SUM_GROUPS_LANES: usize = 8;
+        /// Size of `SumGroupsParams`.
+        SUM_GROUPS_PARAMS_BYTES: usize = 64;
         /// Size of `AmaxParams`.
         AMAX_PARAMS_BYTES: usize = 72;
         /// Size of `ScaleFromAmaxParams`.

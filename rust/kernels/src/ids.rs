@@ -210,6 +210,8 @@ images! {
     Cast = "quantize/cast",
     CastTranspose = "quantize/cast_transpose",
     CastBlock = "quantize/cast_block",
+    CastGroups = "quantize/cast_groups",
+    SumGroups = "quantize/sum_groups",
     Amax = "quantize/amax",
     ScaleUpdate = "quantize/scale_update",
     Dequantize = "quantize/dequantize",
@@ -239,6 +241,16 @@ kernels! {
     CastBlock1d(Float, Fp8) "cast_block_1d" in CastBlock;
     /// Block-scaled cast, 128 x 128.
     CastBlock2d(Float, Fp8) "cast_block_2d" in CastBlock;
+    /// Parts of the largest magnitudes of groups of rows.
+    AmaxGroups(Float) "amax_groups" in CastGroups;
+    /// Scaled casts of groups of rows, one scale each.
+    CastGroups(Float, Fp8) "cast_groups" in CastGroups;
+    /// Block-scaled casts of counted groups of rows, 1 x 128.
+    CastBlockGroups1d(Float, Fp8) "cast_block_groups_1d" in CastGroups;
+    /// Block-scaled casts of equal groups of rows, 128 x 128.
+    CastBlockGroups2d(Float, Fp8) "cast_block_groups_2d" in CastGroups;
+    /// Sums of the rows of groups.
+    SumGroups(Float) "sum_groups" in SumGroups;
     /// Largest magnitude of a tensor and the scale that follows from it.
     Amax(Float) "amax" in Amax;
     /// The scale of an amax that was reduced over ranks.
@@ -354,6 +366,8 @@ impl KernelId {
             Image::Cast
                 | Image::CastTranspose
                 | Image::CastBlock
+                | Image::CastGroups
+                | Image::SumGroups
                 | Image::Amax
                 | Image::Dequantize
                 | Image::Affine

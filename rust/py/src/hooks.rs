@@ -37,6 +37,10 @@ pub(crate) struct Hooks {
     pub(crate) make_columnwise: Py<PyAny>,
 }
 
+/// Arguments of the autograd function behind the tensors: program, owner, `is_first_microbatch`, joined parts or a version,
+/// and memory of the caller's.
+pub(crate) const OTHERS: usize = 5;
+
 static HOOKS: PyOnceLock<Hooks> = PyOnceLock::new();
 
 /// Tells the native side Python's half; once, at import.

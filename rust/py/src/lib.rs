@@ -54,6 +54,8 @@ mod _native {
     #[pymodule_export]
     use crate::direct::quantize::{dequantize, quantize};
     #[pymodule_export]
+    use crate::direct::quantize_groups::quantize_groups;
+    #[pymodule_export]
     use crate::graphs::backward::{traced_backward, traced_defer_nothing};
     #[pymodule_export]
     use crate::graphs::call::{TracedCall, traced_call};
@@ -68,9 +70,11 @@ mod _native {
     #[pymodule_export]
     use crate::hooks::install_hooks;
     #[pymodule_export]
-    use crate::layer::call::{layer_call, layer_forward};
+    use crate::layer::call::{grouped_layer_forward, layer_call, layer_forward};
     #[pymodule_export]
     use crate::program::backward::{ProgramSaved, program_backward};
+    #[pymodule_export]
+    use crate::program::buffers::Buffers;
     #[pymodule_export]
     use crate::program::deferred::{program_backward_dw, weight_gradient};
     #[pymodule_export]

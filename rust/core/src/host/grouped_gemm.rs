@@ -63,7 +63,7 @@ fn rows(spec: &GroupedGemmSpec, at: &GroupedGemmPointers<DevPtr<'_>>, group: usi
         n,
         k,
         x: operand(a, modes[0], k, false),
-        w: operand(b, modes[1], k, false),
+        w: operand(b, modes[1], if spec.b_k_outermost { n } else { k }, spec.b_k_outermost),
         d,
         ldd: n,
         bias,

@@ -72,6 +72,8 @@ pub struct GroupedGemmSpec {
     pub accumulate: bool,
     /// Hopper's faster FP8 accumulation, which keeps fewer bits; not for block scales.
     pub fast_accumulation: bool,
+    /// B is `[groups, k, n]`: weights as they lie, for the input's gradient in high precision ([`GroupedKind::Rows`]).
+    pub b_k_outermost: bool,
     /// Rows of groups begin at multiples of this: 1 or a multiple of 16.
     pub align: usize,
     /// Elements between two rows of A's block scales ([`GroupedKind::Rows`]).
@@ -134,6 +136,10 @@ impl GroupedGemmPlan {
                 OP,
                 "a bias goes with rows, an addition to the result with weight gradients",
             ));
+        }
+        if spec.b_k_outermost && (!rows || scaled) {
+            let message = "only high-precision products of rows take B with k outermost; FP8 has its column layout";
+            return Err(Error::unsupported(OP, message));
         }
         if spec.align != 1 && !spec.align.is_multiple_of(16) || spec.align == 0 {
             return Err(Error::value(OP, "groups begin at multiples of 1 or of a multiple of 16"));

@@ -1,8 +1,8 @@
 //! What both directions of a chain are compiled from.
 
-use te_fast_kernels::Float;
-
+use crate::base::dtype::DType;
 use crate::base::error::{Error, Result};
+use crate::program::buffer::At;
 use crate::program::chain::{Chain, Link, Op, ProgramKey};
 use crate::program::edge::{Edge, Kind, Rows};
 use crate::program::linear_op::LinearOp;
@@ -64,34 +64,51 @@ impl Facts {
     }
 
     /// Elements and type of a tensor of the call's, of those that backward reads, for `rows` rows.
-    pub(crate) fn extent_of(&self, port: Port, rows: usize) -> (usize, Float) {
+    pub(crate) fn extent_of(&self, port: Port, rows: usize) -> (usize, DType) {
         let key = &self.key;
+        let activation = key.activation.into();
         let ops = || self.chain.links().iter().zip(&self.edges);
         match port {
-            Port::Input => (rows * key.cols, key.activation),
+            Port::Input => (rows * key.cols, activation),
             Port::Extra(index) => {
                 let takes = |link: &Link| link.op.extra_inputs() != 0 && link.extra_input == usize::from(index);
-                let cols = ops().find(|(link, _)| takes(link)).map_or(0, |(link, edge)| match link.op {
-                    Op::AddExtraInput { .. } => edge.cols,
-                    _ => 1,
+                let elements = ops().find(|(link, _)| takes(link)).map_or(0, |(link, edge)| match link.op {
+                    Op::AddExtraInput { .. } => rows * edge.cols,
+                    Op::Linear { groups: Some(groups), .. } => groups.count,
+                    _ => rows,
                 });
-                (rows * cols, key.extras[usize::from(index)].0)
+                (elements, key.extras[usize::from(index)].0)
             }
             Port::ExtraOutput(index) => {
                 let makes = |link: &Link| link.op.extra_outputs() != 0 && link.extra_output == usize::from(index);
-                (rows * ops().find(|(link, _)| makes(link)).map_or(0, |(_, edge)| edge.cols), key.activation)
+                (rows * ops().find(|(link, _)| makes(link)).map_or(0, |(_, edge)| edge.cols), activation)
             }
             Port::Param(index) => {
                 let owns = |link: &&Link| (link.param..link.param + link.op.params()).contains(&usize::from(index));
                 let elements = self.chain.links().iter().find(owns).map_or(0, |link| match link.op {
-                    Op::Linear { inputs, outputs } => inputs * outputs,
-                    Op::Bias { size } => size,
+                    Op::Linear { inputs, outputs, groups } => {
+                        inputs * outputs * groups.map_or(1, |groups| groups.count)
+                    }
+                    Op::Bias { size, groups } => size * groups.unwrap_or(1),
                     Op::Norm { cols, .. } => cols,
                     _ => 0,
                 });
-                (elements, key.params[usize::from(index)].0)
+                (elements, key.params[usize::from(index)].0.into())
             }
-            _ => (0, key.activation),
+            _ => (0, activation),
+        }
+    }
+
+    /// Where the counts of the rows of experts are that the op at `index` takes: a linear op, or the bias behind one.
+    pub(crate) fn splits_of(&self, index: usize) -> At {
+        let counts = |link: &Link| match link.op {
+            Op::Linear { groups: Some(_), .. } => At::of(Port::Extra(link.extra_input as u16)),
+            _ => At::NONE,
+        };
+        let links = self.chain.links();
+        match links[index].op {
+            Op::Bias { groups: Some(_), .. } if index != 0 => counts(&links[index - 1]),
+            _ => counts(&links[index]),
         }
     }
 
@@ -112,7 +129,7 @@ fn grads_before(chain: &Chain, key: &ProgramKey) -> Vec<bool> {
     for link in chain.links() {
         let params = link.param..link.param + link.op.params();
         let extras = link.extra_input..link.extra_input + link.op.extra_inputs();
-        wanted |= key.params[params].iter().chain(&key.extras[extras]).any(|&(_, grad)| grad);
+        wanted |= key.params[params].iter().any(|&(_, grad)| grad) || key.extras[extras].iter().any(|&(_, grad)| grad);
         list.push(wanted);
     }
     list

@@ -25,11 +25,13 @@ mod port;
 mod replay;
 mod sized;
 mod sizing;
+mod weight_grad;
 mod work;
 
 pub use bindings::{Bindings, CallTable};
 pub use cache::{KeptProgram, ProgramCache};
-pub use chain::{Chain, LinearCall, Link, Op, ProgramKey};
+pub use chain::{Chain, Groups, LinearCall, Link, Op, ProgramKey};
 pub use compiled::{Explained, Program};
 pub use port::{LinearPort, Port};
 pub use sized::SizedProgram;
+pub use weight_grad::WeightGradPlan;

@@ -63,6 +63,7 @@ pub(crate) fn grouped_gemm<'py>(
         scaling,
         bias: bias_dtype,
         accumulate,
+        b_k_outermost: false,
         fast_accumulation,
         align,
         scale_pitch,

@@ -143,7 +143,7 @@ impl<'a, 'py> Run<'a, 'py> {
             self.launch.set(Port::Saved, from.take_sized(sized.saved_bytes(), DType::U8, device)?);
         }
         for (&port, &(elements, dtype)) in program.reads().iter().zip(sized.read_extents()) {
-            self.launch.set(port, from.take_sized(elements, dtype.into(), device)?);
+            self.launch.set(port, from.take_sized(elements, dtype, device)?);
         }
         for linear in (0..traced.key.linears.len()).filter(|_| traced.region.is_some()) {
             let layout = program.weight_layout(linear);
@@ -173,7 +173,7 @@ impl<'a, 'py> Run<'a, 'py> {
         }
         for (port, cols) in traced.new_extra_grads() {
             let Port::GradExtra(index) = port else { continue };
-            let dtype = key.extras[usize::from(index)].0.into();
+            let dtype = key.extras[usize::from(index)].0;
             self.launch.set(port, to.take_sized(rows * cols, dtype, key.device)?);
         }
         Ok(())

@@ -14,11 +14,12 @@ use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::Place;
 
 use crate::error::Failure;
-use crate::hooks::hooks;
+use crate::hooks::{OTHERS, hooks};
+use crate::program::buffers::Buffers;
 use crate::program::check::check_grad;
-use crate::program::forward::CallWeights;
+use crate::program::forward::{CallWeights, viewed};
 use crate::program::handle::{ProgramHandle, PyProgram, Shapes};
-use crate::program::main_grad::{MainGrad, after_main_grad, main_grad};
+use crate::program::main_grad::{MainGrad, after_main_grad, main_grad, stacked_main_grad};
 use crate::program::part_grads::of_parts;
 use crate::program::parts::Joined;
 use crate::program::tensors::{Flags, Objects, Optional};
@@ -47,6 +48,8 @@ pub(crate) struct ProgramSaved {
     pub(crate) params: SmallVec<[Py<PyAny>; 6]>,
     /// The parts that parameters were joined of.
     pub(crate) joined: Option<Py<Joined>>,
+    /// Memory of the caller's.
+    pub(crate) buffers: Option<Py<Buffers>>,
     /// `is_first_microbatch=True`: `main_grad` is overwritten.
     pub(crate) overwrite_main_grad: bool,
     /// This chain was the first FP8 module of its region: its backward is the last, and updates the scales.
@@ -59,6 +62,7 @@ impl ProgramSaved {
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.handle)?;
         self.joined.iter().try_for_each(|joined| visit.call(joined))?;
+        self.buffers.iter().try_for_each(|buffers| visit.call(buffers))?;
         self.params.iter().try_for_each(|param| visit.call(param))
     }
 
@@ -107,6 +111,8 @@ enum ParamGrad<'py> {
     None,
     New(Bound<'py, PyAny>),
     Main(MainGrad<'py>),
+    /// The `main_grad`s of the parts of a stack, which lie as one.
+    Parts(MainGrad<'py>),
     /// The gradient of a linear op's output, for later.
     Waiting(Bound<'py, PyAny>),
 }
@@ -117,6 +123,8 @@ type ParamGrads<'py> = SmallVec<[ParamGrad<'py>; 6]>;
 pub(crate) struct Grads<'py> {
     pub(crate) input: Option<Bound<'py, PyAny>>,
     pub(crate) params: Optional<'py>,
+    /// Parameters whose gradients have gone into the `main_grad`s of their parts.
+    pub(crate) in_parts: SmallVec<[usize; 2]>,
     pub(crate) extras: Optional<'py>,
 }
 
@@ -144,7 +152,7 @@ pub(crate) fn program_backward<'py>(
             let of_parts_alone = wanted.iter().skip(1).take(joined.get().parts().len());
             let wanted = of_parts_alone.map(|wanted| wanted.is_truthy()).collect::<PyResult<Flags>>()?;
             let parts = (kept.handle.bind(py), joined.get());
-            of_parts(state, parts, grads.params, &wanted, kept.overwrite_main_grad)?
+            of_parts(state, parts, (grads.params, &grads.in_parts), &wanted, kept.overwrite_main_grad)?
         }
         None => grads.params,
     };
@@ -153,7 +161,7 @@ pub(crate) fn program_backward<'py>(
     all.push(grads.input.unwrap_or_else(none));
     all.extend(params.into_iter().map(|grad| grad.unwrap_or_else(none)));
     all.extend(grads.extras.into_iter().map(|grad| grad.unwrap_or_else(none)));
-    all.extend([none(), none(), none(), none()]);
+    all.extend((0..OTHERS).map(|_| none()));
     Ok(PyTuple::new(py, all)?.into_any())
 }
 
@@ -215,7 +223,7 @@ impl<'py> Read<'py> {
         let places = program.reads().iter().zip(sized.read_extents());
         let tensors = places
             .zip(tensors.iter().skip(1))
-            .map(|((&place, &(elements, dtype)), tensor)| Ok((place, read(tensor, (elements, dtype.into()))?)))
+            .map(|((&place, &(elements, dtype)), tensor)| Ok((place, read(tensor, (elements, dtype))?)))
             .collect::<Result<_, Failure>>()?;
         Ok(Self { saved, tensors })
     }
@@ -249,7 +257,11 @@ impl<'py> BackwardCall<'_, 'py> {
         let input = match program.grad_input() {
             Port::GradInput => {
                 let tuples = &kept.shapes.input;
-                Some(state.empty(py, key.device, tuples.size.bind(py), tuples.stride.bind(py), activation)?)
+                let (size, stride) = (tuples.size.bind(py), tuples.stride.bind(py));
+                Some(match kept.buffers.as_ref().and_then(|buffers| buffers.get().grad_input.as_ref()) {
+                    Some(buffer) => viewed(state, buffer.bind(py), (size, stride), activation)?,
+                    None => state.empty(py, key.device, size, stride, activation)?,
+                })
             }
             _ => None,
         };
@@ -272,6 +284,7 @@ impl<'py> BackwardCall<'_, 'py> {
                 .zip(&kept.extra_shapes)
                 .map(|(&place, shape)| alias(place).map(|grad| shaped(state, grad, shape)).transpose())
                 .collect::<Result<_, _>>()?,
+            in_parts: (0..targets.len()).filter(|&param| matches!(targets[param], ParamGrad::Parts(_))).collect(),
             params: self.finish(py, targets)?,
         })
     }
@@ -320,7 +333,7 @@ impl<'py> BackwardCall<'_, 'py> {
         for (index, &place) in program.grad_extras().iter().enumerate() {
             let own = place == Port::GradExtra(index as u16);
             let make = || {
-                let dtype = program.key().extras[index].0.into();
+                let dtype = program.key().extras[index].0;
                 state.empty_sized(py, program.key().device, &self.kept.extra_shapes[index], dtype)
             };
             list.push(own.then(make).transpose()?);
@@ -356,6 +369,10 @@ impl<'py> BackwardCall<'_, 'py> {
                     list.push(ParamGrad::Main(grad));
                     continue;
                 }
+                if let Some(stack) = self.stacked_main_grad(py, param)? {
+                    list.push(ParamGrad::Parts(stack));
+                    continue;
+                }
             }
             let tuples = &kept.compiled.params[param];
             let dtype = program.grad_dtype(param).into();
@@ -363,6 +380,21 @@ impl<'py> BackwardCall<'_, 'py> {
             list.push(ParamGrad::New(grad));
         }
         Ok(list)
+    }
+
+    /// Where a weight of parts adds its gradient in place: their `main_grad`s lie one behind the other.
+    fn stacked_main_grad(&self, py: Python<'py>, param: usize) -> Result<Option<MainGrad<'py>>, Failure> {
+        let kept = self.kept;
+        let Some(joined) = &kept.joined else { return Ok(None) };
+        if !kept.handle.bind(py).try_borrow()?.fuses_parts {
+            return Ok(None);
+        }
+        let Some((share, parts)) = joined.get().shares().nth(param) else { return Ok(None) };
+        if !(share.is_split && share.is_weight) {
+            return Ok(None);
+        }
+        let parts: Objects<'py> = parts.iter().map(|part| part.bind(py).clone()).collect();
+        stacked_main_grad(self.state, &parts, kept.overwrite_main_grad)
     }
 
     fn launch(
@@ -447,7 +479,9 @@ impl<'py> BackwardCall<'_, 'py> {
             let port = Port::GradParam(param as u16);
             match (target, self.linear_of(param)) {
                 (ParamGrad::New(grad), _) => call.set(port, self.state.pointer(Some(grad))?),
-                (ParamGrad::Main(main), _) => call.set(port, self.state.pointer(Some(&main.grad))?),
+                (ParamGrad::Main(main) | ParamGrad::Parts(main), _) => {
+                    call.set(port, self.state.pointer(Some(&main.grad))?);
+                }
                 (ParamGrad::Waiting(grad), Some(linear)) => {
                     call.set_deferred(linear, self.state.pointer(Some(grad))?);
                 }
@@ -466,7 +500,7 @@ impl<'py> BackwardCall<'_, 'py> {
     ) -> Result<(), Failure> {
         let (program, sized) = (&self.kept.compiled.program, &self.kept.sized);
         for (param, target) in targets.iter().enumerate() {
-            if let (ParamGrad::Main(main), Some(linear)) = (target, self.linear_of(param)) {
+            if let (ParamGrad::Main(main) | ParamGrad::Parts(main), Some(linear)) = (target, self.linear_of(param)) {
                 let kind = (main.dtype, main.accumulate);
                 let plan = program.weight_grad_plan(dispatcher, sized.rows(), linear, kind, main.address)?;
                 call.set_weight_grad(linear, plan);
@@ -481,7 +515,7 @@ impl<'py> BackwardCall<'_, 'py> {
         let mut list = Optional::new();
         for (param, target) in targets.into_iter().enumerate() {
             list.push(match target {
-                ParamGrad::None => None,
+                ParamGrad::None | ParamGrad::Parts(_) => None,
                 ParamGrad::New(grad) => Some(grad),
                 ParamGrad::Main(_) => after_main_grad(kept.params[param].bind(py))?,
                 ParamGrad::Waiting(grad) => {

@@ -1,6 +1,7 @@
 //! Layers and chains of ops: what Python builds, and how a call of it runs.
 
 pub(crate) mod backward;
+pub(crate) mod buffers;
 pub(crate) mod check;
 pub(crate) mod deferred;
 pub(crate) mod entry;
