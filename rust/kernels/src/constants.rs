@@ -114,6 +114,24 @@ constants! {
         HANDOVER_PARAMS_BYTES: usize = 24 + 16 * HANDOVER_ENTRIES;
     }
 
+    /// Matrix products of groups of rows.
+    gemm {
+        /// Threads of a block: a warpgroup that moves tiles, two that multiply.
+        GROUPED_THREADS: u32 = 384;
+        /// Dynamic shared memory of a block: all that there is.
+        GROUPED_SHARED: u32 = 227 << 10;
+        /// Columns of a tile whose sums stay in the tensor cores.
+        GROUPED_COLUMNS_FAST: usize = 256;
+        /// The same where sums of every 128 are added in FP32.
+        GROUPED_COLUMNS_SPLIT: usize = 192;
+        /// The same of weight gradients.
+        GROUPED_COLUMNS_WGRAD: usize = 128;
+        /// The same of weight gradients whose sums stay in the tensor cores.
+        GROUPED_COLUMNS_WGRAD_FAST: usize = 192;
+        /// Size of `GroupedParams`.
+        GROUPED_PARAMS_BYTES: usize = 768;
+    }
+
     /// Activation functions.
     activation {
         /// Dynamic shared memory of the forward.
