@@ -66,6 +66,11 @@ __device__ inline void sync_threads(unsigned id, unsigned threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// bar.arrive: counts among the `threads` that sync_threads waits for, and does not wait.
+__device__ inline void arrive_threads(unsigned id, unsigned threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // No instruction: the compiler takes the words for new ones. What it made of them before (eight floats where four
 // words are enough) need not be kept in registers until they are used again.
 __device__ inline void forget(uint4& words) {

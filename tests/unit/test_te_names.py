@@ -74,7 +74,6 @@ def test_one_import_reaches_the_submodules(use, fresh):
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        (te, "GroupedLinear"),
         (te, "MXFP8Tensor"),
         (te, "get_cpu_offload_context"),
         (te, "optimizers"),
@@ -84,7 +83,6 @@ def test_one_import_reaches_the_submodules(use, fresh):
         (te.utils, "cast_if_needed"),
         (te.distributed, "prepare_te_modules_for_fsdp"),
         (te.fp8, "get_fp8_te_dtype"),
-        (te.module, "GroupedLinear"),
         (te.module.base, "initialize_ub"),
         (te.ops.basic, "GroupedLinear"),
         (te.quantization, "QuantizerRole"),

@@ -83,6 +83,10 @@ class ProgramLayer(TransformerEngineBaseModule):
         """Return what ``return_bias`` returns."""
         raise NotImplementedError
 
+    def _returns_bias(self) -> bool:
+        """Tell whether the program's result is returned with one bias beside it."""
+        return self.return_bias
+
     def _returned_bias_name(self) -> str:
         """Return the name of the attribute that it is, for a layer whose parameters are whole."""
         raise NotImplementedError
@@ -159,8 +163,9 @@ class ProgramLayer(TransformerEngineBaseModule):
         program = self.__dict__["_program"] = self._make_program(observed=False)
         self.__dict__["_traced"] = Traced(program, self, self.name)
         # What a call runs that needs nothing of Python.
-        program.is_direct = not self.checkpoint and (self._is_whole() or not self.return_bias)
-        if program.is_direct and self.return_bias:
+        returns_bias = self._returns_bias()
+        program.is_direct = not self.checkpoint and (self._is_whole() or not returns_bias)
+        if program.is_direct and returns_bias:
             name = self._returned_bias_name()
             is_parameter = name in self._parameters
             program.return_bias(self._parameters if is_parameter else self.__dict__, name)
@@ -191,7 +196,7 @@ class ProgramLayer(TransformerEngineBaseModule):
 
     # Forward -------------------------------------------------------------------------------------
 
-    def _forward_general(self, inp: Any, is_first_microbatch: bool | None, **in_fp8: bool) -> Any:
+    def _forward_general(self, inp: Any, is_first_microbatch: bool | None, **in_fp8: Any) -> Any:
         """Forward of calls that the native fast path does not take; `in_fp8` is `fp8_output` and `fp8_grad`."""
         if is_traced(inp):
             return self._forward_traced(inp, is_first_microbatch)
@@ -201,7 +206,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         self.set_activation_dtype(inp)
         self._refuse_functorch("here; call torch.nn layers inside of them")
         out = self._forward_on(parameters, version, inp, is_first_microbatch, **in_fp8)
-        return self._with_bias(out) if self.return_bias else out
+        return self._with_bias(out) if self._returns_bias() else out
 
     def _forward_on(
         self,
@@ -209,6 +214,8 @@ class ProgramLayer(TransformerEngineBaseModule):
         version: int | None,
         inp: torch.Tensor,
         is_first_microbatch: bool | None,
+        extras: tuple[torch.Tensor, ...] = (),
+        buffers: native.Buffers | None = None,
         *,
         fp8_output: bool = False,
         fp8_grad: bool = False,
@@ -222,12 +229,13 @@ class ProgramLayer(TransformerEngineBaseModule):
             self._enter_region()
         x = self._plain_input(inp, enabled)
         if autocast_state.fp8_calibration and not autocast_state.fp8_enabled:
-            return self._calibrate(parameters, version, x, is_first_microbatch)
+            return self._calibrate(parameters, version, x, is_first_microbatch, extras)
         if self.checkpoint and torch.is_grad_enabled() and x.numel() > 0:
             return recomputed(self, parameters, x, is_first_microbatch)
         given = tuple(parameters.values())
         return native.program_apply(
-            *(self._program, self, x, (), is_first_microbatch, given, version, fp8_output, fp8_grad)
+            *(self._program, self, x, extras, is_first_microbatch, given, version),
+            *(buffers, fp8_output, fp8_grad),
         )
 
     def _plain_input(self, inp: torch.Tensor, enabled: bool) -> torch.Tensor:
@@ -258,27 +266,39 @@ class ProgramLayer(TransformerEngineBaseModule):
         version: int | None,
         x: torch.Tensor,
         is_first_microbatch: bool | None,
+        extras: tuple[torch.Tensor, ...] = (),
     ) -> Any:
         """Take the absolute maxima that FP8 would, while computing in high precision."""
         program = self._observed
         if program is None:
             program = self.__dict__["_observed"] = self._make_program(observed=True)
         given = tuple(parameters.values())
-        y, *inputs = native.program_apply(program, self, x, (), is_first_microbatch, given, version)
-        self._take_maxima(inputs, [parameters[name] for name in self._LINEARS])
+        y, *inputs = native.program_apply(
+            program, self, x, extras, is_first_microbatch, given, version
+        )
+        self._take_maxima(inputs, [parameters[name] for name in self._LINEARS], *extras)
         return (y, inputs[0]) if self.return_layernorm_output else y
 
-    def _take_maxima(self, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+    def _take_maxima(
+        self,
+        inputs: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        *extras: torch.Tensor,
+    ) -> None:
         """Take the absolute maxima of what the linear ops have multiplied into the histories."""
         self.init_fp8_metadata(self.fp8_meta["num_gemms"])
         state = self.fp8_meta.get("scaling_fwd")
         is_meant = state is not None and self.fp8_meta["recipe"].delayed() and inputs[0].numel() > 0
         if is_meant and not scale_tape.is_second():
             with torch.no_grad():
-                self._record(state, inputs, weights)
+                self._record(state, inputs, weights, *extras)
 
     def _record(
-        self, state: Any, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+        self,
+        state: Any,
+        inputs: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        *_: torch.Tensor,
     ) -> None:
         live = state.amax_history[0]
         for index, tensors in enumerate(zip(inputs, weights, strict=True)):
@@ -297,7 +317,9 @@ class ProgramLayer(TransformerEngineBaseModule):
         """Return the scales of the linear operations, which share those of the layer."""
         return [self.fp8_meta.get("scaling_fwd" if forward else "scaling_bwd")]
 
-    def _forward_traced(self, inp: Any, is_first_microbatch: bool | None) -> Any:
+    def _forward_traced(
+        self, inp: Any, is_first_microbatch: bool | None, *extras: torch.Tensor
+    ) -> Any:
         """Forward as an operator, which a tracer sees."""
         params = self._traced_parameters()
         if self._quantized_weights():
@@ -325,14 +347,15 @@ class ProgramLayer(TransformerEngineBaseModule):
                 "without one of the two"
             )
             raise UnsupportedError(message)
-        out = self._run_traced(x, params, is_first_microbatch)
-        return self._with_bias(out) if self.return_bias else out
+        out = self._run_traced(x, params, is_first_microbatch, *extras)
+        return self._with_bias(out) if self._returns_bias() else out
 
     def _run_traced(
         self,
         x: torch.Tensor,
         params: list[torch.Tensor],
         is_first_microbatch: bool | None,
+        *extras: torch.Tensor,
     ) -> Any:
         from te_fast.graphs import operators
 
@@ -342,12 +365,12 @@ class ProgramLayer(TransformerEngineBaseModule):
                 self._traced,
                 self,
                 x,
-                (),
+                extras,
                 tuple(params),
                 is_first_microbatch,
                 use_reentrant=False,
             )
-        return operators.apply(self._traced, self, x, (), tuple(params), is_first_microbatch)
+        return operators.apply(self._traced, self, x, extras, tuple(params), is_first_microbatch)
 
     # Weight gradients ----------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from te_fast.pytorch.graph import make_graphed_callables
 from te_fast.pytorch.module import (
     Fp8Padding,
     Fp8Unpadding,
+    GroupedLinear,
     LayerNorm,
     LayerNormLinear,
     LayerNormMLP,
@@ -90,6 +91,7 @@ __all__ = [
     "Float8TensorStorage",
     "Fp8Padding",
     "Fp8Unpadding",
+    "GroupedLinear",
     "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",

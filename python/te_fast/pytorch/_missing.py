@@ -6,7 +6,7 @@ from te_fast.errors import MissingError
 
 __all__ = ["missing"]
 
-_LAYERS = "GroupedLinear GatedDeltaNetAttention FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant"
+_LAYERS = "GatedDeltaNetAttention FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant"
 _QUANTISATION = (
     "apply_recipe QuantizerRole QuantizerRequest DelayedScalingRequest quantizer_factory"
 )
@@ -61,7 +61,7 @@ _NAMES = {
         "MXFP8TensorStorage NVFP4TensorStorage"
     ),
     "te_fast.pytorch.fp8": _OLD_QUANTIZATION,
-    "te_fast.pytorch.module": "GroupedLinear grouped_linear",
+    "te_fast.pytorch.module": "is_module_grouped_tensor_path_supported",
     "te_fast.pytorch.module.base": (
         "UserBufferQuantizationMode destroy_ub get_ub initialize_ub is_ub_initialized quantize_weight"
     ),

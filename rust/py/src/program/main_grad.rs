@@ -1,5 +1,6 @@
 //! Weight gradients that go into a buffer of the caller's, as Megatron-LM keeps it.
 
+use pyo3::intern;
 use pyo3::prelude::*;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
@@ -7,6 +8,7 @@ use te_fast_core::base::tensor::TensorView;
 
 use crate::error::Failure;
 use crate::hooks::hooks;
+use crate::program::tensors::{Optional, requires_grad};
 use crate::tensor::given::weight_view;
 use crate::torch::process::State;
 use crate::torch::reader::view_of;
@@ -46,6 +48,37 @@ fn checked<'py>(
     Ok(MainGrad { grad, dtype, address, accumulate: !overwrites })
 }
 
+/// The `main_grad`s of the parts of a stack as one, where all parts are trained, and theirs lie one behind the other and
+/// take the gradient alike; none else.
+pub(crate) fn stacked_main_grad<'py>(
+    state: &State,
+    parts: &[Bound<'py, PyAny>],
+    overwrite: bool,
+) -> Result<Option<MainGrad<'py>>, Failure> {
+    let mut stack: Option<(MainGrad<'py>, usize)> = None;
+    for part in parts {
+        if !requires_grad(part)? {
+            return Ok(None);
+        }
+        let main = main_grad(state, part, overwrite)?;
+        let bytes = view_of(&state.reader, &main.grad, "main_grad")?.numel() * main.dtype.size();
+        match &mut stack {
+            None => {
+                let end = main.address + bytes;
+                stack = Some((main, end));
+            }
+            Some((first, end)) => {
+                let alike = (main.dtype, main.accumulate) == (first.dtype, first.accumulate);
+                if !alike || main.address != *end {
+                    return Ok(None);
+                }
+                *end += bytes;
+            }
+        }
+    }
+    Ok(stack.map(|(first, _)| first))
+}
+
 /// Refuses a buffer that cannot take the gradient of a weight of this shape.
 pub(crate) fn check_main_grad(view: &TensorView<'_>, shape: &[i64], device: Device) -> Result<(), Error> {
     if view.shape() == shape && view.is_contiguous() && view.device() == device && view.dtype().as_float().is_some() {
@@ -71,15 +104,26 @@ fn has_overwrite(weight: &Bound<'_, PyAny>) -> PyResult<bool> {
     weight.getattr_opt("overwrite_main_grad")?.map_or(Ok(false), |value| value.is_truthy())
 }
 
-/// Gives a weight's computed gradient to its `main_grad`; returns what autograd is given.
-pub(crate) fn give<'py>(
-    weight: &Bound<'py, PyAny>,
-    grad: &Bound<'py, PyAny>,
+/// Gives computed gradients to the `main_grad`s of several weights at once; returns what autograd is given for each.
+pub(crate) fn give_all<'py>(
+    weights: &[Bound<'py, PyAny>],
+    grads: Vec<Bound<'py, PyAny>>,
     overwrite: bool,
-) -> Result<Option<Bound<'py, PyAny>>, Failure> {
-    let main = buffer(weight)?;
-    main.call_method1(if overwrite || has_overwrite(weight)? { "copy_" } else { "add_" }, (grad,))?;
-    Ok(after_main_grad(weight)?)
+) -> Result<Optional<'py>, Failure> {
+    let Some(py) = weights.first().map(Bound::py) else { return Ok(Optional::new()) };
+    let (mut set, mut added) = ((Vec::new(), Vec::new()), (Vec::new(), Vec::new()));
+    for (weight, grad) in weights.iter().zip(grads) {
+        let list = if overwrite || has_overwrite(weight)? { &mut set } else { &mut added };
+        list.0.push(buffer(weight)?);
+        list.1.push(grad);
+    }
+    let torch = py.import(intern!(py, "torch"))?;
+    for (function, (main, grads)) in [("_foreach_copy_", set), ("_foreach_add_", added)] {
+        if !main.is_empty() {
+            torch.call_method1(function, (main, grads))?;
+        }
+    }
+    weights.iter().map(|weight| Ok(after_main_grad(weight)?)).collect()
 }
 
 /// The same for a gradient that `backward_dw` adds later.

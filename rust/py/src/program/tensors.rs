@@ -225,13 +225,18 @@ pub(crate) fn float(view: &TensorView<'_>, what: &'static str) -> Result<Float, 
 }
 
 /// Whether tensors have these types and want these gradients.
-pub(crate) fn same(list: &[(Float, bool)], views: &[TensorView<'_>], grads: &[bool]) -> bool {
+pub(crate) fn same<D: Copy + Into<DType>>(list: &[(D, bool)], views: &[TensorView<'_>], grads: &[bool]) -> bool {
     list.len() == views.len()
         && list
             .iter()
             .zip(views)
             .zip(grads)
-            .all(|((&(dtype, grad), view), &wanted)| grad == wanted && view.dtype() == DType::from(dtype))
+            .all(|((&(dtype, grad), view), &wanted)| grad == wanted && view.dtype() == dtype.into())
+}
+
+/// Types of extra inputs, and what wants a gradient; ops check the types.
+pub(crate) fn typed_extras(views: &[TensorView<'_>], grads: &[bool]) -> Vec<(DType, bool)> {
+    views.iter().zip(grads).map(|(view, &grad)| (view.dtype(), grad)).collect()
 }
 
 pub(crate) fn typed(views: &[TensorView<'_>], grads: &[bool], what: &'static str) -> Result<Vec<(Float, bool)>, Error> {
