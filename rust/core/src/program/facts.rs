@@ -164,7 +164,7 @@ impl Facts {
         let ((quantization, output), scaling, input) = (to, recipe.scaling, self.key.activation);
         let (dbias, processors) = (false, self.limits.multiprocessors);
         let (rows, groups) = (0, None);
-        let spec = QuantSpec { scaling, quantization, rows, cols, input, output, usage, dbias, processors, groups };
+        let spec = QuantSpec { scaling, quantization, rows, cols, input, output, usage, dbias, groups, processors };
         Cast::new(Rows::Input, spec)
     }
 
