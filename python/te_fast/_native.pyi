@@ -421,6 +421,7 @@ def gemm(
     bias: Tensor | None,
     accumulate: bool,
     fast_accumulation: bool,
+    exact: bool,
     /,
 ) -> None: ...
 def grouped_gemm(
