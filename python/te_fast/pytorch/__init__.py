@@ -11,6 +11,7 @@ from te_fast.pytorch import fp8 as fp8
 from te_fast.pytorch import graph as graph
 from te_fast.pytorch import module as module
 from te_fast.pytorch import ops
+from te_fast.pytorch import router as router
 from te_fast.pytorch import tensor as tensor
 from te_fast.pytorch import transformer as transformer
 from te_fast.pytorch import utils as utils
