@@ -42,7 +42,7 @@ def reference(block, x):
         logits = leaves["router"] @ token
         scores = logits if block.score_function == "softmax" else torch.sigmoid(logits)
         order = scores.detach() + (0 if block.expert_bias is None else block.expert_bias.double())
-        best = sorted(range(EXPERTS), key=lambda e, s=order.tolist(): (-s[e], e))[:TOPK]
+        best = order.sort(descending=True, stable=True).indices[:TOPK].tolist()
         values = scores[best]
         weights = (
             torch.softmax(values, -1)

@@ -153,7 +153,7 @@ class MoE(torch.nn.Module):
         torch.nn.init.normal_(self.router, std=self.hidden_size**-0.5)
 
     def forward(
-        self, inp: torch.Tensor, is_first_microbatch: bool | None = None
+        self, inp: torch.Tensor, *, is_first_microbatch: bool | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Apply the block.
 

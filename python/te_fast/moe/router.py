@@ -80,6 +80,8 @@ class _SqrtSoftplus(torch.autograd.Function):
 
 
 def _scores(x: torch.Tensor, score_function: str) -> torch.Tensor:
+    if score_function == "softmax":
+        return torch.softmax(x, -1)
     if score_function == "sigmoid":
         return torch.sigmoid(x)
     scores: torch.Tensor = _SqrtSoftplus.apply(x)
@@ -205,10 +207,7 @@ def fused_topk_with_score_function(
         raise ShapeError(message)
     x = logits.float()
     is_softmax = score_function == "softmax"
-    if is_softmax:
-        scores = torch.softmax(x, -1) if use_pre_softmax else x
-    else:
-        scores = _scores(x, score_function)
+    scores = x if is_softmax and not use_pre_softmax else _scores(x, score_function)
     biased = scores if expert_bias is None else scores + expert_bias.detach().float()
     choice = biased.detach()
     if num_groups is not None or group_topk is not None:
@@ -277,10 +276,8 @@ def fused_compute_score_for_moe_aux_loss(
     _check(logits, topk, score_function)
     form = _format_of(routing_map_format)
     x = logits.float()
-    if score_function == "softmax":
-        scores = torch.softmax(x, -1)
-    else:
-        scores = _scores(x, score_function)
+    scores = _scores(x, score_function)
+    if score_function != "softmax":
         scores = scores / (scores.sum(-1, keepdim=True) + _EPS)
     return _map_of(_top(scores.detach(), topk), logits.shape[-1], form), scores
 
