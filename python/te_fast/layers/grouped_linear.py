@@ -365,6 +365,9 @@ class GroupedLinear(PartedLayer):
             If they are no integers, not one for each expert, on another GPU, or, where they are on the host, do not
             add up to the rows.
         """
+        if is_traced(inp):  # where nothing looks at counts
+            given = m_splits if isinstance(m_splits, torch.Tensor) else torch.tensor(m_splits)
+            return given.to(device=inp.device, dtype=torch.int64)
         if not isinstance(m_splits, torch.Tensor):
             return self._placed(self._counts(m_splits), inp)
         if m_splits.dtype not in _INTEGERS:
