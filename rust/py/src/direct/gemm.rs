@@ -47,8 +47,11 @@ pub(crate) fn gemm<'py>(
         check_exact(device, [&x_operand, &w_operand])?;
     }
     check_apart(state, "gemm", &[Some(&x.0), Some(&w.0), bias], &[Some(d)])?;
-    let pointers = [x_view.data(), w_view.data(), result.data()];
-    let alignment = pointers.iter().map(|pointer| pointer.address().trailing_zeros().min(8)).min().unwrap_or(0);
+    let alignment = [x_view.data(), w_view.data(), result.data()]
+        .iter()
+        .map(|pointer| pointer.address().trailing_zeros().min(8))
+        .min()
+        .unwrap_or(0);
     let problem = Problem {
         m,
         n,
