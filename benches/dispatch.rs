@@ -144,7 +144,7 @@ fn new_row_count(criterion: &mut Criterion) {
     for (name, recipe) in RECIPES {
         let mut chain = Chain::default();
         (0..LINEARS).for_each(|_| {
-            chain.push("linear".into(), Op::Linear { inputs: FEATURES, outputs: FEATURES, groups: None })
+            chain.push("linear".into(), Op::Linear { inputs: FEATURES, outputs: FEATURES, groups: None });
         });
         let mut dispatcher = Dispatcher::new(CONFIG);
         let program = program(&mut dispatcher, &chain, &recipe, Device::Cpu, true);

@@ -46,6 +46,7 @@ LAYERS: dict[str, set[str]] = {
     "ops": {"dispatch", "graphs", "recipe", "runtime", "state", "tensor"},
     "layers": {"graphs", "ops", "recipe", "runtime", "state", "tensor"},
     "attention": {"graphs", "layers", "ops", "recipe", "runtime", "state"},
+    "experts": {"moe", "ops", "runtime"},
     "convert": {"attention", "layers", "runtime"},
     "graphed": {"graphs", "recipe", "runtime", "state"},
     "convert_checkpoint": {"state", "tensor"},
@@ -53,6 +54,7 @@ LAYERS: dict[str, set[str]] = {
     "pytorch": {
         "attention",
         "common",
+        "experts",
         "graphed",
         "graphs",
         "layers",

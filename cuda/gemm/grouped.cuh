@@ -30,8 +30,8 @@ __device__ void load_all(const GroupedParams& p, const Block<K>& block, Schedule
         const int steps = steps_of<K>(p, place);
 #pragma unroll 1
         for (int step = 0; step < steps; ++step, turn.next()) {
-            ptx::wait(block.empty[turn.stage], turn.parity ^ 1);
-            uint64_t& barrier = block.full[turn.stage];
+            ptx::wait(block.empty(turn.stage), turn.parity ^ 1);
+            const uint32_t barrier = block.full(turn.stage);
             ptx::arrive_expecting(barrier, K::kStageBytes);
             // Along k, where the group's rows are not what is summed; else along the rows.
             const int depth = step * K::kDepth + (K::kByRows ? 0 : place.start);
@@ -73,7 +73,7 @@ __device__ void load_all(const GroupedParams& p, const Block<K>& block, Schedule
 }
 
 // One thread: D's tiles between memory and the chunks in shared memory, some at a time. It says when chunks are free,
-// or hold what sums are added to (`free`), and waits for the sums (`ready`).
+// or hold what sums are added to, and waits for the sums.
 template <typename K>
 __device__ void move_all(const GroupedParams& p, const Block<K>& block, Schedule<K::kByRows>& schedule, bool leader) {
     const int per_chunk = p.d_type == kFloatF32 ? 32 : 64;
@@ -100,12 +100,12 @@ __device__ void move_all(const GroupedParams& p, const Block<K>& block, Schedule
                 }
             };
             if (!K::kByRows && p.accumulate != 0) {
-                ptx::arrive_expecting(block.free, count * K::kChunkBytes * (corner.rows_left > 64 ? 2 : 1));
-                each([&](uint32_t chunk, int x, int y, int z) { load_tile(chunk, p.d, block.free, x, y, z); });
+                ptx::arrive_expecting(block.free(), count * K::kChunkBytes * (corner.rows_left > 64 ? 2 : 1));
+                each([&](uint32_t chunk, int x, int y, int z) { load_tile(chunk, p.d, block.free(), x, y, z); });
             } else {
-                ptx::arrive(block.free);
+                ptx::arrive(block.free());
             }
-            ptx::wait(block.ready, parity);
+            ptx::wait(block.ready(), parity);
             parity ^= 1;
             each([&](uint32_t chunk, int x, int y, int z) { store_tile(p.d, chunk, x, y, z); });
             commit_stores();
@@ -131,21 +131,18 @@ __device__ void work_all(const GroupedParams& p, const Block<K>& block, Schedule
 template <typename K>
 __device__ void grouped(const GroupedParams& p) {
     extern __shared__ __align__(1024) uint8_t shared[];
-    uint64_t* barriers = reinterpret_cast<uint64_t*>(shared + Block<K>::kBarriersAt);
-    const Block<K> block{ptx::shared_address(shared),  barriers,
-                         barriers + K::kStages,        barriers[2 * K::kStages],
-                         barriers[2 * K::kStages + 1], ptx::cluster_blocks(),
-                         ptx::cluster_rank()};
+    Block<K> block{ptx::shared_address(shared), ptx::cluster_blocks(), ptx::cluster_rank()};
+    ptx::forget(block.base);  // or it is made anew, slowly, wherever it is used
     if (threadIdx.x == 0) {
         prefetch(p.a);
         prefetch(p.b);
         prefetch(p.d);
         for (int stage = 0; stage < K::kStages; ++stage) {
-            ptx::init_barrier(block.full[stage], 1);
-            ptx::init_barrier(block.empty[stage], block.cluster * (kMathThreads / 32));
+            ptx::init_barrier(block.full(stage), 1);
+            ptx::init_barrier(block.empty(stage), block.cluster * (kMathThreads / 32));
         }
-        ptx::init_barrier(block.free, 1);
-        ptx::init_barrier(block.ready, kMathThreads / 32);
+        ptx::init_barrier(block.free(), 1);
+        ptx::init_barrier(block.ready(), kMathThreads / 32);
         ptx::init_barriers_done();
     }
     __syncthreads();

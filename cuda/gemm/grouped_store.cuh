@@ -96,7 +96,7 @@ __device__ void store_chunks(const GroupedParams& p, Worker<K>& worker, TileSums
     const auto store = [&]<int kFrom>() {
         if constexpr (kFrom < kParts) {
             if (kFrom >= chunks) return;
-            ptx::wait(block.free, worker.parity);
+            ptx::wait(block.free(), worker.parity);
             worker.parity ^= 1;
             if (rows > 0) {
                 write.template operator()<kFrom, 0>();
@@ -113,7 +113,7 @@ __device__ void store_chunks(const GroupedParams& p, Worker<K>& worker, TileSums
                 }
             }
             __syncwarp();
-            if (threadIdx.x % 32 == 0) ptx::arrive(block.ready);
+            if (threadIdx.x % 32 == 0) ptx::arrive(block.ready());
         }
     };
     store.template operator()<0>();

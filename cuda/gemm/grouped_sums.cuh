@@ -13,12 +13,12 @@ template <typename K>
 struct Worker {
     const Block<K>& block;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);  // known to be the warp's
-    // Descriptors take the address in the block; where it is in the cluster stands above.
-    const uint32_t a_tiles = (block.a(0) & 0x3ffff) + warpgroup * (K::kABytes / 2), b_tiles = block.b(0) & 0x3ffff;
+    const uint32_t a_tiles = tile_word(block.a(0) + warpgroup * (K::kABytes / 2));
+    const uint32_t b_tiles = tile_word<K::kAcrossB ? 64 * kLine : 16>(block.b(0));
     Turn<K> turn;
     uint32_t parity = 0;  // of the chunks
 
-    __device__ void wait() const { ptx::wait(block.full[turn.stage], turn.parity); }
+    __device__ void wait() const { ptx::wait(block.full(turn.stage), turn.parity); }
     // `add` says whether the first product adds.
     __device__ void multiply(TileSums<K>& sums, bool add) const;
 };
@@ -26,14 +26,13 @@ struct Worker {
 // The products of one stage: 64 rows of A by all of B.
 template <typename K>
 __device__ inline void Worker<K>::multiply(TileSums<K>& sums, bool add) const {
-    const uint32_t a = a_tiles + turn.stage * K::kABytes, b = b_tiles + turn.stage * K::kBBytes;
-    constexpr uint32_t kNextAcross = 16 * kLine;  // 16 lines on
-    constexpr uint32_t kNextAlong = 32;           // 32 bytes on
+    constexpr uint32_t kNextAcross = 16 * kLine / 16;  // 16 lines on, in words of 16 bytes
+    constexpr uint32_t kNextAlong = 32 / 16;           // 32 bytes on
+    const uint32_t a = a_tiles + turn.stage * (K::kABytes / 16), b = b_tiles + turn.stage * (K::kBBytes / 16);
 #pragma unroll
     for (int product = 0; product < K::kDepth / K::kDepthOfProduct; ++product) {
         const uint64_t a_tile = tile_descriptor(a + product * (K::kAcrossA ? kNextAcross : kNextAlong));
-        const uint64_t b_tile =
-            tile_descriptor<K::kAcrossB ? 64 * kLine : 16>(b + product * (K::kAcrossB ? kNextAcross : kNextAlong));
+        const uint64_t b_tile = tile_descriptor(b + product * (K::kAcrossB ? kNextAcross : kNextAlong));
         wgmma<K::kA, K::kB, K::kColumns, K::kAcrossA, K::kAcrossB>(sums, a_tile, b_tile, add || product > 0);
     }
     wgmma_commit();
@@ -57,7 +56,7 @@ __device__ void clear_lines(const Block<K>& block, int stage, int lines) {
 template <typename K>
 __device__ inline void release(const Block<K>& block, int stage) {
     const uint32_t lane = threadIdx.x % 32;
-    if (lane < block.cluster) arrive_at(block.empty[stage], lane);
+    if (lane < block.cluster) arrive_at(block.empty(stage), lane);
 }
 
 // 128 x 128 scales of B. A tile's columns have one or two of them at a time; a warp's lanes hold those of 32 steps.
@@ -118,7 +117,6 @@ __device__ void sum_in_place(Worker<K>& worker, const Place& place, int steps, b
         for (int i = 0; i < K::kColumns / 2; ++i) sums[i] = 0.0f;
     }
     int last_stage = 0;
-#pragma unroll 1
     for (int step = 0; step < steps; ++step, turn.next()) {
         worker.wait();
         if constexpr (K::kAcrossA) {
@@ -217,7 +215,6 @@ __device__ void sum_outside(Adder<K>& adder, int steps) {
     if constexpr (K::kAhead) {
         // Products of every other step are added while those of the next are under way. Under way across the loop's
         // edge, they would be copied there, and therefore waited for.
-#pragma unroll 1
         for (; step + 1 < steps; step += 2) {
             adder.begin(even);
             adder.begin(odd);
@@ -227,7 +224,6 @@ __device__ void sum_outside(Adder<K>& adder, int steps) {
             adder.finish(odd, step + 1);
         }
     }
-#pragma unroll 1
     for (; step < steps; ++step) {
         adder.begin(even);
         wgmma_wait<0>();

@@ -78,11 +78,14 @@ struct Kind {
 template <typename K>
 struct Block {
     uint32_t base;
-    uint64_t* full;   // of each stage: its tiles have come
-    uint64_t* empty;  // of each stage: they have been read, in every block of the cluster
-    uint64_t& free;   // chunks of D may be written, or hold what sums are added to
-    uint64_t& ready;  // they hold the sums
     uint32_t cluster, rank;
+
+    // Barriers. Of each stage: its tiles have come; they have been read, in every block of the cluster. Of the chunks
+    // of D: they may be written, or hold what sums are added to; they hold the sums.
+    __device__ uint32_t full(int stage) const { return base + kBarriersAt + 8 * stage; }
+    __device__ uint32_t empty(int stage) const { return full(K::kStages + stage); }
+    __device__ uint32_t free() const { return full(2 * K::kStages); }
+    __device__ uint32_t ready() const { return full(2 * K::kStages + 1); }
 
     __device__ uint32_t a(int stage) const { return base + stage * K::kABytes; }
     __device__ uint32_t b(int stage) const { return base + K::kStages * K::kABytes + stage * K::kBBytes; }

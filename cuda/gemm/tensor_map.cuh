@@ -20,29 +20,29 @@ __device__ inline void prefetch(const TensorMap& map) {
 }
 
 // cp.async.bulk.tensor.2d, .3d: the tile at these coordinates, innermost first, to shared memory; `barrier` is told.
-__device__ inline void load_tile(uint32_t to, const TensorMap& map, uint64_t& barrier, int x, int y) {
+__device__ inline void load_tile(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
         "[%2];" ::"r"(to),
-        "l"(&map), "r"(ptx::shared_address(&barrier)), "r"(x), "r"(y)
+        "l"(&map), "r"(barrier), "r"(x), "r"(y)
         : "memory");
 }
-__device__ inline void load_tile(uint32_t to, const TensorMap& map, uint64_t& barrier, int x, int y, int z) {
+__device__ inline void load_tile(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
         "[%2];" ::"r"(to),
-        "l"(&map), "r"(ptx::shared_address(&barrier)), "r"(x), "r"(y), "r"(z)
+        "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z)
         : "memory");
 }
 
 // The same to the same place of every block of the cluster in `blocks`, whose barriers of the same place are told.
-__device__ inline void load_tile_to(uint16_t blocks, uint32_t to, const TensorMap& map, uint64_t& barrier, int x,
+__device__ inline void load_tile_to(uint16_t blocks, uint32_t to, const TensorMap& map, uint32_t barrier, int x,
                                     int y) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
         "[%1, "
         "{%3, %4}], [%2], %5;" ::"r"(to),
-        "l"(&map), "r"(ptx::shared_address(&barrier)), "r"(x), "r"(y), "h"(blocks)
+        "l"(&map), "r"(barrier), "r"(x), "r"(y), "h"(blocks)
         : "memory");
 }
 
@@ -67,11 +67,11 @@ __device__ inline void publish_shared() { asm volatile("fence.proxy.async.shared
 
 // mapa, mbarrier.arrive: an arrival at the barrier of the same place in block `rank` of the cluster. It orders nothing
 // between blocks (.release.cluster costs a fence of the whole GPU): who waits for it only writes over what was read.
-__device__ inline void arrive_at(uint64_t& barrier, uint32_t rank) {
+__device__ inline void arrive_at(uint32_t barrier, uint32_t rank) {
     asm volatile(
         "{ .reg .b32 there;\n"
         "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(ptx::shared_address(&barrier)),
+        "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
         "r"(rank)
         : "memory");
 }

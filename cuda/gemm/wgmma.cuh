@@ -42,14 +42,16 @@ __device__ inline void take_registers() {
 
 // What a product reads of shared memory: a tile in lines of 128 bytes, swizzled by 128 bytes, at a multiple of 1024;
 // groups of 8 lines lie 1024 bytes apart. Of lines across the summed dimension, one 64-wide column of them lies kApart
-// bytes from the next. Only the lower word changes from tile to tile.
+// bytes from the next. The lower word says where: the address in the block, without its place in the cluster, in words
+// of 16 bytes; so many are added for a tile further on.
 template <uint32_t kApart = 16>
-__device__ inline uint64_t tile_descriptor(uint32_t address) {
+__device__ inline uint32_t tile_word(uint32_t address) {
+    return (address & 0x3ffff) >> 4 | (kApart >> 4) << 16;
+}
+__device__ inline uint64_t tile_descriptor(uint32_t word) {
     constexpr uint32_t kSwizzle128 = 1u << 30;
     uint64_t descriptor;
-    asm("mov.b64 %0, {%1, %2};"
-        : "=l"(descriptor)
-        : "r"(address >> 4 | (kApart >> 4) << 16), "r"(kSwizzle128 | 1024 >> 4));
+    asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(word), "r"(kSwizzle128 | 1024 >> 4));
     return descriptor;
 }
 

@@ -517,3 +517,33 @@ def test_tensor_parallelism_divides_features_alone():
     assert (column.weight0.shape, row.weight0.shape) == ((4, 16), (8, 8))
     assert (column.weight0.partition_dim, row.weight1.partition_dim) == (0, 1)
     assert row(torch.ones(4, 8), [2, 2]).shape == (4, 8)
+
+
+# In graphs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
+@pytest.mark.parametrize("name", ["high", "current", "block"])
+def test_compiled_whole_with_the_bits_of_eager(name, single):
+    options = {"single_grouped_weight": single, "single_grouped_bias": single}
+    layer, x_grad = make(**options), inputs(make())
+    x, grad = x_grad
+    recipe = ALL[name]()
+    y = step(layer, x, grad, recipe)
+    wanted = x.grad, grads(layer), grads(layer, "bias")
+    layer.zero_grad()
+    own = x.detach().clone().requires_grad_()
+
+    def run(x, counts):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            return layer(x, counts)
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    again = compiled(own, torch.tensor(SPLITS))
+    again.backward(grad)
+    assert torch.equal(again, y)
+    assert all(map(torch.equal, (own.grad, grads(layer), grads(layer, "bias")), wanted))
+    with torch.no_grad():  # other counts, of the same graph
+        other = [344, 0, 0, 0, 0, 0, 0, 0]
+        assert torch.equal(compiled(x.detach(), torch.tensor(other)), run(x.detach(), other))

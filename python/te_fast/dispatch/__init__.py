@@ -350,6 +350,7 @@ def gemm(
     bias: torch.Tensor | None = None,
     accumulate: bool = False,
     fast_accumulation: bool = False,
+    exact: bool = False,
     x_columnwise: bool = False,
     w_columnwise: bool = False,
     x_k_outermost: bool = False,
@@ -372,6 +373,9 @@ def gemm(
         Add to `out`.
     fast_accumulation : bool
         Hopper's faster FP8 accumulation, which keeps fewer bits.
+    exact : bool
+        FP8 operands on the CPU: sum as Hopper's tensor cores do, with the same bits. It is slow.
+        ``TE_FAST_EXACT=1`` asks for it everywhere.
     x_columnwise, w_columnwise : bool
         Take the transposed layout of a quantised operand.
     x_k_outermost, w_k_outermost : bool
@@ -394,6 +398,7 @@ def gemm(
         bias,
         accumulate,
         fast_accumulation,
+        exact,
     )
     return out
 
@@ -456,9 +461,12 @@ def grouped_gemm(
 
     Examples
     --------
+    The first row belongs to the first matrix, the others to the second:
+
+    >>> import torch
+    >>> from te_fast import dispatch
     >>> a, b = torch.ones(3, 2), torch.stack([torch.eye(2), 2 * torch.eye(2)])
-    >>> out = torch.empty(3, 2)
-    >>> te_fast.dispatch.grouped_gemm(a, b, out, torch.tensor([1, 2]))
+    >>> dispatch.grouped_gemm(a, b, torch.empty(3, 2), torch.tensor([1, 2]))
     tensor([[1., 1.],
             [2., 2.],
             [2., 2.]])

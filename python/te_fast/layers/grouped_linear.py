@@ -27,8 +27,9 @@ from te_fast.layers.parameters import (
     options_of,
     refuse,
 )
-from te_fast.layers.parts import PartedLayer, concatenate, joined
+from te_fast.layers.parts import PartedLayer, concatenate
 from te_fast.runtime import native
+from te_fast.runtime.parts import joined, lay_together
 
 #: Counts given on the host that a layer keeps on the device.
 _KEPT_SPLITS = 16
@@ -336,7 +337,7 @@ class GroupedLinear(PartedLayer):
                 bias.sequence_parallel = self.sequence_parallel
             elif self.parallel_mode is not None:
                 mark_parallel(bias, 0)
-        self._lay_together(self._of_parts())
+        lay_together(self._of_parts())
         self._drop_weight_cache()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
@@ -364,6 +365,9 @@ class GroupedLinear(PartedLayer):
             If they are no integers, not one for each expert, on another GPU, or, where they are on the host, do not
             add up to the rows.
         """
+        if is_traced(inp):  # where nothing looks at counts
+            given = m_splits if isinstance(m_splits, torch.Tensor) else torch.tensor(m_splits)
+            return given.to(device=inp.device, dtype=torch.int64)
         if not isinstance(m_splits, torch.Tensor):
             return self._placed(self._counts(m_splits), inp)
         if m_splits.dtype not in _INTEGERS:

@@ -9,35 +9,7 @@ import torch
 from te_fast.errors import StateError
 from te_fast.layers.program import ProgramLayer
 from te_fast.runtime import main_grad, native
-
-
-def joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate in the parts' own type; ``torch.autocast`` refuses 16 bits that are not its own."""
-    if len(parts) == 1:
-        return parts[0]
-    kind = parts[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return torch.cat(parts)
-    with torch.autocast(kind, enabled=False):
-        return torch.cat(parts)
-
-
-def are_adjacent(parts: list[torch.Tensor]) -> bool:
-    """Whether parts lie one behind the other in one storage."""
-    ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]
-    return all(part.is_contiguous() for part in parts) and all(
-        following.data_ptr() == end
-        and following.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr()
-        for following, end in zip(parts[1:], ends, strict=False)
-    )
-
-
-def whole_of(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return what adjacent parts are together, in their memory."""
-    first = parts[0].detach()
-    rows = sum(part.shape[0] for part in parts)
-    size, stride = (rows, *first.shape[1:]), first.stride()
-    return first.new_empty(0).set_(first.untyped_storage(), first.storage_offset(), size, stride)
+from te_fast.runtime.parts import are_adjacent, compute_deferred, joined, lay_together, whole_of
 
 
 class _Concatenate(torch.autograd.Function):
@@ -128,19 +100,10 @@ class PartedLayer(ProgramLayer):
             and len({(part.dtype, part.device) for part in parts}) == 1
         ]
 
-    def _lay_together(self, lists: list[list[torch.Tensor]]) -> None:
-        """Give parts that lie apart one memory, in order, so that calls read them without a copy."""
-        for parts in lists:
-            if not are_adjacent(parts):
-                whole = joined([part.detach() for part in parts])
-                sizes = [part.shape[0] for part in parts]
-                for part, memory in zip(parts, whole.split(sizes), strict=True):
-                    part.data = memory
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Lay the parts of a copy together: each was copied by itself."""
         super().__setstate__(state)
-        self._lay_together(self._of_parts())
+        lay_together(self._of_parts())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Lay parts together that were moved one by one. Memory that a caller has given them stays theirs."""
@@ -155,9 +118,7 @@ class PartedLayer(ProgramLayer):
             for name, parameter in self._parameters.items()
             if parameter is not None and before.get(name) not in (None, parameter.data_ptr())
         }
-        self._lay_together(
-            [parts for parts in self._of_parts() if all(id(p) in moved for p in parts)]
-        )
+        lay_together([parts for parts in self._of_parts() if all(id(p) in moved for p in parts)])
         return result
 
     # Weight gradients ----------------------------------------------------------------------------
@@ -167,29 +128,4 @@ class PartedLayer(ProgramLayer):
             super()._compute_deferred(name, handle)
             return
         parts = [getattr(self, part) for part in self.weight_names]
-        whole, _ = concatenate(parts, self, overwrite=False)
-        whole = whole.detach()
-        buffers = self._main_grads(parts)
-        overwrites = {bool(getattr(part, "overwrite_main_grad", False)) for part in parts}
-        if len(buffers) == len(parts) and len(overwrites) == 1 and are_adjacent(buffers):
-            whole.main_grad = whole_of(buffers)  # type: ignore[attr-defined]
-            whole.overwrite_main_grad = overwrites.pop()  # type: ignore[attr-defined]
-            native.program_backward_dw(handle, whole, True)
-            return
-        dw = native.program_backward_dw(handle, whole, False)
-        if dw is not None:
-            self._give_deferred(parts, dw)
-
-    def _main_grads(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the ``main_grad`` of each trained part, before a gradient is computed that one could not take."""
-        if not self.fuse_wgrad_accumulation:
-            return []
-        return [main_grad.main_grad_of(part) for part in parts if part.requires_grad]
-
-    def _give_deferred(self, parts: list[torch.Tensor], dw: torch.Tensor) -> None:
-        """Give a weight gradient that :meth:`backward_dw` computed to the parts that are trained."""
-        sizes = [parameter.shape[0] for parameter in parts]
-        for parameter, part in zip(parts, dw.split(sizes), strict=True):
-            if parameter.requires_grad:
-                fuse = self.fuse_wgrad_accumulation
-                main_grad.give(parameter, part, fuse=fuse, overwrite=False)
+        compute_deferred(handle, parts, fuse=self.fuse_wgrad_accumulation)

@@ -15,9 +15,10 @@ from te_fast.layers.parameters import (
     mark_parallel,
     materialise,
 )
-from te_fast.layers.parts import PartedLayer, concatenate, joined
+from te_fast.layers.parts import PartedLayer, concatenate
 from te_fast.runtime import native
 from te_fast.runtime.calls import layer_call_method
+from te_fast.runtime.parts import joined
 from te_fast.tensor.primary import is_quantized
 
 if TYPE_CHECKING:

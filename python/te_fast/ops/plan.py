@@ -38,6 +38,8 @@ class Step:
     takes: tuple[Any, ...] = ()
     #: Extra outputs.
     makes: int = 0
+    #: Of each op of the program, the basic operation that it is of.
+    owners: tuple[int, ...] = ()
     #: Whether the operation's forward is its ``op_forward``.
     is_plain: bool = False
     #: The program in graphs, and the scales of its linear operations; made when first traced.
@@ -162,7 +164,8 @@ def _explain(step: Step, labels: Sequence[str]) -> Iterator[str]:
         for direction in ("forward", "backward"):
             yield f"      {direction}:"
             for launch, positions in plan[direction]:
-                covered = ", ".join(labels[step.indices[position]] for position in positions)
+                owners = dict.fromkeys(step.owners[position] for position in positions)
+                covered = ", ".join(labels[owner] for owner in owners)
                 yield f"        {launch}  [{covered}]"
         yield from (f"      note: {note}" for note in plan["notes"])
 
@@ -354,8 +357,10 @@ def _compile(
     first, last = (labels[run[i]].partition(":")[0] for i in (0, -1))
     name = f"op {labels[run[0]]}" if len(run) == 1 else f"ops {first}-{last}"
     program = native.Program(name)
+    owners: list[int] = []
     for index in run:
         ops[index]._append_to(program, labels[index])
+        owners += [index] * (program.num_ops - len(owners))
     extras = [ops[index] for index in run for _ in range(ops[index].num_extra_inputs)]
     added = [(number, op) for number, op in enumerate(extras) if op._adds_extra]
     return Step(
@@ -363,5 +368,6 @@ def _compile(
         program=program,
         dtype=dtype,
         casts=casts,
+        owners=tuple(owners),
         added=tuple((number, bool(getattr(op, "_in_place", False))) for number, op in added),
     )

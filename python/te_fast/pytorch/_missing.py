@@ -21,15 +21,13 @@ _TOOLS = (
     "newton_schulz_tp deinterleave_glu_tensor interleave_glu_tensor initialize_ub destroy_ub "
     "UserBufferQuantizationMode CPLoadBalancingStrategy get_cudnn_version"
 )
-_SUBMODULES = (
-    "cpp_extensions cpu_offload cpu_offload_v1 cross_entropy ep export jit optimizers router"
-)
+_SUBMODULES = "cpp_extensions cpu_offload cpu_offload_v1 cross_entropy ep export jit optimizers"
 _OLD_QUANTIZATION = "RecipeState get_fp4_te_dtype get_fp8_max get_fp8_te_dtype split_and_copy"
 _NAMES = {
     "te_fast.pytorch": f"{_LAYERS} {_QUANTISATION} {_TENSORS} {_TOOLS} {_SUBMODULES}",
     "te_fast.pytorch.attention": "FusedMLAQUpProjRopeQuant",
-    "te_fast.pytorch.ops": "GroupedLinear",
-    "te_fast.pytorch.ops.basic": "GroupedLinear",
+    "te_fast.pytorch.ops": "",
+    "te_fast.pytorch.ops.basic": "",
     "te_fast.pytorch.distributed": (
         "FullyShardedDataParallel allreduce gather_along_first_dim get_distributed_rank "
         "get_distributed_world_size has_te_modules prepare_te_modules_for_fsdp "

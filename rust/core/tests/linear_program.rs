@@ -186,6 +186,7 @@ fn product(
         epilogue: Epilogue::None,
         accumulate: false,
         fast_accumulation: false,
+        exact: false,
         alignment: 256,
     };
     let plan = dispatcher.gemm(Device::Cpu, problem)?;

@@ -71,6 +71,7 @@ fn rows(spec: &GroupedGemmSpec, at: &GroupedGemmPointers<DevPtr<'_>>, group: usi
         epilogue: Epilogue::None,
         accumulate: false,
         fast_accumulation,
+        exact: false,
         alignment: 16,
     };
     let io = GemmPointers {
@@ -130,6 +131,7 @@ fn weight_gradient(
         epilogue: Epilogue::None,
         accumulate,
         fast_accumulation,
+        exact: false,
         alignment: 16,
     };
     let io = GemmPointers {

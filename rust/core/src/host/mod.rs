@@ -24,4 +24,5 @@ pub(crate) mod permute_merge;
 pub(crate) mod rows;
 pub(crate) mod scale_update;
 pub(crate) mod sum_groups;
+pub(crate) mod tensor_core;
 pub(crate) mod transpose;

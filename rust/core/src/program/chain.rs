@@ -303,7 +303,7 @@ impl Link {
                     let expected = format!("{}, as op {} counts the rows of its experts", DType::I64, self.label);
                     return Err(Error::dtype(OP, "m_splits", expected, got));
                 }
-                shape == [groups.count as i64]
+                count == groups.count as i64 && shape.last() == Some(&count)
             }
             _ => {
                 if got.as_float().is_none() {

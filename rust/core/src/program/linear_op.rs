@@ -326,6 +326,7 @@ impl LinearOp {
             epilogue: Epilogue::None,
             accumulate: false,
             fast_accumulation: false,
+            exact: false,
             alignment: ALIGNMENT,
         }
     }

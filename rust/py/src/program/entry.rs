@@ -48,15 +48,29 @@ pub(crate) fn program_apply<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let state = state(x.py())?;
     let in_fp8 = InFp8 { output: fp8_output, grad: fp8_grad };
-    let params: Objects<'py> = match params {
-        Some(params) => params.iter().collect(),
-        None => present_parameters(program)?,
+    let (joined, params): (_, Objects<'py>) = match params {
+        Some(params) => (None, params.iter().collect()),
+        None if program.try_borrow()?.has_parts() => joined_parameters(state, program)?,
+        None => (None, present_parameters(program)?),
     };
     let extras: Objects<'py> = extra_inputs.iter().collect();
     let asked = (is_first_microbatch.into(), version);
     in_region_of_last_forward(state, program, || {
-        cast_and_apply((program, owner), x, &extras, &params, (asked, in_fp8, buffers))
+        cast_and_apply((program, owner), x, &extras, (&params, joined), (asked, in_fp8, buffers))
     })
+}
+
+/// Parameters of which some are stacks: what autograd sees of them, and what the program reads.
+fn joined_parameters<'py>(
+    state: &State,
+    program: &Bound<'py, ProgramHandle>,
+) -> PyResult<(Option<Bound<'py, Joined>>, Objects<'py>)> {
+    if let Some((joined, params)) = Joined::of(state, program)? {
+        return Ok((Some(joined), params));
+    }
+    let message = "the parameters of experts must be plain tensors of one type on one device; use single_grouped_weight=True for others";
+    let name = program.try_borrow()?.name.clone();
+    Err(named(&Error::unsupported(OP, message), Some(&name)))
 }
 
 /// `module(x, *extra_inputs)` of a module whose result is its program's: as `nn.Module.__call__`, without its cost
@@ -93,8 +107,8 @@ pub(crate) fn program_module_call<'py>(
             let extras: Objects<'py> = extra_inputs.iter().collect();
             if let Some(params) = parameters_of_direct_call(state, program, input, &extras)? {
                 let asked = (is_first.into(), None);
-                let run =
-                    || cast_and_apply((program, module), input, &extras, &params, (asked, InFp8::default(), None));
+                let asked = (asked, InFp8::default(), None);
+                let run = || cast_and_apply((program, module), input, &extras, (&params, None), asked);
                 return in_region_of_last_forward(state, program, run);
             }
         }
@@ -172,7 +186,7 @@ fn cast_and_apply<'py>(
     (program, owner): (&Bound<'py, ProgramHandle>, &Bound<'py, PyAny>),
     x: &Bound<'py, PyAny>,
     extras: &[Bound<'py, PyAny>],
-    params: &[Bound<'py, PyAny>],
+    (params, joined): (&[Bound<'py, PyAny>], Option<Bound<'py, Joined>>),
     (asked, in_fp8, buffers): ((Microbatch, Option<u64>), InFp8, Option<Bound<'py, Buffers>>),
 ) -> PyResult<Bound<'py, PyAny>> {
     let state = state(x.py())?;
@@ -185,7 +199,10 @@ fn cast_and_apply<'py>(
     }
     let cast = cast(state, x, extras)?;
     let (x, extras) = cast.as_ref().map_or((x, extras), |(x, extras)| (x, extras.as_slice()));
-    let call = Call::new(state, (program, owner), x, (extras, params), asked).into_buffers(buffers).handing_out(in_fp8);
+    let call = Call::new(state, (program, owner), x, (extras, params), asked)
+        .of_parts(joined)
+        .into_buffers(buffers)
+        .handing_out(in_fp8);
     let tensors = Tensors::read(state, x, extras, params).map_err(|failure| call.named(failure))?;
     apply(call, &tensors)
 }

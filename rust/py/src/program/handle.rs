@@ -431,6 +431,33 @@ impl ProgramHandle {
         Ok(format!("{ops:?} {:?} {:?}", self.linear_calls(py)?, fuses.collect::<PyResult<Vec<_>>>()?))
     }
 
+    /// Whether a parameter consists of parts.
+    #[getter(has_parts)]
+    fn has_some_parts(&self) -> bool {
+        self.has_parts()
+    }
+
+    /// What each parameter consists of, as its module holds it now.
+    fn parameter_parts<'py>(&self, py: Python<'py>) -> PyResult<Vec<Vec<Bound<'py, PyAny>>>> {
+        let parts = |param: &Parameter| {
+            let found = param.names().iter().map(|name| {
+                let part = param.parameters.bind(py).get_item(name)?;
+                part.ok_or_else(|| {
+                    let message = format!("{}: parameter {} was removed", self.name, name.bind(py));
+                    crate::error::to_python(Error::state("ops", message))
+                })
+            });
+            found.collect::<PyResult<Vec<_>>>()
+        };
+        self.params.iter().map(parts).collect()
+    }
+
+    /// Ops of the chain.
+    #[getter]
+    fn num_ops(&self) -> usize {
+        self.chain.links().len()
+    }
+
     /// Extra inputs of all ops.
     #[getter]
     fn num_extra_inputs(&self) -> usize {

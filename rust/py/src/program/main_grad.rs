@@ -10,8 +10,8 @@ use crate::error::Failure;
 use crate::hooks::hooks;
 use crate::program::tensors::{Optional, requires_grad};
 use crate::tensor::given::weight_view;
-use crate::torch::process::State;
-use crate::torch::reader::view_of;
+use crate::torch::process::{State, state};
+use crate::torch::reader::{instance_dict, view_of};
 
 const OP: &str = "linear";
 
@@ -91,17 +91,25 @@ pub(crate) fn check_main_grad(view: &TensorView<'_>, shape: &[i64], device: Devi
 
 /// The `main_grad` of a weight as it is.
 fn buffer<'py>(weight: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>, Failure> {
-    if weight.hasattr("__fsdp_param__")? {
+    if attribute(weight, "__fsdp_param__")?.is_some() {
         return Ok(weight.call_method0("get_main_grad")?);
     }
-    match weight.getattr_opt("main_grad")? {
+    match attribute(weight, "main_grad")? {
         Some(grad) if !grad.is_none() => Ok(grad),
         _ => Err(Error::state(OP, "fuse_wgrad_accumulation=True needs weight.main_grad; set it before backward, or construct the layer without").into()),
     }
 }
 
+/// What users set on a parameter; an attribute that is not there costs an exception where it is not looked up in the dict.
+fn attribute<'py>(weight: &Bound<'py, PyAny>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
+    if state(weight.py())?.torch.is_plain(weight) {
+        return instance_dict(weight)?.get_item(name);
+    }
+    weight.getattr_opt(name)
+}
+
 fn has_overwrite(weight: &Bound<'_, PyAny>) -> PyResult<bool> {
-    weight.getattr_opt("overwrite_main_grad")?.map_or(Ok(false), |value| value.is_truthy())
+    attribute(weight, "overwrite_main_grad")?.map_or(Ok(false), |value| value.is_truthy())
 }
 
 /// Gives computed gradients to the `main_grad`s of several weights at once; returns what autograd is given for each.
@@ -140,7 +148,7 @@ pub(crate) fn give_later<'py>(
 /// Transformer Engine's rule: with `grad_added_to_main_grad` set on the parameter, it becomes true and autograd gets a
 /// dummy gradient, so that hooks fire; else it gets none.
 pub(crate) fn after_main_grad<'py>(weight: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
-    if !weight.hasattr("grad_added_to_main_grad")? {
+    if attribute(weight, "grad_added_to_main_grad")?.is_none() {
         return Ok(None);
     }
     weight.setattr("grad_added_to_main_grad", true)?;

@@ -48,6 +48,13 @@ pub(crate) fn parameters<'py>(
 pub(crate) fn present_parameters<'py>(handle: &Bound<'py, ProgramHandle>) -> PyResult<Objects<'py>> {
     let py = handle.py();
     let program = handle.try_borrow()?;
+    if program.has_parts() {
+        let message = format!(
+            "{}: experts with a parameter each do not run beside operations of the user's own; make them with single_grouped_weight=True and single_grouped_bias=True",
+            program.name
+        );
+        return Err(Error::unsupported(OP, message)).python();
+    }
     let found = program.params.iter().map(|param| {
         param.get(py)?.filter(|value| !value.is_none()).map_or_else(
             || {
