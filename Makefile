@@ -198,16 +198,21 @@ wheel-%: $(BUILD)/venv/.ready $(BUILD)/venv/.group-wheel
 	  $(MATURIN) build --release --quiet --zig --compatibility manylinux_2_28 --target-dir target/wheels \
 	  --target $(word 2,$(subst -, ,$*))-unknown-linux-gnu --interpreter python$(word 1,$(subst -, ,$*)) --out dist
 
+.PHONY: alias
+alias: $(BUILD)/venv/.ready ## the wheel in dist/ of te_fast_alias, by which `import transformer_engine` gives te_fast
+	rm -f dist/te_fast_alias-*.whl
+	$(BUILD_PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist python/alias
+
 .PHONY: wheel
-wheel: | $(VENV)/.torch ## release wheel in dist/ for this Python and machine, and its checks
+wheel: | $(VENV)/.torch ## release wheels in dist/ for this Python and machine, and their checks
 	rm -rf dist
-	$(MAKE) --no-print-directory $(THIS_WHEEL)
+	$(MAKE) --no-print-directory $(THIS_WHEEL) alias
 	$(PY) tools/check_wheel.py dist/te_fast-*.whl
 
 .PHONY: wheels
 wheels: | $(VENV)/.torch ## release wheels for every Python and machine; `make wheel-3.12-aarch64` for one
 	rm -rf dist
-	$(MAKE) --no-print-directory $(foreach machine,$(WHEEL_MACHINES),$(foreach python,$(WHEEL_PYTHONS),wheel-$(python)-$(machine)))
+	$(MAKE) --no-print-directory $(foreach machine,$(WHEEL_MACHINES),$(foreach python,$(WHEEL_PYTHONS),wheel-$(python)-$(machine))) alias
 	$(PY) tools/check_wheel.py dist/te_fast-*.whl
 
 # In one folder, one after the other: nvcc hashes the path of a source into the names of what is internal to it.

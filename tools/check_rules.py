@@ -48,6 +48,8 @@ LAYERS: dict[str, set[str]] = {
     "attention": {"graphs", "layers", "ops", "recipe", "runtime", "state"},
     "convert": {"attention", "layers", "runtime"},
     "graphed": {"graphs", "recipe", "runtime", "state"},
+    "losses": set(),
+    "optimizers": {"tensor"},
     "common": {"recipe"},
     "pytorch": {
         "attention",
@@ -55,8 +57,10 @@ LAYERS: dict[str, set[str]] = {
         "graphed",
         "graphs",
         "layers",
+        "losses",
         "moe",
         "ops",
+        "optimizers",
         "runtime",
         "tensor",
     },
@@ -64,7 +68,7 @@ LAYERS: dict[str, set[str]] = {
 }
 # Signatures that are Transformer Engine's, not ours.
 TE_SIGNATURES = re.compile(
-    r"^python/te_fast/(attention|graphed|layers|moe|ops|recipe|runtime|tensor)/"
+    r"^python/te_fast/(attention|graphed|layers|losses|moe|ops|optimizers|recipe|runtime|tensor)/"
 )
 
 

@@ -11,6 +11,7 @@ from te_fast.pytorch import fp8 as fp8
 from te_fast.pytorch import graph as graph
 from te_fast.pytorch import module as module
 from te_fast.pytorch import ops
+from te_fast.pytorch import optimizers as optimizers
 from te_fast.pytorch import tensor as tensor
 from te_fast.pytorch import transformer as transformer
 from te_fast.pytorch import utils as utils
@@ -22,6 +23,7 @@ from te_fast.pytorch.attention import (
     RotaryPositionEmbedding,
 )
 from te_fast.pytorch.constants import DType
+from te_fast.pytorch.cross_entropy import parallel_cross_entropy
 from te_fast.pytorch.distributed import CudaRNGStatesTracker, checkpoint
 from te_fast.pytorch.graph import make_graphed_callables
 from te_fast.pytorch.module import (
@@ -123,6 +125,7 @@ __all__ = [
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
     "ops",
+    "parallel_cross_entropy",
     "prepare_for_saving",
     "quantized_model_init",
     "restore_from_func_ctx",

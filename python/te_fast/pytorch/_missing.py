@@ -17,13 +17,11 @@ _TENSORS = (
 )
 _TOOLS = (
     "get_cpu_offload_context mark_not_offload "
-    "ManualOffloadSynchronizer onnx_export parallel_cross_entropy CusolverMpCtx newton_schulz "
+    "ManualOffloadSynchronizer onnx_export CusolverMpCtx newton_schulz "
     "newton_schulz_tp deinterleave_glu_tensor interleave_glu_tensor initialize_ub destroy_ub "
     "UserBufferQuantizationMode CPLoadBalancingStrategy get_cudnn_version"
 )
-_SUBMODULES = (
-    "cpp_extensions cpu_offload cpu_offload_v1 cross_entropy ep export jit optimizers router"
-)
+_SUBMODULES = "cpp_extensions cpu_offload cpu_offload_v1 ep export jit router"
 _OLD_QUANTIZATION = "RecipeState get_fp4_te_dtype get_fp8_max get_fp8_te_dtype split_and_copy"
 _NAMES = {
     "te_fast.pytorch": f"{_LAYERS} {_QUANTISATION} {_TENSORS} {_TOOLS} {_SUBMODULES}",
@@ -59,6 +57,10 @@ _NAMES = {
     "te_fast.pytorch.tensor.storage": (
         "GroupedTensorStorage HybridQuantizedTensorStorage IdentityTensorStorage "
         "MXFP8TensorStorage NVFP4TensorStorage"
+    ),
+    "te_fast.pytorch.optimizers": (
+        "multi_tensor_adam multi_tensor_adam_capturable multi_tensor_adam_capturable_master "
+        "multi_tensor_adam_fp8 multi_tensor_sgd"
     ),
     "te_fast.pytorch.fp8": _OLD_QUANTIZATION,
     "te_fast.pytorch.module": "GroupedLinear grouped_linear",
