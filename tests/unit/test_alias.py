@@ -46,6 +46,9 @@ assert isinstance(layer, te_fast.pytorch.module.base.TransformerEngineBaseModule
 assert isinstance(DelayedScaling(), te_fast.common.recipe.Recipe)
 assert importlib.import_module("transformer_engine.pytorch.ops.basic") is te_fast.pytorch.ops.basic
 assert pickle.loads(pickle.dumps(DelayedScaling(margin=1))) == DelayedScaling(margin=1)
+pickled = pickle.dumps(DelayedScaling())
+assert b"transformer_engine.common.recipe" in pickled and b"te_fast" not in pickled
+assert layer.state_dict()["_extra_state"].shape == (0,)
 with te.autocast(recipe=DelayedScaling()):
     assert te_fast.pytorch.FP8GlobalStateManager.is_fp8_enabled()
 """)

@@ -80,7 +80,12 @@ class TransformerEngineBaseModule(StatefulModule):
         self.fp8_initialized = False
         self.fp8 = False
         self.fp8_calibration = False
-        self.fp8_meta: dict[str, Any] = {"recipe": None, "fp8_group": None, "num_gemms": 1}
+        self.fp8_meta: dict[str, Any] = {
+            "recipe": None,
+            "fp8_group": None,
+            "num_gemms": 1,
+            "fp8_checkpoint": False,
+        }
         self.fp8_meta_tensors_initialized = False
         self.quantizers: dict[str, Any] = {"scaling_fwd": [], "scaling_bwd": []}
         self.tp_group: Any = None
@@ -234,6 +239,8 @@ class TransformerEngineBaseModule(StatefulModule):
         """Note recipe and group of the autocast region; called when the last forward had another."""
         self.fp8 = FP8GlobalStateManager.is_fp8_enabled()
         self.fp8_calibration = FP8GlobalStateManager.is_fp8_calibration()
+        # Whether checkpoints have a state of FP8; Megatron-LM asks.
+        self.fp8_meta["fp8_checkpoint"] = self.fp8 or self.fp8_calibration
         if not (self.fp8 or self.fp8_calibration):
             return
         if self.fp8:
@@ -385,7 +392,7 @@ class TransformerEngineBaseModule(StatefulModule):
         return self.fp8_meta.get("scaling_fwd"), self.fp8_meta.get("scaling_bwd")
 
     def _make_scaling_states(self, recipe: Recipe) -> None:
-        self.fp8_meta["recipe"] = recipe
+        self.fp8_meta.update(recipe=recipe, fp8_checkpoint=True)
         self.init_fp8_meta_tensors(recipe)
 
     # Copies --------------------------------------------------------------------------------------

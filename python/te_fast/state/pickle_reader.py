@@ -35,6 +35,8 @@ _RECIPE_NAMES = frozenset(
         "_OverrideLinearPrecision",
     }
 )
+# Megatron-LM gives Transformer Engine a subclass of its own.
+_MEGATRON_RECIPE = ("megatron.core.extensions.transformer_engine", "TEDelayedScaling")
 _STORAGE_DTYPES = {
     "FloatStorage": torch.float32,
     "ByteStorage": torch.uint8,
@@ -258,15 +260,20 @@ class _Machine:
         _expect(known, f"the name {str(module)[:80]}.{str(name)[:80]}, which is not allowed")
         self.stack.append(_Global(str(module), str(name)))
 
+    def _push_recipe_or_global(self, module: object, name: object) -> None:
+        if (module, name) == _MEGATRON_RECIPE:
+            module, name = _RECIPE_MODULE, "DelayedScaling"
+        self._push_global(module, name)
+
     def _global(self, argument: str) -> None:
         module, _, name = argument.partition(" ")
-        self._push_global(module, name)
+        self._push_recipe_or_global(module, name)
 
     def _stack_global(self, _: Any) -> None:
         name = self._pop()
         module = self._pop()
         _expect(type(module) is str and type(name) is str, "a name that is no text")
-        self._push_global(module, name)
+        self._push_recipe_or_global(module, name)
 
     def _persistent(self, _: Any) -> None:
         record = self._pop()

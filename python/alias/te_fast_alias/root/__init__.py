@@ -14,6 +14,7 @@ from types import ModuleType
 
 from te_fast import common, pytorch
 from te_fast.errors import MissingError
+from te_fast.state.extra_state import write_as
 from te_fast_alias.metadata import alias_version
 
 __all__ = ["__version__", "common", "pytorch"]
@@ -39,6 +40,14 @@ def __getattr__(name: str) -> object:
     raise MissingError(message)
 
 
+def _name_recipes() -> None:
+    """Let pickles name recipes as Transformer Engine's do: Megatron-LM's reader of checkpoints takes no others."""
+    for name in (*common.recipe.__all__, "_FormatHelper"):
+        getattr(common.recipe, name).__module__ = f"{__name__}.common.recipe"
+
+
 for _package in (common, pytorch):
     _register(_package)
+_name_recipes()
+write_as("transformer_engine")
 logging.getLogger(__name__).info("transformer_engine %s is te_fast", __version__)

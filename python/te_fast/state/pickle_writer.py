@@ -1,0 +1,101 @@
+"""States of delayed scaling as Transformer Engine pickles them.
+
+Python's own writer would name the classes of the recipe at hand, and needs them to be importable. These are the opcodes
+that it writes for Transformer Engine's classes; only tensors and plain values go through it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from te_fast.recipe import DelayedScaling
+    from te_fast.state.extra_state import ExtraState
+
+_RECIPE_MODULE = "transformer_engine.common.recipe"
+_KEYS = {
+    "forward": ("scale_fwd", "amax_history_fwd"),
+    "backward": ("scale_bwd", "amax_history_bwd"),
+}
+_PROTOCOL = 3
+_RECIPE_FIELDS = (
+    "margin",
+    "amax_history_len",
+    "amax_compute_algo",
+    "reduce_amax",
+    "fp8_dpa",
+    "fp8_mha",
+)
+
+
+def layer_state(state: ExtraState) -> bytes:
+    """Write the state of a layer.
+
+    Parameters
+    ----------
+    state : ExtraState
+        Scales and histories, by tensors in the layer's order.
+    """
+    variables = {"num_gemms": state.scale_fwd.numel() // 3, "fp8_checkpoint": True}
+    parts = {"recipe": _recipe(state.recipe)}
+    for keys in _KEYS.values():
+        parts.update(_tensors(state, keys))
+    return _pickled({**parts, "extra_fp8_variables": _fragment(variables)})
+
+
+def op_state(state: ExtraState) -> bytes:
+    """Write the state of an op of ``transformer_engine.pytorch.ops``: by direction, of those that have tensors.
+
+    Parameters
+    ----------
+    state : ExtraState
+        Scales and histories.
+    """
+    directions = {}
+    for direction, keys in _KEYS.items():
+        if getattr(state, keys[0]).numel():
+            parts = {"recipe": _recipe(state.recipe), **_tensors(state, keys)}
+            parts["extra_fp8_variables"] = _fragment({})
+            directions[direction] = _dictionary(parts)
+    return _pickled(directions)
+
+
+def _pickled(fragments: Mapping[str, bytes]) -> bytes:
+    return bytes((0x80, _PROTOCOL)) + _dictionary(fragments) + pickle.STOP
+
+
+def _tensors(state: ExtraState, keys: tuple[str, ...]) -> dict[str, bytes]:
+    return {key: _fragment(getattr(state, key).detach().cpu().float().clone()) for key in keys}
+
+
+def _global(name: str) -> bytes:
+    return pickle.GLOBAL + f"{_RECIPE_MODULE}\n{name}\n".encode()
+
+
+def _recipe(recipe: DelayedScaling) -> bytes:
+    helper = _global("_FormatHelper") + _fragment(tuple(recipe.fp8_format.value)) + pickle.NEWOBJ
+    number_format = _global("Format") + helper + pickle.TUPLE1 + pickle.REDUCE
+    values = {name: getattr(recipe, name) for name in _RECIPE_FIELDS}
+    values.update(scaling_factor_compute_algo=None, backward_override=None)
+    if callable(recipe.amax_compute_algo):
+        # Algorithms of the user's own cannot be written; they come back as the default.
+        values["amax_compute_algo"] = "max"
+    fields = {name: _fragment(value) for name, value in values.items()}
+    fields["fp8_format"] = number_format
+    made = _global("DelayedScaling") + pickle.EMPTY_TUPLE + pickle.NEWOBJ
+    return made + _dictionary(fields) + pickle.BUILD
+
+
+def _fragment(value: Any) -> bytes:
+    """Return the opcodes of one object, without the pickle's head and end.
+
+    Fragments use the same memo numbers, each only for itself.
+    """
+    return pickle.dumps(value, protocol=_PROTOCOL)[2:-1]
+
+
+def _dictionary(fragments: Mapping[str, bytes]) -> bytes:
+    items = b"".join(_fragment(key) + item for key, item in fragments.items())
+    return pickle.EMPTY_DICT + pickle.MARK + items + pickle.SETITEMS
