@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import sys
@@ -15,6 +16,7 @@ import torch
 
 import te_fast
 from te_fast.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
+from te_fast.layers.ranks import check_group, size_of_group
 from te_fast.recipe import DelayedScaling, Recipe
 from te_fast.runtime import native, scale_tape
 from te_fast.runtime.calls import call_through_forward
@@ -156,17 +158,27 @@ class TransformerEngineBaseModule(StatefulModule):
         return _Workspaces(kept, self._drop_weight_cache)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the tensor-parallel group; only a group of one rank works so far.
+        """Set the ranks that share the layer, before its first forward.
+
+        Parameters
+        ----------
+        tp_group : torch.distributed.ProcessGroup or None
+            A group of ``tp_size`` ranks; None is for one rank.
 
         Raises
         ------
-        UnsupportedError
-            For a group of several ranks.
+        RanksError
+            If it has another number of ranks, or this one is not in it.
         """
-        if tp_group is not None and torch.distributed.get_world_size(group=tp_group) > 1:
-            message = f"{self.name}: tensor parallelism (tp_group) is not supported yet"
-            raise UnsupportedError(message)
+        check_group(self.name, tp_group, self.tp_size)
         self.tp_group = tp_group
+
+    def _share_among_ranks(self, tp_group: Any, tp_size: int, *, sequence_parallel: bool) -> None:
+        """Take a constructor's arguments of tensor parallelism; without a group, one has to be set before a forward."""
+        self.tp_size = size_of_group(self.name, tp_group, tp_size)
+        self.tp_group = tp_group
+        # As in Transformer Engine: one rank has nothing to share, whatever a configuration says.
+        self.sequence_parallel = self.tp_size > 1 and bool(sequence_parallel)
 
     def set_activation_dtype(self, inp: torch.Tensor) -> None:
         """Set ``activation_dtype``: autocast's, or the input's, which the parameters must share.
@@ -400,6 +412,14 @@ class TransformerEngineBaseModule(StatefulModule):
     def __getstate__(self) -> dict[str, Any]:
         """Leave the native half out: it is made anew, with empty caches."""
         return {name: value for name, value in self.__dict__.items() if name not in self._NATIVE}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy; process groups are shared, they cannot be copied."""
+        for group in (self.tp_group, self.fsdp_group, self.fp8_meta.get("fp8_group")):
+            memo[id(group)] = group
+        copied = memo[id(self)] = self.__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make a native half of this copy's own."""
