@@ -153,19 +153,30 @@ def test_reads_transformer_engine_pickles(te_recipe, protocol, member):
         assert_equal(unpack(as_tensor(data), layer="fc1"), state)
 
 
-def test_reads_megatrons_recipe(te_recipe, monkeypatch):
-    """Megatron-LM's subclass of the recipe, which Transformer Engine then pickles."""
-    name = "megatron.core.extensions.transformer_engine"
-    module = types.ModuleType(name)
-    module.TEDelayedScaling = type(
-        "TEDelayedScaling", (te_recipe.DelayedScaling,), {"__module__": name}
+def test_reads_what_is_pickled_beside_megatron(te_recipe, monkeypatch):
+    """Megatron-LM has a subclass of the recipe, and puts a function of its own in the place of one of torch's."""
+    recipe, loader = "megatron.core.extensions.transformer_engine", "megatron.core.safe_globals"
+    for name in ("megatron", "megatron.core", "megatron.core.extensions", recipe, loader):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    made = type("TEDelayedScaling", (te_recipe.DelayedScaling,), {"__module__": recipe})
+    sys.modules[recipe].TEDelayedScaling = made
+
+    def safe_load_from_bytes(data):
+        raise AssertionError
+
+    safe_load_from_bytes.__module__, safe_load_from_bytes.__qualname__ = (
+        loader,
+        "safe_load_from_bytes",
     )
-    for parent in ("megatron", "megatron.core", "megatron.core.extensions"):
-        monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
-    monkeypatch.setitem(sys.modules, name, module)
+    sys.modules[loader].safe_load_from_bytes = safe_load_from_bytes
     state = make_state(margin=2)
-    for protocol in (3, 4):
-        data = pickle.dumps(te_state(state, module.TEDelayedScaling(margin=2)), protocol=protocol)
+    monkeypatch.setattr(torch.storage, "_load_from_bytes", safe_load_from_bytes)
+    own = layer_state(state)
+    pickled = [pickle.dumps(te_state(state, made(margin=2)), protocol=each) for each in (3, 4)]
+    monkeypatch.undo()
+    assert b"megatron" not in own
+    for data in (own, *pickled):
+        assert (b"safe_load_from_bytes" in data) == (data is not own)
         assert_equal(unpack(as_tensor(data), layer="fc1"), state)
 
 

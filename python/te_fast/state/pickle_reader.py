@@ -35,8 +35,14 @@ _RECIPE_NAMES = frozenset(
         "_OverrideLinearPrecision",
     }
 )
-# Megatron-LM gives Transformer Engine a subclass of its own.
-_MEGATRON_RECIPE = ("megatron.core.extensions.transformer_engine", "TEDelayedScaling")
+# Where Megatron-LM is loaded, pickles name what it has put in other names' place.
+_STANDS_FOR = {
+    ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"): (
+        _RECIPE_MODULE,
+        "DelayedScaling",
+    ),
+    ("megatron.core.safe_globals", "safe_load_from_bytes"): ("torch.storage", "_load_from_bytes"),
+}
 _STORAGE_DTYPES = {
     "FloatStorage": torch.float32,
     "ByteStorage": torch.uint8,
@@ -256,24 +262,24 @@ class _Machine:
         self.stack.append(self.memo[index])
 
     def _push_global(self, module: object, name: object) -> None:
-        known = type(module) is str and type(name) is str and (module, name) in _GLOBALS
-        _expect(known, f"the name {str(module)[:80]}.{str(name)[:80]}, which is not allowed")
-        self.stack.append(_Global(str(module), str(name)))
-
-    def _push_recipe_or_global(self, module: object, name: object) -> None:
-        if (module, name) == _MEGATRON_RECIPE:
-            module, name = _RECIPE_MODULE, "DelayedScaling"
-        self._push_global(module, name)
+        is_text = type(module) is str and type(name) is str
+        found = _STANDS_FOR.get((module, name), (module, name)) if is_text else None
+        _expect(
+            found in _GLOBALS,
+            f"the name {str(module)[:80]}.{str(name)[:80]}, which is not allowed",
+        )
+        if found is not None:
+            self.stack.append(_Global(*found))
 
     def _global(self, argument: str) -> None:
         module, _, name = argument.partition(" ")
-        self._push_recipe_or_global(module, name)
+        self._push_global(module, name)
 
     def _stack_global(self, _: Any) -> None:
         name = self._pop()
         module = self._pop()
         _expect(type(module) is str and type(name) is str, "a name that is no text")
-        self._push_recipe_or_global(module, name)
+        self._push_global(module, name)
 
     def _persistent(self, _: Any) -> None:
         record = self._pop()

@@ -1,14 +1,17 @@
 """States of delayed scaling as Transformer Engine pickles them.
 
 Python's own writer would name the classes of the recipe at hand, and needs them to be importable. These are the opcodes
-that it writes for Transformer Engine's classes; only tensors and plain values go through it.
+that it writes for Transformer Engine's classes; only plain values go through it.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
     from te_fast.recipe import DelayedScaling
@@ -67,11 +70,27 @@ def _pickled(fragments: Mapping[str, bytes]) -> bytes:
 
 
 def _tensors(state: ExtraState, keys: tuple[str, ...]) -> dict[str, bytes]:
-    return {key: _fragment(getattr(state, key).detach().cpu().float().clone()) for key in keys}
+    return {key: _tensor(getattr(state, key)) for key in keys}
 
 
-def _global(name: str) -> bytes:
-    return pickle.GLOBAL + f"{_RECIPE_MODULE}\n{name}\n".encode()
+def _tensor(tensor: torch.Tensor) -> bytes:
+    """Return the opcodes of a tensor; those of ``pickle`` would name what Megatron-LM has put in torch's place."""
+    plain = tensor.detach().cpu().float().clone(memory_format=torch.contiguous_format)
+    stored = io.BytesIO()
+    torch.save(plain._typed_storage(), stored, _use_new_zipfile_serialization=False)
+    load = _global("_load_from_bytes", "torch.storage") + _fragment(stored.getvalue())
+    rest = (0, tuple(plain.shape), plain.stride(), False)
+    return (
+        _global("_rebuild_tensor_v2", "torch._utils")
+        + (pickle.MARK + load + pickle.TUPLE1 + pickle.REDUCE)
+        + b"".join(map(_fragment, rest))
+        + (_global("OrderedDict", "collections") + pickle.EMPTY_TUPLE + pickle.REDUCE)
+        + (pickle.TUPLE + pickle.REDUCE)
+    )
+
+
+def _global(name: str, module: str = _RECIPE_MODULE) -> bytes:
+    return pickle.GLOBAL + f"{module}\n{name}\n".encode()
 
 
 def _recipe(recipe: DelayedScaling) -> bytes:
