@@ -28,6 +28,8 @@ PY := $(VENV)/bin/python
 BUILD := .build
 BUILD_PY := $(BUILD)/venv/bin/python
 MATURIN := $(BUILD)/venv/bin/maturin
+# Megatron-LM has wheels for Python 3.11 and later; the tests of one torch train it.
+MEGATRON := $(if $(filter 2.15.0,$(TORCH)),$(VENV)/.group-megatron)
 PIP_VERSION := pip==26.3
 PIP := -m pip install --quiet --disable-pip-version-check
 CRATES := --package te_fast_kernels --package te_fast_core
@@ -67,6 +69,11 @@ $(VENV)/.group-%: pyproject.toml | $(VENV)/.torch
 	$(PY) $(PIP) --group $*
 	touch $@
 
+# Its wheel for Python 3.11 says that it needs 3.12, as its training scripts do.
+$(VENV)/.group-megatron: pyproject.toml | $(VENV)/.torch
+	$(PY) $(PIP) --no-deps --ignore-requires-python --group megatron
+	touch $@
+
 # Formatters and the like, without torch: seconds to install.
 TOOLS := $(BUILD)/tools
 $(TOOLS)/.ready: pyproject.toml
@@ -95,7 +102,7 @@ demo: ## train on handwritten digits in FP8 beside FP32 (DEMO_ARGS='--recipe blo
 
 ##@ Work on it
 .PHONY: dev
-dev: $(BUILD)/venv/.ready $(VENV)/.group-test $(VENV)/.group-lint $(VENV)/.group-bench $(VENV)/.group-docs ## .venv with every tool, and te_fast installed from python/ as it stands
+dev: $(BUILD)/venv/.ready $(VENV)/.group-test $(MEGATRON) $(VENV)/.group-lint $(VENV)/.group-bench $(VENV)/.group-docs ## .venv with every tool, and te_fast installed from python/ as it stands
 	VIRTUAL_ENV="$(CURDIR)/$(VENV)" TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_NVCC="$(NVCC)" TE_FAST_FATBINS="$(FATBINS)" $(MATURIN) develop --release --quiet --target-dir target/dev
 
 .PHONY: format
@@ -121,7 +128,7 @@ lint: install $(VENV)/.group-lint $(VENV)/.group-bench ## all of check, and clip
 
 ##@ Test it
 .PHONY: test
-test: install $(VENV)/.group-test ## build, install and run all tests (TORCH=2.6.0 for another torch)
+test: install $(VENV)/.group-test $(MEGATRON) ## build, install and run all tests (TORCH=2.6.0 for another torch)
 	@if cargo nextest --version >/dev/null 2>&1; then \
 	  $(HOST_ONLY) cargo nextest run $(CRATES); \
 	else \

@@ -239,12 +239,9 @@ def test_named_random_states_of_the_cpu():
     for _ in range(2):
         with tracker.fork():
             drawn.append(torch.rand(2))
-    with (
-        pytest.raises(TypeError),
-        tracker.fork(),
-    ):  # the state goes on where it was left, come what may
-        drawn.append(torch.rand(2))
-        drawn.append(torch.rand(None))
+    # The state goes on where it was left, come what may.
+    with pytest.raises(TypeError), tracker.fork():
+        torch.rand([drawn.append(torch.rand(2))])
     with tracker.fork():
         drawn.append(torch.rand(2))
     assert torch.equal(torch.rand(2), wanted)

@@ -1,14 +1,11 @@
-"""Megatron-LM, as PyPI has it, trains unmodified on te_fast: dense and with experts, on ranks that share layers, in FP8."""
+"""Megatron-LM, as PyPI has it, trains on te_fast unmodified: dense, with experts, on ranks that share layers, in FP8."""
 
 import importlib.util
 import json
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-
-import te_fast.pytorch as te
 
 TESTS = Path(__file__).parents[1]
 pytestmark = [
