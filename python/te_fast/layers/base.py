@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import os
 import sys
@@ -16,12 +15,12 @@ import torch
 
 import te_fast
 from te_fast.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
-from te_fast.layers.ranks import check_group, size_of_group
 from te_fast.recipe import DelayedScaling, Recipe
 from te_fast.runtime import native, scale_tape
 from te_fast.runtime.calls import call_through_forward
 from te_fast.runtime.delayed import DelayedScalingRecipeState, resized
 from te_fast.runtime.global_state import FP8GlobalStateManager, autocast_state
+from te_fast.runtime.ranks import check_group, copy_sharing, size_of_group
 from te_fast.state.module import StatefulModule
 from te_fast.tensor import primary
 
@@ -408,11 +407,8 @@ class TransformerEngineBaseModule(StatefulModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy; process groups are shared, they cannot be copied."""
-        for group in (self.tp_group, self.fsdp_group, self.fp8_meta.get("fp8_group")):
-            memo[id(group)] = group
-        copied = memo[id(self)] = self.__new__(type(self))
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
+        groups = self.tp_group, self.fsdp_group, self.fp8_meta.get("fp8_group")
+        return copy_sharing(self, groups, memo)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make a native half of this copy's own."""

@@ -18,12 +18,12 @@ from te_fast.graphs.traced import Traced, is_traced
 from te_fast.layers.base import TransformerEngineBaseModule, _callers_level
 from te_fast.layers.load_torch import copy_into
 from te_fast.layers.parameters import constant, initialise, materialise
-from te_fast.layers.ranks import Exchange, exchange_of
 from te_fast.layers.recomputed import recomputed
 from te_fast.layers.segments import Segments
 from te_fast.runtime import main_grad, native, recompute, scale_tape
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.global_state import autocast_state
+from te_fast.runtime.ranks import Exchange, exchange_of
 
 if TYPE_CHECKING:
     from te_fast.layers.load_torch import Source
@@ -95,7 +95,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         raise NotImplementedError
 
     def _split_mode(self) -> str | None:
-        """Return how ranks share the layer, as :func:`te_fast.layers.ranks.exchange_of` names it."""
+        """Return how ranks share the layer, as :func:`te_fast.runtime.ranks.exchange_of` names it."""
         raise NotImplementedError
 
     def _whole_weight(self) -> torch.Tensor:
@@ -244,7 +244,6 @@ class ProgramLayer(TransformerEngineBaseModule):
         segments = self._segments.get(exchange)
         if segments is None:
             segments = self._segments[exchange] = self._make_segments(exchange)
-        segments.take_over()
         return segments
 
     def _make_segments(self, exchange: Exchange) -> Segments:
@@ -328,9 +327,9 @@ class ProgramLayer(TransformerEngineBaseModule):
         given = tuple(parameters.values())
         if self.checkpoint and torch.is_grad_enabled():
             return recompute.checkpoint(
-                segments.apply, x, given, version, is_first_microbatch, use_reentrant=False
+                segments.apply, self, x, given, version, is_first_microbatch, use_reentrant=False
             )
-        return segments.apply(x, given, version, is_first_microbatch)
+        return segments.apply(self, x, given, version, is_first_microbatch)
 
     def _note_dequantized(self) -> None:
         """Warn where quantised weights are dequantised for each call."""

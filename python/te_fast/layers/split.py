@@ -17,9 +17,9 @@ from te_fast.layers.parameters import (
     refuse,
 )
 from te_fast.layers.program import ProgramLayer
-from te_fast.layers.ranks import divided
 from te_fast.runtime import main_grad, native
 from te_fast.runtime.calls import layer_call_method
+from te_fast.runtime.ranks import divided
 from te_fast.tensor.primary import is_quantized
 
 if TYPE_CHECKING:
