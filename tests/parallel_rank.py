@@ -12,6 +12,7 @@ import json
 import sys
 import time
 import traceback
+import weakref
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -707,6 +708,76 @@ def bad_input():
     calibrated = make("row", tp_group=group)
     with raises(NotImplementedError, "calibration"), te.autocast(enabled=False, calibrating=True):
         calibrated(torch.ones(4, IN // size))
+
+
+@scene
+def checkpoints_that_ranks_share():
+    rank, size = rank_and_size()
+    x = random(ROWS, IN, seed=1).float()
+    layer = te.LayerNormMLP(
+        IN, OUT, device="cpu", set_parallel_mode=True, tp_group=dist.group.WORLD, tp_size=size
+    )
+
+    def run(**options):
+        layer.zero_grad()
+        local = x.clone().requires_grad_()
+        with region("delayed"):
+            y = te.checkpoint(layer, local * 2, **options) if options else layer(local * 2)
+        y.square().sum().backward()
+        return [local.grad, *[parameter.grad for parameter in layer.parameters()]]
+
+    expected = run()
+    layer.reset_fp8_meta_tensors()
+    got = run(distribute_saved_activations=True, tp_group=dist.group.WORLD)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+    # The whole tensor is not kept.
+    whole = torch.ones(ROWS, IN).requires_grad_() * 1.0
+    memory = weakref.ref(whole.untyped_storage())
+    y = te.checkpoint(torch.sin, whole, distribute_saved_activations=True)
+    shape = whole.shape
+    del whole
+    assert memory() is None
+    y.backward(torch.ones(shape))
+    with raises(TypeError, "first argument"):
+        te.checkpoint(torch.sin, "x", distribute_saved_activations=True)
+    with raises(ValueError, "elements"):
+        te.checkpoint(torch.sin, torch.ones(size + 1), distribute_saved_activations=True)
+    with pytest.warns(UserWarning, match="use_reentrant"):
+        te.checkpoint(torch.sin, x, distribute_saved_activations=True, use_reentrant=False)
+
+
+@scene
+def collectives_of_consumers():
+    rank, size = rank_and_size()
+    group = dist.group.WORLD
+    tools = te.distributed
+    assert (tools.get_distributed_rank(group), tools.get_distributed_world_size(group)) == (
+        rank,
+        size,
+    )
+    x = torch.arange(4.0 * size).view(2 * size, 2) + rank
+    for later in (False, True):
+        every, handle = tools.gather_along_first_dim(x[:3], group, async_op=later)
+        assert (handle is not None) == later
+        if later:
+            handle.wait()
+        expected = torch.cat([x[:3] - rank + other for other in range(size)])
+        assert torch.equal(every, expected)
+        summed, handle = tools.reduce_scatter_along_first_dim(x, group, async_op=later)
+        if later:
+            handle.wait()
+        total = sum(x - rank + other for other in range(size))
+        assert torch.equal(summed, total.chunk(size)[rank])
+        own = x.clone()
+        result, handle = tools.allreduce(own, group, async_op=later)
+        if later:
+            handle.wait()
+        assert result is own
+        assert torch.equal(own, total)
+    chunk = tools.split_tensor_into_1d_equal_chunks(x - rank, group, new_buffer=True)
+    assert torch.equal(tools.gather_split_1d_tensor(chunk, group).view_as(x), x - rank)
 
 
 @scene

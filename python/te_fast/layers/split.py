@@ -12,13 +12,13 @@ from te_fast.layers.parameters import (
     Init,
     constant,
     initialise,
-    mark_parallel,
     materialise,
     refuse,
 )
 from te_fast.layers.program import ProgramLayer
 from te_fast.runtime import main_grad, native
 from te_fast.runtime.calls import layer_call_method
+from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
 from te_fast.runtime.ranks import divided
 from te_fast.tensor.primary import is_quantized
 
@@ -270,7 +270,7 @@ class SplitLinear(ProgramLayer):
             initialise(self, weight, self.init_method, forks=True)
             self._quantize_weight(name)
             weight = getattr(self, name)
-            mark_parallel(weight, 1 if is_row else 0)
+            set_tensor_model_parallel_attributes(weight, True, dim=1 if is_row else 0, stride=1)
             if self.delay_wgrad_compute:
                 weight.skip_backward_post_hook = True
         for name in self.bias_names if self.use_bias else ():
@@ -279,7 +279,7 @@ class SplitLinear(ProgramLayer):
             if is_row:
                 bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
             elif self.parallel_mode is not None:
-                mark_parallel(bias, 0)
+                set_tensor_model_parallel_attributes(bias, True, dim=0, stride=1)
 
     def _of_parts(self) -> list[list[torch.Tensor]]:
         """Return the weight's parts, and the bias's, where they are plain tensors in memory."""
