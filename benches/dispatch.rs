@@ -21,7 +21,9 @@ use te_fast_core::cuda::device::Stream;
 use te_fast_core::cuda::memory::DeviceBuffer;
 use te_fast_core::launch::target::Backend;
 use te_fast_core::launch::trace::Recording;
-use te_fast_core::program::{Bindings, CallTable, Chain, KeptProgram, LinearCall, Op, Port, Program, ProgramKey};
+use te_fast_core::program::{
+    Bindings, CallTable, Chain, KeptProgram, LinearCall, Op, OuterKinds, Port, Program, ProgramKey,
+};
 use te_fast_core::quant::value::{LinearSlots, Slot, WeightBuffer};
 use te_fast_core::quant::weight::{Microbatch, WeightRecord, WeightToken};
 use te_fast_core::recipe::definition::Recipe;
@@ -56,6 +58,7 @@ fn program(dispatcher: &mut Dispatcher, chain: &Chain, recipe: &Recipe, device: 
         params: vec![(Float::Bf16, grads); chain.params()],
         extras: Vec::new(),
         linears: vec![LinearCall::default(); chain.linears()],
+        outer: OuterKinds::default(),
     };
     Program::new(dispatcher, chain, key, Some(recipe)).unwrap()
 }
@@ -96,7 +99,7 @@ impl<'a> Tensors<'a> {
 
 fn slots<'a>(recipe: &Recipe, scale: DevPtr<'a>, amax: DevPtr<'a>) -> LinearSlots<'a> {
     let slot = if recipe.is_delayed() { Slot { scale, amax } } else { Slot::NONE };
-    LinearSlots { input: slot, weight: slot, grad: slot }
+    LinearSlots { input: slot, weight: slot, grad: slot, ..LinearSlots::NONE }
 }
 
 /// A forward with a cached weight, the row count looked up and the weight found to serve; `recording` says whether it also

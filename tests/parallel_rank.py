@@ -12,6 +12,7 @@ import json
 import sys
 import time
 import traceback
+import weakref
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
@@ -315,6 +316,163 @@ def layernorm_mlp():
     check_mlp(False, "current", checkpoint=True)
 
 
+# Operations -----------------------------------------------------------------------------------------
+
+
+def check_op(make, mode, sequence, recipe, *, alone=True):
+    """A linear operation: as one native segment, and among Python's."""
+    size = dist.get_world_size()
+    x, w, g = (
+        random(ROWS, IN, seed=1),
+        random(OUT, IN, seed=2, scale=0.1),
+        random(ROWS, OUT, seed=4),
+    )
+    b = random(size, OUT, seed=3) if mode == "row" else random(OUT, seed=3)
+    x, w, b, g = (t.float().double() for t in (x, w, b, g))
+    x0, w0, b0 = (t.clone().requires_grad_() for t in (x, w, b))
+    op = make(
+        IN, OUT, device="cpu", tensor_parallel_mode=mode, sequence_parallel=sequence,
+        tensor_parallel_group=dist.group.WORLD,
+    )  # fmt: skip
+    has_bias = isinstance(op, te.ops.Linear)
+    linear = linear_of(recipe)
+    if mode == "column":
+        y0 = torch.cat([linear(x0, part) for part in w0.chunk(size)], -1) + (b0 if has_bias else 0)
+    else:
+        pairs = zip(x0.chunk(size, -1), w0.chunk(size, -1), strict=True)
+        y0 = sum(linear(x_part, part) for x_part, part in pairs) + (b0.sum(0) if has_bias else 0)
+    y0.backward(g)
+    fill(op, weight=share(w, 0 if mode == "column" else 1))
+    if has_bias:
+        fill(op, bias=share(b, 0) if mode == "column" else b[dist.get_rank()])
+    local = share(x, -1) if mode == "row" else share(x, 0) if sequence else x
+    local = local.float().requires_grad_()
+    module = op if alone else te.ops.Sequential(te.ops.Reshape((-1, local.shape[-1])), op)
+    with region(recipe):
+        y = module(local)
+    rows_out = sequence and mode == "row"
+    y.backward((share(g, -1) if mode == "column" else share(g, 0) if rows_out else g).float())
+    tolerance = tolerance_of(recipe, torch.float32)
+    close(
+        y.detach(),
+        share(y0, -1) if mode == "column" else share(y0, 0) if rows_out else y0,
+        tolerance,
+        "y",
+    )
+    dx0 = share(x0.grad, -1) if mode == "row" else share(x0.grad, 0) if sequence else x0.grad
+    close(local.grad, dx0, tolerance, "dx")
+    close(op.weight.grad, share(w0.grad, 0 if mode == "column" else 1), tolerance, "dw")
+    if has_bias:
+        expected = share(b0.grad, 0) if mode == "column" else b0.grad[dist.get_rank()]
+        close(op.bias.grad, expected, tolerance, "db")
+    return op
+
+
+@scene
+def linear_operations():
+    for make in (te.ops.Linear, te.ops.BasicLinear):
+        for mode, sequence, recipe in product(("column", "row"), (False, True), (None, *RECIPES)):
+            check_op(make, mode, sequence, recipe)
+    check_op(te.ops.Linear, "column", True, "current", alone=False)
+    check_op(te.ops.BasicLinear, "row", True, "current", alone=False)
+    op = check_op(te.ops.BasicLinear, "column", True, None)
+    x = random(8, IN, seed=1).float()
+    assert torch.equal(copy.deepcopy(op)(x), op(x))
+    chain = te.ops.Sequential(te.ops.GELU(), op, te.ops.GELU())
+    chain(x)
+    assert "all-gather" in chain.explain()
+    # By Python's methods, which a user's fusion calls.
+    context, python_context = (te_fast.ops.op.OperationContext() for _ in range(2))
+    y = op.op_forward(context, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
+    assert torch.equal(y, op(x))
+    context.saved_tensors = context.to_save
+    dy = torch.ones_like(y)
+    dx, (dw,) = op.op_backward(context, dy)
+    op.weight.grad = None
+    x = x.requires_grad_()
+    op(x).backward(dy)
+    assert torch.equal(dx, x.grad)
+    assert torch.equal(dw, op.weight.grad)
+
+
+@scene
+def chains_of_operations():
+    """A feed-forward block of operations, column then row, beside the layer."""
+    for sequence, recipe in product((False, True), (None, "current", "delayed")):
+        options = {
+            "device": "cpu",
+            "tensor_parallel_group": dist.group.WORLD,
+            "sequence_parallel": sequence,
+        }
+        chain = te.ops.Sequential(
+            te.ops.LayerNorm(IN, device="cpu"),
+            te.ops.BasicLinear(IN, OUT, tensor_parallel_mode="column", **options),
+            te.ops.GELU(),
+            te.ops.BasicLinear(OUT, IN, tensor_parallel_mode="row", **options),
+        )
+        layer = te.LayerNormMLP(
+            IN, OUT, device="cpu", bias=False, set_parallel_mode=True, sequence_parallel=sequence,
+            tp_group=dist.group.WORLD,
+        )  # fmt: skip
+        weights = random(OUT, IN, seed=1, scale=0.2), random(IN, OUT, seed=2, scale=0.2)
+        shares = share(weights[0], 0), share(weights[1], 1)
+        fill(layer, fc1_weight=shares[0], fc2_weight=shares[1])
+        fill(chain[1], weight=shares[0])
+        fill(chain[3], weight=shares[1])
+        x, g = random(ROWS, IN, seed=3).float(), random(ROWS, IN, seed=4).float()
+        if sequence:
+            x, g = share(x, 0), share(g, 0)
+        xs = [x.clone().requires_grad_() for _ in range(2)]
+        with region(recipe):
+            ys = [module(one) for module, one in zip((chain, layer), xs, strict=True)]
+        for y in ys:
+            y.backward(g)
+        pairs = zip(
+            (ys[0].detach(), xs[0].grad, chain[1].weight.grad, chain[3].weight.grad),
+            (ys[1].detach(), xs[1].grad, layer.fc1_weight.grad, layer.fc2_weight.grad),
+            strict=True,
+        )
+        for number, (got, expected) in enumerate(pairs):
+            close(got, expected.double(), 2e-2 if recipe else 1e-5, f"{number} of {recipe}")
+
+
+@scene
+def communication_operations():
+    rank, size = rank_and_size()
+    x = random(4 * size, 8, seed=rank).float()
+    every = torch.stack([random(4 * size, 8, seed=r).float() for r in range(size)])
+    for make, forward in (
+        (te.ops.AllGather, lambda t: t.flatten(0, 1)),
+        (te.ops.ReduceScatter, lambda t: t.sum(0).chunk(size)[rank]),
+        (te.ops.AllReduce, lambda t: t.sum(0)),
+    ):
+        op = make(dist.group.WORLD)
+        for module in (
+            op,
+            te.ops.Sequential(te.ops.Identity(), copy.deepcopy(op), te.ops.Identity()),
+        ):
+            local = x.clone().requires_grad_()
+            y = module(local)
+            assert torch.allclose(y, forward(every))
+            assert torch.equal(local, x)
+            generator = torch.Generator().manual_seed(rank)
+            g = torch.randn(y.shape, generator=generator)
+            gs = [
+                torch.randn(y.shape, generator=torch.Generator().manual_seed(r))
+                for r in range(size)
+            ]
+            y.backward(g)
+            if make is te.ops.AllGather:
+                expected = sum(gs).chunk(size)[rank]
+            else:
+                expected = torch.cat(gs) if make is te.ops.ReduceScatter else g
+            assert torch.allclose(local.grad, expected)
+        with raises(RuntimeError, f"{make.__name__}: the input's shape"):
+            op(torch.ones(size + size * rank, 4))
+    with raises(ValueError, "multiple of the"):
+        te.ops.ReduceScatter()(torch.ones(size + 1, 4))
+
+
 # What all have in common --------------------------------------------------------------------------------
 
 
@@ -550,6 +708,76 @@ def bad_input():
     calibrated = make("row", tp_group=group)
     with raises(NotImplementedError, "calibration"), te.autocast(enabled=False, calibrating=True):
         calibrated(torch.ones(4, IN // size))
+
+
+@scene
+def checkpoints_that_ranks_share():
+    rank, size = rank_and_size()
+    x = random(ROWS, IN, seed=1).float()
+    layer = te.LayerNormMLP(
+        IN, OUT, device="cpu", set_parallel_mode=True, tp_group=dist.group.WORLD, tp_size=size
+    )
+
+    def run(**options):
+        layer.zero_grad()
+        local = x.clone().requires_grad_()
+        with region("delayed"):
+            y = te.checkpoint(layer, local * 2, **options) if options else layer(local * 2)
+        y.square().sum().backward()
+        return [local.grad, *[parameter.grad for parameter in layer.parameters()]]
+
+    expected = run()
+    layer.reset_fp8_meta_tensors()
+    got = run(distribute_saved_activations=True, tp_group=dist.group.WORLD)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+    # The whole tensor is not kept.
+    whole = torch.ones(ROWS, IN).requires_grad_() * 1.0
+    memory = weakref.ref(whole.untyped_storage())
+    y = te.checkpoint(torch.sin, whole, distribute_saved_activations=True)
+    shape = whole.shape
+    del whole
+    assert memory() is None
+    y.backward(torch.ones(shape))
+    with raises(TypeError, "first argument"):
+        te.checkpoint(torch.sin, "x", distribute_saved_activations=True)
+    with raises(ValueError, "elements"):
+        te.checkpoint(torch.sin, torch.ones(size + 1), distribute_saved_activations=True)
+    with pytest.warns(UserWarning, match="use_reentrant"):
+        te.checkpoint(torch.sin, x, distribute_saved_activations=True, use_reentrant=False)
+
+
+@scene
+def collectives_of_consumers():
+    rank, size = rank_and_size()
+    group = dist.group.WORLD
+    tools = te.distributed
+    assert (tools.get_distributed_rank(group), tools.get_distributed_world_size(group)) == (
+        rank,
+        size,
+    )
+    x = torch.arange(4.0 * size).view(2 * size, 2) + rank
+    for later in (False, True):
+        every, handle = tools.gather_along_first_dim(x[:3], group, async_op=later)
+        assert (handle is not None) == later
+        if later:
+            handle.wait()
+        expected = torch.cat([x[:3] - rank + other for other in range(size)])
+        assert torch.equal(every, expected)
+        summed, handle = tools.reduce_scatter_along_first_dim(x, group, async_op=later)
+        if later:
+            handle.wait()
+        total = sum(x - rank + other for other in range(size))
+        assert torch.equal(summed, total.chunk(size)[rank])
+        own = x.clone()
+        result, handle = tools.allreduce(own, group, async_op=later)
+        if later:
+            handle.wait()
+        assert result is own
+        assert torch.equal(own, total)
+    chunk = tools.split_tensor_into_1d_equal_chunks(x - rank, group, new_buffer=True)
+    assert torch.equal(tools.gather_split_1d_tensor(chunk, group).view_as(x), x - rank)
 
 
 @scene

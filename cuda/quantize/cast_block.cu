@@ -69,12 +69,20 @@ __device__ inline float unpack_inverse(uint8_t byte) {
 }
 
 // Each block turns its share of the packed scales into floats.
-__device__ inline void unpack_scales(const CastBlockParams& p) {
+__device__ inline void unpack_scales(const uint8_t* packed, float* unpacked, uint64_t count) {
     const uint64_t stride = static_cast<uint64_t>(gridDim.x) * kTileThreads;
-    for (uint64_t i = static_cast<uint64_t>(blockIdx.x) * kTileThreads + threadIdx.x; i < p.packed_count; i += stride) {
-        p.unpacked[i] = unpack_inverse(p.packed[i]);
+    for (uint64_t i = static_cast<uint64_t>(blockIdx.x) * kTileThreads + threadIdx.x; i < count; i += stride) {
+        unpacked[i] = unpack_inverse(packed[i]);
     }
 }
+
+// Where no cast does it on the way: the gradient has come in FP8.
+struct UnpackScalesParams {
+    const uint8_t* packed;
+    float* unpacked;
+    uint64_t count;
+};
+static_assert(sizeof(UnpackScalesParams) == kUnpackScalesParamsBytes);
 
 template <Floating In>
 union BlockShared {
@@ -237,7 +245,7 @@ __device__ void cast_block_2d(const CastBlockParams& p, const TilePlace& place, 
 template <bool kTwoDimensional, Floating In, Fp8 Out>
 __device__ void cast_block(const CastBlockParams& p) {
     if (p.noop != nullptr && *p.noop == 1.0f) return;
-    if (p.packed != nullptr) unpack_scales(p);
+    if (p.packed != nullptr) unpack_scales(p.packed, p.unpacked, p.packed_count);
     __shared__ BlockShared<In> shared;
     const size_t tile_row = blockIdx.x / p.tiles_cols, tile_col = blockIdx.x % p.tiles_cols;
     const TilePlace place(min(p.rows, (tile_row + 1) * kTile), p.cols, tile_row, tile_col);
@@ -268,5 +276,11 @@ INSTANCE(cast_block_2d_f16_e4m3, true, f16, e4m3)
 INSTANCE(cast_block_2d_f16_e5m2, true, f16, e5m2)
 INSTANCE(cast_block_2d_bf16_e4m3, true, bf16, e4m3)
 INSTANCE(cast_block_2d_bf16_e5m2, true, bf16, e5m2)
+
+extern "C" __global__ void __launch_bounds__(kTileThreads)
+    unpack_block_scales(const __grid_constant__ UnpackScalesParams p) {
+    ptx::wait_for_prior_grids();
+    unpack_scales(p.packed, p.unpacked, p.count);
+}
 
 }  // namespace te_fast::quantize

@@ -41,6 +41,7 @@ __all__ = [
     "device_facts",
     "gemm",
     "install_hooks",
+    "install_tensors",
     "instance_method",
     "inventory",
     "layer_call",
@@ -420,7 +421,14 @@ def layer_call(
     fp8_grad: Any = None,
     **others: Any,
 ) -> Any: ...
-def layer_forward(module: Any, inp: Any, is_first_microbatch: Any = None) -> Any: ...
+def install_tensors(*, per_tensor: type[Tensor], block: type[Tensor]) -> None: ...
+def layer_forward(
+    module: Any,
+    inp: Any,
+    is_first_microbatch: Any = None,
+    fp8_output: Any = None,
+    fp8_grad: Any = None,
+) -> Any: ...
 def load_kernels(ordinal: int, /) -> int: ...
 def moe_apply(
     inp: Any, probs: Any, row_id_map: Any, pad_offsets: Any, ends: Any, rows: Any, top_k: Any, /
@@ -475,6 +483,8 @@ def program_apply(
     is_first_microbatch: bool | None = None,
     params: tuple[Tensor, ...] | None = None,
     version: int | None = None,
+    fp8_output: bool = False,
+    fp8_grad: bool = False,
     /,
 ) -> Any: ...
 def program_autograd_forward(ctx: Any, *arguments: Any) -> Any: ...

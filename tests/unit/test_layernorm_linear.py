@@ -154,11 +154,6 @@ def test_it_is_a_norm_and_a_linear_layer(name):
 
 
 def test_arguments_that_are_not_supported():
-    layer = make("linear")
-    x, _ = data(layer)
-    for options in ({"fp8_output": True}, {"fp8_grad": True}):
-        with pytest.raises(te_fast.UnsupportedError, match=next(iter(options))):
-            layer(x, **options)
     with pytest.raises(NotImplementedError, match="row"):
         make("linear", parallel_mode="row")
     with pytest.raises(te_fast.UnsupportedError, match="ub_bulk_wgrad"):

@@ -497,12 +497,3 @@ def test_the_context_is_left_as_it_was_entered():
         te.fp8_model_init(enabled=True),
     ):
         assert is_quantized(MAKERS["linear"]().weight)
-
-
-def test_quantised_inputs_are_refused_by_name(make, recipe):
-    module = make()
-    q = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu")(
-        torch.randn(32, 128).bfloat16()
-    )
-    with pytest.raises(UnsupportedError, match="Float8Tensor"), te.autocast(recipe=recipe):
-        module(q)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from te_fast.errors import UnsupportedError
 from te_fast.runtime import native
 from te_fast.runtime.autocast import autocast
 from te_fast.runtime.compiling import CAN_COMPILE
@@ -22,7 +23,19 @@ def _call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
     return torch.nn.Module.__call__(module, *args, **kwargs)
 
 
-def _layer_forward(module: Any, inp: Any, is_first_microbatch: bool | None = None) -> Any:
+def _layer_forward(
+    module: Any,
+    inp: Any,
+    is_first_microbatch: bool | None = None,
+    fp8_output: bool | None = None,
+    fp8_grad: bool | None = None,
+) -> Any:
+    if fp8_output or fp8_grad:
+        message = (
+            f"{module.name}: fp8_output and fp8_grad are not traced by torch.compile; call the layer outside of it, or "
+            "leave them at False"
+        )
+        raise UnsupportedError(message)
     return module._forward_traced(inp, is_first_microbatch)
 
 

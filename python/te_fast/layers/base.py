@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import os
 import sys
@@ -16,14 +15,15 @@ import torch
 
 import te_fast
 from te_fast.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
-from te_fast.layers.ranks import check_group, size_of_group
 from te_fast.recipe import DelayedScaling, Recipe
 from te_fast.runtime import native, scale_tape
 from te_fast.runtime.calls import call_through_forward
 from te_fast.runtime.delayed import DelayedScalingRecipeState, resized
 from te_fast.runtime.global_state import FP8GlobalStateManager, autocast_state
+from te_fast.runtime.ranks import check_group, copy_sharing, size_of_group
 from te_fast.state.module import StatefulModule
 from te_fast.tensor import primary
+from te_fast.tensor.of_recipe import quantizer_of
 
 _layer_numbers = itertools.count(1)
 _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (te_fast.__file__, torch.__file__))
@@ -206,12 +206,6 @@ class TransformerEngineBaseModule(StatefulModule):
         if not isinstance(inp, torch.Tensor):
             message = f"{self.name}: the input must be a torch.Tensor, got {type(inp).__name__}"
             raise DtypeError(message)
-        if primary.is_quantized(inp):
-            message = (
-                f"{self.name}: quantised inputs are not supported yet, got a {type(inp).__name__}; give its "
-                "dequantize()"
-            )
-            raise UnsupportedError(message)
         if inp.dim() == 0 or inp.shape[-1] != features:
             message = (
                 f"{self.name}: the input's last dimension must be {name} = {features}, got a tensor "
@@ -356,6 +350,14 @@ class TransformerEngineBaseModule(StatefulModule):
             if primary.is_quantized(self._parameters.get(name))
         ]
 
+    def _outer_quantizer(self, is_grad: bool, columnwise: bool) -> Any:
+        """Return what quantises as the output is quantised by `fp8_output`, or the input's gradient by `fp8_grad`."""
+        recipe = self.fp8_meta["recipe"]
+        key, slot = ("scaling_bwd", 1) if is_grad else ("scaling_fwd", self._FORWARD_SLOTS - 1)
+        options = {"rowwise": True, "columnwise": columnwise}
+        role = "grad" if is_grad else "input"
+        return quantizer_of(recipe, role, self.fp8_meta.get(key), slot, **options)
+
     def _quantize_weight(self, name: str) -> None:
         """Put a quantised tensor in the place of a weight that was initialised, if the layer's weights are such."""
         recipe, parameter = self._weight_recipe, self._parameters[name]
@@ -415,11 +417,8 @@ class TransformerEngineBaseModule(StatefulModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy; process groups are shared, they cannot be copied."""
-        for group in (self.tp_group, self.fsdp_group, self.fp8_meta.get("fp8_group")):
-            memo[id(group)] = group
-        copied = memo[id(self)] = self.__new__(type(self))
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
+        groups = self.tp_group, self.fsdp_group, self.fp8_meta.get("fp8_group")
+        return copy_sharing(self, groups, memo)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make a native half of this copy's own."""

@@ -14,15 +14,15 @@ from te_fast.layers.parameters import (
     check_sizes,
     constant,
     initialise,
-    mark_parallel,
     materialise,
     options_of,
     refuse_userbuffers,
 )
 from te_fast.layers.program import ProgramLayer
-from te_fast.layers.ranks import divided
 from te_fast.runtime import native
 from te_fast.runtime.calls import layer_call_method
+from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
+from te_fast.runtime.ranks import divided
 
 if TYPE_CHECKING:
     from te_fast.layers.load_torch import Source
@@ -319,14 +319,14 @@ class LayerNormMLP(ProgramLayer):
             initialise(self, weight, init, forks=True)
             self._quantize_weight(f"{name}_weight")
             weight = getattr(self, f"{name}_weight")
-            mark_parallel(weight, dim)
+            set_tensor_model_parallel_attributes(weight, True, dim=dim, stride=1)
             if self.delay_wgrad_compute:
                 weight.skip_backward_post_hook = True
         for name in inits if self.use_bias else ():
             bias: Any = materialise(self, f"{name}_bias")
             initialise(self, bias, constant(0.0), forks=False)
             if name == "fc1":
-                mark_parallel(bias, 0)
+                set_tensor_model_parallel_attributes(bias, True, dim=0, stride=1)
             elif self.set_parallel_mode:
                 bias.sequence_parallel = self.sequence_parallel
         self._drop_weight_cache()

@@ -180,7 +180,7 @@ class Linear(SplitLinear):
         self.__dict__["_save_original_input"] = bool(value)
         self._handles["weight"].save_original_input = bool(value)
 
-    def _forward_general(self, inp: Any, is_first_microbatch: bool | None) -> Any:
+    def _forward_general(self, inp: Any, is_first_microbatch: bool | None, **in_fp8: bool) -> Any:
         """Forward of calls that the native fast path does not take."""
         if is_traced(inp):
             return self._forward_traced(inp, is_first_microbatch)
@@ -190,12 +190,14 @@ class Linear(SplitLinear):
         parameters, version = self._used_parameters(is_first_microbatch)
         if self._exchange or (autocast_state.fp8_enabled and self.in_features != 0):
             self._refuse_functorch("in FP8; call the layer outside of te_fast.pytorch.autocast")
-            out = self._forward_on(parameters, version, inp, is_first_microbatch)
+            out = self._forward_on(parameters, version, inp, is_first_microbatch, **in_fp8)
         else:
             weight, bias = parameters["weight"], parameters.get("bias")
             if is_quantized(weight):
                 self._note_dequantized()
                 weight = weight.dequantize()
+            if is_quantized(inp):
+                inp = inp.dequantize()
             out = self._high_precision(inp, weight, bias, is_first_microbatch)
         return self._with_bias(out) if self.return_bias else out
 

@@ -142,10 +142,3 @@ def initialise(layer: Any, parameter: torch.Tensor, init: Init | None, *, forks:
         names = () if layer.rng_tracker_name is None else (layer.rng_tracker_name,)
         with layer.get_rng_state_tracker().fork(*names):
             init(parameter)
-
-
-def mark_parallel(parameter: Any, dim: int) -> None:
-    """Mark a parameter as Megatron knows those that are split between ranks."""
-    parameter.tensor_model_parallel = True
-    parameter.partition_dim = dim
-    parameter.partition_stride = 1

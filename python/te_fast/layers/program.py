@@ -17,13 +17,14 @@ from te_fast.errors import DtypeError, ShapeError, StateError, UnsupportedError
 from te_fast.graphs.traced import Traced, is_traced
 from te_fast.layers.base import TransformerEngineBaseModule, _callers_level
 from te_fast.layers.load_torch import copy_into
-from te_fast.layers.parameters import constant, initialise, materialise
-from te_fast.layers.ranks import Exchange, exchange_of
+from te_fast.layers.parameters import constant, initialise, materialise, refuse
 from te_fast.layers.recomputed import recomputed
 from te_fast.layers.segments import Segments
 from te_fast.runtime import main_grad, native, recompute, scale_tape
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.global_state import autocast_state
+from te_fast.runtime.ranks import Exchange, exchange_of
+from te_fast.tensor.primary import is_quantized
 
 if TYPE_CHECKING:
     from te_fast.layers.load_torch import Source
@@ -81,6 +82,8 @@ class ProgramLayer(TransformerEngineBaseModule):
 
     #: Name of the argument that is the size of the input, for messages.
     _FEATURES: str
+    #: Whether calls may ask for results in FP8.
+    _HANDS_OUT_FP8 = False
     #: Names of the weights of the linear ops, in order.
     _LINEARS: tuple[str, ...]
 
@@ -95,7 +98,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         raise NotImplementedError
 
     def _split_mode(self) -> str | None:
-        """Return how ranks share the layer, as :func:`te_fast.layers.ranks.exchange_of` names it."""
+        """Return how ranks share the layer, as :func:`te_fast.runtime.ranks.exchange_of` names it."""
         raise NotImplementedError
 
     def _whole_weight(self) -> torch.Tensor:
@@ -244,7 +247,6 @@ class ProgramLayer(TransformerEngineBaseModule):
         segments = self._segments.get(exchange)
         if segments is None:
             segments = self._segments[exchange] = self._make_segments(exchange)
-        segments.take_over()
         return segments
 
     def _make_segments(self, exchange: Exchange) -> Segments:
@@ -273,8 +275,8 @@ class ProgramLayer(TransformerEngineBaseModule):
 
     # Forward -------------------------------------------------------------------------------------
 
-    def _forward_general(self, inp: Any, is_first_microbatch: bool | None) -> Any:
-        """Forward of calls that the native fast path does not take."""
+    def _forward_general(self, inp: Any, is_first_microbatch: bool | None, **in_fp8: bool) -> Any:
+        """Forward of calls that the native fast path does not take; `in_fp8` is `fp8_output` and `fp8_grad`."""
         if is_traced(inp):
             return self._forward_traced(inp, is_first_microbatch)
         parameters, version = self._used_parameters(is_first_microbatch)
@@ -282,7 +284,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         self._check_input(inp, self._FEATURES, getattr(self, self._FEATURES), weight.device)
         self.set_activation_dtype(inp)
         self._refuse_functorch("here; call torch.nn layers inside of them")
-        out = self._forward_on(parameters, version, inp, is_first_microbatch)
+        out = self._forward_on(parameters, version, inp, is_first_microbatch, **in_fp8)
         return self._with_bias(out) if self.return_bias else out
 
     def _forward_on(
@@ -291,6 +293,9 @@ class ProgramLayer(TransformerEngineBaseModule):
         version: int | None,
         inp: torch.Tensor,
         is_first_microbatch: bool | None,
+        *,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
     ) -> Any:
         """Run the program on parameters that are the layer's, or stand in for them."""
         enabled, *_, epoch = native.autocast_region()
@@ -299,17 +304,27 @@ class ProgramLayer(TransformerEngineBaseModule):
         if enabled and epoch != self._region_epoch:
             self.__dict__["_region_epoch"] = epoch
             self._enter_region()
-        x = inp.to(self.activation_dtype)
-        if type(x) not in (torch.Tensor, torch.nn.Parameter):
-            x = x.as_subclass(torch.Tensor)
+        x = self._plain_input(inp, enabled and not self._exchange)
         if self._exchange:
+            refuse(self.name, {"fp8_output": bool(fp8_output), "fp8_grad": bool(fp8_grad)})
             return self._forward_on_ranks(parameters, version, x, is_first_microbatch)
         if autocast_state.fp8_calibration and not autocast_state.fp8_enabled:
             return self._calibrate(parameters, version, x, is_first_microbatch)
         if self.checkpoint and torch.is_grad_enabled() and x.numel() > 0:
             return recomputed(self, parameters, x, is_first_microbatch)
         given = tuple(parameters.values())
-        return native.program_apply(self._program, self, x, (), is_first_microbatch, given, version)
+        return native.program_apply(
+            *(self._program, self, x, (), is_first_microbatch, given, version, fp8_output, fp8_grad)
+        )
+
+    def _plain_input(self, inp: torch.Tensor, enabled: bool) -> torch.Tensor:
+        """Return the input in the layer's type, of torch's own class; quantised where a program reads it so."""
+        if is_quantized(inp):
+            if enabled and inp.dtype == self.activation_dtype and not self.checkpoint:
+                return inp
+            inp = inp.dequantize(dtype=self.activation_dtype)  # type: ignore[call-arg]
+        x = inp.to(self.activation_dtype)
+        return x if type(x) in (torch.Tensor, torch.nn.Parameter) else x.as_subclass(torch.Tensor)
 
     def _forward_on_ranks(
         self,
@@ -328,9 +343,9 @@ class ProgramLayer(TransformerEngineBaseModule):
         given = tuple(parameters.values())
         if self.checkpoint and torch.is_grad_enabled():
             return recompute.checkpoint(
-                segments.apply, x, given, version, is_first_microbatch, use_reentrant=False
+                segments.apply, self, x, given, version, is_first_microbatch, use_reentrant=False
             )
-        return segments.apply(x, given, version, is_first_microbatch)
+        return segments.apply(self, x, given, version, is_first_microbatch)
 
     def _note_dequantized(self) -> None:
         """Warn where quantised weights are dequantised for each call."""

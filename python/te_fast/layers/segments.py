@@ -1,51 +1,19 @@
-"""A layer that is shared among ranks, as it runs: native programs and the collectives between them, one autograd node.
-
-A collective is started as soon as its operand is there, and waited for where its result is read: the gradient of the
-input is reduced behind the weight's gradient, whose input is gathered again behind the gradient of the input.
-"""
+"""A layer that is shared among ranks, as it runs: a norm, and linear ops between collectives, one autograd node."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from te_fast.errors import RanksError, TeFastError
-from te_fast.layers.ranks import Exchange
 from te_fast.runtime import native, rows
-from te_fast.runtime.agreement import Agreement
-from te_fast.runtime.collectives import (
-    Handle,
-    allreduce,
-    check_rows,
-    gather_along_first_dim,
-    get_distributed_world_size,
-    reduce_scatter_along_first_dim,
-)
-from te_fast.runtime.global_state import FP8GlobalStateManager
-from te_fast.runtime.rows import Tensors
+from te_fast.runtime.segment import Run, Segment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from te_fast.layers.program import ProgramLayer
-
-
-@contextmanager
-def _named(layer: str, collective: str) -> Iterator[None]:
-    """Name the layer in what ``torch.distributed`` raises when a rank is gone or late."""
-    try:
-        yield
-    except TeFastError:
-        raise
-    except RuntimeError as error:
-        message = (
-            f"{layer}: {collective} of tensor parallelism failed; another rank has stopped, is late, or does something "
-            f"else: {error}"
-        )
-        raise RanksError(message) from error
+    from te_fast.runtime.ranks import Exchange
+    from te_fast.runtime.rows import Tensors
 
 
 class Segments:
@@ -58,12 +26,14 @@ class Segments:
     exchange : Exchange
         Its collectives.
     head : Program, optional
-        The norm, where something stands between it and the first linear op.
+        The norm, where a collective stands between it and the first linear op, in either direction.
     body : Program
         The linear ops, and what is between them.
     """
 
-    __slots__ = ("_agreement", "_first", "_layer", "body", "exchange", "group", "head", "size")
+    # Not the layer: a circle of references would leave it to the garbage collector, which runs at other times on other
+    # ranks, and layers of delayed scaling that are there on some ranks alone would be reduced on some alone.
+    __slots__ = ("body", "head")
 
     def __init__(
         self,
@@ -72,24 +42,15 @@ class Segments:
         head: native.Program | None,
         body: native.Program,
     ) -> None:
-        self._layer = layer
-        self.exchange, self.head, self.body = exchange, head, body
-        self.group = layer.tp_group
-        self.size = get_distributed_world_size(self.group)
+        self.head = head
+        first = layer._handles[layer._LINEARS[0]]
         columns = layer._input_size()
-        kind = f"{type(layer).__name__} {exchange} {columns} {body.widths(columns)}"
-        self._agreement = Agreement(layer.name, self.group, kind)
-        name = layer._LINEARS[0]
-        #: The linear op whose weight's gradient the reduction of the input's runs behind.
-        self._first = layer._handles[name] if exchange.before is not None else None
-
-    def take_over(self) -> None:
-        """Have the linear ops run as this exchange wants it."""
-        if self._first is not None:
-            self._first.delay_wgrad_compute = True
+        kind = f"{type(layer).__name__} {columns} {body.widths(columns)}"
+        self.body = Segment(layer.name, body, exchange, layer.tp_group, first, kind)
 
     def apply(
         self,
+        layer: ProgramLayer,
         x: torch.Tensor,
         parameters: Tensors,
         version: int | None,
@@ -104,53 +65,16 @@ class Segments:
         ShapeError
             If rows cannot be shared out among the ranks.
         """
-        layer = self._layer
-        if self.exchange.behind == "scatter" and self.exchange.before != "gather":
-            check_rows(
-                x.shape[0] if x.dim() > 1 else 1, self.size, f"{layer.name}: sequence_parallel"
-            )
-        if self._first is not None and FP8GlobalStateManager.is_fp8_enabled():
-            # Not under delayed scaling, whose scale has changed by then: the gathered input is kept in FP8.
-            again = not FP8GlobalStateManager.get_fp8_recipe().delayed()
-            self._first.save_original_input = again and self.exchange.before == "gather"
-        call = _Call(self, layer, version, is_first_microbatch)
         wanted = torch.is_grad_enabled() and (
             x.requires_grad or any([parameter.requires_grad for parameter in parameters])
         )
-        self._agreement.check(x, wanted=wanted, needs_input=x.requires_grad)
+        self.body.check(x, wanted=wanted, needs_x=x.requires_grad)
+        call = _Call(self, layer, version, is_first_microbatch)
         if wanted:
             return _apply_function(call, x, *parameters)
         with torch.no_grad():
             outputs = call.forward(x, parameters, needs_x=False, wanted=False)
         return outputs if len(outputs) > 1 else outputs[0]
-
-    # Collectives ----------------------------------------------------------------------------------
-
-    def gather(self, x: torch.Tensor, *, later: bool = False) -> tuple[torch.Tensor, Handle]:
-        """Concatenate the rows of all ranks."""
-        with _named(self._layer.name, "an all-gather"):
-            return gather_along_first_dim(x, self.group, async_op=later)
-
-    def scatter(self, x: torch.Tensor, *, later: bool = False) -> tuple[torch.Tensor, Handle]:
-        """Sum over all ranks, and keep this one's rows."""
-        with _named(self._layer.name, "a reduce-scatter"):
-            return reduce_scatter_along_first_dim(x, self.group, async_op=later)
-
-    def sum(self, x: torch.Tensor, *, later: bool = False) -> tuple[torch.Tensor, Handle]:
-        """Sum over all ranks."""
-        with _named(self._layer.name, "an all-reduce"):
-            return allreduce(x.contiguous(), self.group, async_op=later)
-
-    def wait(self, handle: Handle) -> None:
-        """Let what follows on this stream see a collective's result."""
-        if handle is not None:
-            with _named(self._layer.name, "a collective"):
-                handle.wait()
-
-    @property
-    def first(self) -> Any:
-        """What the first linear op keeps, if its weight's gradient waits for a collective; else None."""
-        return self._first
 
 
 class _Call:
@@ -161,14 +85,11 @@ class _Call:
         "_layer",
         "_segments",
         "_version",
-        "body_kept",
-        "body_saved",
-        "counts",
-        "head_kept",
+        "body",
+        "head",
         "head_saved",
-        "local",
         "needs_x",
-        "shape",
+        "norms",
         "tail",
     )
 
@@ -181,40 +102,14 @@ class _Call:
     ) -> None:
         self._segments, self._layer = segments, layer
         self._version, self._is_first_microbatch = version, is_first_microbatch
-        norm = len(layer._norm_names()) if segments.head is not None else 0
-        #: Parameters of the head, and of the tail: a bias that is added to the sum of all ranks.
-        self.counts = norm
+        #: Parameters of the head.
+        self.norms = len(layer._norm_names()) if segments.head is not None else 0
+        #: A bias that is added to the sum of all ranks.
         self.tail: torch.Tensor | None = None
-        self.head_kept: Any = None
-        self.body_kept: Any = None
+        self.head: Any = None
         self.head_saved: Tensors = ()
-        self.body_saved: list[Any] = []
-        #: Where among them this rank's rows stand for the gathered ones.
-        self.local: int | None = None
+        self.body = Run(None)
         self.needs_x = False
-        self.shape = torch.Size()
-
-    def _run(
-        self,
-        program: native.Program,
-        x: torch.Tensor,
-        parameters: Tensors,
-        version: int | None,
-        *,
-        needs_x: bool,
-        wanted: bool,
-    ) -> Any:
-        layer, first = self._layer, self._is_first_microbatch
-        if x.numel() == 0:
-            if FP8GlobalStateManager.is_fp8_enabled() and layer.fp8_meta["recipe"].delayed():
-                # Other ranks may have rows, and reduce their maxima with this one.
-                layer._init_delayed_scaling()
-            y, _, kept, saved = rows.run_on_nothing(program, x, (), parameters, first is True)
-        else:
-            y, _, kept, saved = native.program_run_forward(
-                program, layer, x, (), first, needs_x, (), wanted, parameters, version
-            )
-        return y, kept, list(saved)
 
     # Forward --------------------------------------------------------------------------------------
 
@@ -223,108 +118,79 @@ class _Call:
     ) -> tuple[torch.Tensor, ...]:
         """Return the result, and the norm's if the layer returns that."""
         segments, layer = self._segments, self._layer
-        exchange = segments.exchange
         self.needs_x = needs_x
-        head, body = parameters[: self.counts], parameters[self.counts :]
-        if exchange.behind is not None and layer.apply_bias:
+        head, body = parameters[: self.norms], parameters[self.norms :]
+        if segments.body.exchange.behind is not None and layer.apply_bias:
             body, self.tail = body[:-1], body[-1]
         normed = x
         if segments.head is not None:
-            normed, self.head_kept, self.head_saved = self._run(
-                segments.head, x, head, None, needs_x=needs_x, wanted=wanted
-            )
+            normed = self._run_head(x, head, needs_x=needs_x, wanted=wanted)
             needs_x = wanted and (needs_x or any([parameter.requires_grad for parameter in head]))
-        whole = segments.gather(normed)[0] if exchange.before == "gather" else normed
-        self.shape = whole.shape
-        y, self.body_kept, saved = self._run(
-            segments.body, whole, body, self._version, needs_x=needs_x, wanted=wanted
+        y, _, self.body, whole = segments.body.forward(
+            layer,
+            normed,
+            (),
+            self._is_first_microbatch,
+            (needs_x, (), wanted),
+            body,
+            self._version,
         )
-        if whole is not normed and wanted:
-            self.local = next((i for i, kept in enumerate(saved) if kept is whole), None)
-            if self.local is not None:
-                saved[self.local] = normed
-        self.body_saved = saved
-        if exchange.behind == "scatter":
-            y = segments.scatter(y)[0]
-        elif exchange.behind == "sum":
-            y = segments.sum(y)[0]
         if self.tail is not None:
             y.add_(self.tail.detach())
         if not layer.return_layernorm_output:
             return (y,)
         return y, whole if layer.return_layernorm_output_gathered else normed
 
+    def _run_head(
+        self, x: torch.Tensor, parameters: Tensors, *, needs_x: bool, wanted: bool
+    ) -> torch.Tensor:
+        program, first = self._segments.head, self._is_first_microbatch
+        assert program is not None
+        normed: torch.Tensor
+        if x.numel() == 0:
+            normed, _, self.head, saved = rows.run_on_nothing(program, x, (), parameters, False)
+        else:
+            normed, _, self.head, saved = native.program_run_forward(
+                program, self._layer, x, (), first, needs_x, (), wanted, parameters
+            )
+        self.head_saved = tuple(saved)
+        return normed
+
     def take_saved(self) -> Tensors:
         """Give the tensors away that autograd is to save."""
-        saved = (*self.head_saved, *self.body_saved)
-        self.head_saved, self.body_saved = (), []
+        saved: Any = (*self.head_saved, *self.body.saved)
+        self.head_saved, self.body.saved = (), []
         return saved
 
     # Backward -------------------------------------------------------------------------------------
 
     def backward(
-        self, saved: Tensors, grads: tuple[torch.Tensor | None, ...], counts: int
+        self, saved: Tensors, grads: tuple[torch.Tensor | None, ...], count: int
     ) -> tuple[Any, ...]:
-        """Return the gradients of input and parameters; `counts` tensors were saved of the head."""
-        segments, layer = self._segments, self._layer
-        exchange = segments.exchange
+        """Return the gradients of input and parameters; of `saved`, the first `count` are the head's."""
+        layer, body = self._layer, self._segments.body
         dy, dnormed = grads[0], grads[1] if len(grads) > 1 else None
         assert dy is not None
-        tail_grads: tuple[Any, ...] = ()
-        if self.tail is not None:
-            tail_grads = (self._bias_gradient(dy),)
-        if exchange.behind == "scatter":
-            dy = segments.gather(dy)[0]
-        body_saved, regather = list(saved[counts:]), None
-        if self.local is not None:
-            body_saved[self.local], regather = segments.gather(body_saved[self.local], later=True)
-        first = segments.first
-        before = 0 if first is None else first.deferred_count()
-        try:
-            dx, gradients, _ = rows.run_backward(self.body_kept, tuple(body_saved), dy, ())
-            gradients = list(gradients)
-            is_whole = layer.return_layernorm_output_gathered and exchange.before == "gather"
-            if dx is not None and dnormed is not None and is_whole:
-                dx, dnormed = dx + dnormed, None
-            reduction = None
-            if dx is not None and exchange.before == "gather":
-                dx, reduction = segments.scatter(dx, later=True)
-            elif dx is not None and exchange.before == "copy":
-                dx, reduction = segments.sum(dx, later=True)
-            segments.wait(regather)
-            if (
-                first is not None
-                and not layer.delay_wgrad_compute
-                and first.deferred_count() > before
-            ):
-                given = self._weight_gradient(first)
-                if given is not None:
-                    gradients[0] = given
-            segments.wait(reduction)
-        except BaseException:
-            if first is not None:
-                first.forget_deferred(before)
-            raise
-        if segments.head is None:
-            return (dx if self.needs_x else None, *gradients, *tail_grads)
+        last = () if self.tail is None else (self._bias_gradient(self.tail, dy),)
+        dwhole = None
+        if layer.return_layernorm_output_gathered and body.exchange.before == "gather":
+            dwhole, dnormed = dnormed, None
+        weight = None if layer.delay_wgrad_compute else layer._whole_weight
+        dx, gradients, _ = body.backward(self.body, saved[count:], dy, (), weight, dwhole)
+        if self._segments.head is None:
+            return (dx if self.needs_x else None, *gradients, *last)
         if dnormed is not None:
             dx = dnormed if dx is None else dx + dnormed
-        if self.head_kept is None or dx is None:
-            return (None, *(None,) * self.counts, *gradients, *tail_grads)
-        dx, head_gradients, _ = rows.run_backward(self.head_kept, saved[:counts], dx, ())
-        return (dx if self.needs_x else None, *head_gradients, *gradients, *tail_grads)
+        norms: Any = (None,) * self.norms
+        if dx is not None and self.head is not None:
+            dx, norms, _ = rows.run_backward(self.head, saved[:count], dx, ())
+        return (dx if self.needs_x else None, *norms, *gradients, *last)
 
-    def _weight_gradient(self, first: native.WeightHandle) -> torch.Tensor | None:
-        """Compute the gradient that the body left; return what autograd is given, None if that is settled."""
-        weight = self._layer._whole_weight()
-        return native.program_backward_dw(first, weight, first.fuse_wgrad_accumulation)
-
-    def _bias_gradient(self, dy: torch.Tensor) -> torch.Tensor | None:
-        assert self.tail is not None
-        if not self.tail.requires_grad:
+    @staticmethod
+    def _bias_gradient(bias: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
+        if not bias.requires_grad:
             return None
-        summed = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32)
-        return summed.to(self.tail.dtype)
+        return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32).to(bias.dtype)
 
 
 class _Function(torch.autograd.Function):

@@ -12,14 +12,13 @@ from te_fast.layers.parameters import (
     Init,
     constant,
     initialise,
-    mark_parallel,
     materialise,
-    refuse,
 )
 from te_fast.layers.program import ProgramLayer
-from te_fast.layers.ranks import divided
 from te_fast.runtime import main_grad, native
 from te_fast.runtime.calls import layer_call_method
+from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
+from te_fast.runtime.ranks import divided
 from te_fast.tensor.primary import is_quantized
 
 if TYPE_CHECKING:
@@ -155,6 +154,7 @@ class SplitLinear(ProgramLayer):
     """A layer of one GEMM, whose weight and bias may be split."""
 
     _FEATURES = "in_features"
+    _HANDS_OUT_FP8 = True
     _LINEARS = ("weight",)
 
     in_features: int
@@ -270,7 +270,7 @@ class SplitLinear(ProgramLayer):
             initialise(self, weight, self.init_method, forks=True)
             self._quantize_weight(name)
             weight = getattr(self, name)
-            mark_parallel(weight, 1 if is_row else 0)
+            set_tensor_model_parallel_attributes(weight, True, dim=1 if is_row else 0, stride=1)
             if self.delay_wgrad_compute:
                 weight.skip_backward_post_hook = True
         for name in self.bias_names if self.use_bias else ():
@@ -279,7 +279,7 @@ class SplitLinear(ProgramLayer):
             if is_row:
                 bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
             elif self.parallel_mode is not None:
-                mark_parallel(bias, 0)
+                set_tensor_model_parallel_attributes(bias, True, dim=0, stride=1)
 
     def _of_parts(self) -> list[list[torch.Tensor]]:
         """Return the weight's parts, and the bias's, where they are plain tensors in memory."""
@@ -395,12 +395,19 @@ class SplitLinear(ProgramLayer):
         Parameters
         ----------
         inp : torch.Tensor
-            ``(..., in_features)``, of the parameters' type unless under ``torch.autocast``.
+            ``(..., in_features)``, of the parameters' type unless under ``torch.autocast``. A quantised tensor is read
+            as it is, and never written; it is dequantised outside of FP8 regions, and for a norm.
         is_first_microbatch : bool, optional
             True: quantise the weight and keep it. False: use the kept one. None: quantise it if it
             has changed. A kept weight is never used once the parameter has changed.
-        fp8_output, fp8_grad : bool, default = False
-            Not supported yet.
+        fp8_output : bool, default = False
+            Return a quantised tensor, in FP8 regions: :class:`Float8Tensor`, or :class:`Float8BlockwiseQTensor`
+            under block scaling. Its bytes are those that the next layer would make of a plain one; under delayed
+            scaling the GEMM writes them, by the scale of the layer's output. Where gradients are enabled, current
+            and block scaling write its column layout, too, for the next layer's weight gradient. No rows come back
+            plain.
+        fp8_grad : bool, default = False
+            The same of the input's gradient, in backward. A recipe's ``backward_override`` leaves it plain.
 
         Returns
         -------
@@ -410,13 +417,13 @@ class SplitLinear(ProgramLayer):
 
         Raises
         ------
+        StateError
+            If the input is quantised otherwise than the region's recipe does.
         ShapeError, DtypeError, DeviceError
             If the input does not fit; in FP8, if its rows are no multiple of 8 and
             :func:`te_fast.auto_pad` is off.
         """
-        if fp8_output or fp8_grad:
-            refuse(self.name, {"fp8_output": bool(fp8_output), "fp8_grad": bool(fp8_grad)})
-        result: Any = native.layer_forward(self, inp, is_first_microbatch)
+        result: Any = native.layer_forward(self, inp, is_first_microbatch, fp8_output, fp8_grad)
         return result
 
     _called_forward = forward

@@ -22,6 +22,7 @@ from te_fast.recipe import Recipe
 from te_fast.runtime import native, scale_tape
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.runtime.support import get_default_recipe
+from te_fast.tensor.primary import is_quantized
 
 #: ``func(ops, *, recipe) -> ops``: may replace runs of operations by fused ones.
 FusionFunction = Callable[..., list[FusibleOperation]]
@@ -259,7 +260,7 @@ class OperationFuser:
         Parameters
         ----------
         input : torch.Tensor
-            Input.
+            Input. A quantised one is read as it is by a linear operation, and dequantised for others.
         *extra_inputs : torch.Tensor
             Extra inputs of the operations, in their order.
         basic_op_kwargs : list of dict, optional
@@ -275,6 +276,10 @@ class OperationFuser:
         if is_traced(input):
             return traced.run(self, input, extra_inputs, basic_op_kwargs, is_first_microbatch)
         self._check(input, extra_inputs, basic_op_kwargs)
+        if extra_inputs:
+            extra_inputs = tuple(
+                [extra.dequantize() if is_quantized(extra) else extra for extra in extra_inputs]
+            )
         if is_first_microbatch is not None:
             is_first_microbatch = bool(is_first_microbatch)
         return self._start(input, extra_inputs, basic_op_kwargs, is_first_microbatch)
@@ -397,7 +402,7 @@ class OperationFuser:
                     f"{self._name}: the {what} must be a torch.Tensor, got {type(tensor).__name__}"
                 )
                 raise DtypeError(message)
-        if type(x) not in _PLAIN_TENSORS or _are_functorch_transforms_active():
+        if not (type(x) in _PLAIN_TENSORS or is_quantized(x)) or _are_functorch_transforms_active():
             message = (
                 f"{self._name}: tensor subclasses and torch.func transforms do not work in ops, got "
                 f"{type(x).__name__}"

@@ -76,7 +76,7 @@ from te_fast.pytorch.tensor import (
 )
 from te_fast.pytorch.transformer import TransformerLayer
 from te_fast.runtime.device import set_cuda_device_every_batch, should_set_cuda_device_every_batch
-from te_fast.tensor.loading import allow_loading
+from te_fast.tensor.loading import register_classes
 
 __all__ = [
     "CudaRNGStatesTracker",
@@ -148,4 +148,4 @@ def __getattr__(name: str) -> object:
 
 
 register_when_dynamo_is_imported()
-allow_loading()
+register_classes()

@@ -29,9 +29,7 @@ _NAMES = {
     "te_fast.pytorch.ops": "GroupedLinear",
     "te_fast.pytorch.ops.basic": "GroupedLinear",
     "te_fast.pytorch.distributed": (
-        "FullyShardedDataParallel allreduce gather_along_first_dim get_distributed_rank "
-        "get_distributed_world_size has_te_modules prepare_te_modules_for_fsdp "
-        "reduce_scatter_along_first_dim symmetric_all_reduce"
+        "FullyShardedDataParallel has_te_modules prepare_te_modules_for_fsdp symmetric_all_reduce"
     ),
     "te_fast.pytorch.utils": (
         "SplitAlongDim all_close assert_dim_for_fp8_exec assert_viewless_tensor attention_mask_func "

@@ -31,10 +31,11 @@ class Agreement:
         What must be the same of the layer.
     """
 
-    __slots__ = ("_group", "_known", "_layer", "_name")
+    __slots__ = ("_group", "_is_alone", "_known", "_layer", "_name")
 
     def __init__(self, name: str, group: Any, layer: str) -> None:
         self._name, self._group, self._layer = name, group, layer
+        self._is_alone = get_distributed_world_size(group) == 1
         self._known: set[Any] = set()
 
     def check(self, x: torch.Tensor, *, wanted: bool, needs_input: bool) -> None:
@@ -52,6 +53,8 @@ class Agreement:
         RanksError
             If another rank makes another call; all ranks raise.
         """
+        if self._is_alone:
+            return
         enabled, _, _, _, _, epoch = native.autocast_region()
         kind = (x.shape, x.dtype, x.device, wanted, needs_input, epoch if enabled else None)
         if kind in self._known or (x.is_cuda and torch.cuda.is_current_stream_capturing()):

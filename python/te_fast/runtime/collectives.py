@@ -168,3 +168,71 @@ def allreduce(
     if get_distributed_world_size(tp_group) == 1 or inp.numel() == 0:
         return inp, None
     return inp, torch.distributed.all_reduce(inp, group=tp_group, async_op=async_op)
+
+
+def split_tensor_into_1d_equal_chunks(
+    tensor: torch.Tensor, tp_group: Any, new_buffer: bool = False
+) -> torch.Tensor:
+    """Return this rank's share of a tensor's elements.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        The same on all ranks.
+    tp_group : torch.distributed.ProcessGroup
+        The ranks; None is all.
+    new_buffer : bool, default = False
+        In memory of its own, and not as a view of `tensor`.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(elements / ranks,)``.
+
+    Raises
+    ------
+    ShapeError
+        If the elements cannot be shared out.
+    """
+    size = get_distributed_world_size(tp_group)
+    if tensor.numel() % size != 0:
+        message = (
+            f"split_tensor_into_1d_equal_chunks: the elements must be a multiple of the {size} ranks, got a tensor of "
+            f"shape {list(tensor.shape)}"
+        )
+        raise ShapeError(message)
+    rank = get_distributed_rank(tp_group) if size > 1 else 0
+    chunk = tensor.reshape(-1).chunk(size)[rank] if tensor.numel() else tensor.reshape(-1)
+    return chunk.clone() if new_buffer else chunk
+
+
+def gather_split_1d_tensor(tensor: torch.Tensor, tp_group: Any) -> torch.Tensor:
+    """Return all elements of which each rank has a share, the inverse of :func:`split_tensor_into_1d_equal_chunks`.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        ``(elements / ranks,)``.
+    tp_group : torch.distributed.ProcessGroup
+        The ranks; None is all.
+    """
+    return gather_along_first_dim(tensor, tp_group)[0]
+
+
+def set_tensor_model_parallel_attributes(
+    tensor: Any, is_parallel: bool, dim: int, stride: int
+) -> None:
+    """Mark a parameter as Megatron-LM knows those that ranks share.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        The parameter.
+    is_parallel : bool
+        Whether ranks share it.
+    dim, stride : int
+        Along which dimension, and in strides of how many.
+    """
+    tensor.tensor_model_parallel = is_parallel
+    tensor.partition_dim = dim
+    tensor.partition_stride = stride

@@ -1,15 +1,20 @@
-"""Which of te_fast's classes ``torch.load(weights_only=True)`` makes: quantised tensors and their quantizers."""
+"""What is told of the classes of quantised tensors: to ``torch.load(weights_only=True)`` and to the native module."""
 
 from __future__ import annotations
 
 import torch
 
+from te_fast.runtime import native
 from te_fast.tensor import blockwise, float8
 from te_fast.tensor.dtypes import DType
 
 
-def allow_loading() -> None:
-    """Let ``torch.load`` make quantised tensors; what it calls checks its arguments and runs no code of the file's."""
+def register_classes() -> None:
+    """Name the classes that native calls make, and let ``torch.load`` make them.
+
+    What ``torch.load`` calls checks its arguments and runs no code of the file's.
+    """
+    native.install_tensors(per_tensor=float8.Float8Tensor, block=blockwise.Float8BlockwiseQTensor)
     torch.serialization.add_safe_globals(
         [
             DType,

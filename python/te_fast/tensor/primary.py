@@ -10,10 +10,9 @@ import torch
 
 from te_fast.errors import StateError
 from te_fast.recipe import Recipe
-from te_fast.runtime.delayed import DelayedScalingRecipeState, get_fp8_torch_dtype
-from te_fast.tensor.blockwise import Float8BlockQuantizer
-from te_fast.tensor.dtypes import TE_DType
-from te_fast.tensor.float8 import Float8CurrentScalingQuantizer, Float8Quantizer
+from te_fast.runtime.delayed import DelayedScalingRecipeState
+from te_fast.tensor.float8 import Float8Quantizer
+from te_fast.tensor.of_recipe import quantizer_of, slot_of
 from te_fast.tensor.quantizer import Float8QuantizerBase
 from te_fast.tensor.tensor import Float8TensorBase
 
@@ -43,34 +42,15 @@ def weight_quantizer(
     slot : int
         The weight's place among them.
     """
-    dtype = TE_DType[get_fp8_torch_dtype(recipe)]
-    usage: dict[str, Any] = {"rowwise": True, "columnwise": torch.is_grad_enabled()}
-    if recipe.delayed():
-        if state is None:
-            message = "quantized_model_init: delayed scaling needs scales"
-            raise StateError(message)
-        return Float8Quantizer(*_slot_of(state, slot), dtype, **usage)
-    about: Any = recipe
-    options: dict[str, Any] = {
-        "force_pow_2_scales": about.fp8_quant_fwd_weight.power_2_scale,
-        "amax_epsilon": about.fp8_quant_fwd_weight.amax_epsilon,
-    }
-    if recipe.float8_current_scaling():
-        return Float8CurrentScalingQuantizer(dtype, **usage, **options)
-    return Float8BlockQuantizer(
-        dtype, block_scaling_dim=about.w_block_scaling_dim, **usage, **options
-    )
-
-
-def _slot_of(state: DelayedScalingRecipeState, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return state.scale[slot : slot + 1], state.amax_history[0, slot : slot + 1]
+    usage = {"rowwise": True, "columnwise": torch.is_grad_enabled()}
+    return quantizer_of(recipe, "weight", state, slot, **usage)
 
 
 def point_at(parameter: Any, state: Any, slot: int) -> None:
     """Let a weight of delayed scaling be quantised with a state's scale, whose tensors may be others by now."""
     quantizer = parameter._quantizer
     if isinstance(quantizer, Float8Quantizer) and isinstance(state, DelayedScalingRecipeState):
-        quantizer.scale, quantizer.amax = _slot_of(state, slot)
+        quantizer.scale, quantizer.amax = slot_of(state, slot)
 
 
 def quantized_parameter(

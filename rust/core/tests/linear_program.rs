@@ -10,7 +10,7 @@ use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::cuda::device::Stream;
 use te_fast_core::gemm::problem::{Epilogue, Factor, GemmPointers, Operand, Problem, ScaleMode};
 use te_fast_core::program::{
-    Bindings, CallTable, Chain, KeptProgram, LinearCall, LinearPort, Op, Port, Program, ProgramKey,
+    Bindings, CallTable, Chain, KeptProgram, LinearCall, LinearPort, Op, OuterKinds, Port, Program, ProgramKey,
 };
 use te_fast_core::quant::quantizer::{QuantPlan, QuantPointers, QuantSpec};
 use te_fast_core::quant::value::{LinearSlots, Slot, WeightBuffer};
@@ -269,6 +269,7 @@ fn program(dispatcher: &mut Dispatcher, case: &Case) -> Result<Program> {
         params,
         extras: Vec::new(),
         linears: vec![LinearCall { deferred, save_original_input }],
+        outer: OuterKinds::default(),
     };
     Program::new(dispatcher, &chain, key, Some(&recipe))
 }
@@ -314,7 +315,7 @@ fn by_program(case: &Case) -> Result<Results> {
         ports.push((Port::GradParam(1), DevPtr::from_slice(&mut results.db)));
     }
     let buffer = WeightBuffer::contiguous(DevPtr::from_slice(&mut weight), program.weight_layout(0));
-    let slots = LinearSlots { input, weight: weight_slot, grad };
+    let slots = LinearSlots { input, weight: weight_slot, grad, ..LinearSlots::NONE };
     let mut table = CallTable::default();
     let mut call = bind(&program, &mut table, &ports, (&buffer, &slots));
     call.set_fresh_weight(0, w);

@@ -9,7 +9,7 @@ use te_fast_core::ops::cast::{CastPlan, CastSpec};
 use te_fast_core::ops::cast_block::{BlockShape, CastBlockPlan, CastBlockSpec};
 use te_fast_core::ops::norm::NormPlan;
 use te_fast_core::ops::norm_spec::{NormKind, NormSpec};
-use te_fast_core::program::{Chain, KeptProgram, LinearCall, Op, Program, ProgramKey};
+use te_fast_core::program::{Chain, KeptProgram, LinearCall, Op, OuterKinds, Program, ProgramKey};
 use te_fast_core::recipe::definition::Recipe;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::Limits;
@@ -163,6 +163,7 @@ proptest! {
             params: vec![(activation, param_grad); chain.params()],
             extras: vec![(activation, extra_grad); chain.extra_inputs()],
             linears: vec![LinearCall { deferred, save_original_input }; chain.linears()],
+            outer: OuterKinds::default(),
         };
         let config = Config { synchronise: false, check_device: true, exchange_table: true, graphs: true };
         let mut dispatcher = Dispatcher::new(config);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use te_fast_core::Float;
 use te_fast_core::base::config::Config;
 use te_fast_core::base::dtype::Device;
-use te_fast_core::program::{Chain, KeptProgram, LinearCall, Op, Program, ProgramKey};
+use te_fast_core::program::{Chain, KeptProgram, LinearCall, Op, OuterKinds, Program, ProgramKey};
 use te_fast_core::recipe::definition::Recipe;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 
@@ -28,6 +28,7 @@ fn program(dispatcher: &mut Dispatcher, recipe: &Recipe, any_rows: bool) -> Kept
         params: vec![(Float::Bf16, true); 2],
         extras: Vec::new(),
         linears: vec![LinearCall::default(); 2],
+        outer: OuterKinds::default(),
     };
     KeptProgram::new(Arc::new(Program::new(dispatcher, &chain, key, Some(recipe)).unwrap()))
 }

@@ -12,7 +12,7 @@ use te_fast_core::launch::trace::Recording;
 use te_fast_core::ops::activation::Activation;
 use te_fast_core::ops::norm_spec::NormKind;
 use te_fast_core::program::{
-    Bindings, CallTable, Chain, KeptProgram, LinearCall, LinearPort, Op, Port, Program, ProgramKey,
+    Bindings, CallTable, Chain, KeptProgram, LinearCall, LinearPort, Op, OuterKinds, Port, Program, ProgramKey,
 };
 use te_fast_core::quant::value::{LinearSlots, Slot, WeightBuffer};
 use te_fast_core::quant::weight::{Microbatch, WeightRecord, WeightToken};
@@ -57,6 +57,7 @@ fn program(dispatcher: &mut Dispatcher, chain: &Chain, recipe: &Recipe, grads: b
         params: vec![(Float::Bf16, grads); chain.params()],
         extras: Vec::new(),
         linears: vec![call; chain.linears()],
+        outer: OuterKinds::default(),
     };
     Program::new(dispatcher, chain, key, Some(recipe)).unwrap()
 }
@@ -101,7 +102,7 @@ fn bind<'t, 'a>(
     for linear in 0..linears {
         assert!(serves(program, linear));
         call.set_weight(linear, &WeightBuffer::contiguous(pointer, program.weight_layout(linear)));
-        call.set_slots(linear, &LinearSlots { input: slot, weight: slot, grad: slot });
+        call.set_slots(linear, &LinearSlots { input: slot, weight: slot, grad: slot, ..LinearSlots::NONE });
         call.set(Port::Linear(linear as u16, LinearPort::Deferred), pointer);
     }
     call

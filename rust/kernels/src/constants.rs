@@ -94,12 +94,16 @@ constants! {
         CAST_PARAMS_BYTES: usize = 64;
         /// Size of `CastBlockParams`.
         CAST_BLOCK_PARAMS_BYTES: usize = 136;
+        /// Size of `UnpackScalesParams`.
+        UNPACK_SCALES_PARAMS_BYTES: usize = 24;
         /// Size of `AmaxParams`.
         AMAX_PARAMS_BYTES: usize = 72;
         /// Size of `ScaleFromAmaxParams`.
         SCALE_FROM_AMAX_PARAMS_BYTES: usize = 40;
         /// Size of `DequantizeParams`.
         DEQUANTIZE_PARAMS_BYTES: usize = 56;
+        /// Size of `TransposeParams`.
+        TRANSPOSE_PARAMS_BYTES: usize = 72;
         /// Size of `CastTransposeParams`.
         CAST_TRANSPOSE_PARAMS_BYTES: usize = 144;
         /// Size of `HandoverParams`.

@@ -213,6 +213,7 @@ images! {
     Amax = "quantize/amax",
     ScaleUpdate = "quantize/scale_update",
     Dequantize = "quantize/dequantize",
+    Transpose = "quantize/transpose",
     Affine = "quantize/affine",
     Handover = "quantize/handover",
     PermuteMap = "moe/permute_map",
@@ -239,6 +240,8 @@ kernels! {
     CastBlock1d(Float, Fp8) "cast_block_1d" in CastBlock;
     /// Block-scaled cast, 128 x 128.
     CastBlock2d(Float, Fp8) "cast_block_2d" in CastBlock;
+    /// Block scales that were kept as bytes, as floats.
+    UnpackScales() "unpack_block_scales" in CastBlock;
     /// Largest magnitude of a tensor and the scale that follows from it.
     Amax(Float) "amax" in Amax;
     /// The scale of an amax that was reduced over ranks.
@@ -257,6 +260,8 @@ kernels! {
     Dequantize1d(Fp8, Float) "dequantize_1d" in Dequantize;
     /// FP8 to high precision, 128 x 128 scales.
     Dequantize2d(Fp8, Float) "dequantize_2d" in Dequantize;
+    /// The column layout of FP8 bytes.
+    Transpose() "transpose_fp8" in Transpose;
     /// Scaling, addition and conversion.
     Affine(Float) "affine" in Affine;
     /// Scales of FP8 values that go from GEMM to GEMM.
@@ -356,6 +361,7 @@ impl KernelId {
                 | Image::CastBlock
                 | Image::Amax
                 | Image::Dequantize
+                | Image::Transpose
                 | Image::Affine
                 | Image::Handover
                 | Image::PermuteMap

@@ -84,6 +84,8 @@ mod _native {
     #[pymodule_export]
     use crate::program::weight::WeightHandle;
     #[pymodule_export]
+    use crate::tensor::handed::install_tensors;
+    #[pymodule_export]
     use crate::tensor::scale::{amax, scale_of_amax};
     #[pymodule_export]
     use crate::tensor::value::QuantizedValue;

@@ -1,4 +1,4 @@
-"""Rounding to FP8 in the middle of a chain."""
+"""Quantisation as an operation of a chain."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from te_fast.ops.op import ALONE, BasicOperation, Beside, OperationContext
 from te_fast.recipe import Recipe
 from te_fast.runtime import scale_tape
 from te_fast.runtime.global_state import FP8GlobalStateManager
+from te_fast.tensor.of_recipe import quantizer_of
+from te_fast.tensor.primary import is_quantized
 
 
 class Quantize(BasicOperation):
-    """Round to the values that the region's recipe gives FP8; the identity outside of a region.
+    """Quantise as the region's recipe does; the identity outside of a region, and of what is quantised already.
 
-    The result has the input's type: te_fast has no quantised tensors outside of its programs. What
-    goes straight to a linear operation, or in backward straight back to one, maybe by way of its
-    bias, is rounded there and once only, by that operation's scale; with nothing else to round the
-    operation is no work at all. As in Transformer Engine, a recipe's ``backward_override`` leaves
-    the gradient as it is.
+    The result is a quantised tensor with both layouts. What goes straight to a linear operation, or in backward
+    straight back to one, maybe by way of its bias, is quantised there and once only, by that operation's scale; with
+    nothing else to do the operation is no work at all. Operations that do not read FP8 dequantise. As in
+    Transformer Engine, a recipe's ``backward_override`` leaves the gradient as it is.
 
     Parameters
     ----------
     forward : bool, default = True
-        Round in forward.
+        Quantise in forward.
     backward : bool, default = False
-        Round the gradient in backward.
+        Quantise the gradient in backward.
     """
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
@@ -36,7 +37,7 @@ class Quantize(BasicOperation):
         self._device: torch.device | None = None
 
     def num_quantizers(self, mode: str) -> int:
-        """One in each direction that is rounded."""
+        """One in each direction that is quantised."""
         wanted = {"forward": self._quantize_forward, "backward": self._quantize_backward}
         return int(wanted.get(mode, False))
 
@@ -44,7 +45,7 @@ class Quantize(BasicOperation):
         return self._device
 
     def _wanted(self, beside: Beside) -> tuple[bool, bool]:
-        """Whether this operation itself rounds in forward and in backward."""
+        """Whether this operation itself quantises in forward and in backward."""
         forward = self._quantize_forward and not beside.output
         return forward, self._quantize_backward and not beside.gradient
 
@@ -55,10 +56,10 @@ class Quantize(BasicOperation):
         program.identity(label)
 
     def _init_scales(self, recipe: Recipe, epoch: int) -> None:
-        """Leave the state to a forward of its own, which there is where it rounds."""
+        """Leave the state to a forward of its own, which there is where it quantises."""
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Round, if asked to in forward."""
+        """Quantise, if asked to in forward."""
         enabled = FP8GlobalStateManager.is_fp8_enabled()
         recipe = FP8GlobalStateManager.get_fp8_recipe() if enabled else None
         forward, backward = self._wanted(ctx.beside)
@@ -69,39 +70,36 @@ class Quantize(BasicOperation):
         self._device = input_.device
         self.reset_recipe_state(recipe=recipe)
         self._take_part()
-        return self._rounded(input_, recipe, "forward") if forward else input_
+        return self._quantized(input_, recipe, "forward") if forward else input_
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[()]]:
-        """Round, if asked to in backward."""
+        """Quantise, if asked to in backward."""
         recipe: Recipe | None = ctx.recipe  # type: ignore[attr-defined]
         if recipe is None:
             return grad_output, ()
-        return self._rounded(grad_output, recipe, "backward"), ()
+        return self._quantized(grad_output, recipe, "backward"), ()
 
-    def _rounded(
+    def _quantized(
         self, x: torch.Tensor, recipe: Recipe, mode: Literal["forward", "backward"]
-    ) -> torch.Tensor:
-        from te_fast import dispatch
-
-        if x.numel() == 0:
+    ) -> Any:
+        if x.numel() == 0 or is_quantized(x):
             return x
-        options: dict[str, Any] = {}
-        state = self._delayed_state(mode)
+        state, is_forward = self._delayed_state(mode), mode == "forward"
+        layouts = {"rowwise": True, "columnwise": True}
+        quantizer = quantizer_of(recipe, "input" if is_forward else "grad", state, 0, **layouts)
         if state is not None:
             former = None
-            if mode == "forward" and scale_tape.is_in_phase():
+            if is_forward and scale_tape.is_in_phase():
                 former = scale_tape.scales(self, state.slots.id, 0, grads=True)
             if former is None:
-                options = {"scale": state.scale, "amax": state.amax_history[0]}
                 state.slots.mark_ran()
             else:  # a recomputation, whose maximum is recorded
-                options = {"scale": former[0]}
-        flat = x.reshape(-1, x.shape[-1] if x.dim() else 1).contiguous()
-        role: Literal["input", "grad"] = "input" if mode == "forward" else "grad"
-        quantized = dispatch.quantize(flat, recipe, role=role, **options)
-        return dispatch.dequantize(quantized, x.dtype).view(x.shape)
+                scales: Any = quantizer
+                scales.scale, scales.amax = former[0][:1], torch.zeros_like(former[0][:1])
+        with torch.no_grad():
+            return quantizer.quantize(x.detach())
 
     def extra_repr(self) -> str:
         """Directions."""

@@ -6,11 +6,12 @@ use te_fast_kernels::constants::quantize::ZERO_SCALE_BYTE;
 use te_fast_kernels::constants::tile::TILE;
 
 use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::host::cast::transpose_with;
 use crate::host::fp8::{
     Format, PARALLEL_FROM, Real, amax_bits, dispatch_types, is_noop, magnitude_bits, scale_from_amax,
 };
-use crate::ops::cast_block::CastBlockParams;
+use crate::ops::cast_block::{CastBlockParams, UnpackScalesParams};
 
 /// Runs `cast_block_1d_*` and `cast_block_2d_*`.
 ///
@@ -20,7 +21,7 @@ pub(crate) fn run(p: &CastBlockParams<'_>, id: KernelId) -> Result<()> {
     if is_noop(p.noop) {
         return Ok(());
     }
-    unpack_scales(p);
+    unpack(p.packed, p.unpacked, p.packed_count as usize);
     match id {
         KernelId::CastBlock1d(input, output) => dispatch_types!(input, output, cast_1d(p)),
         KernelId::CastBlock2d(input, output) => dispatch_types!(input, output, cast_2d(p)),
@@ -178,10 +179,19 @@ fn unpack_inverse(byte: u8) -> f32 {
     }
 }
 
-fn unpack_scales(p: &CastBlockParams<'_>) {
-    let count = p.packed_count as usize;
-    let unpacked = p.unpacked.slice_mut::<f32>(count);
-    unpacked.iter_mut().zip(p.packed.slice::<u8>(count)).for_each(|(out, &byte)| *out = unpack_inverse(byte));
+/// Runs `unpack_block_scales`.
+///
+/// # Errors
+/// None.
+#[expect(clippy::unnecessary_wraps, reason = "the signature of host kernels")]
+pub(crate) fn run_unpack(p: &UnpackScalesParams<'_>, _: KernelId) -> Result<()> {
+    unpack(p.packed, p.unpacked, p.count as usize);
+    Ok(())
+}
+
+fn unpack(packed: DevPtr<'_>, unpacked: DevPtr<'_>, count: usize) {
+    let unpacked = unpacked.slice_mut::<f32>(count);
+    unpacked.iter_mut().zip(packed.slice::<u8>(count)).for_each(|(out, &byte)| *out = unpack_inverse(byte));
 }
 
 #[cfg(test)]

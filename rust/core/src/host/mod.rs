@@ -20,3 +20,4 @@ pub(crate) mod permute_map;
 pub(crate) mod permute_merge;
 pub(crate) mod rows;
 pub(crate) mod scale_update;
+pub(crate) mod transpose;

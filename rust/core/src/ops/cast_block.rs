@@ -15,6 +15,9 @@ use crate::{params, pointers};
 
 /// The last dimension of a scale tensor is padded to this multiple.
 const SCALE_ALIGN: usize = 4;
+/// Blocks that unpack scales; more would have too little to do.
+const UNPACK_BLOCKS: usize = 256;
+const OP: &str = "unpack_scales";
 
 params! {
     /// Parameters of `cast_block_1d_*` and `cast_block_2d_*`.
@@ -95,6 +98,31 @@ pub struct CastBlockSpec {
     pub pow2: bool,
     /// Write the transposed layout's scales as bytes, which a later cast unpacks; 1 x 128 and `pow2` alone.
     pub byte_scales_t: bool,
+}
+
+params! {
+    /// Parameters of `unpack_block_scales`.
+    pub struct UnpackScalesParams<'a> [quantize::UNPACK_SCALES_PARAMS_BYTES] for UnpackScales => host::cast_block::run_unpack {
+        /// Scales as bytes.
+        pub packed: DevPtr<'a>,
+        /// Where their f32 go.
+        pub unpacked: DevPtr<'a>,
+        /// How many.
+        pub count: u64,
+    }
+}
+
+/// Turns `count` scales that were kept as bytes into floats, where no cast does so on the way.
+///
+/// # Errors
+/// A null buffer, or the launch fails.
+pub fn unpack_scales(target: &mut Target<'_>, packed: DevPtr<'_>, unpacked: DevPtr<'_>, count: usize) -> Result<()> {
+    if packed.is_null() || unpacked.is_null() {
+        return Err(Error::value(OP, "a buffer of scales is null"));
+    }
+    let blocks = count.div_ceil(TILE_THREADS as usize).clamp(1, UNPACK_BLOCKS);
+    let params = UnpackScalesParams { packed, unpacked, count: count as u64 };
+    launch(target, KernelId::UnpackScales, Grid::linear(blocks as u32, TILE_THREADS), &params)
 }
 
 pointers! {

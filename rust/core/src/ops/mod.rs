@@ -21,3 +21,4 @@ pub mod permute_merge;
 pub mod row_map;
 pub mod scale_update;
 pub mod strips;
+pub mod transpose;

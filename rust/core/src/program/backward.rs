@@ -1,5 +1,6 @@
 //! Compiles a chain's backward: walks the ops from the end, with fusions of its own.
 
+use crate::base::error::Result;
 use crate::ops::activation_backward::{ActivationBackwardPointers, ActivationBackwardSpec};
 use crate::ops::affine::{AffinePointers, AffineSpec};
 use crate::ops::cast::{CastPointers, CastSpec};
@@ -9,34 +10,63 @@ use crate::ops::norm_spec::NormKind;
 use crate::program::backward_compiler::{Backward, Compiler};
 use crate::program::buffer::At;
 use crate::program::chain::{Link, Op};
-use crate::program::edge::Value;
+use crate::program::edge::{Layouts, Value};
 use crate::program::facts::Facts;
-use crate::program::forward_compiler::{Fused, Kept, Left};
-use crate::program::port::Port;
-use crate::program::work::{Flows, Work};
+use crate::program::forward_compiler::{Fused, Kept, Left, slot};
+use crate::program::port::{LinearPort, Outer, Port};
+use crate::program::work::{Flows, Work, quantised};
 use crate::recipe::definition::Recipe;
+use crate::runtime::dispatcher::Dispatcher;
 
-/// Compiles the backward of what a forward left, behind its flow.
-pub(crate) fn compile(facts: &Facts, left: &Left, flows: Flows) -> Backward {
-    let mut compiler = Compiler::new(facts, left, flows);
-    let mut grad = Value::high(At::of(Port::GradOutput));
+/// Compiles the backward of what a forward left, behind its flow; GEMMs store FP8 if `stores_fp8` lets them.
+pub(crate) fn compile(
+    dispatcher: &mut Dispatcher,
+    facts: &Facts,
+    (left, flows): (&Left, Flows),
+    stores_fp8: bool,
+) -> Result<Backward> {
+    let mut compiler = Compiler::new(dispatcher, facts, (left, flows), stores_fp8);
+    let mut grad = compiler.grad_output();
     for (index, link) in facts.chain.links().iter().enumerate().rev() {
         if !compiler.runs(index) {
-            return compiler.out;
+            return Ok(compiler.out);
         }
-        compiler.op(index, link, &mut grad);
+        compiler.op(index, link, &mut grad)?;
     }
     if facts.key.input_grad {
-        compiler.out.grad_input = grad.high.port;
+        compiler.grad_input(&grad);
     }
-    compiler.out
+    Ok(compiler.out)
 }
 
 impl Compiler<'_> {
-    fn op(&mut self, index: usize, link: &Link, grad: &mut Value) {
+    /// The gradient of the output, as the call brings it.
+    fn grad_output(&mut self) -> Value {
+        let facts = self.facts;
+        let given = facts.key.outer.grad_output.filter(|given| facts.takes_grad(*given).is_some());
+        let Some(given) = given else { return Value::high(At::of(Port::GradOutput)) };
+        Value { high: At::NONE, quantized: Some(Layouts::outer(Outer::GradOutput, given)) }
+    }
+
+    /// The gradient of the input: where the first op left it, or quantised.
+    fn grad_input(&mut self, grad: &Value) {
+        let (Some(cast), Some(kind)) = (self.facts.grad_input_cast(), self.facts.grad_input_kind()) else {
+            self.out.grad_input = grad.high.port;
+            return;
+        };
+        self.out.grad_input = Port::GradInput;
+        if self.out.grad_input_is_row {
+            return; // the GEMM has stored it so
+        }
+        let slot = slot(0, LinearPort::GradInputScale, LinearPort::GradInputAmax);
+        let at = quantised(grad.high, &Layouts::outer(Outer::GradInput, kind), slot, self.scratch());
+        self.step(Work::Quantize { cast, unpacks: None, at }, 0, "cast of the input's gradient");
+    }
+
+    fn op(&mut self, index: usize, link: &Link, grad: &mut Value) -> Result<()> {
         match link.op {
             Op::Identity => {}
-            Op::Linear { .. } => self.linear(index, link, grad),
+            Op::Linear { .. } => self.linear(index, link, grad)?,
             Op::Bias { size } => self.bias(index, link, size, grad),
             Op::Norm { .. } => self.norm(index, link, grad),
             Op::Activation { .. } => self.activation(index, link, grad),
@@ -50,6 +80,7 @@ impl Compiler<'_> {
             Op::ConstantScale { .. } if matches!(self.op_before(index), Some((_, Op::Linear { .. }))) => {}
             Op::ConstantScale { scale } => self.affine(index, grad, scale, At::NONE, None, "scale"),
         }
+        Ok(())
     }
 
     /// `alpha · g + r` as the gradient of edge `index`.
@@ -73,11 +104,23 @@ impl Compiler<'_> {
 
     fn bias(&mut self, index: usize, link: &Link, cols: usize, grad: &Value) {
         let out = self.param_grad(link.param);
-        if !out.is_some() || grad.quantized.is_some() {
-            return; // an activation's backward has summed it already
+        if !out.is_some() {
+            return;
         }
+        let high = match (&grad.quantized, self.facts.key.outer.grad_output) {
+            (None, _) => grad.high,
+            (Some(layouts), Some(given)) if layouts.row.data.port == Port::GradOutput => {
+                let spec = given.dequantize(cols, self.facts.key.activation);
+                let (q, scale_inv) = (layouts.row.data, layouts.row.scale);
+                let at = DequantizePointers { q, out: self.scratch(), scale_inv };
+                self.step(Work::Dequantize { spec, at }, index, "dequantise the gradient");
+                at.out
+            }
+            (Some(_), _) => return, // an activation's backward has summed it already
+        };
         // The linear op's plans know of a bias right behind it, not of one behind an identity.
-        if index > 0 && matches!(self.facts.chain.links()[index - 1].op, Op::Linear { .. }) {
+        let by_cast = grad.quantized.is_none() && index > 0;
+        if by_cast && matches!(self.facts.chain.links()[index - 1].op, Op::Linear { .. }) {
             let linear = &self.facts.linears[link.linear - 1];
             if linear.dy().is_some() {
                 self.bias_grad = out; // the quantisation of the gradient sums it
@@ -87,7 +130,7 @@ impl Compiler<'_> {
         let processors = self.facts.limits.multiprocessors;
         let spec = CastSpec::column_sums(0, cols, self.facts.key.activation, processors);
         let at = CastPointers {
-            x: grad.high,
+            x: high,
             dbias: out,
             partial: self.scratch(),
             counters: At::of(Port::Counters),

@@ -7,6 +7,7 @@ use crate::program::facts::Facts;
 use crate::program::forward_compiler::Left;
 use crate::program::port::Port;
 use crate::program::work::{FlowName, Flows, Step, Work};
+use crate::runtime::dispatcher::Dispatcher;
 
 /// A compiled backward.
 #[derive(Debug)]
@@ -17,21 +18,39 @@ pub(crate) struct Backward {
     /// The same for each extra input.
     pub(crate) grad_extras: Vec<Port>,
     pub(crate) notes: Vec<String>,
+    /// A GEMM stores FP8.
+    pub(crate) hands_over: bool,
+    /// It stores the input's gradient so.
+    pub(crate) grad_input_is_row: bool,
 }
 
 pub(super) struct Compiler<'a> {
+    pub(super) dispatcher: &'a mut Dispatcher,
     pub(super) facts: &'a Facts,
     pub(super) left: &'a Left,
     pub(super) out: Backward,
     /// Gradient of a bias that the quantisation of the gradient computes.
     pub(super) bias_grad: At,
+    /// GEMMs may store FP8.
+    pub(super) stores_fp8: bool,
 }
 
 impl<'a> Compiler<'a> {
-    pub(super) fn new(facts: &'a Facts, left: &'a Left, flows: Flows) -> Self {
-        let grad_extras = vec![Port::None; facts.chain.extra_inputs()];
-        let out = Backward { flows, grad_input: Port::None, grad_extras, notes: Vec::new() };
-        Self { facts, left, out, bias_grad: At::NONE }
+    pub(super) fn new(
+        dispatcher: &'a mut Dispatcher,
+        facts: &'a Facts,
+        (left, flows): (&'a Left, Flows),
+        stores_fp8: bool,
+    ) -> Self {
+        let out = Backward {
+            flows,
+            grad_input: Port::None,
+            grad_extras: vec![Port::None; facts.chain.extra_inputs()],
+            notes: Vec::new(),
+            hands_over: false,
+            grad_input_is_row: false,
+        };
+        Self { dispatcher, facts, left, out, bias_grad: At::NONE, stores_fp8 }
     }
 
     /// Whether the op or anything before it wants a gradient.
@@ -101,7 +120,7 @@ impl<'a> Compiler<'a> {
                 }
             }
         }
-        if is_grad_input {
+        if is_grad_input && self.facts.grad_input_kind().is_none() {
             return At::of(Port::GradInput);
         }
         self.scratch()

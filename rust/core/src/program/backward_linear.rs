@@ -1,20 +1,26 @@
 //! Compiles the backward of linear ops: the gradient's layouts, the two GEMMs, and what waits for `backward_dw`.
 
+use te_fast_kernels::{Float, Fp8};
+
+use crate::base::error::{ErrorKind, Result};
 use crate::gemm::problem::GemmPointers;
 use crate::ops::affine::{AffinePointers, AffineSpec};
 use crate::ops::dequantize::DequantizePointers;
+use crate::ops::handover::{FOUND_AT, SCALE_AT};
+use crate::ops::transpose::{TransposePointers, TransposeSpec};
 use crate::program::backward_compiler::Compiler;
 use crate::program::buffer::{Arena, At};
 use crate::program::cast::Cast;
-use crate::program::chain::Link;
+use crate::program::chain::{Link, Op};
 use crate::program::edge::{LayoutAt, Layouts, Rows, Value};
-use crate::program::forward_compiler::{Fused, Kept};
+use crate::program::forward_compiler::{Fused, Kept, slot};
+use crate::program::forward_handover::PROBE_ROWS;
 use crate::program::linear_op::{BackwardOperands, LinearOp, Product};
-use crate::program::port::{LinearPort, Port};
+use crate::program::port::{Beside, LinearPort, Outer, Port};
 use crate::program::work::{FlowName, Work, quantised};
 
 impl<'a> Compiler<'a> {
-    pub(super) fn linear(&mut self, index: usize, link: &Link, grad: &mut Value) {
+    pub(super) fn linear(&mut self, index: usize, link: &Link, grad: &mut Value) -> Result<()> {
         let op: &'a LinearOp = &self.facts.linears[link.linear];
         let mut kept = match self.left.kept[index] {
             Kept::Linear { x } => Some(x),
@@ -26,33 +32,76 @@ impl<'a> Compiler<'a> {
             self.plain_grad(index, link.linear, grad)
         };
         if op.input_grad {
-            self.input_grad(index, link, dy.row, grad);
+            self.input_grad(index, link, dy.row, grad)?;
         }
         if let Some(x) = kept {
             self.weight_grad(index, link, dy.col, x);
         }
+        Ok(())
     }
 
-    fn input_grad(&mut self, index: usize, link: &Link, dy: LayoutAt, grad: &mut Value) {
+    fn input_grad(&mut self, index: usize, link: &Link, dy: LayoutAt, grad: &mut Value) -> Result<()> {
         let accumulate = self.branch_before(index);
-        let d = match accumulate {
-            Some(branch) => branch,
-            None => self.place_of(index),
-        };
         let w = self.weight_operand(index, link);
+        let stored = if accumulate.is_none() { self.store_grad_input(index, link.linear)? } else { None };
+        let d = match (accumulate, stored) {
+            (Some(branch), _) => branch,
+            (None, Some(_)) => At::of(Port::GradInput),
+            (None, None) => self.place_of(index),
+        };
+        let table = At::of(Port::Beside(Outer::GradInput, Beside::RowScale));
+        let handover = |offset: usize| if stored.is_some() { table.plus(offset) } else { At::NONE };
         let at = GemmPointers {
             x: dy.data,
             x_scale: dy.scale,
             w: w.data,
             w_scale: w.scale,
             d,
+            d_scale: handover(SCALE_AT),
+            d_amax: handover(FOUND_AT),
             workspace: At::of(Port::Workspace),
             ..GemmPointers::default()
         };
-        let text = if accumulate.is_some() { "dgrad gemm + add" } else { "dgrad gemm" };
-        let product = Product::InputGrad { accumulate: accumulate.is_some() };
+        let text = match (accumulate, stored) {
+            (Some(_), _) => "dgrad gemm + add",
+            (None, Some(_)) => "dgrad gemm, in FP8",
+            (None, None) => "dgrad gemm",
+        };
+        let product = Product::InputGrad { accumulate: accumulate.is_some(), into: stored };
         self.step(Work::Gemm { linear: link.linear, product, at }, index, text);
+        if stored.is_some() {
+            self.grad_input_scale(index, link.linear, true);
+        }
         *grad = Value::high(d);
+        Ok(())
+    }
+
+    /// The type that the GEMM of the op at `index` stores its gradient in, where that is the input's and is to be quantised by a
+    /// scale that is known.
+    fn store_grad_input(&mut self, index: usize, linear: usize) -> Result<Option<Fp8>> {
+        let facts = self.facts;
+        let (Some(kind), Some(recipe)) = (facts.grad_input_kind(), facts.recipe.as_ref()) else { return Ok(None) };
+        let is_first = facts.chain.links()[..index].iter().all(|link| link.op == Op::Identity);
+        if !(self.stores_fp8 && is_first && recipe.is_delayed()) {
+            return Ok(None);
+        }
+        let product = Product::InputGrad { accumulate: false, into: Some(kind.dtype) };
+        match facts.linears[linear].plan(self.dispatcher, PROBE_ROWS, product) {
+            Ok(_) => {}
+            Err(error) if matches!(error.kind(), ErrorKind::Cublas { .. }) => return Ok(None),
+            Err(error) => return Err(error),
+        }
+        self.grad_input_scale(index, linear, false);
+        (self.out.hands_over, self.out.grad_input_is_row) = (true, true);
+        Ok(Some(kind.dtype))
+    }
+
+    /// The launch before such a GEMM, or the one behind it.
+    fn grad_input_scale(&mut self, index: usize, linear: usize, after: bool) {
+        let table = At::of(Port::Beside(Outer::GradInput, Beside::RowScale));
+        let slots = vec![slot(linear, LinearPort::GradInputScale, LinearPort::GradInputAmax)];
+        let text = if after { "maximum of the input's gradient" } else { "scale of the input's gradient" };
+        self.step(Work::Handover { table, slots, after }, index, text);
     }
 
     /// The weight's gradient, now or when it is asked for.
@@ -64,7 +113,10 @@ impl<'a> Compiler<'a> {
         let flow = if op.deferred { FlowName::Waiting(link.linear) } else { FlowName::Backward };
         let x = match (op.x_again(), op.keeps_row()) {
             (Some(again), _) => self.input_again(index, link.linear, again, (flow, x.data)),
-            (None, true) => self.dequantized_input(index, link.linear, x),
+            (None, true) => match op.transposes_input() {
+                Some(spec) => self.transposed(index, spec, x, flow),
+                None => self.dequantized_input(index, link.linear, x),
+            },
             (None, false) => x,
         };
         let at = GemmPointers {
@@ -78,6 +130,15 @@ impl<'a> Compiler<'a> {
         };
         let work = Work::Gemm { linear: link.linear, product: Product::WeightGrad, at };
         self.step_of(flow, Rows::Input, work, index, "wgrad gemm");
+    }
+
+    /// The column layout of bytes that came in row layout.
+    fn transposed(&mut self, index: usize, spec: TransposeSpec, row: LayoutAt, flow: FlowName) -> LayoutAt {
+        let data = self.buffer(flow.scratch());
+        let scale = if spec.block_scales { self.buffer(flow.scratch()) } else { row.scale };
+        let at = TransposePointers { q: row.data, out_t: data, scale: row.scale, scale_t: scale };
+        self.step_of(flow, Rows::Input, Work::Transpose { spec, at }, index, "transpose");
+        LayoutAt { data, scale }
     }
 
     /// The input that forward left in high precision, quantised as the weight's gradient takes it.
@@ -138,7 +199,7 @@ impl<'a> Compiler<'a> {
         kept: Option<&mut LayoutAt>,
     ) -> Layouts {
         if let Some(layouts) = grad.quantized.take() {
-            return layouts;
+            return self.given_grad(index, linear, layouts, kept);
         }
         let op = &self.facts.linears[linear];
         let Some(cast) = op.dy() else { return Layouts::default() };
@@ -160,6 +221,45 @@ impl<'a> Compiler<'a> {
         };
         self.step(Work::Quantize { cast: *cast, unpacks, at }, index, text);
         layouts
+    }
+
+    /// The gradient in FP8 as the call brings it, or as an activation left it, with the layout that the weight's gradient reads.
+    fn given_grad(&mut self, index: usize, linear: usize, given: Layouts, kept: Option<&mut LayoutAt>) -> Layouts {
+        let op = &self.facts.linears[linear];
+        let mut layouts = given;
+        if let (Some(kind), Some(dy)) = (self.facts.key.outer.grad_output, op.dy())
+            && given.row.data.port == Port::GradOutput
+        {
+            if dy.usage().columnwise && (op.deferred || !given.col.is_some()) {
+                let spec = kind.transpose(op.outputs);
+                let data = self.for_weight_grad(linear);
+                // What waits brings nothing of the call's but what was saved.
+                let copies = op.deferred || spec.block_scales;
+                let scale = if spec.block_scales { self.for_weight_grad(linear) } else { given.row.scale };
+                let at = TransposePointers { q: given.row.data, out_t: data, scale: given.row.scale, scale_t: scale };
+                self.step(Work::Transpose { spec, at }, index, "transpose the gradient");
+                layouts.col = LayoutAt { data, scale };
+                if copies && !spec.block_scales {
+                    layouts.col.scale = self.copied_scale(index, linear, given.row.scale);
+                }
+            }
+            if let Some((x, cast)) = kept.and_then(|x| op.packed_input().map(|cast| (x, *cast))) {
+                let unpacked = self.for_weight_grad(linear);
+                self.step(Work::Unpack { cast, packed: x.scale, unpacked }, index, "scales of the kept input");
+                x.scale = unpacked;
+            }
+        }
+        layouts
+    }
+
+    /// One scale where a weight gradient that waits finds it.
+    fn copied_scale(&mut self, index: usize, linear: usize, scale: At) -> At {
+        let y = self.for_weight_grad(linear);
+        let (input, cols) = (Float::F32, 1);
+        let spec = AffineSpec { rows: 0, cols, input, output: input, row: input, alpha: 1.0 };
+        let at = AffinePointers { x: scale, y, ..AffinePointers::default() };
+        self.step_of(FlowName::Backward, Rows::Fixed(1), Work::Affine { spec, at }, index, "keep the gradient's scale");
+        y
     }
 
     /// The gradient in high precision; copied where the weight's gradient waits for it.

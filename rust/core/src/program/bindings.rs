@@ -80,6 +80,10 @@ impl<'a> Bindings<'_, 'a> {
             (LinearPort::WeightAmax, slots.weight.amax),
             (LinearPort::GradScale, slots.grad.scale),
             (LinearPort::GradAmax, slots.grad.amax),
+            (LinearPort::OutputScale, slots.output.scale),
+            (LinearPort::OutputAmax, slots.output.amax),
+            (LinearPort::GradInputScale, slots.grad_input.scale),
+            (LinearPort::GradInputAmax, slots.grad_input.amax),
         ];
         for (part, address) in parts {
             self.set(Port::Linear(linear as u16, part), address);

@@ -142,7 +142,7 @@ mod tests {
     use super::*;
     use crate::base::config::Config;
     use crate::base::dtype::Device;
-    use crate::program::chain::{Chain, Op, ProgramKey};
+    use crate::program::chain::{Chain, Op, OuterKinds, ProgramKey};
 
     #[test]
     fn the_program_used_longest_ago_goes_first() -> Result<()> {
@@ -167,6 +167,7 @@ mod tests {
                 params,
                 extras,
                 linears,
+                outer: OuterKinds::default(),
             };
             let program = Arc::new(Program::new(&mut dispatcher, &chain, key, None)?);
             Ok(Some(cache.insert(program).1.map_or(0, |former| former.key().cols)))

@@ -1,7 +1,7 @@
 //! The quantisation of an operand whose rows a call brings.
 
 use crate::base::error::Result;
-use crate::program::edge::{Edge, Kind, Rows};
+use crate::program::edge::{Edge, Kind, QuantizedKind, Rows};
 use crate::quant::quantizer::{QuantPlan, QuantSpec};
 use crate::recipe::definition::{Block, Scaling};
 use crate::recipe::usage::Usage;
@@ -18,7 +18,8 @@ pub(crate) struct Cast {
 impl Cast {
     /// A quantisation of so many rows, whatever the spec's are.
     pub(crate) fn new(rows: Rows, spec: QuantSpec) -> Self {
-        let kind = Kind::Quantized { dtype: spec.output, block: spec.quantization.block, usage: spec.usage };
+        let (dtype, block, usage) = (spec.output, spec.quantization.block, spec.usage);
+        let kind = Kind::Quantized(QuantizedKind { dtype, block, usage });
         Self { spec, edge: Edge { rows, cols: spec.cols, kind }, byte_scales: false }
     }
 

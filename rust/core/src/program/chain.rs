@@ -6,6 +6,8 @@ use crate::base::dtype::{DType, Device};
 use crate::base::error::{Error, Result};
 use crate::ops::activation::Activation;
 use crate::ops::norm_spec::NormKind;
+use crate::program::edge::QuantizedKind;
+use crate::recipe::usage::Usage;
 
 pub(crate) const OP: &str = "ops";
 
@@ -323,6 +325,21 @@ pub struct ProgramKey {
     pub extras: Vec<(Float, bool)>,
     /// How each linear op is called.
     pub linears: Vec<LinearCall>,
+    /// What comes and goes in FP8.
+    pub outer: OuterKinds,
+}
+
+/// What a call brings and takes in FP8.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OuterKinds {
+    /// The input is quantised already.
+    pub input: Option<QuantizedKind>,
+    /// Layouts of an output that is to be quantised.
+    pub output: Option<Usage>,
+    /// The gradient of the output is quantised already.
+    pub grad_output: Option<QuantizedKind>,
+    /// The gradient of the input is to be quantised.
+    pub grad_input: bool,
 }
 
 /// What a call settles for one linear op beside its types.

@@ -7,7 +7,7 @@ use crate::program::backward;
 use crate::program::chain::Op;
 use crate::program::facts::Facts;
 use crate::program::forward;
-use crate::program::port::Port;
+use crate::program::port::{Outer, Port};
 use crate::program::work::{FlowName, Flows, Step};
 use crate::runtime::dispatcher::Dispatcher;
 
@@ -47,7 +47,8 @@ impl Compiled {
         };
         if facts.key.any_grad() {
             let left = forward.left;
-            let backward = backward::compile(facts, &left, compiled.flows);
+            let backward = backward::compile(dispatcher, facts, (&left, compiled.flows), handovers)?;
+            compiled.hands_over |= backward.hands_over;
             compiled.flows = backward.flows;
             compiled.grad_input = backward.grad_input;
             compiled.grad_extras = backward.grad_extras;
@@ -65,7 +66,10 @@ fn reads<'a>(steps: impl Iterator<Item = &'a Step>) -> Vec<Port> {
     let mut ports = Vec::new();
     for step in steps {
         step.work.each(|at| {
-            let own = matches!(at.port, Port::Input | Port::Extra(_) | Port::ExtraOutput(_) | Port::Param(_));
+            let own = matches!(
+                at.port,
+                Port::Input | Port::Beside(Outer::Input, _) | Port::Extra(_) | Port::ExtraOutput(_) | Port::Param(_)
+            );
             if own && !ports.contains(&at.port) {
                 ports.push(at.port);
             }

@@ -10,6 +10,7 @@ use crate::gemm::plan::GemmPlan;
 use crate::program::bindings::{Bindings, CallTable};
 use crate::program::chain::{Chain, OP, Op, ProgramKey};
 use crate::program::compile::{Compiled, grad_dtype};
+use crate::program::edge::QuantizedKind;
 use crate::program::facts::Facts;
 use crate::program::port::Port;
 use crate::program::sized::SizedProgram;
@@ -148,6 +149,24 @@ impl Program {
     #[must_use]
     pub fn grad_extras(&self) -> &[Port] {
         &self.compiled.grad_extras
+    }
+
+    /// The output in FP8, where the call asks for that.
+    #[must_use]
+    pub fn output_kind(&self) -> Option<QuantizedKind> {
+        self.facts.output_kind()
+    }
+
+    /// The gradient of the input in FP8, where the call asks for that.
+    #[must_use]
+    pub fn grad_input_kind(&self) -> Option<QuantizedKind> {
+        self.facts.grad_input_kind()
+    }
+
+    /// Whether the last op's backward reads such a gradient as it is.
+    #[must_use]
+    pub fn takes_grad(&self, kind: QuantizedKind) -> bool {
+        self.facts.takes_grad(kind).is_some()
     }
 
     /// Columns of the output.

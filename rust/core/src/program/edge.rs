@@ -2,7 +2,11 @@
 
 use te_fast_kernels::{Float, Fp8};
 
+use crate::ops::cast_block::{BlockShape, scale_shape};
+use crate::ops::dequantize::DequantizeSpec;
+use crate::ops::transpose::TransposeSpec;
 use crate::program::buffer::At;
+use crate::program::port::{Beside, Outer, Port};
 use crate::recipe::definition::Block;
 use crate::recipe::usage::Usage;
 
@@ -21,14 +25,45 @@ pub(crate) enum Kind {
     /// In high precision.
     High(Float),
     /// In FP8.
-    Quantized {
-        /// Element type.
-        dtype: Fp8,
-        /// Elements that share a scale.
-        block: Block,
-        /// Layouts that are there.
-        usage: Usage,
-    },
+    Quantized(QuantizedKind),
+}
+
+/// A value in FP8.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QuantizedKind {
+    /// Element type.
+    pub dtype: Fp8,
+    /// Elements that share a scale.
+    pub block: Block,
+    /// Layouts that are there.
+    pub usage: Usage,
+}
+
+impl QuantizedKind {
+    /// How a value of so many columns is dequantised, whatever its rows.
+    pub(crate) const fn dequantize(self, cols: usize, output: Float) -> DequantizeSpec {
+        let block = match self.block {
+            Block::Tensor => None,
+            Block::Row => Some(BlockShape::OneDimensional),
+            Block::Square => Some(BlockShape::TwoDimensional),
+        };
+        DequantizeSpec { rows: 0, cols, ld: cols, input: self.dtype, output, block }
+    }
+
+    /// How its column layout is made of its row layout.
+    pub(crate) const fn transpose(self, cols: usize) -> TransposeSpec {
+        TransposeSpec { rows: 0, cols, padded: true, block_scales: matches!(self.block, Block::Square) }
+    }
+
+    /// How many scales the row layout of so many rows and columns has; the column layout of the transposed tensor.
+    #[must_use]
+    pub fn scales(self, rows: usize, cols: usize) -> usize {
+        match self.block {
+            Block::Tensor => 1,
+            Block::Row => scale_shape(BlockShape::OneDimensional, rows, cols).iter().product(),
+            Block::Square => scale_shape(BlockShape::TwoDimensional, rows, cols).iter().product(),
+        }
+    }
 }
 
 impl Kind {
@@ -36,7 +71,7 @@ impl Kind {
     pub(crate) const fn usage(self) -> Usage {
         match self {
             Self::High(_) => Usage { rowwise: true, columnwise: false },
-            Self::Quantized { usage, .. } => usage,
+            Self::Quantized(QuantizedKind { usage, .. }) => usage,
         }
     }
 }
@@ -77,6 +112,21 @@ pub(crate) struct Layouts {
 }
 
 impl Layouts {
+    /// Where a call brings a value in FP8, or takes it.
+    pub(crate) fn outer(outer: Outer, kind: QuantizedKind) -> Self {
+        let beside = |part| At::of(Port::Beside(outer, part));
+        let shared = matches!(kind.block, Block::Tensor);
+        let mut layouts = Self::default();
+        if kind.usage.rowwise {
+            layouts.row = LayoutAt { data: At::of(outer.port()), scale: beside(Beside::RowScale) };
+        }
+        if kind.usage.columnwise {
+            let scale = if shared && kind.usage.rowwise { Beside::RowScale } else { Beside::ColScale };
+            layouts.col = LayoutAt { data: beside(Beside::Col), scale: beside(scale) };
+        }
+        layouts
+    }
+
     /// Per-tensor scaling has one inverse scale, beside the row layout if there is one.
     pub(crate) fn scale_inv(&self) -> At {
         if self.row.is_some() { self.row.scale } else { self.col.scale }

@@ -1,13 +1,18 @@
 //! What both directions of a chain are compiled from.
 
-use te_fast_kernels::Float;
+use te_fast_kernels::Fp8;
+use te_fast_kernels::constants::tile::TRANSPOSED_ALIGN;
 
+use crate::base::dtype::DType;
 use crate::base::error::{Error, Result};
+use crate::program::cast::Cast;
 use crate::program::chain::{Chain, Link, Op, ProgramKey};
-use crate::program::edge::{Edge, Kind, Rows};
+use crate::program::edge::{Edge, Kind, QuantizedKind, Rows};
 use crate::program::linear_op::LinearOp;
-use crate::program::port::{Port, PortCounts, PortNumbers};
-use crate::recipe::definition::Recipe;
+use crate::program::port::{Beside, Outer, Port, PortCounts, PortNumbers};
+use crate::quant::quantizer::QuantSpec;
+use crate::recipe::definition::{Block, Quantization, Recipe};
+use crate::recipe::usage::Usage;
 use crate::runtime::dispatcher::Dispatcher;
 use crate::runtime::lane::Limits;
 
@@ -39,12 +44,17 @@ impl Facts {
             chain.widths(key.cols)?.into_iter().map(|cols| Edge { rows: Rows::Input, cols, kind }).collect();
         let grads_before = grads_before(chain, &key);
         let limits = dispatcher.limits(key.device)?;
-        let linears = linear_indices(chain)
+        let mut linears: Vec<LinearOp> = linear_indices(chain)
             .map(|index| {
                 let op = LinearOp::new(chain, index, &key, recipe, (grads_before[index], limits.multiprocessors));
                 op.map_err(|error| error.within(&chain.links()[index].label))
             })
             .collect::<Result<_>>()?;
+        if let (Some(given), Some(link)) = (&key.outer.input, chain.links().iter().find(|link| link.op != Op::Identity))
+            && let (Op::Linear { .. }, Some(linear)) = (link.op, linears.get_mut(link.linear))
+        {
+            linear.take(*given).map_err(|error| error.within(&link.label))?;
+        }
         let ports = PortNumbers::new(PortCounts {
             extras: chain.extra_inputs(),
             extra_outputs: chain.extra_outputs(),
@@ -64,22 +74,31 @@ impl Facts {
     }
 
     /// Elements and type of a tensor of the call's, of those that backward reads, for `rows` rows.
-    pub(crate) fn extent_of(&self, port: Port, rows: usize) -> (usize, Float) {
+    pub(crate) fn extent_of(&self, port: Port, rows: usize) -> (usize, DType) {
         let key = &self.key;
         let ops = || self.chain.links().iter().zip(&self.edges);
         match port {
-            Port::Input => (rows * key.cols, key.activation),
+            Port::Input => (rows * key.cols, if key.outer.input.is_some() { DType::U8 } else { key.activation.into() }),
+            Port::Beside(Outer::Input, part) => {
+                let (of_rows, of_cols) =
+                    key.outer.input.map_or((0, 0), |kind| (kind.scales(rows, key.cols), kind.scales(key.cols, rows)));
+                match part {
+                    Beside::RowScale => (of_rows, DType::F32),
+                    Beside::Col => (rows.next_multiple_of(TRANSPOSED_ALIGN) * key.cols, DType::U8),
+                    Beside::ColScale => (of_cols, DType::F32),
+                }
+            }
             Port::Extra(index) => {
                 let takes = |link: &Link| link.op.extra_inputs() != 0 && link.extra_input == usize::from(index);
                 let cols = ops().find(|(link, _)| takes(link)).map_or(0, |(link, edge)| match link.op {
                     Op::AddExtraInput { .. } => edge.cols,
                     _ => 1,
                 });
-                (rows * cols, key.extras[usize::from(index)].0)
+                (rows * cols, key.extras[usize::from(index)].0.into())
             }
             Port::ExtraOutput(index) => {
                 let makes = |link: &Link| link.op.extra_outputs() != 0 && link.extra_output == usize::from(index);
-                (rows * ops().find(|(link, _)| makes(link)).map_or(0, |(_, edge)| edge.cols), key.activation)
+                (rows * ops().find(|(link, _)| makes(link)).map_or(0, |(_, edge)| edge.cols), key.activation.into())
             }
             Port::Param(index) => {
                 let owns = |link: &&Link| (link.param..link.param + link.op.params()).contains(&usize::from(index));
@@ -89,10 +108,65 @@ impl Facts {
                     Op::Norm { cols, .. } => cols,
                     _ => 0,
                 });
-                (elements, key.params[usize::from(index)].0)
+                (elements, key.params[usize::from(index)].0.into())
             }
-            _ => (0, key.activation),
+            _ => (0, key.activation.into()),
         }
+    }
+
+    /// How the output is quantised, with the layouts that are asked for.
+    pub(crate) fn output_cast(&self) -> Option<Cast> {
+        let (recipe, usage) = (self.recipe.as_ref()?, self.key.outer.output?);
+        let cols = self.edges.last()?.cols;
+        Some(self.outer_cast(recipe, (recipe.input, recipe.fwd), cols, usage))
+    }
+
+    /// What an output that is to be quantised is then.
+    pub(crate) fn output_kind(&self) -> Option<QuantizedKind> {
+        let (recipe, usage) = (self.recipe.as_ref()?, self.key.outer.output?);
+        Some(QuantizedKind { dtype: recipe.fwd, block: recipe.input.block, usage })
+    }
+
+    /// The same of the gradient of the input.
+    pub(crate) fn grad_input_kind(&self) -> Option<QuantizedKind> {
+        let usage = self.grad_input_cast()?.usage();
+        let recipe = self.recipe.as_ref()?;
+        Some(QuantizedKind { dtype: recipe.bwd, block: recipe.grad.block, usage })
+    }
+
+    /// How the gradient of the input is quantised. Under delayed scaling, whose row layout may come out of a GEMM, in that
+    /// layout alone; blocks of 1x128 have a column layout of the original values only.
+    pub(crate) fn grad_input_cast(&self) -> Option<Cast> {
+        let recipe = self.recipe.as_ref().filter(|_| self.key.outer.grad_input && self.key.input_grad)?;
+        let usage = Usage { rowwise: true, columnwise: !recipe.is_delayed() };
+        Some(self.outer_cast(recipe, (recipe.grad, recipe.bwd), self.key.cols, usage))
+    }
+
+    fn outer_cast(&self, recipe: &Recipe, to: (Quantization, Fp8), cols: usize, usage: Usage) -> Cast {
+        let ((quantization, output), scaling, input) = (to, recipe.scaling, self.key.activation);
+        let (dbias, processors) = (false, self.limits.multiprocessors);
+        let spec = QuantSpec { scaling, quantization, rows: 0, cols, input, output, usage, dbias, processors };
+        Cast::new(Rows::Input, spec)
+    }
+
+    /// The linear op, maybe with a bias behind it, whose result is the chain's, if its GEMMs read a gradient in FP8: its
+    /// place among the ops.
+    pub(crate) fn takes_grad(&self, kind: QuantizedKind) -> Option<usize> {
+        let links = self.chain.links();
+        let recipe = self.recipe.as_ref()?;
+        let mut behind = links.iter().enumerate().rev().filter(|(_, link)| link.op != Op::Identity);
+        let (mut index, mut link) = behind.next()?;
+        if let Op::Bias { .. } = link.op {
+            // The linear op's plans know of a bias right behind it.
+            (index, link) = (index.checked_sub(1)?, links.get(index.checked_sub(1)?)?);
+        }
+        let Op::Linear { .. } = link.op else { return None };
+        let op = &self.linears[link.linear];
+        let dy = op.dy()?;
+        // Blocks of 1x128 have a column layout of the original values only, and what waits is kept in memory of its own.
+        let is_whole = kind.block != Block::Row || (kind.usage.columnwise && !op.deferred) || !dy.usage().columnwise;
+        let fits = kind.usage.rowwise && kind.dtype == recipe.bwd && kind.block == recipe.grad.block && is_whole;
+        fits.then_some(index)
     }
 
     /// The op of each linear op.

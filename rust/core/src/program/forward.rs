@@ -2,19 +2,19 @@
 
 use te_fast_kernels::{Float, Fp8};
 
-use crate::base::error::Result;
+use crate::base::error::{Error, Result};
 use crate::ops::activation::{ActivationPointers, ActivationSpec};
 use crate::ops::affine::{AffinePointers, AffineSpec};
-use crate::ops::dequantize::DequantizeSpec;
+use crate::ops::dequantize::{DequantizePointers, DequantizeSpec};
 use crate::ops::norm::NormPointers;
 use crate::ops::norm_spec::{NormKind, NormSpec};
 use crate::program::buffer::At;
 use crate::program::cast::Cast;
-use crate::program::chain::{Link, Op};
+use crate::program::chain::{Link, OP, Op};
 use crate::program::edge::{LayoutAt, Layouts, Value};
 use crate::program::facts::Facts;
-use crate::program::forward_compiler::{Compiler, Forward, Fused, Kept};
-use crate::program::port::Port;
+use crate::program::forward_compiler::{Compiler, Forward, Fused, Kept, slot};
+use crate::program::port::{LinearPort, Outer, Port};
 use crate::program::work::{SlotAt, Work, quantised};
 use crate::quant::quantizer::QuantSpec;
 use crate::recipe::definition::{Quantization, Scaling};
@@ -23,7 +23,7 @@ use crate::runtime::dispatcher::Dispatcher;
 
 /// Compiles the forward; GEMMs hand FP8 over if `handovers` lets them and it turns out to pay.
 pub(crate) fn compile(dispatcher: &mut Dispatcher, facts: &Facts, handovers: bool) -> Result<Forward> {
-    let mut compiler = Compiler::new(dispatcher, facts);
+    let mut compiler = Compiler::new(dispatcher, facts, handovers);
     if handovers && compiler.handovers_possible() {
         compiler.begin_handovers();
         compiler.run()?;
@@ -31,7 +31,7 @@ pub(crate) fn compile(dispatcher: &mut Dispatcher, facts: &Facts, handovers: boo
             compiler.end_handovers();
             return Ok(compiler.out);
         }
-        compiler = Compiler::new(dispatcher, facts);
+        compiler = Compiler::new(dispatcher, facts, handovers);
     }
     compiler.run()?;
     Ok(compiler.out)
@@ -41,13 +41,52 @@ impl Compiler<'_> {
     fn run(&mut self) -> Result<()> {
         let facts = self.facts;
         let count = facts.chain.links().len();
-        let mut value = Value::high(At::of(Port::Input));
+        let mut value = self.input();
         let mut index = 0;
         while index < count {
             let link = &facts.chain.links()[index];
             index = self.op(index, link, &mut value).map_err(|error| facts.within(index, error))?;
         }
-        self.out.output = value.high.port;
+        self.output(&value)
+    }
+
+    /// The input: as the call brings it where a linear op takes it so, else in high precision.
+    fn input(&mut self) -> Value {
+        let facts = self.facts;
+        let Some(given) = facts.key.outer.input else { return Value::high(At::of(Port::Input)) };
+        let layouts = Layouts::outer(Outer::Input, given);
+        let (consumer, handed_out) = self.consumer(0);
+        if let (Some(link), false) = (self.link(consumer), handed_out)
+            && matches!(link.op, Op::Linear { .. })
+            && facts.linears[link.linear].given.is_some()
+        {
+            return Value { high: At::NONE, quantized: Some(layouts) };
+        }
+        let to = self.place_of(0);
+        let spec = given.dequantize(facts.key.cols, facts.key.activation);
+        let at = DequantizePointers { q: layouts.row.data, out: to, scale_inv: layouts.row.scale };
+        self.step(Work::Dequantize { spec, at }, (0, 0), "dequantise the input");
+        Value::high(to)
+    }
+
+    /// The output: where the last op left it, or quantised.
+    fn output(&mut self, value: &Value) -> Result<()> {
+        let facts = self.facts;
+        let (Some(cast), Some(kind)) = (facts.output_cast(), facts.output_kind()) else {
+            self.out.output = value.high.port;
+            return Ok(());
+        };
+        self.out.output = Port::Output;
+        if self.out.output_is_row {
+            return Ok(()); // the GEMM has stored it so
+        }
+        let last = facts.chain.links().len() - 1;
+        let Some(linear) = facts.linears.len().checked_sub(1) else {
+            return Err(Error::unsupported(OP, "an output in FP8 of a chain without a linear op"));
+        };
+        let slot = slot(linear, LinearPort::OutputScale, LinearPort::OutputAmax);
+        let at = quantised(value.high, &Layouts::outer(Outer::Output, kind), slot, self.scratch());
+        self.step(Work::Quantize { cast, unpacks: None, at }, (last, last), "cast of the output");
         Ok(())
     }
 

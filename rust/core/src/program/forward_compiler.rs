@@ -51,6 +51,8 @@ pub(crate) struct Forward {
     pub(crate) extra_outputs: Vec<Port>,
     pub(crate) notes: Vec<String>,
     pub(crate) hands_over: bool,
+    /// A GEMM stores the output in FP8.
+    pub(crate) output_is_row: bool,
 }
 
 /// What a forward hands over in FP8 from GEMM to GEMM.
@@ -69,6 +71,8 @@ pub(super) struct Compiler<'a> {
     pub(super) dispatcher: &'a mut Dispatcher,
     pub(super) out: Forward,
     pub(super) handovers: Handovers,
+    /// GEMMs may store FP8.
+    pub(super) stores_fp8: bool,
 }
 
 /// FP8 output of a kernel that computes and quantises, and the slot that it does so with.
@@ -105,7 +109,7 @@ pub(crate) const fn slot(linear: usize, scale: LinearPort, amax: LinearPort) -> 
 }
 
 impl<'a> Compiler<'a> {
-    pub(super) fn new(dispatcher: &'a mut Dispatcher, facts: &'a Facts) -> Self {
+    pub(super) fn new(dispatcher: &'a mut Dispatcher, facts: &'a Facts, stores_fp8: bool) -> Self {
         let linears = facts.linears.len();
         let left = Left { kept: vec![Kept::Nothing; facts.chain.links().len()], converted: vec![At::NONE; linears] };
         let out = Forward {
@@ -115,8 +119,9 @@ impl<'a> Compiler<'a> {
             extra_outputs: Vec::new(),
             notes: Vec::new(),
             hands_over: false,
+            output_is_row: false,
         };
-        Self { facts, dispatcher, out, handovers: Handovers::default() }
+        Self { facts, dispatcher, out, handovers: Handovers::default(), stores_fp8 }
     }
 
     pub(super) fn link(&self, index: usize) -> Option<&'a Link> {
@@ -184,6 +189,7 @@ impl<'a> Compiler<'a> {
             first += 1;
         }
         match self.link(first) {
+            None if self.facts.output_kind().is_some() => self.scratch(),
             None => At::of(Port::Output),
             Some(link) if matches!(link.op, Op::MakeExtraOutput { .. }) => {
                 At::of(Port::ExtraOutput(link.extra_output as u16))

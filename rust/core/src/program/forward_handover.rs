@@ -3,15 +3,17 @@
 use crate::base::error::{ErrorKind, Result};
 use crate::gemm::problem::Epilogue;
 use crate::ops::handover::ROW_BYTES;
+use crate::program::buffer::At;
+use crate::program::chain::Op;
 use crate::program::edge::{LayoutAt, Layouts, Rows};
 use crate::program::forward_compiler::{Compiler, slot};
 use crate::program::linear_op::{Product, Tail};
-use crate::program::port::LinearPort;
+use crate::program::port::{Beside, LinearPort, Outer, Port};
 use crate::program::work::{FlowName, Step, Work};
 use crate::recipe::definition::Recipe;
 
 /// Rows of the GEMM that is asked for to see whether cuBLASLt has it with an FP8 result.
-const PROBE_ROWS: usize = 128;
+pub(crate) const PROBE_ROWS: usize = 128;
 
 impl Compiler<'_> {
     /// Whether some linear op could take its input so: no backward reads it.
@@ -78,6 +80,36 @@ impl Compiler<'_> {
         self.handovers.direct |= tail.epilogue == Epilogue::None;
         let row = LayoutAt { data: self.scratch(), scale };
         Ok(Some(Layouts { row, col: LayoutAt::default() }))
+    }
+
+    /// The result of the GEMM of the op at `index` and its tail in FP8, where it is the chain's output and that is to be
+    /// quantised by a scale that is known.
+    pub(super) fn store_output(&mut self, index: usize, next: usize, tail: Tail) -> Result<Option<Layouts>> {
+        let facts = self.facts;
+        let (Some(kind), Some(recipe)) = (facts.output_kind(), facts.recipe.as_ref()) else { return Ok(None) };
+        let ends = (next..facts.chain.links().len()).all(|at| matches!(self.op_at(at), Some(Op::Identity)));
+        let is_known = recipe.is_delayed() && !kind.usage.columnwise;
+        if !(self.stores_fp8 && ends && is_known) {
+            return Ok(None);
+        }
+        let linear = facts.chain.links()[index].linear;
+        let product = Product::Forward { tail, into: Some(kind.dtype) };
+        match facts.linears[linear].plan(self.dispatcher, PROBE_ROWS, product) {
+            Ok(_) => {}
+            Err(error) if matches!(error.kind(), ErrorKind::Cublas { .. }) => return Ok(None),
+            Err(error) => return Err(error),
+        }
+        self.output_scale(index, linear, false);
+        (self.out.hands_over, self.out.output_is_row) = (true, true);
+        Ok(Some(Layouts::outer(Outer::Output, kind)))
+    }
+
+    /// The launch before such a GEMM, or the one behind it.
+    pub(super) fn output_scale(&mut self, index: usize, linear: usize, after: bool) {
+        let table = At::of(Port::Beside(Outer::Output, Beside::RowScale));
+        let slots = vec![slot(linear, LinearPort::OutputScale, LinearPort::OutputAmax)];
+        let text = if after { "maximum of the output" } else { "scale of the output" };
+        self.step(Work::Handover { table, slots, after }, (index, index), text);
     }
 
     fn note_kept_high(&mut self, index: usize, next: usize, reason: &str) {

@@ -43,6 +43,8 @@ impl Compiler<'_> {
         let w = self.weight_operand(index, link);
         let bias = if tail.bias { self.bias(index + 1) } else { At::NONE };
         let handed_over = if d.is_none() { self.hand_over(index, next, tail)? } else { None };
+        let stored = if d.is_none() && handed_over.is_none() { self.store_output(index, next, tail)? } else { None };
+        let handed_over = handed_over.or(stored);
         let (result, text) = match (handed_over, d) {
             (Some(layouts), _) => (layouts.row, text.fp8),
             (None, Some(extra)) => (LayoutAt::high(extra), text.high),
@@ -63,6 +65,9 @@ impl Compiler<'_> {
         };
         let product = Product::Forward { tail, into };
         self.step(Work::Gemm { linear, product, at }, (index, next - 1), text);
+        if stored.is_some() {
+            self.output_scale(index, linear, true);
+        }
         let high = if handed_over.is_some() { At::NONE } else { result.data };
         *value = Value { high, quantized: handed_over };
         Ok(next)
@@ -140,10 +145,10 @@ impl Compiler<'_> {
             self.step(Work::Quantize { cast: *cast, unpacks: None, at }, (index, index), text);
             layouts
         };
-        if layouts.col.is_some() {
-            self.out.left.kept[index] = Kept::Linear { x: layouts.col };
-        } else if self.facts.linears[linear].keeps_row() {
+        if self.facts.linears[linear].keeps_row() {
             self.out.left.kept[index] = Kept::Linear { x: layouts.row };
+        } else if layouts.col.is_some() {
+            self.out.left.kept[index] = Kept::Linear { x: layouts.col };
         }
         layouts.row
     }

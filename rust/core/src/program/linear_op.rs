@@ -9,11 +9,11 @@ use crate::base::error::{Error, Result};
 use crate::gemm::linear::{self as fp8_gemms, Problems, check_features, check_recipe, check_rows};
 use crate::gemm::plan::GemmPlan;
 use crate::gemm::problem::{Epilogue, Factor, Operand, Problem, ScaleMode};
-use crate::ops::cast_block::BlockShape;
 use crate::ops::dequantize::DequantizeSpec;
+use crate::ops::transpose::TransposeSpec;
 use crate::program::cast::Cast;
 use crate::program::chain::{Chain, LinearCall, OP, Op, ProgramKey};
-use crate::program::edge::Rows;
+use crate::program::edge::{QuantizedKind, Rows};
 use crate::quant::quantizer::{QuantPlan, QuantSpec};
 use crate::quant::value::WeightLayout;
 use crate::recipe::definition::{BackwardOverride, Block, Quantization, Recipe};
@@ -68,6 +68,8 @@ pub(crate) struct LinearOp {
     pub(crate) alpha: f32,
     /// None in high precision.
     pub(crate) casts: Option<Casts>,
+    /// The input comes quantised.
+    pub(crate) given: Option<QuantizedKind>,
 }
 
 impl LinearOp {
@@ -101,6 +103,7 @@ impl LinearOp {
             deferred: deferred && weight_grad,
             alpha,
             casts: None,
+            given: None,
         };
         if let Some(recipe) = recipe {
             check_recipe(recipe, save_original_input)?;
@@ -110,6 +113,29 @@ impl LinearOp {
             op.casts.iter_mut().for_each(|casts| casts.any_rows = key.any_rows);
         }
         Ok(op)
+    }
+
+    /// Takes the input as the call brings it: quantised as the recipe asks for. In high precision it is dequantised before.
+    pub(crate) fn take(&mut self, given: QuantizedKind) -> Result<()> {
+        let Some(casts) = &mut self.casts else { return Ok(()) };
+        let Recipe { fwd, input, .. } = casts.recipe;
+        if (given.dtype, given.block) != (fwd, input.block) {
+            let message = format!(
+                "the input is quantised to {:?} with {}, and the recipe of the region asks for {fwd:?} with {}; give its dequantize()",
+                given.dtype,
+                given.block.text(),
+                input.block.text()
+            );
+            return Err(Error::state(OP, message));
+        }
+        let lacks_columns = casts.usages.input().columnwise || casts.x_again.is_some();
+        if lacks_columns && given.block == Block::Row && !given.usage.columnwise {
+            let message = "the input has its row layout alone, and the gradient of the weight needs the column layout, whose blocks of 1x128 follow from the original values alone; quantise with rowwise and columnwise usage, or give its dequantize()";
+            return Err(Error::state(OP, message));
+        }
+        casts.x_again = None;
+        self.given = Some(given);
+        Ok(())
     }
 
     fn casts(&self, recipe: &Recipe, needs: Needs, bias_grad: bool, processors: u32) -> Result<Casts> {
@@ -161,12 +187,25 @@ impl LinearOp {
 
     /// Whether forward leaves the row layout of the input to backward.
     pub(crate) fn keeps_row(&self) -> bool {
-        self.weight_grad && self.backward() == BackwardOperands::Dequantized
+        self.weight_grad
+            && match self.backward() {
+                BackwardOperands::Dequantized => true,
+                BackwardOperands::High => self.given.is_some(),
+                BackwardOperands::Quantized => self.transposes_input().is_some(),
+            }
+    }
+
+    /// How backward makes the column layout of an input that came without.
+    pub(crate) fn transposes_input(&self) -> Option<TransposeSpec> {
+        let given = self.given.filter(|given| !given.usage.columnwise)?;
+        (self.backward() == BackwardOperands::Quantized).then(|| given.transpose(self.inputs))
     }
 
     /// Whether forward leaves the input in high precision to backward.
     pub(crate) fn keeps_high(&self) -> bool {
-        self.weight_grad && (self.backward() == BackwardOperands::High || self.x_again().is_some())
+        self.weight_grad
+            && self.given.is_none()
+            && (self.backward() == BackwardOperands::High || self.x_again().is_some())
     }
 
     /// Quantises the input once more in backward, where forward leaves it in high precision.
@@ -181,7 +220,7 @@ impl LinearOp {
 
     /// The input's quantisation, if its scales are kept as bytes.
     pub(crate) fn packed_input(&self) -> Option<&Cast> {
-        self.casts.as_ref().map(|casts| &casts.x).filter(|x| x.has_byte_scales())
+        self.casts.as_ref().map(|casts| &casts.x).filter(|x| x.has_byte_scales() && self.given.is_none())
     }
 
     /// The quantised input, or weight, back in the type of the activations; none in high precision.
@@ -189,13 +228,8 @@ impl LinearOp {
         let Casts { recipe, .. } = self.casts.as_ref()?;
         let (rows, quantization) =
             if of_weight { (Rows::Fixed(self.outputs), recipe.weight) } else { (Rows::Input, recipe.input) };
-        let block = match quantization.block {
-            Block::Tensor => None,
-            Block::Row => Some(BlockShape::OneDimensional),
-            Block::Square => Some(BlockShape::TwoDimensional),
-        };
-        let (cols, input, output) = (self.inputs, recipe.fwd, self.activation);
-        Some((DequantizeSpec { rows: 0, cols, ld: cols, input, output, block }, rows))
+        let kind = QuantizedKind { dtype: recipe.fwd, block: quantization.block, usage: Usage::default() };
+        Some((kind.dequantize(self.inputs, self.activation), rows))
     }
 
     /// How the quantised weight lies in memory.
@@ -219,8 +253,8 @@ pub(crate) struct Tail {
 pub(crate) enum Product {
     /// `x · Wᵀ`, with what is fused behind it; into FP8 for an op that takes it so.
     Forward { tail: Tail, into: Option<Fp8> },
-    /// `dy · W`, set or added.
-    InputGrad { accumulate: bool },
+    /// `dy · W`, set or added; into FP8 where the gradient leaves the chain so.
+    InputGrad { accumulate: bool, into: Option<Fp8> },
     /// `dyᵀ · x` into a tensor of the weight's type.
     WeightGrad,
 }
@@ -263,7 +297,7 @@ impl LinearOp {
     pub(crate) fn plan(&self, dispatcher: &mut Dispatcher, rows: usize, product: Product) -> Result<Arc<GemmPlan>> {
         match product {
             Product::Forward { tail, into } => dispatcher.gemm(self.device, self.fprop(rows, tail, into)),
-            Product::InputGrad { accumulate } => dispatcher.gemm(self.device, self.dgrad(rows, accumulate)),
+            Product::InputGrad { accumulate, into } => dispatcher.gemm(self.device, self.dgrad(rows, accumulate, into)),
             Product::WeightGrad => self.wgrad(dispatcher, rows, (self.weight.into(), false), ALIGNMENT),
         }
     }
@@ -285,13 +319,14 @@ impl LinearOp {
         }
     }
 
-    fn dgrad(&self, rows: usize, accumulate: bool) -> Problem {
+    fn dgrad(&self, rows: usize, accumulate: bool, into: Option<Fp8>) -> Problem {
         let Self { inputs, outputs, .. } = *self;
         let (dy, w) = (self.high(outputs, false), self.high(inputs, true));
         let problem = self
             .backward_problems(rows)
             .map_or_else(|| Self::plain([rows, inputs, outputs], dy, w, self.activation), |problems| problems.dgrad());
-        Problem { alpha: Factor::new(self.alpha), accumulate, ..problem }
+        let d = into.map_or(problem.d, DType::from);
+        Problem { d, alpha: Factor::new(self.alpha), accumulate, ..problem }
     }
 
     /// `dyᵀ · x` into a tensor of this type and alignment, set or added.

@@ -29,7 +29,8 @@ mod work;
 
 pub use bindings::{Bindings, CallTable};
 pub use cache::{KeptProgram, ProgramCache};
-pub use chain::{Chain, LinearCall, Link, Op, ProgramKey};
+pub use chain::{Chain, LinearCall, Link, Op, OuterKinds, ProgramKey};
 pub use compiled::{Explained, Program};
-pub use port::{LinearPort, Port};
+pub use edge::QuantizedKind;
+pub use port::{Beside, LinearPort, Outer, Port};
 pub use sized::SizedProgram;

@@ -11,10 +11,12 @@ use crate::ops::activation::{ActivationPlan, ActivationPointers};
 use crate::ops::activation_backward::{ActivationBackwardPlan, ActivationBackwardPointers};
 use crate::ops::affine::{AffinePlan, AffinePointers};
 use crate::ops::cast::{CastPlan, CastPointers};
+use crate::ops::cast_block::unpack_scales;
 use crate::ops::dequantize::{DequantizePlan, DequantizePointers};
 use crate::ops::handover::{self, HandoverEntry};
 use crate::ops::norm::{NormPlan, NormPointers};
 use crate::ops::norm_backward::{NormBackwardPlan, NormBackwardPointers};
+use crate::ops::transpose::{TransposePlan, TransposePointers};
 use crate::program::bindings::Bindings;
 use crate::program::chain::OP;
 use crate::program::port::Cell;
@@ -40,6 +42,9 @@ pub(crate) enum Planned {
     Affine(AffinePlan, AffinePointers<Cell>),
     ColumnSums(CastPlan, CastPointers<Cell>),
     Dequantize(DequantizePlan, DequantizePointers<Cell>),
+    Transpose(TransposePlan, TransposePointers<Cell>),
+    /// So many scales that were kept as bytes, and where their floats go.
+    Unpack(usize, [Cell; 2]),
 }
 
 impl Planned {
@@ -72,6 +77,8 @@ impl Planned {
             Self::Affine(plan, at) => plan.run(target, &at.map(get)),
             Self::ColumnSums(plan, at) => plan.run(target, &at.map(get)),
             Self::Dequantize(plan, at) => plan.run(target, &at.map(get)),
+            Self::Transpose(plan, at) => plan.run(target, &at.map(get)),
+            Self::Unpack(count, [packed, unpacked]) => unpack_scales(target, get(packed), get(unpacked), *count),
         }
     }
 

@@ -38,8 +38,50 @@ pub enum Port {
     GradParam(u16),
     /// Something of a linear op, by its number among them.
     Linear(u16, LinearPort),
+    /// A part of a value in FP8 beside its row layout, which is where the value is.
+    Beside(Outer, Beside),
     /// A private buffer of the program's.
     Buffer(u16),
+}
+
+/// A value that a call brings or takes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Outer {
+    /// The chain's input.
+    Input,
+    /// The chain's output.
+    Output,
+    /// Gradient of the output.
+    GradOutput,
+    /// Gradient of the input.
+    GradInput,
+}
+
+impl Outer {
+    /// Where it is; in FP8, its row layout.
+    #[must_use]
+    pub const fn port(self) -> Port {
+        match self {
+            Self::Input => Port::Input,
+            Self::Output => Port::Output,
+            Self::GradOutput => Port::GradOutput,
+            Self::GradInput => Port::GradInput,
+        }
+    }
+}
+
+/// Parts of a value in FP8 beside its row layout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Beside {
+    /// Scales of the row layout. What a GEMM hands out in FP8 under delayed scaling has them in a row of
+    /// [`handover`](crate::ops::handover), of which the first number is the scale.
+    RowScale,
+    /// The column layout.
+    Col,
+    /// Its scales; one scale of both layouts is beside the row layout.
+    ColScale,
 }
 
 /// What a linear op has of its own.
@@ -68,6 +110,14 @@ pub enum LinearPort {
     GradScale,
     /// Maximum of it.
     GradAmax,
+    /// Scale of an output in FP8.
+    OutputScale,
+    /// Maximum of it.
+    OutputAmax,
+    /// Scale of a gradient of the input in FP8.
+    GradInputScale,
+    /// Maximum of it.
+    GradInputAmax,
     /// What waits for `backward_dw`: [`deferred_bytes`](crate::program::SizedProgram::deferred_bytes).
     Deferred,
 }
@@ -81,7 +131,9 @@ impl Port {
 
 const LINEAR_PORTS: usize = LinearPort::Deferred as usize + 1;
 /// Ports that every chain has.
-const SINGLE: usize = 10;
+const SINGLE: usize = FIRST_BESIDE + (Outer::GradInput as usize + 1) * BESIDES;
+const FIRST_BESIDE: usize = 10;
+const BESIDES: usize = Beside::ColScale as usize + 1;
 
 /// How many a chain has of what it can have several of.
 #[derive(Clone, Copy, Debug)]
@@ -131,6 +183,7 @@ impl PortNumbers {
             Port::Workspace => 7,
             Port::Counters => 8,
             Port::Scratch => 9,
+            Port::Beside(outer, part) => FIRST_BESIDE + BESIDES * outer as usize + part as usize,
             Port::Extra(index) => within(0, index, extras),
             Port::ExtraOutput(index) => within(extras, index, extra_outputs),
             Port::Param(index) => within(extras + extra_outputs, index, params),
@@ -163,6 +216,9 @@ mod tests {
         let many = |count: u16, port: fn(u16) -> Port| (0..count).map(port).collect::<Vec<_>>();
         let mut ports = vec![Port::None, Port::Input, Port::Output, Port::Saved, Port::GradOutput, Port::GradInput];
         ports.extend([Port::SkipWeights, Port::Workspace, Port::Counters, Port::Scratch]);
+        for outer in [Outer::Input, Outer::Output, Outer::GradOutput, Outer::GradInput] {
+            ports.extend([Beside::RowScale, Beside::Col, Beside::ColScale].map(|part| Port::Beside(outer, part)));
+        }
         ports.extend(many(2, Port::Extra).into_iter().chain(many(1, Port::ExtraOutput)).chain(many(3, Port::Param)));
         ports.extend(many(2, Port::GradExtra).into_iter().chain(many(1, Port::GradExtraOutput)));
         ports.extend(many(3, Port::GradParam));

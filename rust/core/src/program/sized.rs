@@ -1,7 +1,6 @@
 //! A program for one row count, ready to run.
 
-use te_fast_kernels::Float;
-
+use crate::base::dtype::DType;
 use crate::base::error::Result;
 use crate::launch::target::Target;
 use crate::launch::trace::{CLOCK, Stage};
@@ -25,7 +24,7 @@ pub struct SizedProgram {
     flows: Vec<Flow>,
     saved_bytes: usize,
     deferred_bytes: Vec<usize>,
-    read_extents: Vec<(usize, Float)>,
+    read_extents: Vec<(usize, DType)>,
     buffers: usize,
 }
 
@@ -101,7 +100,7 @@ impl SizedProgram {
 
     /// Elements and type of each tensor that backward reads.
     #[must_use]
-    pub fn read_extents(&self) -> &[(usize, Float)] {
+    pub fn read_extents(&self) -> &[(usize, DType)] {
         &self.read_extents
     }
 

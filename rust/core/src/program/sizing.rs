@@ -12,6 +12,7 @@ use crate::ops::handover::ROW_BYTES;
 use crate::ops::norm::NormPlan;
 use crate::ops::norm_backward::{NormBackwardPlan, NormBackwardSpec};
 use crate::ops::norm_spec::NormSpec;
+use crate::ops::transpose::{TransposePlan, TransposeSpec};
 use crate::program::buffer::At;
 use crate::program::cast::Cast;
 use crate::program::chain::OP;
@@ -101,7 +102,11 @@ impl<'a> Sizing<'a> {
             }
             Work::Norm { .. } | Work::NormBackward { .. } => self.norm(&step.work, rows),
             Work::Activation { .. } | Work::ActivationBackward { .. } => self.activation(&step.work, rows),
-            Work::Affine { .. } | Work::ColumnSums { .. } | Work::Dequantize { .. } => self.simple(&step.work, rows),
+            Work::Affine { .. }
+            | Work::ColumnSums { .. }
+            | Work::Dequantize { .. }
+            | Work::Transpose { .. }
+            | Work::Unpack { .. } => self.simple(&step.work, rows),
         }
     }
 
@@ -208,6 +213,17 @@ impl<'a> Sizing<'a> {
                 let plan = DequantizePlan::new(DequantizeSpec { rows, ..*spec })?;
                 self.writes(at.out, plan.out_bytes());
                 Ok(Planned::Dequantize(plan, at.map(|&at| self.cell(at))))
+            }
+            Work::Transpose { spec, at } => {
+                let plan = TransposePlan::new(TransposeSpec { rows, ..*spec })?;
+                self.writes(at.out_t, plan.out_bytes());
+                self.writes(at.scale_t, plan.scale_bytes());
+                Ok(Planned::Transpose(plan, at.map(|&at| self.cell(at))))
+            }
+            Work::Unpack { cast, packed, unpacked } => {
+                let count = cast.plan(rows)?.byte_scales();
+                self.writes(*unpacked, size_of::<f32>() * count);
+                Ok(Planned::Unpack(count, [packed, unpacked].map(|&at| self.cell(at))))
             }
             _ => Err(Error::state(OP, "not such an op")),
         }

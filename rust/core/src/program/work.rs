@@ -9,6 +9,7 @@ use crate::ops::dequantize::{DequantizePointers, DequantizeSpec};
 use crate::ops::norm::NormPointers;
 use crate::ops::norm_backward::{NormBackwardPointers, NormBackwardSpec};
 use crate::ops::norm_spec::NormSpec;
+use crate::ops::transpose::{TransposePointers, TransposeSpec};
 use crate::program::buffer::{Arena, At, Buffers};
 use crate::program::cast::Cast;
 use crate::program::edge::{Layouts, Rows};
@@ -69,6 +70,16 @@ pub(crate) enum Work {
         spec: DequantizeSpec,
         at: DequantizePointers<At>,
     },
+    Transpose {
+        spec: TransposeSpec,
+        at: TransposePointers<At>,
+    },
+    /// The scales of an operand's column layout, which were kept as bytes.
+    Unpack {
+        cast: Cast,
+        packed: At,
+        unpacked: At,
+    },
 }
 
 /// Scale and maximum of a slot of delayed scaling.
@@ -118,6 +129,8 @@ impl Work {
             Self::Affine { at, .. } => at.each(visit),
             Self::ColumnSums { at, .. } => at.each(visit),
             Self::Dequantize { at, .. } => at.each(visit),
+            Self::Transpose { at, .. } => at.each(visit),
+            Self::Unpack { packed, unpacked, .. } => [packed, unpacked].into_iter().for_each(visit),
         }
     }
 }

@@ -122,9 +122,14 @@ pub struct LinearSlots<'a> {
     pub weight: Slot<'a>,
     /// The one of the output's gradient.
     pub grad: Slot<'a>,
+    /// The one of an output in FP8.
+    pub output: Slot<'a>,
+    /// The one of a gradient of the input in FP8.
+    pub grad_input: Slot<'a>,
 }
 
 impl LinearSlots<'_> {
     /// No slot.
-    pub const NONE: Self = Self { input: Slot::NONE, weight: Slot::NONE, grad: Slot::NONE };
+    pub const NONE: Self =
+        Self { input: Slot::NONE, weight: Slot::NONE, grad: Slot::NONE, output: Slot::NONE, grad_input: Slot::NONE };
 }

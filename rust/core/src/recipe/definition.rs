@@ -38,6 +38,18 @@ pub enum Block {
     Square,
 }
 
+impl Block {
+    /// For messages.
+    #[must_use]
+    pub const fn text(self) -> &'static str {
+        match self {
+            Self::Tensor => "one scale",
+            Self::Row => "a scale per 1x128",
+            Self::Square => "a scale per 128x128",
+        }
+    }
+}
+
 /// How one operand is quantised.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Quantization {

@@ -143,7 +143,7 @@ impl<'a, 'py> Run<'a, 'py> {
             self.launch.set(Port::Saved, from.take_sized(sized.saved_bytes(), DType::U8, device)?);
         }
         for (&port, &(elements, dtype)) in program.reads().iter().zip(sized.read_extents()) {
-            self.launch.set(port, from.take_sized(elements, dtype.into(), device)?);
+            self.launch.set(port, from.take_sized(elements, dtype, device)?);
         }
         for linear in (0..traced.key.linears.len()).filter(|_| traced.region.is_some()) {
             let layout = program.weight_layout(linear);

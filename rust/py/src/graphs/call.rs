@@ -9,7 +9,7 @@ use pyo3::types::PyTuple;
 use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::DType;
-use te_fast_core::program::{Port, Program, ProgramKey, SizedProgram};
+use te_fast_core::program::{OuterKinds, Port, Program, ProgramKey, SizedProgram};
 use te_fast_core::quant::weight::Microbatch;
 use te_fast_core::recipe::definition::Recipe;
 use te_fast_core::recipe::region::{Former, Given, Region};
@@ -464,6 +464,7 @@ fn key_of(
         params: typed(&tensors.params, &wants.1, "a parameter")?,
         extras: typed(&tensors.extras, &wants.2, "an extra input")?,
         linears: handle.try_borrow()?.linear_calls(py)?.to_vec(),
+        outer: OuterKinds::default(),
     };
     Ok((key, region.enabled.then_some((region, given))))
 }
@@ -525,7 +526,7 @@ pub(super) fn program_for(
     };
     let program = Arc::new(Program::new(&mut state.dispatcher(py)?.0, &chain, key.clone(), recipe)?);
     let params = params.iter().map(|shape| Tuples::new(py, shape)).collect::<PyResult<_>>()?;
-    let compiled = Arc::new(PyProgram { program, params });
+    let compiled = Arc::new(PyProgram::new(program, params));
     let mut handle = handle.try_borrow_mut()?;
     let (kept, former) = handle.programs.insert(Arc::clone(&compiled));
     let sized = kept.sized(&mut state.dispatcher(py)?.0, rows);

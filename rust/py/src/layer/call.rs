@@ -1,13 +1,14 @@
 //! Calls of `Linear`, `LayerNormLinear` and `LayerNormMLP`: the straight path, and the question whether a call is for it.
 
-use pyo3::exceptions::{PyAttributeError, PyRuntimeError};
+use pyo3::exceptions::{PyAttributeError, PyRuntimeError, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyDict, PyTuple};
 
 use te_fast_core::launch::trace::CLOCK;
 
-use crate::layer::module::{Argument, PlainCall, module_call, truth};
+use crate::layer::module::{Argument, PlainCall, is_native, module_call, truth};
+use crate::program::asked::InFp8;
 use crate::program::entry::{apply, in_region_of_last_forward};
 use crate::program::forward::Call;
 use crate::program::handle::{OutsideFp8, ProgramHandle};
@@ -29,22 +30,32 @@ pub(crate) fn layer_call<'py>(
     others: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let Argument(inp) = inp;
+    if (fp8_output.is_some() || fp8_grad.is_some())
+        && !module.get_type().getattr(intern!(module.py(), "_HANDS_OUT_FP8"))?.is_truthy()?
+    {
+        let name = if fp8_output.is_some() { "fp8_output" } else { "fp8_grad" };
+        let message = format!("forward() got an unexpected keyword argument '{name}'");
+        return Err(PyTypeError::new_err(message));
+    }
     let optional = [("is_first_microbatch", is_first_microbatch), ("fp8_output", fp8_output), ("fp8_grad", fp8_grad)];
     module_call(module, inp.as_ref(), &optional, others, |call, inp| forward(call, module, inp))
 }
 
 /// The `forward` of such a layer.
 #[pyfunction]
-#[pyo3(signature = (module, inp, is_first_microbatch=None))]
+#[pyo3(signature = (module, inp, is_first_microbatch=None, fp8_output=None, fp8_grad=None))]
 pub(crate) fn layer_forward<'py>(
     module: &Bound<'py, PyAny>,
     inp: &Bound<'py, PyAny>,
     is_first_microbatch: Option<&Bound<'py, PyAny>>,
+    fp8_output: Option<&Bound<'py, PyAny>>,
+    fp8_grad: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let state = state(module.py())?;
-    let (is_plain, is_first_microbatch) = (state.torch.is_plain(inp), truth(is_first_microbatch)?);
+    let (is_plain, is_first_microbatch) = (is_native(state, inp), truth(is_first_microbatch)?);
+    let in_fp8 = InFp8 { output: truth(fp8_output)? == Some(true), grad: truth(fp8_grad)? == Some(true) };
     let attributes = &instance_dict(module)?;
-    forward(&PlainCall { state, attributes, is_plain, is_first_microbatch }, module, inp)
+    forward(&PlainCall { state, attributes, is_plain, is_first_microbatch, in_fp8 }, module, inp)
 }
 
 /// Runs the layer's program, or `_forward_general` where the call is not for it.
@@ -54,15 +65,25 @@ fn forward<'py>(
     module: &Bound<'py, PyAny>,
     input: &Bound<'py, PyAny>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let &PlainCall { state, attributes, is_first_microbatch, .. } = call;
+    let &PlainCall { state, attributes, is_first_microbatch, in_fp8, .. } = call;
     let py = module.py();
     let program = attributes.get_item(intern!(py, "_program"))?.ok_or_else(|| PyAttributeError::new_err("_program"))?;
     let program = program.cast::<ProgramHandle>()?;
     let is_plain = call.is_plain
         && state.torch.is_unobserved(py)?
         && !state.torch.is_autocast_enabled.bind(py).call0()?.is_truthy()?;
-    let straight = || if is_plain { straight(state, module, program, input, is_first_microbatch) } else { Ok(None) };
-    let general = || module.call_method1(intern!(py, "_forward_general"), (input, is_first_microbatch));
+    let asked = (is_first_microbatch, in_fp8);
+    let straight = || if is_plain { straight(state, module, program, input, asked) } else { Ok(None) };
+    let general = || {
+        let arguments = (input, is_first_microbatch);
+        if in_fp8 == InFp8::default() {
+            return module.call_method1(intern!(py, "_forward_general"), arguments);
+        }
+        let keywords = PyDict::new(py);
+        keywords.set_item(intern!(py, "fp8_output"), in_fp8.output)?;
+        keywords.set_item(intern!(py, "fp8_grad"), in_fp8.grad)?;
+        module.call_method(intern!(py, "_forward_general"), arguments, Some(&keywords))
+    };
     if program.try_borrow()?.outside_fp8 == OutsideFp8::Program {
         // Its general way runs programs, which repeat the region themselves.
         return in_region_of_last_forward(state, program, straight)?.map_or_else(general, Ok);
@@ -77,7 +98,7 @@ fn straight<'py>(
     module: &Bound<'py, PyAny>,
     program: &Bound<'py, ProgramHandle>,
     input: &Bound<'py, PyAny>,
-    is_first_microbatch: Option<bool>,
+    (is_first_microbatch, in_fp8): (Option<bool>, InFp8),
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
     let py = module.py();
     let region = *state.dispatcher(py)?.0.autocast.current();
@@ -101,6 +122,9 @@ fn straight<'py>(
         (None, params)
     };
     if !region.enabled && outside == OutsideFp8::Torch {
+        if !state.torch.is_plain(input) {
+            return Ok(None);
+        }
         let y = torch_linear(state, input, &params, joined.as_ref())?;
         return y.map(|y| with_bias(program, y)).transpose();
     }
@@ -112,7 +136,7 @@ fn straight<'py>(
         return Ok(None);
     }
     let asked = (is_first_microbatch.into(), None);
-    let call = Call::new(state, (program, module), input, (&[], &params), asked).of_parts(joined);
+    let call = Call::new(state, (program, module), input, (&[], &params), asked).of_parts(joined).handing_out(in_fp8);
     let y = apply(call, &tensors)?;
     with_bias(program, y).map(Some)
 }

@@ -4,6 +4,8 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyAnyMethods, PyDict, PyDictMethods, PyTuple};
 
+use crate::program::asked::InFp8;
+use crate::tensor::given::given;
 use crate::torch::process::{State, TensorKind, state};
 use crate::torch::reader::instance_dict;
 
@@ -23,9 +25,16 @@ pub(crate) struct PlainCall<'a, 'py> {
     pub(crate) state: &'a State,
     /// `module.__dict__`.
     pub(crate) attributes: &'a Bound<'py, PyDict>,
-    /// `inp` is of torch's own class, so that the native side may read it.
+    /// `inp` is of torch's own class, or quantised, so that the native side may read it.
     pub(crate) is_plain: bool,
     pub(crate) is_first_microbatch: Option<bool>,
+    pub(crate) in_fp8: InFp8,
+}
+
+/// Whether the native side reads a tensor: of torch's own classes, or quantised.
+#[inline]
+pub(crate) fn is_native(state: &State, inp: &Bound<'_, PyAny>) -> bool {
+    state.torch.is_plain(inp) || given(state, inp).is_some()
 }
 
 /// The call of a layer with `Linear`'s arguments: `forward` is for those that ask for no more than that.
@@ -39,15 +48,16 @@ pub(crate) fn module_call<'py>(
 ) -> PyResult<Bound<'py, PyAny>> {
     let state = state(module.py())?;
     let attributes = instance_dict(module)?;
-    let [(_, is_first_microbatch), rest @ ..] = optional;
-    let plain = others.is_none() && rest.iter().all(|(_, value)| value.is_none());
+    let [(_, is_first_microbatch), (_, fp8_output), (_, fp8_grad)] = optional;
+    let plain = others.is_none();
     let kind = inp.map_or(TensorKind::None, |inp| state.torch.kind_of(inp));
     if let (Some(inp), true, true) = (inp, plain, kind != TensorKind::None)
         && can_skip_module_call(module, state, &attributes)?
     {
-        let is_plain = kind == TensorKind::Plain;
+        let is_plain = kind == TensorKind::Plain || given(state, inp).is_some();
         let is_first_microbatch = truth(*is_first_microbatch)?;
-        return forward(&PlainCall { state, attributes: &attributes, is_plain, is_first_microbatch }, inp);
+        let in_fp8 = InFp8 { output: truth(*fp8_output)? == Some(true), grad: truth(*fp8_grad)? == Some(true) };
+        return forward(&PlainCall { state, attributes: &attributes, is_plain, is_first_microbatch, in_fp8 }, inp);
     }
     slow_call(state, module, inp, optional, others)
 }

@@ -9,15 +9,16 @@ use pyo3::{PyTraverseError, PyVisit};
 use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::DType;
-use te_fast_core::program::{Bindings, Port, Program, SizedProgram};
+use te_fast_core::program::{Bindings, Outer, Port, Program, ProgramKey, SizedProgram};
+use te_fast_core::recipe::definition::Recipe;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::Place;
 
 use crate::error::Failure;
 use crate::hooks::hooks;
 use crate::program::check::check_grad;
-use crate::program::forward::CallWeights;
-use crate::program::handle::{ProgramHandle, PyProgram, Shapes};
+use crate::program::forward::{CallWeights, Output};
+use crate::program::handle::{ProgramHandle, PyProgram, Shapes, Tuples};
 use crate::program::main_grad::{MainGrad, after_main_grad, main_grad};
 use crate::program::part_grads::of_parts;
 use crate::program::parts::Joined;
@@ -25,6 +26,8 @@ use crate::program::tensors::{Flags, Objects, Optional};
 use crate::program::weight::{WaitingGrad, WaitingOperands, WaitingRows};
 use crate::program::weight_memory::weight_buffer;
 use crate::tensor::given::{GivenWeight, dequantized, given, nominal_view};
+use crate::tensor::handed::{HandedValue, Made, Stamp};
+use crate::tensor::value::QuantizedValue;
 use crate::torch::operand::{readable, saved_tensor};
 use crate::torch::process::{State, state};
 use crate::torch::reader::view_of;
@@ -49,6 +52,10 @@ pub(crate) struct ProgramSaved {
     pub(crate) joined: Option<Py<Joined>>,
     /// `is_first_microbatch=True`: `main_grad` is overwritten.
     pub(crate) overwrite_main_grad: bool,
+    /// An input that came in FP8, as it was.
+    pub(crate) stamp: Option<Stamp>,
+    /// The owner's quantizer makes a gradient in FP8.
+    pub(crate) owner: Py<PyAny>,
     /// This chain was the first FP8 module of its region: its backward is the last, and updates the scales.
     pub(crate) updates_backward_scales: bool,
 }
@@ -58,6 +65,7 @@ impl ProgramSaved {
     #[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
     fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.handle)?;
+        visit.call(&self.owner)?;
         self.joined.iter().try_for_each(|joined| visit.call(joined))?;
         self.params.iter().try_for_each(|param| visit.call(param))
     }
@@ -167,7 +175,8 @@ pub(crate) fn run<'py>(
     let py = tensors.py();
     let name = || kept.handle.bind(py).try_borrow().ok().map(|handle| handle.name.clone());
     let weights = kept.weights(state, py).map_err(|failure| failure.named(name().as_deref()))?;
-    let call = BackwardCall { state, kept, tensors, weights };
+    let (compiled, sized) = (Arc::clone(&kept.compiled), Arc::clone(&kept.sized));
+    let mut call = BackwardCall { state, kept, compiled, sized, tensors, weights, handed: None };
     let gradients = match call.run(grads) {
         Ok(gradients) => gradients,
         Err(failure) => {
@@ -181,11 +190,19 @@ pub(crate) fn run<'py>(
     Ok(gradients)
 }
 
+/// A program, and the same for so many rows.
+type Compiled = (Arc<PyProgram>, Arc<SizedProgram>);
+
 struct BackwardCall<'a, 'py> {
     state: &'a State,
     kept: &'a ProgramSaved,
+    /// The forward's program, or its like for a gradient in FP8.
+    compiled: Arc<PyProgram>,
+    sized: Arc<SizedProgram>,
     tensors: &'a Bound<'py, PyTuple>,
     weights: CallWeights,
+    /// The gradient of the output, where it comes in FP8 and the GEMMs read it so.
+    handed: Option<HandedValue>,
 }
 
 /// The call's own tensors as backward reads them, by place.
@@ -215,7 +232,7 @@ impl<'py> Read<'py> {
         let places = program.reads().iter().zip(sized.read_extents());
         let tensors = places
             .zip(tensors.iter().skip(1))
-            .map(|((&place, &(elements, dtype)), tensor)| Ok((place, read(tensor, (elements, dtype.into()))?)))
+            .map(|((&place, &(elements, dtype)), tensor)| Ok((place, read(tensor, (elements, dtype))?)))
             .collect::<Result<_, Failure>>()?;
         Ok(Self { saved, tensors })
     }
@@ -231,25 +248,30 @@ impl<'py> Read<'py> {
 }
 
 impl<'py> BackwardCall<'_, 'py> {
-    fn run(&self, grads: &[Bound<'py, PyAny>]) -> Result<Grads<'py>, Failure> {
+    fn run(&mut self, grads: &[Bound<'py, PyAny>]) -> Result<Grads<'py>, Failure> {
         let (py, state, kept) = (self.tensors.py(), self.state, self.kept);
-        let program = &kept.compiled.program;
-        let key = program.key();
         self.check_weights(py)?;
-        let grads: Objects<'py> = grads
-            .iter()
-            .map(|grad| Ok(readable(state, grad, "a gradient")?.unwrap_or_else(|| grad.clone())))
-            .collect::<PyResult<_>>()?;
+        self.check_input()?;
+        let mut read = Objects::new();
         for (index, grad) in grads.iter().enumerate() {
-            check_grad(program, kept.sized.rows(), index, &view_of(&state.reader, grad, "a gradient")?)?;
+            read.push(self.read_grad(index, grad)?);
         }
+        let grads = read;
+        let compiled = Arc::clone(&self.compiled);
+        let program = &compiled.program;
+        let key = program.key();
         let _guard = state.guard(py, key.device)?;
         let place = Place { device: key.device, stream: state.reader.stream(py, key.device)? };
         let activation = DType::from(key.activation);
-        let input = match program.grad_input() {
-            Port::GradInput => {
-                let tuples = &kept.shapes.input;
-                Some(state.empty(py, key.device, tuples.size.bind(py), tuples.stride.bind(py), activation)?)
+        let tuples = &kept.shapes.input;
+        let input = match (program.grad_input(), program.grad_input_kind()) {
+            (Port::GradInput, Some(kind)) => {
+                let is_delayed = program.recipe().is_some_and(Recipe::is_delayed);
+                Some(Output::InFp8(Made::allocate(state, py, (key.device, kind, is_delayed), &tuples.shape)?))
+            }
+            (Port::GradInput, None) => {
+                let (size, stride) = (tuples.size.bind(py), tuples.stride.bind(py));
+                Some(Output::High(state.empty(py, key.device, size, stride, activation)?))
             }
             _ => None,
         };
@@ -264,6 +286,15 @@ impl<'py> BackwardCall<'_, 'py> {
                 _ => None,
             }
         };
+        let input = match input {
+            None => None,
+            Some(Output::High(input)) => Some(input),
+            Some(Output::InFp8(made)) => {
+                let quantizer = compiled.quantizer(kept.owner.bind(py), made.kind(), true)?;
+                let tuples = (tuples.size.bind(py), tuples.stride.bind(py));
+                Some(made.tensor(state, activation, tuples, &quantizer)?)
+            }
+        };
         Ok(Grads {
             input: input.or_else(|| alias(program.grad_input())),
             extras: program
@@ -274,6 +305,80 @@ impl<'py> BackwardCall<'_, 'py> {
                 .collect::<Result<_, _>>()?,
             params: self.finish(py, targets)?,
         })
+    }
+
+    /// A gradient as kernels read it; one in FP8 as it is where the GEMMs read it so, else dequantised.
+    fn read_grad(&mut self, index: usize, grad: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>, Failure> {
+        let state = self.state;
+        let rows = self.sized.rows();
+        let dense = match given(state, grad) {
+            None => readable(state, grad, "a gradient")?.unwrap_or_else(|| grad.clone()),
+            Some(value) => {
+                if index == 0 && QuantizedValue::snapshot(&value)?.part(grad.py(), false).is_some() {
+                    let (view, handed) = HandedValue::read(state, grad, &value, "a gradient")?;
+                    if self.compiled.program.takes_grad(handed.kind) {
+                        check_grad(&self.compiled.program, rows, index, &view)?;
+                        self.take_grad(grad.py(), handed)?;
+                        return Ok(grad.clone());
+                    }
+                }
+                dequantized(grad, &value)?
+            }
+        };
+        check_grad(&self.compiled.program, rows, index, &view_of(&state.reader, &dense, "a gradient")?)?;
+        Ok(dense)
+    }
+
+    /// Has the backward run that reads a gradient in FP8: of the same chain, behind the same forward.
+    fn take_grad(&mut self, py: Python<'py>, handed: HandedValue) -> Result<(), Failure> {
+        let own = &self.kept.compiled;
+        let mut key = own.program.key().clone();
+        key.outer.grad_output = Some(handed.kind);
+        let found = self.found(py, &key)?;
+        let (compiled, sized) = if let Some(found) = found { found } else { self.compiled_for(py, key)? };
+        if compiled.program.reads() != own.program.reads() || sized.saved_bytes() != self.kept.sized.saved_bytes() {
+            return Err(Error::state(OP, "two backwards of one forward read other things; report this").into());
+        }
+        (self.compiled, self.sized, self.handed) = (compiled, sized, Some(handed));
+        Ok(())
+    }
+
+    /// The program of a key that the chain keeps.
+    fn found(&self, py: Python<'py>, key: &ProgramKey) -> Result<Option<Compiled>, Failure> {
+        let mut handle = self.kept.handle.bind(py).try_borrow_mut()?;
+        let Some(kept) = handle.programs.find(|program| program.key() == key) else { return Ok(None) };
+        let sized = kept.sized(&mut self.state.dispatcher(py)?.0, self.kept.sized.rows())?;
+        Ok(Some((Arc::clone(kept.compiled()), sized)))
+    }
+
+    /// The program of a key that it does not keep.
+    #[cold]
+    fn compiled_for(&self, py: Python<'py>, key: ProgramKey) -> Result<Compiled, Failure> {
+        let (state, own, handle) = (self.state, &self.kept.compiled, self.kept.handle.bind(py));
+        let chain = handle.try_borrow()?.chain.clone();
+        let shapes = own.params.iter().map(|tuples| Tuples::new(py, &tuples.shape)).collect::<PyResult<_>>()?;
+        let program = {
+            let mut dispatcher = state.dispatcher(py)?;
+            Arc::new(Program::new(&mut dispatcher.0, &chain, key, own.program.recipe())?)
+        };
+        let made = Arc::new(PyProgram::new(program, shapes));
+        let mut handle = handle.try_borrow_mut()?;
+        let (kept, former) = handle.programs.insert(Arc::clone(&made));
+        let sized = kept.sized(&mut state.dispatcher(py)?.0, self.kept.sized.rows());
+        drop(handle);
+        drop(former);
+        Ok((made, sized?))
+    }
+
+    /// The same rule for an input that came in FP8.
+    fn check_input(&self) -> Result<(), Failure> {
+        let reads = |port: &Port| matches!(port, Port::Input | Port::Beside(Outer::Input, _));
+        let is_read = self.compiled.program.reads().iter().any(reads);
+        if is_read && self.kept.stamp.as_ref().is_some_and(Stamp::is_stale) {
+            let message = "the quantised input was written between forward and backward; write it after backward";
+            return Err(Error::state(OP, message).into());
+        }
+        Ok(())
     }
 
     /// torch's rule for what backward reads: it must be what forward read. The quantised weight may have been made
@@ -345,7 +450,7 @@ impl<'py> BackwardCall<'_, 'py> {
                 if let Some(quantized) = &self.weights[number].quantized {
                     quantized.note_gradient();
                 }
-                let deferred = kept.sized.deferred_bytes()[number];
+                let deferred = self.sized.deferred_bytes()[number];
                 if deferred != 0 {
                     list.push(ParamGrad::Waiting(state.bytes(py, place.device, deferred)?));
                     continue;
@@ -369,13 +474,13 @@ impl<'py> BackwardCall<'_, 'py> {
         &self,
         place: Place,
         grads: &[Bound<'py, PyAny>],
-        input: Option<&Bound<'py, PyAny>>,
+        input: Option<&Output<'py>>,
         extras: &[Option<Bound<'py, PyAny>>],
         targets: &[ParamGrad<'py>],
     ) -> Result<(), Failure> {
-        let (py, state, kept) = (self.tensors.py(), self.state, self.kept);
-        let program = &kept.compiled.program;
-        let sized = &kept.sized;
+        let (py, state) = (self.tensors.py(), self.state);
+        let program = &self.compiled.program;
+        let sized = &self.sized;
         let read = Read::new(state, program, sized, self.tensors)?;
         let given = self.given_weights(py, place)?;
         let external = Dispatcher::external_bytes(place, sized.backward_scratch())?;
@@ -386,9 +491,16 @@ impl<'py> BackwardCall<'_, 'py> {
         read.bind(state, &mut call)?;
         for (index, grad) in grads.iter().enumerate() {
             let port = if index == 0 { Port::GradOutput } else { Port::GradExtraOutput(index as u16 - 1) };
-            call.set(port, state.pointer(Some(grad))?);
+            match &self.handed {
+                Some(handed) if index == 0 => handed.bind(py, state, (Outer::GradOutput, &mut call))?,
+                _ => call.set(port, state.pointer(Some(grad))?),
+            }
         }
-        call.set(Port::GradInput, state.pointer(input)?);
+        match input {
+            Some(Output::High(input)) => call.set(Port::GradInput, state.pointer(Some(input))?),
+            Some(Output::InFp8(made)) => made.bind(state, (Outer::GradInput, &mut call))?,
+            None => {}
+        }
         for (index, grad) in extras.iter().enumerate() {
             call.set(Port::GradExtra(index as u16), state.pointer(grad.as_ref())?);
         }
@@ -464,7 +576,7 @@ impl<'py> BackwardCall<'_, 'py> {
         dispatcher: &mut Dispatcher,
         targets: &[ParamGrad<'py>],
     ) -> Result<(), Failure> {
-        let (program, sized) = (&self.kept.compiled.program, &self.kept.sized);
+        let (program, sized) = (&self.compiled.program, &self.sized);
         for (param, target) in targets.iter().enumerate() {
             if let (ParamGrad::Main(main), Some(linear)) = (target, self.linear_of(param)) {
                 let kind = (main.dtype, main.accumulate);
@@ -487,7 +599,7 @@ impl<'py> BackwardCall<'_, 'py> {
                 ParamGrad::Waiting(grad) => {
                     let handle = kept.handle.bind(py).try_borrow()?;
                     let linear = handle.chain.linear_params().iter().position(|&of| of == param).unwrap_or(0);
-                    let (program, sized) = (Arc::clone(&kept.compiled.program), Arc::clone(&kept.sized));
+                    let (program, sized) = (Arc::clone(&self.compiled.program), Arc::clone(&self.sized));
                     let (saved, grad) = (self.tensors.clone().unbind(), grad.unbind());
                     let operands = WaitingOperands::Kept(WaitingRows { program, sized, linear, saved, grad });
                     let waiting = WaitingGrad { operands, overwrite_main_grad: kept.overwrite_main_grad };

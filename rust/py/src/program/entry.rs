@@ -15,6 +15,7 @@ use te_fast_core::recipe::region::Former;
 use crate::error::{IntoPython, named};
 use crate::hooks::hooks;
 use crate::layer::module::{Argument, can_skip_module_call};
+use crate::program::asked::{Asked, InFp8};
 use crate::program::backward::{ProgramSaved, run};
 use crate::program::forward::{Call, Done};
 use crate::program::handle::ProgramHandle;
@@ -30,7 +31,8 @@ const OP: &str = "ops";
 /// `parameters` stand in for those of the modules that the chain was built from. `version` is that of a weight that is a
 /// concatenation without one of its own.
 #[pyfunction]
-#[pyo3(signature = (program, owner, x, extra_inputs, is_first_microbatch=None, params=None, version=None, /))]
+#[pyo3(signature = (program, owner, x, extra_inputs, is_first_microbatch=None, params=None, version=None, fp8_output=false, fp8_grad=false, /))]
+#[expect(clippy::too_many_arguments, reason = "a Python function's arguments")]
 pub(crate) fn program_apply<'py>(
     program: &Bound<'py, ProgramHandle>,
     owner: &Bound<'py, PyAny>,
@@ -39,15 +41,18 @@ pub(crate) fn program_apply<'py>(
     is_first_microbatch: Option<bool>,
     params: Option<&Bound<'py, PyTuple>>,
     version: Option<u64>,
+    fp8_output: bool,
+    fp8_grad: bool,
 ) -> PyResult<Bound<'py, PyAny>> {
     let state = state(x.py())?;
+    let in_fp8 = InFp8 { output: fp8_output, grad: fp8_grad };
     let params: Objects<'py> = match params {
         Some(params) => params.iter().collect(),
         None => present_parameters(program)?,
     };
     let extras: Objects<'py> = extra_inputs.iter().collect();
     let asked = (is_first_microbatch.into(), version);
-    in_region_of_last_forward(state, program, || cast_and_apply((program, owner), x, &extras, &params, asked))
+    in_region_of_last_forward(state, program, || cast_and_apply((program, owner), x, &extras, &params, (asked, in_fp8)))
 }
 
 /// `module(x, *extra_inputs)` of a module whose result is its program's: as `nn.Module.__call__`, without its cost
@@ -84,7 +89,7 @@ pub(crate) fn program_module_call<'py>(
             let extras: Objects<'py> = extra_inputs.iter().collect();
             if let Some(params) = parameters_of_direct_call(state, program, input, &extras)? {
                 let asked = (is_first.into(), None);
-                let run = || cast_and_apply((program, module), input, &extras, &params, asked);
+                let run = || cast_and_apply((program, module), input, &extras, &params, (asked, InFp8::default()));
                 return in_region_of_last_forward(state, program, run);
             }
         }
@@ -163,7 +168,7 @@ fn cast_and_apply<'py>(
     x: &Bound<'py, PyAny>,
     extras: &[Bound<'py, PyAny>],
     params: &[Bound<'py, PyAny>],
-    asked: (Microbatch, Option<u64>),
+    (asked, in_fp8): ((Microbatch, Option<u64>), InFp8),
 ) -> PyResult<Bound<'py, PyAny>> {
     let state = state(x.py())?;
     {
@@ -175,7 +180,7 @@ fn cast_and_apply<'py>(
     }
     let cast = cast(state, x, extras)?;
     let (x, extras) = cast.as_ref().map_or((x, extras), |(x, extras)| (x, extras.as_slice()));
-    let call = Call::new(state, (program, owner), x, (extras, params), asked);
+    let call = Call::new(state, (program, owner), x, (extras, params), asked).handing_out(in_fp8);
     let tensors = Tensors::read(state, x, extras, params).map_err(|failure| call.named(failure))?;
     apply(call, &tensors)
 }
@@ -183,12 +188,16 @@ fn cast_and_apply<'py>(
 /// The functional entry: a program, its owner, tensors and parameters. Rows that GEMMs lack are appended, zero rows launch
 /// nothing, and what wants gradients gets one autograd node.
 pub(crate) fn apply<'py>(mut call: Call<'_, 'py>, tensors: &Tensors<'_>) -> PyResult<Bound<'py, PyAny>> {
-    let Call { state, handle: program, owner, x, extras, params, microbatch, version, .. } = call;
+    let Call { state, handle: program, owner, x, extras, params, microbatch, version, in_fp8, .. } = call;
     let py = x.py();
     if tensors.x.numel() == 0 {
         return on_nothing(&call);
     }
     if !tensors.x.shape().is_empty() && state.dispatcher(py)?.0.rows_to_pad(tensors.x.rows()) != 0 {
+        if in_fp8 != InFp8::default() {
+            let message = "fp8_output and fp8_grad take as many rows as the recipe's GEMMs do; pad the input";
+            return Err(call.named(Error::unsupported(OP, message).into()));
+        }
         let is_first = Option::<bool>::from(microbatch);
         let arguments = (program, owner, x, PyTuple::new(py, extras)?, is_first, PyTuple::new(py, params)?, version);
         return hooks(py)?.padded.bind(py).call1(arguments);
@@ -209,7 +218,7 @@ pub(crate) fn apply<'py>(mut call: Call<'_, 'py>, tensors: &Tensors<'_>) -> PyRe
             arguments.extend(extras.iter().cloned());
             arguments.push(program.clone().into_any());
             arguments.push(owner.clone());
-            arguments.push(Option::<bool>::from(microbatch).into_pyobject(py)?);
+            arguments.push(Asked { microbatch, in_fp8 }.number().into_pyobject(py)?.into_any());
             arguments.push(match call.joined {
                 Some(joined) => joined.into_any(),
                 None => version.into_pyobject(py)?,
@@ -291,6 +300,8 @@ fn kept<'py>(call: &Call<'_, 'py>, done: &mut Done<'py>) -> PyResult<ProgramSave
         params: call.params.iter().map(|param| param.clone().unbind()).collect(),
         joined: call.joined.as_ref().map(|joined| joined.clone().unbind()),
         overwrite_main_grad: microbatch == Microbatch::First && !done.skippable,
+        stamp: done.stamp.take(),
+        owner: call.owner.clone().unbind(),
         updates_backward_scales: delayed && state.dispatcher(py)?.0.autocast.take_first_fp8_module(),
     })
 }
@@ -308,7 +319,7 @@ pub(crate) fn program_autograd_forward<'py>(
     let count = arguments.len();
     let program = arguments.get_item(count - 4)?.cast_into::<ProgramHandle>()?;
     let owner = arguments.get_item(count - 3)?;
-    let is_first = arguments.get_item(count - 2)?.extract::<Option<bool>>()?;
+    let Asked { microbatch, in_fp8 } = Asked::of(arguments.get_item(count - 2)?.extract()?);
     let last = arguments.get_item(count - 1)?;
     let joined = last.cast::<Joined>().ok().cloned();
     let version = if joined.is_some() { None } else { last.extract()? };
@@ -318,8 +329,8 @@ pub(crate) fn program_autograd_forward<'py>(
     let (params, extras) = rest.split_at(joined.as_ref().map_or(params, |joined| joined.get().parts().len()));
     let wholes = joined.as_ref().map(|joined| joined.get().wholes(py));
     let params = wholes.as_deref().unwrap_or(params);
-    let mut call =
-        Call::new(state, (&program, &owner), x, (extras, params), (is_first.into(), version)).of_parts(joined);
+    let mut call = Call::new(state, (&program, &owner), x, (extras, params), (microbatch, version)).of_parts(joined);
+    call.in_fp8 = in_fp8;
     let extra_grads = extras.iter().map(requires_grad).collect::<PyResult<_>>()?;
     call.wants(true, requires_grad(x)?, extra_grads, true);
     let mut done = call.run()?;

@@ -12,17 +12,20 @@ use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::cuda::device::is_capturing;
 use te_fast_core::launch::trace::{CLOCK, Stage};
-use te_fast_core::program::{Port, Program, ProgramKey, SizedProgram};
+use te_fast_core::program::{Bindings, Outer, OuterKinds, Port, Program, ProgramKey, SizedProgram};
 use te_fast_core::quant::cache::Keep;
 use te_fast_core::quant::value::LinearSlots;
 use te_fast_core::quant::weight::{Microbatch, WeightRecord, WeightToken};
+use te_fast_core::recipe::definition::{BackwardOverride, Recipe};
 use te_fast_core::recipe::region::Region;
+use te_fast_core::recipe::usage::Usage;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::{Memory, Place};
 
 use crate::autocast::recompute::{RecordedScales, recorded_scales};
 use crate::error::Failure;
 use crate::hooks::skip_flag;
+use crate::program::asked::InFp8;
 use crate::program::check::check;
 use crate::program::handle::{ProgramHandle, PyProgram, Shapes, Tuples};
 use crate::program::parts::Joined;
@@ -30,6 +33,7 @@ use crate::program::tensors::{Flags, Objects, Tensors, float, requires_grad, sam
 use crate::program::weight::{OpSlots, WeightHandle, recycle, reusable};
 use crate::program::weight_memory::{CachedWeight, for_backward, make_weight, weight_buffer};
 use crate::tensor::given::GivenWeight;
+use crate::tensor::handed::{HandedValue, Made, Stamp};
 use crate::torch::process::State;
 
 const OP: &str = "ops";
@@ -68,6 +72,9 @@ pub(crate) struct Done<'py> {
     pub(crate) skippable: bool,
     /// The extra inputs as they were read: the call's own, or copies, in which the results of ops lie that write there.
     extras: SmallVec<[Bound<'py, PyAny>; 2]>,
+    /// The input as it was handed in, in FP8: what backward reads of it, by port, and whether that is what it was.
+    handed: SmallVec<[(Port, Bound<'py, PyAny>); 2]>,
+    pub(crate) stamp: Option<Stamp>,
 }
 
 impl<'py> Done<'py> {
@@ -79,6 +86,10 @@ impl<'py> Done<'py> {
         tensors.push(self.saved.clone().unwrap_or_else(|| py.None().into_bound(py)));
         for place in self.compiled.program.reads() {
             tensors.push(match *place {
+                port if self.stamp.is_some() && matches!(port, Port::Input | Port::Beside(Outer::Input, _)) => {
+                    let handed = self.handed.iter().find(|(known, _)| *known == port);
+                    handed.map_or_else(|| py.None().into_bound(py), |(_, tensor)| tensor.clone())
+                }
                 Port::Input => x.clone(),
                 Port::Extra(index) => self.extras[usize::from(index)].clone(),
                 Port::ExtraOutput(index) => self.extra_outputs[usize::from(index)].clone(),
@@ -108,6 +119,8 @@ pub(crate) struct Call<'a, 'py> {
     pub(crate) extra_grads: Flags,
     /// torch's grad mode where the chain was called.
     pub(crate) grad_mode: bool,
+    /// What the call is to hand out in FP8.
+    pub(crate) in_fp8: InFp8,
 }
 
 impl<'a, 'py> Call<'a, 'py> {
@@ -136,7 +149,15 @@ impl<'a, 'py> Call<'a, 'py> {
             input_grad,
             extra_grads,
             grad_mode,
+            in_fp8: InFp8::default(),
         }
+    }
+
+    /// The same with results in FP8.
+    #[inline]
+    pub(crate) fn handing_out(mut self, in_fp8: InFp8) -> Self {
+        self.in_fp8 = in_fp8;
+        self
     }
 
     /// The same of parameters of which some are joined of parts.
@@ -225,7 +246,20 @@ impl<'a, 'py> Call<'a, 'py> {
         let weights = self.keep(&compiled, prepared, place, capturing, skippable)?;
         CLOCK.mark(Stage::Finish);
         let Results { y, extra_outputs, saved } = results;
-        Ok(Done { y, extra_outputs, saved, compiled, sized, shapes, weights, skippable, extras: extras.into() })
+        let y = match y {
+            Output::High(y) => y,
+            Output::InFp8(made) => {
+                let (kind, dtype) = (made.kind(), DType::from(program.key().activation));
+                let quantizer = compiled.quantizer(self.owner, kind, false)?;
+                let tuples = (shapes.output.size.bind(py), shapes.output.stride.bind(py));
+                made.tensor(state, dtype, tuples, &quantizer)?
+            }
+        };
+        let extras = extras.into();
+        let read = |port: &Port| Some((*port, tensors.handed()?.tensor(py, *port)?));
+        let handed = program.reads().iter().filter_map(read).collect();
+        let stamp = tensors.handed().map(HandedValue::stamp);
+        Ok(Done { y, extra_outputs, saved, compiled, sized, shapes, weights, skippable, extras, handed, stamp })
     }
 
     /// Tells torch of what was written in place, so that a backward that needs what was there before raises.
@@ -250,6 +284,7 @@ impl<'a, 'py> Call<'a, 'py> {
         let mut handle = self.handle.try_borrow_mut()?;
         let linears = handle.linear_calls(py)?;
         let epoch = region.enabled.then_some(region.epoch);
+        let outer = self.outer(tensors, region);
         let (rows, cols) = (x.rows(), x.shape().last().map_or(1, |&cols| cols as usize));
         let ProgramHandle { programs, chain, params, .. } = &mut *handle;
         let found = programs.find(|program| {
@@ -261,6 +296,7 @@ impl<'a, 'py> Call<'a, 'py> {
                 && key.any_rows == any_rows
                 && key.input_grad == self.input_grad
                 && key.linears[..] == linears[..]
+                && key.outer == outer
                 && same(&key.params, &tensors.params, &param_grads)
                 && same(&key.extras, &tensors.extras, &self.extra_grads)
         });
@@ -280,6 +316,7 @@ impl<'a, 'py> Call<'a, 'py> {
             params: typed(&tensors.params, &param_grads, "a parameter")?,
             extras: typed(&tensors.extras, &self.extra_grads, "an extra input")?,
             linears: linears.to_vec(),
+            outer,
         };
         self.compile(tensors, region, key, rows)
     }
@@ -304,16 +341,28 @@ impl<'a, 'py> Call<'a, 'py> {
             let mut dispatcher = state.dispatcher(py)?;
             Arc::new(Program::new(&mut dispatcher.0, &chain, key, recipe)?)
         };
-        let compiled = Arc::new(PyProgram {
-            params: tensors.params.iter().map(|view| Tuples::new(py, view.shape())).collect::<PyResult<_>>()?,
-            program,
-        });
+        let params = tensors.params.iter().map(|view| Tuples::new(py, view.shape())).collect::<PyResult<_>>()?;
+        let compiled = Arc::new(PyProgram::new(program, params));
         let mut handle = self.handle.try_borrow_mut()?;
         let (kept, former) = handle.programs.insert(Arc::clone(&compiled));
         let sized = kept.sized(&mut state.dispatcher(py)?.0, rows);
         drop(handle);
         drop(former);
         Ok((compiled, sized?))
+    }
+
+    /// What comes and goes in FP8. A column layout of the output serves the next layer's weight gradient; under delayed
+    /// scaling it is made there, so that the GEMM can store the row layout.
+    #[inline]
+    fn outer(&self, tensors: &Tensors<'_>, region: &Region) -> OuterKinds {
+        let input = tensors.handed().map(|handed| handed.kind);
+        let InFp8 { output, grad } = self.in_fp8;
+        if !region.enabled || !(output || grad) {
+            return OuterKinds { input, ..OuterKinds::default() };
+        }
+        let usage = Usage { rowwise: true, columnwise: self.grad_mode && !region.recipe.is_delayed() };
+        let grad = grad && self.input_grad && region.recipe.backward_override == BackwardOverride::None;
+        OuterKinds { input, output: output.then_some(usage), grad_output: None, grad_input: grad }
     }
 
     #[cold]
@@ -457,17 +506,22 @@ impl<'a, 'py> Call<'a, 'py> {
         place: Place,
         extras: &[Bound<'py, PyAny>],
         extra_outputs: &[Bound<'py, PyAny>],
-    ) -> Result<Bound<'py, PyAny>, Failure> {
+    ) -> Result<Output<'py>, Failure> {
         let dtype = DType::from(compiled.program.key().activation);
         let (py, out) = (self.x.py(), &shapes.output);
-        Ok(match compiled.program.output() {
+        if let Some(kind) = compiled.program.output_kind() {
+            let is_delayed = compiled.program.recipe().is_some_and(Recipe::is_delayed);
+            let made = Made::allocate(self.state, py, (place.device, kind, is_delayed), &out.shape)?;
+            return Ok(Output::InFp8(made));
+        }
+        Ok(Output::High(match compiled.program.output() {
             Port::Input if extra_outputs.is_empty() => self.x.clone(),
             Port::Input => self.x.call_method0("detach")?,
             Port::Extra(extra) => extras[usize::from(extra)].clone(),
             // Two outputs must be two tensors for autograd.
             Port::ExtraOutput(index) => extra_outputs[usize::from(index)].call_method0("detach")?,
             _ => self.state.empty(py, place.device, out.size.bind(py), out.stride.bind(py), dtype)?,
-        })
+        }))
     }
 
     pub(crate) fn launch(
@@ -485,21 +539,8 @@ impl<'a, 'py> Call<'a, 'py> {
         let memory: Memory<'_> = external.memory(state.pointer(scratch.as_ref())?);
         let mut table = state.tables.take();
         let mut call = program.call(&mut table);
-        call.set(Port::Input, tensors.x.data());
-        call.set(Port::Saved, state.pointer(results.saved.as_ref())?);
         call.set(Port::SkipWeights, state.pointer(skip)?);
-        if program.output() == Port::Output {
-            call.set(Port::Output, state.pointer(Some(&results.y))?);
-        }
-        for (index, tensor) in results.extra_outputs.iter().enumerate() {
-            call.set(Port::ExtraOutput(index as u16), state.pointer(Some(tensor))?);
-        }
-        for (index, view) in tensors.extras.iter().enumerate() {
-            call.set(Port::Extra(index as u16), view.data());
-        }
-        for (index, view) in tensors.params.iter().enumerate() {
-            call.set(Port::Param(index as u16), view.data());
-        }
+        self.bind_tensors(&mut call, tensors, program, results)?;
         for (linear, weight) in prepared.iter().enumerate() {
             if let Some(quantized) = &weight.quantized {
                 call.set_weight(linear, &weight_buffer(quantized));
@@ -524,6 +565,40 @@ impl<'a, 'py> Call<'a, 'py> {
             }
         }
         state.tables.give_back(table);
+        Ok(())
+    }
+
+    /// Inputs, results and parameters.
+    fn bind_tensors<'b>(
+        &self,
+        call: &mut Bindings<'_, 'b>,
+        tensors: &'b Tensors<'_>,
+        program: &Program,
+        results: &'b Results<'py>,
+    ) -> te_fast_core::Result<()>
+    where
+        'py: 'b,
+    {
+        let (py, state) = (self.x.py(), self.state);
+        match tensors.handed() {
+            Some(handed) => handed.bind(py, state, (Outer::Input, call))?,
+            None => call.set(Port::Input, tensors.x.data()),
+        }
+        call.set(Port::Saved, state.pointer(results.saved.as_ref())?);
+        match &results.y {
+            Output::InFp8(made) => made.bind(state, (Outer::Output, call))?,
+            Output::High(y) if program.output() == Port::Output => call.set(Port::Output, state.pointer(Some(y))?),
+            Output::High(_) => {}
+        }
+        for (index, tensor) in results.extra_outputs.iter().enumerate() {
+            call.set(Port::ExtraOutput(index as u16), state.pointer(Some(tensor))?);
+        }
+        for (index, view) in tensors.extras.iter().enumerate() {
+            call.set(Port::Extra(index as u16), view.data());
+        }
+        for (index, view) in tensors.params.iter().enumerate() {
+            call.set(Port::Param(index as u16), view.data());
+        }
         Ok(())
     }
 
@@ -569,9 +644,15 @@ impl<'a, 'py> Call<'a, 'py> {
     }
 }
 
+/// The output of a call.
+pub(crate) enum Output<'py> {
+    High(Bound<'py, PyAny>),
+    InFp8(Made<'py>),
+}
+
 /// The tensors that a call makes.
 pub(crate) struct Results<'py> {
-    pub(crate) y: Bound<'py, PyAny>,
+    pub(crate) y: Output<'py>,
     pub(crate) extra_outputs: Vec<Bound<'py, PyAny>>,
     pub(crate) saved: Option<Bound<'py, PyAny>>,
 }

@@ -1,6 +1,6 @@
 //! Chains of ops as Python builds them: the ops, where their parameters are found, and what is kept between calls.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyTuple};
@@ -8,12 +8,13 @@ use pyo3::{PyTraverseError, PyVisit};
 use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::ops::norm_spec::NormKind;
-use te_fast_core::program::{Chain, KeptProgram, LinearCall, Op, Program, ProgramCache};
+use te_fast_core::program::{Chain, KeptProgram, LinearCall, Op, Program, ProgramCache, QuantizedKind};
 use te_fast_core::recipe::region::Region;
 
-use crate::error::IntoPython;
+use crate::error::{Failure, IntoPython};
 use crate::program::functions::activation_named;
 use crate::program::weight::WeightHandle;
+use crate::tensor::handed::quantizer_of;
 use crate::torch::process::contiguous_strides;
 
 /// Shapes of one chain that are kept; those that vary without end displace the oldest.
@@ -83,6 +84,7 @@ impl Shapes {
 /// Size and strides of a contiguous tensor.
 #[derive(Debug)]
 pub(crate) struct Tuples {
+    pub(crate) shape: SmallVec<[i64; 4]>,
     pub(crate) size: Py<PyTuple>,
     pub(crate) stride: Py<PyTuple>,
 }
@@ -90,7 +92,7 @@ pub(crate) struct Tuples {
 impl Tuples {
     pub(crate) fn new(py: Python<'_>, size: &[i64]) -> PyResult<Self> {
         let stride = PyTuple::new(py, contiguous_strides(size))?.unbind();
-        Ok(Self { size: PyTuple::new(py, size)?.unbind(), stride })
+        Ok(Self { shape: size.into(), size: PyTuple::new(py, size)?.unbind(), stride })
     }
 }
 
@@ -100,6 +102,31 @@ pub(crate) struct PyProgram {
     pub(crate) program: Arc<Program>,
     /// Of each parameter.
     pub(crate) params: Vec<Tuples>,
+    /// What quantises as the output in FP8 is, and the gradient of the input; made at first use.
+    quantizers: [OnceLock<Py<PyAny>>; 2],
+}
+
+impl PyProgram {
+    pub(crate) fn new(program: Arc<Program>, params: Vec<Tuples>) -> Self {
+        Self { program, params, quantizers: [const { OnceLock::new() }; 2] }
+    }
+
+    /// What quantises as the output in FP8 is, or the gradient of the input.
+    pub(crate) fn quantizer<'py>(
+        &self,
+        owner: &Bound<'py, PyAny>,
+        kind: QuantizedKind,
+        is_grad: bool,
+    ) -> Result<Bound<'py, PyAny>, Failure> {
+        let py = owner.py();
+        let slot = &self.quantizers[usize::from(is_grad)];
+        if let Some(known) = slot.get() {
+            return Ok(known.bind(py).clone());
+        }
+        let made = quantizer_of(owner, kind, is_grad)?;
+        let _ = slot.set(made.clone_ref(py)); // another thread may have been quicker
+        Ok(made.into_bound(py))
+    }
 }
 
 impl AsRef<Program> for PyProgram {

@@ -1,5 +1,6 @@
 //! Layers and chains of ops: what Python builds, and how a call of it runs.
 
+pub(crate) mod asked;
 pub(crate) mod backward;
 pub(crate) mod check;
 pub(crate) mod deferred;

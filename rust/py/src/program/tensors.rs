@@ -10,6 +10,7 @@ use te_fast_core::{Error, Float};
 use crate::error::{Failure, IntoPython};
 use crate::program::handle::ProgramHandle;
 use crate::tensor::given::{dequantized, given, nominal_view};
+use crate::tensor::handed::HandedValue;
 use crate::tensor::value::QuantizedValue;
 use crate::torch::operand::{fits, readable};
 use crate::torch::process::State;
@@ -97,6 +98,8 @@ pub(crate) struct Tensors<'a> {
     origins: Vec<usize>,
     /// Parameters that are quantised already: their views have no memory.
     given: SmallVec<[(usize, Py<QuantizedValue>); 2]>,
+    /// An input that is quantised already: its view has no memory.
+    handed: Option<HandedValue>,
 }
 
 /// Tensors of a call of which some are copies.
@@ -131,24 +134,32 @@ impl<'a> Tensors<'a> {
                 }
             });
         }
-        Ok(Self {
-            x: view_of(&state.reader, x, "the input")?,
-            extras: views(extras, "an extra input")?,
-            params: read,
-            origins: Vec::new(),
-            given: quantized,
-        })
+        let (x, handed) = match given(state, x) {
+            None => (view_of(&state.reader, x, "the input")?, None),
+            Some(value) => {
+                let (view, handed) = HandedValue::read(state, x, &value, "the input")?;
+                (view, Some(handed))
+            }
+        };
+        let extras = views(extras, "an extra input")?;
+        Ok(Self { x, extras, params: read, origins: Vec::new(), given: quantized, handed })
     }
 
     /// Tensors that were read.
     pub(crate) fn of_views(x: TensorView<'a>, extras: Views<'a>, params: Views<'a>) -> Self {
-        Self { x, extras, params, origins: Vec::new(), given: SmallVec::new() }
+        Self { x, extras, params, origins: Vec::new(), given: SmallVec::new(), handed: None }
     }
 
     /// The parameters that are quantised already, by number.
     #[inline]
     pub(crate) fn given(&self) -> &[(usize, Py<QuantizedValue>)] {
         &self.given
+    }
+
+    /// The input, if it is quantised already.
+    #[inline]
+    pub(crate) fn handed(&self) -> Option<&HandedValue> {
+        self.handed.as_ref()
     }
 
     /// Whether kernels can read all of them as they lie.
@@ -188,7 +199,8 @@ impl<'a> Tensors<'a> {
             Some(_) => Ok(0),
         };
         Ok(Copies {
-            x: copied(x, "the input")?,
+            // A quantised one was copied where it was read.
+            x: if given(state, x).is_some() { x.clone() } else { copied(x, "the input")? },
             extras: extras.iter().map(|extra| copied(extra, "an extra input")).collect::<PyResult<_>>()?,
             params: params.iter().map(parameter).collect::<PyResult<_>>()?,
             origins: params.iter().map(origin).collect::<Result<_, Error>>()?,

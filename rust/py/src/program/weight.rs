@@ -54,6 +54,8 @@ impl OpSlots {
             input: slot(&self.forward, self.forward_base),
             weight: slot(&self.forward, self.forward_base + 1),
             grad: slot(&self.backward, self.backward_base),
+            output: slot(&self.forward, self.forward_base + 2),
+            grad_input: slot(&self.backward, self.backward_base + 1),
         }
     }
 
@@ -109,8 +111,11 @@ pub(crate) struct WaitingRows {
     pub(crate) grad: Py<PyAny>,
 }
 
-/// One tensor's slot out of a direction's.
+/// One tensor's slot out of a direction's; none of those that the owner does not have.
 fn slot(slots: &AmaxSlots, index: usize) -> Slot<'_> {
+    if index >= slots.count() as usize {
+        return Slot::NONE;
+    }
     Slot { scale: slots.scale().offset(4 * index), amax: slots.history().offset(4 * index) }
 }
 

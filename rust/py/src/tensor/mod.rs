@@ -1,5 +1,6 @@
 //! Quantised tensors of users: what `te_fast.tensor` stands on.
 
 pub(crate) mod given;
+pub(crate) mod handed;
 pub(crate) mod scale;
 pub(crate) mod value;

@@ -13,6 +13,7 @@ use te_fast_core::base::dtype::DType;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::ops::cast_block::{BlockShape, scale_shape};
 use te_fast_core::ops::dequantize::{DequantizePlan, DequantizePointers, DequantizeSpec};
+use te_fast_core::program::QuantizedKind;
 use te_fast_core::quant::content::{Content, Versions};
 use te_fast_core::quant::quantizer::{QuantPlan, QuantPointers, QuantSpec};
 use te_fast_core::recipe::definition::{Block, Quantization, Recipe, Scaling};
@@ -322,6 +323,34 @@ impl QuantizedValue {
         Some((data?.bind(py).clone(), scale?.into_bound(py)))
     }
 
+    /// What it is, of which these layouts are there.
+    pub(crate) const fn kind(&self, usage: Usage) -> QuantizedKind {
+        QuantizedKind { dtype: self.fp8, block: self.block, usage }
+    }
+
+    /// What is known of the row layout.
+    pub(crate) const fn row_content(&self) -> &Content {
+        &self.row.content
+    }
+
+    /// A value that a call has made: bytes and scales of its row layout and of its column layout, which hold the same.
+    pub(crate) fn of_call<'py>(
+        py: Python<'py>,
+        kind: QuantizedKind,
+        (row, row_scale): (Bound<'py, PyAny>, Bound<'py, PyAny>),
+        col: Option<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)>,
+    ) -> Self {
+        let layout = |data: Bound<'py, PyAny>, scale: Option<Bound<'py, PyAny>>| Layout {
+            data: Some(data.unbind()),
+            scale: scale.map(Bound::unbind),
+            content: Content::new(),
+        };
+        let col = col.map_or_else(Layout::default, |(data, scale)| layout(data, scale));
+        let value = Self { block: kind.block, fp8: kind.dtype, row: layout(row, Some(row_scale)), col };
+        value.agree(py);
+        value
+    }
+
     /// Whether a recipe quantises weights so.
     pub(crate) fn is_weight_of(&self, recipe: &Recipe) -> bool {
         self.block == recipe.weight.block && self.fp8 == recipe.fwd
@@ -329,12 +358,7 @@ impl QuantizedValue {
 
     /// Its scales and type, for messages.
     pub(crate) fn described(&self) -> String {
-        let scales = match self.block {
-            Block::Tensor => "one scale",
-            Block::Row => "a scale per 1x128",
-            Block::Square => "a scale per 128x128",
-        };
-        format!("{scales} to {}", self.fp8())
+        format!("{} to {}", self.block.text(), self.fp8())
     }
 
     /// How many scales the row layout of so many rows and columns has.

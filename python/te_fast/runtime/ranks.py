@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,7 +36,8 @@ class Exchange:
         return self.before is not None or self.behind is not None
 
 
-NONE = Exchange(None, None)
+#: There is none.
+NO_EXCHANGE = Exchange(None, None)
 
 
 def exchange_of(mode: str | None, size: int, *, sequence_parallel: bool) -> Exchange:
@@ -51,11 +54,20 @@ def exchange_of(mode: str | None, size: int, *, sequence_parallel: bool) -> Exch
         Whether what is not split so is split along the rows.
     """
     if size == 1 or mode is None:
-        return NONE
+        return NO_EXCHANGE
     return Exchange(
         before=None if mode == "row" else "gather" if sequence_parallel else "copy",
         behind=None if mode == "column" else "scatter" if sequence_parallel else "sum",
     )
+
+
+def copy_sharing(module: Any, groups: Iterable[Any], memo: dict[int, Any]) -> Any:
+    """Return a deep copy of a module that has the same process groups, which cannot be copied."""
+    for group in groups:
+        memo[id(group)] = group
+    copied = memo[id(module)] = module.__new__(type(module))
+    copied.__setstate__(copy.deepcopy(module.__getstate__(), memo))
+    return copied
 
 
 def divided(layer: str, name: str, total: int, size: int) -> int:
