@@ -49,6 +49,7 @@ LAYERS: dict[str, set[str]] = {
     "convert": {"attention", "layers", "runtime"},
     "graphed": {"graphs", "recipe", "runtime", "state"},
     "losses": set(),
+    "offload": set(),
     "optimizers": {"tensor"},
     "common": {"recipe"},
     "pytorch": {
@@ -59,6 +60,7 @@ LAYERS: dict[str, set[str]] = {
         "layers",
         "losses",
         "moe",
+        "offload",
         "ops",
         "optimizers",
         "runtime",
@@ -68,7 +70,7 @@ LAYERS: dict[str, set[str]] = {
 }
 # Signatures that are Transformer Engine's, not ours.
 TE_SIGNATURES = re.compile(
-    r"^python/te_fast/(attention|graphed|layers|losses|moe|ops|optimizers|recipe|runtime|tensor)/"
+    r"^python/te_fast/(attention|graphed|layers|losses|moe|offload|ops|optimizers|recipe|runtime|tensor)/"
 )
 
 

@@ -1,4 +1,4 @@
-"""Megatron-LM, as PyPI has it, trains on te_fast unmodified: dense, with experts, on ranks that share layers, in FP8."""
+"""Megatron-LM of PyPI trains on te_fast unmodified: dense, with experts, on ranks that share layers, in FP8."""
 
 import importlib.util
 import json

@@ -6,6 +6,7 @@ from te_fast._names import publish
 from te_fast.graphs.stand_ins import register_when_dynamo_is_imported
 from te_fast.pytorch import attention as attention
 from te_fast.pytorch import constants as constants
+from te_fast.pytorch import cpu_offload as cpu_offload
 from te_fast.pytorch import float8_tensor as float8_tensor
 from te_fast.pytorch import fp8 as fp8
 from te_fast.pytorch import graph as graph
@@ -23,6 +24,11 @@ from te_fast.pytorch.attention import (
     RotaryPositionEmbedding,
 )
 from te_fast.pytorch.constants import DType
+from te_fast.pytorch.cpu_offload import (
+    ManualOffloadSynchronizer,
+    get_cpu_offload_context,
+    mark_not_offload,
+)
 from te_fast.pytorch.cross_entropy import parallel_cross_entropy
 from te_fast.pytorch.distributed import CudaRNGStatesTracker, checkpoint
 from te_fast.pytorch.graph import make_graphed_callables
@@ -97,6 +103,7 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "ManualOffloadSynchronizer",
     "MultiheadAttention",
     "QuantizedTensor",
     "QuantizedTensorStorage",
@@ -109,6 +116,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_align_size_for_quantization",
+    "get_cpu_offload_context",
     "get_default_recipe",
     "get_device_compute_capability",
     "is_bf16_available",
@@ -117,6 +125,7 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "make_graphed_callables",
+    "mark_not_offload",
     "moe_permute",
     "moe_permute_and_pad_with_probs",
     "moe_permute_and_quantize",

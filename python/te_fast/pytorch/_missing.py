@@ -16,12 +16,12 @@ _TENSORS = (
     "IdentityTensorStorage IdentityQuantizer"
 )
 _TOOLS = (
-    "get_cpu_offload_context mark_not_offload "
-    "ManualOffloadSynchronizer onnx_export CusolverMpCtx newton_schulz "
+    ""
+    "onnx_export CusolverMpCtx newton_schulz "
     "newton_schulz_tp deinterleave_glu_tensor interleave_glu_tensor initialize_ub destroy_ub "
     "UserBufferQuantizationMode CPLoadBalancingStrategy get_cudnn_version"
 )
-_SUBMODULES = "cpp_extensions cpu_offload cpu_offload_v1 ep export jit router"
+_SUBMODULES = "cpp_extensions cpu_offload_v1 ep export jit router"
 _OLD_QUANTIZATION = "RecipeState get_fp4_te_dtype get_fp8_max get_fp8_te_dtype split_and_copy"
 _NAMES = {
     "te_fast.pytorch": f"{_LAYERS} {_QUANTISATION} {_TENSORS} {_TOOLS} {_SUBMODULES}",
@@ -60,6 +60,7 @@ _NAMES = {
         "multi_tensor_adam multi_tensor_adam_capturable multi_tensor_adam_capturable_master "
         "multi_tensor_adam_fp8 multi_tensor_sgd"
     ),
+    "te_fast.pytorch.cpu_offload": "is_cpu_offload_enabled mark_activation_offload start_offload",
     "te_fast.pytorch.fp8": _OLD_QUANTIZATION,
     "te_fast.pytorch.module": "GroupedLinear grouped_linear",
     "te_fast.pytorch.module.base": (

@@ -262,14 +262,11 @@ class _Machine:
         self.stack.append(self.memo[index])
 
     def _push_global(self, module: object, name: object) -> None:
-        is_text = type(module) is str and type(name) is str
-        found = _STANDS_FOR.get((module, name), (module, name)) if is_text else None
-        _expect(
-            found in _GLOBALS,
-            f"the name {str(module)[:80]}.{str(name)[:80]}, which is not allowed",
-        )
-        if found is not None:
-            self.stack.append(_Global(*found))
+        asked = (module, name) if type(module) is str and type(name) is str else ("", "")
+        found = _STANDS_FOR.get(asked, asked)
+        shown = f"{str(module)[:80]}.{str(name)[:80]}"
+        _expect(found in _GLOBALS, f"the name {shown}, which is not allowed")
+        self.stack.append(_Global(*found))
 
     def _global(self, argument: str) -> None:
         module, _, name = argument.partition(" ")
