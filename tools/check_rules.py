@@ -41,7 +41,7 @@ LAYERS: dict[str, set[str]] = {
     "state": {"recipe"},
     "dispatch": {"recipe", "runtime"},
     "tensor": {"recipe", "runtime"},
-    "moe": {"runtime"},
+    "moe": {"runtime", "tensor"},
     "graphs": {"recipe", "runtime"},
     "ops": {"dispatch", "graphs", "recipe", "runtime", "state", "tensor"},
     "layers": {"graphs", "ops", "recipe", "runtime", "state", "tensor"},
@@ -51,6 +51,7 @@ LAYERS: dict[str, set[str]] = {
     "losses": set(),
     "offload": set(),
     "optimizers": {"tensor"},
+    "convert_checkpoint": {"state", "tensor"},
     "common": {"recipe"},
     "pytorch": {
         "attention",

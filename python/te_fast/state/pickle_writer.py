@@ -33,6 +33,26 @@ _RECIPE_FIELDS = (
 )
 
 
+def write(state: ExtraState) -> torch.Tensor:
+    """Write the state of a layer or an op, whichever has as many tensors.
+
+    Parameters
+    ----------
+    state : ExtraState
+        Of a layer, which has three tensors a GEMM forward and two backward, or of an operation of ``te.ops``.
+
+    Returns
+    -------
+    torch.Tensor
+        CPU bytes.
+    """
+    forward, backward = state.scale_fwd.numel(), state.scale_bwd.numel()
+    gemms = backward // 2
+    is_layer = gemms > 0 and (forward, backward) == (3 * gemms, 2 * gemms)
+    data = layer_state(state) if is_layer else op_state(state)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 def layer_state(state: ExtraState) -> bytes:
     """Write the state of a layer.
 

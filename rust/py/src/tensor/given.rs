@@ -14,7 +14,6 @@ use te_fast_core::recipe::definition::{BackwardOverride, Recipe};
 use te_fast_core::runtime::lane::Place;
 
 use crate::error::Failure;
-use crate::hooks::hooks;
 use crate::tensor::value::QuantizedValue;
 use crate::torch::operand::fits;
 use crate::torch::process::State;
@@ -114,7 +113,7 @@ impl<'py> GivenWeight<'py> {
                     let message = "a graph under capture cannot make the weight's column layout, whose bytes would exist when the graph runs; call weight.update_usage(columnwise_usage=True) before";
                     return Err(Error::state(OP, message).into());
                 }
-                hooks(py)?.make_columnwise.bind(py).call1((value, "the weight"))?;
+                QuantizedValue::transpose(value)?;
             }
             Self([None, QuantizedValue::snapshot(value)?.part(py, true)])
         } else {

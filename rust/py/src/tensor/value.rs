@@ -13,6 +13,7 @@ use te_fast_core::base::dtype::DType;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::ops::cast_block::{BlockShape, scale_shape};
 use te_fast_core::ops::dequantize::{DequantizePlan, DequantizePointers, DequantizeSpec};
+use te_fast_core::ops::transpose::{TransposePlan, TransposePointers, TransposeSpec};
 use te_fast_core::program::QuantizedKind;
 use te_fast_core::quant::content::{Content, Versions};
 use te_fast_core::quant::quantizer::{QuantPlan, QuantPointers, QuantSpec};
@@ -247,6 +248,65 @@ impl QuantizedValue {
         }
         drop(call);
         Self::take(slf, targets)
+    }
+
+    /// Makes the column layout of the row layout, in the memory that is there where it fits. Blocks of 1x128 have one of the
+    /// original values only.
+    pub(crate) fn transpose(slf: &Bound<'_, Self>) -> PyResult<()> {
+        let py = slf.py();
+        let state = state(py)?;
+        let value = Self::snapshot(slf)?;
+        let (Some((data, scale)), true) = (value.part(py, false), value.block != Block::Row) else {
+            return Err(Error::state(
+                OP,
+                "a column layout is made of a row layout with one scale, or with one for each 128x128",
+            ))
+            .python();
+        };
+        let data = data.call_method0(intern!(py, "detach"))?.call_method0(intern!(py, "contiguous"))?;
+        let scale = scale.call_method0(intern!(py, "detach"))?.call_method0(intern!(py, "contiguous"))?;
+        let view = view_of(&state.reader, &data, "data of the quantised tensor").python()?;
+        let scales = view_of(&state.reader, &scale, "scales of the quantised tensor").python()?;
+        let (rows, cols, block_scales) = (view.rows(), view.cols(), value.block == Block::Square);
+        let call = DirectCall::new(state, py, OP, view.device())?;
+        call.same_device(&scales, "scales of the quantised tensor")?;
+        let expected = value.scale_count(rows, cols);
+        if scales.numel() != expected || scales.dtype() != DType::F32 || view.dtype().size() != 1 {
+            let got = format!("{:?} of {} beside {}", scales.shape(), scales.dtype(), view.dtype());
+            return Err(Error::shape(OP, "scales", format!("{expected} float32 beside bytes"), got)).python();
+        }
+        let plan = TransposePlan::new(TransposeSpec { rows, cols, padded: false, block_scales }).python()?;
+        let size = rotated(view.shape());
+        let (col, col_scale) = {
+            let kept = value.col.data.as_ref().map(|tensor| tensor.bind(py).clone());
+            let col = kept
+                .filter(|kept| fits_columns(&call, kept, &size))
+                .map_or_else(|| call.empty(&size, DType::U8), Ok)?;
+            let shape = scale_shape(BlockShape::TwoDimensional, cols, rows).map(|size| size as i64);
+            let kept = value.col.scale.as_ref().map(|tensor| tensor.bind(py).clone());
+            (col, block_scales.then(|| kept_or_new(&call, kept, &shape)).transpose()?)
+        };
+        let pointers = TransposePointers {
+            q: view.data(),
+            out_t: call.pointer(Some(&col))?,
+            scale: scales.data(),
+            scale_t: call.pointer(col_scale.as_ref())?,
+        };
+        if view.numel() != 0 {
+            call.run(0, |target, _| plan.run(target, &pointers))?;
+        }
+        drop(call);
+        let mut value = slf.try_borrow_mut()?;
+        let col = Layout {
+            data: Some(col.unbind()),
+            scale: col_scale.map(Bound::unbind),
+            content: value.col.content.clone(),
+        };
+        let former = std::mem::replace(&mut value.col, col);
+        drop(value);
+        drop(former);
+        Self::snapshot(slf)?.agree(py);
+        Ok(())
     }
 
     /// The values, as a tensor of `dtype`: float32, float16 or bfloat16.
@@ -498,6 +558,13 @@ fn check_place(call: &DirectCall<'_, '_>, tensor: &Bound<'_, PyAny>, size: &[i64
         return Err(Error::dtype(OP, "data of the quantised tensor", "torch.uint8", view.dtype())).python();
     }
     call.shape(&view, "data of the quantised tensor", size)
+}
+
+/// Whether a column layout of `size` can be written there.
+fn fits_columns(call: &DirectCall<'_, '_>, kept: &Bound<'_, PyAny>, size: &[i64]) -> bool {
+    view_of(&call.state.reader, kept, "data").is_ok_and(|kept| {
+        kept.shape() == size && kept.is_contiguous() && kept.device() == call.place.device && kept.dtype().size() == 1
+    })
 }
 
 /// Where a layout of `size` is written, whose rows are `row` long and kernels want to be `ld` long. With `keeps`, what is there
