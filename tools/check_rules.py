@@ -41,10 +41,11 @@ LAYERS: dict[str, set[str]] = {
     "state": {"recipe"},
     "dispatch": {"recipe", "runtime"},
     "tensor": {"recipe", "runtime"},
+    "parallel": {"recipe", "runtime", "tensor"},
     "moe": {"runtime"},
     "graphs": {"recipe", "runtime"},
-    "ops": {"dispatch", "graphs", "recipe", "runtime", "state", "tensor"},
-    "layers": {"graphs", "ops", "recipe", "runtime", "state", "tensor"},
+    "ops": {"dispatch", "graphs", "parallel", "recipe", "runtime", "state", "tensor"},
+    "layers": {"graphs", "ops", "parallel", "recipe", "runtime", "state", "tensor"},
     "attention": {"graphs", "layers", "ops", "recipe", "runtime", "state"},
     "convert": {"attention", "layers", "runtime"},
     "graphed": {"graphs", "recipe", "runtime", "state"},
@@ -64,7 +65,7 @@ LAYERS: dict[str, set[str]] = {
 }
 # Signatures that are Transformer Engine's, not ours.
 TE_SIGNATURES = re.compile(
-    r"^python/te_fast/(attention|graphed|layers|moe|ops|recipe|runtime|tensor)/"
+    r"^python/te_fast/(attention|graphed|layers|moe|ops|parallel|recipe|runtime|tensor)/"
 )
 
 
