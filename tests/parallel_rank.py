@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import gc
 import json
 import sys
 import time
@@ -520,6 +521,92 @@ def scales_are_those_of_one_rank():
     _, dx0, _ = gradients(whole, x, g)
     _, dx, _ = gradients(row, share(x, -1).contiguous(), share(g, 0))
     assert torch.equal(dx, share(dx0, -1))
+
+
+@contextmanager
+def collectives():
+    """What travels: the collectives with the type and number of the elements that a rank brings."""
+    seen = []
+    names = {
+        "all_gather_into_tensor": "gather",
+        "reduce_scatter_tensor": "scatter",
+        "all_reduce": "sum",
+    }
+    originals = {name: getattr(dist, name) for name in names}
+
+    def watched(name, function):
+        def run(*tensors, **options):
+            mine = tensors[0 if name == "all_reduce" else 1]
+            if mine.dtype != torch.int64:  # not the comparison of calls
+                seen.append((names[name], str(mine.dtype).removeprefix("torch."), mine.numel()))
+            return function(*tensors, **options)
+
+        return run
+
+    for name, function in originals.items():
+        setattr(dist, name, watched(name, function))
+    try:
+        yield seen
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+
+
+@scene
+def what_travels():
+    """The collectives of Transformer Engine's table, no more, and what autograd keeps: this rank's rows alone."""
+    size = dist.get_world_size()
+    rows = ROWS // size
+    local, whole, out = rows * IN, ROWS * IN, ROWS * OUT
+    amax = ("sum", "float32", 1)
+    wide = {None: "bfloat16", "delayed": "uint8", "current": "uint8", "block": "bfloat16"}
+    for recipe, dtype in wide.items():
+        amaxes = [amax] if recipe == "current" else []
+        expected = {
+            ("column", True): [
+                [*amaxes, ("gather", dtype, local)],
+                [("gather", dtype, local), ("scatter", "bfloat16", whole)],
+            ],
+            ("column", False): [[], [("sum", "bfloat16", whole)]],
+            ("row", True): [
+                [("scatter", "bfloat16", out)],
+                [*amaxes, ("gather", dtype, out // size)],
+            ],
+            ("row", False): [[("sum", "bfloat16", out)], []],
+        }
+        if (
+            recipe == "delayed"
+        ):  # the end of the region and the backward of its first layer reduce maxima of their own
+            for directions in expected.values():
+                directions[0].append(("sum", "float32", 3))
+        for (mode, sequence), (forward, backward) in expected.items():
+            gc.collect()
+            layer = te.Linear(
+                IN, OUT, bias=False, params_dtype=torch.bfloat16, device="cpu", parallel_mode=mode,
+                sequence_parallel=sequence, tp_group=dist.group.WORLD,
+            )  # fmt: skip
+            count = rows if sequence and mode == "column" else ROWS
+            x = torch.randn(count, layer.in_features, dtype=torch.bfloat16, requires_grad=True)
+            kept = []
+
+            def note(tensor, kept=kept):
+                kept.append(tensor)
+                return tensor
+
+            hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+            with collectives() as seen, region(recipe), hooks:
+                y = layer(x)
+            assert seen == forward, (recipe, mode, sequence, seen)
+            if mode == "column" and sequence:
+                bytes_of = [
+                    t.numel() * t.element_size() for t in kept if t.shape != layer.weight.shape
+                ]
+                assert sum(bytes_of) <= local * (2 if dtype == "bfloat16" else 1) + 64, bytes_of
+            dy = torch.randn_like(y)
+            with collectives() as seen:
+                y.backward(dy)
+            seen = [one for one in seen if one != ("sum", "float32", 2)]
+            assert seen == backward, (recipe, mode, sequence, seen)
 
 
 @scene

@@ -41,11 +41,12 @@ LAYERS: dict[str, set[str]] = {
     "state": {"recipe"},
     "dispatch": {"recipe", "runtime"},
     "tensor": {"recipe", "runtime"},
+    "parallel": {"recipe", "runtime", "tensor"},
     "moe": {"runtime", "tensor"},
     "graphs": {"recipe", "runtime"},
-    "ops": {"dispatch", "graphs", "recipe", "runtime", "state", "tensor"},
-    "layers": {"graphs", "ops", "recipe", "runtime", "state", "tensor"},
-    "attention": {"graphs", "layers", "ops", "recipe", "runtime", "state"},
+    "ops": {"dispatch", "graphs", "parallel", "recipe", "runtime", "state", "tensor"},
+    "layers": {"graphs", "ops", "parallel", "recipe", "runtime", "state", "tensor"},
+    "attention": {"graphs", "layers", "ops", "parallel", "recipe", "runtime", "state"},
     "convert": {"attention", "layers", "runtime"},
     "graphed": {"graphs", "recipe", "runtime", "state"},
     "losses": set(),
@@ -71,7 +72,7 @@ LAYERS: dict[str, set[str]] = {
 }
 # Signatures that are Transformer Engine's, not ours.
 TE_SIGNATURES = re.compile(
-    r"^python/te_fast/(attention|graphed|layers|losses|moe|offload|ops|optimizers|recipe|runtime|tensor)/"
+    r"^python/te_fast/(attention|graphed|layers|losses|moe|offload|ops|optimizers|parallel|recipe|runtime|tensor)/"
 )
 
 

@@ -27,10 +27,10 @@ from te_fast.errors import DtypeError, ShapeError, UnsupportedError
 from te_fast.graphs.region import entered, key_of_region
 from te_fast.layers.base import TransformerEngineBaseModule
 from te_fast.layers.parameters import check_sizes, refuse
+from te_fast.parallel.ranks import divided
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_in_graph
 from te_fast.runtime.device import check_device
-from te_fast.runtime.ranks import divided
 from te_fast.runtime.recompute import checkpoint
 from te_fast.state import extra_state
 

@@ -15,12 +15,13 @@ import torch
 
 import te_fast
 from te_fast.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
+from te_fast.parallel.quantized import Role, quantizer_of_rows
+from te_fast.parallel.ranks import check_group, copy_sharing, size_of_group
 from te_fast.recipe import DelayedScaling, Recipe
 from te_fast.runtime import native, scale_tape
 from te_fast.runtime.calls import call_through_forward
 from te_fast.runtime.delayed import DelayedScalingRecipeState, resized
 from te_fast.runtime.global_state import FP8GlobalStateManager, autocast_state
-from te_fast.runtime.ranks import check_group, copy_sharing, size_of_group
 from te_fast.state.module import StatefulModule
 from te_fast.tensor import primary
 from te_fast.tensor.of_recipe import quantizer_of
@@ -357,6 +358,13 @@ class TransformerEngineBaseModule(StatefulModule):
         options = {"rowwise": True, "columnwise": columnwise}
         role = "grad" if is_grad else "input"
         return quantizer_of(recipe, role, self.fp8_meta.get(key), slot, **options)
+
+    def _quantizer_of_rows(self, recipe: Recipe, role: Role, group: Any) -> Any:
+        """Return what quantises rows of the input, or of the result's gradient, to be gathered; None if values are."""
+        key, slot = "scaling_fwd", 0
+        if role == "grad":
+            key, slot = "scaling_bwd", (self.fp8_meta["num_gemms"] - 1) * self._BACKWARD_SLOTS
+        return quantizer_of_rows(recipe, role, self.fp8_meta.get(key), slot, group)
 
     def _quantize_weight(self, name: str) -> None:
         """Put a quantised tensor in the place of a weight that was initialised, if the layer's weights are such."""

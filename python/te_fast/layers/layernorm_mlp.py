@@ -19,10 +19,10 @@ from te_fast.layers.parameters import (
     refuse_userbuffers,
 )
 from te_fast.layers.program import ProgramLayer
+from te_fast.parallel.ranks import divided
 from te_fast.runtime import native
 from te_fast.runtime.calls import layer_call_method
 from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
-from te_fast.runtime.ranks import divided
 
 if TYPE_CHECKING:
     from te_fast.layers.load_torch import Source

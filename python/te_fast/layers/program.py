@@ -20,10 +20,10 @@ from te_fast.layers.load_torch import copy_into
 from te_fast.layers.parameters import constant, initialise, materialise, refuse
 from te_fast.layers.recomputed import recomputed
 from te_fast.layers.segments import Segments
+from te_fast.parallel.ranks import Exchange, exchange_of
 from te_fast.runtime import main_grad, native, recompute, scale_tape
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.global_state import autocast_state
-from te_fast.runtime.ranks import Exchange, exchange_of
 from te_fast.tensor.primary import is_quantized
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         raise NotImplementedError
 
     def _split_mode(self) -> str | None:
-        """Return how ranks share the layer, as :func:`te_fast.runtime.ranks.exchange_of` names it."""
+        """Return how ranks share the layer, as :func:`te_fast.parallel.ranks.exchange_of` names it."""
         raise NotImplementedError
 
     def _whole_weight(self) -> torch.Tensor:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from te_fast.parallel.segment import Run, Segment
 from te_fast.runtime import native, rows
-from te_fast.runtime.segment import Run, Segment
 
 if TYPE_CHECKING:
     from te_fast.layers.program import ProgramLayer
-    from te_fast.runtime.ranks import Exchange
+    from te_fast.parallel.ranks import Exchange
     from te_fast.runtime.rows import Tensors
 
 
@@ -134,6 +134,8 @@ class _Call:
             (needs_x, (), wanted),
             body,
             self._version,
+            # What users see of all rows is in high precision.
+            None if layer.return_layernorm_output_gathered else layer._quantizer_of_rows,
         )
         if self.tail is not None:
             y.add_(self.tail.detach())
@@ -176,7 +178,9 @@ class _Call:
         if layer.return_layernorm_output_gathered and body.exchange.before == "gather":
             dwhole, dnormed = dnormed, None
         weight = None if layer.delay_wgrad_compute else layer._whole_weight
-        dx, gradients, _ = body.backward(self.body, saved[count:], dy, (), weight, dwhole)
+        dx, gradients, _ = body.backward(
+            self.body, saved[count:], dy, (), weight, dwhole, layer._quantizer_of_rows
+        )
         if self._segments.head is None:
             return (dx if self.needs_x else None, *gradients, *last)
         if dnormed is not None:

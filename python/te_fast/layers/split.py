@@ -15,10 +15,10 @@ from te_fast.layers.parameters import (
     materialise,
 )
 from te_fast.layers.program import ProgramLayer
+from te_fast.parallel.ranks import divided
 from te_fast.runtime import main_grad, native
 from te_fast.runtime.calls import layer_call_method
 from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
-from te_fast.runtime.ranks import divided
 from te_fast.tensor.primary import is_quantized
 
 if TYPE_CHECKING:

@@ -284,6 +284,7 @@ class Call:
         needs_x = self.input_needs_grad or self.first < first
         parameters = tuple([p for index in step.indices for p in self.plan.parameters_of(index)])
         segment.check(x, wanted=wanted, needs_x=needs_x)
+        quantizer = getattr(self.plan.ops[first], "_quantizer_of_rows", None)
         y, outputs, run, _ = segment.forward(
             self.fuser,
             x,
@@ -291,6 +292,7 @@ class Call:
             self.is_first_microbatch,
             (needs_x, extra_grads, wanted),
             parameters,
+            quantizer=quantizer,
         )
         saved, run.saved = run.saved, []
         return y, outputs, run, saved
@@ -462,7 +464,10 @@ class Call:
             dx, params, inputs = rows.run_backward(kept, tensors, dy, extra)
         else:
             weight = partial(getattr, self.plan.ops[first], "weight")
-            dx, params, inputs = step.segment.backward(kept, tensors, dy, extra, weight)
+            quantizer = getattr(self.plan.ops[step.indices[-1]], "_quantizer_of_rows", None)
+            dx, params, inputs = step.segment.backward(
+                kept, tensors, dy, extra, weight, quantizer=quantizer
+            )
         counts = [len(self.plan.parameters_of(index)) for index in step.indices]
         widths = [len(self.plan.routing.sources[index]) for index in step.indices]
         return dx, _split(params, counts), _split(inputs, widths)

@@ -12,7 +12,7 @@ from te_fast.ops.basic.basic_linear import BasicLinear, parallelism
 from te_fast.ops.basic.bias import Bias
 from te_fast.ops.basic.identity import AllReduce, ReduceScatter
 from te_fast.ops.op import FusedOperation, FusibleOperation
-from te_fast.runtime.ranks import divided
+from te_fast.parallel.ranks import divided
 
 
 class Linear(FusedOperation):

@@ -11,9 +11,9 @@ import torch
 
 from te_fast.errors import ArgumentError, ArgumentIndexError, StateError
 from te_fast.ops.recipe_state import RecipeStateModule
+from te_fast.parallel.ranks import NO_EXCHANGE, Exchange, copy_sharing
 from te_fast.runtime.calls import call_through_forward, program_call_method
 from te_fast.runtime.compiling import is_in_graph
-from te_fast.runtime.ranks import NO_EXCHANGE, Exchange, copy_sharing
 
 if TYPE_CHECKING:
     from te_fast.ops.fuser import OperationFuser

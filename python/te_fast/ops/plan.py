@@ -13,9 +13,9 @@ from te_fast.ops.common import NATIVE_TYPES
 from te_fast.ops.op import BasicOperation, Beside, FusedOperation, FusibleOperation
 from te_fast.ops.routing import Routing, Slot
 from te_fast.ops.undo import Trials
+from te_fast.parallel.ranks import Exchange
+from te_fast.parallel.segment import Segment
 from te_fast.runtime import native
-from te_fast.runtime.ranks import Exchange
-from te_fast.runtime.segment import Segment
 
 #: An operation, and the indices of the basic operations that it stands for.
 Match = tuple[FusibleOperation, tuple[int, ...]]

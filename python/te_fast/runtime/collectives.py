@@ -46,6 +46,14 @@ def get_distributed_rank(group: Any = None) -> int:
     return torch.distributed.get_rank(group=group)
 
 
+def spans(group: Any, part: Any) -> bool:
+    """Tell whether a group has all ranks of another one; None is all ranks."""
+    if group is None or group is part:
+        return True
+    ranks_of = torch.distributed.get_process_group_ranks
+    return set(ranks_of(part)) <= set(ranks_of(group))
+
+
 def check_rows(rows: int, size: int, what: str) -> None:
     """Raise unless rows can be shared out among ranks.
 

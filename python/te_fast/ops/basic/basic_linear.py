@@ -15,10 +15,12 @@ from te_fast.errors import ArgumentError, UnsupportedError
 from te_fast.ops.basic.native import NativeOperation
 from te_fast.ops.common import parameter_options, size_of_ranks, to_real
 from te_fast.ops.op import OperationContext
+from te_fast.parallel.quantized import Role, quantizer_of_rows
+from te_fast.parallel.ranks import divided, exchange_of
+from te_fast.parallel.segment import Segment
+from te_fast.recipe import Recipe
 from te_fast.runtime import main_grad, native, rows
 from te_fast.runtime.global_state import autocast_state
-from te_fast.runtime.ranks import divided, exchange_of
-from te_fast.runtime.segment import Segment
 from te_fast.tensor import primary
 
 #: The weight's among the forward scales of delayed scaling, behind the input's.
@@ -243,7 +245,9 @@ class BasicLinear(NativeOperation):
         saved = ctx.saved_tensors or ()
         if self._exchange:
             weight_of = partial(getattr, self, "weight")
-            dx, ranks_grads, _ = self._segment().backward(kept, saved, grad_output, (), weight_of)
+            dx, ranks_grads, _ = self._segment().backward(
+                kept, saved, grad_output, (), weight_of, quantizer=self._quantizer_of_rows
+            )
             return dx, tuple(ranks_grads)
         if kept is not None:
             dx, grads, _ = rows.run_backward(kept, saved, grad_output, ())
@@ -262,6 +266,11 @@ class BasicLinear(NativeOperation):
             return dx, (dw.to(self.weight.dtype),)
         return dx, (main_grad.give(self.weight, dw, fuse=True, overwrite=False),)
 
+    def _quantizer_of_rows(self, recipe: Recipe, role: Role, group: Any) -> Any:
+        """Return what quantises rows of the input, or of the result's gradient, to be gathered; None if values are."""
+        state = self._delayed_state("backward" if role == "grad" else "forward")
+        return quantizer_of_rows(recipe, role, state, 0, group)
+
     def _segment(self) -> Segment:
         """Return the program of this operation alone, between its collectives."""
         segment: Segment | None = self.__dict__.get("_own_segment")
@@ -277,7 +286,9 @@ class BasicLinear(NativeOperation):
         needs = (wanted, (), wanted and self.weight.requires_grad)
         segment = self._segment()
         segment.check(x, wanted=wanted, needs_x=wanted)
-        y, _, run, _ = segment.forward(self, x, (), None, needs, (self.weight,))
+        y, _, run, _ = segment.forward(
+            self, x, (), None, needs, (self.weight,), quantizer=self._quantizer_of_rows
+        )
         ctx.save_for_backward(*run.saved)
         ctx.kept, run.saved = run, []  # type: ignore[attr-defined]
         return y

@@ -9,7 +9,7 @@ import torch
 from te_fast.errors import ShapeError
 from te_fast.ops.common import parameter_options, size_of_ranks, to_real
 from te_fast.ops.op import BasicOperation, OperationContext
-from te_fast.runtime.ranks import divided
+from te_fast.parallel.ranks import divided
 
 
 class Bias(BasicOperation):

@@ -10,8 +10,8 @@ import torch
 from te_fast.errors import ShapeError
 from te_fast.ops.common import size_of_ranks
 from te_fast.ops.op import ALONE, BasicOperation, Beside, OperationContext
-from te_fast.runtime.agreement import Agreement
-from te_fast.runtime.segment import Ranks
+from te_fast.parallel.agreement import Agreement
+from te_fast.parallel.collectives import Ranks
 
 
 class Identity(BasicOperation):

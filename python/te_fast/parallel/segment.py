@@ -6,84 +6,27 @@ input is reduced behind the first weight's gradient, whose input is gathered aga
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fast.errors import RanksError, TeFastError
+from te_fast.parallel.agreement import Agreement
+from te_fast.parallel.collectives import Ranks
+from te_fast.parallel.quantized import gather_rows
 from te_fast.runtime import native, rows
-from te_fast.runtime.agreement import Agreement
-from te_fast.runtime.collectives import (
-    Handle,
-    allreduce,
-    check_rows,
-    gather_along_first_dim,
-    get_distributed_world_size,
-    reduce_scatter_along_first_dim,
-)
+from te_fast.runtime.collectives import check_rows
 from te_fast.runtime.global_state import FP8GlobalStateManager
+from te_fast.tensor.float8 import Float8Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Sequence
 
-    from te_fast.runtime.ranks import Exchange
+    from te_fast.parallel.quantized import Role
+    from te_fast.parallel.ranks import Exchange
+    from te_fast.recipe import Recipe
     from te_fast.runtime.rows import Tensors
-
-
-@contextmanager
-def _named(name: str, collective: str) -> Iterator[None]:
-    """Name the layer in what ``torch.distributed`` raises when a rank is gone or late."""
-    try:
-        yield
-    except TeFastError:
-        raise
-    except RuntimeError as error:
-        message = (
-            f"{name}: {collective} of tensor parallelism failed; another rank has stopped, is late, or does something "
-            f"else: {error}"
-        )
-        raise RanksError(message) from error
-
-
-class Ranks:
-    """The collectives of a layer along the first dimension, with its name in what they raise.
-
-    Parameters
-    ----------
-    name : str
-        Name of the layer.
-    group : torch.distributed.ProcessGroup
-        The ranks.
-    """
-
-    __slots__ = ("group", "name", "size")
-
-    def __init__(self, name: str, group: Any) -> None:
-        self.name, self.group = name, group
-        self.size = get_distributed_world_size(group)
-
-    def gather(self, x: torch.Tensor, *, later: bool = False) -> tuple[torch.Tensor, Handle]:
-        """Concatenate the rows of all ranks."""
-        with _named(self.name, "an all-gather"):
-            return gather_along_first_dim(x, self.group, async_op=later)
-
-    def scatter(self, x: torch.Tensor, *, later: bool = False) -> tuple[torch.Tensor, Handle]:
-        """Sum over all ranks, and keep this one's rows."""
-        with _named(self.name, "a reduce-scatter"):
-            return reduce_scatter_along_first_dim(x, self.group, async_op=later)
-
-    def sum(self, x: torch.Tensor, *, later: bool = False) -> tuple[torch.Tensor, Handle]:
-        """Sum over all ranks."""
-        with _named(self.name, "an all-reduce"):
-            return allreduce(x.contiguous(), self.group, async_op=later)
-
-    def wait(self, handle: Handle) -> None:
-        """Let what follows on this stream see a collective's result."""
-        if handle is not None:
-            with _named(self.name, "a collective"):
-                handle.wait()
 
 
 @dataclass(slots=True, eq=False)
@@ -94,13 +37,22 @@ class Run:
     ----------
     kept : object or None
         What the program's run kept; None where nothing wants a gradient.
+    saved : list of torch.Tensor or None
+        What autograd is to keep.
     local : int or None
-        Where among the saved tensors this rank's rows stand for the gathered ones.
+        Where among them this rank's rows stand for the gathered ones.
+    recipe : Recipe or None
+        Recipe of the region; None in high precision.
     """
 
     kept: Any
-    local: int | None = None
     saved: list[torch.Tensor | None] = field(default_factory=list)
+    local: int | None = None
+    recipe: Recipe | None = None
+
+
+#: Returns what quantises a rank's rows of the input, or of the result's gradient; None where values are gathered.
+QuantizerOf = Callable[["Recipe", "Role", Any], Any]
 
 
 class Segment:
@@ -122,7 +74,7 @@ class Segment:
         What must be the same on all ranks.
     """
 
-    __slots__ = ("_agreement", "exchange", "first", "program", "ranks")
+    __slots__ = ("_agreement", "_epoch", "exchange", "first", "program", "ranks")
 
     def __init__(
         self,
@@ -137,6 +89,7 @@ class Segment:
         self.ranks = Ranks(name, group)
         self.first = first if exchange.before is not None else None
         self._agreement = Agreement(name, group, f"{exchange} {kind}")
+        self._epoch: int | None = None
 
     def check(self, x: torch.Tensor, *, wanted: bool, needs_x: bool) -> None:
         """Raise unless all ranks call the segment alike, and can share out its rows.
@@ -162,6 +115,7 @@ class Segment:
         needs: tuple[bool, Sequence[bool], bool],
         parameters: Tensors | None,
         version: int | None = None,
+        quantizer: QuantizerOf | None = None,
     ) -> tuple[torch.Tensor, Tensors, Run, torch.Tensor]:
         """Return the result, the extra outputs, what backward needs, and the input with the rows of all ranks.
 
@@ -181,23 +135,25 @@ class Segment:
             Those of the program; its modules' own by default.
         version : int, optional
             Stands in for that of a weight that is a concatenation.
+        quantizer : Callable, optional
+            By which the input may be gathered in FP8; without it, values are.
         """
         exchange, ranks = self.exchange, self.ranks
+        run, wanted = Run(None), needs[0] or needs[2]
+        enabled, *_, epoch = native.autocast_region()
+        if enabled:
+            run.recipe = FP8GlobalStateManager.get_fp8_recipe()
+            if run.recipe.delayed() and epoch != self._epoch:
+                # Also where this rank has no rows: others may have, and reduce their maxima with this one.
+                owner._init_delayed_scaling()
+                self._epoch = epoch
         if self.first is not None:
             self.first.delay_wgrad_compute = True
-            if FP8GlobalStateManager.is_fp8_enabled():
-                # Not under delayed scaling, whose scale will have changed: the gathered input is kept in FP8.
-                again = not FP8GlobalStateManager.get_fp8_recipe().delayed()
-                self.first.save_original_input = again and exchange.before == "gather"
-        whole = ranks.gather(x)[0] if exchange.before == "gather" else x
-        run, wanted = Run(None), needs[0] or needs[2]
+            # What is gathered in high precision is kept so, but for delayed scaling, whose scale will have changed.
+            again = run.recipe is not None and not run.recipe.delayed()
+            self.first.save_original_input = again and exchange.before == "gather"
+        local, whole = self._gathered(x, run.recipe, quantizer)
         if whole.numel() == 0:
-            if (
-                FP8GlobalStateManager.is_fp8_enabled()
-                and FP8GlobalStateManager.get_fp8_recipe().delayed()
-            ):
-                # Other ranks may have rows, and reduce their maxima with this one.
-                owner._init_delayed_scaling()
             given = parameters if parameters is not None else tuple(owner.parameters())
             y, outputs, kept, saved = rows.run_on_nothing(
                 self.program, whole, extras, given, is_first_microbatch is True
@@ -208,15 +164,30 @@ class Segment:
             )
         if wanted:
             run.kept, run.saved = kept, list(saved)
-            if whole is not x:
-                run.local = next((i for i, one in enumerate(saved) if one is whole), None)
+            if exchange.before == "gather":
+                read = whole._data if isinstance(whole, Float8Tensor) else whole
+                run.local = next((i for i, one in enumerate(saved) if one is read), None)
                 if run.local is not None:
-                    run.saved[run.local] = x
+                    run.saved[run.local] = local
         if exchange.behind == "scatter":
             y = ranks.scatter(y)[0]
         elif exchange.behind == "sum":
             y = ranks.sum(y)[0]
         return y, outputs, run, whole
+
+    def _gathered(
+        self, x: torch.Tensor, recipe: Recipe | None, quantizer: QuantizerOf | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's rows as backward gathers them again, and those of all ranks."""
+        if self.exchange.before != "gather":
+            return x, x
+        made = None
+        if recipe is not None and quantizer is not None and x.numel() != 0:
+            made = quantizer(recipe, "input", self.ranks.group)
+        if made is None:
+            return x, self.ranks.gather(x)[0]
+        value = made(x)
+        return value._data, gather_rows(value, self.ranks)[0]
 
     def backward(
         self,
@@ -226,6 +197,7 @@ class Segment:
         extra_grads: Tensors,
         weight: Callable[[], torch.Tensor] | None,
         dwhole: torch.Tensor | None = None,
+        quantizer: QuantizerOf | None = None,
     ) -> tuple[torch.Tensor | None, list[Any], Tensors]:
         """Return the gradients of input, parameters and extra inputs.
 
@@ -242,10 +214,12 @@ class Segment:
             ``backward_dw``.
         dwhole : torch.Tensor, optional
             Another gradient of the gathered input.
+        quantizer : Callable, optional
+            By which the gradient of the result may be gathered in FP8.
         """
         exchange, ranks, first = self.exchange, self.ranks, self.first
         if exchange.behind == "scatter":
-            dy = ranks.gather(dy)[0]
+            dy = self._gathered_gradient(dy, run.recipe, quantizer)
         tensors, regather = list(saved), None
         if run.local is not None:
             local = tensors[run.local]
@@ -273,3 +247,14 @@ class Segment:
                 first.forget_deferred(count)
             raise
         return dx, gradients, extras
+
+    def _gathered_gradient(
+        self, dy: torch.Tensor, recipe: Recipe | None, quantizer: QuantizerOf | None
+    ) -> torch.Tensor:
+        made = None
+        in_fp8 = recipe is not None and recipe.backward_override is None and dy.numel() != 0
+        if recipe is not None and in_fp8 and quantizer is not None:
+            made = quantizer(recipe, "grad", self.ranks.group)
+        if made is None:
+            return self.ranks.gather(dy)[0]
+        return gather_rows(made(dy.contiguous()), self.ranks)[0]
