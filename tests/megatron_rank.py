@@ -6,6 +6,7 @@ te_fast_alias. It knows no CPU: what it asks of ``torch.cuda`` is answered here.
 
 import copy
 import datetime
+import gc
 import json
 import sys
 import warnings
@@ -24,6 +25,7 @@ SCENE = {
     "local": False,  # Megatron-LM's own layers
     "recompute": False,  # activations are computed again
     "resume": False,  # go on from a checkpoint, too
+    "load": None,  # the scene whose checkpoint is where training begins
 }
 RECOMPUTE = {
     "recompute_granularity": "full",
@@ -66,6 +68,7 @@ def experts_of(scene):
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 1e-2,
         "expert_model_parallel_size": scene["ep"],
+        "expert_tensor_parallel_size": 1,
     }
 
 
@@ -146,7 +149,14 @@ def reduce_gradients(model):
             dist.all_reduce(parameter.grad, group=group)
 
 
-def run(scene, folder):
+def load(model, folder):
+    from megatron.core import dist_checkpointing
+
+    loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
+    model.load_state_dict(loaded["model"])
+
+
+def run(name, scene, folder):
     from megatron.core import dist_checkpointing
     from transformer_engine.pytorch.optimizers import FusedAdam
 
@@ -155,35 +165,52 @@ def run(scene, folder):
         return model, FusedAdam(model.parameters(), lr=3e-3, master_weights=True)
 
     model, optimizer = fresh(1)
+    if scene["load"] is not None:
+        load(model, folder / scene["load"])
+        return {"losses": train(model, optimizer, range(STEPS, STEPS + 3))}
     found = {"losses": train(model, optimizer, range(STEPS))}
     found["keys"] = sorted(key for key in model.state_dict() if key.endswith("_extra_state"))
     if not scene["resume"]:
         return found
-    kept = folder / f"checkpoint-{'-'.join(map(str, scene.values()))}"
+    kept = folder / name
     kept.mkdir(exist_ok=True)
     dist_checkpointing.save({"model": model.sharded_state_dict()}, str(kept))
     moments = copy.deepcopy(optimizer.state_dict())
     found["goes_on"] = train(model, optimizer, range(STEPS, STEPS + 3))
     other, resumed = fresh(2)
-    loaded = dist_checkpointing.load({"model": other.sharded_state_dict()}, str(kept))
-    other.load_state_dict(loaded["model"])
+    load(other, kept)
     resumed.load_state_dict(moments)
     found["resumed"] = train(other, resumed, range(STEPS, STEPS + 3))
     return found
 
 
-def play(scene, folder, rank):
+def play(name, scene, folder):
     """Run a scene on groups of ranks of its own."""
+    import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=scene["tp"], expert_model_parallel_size=scene["ep"]
+        tensor_model_parallel_size=scene["tp"],
+        expert_model_parallel_size=scene["ep"],
+        expert_tensor_parallel_size=1,
     )
     random.initialize_rng_tracker(use_te_rng_tracker=True, force_reset=True)
-    for seed, name in enumerate(("model-parallel-rng", "data-parallel-rng", "expert-parallel-rng")):
-        random.get_cuda_rng_tracker().add(name, 100 * rank + seed)
-    found = run(scene, folder)
+    # As Megatron-LM does: ranks that hold the same weights draw them alike.
+    split, experts = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
+    for tracked, seed in (
+        ("data-parallel-rng", 1),
+        ("model-parallel-rng", 100 + split),
+        ("expert-parallel-rng", 200 + experts),
+    ):
+        random.get_cuda_rng_tracker().add(tracked, seed)
+    found = run(name, scene, folder)
+    # Layers of delayed scaling take part in reductions as long as they live, on all ranks or on none.
+    gc.collect()
+    dist.barrier()
     parallel_state.destroy_model_parallel()
     return found
 
@@ -195,7 +222,7 @@ def main(rank, ranks, folder, scenes):
     store = f"file://{folder / 'store'}"
     wait = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=wait)
-    found = {name: play({**SCENE, **given}, folder, rank) for name, given in scenes.items()}
+    found = {name: play(name, {**SCENE, **given}, folder) for name, given in scenes.items()}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
