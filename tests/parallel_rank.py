@@ -7,16 +7,10 @@ each what it raised. Run by ``unit/test_parallel_ranks.py``, in processes of the
 from __future__ import annotations
 
 import copy
-import datetime
 import gc
-import json
-import sys
-import time
-import traceback
 import weakref
 from contextlib import contextmanager
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,16 +19,13 @@ from torch.nn import functional
 
 import te_fast
 import te_fast.pytorch as te
+from ranks import Scenes
 from recipes import RECIPES
 from reference import QuantizedLinear
 
 ROWS, IN, OUT = 32, 64, 128
-SCENES = {}
-
-
-def scene(function):
-    SCENES[function.__name__] = function
-    return function
+scenes = Scenes()
+scene = scenes.scene
 
 
 def rank_and_size():
@@ -883,27 +874,31 @@ def copies():
     assert torch.equal(copy.deepcopy(layer).weight, layer.weight)
 
 
-def main() -> None:
-    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size,
-        timeout=datetime.timedelta(seconds=20),
-    )  # fmt: skip
-    found = {}
-    try:
-        for name in sys.argv[4:]:
-            SCENES[name]()
-            found[name] = ""
-    except Exception:  # the other ranks wait in vain
-        found[name] = traceback.format_exc()
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    # Nobody leaves, and closes connections that others read, before all are done.
-    (folder / f"{rank}.done").touch()
-    deadline = time.monotonic() + 60
-    while len(list(folder.glob("*.done"))) < size and time.monotonic() < deadline:
-        time.sleep(0.01)
+@scene
+def a_rank_that_stops():
+    """The last scene of a run: the group is gone."""
+    rank, size = rank_and_size()
+    layers = [
+        te.Linear(
+            IN,
+            OUT,
+            device="cpu",
+            parallel_mode=mode,
+            tp_group=dist.group.WORLD,
+            name=f"{mode}_layer",
+        )
+        for mode in ("row", "column")
+    ]
+    known = layers[0](torch.ones(8, IN // size))
+    if rank == size - 1:
+        dist.destroy_process_group()
+        return
+    with raises(RuntimeError, "row_layer: an all-reduce of tensor parallelism failed"):
+        layers[0](torch.ones(8, IN // size))
+    with raises(RuntimeError, "column_layer: the ranks of tp_group could not compare"):
+        layers[1](torch.ones(8, IN))
+    del known
 
 
 if __name__ == "__main__":
-    main()
+    scenes.main()
