@@ -159,7 +159,7 @@ def linear_in_bfloat16():
 
 @scene
 def linear_options():
-    for mode, recipe in product(("column", "row"), (None, "current", "delayed")):
+    for mode, recipe in product(("column", "row"), (None, "delayed")):
         check_linear(mode, True, recipe, fuse_wgrad_accumulation=True)
         check_linear(mode, True, recipe, delay_wgrad_compute=True)
         check_linear(mode, True, recipe, fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
@@ -229,7 +229,7 @@ def layernorm_linear():
 
 @scene
 def layernorm_output():
-    for sequence, gathered, recipe in product((False, True), (False, True), (None, "current")):
+    for sequence, gathered, recipe in product((False, True), (False, True), ("current",)):
         check_layernorm_linear(sequence, recipe, returns=True, gathered=gathered)
 
 
@@ -313,6 +313,8 @@ def layernorm_mlp():
 
 def check_op(make, mode, sequence, recipe, *, alone=True):
     """A linear operation: as one native segment, and among Python's."""
+    if recipe == "delayed":
+        gc.collect()  # of operations that one rank has freed, the other's maxima would be reduced with none
     size = dist.get_world_size()
     x, w, g = (
         random(ROWS, IN, seed=1),
@@ -362,9 +364,10 @@ def check_op(make, mode, sequence, recipe, *, alone=True):
 
 @scene
 def linear_operations():
-    for make in (te.ops.Linear, te.ops.BasicLinear):
-        for mode, sequence, recipe in product(("column", "row"), (False, True), (None, *RECIPES)):
-            check_op(make, mode, sequence, recipe)
+    for mode, sequence in product(("column", "row"), (False, True)):
+        for recipe in (None, "current", "delayed"):
+            check_op(te.ops.Linear, mode, sequence, recipe)
+        check_op(te.ops.BasicLinear, mode, sequence, "block")
     check_op(te.ops.Linear, "column", True, "current", alone=False)
     check_op(te.ops.BasicLinear, "row", True, "current", alone=False)
     op = check_op(te.ops.BasicLinear, "column", True, None)
@@ -390,7 +393,8 @@ def linear_operations():
 @scene
 def chains_of_operations():
     """A feed-forward block of operations, column then row, beside the layer."""
-    for sequence, recipe in product((False, True), (None, "current", "delayed")):
+    for sequence, recipe in ((False, None), (True, "current"), (True, "delayed")):
+        gc.collect()
         options = {
             "device": "cpu",
             "tensor_parallel_group": dist.group.WORLD,
@@ -604,7 +608,7 @@ def what_travels():
 def inputs_of_every_kind():
     size = dist.get_world_size()
     te_fast.auto_pad(True)
-    for sequence, recipe in product((False, True), (None, *RECIPES)):
+    for sequence, recipe in ((True, None), (True, "delayed"), (False, "current"), (True, "block")):
         layer = te.Linear(
             IN,
             OUT,
@@ -621,7 +625,7 @@ def inputs_of_every_kind():
             sequence_parallel=sequence,
             tp_group=dist.group.WORLD,
         )
-        for shape in ((8, 2, IN), (0, IN), (3, IN), (4, 5, IN)):
+        for shape in ((0, IN), (3, IN), (4, 5, IN)):
             x = random(*shape, seed=1).float()
             for module, width in ((layer, OUT // size), (row, IN)):
                 for grads in (True, False):

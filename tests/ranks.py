@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import sys
 import time
@@ -38,6 +39,7 @@ class Scenes:
         try:
             for name in sys.argv[4:]:
                 self.functions[name]()
+                gc.collect()  # of layers that one rank has freed, the other's maxima would be reduced with none
                 found[name] = ""
         except Exception:  # the other ranks wait in vain
             found[name] = traceback.format_exc()

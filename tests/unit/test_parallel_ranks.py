@@ -6,9 +6,12 @@ import torch.distributed as dist
 from parallel_rank import scenes
 from ranks import run
 
-pytestmark = pytest.mark.skipif(
-    not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"
-)
+pytestmark = [
+    pytest.mark.timeout(300),  # the first test of a group runs all of its scenes
+    pytest.mark.skipif(
+        not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"
+    ),
+]
 LAST = "a_rank_that_stops"
 OF_TWO = tuple(name for name in scenes.functions if name != LAST)
 OF_FOUR = ("layernorm_mlp", "scales_are_those_of_one_rank")

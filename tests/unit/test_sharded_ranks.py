@@ -8,10 +8,13 @@ from ranks import run
 from sharded_rank import scenes
 
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-pytestmark = pytest.mark.skipif(
-    _VERSION < (2, 11) or not dist.is_available() or not dist.is_gloo_available(),
-    reason="needs gloo, and an FSDP2 that runs without a GPU (2.6's does not)",
-)
+pytestmark = [
+    pytest.mark.timeout(300),  # the first test of a group runs all of its scenes
+    pytest.mark.skipif(
+        _VERSION < (2, 11) or not dist.is_available() or not dist.is_gloo_available(),
+        reason="needs gloo, and an FSDP2 that runs without a GPU (2.6's does not)",
+    ),
+]
 OF_FOUR = ("meshes",)
 OF_TWO = tuple(name for name in scenes.functions if name not in OF_FOUR)
 
