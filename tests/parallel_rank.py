@@ -19,7 +19,7 @@ from torch.nn import functional
 
 import te_fast
 import te_fast.pytorch as te
-from ranks import Scenes
+from ranks import Scenes, device
 from recipes import RECIPES
 from reference import QuantizedLinear
 
@@ -34,7 +34,8 @@ def rank_and_size():
 
 def random(*shape, seed, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64) * scale
+    values = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+    return values.to(device()) * scale
 
 
 def share(tensor, dim):
@@ -98,7 +99,7 @@ def check_linear(mode, sequence, recipe, dtype=torch.float32, **options):
     y0.backward(g)
 
     layer = te.Linear(
-        IN, OUT, params_dtype=dtype, device="cpu", parallel_mode=mode, sequence_parallel=sequence,
+        IN, OUT, params_dtype=dtype, device=device(), parallel_mode=mode, sequence_parallel=sequence,
         tp_group=dist.group.WORLD, tp_size=size, name="proj", **options,
     )  # fmt: skip
     dim = 0 if mode == "column" else 1
@@ -189,7 +190,7 @@ def check_layernorm_linear(sequence, recipe, *, returns=False, gathered=False):
     else:
         y0.backward(g)
     layer = te.LayerNormLinear(
-        IN, OUT, device="cpu", parallel_mode="column", sequence_parallel=sequence, tp_group=dist.group.WORLD,
+        IN, OUT, device=device(), parallel_mode="column", sequence_parallel=sequence, tp_group=dist.group.WORLD,
         tp_size=size, return_layernorm_output=returns, return_layernorm_output_gathered=gathered,
     )  # fmt: skip
     values = {"layer_norm_weight": tensors[3], "layer_norm_bias": tensors[4]}
@@ -261,7 +262,7 @@ def check_mlp(sequence, recipe, activation="gelu", **options):
         y0 = y0 + linear(hidden, second)
     y0.backward(g)
     layer = te.LayerNormMLP(
-        IN, ffn, device="cpu", set_parallel_mode=True, sequence_parallel=sequence, activation=activation,
+        IN, ffn, device=device(), set_parallel_mode=True, sequence_parallel=sequence, activation=activation,
         tp_group=dist.group.WORLD, tp_size=size, **options,
     )  # fmt: skip
     shares = {
@@ -325,7 +326,7 @@ def check_op(make, mode, sequence, recipe, *, alone=True):
     x, w, b, g = (t.float().double() for t in (x, w, b, g))
     x0, w0, b0 = (t.clone().requires_grad_() for t in (x, w, b))
     op = make(
-        IN, OUT, device="cpu", tensor_parallel_mode=mode, sequence_parallel=sequence,
+        IN, OUT, device=device(), tensor_parallel_mode=mode, sequence_parallel=sequence,
         tensor_parallel_group=dist.group.WORLD,
     )  # fmt: skip
     has_bias = isinstance(op, te.ops.Linear)
@@ -396,18 +397,18 @@ def chains_of_operations():
     for sequence, recipe in ((False, None), (True, "current"), (True, "delayed")):
         gc.collect()
         options = {
-            "device": "cpu",
+            "device": device(),
             "tensor_parallel_group": dist.group.WORLD,
             "sequence_parallel": sequence,
         }
         chain = te.ops.Sequential(
-            te.ops.LayerNorm(IN, device="cpu"),
+            te.ops.LayerNorm(IN, device=device()),
             te.ops.BasicLinear(IN, OUT, tensor_parallel_mode="column", **options),
             te.ops.GELU(),
             te.ops.BasicLinear(OUT, IN, tensor_parallel_mode="row", **options),
         )
         layer = te.LayerNormMLP(
-            IN, OUT, device="cpu", bias=False, set_parallel_mode=True, sequence_parallel=sequence,
+            IN, OUT, device=device(), bias=False, set_parallel_mode=True, sequence_parallel=sequence,
             tp_group=dist.group.WORLD,
         )  # fmt: skip
         weights = random(OUT, IN, seed=1, scale=0.2), random(IN, OUT, seed=2, scale=0.2)
@@ -451,12 +452,8 @@ def communication_operations():
             y = module(local)
             assert torch.allclose(y, forward(every))
             assert torch.equal(local, x)
-            generator = torch.Generator().manual_seed(rank)
-            g = torch.randn(y.shape, generator=generator)
-            gs = [
-                torch.randn(y.shape, generator=torch.Generator().manual_seed(r))
-                for r in range(size)
-            ]
+            gs = [random(*y.shape, seed=r).float() for r in range(size)]
+            g = gs[rank]
             y.backward(g)
             if make is te.ops.AllGather:
                 expected = sum(gs).chunk(size)[rank]
@@ -493,11 +490,11 @@ def scales_are_those_of_one_rank():
         y.backward(g)
         return y.detach(), x.grad, layer.weight.grad
 
-    whole = te.Linear(IN, OUT, bias=False, device="cpu")
+    whole = te.Linear(IN, OUT, bias=False, device=device())
     fill(whole, weight=w)
     options = {
         "bias": False,
-        "device": "cpu",
+        "device": device(),
         "sequence_parallel": True,
         "tp_group": dist.group.WORLD,
     }
@@ -577,7 +574,7 @@ def what_travels():
         for (mode, sequence), (forward, backward) in expected.items():
             gc.collect()
             layer = te.Linear(
-                IN, OUT, bias=False, params_dtype=torch.bfloat16, device="cpu", parallel_mode=mode,
+                IN, OUT, bias=False, params_dtype=torch.bfloat16, device=device(), parallel_mode=mode,
                 sequence_parallel=sequence, tp_group=dist.group.WORLD,
             )  # fmt: skip
             count = rows if sequence and mode == "column" else ROWS
@@ -612,7 +609,7 @@ def inputs_of_every_kind():
         layer = te.Linear(
             IN,
             OUT,
-            device="cpu",
+            device=device(),
             parallel_mode="column",
             sequence_parallel=sequence,
             tp_group=dist.group.WORLD,
@@ -620,7 +617,7 @@ def inputs_of_every_kind():
         row = te.LayerNormMLP(
             IN,
             OUT,
-            device="cpu",
+            device=device(),
             set_parallel_mode=True,
             sequence_parallel=sequence,
             tp_group=dist.group.WORLD,
@@ -652,7 +649,7 @@ def sequence_parallel_may_change_between_calls():
     layer = te.Linear(
         IN,
         OUT,
-        device="cpu",
+        device=device(),
         parallel_mode="column",
         sequence_parallel=True,
         tp_group=dist.group.WORLD,
@@ -674,7 +671,7 @@ def steps_of_delayed_scaling():
     w1, w2 = random(OUT, IN, seed=1, scale=0.2).float(), random(IN, OUT, seed=2, scale=0.2).float()
     options = {
         "bias": False,
-        "device": "cpu",
+        "device": device(),
         "tp_group": dist.group.WORLD,
         "sequence_parallel": True,
     }
@@ -728,7 +725,7 @@ def raises(kind, match):
 @scene
 def ranks_that_disagree():
     rank, size = rank_and_size()
-    options = {"device": "cpu", "tp_group": dist.group.WORLD, "sequence_parallel": True}
+    options = {"device": device(), "tp_group": dist.group.WORLD, "sequence_parallel": True}
     for mode in ("column", "row"):
         layer = te.Linear(IN, OUT, parallel_mode=mode, name="proj", **options)
         x = torch.ones(8, layer.in_features)
@@ -758,7 +755,7 @@ def bad_input():
     own, other = alone[dist.get_rank()], alone[dist.get_rank() - 1]
 
     def make(mode, **options):
-        return te.Linear(IN, OUT, device="cpu", name="proj", parallel_mode=mode, **options)
+        return te.Linear(IN, OUT, device=device(), name="proj", parallel_mode=mode, **options)
 
     odd_parts = {"a": 1, "b": OUT - 1}
     for mode, options, kind, match in (
@@ -786,7 +783,7 @@ def bad_input():
     with raises(RuntimeError, "tp_size = 1"):
         make("row").set_tensor_parallel_group(group)
     with raises(ValueError, "set_parallel_mode"):
-        te.LayerNormMLP(IN, OUT, device="cpu", tp_group=group, sequence_parallel=True)
+        te.LayerNormMLP(IN, OUT, device=device(), tp_group=group, sequence_parallel=True)
     calibrated = make("row", tp_group=group)
     with raises(NotImplementedError, "calibration"), te.autocast(enabled=False, calibrating=True):
         calibrated(torch.ones(4, IN // size))
@@ -797,7 +794,7 @@ def checkpoints_that_ranks_share():
     rank, size = rank_and_size()
     x = random(ROWS, IN, seed=1).float()
     layer = te.LayerNormMLP(
-        IN, OUT, device="cpu", set_parallel_mode=True, tp_group=dist.group.WORLD, tp_size=size
+        IN, OUT, device=device(), set_parallel_mode=True, tp_group=dist.group.WORLD, tp_size=size
     )
 
     def run(**options):
@@ -866,7 +863,7 @@ def collectives_of_consumers():
 def copies():
     group = dist.group.WORLD
     layer = te.LayerNormLinear(
-        IN, OUT, device="cpu", tp_group=group, parallel_mode="column", sequence_parallel=True
+        IN, OUT, device=device(), tp_group=group, parallel_mode="column", sequence_parallel=True
     )
     x = random(4, IN, seed=1).float()
     y = layer(x)
@@ -886,7 +883,7 @@ def a_rank_that_stops():
         te.Linear(
             IN,
             OUT,
-            device="cpu",
+            device=device(),
             parallel_mode=mode,
             tp_group=dist.group.WORLD,
             name=f"{mode}_layer",

@@ -14,6 +14,12 @@ import torch
 import torch.distributed as dist
 
 TESTS = Path(__file__).parent
+_device = torch.device("cpu")
+
+
+def device():
+    """Where this rank's tensors are."""
+    return _device
 
 
 class Scenes:
@@ -28,16 +34,29 @@ class Scenes:
         return function
 
     def main(self):
-        """Run as ``python script.py RANK WORLD FOLDER SCENE ...``; write what each scene raised."""
-        rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+        """Run as ``python script.py RANK WORLD FOLDER KIND SCENE ...``; write what each scene raised.
+
+        KIND is ``cpu`` or ``cuda``, for gloo or NCCL with a GPU for each rank.
+        """
+        global _device
+        rank, size, folder, kind = (
+            int(sys.argv[1]),
+            int(sys.argv[2]),
+            Path(sys.argv[3]),
+            sys.argv[4],
+        )
         torch.set_num_threads(1)
+        if kind == "cuda":
+            _device = torch.device("cuda", rank)
+            torch.cuda.set_device(_device)
+            torch.set_default_device(_device)
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size,
+            "nccl" if kind == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size,
             timeout=datetime.timedelta(seconds=20),
         )  # fmt: skip
         found = {}
         try:
-            for name in sys.argv[4:]:
+            for name in sys.argv[5:]:
                 self.functions[name]()
                 gc.collect()  # of layers that one rank has freed, the other's maxima would be reduced with none
                 found[name] = ""
@@ -51,12 +70,12 @@ class Scenes:
             time.sleep(0.01)
 
 
-def run(fresh, folder, script, size, scenes):
+def run(fresh, folder, script, size, scenes, kind="cpu"):
     """Run scenes of a script on so many ranks; what each raised, by rank."""
     program = (
         "import runpy, sys; sys.argv[1:] = {}; sys.path.insert(0, {!r}); "
         "runpy.run_module({!r}, run_name='__main__')"
     )
-    arguments = ([str(rank), str(size), str(folder), *scenes] for rank in range(size))
+    arguments = ([str(rank), str(size), str(folder), kind, *scenes] for rank in range(size))
     fresh.together(*(program.format(given, str(TESTS), script) for given in arguments))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
