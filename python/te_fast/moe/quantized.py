@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from te_fast.errors import UnsupportedError
-from te_fast.tensor.blockwise import BLOCK, scale_shape
+from te_fast.runtime.layouts import BLOCK
+from te_fast.tensor.blockwise import scale_shape
 from te_fast.tensor.primary import is_quantized
 
 #: Kernels move bytes whatever they mean; of the types that they take, this is two of them.

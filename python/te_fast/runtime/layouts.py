@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from te_fast.errors import QuantizedTensorError
 from te_fast.runtime import native
 
+#: Length of a block of scales.
+BLOCK = 128
+
 
 def columnwise_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of a column layout: the last dimension comes first."""
