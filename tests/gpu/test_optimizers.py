@@ -1,4 +1,4 @@
-"""FusedAdam and functions over lists on a GPU: as on the CPU, without waiting for the GPU, and inside of captured graphs."""
+"""FusedAdam and functions over lists on a GPU: as on the CPU, without waiting, and inside of captured graphs."""
 
 import pytest
 import torch
