@@ -28,6 +28,8 @@ PY := $(VENV)/bin/python
 BUILD := .build
 BUILD_PY := $(BUILD)/venv/bin/python
 MATURIN := $(BUILD)/venv/bin/maturin
+# Megatron-LM has wheels for Python 3.11 and later; the tests of one torch train it.
+MEGATRON := $(if $(filter 2.15.0,$(TORCH)),$(VENV)/.group-megatron)
 PIP_VERSION := pip==26.3
 PIP := -m pip install --quiet --disable-pip-version-check
 CRATES := --package te_fast_kernels --package te_fast_core
@@ -67,6 +69,11 @@ $(VENV)/.group-%: pyproject.toml | $(VENV)/.torch
 	$(PY) $(PIP) --group $*
 	touch $@
 
+# Its wheel for Python 3.11 says that it needs 3.12, as its training scripts do.
+$(VENV)/.group-megatron: pyproject.toml | $(VENV)/.torch
+	$(PY) $(PIP) --no-deps --ignore-requires-python --group megatron
+	touch $@
+
 # Formatters and the like, without torch: seconds to install.
 TOOLS := $(BUILD)/tools
 $(TOOLS)/.ready: pyproject.toml
@@ -95,7 +102,7 @@ demo: ## train on handwritten digits in FP8 beside FP32 (DEMO_ARGS='--recipe blo
 
 ##@ Work on it
 .PHONY: dev
-dev: $(BUILD)/venv/.ready $(VENV)/.group-test $(VENV)/.group-lint $(VENV)/.group-bench $(VENV)/.group-docs ## .venv with every tool, and te_fast installed from python/ as it stands
+dev: $(BUILD)/venv/.ready $(VENV)/.group-test $(MEGATRON) $(VENV)/.group-lint $(VENV)/.group-bench $(VENV)/.group-docs ## .venv with every tool, and te_fast installed from python/ as it stands
 	VIRTUAL_ENV="$(CURDIR)/$(VENV)" TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_NVCC="$(NVCC)" TE_FAST_FATBINS="$(FATBINS)" $(MATURIN) develop --release --quiet --target-dir target/dev
 
 .PHONY: format
@@ -121,7 +128,7 @@ lint: install $(VENV)/.group-lint $(VENV)/.group-bench ## all of check, and clip
 
 ##@ Test it
 .PHONY: test
-test: install $(VENV)/.group-test ## build, install and run all tests (TORCH=2.6.0 for another torch)
+test: install $(VENV)/.group-test $(MEGATRON) ## build, install and run all tests (TORCH=2.6.0 for another torch)
 	@if cargo nextest --version >/dev/null 2>&1; then \
 	  $(HOST_ONLY) cargo nextest run $(CRATES); \
 	else \
@@ -198,16 +205,21 @@ wheel-%: $(BUILD)/venv/.ready $(BUILD)/venv/.group-wheel
 	  $(MATURIN) build --release --quiet --zig --compatibility manylinux_2_28 --target-dir target/wheels \
 	  --target $(word 2,$(subst -, ,$*))-unknown-linux-gnu --interpreter python$(word 1,$(subst -, ,$*)) --out dist
 
+.PHONY: alias
+alias: $(BUILD)/venv/.ready ## the wheel in dist/ of te_fast_alias, by which `import transformer_engine` gives te_fast
+	rm -f dist/te_fast_alias-*.whl
+	$(BUILD_PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist python/alias
+
 .PHONY: wheel
-wheel: | $(VENV)/.torch ## release wheel in dist/ for this Python and machine, and its checks
+wheel: | $(VENV)/.torch ## release wheels in dist/ for this Python and machine, and their checks
 	rm -rf dist
-	$(MAKE) --no-print-directory $(THIS_WHEEL)
+	$(MAKE) --no-print-directory $(THIS_WHEEL) alias
 	$(PY) tools/check_wheel.py dist/te_fast-*.whl
 
 .PHONY: wheels
 wheels: | $(VENV)/.torch ## release wheels for every Python and machine; `make wheel-3.12-aarch64` for one
 	rm -rf dist
-	$(MAKE) --no-print-directory $(foreach machine,$(WHEEL_MACHINES),$(foreach python,$(WHEEL_PYTHONS),wheel-$(python)-$(machine)))
+	$(MAKE) --no-print-directory $(foreach machine,$(WHEEL_MACHINES),$(foreach python,$(WHEEL_PYTHONS),wheel-$(python)-$(machine))) alias
 	$(PY) tools/check_wheel.py dist/te_fast-*.whl
 
 # In one folder, one after the other: nvcc hashes the path of a source into the names of what is internal to it.

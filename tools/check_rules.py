@@ -41,14 +41,18 @@ LAYERS: dict[str, set[str]] = {
     "state": {"recipe"},
     "dispatch": {"recipe", "runtime"},
     "tensor": {"recipe", "runtime"},
+    "parallel": {"recipe", "runtime", "tensor"},
     "moe": {"runtime", "tensor"},
     "graphs": {"recipe", "runtime"},
-    "ops": {"dispatch", "graphs", "recipe", "runtime", "state", "tensor"},
-    "layers": {"graphs", "ops", "recipe", "runtime", "state", "tensor"},
-    "attention": {"graphs", "layers", "ops", "recipe", "runtime", "state"},
+    "ops": {"dispatch", "graphs", "parallel", "recipe", "runtime", "state", "tensor"},
+    "layers": {"graphs", "ops", "parallel", "recipe", "runtime", "state", "tensor"},
+    "attention": {"graphs", "layers", "ops", "parallel", "recipe", "runtime", "state"},
     "experts": {"moe", "ops", "runtime"},
     "convert": {"attention", "layers", "runtime"},
     "graphed": {"graphs", "recipe", "runtime", "state"},
+    "losses": set(),
+    "offload": set(),
+    "optimizers": {"tensor"},
     "convert_checkpoint": {"state", "tensor"},
     "common": {"recipe"},
     "pytorch": {
@@ -58,8 +62,11 @@ LAYERS: dict[str, set[str]] = {
         "graphed",
         "graphs",
         "layers",
+        "losses",
         "moe",
+        "offload",
         "ops",
+        "optimizers",
         "runtime",
         "tensor",
     },
@@ -67,7 +74,7 @@ LAYERS: dict[str, set[str]] = {
 }
 # Signatures that are Transformer Engine's, not ours.
 TE_SIGNATURES = re.compile(
-    r"^python/te_fast/(attention|graphed|layers|moe|ops|recipe|runtime|tensor)/"
+    r"^python/te_fast/(attention|graphed|layers|losses|moe|offload|ops|optimizers|parallel|recipe|runtime|tensor)/"
 )
 
 

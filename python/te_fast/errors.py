@@ -18,6 +18,7 @@ __all__ = [
     "MissingAttributeError",
     "MissingError",
     "QuantizedTensorError",
+    "RanksError",
     "RecipeError",
     "ShapeError",
     "StateError",
@@ -87,6 +88,13 @@ class QuantizedTensorError(TeFastError, RuntimeError, ValueError, AssertionError
     """A quantised tensor lacks what is asked of it: a layout, a quantizer, the class that a quantizer writes to.
 
     Transformer Engine raises ``RuntimeError`` or ``ValueError`` in some of these places and asserts in others.
+    """
+
+
+class RanksError(TeFastError, RuntimeError, ValueError):
+    """Ranks of a group do not do the same, one of them is gone, or the group is not the one that a layer was made for.
+
+    Every rank raises, with the layer's name.
     """
 
 

@@ -24,7 +24,9 @@ import torch
 
 from te_fast.common.recipe import DelayedScaling, Format
 from te_fast.errors import StateError
-from transformer_engine_state import KEYS, pack_layer, pack_op
+from te_fast.state.pickle_writer import layer_state, op_state
+
+KEYS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
 HEAD = struct.Struct("<8sII")
 
@@ -56,8 +58,8 @@ def corpus(kind):
         if kind == "own":
             yield bytes(pack(state).tolist())[HEAD.size :]
             continue
-        yield bytes(pack_layer(state).tolist())
-        yield bytes(pack_op(state).tolist())
+        yield layer_state(state)
+        yield op_state(state)
         content = {key: getattr(state, key) for key in KEYS}
         yield saved(content)
         yield saved(content, _use_new_zipfile_serialization=False)

@@ -475,7 +475,7 @@ def test_bad_packed_calls(given, match):
     ("given", "error"),
     [
         ({"groups": 3}, ShapeError),
-        ({"tp_size": 2}, UnsupportedError),
+        ({"tp_size": 4}, ShapeError),
         ({"softmax_type": "sigmoid"}, ShapeError),
         ({"attention_type": "both"}, ShapeError),
         ({"attn_mask_type": "nothing"}, ShapeError),
@@ -484,6 +484,26 @@ def test_bad_packed_calls(given, match):
 def test_bad_modules(given, error):
     with pytest.raises(error):
         module(**given)
+
+
+@pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
+def test_ranks_have_their_share_of_the_heads(softmax_type):
+    case = Case([5, 7], [5, 7])
+    whole = module(softmax_type=softmax_type, device="cpu")
+    parts = [module(softmax_type=softmax_type, device="cpu", tp_size=2) for _ in range(2)]
+    if softmax_type == "learnable":
+        with torch.no_grad():
+            whole.softmax_offset.normal_()
+            for part, offset in zip(parts, whole.softmax_offset.chunk(2), strict=True):
+                part.softmax_offset.copy_(offset)
+    q, k, v = case.given("sbhd")
+    shares = zip(*(tensor.chunk(2, dim=2) for tensor in (q, k, v)), strict=True)
+    given = [part(*share) for part, share in zip(parts, shares, strict=True)]
+    assert relative(torch.cat(given, -1), whole(q, k, v)) < 1e-6
+    with pytest.raises(ShapeError, match="2 heads of 8 channels, got 4"):
+        parts[0](q, k, v)
+    with pytest.raises(ShapeError, match="alibi_slopes"):
+        parts[0](*(t.chunk(2, dim=2)[0] for t in (q, k, v)), core_attention_bias_type="alibi")
 
 
 def test_no_kernel_left(monkeypatch):

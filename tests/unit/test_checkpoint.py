@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import te_fast
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fast.errors import StateError, UnsupportedError
+from te_fast.errors import DtypeError, StateError
 from te_fast.pytorch.distributed import (
     activation_recompute_forward,
     get_activation_recompute_contexts,
@@ -407,8 +407,8 @@ def test_an_exception_leaves_no_phase():
 
 def test_arguments():
     x = torch.ones(2, requires_grad=True)
-    with pytest.raises(UnsupportedError, match="distribute_saved_activations"):
-        te.checkpoint(torch.sin, x, distribute_saved_activations=True)
+    with pytest.raises(DtypeError, match="first argument"):
+        te.checkpoint(torch.sin, 1.0, distribute_saved_activations=True)
 
     def scaled(x, *, factor):
         return x * factor

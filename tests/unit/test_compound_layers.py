@@ -753,8 +753,6 @@ def test_a_failed_forward_leaves_scales_as_they_were(kind):
 @pytest.mark.parametrize(
     "options",
     [
-        {"tp_size": 2},
-        {"sequence_parallel": True},
         {"ub_overlap_ag": True},
         {"ub_overlap_rs": True},
         {"ub_overlap_rs_dgrad": True},

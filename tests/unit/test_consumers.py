@@ -12,6 +12,7 @@ import te_fast.pytorch as te
 from recipes import name_of
 from reference import QuantizedLinear
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.runtime import native
 
 RECIPES = {
     "none": lambda: None,
@@ -195,3 +196,104 @@ def test_a_layer_that_becomes_another_class_with_layers_in_it(recipe, has_run):
         optimizer.step()
     assert len(trained) == 2
     assert layer.weight.grad is None
+
+
+# Megatron-LM's habits beside the ops: layers that are subclassed, recipes made anew, buffers that optimizers write.
+
+
+class MegatronLinear(te.Linear):
+    """As TELinear: attributes before the constructor, ``forward`` called by name, a bias put in place of another."""
+
+    def __init__(self, config, *sizes, **options):
+        self.config = config
+        self.te_return_bias = True
+        self.is_first_microbatch = True
+        self.disable_parameter_transpose_cache = False
+        self.symmetric_ar_type = None
+        self._tp_group = None
+        super().__init__(*sizes, return_bias=True, sequence_parallel=True, **options)
+        self.bias = nn.Parameter(torch.full_like(self.bias, 0.5))
+        for parameter in self.parameters():
+            parameter.allreduce = True
+        self.weight.tensor_model_parallel = False
+
+    def forward(self, x):
+        first = None if self.disable_parameter_transpose_cache else self.is_first_microbatch
+        out = super().forward(x, is_first_microbatch=first)
+        self.is_first_microbatch = False
+        return out
+
+
+def test_a_subclass_calls_forward_and_takes_the_straight_path(recipe, monkeypatch):
+    layer, plain = MegatronLinear("config", 32, 32, **OPTIONS), te.Linear(32, 32, **OPTIONS)
+    with torch.no_grad():
+        plain.weight.copy_(layer.weight)
+        plain.bias.zero_()
+    x = torch.randn(16, 32)
+    assert (layer.config, layer.sequence_parallel, layer.tp_size) == ("config", False, 1)
+    assert layer.to(torch.float32).weight.allreduce
+    assert dict(layer.named_parameters())["bias"].allreduce
+
+    def general(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(MegatronLinear, "_forward_general", general)
+    for _ in range(3):
+        with region(recipe):
+            wanted = plain(x, is_first_microbatch=layer.is_first_microbatch)
+            y, bias = layer(x)
+        assert torch.equal(y, wanted)
+        assert torch.equal(bias, torch.full((32,), 0.5))
+    assert not layer.is_first_microbatch
+
+
+class MegatronDelayed(DelayedScaling):
+    def __init__(self):
+        super().__init__(
+            margin=0,
+            amax_history_len=4,
+            override_linear_precision=(False, False, False),
+            params_dtype=torch.bfloat16,
+            device="cpu",
+        )
+
+
+@pytest.mark.parametrize("make", [MegatronDelayed, Float8CurrentScaling, Float8BlockScaling])
+def test_recipes_that_are_made_anew_for_each_region_make_no_plans(make):
+    layers = [te.Linear(32, 32, **OPTIONS), te.LayerNormLinear(32, 32, **OPTIONS)]
+    x, counts, epochs = torch.randn(16, 32), [], []
+    for _ in range(4):
+        with te.autocast(recipe=make()):
+            layers[1](layers[0](x)).sum().backward()
+            epochs.append(native.autocast_region()[5])
+        counts.append([layer._plan_count() for layer in layers])
+    assert len(set(epochs)) == 1
+    assert counts[0] == counts[-1]
+    assert min(counts[0]) > 0
+
+
+@pytest.mark.parametrize("first", [None, True])
+def test_weights_that_a_gather_writes_are_seen(recipe, first):
+    """Parameters are views of one buffer, new values arrive in that; no version of theirs moves."""
+    layers = [te.Linear(32, 32, bias=False, **OPTIONS) for _ in range(2)]
+    flat = torch.cat([layer.weight.detach().reshape(-1) for layer in layers])
+    for layer, part in zip(layers, flat.chunk(2), strict=True):
+        layer.weight.data = part.view(32, 32)
+    main = nn.Parameter(flat.clone())
+    optimizer = te.optimizers.FusedAdam([main], lr=0.1)
+    x = torch.randn(16, 32)
+    for step in range(3):
+        versions = [layer.weight._version for layer in layers]
+        fresh = te.Linear(32, 32, bias=False, **OPTIONS)
+        for layer in layers:
+            fresh.weight = nn.Parameter(layer.weight.detach().clone())
+            # Without gradients scales stay what they are.
+            with torch.no_grad(), region(recipe):
+                assert torch.equal(layer(x, is_first_microbatch=first), fresh(x)), step
+                # A second microbatch reads the kept weight.
+                again = False if first else None
+                assert torch.equal(layer(x, is_first_microbatch=again), fresh(x))
+        main.grad = torch.randn_like(main)
+        optimizer.step()
+        flat.data.copy_(main.detach())
+        assert versions == [layer.weight._version for layer in layers]

@@ -158,7 +158,7 @@ def test_transformer_engine_reads_the_state_of_layers(make, gemms, engine):
     recipe = content["recipe"]
     assert isinstance(recipe, EngineRecipe)
     assert (recipe.margin, recipe.amax_history_len, recipe.fp8_format) == (1, 4, Format.HYBRID)
-    assert content["extra_fp8_variables"] == {"num_gemms": gemms}
+    assert content["extra_fp8_variables"] == {"num_gemms": gemms, "fp8_checkpoint": True}
     forward, backward = layer.fp8_meta["scaling_fwd"], layer.fp8_meta["scaling_bwd"]
     expected = (forward.scale, forward.amax_history, backward.scale, backward.amax_history)
     for key, tensor in zip(KEYS, expected, strict=True):

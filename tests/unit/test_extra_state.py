@@ -13,10 +13,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Format
 from te_fast.errors import StateError, TeFastError
-from te_fast.state.extra_state import ExtraState, pack, unpack
-from transformer_engine_state import KEYS, pack_layer
+from te_fast.state import extra_state
+from te_fast.state.extra_state import ExtraState, pack, unpack, write_as
+from te_fast.state.pickle_writer import layer_state
+
+KEYS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
 
 def make_state(history_len: int = 5, gemms: int = 1, **fields: Any) -> ExtraState:
@@ -149,6 +153,92 @@ def test_reads_transformer_engine_pickles(te_recipe, protocol, member):
         assert_equal(unpack(as_tensor(data), layer="fc1"), state)
 
 
+def test_reads_what_is_pickled_beside_megatron(te_recipe, monkeypatch):
+    """Megatron-LM has a subclass of the recipe, and puts a function of its own in the place of one of torch's."""
+    recipe, loader = "megatron.core.extensions.transformer_engine", "megatron.core.safe_globals"
+    for name in ("megatron", "megatron.core", "megatron.core.extensions", recipe, loader):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    made = type("TEDelayedScaling", (te_recipe.DelayedScaling,), {"__module__": recipe})
+    sys.modules[recipe].TEDelayedScaling = made
+
+    def safe_load_from_bytes(data):
+        raise AssertionError
+
+    safe_load_from_bytes.__module__, safe_load_from_bytes.__qualname__ = (
+        loader,
+        "safe_load_from_bytes",
+    )
+    sys.modules[loader].safe_load_from_bytes = safe_load_from_bytes
+    state = make_state(margin=2)
+    monkeypatch.setattr(torch.storage, "_load_from_bytes", safe_load_from_bytes)
+    own = layer_state(state)
+    pickled = [pickle.dumps(te_state(state, made(margin=2)), protocol=each) for each in (3, 4)]
+    monkeypatch.undo()
+    assert b"megatron" not in own
+    for data in (own, *pickled):
+        assert (b"safe_load_from_bytes" in data) == (data is not own)
+        assert_equal(unpack(as_tensor(data), layer="fc1"), state)
+
+
+@pytest.fixture
+def for_transformer_engine():
+    write_as("transformer_engine")
+    yield
+    write_as("te_fast")
+
+
+MODULES = {
+    "Linear": lambda: te.Linear(32, 32, device="cpu"),
+    "LayerNormLinear": lambda: te.LayerNormLinear(32, 32, device="cpu"),
+    "LayerNormMLP": lambda: te.LayerNormMLP(32, 32, device="cpu"),
+    "LayerNorm": lambda: te.LayerNorm(32, device="cpu"),
+    "RMSNorm": lambda: te.RMSNorm(32, device="cpu"),
+    "BasicLinear": lambda: te.ops.BasicLinear(32, 32, device="cpu"),
+    "DotProductAttention": lambda: te.DotProductAttention(2, 16),
+}
+
+
+@pytest.mark.usefixtures("for_transformer_engine")
+@pytest.mark.parametrize("make", MODULES.values(), ids=MODULES)
+def test_written_for_transformer_engine_every_module_has_its_key(make):
+    module = make()
+    state = module.state_dict()
+    assert state["_extra_state"].shape == (0,)
+    assert state["_extra_state"].dtype is torch.uint8
+    make().load_state_dict(state)
+    write_as("te_fast")
+    assert "_extra_state" not in module.state_dict()
+    make().load_state_dict(module.state_dict())
+
+
+@pytest.mark.usefixtures("for_transformer_engine")
+@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP", "BasicLinear"])
+def test_written_for_transformer_engine_scales_are_pickled(te_recipe, name):
+    module = MODULES[name]()
+    with te.autocast(recipe=DelayedScaling(amax_history_len=3, margin=1)):
+        module(torch.randn(16, 32)).sum().backward()
+    packed = module.state_dict()["_extra_state"]
+    content = pickle.loads(as_bytes(packed))
+    own = module._scaling_states()
+    for mode, state in zip(("fwd", "bwd"), own, strict=True):
+        direction = "forward" if mode == "fwd" else "backward"
+        part = content[direction] if name == "BasicLinear" else content
+        assert isinstance(part["recipe"], te_recipe.DelayedScaling)
+        assert torch.equal(part[f"scale_{mode}"], state.scale)
+        assert torch.equal(part[f"amax_history_{mode}"], state.amax_history)
+    twin = MODULES[name]()
+    twin.load_state_dict(module.state_dict())
+    for got, wanted in zip(twin._scaling_states(), own, strict=True):
+        assert torch.equal(got.scale, wanted.scale)
+        assert torch.equal(got.amax_history, wanted.amax_history)
+
+
+def test_whose_format_is_written():
+    assert extra_state.written_as() == "te_fast"
+    with pytest.raises(ValueError, match="'te_fast', 'transformer_engine', got 'torch'"):
+        write_as("torch")
+
+
 @pytest.mark.parametrize("archive", [True, False])
 def test_reads_what_torch_saved(te_recipe, archive):
     state = make_state()
@@ -190,16 +280,15 @@ def test_pickled_none():
 
 def test_writes_what_transformer_engine_reads(te_recipe):
     state = make_state(6, 2, margin=1, fp8_format=Format.E4M3)
-    packed = pack_layer(state)
+    packed = as_tensor(layer_state(state))
     assert_equal(unpack(packed, layer="fc1"), state)
     content = pickle.loads(as_bytes(packed))
     assert isinstance(content["recipe"], te_recipe.DelayedScaling)
     assert content["recipe"].fp8_format is TeFormat.E4M3
     assert content["recipe"].margin == 1
-    assert content["extra_fp8_variables"] == {"num_gemms": 2}
+    assert content["extra_fp8_variables"] == {"num_gemms": 2, "fp8_checkpoint": True}
     for key in KEYS:
         assert torch.equal(content[key], getattr(state, key))
-    assert pack_layer(None).numel() == 0
 
 
 # What a hostile or damaged state gets.
@@ -337,7 +426,7 @@ def _samples() -> list[bytes]:
     saved, legacy = io.BytesIO(), io.BytesIO()
     torch.save(content, saved)
     torch.save(content, legacy, _use_new_zipfile_serialization=False)
-    own, te = pack(make_state(3)), pack_layer(make_state(3))
+    own, te = pack(make_state(3)), as_tensor(layer_state(make_state(3)))
     pickled = pickle.dumps(content)
     return [as_bytes(own), as_bytes(te), pickled, saved.getvalue(), legacy.getvalue()]
 

@@ -228,6 +228,30 @@ class Generator:
         return self.state[0]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="states are the GPU's where there is one")
+def test_named_random_states_of_the_cpu():
+    former, tracker = distributed.get_all_rng_states(), te.CudaRNGStatesTracker()
+    tracker.add("model-parallel-rng", 3)
+    torch.default_generator.manual_seed(0)
+    wanted = torch.rand(2)
+    torch.default_generator.manual_seed(0)
+    drawn = []
+    for _ in range(2):
+        with tracker.fork():
+            drawn.append(torch.rand(2))
+    # The state goes on where it was left, come what may.
+    with pytest.raises(TypeError), tracker.fork():
+        torch.rand([drawn.append(torch.rand(2))])
+    with tracker.fork():
+        drawn.append(torch.rand(2))
+    assert torch.equal(torch.rand(2), wanted)
+    own = torch.Generator().manual_seed(3)
+    assert torch.equal(
+        torch.stack(drawn), torch.stack([torch.rand(2, generator=own) for _ in drawn])
+    )
+    distributed.set_all_rng_states(former)
+
+
 def test_named_random_states(monkeypatch):
     default = Generator([100])
     monkeypatch.setattr(rng, "_current_generator", lambda: default)

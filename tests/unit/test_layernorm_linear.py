@@ -156,8 +156,8 @@ def test_it_is_a_norm_and_a_linear_layer(name):
 def test_arguments_that_are_not_supported():
     with pytest.raises(NotImplementedError, match="row"):
         make("linear", parallel_mode="row")
-    with pytest.raises(te_fast.UnsupportedError, match="ub_name"):
-        make("linear", ub_name="qkv")
+    with pytest.raises(te_fast.UnsupportedError, match="ub_bulk_wgrad"):
+        make("linear", ub_bulk_wgrad=True)
     with pytest.raises(te_fast.ShapeError, match="parallel_mode"):
         make("linear", parallel_mode="diagonal")
     with pytest.raises(te_fast.ShapeError, match="normalization"):

@@ -29,14 +29,11 @@ def test_bad_input_is_named(recipe):
 @pytest.mark.parametrize(
     "options",
     [
-        {"tp_size": 2},
-        {"sequence_parallel": True},
         {"ub_overlap_ag": True},
         {"ub_overlap_rs": True},
         {"ub_overlap_rs_dgrad": True},
         {"ub_bulk_dgrad": True},
         {"ub_bulk_wgrad": True},
-        {"ub_name": "qkv"},
         {"symmetric_ar_type": "multimem_all_reduce"},
     ],
     ids=str,

@@ -18,7 +18,7 @@ from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8Curr
 from te_fast.errors import ShapeError, StateError
 from te_fast.pytorch import ops
 from te_fast.state.extra_state import unpack
-from transformer_engine_state import pack_op
+from te_fast.state.pickle_writer import op_state
 
 RECIPES = {
     "delayed": lambda: DelayedScaling(amax_history_len=4),
@@ -544,7 +544,7 @@ def test_states_of_transformer_engine_load():
     for index in range(2):
         key = f"{index}.basic_ops.0._extra_state"
         own = unpack(chain.state_dict()[key], layer="test")
-        state[key] = pack_op(own)
+        state[key] = torch.frombuffer(bytearray(op_state(own)), dtype=torch.uint8)
         state[f"{index}.basic_ops.1._extra_state"] = torch.empty(0, dtype=torch.uint8)
     other.load_state_dict(state)
     for got, want in zip(scales(other[0].basic_ops[0]), scales(chain[0].basic_ops[0]), strict=True):

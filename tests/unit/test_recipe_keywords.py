@@ -41,7 +41,7 @@ def test_the_example_of_old():
         {"interval": 16},
         {"override_linear_precision": (False, False, True)},
         {"amax_history_length": 4},
-        {"params_dtype": None, "device": "cuda"},
+        {"dtype": None, "layer": "cuda"},
     ],
     ids=lambda keywords: next(iter(keywords)),
 )
@@ -69,10 +69,13 @@ def test_a_subclass_passes_them_on():
             super().__init__(
                 fp8_format=fp8_format,
                 override_linear_precision=override_linear_precision,
+                dtype=None,
+                # Of Megatron-LM's layers.
                 params_dtype=None,
+                device="cuda",
             )
 
-    with pytest.warns(UserWarning, match="Own: params_dtype"):
+    with pytest.warns(UserWarning, match="Own: dtype: no such field"):
         made = Own(Format.E4M3, (False, False, False))
     assert (made.fp8_format, made.delayed()) == (Format.E4M3, True)
 

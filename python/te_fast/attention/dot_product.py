@@ -27,6 +27,7 @@ from te_fast.errors import DtypeError, ShapeError, UnsupportedError
 from te_fast.graphs.region import entered, key_of_region
 from te_fast.layers.base import TransformerEngineBaseModule
 from te_fast.layers.parameters import check_sizes, refuse
+from te_fast.parallel.ranks import divided
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_in_graph
 from te_fast.runtime.device import check_device
@@ -97,8 +98,14 @@ class DotProductAttention(TransformerEngineBaseModule):
         Keys before and behind the diagonal that a query attends to; -1 is all.
     bottom_right_diagonal : bool, optional
         Which diagonal windows and ALiBi are of, for mask types that do not say; bottom right by default.
-    sequence_parallel, tp_size, tp_group, cp_group, cp_global_ranks, cp_stream, cp_comm_type : optional
-        Parallelism; groups of one rank only so far.
+    tp_size : int, default = 1
+        Ranks that share the heads: tensors have ``num_attention_heads / tp_size`` and ``num_gqa_groups / tp_size``.
+    tp_group : torch.distributed.ProcessGroup, optional
+        Those ranks. Attention makes no collective of its own.
+    sequence_parallel : bool, default = False
+        Dropout draws from the current generator, whatever `get_rng_state_tracker` is.
+    cp_group, cp_global_ranks, cp_stream, cp_comm_type : optional
+        Context parallelism; groups of one rank only so far.
     get_rng_state_tracker : Callable, optional
         Gives the tracker whose generator dropout draws from.
     layer_number : int, optional
@@ -119,14 +126,14 @@ class DotProductAttention(TransformerEngineBaseModule):
     Attributes
     ----------
     softmax_offset : torch.nn.Parameter
-        ``(num_attention_heads,)``, FP32; None but for ``learnable``, zeros for ``off-by-one``.
+        ``(num_attention_heads / tp_size,)``, FP32; None but for ``learnable``, zeros for ``off-by-one``.
 
     Raises
     ------
     UnsupportedError
         For an argument that te_fast does not support yet.
     ShapeError
-        If heads are no multiple of groups, or a name is unknown.
+        If heads are no multiple of groups, groups none of `tp_size`, or a name is unknown.
 
     Notes
     -----
@@ -164,8 +171,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(name)
-        refuse(self.name, {"tp_size": tp_size != 1})
-        self.set_tensor_parallel_group(tp_group)
+        # No norm and no product here is split by rows.
+        self._share_among_ranks(tp_group, tp_size, sequence_parallel=False)
         key, value = (
             kv_channels if isinstance(kv_channels, tuple | list) else (kv_channels, kv_channels)
         )
@@ -183,7 +190,10 @@ class DotProductAttention(TransformerEngineBaseModule):
         _check_name(self.name, "attention_type", attention_type, ("self", "cross"))
         _check_name(self.name, "softmax_type", softmax_type, SOFTMAX_TYPES)
         self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
-        self.num_gqa_groups_per_partition = groups
+        self.num_gqa_groups_per_partition = divided(
+            self.name, "num_gqa_groups", groups, self.tp_size
+        )
+        self._heads_here = num_attention_heads // self.tp_size
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = key, value
         self.qkv_format = qkv_format
         self.attn_mask_type = mask_type_of(attn_mask_type, self.name)
@@ -225,7 +235,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if device is None and torch.cuda.is_available():
             device = "cuda"
         kind: dict[str, Any] = {"device": check_device(device, self.name), "dtype": torch.float32}
-        zeros = torch.zeros(self.num_attention_heads, **kind)
+        zeros = torch.zeros(self._heads_here, **kind)
         if self.softmax_type == "learnable":
             self.register_parameter("softmax_offset", torch.nn.Parameter(zeros))
         else:
@@ -446,9 +456,9 @@ class DotProductAttention(TransformerEngineBaseModule):
             raise DtypeError(message)
         key, value = self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v
         expected = (
-            ("query_layer", q, self.num_attention_heads, key),
-            ("key_layer", k, self.num_gqa_groups, key),
-            ("value_layer", v, self.num_gqa_groups, value),
+            ("query_layer", q, self._heads_here, key),
+            ("key_layer", k, self.num_gqa_groups_per_partition, key),
+            ("value_layer", v, self.num_gqa_groups_per_partition, value),
         )
         for name, tensor, count, channels in expected:
             if tensor.shape[-2] != count or tensor.shape[-1] != channels:
@@ -473,6 +483,12 @@ class DotProductAttention(TransformerEngineBaseModule):
         ShapeError
             If type and tensors contradict each other.
         """
+        if kind == "alibi" and slopes is None and self.tp_size > 1:
+            message = (
+                f"{self.name}: which of the heads this rank has is not known here; give alibi_slopes of its heads with "
+                f"tp_size = {self.tp_size}"
+            )
+            raise ShapeError(message)
         if kind == "no_bias" and tensor is None and slopes is None:
             return Bias()
         _check_name(self.name, "core_attention_bias_type", kind, BIAS_TYPES)

@@ -73,6 +73,8 @@ class Tail:
             or _is_called_otherwise(mlp)
             or _is_called_otherwise(attention)
             or mlp.checkpoint
+            or proj._exchange
+            or mlp._exchange
             or proj.__dict__["_save_original_input"]
             or any(_global_hooks)
             or torch._C._len_torch_dispatch_stack()  # tracers, and others that watch all operators

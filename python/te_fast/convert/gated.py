@@ -41,11 +41,12 @@ class GatedMLP(LayerNormMLP):
             for half, part in zip(_HALVES, whole.detach().chunk(2), strict=True):
                 self.register_parameter(f"{half}_{kind}", torch.nn.Parameter(part))
 
-    def _append_ops(self, program: native.Program, observe: Callable[[], None]) -> None:
+    def _append_linears(
+        self, program: native.Program, observe: Callable[[], None], *, biased: bool
+    ) -> None:
         hidden, ffn, rows = self.hidden_size, self.ffn_hidden_size, self._fc1_rows
         handles, parameters = self._handles, self._parameters
         weights, biases = ([f"{half}_{kind}" for half in _HALVES] for kind in ("weight", "bias"))
-        self._append_norm(program, hidden)
         observe()
         handle = handles["fc1_weight"]
         program.linear("fc1", handle, parameters, "fc1_weight", hidden, rows, weights)
@@ -54,7 +55,7 @@ class GatedMLP(LayerNormMLP):
         program.activation("activation", self.activation, **self._activation_floats())
         observe()
         program.linear("fc2", handles["fc2_weight"], parameters, "fc2_weight", ffn, hidden)
-        if self.apply_bias:
+        if biased:
             program.bias("fc2_bias", parameters, "fc2_bias", hidden)
 
     def _is_whole(self) -> bool:

@@ -15,6 +15,8 @@ import torch
 
 import te_fast
 from te_fast.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
+from te_fast.parallel.quantized import Role, quantizer_of_rows
+from te_fast.parallel.ranks import check_group, copy_sharing, size_of_group
 from te_fast.recipe import DelayedScaling, Recipe
 from te_fast.runtime import native, scale_tape
 from te_fast.runtime.calls import call_through_forward
@@ -81,7 +83,12 @@ class TransformerEngineBaseModule(StatefulModule):
         self.fp8_initialized = False
         self.fp8 = False
         self.fp8_calibration = False
-        self.fp8_meta: dict[str, Any] = {"recipe": None, "fp8_group": None, "num_gemms": 1}
+        self.fp8_meta: dict[str, Any] = {
+            "recipe": None,
+            "fp8_group": None,
+            "num_gemms": 1,
+            "fp8_checkpoint": False,
+        }
         self.fp8_meta_tensors_initialized = False
         self.quantizers: dict[str, Any] = {"scaling_fwd": [], "scaling_bwd": []}
         self.tp_group: Any = None
@@ -152,17 +159,27 @@ class TransformerEngineBaseModule(StatefulModule):
         return _Workspaces(kept, self._drop_weight_cache)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the tensor-parallel group; only a group of one rank works so far.
+        """Set the ranks that share the layer, before its first forward.
+
+        Parameters
+        ----------
+        tp_group : torch.distributed.ProcessGroup or None
+            A group of ``tp_size`` ranks; None is for one rank.
 
         Raises
         ------
-        UnsupportedError
-            For a group of several ranks.
+        RanksError
+            If it has another number of ranks, or this one is not in it.
         """
-        if tp_group is not None and torch.distributed.get_world_size(group=tp_group) > 1:
-            message = f"{self.name}: tensor parallelism (tp_group) is not supported yet"
-            raise UnsupportedError(message)
+        check_group(self.name, tp_group, self.tp_size)
         self.tp_group = tp_group
+
+    def _share_among_ranks(self, tp_group: Any, tp_size: int, *, sequence_parallel: bool) -> None:
+        """Take a constructor's arguments of tensor parallelism; without a group, one has to be set before a forward."""
+        self.tp_size = size_of_group(self.name, tp_group, tp_size)
+        self.tp_group = tp_group
+        # As in Transformer Engine: one rank has nothing to share, whatever a configuration says.
+        self.sequence_parallel = self.tp_size > 1 and bool(sequence_parallel)
 
     def set_activation_dtype(self, inp: torch.Tensor) -> None:
         """Set ``activation_dtype``: autocast's, or the input's, which the parameters must share.
@@ -229,6 +246,8 @@ class TransformerEngineBaseModule(StatefulModule):
         """Note recipe and group of the autocast region; called when the last forward had another."""
         self.fp8 = FP8GlobalStateManager.is_fp8_enabled()
         self.fp8_calibration = FP8GlobalStateManager.is_fp8_calibration()
+        # Whether checkpoints have a state of FP8; Megatron-LM asks.
+        self.fp8_meta["fp8_checkpoint"] = self.fp8 or self.fp8_calibration
         if not (self.fp8 or self.fp8_calibration):
             return
         if self.fp8:
@@ -340,6 +359,13 @@ class TransformerEngineBaseModule(StatefulModule):
         role = "grad" if is_grad else "input"
         return quantizer_of(recipe, role, self.fp8_meta.get(key), slot, **options)
 
+    def _quantizer_of_rows(self, recipe: Recipe, role: Role, group: Any) -> Any:
+        """Return what quantises rows of the input, or of the result's gradient, to be gathered; None if values are."""
+        key, slot = "scaling_fwd", 0
+        if role == "grad":
+            key, slot = "scaling_bwd", (self.fp8_meta["num_gemms"] - 1) * self._BACKWARD_SLOTS
+        return quantizer_of_rows(recipe, role, self.fp8_meta.get(key), slot, group)
+
     def _quantize_weight(self, name: str) -> None:
         """Put a quantised tensor in the place of a weight that was initialised, if the layer's weights are such."""
         recipe, parameter = self._weight_recipe, self._parameters[name]
@@ -388,7 +414,7 @@ class TransformerEngineBaseModule(StatefulModule):
         return self.fp8_meta.get("scaling_fwd"), self.fp8_meta.get("scaling_bwd")
 
     def _make_scaling_states(self, recipe: Recipe) -> None:
-        self.fp8_meta["recipe"] = recipe
+        self.fp8_meta.update(recipe=recipe, fp8_checkpoint=True)
         self.init_fp8_meta_tensors(recipe)
 
     # Copies --------------------------------------------------------------------------------------
@@ -396,6 +422,11 @@ class TransformerEngineBaseModule(StatefulModule):
     def __getstate__(self) -> dict[str, Any]:
         """Leave the native half out: it is made anew, with empty caches."""
         return {name: value for name, value in self.__dict__.items() if name not in self._NATIVE}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy; process groups are shared, they cannot be copied."""
+        groups = self.tp_group, self.fsdp_group, self.fp8_meta.get("fp8_group")
+        return copy_sharing(self, groups, memo)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make a native half of this copy's own."""

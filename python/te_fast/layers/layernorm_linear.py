@@ -9,7 +9,7 @@ import torch
 
 from te_fast.errors import ShapeError
 from te_fast.layers.load_torch import copy_into
-from te_fast.layers.parameters import check_sizes, options_of, refuse, refuse_parallelism
+from te_fast.layers.parameters import check_sizes, options_of, refuse, refuse_userbuffers
 from te_fast.layers.split import SplitLinear
 
 if TYPE_CHECKING:
@@ -27,8 +27,13 @@ class LayerNormLinear(SplitLinear):
         Sizes of the last dimension. In FP8 both are multiples of 16.
     eps : float, default = 1e-5
         Added to the variance.
-    sequence_parallel, tp_group, tp_size : optional
-        Tensor parallelism; groups of one rank only so far.
+    sequence_parallel : bool, default = False
+        Each rank has rows of its own of what is not split otherwise: the input of a column-parallel
+        layer is gathered. With one rank it says nothing.
+    tp_group : torch.distributed.ProcessGroup, optional
+        Ranks that share the layer; without it and with `tp_size` above 1, :meth:`set_tensor_parallel_group` gives it.
+    tp_size : int, default = 1
+        Number of these ranks.
     fuse_wgrad_accumulation : bool, default = False
         Add the weight's gradient to ``weight.main_grad``, as :class:`te_fast.pytorch.Linear` does.
     get_rng_state_tracker : Callable, optional
@@ -44,11 +49,11 @@ class LayerNormLinear(SplitLinear):
     params_dtype : torch.dtype, optional
         Type of the parameters; ``torch.get_default_dtype()`` by default.
     parallel_mode : {'column'}, optional
-        Which dimension would be split; marks the bias.
+        ``column``: ranks share `out_features`.
     return_layernorm_output : bool, default = False
         Return the norm's result as well, in high precision.
     return_layernorm_output_gathered : bool, default = False
-        Gather it over the ranks of a sequence-parallel group; there is one rank.
+        Return it with the rows of all ranks, under `sequence_parallel`.
     parameters_split : tuple of str or dict of str to int, optional
         Names of parts that weight and bias are split into along dimension 0, equal or of given sizes.
     zero_centered_gamma : bool, default = False
@@ -133,14 +138,14 @@ class LayerNormLinear(SplitLinear):
     ) -> None:
         super().__init__(name)
         self._check_norm(normalization, optional=False)
-        refuse_parallelism(self.name, locals())
+        refuse_userbuffers(self.name, locals())
         refuse(self.name, {"parallel_mode='row'": parallel_mode == "row"})
         if parallel_mode not in (None, "column"):
             message = f"{self.name}: parallel_mode must be None or 'column', got {parallel_mode!r}"
             raise ShapeError(message)
-        self.set_tensor_parallel_group(tp_group)
+        self._share_among_ranks(tp_group, tp_size, sequence_parallel=sequence_parallel)
         check_sizes(self.name, in_features=in_features, out_features=out_features)
-        self.in_features, self.out_features = in_features, out_features
+        self._divide_features(in_features, out_features, parallel_mode)
         self.eps = eps
         self.normalization = normalization
         self.zero_centered_gamma = zero_centered_gamma
@@ -152,7 +157,6 @@ class LayerNormLinear(SplitLinear):
         self.delay_wgrad_compute = delay_wgrad_compute
         self.use_bias, self.return_bias = bias, return_bias
         self.apply_bias = bias and not return_bias
-        self.parallel_mode = parallel_mode
         self.ub_name = ub_name
         self.get_rng_state_tracker = get_rng_state_tracker
         self.rng_tracker_name = None

@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fast.errors import DtypeError, ShapeError, UnsupportedError
+from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from te_fast.layers.load_torch import copy_into
 from te_fast.layers.parameters import (
     check_sizes,
     constant,
     initialise,
-    mark_parallel,
     materialise,
     options_of,
-    refuse_parallelism,
+    refuse_userbuffers,
 )
 from te_fast.layers.program import ProgramLayer
+from te_fast.parallel.ranks import divided
 from te_fast.runtime import native
 from te_fast.runtime.calls import layer_call_method
+from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
 
 if TYPE_CHECKING:
     from te_fast.layers.load_torch import Source
@@ -43,8 +44,13 @@ class LayerNormMLP(ProgramLayer):
         Sizes of input and result, and of what lies between. In FP8 both are multiples of 16.
     eps : float, default = 1e-5
         Added to the variance.
-    sequence_parallel, tp_group, tp_size : optional
-        Tensor parallelism; groups of one rank only so far.
+    sequence_parallel : bool, default = False
+        Each rank has rows of its own of what is not split otherwise: input and result. With one
+        rank it says nothing.
+    tp_group : torch.distributed.ProcessGroup, optional
+        Ranks that share the layer; without it and with `tp_size` above 1, :meth:`set_tensor_parallel_group` gives it.
+    tp_size : int, default = 1
+        Number of these ranks.
     return_bias : bool, default = False
         Return the second bias beside the result, not added.
     get_rng_state_tracker : Callable, optional
@@ -69,11 +75,11 @@ class LayerNormMLP(ProgramLayer):
     return_layernorm_output : bool, default = False
         Return the norm's result as well, in high precision.
     return_layernorm_output_gathered : bool, default = False
-        Gather it over the ranks of a sequence-parallel group; there is one rank.
+        Return it with the rows of all ranks, under `sequence_parallel`.
     seq_length, micro_batch_size : int, optional
         Transformer Engine compiles for these sizes ahead; there is nothing to compile here.
     set_parallel_mode : bool, default = False
-        Mark the parameters as split between ranks, of which there is one.
+        Have the ranks of `tp_group` share the layer: the first weight by column, the second by row.
     zero_centered_gamma : bool, default = False
         The norm multiplies by ``1 + layer_norm_weight``.
     device : torch.device or str, default = 'cuda'
@@ -182,11 +188,16 @@ class LayerNormMLP(ProgramLayer):
             if is_set and normalization is None:
                 message = f"{self.name}: {argument} needs a norm, and normalization is None"
                 raise ShapeError(message)
-        refuse_parallelism(self.name, locals())
-        self.set_tensor_parallel_group(tp_group)
+        refuse_userbuffers(self.name, locals())
+        self._share_among_ranks(tp_group, tp_size, sequence_parallel=sequence_parallel)
         check_sizes(self.name, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        if self.sequence_parallel and not set_parallel_mode:
+            message = f"{self.name}: sequence_parallel needs set_parallel_mode=True, else it has no collectives"
+            raise ArgumentError(message)
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
-        self.size_per_partition = ffn_hidden_size
+        self.size_per_partition = divided(
+            self.name, "ffn_hidden_size", ffn_hidden_size, self.tp_size
+        )
         self.eps = eps
         self.normalization = normalization
         self.zero_centered_gamma = zero_centered_gamma
@@ -234,7 +245,7 @@ class LayerNormMLP(ProgramLayer):
         return floats
 
     def _make_parameters(self, options: dict[str, Any]) -> None:
-        hidden, ffn = self.hidden_size, self.ffn_hidden_size
+        hidden, ffn = self.hidden_size, self.size_per_partition
         self._make_norm_parameters(hidden, options)
         self._fc1_rows = 2 * ffn if self.activation in _GATED else ffn
         for name, rows, cols in (("fc1", self._fc1_rows, hidden), ("fc2", hidden, ffn)):
@@ -248,10 +259,17 @@ class LayerNormMLP(ProgramLayer):
 
     # What the program is -------------------------------------------------------------------------
 
-    def _append_ops(self, program: native.Program, observe: Callable[[], None]) -> None:
-        hidden, ffn, rows = self.hidden_size, self.ffn_hidden_size, self._fc1_rows
+    def _input_size(self) -> int:
+        return self.hidden_size
+
+    def _split_mode(self) -> str | None:
+        return "both" if self.set_parallel_mode else None
+
+    def _append_linears(
+        self, program: native.Program, observe: Callable[[], None], *, biased: bool
+    ) -> None:
+        hidden, ffn, rows = self.hidden_size, self.size_per_partition, self._fc1_rows
         handles, parameters = self._handles, self._parameters
-        self._append_norm(program, hidden)
         observe()
         program.linear("fc1", handles["fc1_weight"], parameters, "fc1_weight", hidden, rows)
         if self.use_bias:
@@ -259,7 +277,7 @@ class LayerNormMLP(ProgramLayer):
         program.activation("activation", self.activation, **self._activation_floats())
         observe()
         program.linear("fc2", handles["fc2_weight"], parameters, "fc2_weight", ffn, hidden)
-        if self.apply_bias:
+        if biased:
             program.bias("fc2_bias", parameters, "fc2_bias", hidden)
 
     def _used_parameters(
@@ -278,6 +296,9 @@ class LayerNormMLP(ProgramLayer):
 
     def _returned_bias_name(self) -> str:
         return "fc2_bias"
+
+    def _whole_weight(self) -> torch.Tensor:
+        return self.fc1_weight
 
     # Parameters ----------------------------------------------------------------------------------
 
@@ -298,14 +319,14 @@ class LayerNormMLP(ProgramLayer):
             initialise(self, weight, init, forks=True)
             self._quantize_weight(f"{name}_weight")
             weight = getattr(self, f"{name}_weight")
-            mark_parallel(weight, dim)
+            set_tensor_model_parallel_attributes(weight, True, dim=dim, stride=1)
             if self.delay_wgrad_compute:
                 weight.skip_backward_post_hook = True
         for name in inits if self.use_bias else ():
             bias: Any = materialise(self, f"{name}_bias")
             initialise(self, bias, constant(0.0), forks=False)
             if name == "fc1":
-                mark_parallel(bias, 0)
+                set_tensor_model_parallel_attributes(bias, True, dim=0, stride=1)
             elif self.set_parallel_mode:
                 bias.sequence_parallel = self.sequence_parallel
         self._drop_weight_cache()

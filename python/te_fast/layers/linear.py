@@ -11,7 +11,7 @@ from torch.nn import functional
 from te_fast.errors import ShapeError
 from te_fast.graphs.traced import is_traced
 from te_fast.layers import high_precision
-from te_fast.layers.parameters import check_sizes, options_of, refuse_parallelism
+from te_fast.layers.parameters import check_sizes, options_of, refuse_userbuffers
 from te_fast.layers.split import SplitLinear
 from te_fast.runtime.global_state import autocast_state
 from te_fast.tensor.primary import is_quantized
@@ -24,8 +24,13 @@ class Linear(SplitLinear):
     ----------
     in_features, out_features : int
         Sizes of the last dimension. In FP8 both are multiples of 16.
-    sequence_parallel, tp_group, tp_size : optional
-        Tensor parallelism; groups of one rank only so far.
+    sequence_parallel : bool, default = False
+        Each rank has rows of its own of what is not split otherwise: the input of a column-parallel
+        layer is gathered, the result of a row-parallel one reduced and shared out. With one rank it says nothing.
+    tp_group : torch.distributed.ProcessGroup, optional
+        Ranks that share the layer; without it and with `tp_size` above 1, :meth:`set_tensor_parallel_group` gives it.
+    tp_size : int, default = 1
+        Number of these ranks.
     fuse_wgrad_accumulation : bool, default = False
         Add the weight's gradient to ``weight.main_grad`` in the GEMM. It is overwritten instead when
         ``is_first_microbatch=True``, or ``weight.overwrite_main_grad`` is set.
@@ -42,14 +47,16 @@ class Linear(SplitLinear):
     params_dtype : torch.dtype, optional
         Type of the parameters; ``torch.get_default_dtype()`` by default.
     parallel_mode : {'column', 'row'}, optional
-        Which dimension would be split; marks the parameters.
+        Which dimension of the weight ranks share: ``column`` is `out_features`, ``row`` is `in_features`.
     parameters_split : tuple of str or dict of str to int, optional
         Names of parts that the parameters are split into along dimension 0, equal or of given sizes.
     device : torch.device or str, default = 'cuda'
         Where the parameters are made; None is torch's default device, and ``'meta'`` defers to
         :meth:`reset_parameters`.
-    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad, ub_name : optional
+    ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad : bool
         Userbuffers; not supported yet.
+    ub_name : str, optional
+        Name of the layer's buffers; without Userbuffers it says nothing.
     delay_wgrad_compute : bool, default = False
         Leave the weight's gradient to :meth:`backward_dw`.
     symmetric_ar_type : str, optional
@@ -129,22 +136,20 @@ class Linear(SplitLinear):
         name: str | None = None,
     ) -> None:
         super().__init__(name)
-        refuse_parallelism(self.name, locals())
+        refuse_userbuffers(self.name, locals())
         if parallel_mode not in (None, "column", "row"):
             message = (
                 f"{self.name}: parallel_mode must be None, 'column' or 'row', got {parallel_mode!r}"
             )
             raise ShapeError(message)
-        self.set_tensor_parallel_group(tp_group)
+        self._share_among_ranks(tp_group, tp_size, sequence_parallel=sequence_parallel)
         check_sizes(self.name, in_features=in_features, out_features=out_features)
-        self.in_features = in_features
-        self.out_features = out_features
+        self._divide_features(in_features, out_features, parallel_mode)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
         self.use_bias = bias
         self.return_bias = return_bias
         self.apply_bias = bias and not return_bias
-        self.parallel_mode = parallel_mode
         self.ub_name = ub_name
         self.get_rng_state_tracker = get_rng_state_tracker
         self.rng_tracker_name = rng_tracker_name
@@ -183,7 +188,7 @@ class Linear(SplitLinear):
         self._check_input(inp, "in_features", self.in_features, device)
         self.set_activation_dtype(inp)
         parameters, version = self._used_parameters(is_first_microbatch)
-        if autocast_state.fp8_enabled and self.in_features != 0:
+        if self._exchange or (autocast_state.fp8_enabled and self.in_features != 0):
             self._refuse_functorch("in FP8; call the layer outside of te_fast.pytorch.autocast")
             out = self._forward_on(parameters, version, inp, is_first_microbatch, **in_fp8)
         else:

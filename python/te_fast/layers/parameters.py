@@ -18,14 +18,12 @@ if TYPE_CHECKING:
 
 Init = Callable[[torch.Tensor], Any]
 
-_PARALLEL = (
-    "sequence_parallel",
+_USERBUFFERS = (
     "ub_overlap_ag",
     "ub_overlap_rs",
     "ub_overlap_rs_dgrad",
     "ub_bulk_dgrad",
     "ub_bulk_wgrad",
-    "ub_name",
     "symmetric_ar_type",
 )
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -45,16 +43,15 @@ def refuse(layer: str, arguments: dict[str, bool]) -> None:
             raise UnsupportedError(message)
 
 
-def refuse_parallelism(layer: str, arguments: Mapping[str, Any]) -> None:
-    """Raise for the first of a layer's arguments that spreads it over several ranks.
+def refuse_userbuffers(layer: str, arguments: Mapping[str, Any]) -> None:
+    """Raise for the first of a layer's arguments that asks for other collectives than ``torch.distributed``'s.
 
     Raises
     ------
     UnsupportedError
         Naming it.
     """
-    given = {name: arguments.get(name) not in (None, False) for name in _PARALLEL}
-    refuse(layer, {"tp_size": arguments["tp_size"] != 1, **given})
+    refuse(layer, {name: arguments.get(name) not in (None, False) for name in _USERBUFFERS})
 
 
 def check_sizes(layer: str, **sizes: Any) -> None:
@@ -145,10 +142,3 @@ def initialise(layer: Any, parameter: torch.Tensor, init: Init | None, *, forks:
         names = () if layer.rng_tracker_name is None else (layer.rng_tracker_name,)
         with layer.get_rng_state_tracker().fork(*names):
             init(parameter)
-
-
-def mark_parallel(parameter: Any, dim: int) -> None:
-    """Mark a parameter as Megatron knows those that are split between ranks."""
-    parameter.tensor_model_parallel = True
-    parameter.partition_dim = dim
-    parameter.partition_stride = 1

@@ -17,9 +17,11 @@ from te_fast.errors import DtypeError, ShapeError, StateError, UnsupportedError
 from te_fast.graphs.traced import Traced, is_traced
 from te_fast.layers.base import TransformerEngineBaseModule, _callers_level
 from te_fast.layers.load_torch import copy_into
-from te_fast.layers.parameters import constant, initialise, materialise
+from te_fast.layers.parameters import constant, initialise, materialise, refuse
 from te_fast.layers.recomputed import recomputed
-from te_fast.runtime import main_grad, native, scale_tape
+from te_fast.layers.segments import Segments
+from te_fast.parallel.ranks import Exchange, exchange_of
+from te_fast.runtime import main_grad, native, recompute, scale_tape
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.global_state import autocast_state
 from te_fast.tensor.primary import is_quantized
@@ -40,6 +42,7 @@ class ProgramLayer(TransformerEngineBaseModule):
     return_layernorm_output = False
     return_layernorm_output_gathered = False
     return_bias: bool
+    apply_bias: bool
     fuse_wgrad_accumulation: bool
     checkpoint = False
 
@@ -51,7 +54,22 @@ class ProgramLayer(TransformerEngineBaseModule):
     _observed: native.Program | None
     _traced: Traced
     _region_epoch: int | None
-    _NATIVE = ("_handles", "_program", "_traced", "_observed", "_region_epoch")
+    #: How the layer runs on the ranks that share it, by the collectives.
+    _segments: dict[Exchange, Segments]
+    _exchange: Exchange
+    _NATIVE = (
+        "_handles",
+        "_program",
+        "_traced",
+        "_observed",
+        "_region_epoch",
+        "_segments",
+        "_exchange",
+    )
+    #: Attributes that say how ranks share the layer.
+    _SHARING = frozenset(
+        {"sequence_parallel", "tp_group", "tp_size", "parallel_mode", "set_parallel_mode"}
+    )
     _CONSTANTS = TransformerEngineBaseModule._CONSTANTS | {
         "eps",
         "normalization",
@@ -69,8 +87,22 @@ class ProgramLayer(TransformerEngineBaseModule):
     #: Names of the weights of the linear ops, in order.
     _LINEARS: tuple[str, ...]
 
-    def _append_ops(self, program: native.Program, observe: Callable[[], None]) -> None:
-        """Append the ops; `observe` stands before each linear one."""
+    def _input_size(self) -> int:
+        """Return the columns of the input."""
+        raise NotImplementedError
+
+    def _append_linears(
+        self, program: native.Program, observe: Callable[[], None], *, biased: bool
+    ) -> None:
+        """Append the ops behind the norm; `observe` stands before each linear one."""
+        raise NotImplementedError
+
+    def _split_mode(self) -> str | None:
+        """Return how ranks share the layer, as :func:`te_fast.parallel.ranks.exchange_of` names it."""
+        raise NotImplementedError
+
+    def _whole_weight(self) -> torch.Tensor:
+        """Return the weight of the first linear op, in one piece."""
         raise NotImplementedError
 
     def _used_parameters(
@@ -160,15 +192,37 @@ class ProgramLayer(TransformerEngineBaseModule):
         self.__dict__["_handles"] = handles
         self.__dict__["_observed"] = None
         self.__dict__["_region_epoch"] = None
+        self.__dict__["_segments"] = {}
         program = self.__dict__["_program"] = self._make_program(observed=False)
         self.__dict__["_traced"] = Traced(program, self, self.name)
-        # What a call runs that needs nothing of Python.
-        returns_bias = self._returns_bias()
-        program.is_direct = not self.checkpoint and (self._is_whole() or not returns_bias)
-        if program.is_direct and returns_bias:
+        if self._returns_bias() and self._is_whole():
             name = self._returned_bias_name()
             is_parameter = name in self._parameters
             program.return_bias(self._parameters if is_parameter else self.__dict__, name)
+        self._exchange_changed()
+
+    def _exchange_changed(self) -> None:
+        """Note the collectives around the linear ops, which follow from attributes that may be set at any time."""
+        exchange = exchange_of(
+            self._split_mode(), self.tp_size, sequence_parallel=self.sequence_parallel
+        )
+        self.__dict__["_exchange"] = exchange
+        # What a call runs that needs nothing of Python.
+        self._program.is_direct = (
+            not self.checkpoint
+            and (self._is_whole() or not self._returns_bias())
+            and not exchange
+        )
+        for handle in self._handles.values():
+            handle.delay_wgrad_compute = self.delay_wgrad_compute
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, and find the collectives anew that depend on it."""
+        super().__setattr__(name, value)
+        if name in self._SHARING and "_program" in self.__dict__:
+            if name == "tp_group":
+                self.__dict__["_segments"] = {}
+            self._exchange_changed()
 
     def _make_program(self, *, observed: bool) -> native.Program:
         """Make the layer's program; an `observed` one returns the input of every linear op beside the result."""
@@ -181,6 +235,37 @@ class ProgramLayer(TransformerEngineBaseModule):
 
         self._append_ops(program, observe)
         return program
+
+    def _append_ops(self, program: native.Program, observe: Callable[[], None]) -> None:
+        """Append all of the layer's ops; `observe` stands before each linear one."""
+        self._append_norm(program, self._input_size())
+        self._append_linears(program, observe, biased=self.apply_bias)
+
+    def _segments_now(self) -> Segments:
+        """Return how the layer runs on its ranks."""
+        if self.tp_group is None:
+            message = (
+                f"{self.name}: the layer was made for tp_size = {self.tp_size} ranks and has no group; call "
+                "set_tensor_parallel_group() before a forward"
+            )
+            raise StateError(message)
+        exchange = self._exchange
+        segments = self._segments.get(exchange)
+        if segments is None:
+            segments = self._segments[exchange] = self._make_segments(exchange)
+        return segments
+
+    def _make_segments(self, exchange: Exchange) -> Segments:
+        head = None
+        body = native.Program(self.name)
+        if self.normalization is not None and exchange.before is not None:
+            head = native.Program(self.name)
+            self._append_norm(head, self._input_size())
+        else:
+            self._append_norm(body, self._input_size())
+        biased = self.apply_bias and exchange.behind is None
+        self._append_linears(body, lambda: None, biased=biased)
+        return Segments(self, exchange, head, body)
 
     def _weight_handles(self) -> dict[str, Any]:
         return self._handles
@@ -227,7 +312,10 @@ class ProgramLayer(TransformerEngineBaseModule):
         if enabled and epoch != self._region_epoch:
             self.__dict__["_region_epoch"] = epoch
             self._enter_region()
-        x = self._plain_input(inp, enabled)
+        x = self._plain_input(inp, enabled and not self._exchange)
+        if self._exchange:
+            refuse(self.name, {"fp8_output": bool(fp8_output), "fp8_grad": bool(fp8_grad)})
+            return self._forward_on_ranks(parameters, version, x, is_first_microbatch)
         if autocast_state.fp8_calibration and not autocast_state.fp8_enabled:
             return self._calibrate(parameters, version, x, is_first_microbatch, extras)
         if self.checkpoint and torch.is_grad_enabled() and x.numel() > 0:
@@ -246,6 +334,27 @@ class ProgramLayer(TransformerEngineBaseModule):
             inp = inp.dequantize(dtype=self.activation_dtype)  # type: ignore[call-arg]
         x = inp.to(self.activation_dtype)
         return x if type(x) in (torch.Tensor, torch.nn.Parameter) else x.as_subclass(torch.Tensor)
+
+    def _forward_on_ranks(
+        self,
+        parameters: dict[str, torch.Tensor],
+        version: int | None,
+        x: torch.Tensor,
+        is_first_microbatch: bool | None,
+    ) -> Any:
+        segments = self._segments_now()
+        if autocast_state.fp8_calibration and not autocast_state.fp8_enabled:
+            message = (
+                f"{self.name}: calibration (autocast(enabled=False, calibrating=True)) of a layer that ranks share is "
+                "not supported yet; train a few steps in FP8 instead"
+            )
+            raise UnsupportedError(message)
+        given = tuple(parameters.values())
+        if self.checkpoint and torch.is_grad_enabled():
+            return recompute.checkpoint(
+                segments.apply, self, x, given, version, is_first_microbatch, use_reentrant=False
+            )
+        return segments.apply(self, x, given, version, is_first_microbatch)
 
     def _note_dequantized(self) -> None:
         """Warn where quantised weights are dequantised for each call."""
@@ -322,6 +431,12 @@ class ProgramLayer(TransformerEngineBaseModule):
     ) -> Any:
         """Forward as an operator, which a tracer sees."""
         params = self._traced_parameters()
+        if self._exchange:
+            message = (
+                f"{self.name}: torch.compile takes no layer that ranks share (tp_size = {self.tp_size}) yet; call it "
+                "outside, by torch.compiler.disable"
+            )
+            raise UnsupportedError(message)
         if self._quantized_weights():
             message = (
                 f"{self.name}: torch.compile takes no quantised weights yet; call the layer outside of it, or make it "

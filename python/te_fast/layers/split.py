@@ -12,12 +12,13 @@ from te_fast.layers.parameters import (
     Init,
     constant,
     initialise,
-    mark_parallel,
     materialise,
 )
 from te_fast.layers.parts import PartedLayer, concatenate
+from te_fast.parallel.ranks import divided
 from te_fast.runtime import native
 from te_fast.runtime.calls import layer_call_method
+from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
 from te_fast.runtime.parts import joined
 from te_fast.tensor.primary import is_quantized
 
@@ -80,15 +81,22 @@ class SplitLinear(PartedLayer):
 
     # What the program is -------------------------------------------------------------------------
 
-    def _append_ops(self, program: native.Program, observe: Callable[[], None]) -> None:
-        self._append_norm(program, self.in_features)
+    def _input_size(self) -> int:
+        return self.in_features
+
+    def _split_mode(self) -> str | None:
+        return self.parallel_mode
+
+    def _append_linears(
+        self, program: native.Program, observe: Callable[[], None], *, biased: bool
+    ) -> None:
         observe()
         sizes = self.in_features, self.out_features
         weights, biases = ([], []) if self._parts is None else (self.weight_names, self.bias_names)
         handle = self._handles["weight"]
         program.linear("linear", handle, self._parameters, "weight", *sizes, weights)
         program.fuses_parts = self.fuse_wgrad_accumulation and self._parts is not None
-        if self.apply_bias:
+        if biased:
             program.bias("bias", self._parameters, "bias", self.out_features, biases)
 
     def _is_whole(self) -> bool:
@@ -112,10 +120,30 @@ class SplitLinear(PartedLayer):
     def _returned_bias_name(self) -> str:
         return self.bias_names[0]
 
+    def _whole_weight(self) -> torch.Tensor:
+        return self._weight(overwrite=False)[0].detach() if self._parts else self.weight
+
     # Parameters ----------------------------------------------------------------------------------
 
+    def _divide_features(
+        self, in_features: int, out_features: int, parallel_mode: str | None
+    ) -> None:
+        """Note the mode and this rank's sizes."""
+        self.parallel_mode = parallel_mode
+        self.in_features, self.out_features = in_features, out_features
+        if parallel_mode == "column":
+            self.out_features = divided(self.name, "out_features", out_features, self.tp_size)
+        elif parallel_mode == "row":
+            self.in_features = divided(self.name, "in_features", in_features, self.tp_size)
+
     def _make_linear_parameters(self, parameters_split: Parts, options: dict[str, Any]) -> None:
-        parts = split_sizes(parameters_split, self.out_features, self.name)
+        ranks = self.tp_size if self.parallel_mode == "column" else 1
+        parts = split_sizes(parameters_split, self.out_features * ranks, self.name)
+        if parts is not None:
+            parts = {
+                name: divided(self.name, f"the size of part {name!r}", size, ranks)
+                for name, size in parts.items()
+            }
         if self.primary_weights_in_fp8 and parts is not None and len(parts) > 1:
             message = (
                 f"{self.name}: a weight of several parts (parameters_split) cannot be a quantised tensor; leave out "
@@ -145,8 +173,7 @@ class SplitLinear(PartedLayer):
             initialise(self, weight, self.init_method, forks=True)
             self._quantize_weight(name)
             weight = getattr(self, name)
-            if self.parallel_mode is not None:
-                mark_parallel(weight, 1 if is_row else 0)
+            set_tensor_model_parallel_attributes(weight, True, dim=1 if is_row else 0, stride=1)
             if self.delay_wgrad_compute:
                 weight.skip_backward_post_hook = True
         for name in self.bias_names if self.use_bias else ():
@@ -155,7 +182,7 @@ class SplitLinear(PartedLayer):
             if is_row:
                 bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
             elif self.parallel_mode is not None:
-                mark_parallel(bias, 0)
+                set_tensor_model_parallel_attributes(bias, True, dim=0, stride=1)
 
     def _has_parts(self) -> bool:
         return self._parts is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -259,7 +260,9 @@ class Call:
         if step.casts:
             x, extras = step.matched(x, extras)
         result: Any
-        if x.numel() == 0:
+        if step.segment is not None:
+            result = self._forward_on_ranks(step, x, extras, extra_grads)
+        elif x.numel() == 0:
             if self.recipe is not None and self.recipe.delayed():
                 # Other ranks may have rows, and reduce their maxima with this one.
                 self.fuser._init_delayed_scaling()
@@ -287,6 +290,29 @@ class Call:
             saved += tensors
             self.saved[first] = slice(start, len(saved))
         return y
+
+    def _forward_on_ranks(
+        self, step: Step, x: torch.Tensor, extras: Tensors, extra_grads: list[bool]
+    ) -> Any:
+        """Run a program between collectives; the result is as of ``program_run_forward``."""
+        segment, first = step.segment, step.indices[0]
+        assert segment is not None
+        wanted = self.first < len(self.plan.ops)
+        needs_x = self.input_needs_grad or self.first < first
+        parameters = tuple([p for index in step.indices for p in self.plan.parameters_of(index)])
+        segment.check(x, wanted=wanted, needs_x=needs_x)
+        quantizer = getattr(self.plan.ops[first], "_quantizer_of_rows", None)
+        y, outputs, run, _ = segment.forward(
+            self.fuser,
+            x,
+            extras,
+            self.is_first_microbatch,
+            (needs_x, extra_grads, wanted),
+            parameters,
+            quantizer=quantizer,
+        )
+        saved, run.saved = run.saved, []
+        return y, outputs, run, saved
 
     def _python_forward(
         self, step: Step, x: torch.Tensor, saved: list[torch.Tensor | None]
@@ -450,9 +476,15 @@ class Call:
             _grad_of(self.native_outputs[slot], output_grads.get(slot))
             for slot in _output_slots(self.plan, step)
         )
-        dx, params, inputs = rows.run_backward(
-            self.kept[first], saved[self.saved[first]], dy, extra
-        )
+        kept, tensors = self.kept[first], saved[self.saved[first]]
+        if step.segment is None:
+            dx, params, inputs = rows.run_backward(kept, tensors, dy, extra)
+        else:
+            weight = partial(getattr, self.plan.ops[first], "weight")
+            quantizer = getattr(self.plan.ops[step.indices[-1]], "_quantizer_of_rows", None)
+            dx, params, inputs = step.segment.backward(
+                kept, tensors, dy, extra, weight, quantizer=quantizer
+            )
         counts = [len(self.plan.parameters_of(index)) for index in step.indices]
         widths = [len(self.plan.routing.sources[index]) for index in step.indices]
         return dx, _split(params, counts), _split(inputs, widths)

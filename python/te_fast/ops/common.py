@@ -1,4 +1,4 @@
-"""What ops share: where parameters are made, in which type ops compute, and groups of one rank."""
+"""What ops share: where parameters are made, in which type ops compute, and groups of ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import ArgumentError, UnsupportedError
+from te_fast.errors import ArgumentError, RanksError
+from te_fast.runtime.collectives import get_distributed_world_size
 from te_fast.runtime.device import check_device, default_device
 
 #: Types that programs compute in.
@@ -68,20 +69,16 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-def refuse_ranks(group: Any, op: str, argument: str) -> None:
-    """Raise for a process group of several ranks; without one, all ranks are the group.
+def size_of_ranks(group: Any, op: str, argument: str) -> int:
+    """Return how many ranks a process group has; without one, all ranks are the group.
 
     Raises
     ------
-    UnsupportedError
-        Naming the argument.
+    RanksError
+        If this rank is not in it.
     """
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return
-    size = distributed.get_world_size(group=group)
-    if size > 1:
-        message = (
-            f"{op}: {argument} has {size} ranks; te_fast's ops run on groups of one rank so far"
-        )
-        raise UnsupportedError(message)
+    size = get_distributed_world_size(group)
+    if size < 1:
+        message = f"{op}: this rank is not in {argument}; give the group that has it"
+        raise RanksError(message)
+    return size

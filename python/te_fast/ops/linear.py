@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from te_fast.errors import ArgumentError
-from te_fast.ops.basic.basic_linear import BasicLinear, check_parallelism
+from te_fast.ops.basic.basic_linear import BasicLinear, parallelism
 from te_fast.ops.basic.bias import Bias
 from te_fast.ops.basic.identity import AllReduce, ReduceScatter
 from te_fast.ops.op import FusedOperation, FusibleOperation
+from te_fast.parallel.ranks import divided
 
 
 class Linear(FusedOperation):
@@ -25,7 +26,8 @@ class Linear(FusedOperation):
         Have a bias, zero at first.
     device, dtype, tensor_parallel_mode, tensor_parallel_group, sequence_parallel, \
 rng_state_tracker_function, accumulate_into_main_grad
-        As of :class:`BasicLinear`.
+        As of :class:`BasicLinear`. Of a row-parallel operation each rank has a bias of its own; the result has their
+        sum.
 
     Attributes
     ----------
@@ -49,20 +51,34 @@ rng_state_tracker_function, accumulate_into_main_grad
         rng_state_tracker_function: Callable[[], Any] | None = None,
         accumulate_into_main_grad: bool = False,
     ) -> None:
-        check_parallelism("Linear", tensor_parallel_mode, tensor_parallel_group)
-        ops: list[FusibleOperation] = [
-            BasicLinear(
-                in_features,
-                out_features,
-                device=device,
-                dtype=dtype,
-                rng_state_tracker_function=rng_state_tracker_function,
-                accumulate_into_main_grad=accumulate_into_main_grad,
-            )
-        ]
+        mode, size = parallelism("Linear", tensor_parallel_mode, tensor_parallel_group)
+        is_row = mode == "row"
+        linear = BasicLinear(
+            divided("Linear", "in_features", in_features, size) if is_row else in_features,
+            out_features,
+            device=device,
+            dtype=dtype,
+            rng_state_tracker_function=rng_state_tracker_function,
+            accumulate_into_main_grad=accumulate_into_main_grad,
+            # A row-parallel operation is reduced behind its bias.
+            tensor_parallel_mode=None if is_row else mode,
+            tensor_parallel_group=tensor_parallel_group,
+            sequence_parallel=sequence_parallel,
+        )
+        ops: list[FusibleOperation] = [linear]
         if bias:
-            ops.append(Bias(out_features, device=device, dtype=dtype))
-        if tensor_parallel_mode == "row":
+            # Of a row-parallel operation each rank adds its own bias to what is summed, as in Transformer Engine.
+            whole = out_features * size if is_row else out_features
+            ops.append(
+                Bias(
+                    whole,
+                    device=device,
+                    dtype=dtype,
+                    tensor_parallel=mode is not None,
+                    tensor_parallel_group=tensor_parallel_group,
+                )
+            )
+        if is_row:
             reduce = ReduceScatter if sequence_parallel else AllReduce
             ops.append(reduce(tensor_parallel_group))
         super().__init__(ops)

@@ -11,6 +11,7 @@ import torch
 
 from te_fast.errors import ArgumentError, ArgumentIndexError, StateError
 from te_fast.ops.recipe_state import RecipeStateModule
+from te_fast.parallel.ranks import NO_EXCHANGE, Exchange, copy_sharing
 from te_fast.runtime.calls import call_through_forward, program_call_method
 from te_fast.runtime.compiling import is_in_graph
 
@@ -182,6 +183,11 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
         super().__init_subclass__(**options)
         call_through_forward(cls)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy; process groups are shared, they cannot be copied."""
+        names = "tensor_parallel_group", "process_group"
+        return copy_sharing(self, [self.__dict__.get(name) for name in names], memo)
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what refers to containers and native objects."""
         dropped = (
@@ -225,6 +231,8 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     _takes_to_fp8: ClassVar[bool] = False
     #: Whether the gradient of the output is that of the input.
     _hands_gradient_on: ClassVar[bool] = False
+    #: The collectives before and behind it.
+    _exchange: Exchange = NO_EXCHANGE
 
     def __init__(self) -> None:
         super().__init__()

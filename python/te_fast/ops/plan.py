@@ -13,6 +13,8 @@ from te_fast.ops.common import NATIVE_TYPES
 from te_fast.ops.op import BasicOperation, Beside, FusedOperation, FusibleOperation
 from te_fast.ops.routing import Routing, Slot
 from te_fast.ops.undo import Trials
+from te_fast.parallel.ranks import Exchange
+from te_fast.parallel.segment import Segment
 from te_fast.runtime import native
 
 #: An operation, and the indices of the basic operations that it stands for.
@@ -42,6 +44,8 @@ class Step:
     owners: tuple[int, ...] = ()
     #: Whether the operation's forward is its ``op_forward``.
     is_plain: bool = False
+    #: The program between collectives; None without any.
+    segment: Segment | None = None
     #: The program in graphs, and the scales of its linear operations; made when first traced.
     traced: Any = None
     states: Any = None
@@ -146,10 +150,25 @@ def _title(step: Step, labels: Sequence[str]) -> str:
     covered = ", ".join(labels[index] for index in step.indices)
     if step.program is not None:
         cast = "" if step.dtype is None else f" in {step.dtype}"
-        return f"native program of {covered}{cast}"
+        return f"native program of {covered}{cast}{_around(step)}"
     kind = type(step.op).__name__
     how = "fused operation" if isinstance(step.op, FusedOperation) else "operation"
     return f"Python {how} {kind} of {covered}"
+
+
+def _around(step: Step) -> str:
+    """Say which collectives surround a segment."""
+    if step.segment is None:
+        return ""
+    shown = {
+        "gather": "an all-gather before it, a reduce-scatter in backward",
+        "copy": "an all-reduce in backward",
+        "scatter": "a reduce-scatter behind it, an all-gather in backward",
+        "sum": "an all-reduce behind it",
+    }
+    exchange = step.segment.exchange
+    parts = [shown[part] for part in (exchange.before, exchange.behind) if part is not None]
+    return f", with {'; '.join(parts)}"
 
 
 def _explain(step: Step, labels: Sequence[str]) -> Iterator[str]:
@@ -241,7 +260,7 @@ def make_plan(
         _steps(backward, segments, inside),
         beside=beside,
     )
-    if all(step.program is not None for step in plan.forward):
+    if all(step.program is not None and step.segment is None for step in plan.forward):
         plan.native = plan.forward
         everything = sum(op.num_extra_outputs for op in ops) == len(routing.outputs)
         if len(plan.forward) == 1 and everything and not routing.has_channels:
@@ -334,7 +353,7 @@ def _segments(
     for index, is_native in enumerate(native):
         fed = any(source is not None and source[0] in run for source in routing.sources[index])
         is_cast = edges[index] != edges[index + 1]
-        ended = bool(run) and ops[run[-1]]._ends_program
+        ended = bool(run) and (ops[run[-1]]._ends_program or _parts(ops, run[-1], index))
         if run and (ended or fed or is_cast or not is_native):
             yield _compile(ops, labels, run, dtype, casts=types is not None)
             run = []
@@ -344,6 +363,26 @@ def _segments(
             run.append(index)
     if run:
         yield _compile(ops, labels, run, dtype, casts=types is not None)
+
+
+def _parts(ops: list[BasicOperation], index: int, following: int) -> bool:
+    """Whether a collective stands between two operations."""
+    return ops[index]._exchange.behind is not None or ops[following]._exchange.before is not None
+
+
+def _segment_of(
+    ops: list[BasicOperation], run: list[int], program: native.Program, name: str
+) -> Segment | None:
+    """Return the program between the collectives of its first and last operation; None if they have none."""
+    first, last = ops[run[0]], ops[run[-1]]
+    exchange = Exchange(first._exchange.before, last._exchange.behind)
+    if not exchange:
+        return None
+    owner: Any = first if exchange.before is not None else last
+    linear: Any = first
+    handle = linear._handle if exchange.before is not None else None
+    kind = ", ".join(f"{type(ops[index]).__name__}({ops[index].extra_repr()})" for index in run)
+    return Segment(name, program, exchange, owner.tensor_parallel_group, handle, kind)
 
 
 def _compile(
@@ -366,6 +405,7 @@ def _compile(
     return Step(
         tuple(run),
         program=program,
+        segment=_segment_of(ops, run, program, name),
         dtype=dtype,
         casts=casts,
         owners=tuple(owners),

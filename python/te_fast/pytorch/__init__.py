@@ -7,11 +7,13 @@ from te_fast.experts.block import MoE
 from te_fast.graphs.stand_ins import register_when_dynamo_is_imported
 from te_fast.pytorch import attention as attention
 from te_fast.pytorch import constants as constants
+from te_fast.pytorch import cpu_offload as cpu_offload
 from te_fast.pytorch import float8_tensor as float8_tensor
 from te_fast.pytorch import fp8 as fp8
 from te_fast.pytorch import graph as graph
 from te_fast.pytorch import module as module
 from te_fast.pytorch import ops
+from te_fast.pytorch import optimizers as optimizers
 from te_fast.pytorch import router as router
 from te_fast.pytorch import tensor as tensor
 from te_fast.pytorch import transformer as transformer
@@ -24,6 +26,12 @@ from te_fast.pytorch.attention import (
     RotaryPositionEmbedding,
 )
 from te_fast.pytorch.constants import DType
+from te_fast.pytorch.cpu_offload import (
+    ManualOffloadSynchronizer,
+    get_cpu_offload_context,
+    mark_not_offload,
+)
+from te_fast.pytorch.cross_entropy import parallel_cross_entropy
 from te_fast.pytorch.distributed import CudaRNGStatesTracker, checkpoint
 from te_fast.pytorch.graph import make_graphed_callables
 from te_fast.pytorch.module import (
@@ -99,6 +107,7 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "ManualOffloadSynchronizer",
     "MoE",
     "MultiheadAttention",
     "QuantizedTensor",
@@ -112,6 +121,7 @@ __all__ = [
     "fp8_autocast",
     "fp8_model_init",
     "get_align_size_for_quantization",
+    "get_cpu_offload_context",
     "get_default_recipe",
     "get_device_compute_capability",
     "is_bf16_available",
@@ -120,6 +130,7 @@ __all__ = [
     "is_mxfp8_available",
     "is_nvfp4_available",
     "make_graphed_callables",
+    "mark_not_offload",
     "moe_permute",
     "moe_permute_and_pad_with_probs",
     "moe_permute_and_quantize",
@@ -128,6 +139,7 @@ __all__ = [
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
     "ops",
+    "parallel_cross_entropy",
     "prepare_for_saving",
     "quantized_model_init",
     "restore_from_func_ctx",

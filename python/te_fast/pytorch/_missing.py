@@ -16,12 +16,12 @@ _TENSORS = (
     "IdentityTensorStorage IdentityQuantizer"
 )
 _TOOLS = (
-    "get_cpu_offload_context mark_not_offload "
-    "ManualOffloadSynchronizer onnx_export parallel_cross_entropy CusolverMpCtx newton_schulz "
+    ""
+    "onnx_export CusolverMpCtx newton_schulz "
     "newton_schulz_tp deinterleave_glu_tensor interleave_glu_tensor initialize_ub destroy_ub "
     "UserBufferQuantizationMode CPLoadBalancingStrategy get_cudnn_version"
 )
-_SUBMODULES = "cpp_extensions cpu_offload cpu_offload_v1 cross_entropy ep export jit optimizers"
+_SUBMODULES = "cpp_extensions cpu_offload_v1 ep export jit"
 _OLD_QUANTIZATION = "RecipeState get_fp4_te_dtype get_fp8_max get_fp8_te_dtype split_and_copy"
 _NAMES = {
     "te_fast.pytorch": f"{_LAYERS} {_QUANTISATION} {_TENSORS} {_TOOLS} {_SUBMODULES}",
@@ -29,9 +29,7 @@ _NAMES = {
     "te_fast.pytorch.ops": "",
     "te_fast.pytorch.ops.basic": "",
     "te_fast.pytorch.distributed": (
-        "FullyShardedDataParallel allreduce gather_along_first_dim get_distributed_rank "
-        "get_distributed_world_size has_te_modules prepare_te_modules_for_fsdp "
-        "reduce_scatter_along_first_dim symmetric_all_reduce"
+        "FullyShardedDataParallel has_te_modules prepare_te_modules_for_fsdp symmetric_all_reduce"
     ),
     "te_fast.pytorch.utils": (
         "SplitAlongDim all_close assert_dim_for_fp8_exec assert_viewless_tensor attention_mask_func "
@@ -58,6 +56,11 @@ _NAMES = {
         "GroupedTensorStorage HybridQuantizedTensorStorage IdentityTensorStorage "
         "MXFP8TensorStorage NVFP4TensorStorage"
     ),
+    "te_fast.pytorch.optimizers": (
+        "multi_tensor_adam multi_tensor_adam_capturable multi_tensor_adam_capturable_master "
+        "multi_tensor_adam_fp8 multi_tensor_sgd"
+    ),
+    "te_fast.pytorch.cpu_offload": "is_cpu_offload_enabled mark_activation_offload start_offload",
     "te_fast.pytorch.fp8": _OLD_QUANTIZATION,
     "te_fast.pytorch.module": "is_module_grouped_tensor_path_supported",
     "te_fast.pytorch.module.base": (

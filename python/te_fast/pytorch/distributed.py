@@ -1,7 +1,17 @@
-"""Activation checkpointing and states of random numbers where Transformer Engine has them."""
+"""Activation checkpointing, collectives and states of random numbers where Transformer Engine has them."""
 
 from te_fast._names import publish
 from te_fast.pytorch._missing import missing
+from te_fast.runtime.collectives import (
+    allreduce,
+    gather_along_first_dim,
+    gather_split_1d_tensor,
+    get_distributed_rank,
+    get_distributed_world_size,
+    reduce_scatter_along_first_dim,
+    set_tensor_model_parallel_attributes,
+    split_tensor_into_1d_equal_chunks,
+)
 from te_fast.runtime.recompute import (
     activation_recompute_forward,
     checkpoint,
@@ -19,13 +29,21 @@ from te_fast.runtime.rng import (
 __all__ = [
     "CudaRNGStatesTracker",
     "activation_recompute_forward",
+    "allreduce",
     "checkpoint",
+    "gather_along_first_dim",
+    "gather_split_1d_tensor",
     "get_activation_recompute_contexts",
     "get_all_rng_states",
+    "get_distributed_rank",
+    "get_distributed_world_size",
     "graph_safe_rng_available",
     "in_fp8_activation_recompute_phase",
     "is_fp8_activation_recompute_enabled",
+    "reduce_scatter_along_first_dim",
     "set_all_rng_states",
+    "set_tensor_model_parallel_attributes",
+    "split_tensor_into_1d_equal_chunks",
 ]
 
 publish(__name__)

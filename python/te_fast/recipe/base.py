@@ -221,6 +221,8 @@ class Recipe:
 
 
 _Recipe = TypeVar("_Recipe", bound=Recipe)
+# Megatron-LM makes its recipes with its layers' keywords, too. They ask a recipe for nothing.
+_KEYWORDS_OF_LAYERS = {"device", "params_dtype"}
 
 
 def takes_any_keyword(cls: type[_Recipe]) -> type[_Recipe]:
@@ -232,7 +234,11 @@ def takes_any_keyword(cls: type[_Recipe]) -> type[_Recipe]:
     def init(self: _Recipe, *args: Any, **keywords: Any) -> None:
         others = {name: keywords.pop(name) for name in keywords.keys() - names}
         make(self, *args, **keywords)
-        told = [name for name in others if others[name] != _OLD_KEYWORDS.get(name, others)]
+        told = [
+            name
+            for name in others.keys() - _KEYWORDS_OF_LAYERS
+            if others[name] != _OLD_KEYWORDS.get(name, others)
+        ]
         if told:
             message = f"{type(self).__name__}: {', '.join(sorted(told))}: no such field, no effect"
             warnings.warn(message, UserWarning, stacklevel=2)

@@ -9,10 +9,12 @@ from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from te_fast.errors import UnsupportedError
+from te_fast.errors import DtypeError
 from te_fast.runtime import native, scale_tape
+from te_fast.runtime.collectives import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 from te_fast.runtime.compiling import is_in_graph
 from te_fast.runtime.global_state import FP8GlobalStateManager
 
@@ -171,6 +173,31 @@ class _Checkpointed:
                 self._tracker().set_states(rng_states)
 
 
+def _distributed(x: Any, group: Any) -> saved_tensors_hooks:
+    """Have autograd keep this rank's share of a tensor in its place, in memory of its own."""
+    if not isinstance(x, torch.Tensor):
+        message = (
+            "checkpoint: distribute_saved_activations needs a tensor as the function's first argument, got "
+            f"{type(x).__name__}"
+        )
+        raise DtypeError(message)
+    share = split_tensor_into_1d_equal_chunks(x.detach(), group, new_buffer=True)
+    # Not the tensor: torch keeps `pack` as long as what it returned.
+    shape, address = x.shape, x.data_ptr()
+
+    def pack(tensor: torch.Tensor) -> Any:
+        is_x = tensor.data_ptr() == address and tensor.shape == shape
+        return share if is_x else (tensor,)
+
+    def unpack(kept: Any) -> torch.Tensor:
+        if isinstance(kept, tuple):
+            (tensor,) = kept
+            return tensor
+        return gather_split_1d_tensor(kept, group).view(shape)
+
+    return saved_tensors_hooks(pack, unpack)
+
+
 def _is_old_call(args: tuple[Any, ...]) -> bool:
     """Whether arguments come in the order of early Transformer Engine."""
     if len(args) < 4 or not isinstance(args[0], bool) or not callable(args[1]):
@@ -200,12 +227,13 @@ def checkpoint(
     *args
         Its arguments.
     distribute_saved_activations : bool, default = False
-        Not supported yet.
+        Keep this rank's share of the first argument alone, which must be a tensor that is the same on all ranks of
+        `tp_group`; backward gathers it. With ``use_reentrant=True``.
     get_rng_state_tracker : Callable, optional
         Returns a tracker with ``get_states`` and ``set_states``; the second run has the states of
         the first.
     tp_group : torch.distributed.ProcessGroup, optional
-        Ranks that `distribute_saved_activations` would distribute over; without it, it says nothing.
+        Ranks that `distribute_saved_activations` distributes over; all by default.
     use_reentrant : bool, default = True
         Which of torch's two ways.
     **kwargs
@@ -214,8 +242,10 @@ def checkpoint(
 
     Raises
     ------
-    UnsupportedError
-        For `distribute_saved_activations`.
+    DtypeError
+        If the argument that is to be distributed is no tensor.
+    ShapeError
+        If its elements cannot be shared out among the ranks.
 
     Examples
     --------
@@ -236,9 +266,10 @@ def checkpoint(
         )
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         (distribute_saved_activations, get_rng_state_tracker, _), args = args[:3], args[3:]
-    if distribute_saved_activations:
-        message = "checkpoint: distribute_saved_activations=True is not supported yet"
-        raise UnsupportedError(message)
+    if distribute_saved_activations and not use_reentrant:
+        message = "checkpoint: distribute_saved_activations has no effect with use_reentrant=False"
+        warnings.warn(message, UserWarning, stacklevel=2)
+        distribute_saved_activations = False
     options = {
         name: kwargs.pop(name)
         for name in ("preserve_rng_state", "context_fn", "determinism_check", "debug")
@@ -248,4 +279,7 @@ def checkpoint(
         # The compiler's own way: what it recomputes is in one graph with what it does not.
         return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
     run = _Checkpointed(function, kwargs, get_rng_state_tracker)
+    if distribute_saved_activations:
+        with _distributed(args[0] if args else None, tp_group):
+            return torch_checkpoint(run, *args, use_reentrant=True, **options)
     return torch_checkpoint(run, *args, use_reentrant=use_reentrant, **options)

@@ -39,16 +39,49 @@ def set_all_rng_states(states: dict[str, Any]) -> None:
 
 
 def _current_generator() -> torch.Generator:
-    """Return the generator that kernels of the current GPU draw from."""
+    """Return the generator that kernels of the current GPU draw from; the CPU's where there is no GPU."""
+    if not torch.cuda.is_available():
+        return torch.default_generator
     torch.cuda.init()
     return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+def _made(seed: int) -> torch.Generator:
+    generator = _current_generator()
+    if generator is torch.default_generator:
+        return torch.Generator().manual_seed(seed)
+    state = generator.clone_state()
+    state.manual_seed(seed)
+    return state
+
+
+@contextmanager
+def _drawing_from(state: torch.Generator) -> Iterator[None]:
+    """Let the generator that kernels draw from be another one."""
+    generator = _current_generator()
+    if generator is torch.default_generator:
+        # Only GPUs' generators can lend each other what they hold.
+        former = generator.get_state()
+        generator.set_state(state.get_state())
+        try:
+            yield
+        finally:
+            state.set_state(generator.get_state())
+            generator.set_state(former)
+        return
+    lent = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(state)
+    try:
+        yield
+    finally:
+        generator.graphsafe_set_state(lent)
 
 
 class CudaRNGStatesTracker:
     """States of the GPU's random numbers by name, of which one at a time is in force.
 
     Ranks that share a model draw the same numbers in some places and different ones in others. States are generators,
-    so that captured graphs advance them.
+    so that captured graphs advance them. Without a GPU they are the CPU's.
     """
 
     def __init__(self) -> None:
@@ -98,10 +131,8 @@ class CudaRNGStatesTracker:
                 f"CudaRNGStatesTracker.add: there is a state {name!r} already; reset() forgets all"
             )
             raise ArgumentNameError(message)
-        state = _current_generator().clone_state()
-        state.manual_seed(seed)
         self.seeds_.add(seed)
-        self.states_[name] = state
+        self.states_[name] = _made(seed)
         set_all_rng_states(self.states_)
 
     @contextmanager
@@ -124,10 +155,5 @@ class CudaRNGStatesTracker:
                 f"CudaRNGStatesTracker.fork: no state {name!r}, there are {known}; add() it first"
             )
             raise ArgumentKeyError(message)
-        generator = _current_generator()
-        former = generator.graphsafe_get_state()
-        generator.graphsafe_set_state(self.states_[name])
-        try:
+        with _drawing_from(self.states_[name]):
             yield
-        finally:
-            generator.graphsafe_set_state(former)

@@ -2,8 +2,8 @@
 
 te_fast writes a format of its own: a fixed header, the recipe's plain fields, and the scales and
 histories as raw FP32, checked by a CRC. Its size depends on the number of tensors and the length of
-the histories alone. Transformer Engine's pickles are read without being executed. Recipes that keep
-nothing between steps have a state of no bytes.
+the histories alone. Asked by :func:`write_as`, it writes Transformer Engine's pickles; these are read in any case,
+without being executed. Recipes that keep nothing between steps have a state of no bytes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import RecipeError, StateError
+from te_fast.errors import ArgumentError, RecipeError, StateError
 from te_fast.recipe import DelayedScaling, Format
+from te_fast.state import pickle_writer
 from te_fast.state.pickle_reader import Instance, TensorRecord, read
 
 _MAGIC = b"te_fast\0"
@@ -31,6 +32,8 @@ _FORMATS = (Format.E4M3, Format.HYBRID)
 # Algorithms of the user's own cannot be written; they come back as the default.
 _ALGORITHMS = ("max", "most_recent")
 _KEYS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+LIBRARIES = ("te_fast", "transformer_engine")
+_written_as = "te_fast"
 _RECIPE_FIELDS = ("margin", "amax_compute_algo", "reduce_amax", "fp8_dpa", "fp8_mha")
 
 
@@ -64,13 +67,41 @@ def _tensor_of(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def pack(state: ExtraState | None) -> torch.Tensor:
-    """Write a state.
+def write_as(library: str) -> None:
+    """Choose whose format modules write into checkpoints from now on.
+
+    Parameters
+    ----------
+    library : {'te_fast', 'transformer_engine'}
+        With ``'transformer_engine'`` every module of that library's has its key ``_extra_state``, one of no bytes where
+        there is no state, and delayed scaling's is pickled, as Transformer Engine and Megatron-LM read it.
+
+    Raises
+    ------
+    ArgumentError
+        For another name.
+    """
+    global _written_as
+    if library not in LIBRARIES:
+        message = f"write_as: expected one of {', '.join(map(repr, LIBRARIES))}, got {library!r}"
+        raise ArgumentError(message)
+    _written_as = library
+
+
+def written_as() -> str:
+    """Return whose format modules write."""
+    return _written_as
+
+
+def pack(state: ExtraState | None, *, of_op: bool = False) -> torch.Tensor:
+    """Write a state, in the format that :func:`write_as` chose.
 
     Parameters
     ----------
     state : ExtraState, optional
         ``None`` for recipes that keep nothing.
+    of_op : bool, default = False
+        It is that of a fusible operation, which Transformer Engine pickles otherwise than a layer's.
 
     Returns
     -------
@@ -79,6 +110,13 @@ def pack(state: ExtraState | None) -> torch.Tensor:
     """
     if state is None:
         return torch.empty(0, dtype=torch.uint8)
+    if _written_as == "te_fast":
+        return _pack_own(state)
+    write = pickle_writer.op_state if of_op else pickle_writer.layer_state
+    return _tensor_of(write(state))
+
+
+def _pack_own(state: ExtraState) -> torch.Tensor:
     recipe = state.recipe
     algorithm = recipe.amax_compute_algo
     header = _HEADER.pack(

@@ -52,7 +52,8 @@ class StatefulModule(torch.nn.Module):
                 tensors += [torch.empty(0), torch.empty(first.amax_history.shape[0], 0)]
             else:
                 tensors += [state.scale, state.amax_history]
-        return extra_state.pack(extra_state.ExtraState(first.recipe, *tensors))
+        state = extra_state.ExtraState(first.recipe, *tensors)
+        return extra_state.pack(state, of_op=self._STATE_OWNER == "op")
 
     def set_extra_state(self, state: Any) -> None:
         """Restore what :meth:`get_extra_state`, or Transformer Engine's, returned.
@@ -83,8 +84,9 @@ class StatefulModule(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        # A module without delayed scaling has the very keys of its torch.nn counterpart.
-        if self._scaling_states() == (None, None):
+        # A module without delayed scaling has the very keys of its torch.nn counterpart, or of Transformer Engine's.
+        is_stateless = self._scaling_states() == (None, None)
+        if is_stateless and extra_state.written_as() == "te_fast":
             destination.pop(prefix + _EXTRA_STATE, None)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:

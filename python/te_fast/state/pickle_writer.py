@@ -1,12 +1,14 @@
-"""The state of delayed scaling as the pickle that Transformer Engine's loader reads.
+"""States of delayed scaling as Transformer Engine pickles them.
 
-Objects of its classes are named, never made: the bytes say what its loader is to make. So writing needs no
-Transformer Engine, and runs nothing.
+Python's own writer would name the classes of the recipe at hand, and needs them to be importable. These are the opcodes
+that it writes for Transformer Engine's classes; only plain values go through it.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,22 +17,29 @@ if TYPE_CHECKING:
     from te_fast.recipe import DelayedScaling
     from te_fast.state.extra_state import ExtraState
 
-_RECIPES = "transformer_engine.common.recipe"
-_RECIPE_FIELDS = ("margin", "amax_history_len", "reduce_amax", "fp8_dpa", "fp8_mha")
-_DIRECTIONS = {
+_RECIPE_MODULE = "transformer_engine.common.recipe"
+_KEYS = {
     "forward": ("scale_fwd", "amax_history_fwd"),
     "backward": ("scale_bwd", "amax_history_bwd"),
 }
+_PROTOCOL = 3
+_RECIPE_FIELDS = (
+    "margin",
+    "amax_history_len",
+    "amax_compute_algo",
+    "reduce_amax",
+    "fp8_dpa",
+    "fp8_mha",
+)
 
 
 def write(state: ExtraState) -> torch.Tensor:
-    """Write a state for Transformer Engine.
+    """Write the state of a layer or an op, whichever has as many tensors.
 
     Parameters
     ----------
     state : ExtraState
-        Of a layer, which has three tensors a GEMM forward and two backward, or of an operation of ``te.ops``, whose
-        state is kept by direction.
+        Of a layer, which has three tensors a GEMM forward and two backward, or of an operation of ``te.ops``.
 
     Returns
     -------
@@ -40,42 +49,92 @@ def write(state: ExtraState) -> torch.Tensor:
     forward, backward = state.scale_fwd.numel(), state.scale_bwd.numel()
     gemms = backward // 2
     is_layer = gemms > 0 and (forward, backward) == (3 * gemms, 2 * gemms)
-    if is_layer:
-        keys = [key for pair in _DIRECTIONS.values() for key in pair]
-        items = _part(state, keys, {"num_gemms": gemms})
-    else:
-        items = {
-            mode: _dictionary(_part(state, keys, {}))
-            for mode, keys in _DIRECTIONS.items()
-            if getattr(state, keys[0]).numel()
-        }
-    data = b"\x80\x03" + _dictionary(items) + b"."
+    data = layer_state(state) if is_layer else op_state(state)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _part(state: ExtraState, keys: Any, extra: dict[str, int]) -> dict[str, bytes]:
-    tensors = {key: _opcodes(getattr(state, key).detach().cpu().clone()) for key in keys}
-    return {"recipe": _recipe(state.recipe)} | tensors | {"extra_fp8_variables": _opcodes(extra)}
+def layer_state(state: ExtraState) -> bytes:
+    """Write the state of a layer.
+
+    Parameters
+    ----------
+    state : ExtraState
+        Scales and histories, by tensors in the layer's order.
+    """
+    variables = {"num_gemms": state.scale_fwd.numel() // 3, "fp8_checkpoint": True}
+    parts = {"recipe": _recipe(state.recipe)}
+    for keys in _KEYS.values():
+        parts.update(_tensors(state, keys))
+    return _pickled({**parts, "extra_fp8_variables": _fragment(variables)})
+
+
+def op_state(state: ExtraState) -> bytes:
+    """Write the state of an op of ``transformer_engine.pytorch.ops``: by direction, of those that have tensors.
+
+    Parameters
+    ----------
+    state : ExtraState
+        Scales and histories.
+    """
+    directions = {}
+    for direction, keys in _KEYS.items():
+        if getattr(state, keys[0]).numel():
+            parts = {"recipe": _recipe(state.recipe), **_tensors(state, keys)}
+            parts["extra_fp8_variables"] = _fragment({})
+            directions[direction] = _dictionary(parts)
+    return _pickled(directions)
+
+
+def _pickled(fragments: Mapping[str, bytes]) -> bytes:
+    return bytes((0x80, _PROTOCOL)) + _dictionary(fragments) + pickle.STOP
+
+
+def _tensors(state: ExtraState, keys: tuple[str, ...]) -> dict[str, bytes]:
+    return {key: _tensor(getattr(state, key)) for key in keys}
+
+
+def _tensor(tensor: torch.Tensor) -> bytes:
+    """Return the opcodes of a tensor; those of ``pickle`` would name what Megatron-LM has put in torch's place."""
+    plain = tensor.detach().cpu().float().clone(memory_format=torch.contiguous_format)
+    stored = io.BytesIO()
+    torch.save(plain._typed_storage(), stored, _use_new_zipfile_serialization=False)
+    load = _global("_load_from_bytes", "torch.storage") + _fragment(stored.getvalue())
+    rest = (0, tuple(plain.shape), plain.stride(), False)
+    return (
+        _global("_rebuild_tensor_v2", "torch._utils")
+        + (pickle.MARK + load + pickle.TUPLE1 + pickle.REDUCE)
+        + b"".join(map(_fragment, rest))
+        + (_global("OrderedDict", "collections") + pickle.EMPTY_TUPLE + pickle.REDUCE)
+        + (pickle.TUPLE + pickle.REDUCE)
+    )
+
+
+def _global(name: str, module: str = _RECIPE_MODULE) -> bytes:
+    return pickle.GLOBAL + f"{module}\n{name}\n".encode()
 
 
 def _recipe(recipe: DelayedScaling) -> bytes:
-    """Opcodes that make a recipe without its constructor, and set its fields."""
-    algorithm = recipe.amax_compute_algo
-    values: dict[str, Any] = {name: getattr(recipe, name) for name in _RECIPE_FIELDS}
-    # Algorithms of the user's own cannot be written; they come back as the default.
-    values["amax_compute_algo"] = algorithm if isinstance(algorithm, str) else "max"
-    values |= {"scaling_factor_compute_algo": None, "backward_override": None}
-    fields = {name: _opcodes(value) for name, value in values.items()}
-    helper = b"c" + f"{_RECIPES}\n_FormatHelper\n".encode()
-    made = helper + _opcodes(tuple(recipe.fp8_format.value)) + b"\x81"
-    fields["fp8_format"] = b"c" + f"{_RECIPES}\nFormat\n".encode() + made + b"\x85R"
-    return b"c" + f"{_RECIPES}\nDelayedScaling\n".encode() + b")\x81" + _dictionary(fields) + b"b"
+    helper = _global("_FormatHelper") + _fragment(tuple(recipe.fp8_format.value)) + pickle.NEWOBJ
+    number_format = _global("Format") + helper + pickle.TUPLE1 + pickle.REDUCE
+    values = {name: getattr(recipe, name) for name in _RECIPE_FIELDS}
+    values.update(scaling_factor_compute_algo=None, backward_override=None)
+    if callable(recipe.amax_compute_algo):
+        # Algorithms of the user's own cannot be written; they come back as the default.
+        values["amax_compute_algo"] = "max"
+    fields = {name: _fragment(value) for name, value in values.items()}
+    fields["fp8_format"] = number_format
+    made = _global("DelayedScaling") + pickle.EMPTY_TUPLE + pickle.NEWOBJ
+    return made + _dictionary(fields) + pickle.BUILD
 
 
-def _opcodes(value: Any) -> bytes:
-    """Opcodes of one object, without the pickle's head and end. Each uses memo numbers for itself alone."""
-    return pickle.dumps(value, protocol=3)[2:-1]
+def _fragment(value: Any) -> bytes:
+    """Return the opcodes of one object, without the pickle's head and end.
+
+    Fragments use the same memo numbers, each only for itself.
+    """
+    return pickle.dumps(value, protocol=_PROTOCOL)[2:-1]
 
 
-def _dictionary(items: dict[str, bytes]) -> bytes:
-    return b"}(" + b"".join(_opcodes(key) + item for key, item in items.items()) + b"u"
+def _dictionary(fragments: Mapping[str, bytes]) -> bytes:
+    items = b"".join(_fragment(key) + item for key, item in fragments.items())
+    return pickle.EMPTY_DICT + pickle.MARK + items + pickle.SETITEMS

@@ -13,8 +13,12 @@ import torch
 from te_fast.dispatch import gemm
 from te_fast.errors import ArgumentError, UnsupportedError
 from te_fast.ops.basic.native import NativeOperation
-from te_fast.ops.common import parameter_options, refuse_ranks, to_real
+from te_fast.ops.common import parameter_options, size_of_ranks, to_real
 from te_fast.ops.op import OperationContext
+from te_fast.parallel.quantized import Role, quantizer_of_rows
+from te_fast.parallel.ranks import divided, exchange_of
+from te_fast.parallel.segment import Segment
+from te_fast.recipe import Recipe
 from te_fast.runtime import main_grad, native, rows
 from te_fast.runtime.global_state import autocast_state
 from te_fast.tensor import primary
@@ -23,26 +27,23 @@ from te_fast.tensor import primary
 _WEIGHT_SLOT = 1
 
 
-def check_parallelism(
-    op: str, mode: str | None, group: Any, options: dict[str, Any] | None = None
-) -> None:
-    """Raise for what runs on several ranks.
+def parallelism(op: str, mode: str | None, group: Any) -> tuple[str | None, int]:
+    """Return the mode of tensor parallelism, None where one rank has all, and the number of ranks.
 
     Raises
     ------
     ArgumentError
         If the mode does not exist.
-    UnsupportedError
-        For a group of several ranks, and Userbuffers.
+    RanksError
+        If this rank is not in the group.
     """
     if mode not in (None, "column", "row"):
         message = f"{op}: tensor_parallel_mode must be None, 'column' or 'row', got {mode!r}"
         raise ArgumentError(message)
-    if mode is not None:
-        refuse_ranks(group, op, "tensor_parallel_group")
-    if options:
-        message = f"{op}: userbuffers_options is not supported yet; leave it at its default"
-        raise UnsupportedError(message)
+    if mode is None:
+        return None, 1
+    size = size_of_ranks(group, op, "tensor_parallel_group")
+    return (None, 1) if size == 1 else (mode, size)
 
 
 class BasicLinear(NativeOperation):
@@ -57,8 +58,12 @@ class BasicLinear(NativeOperation):
         :meth:`reset_parameters` or the first forward.
     dtype : torch.dtype, optional
         Type of the weight; ``torch.get_default_dtype()`` by default.
-    tensor_parallel_mode, tensor_parallel_group, sequence_parallel : optional
-        Tensor parallelism; groups of one rank only so far.
+    tensor_parallel_mode : {'column', 'row'}, optional
+        Ranks share `out_features`, or `in_features`. The input's gradient, or the result, is summed over them.
+    tensor_parallel_group : torch.distributed.ProcessGroup, optional
+        The ranks; all by default.
+    sequence_parallel : bool, default = False
+        Each rank has rows of its own: of the input of a column-parallel operation, of the result of a row-parallel one.
     rng_state_tracker_function : Callable, optional
         Gives the random number generator's tracker that initialisation forks.
     accumulate_into_main_grad : bool, default = False
@@ -87,22 +92,30 @@ class BasicLinear(NativeOperation):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        check_parallelism(name, tensor_parallel_mode, tensor_parallel_group, userbuffers_options)
-        # With one rank, as in Transformer Engine, these say nothing.
-        del sequence_parallel
+        if userbuffers_options:
+            message = f"{name}: userbuffers_options is not supported yet; leave it at its default"
+            raise UnsupportedError(message)
+        mode, size = parallelism(name, tensor_parallel_mode, tensor_parallel_group)
         self.in_features = self.local_in_features = in_features
         self.out_features = self.local_out_features = out_features
-        self.tensor_parallel_mode = None
-        self.tensor_parallel_group = None
-        self.tensor_parallel_size = 1
-        self.sequence_parallel = False
+        if mode == "column":
+            self.local_out_features = divided(name, "out_features", out_features, size)
+        elif mode == "row":
+            self.local_in_features = divided(name, "in_features", in_features, size)
+        # As in Transformer Engine: with one rank these say nothing.
+        self.tensor_parallel_mode = mode
+        self.tensor_parallel_group = None if mode is None else tensor_parallel_group
+        self.tensor_parallel_size = size
+        self.sequence_parallel = mode is not None and sequence_parallel
+        self._exchange = exchange_of(mode, size, sequence_parallel=sequence_parallel)
         self._rng_state_tracker_function = rng_state_tracker_function
         self._accumulate_into_main_grad = accumulate_into_main_grad
         self._with_quantized_weight = autocast_state.fp8_parameters
         self._preserves_init_value = autocast_state.high_precision_init_val
         self._weight_recipe = autocast_state.model_recipe
         self._make_handle()
-        weight = torch.empty(out_features, in_features, **parameter_options(device, dtype, name))
+        sizes = self.local_out_features, self.local_in_features
+        weight = torch.empty(*sizes, **parameter_options(device, dtype, name))
         self.register_parameter("weight", torch.nn.Parameter(weight))
         if not weight.is_meta:
             self.reset_parameters()
@@ -152,7 +165,7 @@ class BasicLinear(NativeOperation):
         self.__dict__["_handle"] = handle
 
     def _append_to(self, program: Any, label: str) -> None:
-        sizes = (self.in_features, self.out_features)
+        sizes = (self.local_in_features, self.local_out_features)
         program.linear(label, self._handle, self._parameters, "weight", *sizes)
 
     def _set_slots(self, epoch: int) -> None:
@@ -185,7 +198,8 @@ class BasicLinear(NativeOperation):
     def __getstate__(self) -> dict[str, Any]:
         """Leave the native half out."""
         state = super().__getstate__()
-        state.pop("_handle", None)
+        for name in ("_handle", "_own_segment"):
+            state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -210,6 +224,8 @@ class BasicLinear(NativeOperation):
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         """Multiply; in high precision input and weight are what is kept."""
+        if self._exchange:
+            return self._forward_on_ranks(ctx, input_)
         if not autocast_state.fp8_enabled:
             return super().op_forward(ctx, input_)
         x, wanted = self._cast(ctx, input_), ctx.requires_grad
@@ -225,7 +241,14 @@ class BasicLinear(NativeOperation):
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor | None, tuple[torch.Tensor | None]]:
         """Multiply by the weight, and the input by the gradient."""
-        kept, saved = getattr(ctx, "kept", None), ctx.saved_tensors or ()
+        kept: Any = getattr(ctx, "kept", None)
+        saved = ctx.saved_tensors or ()
+        if self._exchange:
+            weight_of = partial(getattr, self, "weight")
+            dx, ranks_grads, _ = self._segment().backward(
+                kept, saved, grad_output, (), weight_of, quantizer=self._quantizer_of_rows
+            )
+            return dx, tuple(ranks_grads)
         if kept is not None:
             dx, grads, _ = rows.run_backward(kept, saved, grad_output, ())
             return dx, grads
@@ -242,6 +265,33 @@ class BasicLinear(NativeOperation):
         if not self._accumulate_into_main_grad:
             return dx, (dw.to(self.weight.dtype),)
         return dx, (main_grad.give(self.weight, dw, fuse=True, overwrite=False),)
+
+    def _quantizer_of_rows(self, recipe: Recipe, role: Role, group: Any) -> Any:
+        """Return what quantises rows of the input, or of the result's gradient, to be gathered; None if values are."""
+        state = self._delayed_state("backward" if role == "grad" else "forward")
+        return quantizer_of_rows(recipe, role, state, 0, group)
+
+    def _segment(self) -> Segment:
+        """Return the program of this operation alone, between its collectives."""
+        segment: Segment | None = self.__dict__.get("_own_segment")
+        if segment is None or segment.program is not self._program():
+            name, group = type(self).__name__, self.tensor_parallel_group
+            kind = f"{name}({self.extra_repr()})"
+            made = Segment(name, self._program(), self._exchange, group, self._handle, kind)
+            segment = self.__dict__["_own_segment"] = made
+        return segment
+
+    def _forward_on_ranks(self, ctx: OperationContext, input_: torch.Tensor) -> torch.Tensor:
+        x, wanted = self._cast(ctx, input_), ctx.requires_grad
+        needs = (wanted, (), wanted and self.weight.requires_grad)
+        segment = self._segment()
+        segment.check(x, wanted=wanted, needs_x=wanted)
+        y, _, run, _ = segment.forward(
+            self, x, (), None, needs, (self.weight,), quantizer=self._quantizer_of_rows
+        )
+        ctx.save_for_backward(*run.saved)
+        ctx.kept, run.saved = run, []  # type: ignore[attr-defined]
+        return y
 
     def extra_repr(self) -> str:
         """Sizes."""

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from te_fast.errors import ShapeError
-from te_fast.ops.common import parameter_options, refuse_ranks, to_real
+from te_fast.ops.common import parameter_options, size_of_ranks, to_real
 from te_fast.ops.op import BasicOperation, OperationContext
+from te_fast.parallel.ranks import divided
 
 
 class Bias(BasicOperation):
@@ -21,9 +22,9 @@ class Bias(BasicOperation):
     device, dtype : optional
         As of :class:`BasicLinear`.
     tensor_parallel : bool, default = False
-        Split the bias; groups of one rank only so far.
+        Ranks share the bias.
     tensor_parallel_group : torch.distributed.ProcessGroup, optional
-        Its ranks.
+        These ranks; all by default.
     """
 
     bias: torch.Tensor
@@ -40,13 +41,14 @@ class Bias(BasicOperation):
     ) -> None:
         super().__init__()
         name = type(self).__name__
+        ranks = 1
         if tensor_parallel:
-            refuse_ranks(tensor_parallel_group, name, "tensor_parallel_group")
-        self.tensor_parallel = False
-        self.tensor_parallel_group = None
-        self.tensor_parallel_size = 1
-        self.local_size = size
-        bias = torch.empty(size, **parameter_options(device, dtype, name))
+            ranks = size_of_ranks(tensor_parallel_group, name, "tensor_parallel_group")
+        self.tensor_parallel = ranks > 1
+        self.tensor_parallel_group = tensor_parallel_group if ranks > 1 else None
+        self.tensor_parallel_size = ranks
+        self.local_size = divided(name, "size", size, ranks)
+        bias = torch.empty(self.local_size, **parameter_options(device, dtype, name))
         self.register_parameter("bias", torch.nn.Parameter(bias))
         if not bias.is_meta:
             self.reset_parameters()

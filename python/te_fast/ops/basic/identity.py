@@ -1,4 +1,4 @@
-"""Operations that change no values: identity, reshape, and communication in a group of one."""
+"""Operations that compute nothing: identity, reshape, and communication among ranks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from te_fast.errors import ShapeError
-from te_fast.ops.common import refuse_ranks
-from te_fast.ops.op import BasicOperation, OperationContext
+from te_fast.ops.common import size_of_ranks
+from te_fast.ops.op import ALONE, BasicOperation, Beside, OperationContext
+from te_fast.parallel.agreement import Agreement
+from te_fast.parallel.collectives import Ranks
 
 
 class Identity(BasicOperation):
@@ -30,37 +32,69 @@ class Identity(BasicOperation):
 
 
 class _Communication(Identity):
-    """Communication among one rank, which is none.
+    """Communication along the first dimension; among one rank there is none.
 
     Parameters
     ----------
     process_group : torch.distributed.ProcessGroup, optional
-        Ranks; groups of one rank only so far.
+        The ranks; all by default.
     """
 
     def __init__(self, process_group: torch.distributed.ProcessGroup | None = None) -> None:
         super().__init__()
-        refuse_ranks(process_group, type(self).__name__, "process_group")
+        name = type(self).__name__
         self.process_group = process_group
+        self.process_group_size = size_of_ranks(process_group, name, "process_group")
+        self._ranks = Ranks(name, process_group)
+        self._agreement = Agreement(name, process_group, name)
+
+    def _check(self, ctx: OperationContext, x: torch.Tensor) -> None:
+        """Raise unless all ranks bring alike tensors."""
+        self._agreement.check(x, wanted=ctx.requires_grad, needs_input=ctx.requires_grad)
+
+    def _is_native(self, beside: Beside = ALONE) -> bool:
+        return self.process_group_size == 1 and super()._is_native(beside)
 
 
 class AllGather(_Communication):
-    """Gather along the first dimension."""
+    """Gather the rows of all ranks; gradients are summed and shared out."""
+
+    def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Gather."""
+        self._check(ctx, input_)
+        return self._ranks.gather(input_)[0]
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[()]]:
+        """Sum over ranks, and keep this one's rows."""
+        return self._ranks.scatter(grad_output)[0], ()
 
 
 class ReduceScatter(_Communication):
-    """Sum over ranks, and split along the first dimension."""
+    """Sum over ranks, and keep this one's rows; gradients are gathered."""
+
+    def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Sum over ranks, and keep this one's rows."""
+        self._check(ctx, input_)
+        return self._ranks.scatter(input_)[0]
+
+    def op_backward(
+        self, ctx: OperationContext, grad_output: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[()]]:
+        """Gather."""
+        return self._ranks.gather(grad_output)[0], ()
 
 
 class AllReduce(_Communication):
-    """Sum over ranks.
+    """Sum over ranks; the gradient of every rank's part is that of the sum.
 
     Parameters
     ----------
     process_group : torch.distributed.ProcessGroup, optional
-        Ranks; groups of one rank only so far.
+        The ranks; all by default.
     reduce_in_backward : bool, default = True
-        Sum the gradients, too.
+        As in Transformer Engine, it says nothing: all ranks have the gradient of the sum.
     """
 
     def __init__(
@@ -70,6 +104,13 @@ class AllReduce(_Communication):
     ) -> None:
         super().__init__(process_group)
         self._reduce_in_backward = reduce_in_backward
+
+    def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Sum over ranks, in memory of its own: the input may be read elsewhere."""
+        if self.process_group_size == 1:
+            return input_
+        self._check(ctx, input_)
+        return self._ranks.sum(input_.clone(memory_format=torch.contiguous_format))[0]
 
 
 class Reshape(BasicOperation):

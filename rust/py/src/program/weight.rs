@@ -201,6 +201,16 @@ impl WeightHandle {
         self.waiting.len()
     }
 
+    /// Forgets those that a backward put off which then failed: all but the oldest `kept`.
+    fn forget_deferred(slf: &Bound<'_, Self>, kept: usize) -> PyResult<()> {
+        let mut handle = slf.try_borrow_mut()?;
+        let behind = kept.min(handle.waiting.len());
+        let forgotten = handle.waiting.split_off(behind);
+        drop(handle);
+        drop(forgotten);
+        Ok(())
+    }
+
     /// Puts the weight gradient `gradᵀ · x` off, behind those that wait already.
     fn defer(&mut self, x: Py<PyAny>, grad: Py<PyAny>, overwrite_main_grad: bool) {
         self.waiting.push_back(WaitingGrad { operands: WaitingOperands::Plain { x, grad }, overwrite_main_grad });

@@ -1,0 +1,202 @@
+"""Megatron-LM on one GPU or several: tokens a second and losses, by whichever ``transformer_engine`` is importable.
+
+    torchrun --nproc-per-node 1 benches/megatron_lm.py --alias --fp8 delayed --out benches/results/megatron_lm.json
+
+Under te_fast, te_fast_alias is installed or on the path (``python/alias``); under Transformer Engine, it is not. It is
+megatron-core that is measured (model, DistributedDataParallel, distributed optimizer), on random tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fp8", choices=("delayed", "tensorwise", "blockwise"))
+    parser.add_argument("--fp8-params", action="store_true", help="weights are FP8")
+    parser.add_argument("--experts", type=int, default=0, help="of each layer; 0 is a dense model")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share each layer")
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument(
+        "--alias", action="store_true", help="install te_fast_alias from python/alias"
+    )
+    parser.add_argument("--out", type=Path, help="JSON to write")
+    return parser.parse_args()
+
+
+def make_config(given: argparse.Namespace) -> Any:
+    """Return Megatron-LM's configuration."""
+    import torch
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    fp8: dict[str, Any] = {}
+    if given.fp8 is not None:
+        number_format = "e4m3" if given.fp8 == "blockwise" else "hybrid"
+        fp8 = {"fp8": number_format, "fp8_recipe": given.fp8, "fp8_param": given.fp8_params}
+    experts: dict[str, Any] = {}
+    if given.experts:
+        experts = {
+            "num_moe_experts": given.experts,
+            "moe_router_topk": 2,
+            "moe_grouped_gemm": True,
+            "moe_permute_fusion": True,
+            "moe_router_fusion": True,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_aux_loss_coeff": 1e-2,
+            "moe_router_load_balancing_type": "aux_loss",
+            "expert_model_parallel_size": given.ep,
+            "expert_tensor_parallel_size": 1,
+        }
+    return TransformerConfig(
+        num_layers=given.layers,
+        hidden_size=given.hidden,
+        ffn_hidden_size=4 * given.hidden,
+        num_attention_heads=given.heads,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        tensor_model_parallel_size=given.tp,
+        sequence_parallel=given.tp > 1,
+        gradient_accumulation_fusion=False,
+        **fp8,
+        **experts,
+    )
+
+
+def make_model(given: argparse.Namespace) -> tuple[Any, Any]:
+    """Return the model inside of Megatron-LM's DistributedDataParallel, and its optimizer."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.fp8_utils import get_fp8_context
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = make_config(given)
+    experts = {"num_experts": given.experts, "moe_grouped_gemm": True} if given.experts else {}
+    with get_fp8_context(config, is_init=True):
+        model = GPTModel(
+            config,
+            get_gpt_layer_with_transformer_engine_spec(**experts),
+            vocab_size=32768,
+            max_sequence_length=given.length,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+        )
+    model = model.cuda()
+    wrapped = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            fp8_param_gather=given.fp8_params,
+        ),
+        model if given.fp8_params else model.bfloat16(),
+    )
+    options = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-4,
+        bf16=True,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=True,
+        overlap_param_gather=True,
+        clip_grad=1.0,
+    )
+    return wrapped, get_megatron_optimizer(options, [wrapped])
+
+
+def train(given: argparse.Namespace, model: Any, optimizer: Any) -> tuple[list[float], list[float]]:
+    """Return losses and the seconds of each step."""
+    import torch
+    from megatron.core.distributed import finalize_model_grads
+
+    losses, seconds = [], []
+    places = torch.arange(given.length, device="cuda").expand(given.batch, -1)
+    for step in range(given.steps):
+        generator = torch.Generator(device="cuda").manual_seed(step % 4)
+        tokens = torch.randint(
+            0, 32768, (given.batch, given.length + 1), device="cuda", generator=generator
+        )
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        model.module.set_is_first_microbatch()
+        loss = model(tokens[:, :-1], places, None, labels=tokens[:, 1:]).float().mean()
+        loss.backward()
+        finalize_model_grads([model])
+        optimizer.step()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+        losses.append(loss.item())
+    return losses, seconds
+
+
+def main() -> None:
+    """Train, and print what was seen as JSON."""
+    given = arguments()
+    if given.alias:
+        sys.path.insert(0, str(ROOT / "python" / "alias"))
+        import te_fast_alias
+
+        te_fast_alias.install()
+    import torch
+    import transformer_engine
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    rank = int(os.environ.get("RANK", "0"))
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    torch.distributed.init_process_group("nccl")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=given.tp,
+        expert_model_parallel_size=given.ep,
+        expert_tensor_parallel_size=1,
+    )
+    model_parallel_cuda_manual_seed(1234, te_rng_tracker=True)
+    torch.manual_seed(1234)
+    losses, seconds = train(given, *make_model(given))
+    tokens = given.batch * given.length * torch.distributed.get_world_size() // given.tp
+    result = {
+        "transformer_engine": transformer_engine.__version__,
+        "megatron": importlib.metadata.version("megatron-core"),
+        "device": torch.cuda.get_device_name(),
+        "ranks": torch.distributed.get_world_size(),
+        "options": {name: str(value) for name, value in vars(given).items()},
+        "tokens_per_second": tokens / statistics.median(seconds[5:]),
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "losses": losses,
+    }
+    if rank == 0:
+        text = json.dumps(result, indent=1)
+        print(text)
+        if given.out is not None:
+            given.out.write_text(text + "\n")
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

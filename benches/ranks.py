@@ -1,0 +1,371 @@
+"""Layers that ranks share, beside Transformer Engine's where that can be imported: time, hidden communication, host.
+
+    NCCL_NVLS_ENABLE=0 CUDA_DEVICE_MAX_CONNECTIONS=1 python benches/ranks.py --ranks 2 [--hidden 8192] [--rows 8192]
+
+``layers``: GPU time of forward and backward with sequence parallelism, in turn with Transformer Engine's layers, and
+how much of the collectives' own time is hidden: the time without them is taken of the same layer with collectives that
+do nothing. ``host``: 100 ``Linear(256)`` under delayed scaling, whose maxima are reduced over the ranks, over
+``nn.Linear``. ``scaling``: steps of DDP and FSDP2 in BF16 with layers of te_fast and of torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+import te_fast.pytorch as te
+from _harness import DTYPES, RECIPES, as_in_training, options, show, write
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BAR_LAYERS, BAR_HIDDEN, BAR_HOST = 0.90, 0.60, 1.0
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+PARTS = ("layers", "host", "scaling")
+
+
+def transformer_engine() -> Any:
+    """Return Transformer Engine's module, None where it cannot be imported."""
+    try:
+        return importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError):
+        return None
+
+
+class _Done:
+    """The handle of a collective that does nothing."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+
+@contextmanager
+def without_communication(seen: list[tuple[str, list[torch.Tensor]]]) -> Iterator[None]:
+    """Replace the collectives by such that do nothing; note what they would have done."""
+    originals = {name: getattr(dist, name) for name in COLLECTIVES}
+
+    def idle(name: str, *tensors: torch.Tensor, async_op: bool = False, **_: Any) -> Any:
+        seen.append((name, list(tensors)))
+        return _Done() if async_op else None
+
+    for name in COLLECTIVES:
+        setattr(dist, name, partial(idle, name))
+    try:
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+
+
+def burst_us(body: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Microseconds per call: of the GPU by events, of the CPU by the clock."""
+    dist.barrier()
+    if device.type != "cuda":
+        begin_s = time.perf_counter()
+        for _ in range(calls):
+            body()
+        return (time.perf_counter() - begin_s) * 1e6 / calls
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(calls):
+        body()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3 / calls
+
+
+def medians(
+    bodies: dict[str, Callable[[], object]], arguments: argparse.Namespace
+) -> dict[str, float]:
+    """Median microseconds of each, in turn; of all ranks the slowest's."""
+    samples: dict[str, list[float]] = {name: [] for name in bodies}
+    for number in range(arguments.rounds + 2):
+        for name, body in bodies.items():
+            value = burst_us(body, arguments.calls, arguments.device)
+            if number >= 2:
+                samples[name].append(value)
+    found = torch.tensor(
+        [statistics.median(values) for values in samples.values()], device=arguments.device
+    )
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return dict(zip(samples, found.tolist(), strict=True))
+
+
+# Layers ---------------------------------------------------------------------------------------------
+
+
+def make_layer(
+    module: Any, kind: str, arguments: argparse.Namespace
+) -> tuple[torch.nn.Module, torch.Tensor]:
+    """Make a layer of te_fast's or Transformer Engine's, and this rank's input."""
+    hidden, rows, size = arguments.hidden, arguments.rows, dist.get_world_size()
+    common = {
+        "sequence_parallel": True,
+        "tp_group": dist.group.WORLD,
+        "tp_size": size,
+        "params_dtype": DTYPES[arguments.dtype],
+        "device": arguments.device,
+        "bias": False,
+    }
+    if kind == "LayerNormMLP":
+        layer = module.LayerNormMLP(hidden, 4 * hidden, set_parallel_mode=True, **common)
+        shape = (rows // size, hidden)
+    elif kind == "row":
+        layer = module.Linear(hidden, hidden, parallel_mode="row", **common)
+        shape = (rows, hidden // size)
+    else:
+        name = {"column": "Linear", "norm + column": "LayerNormLinear"}[kind]
+        layer = getattr(module, name)(hidden, hidden, parallel_mode="column", **common)
+        shape = (rows // size, hidden)
+    return layer, torch.randn(shape, dtype=DTYPES[arguments.dtype], device=arguments.device)
+
+
+def step_of(
+    module: Any, layer: torch.nn.Module, x: torch.Tensor, recipe: Any
+) -> Callable[[], None]:
+    """Forward and backward of a layer."""
+    leaf = x.clone().requires_grad_()
+
+    def region() -> Any:
+        return nullcontext() if recipe is None else module.autocast(enabled=True, recipe=recipe)
+
+    with region():
+        gradient = torch.randn_like(layer(leaf))
+
+    def step() -> None:
+        with region():
+            y = layer(leaf)
+        y.backward(gradient)
+        leaf.grad = None
+        layer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def run_collectives(seen: list[tuple[str, list[torch.Tensor]]]) -> None:
+    """Run collectives one after the other."""
+    for name, tensors in seen:
+        getattr(dist, name)(*tensors)
+
+
+def measure_layers(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Time and hidden communication by layer and recipe."""
+    other = transformer_engine()
+    figures: dict[str, dict[str, float]] = {}
+    for kind in ("column", "row", "norm + column", "LayerNormMLP"):
+        for name in (None, *arguments.recipes):
+            layer, x = make_layer(te, kind, arguments)
+            own = step_of(te, layer, x, None if name is None else RECIPES[name]())
+            for _ in range(3):
+                own()
+            seen: list[tuple[str, list[torch.Tensor]]] = []
+            with without_communication(seen):
+                own()
+            travels = [
+                (what, [torch.empty_like(tensor) for tensor in tensors]) for what, tensors in seen
+            ]
+
+            def alone(own: Callable[[], None] = own) -> None:
+                with without_communication([]):
+                    own()
+
+            bodies: dict[str, Callable[[], object]] = {
+                "te_fast": own,
+                "without": alone,
+                "collectives": partial(run_collectives, travels),
+            }
+            if other is not None:
+                theirs = importlib.import_module("transformer_engine.common.recipe")
+                recipe = None if name is None else getattr(theirs, RECIPES[name].__name__)()
+                bodies["transformer_engine"] = step_of(
+                    other, *make_layer(other, kind, arguments), recipe
+                )
+            found = medians(bodies, arguments)
+            exposed = max(0.0, found["te_fast"] - found["without"])
+            row = {f"{what}_us": round(value, 1) for what, value in found.items()}
+            row["hidden"] = round(1 - min(1.0, exposed / max(found["collectives"], 1e-9)), 3)
+            if other is not None:
+                row["ratio"] = round(found["te_fast"] / found["transformer_engine"], 3)
+            figures[f"{kind}, {name or arguments.dtype}"] = row
+    return figures
+
+
+# Host -----------------------------------------------------------------------------------------------
+
+
+def measure_host(arguments: argparse.Namespace) -> dict[str, float]:
+    """Host time of 100 small layers under delayed scaling, with the reduction of their maxima, over ``nn.Linear``."""
+    dtype, device = DTYPES[arguments.dtype], arguments.device
+    x = torch.randn(16, 256, dtype=dtype, device=device)
+    own = [te.Linear(256, 256, bias=False, params_dtype=dtype, device=device) for _ in range(100)]
+    plain = [torch.nn.Linear(256, 256, bias=False, dtype=dtype, device=device) for _ in range(100)]
+    recipe = RECIPES["delayed"]()
+
+    def run(layers: list[torch.nn.Module], region: Any) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        with region():
+            for layer in layers:
+                layer(x)
+        return (time.perf_counter() - begin) * 1e6
+
+    regions = {
+        "te_fast": (own, partial(te.autocast, recipe=recipe)),
+        "nn.Linear": (plain, nullcontext),
+    }
+    samples: dict[str, list[float]] = {name: [] for name in regions}
+    for number in range(arguments.rounds + 3):
+        for name, (layers, region) in regions.items():
+            value = run(layers, region)  # type: ignore[arg-type]
+            if number >= 3:
+                samples[name].append(value)
+    found = {name: statistics.median(values) for name, values in samples.items()}
+    figures = {f"{name}_us": round(value, 1) for name, value in found.items()}
+    return figures | {"ratio": round(found["te_fast"] / found["nn.Linear"], 3)}
+
+
+# Data parallel --------------------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    """A feed-forward block with a residual, of te_fast's layers or torch's."""
+
+    def __init__(self, arguments: argparse.Namespace, *, own: bool) -> None:
+        super().__init__()
+        hidden = arguments.hidden
+        options = {"device": arguments.device, "dtype": DTYPES[arguments.dtype]}
+        if own:
+            self.body: torch.nn.Module = te.LayerNormMLP(
+                hidden, 4 * hidden, device=arguments.device, params_dtype=DTYPES[arguments.dtype]
+            )
+        else:
+            self.body = torch.nn.Sequential(
+                torch.nn.LayerNorm(hidden, **options),
+                torch.nn.Linear(hidden, 4 * hidden, **options),
+                torch.nn.GELU(approximate="tanh"),
+                torch.nn.Linear(4 * hidden, hidden, **options),
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add the block."""
+        result: torch.Tensor = x + self.body(x)
+        return result
+
+
+def measure_scaling(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Time of steps under DDP and FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+
+    x = torch.randn(
+        arguments.rows, arguments.hidden, dtype=DTYPES[arguments.dtype], device=arguments.device
+    )
+
+    def step(model: torch.nn.Module) -> None:
+        model(x).sum().backward()
+        model.zero_grad(set_to_none=True)
+
+    def sharded(*, own: bool) -> torch.nn.Module:
+        blocks = [Block(arguments, own=own) for _ in range(arguments.blocks)]
+        for block in blocks:
+            fully_shard(block)
+        model = torch.nn.Sequential(*blocks)
+        fully_shard(model)
+        return model
+
+    def replicated(*, own: bool) -> torch.nn.Module:
+        blocks = [Block(arguments, own=own) for _ in range(arguments.blocks)]
+        return torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*blocks))
+
+    figures = {}
+    for name, wrap in {"DDP": replicated, "FSDP2": sharded}.items():
+        models = {"te_fast": wrap(own=True), "torch": wrap(own=False)}
+        bodies = {what: partial(step, model) for what, model in models.items()}
+        found = medians(bodies, arguments)  # type: ignore[arg-type]
+        figures[name] = {f"{what}_us": round(value, 1) for what, value in found.items()}
+        figures[name]["ratio"] = round(found["te_fast"] / found["torch"], 3)
+        del models, bodies
+    return figures
+
+
+# Processes ------------------------------------------------------------------------------------------
+
+
+def worker(rank: int, arguments: argparse.Namespace, store: str) -> None:
+    """Measure on one rank; the first one prints and writes."""
+    if arguments.device.type == "cuda":
+        arguments.device = torch.device("cuda", rank)
+        torch.cuda.set_device(arguments.device)
+    backend = "nccl" if arguments.device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=arguments.ranks
+    )
+    as_in_training()
+    measures: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+        "layers": measure_layers,
+        "host": measure_host,
+        "scaling": measure_scaling,
+    }
+    figures: dict[str, Any] = {
+        part: measure(arguments) for part, measure in measures.items() if part in arguments.parts
+    }
+    if rank == 0:
+        report(figures, arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def report(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Print tables, write the figures, and say which bars are missed."""
+    for part, found in figures.items():
+        table = {part: found} if part == "host" else found
+        names = sorted({name for row in table.values() for name in row})
+        rows = [[what, *(str(row.get(name, "")) for name in names)] for what, row in table.items()]
+        show(f"{part}, {arguments.ranks} ranks", ["", *names], rows)
+    for what, row in figures.get("layers", {}).items():
+        if row.get("ratio", 0.0) > BAR_LAYERS:
+            print(f"missed: {what}: {row['ratio']} of Transformer Engine's time > {BAR_LAYERS}")
+        if arguments.ranks == 4 and row["hidden"] < BAR_HIDDEN:
+            print(f"missed: {what}: {row['hidden']} of the communication hidden < {BAR_HIDDEN}")
+    if figures.get("host", {}).get("ratio", 0.0) > BAR_HOST:
+        print(f"missed: host: {figures['host']['ratio']} > {BAR_HOST}")
+    sizes = {name: getattr(arguments, name) for name in ("ranks", "hidden", "rows", "dtype")}
+    write(f"ranks-{arguments.ranks}", arguments, {"sizes": sizes, **figures})
+
+
+def main() -> int:
+    """Start the ranks."""
+    parser = options(__doc__)
+    parser.add_argument("--ranks", type=int, default=max(1, torch.cuda.device_count()))
+    parser.add_argument("--hidden", type=int, default=8192)
+    parser.add_argument("--rows", type=int, default=8192, help="rows of all ranks together")
+    parser.add_argument("--blocks", type=int, default=4, help="blocks of the models of `scaling`")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=["delayed", "current"])
+    parser.set_defaults(calls=10)
+    arguments = parser.parse_args()
+    # NVLink multicast is off: machines that are shared do not have it.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        spawn(worker, (arguments, store), nprocs=arguments.ranks)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

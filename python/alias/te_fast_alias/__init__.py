@@ -1,0 +1,79 @@
+"""te_fast where code asks for ``transformer_engine``.
+
+The wheel of this package has a ``.pth`` file, by which every Python of the environment calls
+:func:`start`. That puts one finder behind all others: it answers where nobody else knows a
+``transformer_engine``. Nothing of te_fast or torch is imported before somebody imports that name.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from te_fast_alias.finder import NAME, Finder, others_spec
+
+__all__ = ["install", "is_installed", "start", "uninstall"]
+
+_finder = Finder()
+
+
+def _conflict() -> str | None:
+    """Return what stands against the alias: another package of the name."""
+    spec = others_spec()
+    if spec is None:
+        return None
+    return (
+        f"te_fast_alias: another {NAME} is installed ({spec.origin or spec.submodule_search_locations}) and is "
+        f"what `import {NAME}` gives; uninstall it to get te_fast, or uninstall te_fast_alias"
+    )
+
+
+def is_installed() -> bool:
+    """Return whether the finder is in place."""
+    return _finder in sys.meta_path
+
+
+def install() -> None:
+    """Let ``import transformer_engine`` give te_fast from now on, in this process.
+
+    Raises
+    ------
+    te_fast.errors.StateError
+        If there is another package of that name, or one has been imported already.
+
+    Examples
+    --------
+    >>> import te_fast_alias
+    >>> te_fast_alias.install()
+    >>> import transformer_engine.pytorch as te
+    >>> te.Linear.__module__
+    'te_fast.pytorch'
+    >>> te_fast_alias.uninstall()
+    """
+    if is_installed():
+        return
+    conflict = _conflict()
+    if conflict is not None:
+        from te_fast.errors import StateError
+
+        raise StateError(conflict)
+    sys.meta_path.append(_finder)
+
+
+def uninstall() -> None:
+    """Take the alias back: imports of ``transformer_engine`` fail as before. What was imported stays usable."""
+    if not is_installed():
+        return
+    sys.meta_path.remove(_finder)
+    for name in [name for name in sys.modules if name.partition(".")[0] == NAME]:
+        del sys.modules[name]
+
+
+def start() -> None:
+    """Install the alias as Python starts; where there is another package of the name, warn instead."""
+    conflict = _conflict()
+    if conflict is None:
+        install()
+    else:
+        import warnings
+
+        warnings.warn(conflict, RuntimeWarning, stacklevel=2)

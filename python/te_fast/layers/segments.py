@@ -1,0 +1,218 @@
+"""A layer that is shared among ranks, as it runs: a norm, and linear ops between collectives, one autograd node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from te_fast.parallel.segment import Run, Segment
+from te_fast.runtime import native, rows
+
+if TYPE_CHECKING:
+    from te_fast.layers.program import ProgramLayer
+    from te_fast.parallel.ranks import Exchange
+    from te_fast.runtime.rows import Tensors
+
+
+class Segments:
+    """How a layer runs on several ranks.
+
+    Parameters
+    ----------
+    layer : ProgramLayer
+        The layer.
+    exchange : Exchange
+        Its collectives.
+    head : Program, optional
+        The norm, where a collective stands between it and the first linear op, in either direction.
+    body : Program
+        The linear ops, and what is between them.
+    """
+
+    # Not the layer: a circle of references would leave it to the garbage collector, which runs at other times on other
+    # ranks, and layers of delayed scaling that are there on some ranks alone would be reduced on some alone.
+    __slots__ = ("body", "head")
+
+    def __init__(
+        self,
+        layer: ProgramLayer,
+        exchange: Exchange,
+        head: native.Program | None,
+        body: native.Program,
+    ) -> None:
+        self.head = head
+        first = layer._handles[layer._LINEARS[0]]
+        columns = layer._input_size()
+        kind = f"{type(layer).__name__} {columns} {body.widths(columns)}"
+        self.body = Segment(layer.name, body, exchange, layer.tp_group, first, kind)
+
+    def apply(
+        self,
+        layer: ProgramLayer,
+        x: torch.Tensor,
+        parameters: Tensors,
+        version: int | None,
+        is_first_microbatch: bool | None,
+    ) -> Any:
+        """Run the layer on this rank's input; return its result, and the norm's if the layer returns that.
+
+        Raises
+        ------
+        RanksError
+            If ranks do not call it alike, or one is gone.
+        ShapeError
+            If rows cannot be shared out among the ranks.
+        """
+        wanted = torch.is_grad_enabled() and (
+            x.requires_grad or any([parameter.requires_grad for parameter in parameters])
+        )
+        self.body.check(x, wanted=wanted, needs_x=x.requires_grad)
+        call = _Call(self, layer, version, is_first_microbatch)
+        if wanted:
+            return _apply_function(call, x, *parameters)
+        with torch.no_grad():
+            outputs = call.forward(x, parameters, needs_x=False, wanted=False)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+class _Call:
+    """One forward of a layer, and what its backward needs."""
+
+    __slots__ = (
+        "_is_first_microbatch",
+        "_layer",
+        "_segments",
+        "_version",
+        "body",
+        "head",
+        "head_saved",
+        "needs_x",
+        "norms",
+        "tail",
+    )
+
+    def __init__(
+        self,
+        segments: Segments,
+        layer: ProgramLayer,
+        version: int | None,
+        is_first_microbatch: bool | None,
+    ) -> None:
+        self._segments, self._layer = segments, layer
+        self._version, self._is_first_microbatch = version, is_first_microbatch
+        #: Parameters of the head.
+        self.norms = len(layer._norm_names()) if segments.head is not None else 0
+        #: A bias that is added to the sum of all ranks.
+        self.tail: torch.Tensor | None = None
+        self.head: Any = None
+        self.head_saved: Tensors = ()
+        self.body = Run(None)
+        self.needs_x = False
+
+    # Forward --------------------------------------------------------------------------------------
+
+    def forward(
+        self, x: torch.Tensor, parameters: Tensors, *, needs_x: bool, wanted: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the result, and the norm's if the layer returns that."""
+        segments, layer = self._segments, self._layer
+        self.needs_x = needs_x
+        head, body = parameters[: self.norms], parameters[self.norms :]
+        if segments.body.exchange.behind is not None and layer.apply_bias:
+            body, self.tail = body[:-1], body[-1]
+        normed = x
+        if segments.head is not None:
+            normed = self._run_head(x, head, needs_x=needs_x, wanted=wanted)
+            needs_x = wanted and (needs_x or any([parameter.requires_grad for parameter in head]))
+        y, _, self.body, whole = segments.body.forward(
+            layer,
+            normed,
+            (),
+            self._is_first_microbatch,
+            (needs_x, (), wanted),
+            body,
+            self._version,
+            # What users see of all rows is in high precision.
+            None if layer.return_layernorm_output_gathered else layer._quantizer_of_rows,
+        )
+        if self.tail is not None:
+            y.add_(self.tail.detach())
+        if not layer.return_layernorm_output:
+            return (y,)
+        return y, whole if layer.return_layernorm_output_gathered else normed
+
+    def _run_head(
+        self, x: torch.Tensor, parameters: Tensors, *, needs_x: bool, wanted: bool
+    ) -> torch.Tensor:
+        program, first = self._segments.head, self._is_first_microbatch
+        assert program is not None
+        normed: torch.Tensor
+        if x.numel() == 0:
+            normed, _, self.head, saved = rows.run_on_nothing(program, x, (), parameters, False)
+        else:
+            normed, _, self.head, saved = native.program_run_forward(
+                program, self._layer, x, (), first, needs_x, (), wanted, parameters
+            )
+        self.head_saved = tuple(saved)
+        return normed
+
+    def take_saved(self) -> Tensors:
+        """Give the tensors away that autograd is to save."""
+        saved: Any = (*self.head_saved, *self.body.saved)
+        self.head_saved, self.body.saved = (), []
+        return saved
+
+    # Backward -------------------------------------------------------------------------------------
+
+    def backward(
+        self, saved: Tensors, grads: tuple[torch.Tensor | None, ...], count: int
+    ) -> tuple[Any, ...]:
+        """Return the gradients of input and parameters; of `saved`, the first `count` are the head's."""
+        layer, body = self._layer, self._segments.body
+        dy, dnormed = grads[0], grads[1] if len(grads) > 1 else None
+        assert dy is not None
+        last = () if self.tail is None else (self._bias_gradient(self.tail, dy),)
+        dwhole = None
+        if layer.return_layernorm_output_gathered and body.exchange.before == "gather":
+            dwhole, dnormed = dnormed, None
+        weight = None if layer.delay_wgrad_compute else layer._whole_weight
+        dx, gradients, _ = body.backward(
+            self.body, saved[count:], dy, (), weight, dwhole, layer._quantizer_of_rows
+        )
+        if self._segments.head is None:
+            return (dx if self.needs_x else None, *gradients, *last)
+        if dnormed is not None:
+            dx = dnormed if dx is None else dx + dnormed
+        norms: Any = (None,) * self.norms
+        if dx is not None and self.head is not None:
+            dx, norms, _ = rows.run_backward(self.head, saved[:count], dx, ())
+        return (dx if self.needs_x else None, *norms, *gradients, *last)
+
+    @staticmethod
+    def _bias_gradient(bias: torch.Tensor, dy: torch.Tensor) -> torch.Tensor | None:
+        if not bias.requires_grad:
+            return None
+        return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32).to(bias.dtype)
+
+
+class _Function(torch.autograd.Function):
+    """Arguments: call, input, parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, x: torch.Tensor, *parameters: torch.Tensor) -> Any:
+        outputs = call.forward(x, parameters, needs_x=x.requires_grad, wanted=True)
+        ctx.head_count = len(call.head_saved)
+        ctx.save_for_backward(*call.take_saved())
+        ctx.call = call
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        return (None, *ctx.call.backward(ctx.saved_tensors, grads, ctx.head_count))
+
+
+# The C++ method: what Python adds to it is for functorch, whose transforms layers refuse.
+_apply_function = super(torch.autograd.Function, _Function).apply

@@ -1,0 +1,1 @@
+"""Tensors that backward needs, kept in the host's memory in between."""

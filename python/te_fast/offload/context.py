@@ -1,0 +1,365 @@
+"""``get_cpu_offload_context``: layers whose saved tensors go to the host's memory and come back for their backward."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from te_fast.errors import ArgumentError, StateError
+from te_fast.offload.kept import Kept, Stream, is_offloaded
+
+Sync = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Layer:
+    """The tensors that one layer of one forward has saved."""
+
+    def __init__(self) -> None:
+        self.kept: dict[Any, Kept] = {}
+
+    def start_offload(self, buffers: dict[int, torch.Tensor] | None) -> None:
+        for number, kept in enumerate(self.kept.values()):
+            kept.start_offload(None if buffers is None else buffers.get(number))
+            if buffers is not None and kept.on_host is not None:
+                buffers[number] = kept.on_host
+
+    def release(self) -> None:
+        for kept in self.kept.values():
+            kept.release()
+
+    def start_reload(self) -> None:
+        for kept in self.kept.values():
+            kept.start_reload()
+
+    def drop(self) -> None:
+        for kept in self.kept.values():
+            kept.drop()
+
+
+class _Layers:
+    """The layers of one forward; saved tensors of other forwards may be around, as pipelines have them."""
+
+    def __init__(self, count: int) -> None:
+        self.layers = [_Layer() for _ in range(count)]
+        self.last = -1
+
+    def at(self, number: int) -> _Layer | None:
+        return self.layers[number] if 0 <= number < len(self.layers) else None
+
+
+class OffloadSynchronizer:
+    """Offloads the first layers of a model while later ones run, and reloads them in time.
+
+    As many layers as are not offloaded lie on the device at once: a layer's memory is free when the layer that many
+    places behind begins, and it comes back when the backward of that one has ended.
+
+    Parameters
+    ----------
+    num_layers : int
+        Layers of the model.
+    num_offloaded_layers : int
+        How many of them are offloaded, the first ones.
+    retain_pinned_cpu_buffers : bool, default = False
+        Keep the host's buffers from step to step.
+    offload_stream : torch.cuda.Stream, optional
+        Stream of the copies.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_offloaded_layers: int,
+        retain_pinned_cpu_buffers: bool = False,
+        offload_stream: Any = None,
+    ) -> None:
+        self.num_layers, self.num_offloaded_layers = num_layers, num_offloaded_layers
+        self._stream = Stream(offload_stream)
+        self._buffers: list[dict[int, torch.Tensor]] | None = None
+        if retain_pinned_cpu_buffers:
+            self._buffers = [{} for _ in range(num_layers)]
+        self._now = _Layers(num_layers)
+
+    def _buffers_of(self, number: int) -> dict[int, torch.Tensor] | None:
+        return None if self._buffers is None else self._buffers[number]
+
+    # Forward --------------------------------------------------------------------------------------
+
+    def begin_layer(self) -> tuple[_Layers, int]:
+        """Go to the next layer, the first one behind the last; return the forward and the layer's number."""
+        if self._now.last + 1 >= self.num_layers:
+            self._now = _Layers(self.num_layers)
+        self._now.last += 1
+        number = self._now.last
+        self._at_begin(self._now, number)
+        return self._now, number
+
+    def end_layer(self, layers: _Layers, number: int) -> None:
+        """Take in that a layer's forward has ended."""
+        if number < self.num_offloaded_layers:
+            layers.layers[number].start_offload(self._buffers_of(number))
+
+    def _at_begin(self, layers: _Layers, number: int) -> None:
+        free = layers.at(number - (self.num_layers - self.num_offloaded_layers))
+        if free is not None:
+            free.release()
+
+    def push(self, tensor: torch.Tensor) -> Any:
+        """Take a tensor that autograd saves."""
+        if not self._takes(self._now.last) or not is_offloaded(tensor):
+            return tensor
+        layer = self._now.layers[self._now.last]
+        # Saved twice, it is copied once.
+        key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version
+        kept = layer.kept.get(key)
+        if kept is None:
+            kept = layer.kept[key] = Kept(tensor.detach(), self._stream)
+        return kept
+
+    def _takes(self, number: int) -> bool:
+        return number < self.num_offloaded_layers
+
+    @staticmethod
+    def pop(saved: Any) -> torch.Tensor:
+        """Return a tensor to backward."""
+        tensor: torch.Tensor = saved.get() if isinstance(saved, Kept) else saved
+        return tensor
+
+    # Backward -------------------------------------------------------------------------------------
+
+    def begin_backward(self, layers: _Layers, number: int) -> None:
+        """Take in that the backward of a layer begins, and that of the one behind has ended."""
+        done = layers.at(number + 1)
+        if done is not None:
+            done.drop()
+        self._at_backward(layers, number)
+        if number == 0:
+            torch.autograd.Variable._execution_engine.queue_callback(layers.layers[0].drop)
+
+    def _at_backward(self, layers: _Layers, number: int) -> None:
+        wanted = layers.at(number + 1 - (self.num_layers - self.num_offloaded_layers))
+        if wanted is not None:
+            wanted.start_reload()
+
+
+class ManualOffloadSynchronizer(OffloadSynchronizer):
+    """Offloads and reloads layers when it is told to, and no other.
+
+    ``get_cpu_offload_context(manual_synchronization=True)`` makes it.
+
+    Parameters
+    ----------
+    num_layers : int
+        Layers of the model.
+    retain_pinned_cpu_buffers : bool, default = False
+        Keep the host's buffers from step to step.
+    offload_stream : torch.cuda.Stream, optional
+        Stream of the copies.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        retain_pinned_cpu_buffers: bool = False,
+        offload_stream: Any = None,
+    ) -> None:
+        super().__init__(num_layers, num_layers, retain_pinned_cpu_buffers, offload_stream)
+
+    def end_layer(self, layers: _Layers, number: int) -> None:
+        """Do nothing: :meth:`start_offload_layer` does."""
+
+    def _at_begin(self, layers: _Layers, number: int) -> None:
+        pass
+
+    def _at_backward(self, layers: _Layers, number: int) -> None:
+        pass
+
+    def _layer(self, layer_id: int) -> _Layer:
+        layer = self._now.at(layer_id)
+        if layer is None:
+            message = (
+                f"cpu_offload: layer_id must be from 0 to {self.num_layers - 1}, got {layer_id}"
+            )
+            raise ArgumentError(message)
+        return layer
+
+    def start_offload_layer(self, layer_id: int) -> None:
+        """Begin to copy what a layer has saved.
+
+        Parameters
+        ----------
+        layer_id : int
+            Number of the layer in the last forward, from 0.
+        """
+        self._layer(layer_id).start_offload(self._buffers_of(layer_id))
+
+    def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
+        """Let the current stream wait for the copies, and give the device's memory free.
+
+        Parameters
+        ----------
+        layer_id : int
+            Number of the layer.
+        """
+        self._layer(layer_id).release()
+
+    def start_reload_layer(self, layer_id: int) -> None:
+        """Begin to copy back. Without, backward does so when it asks.
+
+        Parameters
+        ----------
+        layer_id : int
+            Number of the layer.
+        """
+        self._layer(layer_id).start_reload()
+
+
+class _OffloadContext(contextlib.ContextDecorator):
+    """Stands around the forward of each layer."""
+
+    def __init__(self, synchronizer: OffloadSynchronizer) -> None:
+        self._synchronizer = synchronizer
+        self._hooks: Any = None
+        self._layer: tuple[_Layers, int] | None = None
+
+    def __enter__(self) -> _OffloadContext:
+        """Go to the next layer."""
+        if self._hooks is not None:
+            message = "cpu_offload: the context of the layer before has not been left"
+            raise StateError(message)
+        self._layer = self._synchronizer.begin_layer()
+        self._hooks = saved_tensors_hooks(self._synchronizer.push, self._synchronizer.pop)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Begin to copy what the layer has saved."""
+        hooks, self._hooks = self._hooks, None
+        hooks.__exit__(*exception)
+        if self._layer is not None:
+            self._synchronizer.end_layer(*self._layer)
+
+    def synchronize(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a layer's result, whose backward tells that the layer's begins."""
+        if self._layer is None or self._hooks is not None:
+            message = "cpu_offload: the function is for a layer's result, outside of the context around its forward"
+            raise StateError(message)
+        if tensor.grad_fn is None:
+            message = (
+                "cpu_offload: the function needs a result with a gradient function, got a tensor of shape "
+                f"{list(tensor.shape)} that requires none"
+            )
+            raise ArgumentError(message)
+        layers, number = self._layer
+
+        def begins(_: Any) -> None:
+            self._synchronizer.begin_backward(layers, number)
+
+        tensor.grad_fn.register_prehook(begins)
+        return tensor
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int | None = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    manual_synchronization: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
+    offload_stream: Any = None,
+) -> tuple[Any, ...]:
+    """Return what keeps in the host's memory what layers save for their backward.
+
+    Copies run on a stream of their own, beside the layers. Tensors of fewer than 256 Ki elements, weights and quantised
+    tensors stay on the GPU, and those that :func:`mark_not_offload` was given.
+
+    Parameters
+    ----------
+    enabled : bool, default = False
+        Offload; without, context and function do nothing.
+    num_layers : int, default = 1
+        How many layers are offloaded, the first ones.
+    model_layers : int, default = 1
+        How many layers run under the context, which is entered once for each, in order.
+    offload_activations : bool, default = True
+        Deprecated: what there is to offload.
+    offload_weights : bool, default = False
+        Deprecated, without effect.
+    double_buffering : bool, default = False
+        Deprecated, without effect: reloads are always ahead.
+    manual_synchronization : bool, default = False
+        Offload and reload when the controller, a third result, is told to.
+    retain_pinned_cpu_buffers : bool, default = False
+        Keep the pinned buffers from step to step.
+    offload_stream : torch.cuda.Stream, optional
+        Stream of the copies, with `manual_synchronization`.
+
+    Returns
+    -------
+    context : context manager
+        For the forward of each layer.
+    function : Callable
+        For the result of each layer, outside of the context; returns it.
+    controller : ManualOffloadSynchronizer
+        With `manual_synchronization` alone.
+
+    Raises
+    ------
+    ArgumentError
+        If nothing is to be offloaded, all layers are, or `offload_stream` comes without `manual_synchronization`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> layers = [te.Linear(16, 16, device="cpu") for _ in range(3)]
+    >>> context, synchronize = te.get_cpu_offload_context(enabled=True, model_layers=3)
+    >>> x = torch.ones(8, 16)
+    >>> for layer in layers:
+    ...     with context:
+    ...         x = layer(x)
+    ...     x = synchronize(x)
+    >>> x.sum().backward()
+    """
+    nothing = (contextlib.nullcontext(), _unchanged)
+    if not enabled:
+        return (*nothing, None) if manual_synchronization else nothing
+    if offload_weights:
+        message = "get_cpu_offload_context: offload_weights is deprecated and has no effect"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+    if not offload_activations:
+        if not offload_weights:
+            message = "get_cpu_offload_context: nothing is to be offloaded; leave offload_activations at True"
+            raise ArgumentError(message)
+        return (*nothing, None) if manual_synchronization else nothing
+    if manual_synchronization:
+        controller = ManualOffloadSynchronizer(
+            model_layers, retain_pinned_cpu_buffers, offload_stream
+        )
+        made = _OffloadContext(controller)
+        return made, made.synchronize, controller
+    if offload_stream is not None:
+        message = "get_cpu_offload_context: offload_stream needs manual_synchronization=True"
+        raise ArgumentError(message)
+    count = 0 if num_layers is None else num_layers
+    if count >= model_layers:
+        message = (
+            f"get_cpu_offload_context: the last layer is not offloaded: num_layers must be below model_layers = "
+            f"{model_layers}, got {num_layers}"
+        )
+        raise ArgumentError(message)
+    if count == model_layers - 1:
+        message = "get_cpu_offload_context: with all layers offloaded but the last, no copy runs beside a layer"
+        warnings.warn(message, UserWarning, stacklevel=2)
+    made = _OffloadContext(OffloadSynchronizer(model_layers, count, retain_pinned_cpu_buffers))
+    return made, made.synchronize

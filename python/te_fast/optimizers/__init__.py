@@ -1,0 +1,1 @@
+"""Optimizers and functions over lists of tensors, on torch's fused kernels."""

@@ -1,0 +1,531 @@
+"""Adam on torch's fused kernel, with Transformer Engine's options for what it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from itertools import chain
+from typing import Any
+
+import torch
+
+from te_fast.errors import ArgumentError, StateError, UnsupportedError
+from te_fast.optimizers import stored
+from te_fast.optimizers.multi_tensor import local_part as _local
+from te_fast.optimizers.zeroing import forgets, warn_of_set_grad_none
+from te_fast.tensor.primary import is_quantized
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MASTER = "master_param"
+_WEIGHTS = (torch.float32, torch.float16, torch.bfloat16)
+#: Both powers of the betas are zero behind so many steps: no correction is left.
+_NO_CORRECTION = 1e12
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam, or AdamW, in one launch for all parameters of a group.
+
+    Numbers are FP32 in the kernel, ``torch._fused_adamw_``, whatever they are kept in.
+
+    Parameters
+    ----------
+    params : iterable
+        Parameters or groups of them.
+    lr : float, default = 1e-3
+        Learning rate. With `capturable` groups keep it as a tensor.
+    betas : tuple of float, default = (0.9, 0.999)
+        Coefficients of the running averages of the gradient and its square.
+    eps : float, default = 1e-8
+        Added to the denominator.
+    weight_decay : float, default = 0.0
+        Weight decay.
+    amsgrad : bool, default = False
+        Not supported, as in Transformer Engine.
+    bias_correction : bool, default = True
+        Correct the averages of the first steps.
+    adam_w_mode : bool, default = True
+        Decay weights apart from the gradient, as AdamW does.
+    capturable : bool, default = False
+        Keep learning rate and step on the device, so that a captured graph can repeat the step.
+    master_weights : bool, default = False
+        Keep the parameters in higher precision, too, as ``master_param``; needed for quantised parameters.
+    master_weight_dtype : torch.dtype, default = torch.float32
+        Type of the master weights, float32 or float16 with a scale.
+    exp_avg_dtype, exp_avg_sq_dtype : torch.dtype, default = torch.float32
+        Types of the moments: float32, bfloat16, float16 with a scale, or uint8, which is FP8 with a scale.
+    use_decoupled_grad : bool, default = False
+        Read gradients from ``parameter.decoupled_grad``.
+    store_param_remainders : bool, default = False
+        Keep of the FP32 master weights of BF16 parameters the 16 bits that the parameters lack. The parameters are
+        then rounded half away from zero.
+    set_grad_none : bool, optional
+        Deprecated: give `set_to_none` to :meth:`zero_grad`.
+
+    Raises
+    ------
+    UnsupportedError
+        For `amsgrad`, for types that states cannot have, and for combinations that `capturable` excludes.
+
+    Notes
+    -----
+    ``group["step"]`` counts the steps of a group. ``state_dict()`` holds FP32 states, whatever they are kept in.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch.optimizers import FusedAdam
+    >>> weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    >>> optimizer = FusedAdam([weight], lr=0.5, master_weights=True)
+    >>> weight.grad = torch.ones_like(weight)
+    >>> optimizer.step()
+    >>> optimizer.state[weight]["master_param"]
+    tensor([0.5000, 0.5000, 0.5000, 0.5000])
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        set_grad_none: bool | None = None,
+    ) -> None:
+        self.capturable = capturable
+        self.master_weights = master_weights
+        self.master_weight_dtype = master_weight_dtype
+        self.exp_avg_dtype = exp_avg_dtype
+        self.exp_avg_sq_dtype = exp_avg_sq_dtype
+        self.use_decoupled_grad = use_decoupled_grad
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.name_to_dtype_map = {
+            "exp_avg": exp_avg_dtype,
+            "exp_avg_sq": exp_avg_sq_dtype,
+            _MASTER: master_weight_dtype,
+        }
+        self.store_param_remainders = (
+            store_param_remainders and master_weights and master_weight_dtype == torch.float32
+        )
+        self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self.set_grad_none = set_grad_none
+        self._check_options(amsgrad)
+        warn_of_set_grad_none("FusedAdam", set_grad_none)
+        defaults = {
+            "lr": torch.tensor(lr, dtype=torch.float32) if capturable else lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+        if capturable:
+            self._step_supports_amp_scaling = True
+            for group in self.param_groups:
+                if group["params"]:
+                    rate = torch.as_tensor(group["lr"], dtype=torch.float32)
+                    group["lr"] = rate.to(group["params"][0].device)
+
+    def _check_options(self, amsgrad: bool) -> None:
+        def refuse(condition: bool, message: str) -> None:
+            if condition:
+                raise UnsupportedError(f"FusedAdam: {message}")  # noqa: EM102
+
+        refuse(amsgrad, "amsgrad=True is not supported; use torch.optim.AdamW")
+        refuse(
+            self.master_weights and self.master_weight_dtype not in stored.MASTER_DTYPES,
+            f"master_weight_dtype must be torch.float32 or float16, got {self.master_weight_dtype}",
+        )
+        moments = [self.name_to_dtype_map[name] for name in _MOMENTS]
+        for name, dtype in zip(_MOMENTS, moments, strict=True):
+            refuse(
+                dtype not in stored.MOMENT_DTYPES,
+                f"{name}_dtype must be torch.float32, float16, bfloat16 or uint8 (FP8), got {dtype}",
+            )
+        if not self.capturable:
+            return
+        refuse(
+            self.master_weights and self.master_weight_dtype is not torch.float32,
+            "capturable=True needs master_weight_dtype=torch.float32",
+        )
+        refuse(
+            moments not in ([torch.float32] * 2, [torch.bfloat16] * 2),
+            "capturable=True needs exp_avg_dtype and exp_avg_sq_dtype both float32 or both bfloat16, got "
+            f"{moments}",
+        )
+        refuse(
+            self.store_param_remainders,
+            "capturable=True and store_param_remainders=True exclude each other",
+        )
+
+    # Gradients -----------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Forget the gradients, or fill them with zeros.
+
+        Parameters
+        ----------
+        set_to_none : bool, optional
+            Whether to forget them; True by default.
+
+        Raises
+        ------
+        ArgumentError
+            If the constructor was given another `set_grad_none`.
+        """
+        forget = forgets("FusedAdam", set_to_none, self.set_grad_none)
+        if not self.use_decoupled_grad:
+            super().zero_grad(set_to_none=forget)
+            return
+        for parameter in self._parameters():
+            grad = getattr(parameter, "decoupled_grad", None)
+            if forget:
+                parameter.decoupled_grad = None
+            elif grad is not None:
+                grad.zero_()
+
+    def _parameters(self) -> Iterable[Any]:
+        return chain.from_iterable(group["params"] for group in self.param_groups)
+
+    def _gradient(self, parameter: Any) -> torch.Tensor | None:
+        name = "decoupled_grad" if self.use_decoupled_grad else "grad"
+        grad: torch.Tensor | None = getattr(parameter, name, None)
+        if grad is not None and grad.is_sparse:
+            message = f"FusedAdam: sparse gradients are not supported, got {grad.layout}"
+            raise UnsupportedError(message)
+        return grad
+
+    # States --------------------------------------------------------------------------------------
+
+    def _keeps_remainder(self, parameter: torch.Tensor, state_name: str) -> bool:
+        is_bf16 = parameter.dtype is torch.bfloat16 and not is_quantized(_local(parameter))
+        return self.store_param_remainders and state_name == _MASTER and is_bf16
+
+    def _scale(self, parameter: torch.Tensor, state_name: str) -> torch.Tensor | None:
+        return self._scales.get(parameter, {}).get(state_name)
+
+    def _initialize_state(self, parameter: torch.Tensor, state_name: str) -> None:
+        local = _local(parameter)
+        # Of a quantised tensor the shape and device are asked for.
+        like = torch.empty(local.shape, device=local.device) if is_quantized(local) else local
+        if self._keeps_remainder(parameter, state_name):
+            made, scale = torch.zeros_like(like, dtype=torch.int16), None
+        else:
+            made, scale = stored.make(like, self.name_to_dtype_map[state_name])
+        self.state[parameter][state_name] = _sharded_like(parameter, made)
+        if scale is not None:
+            self._scales.setdefault(parameter, {})[state_name] = scale
+
+    @torch.no_grad()
+    def initialize_state(
+        self, param: torch.Tensor, store_param_remainders: bool | None = None
+    ) -> None:
+        """Make the states of a parameter: moments of zero, and the master weight.
+
+        Parameters
+        ----------
+        param : torch.nn.Parameter
+            A parameter of the optimizer.
+        store_param_remainders : bool, optional
+            Whether its master weight is kept as remainders; the optimizer knows.
+        """
+        expected = self._keeps_remainder(param, _MASTER)
+        if store_param_remainders not in (None, expected):
+            message = (
+                f"FusedAdam.initialize_state: store_param_remainders={store_param_remainders}, but the optimizer was "
+                f"made for {expected} with parameters of {param.dtype}"
+            )
+            raise ArgumentError(message)
+        for name in _MOMENTS:
+            self._initialize_state(param, name)
+        if not self.master_weights:
+            return
+        self._initialize_state(param, _MASTER)
+        if not expected:  # of remainders those of a BF16 number are zero
+            self.set_scaled_state(param, _MASTER, _local(param).detach().float())
+
+    def get_unscaled_state(
+        self, param: torch.Tensor, state_name: str, skip_unscale: bool = False
+    ) -> torch.Tensor:
+        """Return a state in FP32, or the remainders of a master weight.
+
+        Parameters
+        ----------
+        param : torch.nn.Parameter
+            A parameter of the optimizer.
+        state_name : str
+            ``'exp_avg'``, ``'exp_avg_sq'`` or ``'master_param'``.
+        skip_unscale : bool, default = False
+            Return a BF16 state as it is.
+
+        Returns
+        -------
+        torch.Tensor
+            This rank's part. What is kept in FP32 is the state itself.
+        """
+        kept = _local(self.state[param][state_name])
+        is_bf16 = self.name_to_dtype_map[state_name] is torch.bfloat16
+        if self._keeps_remainder(param, state_name) or (skip_unscale and is_bf16):
+            return kept
+        return stored.read(kept, self._scale(param, state_name))
+
+    @torch.no_grad()
+    def set_scaled_state(
+        self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
+    ) -> None:
+        """Keep a state.
+
+        Parameters
+        ----------
+        param : torch.nn.Parameter
+            A parameter of the optimizer.
+        state_name : str
+            ``'exp_avg'``, ``'exp_avg_sq'`` or ``'master_param'``.
+        unscaled_state : torch.Tensor
+            This rank's part in FP32; int16 remainders where the master weight is kept so.
+
+        Raises
+        ------
+        StateError
+            If it has another type.
+        """
+        remainder = self._keeps_remainder(param, state_name)
+        expected = torch.int16 if remainder else torch.float32
+        if unscaled_state.dtype is not expected:
+            message = (
+                f"FusedAdam.set_scaled_state: {state_name} must be {expected}, got {unscaled_state.dtype}; "
+                "store_param_remainders of the optimizer and of the checkpoint must be the same"
+            )
+            raise StateError(message)
+        if state_name not in self.state[param]:
+            self._initialize_state(param, state_name)
+        kept = _local(self.state[param][state_name])
+        if remainder:
+            kept.copy_(unscaled_state)
+        else:
+            stored.write(kept, self._scale(param, state_name), unscaled_state.to(kept.device))
+
+    # Checkpoints ---------------------------------------------------------------------------------
+
+    def _by_number(self, state_dict: dict[str, Any]) -> dict[Any, Any]:
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        return dict(zip(numbers, self._parameters(), strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state, with moments and master weights in FP32."""
+        state_dict = super().state_dict()
+        for number, parameter in self._by_number(state_dict).items():
+            if number in state_dict["state"]:
+                state_dict["state"][number] = {
+                    name: _sharded_like(parameter, self.get_unscaled_state(parameter, name))
+                    for name in state_dict["state"][number]
+                }
+        return state_dict
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict`, or Transformer Engine's, returned.
+
+        Raises
+        ------
+        StateError
+            If master weights are remainders in one and not in the other.
+        """
+        groups = deepcopy(state_dict["param_groups"])
+        # torch would give the states the parameters' type.
+        super().load_state_dict({"state": {}, "param_groups": groups})
+        self.state.clear()
+        self._scales.clear()
+        for number, parameter in self._by_number(state_dict).items():
+            for name, value in state_dict["state"].get(number, {}).items():
+                if value is not None:
+                    local = _local(value)
+                    is_remainder = local.dtype is torch.int16
+                    self.set_scaled_state(parameter, name, local if is_remainder else local.float())
+
+    # The step ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
+        """Update the parameters.
+
+        Parameters
+        ----------
+        closure : Callable, optional
+            Computes the loss anew, and the gradients with it.
+        grad_scaler : torch.amp.GradScaler, optional
+            With `capturable`: unscales the gradients, and the step is skipped where one is not finite.
+
+        Returns
+        -------
+        object
+            What the closure returned.
+
+        Raises
+        ------
+        StateError
+            For quantised parameters without master weights.
+        UnsupportedError
+            For sparse gradients, and for quantised parameters with `capturable`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            found_inf, grad_scale = self._scaler_state(group, grad_scaler)
+            self._count(group, found_inf)
+            updates = [
+                _Update(self, parameter, grad)
+                for parameter in group["params"]
+                if (grad := self._gradient(parameter)) is not None and grad.numel() > 0
+            ]
+            if updates:
+                self._apply(group, updates, found_inf, grad_scale)
+        return loss
+
+    def _scaler_state(
+        self, group: dict[str, Any], grad_scaler: Any
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return whether a gradient is not finite, and the scale of the gradients."""
+        if grad_scaler is None or not grad_scaler.is_enabled() or not group["params"]:
+            return None, None
+        if not self.capturable:
+            message = (
+                "FusedAdam.step: grad_scaler needs capturable=True; else call grad_scaler.step()"
+            )
+            raise UnsupportedError(message)
+        device = group["params"][0].device
+        found = grad_scaler._check_inf_per_device(self)[device]
+        return found, grad_scaler._get_scale_async().to(device)
+
+    def _count(self, group: dict[str, Any], found_inf: torch.Tensor | None) -> None:
+        """Count a step of a group, one without parameters, too: other ranks may have some."""
+        if not self.capturable:
+            group["step"] = group.get("step", 0) + 1
+            return
+        if not isinstance(group.get("step"), torch.Tensor):
+            device = group["params"][0].device if group["params"] else torch.device("cpu")
+            count = group.get("step", 0)
+            group["step"] = torch.full((1,), count, dtype=torch.int, device=device)
+        taken = 1 if found_inf is None else (found_inf != 1).to(torch.int)
+        group["step"] += taken
+
+    def _apply(
+        self,
+        group: dict[str, Any],
+        updates: list[_Update],
+        found_inf: torch.Tensor | None,
+        grad_scale: torch.Tensor | None,
+    ) -> None:
+        device = updates[0].main.device
+        if not group["bias_correction"]:
+            step = torch.full((), _NO_CORRECTION, device=device)
+        elif self.capturable:
+            step = group["step"].reshape(()).float()
+        else:
+            step = torch.full((), float(group["step"]), device=device)
+        function = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
+        beta1, beta2 = group["betas"]
+        function(
+            [update.main for update in updates],
+            [update.grad for update in updates],
+            [update.exp_avg for update in updates],
+            [update.exp_avg_sq for update in updates],
+            [],
+            [step] * len(updates),
+            lr=group["lr"].reshape(()) if self.capturable else group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        )
+        for update in updates:
+            update.keep()
+        # One launch for all of a type, where torch has one.
+        targets = [update.local for update in updates if update.is_rounded]
+        if targets:
+            torch._foreach_copy_(targets, [u.main for u in updates if u.is_rounded])
+
+
+class _Update:
+    """What the kernel reads and writes of one parameter, all of it FP32, and where that is kept."""
+
+    def __init__(self, optimizer: FusedAdam, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        self._optimizer, self._parameter = optimizer, parameter
+        if not optimizer.state[parameter]:
+            optimizer.initialize_state(parameter)
+        self.local: Any = _local(parameter).detach()
+        self.grad = _local(grad).float()
+        self.exp_avg, self.exp_avg_sq = (
+            optimizer.get_unscaled_state(parameter, name) for name in _MOMENTS
+        )
+        self._quantized = is_quantized(self.local)
+        self._remainder = optimizer._keeps_remainder(parameter, _MASTER)
+        self._check()
+        if self._remainder:
+            kept = optimizer.get_unscaled_state(parameter, _MASTER)
+            self.main = stored.join(self.local, kept)
+        elif optimizer.master_weights:
+            self.main = optimizer.get_unscaled_state(parameter, _MASTER)
+        else:
+            self.main = self.local.float()
+        #: Whether the parameter is the new value, rounded.
+        self.is_rounded = (
+            self.main is not self.local and not self._quantized and not self._remainder
+        )
+
+    def _check(self) -> None:
+        """Refuse parameters that the step cannot write."""
+        if self._quantized and not self._optimizer.master_weights:
+            message = (
+                f"FusedAdam: a parameter is a {type(self.local).__name__}, which needs master weights; make the "
+                "optimizer with master_weights=True"
+            )
+            raise StateError(message)
+        if self._quantized and self._optimizer.capturable:
+            message = "FusedAdam: quantised parameters are not supported with capturable=True"
+            raise UnsupportedError(message)
+        if self.local.dtype not in _WEIGHTS:
+            message = f"FusedAdam: parameters must be FP32, FP16, BF16 or quantised, got {self.local.dtype}"
+            raise UnsupportedError(message)
+
+    def keep(self) -> None:
+        """Keep what the kernel wrote, but a rounded parameter."""
+        optimizer, parameter = self._optimizer, self._parameter
+        state = optimizer.state[parameter]
+        for name, values in zip(_MOMENTS, (self.exp_avg, self.exp_avg_sq), strict=True):
+            stored.write(_local(state[name]), optimizer._scale(parameter, name), values)
+        if self._remainder:
+            stored.split(self.main, self.local, _local(state[_MASTER]))
+            return
+        if optimizer.master_weights:
+            stored.write(_local(state[_MASTER]), optimizer._scale(parameter, _MASTER), self.main)
+        if self._quantized:
+            self.local.quantize_(self.main)
+
+
+def _sharded_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a rank's part as a ``DTensor`` where the parameter is one."""
+    if _local(parameter) is parameter:
+        return local
+    from torch.distributed.tensor import DTensor
+
+    about: Any = parameter
+    return DTensor.from_local(
+        local, about.device_mesh, about.placements, shape=about.size(), stride=about.stride()
+    )

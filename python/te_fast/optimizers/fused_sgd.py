@@ -1,0 +1,103 @@
+"""SGD on torch's fused kernel, under Transformer Engine's name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from te_fast.errors import ArgumentError, UnsupportedError
+from te_fast.optimizers.zeroing import forgets, warn_of_set_grad_none
+
+
+class FusedSGD(torch.optim.SGD):
+    """Stochastic gradient descent in one launch: ``torch.optim.SGD(fused=True)``.
+
+    Parameters
+    ----------
+    params : iterable
+        Parameters or groups of them.
+    lr : float
+        Learning rate.
+    momentum : float, default = 0.0
+        Momentum.
+    dampening : float, default = 0.0
+        Dampening of the momentum.
+    weight_decay : float, default = 0.0
+        Weight decay.
+    nesterov : bool, default = False
+        Nesterov's momentum.
+    wd_after_momentum : bool, default = False
+        Not supported yet.
+    materialize_master_grads : bool, default = True
+        Of apex's amp, which te_fast does not work with: False is not supported.
+    set_grad_none : bool, optional
+        Deprecated: give `set_to_none` to :meth:`zero_grad`.
+
+    Raises
+    ------
+    UnsupportedError
+        For an argument that is not supported.
+    ArgumentError
+        If `lr` is missing.
+    ValueError
+        For values that ``torch.optim.SGD`` refuses.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch.optimizers import FusedSGD
+    >>> weight = torch.nn.Parameter(torch.ones(4))
+    >>> weight.grad = torch.ones(4)
+    >>> FusedSGD([weight], lr=0.25).step()
+    >>> weight.data
+    tensor([0.7500, 0.7500, 0.7500, 0.7500])
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | None = None,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool | None = None,
+    ) -> None:
+        if lr is None:
+            message = "FusedSGD: lr is missing; give a learning rate"
+            raise ArgumentError(message)
+        if wd_after_momentum or not materialize_master_grads:
+            name = "wd_after_momentum" if wd_after_momentum else "materialize_master_grads"
+            message = f"FusedSGD: {name} is not supported; leave it at its default"
+            raise UnsupportedError(message)
+        warn_of_set_grad_none("FusedSGD", set_grad_none)
+        self.set_grad_none = set_grad_none
+        super().__init__(
+            params,
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            fused=True,
+        )
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Forget the gradients, or fill them with zeros.
+
+        Parameters
+        ----------
+        set_to_none : bool, optional
+            Whether to forget them; True by default.
+
+        Raises
+        ------
+        ArgumentError
+            If the constructor was given another `set_grad_none`.
+        """
+        super().zero_grad(set_to_none=forgets("FusedSGD", set_to_none, self.set_grad_none))

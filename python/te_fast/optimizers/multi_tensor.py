@@ -1,0 +1,237 @@
+"""Functions over lists of tensors: norms, and copies with a factor.
+
+They are torch's ``_foreach`` functions behind the calls that code written for Transformer Engine or apex makes.
+Nothing waits for the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from te_fast.errors import ShapeError
+
+Lists = Sequence[list[torch.Tensor]]
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """Return this rank's part of a ``DTensor``, and any other tensor as it is."""
+    if type(tensor) is torch.Tensor or not hasattr(tensor, "to_local"):
+        return tensor
+    return tensor.tolocal_part()
+
+
+class MultiTensorApply:
+    """Calls a function over lists of tensors.
+
+    Parameters
+    ----------
+    chunk_size : int
+        Handed on to the function; te_fast's own ones do not ask for it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch.optimizers import multi_tensor_applier, multi_tensor_l2norm
+    >>> flag = torch.zeros(1, dtype=torch.int)
+    >>> norm, _ = multi_tensor_applier(multi_tensor_l2norm, flag, [[torch.ones(9), torch.ones(16)]])
+    >>> norm
+    tensor([5.])
+    """
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def __call__(
+        self,
+        op: Callable[..., Any],
+        noop_flag_buffer: torch.Tensor,
+        tensor_lists: Lists,
+        *args: Any,
+    ) -> Any:
+        """Call ``op(chunk_size, noop_flag_buffer, lists, *args)`` on the tensors that hold something.
+
+        Parameters
+        ----------
+        op : Callable
+            The function.
+        noop_flag_buffer : torch.Tensor
+            One integer, in which functions note what is not finite.
+        tensor_lists : list of list of torch.Tensor
+            Lists of one length. Of a ``DTensor`` the local part is taken.
+        *args
+            The function's own arguments.
+
+        Returns
+        -------
+        object
+            What the function returned; ``None`` where there is no tensor.
+
+        Raises
+        ------
+        ShapeError
+            If the lists are not equally long.
+        """
+        lengths = [len(tensors) for tensors in tensor_lists]
+        if len(set(lengths)) > 1:
+            message = f"multi_tensor_applier: the lists must be equally long, got lengths {lengths}"
+            raise ShapeError(message)
+        rows = [row for row in zip(*tensor_lists, strict=True) if row[0].numel() > 0]
+        if not rows:
+            return None
+        lists = [[local_part(tensor) for tensor in column] for column in zip(*rows, strict=True)]
+        return op(self.chunk_size, noop_flag_buffer, lists, *args)
+
+
+#: What Transformer Engine's own optimizers and Megatron-LM call.
+multi_tensor_applier = MultiTensorApply(2048 * 32)
+
+
+def _norms(tensors: list[torch.Tensor], per_tensor: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    norms = torch.stack(list(torch._foreach_norm(tensors, 2, dtype=torch.float32)))
+    total = torch.linalg.vector_norm(norms).reshape(1)
+    return total, norms if per_tensor else norms.new_empty(0)
+
+
+def multi_tensor_l2norm(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Lists,
+    per_tensor_python: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the Euclidean norm over all tensors.
+
+    Parameters
+    ----------
+    chunk_size : int
+        Not asked for.
+    noop_flag : torch.Tensor
+        Not asked for, as in Transformer Engine: what is not finite shows in the norm.
+    tensor_lists : list of list of torch.Tensor
+        One list.
+    per_tensor_python : bool, optional
+        Return the norm of each tensor, too.
+
+    Returns
+    -------
+    norm : torch.Tensor
+        FP32 ``(1,)``.
+    norms : torch.Tensor
+        FP32 ``(tensors,)``, or ``(0,)``.
+    """
+    return _norms(tensor_lists[0], bool(per_tensor_python))
+
+
+def multi_tensor_unscale_l2norm(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Lists,
+    inv_scale: torch.Tensor,
+    per_tensor_python: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the Euclidean norm over all tensors times a factor, which change nothing in them.
+
+    Parameters
+    ----------
+    chunk_size, noop_flag, tensor_lists, per_tensor_python
+        As for :func:`multi_tensor_l2norm`.
+    inv_scale : torch.Tensor
+        FP32 ``(1,)``, the factor.
+
+    Returns
+    -------
+    norm : torch.Tensor
+        FP32 ``(1,)``.
+    norms : torch.Tensor
+        FP32 ``(tensors,)``, or ``(0,)``.
+    """
+    total, norms = _norms(tensor_lists[0], bool(per_tensor_python))
+    factor = inv_scale.float().reshape(()).abs()
+    return total * factor, norms * factor
+
+
+def _note_infinite(noop_flag: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    """Set the flag to 1 if an element is infinite or not a number."""
+    largest = torch.stack(list(torch._foreach_norm(tensors, torch.inf, dtype=torch.float32)))
+    noop_flag.masked_fill_(~largest.isfinite().all(), 1)
+
+
+def _copy_times(tensor_lists: Lists, scale: float | torch.Tensor) -> None:
+    """Write the elements of one list times a factor to the other; products are FP32, rounded once."""
+    from_narrow: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    in_place: list[torch.Tensor] = []
+    for source, target in zip(*tensor_lists, strict=True):
+        if target.dtype is torch.float32 or target is source:
+            if target is not source:
+                target.copy_(source)
+            in_place.append(target)
+        else:
+            from_narrow[0].append(source.float())
+            from_narrow[1].append(target)
+    if in_place:
+        torch._foreach_mul_(in_place, scale)
+    if from_narrow[0]:
+        torch._foreach_copy_(from_narrow[1], torch._foreach_mul(from_narrow[0], scale))
+
+
+def _check_pair(name: str, tensor_lists: Lists) -> None:
+    if len(tensor_lists) != 2:
+        message = f"{name}: expected two lists, from and to, got {len(tensor_lists)}"
+        raise ShapeError(message)
+
+
+@torch.no_grad()
+def multi_tensor_scale(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float
+) -> None:
+    """Write the tensors of one list, times a number, into those of another.
+
+    Parameters
+    ----------
+    chunk_size : int
+        Not asked for.
+    noop_flag : torch.Tensor
+        One number; becomes 1 if an element that was read is infinite or not a number.
+    tensor_lists : list of list of torch.Tensor
+        From and to, which may be the same tensors, and of different types.
+    scale : float
+        The number.
+
+    Raises
+    ------
+    ShapeError
+        If there are not two lists.
+    """
+    _check_pair("multi_tensor_scale", tensor_lists)
+    _note_infinite(noop_flag, tensor_lists[0])
+    if scale == 1.0:
+        torch._foreach_copy_(tensor_lists[1], tensor_lists[0])
+    else:
+        _copy_times(tensor_lists, float(scale))
+
+
+@torch.no_grad()
+def multi_tensor_scale_tensor(
+    chunk_size: int, is_infinite: torch.Tensor, tensor_lists: Lists, scale: torch.Tensor
+) -> None:
+    """Write the tensors of one list, times a number on their device, into those of another.
+
+    Parameters
+    ----------
+    chunk_size, tensor_lists
+        As for :func:`multi_tensor_scale`.
+    is_infinite : torch.Tensor
+        One number; becomes 1 if an element that was read is infinite or not a number.
+    scale : torch.Tensor
+        FP32 ``(1,)``, the number.
+
+    Raises
+    ------
+    ShapeError
+        If there are not two lists.
+    """
+    _check_pair("multi_tensor_scale_tensor", tensor_lists)
+    _note_infinite(is_infinite, tensor_lists[0])
+    _copy_times(tensor_lists, scale.reshape(()))

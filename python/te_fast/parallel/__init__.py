@@ -1,0 +1,1 @@
+"""Layers that ranks share: their groups and sizes, and native programs between collectives."""

@@ -1,0 +1,108 @@
+"""Whether the ranks of a group call a layer alike: looked at once for each kind of call, not at each call."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+
+from te_fast.errors import RanksError
+from te_fast.runtime import native
+from te_fast.runtime.collectives import get_distributed_rank, get_distributed_world_size
+
+#: Names of the numbers that ranks exchange: what kind of call this is.
+_DIMENSIONS = 4
+_LIMIT = 256
+
+
+class Agreement:
+    """The kinds of calls of a layer that the ranks of a group have been found to make alike.
+
+    A kind that is new on one rank is new on all, so that all compare theirs, in one small collective.
+
+    Parameters
+    ----------
+    name : str
+        Name of the layer, for messages.
+    group : torch.distributed.ProcessGroup
+        The ranks.
+    layer : str
+        What must be the same of the layer.
+    """
+
+    __slots__ = ("_group", "_is_alone", "_known", "_layer", "_name")
+
+    def __init__(self, name: str, group: Any, layer: str) -> None:
+        self._name, self._group, self._layer = name, group, layer
+        self._is_alone = get_distributed_world_size(group) == 1
+        self._known: set[Any] = set()
+
+    def check(self, x: torch.Tensor, *, wanted: bool, needs_input: bool) -> None:
+        """Compare a call with that of the other ranks, if it is of a new kind.
+
+        Parameters
+        ----------
+        x : torch.Tensor
+            Input of the layer.
+        wanted, needs_input : bool
+            Whether anything wants a gradient, and whether the input does.
+
+        Raises
+        ------
+        RanksError
+            If another rank makes another call; all ranks raise.
+        """
+        if self._is_alone:
+            return
+        enabled, _, _, _, _, epoch = native.autocast_region()
+        kind = (x.shape, x.dtype, x.device, wanted, needs_input, epoch if enabled else None)
+        if kind in self._known or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        recipe = native.autocast_objects()[0] if enabled else None
+        shown = "none" if recipe is None else str(sorted(recipe._describe().items()))
+        self._compare(x, shown, wanted=wanted, needs_input=needs_input)
+        if len(self._known) >= _LIMIT:
+            self._known.clear()
+        self._known.add(kind)
+
+    def _compare(self, x: torch.Tensor, recipe: str, *, wanted: bool, needs_input: bool) -> None:
+        own = {
+            "input's shape": [x.dim(), *x.shape[-_DIMENSIONS:]],
+            "input's type": [zlib.crc32(str(x.dtype).encode())],
+            "recipe": [zlib.crc32(recipe.encode())],
+            "sizes and modes of the layer": [zlib.crc32(self._layer.encode())],
+            "set of what wants gradients": [int(wanted), int(needs_input)],
+        }
+        own["input's shape"] += [0] * (_DIMENSIONS + 1 - len(own["input's shape"]))
+        flat = [number for numbers in own.values() for number in numbers]
+        mine = torch.tensor(flat, dtype=torch.int64, device=x.device)
+        size = get_distributed_world_size(self._group)
+        everyones = mine.new_empty(size * len(flat))
+        try:
+            torch.distributed.all_gather_into_tensor(everyones, mine, group=self._group)
+            table = everyones.view(size, -1).tolist()
+        except RuntimeError as error:
+            message = (
+                f"{self._name}: the ranks of tp_group could not compare their calls; one has stopped, is late, or does "
+                f"something else: {error}"
+            )
+            raise RanksError(message) from error
+        if all(row == flat for row in table):
+            return
+        first = 0
+        for what, numbers in own.items():
+            theirs = [row[first : first + len(numbers)] for row in table]
+            first += len(numbers)
+            if all(row == numbers for row in theirs):
+                continue
+            shown = (
+                "; ".join(
+                    f"rank {rank} has {row[1 : row[0] + 1]}" for rank, row in enumerate(theirs)
+                )
+                if what == "input's shape"
+                else f"ranks {[rank for rank, row in enumerate(theirs) if row != numbers]} have another than rank "
+                f"{get_distributed_rank(self._group)}"
+            )
+            message = f"{self._name}: the {what} must be the same on all ranks of tp_group; {shown}"
+            raise RanksError(message)

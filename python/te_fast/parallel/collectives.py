@@ -1,0 +1,72 @@
+"""The collectives of a layer, with its name in what they raise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from te_fast.errors import RanksError, TeFastError
+from te_fast.runtime.collectives import (
+    Handle,
+    allreduce,
+    gather_along_first_dim,
+    get_distributed_world_size,
+    reduce_scatter_along_first_dim,
+)
+
+
+@contextmanager
+def _named(name: str, collective: str) -> Iterator[None]:
+    """Name the layer in what ``torch.distributed`` raises when a rank is gone or late."""
+    try:
+        yield
+    except TeFastError:
+        raise
+    except RuntimeError as error:
+        message = (
+            f"{name}: {collective} of tensor parallelism failed; another rank has stopped, is late, or does something "
+            f"else: {error}"
+        )
+        raise RanksError(message) from error
+
+
+class Ranks:
+    """The collectives of a layer along the first dimension, with its name in what they raise.
+
+    Parameters
+    ----------
+    name : str
+        Name of the layer.
+    group : torch.distributed.ProcessGroup
+        The ranks.
+    """
+
+    __slots__ = ("group", "name", "size")
+
+    def __init__(self, name: str, group: Any) -> None:
+        self.name, self.group = name, group
+        self.size = get_distributed_world_size(group)
+
+    def gather(self, x: torch.Tensor, *, later: bool = False) -> tuple[torch.Tensor, Handle]:
+        """Concatenate the rows of all ranks."""
+        with _named(self.name, "an all-gather"):
+            return gather_along_first_dim(x, self.group, async_op=later)
+
+    def scatter(self, x: torch.Tensor, *, later: bool = False) -> tuple[torch.Tensor, Handle]:
+        """Sum over all ranks, and keep this one's rows."""
+        with _named(self.name, "a reduce-scatter"):
+            return reduce_scatter_along_first_dim(x, self.group, async_op=later)
+
+    def sum(self, x: torch.Tensor, *, later: bool = False) -> tuple[torch.Tensor, Handle]:
+        """Sum over all ranks."""
+        with _named(self.name, "an all-reduce"):
+            return allreduce(x.contiguous(), self.group, async_op=later)
+
+    def wait(self, handle: Handle) -> None:
+        """Let what follows on this stream see a collective's result."""
+        if handle is not None:
+            with _named(self.name, "a collective"):
+                handle.wait()

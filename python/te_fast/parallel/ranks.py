@@ -1,0 +1,127 @@
+"""How a layer is shared among the ranks of a tensor-parallel group: the group, the sizes, and the collectives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from te_fast.errors import ArgumentError, RanksError, ShapeError
+from te_fast.runtime.collectives import get_distributed_world_size
+
+#: What precedes the first linear op: its input is gathered, or is the same on all ranks.
+Before = Literal["gather", "copy"]
+#: What follows the last one: the results of all ranks are summed, and shared out, or left to all.
+Behind = Literal["scatter", "sum"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Which collectives surround the linear ops of a layer.
+
+    Attributes
+    ----------
+    before : {'gather', 'copy'} or None
+        ``gather``: the input is all-gathered, its gradient reduce-scattered. ``copy``: its gradient is all-reduced.
+    behind : {'scatter', 'sum'} or None
+        ``scatter``: the result is reduce-scattered, its gradient all-gathered. ``sum``: the result is all-reduced.
+    """
+
+    before: Before | None
+    behind: Behind | None
+
+    def __bool__(self) -> bool:
+        """Whether there is any."""
+        return self.before is not None or self.behind is not None
+
+
+#: There is none.
+NO_EXCHANGE = Exchange(None, None)
+
+
+def exchange_of(mode: str | None, size: int, *, sequence_parallel: bool) -> Exchange:
+    """Return the collectives of a layer that is split along a dimension.
+
+    Parameters
+    ----------
+    mode : {'column', 'row', 'both'} or None
+        ``column``: along the output, ``row``: along the input, ``both``: its first linear op by column, the last by
+        row.
+    size : int
+        Ranks.
+    sequence_parallel : bool
+        Whether what is not split so is split along the rows.
+    """
+    if size == 1 or mode is None:
+        return NO_EXCHANGE
+    return Exchange(
+        before=None if mode == "row" else "gather" if sequence_parallel else "copy",
+        behind=None if mode == "column" else "scatter" if sequence_parallel else "sum",
+    )
+
+
+def copy_sharing(module: Any, groups: Iterable[Any], memo: dict[int, Any]) -> Any:
+    """Return a deep copy of a module that has the same process groups, which cannot be copied."""
+    for group in groups:
+        memo[id(group)] = group
+    copied = memo[id(module)] = module.__new__(type(module))
+    copied.__setstate__(copy.deepcopy(module.__getstate__(), memo))
+    return copied
+
+
+def divided(layer: str, name: str, total: int, size: int) -> int:
+    """Return a rank's share of a size.
+
+    Raises
+    ------
+    ShapeError
+        If ranks cannot have equal ones.
+    """
+    if total % size != 0:
+        message = f"{layer}: {name} must be a multiple of tp_size = {size}, got {total}"
+        raise ShapeError(message)
+    return total // size
+
+
+def size_of_group(layer: str, group: Any, given: int) -> int:
+    """Return how many ranks share a layer that is made with ``tp_group`` and ``tp_size``.
+
+    Raises
+    ------
+    ArgumentError
+        If the size is no positive integer, or not the group's.
+    RanksError
+        If this rank is not in the group.
+    """
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        message = f"{layer}: tp_size must be a positive integer, got {given!r}"
+        raise ArgumentError(message)
+    if group is None:
+        return given
+    size = get_distributed_world_size(group)
+    if size < 1:
+        message = f"{layer}: this rank is not in tp_group; give the group that has it"
+        raise RanksError(message)
+    if given not in (1, size):
+        message = f"{layer}: tp_size = {given}, and tp_group has {size} ranks; leave tp_size out"
+        raise ArgumentError(message)
+    return size
+
+
+def check_group(layer: str, group: Any, size: int) -> None:
+    """Raise unless a group has as many ranks as share the layer.
+
+    Raises
+    ------
+    RanksError
+        If it has more or fewer, or this rank is not in it.
+    """
+    got = 1 if group is None else get_distributed_world_size(group)
+    if got != size:
+        count = "this rank is not in it" if got < 1 else f"it has {got} ranks"
+        message = (
+            f"{layer}: set_tensor_parallel_group needs a group of tp_size = {size} ranks, for which the layer was "
+            f"made; {count}"
+        )
+        raise RanksError(message)

@@ -1,0 +1,260 @@
+"""A native program between the collectives of tensor parallelism, inside of an autograd node.
+
+A collective is started as soon as its operand is there, and waited for where its result is read: the gradient of the
+input is reduced behind the first weight's gradient, whose input is gathered again behind the gradient of the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fast.parallel.agreement import Agreement
+from te_fast.parallel.collectives import Ranks
+from te_fast.parallel.quantized import gather_rows
+from te_fast.runtime import native, rows
+from te_fast.runtime.collectives import check_rows
+from te_fast.runtime.global_state import FP8GlobalStateManager
+from te_fast.tensor.float8 import Float8Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from te_fast.parallel.quantized import Role
+    from te_fast.parallel.ranks import Exchange
+    from te_fast.recipe import Recipe
+    from te_fast.runtime.rows import Tensors
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """What a backward needs of a segment's forward, beside the saved tensors.
+
+    Attributes
+    ----------
+    kept : object or None
+        What the program's run kept; None where nothing wants a gradient.
+    saved : list of torch.Tensor or None
+        What autograd is to keep.
+    local : int or None
+        Where among them this rank's rows stand for the gathered ones.
+    recipe : Recipe or None
+        Recipe of the region; None in high precision.
+    """
+
+    kept: Any
+    saved: list[torch.Tensor | None] = field(default_factory=list)
+    local: int | None = None
+    recipe: Recipe | None = None
+
+
+#: Returns what quantises a rank's rows of the input, or of the result's gradient; None where values are gathered.
+QuantizerOf = Callable[["Recipe", "Role", Any], Any]
+
+
+class Segment:
+    """A program, and the collectives before and behind it.
+
+    Parameters
+    ----------
+    name : str
+        Name of the layer, for messages.
+    program : Program
+        Its first op is linear if there is a collective before it.
+    exchange : Exchange
+        The collectives.
+    group : torch.distributed.ProcessGroup
+        The ranks.
+    first : WeightHandle, optional
+        Of the first linear op, whose weight's gradient waits for a collective.
+    kind : str
+        What must be the same on all ranks.
+    """
+
+    __slots__ = ("_agreement", "_epoch", "exchange", "first", "program", "ranks")
+
+    def __init__(
+        self,
+        name: str,
+        program: native.Program,
+        exchange: Exchange,
+        group: Any,
+        first: native.WeightHandle | None,
+        kind: str,
+    ) -> None:
+        self.program, self.exchange = program, exchange
+        self.ranks = Ranks(name, group)
+        self.first = first if exchange.before is not None else None
+        self._agreement = Agreement(name, group, f"{exchange} {kind}")
+        self._epoch: int | None = None
+
+    def check(self, x: torch.Tensor, *, wanted: bool, needs_x: bool) -> None:
+        """Raise unless all ranks call the segment alike, and can share out its rows.
+
+        Raises
+        ------
+        RanksError
+            If ranks do not call it alike, or one is gone.
+        ShapeError
+            If rows cannot be shared out among the ranks.
+        """
+        if self.exchange.behind == "scatter" and self.exchange.before != "gather":
+            rows_of = x.shape[0] if x.dim() > 1 else 1
+            check_rows(rows_of, self.ranks.size, f"{self.ranks.name}: sequence_parallel")
+        self._agreement.check(x, wanted=wanted, needs_input=needs_x)
+
+    def forward(
+        self,
+        owner: Any,
+        x: torch.Tensor,
+        extras: Tensors,
+        is_first_microbatch: bool | None,
+        needs: tuple[bool, Sequence[bool], bool],
+        parameters: Tensors | None,
+        version: int | None = None,
+        quantizer: QuantizerOf | None = None,
+    ) -> tuple[torch.Tensor, Tensors, Run, torch.Tensor]:
+        """Return the result, the extra outputs, what backward needs, and the input with the rows of all ranks.
+
+        Parameters
+        ----------
+        owner : object
+            What registers the scales of delayed scaling.
+        x : torch.Tensor
+            Input.
+        extras : tuple of torch.Tensor
+            Extra inputs of the program.
+        is_first_microbatch : bool, optional
+            As of :class:`te_fast.pytorch.Linear`.
+        needs : tuple
+            Whether the input wants a gradient, which extra inputs do, and whether parameters are to be asked.
+        parameters : tuple of torch.Tensor, optional
+            Those of the program; its modules' own by default.
+        version : int, optional
+            Stands in for that of a weight that is a concatenation.
+        quantizer : Callable, optional
+            By which the input may be gathered in FP8; without it, values are.
+        """
+        exchange, ranks = self.exchange, self.ranks
+        run, wanted = Run(None), needs[0] or needs[2]
+        enabled, *_, epoch = native.autocast_region()
+        if enabled:
+            run.recipe = FP8GlobalStateManager.get_fp8_recipe()
+            if run.recipe.delayed() and epoch != self._epoch:
+                # Also where this rank has no rows: others may have, and reduce their maxima with this one.
+                owner._init_delayed_scaling()
+                self._epoch = epoch
+        if self.first is not None:
+            self.first.delay_wgrad_compute = True
+            # What is gathered in high precision is kept so, but for delayed scaling, whose scale will have changed.
+            again = run.recipe is not None and not run.recipe.delayed()
+            self.first.save_original_input = again and exchange.before == "gather"
+        local, whole = self._gathered(x, run.recipe, quantizer)
+        if whole.numel() == 0:
+            given = parameters if parameters is not None else tuple(owner.parameters())
+            y, outputs, kept, saved = rows.run_on_nothing(
+                self.program, whole, extras, given, is_first_microbatch is True
+            )
+        else:
+            y, outputs, kept, saved = native.program_run_forward(
+                self.program, owner, whole, extras, is_first_microbatch, *needs, parameters, version
+            )
+        if wanted:
+            run.kept, run.saved = kept, list(saved)
+            if exchange.before == "gather":
+                read = whole._data if isinstance(whole, Float8Tensor) else whole
+                run.local = next((i for i, one in enumerate(saved) if one is read), None)
+                if run.local is not None:
+                    run.saved[run.local] = local
+        if exchange.behind == "scatter":
+            y = ranks.scatter(y)[0]
+        elif exchange.behind == "sum":
+            y = ranks.sum(y)[0]
+        return y, outputs, run, whole
+
+    def _gathered(
+        self, x: torch.Tensor, recipe: Recipe | None, quantizer: QuantizerOf | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's rows as backward gathers them again, and those of all ranks."""
+        if self.exchange.before != "gather":
+            return x, x
+        made = None
+        if recipe is not None and quantizer is not None and x.numel() != 0:
+            made = quantizer(recipe, "input", self.ranks.group)
+        if made is None:
+            return x, self.ranks.gather(x)[0]
+        value = made(x)
+        return value._data, gather_rows(value, self.ranks)[0]
+
+    def backward(
+        self,
+        run: Run,
+        saved: Sequence[torch.Tensor | None],
+        dy: torch.Tensor,
+        extra_grads: Tensors,
+        weight: Callable[[], torch.Tensor] | None,
+        dwhole: torch.Tensor | None = None,
+        quantizer: QuantizerOf | None = None,
+    ) -> tuple[torch.Tensor | None, list[Any], Tensors]:
+        """Return the gradients of input, parameters and extra inputs.
+
+        Parameters
+        ----------
+        run, saved
+            Of the forward; autograd has kept the tensors.
+        dy : torch.Tensor
+            Gradient of the result.
+        extra_grads : tuple of torch.Tensor
+            Those of the extra outputs.
+        weight : Callable, optional
+            Returns the weight of the first linear op, whose gradient is computed here; without it, that waits for
+            ``backward_dw``.
+        dwhole : torch.Tensor, optional
+            Another gradient of the gathered input.
+        quantizer : Callable, optional
+            By which the gradient of the result may be gathered in FP8.
+        """
+        exchange, ranks, first = self.exchange, self.ranks, self.first
+        if exchange.behind == "scatter":
+            dy = self._gathered_gradient(dy, run.recipe, quantizer)
+        tensors, regather = list(saved), None
+        if run.local is not None:
+            local = tensors[run.local]
+            assert local is not None
+            tensors[run.local], regather = ranks.gather(local, later=True)
+        count = 0 if first is None else first.deferred_count()
+        try:
+            dx, found, extras = rows.run_backward(run.kept, tuple(tensors), dy, extra_grads)
+            gradients, reduction = list(found), None
+            if dx is not None and dwhole is not None:
+                dx = dx + dwhole
+            if dx is not None and exchange.before == "gather":
+                dx, reduction = ranks.scatter(dx, later=True)
+            elif dx is not None and exchange.before == "copy":
+                dx, reduction = ranks.sum(dx, later=True)
+            ranks.wait(regather)
+            if first is not None and weight is not None and first.deferred_count() > count:
+                fuses = first.fuse_wgrad_accumulation
+                given = native.program_backward_dw(first, weight(), fuses)
+                if not fuses:  # else what autograd is given is there already
+                    gradients[0] = given
+            ranks.wait(reduction)
+        except BaseException:
+            if first is not None:
+                first.forget_deferred(count)
+            raise
+        return dx, gradients, extras
+
+    def _gathered_gradient(
+        self, dy: torch.Tensor, recipe: Recipe | None, quantizer: QuantizerOf | None
+    ) -> torch.Tensor:
+        made = None
+        in_fp8 = recipe is not None and recipe.backward_override is None and dy.numel() != 0
+        if recipe is not None and in_fp8 and quantizer is not None:
+            made = quantizer(recipe, "grad", self.ranks.group)
+        if made is None:
+            return self.ranks.gather(dy)[0]
+        return gather_rows(made(dy.contiguous()), self.ranks)[0]

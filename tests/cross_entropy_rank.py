@@ -1,0 +1,63 @@
+"""One of several ranks that share a vocabulary: ``cross_entropy_rank.py RANK RANKS FOLDER`` leaves losses.
+
+Run by ``unit/test_cross_entropy.py``.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from te_fast.pytorch.cross_entropy import parallel_cross_entropy
+
+VOCABULARY = 24
+IGNORED = 5
+CASES = [
+    {"dtype": dtype, "label_smoothing": smoothing, "reduce_loss": reduced, "hidden": hidden}
+    for dtype in (torch.float32, torch.bfloat16)
+    for smoothing in (0.0, 0.2)
+    for reduced in (False, True)
+    # Tokens that no model may choose have logits of minus infinity, of which no mean is.
+    for hidden in ({False, not smoothing})
+]
+
+
+def problem(dtype, hidden):
+    """Logits, targets and the gradient of the losses, the same on every rank."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(4, 3, VOCABULARY, generator=generator).mul(8).to(dtype)
+    target = torch.randint(0, VOCABULARY, (4, 3), generator=generator)
+    target[1, 2] = target[3, 0] = IGNORED
+    target[0] = torch.tensor([0, VOCABULARY // 2, VOCABULARY - 1])  # at the borders of shards
+    if hidden:
+        logits[..., 20:23] = -torch.inf  # of the last of four ranks the most
+        logits[2] += 3e4  # far from where exp is finite
+    grad = torch.randn(4, 3, generator=generator)
+    return logits, target, grad
+
+
+def losses_of(logits, target, grad, case, group):
+    logits = logits.clone().requires_grad_()
+    options = {name: case[name] for name in ("label_smoothing", "reduce_loss")}
+    loss = parallel_cross_entropy(
+        logits, target, **options, dist_process_group=group, ignore_idx=IGNORED
+    )
+    loss.backward(grad.sum() if case["reduce_loss"] else grad)
+    return loss.detach(), logits.grad
+
+
+def main(rank, ranks, folder):
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    found = []
+    for case in CASES:
+        logits, target, grad = problem(case["dtype"], case["hidden"])
+        shard = logits.chunk(ranks, dim=2)[rank]
+        found.append(losses_of(shard, target, grad, case, dist.group.WORLD))
+    torch.save(found, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

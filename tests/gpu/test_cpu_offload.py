@@ -1,0 +1,77 @@
+"""Saved tensors in pinned memory: gradients are those without, memory is less, copies run on a stream of their own."""
+
+import pytest
+import torch
+
+import te_fast.pytorch as te
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+
+pytestmark = pytest.mark.gpu
+ROWS, SIZE, LAYERS = 4096, 1024, 8
+RECIPES = [None, DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling()]
+
+
+def layers():
+    torch.manual_seed(3)
+    return [
+        te.LayerNormMLP(SIZE, 4 * SIZE, params_dtype=torch.bfloat16, device="cuda")
+        for _ in range(LAYERS)
+    ]
+
+
+def step(model, recipe, context=None, synchronize=None):
+    """Gradients of a step, and the largest memory between forward and backward."""
+    torch.manual_seed(4)
+    x = start = torch.randn(ROWS, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        for layer in model:
+            if context is None:
+                x = layer(x)
+                continue
+            with context:
+                x = layer(x)
+            x = synchronize(x)
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    x.float().square().mean().backward()
+    grads = [start.grad, *(parameter.grad for layer in model for parameter in layer.parameters())]
+    for layer in model:
+        layer.zero_grad(set_to_none=True)
+    return grads, held
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
+def test_gradients_and_memory(recipe, retain):
+    plain, offloaded = layers(), layers()
+    context, synchronize = te.get_cpu_offload_context(
+        True, LAYERS - 2, LAYERS, retain_pinned_cpu_buffers=retain
+    )
+    for _ in range(3):
+        wanted, most = step(plain, recipe)
+        got, least = step(offloaded, recipe, context, synchronize)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    saved = most - torch.cuda.memory_allocated()
+    assert least < most - 0.5 * saved
+
+
+def test_by_hand_on_a_stream_of_the_users():
+    stream = torch.cuda.Stream()
+    plain, offloaded = layers(), layers()
+    context, synchronize, controller = te.get_cpu_offload_context(
+        True, model_layers=LAYERS, manual_synchronization=True, offload_stream=stream
+    )
+    wanted, _ = step(plain, None)
+    torch.manual_seed(4)
+    x = start = torch.randn(ROWS, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for number, layer in enumerate(offloaded):
+        with context:
+            x = layer(x)
+        x = synchronize(x)
+        controller.start_offload_layer(number)
+    for number in range(LAYERS):
+        controller.release_activation_forward_gpu_memory(number)
+    for number in reversed(range(LAYERS)):
+        controller.start_reload_layer(number)
+    x.float().square().mean().backward()
+    assert torch.equal(start.grad, wanted[0])

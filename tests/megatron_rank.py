@@ -1,0 +1,231 @@
+"""One rank that trains Megatron-LM's models on te_fast: ``megatron_rank.py RANK RANKS FOLDER SCENES`` leaves losses.
+
+Run by ``unit/test_megatron.py``. Megatron-LM is what PyPI has; it asks for ``transformer_engine`` and gets te_fast by
+te_fast_alias. It knows no CPU: what it asks of ``torch.cuda`` is answered here.
+"""
+
+import copy
+import datetime
+import gc
+import json
+import sys
+import warnings
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+VOCABULARY, LENGTH, BATCH = 128, 32, 2
+STEPS = 4
+#: What a scene says, and what it is else.
+SCENE = {
+    "tp": 1,  # ranks that share each layer
+    "sp": False,  # sequence parallelism among them
+    "ep": 1,  # ranks that share the experts
+    "fp8": None,  # recipe
+    "moe": False,  # a mixture of experts
+    "local": False,  # Megatron-LM's own layers
+    "recompute": False,  # activations are computed again
+    "resume": False,  # go on from a checkpoint, too
+    "load": None,  # the scene whose checkpoint is where training begins
+}
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+def start():
+    """Import Megatron-LM as its users do, where there is no GPU."""
+    sys.path.insert(0, str(ROOT / "python" / "alias"))
+    warnings.simplefilter("ignore")  # Megatron-LM's own
+    import te_fast_alias
+
+    te_fast_alias.install()
+    import torch
+
+    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.synchronize = lambda *_: None
+    torch.set_num_threads(1)
+
+
+def recipe_of(fp8):
+    if fp8 is None:
+        return {}
+    number_format = "e4m3" if fp8 == "blockwise" else "hybrid"
+    return {"fp8": number_format, "fp8_recipe": fp8, "fp8_amax_history_len": 4}
+
+
+def experts_of(scene):
+    if not scene["moe"]:
+        return {}
+    return {
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_grouped_gemm": True,
+        "moe_permute_fusion": True,
+        "moe_router_fusion": True,
+        "moe_token_dispatcher_type": "allgather",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 1e-2,
+        "expert_model_parallel_size": scene["ep"],
+        "expert_tensor_parallel_size": 1,
+    }
+
+
+def make_model(scene, seed):
+    import torch
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        num_query_groups=2,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=scene["tp"],
+        sequence_parallel=scene["sp"],
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        **(RECOMPUTE if scene["recompute"] else {}),
+        **recipe_of(scene["fp8"]),
+        **experts_of(scene),
+    )
+    experts = {"num_experts": 4, "moe_grouped_gemm": True} if scene["moe"] else {}
+    kind = "local" if scene["local"] else "transformer_engine"
+    specs = getattr(gpt_layer_specs, f"get_gpt_layer_{'with_' * (not scene['local'])}{kind}_spec")
+    torch.manual_seed(seed)
+    model = GPTModel(
+        config,
+        specs(**experts),
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    return model.bfloat16()
+
+
+def train(model, optimizer, steps):
+    """Losses of some steps, on tokens that depend on the step alone."""
+    import torch
+
+    losses = []
+    # Its own attention makes no causal mask without a GPU.
+    mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 + step % 2)
+        tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+        places = torch.arange(LENGTH).expand(BATCH, -1)
+        loss = model(tokens[:, :-1], places, mask, labels=tokens[:, 1:]).float().mean()
+        loss.backward()
+        reduce_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def reduce_gradients(model):
+    """What Megatron-LM does under sequence parallelism: parameters that each rank has whole saw a part of the rows."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    if dist.get_world_size(group) == 1:
+        return
+    for parameter in model.parameters():
+        if getattr(parameter, "sequence_parallel", False) and parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)
+
+
+def load(model, folder):
+    from megatron.core import dist_checkpointing
+
+    loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
+    model.load_state_dict(loaded["model"])
+
+
+def run(name, scene, folder):
+    from megatron.core import dist_checkpointing
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    def fresh(seed):
+        model = make_model(scene, seed)
+        return model, FusedAdam(model.parameters(), lr=3e-3, master_weights=True)
+
+    model, optimizer = fresh(1)
+    if scene["load"] is not None:
+        load(model, folder / scene["load"])
+        return {"losses": train(model, optimizer, range(STEPS, STEPS + 3))}
+    found = {"losses": train(model, optimizer, range(STEPS))}
+    found["keys"] = sorted(key for key in model.state_dict() if key.endswith("_extra_state"))
+    if not scene["resume"]:
+        return found
+    kept = folder / name
+    kept.mkdir(exist_ok=True)
+    dist_checkpointing.save({"model": model.sharded_state_dict()}, str(kept))
+    moments = copy.deepcopy(optimizer.state_dict())
+    found["goes_on"] = train(model, optimizer, range(STEPS, STEPS + 3))
+    other, resumed = fresh(2)
+    load(other, kept)
+    resumed.load_state_dict(moments)
+    found["resumed"] = train(other, resumed, range(STEPS, STEPS + 3))
+    return found
+
+
+def play(name, scene, folder):
+    """Run a scene on groups of ranks of its own."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=scene["tp"],
+        expert_model_parallel_size=scene["ep"],
+        expert_tensor_parallel_size=1,
+    )
+    random.initialize_rng_tracker(use_te_rng_tracker=True, force_reset=True)
+    # As Megatron-LM does: ranks that hold the same weights draw them alike.
+    split, experts = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
+    for tracked, seed in (
+        ("data-parallel-rng", 1),
+        ("model-parallel-rng", 100 + split),
+        ("expert-parallel-rng", 200 + experts),
+    ):
+        random.get_cuda_rng_tracker().add(tracked, seed)
+    found = run(name, scene, folder)
+    # Layers of delayed scaling take part in reductions as long as they live, on all ranks or on none.
+    gc.collect()
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def main(rank, ranks, folder, scenes):
+    start()
+    import torch.distributed as dist
+
+    store = f"file://{folder / 'store'}"
+    wait = datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=wait)
+    found = {name: play(name, {**SCENE, **given}, folder) for name, given in scenes.items()}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4]))

@@ -1,0 +1,905 @@
+"""One of some ranks that share layers: ``python parallel_rank.py RANK WORLD FOLDER SCENE ...``.
+
+Each scene compares with the whole layer in plain torch, and raises where it differs; the file that is written says of
+each what it raised. Run by ``unit/test_parallel_ranks.py``, in processes of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from contextlib import contextmanager
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+import te_fast
+import te_fast.pytorch as te
+from ranks import Scenes, device
+from recipes import RECIPES
+from reference import QuantizedLinear
+
+ROWS, IN, OUT = 32, 64, 128
+scenes = Scenes()
+scene = scenes.scene
+
+
+def rank_and_size():
+    return dist.get_rank(), dist.get_world_size()
+
+
+def random(*shape, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+    return values.to(device()) * scale
+
+
+def share(tensor, dim):
+    rank, size = rank_and_size()
+    return tensor.chunk(size, dim)[rank]
+
+
+def region(name):
+    return te.autocast(enabled=name is not None, recipe=name and RECIPES[name]())
+
+
+def linear_of(name):
+    """A linear function in FP64, of what FP8 makes of its operands."""
+    return functional.linear if name is None else QuantizedLinear(name)
+
+
+def close(got, expected, tolerance, what):
+    assert got is not None, what
+    assert tuple(got.shape) == tuple(expected.shape), (what, got.shape, expected.shape)
+    error = (got.double() - expected).norm() / (expected.norm() + 1e-30)
+    assert error <= tolerance, f"{what}: relative error {error:.2e}"
+
+
+def tolerance_of(recipe, dtype):
+    if recipe is not None:
+        return 4e-3 if dtype == torch.float32 else 4e-2
+    return 1e-5 if dtype == torch.float32 else 2e-2
+
+
+def fill(layer, **values):
+    with torch.no_grad():
+        for name, value in values.items():
+            getattr(layer, name).copy_(value)
+
+
+def marks(parameter):
+    names = "tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel"
+    return {name: getattr(parameter, name) for name in names if hasattr(parameter, name)}
+
+
+PARALLEL = {"tensor_model_parallel": True, "partition_stride": 1}
+
+
+# Linear ---------------------------------------------------------------------------------------------
+
+
+def check_linear(mode, sequence, recipe, dtype=torch.float32, **options):
+    size = dist.get_world_size()
+    x, w, b = random(ROWS, IN, seed=1), random(OUT, IN, seed=2, scale=0.1), random(OUT, seed=3)
+    g = random(ROWS, OUT, seed=4)
+    x, w, b, g = (t.to(dtype).double() for t in (x, w, b, g))
+    # The whole layer: each rank's share of the weight has a scale of its own.
+    x0, w0, b0 = (t.clone().requires_grad_() for t in (x, w, b))
+    linear = linear_of(recipe)
+    if mode == "column":
+        shares = zip(w0.chunk(size), b0.chunk(size), strict=True)
+        y0 = torch.cat([linear(x0, part) + bias for part, bias in shares], -1)
+    else:
+        pairs = zip(x0.chunk(size, -1), w0.chunk(size, -1), strict=True)
+        y0 = sum(linear(x_part, part) for x_part, part in pairs) + b0
+    y0.backward(g)
+
+    layer = te.Linear(
+        IN, OUT, params_dtype=dtype, device=device(), parallel_mode=mode, sequence_parallel=sequence,
+        tp_group=dist.group.WORLD, tp_size=size, name="proj", **options,
+    )  # fmt: skip
+    dim = 0 if mode == "column" else 1
+    fill(layer, weight=share(w, dim), bias=share(b, 0) if mode == "column" else b)
+    rows_in = sequence and mode == "column"
+    local = share(x, 0) if rows_in else x if mode == "column" else share(x, -1)
+    local = local.to(dtype).requires_grad_()
+    with region(recipe):
+        y = layer(local)
+    if options.get("return_bias"):
+        y, bias = y
+        assert bias is layer.bias
+        y = y + bias.detach()
+    rows_out = sequence and mode == "row"
+    dy = share(g, -1) if mode == "column" else share(g, 0) if rows_out else g
+    expected = share(y0, -1) if mode == "column" else share(y0, 0) if rows_out else y0
+    if options.get("fuse_wgrad_accumulation"):
+        layer.weight.main_grad = torch.ones_like(layer.weight, dtype=torch.float32)
+    y.backward(dy.to(dtype))
+    if options.get("delay_wgrad_compute"):
+        assert layer.weight.grad is None
+        layer.backward_dw()
+    tolerance = tolerance_of(recipe, dtype)
+    close(y.detach(), expected.detach(), tolerance, "y")
+    dx0 = share(x0.grad, 0) if rows_in else x0.grad if mode == "column" else share(x0.grad, -1)
+    close(local.grad, dx0, tolerance, "dx")
+    dw = layer.weight.grad
+    if options.get("fuse_wgrad_accumulation"):
+        assert dw is None
+        dw = layer.weight.main_grad - 1
+    close(dw, share(w0.grad, dim), tolerance, "dw")
+    if not options.get("return_bias"):
+        db = layer.bias.grad.clone()
+        if rows_out:  # the framework's, as the mark says
+            dist.all_reduce(db)
+        close(db, share(b0.grad, 0) if mode == "column" else b0.grad, tolerance, "db")
+    return layer
+
+
+@scene
+def linear():
+    for mode, sequence, recipe in product(("column", "row"), (False, True), (None, *RECIPES)):
+        layer = check_linear(mode, sequence, recipe)
+        assert marks(layer.weight) == {**PARALLEL, "partition_dim": 0 if mode == "column" else 1}
+        expected = (
+            {**PARALLEL, "partition_dim": 0}
+            if mode == "column"
+            else {"sequence_parallel": sequence}
+        )
+        assert marks(layer.bias) == expected
+
+
+@scene
+def linear_in_bfloat16():
+    for mode, sequence, recipe in product(("column", "row"), (False, True), (None, "current")):
+        check_linear(mode, sequence, recipe, torch.bfloat16)
+
+
+@scene
+def linear_options():
+    for mode, recipe in product(("column", "row"), (None, "delayed")):
+        check_linear(mode, True, recipe, fuse_wgrad_accumulation=True)
+        check_linear(mode, True, recipe, delay_wgrad_compute=True)
+        check_linear(mode, True, recipe, fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
+        check_linear(mode, True, recipe, return_bias=True)
+
+
+# LayerNormLinear and LayerNormMLP -------------------------------------------------------------------
+
+
+def norm_of(x, gamma, beta):
+    return functional.layer_norm(x, x.shape[-1:], gamma, beta, eps=1e-5)
+
+
+def check_layernorm_linear(sequence, recipe, *, returns=False, gathered=False):
+    size = dist.get_world_size()
+    x, w, b = random(ROWS, IN, seed=1), random(OUT, IN, seed=2, scale=0.1), random(OUT, seed=3)
+    gamma, beta = 1 + random(IN, seed=5, scale=0.1), random(IN, seed=6, scale=0.1)
+    g, g_norm = random(ROWS, OUT, seed=4), random(ROWS, IN, seed=7)
+    tensors = [t.float().double() for t in (x, w, b, gamma, beta)]
+    x0, w0, b0, gamma0, beta0 = leaves = [t.clone().requires_grad_() for t in tensors]
+    linear = linear_of(recipe)
+    normed0 = norm_of(x0, gamma0, beta0)
+    shares = zip(w0.chunk(size), b0.chunk(size), strict=True)
+    y0 = torch.cat([linear(normed0, part) + bias for part, bias in shares], -1)
+    if returns:
+        torch.autograd.backward([y0, normed0], [g, g_norm])
+    else:
+        y0.backward(g)
+    layer = te.LayerNormLinear(
+        IN, OUT, device=device(), parallel_mode="column", sequence_parallel=sequence, tp_group=dist.group.WORLD,
+        tp_size=size, return_layernorm_output=returns, return_layernorm_output_gathered=gathered,
+    )  # fmt: skip
+    values = {"layer_norm_weight": tensors[3], "layer_norm_bias": tensors[4]}
+    fill(layer, weight=share(tensors[1], 0), bias=share(tensors[2], 0), **values)
+    local = (share(tensors[0], 0) if sequence else tensors[0]).float().requires_grad_()
+    with region(recipe):
+        out = layer(local)
+    tolerance = tolerance_of(recipe, torch.float32)
+    if returns:
+        y, normed = out
+        is_local = sequence and not gathered
+        close(normed.detach(), share(normed0, 0) if is_local else normed0, 1e-5, "norm")
+        # Each rank's gradient of a gathered tensor is its part of a sum.
+        part = share(g_norm, 0) if is_local else g_norm / size if gathered and sequence else g_norm
+        torch.autograd.backward([y, normed], [share(g, -1).float(), part.float()])
+    else:
+        y = out
+        y.backward(share(g, -1).float())
+    close(y.detach(), share(y0, -1), tolerance, "y")
+    close(local.grad, share(x0.grad, 0) if sequence else x0.grad, tolerance, "dx")
+    close(layer.weight.grad, share(w0.grad, 0), tolerance, "dw")
+    close(layer.bias.grad, share(b0.grad, 0), tolerance, "db")
+    for name, leaf in (("layer_norm_weight", leaves[3]), ("layer_norm_bias", leaves[4])):
+        parameter = getattr(layer, name)
+        assert marks(parameter) == {"sequence_parallel": sequence}
+        grad = parameter.grad.clone()
+        if sequence:
+            dist.all_reduce(grad)
+        close(grad, leaf.grad, tolerance, name)
+
+
+@scene
+def layernorm_linear():
+    for sequence, recipe in product((False, True), (None, *RECIPES)):
+        check_layernorm_linear(sequence, recipe)
+
+
+@scene
+def layernorm_output():
+    for sequence, gathered, recipe in product((False, True), (False, True), ("current",)):
+        check_layernorm_linear(sequence, recipe, returns=True, gathered=gathered)
+
+
+def check_mlp(sequence, recipe, activation="gelu", **options):
+    size = dist.get_world_size()
+    ffn = 128
+    halves = 2 if activation == "swiglu" else 1
+    x, gamma, beta = (
+        random(ROWS, IN, seed=1),
+        1 + random(IN, seed=5, scale=0.1),
+        random(IN, seed=6, scale=0.1),
+    )
+    w1, b1 = random(halves, ffn, IN, seed=2, scale=0.1), random(halves, ffn, seed=3, scale=0.1)
+    w2, b2, g = random(IN, ffn, seed=8, scale=0.1), random(IN, seed=9), random(ROWS, IN, seed=4)
+    tensors = [t.float().double() for t in (x, gamma, beta, w1, b1, w2, b2)]
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    x0, gamma0, beta0, w10, b10, w20, b20 = leaves
+    linear = linear_of(recipe)
+    normed = norm_of(x0, gamma0, beta0)
+    y0 = b20
+    parts = zip(w10.chunk(size, 1), b10.chunk(size, 1), w20.chunk(size, 1), strict=True)
+    for first, bias, second in parts:
+        hidden = linear(normed, first.reshape(-1, IN)) + bias.reshape(-1)
+        if halves == 2:
+            gate, up = hidden.chunk(2, -1)
+            hidden = functional.silu(gate) * up
+        else:
+            hidden = functional.gelu(hidden, approximate="tanh")
+        y0 = y0 + linear(hidden, second)
+    y0.backward(g)
+    layer = te.LayerNormMLP(
+        IN, ffn, device=device(), set_parallel_mode=True, sequence_parallel=sequence, activation=activation,
+        tp_group=dist.group.WORLD, tp_size=size, **options,
+    )  # fmt: skip
+    shares = {
+        "layer_norm_weight": tensors[1], "layer_norm_bias": tensors[2],
+        "fc1_weight": share(tensors[3], 1).reshape(-1, IN),
+        "fc1_bias": share(tensors[4], 1).reshape(-1), "fc2_weight": share(tensors[5], 1), "fc2_bias": tensors[6],
+    }  # fmt: skip
+    fill(layer, **shares)
+    rows = (lambda t: share(t, 0)) if sequence else (lambda t: t)
+    local = rows(tensors[0]).float().requires_grad_()
+    with region(recipe):
+        y = layer(local)
+    y.backward(rows(g).float())
+    if options.get("delay_wgrad_compute"):
+        layer.backward_dw()
+    tolerance = 5 * tolerance_of(recipe, torch.float32)
+    close(y.detach(), rows(y0), tolerance, "y")
+    close(local.grad, rows(x0.grad), tolerance, "dx")
+    close(layer.fc1_weight.grad, share(w10.grad, 1).reshape(-1, IN), tolerance, "dw1")
+    close(layer.fc1_bias.grad, share(b10.grad, 1).reshape(-1), tolerance, "db1")
+    close(layer.fc2_weight.grad, share(w20.grad, 1), tolerance, "dw2")
+    for name, leaf in (
+        ("fc2_bias", b20),
+        ("layer_norm_weight", gamma0),
+        ("layer_norm_bias", beta0),
+    ):
+        parameter = getattr(layer, name)
+        assert marks(parameter) == {"sequence_parallel": sequence}, name
+        grad = parameter.grad.clone()
+        if sequence:
+            dist.all_reduce(grad)
+        close(grad, leaf.grad, tolerance, name)
+    assert marks(layer.fc1_weight) == marks(layer.fc1_bias) == {**PARALLEL, "partition_dim": 0}
+    assert marks(layer.fc2_weight) == {**PARALLEL, "partition_dim": 1}
+
+
+@scene
+def layernorm_mlp():
+    for sequence, recipe in product((False, True), (None, *RECIPES)):
+        check_mlp(sequence, recipe)
+    check_mlp(True, "current", "swiglu")
+    check_mlp(True, "current", delay_wgrad_compute=True)
+    check_mlp(True, "delayed", checkpoint=True)
+    check_mlp(False, "current", checkpoint=True)
+
+
+# Operations -----------------------------------------------------------------------------------------
+
+
+def check_op(make, mode, sequence, recipe, *, alone=True):
+    """A linear operation: as one native segment, and among Python's."""
+    if recipe == "delayed":
+        gc.collect()  # of operations that one rank has freed, the other's maxima would be reduced with none
+    size = dist.get_world_size()
+    x, w, g = (
+        random(ROWS, IN, seed=1),
+        random(OUT, IN, seed=2, scale=0.1),
+        random(ROWS, OUT, seed=4),
+    )
+    b = random(size, OUT, seed=3) if mode == "row" else random(OUT, seed=3)
+    x, w, b, g = (t.float().double() for t in (x, w, b, g))
+    x0, w0, b0 = (t.clone().requires_grad_() for t in (x, w, b))
+    op = make(
+        IN, OUT, device=device(), tensor_parallel_mode=mode, sequence_parallel=sequence,
+        tensor_parallel_group=dist.group.WORLD,
+    )  # fmt: skip
+    has_bias = isinstance(op, te.ops.Linear)
+    linear = linear_of(recipe)
+    if mode == "column":
+        y0 = torch.cat([linear(x0, part) for part in w0.chunk(size)], -1) + (b0 if has_bias else 0)
+    else:
+        pairs = zip(x0.chunk(size, -1), w0.chunk(size, -1), strict=True)
+        y0 = sum(linear(x_part, part) for x_part, part in pairs) + (b0.sum(0) if has_bias else 0)
+    y0.backward(g)
+    fill(op, weight=share(w, 0 if mode == "column" else 1))
+    if has_bias:
+        fill(op, bias=share(b, 0) if mode == "column" else b[dist.get_rank()])
+    local = share(x, -1) if mode == "row" else share(x, 0) if sequence else x
+    local = local.float().requires_grad_()
+    module = op if alone else te.ops.Sequential(te.ops.Reshape((-1, local.shape[-1])), op)
+    with region(recipe):
+        y = module(local)
+    rows_out = sequence and mode == "row"
+    y.backward((share(g, -1) if mode == "column" else share(g, 0) if rows_out else g).float())
+    tolerance = tolerance_of(recipe, torch.float32)
+    close(
+        y.detach(),
+        share(y0, -1) if mode == "column" else share(y0, 0) if rows_out else y0,
+        tolerance,
+        "y",
+    )
+    dx0 = share(x0.grad, -1) if mode == "row" else share(x0.grad, 0) if sequence else x0.grad
+    close(local.grad, dx0, tolerance, "dx")
+    close(op.weight.grad, share(w0.grad, 0 if mode == "column" else 1), tolerance, "dw")
+    if has_bias:
+        expected = share(b0.grad, 0) if mode == "column" else b0.grad[dist.get_rank()]
+        close(op.bias.grad, expected, tolerance, "db")
+    return op
+
+
+@scene
+def linear_operations():
+    for mode, sequence in product(("column", "row"), (False, True)):
+        for recipe in (None, "current", "delayed"):
+            check_op(te.ops.Linear, mode, sequence, recipe)
+        check_op(te.ops.BasicLinear, mode, sequence, "block")
+    check_op(te.ops.Linear, "column", True, "current", alone=False)
+    check_op(te.ops.BasicLinear, "row", True, "current", alone=False)
+    op = check_op(te.ops.BasicLinear, "column", True, None)
+    x = random(8, IN, seed=1).float()
+    assert torch.equal(copy.deepcopy(op)(x), op(x))
+    chain = te.ops.Sequential(te.ops.GELU(), op, te.ops.GELU())
+    chain(x)
+    assert "all-gather" in chain.explain()
+    # By Python's methods, which a user's fusion calls.
+    context, python_context = (te_fast.ops.op.OperationContext() for _ in range(2))
+    y = op.op_forward(context, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
+    assert torch.equal(y, op(x))
+    context.saved_tensors = context.to_save
+    dy = torch.ones_like(y)
+    dx, (dw,) = op.op_backward(context, dy)
+    op.weight.grad = None
+    x = x.requires_grad_()
+    op(x).backward(dy)
+    assert torch.equal(dx, x.grad)
+    assert torch.equal(dw, op.weight.grad)
+
+
+@scene
+def chains_of_operations():
+    """A feed-forward block of operations, column then row, beside the layer."""
+    for sequence, recipe in ((False, None), (True, "current"), (True, "delayed")):
+        gc.collect()
+        options = {
+            "device": device(),
+            "tensor_parallel_group": dist.group.WORLD,
+            "sequence_parallel": sequence,
+        }
+        chain = te.ops.Sequential(
+            te.ops.LayerNorm(IN, device=device()),
+            te.ops.BasicLinear(IN, OUT, tensor_parallel_mode="column", **options),
+            te.ops.GELU(),
+            te.ops.BasicLinear(OUT, IN, tensor_parallel_mode="row", **options),
+        )
+        layer = te.LayerNormMLP(
+            IN, OUT, device=device(), bias=False, set_parallel_mode=True, sequence_parallel=sequence,
+            tp_group=dist.group.WORLD,
+        )  # fmt: skip
+        weights = random(OUT, IN, seed=1, scale=0.2), random(IN, OUT, seed=2, scale=0.2)
+        shares = share(weights[0], 0), share(weights[1], 1)
+        fill(layer, fc1_weight=shares[0], fc2_weight=shares[1])
+        fill(chain[1], weight=shares[0])
+        fill(chain[3], weight=shares[1])
+        x, g = random(ROWS, IN, seed=3).float(), random(ROWS, IN, seed=4).float()
+        if sequence:
+            x, g = share(x, 0), share(g, 0)
+        xs = [x.clone().requires_grad_() for _ in range(2)]
+        with region(recipe):
+            ys = [module(one) for module, one in zip((chain, layer), xs, strict=True)]
+        for y in ys:
+            y.backward(g)
+        pairs = zip(
+            (ys[0].detach(), xs[0].grad, chain[1].weight.grad, chain[3].weight.grad),
+            (ys[1].detach(), xs[1].grad, layer.fc1_weight.grad, layer.fc2_weight.grad),
+            strict=True,
+        )
+        for number, (got, expected) in enumerate(pairs):
+            close(got, expected.double(), 2e-2 if recipe else 1e-5, f"{number} of {recipe}")
+
+
+@scene
+def communication_operations():
+    rank, size = rank_and_size()
+    x = random(4 * size, 8, seed=rank).float()
+    every = torch.stack([random(4 * size, 8, seed=r).float() for r in range(size)])
+    for make, forward in (
+        (te.ops.AllGather, lambda t: t.flatten(0, 1)),
+        (te.ops.ReduceScatter, lambda t: t.sum(0).chunk(size)[rank]),
+        (te.ops.AllReduce, lambda t: t.sum(0)),
+    ):
+        op = make(dist.group.WORLD)
+        for module in (
+            op,
+            te.ops.Sequential(te.ops.Identity(), copy.deepcopy(op), te.ops.Identity()),
+        ):
+            local = x.clone().requires_grad_()
+            y = module(local)
+            assert torch.allclose(y, forward(every))
+            assert torch.equal(local, x)
+            gs = [random(*y.shape, seed=r).float() for r in range(size)]
+            g = gs[rank]
+            y.backward(g)
+            if make is te.ops.AllGather:
+                expected = sum(gs).chunk(size)[rank]
+            else:
+                expected = torch.cat(gs) if make is te.ops.ReduceScatter else g
+            assert torch.allclose(local.grad, expected)
+        with raises(RuntimeError, f"{make.__name__}: the input's shape"):
+            op(torch.ones(size + size * rank, 4))
+    with raises(ValueError, "multiple of the"):
+        te.ops.ReduceScatter()(torch.ones(size + 1, 4))
+
+
+# What all have in common --------------------------------------------------------------------------------
+
+
+@scene
+def scales_are_those_of_one_rank():
+    """Current scaling: the largest value of one rank's rows scales those of all, bit for bit."""
+    rank, size = rank_and_size()
+    x, w, g = (
+        random(ROWS, IN, seed=1).float(),
+        random(OUT, IN, seed=2).float(),
+        random(ROWS, OUT, seed=3).float(),
+    )
+    x[0, 0], g[-1, -1] = 40.0, 900.0
+    # Every share of the weight has the same largest value, and so the same scale.
+    w[0 :: OUT // size] = 5.0
+    w.clamp_(-5.0, 5.0)
+
+    def gradients(layer, x, g):
+        x = x.clone().requires_grad_()
+        with region("current"):
+            y = layer(x)
+        y.backward(g)
+        return y.detach(), x.grad, layer.weight.grad
+
+    whole = te.Linear(IN, OUT, bias=False, device=device())
+    fill(whole, weight=w)
+    options = {
+        "bias": False,
+        "device": device(),
+        "sequence_parallel": True,
+        "tp_group": dist.group.WORLD,
+    }
+    column = te.Linear(IN, OUT, parallel_mode="column", **options)
+    fill(column, weight=share(w, 0))
+    y0, _, _ = gradients(whole, x, g)
+    y, _, _ = gradients(column, share(x, 0), share(g, -1).contiguous())
+    assert torch.equal(y, share(y0, -1))
+    # dy of a row-parallel layer: one rank's, beside what ranks make of their rows.
+    row = te.Linear(IN, OUT, parallel_mode="row", **options)
+    w = w.t().contiguous().t()
+    w[:, 0 :: IN // size] = 5.0
+    fill(whole, weight=w)
+    fill(row, weight=share(w, 1))
+    whole.weight.grad = None
+    _, dx0, _ = gradients(whole, x, g)
+    _, dx, _ = gradients(row, share(x, -1).contiguous(), share(g, 0))
+    assert torch.equal(dx, share(dx0, -1))
+
+
+@contextmanager
+def collectives():
+    """What travels: the collectives with the type and number of the elements that a rank brings."""
+    seen = []
+    names = {
+        "all_gather_into_tensor": "gather",
+        "reduce_scatter_tensor": "scatter",
+        "all_reduce": "sum",
+    }
+    originals = {name: getattr(dist, name) for name in names}
+
+    def watched(name, function):
+        def run(*tensors, **options):
+            mine = tensors[0 if name == "all_reduce" else 1]
+            if mine.dtype != torch.int64:  # not the comparison of calls
+                seen.append((names[name], str(mine.dtype).removeprefix("torch."), mine.numel()))
+            return function(*tensors, **options)
+
+        return run
+
+    for name, function in originals.items():
+        setattr(dist, name, watched(name, function))
+    try:
+        yield seen
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+
+
+@scene
+def what_travels():
+    """The collectives of Transformer Engine's table, no more, and what autograd keeps: this rank's rows alone."""
+    size = dist.get_world_size()
+    rows = ROWS // size
+    local, whole, out = rows * IN, ROWS * IN, ROWS * OUT
+    amax = ("sum", "float32", 1)
+    wide = {None: "bfloat16", "delayed": "uint8", "current": "uint8", "block": "bfloat16"}
+    for recipe, dtype in wide.items():
+        amaxes = [amax] if recipe == "current" else []
+        expected = {
+            ("column", True): [
+                [*amaxes, ("gather", dtype, local)],
+                [("gather", dtype, local), ("scatter", "bfloat16", whole)],
+            ],
+            ("column", False): [[], [("sum", "bfloat16", whole)]],
+            ("row", True): [
+                [("scatter", "bfloat16", out)],
+                [*amaxes, ("gather", dtype, out // size)],
+            ],
+            ("row", False): [[("sum", "bfloat16", out)], []],
+        }
+        if (
+            recipe == "delayed"
+        ):  # the end of the region and the backward of its first layer reduce maxima of their own
+            for directions in expected.values():
+                directions[0].append(("sum", "float32", 3))
+        for (mode, sequence), (forward, backward) in expected.items():
+            gc.collect()
+            layer = te.Linear(
+                IN, OUT, bias=False, params_dtype=torch.bfloat16, device=device(), parallel_mode=mode,
+                sequence_parallel=sequence, tp_group=dist.group.WORLD,
+            )  # fmt: skip
+            count = rows if sequence and mode == "column" else ROWS
+            x = torch.randn(count, layer.in_features, dtype=torch.bfloat16, requires_grad=True)
+            kept = []
+
+            def note(tensor, kept=kept):
+                kept.append(tensor)
+                return tensor
+
+            hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+            with collectives() as seen, region(recipe), hooks:
+                y = layer(x)
+            assert seen == forward, (recipe, mode, sequence, seen)
+            if mode == "column" and sequence:
+                bytes_of = [
+                    t.numel() * t.element_size() for t in kept if t.shape != layer.weight.shape
+                ]
+                assert sum(bytes_of) <= local * (2 if dtype == "bfloat16" else 1) + 64, bytes_of
+            dy = torch.randn_like(y)
+            with collectives() as seen:
+                y.backward(dy)
+            seen = [one for one in seen if one != ("sum", "float32", 2)]
+            assert seen == backward, (recipe, mode, sequence, seen)
+
+
+@scene
+def inputs_of_every_kind():
+    size = dist.get_world_size()
+    te_fast.auto_pad(True)
+    for sequence, recipe in ((True, None), (True, "delayed"), (False, "current"), (True, "block")):
+        layer = te.Linear(
+            IN,
+            OUT,
+            device=device(),
+            parallel_mode="column",
+            sequence_parallel=sequence,
+            tp_group=dist.group.WORLD,
+        )
+        row = te.LayerNormMLP(
+            IN,
+            OUT,
+            device=device(),
+            set_parallel_mode=True,
+            sequence_parallel=sequence,
+            tp_group=dist.group.WORLD,
+        )
+        for shape in ((0, IN), (3, IN), (4, 5, IN)):
+            x = random(*shape, seed=1).float()
+            for module, width in ((layer, OUT // size), (row, IN)):
+                for grads in (True, False):
+                    local = x.clone().requires_grad_(grads)
+                    with region(recipe), torch.set_grad_enabled(grads):
+                        y = module(local)
+                    rows = shape[0] * (size if sequence and module is layer else 1)
+                    assert tuple(y.shape) == (rows, *shape[1:-1], width)
+                    assert y.requires_grad == grads
+                    if grads:
+                        y.sum().backward()
+                        assert local.grad.shape == x.shape
+                        assert all(p.grad is not None for p in module.parameters())
+        with torch.no_grad(), region(recipe):
+            strided = random(IN, 8, seed=1).float().t()
+            assert torch.equal(layer(strided), layer(strided.contiguous()))
+
+
+@scene
+def sequence_parallel_may_change_between_calls():
+    """As Megatron's inference does around each call; weights are quantised once."""
+    rank, size = rank_and_size()
+    x = random(ROWS, IN, seed=1).float()
+    layer = te.Linear(
+        IN,
+        OUT,
+        device=device(),
+        parallel_mode="column",
+        sequence_parallel=True,
+        tp_group=dist.group.WORLD,
+    )
+    with torch.no_grad(), region("current"):
+        whole = layer(share(x, 0), is_first_microbatch=True)
+        kept = layer._fp8_workspaces["weight"].data_ptr()
+        layer.sequence_parallel = False
+        assert torch.equal(layer(x, is_first_microbatch=False), whole)
+        assert layer._fp8_workspaces["weight"].data_ptr() == kept
+        layer.sequence_parallel = True
+        assert torch.equal(layer(share(x, 0), is_first_microbatch=False), whole)
+
+
+@scene
+def steps_of_delayed_scaling():
+    """Two layers, three steps: ranks keep the same scales, and train as the whole layers do."""
+    size = dist.get_world_size()
+    w1, w2 = random(OUT, IN, seed=1, scale=0.2).float(), random(IN, OUT, seed=2, scale=0.2).float()
+    options = {
+        "bias": False,
+        "device": device(),
+        "tp_group": dist.group.WORLD,
+        "sequence_parallel": True,
+    }
+    first = te.LayerNormLinear(IN, OUT, parallel_mode="column", **options)
+    second = te.Linear(OUT, IN, parallel_mode="row", **options)
+    fill(first, weight=share(w1, 0))
+    fill(second, weight=share(w2, 1))
+    linear = QuantizedLinear("delayed")
+    w10, w20 = w1.double().requires_grad_(), w2.double().requires_grad_()
+    for step in range(3):
+        x = random(ROWS, IN, seed=10 + step).float()
+        x0 = x.double().requires_grad_()
+        hidden = [linear(norm_of(x0, None, None), part) for part in w10.chunk(size)]
+        parts = zip(hidden, w20.chunk(size, 1), strict=True)
+        y0 = sum(linear(part.relu(), weight) for part, weight in parts)
+        y0.square().mean().backward()
+        local = share(x, 0).requires_grad_()
+        with region("delayed"):
+            y = second(first(local).relu())
+        (y.square().sum() / y0.numel()).backward()
+        # The reference updates each share's scale by itself; te_fast reduces over the ranks.
+        for call in list(linear.maxima):
+            number, operand = call
+            group = [
+                key
+                for key in linear.maxima
+                if key[1] == operand and (key[0] < size) == (number < size)
+            ]
+            linear.maxima[call] = max(linear.maxima[key] for key in group)
+        linear.update()
+        close(y.detach(), share(y0.detach(), 0), 2e-2, f"y of step {step}")
+        close(local.grad, share(x0.grad, 0), 5e-2, f"dx of step {step}")
+        close(first.weight.grad, share(w10.grad, 0), 5e-2, f"dw of step {step}")
+        for tensor in (w10, w20, first.weight, second.weight):
+            tensor.grad = None
+    for layer in (first, second):
+        for key in ("scaling_fwd", "scaling_bwd"):
+            scale = layer.fp8_meta[key].scale
+            largest = scale.clone()
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+            assert torch.equal(scale, largest)
+
+
+@contextmanager
+def raises(kind, match):
+    with pytest.raises(kind, match=match) as raised:
+        yield
+    assert isinstance(raised.value, te_fast.TeFastError)
+
+
+@scene
+def ranks_that_disagree():
+    rank, size = rank_and_size()
+    options = {"device": device(), "tp_group": dist.group.WORLD, "sequence_parallel": True}
+    for mode in ("column", "row"):
+        layer = te.Linear(IN, OUT, parallel_mode=mode, name="proj", **options)
+        x = torch.ones(8, layer.in_features)
+        with raises(RuntimeError, r"proj: the input's shape .* rank 0 has \[8, "):
+            layer(torch.ones(8 + size * rank, layer.in_features))
+        with raises(RuntimeError, "proj: the recipe"), region(["current", "delayed"][rank == 0]):
+            layer(x)
+        dtype = [torch.float32, torch.bfloat16][rank == 0]
+        layer.to(dtype)
+        with raises(RuntimeError, "proj: the input's type"):
+            layer(x.to(dtype))
+        layer.float()
+        wanted = torch.set_grad_enabled(rank == 0)
+        with raises(RuntimeError, "proj: the set of what wants gradients"), wanted:
+            layer(x)
+        layer(x).sum().backward()  # and goes on where they agree
+    odd = te.Linear(IN, OUT + rank * size * 16, parallel_mode="column", name="odd", **options)
+    with raises(RuntimeError, "odd: the sizes"):
+        odd(torch.ones(8, IN))
+
+
+@scene
+def bad_input():
+    size = dist.get_world_size()
+    group = dist.group.WORLD
+    alone = [dist.new_group([rank]) for rank in range(size)]
+    own, other = alone[dist.get_rank()], alone[dist.get_rank() - 1]
+
+    def make(mode, **options):
+        return te.Linear(IN, OUT, device=device(), name="proj", parallel_mode=mode, **options)
+
+    odd_parts = {"a": 1, "b": OUT - 1}
+    for mode, options, kind, match in (
+        ("row", {"tp_group": group, "tp_size": size + 1}, ValueError, "proj: tp_size = "),
+        ("row", {"tp_size": 0}, ValueError, "tp_size must be a positive"),
+        ("row", {"tp_size": "2"}, ValueError, "tp_size must be a positive"),
+        ("column", {"tp_size": 3}, ValueError, "out_features must be a multiple of tp_size = 3"),
+        ("row", {"tp_size": 3}, AssertionError, "in_features must be a multiple of tp_size = 3"),
+        ("column", {"tp_group": group, "parameters_split": odd_parts}, ValueError, "'a'"),
+        (None, {"tp_group": other}, RuntimeError, "not in tp_group"),
+    ):
+        with raises(kind, match):
+            make(mode, **options)
+    late = make("row", tp_size=size, sequence_parallel=True)
+    with raises(RuntimeError, "set_tensor_parallel_group"):
+        late(torch.ones(4, IN // size))
+    with raises(RuntimeError, f"tp_size = {size}"):
+        late.set_tensor_parallel_group(None)
+    with raises(RuntimeError, "1 ranks"):
+        late.set_tensor_parallel_group(own)
+    late.set_tensor_parallel_group(group)
+    with raises(ValueError, "multiple of the"):
+        late(torch.ones(4 * size + 1, IN // size))
+    late(torch.ones(4 * size, IN // size))
+    with raises(RuntimeError, "tp_size = 1"):
+        make("row").set_tensor_parallel_group(group)
+    with raises(ValueError, "set_parallel_mode"):
+        te.LayerNormMLP(IN, OUT, device=device(), tp_group=group, sequence_parallel=True)
+    calibrated = make("row", tp_group=group)
+    with raises(NotImplementedError, "calibration"), te.autocast(enabled=False, calibrating=True):
+        calibrated(torch.ones(4, IN // size))
+
+
+@scene
+def checkpoints_that_ranks_share():
+    rank, size = rank_and_size()
+    x = random(ROWS, IN, seed=1).float()
+    layer = te.LayerNormMLP(
+        IN, OUT, device=device(), set_parallel_mode=True, tp_group=dist.group.WORLD, tp_size=size
+    )
+
+    def run(**options):
+        layer.zero_grad()
+        local = x.clone().requires_grad_()
+        with region("delayed"):
+            y = te.checkpoint(layer, local * 2, **options) if options else layer(local * 2)
+        y.square().sum().backward()
+        return [local.grad, *[parameter.grad for parameter in layer.parameters()]]
+
+    expected = run()
+    layer.reset_fp8_meta_tensors()
+    got = run(distribute_saved_activations=True, tp_group=dist.group.WORLD)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+    # The whole tensor is not kept.
+    whole = torch.ones(ROWS, IN).requires_grad_() * 1.0
+    memory = weakref.ref(whole.untyped_storage())
+    y = te.checkpoint(torch.sin, whole, distribute_saved_activations=True)
+    shape = whole.shape
+    del whole
+    assert memory() is None
+    y.backward(torch.ones(shape))
+    with raises(TypeError, "first argument"):
+        te.checkpoint(torch.sin, "x", distribute_saved_activations=True)
+    with raises(ValueError, "elements"):
+        te.checkpoint(torch.sin, torch.ones(size + 1), distribute_saved_activations=True)
+    with pytest.warns(UserWarning, match="use_reentrant"):
+        te.checkpoint(torch.sin, x, distribute_saved_activations=True, use_reentrant=False)
+
+
+@scene
+def collectives_of_consumers():
+    rank, size = rank_and_size()
+    group = dist.group.WORLD
+    tools = te.distributed
+    assert (tools.get_distributed_rank(group), tools.get_distributed_world_size(group)) == (
+        rank,
+        size,
+    )
+    x = torch.arange(4.0 * size).view(2 * size, 2) + rank
+    for later in (False, True):
+        every, handle = tools.gather_along_first_dim(x[:3], group, async_op=later)
+        assert (handle is not None) == later
+        if later:
+            handle.wait()
+        expected = torch.cat([x[:3] - rank + other for other in range(size)])
+        assert torch.equal(every, expected)
+        summed, handle = tools.reduce_scatter_along_first_dim(x, group, async_op=later)
+        if later:
+            handle.wait()
+        total = sum(x - rank + other for other in range(size))
+        assert torch.equal(summed, total.chunk(size)[rank])
+        own = x.clone()
+        result, handle = tools.allreduce(own, group, async_op=later)
+        if later:
+            handle.wait()
+        assert result is own
+        assert torch.equal(own, total)
+    chunk = tools.split_tensor_into_1d_equal_chunks(x - rank, group, new_buffer=True)
+    assert torch.equal(tools.gather_split_1d_tensor(chunk, group).view_as(x), x - rank)
+
+
+@scene
+def copies():
+    group = dist.group.WORLD
+    layer = te.LayerNormLinear(
+        IN, OUT, device=device(), tp_group=group, parallel_mode="column", sequence_parallel=True
+    )
+    x = random(4, IN, seed=1).float()
+    y = layer(x)
+    copied = copy.deepcopy(layer)
+    assert copied.tp_group is group
+    assert torch.equal(copied(x), y)
+    with te.autocast(amax_reduction_group=group):
+        y = layer(x)
+    assert torch.equal(copy.deepcopy(layer).weight, layer.weight)
+
+
+@scene
+def a_rank_that_stops():
+    """The last scene of a run: the group is gone."""
+    rank, size = rank_and_size()
+    layers = [
+        te.Linear(
+            IN,
+            OUT,
+            device=device(),
+            parallel_mode=mode,
+            tp_group=dist.group.WORLD,
+            name=f"{mode}_layer",
+        )
+        for mode in ("row", "column")
+    ]
+    known = layers[0](torch.ones(8, IN // size))
+    if rank == size - 1:
+        dist.destroy_process_group()
+        return
+    with raises(RuntimeError, "row_layer: an all-reduce of tensor parallelism failed"):
+        layers[0](torch.ones(8, IN // size))
+    with raises(RuntimeError, "column_layer: the ranks of tp_group could not compare"):
+        layers[1](torch.ones(8, IN))
+    del known
+
+
+if __name__ == "__main__":
+    scenes.main()

@@ -1,0 +1,81 @@
+"""Processes that are ranks of one group, over gloo: what each of them runs, and what it has to say of that."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+TESTS = Path(__file__).parent
+_device = torch.device("cpu")
+
+
+def device():
+    """Where this rank's tensors are."""
+    return _device
+
+
+class Scenes:
+    """Functions that every rank of a group runs, and that raise where something is not as it should be."""
+
+    def __init__(self):
+        self.functions = {}
+
+    def scene(self, function):
+        """Note a function by its name."""
+        self.functions[function.__name__] = function
+        return function
+
+    def main(self):
+        """Run as ``python script.py RANK WORLD FOLDER KIND SCENE ...``; write what each scene raised.
+
+        KIND is ``cpu`` or ``cuda``, for gloo or NCCL with a GPU for each rank.
+        """
+        global _device
+        rank, size, folder, kind = (
+            int(sys.argv[1]),
+            int(sys.argv[2]),
+            Path(sys.argv[3]),
+            sys.argv[4],
+        )
+        torch.set_num_threads(1)
+        if kind == "cuda":
+            _device = torch.device("cuda", rank)
+            torch.cuda.set_device(_device)
+            torch.set_default_device(_device)
+        dist.init_process_group(
+            "nccl" if kind == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size,
+            timeout=datetime.timedelta(seconds=20),
+        )  # fmt: skip
+        found = {}
+        try:
+            for name in sys.argv[5:]:
+                self.functions[name]()
+                gc.collect()  # of layers that one rank has freed, the other's maxima would be reduced with none
+                found[name] = ""
+        except Exception:  # the other ranks wait in vain
+            found[name] = traceback.format_exc()
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+        # Nobody leaves, and closes connections that others read, before all are done.
+        (folder / f"{rank}.done").touch()
+        deadline = time.monotonic() + 60
+        while len(list(folder.glob("*.done"))) < size and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def run(fresh, folder, script, size, scenes, kind="cpu"):
+    """Run scenes of a script on so many ranks; what each raised, by rank."""
+    program = (
+        "import runpy, sys; sys.argv[1:] = {}; sys.path.insert(0, {!r}); "
+        "runpy.run_module({!r}, run_name='__main__')"
+    )
+    arguments = ([str(rank), str(size), str(folder), kind, *scenes] for rank in range(size))
+    fresh.together(*(program.format(given, str(TESTS), script) for given in arguments))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]

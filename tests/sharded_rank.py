@@ -1,0 +1,222 @@
+"""One of some ranks that train on shards of the data: ``python sharded_rank.py RANK WORLD FOLDER SCENE ...``.
+
+Gradients are compared with the mean of those that each rank has by itself; run by ``unit/test_sharded_ranks.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import shutil
+import tempfile
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import te_fast.pytorch as te
+from every_layer import LAYERS
+from ranks import Scenes
+from recipes import RECIPES
+
+scenes = Scenes()
+scene = scenes.scene
+ROWS, COLS = 16, 32
+
+
+def region(name, group=None):
+    recipe = name and RECIPES[name]()
+    return te.autocast(enabled=name is not None, recipe=recipe, amax_reduction_group=group)
+
+
+def batch(step, rank):
+    return torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def made(make):
+    torch.default_generator.manual_seed(0)
+    return torch.nn.Sequential(make())
+
+
+def step(model, recipe, x, group=None):
+    with region(recipe, group):
+        y = model(x)
+    y.square().mean().backward()
+
+
+def forget_models():
+    """Free what circles of references hold: the maxima of layers that are there on one rank alone are not reduced."""
+    gc.collect()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def train(wrap, make, recipe, *, group=None):
+    """Steps of a model that ranks share, beside those of a copy whose gradients are averaged by hand."""
+    forget_models()
+    model, plain = made(make), made(make)
+    wrapped = wrap(model)
+    size = dist.get_world_size()
+    for number in range(2):
+        x = batch(number, dist.get_rank())
+        step(wrapped, recipe, x, group)
+        step(plain, recipe, x, group)
+        for (name, parameter), other in zip(
+            wrapped.named_parameters(), plain.parameters(), strict=True
+        ):
+            dist.all_reduce(other.grad)
+            other.grad /= size
+            got = whole(parameter.grad)
+            assert torch.allclose(got, other.grad, rtol=1e-5, atol=1e-6), (name, number, recipe)
+        with torch.no_grad():
+            for one in (wrapped, plain):
+                for parameter in one.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+    return wrapped
+
+
+def every(offset):
+    """Every layer with some recipe, and one with all."""
+    recipes = (None, *RECIPES)
+    names = list(LAYERS)
+    pairs = [(name, recipes[(number + offset) % 4]) for number, name in enumerate(names)]
+    return dict.fromkeys([*pairs, *product(("LayerNormMLP",), recipes)])
+
+
+@scene
+def data_parallel():
+    for name, recipe in every(0):
+        train(torch.nn.parallel.DistributedDataParallel, LAYERS[name], recipe)
+
+
+def shard(model, mesh=None, **options):
+    from torch.distributed.fsdp import fully_shard
+
+    for part in model:
+        fully_shard(part, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+@scene
+def sharded():
+    for name, recipe in every(2):
+        train(shard, LAYERS[name], recipe)
+    train(
+        lambda model: shard(model, reshard_after_forward=False), LAYERS["LayerNormMLP"], "delayed"
+    )
+
+
+@scene
+def checkpoints():
+    """Distributed checkpoints of sharded models: parameters and scales come back."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as states
+
+    for name, recipe in product(("LayerNormMLP", "ops.Sequential"), ("delayed", None)):
+        forget_models()
+        folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(folders)
+        saved = shard(made(LAYERS[name]))
+        step(saved, recipe, batch(0, 0))
+        dcp.save(states.get_model_state_dict(saved), checkpoint_id=folders[0])
+        loaded = shard(made(LAYERS[name]))
+        with torch.no_grad():
+            for parameter in loaded.parameters():
+                parameter.zero_()
+        step(loaded, recipe, batch(0, 0))  # scales are there, of another step
+        state = states.get_model_state_dict(loaded)
+        dcp.load(state, checkpoint_id=folders[0])
+        states.set_model_state_dict(loaded, state)
+        x = batch(1, 0)
+        with torch.no_grad(), region(recipe):
+            assert torch.equal(loaded(x), saved(x))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(Path(folders[0]))
+
+
+@scene
+def meshes():
+    """Two dimensions: replicas of shards, and shards of what tensor parallelism splits."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for name, recipe in (("LayerNormMLP", "delayed"), ("ops.Linear", "current"), ("Linear", None)):
+        train(lambda model: shard(model, mesh=mesh), LAYERS[name], recipe)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    everyone = mesh._flatten().get_group()
+    group, data = mesh["tensor"].get_group(), mesh["data"].get_group()
+    rank = dist.get_rank(group)
+    options = {"device": "cpu", "set_parallel_mode": True, "sequence_parallel": True}
+    for recipe in (None, *RECIPES):
+        forget_models()
+        models = []
+        for wraps in (False, True):
+            torch.default_generator.manual_seed(rank)
+            mlp = te.LayerNormMLP(COLS, 64, tp_group=group, **options)
+            models.append(torch.nn.Sequential(mlp))
+            if wraps:
+                shard(models[-1], mesh=mesh["data"])
+        plain, wrapped = models
+        for number in range(2):
+            x = batch(number, dist.get_rank(data)).chunk(2)[rank]
+            for model in models:
+                step(model, recipe, x, everyone)
+            for parameter, other in zip(wrapped.parameters(), plain.parameters(), strict=True):
+                dist.all_reduce(other.grad, group=data)
+                other.grad /= 2
+                got = whole(parameter.grad)
+                assert torch.allclose(got, other.grad, rtol=1e-5, atol=1e-6), (recipe, number)
+                parameter.grad = other.grad = None
+        if recipe == "delayed":
+            for key in ("scaling_fwd", "scaling_bwd"):
+                scale = wrapped[0].fp8_meta[key].scale
+                largest = scale.clone()
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+                assert torch.equal(scale, largest)
+
+
+@scene
+def quantised_weights_that_ranks_share():
+    """Weights that are FP8 tensors from the beginning: gradients and steps are those of plain weights' values."""
+    group = dist.group.WORLD
+    options = {"device": "cpu", "sequence_parallel": True, "tp_group": group, "bias": False}
+    for recipe, (kind, mode) in product(
+        ("current", "delayed"),
+        (("Linear", "column"), ("Linear", "row"), ("LayerNormLinear", "column")),
+    ):
+        forget_models()
+        torch.default_generator.manual_seed(dist.get_rank())
+        with te.quantized_model_init(enabled=True, recipe=RECIPES[recipe]()):
+            layer = getattr(te, kind)(COLS, 64, parallel_mode=mode, **options)
+        plain = getattr(te, kind)(COLS, 64, parallel_mode=mode, **options)
+        with torch.no_grad():
+            plain.weight.copy_(layer.weight.dequantize())
+        x = torch.randn(ROWS, layer.in_features)
+        ys = []
+        for one in (layer, plain):
+            local = x.clone().requires_grad_()
+            with region(recipe):
+                y = one(local)
+            y.sum().backward()
+            ys.append((y.detach(), local.grad, one.weight.grad))
+        for got, expected in zip(*ys, strict=True):
+            error = (got - expected).norm() / expected.norm()
+            assert error < 5e-2, (recipe, kind, mode, error)
+
+
+@scene
+def copies_of_models():
+    """A wrapped model may be copied before it is shared out, with its process groups."""
+    layer = te.Linear(COLS, COLS, device="cpu", tp_group=dist.group.WORLD, parallel_mode="row")
+    model = copy.deepcopy(torch.nn.Sequential(layer, te.ops.AllReduce(dist.group.WORLD)))
+    assert model[0].tp_group is layer.tp_group
+    model(torch.ones(4, COLS // dist.get_world_size())).sum().backward()
+
+
+if __name__ == "__main__":
+    scenes.main()

@@ -1,0 +1,181 @@
+"""te_fast_alias: code that imports ``transformer_engine`` gets te_fast, unless the other is there."""
+
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+START = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "python" / "alias")!r})
+import importlib, importlib.metadata, importlib.util, pickle
+import te_fast_alias
+"""
+
+
+def test_nothing_is_imported_before_it_is_asked_for(fresh):
+    fresh(f"""{START}
+from te_fast_alias import start
+start()
+assert te_fast_alias.is_installed()
+assert importlib.util.find_spec("transformer_engine").name == "transformer_engine"
+assert "te_fast" not in sys.modules and "transformer_engine" not in sys.modules
+""")
+
+
+def test_consumers_get_the_very_objects(fresh):
+    fresh(f"""{START}
+te_fast_alias.install()
+te_fast_alias.install()  # twice is once
+import transformer_engine
+assert transformer_engine.__te_fast__
+assert transformer_engine.pytorch.Linear is transformer_engine.pytorch.module.Linear
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+from transformer_engine.pytorch.tensor.utils import cast_master_weights_to_fp8
+from transformer_engine.common.recipe import DelayedScaling, Format
+from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import DotProductAttention
+import te_fast.pytorch
+import te_fast.pytorch.module.base
+assert te is te_fast.pytorch
+assert sys.modules["transformer_engine.pytorch.module.base"] is te_fast.pytorch.module.base
+assert te.module.base.__spec__.name == "te_fast.pytorch.module.base"
+layer = te.Linear(16, 16, device="cpu")
+assert isinstance(layer, te_fast.pytorch.module.base.TransformerEngineBaseModule)
+assert isinstance(DelayedScaling(), te_fast.common.recipe.Recipe)
+assert importlib.import_module("transformer_engine.pytorch.ops.basic") is te_fast.pytorch.ops.basic
+assert pickle.loads(pickle.dumps(DelayedScaling(margin=1))) == DelayedScaling(margin=1)
+pickled = pickle.dumps(DelayedScaling())
+assert b"transformer_engine.common.recipe" in pickled and b"te_fast" not in pickled
+assert layer.state_dict()["_extra_state"].shape == (0,)
+with te.autocast(recipe=DelayedScaling()):
+    assert te_fast.pytorch.FP8GlobalStateManager.is_fp8_enabled()
+""")
+
+
+def test_versions(fresh):
+    """What Megatron-LM, Accelerate and Lightning ask."""
+    fresh(f"""{START}
+te_fast_alias.install()
+version = importlib.metadata.version("transformer-engine")
+assert version == importlib.metadata.version("transformer_engine")
+summary = importlib.metadata.metadata("transformer-engine")["Summary"]
+assert "te_fast" in summary and "not NVIDIA" in summary
+import transformer_engine, te_fast
+assert transformer_engine.__version__ == version
+assert version.startswith(te_fast.TRANSFORMER_ENGINE_VERSION + "+te.fast")
+try:
+    from packaging.version import Version
+except ImportError:  # torch 2.6 comes without
+    pass
+else:
+    assert Version("2.20.0") < Version(version) < Version("2.20.1")
+# Who manages packages looks into folders, where there is nothing that pip could take for NVIDIA's.
+found = importlib.metadata.distributions(path=sys.path)
+assert "transformer-engine" not in [each.metadata["Name"] for each in found]
+names = [each.metadata["Name"] for each in importlib.metadata.distributions()]
+assert names.count("transformer-engine") == 1
+""")
+
+
+def test_what_is_not_there_is_missing_as_anything_is(fresh):
+    fresh(f"""{START}
+te_fast_alias.install()
+import transformer_engine
+import transformer_engine.pytorch as te
+def raised(statement):
+    try:
+        exec(statement)
+    except Exception as error:
+        return error
+error = raised("import transformer_engine.pytorch.ep")
+assert isinstance(error, ModuleNotFoundError), error
+error = raised("import transformer_engine.jax")
+assert isinstance(error, ModuleNotFoundError), error
+error = raised("import transformer_engine_torch")  # by which code tells the C++ extension
+assert isinstance(error, ModuleNotFoundError), error
+error = raised("from transformer_engine.pytorch import ep")
+assert isinstance(error, ImportError) and "te_fast" in str(error), error
+error = raised("te.MXFP8Tensor")
+assert isinstance(error, AttributeError) and "te_fast" in str(error), error
+error = raised("transformer_engine.jax")
+assert isinstance(error, AttributeError) and "te_fast" in str(error), error
+assert importlib.util.find_spec("transformer_engine.pytorch.ep") is None
+assert importlib.util.find_spec("transformer_engine.pytorch.fp8") is not None
+assert not hasattr(transformer_engine, "finder")
+""")
+
+
+def test_it_can_be_taken_back(fresh):
+    fresh(f"""{START}
+te_fast_alias.install()
+import transformer_engine
+te_fast_alias.uninstall()
+te_fast_alias.uninstall()
+assert importlib.util.find_spec("transformer_engine") is None
+try:
+    importlib.metadata.version("transformer-engine")
+except importlib.metadata.PackageNotFoundError:
+    pass
+else:
+    raise AssertionError
+transformer_engine.pytorch.Linear
+""")
+
+
+def test_another_package_of_the_name_goes_first(fresh, tmp_path):
+    other = tmp_path / "transformer_engine"
+    other.mkdir()
+    (other / "__init__.py").write_text("__version__ = '1.2.3'\n")
+    info = tmp_path / "transformer_engine-1.2.3.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: transformer_engine\nVersion: 1.2.3\n"
+    )
+    fresh(f"""{START}
+import warnings
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    te_fast_alias.install()
+except RuntimeError as error:
+    from te_fast.errors import StateError
+    assert isinstance(error, StateError) and {str(other)!r} in str(error), error
+    assert "uninstall" in str(error)
+else:
+    raise AssertionError
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    te_fast_alias.start()
+assert {str(other)!r} in str(caught[0].message)
+assert not te_fast_alias.is_installed()
+# One that comes later, as editable installs may.
+sys.path.pop(0)
+te_fast_alias.install()
+sys.path.insert(0, {str(tmp_path)!r})
+assert importlib.metadata.version("transformer-engine") == "1.2.3"
+import transformer_engine
+assert transformer_engine.__version__ == "1.2.3"
+""")
+
+
+def test_a_directory_that_an_uninstalled_package_left_is_none(fresh, tmp_path):
+    (tmp_path / "transformer_engine").mkdir()
+    fresh(f"""{START}
+sys.path.insert(0, {str(tmp_path)!r})
+te_fast_alias.install()
+""")
+
+
+def test_wheel():
+    wheels = list((ROOT / "dist").glob("te_fast_alias-*.whl"))
+    if not wheels:
+        pytest.skip("no wheel of the alias in dist/; make alias builds one")
+    (wheel,) = wheels
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        code = ("__init__", "finder", "metadata", "root/__init__")
+        assert names == {"te_fast_alias.pth", *(f"te_fast_alias/{name}.py" for name in code)}
+        assert archive.read("te_fast_alias.pth").decode().count("\n") == 1
+        (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+        assert "\nRequires-Dist: te-fast\n" in archive.read(metadata).decode().replace("_", "-")

@@ -1,0 +1,90 @@
+"""Cross entropy beside FP64 logarithms of softmax, on one rank and with a vocabulary that ranks share."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import te_fast.pytorch as te
+from cross_entropy_rank import CASES, IGNORED, losses_of, problem
+from te_fast.errors import DtypeError, ShapeError
+from te_fast.pytorch.cross_entropy import parallel_cross_entropy
+
+TESTS = Path(__file__).parents[1]
+
+
+def reference(logits, target, grad, case):
+    """Losses, and the gradient of logits in the logits' type."""
+    wide = logits.double().requires_grad_()
+    smoothing, columns = case["label_smoothing"], logits.shape[-1]
+    logs = wide - torch.logsumexp(wide, -1, keepdim=True)
+    wanted = torch.nn.functional.one_hot(target, columns) * (1.0 - smoothing) + smoothing / columns
+    losses = -torch.where(wanted > 0, logs * wanted, 0.0).sum(-1)
+    counts = target != IGNORED
+    losses = torch.where(counts, losses, 0.0)
+    if case["reduce_loss"]:
+        losses = losses.sum() / counts.sum()
+    losses.backward((grad.sum() if case["reduce_loss"] else grad).double())
+    return losses.detach(), wide.grad.to(logits.dtype)
+
+
+def check(got, case):
+    logits, target, grad = problem(case["dtype"], case["hidden"])
+    losses, gradient = reference(logits, target, grad, case)
+    assert got[0].dtype is torch.float32
+    assert got[0].shape == losses.shape
+    assert torch.allclose(got[0].double(), losses, rtol=1e-6, atol=1e-5)
+    assert got[1].dtype is case["dtype"]
+    tolerance = 2**-7 if case["dtype"] is torch.bfloat16 else 2e-4 if case["hidden"] else 1e-5
+    assert torch.allclose(got[1].double(), gradient.double(), rtol=tolerance, atol=1e-6)
+    assert not got[1][target == IGNORED].any()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_on_one_rank(case):
+    check(losses_of(*problem(case["dtype"], case["hidden"]), case, None), case)
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_vocabulary_that_ranks_share(fresh, tmp_path, ranks):
+    program = (
+        "import runpy, sys; sys.argv[1:] = {}; sys.path.insert(0, {!r}); "
+        "runpy.run_module('cross_entropy_rank', run_name='__main__')"
+    )
+    arguments = [[str(rank), str(ranks), str(tmp_path)] for rank in range(ranks)]
+    fresh.together(*(program.format(given, str(TESTS)) for given in arguments))
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
+    for case, *parts in zip(CASES, *found, strict=True):
+        losses = [part[0] for part in parts]
+        assert all(torch.equal(losses[0], loss) for loss in losses)
+        check((losses[0], torch.cat([part[1] for part in parts], -1)), case)
+
+
+def test_nothing_but_ignored_targets():
+    logits = torch.randn(3, 4, requires_grad=True)
+    target = torch.full((3,), -100)
+    loss = parallel_cross_entropy(logits, target, reduce_loss=True)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not logits.grad.any()
+    assert parallel_cross_entropy(torch.empty(0, 4), torch.empty(0, dtype=torch.int32)).shape == (
+        0,
+    )
+
+
+def test_the_old_name_of_the_logits():
+    logits, target = torch.randn(3, 4), torch.tensor([0, 1, 2])
+    with pytest.warns(FutureWarning, match="give inp"):
+        old = te.parallel_cross_entropy(None, target, _input=logits)
+    assert torch.equal(old, te.parallel_cross_entropy(logits, target))
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ShapeError, match=r"\[2, 3, 4\].*\[2, 4\]"):
+        parallel_cross_entropy(torch.ones(2, 3, 4), torch.zeros(2, 4, dtype=torch.long))
+    with pytest.raises(DtypeError, match="float32"):
+        parallel_cross_entropy(torch.ones(2, 4), torch.ones(2))
+    with pytest.raises(DtypeError, match="int64"):
+        parallel_cross_entropy(torch.ones(2, 4, dtype=torch.long), torch.zeros(2, dtype=torch.long))

@@ -1,0 +1,111 @@
+"""Megatron-LM of PyPI trains on te_fast unmodified: dense, with experts, on ranks that share layers, in FP8."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+TESTS = Path(__file__).parents[1]
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None, reason="needs megatron-core: make test has it"
+    ),
+    pytest.mark.skipif(
+        not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"
+    ),
+    pytest.mark.timeout(300),
+]
+SPLIT = {"tp": 2, "sp": True}
+EXPERTS = {"moe": True}
+SCENES = {
+    "dense": {"resume": True},
+    "delayed": {"fp8": "delayed", "resume": True},
+    "recomputed": {"fp8": "delayed", "recompute": True},
+    "block": {"fp8": "blockwise"},
+    "split": {**SPLIT, "resume": True},
+    "split, current": {**SPLIT, "fp8": "tensorwise"},
+    "split, delayed": {"tp": 2, "fp8": "delayed", "resume": True},
+    "experts": {**EXPERTS, "resume": True},
+    "experts, block": {**EXPERTS, "fp8": "blockwise"},
+    "split experts": {**EXPERTS, **SPLIT, "ep": 2, "resume": True},
+    "split experts, delayed": {**EXPERTS, **SPLIT, "ep": 2, "fp8": "delayed", "resume": True},
+}
+#: What goes on from the checkpoint of another scene.
+LOADED = {
+    "dense as local": {"local": True, "load": "dense"},
+    "dense as split": {**SPLIT, "load": "dense"},
+    "split as dense": {"load": "split"},
+    "split, delayed as dense": {"fp8": "delayed", "load": "split, delayed"},
+    "split experts as experts": {**EXPERTS, "load": "split experts"},
+}
+
+
+@pytest.fixture(scope="module")
+def seen(fresh, tmp_path_factory):
+    """What each of two ranks saw, by scene: one pair of processes plays them all."""
+    folder = tmp_path_factory.mktemp("megatron")
+    program = (
+        "import runpy, sys; sys.argv[1:] = {}; sys.path.insert(0, {!r}); "
+        "runpy.run_module('megatron_rank', run_name='__main__')"
+    )
+    scenes = json.dumps(SCENES | LOADED)
+    arguments = [[str(rank), "2", str(folder), scenes] for rank in (0, 1)]
+    fresh.together(*(program.format(given, str(TESTS)) for given in arguments))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_it_trains(seen, name):
+    losses = seen[0][name]["losses"]
+    assert seen[1][name]["losses"] == losses
+    # Two batches in turn.
+    assert losses[2] < losses[0] - 0.2
+    assert losses[3] < losses[1] - 0.2
+
+
+def difference(one, other):
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+def test_ranks_that_share_layers_see_what_one_sees(seen):
+    assert difference(seen[0]["dense"]["losses"], seen[0]["split"]["losses"]) < 3e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "like"),
+    [(name, "dense") for name in ("delayed", "block", "split, current", "split, delayed")]
+    + [("experts, block", "experts")],
+)
+def test_fp8_is_close_to_bf16(seen, name, like):
+    assert 0 < difference(seen[0][name]["losses"], seen[0][like]["losses"]) < 2e-2
+
+
+def test_recomputed_activations_are_the_same(seen):
+    assert seen[0]["recomputed"]["losses"] == seen[0]["delayed"]["losses"]
+
+
+@pytest.mark.parametrize("name", [name for name, scene in SCENES.items() if scene.get("resume")])
+def test_a_checkpoint_goes_on_where_it_was(seen, name):
+    """Of torch_dist's format, loaded into a model of other weights: bit for bit, scales of delayed scaling included."""
+    for rank in seen:
+        assert rank[name]["resumed"] == rank[name]["goes_on"]
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_checkpoint_is_taken_by_others(seen, name):
+    """By Megatron-LM's own layers, which know torch alone, and by more or fewer ranks."""
+    found, wanted = (seen[0][each] for each in (name, LOADED[name]["load"]))
+    assert found["losses"] == seen[1][name]["losses"]
+    assert abs(found["losses"][0] - wanted["goes_on"][0]) < 3e-3
+
+
+@pytest.mark.parametrize("name", ["dense", "delayed"])
+def test_every_module_of_transformer_engine_has_its_state(seen, name):
+    """A checkpoint without these keys cannot be loaded where Transformer Engine itself asks for them."""
+    layer = "decoder.layers.{}.{}._extra_state"
+    parts = ["linear_qkv", "linear_proj", "core_attention"]
+    inside = [f"self_attention.{part}" for part in parts] + ["mlp.linear_fc1", "mlp.linear_fc2"]
+    wanted = {layer.format(number, part) for number in (0, 1) for part in inside}
+    assert wanted | {"decoder.final_layernorm._extra_state"} <= set(seen[0][name]["keys"])

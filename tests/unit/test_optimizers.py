@@ -1,0 +1,444 @@
+"""FusedAdam and FusedSGD beside plain FP64 arithmetic, and functions over lists beside loops."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import te_fast.pytorch as te
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.errors import ArgumentError, MissingError, ShapeError, StateError, UnsupportedError
+from te_fast.optimizers import stored
+from te_fast.pytorch.optimizers import (
+    FusedAdam,
+    FusedSGD,
+    multi_tensor_applier,
+    multi_tensor_l2norm,
+    multi_tensor_scale,
+    multi_tensor_scale_tensor,
+    multi_tensor_unscale_l2norm,
+)
+
+SHAPES = [(16, 32), (7,), (3, 5, 2), (1,)]
+OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+
+class Adam:
+    """Adam in FP64, as the paper writes it down, with decay apart from the gradient or in it."""
+
+    def __init__(self, weights, *, adamw=True, correct=True):
+        self.weights = [weight.detach().double() for weight in weights]
+        self.m = [torch.zeros_like(weight) for weight in self.weights]
+        self.v = [torch.zeros_like(weight) for weight in self.weights]
+        self.step_count, self.adamw, self.correct = 0, adamw, correct
+
+    def step(self, grads):
+        (beta1, beta2), lr, decay = OPTIONS["betas"], OPTIONS["lr"], OPTIONS["weight_decay"]
+        self.step_count += 1
+        for w, m, v, grad in zip(self.weights, self.m, self.v, grads, strict=True):
+            g = grad.double() if self.adamw else grad.double() + decay * w
+            m.copy_(beta1 * m + (1 - beta1) * g)
+            v.copy_(beta2 * v + (1 - beta2) * g * g)
+            first = 1 - beta1**self.step_count if self.correct else 1.0
+            second = 1 - beta2**self.step_count if self.correct else 1.0
+            update = (m / first) / ((v / second).sqrt() + OPTIONS["eps"])
+            w.sub_(lr * (update + (decay * w if self.adamw else 0.0)))
+
+
+def parameters(dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES
+    ]
+
+
+def gradients(step, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def train(optimizer, weights, reference, steps=4, dtype=torch.float32, name="grad"):
+    for step in range(steps):
+        grads = gradients(step, dtype)
+        for weight, grad in zip(weights, grads, strict=True):
+            setattr(weight, name, grad.clone())
+        optimizer.step()
+        if reference is not None:
+            reference.step(grads)
+
+
+def difference(weights, reference):
+    return max(
+        float((got.detach().double() - wanted).abs().max())
+        for got, wanted in zip(weights, reference, strict=True)
+    )
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("correct", [True, False])
+@pytest.mark.parametrize("adamw", [True, False])
+def test_adam_is_that_of_fp64(adamw, correct, capturable):
+    weights = parameters()
+    reference = Adam(weights, adamw=adamw, correct=correct)
+    options = {"adam_w_mode": adamw, "bias_correction": correct, "capturable": capturable}
+    optimizer = FusedAdam(weights, **OPTIONS, **options)
+    train(optimizer, weights, reference)
+    assert difference(weights, reference.weights) < 2e-6
+    assert int(optimizer.param_groups[0]["step"]) == 4
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("remainders", [False, True])
+def test_master_weights_are_fp32(dtype, grad_dtype, remainders):
+    weights = parameters(dtype)
+    reference = Adam(weights)
+    optimizer = FusedAdam(
+        weights,
+        **OPTIONS,
+        master_weights=True,
+        use_decoupled_grad=True,
+        store_param_remainders=remainders,
+    )
+    train(optimizer, weights, reference, dtype=grad_dtype, name="decoupled_grad")
+    keeps_remainders = remainders and dtype is torch.bfloat16
+    for weight, wanted in zip(weights, reference.weights, strict=True):
+        master = optimizer.state[weight]["master_param"]
+        assert master.dtype is (torch.int16 if keeps_remainders else torch.float32)
+        if keeps_remainders:
+            master = stored.join(weight.detach(), master)
+            # Half away from zero; two neighbours lie that close.
+            assert (weight.double() - master.double()).abs().max() <= 2.0**-8 * master.abs().max()
+        else:
+            assert torch.equal(weight.detach(), master.to(dtype))
+        assert (master.double() - wanted).abs().max() < 2e-6
+    optimizer.zero_grad()
+    assert all(weight.decoupled_grad is None for weight in weights)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "tolerance"),
+    [
+        (torch.bfloat16, torch.bfloat16, 2e-2),
+        (torch.float16, torch.float16, 2e-3),
+        (torch.uint8, torch.float32, 3e-2),
+        (torch.uint8, torch.float16, 3e-2),
+    ],
+)
+def test_moments_of_fewer_bits(first, second, tolerance):
+    weights = parameters()
+    reference = Adam(weights)
+    optimizer = FusedAdam(weights, **OPTIONS, exp_avg_dtype=first, exp_avg_sq_dtype=second)
+    train(optimizer, weights, reference)
+    assert difference(weights, reference.weights) < tolerance
+    for weight, m, v in zip(weights, reference.m, reference.v, strict=True):
+        for name, wanted, dtype in (("exp_avg", m, first), ("exp_avg_sq", v, second)):
+            kept, values = optimizer.state[weight][name], optimizer.get_unscaled_state(weight, name)
+            size = 1 if dtype is torch.uint8 else torch.empty(0, dtype=dtype).element_size()
+            held = kept._data if dtype is torch.uint8 else kept
+            assert held.element_size() == size
+            assert (values.double() - wanted).abs().max() <= 0.07 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8])
+def test_states_with_scales_take_any_magnitude(dtype):
+    weight = torch.nn.Parameter(torch.zeros(4))
+    for values in ([0.0, 0.0, 0.0, 0.0], [1e-20, 0.0, -1e-20, 5e-21], [1e30, -1e30, 0.0, 1e29]):
+        kept, scale = stored.make(weight.detach(), dtype)
+        stored.write(kept, scale, torch.tensor(values))
+        got = stored.read(kept, scale)
+        assert torch.allclose(got, torch.tensor(values), rtol=0.07, atol=0.0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=8))
+def test_remainders_are_the_bits_that_bf16_lacks(bits):
+    edges = [0, 1 << 31, 0x7F7FFFFF, 0x7F800000, 0xFF800000, 0x7FFFFFFF, 0xFFFFFFFF, 0x3F808000, 1]
+    words = torch.tensor(bits + edges, dtype=torch.int64)
+    values = (words - ((words >> 31) << 32)).to(torch.int32).view(torch.float32)
+    rounded = torch.empty(values.shape, dtype=torch.bfloat16)
+    remainder = torch.empty(values.shape, dtype=torch.int16)
+    stored.split(values, rounded, remainder)
+    again = stored.join(rounded, remainder)
+    is_nan = values.isnan()
+    assert torch.equal(again.isnan(), is_nan)
+    assert torch.equal(rounded.isnan(), is_nan)
+    assert torch.equal(again[~is_nan].view(torch.int32), values[~is_nan].view(torch.int32))
+    finite = values.isfinite() & (values.abs() < 3e38)
+    step = torch.where(finite, values, 0.0).double().abs() * 2.0**-8 + 1e-38
+    assert ((rounded.double() - values.double()).abs() <= step)[finite].all()
+
+
+@pytest.mark.parametrize(
+    "recipe", [DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling()]
+)
+def test_quantised_parameters_are_their_masters_quantised(recipe):
+    with te.quantized_model_init(recipe=recipe):
+        layer = te.Linear(128, 128, bias=False, device="cpu", params_dtype=torch.float32)
+    start = layer.weight.dequantize()
+    optimizer = FusedAdam(layer.parameters(), **OPTIONS, master_weights=True)
+    twin = torch.nn.Parameter(start.clone())
+    plain = FusedAdam([twin], **OPTIONS)
+    for seed in range(2):
+        grad = torch.randn(128, 128, generator=torch.Generator().manual_seed(seed))
+        layer.weight.grad, twin.grad = grad, grad.clone()
+        optimizer.step()
+        plain.step()
+    assert torch.equal(optimizer.state[layer.weight]["master_param"], twin.detach())
+    expected = copy.deepcopy(layer.weight._quantizer)(twin.detach())
+    assert torch.equal(layer.weight.dequantize(), expected.dequantize())
+
+
+def test_quantised_parameters_need_master_weights():
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        layer = te.Linear(16, 16, bias=False, device="cpu", params_dtype=torch.float32)
+    layer.weight.grad = torch.ones(16, 16)
+    with pytest.raises(StateError, match="master_weights=True"):
+        FusedAdam(layer.parameters()).step()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"capturable": True},
+        {"master_weights": True, "store_param_remainders": True},
+        {"master_weights": True, "master_weight_dtype": torch.float16},
+        {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.bfloat16},
+        {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
+    ],
+    ids=str,
+)
+def test_a_loaded_state_goes_on_where_it_was(options):
+    weights = parameters(torch.bfloat16)
+    optimizer = FusedAdam(weights, **OPTIONS, **options)
+    train(optimizer, weights, None, steps=3, dtype=torch.bfloat16)
+    kept = copy.deepcopy(optimizer.state_dict())
+    for state in kept["state"].values():
+        for name, value in state.items():
+            is_remainder = name == "master_param" and "store_param_remainders" in options
+            assert value.dtype is (torch.int16 if is_remainder else torch.float32)
+    twins = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
+    other = FusedAdam(twins, **OPTIONS, **options)
+    other.load_state_dict(kept)
+    for each, own in ((optimizer, weights), (other, twins)):
+        for weight, grad in zip(own, gradients(9, torch.bfloat16), strict=True):
+            weight.grad = grad
+        each.step()
+        assert int(each.param_groups[0]["step"]) == 4
+    for weight, twin in zip(weights, twins, strict=True):
+        # FP16 and FP8 states are scaled anew from what was read.
+        exact = not {torch.float16, torch.uint8} & set(options.values())
+        assert torch.allclose(weight, twin, rtol=0 if exact else 2**-7, atol=0 if exact else 1e-3)
+
+
+def test_states_of_another_kind_are_refused():
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    kept = FusedAdam([weight], master_weights=True, store_param_remainders=True)
+    kept.step()
+    other = FusedAdam([weight], master_weights=True)
+    with pytest.raises(StateError, match="store_param_remainders"):
+        other.load_state_dict(kept.state_dict())
+
+
+class Scaler:
+    """What FusedAdam asks a GradScaler for."""
+
+    def __init__(self, scale, found):
+        self.scale, self.found = torch.tensor(scale), torch.tensor([float(found)])
+
+    def is_enabled(self):
+        return True
+
+    def _check_inf_per_device(self, optimizer):
+        return {torch.device("cpu"): self.found}
+
+    def _get_scale_async(self):
+        return self.scale
+
+
+def test_a_scaled_step_is_skipped_on_the_device():
+    weights = parameters()
+    reference = Adam(weights)
+    optimizer = FusedAdam(weights, **OPTIONS, capturable=True)
+    for step, found in enumerate((False, True, False)):
+        grads = gradients(step)
+        for weight, grad in zip(weights, grads, strict=True):
+            weight.grad = grad * 1024
+        optimizer.step(grad_scaler=Scaler(1024.0, found))
+        if not found:
+            reference.step(grads)
+    assert int(optimizer.param_groups[0]["step"]) == 2
+    assert difference(weights, reference.weights) < 2e-6
+
+
+def test_parameters_without_gradients_and_groups_without_parameters():
+    weights = parameters()
+    optimizer = FusedAdam([{"params": weights}, {"params": []}], **OPTIONS)
+    before = [weight.detach().clone() for weight in weights]
+    weights[0].grad = torch.ones_like(weights[0])
+    optimizer.step()
+    assert not torch.equal(before[0], weights[0])
+    assert all(torch.equal(a, b) for a, b in zip(before[1:], weights[1:], strict=True))
+    assert [group["step"] for group in optimizer.param_groups] == [1, 1]
+    assert optimizer.step(lambda: 5.0) == 5.0
+
+
+def test_a_step_is_seen_by_layers():
+    """Weights that are views of one flat buffer, which a distributed optimizer writes."""
+    layer = te.Linear(32, 32, bias=False, device="cpu", params_dtype=torch.bfloat16)
+    flat = torch.empty(32 * 32, dtype=torch.bfloat16)
+    flat.copy_(layer.weight.detach().reshape(-1))
+    layer.weight.data = flat.view(32, 32)
+    main = torch.nn.Parameter(flat.float())
+    optimizer = FusedAdam([main], lr=0.5)
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for _ in range(3):
+        with te.autocast(recipe=Float8CurrentScaling()), torch.no_grad():
+            got = layer(x)
+            fresh = te.Linear(32, 32, bias=False, device="cpu", params_dtype=torch.bfloat16)
+            fresh.weight.data.copy_(layer.weight)
+            assert torch.equal(got, fresh(x))
+        main.grad = torch.randn_like(main)
+        optimizer.step()
+        # As a gather does, which moves no version of the weight.
+        torch._foreach_copy_([flat.detach().view(-1).data], [main.detach()])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"amsgrad": True},
+        {"exp_avg_dtype": torch.int8},
+        {"master_weights": True, "master_weight_dtype": torch.bfloat16},
+        {"capturable": True, "master_weights": True, "master_weight_dtype": torch.float16},
+        {"capturable": True, "exp_avg_dtype": torch.bfloat16},
+        {"capturable": True, "master_weights": True, "store_param_remainders": True},
+    ],
+    ids=str,
+)
+def test_adam_refuses_by_name(options):
+    with pytest.raises(UnsupportedError, match=next(reversed(options))):
+        FusedAdam(parameters(), **options)
+
+
+def test_adam_refuses_other_parameters_and_gradients():
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(UnsupportedError, match="float64"):
+        FusedAdam([weight]).step()
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.eye(2).to_sparse()
+    with pytest.raises(UnsupportedError, match="sparse"):
+        FusedAdam([weight]).step()
+    scaler = Scaler(1.0, found=False)
+    with pytest.raises(UnsupportedError, match="capturable=True"):
+        FusedAdam(parameters()).step(grad_scaler=scaler)
+
+
+@pytest.mark.parametrize("optimizer", [FusedAdam, FusedSGD])
+def test_set_grad_none_is_an_old_name(optimizer):
+    with pytest.warns(DeprecationWarning, match="set_to_none"):
+        made = optimizer(parameters(), lr=0.1, set_grad_none=False)
+    weight = made.param_groups[0]["params"][0]
+    weight.grad = torch.ones_like(weight)
+    made.zero_grad()
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+    with pytest.raises(ArgumentError, match="set_grad_none=False"):
+        made.zero_grad(set_to_none=True)
+
+
+def test_sgd_is_that_of_fp64():
+    weights = parameters()
+    reference = [weight.detach().double() for weight in weights]
+    momenta = [torch.zeros_like(weight) for weight in reference]
+    optimizer = FusedSGD(weights, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
+    for step in range(3):
+        for weight, grad, w, m in zip(weights, gradients(step), reference, momenta, strict=True):
+            weight.grad = grad.clone()
+            g = grad.double() + 0.01 * w
+            m.mul_(0.9).add_(g) if step else m.copy_(g)
+            w.sub_(0.1 * (g + 0.9 * m))
+        optimizer.step()
+    assert difference(weights, reference) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["wd_after_momentum", "materialize_master_grads"])
+def test_sgd_refuses_by_name(name):
+    with pytest.raises(UnsupportedError, match=name):
+        FusedSGD(parameters(), lr=0.1, **{name: name == "wd_after_momentum"})
+    with pytest.raises(ArgumentError, match="lr"):
+        FusedSGD(parameters())
+
+
+def flag():
+    return torch.zeros(1, dtype=torch.int)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norms_of_lists(dtype):
+    tensors = [*gradients(0, dtype), torch.empty(0, dtype=dtype)]
+    each = [tensor.double().norm() for tensor in tensors if tensor.numel()]
+    total, norms = multi_tensor_applier(multi_tensor_l2norm, flag(), [tensors], True)
+    assert total.shape == (1,)
+    assert total.dtype is torch.float32
+    assert torch.allclose(norms.double(), torch.stack(each), rtol=1e-5)
+    assert torch.allclose(total.double(), torch.stack(each).norm(), rtol=1e-5)
+    total, norms = multi_tensor_applier(multi_tensor_l2norm, flag(), [tensors])
+    assert norms.shape == (0,)
+    half, _ = multi_tensor_applier(
+        multi_tensor_unscale_l2norm, flag(), [tensors], torch.tensor([-0.5])
+    )
+    assert torch.equal(half, total * 0.5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("by_tensor", [False, True])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float16),
+    ],
+)
+def test_copies_of_lists(source, target, by_tensor, scale):
+    tensors = gradients(0, source)
+    made = [torch.empty_like(tensor, dtype=target) for tensor in tensors]
+    function = multi_tensor_scale_tensor if by_tensor else multi_tensor_scale
+    found = flag()
+    factor = torch.tensor([scale])
+    multi_tensor_applier(function, found, [tensors, made], factor if by_tensor else scale)
+    assert int(found) == 0
+    for tensor, got in zip(tensors, made, strict=True):
+        assert torch.equal(got, (tensor.float() * factor).to(target))
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("function", [multi_tensor_scale, multi_tensor_scale_tensor])
+def test_copies_in_place_note_what_is_not_finite(function, value):
+    tensors = gradients(1)
+    wanted = [tensor * 0.25 for tensor in tensors]
+    found = flag()
+    factor = torch.tensor([0.25]) if function is multi_tensor_scale_tensor else 0.25
+    multi_tensor_applier(function, found, [tensors, tensors], factor)
+    assert int(found) == 0
+    assert all(torch.equal(a, b) for a, b in zip(tensors, wanted, strict=True))
+    tensors[2].view(-1)[3] = value
+    multi_tensor_applier(function, found, [tensors, tensors], factor)
+    assert int(found) == 1
+
+
+def test_lists_that_do_not_fit():
+    with pytest.raises(ShapeError, match="equally long"):
+        multi_tensor_applier(multi_tensor_scale, flag(), [[torch.ones(1)], []], 1.0)
+    assert multi_tensor_applier(multi_tensor_l2norm, flag(), [[]]) is None
+    with pytest.raises(ShapeError, match="two lists"):
+        multi_tensor_scale(1, flag(), [[torch.ones(1)]], 1.0)
+    with pytest.raises(MissingError, match="multi_tensor_adam_fp8"):
+        te.optimizers.multi_tensor_adam_fp8  # noqa: B018

@@ -1,0 +1,41 @@
+"""Layers that 2 and 4 ranks share, over gloo: each beside the whole layer in plain torch (``parallel_rank.py``)."""
+
+import pytest
+import torch.distributed as dist
+
+from parallel_rank import scenes
+from ranks import run
+
+pytestmark = [
+    pytest.mark.timeout(300),  # the first test of a group runs all of its scenes
+    pytest.mark.skipif(
+        not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"
+    ),
+]
+LAST = "a_rank_that_stops"
+OF_TWO = tuple(name for name in scenes.functions if name != LAST)
+OF_FOUR = ("layernorm_mlp", "scales_are_those_of_one_rank")
+
+
+@pytest.fixture(scope="module")
+def of_two(fresh, tmp_path_factory):
+    return run(fresh, tmp_path_factory.mktemp("two"), "parallel_rank", 2, OF_TWO)
+
+
+@pytest.fixture(scope="module")
+def of_four(fresh, tmp_path_factory):
+    return run(fresh, tmp_path_factory.mktemp("four"), "parallel_rank", 4, OF_FOUR)
+
+
+@pytest.mark.parametrize("scene", OF_TWO)
+def test_two_ranks(of_two, scene):
+    assert [rank.get(scene, "did not run") for rank in of_two] == [""] * 2
+
+
+@pytest.mark.parametrize("scene", OF_FOUR)
+def test_four_ranks(of_four, scene):
+    assert [rank.get(scene, "did not run") for rank in of_four] == [""] * 4
+
+
+def test_a_rank_that_stops(fresh, tmp_path):
+    assert run(fresh, tmp_path, "parallel_rank", 2, [LAST]) == [{LAST: ""}] * 2
