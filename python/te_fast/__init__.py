@@ -24,6 +24,7 @@ from te_fast.errors import (
 if TYPE_CHECKING:
     from te_fast import common, dispatch, profiling, pytorch
     from te_fast.convert import convert
+    from te_fast.convert_checkpoint import convert_checkpoint
     from te_fast.dispatch import auto_pad
     from te_fast.profiling import profile
 
@@ -43,6 +44,7 @@ __all__ = [
     "auto_pad",
     "common",
     "convert",
+    "convert_checkpoint",
     "dispatch",
     "errors",
     "profile",
@@ -50,7 +52,7 @@ __all__ = [
     "pytorch",
 ]
 
-_SUBMODULES = {"common", "convert", "dispatch", "profiling", "pytorch"}
+_SUBMODULES = {"common", "convert", "convert_checkpoint", "dispatch", "profiling", "pytorch"}
 # Names of their own that come with a submodule, once they are asked for.
 _FUNCTIONS = {"auto_pad": "dispatch", "profile": "profiling"}
 

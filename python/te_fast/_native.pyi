@@ -70,6 +70,7 @@ __all__ = [
     "program_run_backward",
     "program_run_forward",
     "quantize",
+    "quantize_values",
     "record",
     "recorded",
     "release_memory",
@@ -238,6 +239,7 @@ class QuantizedValue:
     col: Tensor | None
     col_scale: Tensor | None
     col_is_valid: bool
+    keeps_col: bool
     fp8: str
     @property
     def block(self) -> int: ...
@@ -263,6 +265,7 @@ class QuantizedValue:
         noop: Tensor | None = None,
         /,
     ) -> None: ...
+    def transpose(self) -> None: ...
     def dequantize(self, dtype: Any) -> Tensor: ...
 
 @final
@@ -409,7 +412,6 @@ def install_hooks(
     skip_weight_flag: Any,
     recompute: Any,
     dummy_wgrad: Any,
-    make_columnwise: Any,
 ) -> None: ...
 def instance_method(function: Any) -> Any: ...
 def inventory() -> list[tuple[str, int, int, int]]: ...
@@ -541,6 +543,19 @@ def record(mode: str, /) -> None: ...
 def recorded() -> list[Any]: ...
 def release_memory() -> None: ...
 def reset_counters() -> None: ...
+def quantize_values(
+    jobs: list[
+        tuple[
+            QuantizedValue,
+            Tensor,
+            tuple[bool, bool],
+            tuple[bool, float, bool],
+            Tensor | None,
+            Tensor | None,
+        ]
+    ],
+    /,
+) -> None: ...
 def rows_to_pad(rows: int, /) -> int: ...
 def scale_of_amax(amax: Tensor, fp8: str, eps: float, pow2: bool, /) -> Tensor: ...
 def set_auto_pad(enabled: bool, /) -> bool: ...

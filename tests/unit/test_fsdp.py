@@ -10,7 +10,6 @@ import te_fast
 import te_fast.pytorch as te
 from every_layer import every_layer
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fast.errors import UnsupportedError
 
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 on_the_cpu = pytest.mark.skipif(
@@ -137,12 +136,3 @@ def test_converted_models(group, recipe):
     assert model.loss == pytest.approx(plain.loss, rel=1e-4)
     report = te_fast.convert(te_fast.convert.undo(model) and model, dry_run=True)
     assert "is DTensor; convert before sharding" in report.left["layers.0.mlp.up_proj"]
-
-
-@on_the_cpu
-def test_quantised_parameters_are_refused(group):
-    with te.quantized_model_init(recipe=Float8CurrentScaling()):
-        layer = te.Linear(32, 32, device="cpu", params_dtype=torch.bfloat16)
-    module = sharded(layer)
-    with pytest.raises(UnsupportedError, match="FSDP2"), te.autocast(recipe=Float8CurrentScaling()):
-        module(X.bfloat16())

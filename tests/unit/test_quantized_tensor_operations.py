@@ -124,16 +124,19 @@ def test_views(tensor, kind, x):
         holds(tensor.reshape(*size), expected.view(size), tensor)
     back = tensor.view(4, 8, 256).view(32, 256)
     assert parts(back)[0].data_ptr() == parts(tensor)[0].data_ptr()
+    holds(tensor.view(-1), expected.view(-1), tensor)
+    holds(torch.flatten(tensor), expected.flatten(), tensor)
     if kind in PER_TENSOR:
-        holds(tensor.view(-1), expected.view(-1), tensor)
-        holds(torch.flatten(tensor), expected.flatten(), tensor)
         return
     with pytest.warns(UserWarning, match="cuts the blocks"):
         plain = tensor.view(64, 128)
     assert type(plain) is torch.Tensor
     assert torch.equal(plain, expected.view(64, 128))
     with pytest.raises(UnsupportedError, match="cuts the blocks"):
-        torch.flatten(tensor)
+        torch.flatten(tensor.view(2, 16, 256), 1)
+    flat = tensor.view(-1)
+    flat.mul_(0.5)
+    assert torch.equal(tensor.dequantize(), expected * 0.5)
 
 
 def test_a_write_shows_in_views(tensor, kind, x):
@@ -189,7 +192,7 @@ def test_new_tensors_follow_the_type_that_is_asked(tensor, kind):
         assert type(made) is torch.Tensor
         assert made.dtype is torch.float32
     zeros = tensor.new_zeros(16, 128)
-    assert isinstance(zeros, te.QuantizedTensor) == (kind in PER_TENSOR)
+    assert isinstance(zeros, te.QuantizedTensor) == (kind != "1d")
     assert float(zeros.float().abs().sum()) == 0
     made = torch.empty_like(tensor)
     made.copy_(tensor)

@@ -416,13 +416,18 @@ def test_regions_of_another_recipe_are_refused():
         chain(x)
 
 
-def test_backward_overrides_are_refused():
-    layer = quantized(MAKERS["linear"], Float8CurrentScaling())
-    with (
-        pytest.raises(UnsupportedError, match="backward_override"),
-        te.autocast(recipe=Float8CurrentScaling(backward_override="high_precision")),
-    ):
-        layer(torch.randn(32, 128).bfloat16())
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+@pytest.mark.parametrize("kind", [Float8CurrentScaling, Float8BlockScaling])
+def test_a_backward_in_high_precision_reads_the_values(kind, override):
+    layer = quantized(MAKERS["linear"], kind())
+    x = torch.randn(32, 128).bfloat16().requires_grad_()
+    grad = torch.randn(32, 256).bfloat16()
+    with te.autocast(recipe=kind(backward_override=override)):
+        y = layer(x)
+    y.backward(grad)
+    expected = grad.double() @ layer.weight.detach().dequantize().double()
+    assert (x.grad.double() - expected).abs().max() <= 2**-8 * expected.abs().max()
+    assert layer.weight.grad.isfinite().all()
 
 
 def test_parts_are_refused():

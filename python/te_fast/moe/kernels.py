@@ -13,7 +13,9 @@ import torch
 from te_fast import _config
 from te_fast.errors import ShapeError, StateError, UnsupportedError
 from te_fast.moe import operators as compiled
+from te_fast.moe import quantized
 from te_fast.runtime import native
+from te_fast.tensor.primary import is_quantized
 
 #: Rows, probabilities, row_id_map, pad_offsets, padded tokens per expert.
 Permuted = tuple[torch.Tensor, Any, torch.Tensor, Any, Any]
@@ -58,8 +60,8 @@ class _Permute(torch.autograd.Function):
         align: int,
         index: bool,
     ) -> Any:
-        out, permuted_probs, row_id_map, pad_offsets, padded, ends = native.moe_permute(
-            inp, routing_map, probs, rows, align, index, True
+        out, permuted_probs, row_id_map, pad_offsets, padded, ends = _permuted(
+            inp, routing_map, probs, rows, align, index
         )
         if not index:
             row_id_map._te_fast_ends = (ends, row_id_map._version)
@@ -72,7 +74,7 @@ class _Permute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dprobs: Any, *_: Any) -> Any:
-        dout = _moved_gradients("moe_permute", ctx, dout, dprobs)
+        dout = quantized.plain(_moved_gradients("moe_permute", ctx, dout, dprobs))
         if dout is None:
             return None, None, None, None, None, None
         row_id_map, pad_offsets = ctx.saved_tensors
@@ -100,7 +102,7 @@ class _Apply(torch.autograd.Function):
         ctx.tokens = inp.size(0)
         ctx.top_k = 0
         ctx.set_materialize_grads(False)
-        return native.moe_apply(inp, probs, row_id_map, pad_offsets, ends, rows, 0)
+        return _applied(inp, probs, row_id_map, pad_offsets, ends, rows, 0)
 
     backward = _Permute.backward
 
@@ -130,12 +132,10 @@ class _Unpermute(torch.autograd.Function):
         inp, probs, row_id_map, pad_offsets = ctx.saved_tensors
         probs_grad = None
         if probs is None:
-            grad, _ = native.moe_apply(
-                dout, None, row_id_map, pad_offsets, ctx.ends, ctx.rows, ctx.top_k
-            )
+            grad, _ = _applied(dout, None, row_id_map, pad_offsets, ctx.ends, ctx.rows, ctx.top_k)
         else:
             grad, probs_grad = native.moe_unpermute_backward(
-                dout, inp, row_id_map, probs, pad_offsets, ctx.ends, ctx.top_k
+                quantized.plain(dout), inp, row_id_map, probs, pad_offsets, ctx.ends, ctx.top_k
             )
         return grad, probs_grad, None, None, None, None
 
@@ -161,7 +161,7 @@ class _Move(torch.autograd.Function):
         ctx.like = (rows, inp.size(1), inp.dtype, inp.device)
         ctx.rows = inp.size(0)
         ctx.set_materialize_grads(False)
-        return native.moe_pad(inp, probs, splits, index, mode, align, rows)
+        return _moved(inp, probs, splits, index, mode, align, rows)
 
     @staticmethod
     def backward(ctx: Any, dout: Any, dprobs: Any, _: Any) -> Any:
@@ -170,7 +170,7 @@ class _Move(torch.autograd.Function):
             return None, None, None, None, None, None, None
         splits, index = ctx.saved_tensors
         # PAD and UNPAD, SORT and UNSORT differ in the last bit.
-        grad, probs_grad, _ = native.moe_pad(
+        grad, probs_grad, _ = _moved(
             dout,
             dprobs,
             ctx.splits if splits is None else splits,
@@ -180,6 +180,54 @@ class _Move(torch.autograd.Function):
             ctx.rows,
         )
         return grad, probs_grad, None, None, None, None, None
+
+
+def _permuted(
+    inp: torch.Tensor, routing_map: Any, probs: Any, rows: int, align: int, index: bool
+) -> Any:
+    """Permute, FP8 as FP8: as ``native.moe_permute``, with the ends of the experts' rows."""
+    data, scales, given = quantized.split(inp)
+    out, *rest = native.moe_permute(data, routing_map, probs, rows, align, index, True)
+    if given is not None:
+        _, row_id_map, pad_offsets, _, ends = rest
+        if scales is not None:
+            # A map of expert ids tells the rows by itself.
+            by = (None, rows, routing_map.size(1)) if index else (ends, rows, 0)
+            scales, _ = native.moe_apply(scales, None, row_id_map, pad_offsets, *by)
+        out = quantized.join(given, out, scales)
+    return out, *rest
+
+
+def _applied(
+    inp: torch.Tensor,
+    probs: Any,
+    row_id_map: Any,
+    pad_offsets: Any,
+    ends: Any,
+    rows: int,
+    top_k: int,
+) -> Any:
+    """Move rows by a map, FP8 as FP8: as ``native.moe_apply``."""
+    data, scales, given = quantized.split(inp)
+    out, permuted = native.moe_apply(data, probs, row_id_map, pad_offsets, ends, rows, top_k)
+    if given is not None:
+        if scales is not None:
+            scales, _ = native.moe_apply(scales, None, row_id_map, pad_offsets, ends, rows, top_k)
+        out = quantized.join(given, out, scales)
+    return out, permuted
+
+
+def _moved(
+    inp: torch.Tensor, probs: Any, splits: Any, index: Any, mode: int, align: int, rows: int
+) -> Any:
+    """Move rows in segments, FP8 as FP8: as ``native.moe_pad``."""
+    data, scales, given = quantized.split(inp)
+    out, *rest = native.moe_pad(data, probs, splits, index, mode, align, rows)
+    if given is not None:
+        if scales is not None:
+            scales, *_ = native.moe_pad(scales, None, splits, index, mode, align, rows)
+        out = quantized.join(given, out, scales)
+    return out, *rest
 
 
 def _apply_of(function: Any) -> Any:
@@ -214,6 +262,8 @@ def permute(
     dropped = _dropped_so_far(inp) if _config.DEBUG else 0
     if _wants_grad(inp, probs):
         result: Permuted = _permute_apply(inp, probs, routing_map, rows, align, index)
+    elif is_quantized(inp):
+        result = _permuted(inp, routing_map, probs, rows, align, index)[:5]
     else:
         result = native.moe_permute(inp, routing_map, probs, rows, align, index, False)[:5]
     if _config.DEBUG and not index:  # an index map may drop rows on purpose
@@ -249,7 +299,7 @@ def permute_exact(
         row_id_map._te_fast_ends = (ends, row_id_map._version)
         out, permuted_probs = _apply_apply(inp, probs, row_id_map, pad_offsets, ends, rows)
     else:
-        out, permuted_probs = native.moe_apply(inp, probs, row_id_map, pad_offsets, ends, rows, 0)
+        out, permuted_probs = _applied(inp, probs, row_id_map, pad_offsets, ends, rows, 0)
     return out, permuted_probs, row_id_map, pad_offsets, padded
 
 
@@ -280,6 +330,8 @@ def unpermute(
     top_k: int,
 ) -> torch.Tensor:
     """Merge rows back; ``top_k`` is 0 for a mask map."""
+    if is_quantized(inp):
+        inp = inp.dequantize()
     if _is_compiling():
         return compiled.unpermute(inp, row_id_map, probs, pad_offsets, tokens, top_k)
     if _wants_grad(inp, probs):
@@ -306,7 +358,7 @@ def move_rows(
         return compiled.move(inp, probs, splits, index, mode, align, rows)
     if _wants_grad(inp, probs):
         return _move_apply(inp, probs, splits, index, mode, align, rows)
-    return native.moe_pad(inp, probs, splits, index, mode, align, rows)
+    return _moved(inp, probs, splits, index, mode, align, rows)
 
 
 def _padded_splits(
@@ -329,7 +381,7 @@ def move_by_list(
     Without `rows` the list tells their number.
     """
     compiling = _is_compiling()
-    if rows is None and not compiling and not _wants_grad(inp, None):
+    if rows is None and not compiling and not _wants_grad(inp, None) and not is_quantized(inp):
         out, padded = native.moe_pad_list(inp, splits, mode, align)
         return out, padded
     split = _padded_splits if compiling else native.moe_padded_splits

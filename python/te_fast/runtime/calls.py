@@ -13,7 +13,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from te_fast.runtime import (
     capturing,
     global_state,
-    layouts,
     main_grad,
     native,
     rows,
@@ -103,7 +102,6 @@ native.install_hooks(
     skip_weight_flag=global_state.FP8GlobalStateManager.get_skip_fp8_weight_update_tensor,
     recompute=scale_tape.scales,
     dummy_wgrad=main_grad.dummy_wgrad_for,
-    make_columnwise=layouts.make_columnwise,
 )
 
 # torch.compile leaves the graph where a layer runs natively, as it does at Transformer Engine's layers, and would ask

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from te_fast.errors import QuantizedTensorError
 from te_fast.runtime import native
+
+#: Length of a block of scales.
+BLOCK = 128
 
 
 def columnwise_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -33,25 +34,4 @@ def make_columnwise(value: native.QuantizedValue, owner: str) -> None:
             "alone; quantise with rowwise and columnwise usage"
         )
         raise QuantizedTensorError(message)
-    shape = columnwise_shape(row.shape)
-    col = value.col
-    if col is None or tuple(col.shape) != shape or col.device != row.device:
-        col = torch.empty(shape, dtype=torch.uint8, device=row.device)
-    cols = row.shape[-1] if row.dim() else 1
-    flat = row.detach().contiguous().view(torch.uint8).reshape(row.numel() // max(cols, 1), cols)
-    col.detach().view(torch.uint8).view(flat.t().shape).copy_(flat.t())
-    if value.block == 2:
-        value.col_scale = _transposed_scales(scale, flat.shape, value.col_scale)
-    value.col = col
-
-
-def _transposed_scales(
-    scale: torch.Tensor, shape: Sequence[int], former: torch.Tensor | None
-) -> torch.Tensor:
-    """Scales of 128x128 blocks, transposed; rows are padded to four with zeros."""
-    rows, cols = (-(-size // 128) for size in shape)
-    padded = (cols, -(-rows // 4) * 4)
-    fits = former is not None and tuple(former.shape) == padded and former.device == scale.device
-    out = former.detach() if fits and former is not None else scale.new_zeros(padded)
-    out[:, :rows].copy_(scale.detach()[:, :cols].t())
-    return former if fits and former is not None else out
+    value.transpose()

@@ -242,10 +242,17 @@ def _flattened(root: dict[Any, Any]) -> dict[Any, Any] | None:
     flat: dict[Any, Any] = {"recipe": parts[0].get("recipe")}
     for part in parts:
         flat.update((key, value) for key, value in part.items() if key in _KEYS)
-    for scale, history in (_KEYS[:2], _KEYS[2:]):
+    for (scale, history), other in ((_KEYS[:2], _KEYS[3]), (_KEYS[2:], _KEYS[1])):
         if scale not in flat and history not in flat:
-            flat[scale], flat[history] = torch.empty(0), torch.empty(1, 0)
+            length = _length_of(flat.get(other))
+            flat[scale], flat[history] = torch.empty(0), torch.empty(length, 0)
     return flat
+
+
+def _length_of(history: Any) -> int:
+    """Return the rows of a history, as the stream describes it; one, of what is none."""
+    size = history.size if isinstance(history, TensorRecord) else getattr(history, "shape", ())
+    return int(size[0]) if len(size) == 2 else 1
 
 
 def _recipe_of(instance: Instance | None) -> DelayedScaling:

@@ -11,7 +11,7 @@ import torch
 from te_fast.errors import ArgumentError, QuantizedTensorError, UnsupportedError
 from te_fast.recipe import Float8BlockScaling, Recipe
 from te_fast.runtime import native
-from te_fast.runtime.layouts import columnwise_shape, make_columnwise
+from te_fast.runtime.layouts import BLOCK, columnwise_shape, make_columnwise
 from te_fast.tensor.dtypes import DType, fp8_name
 from te_fast.tensor.quantizer import ComparedBySettings, Float8QuantizerBase, Rule
 from te_fast.tensor.storage import (
@@ -21,8 +21,6 @@ from te_fast.tensor.storage import (
 )
 from te_fast.tensor.tensor import Float8TensorBase
 
-#: Length of a block.
-BLOCK = 128
 #: The last dimension of scales is a multiple of this.
 _SCALE_ALIGN = 4
 
@@ -211,9 +209,14 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Float8TensorBase):
         return self.view(*shape)
 
     def _keeps_blocks(self, size: Sequence[int]) -> bool:
-        """Whether blocks stay whole: rows do, and leading dimensions are counted together."""
+        """Whether blocks stay whole: rows do, leading dimensions are counted together, or nothing is told of either."""
         own = self.shape
-        return tuple(size) == tuple(own) or (bool(own) and bool(size) and size[-1] == own[-1])
+        is_flat = len(size) == 1 and size[0] == self.numel()
+        return (
+            is_flat
+            or tuple(size) == tuple(own)
+            or (bool(own) and bool(size) and size[-1] == own[-1])
+        )
 
     def _viewed(self, size: Sequence[int]) -> Any:
         size = whole_size(self.shape, size)
@@ -224,6 +227,9 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Float8TensorBase):
             )
             raise UnsupportedError(message)
         made = self._value.share()
+        if len(size) == 1 and self.dim() != 1:
+            # The bytes keep their rows and columns, of which blocks are made.
+            return self._like(made, size, device=self.device)
         valid = self._value.col_is_valid
         if made.row is not None:
             made.row = made.row.view(size)

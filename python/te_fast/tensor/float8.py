@@ -428,6 +428,9 @@ class Float8CurrentScalingQuantizer(ComparedBySettings, _PerTensorQuantizer):
         usage = (self.rowwise_usage, self.columnwise_usage)
         value.quantize(src, usage, (False, 0.0, False), scale, None, noop)
 
+    def _job(self, src: torch.Tensor, value: native.QuantizedValue) -> Any:
+        return None if self.with_amax_reduction else super()._job(src, value)
+
     def _scale_inv_of_data(self, data: torch.Tensor) -> torch.Tensor:
         return torch.empty(1, dtype=torch.float32, device=data.device)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from te_fast.errors import QuantizedTensorError, UnsupportedError
-from te_fast.runtime.layouts import columnwise_shape
+from te_fast.runtime.layouts import BLOCK, columnwise_shape
 from te_fast.tensor.quantizer import note_write
 from te_fast.tensor.storage import QuantizedTensorStorage, copy_values
 
@@ -153,8 +154,10 @@ def _of_row(tensor: Any, row: torch.Tensor) -> Any:
 
 @_handles(aten.slice.Tensor)
 def _slice(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    if tensor._value.block and _is_no_slice(tensor, *args, **kwargs):
-        return _detach(tensor)
+    if tensor._value.block:
+        if _is_no_slice(tensor, *args, **kwargs):
+            return _detach(tensor)
+        return _rows_of_blocks(tensor, *args, **kwargs)
     return _row_view(tensor, lambda row: aten.slice.Tensor(row, *args, **kwargs))
 
 
@@ -163,6 +166,22 @@ def _is_no_slice(
 ) -> bool:
     size = tensor.shape[dim]
     return (start or 0) in (0, -size) and (end is None or end >= size) and step == 1
+
+
+def _rows_of_blocks(
+    tensor: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
+    """Return rows of a tensor of 128x128 blocks, from the first one of a block on."""
+    value, rows = tensor._value, tensor.shape[0]
+    start, stop, _ = slice(start, end).indices(rows)
+    if (value.block, dim, step, tensor.dim()) != (2, 0, 1, 2) or start % BLOCK or value.row is None:
+        return NotImplemented
+    if stop != rows and stop % BLOCK:
+        return NotImplemented
+    made = value.share()
+    made.row, made.col, made.col_scale = value.row[start:stop], None, None
+    made.row_scale = value.row_scale[start // BLOCK : -(-stop // BLOCK)]
+    return tensor._like(made, made.row.shape, device=tensor.device)
 
 
 @_handles(aten.select.int)
@@ -182,9 +201,20 @@ def _as_strided(
 @_handles(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(tensor: Any, sizes: Any, dim: int = 0) -> Any:
     value = tensor._value
-    if value.block or value.row is None:
+    if value.row is None:
         return NotImplemented
+    if value.block:
+        return _split_blocks(tensor, sizes, dim)
     return [_of_row(tensor, row) for row in torch.split(value.row, sizes, dim)]
+
+
+def _split_blocks(tensor: Any, sizes: Any, dim: int) -> Any:
+    rows = tensor.shape[dim]
+    if isinstance(sizes, int):
+        sizes = [min(sizes, rows - start) for start in range(0, rows, max(sizes, 1))]
+    ends = list(itertools.accumulate(sizes))
+    parts = [_slice(tensor, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return NotImplemented if any(part is NotImplemented for part in parts) else parts
 
 
 # Bytes of their own ------------------------------------------------------------------------------
@@ -295,7 +325,7 @@ def _new_empty(tensor: Any, size: Sequence[int], **options: Any) -> Any:
 
 @_handles(aten.new_zeros.default)
 def _new_zeros(tensor: Any, size: Sequence[int], **options: Any) -> Any:
-    if tensor._value.block:
+    if tensor._value.block == 1:
         return NotImplemented
     return _new(tensor, size, options, torch.zeros)
 

@@ -236,6 +236,11 @@ class Float8QuantizerBase(Quantizer):
         usage = (self.rowwise_usage, self.columnwise_usage)
         value.quantize(src, usage, self._rule(), *self._scale_and_amax(), noop)
 
+    def _job(self, src: torch.Tensor, value: native.QuantizedValue) -> Any:
+        """Return what ``native.quantize_values`` does for a cast; None where a cast is more than that."""
+        usage = (self.rowwise_usage, self.columnwise_usage)
+        return (value, src, usage, self._rule(), *self._scale_and_amax())
+
     def _fresh_value(self) -> native.QuantizedValue:
         return native.QuantizedValue(self._block, fp8_name(self.dtype), None, None, None, None)
 
@@ -275,6 +280,9 @@ class Float8QuantizerBase(Quantizer):
         value: native.QuantizedValue = dst._value
         value_type, own_type = value.fp8, fp8_name(self.dtype)
         source = _source(src, dst.device)
+        inner = dst._shape() if value.row is None else value.row.shape
+        if source.dim() == 1 and source.shape != inner and source.numel() == inner.numel():
+            source = source.view(inner)  # a flat view, whose bytes keep their rows
         value.fp8 = own_type
         try:
             self._write(source, value, noop_flag)

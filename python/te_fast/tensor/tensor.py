@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import DtypeError, QuantizedTensorError, ShapeError, UnsupportedError
+from te_fast.errors import DtypeError, QuantizedTensorError, ShapeError
 from te_fast.runtime import native
 from te_fast.tensor.operations import dispatch, moved
 from te_fast.tensor.quantizer import Quantizer, note_write
+from te_fast.tensor.sharded import after_gather, before_gather
 from te_fast.tensor.storage import QuantizedTensorStorage, Tensors
 
 
@@ -203,6 +204,8 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
     def _plain_values(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the values; autograd is not told."""
         values = self._value.dequantize(dtype)
+        if self.dim() == 1 and values.numel() == self.numel():
+            return values.view(self.shape)
         if values.shape != self.shape:
             message = (
                 f"{type(self).__name__} of shape {list(self.shape)}: its bytes are of shape {list(values.shape)}; "
@@ -270,21 +273,24 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
         self._value = fresh._value
         note_write(self)
 
-    def fsdp_pre_all_gather(self, *_: Any) -> Any:
-        """Refuse FSDP2, which would gather values in high precision and quantise them anew in each forward.
+    # Sharding ------------------------------------------------------------------------------------
 
-        Raises
-        ------
-        UnsupportedError
-            Always.
-        """
-        message = (
-            f"{type(self).__name__}: FSDP2 of quantised parameters is not supported yet; make the layers without "
-            "quantized_model_init, which shards their weights in high precision"
-        )
-        raise UnsupportedError(message)
+    def fsdp_pre_all_gather(
+        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        """Return what FSDP2 gathers: bytes, and scales of blocks."""
+        return before_gather(self, mesh, orig_size)
 
-    fsdp_post_all_gather = fsdp_pre_all_gather
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Any = None,
+    ) -> Any:
+        """Return the parameter that FSDP2 has gathered, or put it into a former one."""
+        return after_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
     # Compilers -----------------------------------------------------------------------------------
 

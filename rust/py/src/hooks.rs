@@ -33,15 +33,13 @@ pub(crate) struct Hooks {
     pub(crate) recompute: Py<PyAny>,
     /// `dummy_wgrad(weight) -> Tensor`: what autograd is given for a gradient that went into `main_grad`.
     pub(crate) dummy_wgrad: Py<PyAny>,
-    /// `make_columnwise(value, owner)`: the column layout of a user's quantised weight.
-    pub(crate) make_columnwise: Py<PyAny>,
 }
 
 static HOOKS: PyOnceLock<Hooks> = PyOnceLock::new();
 
 /// Tells the native side Python's half; once, at import.
 #[pyfunction]
-#[pyo3(signature = (*, apply, backward_once, padded, padded_run, on_nothing, update_backward_scales, skip_weight_flag, recompute, dummy_wgrad, make_columnwise))]
+#[pyo3(signature = (*, apply, backward_once, padded, padded_run, on_nothing, update_backward_scales, skip_weight_flag, recompute, dummy_wgrad))]
 #[expect(clippy::too_many_arguments, reason = "keywords of a Python function")]
 pub(crate) fn install_hooks(
     py: Python<'_>,
@@ -54,7 +52,6 @@ pub(crate) fn install_hooks(
     skip_weight_flag: Py<PyAny>,
     recompute: Py<PyAny>,
     dummy_wgrad: Py<PyAny>,
-    make_columnwise: Py<PyAny>,
 ) {
     let hooks = Hooks {
         apply,
@@ -66,7 +63,6 @@ pub(crate) fn install_hooks(
         skip_weight_flag,
         recompute,
         dummy_wgrad,
-        make_columnwise,
     };
     let _ = HOOKS.set(py, hooks);
 }

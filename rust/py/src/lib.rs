@@ -88,7 +88,7 @@ mod _native {
     #[pymodule_export]
     use crate::tensor::scale::{amax, scale_of_amax};
     #[pymodule_export]
-    use crate::tensor::value::QuantizedValue;
+    use crate::tensor::value::{QuantizedValue, quantize_values};
     #[pymodule_export]
     use crate::torch::process::DispatcherCell;
     #[pymodule_export]

@@ -394,6 +394,14 @@ impl<'py> BackwardCall<'_, 'py> {
                 continue;
             };
             let param = self.kept.params[program.linear_param(linear)].bind(py);
+            if weight.is_given {
+                let now = given(self.state, param).map(|value| QuantizedValue::stamp(&value)).transpose()?.flatten();
+                if now != Some(known) {
+                    let message = "the weight was modified by an inplace operation, or written otherwise, between forward and backward; modify it after backward";
+                    return Err(Error::state(OP, message).into());
+                }
+                continue;
+            }
             let version = param.getattr(intern!(py, "_version"))?.extract::<u64>()?;
             if version != known {
                 let message = format!(

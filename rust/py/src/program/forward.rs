@@ -34,6 +34,7 @@ use crate::program::weight::{OpSlots, WeightHandle, recycle, reusable};
 use crate::program::weight_memory::{CachedWeight, for_backward, make_weight, weight_buffer};
 use crate::tensor::given::GivenWeight;
 use crate::tensor::handed::{HandedValue, Made, Stamp};
+use crate::tensor::value::QuantizedValue;
 use crate::torch::process::State;
 
 const OP: &str = "ops";
@@ -46,7 +47,8 @@ pub(crate) struct CallWeight {
     /// The parameter itself is quantised: backward reads its layouts.
     pub(crate) is_given: bool,
     pub(crate) slots: Option<OpSlots>,
-    /// torch's version of the weight; none for inference tensors.
+    /// torch's version of the weight, none for inference tensors; of a quantised parameter the number of its values, none
+    /// where its bytes are gathered anew for backward.
     pub(crate) version: Option<u64>,
 }
 
@@ -411,9 +413,13 @@ impl<'a, 'py> Call<'a, 'py> {
         let mut replays = replays.into_iter();
         for linear in 0..linears {
             let Some((weight, param)) = ProgramHandle::linear_at(self.handle, linear)? else { break };
-            let version = match self.version {
-                Some(_) => None,
-                None => self.params[param].getattr(intern!(py, "_version")).and_then(|version| version.extract()).ok(),
+            let given = tensors.given().iter().find(|(number, _)| *number == param).map(|(_, value)| value.bind(py));
+            let version = match (self.version, given) {
+                (Some(_), _) => None,
+                (None, Some(value)) => QuantizedValue::stamp(value)?,
+                (None, None) => {
+                    self.params[param].getattr(intern!(py, "_version")).and_then(|version| version.extract()).ok()
+                }
             };
             if !region.enabled {
                 list.push(Prepared::high_precision(version));
@@ -422,9 +428,9 @@ impl<'a, 'py> Call<'a, 'py> {
             let weight = weight.bind(py);
             let view = &tensors.params[param];
             let replay = replays.next().flatten();
-            if let Some((_, value)) = tensors.given().iter().find(|(number, _)| *number == param) {
+            if let Some(value) = given {
                 let slots = if delayed { weight.try_borrow()?.slots.clone() } else { None };
-                let layouts = GivenWeight::of_forward(state, value.bind(py), &region.recipe, (place.device, view))?;
+                let layouts = GivenWeight::of_forward(state, value, &region.recipe, (place.device, view))?;
                 list.push(Prepared { given: Some(layouts), slots, replay, ..Prepared::high_precision(version) });
                 continue;
             }

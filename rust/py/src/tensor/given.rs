@@ -10,11 +10,10 @@ use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::cuda::device::is_capturing;
 use te_fast_core::quant::value::{Quantized, WeightLayout};
-use te_fast_core::recipe::definition::{BackwardOverride, Recipe};
+use te_fast_core::recipe::definition::Recipe;
 use te_fast_core::runtime::lane::Place;
 
 use crate::error::Failure;
-use crate::hooks::hooks;
 use crate::tensor::value::QuantizedValue;
 use crate::torch::operand::fits;
 use crate::torch::process::State;
@@ -82,10 +81,6 @@ impl<'py> GivenWeight<'py> {
     ) -> Result<Self, Failure> {
         {
             let value = value.try_borrow()?;
-            if recipe.backward_override != BackwardOverride::None {
-                let message = "a quantised weight has no high-precision values, which backward_override asks for; make the layer without quantized_model_init";
-                return Err(Error::unsupported(OP, message).into());
-            }
             if !value.is_weight_of(recipe) {
                 let message = format!(
                     "the weight was quantised with {}, and the recipe of the region asks for another kind; use the recipe of quantized_model_init",
@@ -108,15 +103,23 @@ impl<'py> GivenWeight<'py> {
     ) -> Result<Self, Failure> {
         let py = value.py();
         let weight = if layout.usage.columnwise {
-            let is_valid = QuantizedValue::snapshot(value)?.is_col_valid(py);
-            if !is_valid {
+            let shared = QuantizedValue::snapshot(value)?;
+            let mut made = None;
+            if !shared.is_col_valid(py) {
                 if matches!(place.device, Device::Cuda(_)) && is_capturing(place.stream)? {
                     let message = "a graph under capture cannot make the weight's column layout, whose bytes would exist when the graph runs; call weight.update_usage(columnwise_usage=True) before";
                     return Err(Error::state(OP, message).into());
                 }
-                hooks(py)?.make_columnwise.bind(py).call1((value, "the weight"))?;
+                if shared.keeps_col() {
+                    QuantizedValue::transpose(value)?;
+                } else {
+                    let (data, scale) = shared.columns(py, false)?;
+                    let scale = scale.or_else(|| Some(shared.part(py, false)?.1));
+                    made = scale.map(|scale| (data, scale));
+                }
             }
-            Self([None, QuantizedValue::snapshot(value)?.part(py, true)])
+            let col = if made.is_some() { made } else { QuantizedValue::snapshot(value)?.part(py, true) };
+            Self([None, col])
         } else {
             Self([QuantizedValue::snapshot(value)?.part(py, false), None])
         };

@@ -13,6 +13,7 @@ use te_fast_core::base::dtype::DType;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::ops::cast_block::{BlockShape, scale_shape};
 use te_fast_core::ops::dequantize::{DequantizePlan, DequantizePointers, DequantizeSpec};
+use te_fast_core::ops::transpose::{TransposePlan, TransposePointers, TransposeSpec};
 use te_fast_core::program::QuantizedKind;
 use te_fast_core::quant::content::{Content, Versions};
 use te_fast_core::quant::quantizer::{QuantPlan, QuantPointers, QuantSpec};
@@ -57,6 +58,9 @@ pub(crate) struct QuantizedValue {
     fp8: Fp8,
     row: Layout,
     col: Layout,
+    /// A column layout that a backward makes stays for the next one. Not where the bytes are gathered anew for each.
+    #[pyo3(get, set)]
+    keeps_col: bool,
 }
 
 /// How scales come about: computed from the tensor, least amax, as powers of two.
@@ -82,7 +86,8 @@ impl QuantizedValue {
             other => return Err(PyValueError::new_err(format!("block must be 0, 1 or 2, got {other}"))),
         };
         let layout = |data, scale| Layout { data, scale, content: Content::new() };
-        let value = Self { block, fp8: fp8_named(fp8)?, row: layout(row, row_scale), col: layout(col, col_scale) };
+        let (row, col) = (layout(row, row_scale), layout(col, col_scale));
+        let value = Self { block, fp8: fp8_named(fp8)?, row, col, keeps_col: true };
         value.agree(py);
         Ok(value)
     }
@@ -189,7 +194,8 @@ impl QuantizedValue {
 
     /// Another value over the same bytes and scales.
     fn share(&self, py: Python<'_>) -> Self {
-        Self { block: self.block, fp8: self.fp8, row: self.row.shared(py), col: self.col.shared(py) }
+        let (row, col) = (self.row.shared(py), self.col.shared(py));
+        Self { block: self.block, fp8: self.fp8, row, col, keeps_col: self.keeps_col }
     }
 
     /// Says that others have written the bytes of the row layout.
@@ -249,6 +255,22 @@ impl QuantizedValue {
         Self::take(slf, targets)
     }
 
+    /// Makes the column layout of the row layout, in the memory that is there where it fits. Blocks of 1x128 have one of the
+    /// original values only.
+    pub(crate) fn transpose(slf: &Bound<'_, Self>) -> PyResult<()> {
+        let py = slf.py();
+        let value = Self::snapshot(slf)?;
+        let (col, col_scale) = value.columns(py, true)?;
+        let mut value = slf.try_borrow_mut()?;
+        let content = value.col.content.clone();
+        let col = Layout { data: Some(col.unbind()), scale: col_scale.map(Bound::unbind), content };
+        let former = std::mem::replace(&mut value.col, col);
+        drop(value);
+        drop(former);
+        Self::snapshot(slf)?.agree(py);
+        Ok(())
+    }
+
     /// The values, as a tensor of `dtype`: float32, float16 or bfloat16.
     pub(crate) fn dequantize<'py>(slf: &Bound<'py, Self>, dtype: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
@@ -281,6 +303,25 @@ impl QuantizedValue {
     fn __clear__(&mut self) {
         (self.row, self.col) = (Layout::default(), Layout::default());
     }
+}
+
+/// A value, what it is quantised from, layouts, scale rule, and scale and maximum of delayed scaling.
+type Job<'py> = (
+    Bound<'py, QuantizedValue>,
+    Bound<'py, PyAny>,
+    (bool, bool),
+    Rule,
+    Option<Bound<'py, PyAny>>,
+    Option<Bound<'py, PyAny>>,
+);
+
+/// Quantises many values, as `QuantizedValue.quantize` does each.
+#[pyfunction]
+#[pyo3(signature = (jobs, /))]
+pub(crate) fn quantize_values(jobs: Vec<Job<'_>>) -> PyResult<()> {
+    jobs.iter().try_for_each(|(value, x, usage, rule, scale, amax)| {
+        QuantizedValue::quantize(value, x, *usage, *rule, scale.as_ref(), amax.as_ref(), None)
+    })
 }
 
 /// A layout that is to be written: the tensor that users see, and what is written, another one where kernels cannot write that.
@@ -346,9 +387,65 @@ impl QuantizedValue {
             content: Content::new(),
         };
         let col = col.map_or_else(Layout::default, |(data, scale)| layout(data, scale));
-        let value = Self { block: kind.block, fp8: kind.dtype, row: layout(row, Some(row_scale)), col };
+        let row = layout(row, Some(row_scale));
+        let value = Self { block: kind.block, fp8: kind.dtype, row, col, keeps_col: true };
         value.agree(py);
         value
+    }
+
+    /// The column layout of the row layout; in the memory of the former one, if it `reuses` that. One scale is both layouts'.
+    pub(crate) fn columns<'py>(
+        &self,
+        py: Python<'py>,
+        reuses: bool,
+    ) -> PyResult<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)> {
+        let state = state(py)?;
+        let (Some((data, scale)), true) = (self.part(py, false), self.block != Block::Row) else {
+            let message = "a column layout is made of a row layout with one scale, or with one for each 128x128; quantise with rowwise and columnwise usage";
+            return Err(Error::state(OP, message)).python();
+        };
+        let contiguous = |tensor: &Bound<'py, PyAny>| {
+            tensor.call_method0(intern!(py, "detach"))?.call_method0(intern!(py, "contiguous"))
+        };
+        let (data, scale) = (contiguous(&data)?, contiguous(&scale)?);
+        let view = view_of(&state.reader, &data, "data of the quantised tensor").python()?;
+        let scales = view_of(&state.reader, &scale, "scales of the quantised tensor").python()?;
+        let (rows, cols, block_scales) = (view.rows(), view.cols(), self.block == Block::Square);
+        let call = DirectCall::new(state, py, OP, view.device())?;
+        call.same_device(&scales, "scales of the quantised tensor")?;
+        let expected = self.scale_count(rows, cols);
+        if scales.numel() != expected || scales.dtype() != DType::F32 || view.dtype().size() != 1 {
+            let got = format!("{:?} of {} beside {}", scales.shape(), scales.dtype(), view.dtype());
+            return Err(Error::shape(OP, "scales", format!("{expected} float32 beside bytes"), got)).python();
+        }
+        let plan = TransposePlan::new(TransposeSpec { rows, cols, padded: false, block_scales }).python()?;
+        let size = rotated(view.shape());
+        let kept = |object: &Object| object.as_ref().filter(|_| reuses).map(|tensor| tensor.bind(py).clone());
+        let col = kept(&self.col.data).filter(|kept| fits_columns(&call, kept, &size));
+        let col = col.map_or_else(|| call.empty(&size, DType::U8), Ok)?;
+        let shape = scale_shape(BlockShape::TwoDimensional, cols, rows).map(|size| size as i64);
+        let col_scale = block_scales.then(|| kept_or_new(&call, kept(&self.col.scale), &shape)).transpose()?;
+        let pointers = TransposePointers {
+            q: view.data(),
+            out_t: call.pointer(Some(&col))?,
+            scale: scales.data(),
+            scale_t: call.pointer(col_scale.as_ref())?,
+        };
+        if view.numel() != 0 {
+            call.run(0, |target, _| plan.run(target, &pointers))?;
+        }
+        Ok((col, col_scale))
+    }
+
+    /// The number of the values that the row layout holds; none of bytes that are gathered anew for each use.
+    pub(crate) fn stamp(slf: &Bound<'_, Self>) -> PyResult<Option<u64>> {
+        let value = slf.try_borrow()?;
+        Ok(value.keeps_col.then(|| value.row.content.values()))
+    }
+
+    /// Whether a column layout that is made on the way stays.
+    pub(crate) const fn keeps_col(&self) -> bool {
+        self.keeps_col
     }
 
     /// Whether a recipe quantises weights so.
@@ -498,6 +595,13 @@ fn check_place(call: &DirectCall<'_, '_>, tensor: &Bound<'_, PyAny>, size: &[i64
         return Err(Error::dtype(OP, "data of the quantised tensor", "torch.uint8", view.dtype())).python();
     }
     call.shape(&view, "data of the quantised tensor", size)
+}
+
+/// Whether a column layout of `size` can be written there.
+fn fits_columns(call: &DirectCall<'_, '_>, kept: &Bound<'_, PyAny>, size: &[i64]) -> bool {
+    view_of(&call.state.reader, kept, "data").is_ok_and(|kept| {
+        kept.shape() == size && kept.is_contiguous() && kept.device() == call.place.device && kept.dtype().size() == 1
+    })
 }
 
 /// Where a layout of `size` is written, whose rows are `row` long and kernels want to be `ld` long. With `keeps`, what is there

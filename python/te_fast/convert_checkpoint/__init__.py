@@ -1,0 +1,285 @@
+"""Checkpoints from and to Transformer Engine.
+
+te_fast loads what Transformer Engine saves as it is. Transformer Engine cannot load te_fast's ``_extra_state``, and
+knows quantised weights by its own names alone. From Python::
+
+    state = te_fast.convert_checkpoint(model.state_dict(), to="transformer_engine")
+
+From the shell, on files and folders of files of ``torch.save``::
+
+    python -m te_fast.convert_checkpoint --to transformer_engine --dry-run step_1000.pt converted.pt
+
+The module is callable for that: ``te_fast.convert_checkpoint(...)`` is
+:func:`te_fast.convert_checkpoint.convert_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+import torch
+
+from te_fast.convert_checkpoint import files
+from te_fast.errors import ArgumentError, StateError, TeFastError
+from te_fast.state import extra_state, pickle_writer
+from te_fast.tensor.primary import is_quantized
+
+__all__ = ["Report", "convert_checkpoint", "convert_file", "main"]
+
+Format = Literal["transformer_engine", "te_fast"]
+_FORMATS = ("transformer_engine", "te_fast")
+_STATE = "_extra_state"
+#: Files of torch.save, by how their names end.
+_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_BAR = 30
+
+
+@dataclass
+class Report:
+    """What a conversion did, or would do.
+
+    Attributes
+    ----------
+    states : list of str
+        Keys of the states of delayed scaling that were written anew.
+    weights : list of str
+        Keys of quantised weights: written by the other library's names, or dequantised.
+    left : int
+        Entries that stay as they are.
+    """
+
+    states: list[str] = field(default_factory=list)
+    weights: list[str] = field(default_factory=list)
+    left: int = 0
+
+    def __str__(self) -> str:
+        """Say so in one line."""
+        return (
+            f"{len(self.states)} states of delayed scaling, {len(self.weights)} quantised weights, "
+            f"{self.left} entries as they were"
+        )
+
+
+def convert_checkpoint(
+    checkpoint: Any,
+    *,
+    to: Format = "transformer_engine",
+    dequantize: bool = False,
+    report: Report | None = None,
+) -> Any:
+    """Return a checkpoint that the other library loads.
+
+    Parameters
+    ----------
+    checkpoint : mapping
+        A ``state_dict``, or what holds some: dictionaries, lists and tuples of any depth. It stays as it is.
+    to : {'transformer_engine', 'te_fast'}, default = 'transformer_engine'
+        Whose loader is to read it. Every ``_extra_state`` of delayed scaling, in either library's format, is written
+        in that one's.
+    dequantize : bool, default = False
+        Let quantised weights be high-precision ones, of their nominal type, for models without them.
+    report : Report, optional
+        Told what was converted.
+
+    Returns
+    -------
+    mapping
+        Of the same classes, over the same tensors where nothing had to be written anew.
+
+    Raises
+    ------
+    StateError
+        If a state is damaged.
+    ArgumentError
+        If `to` is another name.
+
+    Examples
+    --------
+    >>> import te_fast
+    >>> import te_fast.pytorch as te
+    >>> layer = te.Linear(16, 16, device="cpu")
+    >>> with te.autocast():
+    ...     y = layer(torch.ones(16, 16))
+    >>> state = te_fast.convert_checkpoint(layer.state_dict(), to="transformer_engine")
+    >>> sorted(state)
+    ['_extra_state', 'bias', 'weight']
+    """
+    if to not in _FORMATS:
+        message = (
+            f"convert_checkpoint: to must be one of {', '.join(map(repr, _FORMATS))}, got {to!r}"
+        )
+        raise ArgumentError(message)
+    report = Report() if report is None else report
+    return _Conversion(to, dequantize, report).of(checkpoint, "")
+
+
+@dataclass
+class _Conversion:
+    to: str
+    dequantizes: bool
+    report: Report
+
+    def of(self, value: Any, path: str) -> Any:
+        if path.rpartition(".")[2] == _STATE:
+            return self._state(value, path)
+        if isinstance(value, Mapping):
+            return self._mapping(value, path)
+        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+            made = [self.of(item, f"{path}.{index}") for index, item in enumerate(value)]
+            same = all(one is other for one, other in zip(made, value, strict=True))
+            return value if same else type(value)(made)
+        if is_quantized(value):
+            self.report.weights.append(path)
+            return value.dequantize() if self.dequantizes else value
+        self.report.left += 1
+        return value
+
+    def _mapping(self, value: Any, path: str) -> Any:
+        made = {
+            key: self.of(item, f"{path}.{key}" if path else str(key)) for key, item in value.items()
+        }
+        if all(made[key] is item for key, item in value.items()):
+            return value
+        copy = type(value)(made)
+        # torch keeps versions of modules there.
+        copy.__dict__.update(value.__dict__) if hasattr(value, "__dict__") else None
+        return copy
+
+    def _state(self, value: Any, path: str) -> Any:
+        is_state = value is None or isinstance(value, torch.Tensor | io.BytesIO)
+        read = extra_state.unpack(value, layer=path) if is_state else None
+        if read is None:
+            self.report.left += 1
+            return value
+        self.report.states.append(path)
+        if self.to == "te_fast":
+            return extra_state.pack(read)
+        return pickle_writer.write(read)
+
+
+def convert_file(
+    source: str | Path,
+    target: str | Path,
+    *,
+    to: Format = "transformer_engine",
+    dequantize: bool = False,
+    dry_run: bool = False,
+) -> Report:
+    """Convert a file of ``torch.save``.
+
+    Nothing of the file is run: it may hold tensors, quantised ones of either library, and Python's containers.
+
+    Parameters
+    ----------
+    source, target : str or Path
+        The files. `target` must not be there yet; it is written whole or not at all.
+    to, dequantize
+        As of :func:`convert_checkpoint`.
+    dry_run : bool, default = False
+        Write nothing.
+
+    Returns
+    -------
+    Report
+        What was converted.
+
+    Raises
+    ------
+    StateError
+        If `source` holds other objects or is damaged, or `target` is there.
+    """
+    source, target = Path(source), Path(target)
+    if target.exists() and not dry_run:
+        message = f"convert_checkpoint: {target} is there already; remove it, or name another file"
+        raise StateError(message)
+    report = Report()
+    made = convert_checkpoint(files.read(source), to=to, dequantize=dequantize, report=report)
+    if not dry_run:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        files.write(made, target, foreign=to == "transformer_engine")
+    return report
+
+
+def _pairs(source: Path, target: Path) -> list[tuple[Path, Path]]:
+    """Files to convert and where they go: one, or those of a folder."""
+    if not source.is_dir():
+        if not source.exists():
+            message = f"convert_checkpoint: there is no {source}"
+            raise StateError(message)
+        return [(source, target)]
+    found = [path for path in sorted(source.rglob("*")) if path.suffix in _SUFFIXES]
+    if not found:
+        message = (
+            f"convert_checkpoint: no file of torch.save ({', '.join(_SUFFIXES)}) in {source}; save a distributed "
+            "checkpoint as one first, by torch.distributed.checkpoint.format_utils.dcp_to_torch_save"
+        )
+        raise StateError(message)
+    return [(path, target / path.relative_to(source)) for path in found]
+
+
+def _with_bar(pairs: Sequence[Any], show: Callable[[Any], str], out: TextIO) -> Iterator[Any]:
+    """Go through files, and show on a terminal how far it is."""
+    for number, pair in enumerate(pairs):
+        if out.isatty():
+            done = _BAR * number // len(pairs)
+            out.write(
+                f"\r\033[K[{'#' * done}{' ' * (_BAR - done)}] {number}/{len(pairs)} {show(pair)}"
+            )
+            out.flush()
+        yield pair
+    if out.isatty():
+        out.write(f"\r\033[K[{'#' * _BAR}] {len(pairs)}/{len(pairs)}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        Those of the process by default.
+
+    Returns
+    -------
+    int
+        0, or 2 after an error.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m te_fast.convert_checkpoint",
+        description="Convert checkpoints of torch.save from and to Transformer Engine.",
+    )
+    parser.add_argument("source", type=Path, help="a file, or a folder of files")
+    parser.add_argument("target", type=Path, help="where the result goes; must not be there")
+    parser.add_argument("--to", choices=_FORMATS, default=_FORMATS[0], help="whose loader reads it")
+    parser.add_argument(
+        "--dequantize", action="store_true", help="let quantised weights be high-precision ones"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+    asked = parser.parse_args(arguments)
+    options = {"to": asked.to, "dequantize": asked.dequantize, "dry_run": asked.dry_run}
+    try:
+        pairs = _pairs(asked.source, asked.target)
+        lines = []
+        for source, target in _with_bar(pairs, lambda pair: pair[0].name, sys.stderr):
+            lines.append(f"{source} -> {target}: {convert_file(source, target, **options)}")
+    except TeFastError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    return 0
+
+
+class _CallableModule(types.ModuleType):
+    """Lets ``te_fast.convert_checkpoint(...)`` work although the import system puts the module there."""
+
+    __call__ = staticmethod(convert_checkpoint)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -1,0 +1,165 @@
+"""Files of checkpoints: read without running anything of them, and written whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from te_fast.errors import QuantizedTensorError, StateError
+from te_fast.tensor import blockwise, float8
+from te_fast.tensor.dtypes import DType
+from te_fast.tensor.tensor import Float8TensorBase
+
+_ENGINE = "transformer_engine.pytorch"
+_MODULES = {
+    float8.Float8Tensor: f"{_ENGINE}.tensor.float8_tensor",
+    blockwise.Float8BlockwiseQTensor: f"{_ENGINE}.tensor.float8_blockwise_tensor",
+}
+_MAKERS: dict[Any, Any] = {
+    float8.Float8Tensor: float8._make_float8_tensor_in_reduce_ex,
+    blockwise.Float8BlockwiseQTensor: blockwise._make_float8_blockwise_tensor_in_reduce_ex,
+}
+
+
+_QUANTIZERS: dict[Any, Any] = {
+    float8.Float8Quantizer: float8.Float8Tensor,
+    float8.Float8CurrentScalingQuantizer: float8.Float8Tensor,
+    blockwise.Float8BlockQuantizer: blockwise.Float8BlockwiseQTensor,
+}
+
+
+class _NativeDType:
+    """An element type of Transformer Engine's native half, as older streams hold it: a number."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+
+    def __setstate__(self, number: int) -> None:
+        self.number = int(number)
+
+    def __int__(self) -> int:
+        return self.number
+
+
+def _maker_of(kind: Any, name: Any) -> Any:
+    """Stand in for ``getattr``, of which older streams ask for one method."""
+    if kind in _MAKERS and name == "_make_in_reduce_ex":
+        return _MAKERS[kind]
+    message = f"a look-up of {name!r:.60}, which no quantised tensor's stream has"
+    raise QuantizedTensorError(message)
+
+
+def _known() -> list[Any]:
+    """List what streams of either library name of quantised tensors, and what is made in its place."""
+    pairs: list[Any] = [
+        (DType, f"{_ENGINE}.constants.DType"),
+        (DType, f"{_ENGINE}.DType"),
+        (_NativeDType, "transformer_engine_torch.DType"),
+        (_maker_of, "builtins.getattr"),
+        (_maker_of, "__builtin__.getattr"),
+        (io.BytesIO, "_io.BytesIO"),
+    ]
+    for kind, module in _MODULES.items():
+        # TE 1.x had its classes elsewhere, and so had te_fast's streams their reconstructors.
+        old = module.replace(".tensor.", ".")
+        for where in (module, old):
+            pairs.append((kind, f"{where}.{kind.__name__}"))
+            pairs.append((_MAKERS[kind], f"{where}.{_MAKERS[kind].__name__}"))
+    pairs += [
+        (quantizer, f"{_MODULES[tensor]}.{quantizer.__name__}")
+        for quantizer, tensor in _QUANTIZERS.items()
+    ]
+    return pairs
+
+
+def read(path: Path) -> Any:
+    """Return what a file of ``torch.save`` holds; of its objects, those alone that are known.
+
+    Raises
+    ------
+    StateError
+        If it holds anything else, or is damaged.
+    """
+    try:
+        with torch.serialization.safe_globals(_known()):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, TypeError) as error:
+        message = (
+            f"{path}: not a checkpoint of torch.save, or one with objects that are not read without running code: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        )
+        raise StateError(message) from error
+
+
+class _Name:
+    """A name of Transformer Engine's, written and never looked up."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name = module, name
+
+    def __call__(self) -> None:
+        """Never called: what a pickle calls must look callable."""
+
+
+_PythonPickler: Any = pickle._Pickler
+
+
+class _Pickler(_PythonPickler):  # type: ignore[misc]
+    """Writes quantised tensors as Transformer Engine's reconstructors take them."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, _Name):
+            return thing.name
+        if isinstance(thing, DType):
+            return _Name(f"{_ENGINE}.constants", "DType"), (int(thing),)
+        if isinstance(thing, Float8TensorBase):
+            kind = next(kind for kind in _MODULES if isinstance(thing, kind))
+            _, arguments = thing.__reduce_ex__(2)
+            # A weight's quantizer is the one of the parameter that it is loaded into.
+            arguments = (
+                arguments[:6]
+                if kind is float8.Float8Tensor
+                else (*arguments[:7], None, *arguments[8:])
+            )
+            return _Name(_MODULES[kind], _MAKERS[kind].__name__), arguments
+        return NotImplemented
+
+    def save_global(self, thing: Any, name: Any = None) -> None:
+        # Annotations do not know the pickler that is written in Python.
+        own: Any = self
+        if isinstance(thing, _Name):
+            own.write(pickle.GLOBAL + f"{thing.module}\n{thing.name}\n".encode())
+            own.memoize(thing)
+        else:
+            _PythonPickler.save_global(own, thing, name)
+
+
+_FOREIGN = types.ModuleType("te_fast_foreign_pickle")
+_FOREIGN.__dict__.update({name: getattr(pickle, name) for name in pickle.__all__})
+_FOREIGN.__dict__["Pickler"] = _Pickler
+
+
+def write(tree: Any, path: Path, *, foreign: bool) -> None:
+    """Write a file, which is there afterwards as a whole or not at all.
+
+    Parameters
+    ----------
+    tree : object
+        What it is to hold.
+    path : Path
+        Where.
+    foreign : bool
+        By Transformer Engine's names.
+    """
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        torch.save(tree, part, pickle_module=_FOREIGN if foreign else pickle)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

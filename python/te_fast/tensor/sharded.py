@@ -1,0 +1,99 @@
+"""Quantised parameters under FSDP2: what ranks gather of them, and what is made of that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_fast.errors import UnsupportedError
+from te_fast.runtime.layouts import BLOCK
+
+#: What is gathered; then shape, scale of a tensor that has one, and quantizer of the whole parameter.
+Gathered = tuple[tuple[torch.Tensor, ...], tuple[Sequence[int], torch.Tensor | None, Any]]
+
+
+def before_gather(shard: Any, mesh: Any, whole: Sequence[int]) -> Gathered:
+    """Return the bytes of a shard, with the scales of its blocks.
+
+    Parameters
+    ----------
+    shard : Float8Tensor or Float8BlockwiseQTensor
+        Rows of the parameter.
+    mesh : DeviceMesh
+        Ranks that have the others.
+    whole : sequence of int
+        Shape of the parameter.
+    """
+    value, ranks = shard._value, mesh.size()
+    _settle(shard, mesh)
+    if value.row is None:
+        message = f"{type(shard).__name__}: FSDP2 gathers the row layout, which this shard lacks"
+        raise UnsupportedError(message)
+    rows = -(-whole[0] // ranks)
+    if value.block == 0:
+        return (_padded(value.row, rows),), (whole, value.row_scale, shard._quantizer)
+    if value.block == 1 or (ranks > 1 and (whole[0] % (ranks * BLOCK) or len(whole) != 2)):
+        message = (
+            f"{type(shard).__name__}: FSDP2 gathers blocks of 128x128, of {BLOCK} rows or a multiple a rank; a "
+            f"parameter of shape {list(whole)} does not split so over {ranks} ranks. Use another number of ranks, or "
+            "leave out quantized_model_init"
+        )
+        raise UnsupportedError(message)
+    return (value.row, value.row_scale), (whole, None, shard._quantizer)
+
+
+def _settle(shard: Any, mesh: Any) -> None:
+    """Let a shard be what FSDP2 needs: of its row layout alone, with the scale of the whole parameter."""
+    value, quantizer = shard._value, shard._quantizer
+    if value.col is not None:
+        value.col, value.keeps_col = None, False
+        if value.block:
+            value.col_scale = None
+    if quantizer is None:
+        return
+    quantizer.set_usage(rowwise=True, columnwise=False)
+    if getattr(quantizer, "with_amax_reduction", None) is False:
+        quantizer.with_amax_reduction = True
+        quantizer.amax_reduction_group = mesh.get_group()
+
+
+def _padded(row: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the bytes of so many rows; FSDP2 has left room for them behind those of a shorter last shard."""
+    if row.shape[0] == rows:
+        return row
+    size = (rows, *row.shape[1:])
+    count = torch.Size(size).numel()
+    if row.untyped_storage().nbytes() >= row.storage_offset() + count:
+        return row.as_strided(size, torch.empty(size, device="meta").stride())
+    return torch.cat([row, row.new_zeros(rows - row.shape[0], *row.shape[1:])])
+
+
+def after_gather(
+    shard: Any,
+    outputs: tuple[torch.Tensor, ...],
+    metadata: Any,
+    dtype: torch.dtype,
+    out: Any,
+) -> Any:
+    """Return the whole parameter over gathered bytes, or let a former one be over them.
+
+    Its column layout is made for each backward and freed with it: FSDP2 frees what it has gathered, and nothing else.
+    """
+    whole, scale, quantizer = metadata
+    row = outputs[0][: whole[0]].view(tuple(whole))
+    if out is None:
+        value = shard._value.share()
+        value.row, value.col = row, None
+        made = shard._of_value(value, whole, dtype, quantizer, device=row.device)
+    else:
+        made = getattr(out, "_local_tensor", out)
+        value = made._value
+    value.col, value.keeps_col = None, False
+    value.row_scale = outputs[1] if value.block else scale
+    if value.block:
+        value.col_scale = None
+    # The bytes are others, in memory whose address may be another; torch's version stays, as FSDP2 keeps it.
+    value.note_write()
+    return (made, ()) if out is None else None

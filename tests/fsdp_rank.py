@@ -1,0 +1,146 @@
+"""One of two ranks whose FP8 parameters FSDP2 shards: ``python fsdp_rank.py RANK FOLDER`` writes what it saw as JSON.
+
+Run by ``unit/test_fsdp_quantized.py``, in two processes of their own.
+"""
+
+import datetime
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import te_fast.pytorch as te
+from recipes import RECIPES
+from te_fast.errors import UnsupportedError
+from te_fast.tensor.tensor import Float8TensorBase
+
+WIDTH, STEPS = 256, 2
+
+
+def build(recipe, width=WIDTH):
+    torch.manual_seed(0)
+    with te.quantized_model_init(recipe=recipe):
+        return torch.nn.Sequential(
+            te.Linear(width, width, device="cpu", params_dtype=torch.bfloat16),
+            te.LayerNormLinear(width, width, device="cpu", params_dtype=torch.bfloat16),
+        )
+
+
+def shard(model, **options):
+    for layer in model:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def step(model, x, recipe):
+    model.zero_grad()
+    with te.autocast(recipe=recipe):
+        y = model(x)
+    y.float().pow(2).mean().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(parameter.grad, alpha=-0.5)
+    return y.detach()
+
+
+def gathered_bytes(model):
+    """Counts what the hooks hand to the all-gather meanwhile."""
+    counted = [0]
+    hook = Float8TensorBase.fsdp_pre_all_gather
+
+    def count(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy):
+        inputs, metadata = hook(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
+        counted[0] += sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+        return inputs, metadata
+
+    Float8TensorBase.fsdp_pre_all_gather = count
+    return counted
+
+
+def whole(parameter):
+    """Values of a sharded parameter, which is gathered by rows."""
+    local = parameter.to_local()
+    values = local.dequantize() if isinstance(local, Float8TensorBase) else local
+    parts = [torch.empty_like(values) for _ in range(2)]
+    dist.all_gather(parts, values.contiguous())
+    return torch.cat(parts)
+
+
+def trains_as_one(name, reshard):
+    """Bit for bit what one process does: results, and parameters after each step."""
+    recipe, alike = RECIPES[name](), []
+    plain, model = build(recipe), shard(build(recipe), reshard_after_forward=reshard)
+    classes = {type(parameter.to_local()).__name__ for parameter in model.parameters()}
+    for number in range(STEPS):
+        x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(number)).bfloat16()
+        alike.append(torch.equal(step(plain, x, recipe), step(model, x, recipe)))
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            values = one.dequantize() if isinstance(one, Float8TensorBase) else one.detach()
+            alike.append(torch.equal(values, whole(other)))
+    return {"alike": alike, "classes": sorted(classes)}
+
+
+def stays_flat(name):
+    """Bytes of all tensors after each step, and those that a step has gathered."""
+    recipe = RECIPES[name]()
+    model = shard(build(recipe))
+    x = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(0)).bfloat16()
+    counted, memory, gathered = gathered_bytes(model), [], []
+    for _ in range(4):
+        counted[0] = 0
+        step(model, x, recipe)
+        gathered.append(counted[0])
+        model.reshard()
+        gc.collect()
+        storages = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+            for tensor in gc.get_objects()
+            if type(tensor) is torch.Tensor
+        }
+        memory.append(sum(storages.values()))
+    return {"memory": memory, "gathered": gathered}
+
+
+def uneven(name):
+    """Rows that the ranks have not as many of."""
+    recipe = RECIPES[name]()
+    torch.manual_seed(0)
+    with te.quantized_model_init(recipe=recipe):
+        layer = te.Linear(
+            64, 80 if name == "block" else 144, device="cpu", params_dtype=torch.bfloat16
+        )
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with te.autocast(recipe=recipe), torch.no_grad():
+        expected = layer(x)
+    try:
+        model = fully_shard(torch.nn.Sequential(layer))
+        if name == "delayed":
+            layer.reset_fp8_meta_tensors()
+        with te.autocast(recipe=recipe), torch.no_grad():
+            return torch.equal(expected, model(x))
+    except UnsupportedError as error:
+        return str(error)
+
+
+SCENES = {
+    **{f"trains {name} True": (trains_as_one, name, True) for name in RECIPES},
+    "trains current False": (trains_as_one, "current", False),
+    **{f"flat {name}": (stays_flat, name) for name in RECIPES},
+    **{f"uneven {name}": (uneven, name) for name in RECIPES},
+}
+
+if __name__ == "__main__":
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(seconds=60)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=limit
+    )
+    found = {name: scene(*arguments) for name, (scene, *arguments) in SCENES.items()}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,367 @@
+"""Checkpoints from and to Transformer Engine, whose loader is played by classes of its names."""
+
+import collections
+import io
+import pickle
+import sys
+import types
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import te_fast
+import te_fast.pytorch as te
+from quantized_tensors import parts, quantizer
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.convert_checkpoint import Report, convert_file, main
+from te_fast.errors import ArgumentError, StateError
+
+KEYS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+OPTIONS = {"params_dtype": torch.bfloat16, "device": "cpu"}
+ENGINE = "transformer_engine.pytorch"
+
+
+class _FormatHelper(NamedTuple):
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(Enum):
+    E4M3 = _FormatHelper(448, 448)
+    HYBRID = _FormatHelper(448, 57344)
+
+
+@dataclass
+class EngineRecipe:
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: Any = "max"
+
+
+class EngineDType(IntEnum):
+    kFloat8E4M3 = 7
+
+
+def _make_float8_tensor_in_reduce_ex(data, fp8_dtype, scale, dtype, shape, transpose=None):
+    return EngineTensor(data, fp8_dtype, scale, dtype, shape, transpose)
+
+
+def _make_float8_blockwise_tensor_in_reduce_ex(*fields):
+    return EngineTensor(*fields)
+
+
+class EngineTensor:
+    """A quantised tensor of Transformer Engine: what its stream says of it."""
+
+    def __init__(self, *fields):
+        self.fields = fields
+
+    def __reduce_ex__(self, protocol):
+        maker = (
+            _make_float8_tensor_in_reduce_ex
+            if len(self.fields) == 6
+            else _make_float8_blockwise_tensor_in_reduce_ex
+        )
+        return maker, self.fields
+
+    @classmethod
+    def _make_in_reduce_ex(cls, *fields):
+        return cls(*fields)
+
+
+class OldTensor(EngineTensor):
+    """The same as versions before 2.0 write it: by a method of the class."""
+
+    def __reduce_ex__(self, protocol):
+        return OldTensor._make_in_reduce_ex, self.fields
+
+
+NAMES = {
+    "transformer_engine.common.recipe": {
+        "_FormatHelper": _FormatHelper,
+        "Format": Format,
+        "DelayedScaling": EngineRecipe,
+    },
+    f"{ENGINE}.constants": {"DType": EngineDType},
+    f"{ENGINE}.tensor.float8_tensor": {
+        "_make_float8_tensor_in_reduce_ex": _make_float8_tensor_in_reduce_ex,
+    },
+    f"{ENGINE}.float8_tensor": {"Float8Tensor": OldTensor},
+    f"{ENGINE}.tensor.float8_blockwise_tensor": {
+        "_make_float8_blockwise_tensor_in_reduce_ex": _make_float8_blockwise_tensor_in_reduce_ex,
+    },
+}
+
+
+for _path, _names in NAMES.items():
+    for _name, _thing in _names.items():
+        _thing.__module__, _thing.__qualname__ = _path, _name
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Modules of Transformer Engine's names while a test writes and reads as it does."""
+    for path, names in NAMES.items():
+        parents = path.split(".")
+        for count in range(1, len(parents)):
+            parent = ".".join(parents[:count])
+            monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+        module = types.ModuleType(path)
+        monkeypatch.setitem(sys.modules, path, module)
+        for name, thing in names.items():
+            setattr(module, name, thing)
+
+
+def trained(make, recipe, width=64):
+    torch.manual_seed(1)
+    module = make()
+    for _ in range(3):
+        with te.autocast(recipe=recipe):
+            y = module(torch.randn(32, width).bfloat16())
+        y.float().pow(2).sum().backward()
+    return module
+
+
+def linear():
+    return te.Linear(64, 48, **OPTIONS)
+
+
+def mlp():
+    return te.LayerNormMLP(64, 128, **OPTIONS)
+
+
+def operations():
+    return te.ops.Sequential(
+        te.ops.Quantize(),
+        te.ops.GELU(),
+        te.ops.Linear(64, 64, device="cpu", dtype=torch.bfloat16),
+    )
+
+
+def load(tensor):
+    return pickle.loads(bytes(tensor.tolist()))
+
+
+@pytest.mark.parametrize(("make", "gemms"), [(linear, 1), (mlp, 2)])
+def test_transformer_engine_reads_the_state_of_layers(make, gemms, engine):
+    layer = trained(make, DelayedScaling(margin=1, amax_history_len=4))
+    before = layer.state_dict()
+    state = te_fast.convert_checkpoint(before, to="transformer_engine")
+    assert type(state) is type(before)
+    assert state._metadata == before._metadata
+    assert state["_extra_state"] is not before["_extra_state"]
+    content = load(state["_extra_state"])
+    recipe = content["recipe"]
+    assert isinstance(recipe, EngineRecipe)
+    assert (recipe.margin, recipe.amax_history_len, recipe.fp8_format) == (1, 4, Format.HYBRID)
+    assert content["extra_fp8_variables"] == {"num_gemms": gemms}
+    forward, backward = layer.fp8_meta["scaling_fwd"], layer.fp8_meta["scaling_bwd"]
+    expected = (forward.scale, forward.amax_history, backward.scale, backward.amax_history)
+    for key, tensor in zip(KEYS, expected, strict=True):
+        assert torch.equal(content[key], tensor), key
+
+
+def test_transformer_engine_reads_the_state_of_operations(engine):
+    module = trained(operations, DelayedScaling(amax_history_len=4))
+    state = te_fast.convert_checkpoint(module.state_dict())
+    contents = {key: load(value) for key, value in state.items() if key.endswith("_extra_state")}
+    assert sorted(map(sorted, contents.values())) == [["backward", "forward"], ["forward"]]
+    for key, content in contents.items():
+        op = module.get_submodule(key.removesuffix("._extra_state"))
+        for mode, part in content.items():
+            scale, history = KEYS[:2] if mode == "forward" else KEYS[2:]
+            kept = op._delayed_state(mode)
+            assert torch.equal(part[scale], kept.scale)
+            assert torch.equal(part[history], kept.amax_history)
+            assert isinstance(part["recipe"], EngineRecipe)
+            assert part["extra_fp8_variables"] == {}
+
+
+@pytest.mark.parametrize("make", [linear, mlp, operations])
+def test_there_and_back(make):
+    module = trained(make, DelayedScaling(amax_history_len=4))
+    own = module.state_dict()
+    there = te_fast.convert_checkpoint(own)
+    back = te_fast.convert_checkpoint(there, to="te_fast")
+    for key, value in own.items():
+        assert torch.equal(value, back[key]), key
+    other = make()
+    other.load_state_dict(there)
+    for key, value in other.state_dict().items():
+        assert torch.equal(value, own[key]), key
+
+
+def test_nested_checkpoints_keep_their_form():
+    layer = trained(linear, DelayedScaling(amax_history_len=4))
+    tree = {
+        "model": [layer.state_dict(), {"x": torch.ones(2)}],
+        "optimizer": collections.OrderedDict(state={0: {"step": 3}}),
+        "args": (1, "two", None),
+    }
+    report = Report()
+    made = te_fast.convert_checkpoint(tree, report=report)
+    assert report.states == ["model.0._extra_state"]
+    assert made["optimizer"] is tree["optimizer"]
+    assert made["args"] is tree["args"]
+    assert made["model"][0]["weight"] is tree["model"][0]["weight"] or torch.equal(
+        made["model"][0]["weight"], layer.weight
+    )
+    assert "_extra_state" in tree["model"][0]
+    nothing = {"weight": torch.ones(2), "_extra_state": torch.empty(0, dtype=torch.uint8)}
+    assert te_fast.convert_checkpoint(nothing) is nothing
+
+
+def test_what_cannot_be_converted_is_named():
+    state = {"fc1._extra_state": torch.ones(9, dtype=torch.uint8)}
+    with pytest.raises(StateError, match="fc1"):
+        te_fast.convert_checkpoint(state)
+    with pytest.raises(ArgumentError, match="'te_fast'"):
+        te_fast.convert_checkpoint({}, to="torch")
+
+
+@pytest.mark.parametrize("kind", ["current", "2d"])
+def test_quantised_weights_go_by_transformer_engines_names(kind, engine, tmp_path):
+    weight = quantizer(kind)(torch.randn(128, 256).bfloat16())
+    torch.save({"weight": weight}, tmp_path / "own.pt")
+    report = convert_file(tmp_path / "own.pt", tmp_path / "their.pt")
+    assert report.weights == ["weight"]
+    found = torch.load(tmp_path / "their.pt", weights_only=False)["weight"]
+    assert isinstance(found, EngineTensor)
+    row, scale, col, col_scale = parts(weight)
+    if kind == "current":
+        data, dtype, found_scale, nominal, shape, transpose = found.fields
+        assert (dtype, nominal, tuple(shape)) == (7, torch.bfloat16, (128, 256))
+        assert transpose is None
+        assert torch.equal(data, row)
+        assert torch.equal(found_scale, scale)
+    else:
+        shape, *tensors, dtype, nominal, own, is_2d, _ = found.fields
+        for one, other in zip(tensors, (row, scale, col, col_scale), strict=True):
+            assert torch.equal(one, other)
+        assert (tuple(shape), dtype, nominal, own, is_2d) == (
+            (128, 256),
+            7,
+            torch.bfloat16,
+            None,
+            True,
+        )
+
+
+@pytest.mark.parametrize("form", ["new", "old", "block"])
+def test_quantised_weights_of_transformer_engine_are_read(form, engine, tmp_path):
+    made = quantizer("2d" if form == "block" else "current")(torch.randn(128, 256).bfloat16())
+    row, scale, col, col_scale = parts(made)
+    if form == "block":
+        shape = torch.Size((128, 256))
+        tensor = EngineTensor(
+            shape, row, scale, col, col_scale, EngineDType(7), torch.bfloat16, None, True, None
+        )
+    else:
+        kind = OldTensor if form == "old" else EngineTensor
+        tensor = kind(row, EngineDType(7), scale, torch.bfloat16, torch.Size((128, 256)), None)
+    torch.save({"model": {"weight": tensor}}, tmp_path / "their.pt")
+    convert_file(tmp_path / "their.pt", tmp_path / "own.pt", to="te_fast")
+    found = torch.load(tmp_path / "own.pt", weights_only=True)["model"]["weight"]
+    assert type(found) is type(made)
+    assert torch.equal(found.dequantize(), made.dequantize())
+    convert_file(tmp_path / "their.pt", tmp_path / "plain.pt", to="te_fast", dequantize=True)
+    plain = torch.load(tmp_path / "plain.pt", weights_only=True)["model"]["weight"]
+    assert type(plain) is torch.Tensor
+    assert torch.equal(plain, made.dequantize())
+    recipe = Float8BlockScaling() if form == "block" else Float8CurrentScaling()
+    with te.quantized_model_init(recipe=recipe):
+        layer = te.Linear(256, 128, bias=False, **OPTIONS)
+    layer.load_state_dict({"weight": found})
+    assert torch.equal(layer.weight.dequantize(), made.dequantize())
+
+
+class Payload:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+def test_nothing_of_a_file_is_run(tmp_path):
+    torch.save({"weight": Payload(str(tmp_path / "run"))}, tmp_path / "bad.pt")
+    with pytest.raises(StateError, match="without running code"):
+        convert_file(tmp_path / "bad.pt", tmp_path / "out.pt")
+    (tmp_path / "torn.pt").write_bytes(b"PK\x03\x04 not an archive")
+    with pytest.raises(StateError, match="not a checkpoint"):
+        convert_file(tmp_path / "torn.pt", tmp_path / "out.pt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.pt", "torn.pt"]
+
+
+class Sly:
+    def __reduce__(self):
+        return getattr, (collections.OrderedDict, "fromkeys")
+
+
+def test_attributes_of_others_are_not_looked_up(tmp_path):
+    torch.save({"weight": Sly()}, tmp_path / "sly.pt")
+    with pytest.raises(te_fast.TeFastError, match="fromkeys"):
+        convert_file(tmp_path / "sly.pt", tmp_path / "out.pt")
+
+
+def test_the_command_line(tmp_path, capsys):
+    layer = trained(linear, DelayedScaling(amax_history_len=4))
+    folder = tmp_path / "run"
+    (folder / "rank0").mkdir(parents=True)
+    torch.save(layer.state_dict(), folder / "rank0" / "model.pt")
+    torch.save({"x": torch.ones(1)}, folder / "plain.pt")
+    (folder / "notes.txt").write_text("not a checkpoint")
+    target = tmp_path / "converted"
+    assert main([str(folder), str(target), "--dry-run"]) == 0
+    assert not target.exists()
+    assert "1 states" in capsys.readouterr().out
+    assert main([str(folder), str(target)]) == 0
+    made = torch.load(target / "rank0" / "model.pt", weights_only=True)
+    other = linear()
+    other.load_state_dict(made)
+    assert torch.equal(other.get_extra_state(), layer.get_extra_state())
+    assert main([str(folder), str(target)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert main([str(tmp_path / "none"), str(target)]) == 2
+    assert (
+        main([str(target / "rank0" / "model.pt"), str(tmp_path / "back.pt"), "--to", "te_fast"])
+        == 0
+    )
+    assert torch.equal(
+        torch.load(tmp_path / "back.pt", weights_only=True)["_extra_state"], layer.get_extra_state()
+    )
+
+
+def test_the_bar_is_for_terminals(tmp_path, monkeypatch, capsys):
+    torch.save({"x": torch.ones(1)}, tmp_path / "a.pt")
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert main([str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]) == 0
+    assert "0/1 a.pt" in terminal.getvalue()
+    assert terminal.getvalue().endswith("1/1\n")
+    capsys.readouterr()
+
+
+def test_bf16_checkpoints_load_into_fp8_models_and_back(recipe):
+    torch.manual_seed(0)
+    plain = te.Linear(256, 128, **OPTIONS)
+    with te.quantized_model_init(recipe=recipe):
+        layer = te.Linear(256, 128, **OPTIONS)
+    layer.load_state_dict(plain.state_dict())
+    values = layer.weight.dequantize()
+    assert (values - plain.weight).abs().max() <= 0.0625 * plain.weight.abs().max()
+    other = te.Linear(256, 128, **OPTIONS)
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.weight, values)
+    third = te.Linear(256, 128, **OPTIONS)
+    third.load_state_dict(te_fast.convert_checkpoint(layer.state_dict(), dequantize=True))
+    assert torch.equal(third.weight, values)

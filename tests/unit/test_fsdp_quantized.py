@@ -1,0 +1,58 @@
+"""FP8 parameters under FSDP2, on two ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from recipes import RECIPES
+
+TESTS = Path(__file__).parents[1]
+_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+pytestmark = pytest.mark.skipif(
+    _VERSION < (2, 11) or not dist.is_available() or not dist.is_gloo_available(),
+    reason="needs gloo, and an FSDP2 that runs without a GPU (2.6's does not)",
+)
+WEIGHTS = 2 * 256 * 256
+
+
+@pytest.fixture(scope="module")
+def ranks(fresh, tmp_path_factory):
+    """What each of two ranks saw, by scene."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    program = (
+        "import runpy, sys; sys.argv[1:] = {}; sys.path.insert(0, {!r}); "
+        "runpy.run_module('fsdp_rank', run_name='__main__')"
+    )
+    fresh.together(*(program.format([str(rank), str(folder)], str(TESTS)) for rank in (0, 1)))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "reshard"), [*((name, True) for name in RECIPES), ("current", False)]
+)
+def test_sharded_training_has_the_bits_of_one_process(ranks, name, reshard):
+    for rank in ranks:
+        seen = rank[f"trains {name} {reshard}"]
+        assert all(seen["alike"])
+        kind = "Float8BlockwiseQTensor" if name == "block" else "Float8Tensor"
+        assert seen["classes"] == [kind, "Tensor"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_memory_is_flat_and_bytes_are_gathered(ranks, name):
+    for rank in ranks:
+        seen = rank[f"flat {name}"]
+        assert len(set(seen["memory"][1:])) == 1
+        # Forward and backward gather one byte an element, half of which a rank has; BF16 would be two.
+        shares = {count / (2 * WEIGHTS * 2 / 2) for count in seen["gathered"]}
+        assert max(shares) <= 0.55
+
+
+def test_uneven_shards(ranks):
+    for rank in ranks:
+        assert rank["uneven delayed"] is True
+        assert rank["uneven current"] is True
+        assert "128 rows or a multiple a rank" in rank["uneven block"]
