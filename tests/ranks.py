@@ -52,7 +52,7 @@ class Scenes:
             torch.set_default_device(_device)
         dist.init_process_group(
             "nccl" if kind == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size,
-            timeout=datetime.timedelta(seconds=20),
+            timeout=datetime.timedelta(seconds=60),
         )  # fmt: skip
         found = {}
         try:

@@ -15,7 +15,7 @@ MODULES = {
     "te_fast": "The package",
     "te_fast.pytorch": "Layers, autocast, MoE",
     "te_fast.pytorch.ops": "Fusible operations",
-    "te_fast.pytorch.distributed": "Recomputation",
+    "te_fast.pytorch.distributed": "Recomputation and ranks",
     "te_fast.common.recipe": "Recipes",
     "te_fast.dispatch": "The dispatcher",
     "te_fast.profiling": "Profiling",

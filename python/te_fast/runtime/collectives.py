@@ -23,6 +23,16 @@ def get_distributed_world_size(group: Any = None) -> int:
     ----------
     group : torch.distributed.ProcessGroup, optional
         The group; all ranks by default.
+
+    See Also
+    --------
+    te_fast.pytorch.distributed.get_distributed_rank : this process's place in a group.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> te.distributed.get_distributed_world_size()
+    1
     """
     return torch.distributed.get_world_size(group=group) if _is_initialized() else 1
 
@@ -39,6 +49,19 @@ def get_distributed_rank(group: Any = None) -> int:
     ------
     ArgumentError
         Without ``torch.distributed``.
+
+    See Also
+    --------
+    te_fast.pytorch.distributed.get_distributed_world_size : the number of ranks.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> try:
+    ...     rank = te.distributed.get_distributed_rank()
+    ... except ValueError:
+    ...     print("there is no process group")
+    there is no process group
     """
     if not _is_initialized():
         message = "get_distributed_rank: torch.distributed has no process group; call init_process_group() first"
@@ -97,6 +120,20 @@ def gather_along_first_dim(
     ------
     UnsupportedError
         For a quantizer.
+
+    See Also
+    --------
+    te_fast.pytorch.distributed.reduce_scatter_along_first_dim : the other way, with a sum.
+
+    Examples
+    --------
+    One rank has everything:
+
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> whole, handle = te.distributed.gather_along_first_dim(torch.ones(4, 8), None)
+    >>> tuple(whole.shape), handle
+    ((4, 8), None)
     """
     if quantizer is not None:
         message = "gather_along_first_dim: quantizer is not supported yet; gather, then quantise"
@@ -139,6 +176,18 @@ def reduce_scatter_along_first_dim(
     ------
     ShapeError
         If the first dimension cannot be shared out.
+
+    See Also
+    --------
+    te_fast.pytorch.distributed.gather_along_first_dim : the other way.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> share, handle = te.distributed.reduce_scatter_along_first_dim(torch.ones(4, 8), None)
+    >>> tuple(share.shape), handle
+    ((4, 8), None)
     """
     size = get_distributed_world_size(tp_group)
     if size == 1:
@@ -172,6 +221,18 @@ def allreduce(
         `inp`.
     handle or None
         None where there is nothing to wait for.
+
+    See Also
+    --------
+    te_fast.pytorch.distributed.reduce_scatter_along_first_dim : each rank keeps its share of the sum.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> total, handle = te.distributed.allreduce(torch.ones(2))
+    >>> total.tolist()
+    [1.0, 1.0]
     """
     if get_distributed_world_size(tp_group) == 1 or inp.numel() == 0:
         return inp, None
@@ -201,6 +262,17 @@ def split_tensor_into_1d_equal_chunks(
     ------
     ShapeError
         If the elements cannot be shared out.
+
+    See Also
+    --------
+    te_fast.pytorch.distributed.gather_split_1d_tensor : the inverse.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> te.distributed.split_tensor_into_1d_equal_chunks(torch.zeros(2, 2), None).shape
+    torch.Size([4])
     """
     size = get_distributed_world_size(tp_group)
     if tensor.numel() % size != 0:
@@ -223,6 +295,17 @@ def gather_split_1d_tensor(tensor: torch.Tensor, tp_group: Any) -> torch.Tensor:
         ``(elements / ranks,)``.
     tp_group : torch.distributed.ProcessGroup
         The ranks; None is all.
+
+    See Also
+    --------
+    te_fast.pytorch.distributed.split_tensor_into_1d_equal_chunks : the inverse.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> te.distributed.gather_split_1d_tensor(torch.zeros(4), None).shape
+    torch.Size([4])
     """
     return gather_along_first_dim(tensor, tp_group)[0]
 
@@ -240,6 +323,19 @@ def set_tensor_model_parallel_attributes(
         Whether ranks share it.
     dim, stride : int
         Along which dimension, and in strides of how many.
+
+    See Also
+    --------
+    te_fast.pytorch.Linear : marks its own parameters.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> weight = torch.nn.Parameter(torch.zeros(2, 2))
+    >>> te.distributed.set_tensor_model_parallel_attributes(weight, True, dim=0, stride=1)
+    >>> weight.partition_dim
+    0
     """
     tensor.tensor_model_parallel = is_parallel
     tensor.partition_dim = dim

@@ -57,7 +57,26 @@ class _Communication(Identity):
 
 
 class AllGather(_Communication):
-    """Gather the rows of all ranks; gradients are summed and shared out."""
+    """Gather the rows of all ranks; gradients are summed and shared out.
+
+    Parameters
+    ----------
+    process_group : torch.distributed.ProcessGroup, optional
+        The ranks; all by default.
+
+    See Also
+    --------
+    ReduceScatter : the other way.
+
+    Examples
+    --------
+    Among one rank it is the identity:
+
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> tuple(te.ops.AllGather()(torch.ones(4, 8)).shape)
+    (4, 8)
+    """
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         """Gather."""
@@ -72,7 +91,26 @@ class AllGather(_Communication):
 
 
 class ReduceScatter(_Communication):
-    """Sum over ranks, and keep this one's rows; gradients are gathered."""
+    """Sum over ranks, and keep this one's rows; gradients are gathered.
+
+    Parameters
+    ----------
+    process_group : torch.distributed.ProcessGroup, optional
+        The ranks; all by default.
+
+    See Also
+    --------
+    AllGather : the other way.
+
+    Examples
+    --------
+    Among one rank it is the identity:
+
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> tuple(te.ops.ReduceScatter()(torch.ones(4, 8)).shape)
+    (4, 8)
+    """
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         """Sum over ranks, and keep this one's rows."""
@@ -95,6 +133,19 @@ class AllReduce(_Communication):
         The ranks; all by default.
     reduce_in_backward : bool, default = True
         As in Transformer Engine, it says nothing: all ranks have the gradient of the sum.
+
+    See Also
+    --------
+    ReduceScatter : each rank keeps its rows of the sum.
+
+    Examples
+    --------
+    Among one rank it is the identity:
+
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> tuple(te.ops.AllReduce()(torch.ones(4, 8)).shape)
+    (4, 8)
     """
 
     def __init__(
