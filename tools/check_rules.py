@@ -63,6 +63,7 @@ LAYERS: dict[str, set[str]] = {
         "tensor",
     },
     "profiling": {"common", "dispatch", "pytorch"},
+    "doctor": {"convert", "profiling", "pytorch"},
 }
 # Signatures that are Transformer Engine's, not ours.
 TE_SIGNATURES = re.compile(

@@ -22,7 +22,7 @@ from te_fast.errors import (
 )
 
 if TYPE_CHECKING:
-    from te_fast import common, dispatch, profiling, pytorch
+    from te_fast import common, dispatch, doctor, profiling, pytorch
     from te_fast.convert import convert
     from te_fast.dispatch import auto_pad
     from te_fast.profiling import profile
@@ -44,13 +44,14 @@ __all__ = [
     "common",
     "convert",
     "dispatch",
+    "doctor",
     "errors",
     "profile",
     "profiling",
     "pytorch",
 ]
 
-_SUBMODULES = {"common", "convert", "dispatch", "profiling", "pytorch"}
+_SUBMODULES = {"common", "convert", "dispatch", "doctor", "profiling", "pytorch"}
 # Names of their own that come with a submodule, once they are asked for.
 _FUNCTIONS = {"auto_pad": "dispatch", "profile": "profiling"}
 
