@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_fast.attention.dot_product import DotProductAttention
-from te_fast.attention.rope import LastWaves, rotate_by, signed_waves
+from te_fast.attention.rope import Heads, LastWaves, rotate, signed_waves, split_rotated
 from te_fast.convert.gated import GatedMLP
 from te_fast.convert.known import Attention, Decoder, Norm
 from te_fast.layers.layernorm_linear import LayerNormLinear
@@ -231,7 +231,7 @@ class DecoderForward(Forward):
         self._owner = weakref.ref(layer)
         self.is_tuple = False
         self.what = "decoder layer" if found.activation else "attention of a decoder layer"
-        self._heads = attention.heads, attention.groups, attention.channels
+        self._heads = Heads(attention.heads, attention.groups, attention.channels)
         self._is_eager = attention.implementation == "eager"
         self._has_head_norms = attention.head_norms is not None
         first = layer.input_layernorm
@@ -304,17 +304,16 @@ class DecoderForward(Forward):
             Cosines and sines, ``(1 or batch, tokens, channels)``.
         """
         owner: Any = self._owner()
-        heads, groups, d = self._heads
         mixed = self.qkv(hidden_states)
-        mixed = mixed.view(*mixed.shape[:-1], heads + 2 * groups, d)
         waves = _waves_of(*position_embeddings)
         if self._has_head_norms:
-            q, k, v = mixed.split_with_sizes((heads, groups, groups), -2)
+            q, k, v = self._heads.split(mixed)
             q, k = owner.self_attn.q_norm(q), owner.self_attn.k_norm(k)
-            q, k = rotate_by(q, waves, heads), rotate_by(k, waves, groups)
+            q, k = (rotate(t, waves, interleaved=False) for t in (q, k))
         else:
-            turned = rotate_by(mixed, waves, heads + groups)
-            q, k, v = turned.split_with_sizes((heads, groups, groups), -2)
+            q, k, v = split_rotated(
+                mixed, (waves, waves), self._heads, interleaved=False, in_place=True
+            )
         context = self._attend(q, k, v, attention_mask, training=owner.training)
         h = hidden_states + self.out(context)
         if self.mlp is not None:
