@@ -47,7 +47,7 @@ LAYERS: dict[str, set[str]] = {
     "layers": {"graphs", "ops", "recipe", "runtime", "state", "tensor"},
     "attention": {"graphs", "layers", "ops", "recipe", "runtime", "state"},
     "experts": {"moe", "ops", "runtime"},
-    "convert": {"attention", "layers", "runtime"},
+    "convert": {"attention", "layers", "runtime", "state"},
     "graphed": {"graphs", "recipe", "runtime", "state"},
     "common": {"recipe"},
     "pytorch": {

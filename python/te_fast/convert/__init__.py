@@ -35,12 +35,14 @@ from te_fast.convert.forwards import (
     pack,
 )
 from te_fast.convert.known import Left, leave
+from te_fast.convert.scales import converted as converted_modules
+from te_fast.convert.scales import load_scaling_state, scaling_state
 from te_fast.errors import ArgumentError, DtypeError, StateError, TeFastError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
-__all__ = ["Report", "convert", "main", "undo"]
+__all__ = ["Report", "convert", "load_scaling_state", "main", "scaling_state", "undo"]
 
 #: Names of layers that give logits: their rounding is the loss's.
 HEADS = ("lm_head", "embed_out", "output", "score", "classifier", "logits", "head")
@@ -189,12 +191,6 @@ class _Plan:
             module.__dict__[_KEY] = forward
 
 
-def _converted(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, module in model.named_modules():
-        if isinstance(module.__dict__.get(_KEY), Forward):
-            yield name, module
-
-
 def _refuse(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         message = f"convert: expected a torch.nn.Module, got {type(model).__name__}"
@@ -280,7 +276,7 @@ def undo(model: torch.nn.Module) -> int:
         If nothing of the model has been converted, or a wrapper has put its own forward around it since: take that
         away first.
     """
-    found = list(_converted(model))
+    found = [module for _, module, _ in converted_modules(model)]
     for name, module in model.named_modules():
         if isinstance(module.__dict__.get("_old_forward"), Forward):
             message = (
@@ -290,7 +286,7 @@ def undo(model: torch.nn.Module) -> int:
     if not found:
         message = "undo: nothing of this model has been converted"
         raise StateError(message)
-    for _, module in found:
+    for module in found:
         del module.__dict__[_KEY]
     return len(found)
 

@@ -80,6 +80,10 @@ class Forward:
         """Return groups of parameters that are read as one, where they lie one behind the other."""
         return []
 
+    def layers(self) -> dict[str, Tied]:
+        """Return te_fast's layers by their names within the module."""
+        raise NotImplementedError
+
 
 class LinearForward(Forward):
     """A ``torch.nn.Linear`` by :class:`te_fast.pytorch.Linear`."""
@@ -90,6 +94,10 @@ class LinearForward(Forward):
         sizes = module.in_features, module.out_features
         options = _options(module.weight, bias=module.bias is not None)
         self.tied = Tied(Linear(*sizes, name=name, **options), _tied("", module))
+
+    def layers(self) -> dict[str, Tied]:
+        """Return the layer."""
+        return {"": self.tied}
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Apply the layer."""
@@ -151,6 +159,10 @@ class SequentialForward(Forward):
         self._known = list(module._modules.items())
         inside = [range(at, at + count) for at, (_, count) in fused.items()]
         self._watched = [self._known[place] for places in inside for place in places]
+
+    def layers(self) -> dict[str, Tied]:
+        """Return the fused layers by the names of their norms."""
+        return {self._known[place][0]: tied for place, (tied, _) in self.fused.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """Name the module itself: weak references are not copied."""
@@ -262,6 +274,11 @@ class DecoderForward(Forward):
                 found = [own[f"{part}{kind}"] for part in parts if f"{part}{kind}" in own]
                 groups += [found] if len(found) == len(parts) else []
         return groups
+
+    def layers(self) -> dict[str, Tied]:
+        """Return norm and projections, the last projection, and norm and feed-forward block."""
+        found = {"qkv": self.qkv, "out": self.out}
+        return found if self.mlp is None else found | {"feed_forward": self.mlp}
 
     def _is_for(self, given: dict[str, Any], places: tuple[Any, ...]) -> bool:
         """Tell whether a call is one of training: a mask and angles, and nothing to keep or to return."""
