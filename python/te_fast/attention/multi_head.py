@@ -151,6 +151,21 @@ class MultiheadAttention(CompositeModule):
         For an argument that te_fast does not support yet.
     ShapeError
         If sizes do not fit, or a name is unknown.
+
+    See Also
+    --------
+    DotProductAttention : Attention alone.
+    TransformerLayer : A whole layer.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> layer = te.MultiheadAttention(64, 4, attention_dropout=0.0, device="cpu")
+    >>> with te.autocast():
+    ...     y = layer(torch.randn(8, 2, 64))
+    >>> y.shape
+    torch.Size([8, 2, 64])
     """
 
     def __init__(

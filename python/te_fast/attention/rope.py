@@ -41,6 +41,18 @@ class RotaryPositionEmbedding(torch.nn.Module):
     ----------
     inv_freq : torch.Tensor
         Buffer ``(dim / 2,)``, FP32: angle per position. On the GPU if there is one.
+
+    See Also
+    --------
+    te_fast.pytorch.attention.rope.apply_rotary_pos_emb : Rotates by the angles.
+    TransformerLayer : Takes them as `rotary_pos_emb`.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> angles = te.RotaryPositionEmbedding(16)(8)
+    >>> angles.shape
+    torch.Size([8, 1, 1, 16])
     """
 
     def __init__(

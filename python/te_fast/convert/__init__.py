@@ -62,6 +62,18 @@ class Report:
         Why modules were left as they are, by name.
     dry_run : bool
         Nothing was changed.
+
+    See Also
+    --------
+    convert : Returns one.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast
+    >>> model = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 64))
+    >>> te_fast.convert(model, dry_run=True).converted
+    {'': 'norm + linear layer', '1': 'linear layer'}
     """
 
     converted: dict[str, str] = field(default_factory=dict)
@@ -241,11 +253,29 @@ def convert(
     DtypeError
         If it is no module.
 
+    See Also
+    --------
+    undo : Takes it back.
+    scaling_state : Scales, to be saved.
+
     Notes
     -----
     Weights that one matrix product reads (queries, keys and values; both halves of a feed-forward block) are moved to
     memory where they lie one behind the other: the same parameters with the same values. Parameters of which somebody
     else has laid out the memory stay where they are, and are joined in every call.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast
+    >>> import te_fast.pytorch as te
+    >>> model = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 64))
+    >>> print(te_fast.convert(model))
+    te_fast.convert converted: 1 x norm + linear layer, 1 x linear layer
+    >>> with te.autocast():
+    ...     y = model(torch.ones(16, 32))
+    >>> y.shape
+    torch.Size([16, 64])
     """
     _refuse(model)
     if isinstance(exclude, str):
@@ -275,6 +305,19 @@ def undo(model: torch.nn.Module) -> int:
     StateError
         If nothing of the model has been converted, or a wrapper has put its own forward around it since: take that
         away first.
+
+    See Also
+    --------
+    convert : What it takes back.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast
+    >>> model = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 64))
+    >>> report = te_fast.convert(model)
+    >>> te_fast.convert.undo(model)
+    2
     """
     found = [module for _, module, _ in converted_modules(model)]
     for name, module in model.named_modules():
@@ -321,6 +364,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     -------
     int
         0.
+
+    See Also
+    --------
+    convert : The same in Python.
+
+    Examples
+    --------
+    >>> from te_fast.convert import main
+    >>> main(["--dry-run", "package.module:make_model"])  # doctest: +SKIP
     """
     summary = "Tell what te_fast.convert would do with a model."
     parser = argparse.ArgumentParser(prog="python -m te_fast.convert", description=summary)

@@ -75,7 +75,18 @@ Role = Literal["input", "weight", "grad"]
 
 
 class DeviceFacts(NamedTuple):
-    """Facts of a CUDA device, read once per device."""
+    """Facts of a CUDA device, read once per device.
+
+    See Also
+    --------
+    device_facts : Reads them.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> dispatch.DeviceFacts._fields[0]
+    'capability'
+    """
 
     #: Compute capability, (major, minor).
     capability: tuple[int, int]
@@ -88,7 +99,23 @@ class DeviceFacts(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One noted launch."""
+    """One noted launch.
+
+    See Also
+    --------
+    record : Notes them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast import dispatch
+    >>> layer = te.Linear(32, 32, device="cpu")
+    >>> with te.autocast(), dispatch.record() as launches:
+    ...     y = layer(torch.ones(16, 32))
+    >>> launches[0].threads > 0
+    True
+    """
 
     #: Symbol of the kernel, or ``gemm``.
     name: str
@@ -127,6 +154,20 @@ class QuantizedOperand:
         Columns of the tensor that was quantised.
     column_sums : torch.Tensor or None
         Sums of the columns, in the input's type.
+
+    See Also
+    --------
+    quantize : Makes one.
+    gemm : Takes two.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> from te_fast.common import recipe
+    >>> x = dispatch.quantize(torch.ones(16, 32), recipe.Float8CurrentScaling())
+    >>> x.rowwise_data.shape, x.dtype
+    (torch.Size([16, 32]), torch.float8_e4m3fn)
     """
 
     rowwise_data: torch.Tensor | None
@@ -178,6 +219,11 @@ def quantize(
     ------
     ShapeError, DtypeError, UnsupportedError
         If the tensor or the recipe does not fit.
+
+    See Also
+    --------
+    dequantize : The way back.
+    te_fast.pytorch.Quantizer : Makes tensors.
 
     Notes
     -----
@@ -320,6 +366,19 @@ def dequantize(
     ------
     ShapeError
         If the layout is not there.
+
+    See Also
+    --------
+    quantize : The way there.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> from te_fast.common import recipe
+    >>> x = dispatch.quantize(torch.ones(16, 32), recipe.Float8CurrentScaling())
+    >>> dispatch.dequantize(x).unique()
+    tensor([1.])
     """
     data = tensor.columnwise_data if columnwise else tensor.rowwise_data
     scale_inv = tensor.columnwise_scale_inv if columnwise else tensor.rowwise_scale_inv
@@ -390,6 +449,20 @@ def gemm(
     ------
     ShapeError, DtypeError, DeviceError, UnsupportedError, CudaError
         If the operands do not fit, or cuBLAS refuses the problem.
+
+    See Also
+    --------
+    quantize : Makes the operands.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> from te_fast.common import recipe
+    >>> x = dispatch.quantize(torch.ones(16, 32), recipe.Float8CurrentScaling())
+    >>> w = dispatch.quantize(torch.ones(16, 32), recipe.Float8CurrentScaling(), role="weight")
+    >>> dispatch.gemm(x, w, torch.empty(16, 16)).shape
+    torch.Size([16, 16])
     """
     native.gemm(
         _operand(x, columnwise=x_columnwise, k_outermost=x_k_outermost),
@@ -505,6 +578,19 @@ def linear_forward(
     -------
     torch.Tensor
         ``(..., out_features)``.
+
+    See Also
+    --------
+    te_fast.pytorch.Linear : The layer.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast import dispatch
+    >>> layer = te.Linear(32, 32, device="cpu")
+    >>> dispatch.linear_forward(layer, torch.ones(16, 32)).shape
+    torch.Size([16, 32])
     """
     result: torch.Tensor = native.layer_forward(layer, x, is_first_microbatch)
     return result
@@ -518,13 +604,34 @@ def counters() -> dict[str, int]:
     dict
         ``launches``, ``gemms``, ``plan_hits``, ``plan_misses``, ``guard_switches``,
         ``weight_casts`` and ``allocations`` (private device buffers; torch's are not counted).
+
+    See Also
+    --------
+    reset_counters : Sets them to zero.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> dispatch.reset_counters()
+    >>> sum(dispatch.counters().values())
+    0
     """
     result: dict[str, int] = native.counters()
     return result
 
 
 def reset_counters() -> None:
-    """Set all counters to zero."""
+    """Set all counters to zero.
+
+    See Also
+    --------
+    counters : What it resets.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> dispatch.reset_counters()
+    """
     native.reset_counters()
 
 
@@ -542,6 +649,10 @@ def record(*, execute: bool = True) -> Iterator[list[Launch]]:
     ------
     list of Launch
         Filled when the block ends.
+
+    See Also
+    --------
+    counters : Counts alone.
 
     Examples
     --------
@@ -570,6 +681,16 @@ def inventory() -> dict[str, dict[str, int]]:
     -------
     dict
         Device name to ``gemm_plans``, ``private_bytes`` and ``streams``.
+
+    See Also
+    --------
+    release_memory : Gives it back.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> isinstance(dispatch.inventory(), dict)
+    True
     """
     return {
         device: {"gemm_plans": plans, "private_bytes": size, "streams": streams}
@@ -584,6 +705,21 @@ def plan_count(layer: torch.nn.Module) -> int:
     ----------
     layer : te_fast.pytorch.Linear, LayerNormLinear or LayerNormMLP
         The layer.
+
+    See Also
+    --------
+    drop_weight_cache : Forgets weights.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast import dispatch
+    >>> layer = te.Linear(32, 32, device="cpu")
+    >>> with te.autocast():
+    ...     y = layer(torch.ones(16, 32))
+    >>> dispatch.plan_count(layer)
+    1
     """
     return int(layer._plan_count())  # type: ignore[operator]
 
@@ -598,6 +734,18 @@ def drop_weight_cache(layer: torch.nn.Module) -> None:
     ----------
     layer : torch.nn.Module
         A layer, an op, or a module that holds some.
+
+    See Also
+    --------
+    release_memory : Scratch memory.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast import dispatch
+    >>> layer = te.Linear(32, 32, device="cpu")
+    >>> dispatch.drop_weight_cache(layer)
     """
     for module in layer.modules():
         drop = getattr(module, "_drop_weight_cache", None)
@@ -609,6 +757,15 @@ def release_memory() -> None:
     """Give scratch memory and workspaces back to the devices; they are taken again when needed.
 
     Waits for the devices; other threads run meanwhile.
+
+    See Also
+    --------
+    inventory : What there is.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> dispatch.release_memory()
     """
     native.release_memory()
 
@@ -637,6 +794,15 @@ def load_kernels(device: int | str | torch.device = 0) -> int:
         Where te_fast was built without CUDA, or for other GPUs.
     DeviceError
         If it is no CUDA device.
+
+    See Also
+    --------
+    release_memory : Gives memory back.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> dispatch.load_kernels()  # doctest: +SKIP
     """
     return int(native.load_kernels(_ordinal(device, "load_kernels")))
 
@@ -663,6 +829,16 @@ def device_facts(device: int | str | torch.device = 0) -> DeviceFacts:
         Without a usable driver or device.
     DeviceError
         If it is no CUDA device.
+
+    See Also
+    --------
+    inventory : What the dispatcher holds there.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> dispatch.device_facts(0).capability  # doctest: +SKIP
+    (9, 0)
     """
     return DeviceFacts(*native.device_facts(_ordinal(device, "device_facts")))
 
@@ -674,6 +850,16 @@ def cuda_driver_version() -> int:
     ------
     CudaError
         Without a usable driver.
+
+    See Also
+    --------
+    device_facts : Facts of a device.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> dispatch.cuda_driver_version()  # doctest: +SKIP
+    13000
     """
     return int(native.cuda_driver_version())
 
@@ -690,6 +876,22 @@ def auto_pad(enabled: bool = True) -> bool:  # noqa: FBT001, FBT002
     -------
     bool
         The former setting.
+
+    See Also
+    --------
+    te_fast.pytorch.Fp8Padding : Pads the splits of grouped inputs.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast
+    >>> import te_fast.pytorch as te
+    >>> layer = te.Linear(32, 32, device="cpu")
+    >>> former = te_fast.auto_pad(True)
+    >>> with te.autocast():
+    ...     y = layer(torch.ones(5, 32))
+    >>> y.shape, te_fast.auto_pad(former)
+    (torch.Size([5, 32]), True)
     """
     return bool(native.set_auto_pad(bool(enabled)))
 
@@ -710,6 +912,21 @@ def stage_times(layer: torch.nn.Module, *inputs: Any, calls: int = 1000) -> dict
     -------
     dict
         Stage to microseconds per forward, in the order in which they run.
+
+    See Also
+    --------
+    te_fast.profile : The same beside nn.Linear.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast import dispatch
+    >>> layer = te.Linear(32, 32, device="cpu")
+    >>> with torch.no_grad(), te.autocast():
+    ...     stages = dispatch.stage_times(layer, torch.ones(16, 32), calls=2)
+    >>> all(microseconds >= 0 for microseconds in stages.values())
+    True
     """
     native.stage_clock(True)  # noqa: FBT003
     try:

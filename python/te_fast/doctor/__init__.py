@@ -125,6 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     int
         The script's exit code.
 
+    See Also
+    --------
+    te_fast.profile : One module, stage by stage.
+
     Examples
     --------
     >>> from te_fast.doctor import main

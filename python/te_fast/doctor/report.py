@@ -65,6 +65,18 @@ class Report:
         What to know of the figures.
     environment : dict
         Machine and versions.
+
+    See Also
+    --------
+    te_fast.profile : One module, stage by stage.
+
+    Examples
+    --------
+    >>> from te_fast.doctor import Report
+    >>> report = Report("train.py", [2500.0], 0, 0.0, [], [], [], {"processor": "a CPU"})
+    >>> print(report)
+    te_fast.doctor: train.py, on a CPU
+    a step takes 2.50 ms (median of 1)
     """
 
     script: str
@@ -78,7 +90,7 @@ class Report:
 
     def __str__(self) -> str:
         """Return the table."""
-        return "\n".join([*self._head(), "", *self._table(), *self._swaps(), *self._notes()])
+        return "\n".join([*self._head(), *self._table(), *self._swaps(), *self._notes()])
 
     def as_dict(self) -> dict[str, object]:
         """Return the report as plain data."""
@@ -114,6 +126,7 @@ class Report:
     def _table(self) -> Iterator[str]:
         if not self.rows:
             return
+        yield ""
         width = max(len(str(row.owner)) for row in self.rows[:ROWS])
         columns = "   calls   fwd host    fwd GPU  bwd host*    bwd GPU  syncs  casts"
         yield f"{'a step, µs':{width}}{columns}"

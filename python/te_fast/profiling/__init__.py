@@ -41,7 +41,21 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Report:
-    """Host time of one forward, in microseconds."""
+    """Host time of one forward, in microseconds.
+
+    See Also
+    --------
+    te_fast.profile : Makes one.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast
+    >>> import te_fast.pytorch as te
+    >>> report = te_fast.profile(te.Linear(32, 32, device="cpu"), torch.ones(16, 32), rounds=2, calls=2)
+    >>> sorted(report.ratios)
+    ['no_grad', 'with grad']
+    """
 
     #: What was measured: layer, shape, device.
     subject: str
@@ -185,6 +199,10 @@ def profile(module: torch.nn.Module, *inputs: Any, rounds: int = 30, calls: int 
         Totals and stages, and, where the module maps rows to rows, the ratio to an ``nn.Linear`` of
         as many columns; ``print`` shows the table.
 
+    See Also
+    --------
+    te_fast.doctor : Where the time of a whole script goes.
+
     Examples
     --------
     >>> import torch, te_fast
@@ -233,7 +251,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Profile a ``te_fast.pytorch.Linear`` as the command line says."""
+    """Profile a ``te_fast.pytorch.Linear`` as the command line says.
+
+    See Also
+    --------
+    te_fast.profile : The same in Python.
+
+    Examples
+    --------
+    >>> from te_fast import profiling
+    >>> profiling.main(["--device", "cpu", "--rows", "16", "--rounds", "2"])  # doctest: +SKIP
+    """
     from te_fast.errors import TeFastError
 
     parser = _parser()

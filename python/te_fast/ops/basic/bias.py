@@ -24,6 +24,17 @@ class Bias(BasicOperation):
         Split the bias; groups of one rank only so far.
     tensor_parallel_group : torch.distributed.ProcessGroup, optional
         Its ranks.
+
+    See Also
+    --------
+    Linear : A product and a bias.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.Bias(2, device="cpu")(torch.ones(1, 2))
+    tensor([[1., 1.]], grad_fn=<ProgramBackward>)
     """
 
     bias: torch.Tensor

@@ -13,7 +13,19 @@ from te_fast.ops.op import BasicOperation, OperationContext
 
 
 class Identity(BasicOperation):
-    """Return the input."""
+    """Return the input.
+
+    See Also
+    --------
+    Reshape : Another shape of the same.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.Identity()(torch.ones(1, 2))
+    tensor([[1., 1.]])
+    """
 
     def _append_to(self, program: Any, label: str) -> None:
         program.identity(label)
@@ -45,11 +57,35 @@ class _Communication(Identity):
 
 
 class AllGather(_Communication):
-    """Gather along the first dimension."""
+    """Gather along the first dimension.
+
+    See Also
+    --------
+    ReduceScatter : Another collective.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.AllGather()(torch.ones(1, 2))  # one rank
+    tensor([[1., 1.]])
+    """
 
 
 class ReduceScatter(_Communication):
-    """Sum over ranks, and split along the first dimension."""
+    """Sum over ranks, and split along the first dimension.
+
+    See Also
+    --------
+    AllGather : Another collective.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.ReduceScatter()(torch.ones(1, 2))  # one rank
+    tensor([[1., 1.]])
+    """
 
 
 class AllReduce(_Communication):
@@ -61,6 +97,17 @@ class AllReduce(_Communication):
         Ranks; groups of one rank only so far.
     reduce_in_backward : bool, default = True
         Sum the gradients, too.
+
+    See Also
+    --------
+    ReduceScatter : Another collective.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.AllReduce()(torch.ones(1, 2))  # one rank
+    tensor([[1., 1.]])
     """
 
     def __init__(
@@ -79,6 +126,17 @@ class Reshape(BasicOperation):
     ----------
     shape : iterable of int
         The shape; one size may be -1.
+
+    See Also
+    --------
+    Identity : The same shape.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.Reshape((4, 2))(torch.ones(2, 4)).shape
+    torch.Size([4, 2])
     """
 
     def __init__(self, shape: Iterable[int]) -> None:
