@@ -170,6 +170,11 @@ class ProgramLayer(TransformerEngineBaseModule):
     def _make_program(self, *, observed: bool) -> native.Program:
         """Make the layer's program; an `observed` one returns the input of every linear op beside the result."""
         program = native.Program(self.name, outside_fp8=self._outside_fp8())
+        self._append_to(program, observed=observed)
+        return program
+
+    def _append_to(self, program: Any, *, observed: bool = False) -> None:
+        """Append the ops to a program, or to what takes note of them."""
         wanted = len(self._LINEARS) if observed else int(self.return_layernorm_output)
 
         def observe() -> None:
@@ -177,7 +182,6 @@ class ProgramLayer(TransformerEngineBaseModule):
                 program.make_extra_output("input", False)
 
         self._append_ops(program, observe)
-        return program
 
     def _weight_handles(self) -> dict[str, Any]:
         return self._handles
