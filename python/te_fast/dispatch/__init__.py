@@ -268,6 +268,17 @@ class QuantizedGroups(NamedTuple):
         ``(groups, cols, rows)``.
     columnwise_scale_inv : torch.Tensor or None
         Its inverse scales.
+
+    See Also
+    --------
+    quantize_groups : Makes them.
+    grouped_gemm : Takes them.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> dispatch.QuantizedGroups._fields[0]
+    'rowwise_data'
     """
 
     rowwise_data: torch.Tensor | None
@@ -318,6 +329,11 @@ def quantize_groups(
     ------
     ShapeError, DtypeError, UnsupportedError
         If the tensor or the recipe does not fit.
+
+    See Also
+    --------
+    grouped_gemm : Takes the groups.
+    quantize : One tensor.
 
     Examples
     --------
@@ -531,6 +547,11 @@ def grouped_gemm(
     ------
     ShapeError, DtypeError, DeviceError, LayoutError, UnsupportedError, CudaError
         If the operands do not fit, or the device has no kernel for them.
+
+    See Also
+    --------
+    quantize_groups : Makes its operands.
+    gemm : One product.
 
     Examples
     --------
