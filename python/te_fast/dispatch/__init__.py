@@ -6,8 +6,6 @@ backend, tensors on a GPU on torch's current stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +17,15 @@ from te_fast.dispatch.activations import (
     activation,
     activation_backward,
     activation_outputs,
+)
+from te_fast.dispatch.launches import (
+    Launch,
+    counters,
+    inventory,
+    plan_count,
+    record,
+    reset_counters,
+    stage_times,
 )
 from te_fast.dispatch.norms import (
     NormFunction,
@@ -96,39 +103,6 @@ class DeviceFacts(NamedTuple):
     l2_bytes: int
     #: Shared memory that one block may take, bytes.
     shared_bytes: int
-
-
-class Launch(NamedTuple):
-    """One noted launch.
-
-    See Also
-    --------
-    record : Notes them.
-
-    Examples
-    --------
-    >>> import torch
-    >>> import te_fast.pytorch as te
-    >>> from te_fast import dispatch
-    >>> layer = te.Linear(32, 32, device="cpu")
-    >>> with te.autocast(), dispatch.record() as launches:
-    ...     y = layer(torch.ones(16, 32))
-    >>> launches[0].threads > 0
-    True
-    """
-
-    #: Symbol of the kernel, or ``gemm``.
-    name: str
-    #: Thread blocks; zeros for a GEMM.
-    blocks: tuple[int, int, int]
-    #: Threads of a block.
-    threads: int
-    #: Dynamic shared memory of a block, bytes.
-    shared_bytes: int
-    #: Bytes of the kernel's parameter struct.
-    params: bytes
-    #: The problem of a GEMM.
-    problem: str | None
 
 
 @dataclass(frozen=True)
@@ -341,8 +315,8 @@ def quantize_groups(
     >>> from te_fast import dispatch
     >>> from te_fast.common.recipe import Float8CurrentScaling
     >>> x = torch.tensor([[1.0], [2.0], [448.0]])
-    >>> dispatch.quantize_groups(x, torch.tensor([2, 1]), Float8CurrentScaling()).rowwise_scale_inv.tolist()
-    [0.0044642859138548374, 1.0]
+    >>> dispatch.quantize_groups(x, torch.tensor([2, 1]), Float8CurrentScaling()).rowwise_scale_inv
+    tensor([0.0045, 1.0000])
     """
     if not recipe.delayed() and (scale is not None or amax is not None):
         message = f"quantize_groups: {type(recipe).__name__} makes its own scales; leave scale and amax out"
@@ -617,134 +591,6 @@ def linear_forward(
     return result
 
 
-def counters() -> dict[str, int]:
-    """Return what was counted since the last :func:`reset_counters`.
-
-    Returns
-    -------
-    dict
-        ``launches``, ``gemms``, ``plan_hits``, ``plan_misses``, ``guard_switches``,
-        ``weight_casts`` and ``allocations`` (private device buffers; torch's are not counted).
-
-    See Also
-    --------
-    reset_counters : Sets them to zero.
-
-    Examples
-    --------
-    >>> from te_fast import dispatch
-    >>> dispatch.reset_counters()
-    >>> sum(dispatch.counters().values())
-    0
-    """
-    result: dict[str, int] = native.counters()
-    return result
-
-
-def reset_counters() -> None:
-    """Set all counters to zero.
-
-    See Also
-    --------
-    counters : What it resets.
-
-    Examples
-    --------
-    >>> from te_fast import dispatch
-    >>> dispatch.reset_counters()
-    """
-    native.reset_counters()
-
-
-@contextmanager
-def record(*, execute: bool = True) -> Iterator[list[Launch]]:
-    """Note every launch of the block.
-
-    Parameters
-    ----------
-    execute : bool
-        False makes no launch and notes none: :func:`counters` counts them, and outputs stay
-        uninitialised. That is how bookkeeping alone is timed.
-
-    Yields
-    ------
-    list of Launch
-        Filled when the block ends.
-
-    See Also
-    --------
-    counters : Counts alone.
-
-    Examples
-    --------
-    >>> import torch
-    >>> import te_fast.pytorch as te
-    >>> from te_fast import dispatch
-    >>> layer = te.Linear(32, 16, bias=False, device="cpu")
-    >>> with torch.no_grad(), te.autocast(), dispatch.record() as launches:
-    ...     y = layer(torch.ones(16, 32))
-    >>> [launch.name for launch in launches]
-    ['cast_f32_e4m3', 'cast_f32_e4m3', 'gemm']
-    """
-    launches: list[Launch] = []
-    native.record("tee" if execute else "only")
-    try:
-        yield launches
-    finally:
-        launches.extend(Launch(*launch) for launch in native.recorded())
-        native.record("off")
-
-
-def inventory() -> dict[str, dict[str, int]]:
-    """Return what the dispatcher holds, per device.
-
-    Returns
-    -------
-    dict
-        Device name to ``gemm_plans``, ``private_bytes`` and ``streams``.
-
-    See Also
-    --------
-    release_memory : Gives it back.
-
-    Examples
-    --------
-    >>> from te_fast import dispatch
-    >>> isinstance(dispatch.inventory(), dict)
-    True
-    """
-    return {
-        device: {"gemm_plans": plans, "private_bytes": size, "streams": streams}
-        for device, plans, size, streams in native.inventory()
-    }
-
-
-def plan_count(layer: torch.nn.Module) -> int:
-    """Return how many plans a layer holds: one per row count, data type, recipe and gradient need.
-
-    Parameters
-    ----------
-    layer : te_fast.pytorch.Linear, LayerNormLinear or LayerNormMLP
-        The layer.
-
-    See Also
-    --------
-    drop_weight_cache : Forgets weights.
-
-    Examples
-    --------
-    >>> import torch
-    >>> import te_fast.pytorch as te
-    >>> from te_fast import dispatch
-    >>> layer = te.Linear(32, 32, device="cpu")
-    >>> with te.autocast():
-    ...     y = layer(torch.ones(16, 32))
-    >>> dispatch.plan_count(layer)
-    1
-    """
-    return int(layer._plan_count())  # type: ignore[operator]
-
-
 def drop_weight_cache(layer: torch.nn.Module) -> None:
     """Forget the quantised weights of a layer, an op, or all that a module holds; the next forward quantises again.
 
@@ -915,44 +761,3 @@ def auto_pad(enabled: bool = True) -> bool:  # noqa: FBT001, FBT002
     (torch.Size([5, 32]), True)
     """
     return bool(native.set_auto_pad(bool(enabled)))
-
-
-def stage_times(layer: torch.nn.Module, *inputs: Any, calls: int = 1000) -> dict[str, float]:
-    """Measure the native stages of a layer's forward.
-
-    Parameters
-    ----------
-    layer : te_fast.pytorch.Linear
-        The layer, in the autocast region of the caller.
-    inputs
-        What it is called with.
-    calls : int
-        How many forwards are averaged.
-
-    Returns
-    -------
-    dict
-        Stage to microseconds per forward, in the order in which they run.
-
-    See Also
-    --------
-    te_fast.profile : The same beside nn.Linear.
-
-    Examples
-    --------
-    >>> import torch
-    >>> import te_fast.pytorch as te
-    >>> from te_fast import dispatch
-    >>> layer = te.Linear(32, 32, device="cpu")
-    >>> with torch.no_grad(), te.autocast():
-    ...     stages = dispatch.stage_times(layer, torch.ones(16, 32), calls=2)
-    >>> all(microseconds >= 0 for microseconds in stages.values())
-    True
-    """
-    native.stage_clock(True)  # noqa: FBT003
-    try:
-        for _ in range(calls):
-            layer(*inputs)
-        return {name: nanoseconds / calls / 1e3 for name, nanoseconds in native.stage_nanoseconds()}
-    finally:
-        native.stage_clock(False)  # noqa: FBT003
