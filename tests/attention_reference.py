@@ -74,3 +74,20 @@ def rotate(t, freqs, interleaved):
     else:
         out = torch.cat((turned.real, turned.imag), -1)
     return torch.cat((out, rest), -1)
+
+
+def rotate_exactly(t, angles, interleaved, *, back=False):
+    """Heads ``(..., heads, d)`` turned by the angles of every channel: products and sums in FP32, rounded at the end.
+
+    Channels of a pair may have angles that differ; `back` is the transpose.
+    """
+    width = angles.shape[-1]
+    partner = torch.arange(width)
+    partner = (partner ^ 1) if interleaved else (partner + width // 2) % width
+    is_first = (partner > torch.arange(width)).float()
+    cos, sin = angles.cos(), angles.sin() * (1 - 2 * is_first)
+    if back:
+        sin = sin[..., partner]
+    wide = t.float()
+    turned = wide[..., :width] * cos + wide[..., partner] * sin
+    return torch.cat((turned.to(t.dtype), t[..., width:]), -1)

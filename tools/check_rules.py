@@ -48,7 +48,7 @@ LAYERS: dict[str, set[str]] = {
     "layers": {"graphs", "ops", "parallel", "recipe", "runtime", "state", "tensor"},
     "attention": {"graphs", "layers", "ops", "parallel", "recipe", "runtime", "state"},
     "experts": {"moe", "ops", "runtime"},
-    "convert": {"attention", "layers", "runtime"},
+    "convert": {"attention", "layers", "runtime", "state"},
     "graphed": {"graphs", "recipe", "runtime", "state"},
     "losses": set(),
     "offload": set(),
@@ -71,6 +71,7 @@ LAYERS: dict[str, set[str]] = {
         "tensor",
     },
     "profiling": {"common", "dispatch", "pytorch"},
+    "doctor": {"convert", "profiling", "pytorch"},
 }
 # Signatures that are Transformer Engine's, not ours.
 TE_SIGNATURES = re.compile(

@@ -19,6 +19,7 @@ MODULES = {
     "te_fast.common.recipe": "Recipes",
     "te_fast.dispatch": "The dispatcher",
     "te_fast.profiling": "Profiling",
+    "te_fast.doctor": "The doctor",
 }
 # What te_fast does not define is torch's to document.
 OWN = "te_fast"

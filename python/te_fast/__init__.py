@@ -22,7 +22,7 @@ from te_fast.errors import (
 )
 
 if TYPE_CHECKING:
-    from te_fast import common, dispatch, profiling, pytorch
+    from te_fast import common, dispatch, doctor, profiling, pytorch
     from te_fast.convert import convert
     from te_fast.convert_checkpoint import convert_checkpoint
     from te_fast.dispatch import auto_pad
@@ -46,13 +46,22 @@ __all__ = [
     "convert",
     "convert_checkpoint",
     "dispatch",
+    "doctor",
     "errors",
     "profile",
     "profiling",
     "pytorch",
 ]
 
-_SUBMODULES = {"common", "convert", "convert_checkpoint", "dispatch", "profiling", "pytorch"}
+_SUBMODULES = {
+    "common",
+    "convert",
+    "convert_checkpoint",
+    "dispatch",
+    "doctor",
+    "profiling",
+    "pytorch",
+}
 # Names of their own that come with a submodule, once they are asked for.
 _FUNCTIONS = {"auto_pad": "dispatch", "profile": "profiling"}
 

@@ -12,6 +12,7 @@ from torch import nn
 import te_fast
 import te_fast.pytorch as te
 from llama_like import MLP, Layer, Model, loss_of
+from te_fast.common.recipe import DelayedScaling
 from te_fast.errors import DtypeError, StateError, TeFastError
 from te_fast.runtime.compiling import CAN_COMPILE
 
@@ -369,3 +370,56 @@ def test_command_line(capsys):
 def test_errors_are_te_fasts():
     with pytest.raises(TeFastError):
         te_fast.convert(None)
+
+
+def trained(model, steps):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    recipe = DelayedScaling(amax_history_len=4)
+    losses = []
+    for _ in range(steps):
+        losses.append(step(model, recipe)[0])
+        optimizer.step()
+    return losses
+
+
+def test_a_restart_with_its_scales_goes_on_as_if_there_was_none(tmp_path):
+    model = nn.Sequential(Model(), nn.LayerNorm(96), nn.Linear(96, 96))
+    te_fast.convert(model, exclude=())
+    keys = list(model.state_dict())
+    trained(model, 3)
+    assert list(model.state_dict()) == keys
+    torch.save(
+        {"model": model.state_dict(), "scales": te_fast.convert.scaling_state(model)},
+        tmp_path / "checkpoint.pt",
+    )
+    wanted = trained(model, 3)
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert {"0.layers.0.qkv", "0.layers.1.feed_forward", "1"} <= saved["scales"].keys()
+    for is_loaded in (True, False):
+        other = nn.Sequential(Model(), nn.LayerNorm(96), nn.Linear(96, 96))
+        te_fast.convert(other, exclude=())
+        other.load_state_dict(saved["model"])
+        if is_loaded:
+            te_fast.convert.load_scaling_state(other, saved["scales"])
+        assert (trained(other, 3) == wanted) == is_loaded
+
+
+def test_scales_that_do_not_fit_change_nothing():
+    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 16))
+    with pytest.raises(StateError, match="nothing of this model has been converted"):
+        te_fast.convert.scaling_state(model)
+    te_fast.convert(model, exclude=())
+    assert te_fast.convert.scaling_state(model) == {}
+    with te.autocast(recipe=DelayedScaling()):
+        model(torch.randn(16, 32)).sum().backward()
+    known = te_fast.convert.scaling_state(model)
+    for wrong, match in (
+        ({"0": known["0"] * 0 + 7}, "_extra_state"),
+        ({"0": known["0"], "9": known["0"]}, "no converted layer '9'"),
+    ):
+        with pytest.raises(StateError, match=match):
+            te_fast.convert.load_scaling_state(model, wrong)
+    with pytest.raises(DtypeError, match="expected a mapping"):
+        te_fast.convert.load_scaling_state(model, [known])
+    again = te_fast.convert.scaling_state(model)
+    assert all(torch.equal(again[name], state) for name, state in known.items())

@@ -400,32 +400,6 @@ def test_make_fx_sees_an_operator():
         assert torch.equal(graph(other), torch.relu(layer(other)))
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects")
-def test_export_keeps_the_operator(strict):
-    recipe = Float8CurrentScaling()
-
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = te.LayerNormLinear(32, 48, device="cpu")
-
-        def forward(self, x):
-            with te.autocast(recipe=recipe):
-                return torch.relu(self.layer(x))
-
-    model = Model()
-    rows = torch.export.Dim("rows", min=8, max=4096)
-    with torch.no_grad():
-        program = torch.export.export(
-            model, (torch.randn(16, 32),), dynamic_shapes={"x": {0: rows}}, strict=strict
-        )
-        targets = {str(node.target) for node in program.graph.nodes}
-        assert any(target.startswith("te_fast.program_forward") for target in targets)
-        x = torch.randn(24, 32)
-        assert torch.equal(program.module()(x), model(x))
-
-
 # Refusals -----------------------------------------------------------------------------------------------
 
 

@@ -135,12 +135,26 @@ class DotProductAttention(TransformerEngineBaseModule):
     ShapeError
         If heads are no multiple of groups, groups none of `tp_size`, or a name is unknown.
 
+    See Also
+    --------
+    MultiheadAttention : Attention with its projections.
+    TransformerLayer : A whole layer.
+
     Notes
     -----
     ``NVTE_FLASH_ATTN``, ``NVTE_FUSED_ATTN`` and ``NVTE_UNFUSED_ATTN`` choose among torch's kernels: flash attention,
     cuDNN's and the memory-efficient one, and the formula. With ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` it is the
     formula, unless torch's own switch for deterministic algorithms is on, which kernels obey. Attention computes in
     the type of its inputs; recipes with ``fp8_dpa`` or ``fp8_mha`` raise.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> attention = te.DotProductAttention(4, 16, num_gqa_groups=2, qkv_format="bshd")
+    >>> q, k, v = (torch.randn(2, 8, heads, 16) for heads in (4, 2, 2))
+    >>> attention(q, k, v, attn_mask_type="causal").shape
+    torch.Size([2, 8, 64])
     """
 
     def __init__(

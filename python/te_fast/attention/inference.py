@@ -366,6 +366,25 @@ class InferenceParams:
     ------
     ShapeError
         If a size is missing, or sizes do not fit.
+
+    See Also
+    --------
+    MultiheadAttention : Reads and writes the caches.
+    TransformerLayer : Hands it on.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from collections import OrderedDict
+    >>> import te_fast.pytorch as te
+    >>> layer = te.TransformerLayer(32, 64, 2, layer_number=1, attn_input_format="bshd", device="cpu").eval()
+    >>> params = te.InferenceParams(1, 16, 2, 16, torch.float32)
+    >>> with torch.no_grad():
+    ...     for tokens in (4, 1):
+    ...         params.pre_step(OrderedDict({0: tokens}))
+    ...         y = layer(torch.randn(1, tokens, 32), self_attn_mask_type="padding_causal", inference_params=params)
+    >>> y.shape
+    torch.Size([1, 1, 32])
     """
 
     def __init__(

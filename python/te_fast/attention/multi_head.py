@@ -9,13 +9,14 @@ import torch
 
 from te_fast.attention.dot_product import DotProductAttention
 from te_fast.attention.inference import InferenceParams
-from te_fast.attention.rope import rotate
+from te_fast.attention.rope import Heads, Waves, rotate, split_rotated, waves_of
 from te_fast.errors import ShapeError
 from te_fast.layers.layernorm_linear import LayerNormLinear
 from te_fast.layers.linear import Linear
 from te_fast.layers.norm import LayerNorm, RMSNorm
 from te_fast.layers.parameters import check_sizes, refuse
 from te_fast.ops.basic.l2normalization import L2Normalization
+from te_fast.runtime.module_hooks import is_called_plainly
 
 Rotation = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
@@ -150,6 +151,21 @@ class MultiheadAttention(CompositeModule):
         For an argument that te_fast does not support yet.
     ShapeError
         If sizes do not fit, or a name is unknown.
+
+    See Also
+    --------
+    DotProductAttention : Attention alone.
+    TransformerLayer : A whole layer.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> layer = te.MultiheadAttention(64, 4, attention_dropout=0.0, device="cpu")
+    >>> with te.autocast():
+    ...     y = layer(torch.randn(8, 2, 64))
+    >>> y.shape
+    torch.Size([8, 2, 64])
     """
 
     def __init__(
@@ -281,6 +297,7 @@ class MultiheadAttention(CompositeModule):
         channels: int = given["kv_channels"] or given["hidden_size"] // heads
         self.hidden_size_per_attention_head = channels
         self.hidden_size_q, self.hidden_size_kv = channels * heads, channels * self.num_gqa_groups
+        self._heads = Heads(heads, self.num_gqa_groups, channels, self.qkv_weight_interleaved)
 
     def _check(self, attention_type: str, layer_number: int | None, lacks_norm: bool) -> None:
         if attention_type not in ("self", "cross"):
@@ -459,7 +476,7 @@ cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zer
             mixed: Any = first(hidden, is_first_microbatch=is_first_microbatch)
             if self.return_layernorm_output:
                 mixed, normed = mixed
-            heads = self._split(mixed, rotary_pos_emb, given)
+            heads = self._split(mixed, rotary_pos_emb, given, is_fresh=_is_fresh(first))
         else:
             if encoder_output is None:
                 message = f"{self._shown}: cross attention needs encoder_output"
@@ -473,25 +490,28 @@ cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zer
         context = self.core_attention(*heads, **given)
         return context, normed
 
-    def _split(self, mixed: torch.Tensor, angles: Rotation, given: dict[str, Any]) -> Any:
+    def _split(
+        self, mixed: torch.Tensor, angles: Rotation, given: dict[str, Any], *, is_fresh: bool
+    ) -> Any:
         """Return queries, keys and values of their product, rotated and normalised."""
-        q_heads, groups, d = (
-            self.num_attention_heads,
-            self.num_gqa_groups,
-            self.hidden_size_per_attention_head,
+        has_norms = self.q_norm is not None and self.k_norm is not None
+        if angles is None or (has_norms and self.qk_norm_before_rope):
+            q, k, v = self._heads.split(mixed)
+            return self._placed(q, k, v, angles, given)
+        of_q, of_k = angles if isinstance(angles, tuple) else (angles, angles)
+        waves = self._waves(of_q, mixed.shape, given, "q")
+        others = waves
+        if of_k is not of_q or given.get("cu_seqlens_q") is not given.get("cu_seqlens_kv"):
+            others = self._waves(of_k, mixed.shape, given, "kv")
+        q, k, v = split_rotated(
+            mixed,
+            (waves, others),
+            self._heads,
+            interleaved=self.rotary_pos_interleaved,
+            in_place=is_fresh,
         )
-        if self.qkv_weight_interleaved:
-            per_group = q_heads // groups
-            parts = mixed.unflatten(-1, (groups, per_group + 2, d)).split((per_group, 1, 1), -2)
-            q, k, v = (part.flatten(-3, -2) for part in parts)
-            return self._placed(q, k, v, angles, given)
-        heads = mixed.view(*mixed.shape[:-1], q_heads + 2 * groups, d)
-        if angles is None or isinstance(angles, tuple) or self.q_norm is not None:
-            q, k, v = heads.split_with_sizes((q_heads, groups, groups), -2)
-            return self._placed(q, k, v, angles, given)
-        # Queries and keys lie side by side and turn by the same angles: one rotation, and one gradient of all three.
-        turned = self._rotated(heads, angles, given, "q", q_heads + groups)
-        q, k, v = turned.split_with_sizes((q_heads, groups, groups), -2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
     def _split_cross(
@@ -518,20 +538,17 @@ cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zer
             q, k = self.q_norm(q), self.k_norm(k)
         if angles is not None:
             of_q, of_k = angles if isinstance(angles, tuple) else (angles, angles)
-            q, k = self._rotated(q, of_q, given, "q"), self._rotated(k, of_k, given, "kv")
+            interleaved = self.rotary_pos_interleaved
+            q = rotate(q, self._waves(of_q, q.shape, given, "q"), interleaved=interleaved)
+            k = rotate(k, self._waves(of_k, k.shape, given, "kv"), interleaved=interleaved)
         if self.q_norm is not None and self.k_norm is not None and not self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
-    def _rotated(
-        self,
-        t: torch.Tensor,
-        angles: torch.Tensor,
-        given: dict[str, Any],
-        side: str,
-        heads: int | None = None,
-    ) -> torch.Tensor:
-        """Rotate heads, or the first of them; in a key-value cache sequences begin where the step before has ended."""
+    def _waves(
+        self, angles: torch.Tensor, shape: torch.Size, given: dict[str, Any], side: str
+    ) -> Waves:
+        """Return what heads turn by; in a key-value cache sequences begin where the step before has ended."""
         params = given.get("inference_params")
         starts = None if params is None else params.get_seqlens_pre_step()
         ends = None
@@ -544,5 +561,10 @@ cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zer
                     f"{self._shown}: qkv_format='thd' needs cu_seqlens_{side} for rotary_pos_emb"
                 )
                 raise ShapeError(message)
-        options: dict[str, Any] = {"interleaved": self.rotary_pos_interleaved, "heads": heads}
-        return rotate(t, angles, self.qkv_format, starts, ends, **options)
+        interleaved = self.rotary_pos_interleaved
+        return waves_of(angles, shape, self.qkv_format, starts, ends, interleaved=interleaved)
+
+
+def _is_fresh(layer: torch.nn.Module) -> bool:
+    """Tell whether nobody but its caller has seen a layer's result."""
+    return type(layer) in (Linear, LayerNormLinear) and is_called_plainly(layer)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_compiling
 
 from te_fast.errors import DtypeError, ShapeError, UnsupportedError
+from te_fast.runtime import native
 from te_fast.runtime.device import default_device
 
 _OP = "apply_rotary_pos_emb"
@@ -40,6 +41,18 @@ class RotaryPositionEmbedding(torch.nn.Module):
     ----------
     inv_freq : torch.Tensor
         Buffer ``(dim / 2,)``, FP32: angle per position. On the GPU if there is one.
+
+    See Also
+    --------
+    te_fast.pytorch.attention.rope.apply_rotary_pos_emb : Rotates by the angles.
+    TransformerLayer : Takes them as `rotary_pos_emb`.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> angles = te.RotaryPositionEmbedding(16)(8)
+    >>> angles.shape
+    torch.Size([8, 1, 1, 16])
     """
 
     def __init__(
@@ -157,17 +170,15 @@ _last_waves = LastWaves()
 
 
 def _combined(
-    t: torch.Tensor,
-    waves: tuple[torch.Tensor, torch.Tensor],
-    interleaved: bool,
-    heads: int,
-    sign: int,
+    t: torch.Tensor, waves: Waves, interleaved: bool, heads: int, transposed: bool
 ) -> torch.Tensor:
-    """Rotate the first channels of the first heads, by angles or their negatives, in FP32 and round once."""
+    """Rotate the first channels of the first heads, or rotate them back, in FP32 and round once: torch's operations."""
     cos, sin = waves
+    if transposed:
+        sin = _turned(sin, interleaved)
     width, (count, channels) = cos.shape[-1], t.shape[-2:]
     part = t[..., :heads, :width] if (heads, width) != (count, channels) else t
-    turned = torch.addcmul(part * cos, _turned(part, interleaved), sin, value=sign)
+    turned = part * cos + _turned(part, interleaved) * sin
     if part is t:
         return turned.to(t.dtype)
     out = torch.empty_like(t)
@@ -177,6 +188,23 @@ def _combined(
     if heads < count:
         out[..., heads:, :] = t[..., heads:, :]
     return out
+
+
+_NATIVE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _is_native(*tensors: torch.Tensor) -> bool:
+    """Tell whether the kernel takes tensors: plain ones of its types, which nobody traces."""
+    if is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    kinds = {type(t) for t in tensors} <= {torch.Tensor, torch.nn.Parameter}
+    is_plain = kinds and all([t.dtype in _NATIVE and t.layout is torch.strided for t in tensors])
+    return is_plain and not torch._C._are_functorch_transforms_active()
+
+
+def _rows(t: torch.Tensor) -> torch.Tensor:
+    """Return heads whose channels lie side by side."""
+    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
 class _Rotate(torch.autograd.Function):
@@ -190,70 +218,226 @@ class _Rotate(torch.autograd.Function):
         sin: torch.Tensor,
         interleaved: bool,
         heads: int,
+        transposed: bool = False,
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.heads = interleaved, heads
-        return _combined(t, (cos, sin), interleaved, heads, 1)
+        ctx.how = interleaved, heads, transposed
+        if not _is_native(t, cos, sin):
+            return _combined(t, (cos, sin), interleaved, heads, transposed)
+        t = _rows(t)
+        out = torch.empty_like(t)
+        turns: list[Any] = [(t, out, cos, sin)]
+        if heads < t.shape[-2]:
+            turns = [
+                (t[..., :heads, :], out[..., :heads, :], cos, sin),
+                (t[..., heads:, :], out[..., heads:, :], None, None),
+            ]
+        native.rotate(turns, interleaved, transposed)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        dt = _combined(grad, ctx.saved_tensors, ctx.interleaved, ctx.heads, -1)
-        return dt, None, None, None, None
+        interleaved, heads, transposed = ctx.how
+        dt = _Rotate.apply(grad, *ctx.saved_tensors, interleaved, heads, not transposed)
+        return dt, None, None, None, None, None
 
 
-def rotate(
-    t: torch.Tensor,
+class Heads(NamedTuple):
+    """Where queries, keys and values lie in the columns of their product.
+
+    Parameters
+    ----------
+    queries, groups, channels : int
+        Heads of queries, heads of keys and of values, channels of each.
+    is_grouped : bool
+        Each group has its queries, its key and its value side by side, as in Megatron-LM; else all queries come first,
+        then all keys, then all values.
+    """
+
+    queries: int
+    groups: int
+    channels: int
+    is_grouped: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Columns of the product."""
+        return (self.queries + 2 * self.groups) * self.channels
+
+    @property
+    def per_group(self) -> int:
+        """Queries of a group."""
+        return self.queries // self.groups
+
+    def parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return queries, keys and values as views ``(..., heads, d)``, or ``(..., groups, heads, d)`` of groups."""
+        if self.is_grouped:
+            shape = (*packed.shape[:-1], self.groups, self.per_group + 2, self.channels)
+            return packed.view(shape).split_with_sizes((self.per_group, 1, 1), -2)
+        shape = (*packed.shape[:-1], self.queries + 2 * self.groups, self.channels)
+        return packed.view(shape).split_with_sizes((self.queries, self.groups, self.groups), -2)
+
+    def split(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return queries, keys and values, ``(..., heads, d)``; copies where groups keep them apart."""
+        parts = self.parts(packed)
+        return tuple([part.flatten(-3, -2) for part in parts]) if self.is_grouped else parts
+
+    @property
+    def are_views(self) -> bool:
+        """Whether :meth:`split` copies nothing."""
+        return not self.is_grouped or self.per_group == 1
+
+
+def _turns(parts: Any, outs: Any, waves: Any) -> list[Any]:
+    """Return what the kernel is given for queries, keys and values."""
+    of_q, of_k = waves[:2], waves[2:]
+    pairs = zip(parts, outs, (of_q, of_k, (None, None)), strict=True)
+    return [(part, out, *wave) for part, out, wave in pairs]
+
+
+class _Split(torch.autograd.Function):
+    """Queries, keys and values of their product, the first two turned; backward writes one gradient of all three."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, packed: torch.Tensor, waves: Any, heads: Heads, interleaved: bool, in_place: bool
+    ) -> Any:
+        ctx.given = waves, heads, interleaved
+        rows = packed if packed.dim() == 3 else packed.unsqueeze(1)
+        if in_place and heads.are_views:
+            outs = heads.split(rows)
+            native.rotate(_turns(outs, outs, waves)[:2], interleaved, False)
+        else:
+            plain = heads._replace(is_grouped=False)
+            outs = plain.parts(torch.empty_like(rows, memory_format=torch.contiguous_format))
+            native.rotate(_turns(heads.parts(rows), outs, waves), interleaved, False)
+        return outs if packed.dim() == 3 else tuple([out.squeeze(1) for out in outs])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _Join.apply(*grads, *ctx.given), None, None, None, None
+
+
+class _Join(torch.autograd.Function):
+    """The transpose of :class:`_Split`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        waves: Any,
+        heads: Heads,
+        interleaved: bool,
+    ) -> torch.Tensor:
+        ctx.given = waves, heads, interleaved
+        packed = q.new_empty(*q.shape[:-2], heads.columns)
+        grads, rows = [_rows(t) for t in (q, k, v)], packed
+        if packed.dim() == 2:
+            grads, rows = [t.unsqueeze(1) for t in grads], packed.unsqueeze(1)
+        native.rotate(_turns(grads, heads.parts(rows), waves), interleaved, True)
+        return packed
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return *_Split.apply(grad.contiguous(), *ctx.given, False), None, None, None
+
+
+def split_rotated(
+    packed: torch.Tensor,
+    waves: tuple[Waves, Waves],
+    heads: Heads,
+    *,
+    interleaved: bool,
+    in_place: bool,
+) -> Any:
+    """Return queries, keys and values of their product, with queries and keys rotated, in FP32 and rounded once.
+
+    Parameters
+    ----------
+    packed : torch.Tensor
+        ``(..., columns)``, in two or three dimensions.
+    waves : tuple
+        Cosines and signed sines of queries and of keys, as they broadcast to ``(..., heads, d)``.
+    heads : Heads
+        What the columns are.
+    interleaved : bool
+        Which channels make a pair.
+    in_place : bool
+        The product may be written to: nobody else reads it.
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        ``(..., heads, d)`` each.
+    """
+    of_q, of_k = waves
+    if _is_native(packed, *of_q, *of_k):
+        given = packed.contiguous()
+        return _Split.apply(given, (*of_q, *of_k), heads, interleaved, in_place)
+    if of_q is of_k and not heads.is_grouped:
+        whole = packed.unflatten(-1, (-1, heads.channels))
+        turned = _Rotate.apply(whole, *of_q, interleaved, heads.queries + heads.groups)
+        return turned.split_with_sizes((heads.queries, heads.groups, heads.groups), -2)
+    q, k, v = heads.split(packed)
+    q = _Rotate.apply(q, *of_q, interleaved, heads.queries)
+    return q, _Rotate.apply(k, *of_k, interleaved, heads.groups), v
+
+
+def waves_of(
     freqs: torch.Tensor,
+    shape: torch.Size,
     tensor_format: str,
     start_positions: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     *,
     interleaved: bool,
-    heads: int | None = None,
-) -> torch.Tensor:
-    """Rotate heads by the angles of their positions, in FP32, rounding once.
+) -> Waves:
+    """Return cosines and signed sines of the angles that :func:`angles_of` finds, in FP32.
+
+    Parameters
+    ----------
+    freqs, shape, tensor_format, start_positions, cu_seqlens
+        As of :func:`angles_of`.
+    interleaved : bool
+        Which channels make a pair.
+    """
+    if start_positions is None and tensor_format != "thd":
+        length = shape[1 if tensor_format == "bshd" else 0]
+        return _last_waves.of(
+            (freqs,),
+            (interleaved, tensor_format, length),
+            lambda: _waves(angles_of(freqs, shape, tensor_format), interleaved),
+        )
+    placed = angles_of(freqs, shape, tensor_format, start_positions, cu_seqlens)
+    return _waves(placed, interleaved)
+
+
+def rotate(t: torch.Tensor, waves: Waves, *, interleaved: bool) -> torch.Tensor:
+    """Rotate heads by waves, in FP32, rounding once.
 
     Parameters
     ----------
     t : torch.Tensor
-        Heads in `tensor_format`.
-    freqs, tensor_format, start_positions, cu_seqlens
-        As of :func:`angles_of`.
+        ``(..., heads, d)``.
+    waves : tuple of torch.Tensor
+        As of :func:`waves_of`.
     interleaved : bool
         Which channels make a pair.
-    heads : int, optional
-        How many of the heads, which are dimension -2, are rotated; the others are copied, so that the tensor that they
-        come from can go. All by default.
 
     Returns
     -------
     torch.Tensor
         Of the shape and type of `t`.
     """
-    if start_positions is None and tensor_format != "thd":
-        length = t.shape[1 if tensor_format == "bshd" else 0]
-        cos, sin = _last_waves.of(
-            (freqs,),
-            (interleaved, tensor_format, length),
-            lambda: _waves(angles_of(freqs, t.shape, tensor_format), interleaved),
-        )
-    else:
-        placed = angles_of(freqs, t.shape, tensor_format, start_positions, cu_seqlens)
-        cos, sin = _waves(placed, interleaved)
-    return _Rotate.apply(t, cos, sin, interleaved, t.shape[-2] if heads is None else heads)
+    return _Rotate.apply(t, *waves, interleaved, t.shape[-2])
 
 
-def signed_waves(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of pairs ``(i, i + d / 2)`` as :func:`rotate_by` takes them, in FP32."""
+def signed_waves(cos: torch.Tensor, sin: torch.Tensor) -> Waves:
+    """Return cosines and sines of pairs ``(i, i + d / 2)`` as :func:`rotate` takes them, in FP32."""
     wide = sin.float()
     return cos.float(), wide * _signs(wide.shape[-1], False, wide)
-
-
-def rotate_by(
-    t: torch.Tensor, waves: tuple[torch.Tensor, torch.Tensor], heads: int
-) -> torch.Tensor:
-    """Rotate the first heads of ``(..., heads, d)`` by waves that broadcast to them, in FP32, rounding once."""
-    return _Rotate.apply(t, *waves, False, heads)
 
 
 def _rotate_rounding(t: torch.Tensor, freqs: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
@@ -390,7 +574,10 @@ def apply_rotary_pos_emb(
         message = f"{_OP}: cu_seqlens must say where sequences begin when tensor_format is 'thd'"
         raise ShapeError(message)
     if fused:
-        return rotate(t, freqs, tensor_format, start_positions, cu_seqlens, interleaved=interleaved)
+        placed = waves_of(
+            freqs, t.shape, tensor_format, start_positions, cu_seqlens, interleaved=interleaved
+        )
+        return rotate(t, placed, interleaved=interleaved)
     angles = angles_of(freqs, t.shape, tensor_format, start_positions, cu_seqlens)
     return _rotate_rounding(t, angles, interleaved=interleaved)
 
@@ -446,12 +633,15 @@ def apply_fused_qkv_rotary_pos_emb(
             f"up to {qkv.shape[-1]}, queries a multiple of keys, got {sizes}"
         )
         raise ShapeError(message)
-    q, k, v = qkv.split(sizes, dim=-1)
-    q = q.reshape(*q.shape[:2], -1, sizes[1])
-    q, k = (
-        apply_rotary_pos_emb(
-            heads, freqs, tensor_format, start_positions, interleaved, True, None, cp_size, cp_rank
-        )
-        for heads, freqs in ((q, q_freqs), (k, k_freqs))
+    groups = qkv.shape[2]
+    heads = Heads(groups * (sizes[0] // sizes[1]), groups, sizes[1], is_grouped=True)
+    angles = (q_freqs, k_freqs)
+    for freqs in angles:
+        _check(qkv.new_empty(0, 0, 0, sizes[1]), freqs, tensor_format)
+    of_q, of_k = (
+        waves_of(freqs, qkv.shape, tensor_format, start_positions, interleaved=interleaved)
+        for freqs in angles
     )
+    packed = qkv.flatten(-2)
+    q, k, v = split_rotated(packed, (of_q, of_k), heads, interleaved=interleaved, in_place=False)
     return q, k, v.contiguous()

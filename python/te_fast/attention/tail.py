@@ -8,21 +8,7 @@ from te_fast.attention.multi_head import MultiheadAttention
 from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.linear import Linear
 from te_fast.runtime import native
-from te_fast.runtime.module_hooks import has_hooks
-
-_global = torch.nn.modules.module
-_global_hooks = (
-    _global._global_forward_hooks,
-    _global._global_forward_pre_hooks,
-    _global._global_backward_hooks,
-    _global._global_backward_pre_hooks,
-)
-
-
-def _is_called_otherwise(module: torch.nn.Module) -> bool:
-    """Whether calling a module is more than its class's own forward."""
-    own = module.__dict__
-    return has_hooks(module) or "forward" in own or own.get("_compiled_call_impl") is not None
+from te_fast.runtime.module_hooks import is_called_plainly
 
 
 class Tail:
@@ -69,14 +55,11 @@ class Tail:
             or type(proj) is not Linear
             or type(mlp) is not LayerNormMLP
             or type(attention) is not MultiheadAttention
-            or _is_called_otherwise(proj)
-            or _is_called_otherwise(mlp)
-            or _is_called_otherwise(attention)
+            or not all(map(is_called_plainly, (proj, mlp, attention)))
             or mlp.checkpoint
             or proj._exchange
             or mlp._exchange
             or proj.__dict__["_save_original_input"]
-            or any(_global_hooks)
             or torch._C._len_torch_dispatch_stack()  # tracers, and others that watch all operators
         ):
             return False

@@ -117,6 +117,21 @@ class TransformerLayer(CompositeModule):
         For an argument that te_fast does not support yet.
     ShapeError
         If sizes do not fit, a name is unknown, or arguments contradict each other.
+
+    See Also
+    --------
+    MultiheadAttention : Its first half.
+    LayerNormMLP : Its second half.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> layer = te.TransformerLayer(64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, device="cpu")
+    >>> with te.autocast():
+    ...     y = layer(torch.randn(8, 2, 64))
+    >>> y.shape
+    torch.Size([8, 2, 64])
     """
 
     def __init__(

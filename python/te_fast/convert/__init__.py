@@ -35,12 +35,14 @@ from te_fast.convert.forwards import (
     pack,
 )
 from te_fast.convert.known import Left, leave
+from te_fast.convert.scales import converted as converted_modules
+from te_fast.convert.scales import load_scaling_state, scaling_state
 from te_fast.errors import ArgumentError, DtypeError, StateError, TeFastError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
-__all__ = ["Report", "convert", "main", "undo"]
+__all__ = ["Report", "convert", "load_scaling_state", "main", "scaling_state", "undo"]
 
 #: Names of layers that give logits: their rounding is the loss's.
 HEADS = ("lm_head", "embed_out", "output", "score", "classifier", "logits", "head")
@@ -60,6 +62,18 @@ class Report:
         Why modules were left as they are, by name.
     dry_run : bool
         Nothing was changed.
+
+    See Also
+    --------
+    convert : Returns one.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast
+    >>> model = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 64))
+    >>> te_fast.convert(model, dry_run=True).converted
+    {'': 'norm + linear layer', '1': 'linear layer'}
     """
 
     converted: dict[str, str] = field(default_factory=dict)
@@ -189,12 +203,6 @@ class _Plan:
             module.__dict__[_KEY] = forward
 
 
-def _converted(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, module in model.named_modules():
-        if isinstance(module.__dict__.get(_KEY), Forward):
-            yield name, module
-
-
 def _refuse(model: Any) -> None:
     if not isinstance(model, torch.nn.Module):
         message = f"convert: expected a torch.nn.Module, got {type(model).__name__}"
@@ -245,11 +253,29 @@ def convert(
     DtypeError
         If it is no module.
 
+    See Also
+    --------
+    undo : Takes it back.
+    scaling_state : Scales, to be saved.
+
     Notes
     -----
     Weights that one matrix product reads (queries, keys and values; both halves of a feed-forward block) are moved to
     memory where they lie one behind the other: the same parameters with the same values. Parameters of which somebody
     else has laid out the memory stay where they are, and are joined in every call.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast
+    >>> import te_fast.pytorch as te
+    >>> model = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 64))
+    >>> print(te_fast.convert(model))
+    te_fast.convert converted: 1 x norm + linear layer, 1 x linear layer
+    >>> with te.autocast():
+    ...     y = model(torch.ones(16, 32))
+    >>> y.shape
+    torch.Size([16, 64])
     """
     _refuse(model)
     if isinstance(exclude, str):
@@ -279,8 +305,21 @@ def undo(model: torch.nn.Module) -> int:
     StateError
         If nothing of the model has been converted, or a wrapper has put its own forward around it since: take that
         away first.
+
+    See Also
+    --------
+    convert : What it takes back.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast
+    >>> model = torch.nn.Sequential(torch.nn.LayerNorm(32), torch.nn.Linear(32, 64))
+    >>> report = te_fast.convert(model)
+    >>> te_fast.convert.undo(model)
+    2
     """
-    found = list(_converted(model))
+    found = [module for _, module, _ in converted_modules(model)]
     for name, module in model.named_modules():
         if isinstance(module.__dict__.get("_old_forward"), Forward):
             message = (
@@ -290,7 +329,7 @@ def undo(model: torch.nn.Module) -> int:
     if not found:
         message = "undo: nothing of this model has been converted"
         raise StateError(message)
-    for _, module in found:
+    for module in found:
         del module.__dict__[_KEY]
     return len(found)
 
@@ -325,6 +364,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     -------
     int
         0.
+
+    See Also
+    --------
+    convert : The same in Python.
+
+    Examples
+    --------
+    >>> from te_fast.convert import main
+    >>> main(["--dry-run", "package.module:make_model"])  # doctest: +SKIP
     """
     summary = "Tell what te_fast.convert would do with a model."
     parser = argparse.ArgumentParser(prog="python -m te_fast.convert", description=summary)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_fast.attention.dot_product import DotProductAttention
-from te_fast.attention.rope import LastWaves, rotate_by, signed_waves
+from te_fast.attention.rope import Heads, LastWaves, rotate, signed_waves, split_rotated
 from te_fast.convert.gated import GatedMLP
 from te_fast.convert.known import Attention, Decoder, Norm
 from te_fast.layers.layernorm_linear import LayerNormLinear
@@ -80,6 +80,10 @@ class Forward:
         """Return groups of parameters that are read as one, where they lie one behind the other."""
         return []
 
+    def layers(self) -> dict[str, Tied]:
+        """Return te_fast's layers by their names within the module."""
+        raise NotImplementedError
+
 
 class LinearForward(Forward):
     """A ``torch.nn.Linear`` by :class:`te_fast.pytorch.Linear`."""
@@ -90,6 +94,10 @@ class LinearForward(Forward):
         sizes = module.in_features, module.out_features
         options = _options(module.weight, bias=module.bias is not None)
         self.tied = Tied(Linear(*sizes, name=name, **options), _tied("", module))
+
+    def layers(self) -> dict[str, Tied]:
+        """Return the layer."""
+        return {"": self.tied}
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """Apply the layer."""
@@ -151,6 +159,10 @@ class SequentialForward(Forward):
         self._known = list(module._modules.items())
         inside = [range(at, at + count) for at, (_, count) in fused.items()]
         self._watched = [self._known[place] for places in inside for place in places]
+
+    def layers(self) -> dict[str, Tied]:
+        """Return the fused layers by the names of their norms."""
+        return {self._known[place][0]: tied for place, (tied, _) in self.fused.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         """Name the module itself: weak references are not copied."""
@@ -231,7 +243,7 @@ class DecoderForward(Forward):
         self._owner = weakref.ref(layer)
         self.is_tuple = False
         self.what = "decoder layer" if found.activation else "attention of a decoder layer"
-        self._heads = attention.heads, attention.groups, attention.channels
+        self._heads = Heads(attention.heads, attention.groups, attention.channels)
         self._is_eager = attention.implementation == "eager"
         self._has_head_norms = attention.head_norms is not None
         first = layer.input_layernorm
@@ -262,6 +274,11 @@ class DecoderForward(Forward):
                 found = [own[f"{part}{kind}"] for part in parts if f"{part}{kind}" in own]
                 groups += [found] if len(found) == len(parts) else []
         return groups
+
+    def layers(self) -> dict[str, Tied]:
+        """Return norm and projections, the last projection, and norm and feed-forward block."""
+        found = {"qkv": self.qkv, "out": self.out}
+        return found if self.mlp is None else found | {"feed_forward": self.mlp}
 
     def _is_for(self, given: dict[str, Any], places: tuple[Any, ...]) -> bool:
         """Tell whether a call is one of training: a mask and angles, and nothing to keep or to return."""
@@ -304,17 +321,16 @@ class DecoderForward(Forward):
             Cosines and sines, ``(1 or batch, tokens, channels)``.
         """
         owner: Any = self._owner()
-        heads, groups, d = self._heads
         mixed = self.qkv(hidden_states)
-        mixed = mixed.view(*mixed.shape[:-1], heads + 2 * groups, d)
         waves = _waves_of(*position_embeddings)
         if self._has_head_norms:
-            q, k, v = mixed.split_with_sizes((heads, groups, groups), -2)
+            q, k, v = self._heads.split(mixed)
             q, k = owner.self_attn.q_norm(q), owner.self_attn.k_norm(k)
-            q, k = rotate_by(q, waves, heads), rotate_by(k, waves, groups)
+            q, k = (rotate(t, waves, interleaved=False) for t in (q, k))
         else:
-            turned = rotate_by(mixed, waves, heads + groups)
-            q, k, v = turned.split_with_sizes((heads, groups, groups), -2)
+            q, k, v = split_rotated(
+                mixed, (waves, waves), self._heads, interleaved=False, in_place=True
+            )
         context = self._attend(q, k, v, attention_mask, training=owner.training)
         h = hidden_states + self.out(context)
         if self.mlp is not None:

@@ -6,8 +6,6 @@ backend, tensors on a GPU on torch's current stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +17,15 @@ from te_fast.dispatch.activations import (
     activation,
     activation_backward,
     activation_outputs,
+)
+from te_fast.dispatch.launches import (
+    Launch,
+    counters,
+    inventory,
+    plan_count,
+    record,
+    reset_counters,
+    stage_times,
 )
 from te_fast.dispatch.norms import (
     NormFunction,
@@ -75,7 +82,18 @@ Role = Literal["input", "weight", "grad"]
 
 
 class DeviceFacts(NamedTuple):
-    """Facts of a CUDA device, read once per device."""
+    """Facts of a CUDA device, read once per device.
+
+    See Also
+    --------
+    device_facts : Reads them.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> dispatch.DeviceFacts._fields[0]
+    'capability'
+    """
 
     #: Compute capability, (major, minor).
     capability: tuple[int, int]
@@ -85,23 +103,6 @@ class DeviceFacts(NamedTuple):
     l2_bytes: int
     #: Shared memory that one block may take, bytes.
     shared_bytes: int
-
-
-class Launch(NamedTuple):
-    """One noted launch."""
-
-    #: Symbol of the kernel, or ``gemm``.
-    name: str
-    #: Thread blocks; zeros for a GEMM.
-    blocks: tuple[int, int, int]
-    #: Threads of a block.
-    threads: int
-    #: Dynamic shared memory of a block, bytes.
-    shared_bytes: int
-    #: Bytes of the kernel's parameter struct.
-    params: bytes
-    #: The problem of a GEMM.
-    problem: str | None
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,20 @@ class QuantizedOperand:
         Columns of the tensor that was quantised.
     column_sums : torch.Tensor or None
         Sums of the columns, in the input's type.
+
+    See Also
+    --------
+    quantize : Makes one.
+    gemm : Takes two.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> from te_fast.common import recipe
+    >>> x = dispatch.quantize(torch.ones(16, 32), recipe.Float8CurrentScaling())
+    >>> x.rowwise_data.shape, x.dtype
+    (torch.Size([16, 32]), torch.float8_e4m3fn)
     """
 
     rowwise_data: torch.Tensor | None
@@ -179,6 +194,11 @@ def quantize(
     ShapeError, DtypeError, UnsupportedError
         If the tensor or the recipe does not fit.
 
+    See Also
+    --------
+    dequantize : The way back.
+    te_fast.pytorch.Quantizer : Makes tensors.
+
     Notes
     -----
     Elements are the saturating cast, to nearest even, of ``float(x) * scale``. Scales follow
@@ -222,6 +242,17 @@ class QuantizedGroups(NamedTuple):
         ``(groups, cols, rows)``.
     columnwise_scale_inv : torch.Tensor or None
         Its inverse scales.
+
+    See Also
+    --------
+    quantize_groups : Makes them.
+    grouped_gemm : Takes them.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> dispatch.QuantizedGroups._fields[0]
+    'rowwise_data'
     """
 
     rowwise_data: torch.Tensor | None
@@ -273,14 +304,19 @@ def quantize_groups(
     ShapeError, DtypeError, UnsupportedError
         If the tensor or the recipe does not fit.
 
+    See Also
+    --------
+    grouped_gemm : Takes the groups.
+    quantize : One tensor.
+
     Examples
     --------
     >>> import torch
     >>> from te_fast import dispatch
     >>> from te_fast.common.recipe import Float8CurrentScaling
     >>> x = torch.tensor([[1.0], [2.0], [448.0]])
-    >>> dispatch.quantize_groups(x, torch.tensor([2, 1]), Float8CurrentScaling()).rowwise_scale_inv.tolist()
-    [0.0044642859138548374, 1.0]
+    >>> dispatch.quantize_groups(x, torch.tensor([2, 1]), Float8CurrentScaling()).rowwise_scale_inv
+    tensor([0.0045, 1.0000])
     """
     if not recipe.delayed() and (scale is not None or amax is not None):
         message = f"quantize_groups: {type(recipe).__name__} makes its own scales; leave scale and amax out"
@@ -320,6 +356,19 @@ def dequantize(
     ------
     ShapeError
         If the layout is not there.
+
+    See Also
+    --------
+    quantize : The way there.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> from te_fast.common import recipe
+    >>> x = dispatch.quantize(torch.ones(16, 32), recipe.Float8CurrentScaling())
+    >>> dispatch.dequantize(x).unique()
+    tensor([1.])
     """
     data = tensor.columnwise_data if columnwise else tensor.rowwise_data
     scale_inv = tensor.columnwise_scale_inv if columnwise else tensor.rowwise_scale_inv
@@ -390,6 +439,20 @@ def gemm(
     ------
     ShapeError, DtypeError, DeviceError, UnsupportedError, CudaError
         If the operands do not fit, or cuBLAS refuses the problem.
+
+    See Also
+    --------
+    quantize : Makes the operands.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> from te_fast.common import recipe
+    >>> x = dispatch.quantize(torch.ones(16, 32), recipe.Float8CurrentScaling())
+    >>> w = dispatch.quantize(torch.ones(16, 32), recipe.Float8CurrentScaling(), role="weight")
+    >>> dispatch.gemm(x, w, torch.empty(16, 16)).shape
+    torch.Size([16, 16])
     """
     native.gemm(
         _operand(x, columnwise=x_columnwise, k_outermost=x_k_outermost),
@@ -459,6 +522,11 @@ def grouped_gemm(
     ShapeError, DtypeError, DeviceError, LayoutError, UnsupportedError, CudaError
         If the operands do not fit, or the device has no kernel for them.
 
+    See Also
+    --------
+    quantize_groups : Makes its operands.
+    gemm : One product.
+
     Examples
     --------
     The first row belongs to the first matrix, the others to the second:
@@ -505,87 +573,22 @@ def linear_forward(
     -------
     torch.Tensor
         ``(..., out_features)``.
-    """
-    result: torch.Tensor = native.layer_forward(layer, x, is_first_microbatch)
-    return result
 
-
-def counters() -> dict[str, int]:
-    """Return what was counted since the last :func:`reset_counters`.
-
-    Returns
-    -------
-    dict
-        ``launches``, ``gemms``, ``plan_hits``, ``plan_misses``, ``guard_switches``,
-        ``weight_casts`` and ``allocations`` (private device buffers; torch's are not counted).
-    """
-    result: dict[str, int] = native.counters()
-    return result
-
-
-def reset_counters() -> None:
-    """Set all counters to zero."""
-    native.reset_counters()
-
-
-@contextmanager
-def record(*, execute: bool = True) -> Iterator[list[Launch]]:
-    """Note every launch of the block.
-
-    Parameters
-    ----------
-    execute : bool
-        False makes no launch and notes none: :func:`counters` counts them, and outputs stay
-        uninitialised. That is how bookkeeping alone is timed.
-
-    Yields
-    ------
-    list of Launch
-        Filled when the block ends.
+    See Also
+    --------
+    te_fast.pytorch.Linear : The layer.
 
     Examples
     --------
     >>> import torch
     >>> import te_fast.pytorch as te
     >>> from te_fast import dispatch
-    >>> layer = te.Linear(32, 16, bias=False, device="cpu")
-    >>> with torch.no_grad(), te.autocast(), dispatch.record() as launches:
-    ...     y = layer(torch.ones(16, 32))
-    >>> [launch.name for launch in launches]
-    ['cast_f32_e4m3', 'cast_f32_e4m3', 'gemm']
+    >>> layer = te.Linear(32, 32, device="cpu")
+    >>> dispatch.linear_forward(layer, torch.ones(16, 32)).shape
+    torch.Size([16, 32])
     """
-    launches: list[Launch] = []
-    native.record("tee" if execute else "only")
-    try:
-        yield launches
-    finally:
-        launches.extend(Launch(*launch) for launch in native.recorded())
-        native.record("off")
-
-
-def inventory() -> dict[str, dict[str, int]]:
-    """Return what the dispatcher holds, per device.
-
-    Returns
-    -------
-    dict
-        Device name to ``gemm_plans``, ``private_bytes`` and ``streams``.
-    """
-    return {
-        device: {"gemm_plans": plans, "private_bytes": size, "streams": streams}
-        for device, plans, size, streams in native.inventory()
-    }
-
-
-def plan_count(layer: torch.nn.Module) -> int:
-    """Return how many plans a layer holds: one per row count, data type, recipe and gradient need.
-
-    Parameters
-    ----------
-    layer : te_fast.pytorch.Linear, LayerNormLinear or LayerNormMLP
-        The layer.
-    """
-    return int(layer._plan_count())  # type: ignore[operator]
+    result: torch.Tensor = native.layer_forward(layer, x, is_first_microbatch)
+    return result
 
 
 def drop_weight_cache(layer: torch.nn.Module) -> None:
@@ -598,6 +601,18 @@ def drop_weight_cache(layer: torch.nn.Module) -> None:
     ----------
     layer : torch.nn.Module
         A layer, an op, or a module that holds some.
+
+    See Also
+    --------
+    release_memory : Scratch memory.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast import dispatch
+    >>> layer = te.Linear(32, 32, device="cpu")
+    >>> dispatch.drop_weight_cache(layer)
     """
     for module in layer.modules():
         drop = getattr(module, "_drop_weight_cache", None)
@@ -609,6 +624,15 @@ def release_memory() -> None:
     """Give scratch memory and workspaces back to the devices; they are taken again when needed.
 
     Waits for the devices; other threads run meanwhile.
+
+    See Also
+    --------
+    inventory : What there is.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> dispatch.release_memory()
     """
     native.release_memory()
 
@@ -637,6 +661,15 @@ def load_kernels(device: int | str | torch.device = 0) -> int:
         Where te_fast was built without CUDA, or for other GPUs.
     DeviceError
         If it is no CUDA device.
+
+    See Also
+    --------
+    release_memory : Gives memory back.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> dispatch.load_kernels()  # doctest: +SKIP
     """
     return int(native.load_kernels(_ordinal(device, "load_kernels")))
 
@@ -663,6 +696,16 @@ def device_facts(device: int | str | torch.device = 0) -> DeviceFacts:
         Without a usable driver or device.
     DeviceError
         If it is no CUDA device.
+
+    See Also
+    --------
+    inventory : What the dispatcher holds there.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> dispatch.device_facts(0).capability  # doctest: +SKIP
+    (9, 0)
     """
     return DeviceFacts(*native.device_facts(_ordinal(device, "device_facts")))
 
@@ -674,6 +717,16 @@ def cuda_driver_version() -> int:
     ------
     CudaError
         Without a usable driver.
+
+    See Also
+    --------
+    device_facts : Facts of a device.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> dispatch.cuda_driver_version()  # doctest: +SKIP
+    13000
     """
     return int(native.cuda_driver_version())
 
@@ -690,31 +743,21 @@ def auto_pad(enabled: bool = True) -> bool:  # noqa: FBT001, FBT002
     -------
     bool
         The former setting.
+
+    See Also
+    --------
+    te_fast.pytorch.Fp8Padding : Pads the splits of grouped inputs.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast
+    >>> import te_fast.pytorch as te
+    >>> layer = te.Linear(32, 32, device="cpu")
+    >>> former = te_fast.auto_pad(True)
+    >>> with te.autocast():
+    ...     y = layer(torch.ones(5, 32))
+    >>> y.shape, te_fast.auto_pad(former)
+    (torch.Size([5, 32]), True)
     """
     return bool(native.set_auto_pad(bool(enabled)))
-
-
-def stage_times(layer: torch.nn.Module, *inputs: Any, calls: int = 1000) -> dict[str, float]:
-    """Measure the native stages of a layer's forward.
-
-    Parameters
-    ----------
-    layer : te_fast.pytorch.Linear
-        The layer, in the autocast region of the caller.
-    inputs
-        What it is called with.
-    calls : int
-        How many forwards are averaged.
-
-    Returns
-    -------
-    dict
-        Stage to microseconds per forward, in the order in which they run.
-    """
-    native.stage_clock(True)  # noqa: FBT003
-    try:
-        for _ in range(calls):
-            layer(*inputs)
-        return {name: nanoseconds / calls / 1e3 for name, nanoseconds in native.stage_nanoseconds()}
-    finally:
-        native.stage_clock(False)  # noqa: FBT003

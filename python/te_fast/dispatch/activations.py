@@ -13,7 +13,18 @@ _UNARY = {"gelu", "qgelu", "relu", "srelu", "silu"}
 
 
 class ActivationFunction(NamedTuple):
-    """An activation function and its constants."""
+    """An activation function and its constants.
+
+    See Also
+    --------
+    activation : Applies it.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> dispatch.ActivationFunction("swiglu").name
+    'swiglu'
+    """
 
     #: ``gelu``, ``geglu``, ``glu``, ``qgelu``, ``qgeglu``, ``relu``, ``reglu``, ``srelu``, ``sreglu``,
     #: ``silu``, ``swiglu``, ``clamped_swiglu`` or ``situ_glu``.
@@ -38,7 +49,21 @@ class ActivationFunction(NamedTuple):
 
 
 class ActivationOutputs(NamedTuple):
-    """What an activation or its gradient writes; None where not asked for."""
+    """What an activation or its gradient writes; None where not asked for.
+
+    See Also
+    --------
+    activation_outputs : Allocates them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> function = dispatch.ActivationFunction("relu")
+    >>> out = dispatch.activation_outputs(torch.ones(2, 4), function)
+    >>> out.high_precision.shape, out.rowwise_data
+    (torch.Size([2, 4]), None)
+    """
 
     #: In the input's type: ``(rows, cols)``, of the gradient ``(rows, halves * cols)``.
     high_precision: torch.Tensor | None = None
@@ -85,6 +110,18 @@ def activation_outputs(
     -------
     ActivationOutputs
         Uninitialised tensors; the sums of a gradient are None.
+
+    See Also
+    --------
+    activation : Writes them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> function = dispatch.ActivationFunction("relu")
+    >>> dispatch.activation_outputs(torch.ones(2, 16), function, fp8_dtype=torch.float8_e4m3fn).rowwise_data.dtype
+    torch.float8_e4m3fn
     """
     rows, cols = x.shape[0], x.shape[1] // (1 if gradient else function.halves)
     high = x.new_empty(rows, cols) if high_precision else None
@@ -133,6 +170,20 @@ def activation(
     ------
     ShapeError, DtypeError, DeviceError, CudaError
         If the tensors do not fit.
+
+    See Also
+    --------
+    activation_backward : Its gradient.
+    activation_outputs : Allocates the outputs.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> function = dispatch.ActivationFunction("relu")
+    >>> x = torch.tensor([[-1.0, 2.0]])
+    >>> dispatch.activation(x, function, dispatch.activation_outputs(x, function)).high_precision
+    tensor([[0., 2.]])
     """
     native.activation(x, function, out, (scale, amax, noop, row_scale))
     return out
@@ -169,6 +220,20 @@ def activation_backward(
     ------
     ShapeError, DtypeError, DeviceError, CudaError
         If the tensors do not fit.
+
+    See Also
+    --------
+    activation : The function.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> function = dispatch.ActivationFunction("relu")
+    >>> x = torch.tensor([[-1.0, 2.0]])
+    >>> out = dispatch.activation_outputs(x, function, gradient=True)
+    >>> dispatch.activation_backward(torch.ones(1, 2), x, function, out).high_precision
+    tensor([[0., 1.]])
     """
     native.activation_backward(dy, x, function, out, (scale, amax, noop, row_scale))
     return out

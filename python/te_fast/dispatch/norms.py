@@ -11,7 +11,18 @@ from te_fast.runtime import native
 
 
 class NormFunction(NamedTuple):
-    """A norm and its constants."""
+    """A norm and its constants.
+
+    See Also
+    --------
+    norm : Applies it.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> dispatch.NormFunction("RMSNorm", eps=1e-6)
+    NormFunction(normalization='RMSNorm', eps=1e-06, zero_centered_gamma=False)
+    """
 
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     #: Added to the variance (of RMSNorm: to the mean square).
@@ -21,7 +32,20 @@ class NormFunction(NamedTuple):
 
 
 class NormOutputs(NamedTuple):
-    """What a norm writes; None where not asked for."""
+    """What a norm writes; None where not asked for.
+
+    See Also
+    --------
+    norm_outputs : Allocates them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> function = dispatch.NormFunction("RMSNorm")
+    >>> dispatch.norm_outputs(torch.ones(2, 8), function, stats=True).rstd.shape
+    torch.Size([2])
+    """
 
     #: The result in the input's type, ``(rows, cols)``.
     high_precision: torch.Tensor | None = None
@@ -40,7 +64,20 @@ class NormOutputs(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """What the gradient of a norm writes; None where not asked for."""
+    """What the gradient of a norm writes; None where not asked for.
+
+    See Also
+    --------
+    norm_gradients : Allocates them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> function = dispatch.NormFunction("RMSNorm")
+    >>> dispatch.norm_gradients(torch.ones(2, 8), torch.ones(8), function).dgamma.shape
+    torch.Size([8])
+    """
 
     #: Gradient of the input, in its type, ``(rows, cols)``.
     dx: torch.Tensor | None = None
@@ -84,6 +121,18 @@ def norm_outputs(
     -------
     NormOutputs
         Uninitialised tensors.
+
+    See Also
+    --------
+    norm : Writes them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> function = dispatch.NormFunction("RMSNorm")
+    >>> dispatch.norm_outputs(torch.ones(2, 8), function).high_precision.shape
+    torch.Size([2, 8])
     """
     rows, cols = x.shape
     row, column, scale_inv = None, None, None
@@ -148,11 +197,25 @@ def norm(
     ShapeError, DtypeError, DeviceError, CudaError
         If the tensors do not fit.
 
+    See Also
+    --------
+    norm_backward : Its gradient.
+    norm_outputs : Allocates the outputs.
+
     Notes
     -----
     Statistics and the result up to its rounding are FP32. LayerNorm:
     ``(x - mean) / sqrt(var + eps) * gamma + beta`` with the biased variance, as
     :class:`torch.nn.LayerNorm`; RMSNorm: ``x / sqrt(mean(x * x) + eps) * gamma``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> function = dispatch.NormFunction("RMSNorm")
+    >>> x = torch.full((1, 4), 2.0)
+    >>> dispatch.norm(x, torch.ones(4), function, dispatch.norm_outputs(x, function)).high_precision
+    tensor([[1.0000, 1.0000, 1.0000, 1.0000]])
     """
     native.norm(x, function, (gamma, beta, residual, scale, amax, noop), out)
     return out
@@ -178,6 +241,18 @@ def norm_gradients(
     -------
     NormGradients
         Uninitialised tensors.
+
+    See Also
+    --------
+    norm_backward : Writes them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> function = dispatch.NormFunction("RMSNorm")
+    >>> dispatch.norm_gradients(torch.ones(2, 8), torch.ones(8), function).dx.shape
+    torch.Size([2, 8])
     """
     with_beta = function.normalization == "LayerNorm"
     return NormGradients(
@@ -228,9 +303,24 @@ def norm_backward(
     ShapeError, DtypeError, DeviceError, CudaError
         If the tensors do not fit.
 
+    See Also
+    --------
+    norm : The norm.
+
     Notes
     -----
     All arithmetic is FP32. The sums over rows are in an order that depends on shape and device alone.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> function = dispatch.NormFunction("RMSNorm")
+    >>> x, gamma = torch.randn(2, 8), torch.ones(8)
+    >>> y = dispatch.norm(x, gamma, function, dispatch.norm_outputs(x, function, stats=True))
+    >>> grads = dispatch.norm_gradients(x, gamma, function)
+    >>> dispatch.norm_backward(torch.ones(2, 8), x, gamma, None, y.rstd, function, grads).dx.shape
+    torch.Size([2, 8])
     """
     native.norm_backward(x, function, (dy, gamma, mean, rstd, add), out)
     return out

@@ -72,6 +72,11 @@ class MoE(torch.nn.Module):
     ShapeError
         If `topk` is not 1 to `num_experts`.
 
+    See Also
+    --------
+    te_fast.pytorch.ops.GroupedLinear : The products of its experts.
+    moe_permute : Its permutation.
+
     Examples
     --------
     >>> import torch

@@ -121,6 +121,21 @@ def make_graphed_callables(
         If modules have hooks, or cannot be captured as they are.
     DeviceError
         Without a GPU.
+
+    See Also
+    --------
+    autocast : Around the replays.
+    torch.cuda.make_graphed_callables : torch's.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> layer = te.Linear(32, 32)  # doctest: +SKIP
+    >>> x = torch.randn(16, 32, device="cuda", requires_grad=True)  # doctest: +SKIP
+    >>> layer = te.make_graphed_callables(layer, (x,), enabled=True)  # doctest: +SKIP
+    >>> with te.autocast():  # doctest: +SKIP
+    ...     layer(x).sum().backward()
     """
     is_one = not isinstance(modules, tuple)
     if is_one:

@@ -345,10 +345,12 @@ def apply(
     given = [_as_matrix(extra, x) for extra in extras]
     tensors = [x.reshape(-1, cols), *given, *params]
     wants = tuple([grads and tensor.requires_grad for tensor in (x, *extras, *params)])
+    if not any(wants):
+        text = traced.exported((enabled, recipe, inside is not None), cols)
+        if text:
+            return _exported(text, owner, tensors, len(extras), x.shape[:-1])
     described = _described(tensors, len(extras))
-    overwrites = False
-    for parameter in params:
-        overwrites = overwrites or getattr(parameter, "overwrite_main_grad", False)
+    overwrites = _overwrites(params)
     is_first = None if inside is None else inside.is_first
     key = f"{enabled} {epoch} {recipe} {is_first} {is_first_microbatch} {overwrites} {wants} {described}"
     key = key.replace(".", " ")  # it names an attribute
@@ -396,6 +398,26 @@ def _as_matrix(extra: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if not extra.is_floating_point():
         return extra.reshape(1, -1)
     return extra.reshape(-1, extra.shape[-1] if extra.dim() == x.dim() else 1)
+
+
+def _overwrites(params: Tensors) -> bool:
+    found = False
+    for parameter in params:
+        found = found or getattr(parameter, "overwrite_main_grad", False)
+    return found
+
+
+def _exported(
+    text: str, owner: Any, tensors: list[torch.Tensor], extras: int, leading: Sequence[int]
+) -> Any:
+    """Run a program as the operator of a saved graph."""
+    scales = []
+    if '"DelayedScaling"' in text:
+        scales = [state._scale for state in owner._delayed_states_of_linears(forward=True)]
+    x, *others = tensors
+    outs = torch.ops.te_fast.inference(x, others[:extras], others[extras:], scales, text)
+    outs = [out.view(*leading, out.shape[-1]) for out in outs]
+    return outs[0] if len(outs) == 1 else tuple(outs)
 
 
 def _described(tensors: Tensors, extras: int) -> tuple[Any, ...]:

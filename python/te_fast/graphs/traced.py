@@ -11,7 +11,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from te_fast.runtime import native
-from te_fast.runtime.compiling import is_in_graph
+from te_fast.runtime.compiling import is_exporting, is_in_graph
+from te_fast.runtime.global_state import FP8GlobalStateManager
 
 _Key = torch._C._TorchDispatchModeKey
 _TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
@@ -226,6 +227,35 @@ class Traced:
         setattr(self, key, facts.call.text)
 
     prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def exported(self, region: tuple[bool, int, bool], cols: int) -> str:
+        """Return the text of the program where the trace is of ``torch.export``, else nothing; runs once in a trace.
+
+        Parameters
+        ----------
+        region : tuple
+            As of :meth:`prepare`.
+        cols : int
+            Columns of the input.
+        """
+        if not is_exporting():
+            return ""
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        from te_fast.graphs.inference import describe
+        from te_fast.graphs.region import as_entered
+
+        owner: Any = self.owner()
+        recipe = None
+        with _disable_current_modes(), as_entered(region):
+            if region[0]:
+                recipe = FP8GlobalStateManager.get_fp8_recipe()
+            is_delayed = recipe is not None and recipe.delayed()
+            if is_delayed and None in owner._delayed_states_of_linears(forward=True):
+                owner._init_delayed_scaling()
+        return describe(self.name, owner, self.program, recipe, cols)
+
+    exported._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_traced(x: Any) -> bool:

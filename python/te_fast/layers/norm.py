@@ -89,7 +89,20 @@ class _NormModule(ops.Norm):
 
 
 class LayerNorm(_NormModule, ops.LayerNorm):
-    """``(x - mean) / sqrt(variance + eps) · γ + β``."""
+    """``(x - mean) / sqrt(variance + eps) · γ + β``.
+
+    See Also
+    --------
+    RMSNorm : Without the mean.
+    LayerNormLinear : With the linear layer behind it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> te.LayerNorm(32, device="cpu")(torch.randn(4, 32)).shape
+    torch.Size([4, 32])
+    """
 
     __doc__ = f"{__doc__}\n{(_NormModule.__doc__ or '').partition('fuses.')[2]}"
 
@@ -99,7 +112,20 @@ class LayerNorm(_NormModule, ops.LayerNorm):
 
 
 class RMSNorm(_NormModule, ops.RMSNorm):
-    """``x / sqrt(mean(x²) + eps) · γ``."""
+    """``x / sqrt(mean(x²) + eps) · γ``.
+
+    See Also
+    --------
+    LayerNorm : With the mean.
+    LayerNormLinear : With the linear layer behind it.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> te.RMSNorm(32, device="cpu")(torch.randn(4, 32)).shape
+    torch.Size([4, 32])
+    """
 
     __doc__ = f"{__doc__}\n{(_NormModule.__doc__ or '').partition('fuses.')[2]}"
 

@@ -209,9 +209,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         self.__dict__["_exchange"] = exchange
         # What a call runs that needs nothing of Python.
         self._program.is_direct = (
-            not self.checkpoint
-            and (self._is_whole() or not self._returns_bias())
-            and not exchange
+            not self.checkpoint and (self._is_whole() or not self._returns_bias()) and not exchange
         )
         for handle in self._handles.values():
             handle.delay_wgrad_compute = self.delay_wgrad_compute
@@ -227,6 +225,11 @@ class ProgramLayer(TransformerEngineBaseModule):
     def _make_program(self, *, observed: bool) -> native.Program:
         """Make the layer's program; an `observed` one returns the input of every linear op beside the result."""
         program = native.Program(self.name, outside_fp8=self._outside_fp8())
+        self._append_to(program, observed=observed)
+        return program
+
+    def _append_to(self, program: Any, *, observed: bool = False) -> None:
+        """Append the ops to a program, or to what takes note of them."""
         wanted = len(self._LINEARS) if observed else int(self.return_layernorm_output)
 
         def observe() -> None:
@@ -234,7 +237,6 @@ class ProgramLayer(TransformerEngineBaseModule):
                 program.make_extra_output("input", False)
 
         self._append_ops(program, observe)
-        return program
 
     def _append_ops(self, program: native.Program, observe: Callable[[], None]) -> None:
         """Append all of the layer's ops; `observe` stands before each linear one."""

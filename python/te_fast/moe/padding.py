@@ -67,6 +67,18 @@ class Fp8Padding(_Aligned):
     align_size : int, optional
         Multiple to pad to. By default the recipe of the first forward decides: 32 for MXFP8, 128 for
         NVFP4, else 16.
+
+    See Also
+    --------
+    Fp8Unpadding : Takes the padding away.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> padded, splits = te.Fp8Padding(2, 16)(torch.ones(20, 8), [5, 15])
+    >>> padded.shape, splits
+    (torch.Size([32, 8]), [16, 16])
     """
 
     def forward(
@@ -121,6 +133,18 @@ class Fp8Unpadding(_Aligned):
         Number of GEMMs, that is of splits.
     align_size : int, optional
         Multiple that was padded to; by default as for :class:`Fp8Padding`.
+
+    See Also
+    --------
+    Fp8Padding : Brings the padding.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> padded, splits = te.Fp8Padding(2, 16)(torch.ones(20, 8), [5, 15])
+    >>> te.Fp8Unpadding(2, 16)(padded, [5, 15]).shape
+    torch.Size([20, 8])
     """
 
     def forward(

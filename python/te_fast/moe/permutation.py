@@ -50,6 +50,11 @@ def moe_permute(
         Rows ``(num_out_tokens, hidden)`` and ``row_id_map``, int32 in Transformer Engine's layout:
         ``(tokens, 2 * experts + 1)`` for a mask, ``(top_k * tokens,)`` for an index.
 
+    See Also
+    --------
+    moe_unpermute : The way back.
+    moe_permute_with_probs : With probabilities.
+
     Examples
     --------
     >>> import torch
@@ -104,6 +109,21 @@ def moe_permute_with_probs(
     -------
     tuple of torch.Tensor
         Rows ``(num_out_tokens, hidden)``, their probabilities ``(num_out_tokens,)``, ``row_id_map``.
+
+    See Also
+    --------
+    moe_permute_and_pad_with_probs : With padding.
+    moe_unpermute : The way back.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> routing = torch.tensor([[1, 0], [1, 1], [0, 1]], dtype=torch.int32)
+    >>> probs = routing * 0.5
+    >>> rows, row_probs, row_id_map = te.moe_permute_with_probs(torch.ones(3, 8), probs, routing, num_out_tokens=4)
+    >>> rows.shape, row_probs
+    (torch.Size([4, 8]), tensor([0.5000, 0.5000, 0.5000, 0.5000]))
     """
     try:
         if not inp.numel():
@@ -159,6 +179,23 @@ def moe_permute_and_pad_with_probs(
     tuple
         Rows, probabilities, ``row_id_map``, ``pad_offsets`` (int64 ``(experts,)``, None where nothing is
         padded) and the padded tokens per expert (int64 ``(experts,)``).
+
+    See Also
+    --------
+    moe_permute_with_probs : Without padding.
+    moe_unpermute : The way back, which takes the offsets.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> routing = torch.tensor([[1, 0], [1, 1], [0, 1]], dtype=torch.int32)
+    >>> probs = routing * 0.5
+    >>> rows, _, row_id_map, pad_offsets, padded = te.moe_permute_and_pad_with_probs(
+    ...     torch.ones(3, 8), probs, routing, [2, 2], 16
+    ... )
+    >>> rows.shape, padded
+    (torch.Size([32, 8]), tensor([16, 16]))
     """
     try:
         if not 0 < align_size < 2**31:
@@ -254,6 +291,21 @@ def moe_permute_and_quantize(
         num_out_tokens rounded up to 4)``, as block-scaled GEMMs read them, or None per tensor; permuted
         probabilities or None; ``row_id_map``; ``pad_offsets`` and padded tokens per expert, None
         without padding.
+
+    See Also
+    --------
+    moe_permute_and_pad_with_probs : Without the cast.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> routing = torch.tensor([[1, 0], [1, 1], [0, 1]], dtype=torch.int32)
+    >>> rows, scale_inv, *_ = te.moe_permute_and_quantize(
+    ...     torch.ones(3, 128), None, routing, 4, scale=torch.ones(1), amax=torch.zeros(1)
+    ... )
+    >>> rows.shape, rows.dtype
+    (torch.Size([4, 128]), torch.float8_e4m3fn)
     """
     try:
         if fp8_dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -313,6 +365,10 @@ def moe_unpermute(
     -------
     torch.Tensor
         Rows ``(tokens, hidden)``. An empty ``inp`` gives zeros of ``restore_shape``, still in the graph.
+
+    See Also
+    --------
+    moe_permute : What it takes back.
 
     Examples
     --------
@@ -395,6 +451,20 @@ def moe_sort_chunks_by_index(
     -------
     torch.Tensor
         Rows of the same shape.
+
+    See Also
+    --------
+    moe_sort_chunks_by_index_with_probs : With probabilities.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> x = torch.arange(6.0).view(3, 2)
+    >>> te.moe_sort_chunks_by_index(x, torch.tensor([1, 2]), torch.tensor([1, 0]))
+    tensor([[2., 3.],
+            [4., 5.],
+            [0., 1.]])
     """
     try:
         if not inp.numel():
@@ -428,6 +498,18 @@ def moe_sort_chunks_by_index_with_probs(
     -------
     tuple of torch.Tensor
         Rows and probabilities, of the same shapes.
+
+    See Also
+    --------
+    moe_sort_chunks_by_index : Without probabilities.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> x, probs = torch.arange(6.0).view(3, 2), torch.tensor([0.1, 0.2, 0.3])
+    >>> te.moe_sort_chunks_by_index_with_probs(x, probs, torch.tensor([1, 2]), torch.tensor([1, 0]))[1]
+    tensor([0.2000, 0.3000, 0.1000])
     """
     try:
         if not inp.numel():

@@ -76,6 +76,20 @@ class OperationFuser:
         The operations, in order.
     names : list of str, optional
         Their positions, for messages.
+
+    See Also
+    --------
+    Sequential : Makes one for each group of operations.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> from te_fast.pytorch.ops.fuser import OperationFuser
+    >>> OperationFuser([ops.ConstantScale(2.0), ops.ReLU()])(
+    ...     torch.tensor([[-1.0, 2.0]]), basic_op_kwargs=[{}, {}]
+    ... )
+    tensor([[0., 4.]])
     """
 
     forward_backward_fusion_functions: ClassVar[list[FusionFunction]] = []
@@ -544,6 +558,18 @@ def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bo
         :class:`FusedOperation` objects.
     prepend : bool, default = False
         Apply it before those registered earlier, not after.
+
+    See Also
+    --------
+    register_forward_fusion : For another direction.
+    FusedOperation : What a fusion puts in.
+
+    Examples
+    --------
+    >>> from te_fast.pytorch import ops
+    >>> def nothing_to_fuse(operations, **options):
+    ...     return operations
+    >>> ops.register_forward_backward_fusion(nothing_to_fuse)  # doctest: +SKIP
     """
     _register(OperationFuser.forward_backward_fusion_functions, op_fusion_func, first=prepend)
 
@@ -555,6 +581,18 @@ def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = Fals
     ----------
     op_fusion_func, prepend
         As of :func:`register_forward_backward_fusion`.
+
+    See Also
+    --------
+    register_backward_fusion : For another direction.
+    FusedOperation : What a fusion puts in.
+
+    Examples
+    --------
+    >>> from te_fast.pytorch import ops
+    >>> def nothing_to_fuse(operations, **options):
+    ...     return operations
+    >>> ops.register_forward_fusion(nothing_to_fuse)  # doctest: +SKIP
     """
     _register(OperationFuser.forward_fusion_functions, op_fusion_func, first=prepend)
 
@@ -566,5 +604,17 @@ def register_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = Fal
     ----------
     op_fusion_func, prepend
         As of :func:`register_forward_backward_fusion`.
+
+    See Also
+    --------
+    register_forward_fusion : For another direction.
+    FusedOperation : What a fusion puts in.
+
+    Examples
+    --------
+    >>> from te_fast.pytorch import ops
+    >>> def nothing_to_fuse(operations, **options):
+    ...     return operations
+    >>> ops.register_backward_fusion(nothing_to_fuse)  # doctest: +SKIP
     """
     _register(OperationFuser.backward_fusion_functions, op_fusion_func, first=prepend)

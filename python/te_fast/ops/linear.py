@@ -35,6 +35,22 @@ rng_state_tracker_function, accumulate_into_main_grad
         That of the basic operation, which owns it.
     bias : torch.nn.Parameter or None
         The same.
+
+    See Also
+    --------
+    te_fast.pytorch.Linear : The layer.
+    BasicLinear : Without a bias.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.pytorch import ops
+    >>> chain = ops.Sequential(ops.Linear(32, 64, device="cpu"), ops.GELU(), ops.Linear(64, 32, device="cpu"))
+    >>> with te.autocast():
+    ...     y = chain(torch.ones(16, 32))
+    >>> y.shape
+    torch.Size([16, 32])
     """
 
     def __init__(

@@ -48,6 +48,19 @@ class OperationContext:
         The same tensors, in backward.
     beside : Beside
         What linear operations beside it do.
+
+    See Also
+    --------
+    BasicOperation : Is given one.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ctx = ops.OperationContext()
+    >>> ctx.save_for_backward(torch.ones(2))
+    >>> len(ctx.to_save)
+    1
     """
 
     requires_grad = True
@@ -61,7 +74,19 @@ class OperationContext:
 
 
 class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
-    """An operation that :class:`te_fast.pytorch.ops.Sequential` may fuse with its neighbours."""
+    """An operation that :class:`te_fast.pytorch.ops.Sequential` may fuse with its neighbours.
+
+    See Also
+    --------
+    BasicOperation : One operation.
+    FusedOperation : Several.
+
+    Examples
+    --------
+    >>> from te_fast.pytorch import ops
+    >>> isinstance(ops.ReLU(), ops.FusibleOperation)
+    True
+    """
 
     _own_fuser: OperationFuser | None = None
     #: Makes a group of operations; the module of groups puts its class here.
@@ -212,6 +237,25 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
         Extra inputs and outputs of a forward.
     supports_float8_block_scaling : bool
         Whether block scaling may be in force; te_fast does not ask.
+
+    See Also
+    --------
+    FusedOperation : Stands for several.
+    Sequential : Runs them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> class Double(ops.BasicOperation):
+    ...     def op_forward(self, ctx, x, **options):
+    ...         return 2 * x
+    ...
+    ...     def op_backward(self, ctx, grad):
+    ...         return 2 * grad, ()
+    ...
+    >>> ops.Sequential(Double(), ops.ReLU())(torch.tensor([[-1.0, 2.0]]))
+    tensor([[0., 4.]])
     """
 
     num_extra_inputs: int = 0
@@ -493,6 +537,18 @@ class FusedOperation(FusibleOperation):
     ----------
     basic_ops : iterable of FusibleOperation
         The basic operations, in order.
+
+    See Also
+    --------
+    BasicOperation : What it stands for.
+    register_forward_fusion : Who puts it in.
+
+    Examples
+    --------
+    >>> from te_fast.pytorch import ops
+    >>> fused = ops.FusedOperation((ops.ReLU(), ops.ConstantScale(2.0)))
+    >>> len(fused.basic_ops)
+    2
     """
 
     basic_ops: torch.nn.ModuleList

@@ -28,6 +28,11 @@ class Sequential(torch.nn.Module):
     *args : FusibleOperation or torch.nn.Module
         Modules, or one dictionary of them.
 
+    See Also
+    --------
+    torch.nn.Sequential : torch's.
+    OperationFuser : A group of operations.
+
     Examples
     --------
     >>> import torch

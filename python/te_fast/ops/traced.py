@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 class SegmentStates:
     """The scales of a segment's linear operations, each of which has its own."""
 
-    def __init__(self, fuser: OperationFuser, step: Step) -> None:
+    def __init__(self, fuser: OperationFuser, step: Step, labels: list[str]) -> None:
         self._fuser = weakref.ref(fuser)
-        self._ops = [
-            op for op in (fuser._basic_ops[index] for index in step.indices) if op._takes_to_fp8
-        ]
+        self._all = [(fuser._basic_ops[index], labels[index]) for index in step.indices]
+        self._ops = [op for op, _ in self._all if op._takes_to_fp8]
+
+    def _append_to(self, program: Any) -> None:
+        for op, label in self._all:
+            op._append_to(program, label)
 
     def _init_delayed_scaling(self) -> None:
         fuser = self._fuser()
@@ -54,7 +57,7 @@ def prepare(
         raise UnsupportedError(message)
     for step in plan.forward:
         if step.program is not None and step.traced is None:
-            step.states = SegmentStates(fuser, step)
+            step.states = SegmentStates(fuser, step, plan.labels)
             step.traced = Traced(step.program, step.states, fuser._name)
     # Another dictionary: a trace that has read the former one would not see what is added to it.
     fuser._traced_plans = {**fuser._traced_plans, key: plan}

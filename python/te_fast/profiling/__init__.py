@@ -15,7 +15,6 @@ Any module can be measured; a part that is no te_fast layer counts as the call f
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import statistics
@@ -26,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from te_fast.profiling.arguments import count
+from te_fast.profiling.regions import RECIPES, region
 from te_fast.profiling.timing import Timing, environment, interleave, wait
 
 if TYPE_CHECKING:
@@ -40,7 +41,21 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Report:
-    """Host time of one forward, in microseconds."""
+    """Host time of one forward, in microseconds.
+
+    See Also
+    --------
+    te_fast.profile : Makes one.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast
+    >>> import te_fast.pytorch as te
+    >>> report = te_fast.profile(te.Linear(32, 32, device="cpu"), torch.ones(16, 32), rounds=2, calls=2)
+    >>> sorted(report.ratios)
+    ['no_grad', 'with grad']
+    """
 
     #: What was measured: layer, shape, device.
     subject: str
@@ -184,6 +199,10 @@ def profile(module: torch.nn.Module, *inputs: Any, rounds: int = 30, calls: int 
         Totals and stages, and, where the module maps rows to rows, the ratio to an ``nn.Linear`` of
         as many columns; ``print`` shows the table.
 
+    See Also
+    --------
+    te_fast.doctor : Where the time of a whole script goes.
+
     Examples
     --------
     >>> import torch, te_fast
@@ -212,55 +231,37 @@ def profile(module: torch.nn.Module, *inputs: Any, rounds: int = 30, calls: int 
     return Report(_subject(module, x, out, device), totals, stages, environment(device))
 
 
-def _count(text: str) -> int:
-    """Read an argument that counts something."""
-    number = int(text)
-    if number < 1:
-        message = f"must be 1 or more, got {number}"
-        raise argparse.ArgumentTypeError(message)
-    return number
-
-
-_count.__name__ = "integer"  # what argparse calls it in messages
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m te_fast.profiling",
         description="Where the host time of a Linear forward goes, against nn.Linear.",
     )
-    parser.add_argument("--rows", type=_count, default=256)
-    parser.add_argument("--in-features", type=_count, default=1024)
-    parser.add_argument("--out-features", type=_count, default=1024)
+    parser.add_argument("--rows", type=count, default=256)
+    parser.add_argument("--in-features", type=count, default=1024)
+    parser.add_argument("--out-features", type=count, default=1024)
     parser.add_argument("--bias", action="store_true", help="with a bias")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
-    parser.add_argument(
-        "--recipe", choices=("delayed", "current", "block", "none"), default="delayed"
-    )
-    parser.add_argument("--rounds", type=_count, default=30, help="bursts per measurement")
-    parser.add_argument("--calls", type=_count, default=20, help="calls per burst")
+    parser.add_argument("--recipe", choices=RECIPES, default="delayed")
+    parser.add_argument("--rounds", type=count, default=30, help="bursts per measurement")
+    parser.add_argument("--calls", type=count, default=20, help="calls per burst")
     parser.add_argument("--json", metavar="PATH", help="write the report as JSON")
     parser.add_argument("--plot", metavar="PATH", help="write a bar chart as PNG")
     return parser
 
 
-def _autocast(recipe: str) -> contextlib.AbstractContextManager[Any]:
-    import te_fast.pytorch as te
-    from te_fast.common import recipe as recipes
-
-    if recipe == "none":
-        return contextlib.nullcontext()
-    classes = {
-        "delayed": recipes.DelayedScaling,
-        "current": recipes.Float8CurrentScaling,
-        "block": recipes.Float8BlockScaling,
-    }
-    return te.autocast(enabled=True, recipe=classes[recipe]())
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Profile a ``te_fast.pytorch.Linear`` as the command line says."""
+    """Profile a ``te_fast.pytorch.Linear`` as the command line says.
+
+    See Also
+    --------
+    te_fast.profile : The same in Python.
+
+    Examples
+    --------
+    >>> from te_fast import profiling
+    >>> profiling.main(["--device", "cpu", "--rows", "16", "--rounds", "2"])  # doctest: +SKIP
+    """
     from te_fast.errors import TeFastError
 
     parser = _parser()
@@ -300,5 +301,5 @@ def _profile_linear(options: argparse.Namespace) -> Report:
         device=device,
     )
     x = torch.randn(options.rows, options.in_features, dtype=dtype, device=device)
-    with _autocast(options.recipe):
+    with region(options.recipe):
         return profile(layer, x, rounds=options.rounds, calls=options.calls)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from te_fast._names import publish
 from te_fast.experts.block import MoE
+from te_fast.graphs import inference as _inference  # noqa: F401  defines what saved programs call
 from te_fast.graphs.stand_ins import register_when_dynamo_is_imported
 from te_fast.pytorch import attention as attention
 from te_fast.pytorch import constants as constants

@@ -240,6 +240,16 @@ class MXFP8BlockScaling(Recipe):
         As in :class:`Float8CurrentScaling`.
     enable_2d_quantization : bool, default = False
         Scale weights in 32x32 blocks.
+
+    See Also
+    --------
+    Float8BlockScaling : What Hopper has.
+
+    Examples
+    --------
+    >>> from te_fast.common import recipe
+    >>> recipe.MXFP8BlockScaling().mxfp8()
+    True
     """
 
     _scaling: ClassVar[str] = "mxfp8"
@@ -374,6 +384,16 @@ class NVFP4BlockScaling(Recipe):
         For attention layers; kept for Transformer Engine's sake.
     backward_override : {None, 'high_precision', 'dequantized'}, default = None
         As in :class:`Float8CurrentScaling`.
+
+    See Also
+    --------
+    Float8BlockScaling : What Hopper has.
+
+    Examples
+    --------
+    >>> from te_fast.common import recipe
+    >>> recipe.NVFP4BlockScaling().nvfp4()
+    True
     """
 
     _scaling: ClassVar[str] = "nvfp4"
@@ -444,6 +464,16 @@ class CustomRecipe(Recipe):
         As in :class:`Float8CurrentScaling`.
     quantization_alignment : int, default = 128
         Rows that grouped operands are padded to.
+
+    See Also
+    --------
+    DelayedScaling : A recipe that is made.
+
+    Examples
+    --------
+    >>> from te_fast.common import recipe
+    >>> recipe.CustomRecipe(qfactory=lambda role: None).custom()
+    True
     """
 
     _scaling: ClassVar[str] = "custom"

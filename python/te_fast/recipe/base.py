@@ -43,6 +43,10 @@ class Format(Enum):
     HYBRID :
         E4M3 in the forward pass, E5M2 for gradients.
 
+    See Also
+    --------
+    Recipe : Has one.
+
     Examples
     --------
     >>> from te_fast.common.recipe import Format
@@ -64,6 +68,16 @@ class MMParams:
     ----------
     use_split_accumulator : bool, default = True
         Promote partial sums to FP32; ``False`` is the tensor cores' fast accumulation.
+
+    See Also
+    --------
+    QParams : Of the casts.
+
+    Examples
+    --------
+    >>> from te_fast.common import recipe
+    >>> recipe.MMParams(use_split_accumulator=False)
+    MMParams(use_split_accumulator=False)
     """
 
     use_split_accumulator: bool = True
@@ -85,6 +99,16 @@ class QParams:
         NVFP4 only.
     fp4_2d_quantization : bool, default = False
         NVFP4 only.
+
+    See Also
+    --------
+    MMParams : Of the products.
+
+    Examples
+    --------
+    >>> from te_fast.common import recipe
+    >>> recipe.QParams(power_2_scale=True).power_2_scale
+    True
     """
 
     power_2_scale: bool = False
@@ -104,6 +128,16 @@ class Recipe:
     """Base of all recipes.
 
     The predicates are class methods, as in Transformer Engine.
+
+    See Also
+    --------
+    te_fast.pytorch.autocast : Takes one.
+
+    Examples
+    --------
+    >>> from te_fast.common import recipe
+    >>> isinstance(recipe.Float8CurrentScaling(), recipe.Recipe)
+    True
     """
 
     # The dispatcher's name of the kind.

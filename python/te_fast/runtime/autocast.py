@@ -158,6 +158,22 @@ def fp8_autocast(
         ``recipe`` of :class:`autocast`.
     fp8_group : torch.distributed.ProcessGroup, optional
         ``amax_reduction_group`` of :class:`autocast`.
+
+    See Also
+    --------
+    autocast : What to call instead.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> import warnings
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore")
+    ...     with te.fp8_autocast(enabled=True):
+    ...         y = te.Linear(32, 32, device="cpu")(torch.ones(16, 32))
+    >>> y.shape
+    torch.Size([16, 32])
     """
     message = "fp8_autocast is deprecated: use autocast(recipe=..., amax_reduction_group=...)"
     warnings.warn(message, DeprecationWarning, stacklevel=2)
@@ -193,9 +209,22 @@ def quantized_model_init(
     UnsupportedError, DeviceError
         If the device cannot run the recipe.
 
+    See Also
+    --------
+    autocast : In which such layers run.
+
     Notes
     -----
     Weights have both layouts; where gradients are disabled, the row layout alone, half the memory.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> with te.quantized_model_init():
+    ...     layer = te.Linear(32, 32, device="cpu")
+    >>> type(layer.weight).__name__
+    'Float8Tensor'
     """
     recipe = prepare_recipe(recipe) if enabled else None
     names = ("fp8_parameters", "high_precision_init_val", "model_recipe")
@@ -223,6 +252,21 @@ def fp8_model_init(
         As in :func:`quantized_model_init`.
     recipe : Recipe, optional
         As in :func:`quantized_model_init`.
+
+    See Also
+    --------
+    quantized_model_init : What to call instead.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> import warnings
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore")
+    ...     with te.fp8_model_init():
+    ...         layer = te.Linear(32, 32, device="cpu")
+    >>> type(layer.weight).__name__
+    'Float8Tensor'
     """
     message = "fp8_model_init is deprecated: use quantized_model_init"
     warnings.warn(message, DeprecationWarning, stacklevel=2)

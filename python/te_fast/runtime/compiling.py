@@ -12,3 +12,8 @@ CAN_COMPILE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (
 def is_in_graph() -> bool:
     """Tell whether this code is traced. Older releases leave their graph at a native call, and run it."""
     return CAN_COMPILE and is_compiling()
+
+
+def is_exporting() -> bool:
+    """Tell whether ``torch.export`` traces; not for code that a compiler looks into, for which torch says so always."""
+    return CAN_COMPILE and torch.compiler.is_exporting()

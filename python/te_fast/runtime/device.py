@@ -13,6 +13,16 @@ def should_set_cuda_device_every_batch() -> bool:
     """Tell whether each forward makes its tensors' device the current one.
 
     The environment variable ``NVTE_SET_CUDA_DEVICE=0`` turns it off at start.
+
+    See Also
+    --------
+    set_cuda_device_every_batch : Chooses it.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> te.should_set_cuda_device_every_batch()
+    True
     """
     checks = bool(native.set_check_device(True))
     native.set_check_device(checks)
@@ -29,6 +39,17 @@ def set_cuda_device_every_batch(enabled: bool) -> None:
     ----------
     enabled : bool
         Whether to.
+
+    See Also
+    --------
+    should_set_cuda_device_every_batch : Tells what was chosen.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> te.set_cuda_device_every_batch(True)
+    >>> te.should_set_cuda_device_every_batch()
+    True
     """
     native.set_check_device(bool(enabled))
 

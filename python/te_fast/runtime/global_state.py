@@ -165,7 +165,21 @@ def place_in_recompute_buffer(fp8_meta: dict[str, Any]) -> deque[Any]:
 
 
 class FP8GlobalStateManager:
-    """Transformer Engine's access to the autocast state."""
+    """Transformer Engine's access to the autocast state.
+
+    See Also
+    --------
+    autocast : What sets the state.
+    is_fp8_available : Whether FP8 can run.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.pytorch.quantization import FP8GlobalStateManager
+    >>> with te.autocast():
+    ...     print(FP8GlobalStateManager.is_fp8_enabled())
+    True
+    """
 
     quantization_state = autocast_state
 

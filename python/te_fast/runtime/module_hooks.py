@@ -14,3 +14,19 @@ def has_hooks(module: torch.nn.Module) -> bool:
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]
     )
+
+
+_global = torch.nn.modules.module
+_hooks_of_all = (
+    _global._global_forward_hooks,
+    _global._global_forward_pre_hooks,
+    _global._global_backward_hooks,
+    _global._global_backward_pre_hooks,
+)
+
+
+def is_called_plainly(module: torch.nn.Module) -> bool:
+    """Return whether calling a module is its class's own forward, and nobody else sees what it returns."""
+    own = module.__dict__
+    is_changed = "forward" in own or own.get("_compiled_call_impl") is not None
+    return not (has_hooks(module) or is_changed or any(_hooks_of_all))

@@ -54,6 +54,21 @@ class activation_recompute_forward:
         Activations are recomputed; without, the region changes nothing.
     recompute_phase : bool, default = False
         This is the recomputation.
+
+    See Also
+    --------
+    get_activation_recompute_contexts : Makes both phases.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.pytorch import distributed
+    >>> layer = te.Linear(32, 32, device="cpu")
+    >>> with distributed.activation_recompute_forward(activation_recompute=True), torch.no_grad(), te.autocast():
+    ...     y = layer(torch.ones(16, 32))
+    >>> y.shape
+    torch.Size([16, 32])
     """
 
     def __init__(
@@ -92,6 +107,16 @@ def is_fp8_activation_recompute_enabled() -> bool:
     """Return whether FP8 layers run in a phase of activation recomputation.
 
     In FP8 the phase may have been entered, or the checkpointed function may have entered a region of its own.
+
+    See Also
+    --------
+    in_fp8_activation_recompute_phase : In the second phase.
+
+    Examples
+    --------
+    >>> from te_fast.pytorch import distributed
+    >>> distributed.is_fp8_activation_recompute_enabled()
+    False
     """
     phase = _in_force()
     if phase is None or not phase.region.activation_recompute:
@@ -100,7 +125,18 @@ def is_fp8_activation_recompute_enabled() -> bool:
 
 
 def in_fp8_activation_recompute_phase() -> bool:
-    """Return whether they run for the second time."""
+    """Return whether they run for the second time.
+
+    See Also
+    --------
+    is_fp8_activation_recompute_enabled : In either phase.
+
+    Examples
+    --------
+    >>> from te_fast.pytorch import distributed
+    >>> distributed.in_fp8_activation_recompute_phase()
+    False
+    """
     phase = _in_force()
     return phase is not None and bool(phase.region.recompute_phase)
 
@@ -116,6 +152,24 @@ def get_activation_recompute_contexts() -> tuple[
     -------
     tuple of activation_recompute_forward
         The region of the forward and that of its recomputation, of one forward's scales.
+
+    See Also
+    --------
+    te_fast.pytorch.checkpoint : te_fast's own.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from torch.utils.checkpoint import checkpoint
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.pytorch import distributed
+    >>> layer = te.Linear(32, 32, device="cpu")
+    >>> x = torch.ones(16, 32, requires_grad=True)
+    >>> with te.autocast():
+    ...     y = checkpoint(layer, x, use_reentrant=False, context_fn=distributed.get_activation_recompute_contexts)
+    >>> y.sum().backward()
+    >>> x.grad.shape
+    torch.Size([16, 32])
     """
     tape = scale_tape.Tape()
     return (
@@ -246,6 +300,10 @@ def checkpoint(
         If the argument that is to be distributed is no tensor.
     ShapeError
         If its elements cannot be shared out among the ranks.
+
+    See Also
+    --------
+    te_fast.pytorch.distributed.get_activation_recompute_contexts : For torch.utils.checkpoint.
 
     Examples
     --------

@@ -15,14 +15,36 @@ _active: dict[str, Any] = {}
 
 
 def graph_safe_rng_available() -> bool:
-    """Return whether torch has random number states that captured graphs can advance; all supported releases do."""
+    """Return whether torch has random number states that captured graphs can advance; all supported releases do.
+
+    See Also
+    --------
+    te_fast.pytorch.CudaRNGStatesTracker : What has such states.
+
+    Examples
+    --------
+    >>> from te_fast.pytorch import distributed
+    >>> distributed.graph_safe_rng_available()
+    True
+    """
     needed = ("graphsafe_set_state", "graphsafe_get_state", "clone_state")
     has_register = hasattr(torch.cuda.CUDAGraph, "register_generator_state")
     return has_register and all(hasattr(torch.Generator, name) for name in needed)
 
 
 def get_all_rng_states() -> dict[str, Any]:
-    """Return the states that :class:`CudaRNGStatesTracker` has set last, by name."""
+    """Return the states that :class:`CudaRNGStatesTracker` has set last, by name.
+
+    See Also
+    --------
+    set_all_rng_states : Exchanges them.
+
+    Examples
+    --------
+    >>> from te_fast.pytorch import distributed
+    >>> sorted(distributed.get_all_rng_states())
+    []
+    """
     return _active
 
 
@@ -33,6 +55,15 @@ def set_all_rng_states(states: dict[str, Any]) -> None:
     ----------
     states : dict
         States by name; the dict itself is kept.
+
+    See Also
+    --------
+    get_all_rng_states : Returns them.
+
+    Examples
+    --------
+    >>> from te_fast.pytorch import distributed
+    >>> distributed.set_all_rng_states(distributed.get_all_rng_states())
     """
     global _active
     _active = states
@@ -82,6 +113,17 @@ class CudaRNGStatesTracker:
 
     Ranks that share a model draw the same numbers in some places and different ones in others. States are generators,
     so that captured graphs advance them. Without a GPU they are the CPU's.
+
+    See Also
+    --------
+    te_fast.pytorch.checkpoint : Takes a function that returns one.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> tracker = te.CudaRNGStatesTracker()
+    >>> tracker.get_states()
+    {}
     """
 
     def __init__(self) -> None:

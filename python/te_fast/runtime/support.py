@@ -56,6 +56,15 @@ def get_device_compute_capability() -> tuple[int, int]:
     -------
     tuple of int
         Major and minor version; ``(0, 0)`` on a machine without a GPU.
+
+    See Also
+    --------
+    is_fp8_available : What follows from it.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> te.get_device_compute_capability() if torch.cuda.is_available() else "no GPU"  # doctest: +SKIP
     """
     if not torch.cuda.is_available():
         return _HOST
@@ -136,6 +145,16 @@ def get_default_recipe() -> Recipe:
     Recipe
         :class:`DelayedScaling` up to Hopper and on the CPU, :class:`Float8CurrentScaling` on newer
         GPUs, which Transformer Engine gives MXFP8 or the same.
+
+    See Also
+    --------
+    autocast : Takes it without a recipe.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> type(te.get_default_recipe()).__name__
+    'DelayedScaling'
     """
     if get_device_compute_capability() >= (10, 0):
         return Float8CurrentScaling()
@@ -158,6 +177,17 @@ def get_align_size_for_quantization(recipe: Recipe) -> int:
     int
         16 with one scale per tensor and in blocks of 128, 32 for MXFP8, 128 for NVFP4, or what a
         :class:`CustomRecipe` names.
+
+    See Also
+    --------
+    Fp8Padding : Pads to it.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.common import recipe
+    >>> te.get_align_size_for_quantization(recipe.Float8BlockScaling())
+    16
     """
     if recipe.custom():
         return int(recipe.quantization_alignment)  # type: ignore[attr-defined]
@@ -176,31 +206,90 @@ def is_fp8_available(return_reason: bool = False) -> bool | Answer:
     ----------
     return_reason : bool, default = False
         Return ``(is_available, reason)``; the reason is empty where it is available.
+
+    See Also
+    --------
+    is_fp8_block_scaling_available : The same for another format.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> available, reason = te.is_fp8_available(return_reason=True)
+    >>> available or bool(reason)
+    True
     """
     answer = check_fp8_support()
     return answer if return_reason else answer[0]
 
 
 def is_mxfp8_available(return_reason: bool = False) -> bool | Answer:
-    """Tell whether MXFP8 can run; the parameter is that of :func:`is_fp8_available`."""
+    """Tell whether MXFP8 can run; the parameter is that of :func:`is_fp8_available`.
+
+    See Also
+    --------
+    is_fp8_available : The same for another format.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> available, reason = te.is_mxfp8_available(return_reason=True)
+    >>> available or bool(reason)
+    True
+    """
     answer = check_mxfp8_support()
     return answer if return_reason else answer[0]
 
 
 def is_fp8_block_scaling_available(return_reason: bool = False) -> bool | Answer:
-    """Tell whether FP8 block scaling can run; the parameter is that of :func:`is_fp8_available`."""
+    """Tell whether FP8 block scaling can run; the parameter is that of :func:`is_fp8_available`.
+
+    See Also
+    --------
+    is_fp8_available : The same for another format.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> available, reason = te.is_fp8_block_scaling_available(return_reason=True)
+    >>> available or bool(reason)
+    True
+    """
     answer = check_fp8_block_scaling_support()
     return answer if return_reason else answer[0]
 
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | Answer:
-    """Tell whether NVFP4 can run; the parameter is that of :func:`is_fp8_available`."""
+    """Tell whether NVFP4 can run; the parameter is that of :func:`is_fp8_available`.
+
+    See Also
+    --------
+    is_fp8_available : The same for another format.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> available, reason = te.is_nvfp4_available(return_reason=True)
+    >>> available or bool(reason)
+    True
+    """
     answer = check_nvfp4_support()
     return answer if return_reason else answer[0]
 
 
 def is_bf16_available(return_reason: bool = False) -> bool | Answer:
-    """Tell whether BF16 can run; the parameter is that of :func:`is_fp8_available`."""
+    """Tell whether BF16 can run; the parameter is that of :func:`is_fp8_available`.
+
+    See Also
+    --------
+    is_fp8_available : The same for another format.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> available, reason = te.is_bf16_available(return_reason=True)
+    >>> available or bool(reason)
+    True
+    """
     capability = get_device_compute_capability()
     available = capability == _HOST or capability >= (8, 0)
     reason = (

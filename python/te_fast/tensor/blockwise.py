@@ -77,6 +77,19 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
         Blocks are 128x128.
     fake_dtype : torch.dtype, default = torch.float32
         Nominal type.
+
+    See Also
+    --------
+    Float8BlockwiseQTensor : The same with torch's interface.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> quantizer = te.Float8BlockQuantizer(te.DType.kFloat8E4M3, rowwise=True, columnwise=False)
+    >>> quantizer.internal = True
+    >>> type(quantizer(torch.ones(128, 256))).__name__
+    'Float8BlockwiseQTensorStorage'
     """
 
     _PARTS = ("row", "col", "row_scale", "col_scale")
@@ -156,6 +169,20 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Float8TensorBase):
         Strides; those of a contiguous tensor by default.
     fake_dtype : torch.dtype, optional
         The same as `dtype`.
+
+    See Also
+    --------
+    Float8BlockQuantizer : Makes one.
+    Float8BlockwiseQTensorStorage : The same without torch's interface.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> quantizer = te.Float8BlockQuantizer(te.DType.kFloat8E4M3, rowwise=True, columnwise=False)
+    >>> x = quantizer(torch.ones(128, 256))
+    >>> type(x).__name__, x.shape, (x + 1).mean().item()
+    ('Float8BlockwiseQTensor', torch.Size([128, 256]), 2.0)
     """
 
     _storage_class = Float8BlockwiseQTensorStorage
@@ -310,6 +337,19 @@ class Float8BlockQuantizer(ComparedBySettings, Float8QuantizerBase):
     ----------
     block_len : int
         128.
+
+    See Also
+    --------
+    Float8BlockwiseQTensor : What it makes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> quantizer = te.Float8BlockQuantizer(te.DType.kFloat8E4M3, rowwise=True, columnwise=False)
+    >>> x = quantizer(torch.ones(128, 256))
+    >>> x.dequantize().sum().item()
+    32768.0
     """
 
     _tensor_class = Float8BlockwiseQTensor

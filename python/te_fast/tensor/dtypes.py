@@ -11,7 +11,18 @@ from te_fast.errors import DtypeError
 
 
 class DType(IntEnum):
-    """Element types by the numbers that Transformer Engine's native half has for them."""
+    """Element types by the numbers that Transformer Engine's native half has for them.
+
+    See Also
+    --------
+    Float8Quantizer : Takes one as its FP8 type.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> te.DType.kFloat8E4M3.name
+    'kFloat8E4M3'
+    """
 
     kByte = 0
     kInt32 = 2

@@ -41,6 +41,19 @@ class Float8TensorStorage(QuantizedTensorStorage):
         What writes new values; a copy of it is kept.
     fake_dtype : torch.dtype, default = torch.float32
         Nominal type.
+
+    See Also
+    --------
+    Float8Tensor : The same with torch's interface.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
+    >>> quantizer.internal = True
+    >>> type(quantizer(torch.ones(16, 32))).__name__
+    'Float8TensorStorage'
     """
 
     _PARTS = ("row", "col", "row_scale")
@@ -154,6 +167,20 @@ class Float8Tensor(Float8TensorStorage, Float8TensorBase):
         Strides; those of a contiguous tensor by default.
     fake_dtype : torch.dtype, optional
         The same as `dtype`.
+
+    See Also
+    --------
+    Float8Quantizer : Makes one.
+    Float8TensorStorage : The same without torch's interface.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
+    >>> x = quantizer(torch.ones(16, 32))
+    >>> x.shape, x.dtype, (x * 2).mean().item()
+    (torch.Size([16, 32]), torch.float32, 2.0)
     """
 
     _storage_class = Float8TensorStorage
@@ -309,6 +336,21 @@ class Float8Quantizer(_PerTensorQuantizer):
         ``kFloat8E4M3`` or ``kFloat8E5M2``.
     rowwise, columnwise : bool, default = True
         Layouts to make.
+
+    See Also
+    --------
+    Float8CurrentScalingQuantizer : With the tensor's own scale.
+    Float8Tensor : What it makes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> scale, amax = torch.ones(1), torch.zeros(1)
+    >>> quantizer = te.Float8Quantizer(scale, amax, te.DType.kFloat8E4M3)
+    >>> x = quantizer(torch.full((16, 16), 3.0))
+    >>> x.dequantize().unique(), amax
+    (tensor([3.]), tensor([3.]))
     """
 
     scale: torch.Tensor
@@ -381,6 +423,19 @@ class Float8CurrentScalingQuantizer(ComparedBySettings, _PerTensorQuantizer):
         Least maximum.
     scale, amax : torch.Tensor, optional
         Given up, as `use_existing_amax`.
+
+    See Also
+    --------
+    Float8Quantizer : With a scale that is given.
+    Float8Tensor : What it makes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
+    >>> quantizer(torch.full((16, 16), 3.0)).dequantize().unique()
+    tensor([3.])
     """
 
     def __init__(

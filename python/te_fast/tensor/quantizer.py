@@ -50,6 +50,21 @@ class Quantizer(ABC):
         Make storages, which autograd does not know, and not tensors.
     optimize_for_gemm : bool
         No effect on FP8 of Hopper, whose layouts are always those of its GEMMs.
+
+    See Also
+    --------
+    Float8Quantizer : With a scale that is given.
+    Float8CurrentScalingQuantizer : With the tensor's own.
+    Float8BlockQuantizer : With a scale for each block.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
+    >>> quantizer.set_usage(rowwise=True, columnwise=False)
+    >>> quantizer.rowwise_usage, quantizer.columnwise_usage
+    (True, False)
     """
 
     rowwise_usage: bool

@@ -58,6 +58,19 @@ class QuantizedTensorStorage:
         What writes new values.
     _dtype : torch.dtype
         The nominal type: that of the values when they are dequantised.
+
+    See Also
+    --------
+    QuantizedTensor : With torch's interface.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
+    >>> x = quantizer(torch.ones(16, 16))
+    >>> isinstance(x, te.QuantizedTensorStorage), x.get_metadata()["fp8_dtype"].name
+    (True, 'kFloat8E4M3')
     """
 
     _value: native.QuantizedValue
@@ -316,6 +329,21 @@ def prepare_for_saving(*tensors: Any) -> tuple[Tensors, list[Any]]:
     -------
     list of torch.Tensor, list
         What to save, and what :func:`restore_from_saved` asks for beside it.
+
+    See Also
+    --------
+    restore_from_saved : The way back.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
+    >>> quantizer.internal = True
+    >>> x = quantizer(torch.ones(16, 16))
+    >>> tensors, objects = te.prepare_for_saving(x, torch.ones(2))
+    >>> [tensor is None or tensor.dtype for tensor in tensors]
+    [torch.uint8, torch.uint8, torch.float32, torch.float32]
     """
     saved: Tensors = []
     objects: list[Any] = []
@@ -345,6 +373,21 @@ def restore_from_saved(
         Its first, as autograd brings it back.
     return_saved_tensors : bool, default = False
         Return the tensors that are left, too.
+
+    See Also
+    --------
+    prepare_for_saving : What it takes back.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
+    >>> quantizer.internal = True
+    >>> x = quantizer(torch.ones(16, 16))
+    >>> tensors, objects = te.prepare_for_saving(x)
+    >>> te.restore_from_saved(objects, tensors)[0].dequantize().sum().item()
+    256.0
     """
     restored: list[Any] = []
     for tensor in tensors:
@@ -364,6 +407,23 @@ def restore_from_func_ctx(ctx: Any, return_saved_tensors: bool = False) -> Any:
     ------
     MissingAttributeError
         If it holds none.
+
+    See Also
+    --------
+    restore_from_saved : Without a context.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from types import SimpleNamespace
+    >>> import te_fast.pytorch as te
+    >>> quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
+    >>> quantizer.internal = True
+    >>> x = quantizer(torch.ones(16, 16))
+    >>> tensors, objects = te.prepare_for_saving(x)
+    >>> ctx = SimpleNamespace(saved_tensors=tensors, tensor_objects=objects)
+    >>> te.restore_from_func_ctx(ctx)[0].dequantize().sum().item()
+    256.0
     """
     if getattr(ctx, "tensor_objects", None) is None:
         message = "restore_from_func_ctx: ctx.tensor_objects must be the second result of prepare_for_saving"

@@ -66,6 +66,19 @@ class QuantizedTensor(torch.Tensor):
     ------
     ShapeError
         If `fake_dtype` is another type than `dtype`.
+
+    See Also
+    --------
+    Quantizer : Makes one.
+    QuantizedTensorStorage : The bytes and scales.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
+    >>> isinstance(quantizer(torch.ones(16, 16)), te.QuantizedTensor)
+    True
     """
 
     def __new__(

@@ -214,6 +214,18 @@ constants! {
         NORM_BACKWARD_PARAMS_BYTES: usize = 128;
     }
 
+    /// Rotary position embeddings.
+    attention {
+        /// Threads of a block.
+        ROTATE_THREADS: u32 = 256;
+        /// Heads that a thread turns by the same cosines and sines.
+        ROTATE_HEADS: u32 = 8;
+        /// Tensors of heads in one launch.
+        ROTATE_PARTS: usize = 3;
+        /// Size of `RotateParams`.
+        ROTATE_PARAMS_BYTES: usize = 128 + 96 * ROTATE_PARTS;
+    }
+
     /// Permutations of rows.
     moe {
         /// The most experts, and slots of a token.

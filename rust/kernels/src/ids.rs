@@ -259,6 +259,7 @@ images! {
     NormBackwardLong = "norm/norm_backward_long",
     GroupedFp8 = "gemm/grouped_fp8",
     Grouped16bit = "gemm/grouped_16bit",
+    Rope = "attention/rope",
 }
 
 kernels! {
@@ -374,6 +375,8 @@ kernels! {
     GroupedRowsAcross(Half) "grouped_rows_across" in Grouped16bit;
     /// Weight gradients of groups, of 16-bit elements.
     GroupedWgrad(Half) "grouped_wgrad" in Grouped16bit;
+    /// Rotary position embeddings of up to three tensors of heads.
+    Rotate(Float) "rotate" in Rope;
 }
 
 const BASES: [usize; FAMILIES] = {
@@ -439,6 +442,7 @@ impl KernelId {
                 | Image::NormBackwardLong
                 | Image::GroupedFp8
                 | Image::Grouped16bit
+                | Image::Rope
         )
     }
 }

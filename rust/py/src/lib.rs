@@ -56,6 +56,8 @@ mod _native {
     #[pymodule_export]
     use crate::direct::quantize_groups::quantize_groups;
     #[pymodule_export]
+    use crate::direct::rope::rotate;
+    #[pymodule_export]
     use crate::graphs::backward::{traced_backward, traced_defer_nothing};
     #[pymodule_export]
     use crate::graphs::call::{TracedCall, traced_call};

@@ -45,30 +45,90 @@ class Activation(NativeOperation):
 
 
 class GELU(Activation):
-    """Gaussian error linear unit in its tanh form: ``x/2 (1 + tanh(0.797 x + 0.036 x³))``."""
+    """Gaussian error linear unit in its tanh form: ``x/2 (1 + tanh(0.797 x + 0.036 x³))``.
+
+    See Also
+    --------
+    GEGLU : The gated one.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.GELU()(torch.tensor([[-1.0, 2.0]]))
+    tensor([[-0.1588,  1.9546]])
+    """
 
     _kind = "gelu"
 
 
 class QGELU(Activation):
-    """Quick approximation of GELU: ``x σ(1.702 x)``."""
+    """Quick approximation of GELU: ``x σ(1.702 x)``.
+
+    See Also
+    --------
+    QGEGLU : The gated one.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.QGELU()(torch.tensor([[-1.0, 2.0]]))
+    tensor([[-0.1542,  1.9357]])
+    """
 
     _kind = "qgelu"
 
 
 class ReLU(Activation):
-    """Rectified linear unit: ``max(x, 0)``."""
+    """Rectified linear unit: ``max(x, 0)``.
+
+    See Also
+    --------
+    ReGLU : The gated one.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.ReLU()(torch.tensor([[-1.0, 2.0]]))
+    tensor([[0., 2.]])
+    """
 
     _kind = "relu"
 
 
 class SReLU(Activation):
-    """Squared rectified linear unit: ``max(x, 0)²``."""
+    """Squared rectified linear unit: ``max(x, 0)²``.
+
+    See Also
+    --------
+    SReGLU : The gated one.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.SReLU()(torch.tensor([[-1.0, 2.0]]))
+    tensor([[0., 4.]])
+    """
 
     _kind = "srelu"
 
 
 class SiLU(Activation):
-    """Sigmoid linear unit: ``x σ(x)``."""
+    """Sigmoid linear unit: ``x σ(x)``.
+
+    See Also
+    --------
+    SwiGLU : The gated one.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.SiLU()(torch.tensor([[-1.0, 2.0]]))
+    tensor([[-0.2689,  1.7616]])
+    """
 
     _kind = "silu"

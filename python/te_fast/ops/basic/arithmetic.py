@@ -18,6 +18,17 @@ class ConstantScale(BasicOperation):
     ----------
     scale : float
         The factor.
+
+    See Also
+    --------
+    Bias : Adds a row.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.ConstantScale(0.5)(torch.ones(1, 2))
+    tensor([[0.5000, 0.5000]])
     """
 
     _constant_names = frozenset({"scale"})
@@ -52,6 +63,17 @@ class AddExtraInput(ExtraTensorOperation):
     in_place : bool, default = False
         Add into the extra input's memory, which the caller must not need any more. Fusions may
         do so. What comes through a channel is left as it is: earlier operations may have kept it.
+
+    See Also
+    --------
+    MakeExtraOutput : Leaves the tensor that comes back here.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.AddExtraInput()(torch.ones(1, 2), torch.full((1, 2), 3.0))
+    tensor([[4., 4.]])
     """
 
     num_extra_inputs = 1
@@ -115,6 +137,18 @@ class MakeExtraOutput(ExtraTensorOperation):
     in_place : bool, default = False
         Add the gradients into that of the extra output, which nobody else must need. Fusions may
         do so. What comes back through a channel is left as it is: several may bring one tensor.
+
+    See Also
+    --------
+    AddExtraInput : Adds it elsewhere.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> chain = ops.Sequential(ops.MakeExtraOutput(), ops.ReLU())
+    >>> chain(torch.tensor([[-1.0, 2.0]]))
+    (tensor([[0., 2.]]), tensor([[-1.,  2.]]))
     """
 
     num_extra_outputs = 1

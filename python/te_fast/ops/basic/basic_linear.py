@@ -70,6 +70,21 @@ class BasicLinear(NativeOperation):
         Add the weight's gradient to ``weight.main_grad``.
     userbuffers_options : dict, optional
         Not supported yet.
+
+    See Also
+    --------
+    Linear : With a bias.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.pytorch import ops
+    >>> op = ops.BasicLinear(32, 16, device="cpu")
+    >>> with te.autocast():
+    ...     y = op(torch.ones(16, 32))
+    >>> y.shape
+    torch.Size([16, 16])
     """
 
     weight: torch.Tensor

@@ -25,6 +25,17 @@ class Bias(BasicOperation):
         Ranks share the bias.
     tensor_parallel_group : torch.distributed.ProcessGroup, optional
         These ranks; all by default.
+
+    See Also
+    --------
+    Linear : A product and a bias.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.Bias(2, device="cpu")(torch.ones(1, 2))
+    tensor([[1., 1.]], grad_fn=<ProgramBackward>)
     """
 
     bias: torch.Tensor

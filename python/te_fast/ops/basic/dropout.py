@@ -17,6 +17,17 @@ class Dropout(BasicOperation):
     ----------
     p : float
         Probability, at least 0 and less than 1.
+
+    See Also
+    --------
+    torch.nn.Dropout : torch's.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.Dropout(0.5).eval()(torch.ones(1, 2))
+    tensor([[1., 1.]])
     """
 
     _mode_names = frozenset({"training", "dropout_probability"})

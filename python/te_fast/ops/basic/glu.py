@@ -67,37 +67,109 @@ class GatedActivation(Activation):
 
 
 class GLU(GatedActivation):
-    """Gated linear unit ``σ(a) · b``; `a` is the first half, unlike in ``torch.nn.GLU``."""
+    """Gated linear unit ``σ(a) · b``; `a` is the first half, unlike in ``torch.nn.GLU``.
+
+    See Also
+    --------
+    SwiGLU : Another gated one.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.GLU()(torch.tensor([[-1.0, 2.0, 3.0, 0.5]]))
+    tensor([[0.8068, 0.4404]])
+    """
 
     _kind = "glu"
 
 
 class GEGLU(GatedActivation):
-    """``GELU(a) · b`` with GELU's tanh form."""
+    """``GELU(a) · b`` with GELU's tanh form.
+
+    See Also
+    --------
+    GELU : Of one half.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.GEGLU()(torch.tensor([[-1.0, 2.0, 3.0, 0.5]]))
+    tensor([[-0.4764,  0.9773]])
+    """
 
     _kind = "geglu"
 
 
 class QGEGLU(GatedActivation):
-    """``a σ(1.702 a) · b``."""
+    """``a σ(1.702 a) · b``.
+
+    See Also
+    --------
+    QGELU : Of one half.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.QGEGLU()(torch.tensor([[-1.0, 2.0, 3.0, 0.5]]))
+    tensor([[-0.4626,  0.9678]])
+    """
 
     _kind = "qgeglu"
 
 
 class ReGLU(GatedActivation):
-    """``max(a, 0) · b``."""
+    """``max(a, 0) · b``.
+
+    See Also
+    --------
+    ReLU : Of one half.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.ReGLU()(torch.tensor([[-1.0, 2.0, 3.0, 0.5]]))
+    tensor([[0., 1.]])
+    """
 
     _kind = "reglu"
 
 
 class SReGLU(GatedActivation):
-    """``max(a, 0)² · b``."""
+    """``max(a, 0)² · b``.
+
+    See Also
+    --------
+    SReLU : Of one half.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.SReGLU()(torch.tensor([[-1.0, 2.0, 3.0, 0.5]]))
+    tensor([[0., 2.]])
+    """
 
     _kind = "sreglu"
 
 
 class SwiGLU(GatedActivation):
-    """``SiLU(a) · b``."""
+    """``SiLU(a) · b``.
+
+    See Also
+    --------
+    SiLU : Of one half.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.SwiGLU()(torch.tensor([[-1.0, 2.0, 3.0, 0.5]]))
+    tensor([[-0.8068,  0.8808]])
+    """
 
     _kind = "swiglu"
 
@@ -145,6 +217,17 @@ class ClampedSwiGLU(Clamped, GatedActivation):
         Added to the clamped ``b``.
     cache_quantized_input, glu_interleave_size
         As in :class:`SwiGLU`.
+
+    See Also
+    --------
+    SwiGLU : Another gated one.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.ClampedSwiGLU()(torch.tensor([[-1.0, 2.0, 3.0, 0.5]]))
+    tensor([[-0.6168,  2.9035]])
     """
 
     def __init__(
@@ -171,6 +254,17 @@ class SiTUGLU(Capped, GatedActivation):
         Caps.
     cache_quantized_input, glu_interleave_size
         As in :class:`SwiGLU`.
+
+    See Also
+    --------
+    SwiGLU : Another gated one.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.SiTUGLU()(torch.tensor([[-1.0, 2.0, 3.0, 0.5]]))
+    tensor([[-0.7867,  0.8140]])
     """
 
     def __init__(

@@ -65,6 +65,11 @@ class GroupedLinear(ExtraTensorOperation, NativeOperation):
     ArgumentError
         If `num_groups` is not 1 to 1024.
 
+    See Also
+    --------
+    Linear : One product.
+    te_fast.pytorch.MoE : A whole block of experts.
+
     Examples
     --------
     >>> import torch

@@ -15,7 +15,19 @@ from te_fast.parallel.collectives import Ranks
 
 
 class Identity(BasicOperation):
-    """Return the input."""
+    """Return the input.
+
+    See Also
+    --------
+    Reshape : Another shape of the same.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.Identity()(torch.ones(1, 2))
+    tensor([[1., 1.]])
+    """
 
     def _append_to(self, program: Any, label: str) -> None:
         program.identity(label)
@@ -171,6 +183,17 @@ class Reshape(BasicOperation):
     ----------
     shape : iterable of int
         The shape; one size may be -1.
+
+    See Also
+    --------
+    Identity : The same shape.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.Reshape((4, 2))(torch.ones(2, 4)).shape
+    torch.Size([4, 2])
     """
 
     def __init__(self, shape: Iterable[int]) -> None:

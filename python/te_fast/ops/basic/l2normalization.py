@@ -18,6 +18,17 @@ class L2Normalization(BasicOperation):
         Added to the sum of squares.
     seq_length, micro_batch_size : int, optional
         For the warm-up of Transformer Engine's just-in-time kernels; te_fast has none to warm up.
+
+    See Also
+    --------
+    RMSNorm : Of the mean, with a weight.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.L2Normalization()(torch.tensor([[3.0, 4.0]]))
+    tensor([[0.6000, 0.8000]])
     """
 
     def __init__(

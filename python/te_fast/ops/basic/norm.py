@@ -117,7 +117,20 @@ class Norm(NativeOperation):
 
 
 class LayerNorm(Norm):
-    """``(x - mean) / sqrt(variance + eps) · γ + β``."""
+    """``(x - mean) / sqrt(variance + eps) · γ + β``.
+
+    See Also
+    --------
+    RMSNorm : Without the mean.
+    te_fast.pytorch.LayerNorm : The layer.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.LayerNorm(2, device="cpu")(torch.tensor([[3.0, 5.0]]))
+    tensor([[-1.0000,  1.0000]], grad_fn=<ProgramBackward>)
+    """
 
     _kind = "LayerNorm"
     _names = ("weight", "bias")
@@ -125,7 +138,20 @@ class LayerNorm(Norm):
 
 
 class RMSNorm(Norm):
-    """``x / sqrt(mean(x²) + eps) · γ``."""
+    """``x / sqrt(mean(x²) + eps) · γ``.
+
+    See Also
+    --------
+    LayerNorm : With the mean.
+    te_fast.pytorch.RMSNorm : The layer.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.RMSNorm(2, device="cpu")(torch.tensor([[1.0, 1.0]]))
+    tensor([[1.0000, 1.0000]], grad_fn=<ProgramBackward>)
+    """
 
     _kind = "RMSNorm"
     _names = ("weight",)

@@ -28,6 +28,21 @@ class Quantize(BasicOperation):
         Quantise in forward.
     backward : bool, default = False
         Quantise the gradient in backward.
+
+    See Also
+    --------
+    te_fast.pytorch.autocast : Says how.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.pytorch import ops
+    >>> from te_fast.common import recipe
+    >>> with te.autocast(recipe=recipe.Float8CurrentScaling()):
+    ...     y = ops.Quantize()(torch.linspace(0, 1, 256).view(16, 16))
+    >>> y.unique().numel() < 256
+    True
     """
 
     def __init__(self, forward: bool = True, backward: bool = False) -> None:

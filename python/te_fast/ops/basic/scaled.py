@@ -55,7 +55,19 @@ class ScaledActivation(ExtraTensorOperation, Activation):
 
 
 class ScaledSReLU(ScaledActivation):
-    """``max(x, 0)²`` times one factor per row, the extra input."""
+    """``max(x, 0)²`` times one factor per row, the extra input.
+
+    See Also
+    --------
+    SReLU : Without the factor.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.ScaledSReLU()(torch.tensor([[-1.0, 3.0]]), torch.tensor([2.0]))
+    tensor([[ 0., 18.]])
+    """
 
     _kind = "srelu"
 
@@ -85,7 +97,19 @@ class ScaledGatedActivation(ScaledActivation):
 
 
 class ScaledSwiGLU(ScaledGatedActivation):
-    """``SiLU(a) · b`` times one factor per row, the extra input."""
+    """``SiLU(a) · b`` times one factor per row, the extra input.
+
+    See Also
+    --------
+    SwiGLU : Without the factor.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.ScaledSwiGLU()(torch.tensor([[-1.0, 2.0, 3.0, 0.5]]), torch.tensor([2.0]))
+    tensor([[-1.6136,  1.7616]])
+    """
 
     _kind = "swiglu"
 
@@ -99,6 +123,17 @@ class ScaledClampedQGeGLU(Clamped, ScaledGatedActivation):
         As in :class:`ScaledSwiGLU`.
     limit, alpha, glu_linear_offset : float
         As in :class:`ClampedSwiGLU`.
+
+    See Also
+    --------
+    ClampedSwiGLU : Without the factor.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.ScaledClampedQGeGLU()(torch.tensor([[-1.0, 2.0, 3.0, 0.5]]), torch.tensor([2.0]))
+    tensor([[-1.2336,  5.8070]])
     """
 
     def __init__(
@@ -125,6 +160,17 @@ class ScaledSiTUGLU(Capped, ScaledGatedActivation):
         As in :class:`ScaledSwiGLU`.
     beta1, beta2 : float, default = 4.0, 25.0
         As in :class:`SiTUGLU`.
+
+    See Also
+    --------
+    SiTUGLU : Without the factor.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch import ops
+    >>> ops.ScaledSiTUGLU()(torch.tensor([[-1.0, 2.0, 3.0, 0.5]]), torch.tensor([2.0]))
+    tensor([[-1.5733,  1.6279]])
     """
 
     def __init__(

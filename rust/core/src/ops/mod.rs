@@ -20,6 +20,7 @@ pub mod permute;
 pub mod permute_cast;
 pub mod permute_map;
 pub mod permute_merge;
+pub mod rope;
 pub mod row_map;
 pub mod scale_update;
 pub mod strips;

@@ -12,4 +12,5 @@ pub(crate) mod permute_cast;
 pub(crate) mod permute_route;
 pub(crate) mod quantize;
 pub(crate) mod quantize_groups;
+pub(crate) mod rope;
 pub(crate) mod tensors;

@@ -1,0 +1,213 @@
+"""What the dispatcher has done and holds: launches, counters, plans, the time of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from te_fast.runtime import native
+
+
+class Launch(NamedTuple):
+    """One noted launch.
+
+    See Also
+    --------
+    record : Notes them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast import dispatch
+    >>> layer = te.Linear(32, 32, device="cpu")
+    >>> with te.autocast(), dispatch.record() as launches:
+    ...     y = layer(torch.ones(16, 32))
+    >>> launches[0].threads > 0
+    True
+    """
+
+    #: Symbol of the kernel, or ``gemm``.
+    name: str
+    #: Thread blocks; zeros for a GEMM.
+    blocks: tuple[int, int, int]
+    #: Threads of a block.
+    threads: int
+    #: Dynamic shared memory of a block, bytes.
+    shared_bytes: int
+    #: Bytes of the kernel's parameter struct.
+    params: bytes
+    #: The problem of a GEMM.
+    problem: str | None
+
+
+def counters() -> dict[str, int]:
+    """Return what was counted since the last :func:`reset_counters`.
+
+    Returns
+    -------
+    dict
+        ``launches``, ``gemms``, ``plan_hits``, ``plan_misses``, ``guard_switches``,
+        ``weight_casts`` and ``allocations`` (private device buffers; torch's are not counted).
+
+    See Also
+    --------
+    reset_counters : Sets them to zero.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> dispatch.reset_counters()
+    >>> sum(dispatch.counters().values())
+    0
+    """
+    result: dict[str, int] = native.counters()
+    return result
+
+
+def reset_counters() -> None:
+    """Set all counters to zero.
+
+    See Also
+    --------
+    counters : What it resets.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> dispatch.reset_counters()
+    """
+    native.reset_counters()
+
+
+@contextmanager
+def record(*, execute: bool = True) -> Iterator[list[Launch]]:
+    """Note every launch of the block.
+
+    Parameters
+    ----------
+    execute : bool
+        False makes no launch and notes none: :func:`counters` counts them, and outputs stay
+        uninitialised. That is how bookkeeping alone is timed.
+
+    Yields
+    ------
+    list of Launch
+        Filled when the block ends.
+
+    See Also
+    --------
+    counters : Counts alone.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast import dispatch
+    >>> layer = te.Linear(32, 16, bias=False, device="cpu")
+    >>> with torch.no_grad(), te.autocast(), dispatch.record() as launches:
+    ...     y = layer(torch.ones(16, 32))
+    >>> [launch.name for launch in launches]
+    ['cast_f32_e4m3', 'cast_f32_e4m3', 'gemm']
+    """
+    launches: list[Launch] = []
+    native.record("tee" if execute else "only")
+    try:
+        yield launches
+    finally:
+        launches.extend(Launch(*launch) for launch in native.recorded())
+        native.record("off")
+
+
+def inventory() -> dict[str, dict[str, int]]:
+    """Return what the dispatcher holds, per device.
+
+    Returns
+    -------
+    dict
+        Device name to ``gemm_plans``, ``private_bytes`` and ``streams``.
+
+    See Also
+    --------
+    release_memory : Gives it back.
+
+    Examples
+    --------
+    >>> from te_fast import dispatch
+    >>> isinstance(dispatch.inventory(), dict)
+    True
+    """
+    return {
+        device: {"gemm_plans": plans, "private_bytes": size, "streams": streams}
+        for device, plans, size, streams in native.inventory()
+    }
+
+
+def plan_count(layer: torch.nn.Module) -> int:
+    """Return how many plans a layer holds: one per row count, data type, recipe and gradient need.
+
+    Parameters
+    ----------
+    layer : te_fast.pytorch.Linear, LayerNormLinear or LayerNormMLP
+        The layer.
+
+    See Also
+    --------
+    drop_weight_cache : Forgets weights.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast import dispatch
+    >>> layer = te.Linear(32, 32, device="cpu")
+    >>> with te.autocast():
+    ...     y = layer(torch.ones(16, 32))
+    >>> dispatch.plan_count(layer)
+    1
+    """
+    return int(layer._plan_count())  # type: ignore[operator]
+
+
+def stage_times(layer: torch.nn.Module, *inputs: Any, calls: int = 1000) -> dict[str, float]:
+    """Measure the native stages of a layer's forward.
+
+    Parameters
+    ----------
+    layer : te_fast.pytorch.Linear
+        The layer, in the autocast region of the caller.
+    inputs
+        What it is called with.
+    calls : int
+        How many forwards are averaged.
+
+    Returns
+    -------
+    dict
+        Stage to microseconds per forward, in the order in which they run.
+
+    See Also
+    --------
+    te_fast.profile : The same beside nn.Linear.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast import dispatch
+    >>> layer = te.Linear(32, 32, device="cpu")
+    >>> with torch.no_grad(), te.autocast():
+    ...     stages = dispatch.stage_times(layer, torch.ones(16, 32), calls=2)
+    >>> all(microseconds >= 0 for microseconds in stages.values())
+    True
+    """
+    native.stage_clock(True)  # noqa: FBT003
+    try:
+        for _ in range(calls):
+            layer(*inputs)
+        return {name: nanoseconds / calls / 1e3 for name, nanoseconds in native.stage_nanoseconds()}
+    finally:
+        native.stage_clock(False)  # noqa: FBT003

@@ -1,0 +1,162 @@
+"""Why a step is slow: a script of anybody's, looked at while it runs.
+
+From the shell::
+
+    python -m te_fast.doctor --json report.json --svg report.svg train.py --epochs 1
+
+runs ``train.py --epochs 1`` as ``python`` would, and then says by module where the host's and the GPU's time goes, who
+waits for the GPU, who casts, and what te_fast has for these modules. The script computes what it computes without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from te_fast.doctor.report import Report, rows_of
+from te_fast.doctor.swap import Sketch, swaps
+from te_fast.doctor.trace import Owner
+from te_fast.doctor.watch import Watch
+from te_fast.profiling.arguments import count
+from te_fast.profiling.regions import RECIPES
+from te_fast.profiling.timing import environment
+
+__all__ = ["Report", "main"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m te_fast.doctor",
+        description="Run a script unchanged, and say by module where the time of its steps goes.",
+    )
+    parser.add_argument(
+        "--steps", type=count, default=3, help="steps on the clock, and as many under the profiler"
+    )
+    parser.add_argument("--skip", type=int, default=2, help="steps before, which warm up")
+    parser.add_argument(
+        "--recipe", choices=RECIPES, default="current", help="for what te_fast would take"
+    )
+    parser.add_argument("--json", metavar="PATH", help="write the report as JSON")
+    parser.add_argument("--svg", metavar="PATH", help="write a bar chart")
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="the script is a module's name"
+    )
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own")
+    return parser
+
+
+def _run(script: str, arguments: list[str], *, is_module: bool) -> int:
+    """Run a script as ``python`` does; return its exit code."""
+    sys.argv = [script, *arguments]
+    try:
+        if is_module:
+            sys.path[0] = str(Path.cwd())
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(script).resolve().parent)
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as left:
+        if left.code is None or isinstance(left.code, int):
+            return left.code or 0
+        print(left.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        # From the script's own frame on, as `python` shows it.
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in (
+            __file__,
+            runpy.__file__,
+            "<frozen runpy>",
+        ):
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace)
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _notes(watch: Watch) -> list[str]:
+    notes = []
+    if watch.clocked and not watch.profiled_steps:
+        notes.append(
+            f"the script ended after {len(watch.clocked)} steps, before the profiler began: lower --skip and --steps "
+            "for figures of backward, the GPU, synchronisations and casts"
+        )
+    return notes
+
+
+def _report(shown: str, watch: Watch, sketches: list[Sketch], recipe: str) -> Report:
+    steps = watch.profiled_steps if watch.profiled is not None else 0
+    rows = rows_of([step.forwards for step in watch.clocked], watch.profiled, steps)
+    calls: dict[Owner, int] = {row.owner: round(row.calls) for row in rows}
+    device = next((s.device for s in sketches), torch.device("cpu"))
+    busy = watch.profiled.gpu_busy / steps if watch.profiled is not None and steps else 0.0
+    notes = _notes(watch) + [sketch.why for sketch in sketches if sketch.why]
+    return Report(
+        script=shown,
+        step_us=[step.microseconds for step in watch.clocked],
+        profiled_steps=steps,
+        gpu_busy_us=busy,
+        rows=rows,
+        swaps=swaps(sketches, watch.examples, calls, recipe),
+        notes=notes,
+        environment=environment(device),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``python -m te_fast.doctor``.
+
+    The report goes to stderr when the script has ended. Of several ranks the first one reports.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        Command line; that of the process by default.
+
+    Returns
+    -------
+    int
+        The script's exit code.
+
+    See Also
+    --------
+    te_fast.profile : One module, stage by stage.
+
+    Examples
+    --------
+    >>> from te_fast.doctor import main
+    >>> main(["--help"])  # doctest: +SKIP
+    """
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not options.is_module and not Path(options.script).exists():
+        parser.error(f"there is no file {options.script!r}")
+    sketches: list[Sketch] = []
+    watch = Watch(
+        max(options.skip, 0),
+        options.steps,
+        lambda roots: sketches.extend(Sketch(root) for root in roots),
+    )
+    with watch.installed():
+        code = _run(options.script, options.arguments, is_module=options.is_module)
+    if watch.rank != 0:
+        return code
+    shown = " ".join([options.script, *options.arguments])
+    try:
+        report = _report(shown, watch, sketches, options.recipe)
+        print(report, file=sys.stderr)
+        if options.json:
+            report.write_json(options.json)
+        if options.svg:
+            Path(options.svg).write_text(report.svg(), encoding="utf-8")
+    except OSError as error:
+        print(f"te_fast.doctor: {error}", file=sys.stderr)
+        return code or 2
+    return code

@@ -1,0 +1,242 @@
+"""Programs as one operator without state: what ``torch.export`` of inference has, and another process loads.
+
+The operator has everything in its arguments: the ops and the recipe as text, the parameters and the scales of delayed
+scaling as tensors. So a program that was saved runs wherever ``te_fast.pytorch`` has been imported. What a process
+makes of a text, the native program and the FP8 weights, it keeps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import torch
+
+from te_fast import recipe as recipes
+from te_fast.errors import StateError, UnsupportedError
+from te_fast.recipe import Format, MMParams, QParams, Recipe
+from te_fast.runtime import native
+from te_fast.runtime.autocast import prepare_recipe
+from te_fast.runtime.delayed import DelayedScalingRecipeState
+
+Tensors = list[torch.Tensor]
+
+#: Programs that a process keeps; those of weights that are gone are among the first.
+_KEPT = 4096
+_OPTIONS = {"MMParams": MMParams, "QParams": QParams}
+
+
+class Recorder:
+    """Takes the calls that build a native program, and keeps what does not depend on the process."""
+
+    def __init__(self) -> None:
+        self.ops: list[list[Any]] = []
+        self.num_extra_outputs = 0
+
+    def linear(self, label: str, _handle: Any, _of: Any, _weight: str, *sizes: Any) -> None:
+        """Note a linear op; its weight is one tensor, whatever it consists of."""
+        self.ops.append(["linear", label, *sizes[:2]])
+
+    def bias(self, label: str, _of: Any, _name: str, size: int, _parts: Any = ()) -> None:
+        """Note a bias."""
+        self.ops.append(["bias", label, size])
+
+    def norm(self, label: str, kind: str, _of: Any, _weight: str, bias: Any, *rest: Any) -> None:
+        """Note a norm."""
+        self.ops.append(["norm", label, kind, bias is not None, *rest])
+
+    def activation(self, label: str, kind: str, **options: Any) -> None:
+        """Note an activation and its constants."""
+        self.ops.append(["activation", label, kind, options])
+
+    def make_extra_output(self, label: str, in_place: bool) -> None:
+        """Note an extra output."""
+        self.num_extra_outputs += 1
+        self.ops.append(["make_extra_output", label, in_place])
+
+    def __getattr__(self, name: str) -> Any:
+        """Note any other op, whose arguments are plain."""
+        if name not in ("add_extra_input", "constant_scale", "identity"):
+            message = f"torch.export: {name} cannot be saved"
+            raise UnsupportedError(message)
+        return lambda label, *arguments: self.ops.append([name, label, *arguments])
+
+
+def _plain(value: Any, field: str) -> Any:
+    if isinstance(value, Format):
+        return {"Format": value.name}
+    if type(value).__name__ in _OPTIONS:
+        return {type(value).__name__: dataclasses.asdict(value)}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    message = f"torch.export: a recipe whose {field} is a {type(value).__name__} cannot be saved"
+    raise UnsupportedError(message)
+
+
+def _value(plain: Any) -> Any:
+    if isinstance(plain, dict):
+        ((kind, inside),) = plain.items()
+        return Format[inside] if kind == "Format" else _OPTIONS[kind](**inside)
+    return plain
+
+
+def describe(
+    name: str, owner: Any, program: native.Program, recipe: Recipe | None, cols: int
+) -> str:
+    """Return a program and its recipe as text.
+
+    Parameters
+    ----------
+    name : str
+        Name in messages.
+    owner : object
+        What has built the program, and builds it again: ``_append_to(recorder)``.
+    program : Program
+        The program.
+    recipe : Recipe, optional
+        Recipe of the region; None outside of FP8.
+    cols : int
+        Columns of the input.
+
+    Raises
+    ------
+    UnsupportedError
+        If something of it cannot be saved.
+    """
+    recorder = Recorder()
+    owner._append_to(recorder)
+    described: dict[str, Any] = {"name": name, "ops": recorder.ops, "widths": program.widths(cols)}
+    if recipe is not None:
+        kept: Any = recipe
+        fields = {f.name: _plain(getattr(kept, f.name), f.name) for f in dataclasses.fields(kept)}
+        described["recipe"] = [type(recipe).__name__, fields]
+    return json.dumps(described, sort_keys=True)
+
+
+def _recipe_of(described: list[Any] | None) -> Recipe | None:
+    if described is None:
+        return None
+    name, fields = described
+    kind = getattr(recipes, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Recipe)):
+        message = f"te_fast::inference: there is no recipe {name!r}"
+        raise StateError(message)
+    recipe = kind()
+    for field, plain in fields.items():
+        setattr(recipe, field, _value(plain))
+    return prepare_recipe(recipe)
+
+
+class _Loaded:
+    """A program of a text, with what its linear ops keep for one set of weights."""
+
+    def __init__(self, text: str, device: torch.device) -> None:
+        try:
+            described = json.loads(text)
+            self._recipe = _recipe_of(described.get("recipe"))
+            self._program = native.Program(described["name"])
+            self._handles: list[native.WeightHandle] = []
+            for kind, label, *arguments in described["ops"]:
+                self._append(kind, label, arguments)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            message = f"te_fast::inference: the text of a program is damaged: {error}"
+            raise StateError(message) from error
+        self._device = device
+        self._states: list[tuple[DelayedScalingRecipeState, DelayedScalingRecipeState]] = []
+        self._sizes: list[int] = []
+
+    def _append(self, kind: str, label: str, arguments: list[Any]) -> None:
+        # Calls bring the parameters; the program has no module to find them in.
+        nowhere: dict[str, Any] = {}
+        if kind == "linear":
+            self._handles.append(native.WeightHandle(label))
+            self._program.linear(label, self._handles[-1], nowhere, label, *arguments)
+        elif kind == "bias":
+            self._program.bias(label, nowhere, label, *arguments)
+        elif kind == "norm":
+            norm, has_bias, *rest = arguments
+            bias = "bias" if has_bias else None
+            self._program.norm(label, norm, nowhere, label, bias, *rest)
+        elif kind == "activation":
+            function, options = arguments
+            self._program.activation(label, function, **options)
+        elif kind in ("add_extra_input", "make_extra_output", "constant_scale", "identity"):
+            getattr(self._program, kind)(label, *arguments)
+        else:
+            message = f"there is no op {kind!r}"
+            raise ValueError(message)
+
+    def _init_delayed_scaling(self) -> None:
+        """Make states for the scales that calls bring; the dispatcher calls it when the region is new."""
+        recipe: Any = self._recipe
+        options = {"device": self._device}
+        self._states = [
+            (
+                DelayedScalingRecipeState(recipe, mode="forward", num_quantizers=size, **options),
+                DelayedScalingRecipeState(recipe, mode="backward", num_quantizers=size, **options),
+            )
+            for size in self._sizes
+        ]
+        epoch = native.autocast_region()[5]
+        per_linear = sum(self._sizes) // len(self._handles)
+        for number, handle in enumerate(self._handles):
+            # A layer has one state for all of its ops, a chain of operations one for each.
+            is_shared = len(self._states) < len(self._handles)
+            forward, backward = self._states[0 if is_shared else number]
+            base = number * per_linear if is_shared else 0
+            handle.set_slots(epoch, forward.slots, backward.slots, base, base)
+
+    def __call__(self, x: torch.Tensor, extras: Tensors, params: Tensors, scales: Tensors) -> Any:
+        """Run the program in a region of its own."""
+        region = native.HeldRegion(self._recipe, self._recipe is not None, False, False, None)
+        try:
+            if scales:
+                self._sizes = [scale.numel() for scale in scales]
+                if not self._states:
+                    self._init_delayed_scaling()
+                # Whatever updates the states, a call has the scales that were saved.
+                for (forward, _), scale in zip(self._states, scales, strict=True):
+                    forward._scale.copy_(scale)
+            return native.program_apply(
+                self._program, self, x, tuple(extras), None, tuple(params), None
+            )
+        finally:
+            region.take_back()
+
+
+_loaded: dict[tuple[Any, ...], _Loaded] = {}
+
+
+def _inference(
+    x: torch.Tensor, extras: Tensors, params: Tensors, scales: Tensors, program: str
+) -> Tensors:
+    key = (program, x.device, *[parameter.data_ptr() for parameter in params])
+    loaded = _loaded.get(key)
+    if loaded is None:
+        if len(_loaded) >= _KEPT:
+            del _loaded[next(iter(_loaded))]
+        loaded = _loaded[key] = _Loaded(program, x.device)
+    with torch.no_grad():
+        out = loaded(x, extras, params, scales)
+    found: Tensors = []
+    taken = [tensor.data_ptr() for tensor in (x, *extras)]
+    for tensor in out if isinstance(out, tuple) else (out,):
+        # An operator gives new tensors.
+        is_shared = tensor.numel() > 0 and tensor.data_ptr() in taken
+        found.append(tensor.clone() if is_shared else tensor)
+        taken.append(tensor.data_ptr())
+    return found
+
+
+def _fake(x: torch.Tensor, _extras: Any, _params: Any, _scales: Any, program: str) -> Tensors:
+    return [x.new_empty((x.shape[0], width)) for width in json.loads(program)["widths"]]
+
+
+_library = torch.library.Library("te_fast", "FRAGMENT")
+_library.define(
+    "inference(Tensor x, Tensor[] extras, Tensor[] params, Tensor[] scales, str program) -> Tensor[]"
+)
+for _key in ("CPU", "CUDA"):
+    _library.impl("inference", _inference, _key)
+torch.library.register_fake("te_fast::inference", _fake, lib=_library)

@@ -1,0 +1,171 @@
+"""torch.export of inference: one operator for each program, which another process loads and runs to the same bits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import te_fast.pytorch as te
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.errors import StateError, UnsupportedError
+from te_fast.pytorch import ops
+from te_fast.runtime.compiling import CAN_COMPILE
+
+pytestmark = [
+    pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later"),
+    pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects"),
+    # Parts of a weight lie in one memory; torch saves all of it.
+    pytest.mark.filterwarnings("ignore:No complete tensor found in the group"),
+]
+RECIPES = {
+    "none": None,
+    "delayed": DelayedScaling(amax_history_len=2),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+}
+X = torch.randn(24, 32, generator=torch.Generator().manual_seed(2)) * 3
+LOAD = """
+import sys, torch, te_fast.pytorch as te
+for path in {paths}:
+    program = torch.export.load(path + ".pt2").module()
+    x, y = torch.load(path + ".pt")
+    for _ in range(2):
+        assert torch.equal(program(x), y), path
+    with te.autocast():
+        assert torch.equal(program(x), y), path
+    assert torch.equal(program(x), y), path
+print("equal")
+"""
+
+
+class Model(torch.nn.Module):
+    def __init__(self, recipe):
+        super().__init__()
+        torch.manual_seed(0)
+        kind = {"device": "cpu"}
+        self.recipe = recipe
+        self.norm_linear = te.LayerNormLinear(32, 48, normalization="RMSNorm", **kind)
+        self.mlp = te.LayerNormMLP(48, 64, activation="swiglu", **kind)
+        self.chain = ops.Sequential(
+            ops.MakeExtraOutput(),
+            ops.LayerNorm(48, **kind),
+            ops.Linear(48, 64, **kind),
+            ops.GELU(),
+            ops.ConstantScale(0.5),
+            ops.Linear(64, 32, **kind),
+        )
+        self.split = te.Linear(32, 32, bias=False, parameters_split=("a", "b"), **kind)
+
+    def forward(self, x):
+        with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            y, beside = self.chain(self.mlp(self.norm_linear(x)))
+            return torch.relu(self.split(y)) + beside[:, :32]
+
+
+def exported(model, *, strict):
+    rows = torch.export.Dim("rows", min=8, max=4096)
+    with torch.no_grad():
+        return torch.export.export(
+            model, (torch.randn(16, 32),), dynamic_shapes={"x": {0: rows}}, strict=strict
+        )
+
+
+def test_another_process_computes_the_same_bits(tmp_path, fresh):
+    paths = []
+    for strict in (False, True):
+        for name, recipe in RECIPES.items():
+            model = Model(recipe)
+            for _ in range(2):  # scales that are none of the first ones
+                model(torch.randn(16, 32)).sum().backward()
+            program = exported(model, strict=strict)
+            targets = [str(node.target) for node in program.graph.nodes]
+            assert targets.count("te_fast.inference.default") == (3 if recipe is None else 4)
+            assert not any("te_fast.program" in target for target in targets)
+            paths.append(str(tmp_path / f"{name}{strict}"))
+            torch.export.save(program, paths[-1] + ".pt2")
+            with torch.no_grad():
+                torch.save((X, model(X)), paths[-1] + ".pt")
+    assert fresh(LOAD.format(paths=paths)).endswith("equal\n")
+
+
+def test_a_model_that_has_never_run_is_exported_with_its_first_scales():
+    layer = te.LayerNormMLP(32, 32, device="cpu")
+    with torch.no_grad(), te.autocast(recipe=DelayedScaling()):
+        program = exported(layer_alone(layer), strict=False).module()
+        wanted = layer(X)
+    assert torch.equal(program(X), wanted)
+
+
+def test_a_region_around_the_export_is_the_programs():
+    layer = te.Linear(32, 32, device="cpu")
+    with te.autocast(recipe=Float8CurrentScaling()):
+        program = exported(layer_alone(layer), strict=False).module()
+        with torch.no_grad():
+            wanted = layer(X)
+    assert torch.equal(program(X), wanted)
+    with torch.no_grad():
+        assert not torch.equal(program(X), layer(X))
+
+
+def layer_alone(layer):
+    class Alone(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(x)
+
+    return Alone()
+
+
+def test_new_weights_are_quantised_anew():
+    layer = te.Linear(32, 32, device="cpu")
+    with te.autocast(recipe=Float8CurrentScaling()):
+        program = exported(layer_alone(layer), strict=False).module()
+    before = program(X)
+    with torch.no_grad():
+        program.layer.weight.mul_(-2)
+        program.layer.bias.mul_(-2)
+    assert torch.equal(program(X), -2 * before)
+
+
+def test_rows_that_fp8_lacks_and_no_rows():
+    layer = te.LayerNormMLP(32, 32, device="cpu")
+    with te.autocast(recipe=Float8CurrentScaling()):
+        program = exported(layer_alone(layer), strict=False)
+    [text] = [n.args[-1] for n in program.graph.nodes if "inference" in str(n.target)]
+    params = list(layer.parameters())
+    run = torch.ops.te_fast.inference
+    assert run(torch.zeros(0, 32), [], params, [], text)[0].shape == (0, 32)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        run(torch.zeros(7, 32), [], params, [], text)
+
+
+def test_what_cannot_be_saved_is_refused():
+    layer = te.Linear(32, 32, device="cpu")
+    recipe = DelayedScaling(amax_compute_algo=lambda history: history[0])
+    with te.autocast(recipe=recipe), pytest.raises(UnsupportedError, match="amax_compute_algo"):
+        exported(layer_alone(layer), strict=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda d: "{", "damaged"),
+        (lambda d: json.dumps(d | {"ops": [["explode", "x"]]}), "no op 'explode'"),
+        (lambda d: json.dumps(d | {"recipe": ["Recipes", {}]}), "no recipe 'Recipes'"),
+        (lambda d: json.dumps(d | {"ops": [["linear", "x", "a", 3]]}), "damaged"),
+        (lambda d: json.dumps({}), "damaged"),
+    ],
+)
+def test_a_damaged_text_is_refused(change, match):
+    described = {"name": "layer", "widths": [32], "ops": [["linear", "x", 32, 32]]}
+    whole = json.dumps(described)
+    weight = torch.randn(32, 32)
+    [y] = torch.ops.te_fast.inference(X, [], [weight], [], whole)
+    assert torch.allclose(y, X @ weight.t(), atol=1e-4)
+    with pytest.raises(StateError, match=match):
+        torch.ops.te_fast.inference(X, [], [weight], [], change(described))
