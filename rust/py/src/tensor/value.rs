@@ -319,8 +319,8 @@ type Job<'py> = (
 #[pyfunction]
 #[pyo3(signature = (jobs, /))]
 pub(crate) fn quantize_values(jobs: Vec<Job<'_>>) -> PyResult<()> {
-    jobs.iter().try_for_each(|(value, x, usage, rule, scale, amax)| {
-        QuantizedValue::quantize(value, x, *usage, *rule, scale.as_ref(), amax.as_ref(), None)
+    jobs.into_iter().try_for_each(|(value, x, usage, rule, scale, amax)| {
+        QuantizedValue::quantize(&value, &x, usage, rule, scale.as_ref(), amax.as_ref(), None)
     })
 }
 
