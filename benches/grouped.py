@@ -1,0 +1,231 @@
+"""Experts: host time of `GroupedLinear` for many counts of them, and a whole mixture beside torch's grouped product.
+
+    python benches/grouped.py [--device cuda] [--tokens 4096 --hidden 7168 --ffn 2048 --experts 32 --topk 8]
+
+Host time: forward and backward of `GroupedLinear` under block scaling with 8, 64 and 256 experts of 16 rows, whose
+counts lie on the device; one stacked weight, one parameter for each expert, and these with `main_grad`. The host only
+launches on CUDA; on the CPU the products are computed within the call. Transformer Engine runs beside it where it is
+installed.
+
+GPU time: forward and backward of a mixture of experts, from its permuted rows to its result, by CUDA events; as ratios to
+the same in BF16 by `torch._grouped_mm`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+import te_fast.pytorch as te
+from _harness import (
+    DTYPES,
+    RECIPES,
+    Timing,
+    as_in_training,
+    interleave,
+    options,
+    show,
+    write,
+)
+from te_fast.common.recipe import Float8BlockScaling
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+
+COUNTS = (8, 64, 256)
+ROWS_OF_EXPERT = 16
+BAR_US = 120.0
+
+
+def layer_of(library: Any, experts: int, arguments: argparse.Namespace, **more: Any) -> Any:
+    """A grouped layer without biases; the stack of `main_grad`s lies in order."""
+    size = arguments.features
+    layer = library.GroupedLinear(
+        experts,
+        size,
+        size,
+        bias=False,
+        params_dtype=DTYPES[arguments.dtype],
+        device=arguments.device,
+        **more,
+    )
+    if more.get("fuse_wgrad_accumulation"):
+        stack = torch.zeros(experts, size, size, device=arguments.device)
+        for number, buffer in enumerate(stack):
+            getattr(layer, f"weight{number}").main_grad = buffer
+    return layer
+
+
+def step_of(
+    layer: Any, counts: Any, arguments: argparse.Namespace, rows: int
+) -> Callable[[], None]:
+    """Forward and backward."""
+    dtype = DTYPES[arguments.dtype]
+    x = torch.randn(rows, arguments.features, dtype=dtype, device=arguments.device)
+    x.requires_grad_()
+    gradient = torch.randn_like(x)
+    parameters = [x, *layer.parameters()]
+
+    def step() -> None:
+        layer(x, counts).backward(gradient)
+        for parameter in parameters:
+            parameter.grad = None
+
+    return step
+
+
+def host_times(arguments: argparse.Namespace) -> dict[str, dict[str, Timing]]:
+    """Microseconds of a step, by number of experts and kind of layer."""
+    kinds: dict[str, dict[str, Any]] = {
+        "one stack": {"single_grouped_weight": True},
+        "main_grad": {"fuse_wgrad_accumulation": True},
+        "parameters": {},
+    }
+    others: Any = None
+    if importlib.util.find_spec("transformer_engine") is not None:
+        import transformer_engine.pytorch as others
+    result = {}
+    for experts in COUNTS:
+        rows = experts * ROWS_OF_EXPERT
+        counts = torch.full((experts,), ROWS_OF_EXPERT, device=arguments.device)
+        bodies, regions = {}, {}
+        for kind, more in kinds.items():
+            layer = layer_of(te, experts, arguments, **more)
+            bodies[kind] = step_of(layer, counts, arguments, rows)
+            regions[kind] = lambda: te.autocast(recipe=Float8BlockScaling())
+        if others is not None:
+            layer = layer_of(others, experts, arguments)
+            bodies["Transformer Engine"] = step_of(layer, counts.tolist(), arguments, rows)
+            regions["Transformer Engine"] = lambda: others.autocast(
+                recipe=importlib.import_module(
+                    "transformer_engine.common.recipe"
+                ).Float8BlockScaling()
+            )
+        result[str(experts)] = interleave(
+            bodies,
+            arguments.device,
+            rounds=arguments.rounds,
+            calls=arguments.calls,
+            regions=regions,
+        )
+    return result
+
+
+class TorchExperts(torch.nn.Module):
+    """The experts in BF16 by torch's grouped product."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.first = torch.nn.Parameter(experts[0].weight.detach().clone())
+        self.last = torch.nn.Parameter(experts[2].weight.detach().clone())
+
+    def forward(self, x: torch.Tensor, splits: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        """Two products around SwiGLU, times the probabilities."""
+        ends = splits.cumsum(0).to(torch.int32)
+        product = torch._grouped_mm
+        gate, up = product(x, self.first.transpose(1, 2), offs=ends).chunk(2, -1)
+        hidden = (functional.silu(gate.float()) * up * probs[:, None]).to(x.dtype)
+        result: torch.Tensor = product(hidden, self.last.transpose(1, 2), offs=ends)
+        return result
+
+
+def gpu_times(arguments: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds of forward and backward, by recipe and for torch."""
+    dtype, device = torch.bfloat16, arguments.device
+    torch.manual_seed(0)
+    sizes = arguments.hidden, arguments.ffn
+    block = te.MoE(
+        *sizes,
+        arguments.experts,
+        arguments.topk,
+        device=device,
+        dtype=dtype,
+        single_grouped_weight=True,
+    )
+    rows = arguments.tokens * arguments.topk
+    chosen = torch.randint(arguments.experts, (rows,), device=device)
+    splits = torch.bincount(chosen, minlength=arguments.experts)
+    x = torch.randn(rows, arguments.hidden, dtype=dtype, device=device, requires_grad=True)
+    probs = torch.rand(rows, device=device, requires_grad=True)
+    gradient = torch.randn_like(x)
+    theirs = TorchExperts(block.experts)
+    region = {name: recipe() for name, recipe in RECIPES.items()}
+
+    def ours(name: str) -> None:
+        with te.autocast(enabled=name != "bf16", recipe=region.get(name)):
+            y = block.experts(x, splits, probs, splits)
+        y.backward(gradient)
+
+    bodies: dict[str, Callable[[], object]] = {
+        "torch._grouped_mm": lambda: theirs(x, splits, probs).backward(gradient),
+        "te_fast bf16": lambda: ours("bf16"),
+    }
+    bodies |= {f"te_fast {name}": lambda name=name: ours(name) for name in RECIPES}  # type: ignore[misc]
+    tensors = [x, probs, *block.parameters(), *theirs.parameters()]
+    times: dict[str, list[float]] = {name: [] for name in bodies}
+    for turn in range(3 + arguments.rounds):
+        for name, body in bodies.items():
+            for tensor in tensors:
+                tensor.grad = None
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(2_000_000)  # keeps the host ahead
+            start.record()
+            body()
+            end.record()
+            torch.cuda.synchronize()
+            if turn >= 3:
+                times[name].append(start.elapsed_time(end))
+    return {name: sorted(found)[len(found) // 2] for name, found in times.items()}
+
+
+def main() -> int:
+    """Measure, print, write; 1 when the bar of host time is passed on CUDA."""
+    parser = options(__doc__)
+    parser.add_argument("--features", type=int, default=512, help="sides of a weight, host time")
+    for name, default in (
+        ("tokens", 4096),
+        ("hidden", 7168),
+        ("ffn", 2048),
+        ("experts", 32),
+        ("topk", 8),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    arguments = parser.parse_args()
+    as_in_training()
+    times = host_times(arguments)
+    kinds = list(times[str(COUNTS[0])])
+    show(
+        f"host time of forward + backward, µs, {arguments.features} x {arguments.features}",
+        ["experts", *kinds],
+        [
+            [count, *(f"{found[kind].median:.1f}" for kind in kinds)]
+            for count, found in times.items()
+        ],
+    )
+    figures: dict[str, object] = {
+        "host_microseconds": {
+            count: {kind: timing.as_dict() for kind, timing in found.items()}
+            for count, found in times.items()
+        }
+    }
+    if arguments.device.type == "cuda":
+        gpu = gpu_times(arguments)
+        reference = gpu["torch._grouped_mm"]
+        show(
+            f"GPU time of the experts, forward + backward, {arguments.tokens} tokens x {arguments.topk}",
+            ["", "ms", "/ torch._grouped_mm"],
+            [[name, f"{time:.3f}", f"{time / reference:.2f}"] for name, time in gpu.items()],
+        )
+        figures["gpu_milliseconds"] = gpu
+    write("grouped", arguments, figures)
+    worst = max(found["one stack"].median for found in times.values())
+    return 1 if arguments.device.type == "cuda" and worst > BAR_US else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
