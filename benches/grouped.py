@@ -7,12 +7,13 @@ counts lie on the device; one stacked weight, one parameter for each expert, and
 launches on CUDA; on the CPU the products are computed within the call. Transformer Engine runs beside it where it is
 installed.
 
-GPU time: forward and backward of a mixture of experts, from its permuted rows to its result, by CUDA events; as ratios to
-the same in BF16 by `torch._grouped_mm`.
+GPU time: forward and backward of a mixture of experts, from its permuted rows to its result, by CUDA events; as ratios
+to the same in BF16 by `torch._grouped_mm`.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ BAR_US = 120.0
 
 
 def layer_of(library: Any, experts: int, arguments: argparse.Namespace, **more: Any) -> Any:
-    """A grouped layer without biases; the stack of `main_grad`s lies in order."""
+    """Make a grouped layer without biases; the stack of `main_grad`s lies in order."""
     size = arguments.features
     layer = library.GroupedLinear(
         experts,
@@ -88,7 +89,7 @@ def host_times(arguments: argparse.Namespace) -> dict[str, dict[str, Timing]]:
     }
     others: Any = None
     if importlib.util.find_spec("transformer_engine") is not None:
-        import transformer_engine.pytorch as others
+        others = importlib.import_module("transformer_engine.pytorch")
     result = {}
     for experts in COUNTS:
         rows = experts * ROWS_OF_EXPERT

@@ -1,10 +1,10 @@
 """Train a small mixture of experts in FP8, beside the same network in high precision.
 
-    python examples/mixture.py [--recipe delayed|current|block] [--device cpu|cuda] [--steps 300]
+    python examples/mixture.py [--recipe delayed|current|block] [--device cpu|cuda] [--steps 200]
 
 The task is a mixture, too: points around eight centres, each with a linear map of its own to the targets. Both networks
-start from the same weights and see the same batches. Prints the losses and how evenly the experts are used, and fails if
-FP8 learns less: its last loss must be below a tenth of the first one, and at most 1.5 times that of high precision.
+start from the same weights and see the same batches. Prints the losses and how evenly the experts are used, and fails
+if FP8 learns less: its last loss must be below a fifth of the first one, and at most 1.5 times that of high precision.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RECIPES: dict[str, Any] = {
 }
 CENTRES, FEATURES, HIDDEN, FFN, EXPERTS, CHOSEN = 8, 16, 32, 32, 8, 2
 TOKENS = 256
-NEEDED, ALLOWED = 0.1, 1.5
+NEEDED, ALLOWED = 0.2, 1.5
 
 
 class Network(torch.nn.Module):
@@ -83,7 +83,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--recipe", choices=RECIPES, default="current")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     first = Network(arguments.device)
