@@ -522,8 +522,7 @@ def test_tensor_parallelism_divides_features_alone():
 # In graphs ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
-@pytest.mark.parametrize("name", ["high", "current", "block"])
+@pytest.mark.parametrize(("name", "single"), [("high", False), ("current", False), ("block", True)])
 def test_compiled_whole_with_the_bits_of_eager(name, single):
     options = {"single_grouped_weight": single, "single_grouped_bias": single}
     layer, x_grad = make(**options), inputs(make())

@@ -198,3 +198,27 @@ def test_bad_options(options, error):
         te.MoE(**given, device="cpu")
     with pytest.raises(ValueError, match="hidden_size"):
         make()(torch.ones(3, 8))
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
+@pytest.mark.parametrize("name", ["block"])
+def test_compiled_with_the_bits_of_eager(name, single):
+    block = make(single_grouped_weight=single, bias=True)
+    recipe = ALL[name]()
+    x, grad = tensors()
+
+    def run(x):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            return block(x)
+
+    y = run(x)
+    y.backward(grad)
+    wanted = [x.grad, *[parameter.grad for parameter in block.parameters()]]
+    block.zero_grad()
+    own = x.detach().clone().requires_grad_()
+    torch.compiler.reset()
+    again = torch.compile(run, backend="aot_eager")(own)
+    again.backward(grad)
+    assert torch.equal(again, y)
+    found = [own.grad, *[parameter.grad for parameter in block.parameters()]]
+    assert all(map(torch.equal, found, wanted))

@@ -416,6 +416,10 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
             getattr(own, name).__module__.startswith("te_fast.") for name in _OVERRIDABLE
         )
 
+    def _stacks(self) -> list[torch.Tensor] | None:
+        """Return what programs read of parameters in parts; None where they read the parameters."""
+        return None
+
     def _counts_of_rows(self, counts: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return the extra input that counts the rows of experts, as programs take it."""
         raise NotImplementedError

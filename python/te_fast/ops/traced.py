@@ -75,7 +75,7 @@ def run(
     key = f"{x.dtype} {extra_dtypes} {autocast} {fuser._modes}"
     fuser._prepare_traced(key, x.dtype, extra_dtypes, autocast)
     plan = fuser._traced_plans[key]
-    tensors: list[Any] = list(extra_inputs)
+    tensors: list[Any] = list(fuser._with_counts(x, extra_inputs))
     for step in plan.forward:
         if step.program is None:
             x = _run_in_python(plan, step, x, tensors, basic_op_kwargs)
@@ -83,7 +83,7 @@ def run(
         extras = tuple([tensors[place] for place in step.takes])
         if step.casts:
             x, extras = step.matched(x, extras)
-        params = tuple([p for index in step.indices for p in _parameters(plan, index)])
+        params = tuple([p for index in step.indices for p in _read(plan, index)])
         result = operators.apply(step.traced, step.states, x, extras, params, is_first_microbatch)
         if step.makes:
             x = result[0]
@@ -97,6 +97,12 @@ def run(
 
 def _parameters(plan: Plan, index: int) -> list[torch.Tensor]:
     return [p for owner in plan.parameters[index] for p in owner.values() if p is not None]
+
+
+def _read(plan: Plan, index: int) -> list[torch.Tensor]:
+    """Return what the program reads of a basic operation's parameters."""
+    stacks = plan.ops[index]._stacks()
+    return _parameters(plan, index) if stacks is None else stacks
 
 
 def _run_in_python(

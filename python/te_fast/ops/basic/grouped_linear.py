@@ -17,12 +17,13 @@ from te_fast.errors import (
     StateError,
     UnsupportedError,
 )
+from te_fast.graphs.traced import is_traced
 from te_fast.ops.basic.native import ExtraTensorOperation, NativeOperation
 from te_fast.ops.common import parameter_options, to_real
 from te_fast.runtime import native
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.global_state import autocast_state
-from te_fast.runtime.parts import compute_deferred, lay_together
+from te_fast.runtime.parts import compute_deferred, joined, lay_together
 
 #: A block of a kernel finds the expert of its rows by a scan over all.
 _MAX_GROUPS = 1024
@@ -207,6 +208,8 @@ class GroupedLinear(ExtraTensorOperation, NativeOperation):
                 f"shape {list(counts.shape)}"
             )
             raise ShapeError(message)
+        if is_traced(x):  # where nothing looks at counts
+            return counts.to(device=x.device, dtype=torch.int64)
         if counts.device.type == "cpu":
             rows = x.shape[:-1].numel()
             listed = counts.tolist()
@@ -238,6 +241,10 @@ class GroupedLinear(ExtraTensorOperation, NativeOperation):
         if self.use_bias:
             names = self._bias_names
             program.grouped_bias(label, self._parameters, names, count, self.out_features)
+
+    def _stacks(self) -> list[torch.Tensor]:
+        lists = [self._weight_names, self._bias_names]
+        return [joined([getattr(self, name) for name in names]) for names in lists if names]
 
     def _result_type(
         self,
