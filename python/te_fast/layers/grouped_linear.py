@@ -22,13 +22,13 @@ from te_fast.layers.parameters import (
     check_sizes,
     constant,
     initialise,
-    mark_parallel,
     materialise,
     options_of,
     refuse,
 )
 from te_fast.layers.parts import PartedLayer, concatenate
 from te_fast.runtime import native
+from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
 from te_fast.runtime.parts import joined, lay_together
 
 #: Counts given on the host that a layer keeps on the device.
@@ -245,6 +245,10 @@ class GroupedLinear(PartedLayer):
             names = self.bias_names
             program.grouped_bias("bias", self._parameters, names, count, self.out_features)
 
+    def _split_mode(self) -> None:
+        """Return that there is no collective here: who routes tokens to experts makes them."""
+        return
+
     def _make_native(self) -> None:
         super()._make_native()
         self._handles["weight"].save_original_input = self.__dict__.get(
@@ -327,7 +331,9 @@ class GroupedLinear(PartedLayer):
             for expert in weight.detach() if self.single_grouped_weight else [weight]:
                 initialise(self, expert, self.init_method, forks=True)
             if self.parallel_mode is not None:
-                mark_parallel(weight, int(is_row) + int(self.single_grouped_weight))
+                set_tensor_model_parallel_attributes(
+                    weight, True, dim=int(is_row) + int(self.single_grouped_weight), stride=1
+                )
             if self.delay_wgrad_compute:
                 weight.skip_backward_post_hook = True
         for name in self.bias_names if self.use_bias else ():
@@ -336,7 +342,7 @@ class GroupedLinear(PartedLayer):
             if is_row:
                 bias.sequence_parallel = self.sequence_parallel
             elif self.parallel_mode is not None:
-                mark_parallel(bias, 0)
+                set_tensor_model_parallel_attributes(bias, True, dim=0, stride=1)
         lay_together(self._of_parts())
         self._drop_weight_cache()
 
