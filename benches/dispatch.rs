@@ -43,7 +43,7 @@ const RECIPES: [(&str, Recipe); 3] =
 /// A program of one linear op without gradients.
 fn linear(dispatcher: &mut Dispatcher, recipe: &Recipe, device: Device) -> Program {
     let mut chain = Chain::default();
-    chain.push("linear".into(), Op::Linear { inputs: FEATURES, outputs: FEATURES });
+    chain.push("linear".into(), Op::Linear { inputs: FEATURES, outputs: FEATURES, groups: None });
     program(dispatcher, &chain, recipe, device, false)
 }
 
@@ -143,7 +143,9 @@ fn new_row_count(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("program_new_row_count_per_linear");
     for (name, recipe) in RECIPES {
         let mut chain = Chain::default();
-        (0..LINEARS).for_each(|_| chain.push("linear".into(), Op::Linear { inputs: FEATURES, outputs: FEATURES }));
+        (0..LINEARS).for_each(|_| {
+            chain.push("linear".into(), Op::Linear { inputs: FEATURES, outputs: FEATURES, groups: None });
+        });
         let mut dispatcher = Dispatcher::new(CONFIG);
         let program = program(&mut dispatcher, &chain, &recipe, Device::Cpu, true);
         let mut sizes = KeptProgram::new(Arc::new(program));

@@ -47,6 +47,7 @@ LAYERS: dict[str, set[str]] = {
     "ops": {"dispatch", "graphs", "parallel", "recipe", "runtime", "state", "tensor"},
     "layers": {"graphs", "ops", "parallel", "recipe", "runtime", "state", "tensor"},
     "attention": {"graphs", "layers", "ops", "recipe", "runtime", "state"},
+    "experts": {"moe", "ops", "runtime"},
     "convert": {"attention", "layers", "runtime"},
     "graphed": {"graphs", "recipe", "runtime", "state"},
     "convert_checkpoint": {"state", "tensor"},
@@ -54,6 +55,7 @@ LAYERS: dict[str, set[str]] = {
     "pytorch": {
         "attention",
         "common",
+        "experts",
         "graphed",
         "graphs",
         "layers",

@@ -66,6 +66,11 @@ __device__ inline void sync_threads(unsigned id, unsigned threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// bar.arrive: counts among the `threads` that sync_threads waits for, and does not wait.
+__device__ inline void arrive_threads(unsigned id, unsigned threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // No instruction: the compiler takes the words for new ones. What it made of them before (eight floats where four
 // words are enough) need not be kept in registers until they are used again.
 __device__ inline void forget(uint4& words) {
@@ -117,8 +122,11 @@ __device__ inline uint32_t shared_address(const void* pointer) {
 
 // mbarrier.init: a barrier in shared memory whose phases end with `count` arrivals and the bytes they announced.
 // Others see it after init_barriers_done and a barrier of the block.
+__device__ inline void init_barrier(uint32_t barrier, uint32_t count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
 __device__ inline void init_barrier(uint64_t& barrier, uint32_t count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count) : "memory");
+    init_barrier(shared_address(&barrier), count);
 }
 
 // fence.mbarrier_init: the copy engine sees the barriers too.
@@ -129,32 +137,35 @@ __device__ inline void init_barriers_done() {
 }
 
 // mbarrier.arrive.
-__device__ inline void arrive(uint64_t& barrier) {
-    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }" ::"r"(shared_address(&barrier))
-                 : "memory");
+__device__ inline void arrive(uint32_t barrier) {
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }" ::"r"(barrier) : "memory");
 }
+__device__ inline void arrive(uint64_t& barrier) { arrive(shared_address(&barrier)); }
 
 // mbarrier.arrive.expect_tx: an arrival that announces `bytes` of copies.
-__device__ inline void arrive_expecting(uint64_t& barrier, uint32_t bytes) {
+__device__ inline void arrive_expecting(uint32_t barrier, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(
-                     shared_address(&barrier)),
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1; }" ::"r"(barrier),
                  "r"(bytes)
                  : "memory");
 #endif
 }
+__device__ inline void arrive_expecting(uint64_t& barrier, uint32_t bytes) {
+    arrive_expecting(shared_address(&barrier), bytes);
+}
 
 // mbarrier.try_wait.parity until the phase of this parity has ended.
-__device__ inline void wait(uint64_t& barrier, uint32_t parity) {
+__device__ inline void wait(uint32_t barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
         "{ .reg .pred done;\n"
         "again%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again%=; }" ::"r"(shared_address(&barrier)),
+        "@!done bra again%=; }" ::"r"(barrier),
         "r"(parity)
         : "memory");
 #endif
 }
+__device__ inline void wait(uint64_t& barrier, uint32_t parity) { wait(shared_address(&barrier), parity); }
 
 // What the shared memory that copies go to is aligned to. Where lines of 128 bytes do not begin together on both sides,
 // each sector is fetched twice; one static variable before the dynamic memory is enough for that.

@@ -8,6 +8,7 @@ from typing_extensions import Self, disjoint_base
 __all__ = [
     "AmaxSlots",
     "AutocastRegion",
+    "Buffers",
     "CurrentRegion",
     "Dispatcher",
     "HeldRegion",
@@ -40,6 +41,8 @@ __all__ = [
     "dequantize",
     "device_facts",
     "gemm",
+    "grouped_gemm",
+    "grouped_layer_forward",
     "install_hooks",
     "install_tensors",
     "instance_method",
@@ -70,6 +73,7 @@ __all__ = [
     "program_run_backward",
     "program_run_forward",
     "quantize",
+    "quantize_groups",
     "quantize_values",
     "record",
     "recorded",
@@ -173,11 +177,20 @@ class ProgramSaved:
     def updates_backward_scales(self) -> bool: ...
 
 @final
+class Buffers:
+    def __new__(cls, output: Tensor | None, grad_input: Tensor | None, /) -> Self: ...
+
+@final
 class Program:
     is_direct: bool
     fuses_parts: bool
     def __new__(cls, name: str, /, *, outside_fp8: str = "program") -> Self: ...
     def return_bias(self, parameters: dict[str, Any], name: str) -> None: ...
+    @property
+    def has_parts(self) -> bool: ...
+    def parameter_parts(self) -> list[list[Tensor]]: ...
+    @property
+    def num_ops(self) -> int: ...
     @property
     def num_extra_inputs(self) -> int: ...
     @property
@@ -206,6 +219,25 @@ class Program:
     def constant_scale(self, label: str, scale: float) -> None: ...
     def drop_plans(self) -> None: ...
     def explain(self) -> list[dict[str, Any]]: ...
+    def grouped_bias(
+        self,
+        label: str,
+        parameters: dict[str, Any],
+        biases: Sequence[str],
+        num_groups: int,
+        size: int,
+    ) -> None: ...
+    def grouped_linear(
+        self,
+        label: str,
+        handle: WeightHandle,
+        parameters: dict[str, Any],
+        weights: Sequence[str],
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        slots: tuple[int, int],
+    ) -> None: ...
     def identity(self, label: str) -> None: ...
     def linear(
         self,
@@ -399,6 +431,19 @@ def gemm(
     bias: Tensor | None,
     accumulate: bool,
     fast_accumulation: bool,
+    exact: bool,
+    /,
+) -> None: ...
+def grouped_gemm(
+    a: tuple[Tensor, Tensor | None],
+    b: tuple[Tensor, Tensor | None],
+    d: Tensor,
+    splits: Tensor,
+    bias: Tensor | None,
+    weight_gradient: bool,
+    accumulate: bool,
+    fast_accumulation: bool,
+    align: int,
     /,
 ) -> None: ...
 def install_hooks(
@@ -413,6 +458,14 @@ def install_hooks(
     recompute: Any,
     dummy_wgrad: Any,
 ) -> None: ...
+def grouped_layer_forward(
+    module: Any,
+    inp: Any,
+    splits: Any,
+    is_first_microbatch: bool | None = None,
+    buffers: Buffers | None = None,
+    /,
+) -> Any | None: ...
 def instance_method(function: Any) -> Any: ...
 def inventory() -> list[tuple[str, int, int, int]]: ...
 def layer_call(
@@ -485,6 +538,7 @@ def program_apply(
     is_first_microbatch: bool | None = None,
     params: tuple[Tensor, ...] | None = None,
     version: int | None = None,
+    buffers: Buffers | None = None,
     fp8_output: bool = False,
     fp8_grad: bool = False,
     /,
@@ -539,6 +593,17 @@ def quantize(
     dbias: bool,
     /,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...
+def quantize_groups(
+    x: Tensor,
+    splits: Tensor | None,
+    recipe: Recipe,
+    role: str,
+    rowwise: bool,
+    columnwise: bool,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    /,
+) -> list[Tensor | None]: ...
 def record(mode: str, /) -> None: ...
 def recorded() -> list[Any]: ...
 def release_memory() -> None: ...

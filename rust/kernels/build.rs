@@ -26,6 +26,8 @@ use ids::{Image, KernelId};
 
 /// Machine code of a release; the last one is also shipped as PTX for GPUs to come.
 const RELEASE_ARCHS: &str = "80,89,90,100,120";
+/// The one that `Image::is_hopper_only` is about.
+const HOPPER: &str = "90";
 /// Shipped as PTX, too: GPUs between the listed ones (11.0, Thor) cannot run the last one's.
 const PTX_ARCH: &str = "90";
 
@@ -53,39 +55,73 @@ fn main() {
     let archs: Vec<&str> = list.split([',', ';', ' ']).filter(|arch| !arch.is_empty()).collect();
     assert!(!archs.is_empty(), "TE_FAST_CUDA_ARCHS is empty; give e.g. 90 or 80,90");
     let options = nvcc_options(&archs);
+    let hopper_options = archs.contains(&HOPPER).then(hopper_options);
+    let all_options = [options.as_slice(), hopper_options.as_deref().unwrap_or_default()].concat();
     let kept = variable("TE_FAST_FATBINS")
-        .map(|folder| (PathBuf::from(folder), key_of(&nvcc, &options, [&sources, &out.join("include")])));
+        .map(|folder| (PathBuf::from(folder), key_of(&nvcc, &all_options, [&sources, &out.join("include")])));
 
-    let jobs = std::thread::available_parallelism().map_or(2, usize::from);
-    let next = AtomicUsize::new(0);
-    // The long ones are last in the list: begun first, they leave short ones for the end.
-    let images: Vec<Image> = Image::ALL.iter().rev().copied().collect();
-    std::thread::scope(|scope| {
-        for _ in 0..jobs {
-            scope.spawn(|| {
-                while let Some(&image) = images.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let stored = kept
-                        .as_ref()
-                        .map(|(folder, key)| folder.join(image.path()).with_extension(format!("{key:016x}.fatbin")));
-                    if let Some(stored) = stored.as_ref().filter(|stored| stored.is_file()) {
-                        take(stored, &fatbin(&out, image));
-                        continue;
-                    }
-                    compile(&nvcc, &options, archs.len(), &sources, &out, image);
-                    if let Some(stored) = stored {
-                        take(&fatbin(&out, image), &stored);
-                    }
-                }
-            });
-        }
+    let build = Build { nvcc: &nvcc, sources: &sources, out: &out, kept };
+    build.all(|image| match &hopper_options {
+        _ if !image.is_hopper_only() => Some((&options, archs.len())),
+        Some(hopper) => Some((hopper, 1)),
+        None => None,
     });
-    let includes: Vec<String> =
-        Image::ALL.iter().map(|image| format!("include_bytes!(r\"{}\")", fatbin(&out, *image).display())).collect();
+    let include = |image: &Image| {
+        if image.is_hopper_only() && hopper_options.is_none() {
+            return "&[]".to_string();
+        }
+        format!("include_bytes!(r\"{}\")", fatbin(&out, *image).display())
+    };
+    let includes: Vec<String> = Image::ALL.iter().map(include).collect();
     let numbers: Vec<u32> = archs
         .iter()
         .map(|arch| arch.trim_end_matches(['a', 'f']).parse().expect("an architecture is a number, e.g. 90"))
         .collect();
     write_table(&out, &includes, &numbers);
+}
+
+/// What images are made of, and where they go.
+struct Build<'a> {
+    nvcc: &'a Path,
+    sources: &'a Path,
+    out: &'a Path,
+    /// A folder of finished images, and what they depend on.
+    kept: Option<(PathBuf, u64)>,
+}
+
+impl Build<'_> {
+    /// Makes every image that has options and machines to be for.
+    fn all<'o>(&self, options_of: impl Fn(Image) -> Option<(&'o Vec<String>, usize)> + Sync) {
+        let jobs = std::thread::available_parallelism().map_or(2, usize::from);
+        let next = AtomicUsize::new(0);
+        // The long ones are last in the list: begun first, they leave short ones for the end.
+        let images: Vec<Image> = Image::ALL.iter().rev().copied().collect();
+        std::thread::scope(|scope| {
+            for _ in 0..jobs {
+                scope.spawn(|| {
+                    while let Some(&image) = images.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        if let Some((options, machines)) = options_of(image) {
+                            self.one(image, options, machines);
+                        }
+                    }
+                });
+            }
+        });
+    }
+
+    fn one(&self, image: Image, options: &[String], machines: usize) {
+        let stored = self
+            .kept
+            .as_ref()
+            .map(|(folder, key)| folder.join(image.path()).with_extension(format!("{key:016x}.fatbin")));
+        if let Some(stored) = stored.as_ref().filter(|stored| stored.is_file()) {
+            return take(stored, &fatbin(self.out, image));
+        }
+        compile(self.nvcc, options, machines, self.sources, self.out, image);
+        if let Some(stored) = stored {
+            take(&fatbin(self.out, image), &stored);
+        }
+    }
 }
 
 /// An environment variable, of which cargo is told only once it is read: one that did not matter rebuilds nothing.
@@ -222,17 +258,29 @@ fn compile(nvcc: &Path, options: &[String], archs: usize, sources: &Path, out: &
     fs::remove_dir_all(&kept).expect("the parts were just written");
 }
 
-/// All of nvcc's options that have no paths in them.
-fn nvcc_options(archs: &[&str]) -> Vec<String> {
-    // Two architectures at a time, so that no core waits for the last images.
-    let mut options: Vec<String> = "-fatbin -std=c++20 -O3 -Xptxas=-warn-spills -Werror=all-warnings --threads=2"
-        .split(' ')
-        .map(String::from)
-        .collect();
+/// Options of images for one architecture: no PTX can stand in for them. Spills are not refused: what walks over the groups
+/// of a product keeps a few words per tile in memory, which its loops do not touch.
+fn hopper_options() -> Vec<String> {
+    let mut options = common_options();
+    options.extend(["-gencode=arch=compute_90a,code=sm_90a".into(), "--compress-mode=size".into()]);
+    options
+}
+
+/// What every image is compiled with.
+fn common_options() -> Vec<String> {
+    let mut options: Vec<String> = "-fatbin -std=c++20 -O3 -Werror=all-warnings".split(' ').map(String::from).collect();
     // Two thirds of an image, which only profilers and the sanitizer read.
     if variable("TE_FAST_LINEINFO").is_some_and(|value| value == "1") {
         options.push("-lineinfo".into());
     }
+    options
+}
+
+/// All of nvcc's options that have no paths in them.
+fn nvcc_options(archs: &[&str]) -> Vec<String> {
+    let mut options = common_options();
+    // Two architectures at a time, so that no core waits for the last images.
+    options.extend(["-Xptxas=-warn-spills".into(), "--threads=2".into()]);
     options.extend(archs.iter().map(|arch| format!("-gencode=arch=compute_{arch},code=sm_{arch}")));
     let last = archs.len() - 1;
     let ptx = archs.iter().enumerate().filter(|(index, arch)| *index == last || **arch == PTX_ARCH);

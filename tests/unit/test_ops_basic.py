@@ -385,7 +385,7 @@ def test_bad_arguments(make, message):
         (lambda: ops.LayerNorm(8, device="cpu", sm_margin=2), "sm_margin"),
         (lambda: ops.RMSNorm(8, device="cpu", sm_margin={"forward": 1}), "sm_margin"),
         (lambda: ops.ScaledSwiGLU(activation_recompute_in_mlp=True), "activation_recompute"),
-        (lambda: ops.GroupedLinear, "GroupedLinear is not there yet"),
+        (lambda: ops.GroupedLinear(2, 8, 8, device="cpu", scale_bias=True), "scale_bias"),
         (lambda: ops.fused.ForwardLinearBiasAdd, "explain"),
     ],
 )
@@ -395,10 +395,9 @@ def test_what_is_not_supported_says_so(make, message):
 
 
 def test_what_is_not_there_can_be_asked_for():
-    assert not hasattr(ops, "GroupedLinear")
     assert not hasattr(ops.fused, "ForwardLinearBiasAdd")
     with pytest.raises(ImportError):
-        from te_fast.pytorch.ops import GroupedLinear  # noqa: F401
+        from te_fast.pytorch.ops.fused import ForwardLinearBiasAdd  # noqa: F401
 
 
 @pytest.mark.parametrize(

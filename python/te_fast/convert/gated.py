@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from te_fast.layers.layernorm_mlp import LayerNormMLP
-from te_fast.layers.split import concatenate
+from te_fast.layers.parts import concatenate
 from te_fast.runtime import native
 
 _HALVES = ("gate", "up")

@@ -42,6 +42,7 @@ __all__ = [
     "NormFunction",
     "NormGradients",
     "NormOutputs",
+    "QuantizedGroups",
     "QuantizedOperand",
     "activation",
     "activation_backward",
@@ -53,6 +54,7 @@ __all__ = [
     "device_facts",
     "drop_weight_cache",
     "gemm",
+    "grouped_gemm",
     "inventory",
     "linear_forward",
     "load_kernels",
@@ -62,6 +64,7 @@ __all__ = [
     "norm_outputs",
     "plan_count",
     "quantize",
+    "quantize_groups",
     "record",
     "release_memory",
     "reset_counters",
@@ -205,6 +208,89 @@ def quantize(
     )
 
 
+class QuantizedGroups(NamedTuple):
+    """Groups of rows in FP8, as :func:`grouped_gemm` takes them.
+
+    Attributes
+    ----------
+    rowwise_data : torch.Tensor or None
+        Bytes in row layout, of the shape of the tensor.
+    rowwise_scale_inv : torch.Tensor or None
+        Inverse scales: one for each group, or those of blocks.
+    columnwise_data : torch.Tensor or None
+        Bytes ``(cols, rows)`` with each group at a multiple of 128 and zeros behind it; of weights
+        ``(groups, cols, rows)``.
+    columnwise_scale_inv : torch.Tensor or None
+        Its inverse scales.
+    """
+
+    rowwise_data: torch.Tensor | None
+    rowwise_scale_inv: torch.Tensor | None
+    columnwise_data: torch.Tensor | None
+    columnwise_scale_inv: torch.Tensor | None
+
+
+def quantize_groups(
+    x: torch.Tensor,
+    splits: torch.Tensor | None,
+    recipe: Recipe,
+    *,
+    role: Role = "input",
+    rowwise: bool = True,
+    columnwise: bool = False,
+    scale: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+) -> QuantizedGroups:
+    """Quantise the rows of every group to FP8, under scales of its own, in one pass.
+
+    Nothing on the host reads `splits`: rows that they say there are beyond those of `x` are left out, and what belongs
+    to no group is not written.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        float32, float16 or bfloat16 ``(rows, cols)``; without `splits` a stack of weights ``(groups, rows, cols)``.
+    splits : torch.Tensor, optional
+        int64 ``(groups,)``, the rows of each group, on the device of `x`.
+    recipe : Recipe
+        Delayed, current or block scaling.
+    role : {'input', 'weight', 'grad'}
+        Which of the recipe's quantisations applies.
+    rowwise, columnwise : bool
+        Layouts to write.
+    scale : torch.Tensor, optional
+        FP32 ``(groups,)``; delayed scaling needs it, and no other recipe takes one.
+    amax : torch.Tensor, optional
+        FP32 ``(groups,)`` that are raised to the groups' largest magnitudes (delayed scaling).
+
+    Returns
+    -------
+    QuantizedGroups
+        The bytes and inverse scales.
+
+    Raises
+    ------
+    ShapeError, DtypeError, UnsupportedError
+        If the tensor or the recipe does not fit.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> from te_fast.common.recipe import Float8CurrentScaling
+    >>> x = torch.tensor([[1.0], [2.0], [448.0]])
+    >>> dispatch.quantize_groups(x, torch.tensor([2, 1]), Float8CurrentScaling()).rowwise_scale_inv.tolist()
+    [0.0044642859138548374, 1.0]
+    """
+    if not recipe.delayed() and (scale is not None or amax is not None):
+        message = f"quantize_groups: {type(recipe).__name__} makes its own scales; leave scale and amax out"
+        raise ShapeError(message)
+    form = native_recipe(recipe)
+    return QuantizedGroups(
+        *native.quantize_groups(x, splits, form, role, rowwise, columnwise, scale, amax)
+    )
+
+
 _FP8_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
@@ -264,6 +350,7 @@ def gemm(
     bias: torch.Tensor | None = None,
     accumulate: bool = False,
     fast_accumulation: bool = False,
+    exact: bool = False,
     x_columnwise: bool = False,
     w_columnwise: bool = False,
     x_k_outermost: bool = False,
@@ -286,6 +373,9 @@ def gemm(
         Add to `out`.
     fast_accumulation : bool
         Hopper's faster FP8 accumulation, which keeps fewer bits.
+    exact : bool
+        FP8 operands on the CPU: sum as Hopper's tensor cores do, with the same bits. It is slow.
+        ``TE_FAST_EXACT=1`` asks for it everywhere.
     x_columnwise, w_columnwise : bool
         Take the transposed layout of a quantised operand.
     x_k_outermost, w_k_outermost : bool
@@ -308,6 +398,89 @@ def gemm(
         bias,
         accumulate,
         fast_accumulation,
+        exact,
+    )
+    return out
+
+
+def grouped_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    splits: torch.Tensor,
+    *,
+    a_scale_inv: torch.Tensor | None = None,
+    b_scale_inv: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    weight_gradient: bool = False,
+    accumulate: bool = False,
+    fast_accumulation: bool = False,
+    align: int = 1,
+) -> torch.Tensor:
+    """Multiply the rows of every group by a matrix of its own, in one launch.
+
+    The rows of group ``e`` begin at the sum of the splits before it, each rounded up to `align`. Nothing on
+    the host reads `splits`: rows that they say there are beyond those of `a` are left out.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        ``(rows, k)``. For a weight gradient ``(rows, n)``, or in FP8 its transpose.
+    b : torch.Tensor
+        ``(groups, n, k)``. For a weight gradient ``(rows, k)``, or in FP8 its transpose. An FP8 weight
+        gradient has the groups at multiples of 128 rows and zeros between them.
+    out : torch.Tensor
+        float32, float16 or bfloat16 ``(rows, n)``, ``(groups, n, k)`` for a weight gradient; contiguous, in
+        memory that no input has. Rows of no group stay as they are.
+    splits : torch.Tensor
+        int64 ``(groups,)``, on the device of the others.
+    a_scale_inv, b_scale_inv : torch.Tensor, optional
+        Inverse scales of FP8 operands, float32: ``(groups,)``; or those of blocks,
+        ``(ceil(k / 128), pitch >= rows)`` and ``(groups, ceil(n / 128), ceil(k / 128) rounded up to 4)``; for a
+        weight gradient ``(rows / 128, n rounded up to 4)`` and ``(rows / 128, k rounded up to 4)``.
+    bias : torch.Tensor, optional
+        ``(groups, n)``, added before `out` is rounded.
+    weight_gradient : bool
+        Sum over each group's rows: ``out[e] = a[rows of e].T @ b[rows of e]``.
+    accumulate : bool
+        Add to `out` (weight gradients). Groups without rows leave it as it is; else they store zeros.
+    fast_accumulation : bool
+        Hopper's faster FP8 accumulation, which keeps fewer bits.
+    align : int
+        Multiple at which groups begin: 1, or a multiple of 16.
+
+    Returns
+    -------
+    torch.Tensor
+        `out`.
+
+    Raises
+    ------
+    ShapeError, DtypeError, DeviceError, LayoutError, UnsupportedError, CudaError
+        If the operands do not fit, or the device has no kernel for them.
+
+    Examples
+    --------
+    The first row belongs to the first matrix, the others to the second:
+
+    >>> import torch
+    >>> from te_fast import dispatch
+    >>> a, b = torch.ones(3, 2), torch.stack([torch.eye(2), 2 * torch.eye(2)])
+    >>> dispatch.grouped_gemm(a, b, torch.empty(3, 2), torch.tensor([1, 2]))
+    tensor([[1., 1.],
+            [2., 2.],
+            [2., 2.]])
+    """
+    native.grouped_gemm(
+        (a, a_scale_inv),
+        (b, b_scale_inv),
+        out,
+        splits,
+        bias,
+        weight_gradient,
+        accumulate,
+        fast_accumulation,
+        align,
     )
     return out
 

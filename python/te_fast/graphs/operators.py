@@ -342,9 +342,7 @@ def apply(
         )
         raise ShapeError(message)
     cols = x.shape[-1]
-    given = [
-        extra.reshape(-1, extra.shape[-1] if extra.dim() == x.dim() else 1) for extra in extras
-    ]
+    given = [_as_matrix(extra, x) for extra in extras]
     tensors = [x.reshape(-1, cols), *given, *params]
     wants = tuple([grads and tensor.requires_grad for tensor in (x, *extras, *params)])
     described = _described(tensors, len(extras))
@@ -391,6 +389,13 @@ def apply(
     return tuple(
         [part.view(*leading, width) for part, width in zip(out, facts.widths, strict=True)]
     )
+
+
+def _as_matrix(extra: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return an extra input as rows of columns; counts of experts' rows are one row."""
+    if not extra.is_floating_point():
+        return extra.reshape(1, -1)
+    return extra.reshape(-1, extra.shape[-1] if extra.dim() == x.dim() else 1)
 
 
 def _described(tensors: Tensors, extras: int) -> tuple[Any, ...]:

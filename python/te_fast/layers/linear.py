@@ -180,7 +180,7 @@ class Linear(SplitLinear):
         self.__dict__["_save_original_input"] = bool(value)
         self._handles["weight"].save_original_input = bool(value)
 
-    def _forward_general(self, inp: Any, is_first_microbatch: bool | None, **in_fp8: bool) -> Any:
+    def _forward_general(self, inp: Any, is_first_microbatch: bool | None, **in_fp8: Any) -> Any:
         """Forward of calls that the native fast path does not take."""
         if is_traced(inp):
             return self._forward_traced(inp, is_first_microbatch)
@@ -206,11 +206,12 @@ class Linear(SplitLinear):
         x: torch.Tensor,
         params: list[torch.Tensor],
         is_first_microbatch: bool | None,
+        *extras: torch.Tensor,
     ) -> Any:
         from te_fast.graphs.region import key_of_region
 
         if key_of_region()[0] or self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
-            return super()._run_traced(x, params, is_first_microbatch)
+            return super()._run_traced(x, params, is_first_microbatch, *extras)
         weight = params[0].to(x.dtype)
         bias = params[1].to(x.dtype) if self.apply_bias else None
         return functional.linear(x, weight, bias)

@@ -98,8 +98,8 @@ class ProgramLayer(TransformerEngineBaseModule):
         raise NotImplementedError
 
     def _split_mode(self) -> str | None:
-        """Return how ranks share the layer, as :func:`te_fast.parallel.ranks.exchange_of` names it."""
-        raise NotImplementedError
+        """Return how ranks share the layer, as :func:`te_fast.parallel.ranks.exchange_of` names it; None for not."""
+        return None
 
     def _whole_weight(self) -> torch.Tensor:
         """Return the weight of the first linear op, in one piece."""
@@ -114,6 +114,10 @@ class ProgramLayer(TransformerEngineBaseModule):
     def _returned_bias(self) -> torch.Tensor:
         """Return what ``return_bias`` returns."""
         raise NotImplementedError
+
+    def _returns_bias(self) -> bool:
+        """Tell whether the program's result is returned with one bias beside it."""
+        return self.return_bias
 
     def _returned_bias_name(self) -> str:
         """Return the name of the attribute that it is, for a layer whose parameters are whole."""
@@ -191,7 +195,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         self.__dict__["_segments"] = {}
         program = self.__dict__["_program"] = self._make_program(observed=False)
         self.__dict__["_traced"] = Traced(program, self, self.name)
-        if self.return_bias and self._is_whole():
+        if self._returns_bias() and self._is_whole():
             name = self._returned_bias_name()
             is_parameter = name in self._parameters
             program.return_bias(self._parameters if is_parameter else self.__dict__, name)
@@ -205,7 +209,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         self.__dict__["_exchange"] = exchange
         # What a call runs that needs nothing of Python.
         self._program.is_direct = (
-            not self.checkpoint and (self._is_whole() or not self.return_bias) and not exchange
+            not self.checkpoint and (self._is_whole() or not self._returns_bias()) and not exchange
         )
         for handle in self._handles.values():
             handle.delay_wgrad_compute = self.delay_wgrad_compute
@@ -275,7 +279,7 @@ class ProgramLayer(TransformerEngineBaseModule):
 
     # Forward -------------------------------------------------------------------------------------
 
-    def _forward_general(self, inp: Any, is_first_microbatch: bool | None, **in_fp8: bool) -> Any:
+    def _forward_general(self, inp: Any, is_first_microbatch: bool | None, **in_fp8: Any) -> Any:
         """Forward of calls that the native fast path does not take; `in_fp8` is `fp8_output` and `fp8_grad`."""
         if is_traced(inp):
             return self._forward_traced(inp, is_first_microbatch)
@@ -285,7 +289,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         self.set_activation_dtype(inp)
         self._refuse_functorch("here; call torch.nn layers inside of them")
         out = self._forward_on(parameters, version, inp, is_first_microbatch, **in_fp8)
-        return self._with_bias(out) if self.return_bias else out
+        return self._with_bias(out) if self._returns_bias() else out
 
     def _forward_on(
         self,
@@ -293,6 +297,8 @@ class ProgramLayer(TransformerEngineBaseModule):
         version: int | None,
         inp: torch.Tensor,
         is_first_microbatch: bool | None,
+        extras: tuple[torch.Tensor, ...] = (),
+        buffers: native.Buffers | None = None,
         *,
         fp8_output: bool = False,
         fp8_grad: bool = False,
@@ -309,12 +315,13 @@ class ProgramLayer(TransformerEngineBaseModule):
             refuse(self.name, {"fp8_output": bool(fp8_output), "fp8_grad": bool(fp8_grad)})
             return self._forward_on_ranks(parameters, version, x, is_first_microbatch)
         if autocast_state.fp8_calibration and not autocast_state.fp8_enabled:
-            return self._calibrate(parameters, version, x, is_first_microbatch)
+            return self._calibrate(parameters, version, x, is_first_microbatch, extras)
         if self.checkpoint and torch.is_grad_enabled() and x.numel() > 0:
             return recomputed(self, parameters, x, is_first_microbatch)
         given = tuple(parameters.values())
         return native.program_apply(
-            *(self._program, self, x, (), is_first_microbatch, given, version, fp8_output, fp8_grad)
+            *(self._program, self, x, extras, is_first_microbatch, given, version),
+            *(buffers, fp8_output, fp8_grad),
         )
 
     def _plain_input(self, inp: torch.Tensor, enabled: bool) -> torch.Tensor:
@@ -366,27 +373,39 @@ class ProgramLayer(TransformerEngineBaseModule):
         version: int | None,
         x: torch.Tensor,
         is_first_microbatch: bool | None,
+        extras: tuple[torch.Tensor, ...] = (),
     ) -> Any:
         """Take the absolute maxima that FP8 would, while computing in high precision."""
         program = self._observed
         if program is None:
             program = self.__dict__["_observed"] = self._make_program(observed=True)
         given = tuple(parameters.values())
-        y, *inputs = native.program_apply(program, self, x, (), is_first_microbatch, given, version)
-        self._take_maxima(inputs, [parameters[name] for name in self._LINEARS])
+        y, *inputs = native.program_apply(
+            program, self, x, extras, is_first_microbatch, given, version
+        )
+        self._take_maxima(inputs, [parameters[name] for name in self._LINEARS], *extras)
         return (y, inputs[0]) if self.return_layernorm_output else y
 
-    def _take_maxima(self, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+    def _take_maxima(
+        self,
+        inputs: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        *extras: torch.Tensor,
+    ) -> None:
         """Take the absolute maxima of what the linear ops have multiplied into the histories."""
         self.init_fp8_metadata(self.fp8_meta["num_gemms"])
         state = self.fp8_meta.get("scaling_fwd")
         is_meant = state is not None and self.fp8_meta["recipe"].delayed() and inputs[0].numel() > 0
         if is_meant and not scale_tape.is_second():
             with torch.no_grad():
-                self._record(state, inputs, weights)
+                self._record(state, inputs, weights, *extras)
 
     def _record(
-        self, state: Any, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+        self,
+        state: Any,
+        inputs: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        *_: torch.Tensor,
     ) -> None:
         live = state.amax_history[0]
         for index, tensors in enumerate(zip(inputs, weights, strict=True)):
@@ -405,7 +424,9 @@ class ProgramLayer(TransformerEngineBaseModule):
         """Return the scales of the linear operations, which share those of the layer."""
         return [self.fp8_meta.get("scaling_fwd" if forward else "scaling_bwd")]
 
-    def _forward_traced(self, inp: Any, is_first_microbatch: bool | None) -> Any:
+    def _forward_traced(
+        self, inp: Any, is_first_microbatch: bool | None, *extras: torch.Tensor
+    ) -> Any:
         """Forward as an operator, which a tracer sees."""
         params = self._traced_parameters()
         if self._exchange:
@@ -439,14 +460,15 @@ class ProgramLayer(TransformerEngineBaseModule):
                 "without one of the two"
             )
             raise UnsupportedError(message)
-        out = self._run_traced(x, params, is_first_microbatch)
-        return self._with_bias(out) if self.return_bias else out
+        out = self._run_traced(x, params, is_first_microbatch, *extras)
+        return self._with_bias(out) if self._returns_bias() else out
 
     def _run_traced(
         self,
         x: torch.Tensor,
         params: list[torch.Tensor],
         is_first_microbatch: bool | None,
+        *extras: torch.Tensor,
     ) -> Any:
         from te_fast.graphs import operators
 
@@ -456,12 +478,12 @@ class ProgramLayer(TransformerEngineBaseModule):
                 self._traced,
                 self,
                 x,
-                (),
+                extras,
                 tuple(params),
                 is_first_microbatch,
                 use_reentrant=False,
             )
-        return operators.apply(self._traced, self, x, (), tuple(params), is_first_microbatch)
+        return operators.apply(self._traced, self, x, extras, tuple(params), is_first_microbatch)
 
     # Weight gradients ----------------------------------------------------------------------------
 

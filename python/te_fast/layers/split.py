@@ -14,11 +14,12 @@ from te_fast.layers.parameters import (
     initialise,
     materialise,
 )
-from te_fast.layers.program import ProgramLayer
+from te_fast.layers.parts import PartedLayer, concatenate
 from te_fast.parallel.ranks import divided
-from te_fast.runtime import main_grad, native
+from te_fast.runtime import native
 from te_fast.runtime.calls import layer_call_method
 from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
+from te_fast.runtime.parts import joined
 from te_fast.tensor.primary import is_quantized
 
 if TYPE_CHECKING:
@@ -62,95 +63,7 @@ def split_sizes(parameters_split: Parts, total: int, layer: str) -> dict[str, in
     return dict(zip(names, sizes, strict=True))
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate in the parts' own type; ``torch.autocast`` refuses 16 bits that are not its own."""
-    if len(parts) == 1:
-        return parts[0]
-    kind = parts[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return torch.cat(parts)
-    with torch.autocast(kind, enabled=False):
-        return torch.cat(parts)
-
-
-class _Concatenate(torch.autograd.Function):
-    """Concatenation without a copy where the parts lie one after the other."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, layer: SplitLinear, adjacent: bool, overwrite: bool, *parts: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.layer, ctx.parts, ctx.overwrite = layer, parts, overwrite
-        ctx.set_materialize_grads(False)
-        if not adjacent:
-            return _joined([part.detach() for part in parts])
-        first = parts[0].detach()
-        rows = sum(part.shape[0] for part in parts)
-        whole = first.new_empty(0)
-        size, stride = (rows, *first.shape[1:]), first.stride()
-        return whole.set_(first.untyped_storage(), first.storage_offset(), size, stride)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if grad is None:  # backward_dw gives it later, and adds it
-            if not ctx.layer.fuse_wgrad_accumulation:
-                return (None,) * (3 + len(ctx.parts))
-            trained = zip(ctx.parts, ctx.needs_input_grad[3:], strict=True)
-            takes = [part if needed else None for part, needed in trained]
-            for part in takes if ctx.overwrite else ():
-                if part is not None:
-                    main_grad.main_grad_of(part).zero_()
-            after = main_grad.after_main_grad
-            return (None, None, None, *(None if part is None else after(part) for part in takes))
-        parts = grad.split([part.shape[0] for part in ctx.parts])
-        if not ctx.layer.fuse_wgrad_accumulation:
-            return (None, None, None, *parts)
-        given = [
-            main_grad.give(parameter, part, fuse=True, overwrite=ctx.overwrite) if needed else None
-            for parameter, part, needed in zip(
-                ctx.parts, parts, ctx.needs_input_grad[3:], strict=True
-            )
-        ]
-        return (None, None, None, *given)
-
-
-def _are_adjacent(parts: list[torch.Tensor]) -> bool:
-    """Whether parts lie one behind the other in one storage."""
-    ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]
-    return all(part.is_contiguous() for part in parts) and all(
-        following.data_ptr() == end
-        and following.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr()
-        for following, end in zip(parts[1:], ends, strict=False)
-    )
-
-
-def concatenate(
-    parts: list[torch.Tensor], layer: SplitLinear, *, overwrite: bool
-) -> tuple[torch.Tensor, int]:
-    """Return the whole and a number that changes whenever a part's content may have.
-
-    With `overwrite`, ``main_grad`` takes the gradient instead of adding it.
-
-    Raises
-    ------
-    StateError
-        If gradients are wanted of parts that torch keeps none of.
-    """
-    if torch.is_grad_enabled() and any(p.requires_grad and p.is_inference() for p in parts):
-        message = (
-            f"{layer.name}: the parameters were made under torch.inference_mode(), and get no gradients; make the "
-            "layer outside of it to train it, else call it under torch.no_grad()"
-        )
-        raise StateError(message)
-    adjacent = _are_adjacent(parts)
-    whole: torch.Tensor = _Concatenate.apply(layer, adjacent, overwrite, *parts)
-    # Those made under torch.inference_mode() count no versions.
-    counts = adjacent and not any(part.is_inference() for part in parts)
-    version = sum(part._version for part in parts) if counts else native.version_of_copy()
-    return whole, version
-
-
-class SplitLinear(ProgramLayer):
+class SplitLinear(PartedLayer):
     """A layer of one GEMM, whose weight and bias may be split."""
 
     _FEATURES = "in_features"
@@ -198,7 +111,7 @@ class SplitLinear(ProgramLayer):
 
     def _traced_parameters(self) -> list[torch.Tensor]:
         found = [getattr(self, name) for name in self._norm_names()]
-        found.append(_joined([getattr(self, name) for name in self.weight_names]))
+        found.append(joined([getattr(self, name) for name in self.weight_names]))
         return [*found, self._bias()] if self.apply_bias else found
 
     def _returned_bias(self) -> torch.Tensor:
@@ -206,16 +119,6 @@ class SplitLinear(ProgramLayer):
 
     def _returned_bias_name(self) -> str:
         return self.bias_names[0]
-
-    def _compute_deferred(self, name: str, handle: native.WeightHandle) -> None:
-        if self._parts is None:
-            super()._compute_deferred(name, handle)
-            return
-        self._check_main_grads()
-        whole, _ = self._weight(overwrite=False)
-        dw = native.program_backward_dw(handle, whole.detach(), False)
-        if dw is not None:
-            self._give_deferred(dw)
 
     def _whole_weight(self) -> torch.Tensor:
         return self._weight(overwrite=False)[0].detach() if self._parts else self.weight
@@ -281,55 +184,8 @@ class SplitLinear(ProgramLayer):
             elif self.parallel_mode is not None:
                 set_tensor_model_parallel_attributes(bias, True, dim=0, stride=1)
 
-    def _of_parts(self) -> list[list[torch.Tensor]]:
-        """Return the weight's parts, and the bias's, where they are plain tensors in memory."""
-        if self._parts is None or len(self._parts) == 1:
-            return []
-        names = [self.weight_names, self.bias_names if self.use_bias else []]
-        lists = [[getattr(self, name) for name in some] for some in names if some]
-        plain = (torch.Tensor, torch.nn.Parameter)
-        return [
-            parts
-            for parts in lists
-            if all(
-                type(part) in plain and not (part.is_meta or part.is_inference()) for part in parts
-            )
-            and len({(part.dtype, part.device) for part in parts}) == 1
-        ]
-
-    def _lay_together(self, lists: list[list[torch.Tensor]]) -> None:
-        """Give parts that lie apart one memory, in order, so that calls read them without a copy."""
-        for parts in lists:
-            if not _are_adjacent(parts):
-                whole = _joined([part.detach() for part in parts])
-                sizes = [part.shape[0] for part in parts]
-                for part, memory in zip(parts, whole.split(sizes), strict=True):
-                    part.data = memory
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Lay the parts of a copy together: each was copied by itself."""
-        super().__setstate__(state)
-        self._lay_together(self._of_parts())
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Lay parts together that were moved one by one. Memory that a caller has given them stays theirs."""
-        before = {
-            name: parameter.data_ptr()
-            for name, parameter in self._parameters.items()
-            if parameter is not None
-            and self._parts is not None
-            and type(parameter) is torch.nn.Parameter
-        }
-        result = super()._apply(fn, recurse)
-        moved = {
-            id(parameter)
-            for name, parameter in self._parameters.items()
-            if parameter is not None and before.get(name) not in (None, parameter.data_ptr())
-        }
-        self._lay_together(
-            [parts for parts in self._of_parts() if all(id(p) in moved for p in parts)]
-        )
-        return result
+    def _has_parts(self) -> bool:
+        return self._parts is not None
 
     def _linear_weights(self) -> tuple[str, ...]:
         return tuple(self.weight_names) if len(self.weight_names) == 1 else ()
@@ -346,23 +202,7 @@ class SplitLinear(ProgramLayer):
     def _bias(self) -> torch.Tensor:
         if self._parts is None:
             return self.bias
-        return _joined([getattr(self, name) for name in self.bias_names])
-
-    def _check_main_grads(self) -> None:
-        """Raise before a gradient that waits is computed, if a part that it goes to cannot take it."""
-        if self._parts is not None and self.fuse_wgrad_accumulation:
-            for name in self.weight_names:
-                if getattr(self, name).requires_grad:
-                    main_grad.main_grad_of(getattr(self, name))
-
-    def _give_deferred(self, dw: torch.Tensor) -> None:
-        """Give a weight gradient that :meth:`backward_dw` computed to the parts that are trained."""
-        parameters = [getattr(self, name) for name in self.weight_names]
-        sizes = [parameter.shape[0] for parameter in parameters]
-        for parameter, part in zip(parameters, dw.split(sizes), strict=True):
-            if parameter.requires_grad:
-                fuse = self.fuse_wgrad_accumulation
-                main_grad.give(parameter, part, fuse=fuse, overwrite=False)
+        return joined([getattr(self, name) for name in self.bias_names])
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise the parameters, after making those real that are on the meta device.

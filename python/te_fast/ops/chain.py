@@ -45,17 +45,34 @@ def run_native(
     is_first_microbatch: bool | None,
     recipe: Recipe | None,
     epoch: int,
+    buffers: native.Buffers | None = None,
 ) -> Any:
     """Run a group of native operations; each program has an autograd node of its own."""
     if plan.single is not None:
         if plan.forward[0].casts:
             x, extra_inputs = plan.forward[0].matched(x, extra_inputs)
-        return native.program_apply(plan.single, owner, x, extra_inputs, is_first_microbatch)
+        return _apply(plan.single, owner, x, extra_inputs, is_first_microbatch, buffers)
 
     def run() -> Any:
         return _run_programs(owner, plan, x, extra_inputs, is_first_microbatch)
 
     return plan.trials.run(run, plan.ops, recipe, epoch, x, extra_inputs)
+
+
+def _apply(
+    program: native.Program,
+    owner: OperationFuser,
+    x: torch.Tensor,
+    extras: Tensors,
+    is_first_microbatch: bool | None,
+    buffers: native.Buffers | None,
+) -> Any:
+    params = None
+    if x.numel() == 0 and program.has_parts:  # nothing is launched, and torch joins the parts
+        params = tuple([torch.cat(list(parts)) for parts in program.parameter_parts()])
+    return native.program_apply(
+        program, owner, x, extras, is_first_microbatch, params, None, buffers
+    )
 
 
 def _run_programs(
@@ -70,7 +87,7 @@ def _run_programs(
         extras = tuple([tensors[place] for place in step.takes]) if step.takes else ()
         if step.casts:
             x, extras = step.matched(x, extras)
-        result = native.program_apply(step.program, owner, x, extras, is_first_microbatch)
+        result = _apply(step.program, owner, x, extras, is_first_microbatch, None)
         if step.makes:
             x = result[0]
             tensors += result[1:]

@@ -14,6 +14,11 @@ from te_fast.runtime.device import check_device, default_device
 NATIVE_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+#: Keyword arguments of the first and the last of operations with experts: memory of the caller's.
+OUTPUT_BUFFER_KEY = "output"
+GRAD_INPUT_BUFFER_KEY = "grad_input"
+
+
 def parameter_device(device: torch.device | str | None, op: str) -> torch.device:
     """Return where an op's parameters are made: by default the GPU, or the CPU without one."""
     if device is None:

@@ -14,7 +14,12 @@ import torch
 from te_fast.errors import ArgumentError, DtypeError, StateError, UnsupportedError
 from te_fast.graphs.traced import is_traced
 from te_fast.ops import chain, traced
-from te_fast.ops.common import NATIVE_TYPES, autocast_dtype
+from te_fast.ops.common import (
+    GRAD_INPUT_BUFFER_KEY,
+    NATIVE_TYPES,
+    OUTPUT_BUFFER_KEY,
+    autocast_dtype,
+)
 from te_fast.ops.op import BasicOperation, FusedOperation, FusibleOperation
 from te_fast.ops.plan import Plan, Types, make_plan, match
 from te_fast.ops.routing import Routing
@@ -94,6 +99,12 @@ class OperationFuser:
         self._parameters = [op._parameters for op in self._basic_ops if op._parameters]
         #: The same by what a trace knows of these.
         self._traced_plans: dict[str, Plan] = {}
+        #: Operations with counts of rows among the extra inputs that the caller gives, and where.
+        self._counted = [
+            (place, self._basic_ops[index])
+            for place, (index, number) in enumerate(self._routing.inputs)
+            if number == 0 and self._basic_ops[index]._counts_rows
+        ]
         #: Operations whose attributes say whether programs have them, and whether they do.
         self._variable = [op for op in self._basic_ops if op._mode_names]
         self._modes = self._modes_now()
@@ -141,7 +152,7 @@ class OperationFuser:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._make_plan(recipe, types)
-        if not is_custom and types is None:
+        if not is_custom and types is None and not self._counted:
             self._direct(plan.single)
         return plan
 
@@ -329,6 +340,8 @@ class OperationFuser:
         is_first_microbatch: bool | None,
         region: tuple[Any, ...],
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        if self._counted:
+            extra_inputs = self._with_counts(input, extra_inputs)
         recipe = objects = None
         if region[0]:
             objects = native.autocast_objects()
@@ -337,8 +350,20 @@ class OperationFuser:
         if _is_any_autocast_enabled():
             autocast = autocast_dtype(input)
         plan = self._plan_for(input, extra_inputs, autocast, recipe)
+        buffers = None
+        if basic_op_kwargs and self._counted:
+            buffers, basic_op_kwargs = self._buffers_of(basic_op_kwargs, plan)
         if plan.native is not None and not basic_op_kwargs:
-            arguments = (self, plan, input, extra_inputs, is_first_microbatch, recipe, region[5])
+            arguments = (
+                self,
+                plan,
+                input,
+                extra_inputs,
+                is_first_microbatch,
+                recipe,
+                region[5],
+                buffers,
+            )
             if autocast is None:
                 return chain.run_native(*arguments)
             # The plan says what is cast where.
@@ -356,6 +381,31 @@ class OperationFuser:
             return call.run(input, extra_inputs, region[5])
         finally:
             _running.groups.pop()
+
+    def _with_counts(
+        self, x: torch.Tensor, extra_inputs: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the extra inputs with the counts of experts' rows as programs take them."""
+        extras = list(extra_inputs)
+        for place, op in self._counted:
+            extras[place] = op._counts_of_rows(extras[place], x)
+        return tuple(extras)
+
+    def _buffers_of(
+        self, basic_op_kwargs: list[dict[str, Any]], plan: Plan
+    ) -> tuple[native.Buffers | None, list[dict[str, Any]] | None]:
+        """Return the caller's memory for result and input gradient, and the keyword arguments that are left."""
+        rest = [dict(kwargs) for kwargs in basic_op_kwargs]
+        grad_input = rest[0].pop(GRAD_INPUT_BUFFER_KEY, None)
+        output = rest[-1].pop(OUTPUT_BUFFER_KEY, None)
+        if any(rest) or (grad_input is None and output is None):
+            return None, basic_op_kwargs
+        if plan.single is None:
+            message = (
+                f"{self._name}: buffers of the caller's are for groups that are one native program"
+            )
+            raise UnsupportedError(message)
+        return native.Buffers(output, grad_input), None
 
     @property
     def is_running(self) -> bool:
@@ -455,6 +505,8 @@ def _takes(op: BasicOperation, name: str) -> bool:
     own = type(op)
     overrides = own.fuser_forward is not BasicOperation.fuser_forward
     method = own.fuser_forward if overrides else own.op_forward
+    if op._counts_rows:
+        return name in (OUTPUT_BUFFER_KEY, GRAD_INPUT_BUFFER_KEY)
     if method.__module__.startswith(f"{__package__}."):
         return False
     if overrides:

@@ -225,6 +225,8 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     _ends_program: ClassVar[bool] = False
     #: Whether the first extra input is added to the input, and must have its type.
     _adds_extra: ClassVar[bool] = False
+    #: Whether the first extra input counts the rows of experts.
+    _counts_rows: ClassVar[bool] = False
     #: Whether the native form takes its input, and the gradient of its output, to FP8 itself.
     _takes_to_fp8: ClassVar[bool] = False
     #: Whether the gradient of the output is that of the input.
@@ -421,6 +423,10 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
         return own._append_to is not BasicOperation._append_to and all(
             getattr(own, name).__module__.startswith("te_fast.") for name in _OVERRIDABLE
         )
+
+    def _counts_of_rows(self, counts: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return the extra input that counts the rows of experts, as programs take it."""
+        raise NotImplementedError
 
     def _result_type(
         self,

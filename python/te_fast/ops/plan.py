@@ -40,6 +40,8 @@ class Step:
     takes: tuple[Any, ...] = ()
     #: Extra outputs.
     makes: int = 0
+    #: Of each op of the program, the basic operation that it is of.
+    owners: tuple[int, ...] = ()
     #: Whether the operation's forward is its ``op_forward``.
     is_plain: bool = False
     #: The program between collectives; None without any.
@@ -181,7 +183,8 @@ def _explain(step: Step, labels: Sequence[str]) -> Iterator[str]:
         for direction in ("forward", "backward"):
             yield f"      {direction}:"
             for launch, positions in plan[direction]:
-                covered = ", ".join(labels[step.indices[position]] for position in positions)
+                owners = dict.fromkeys(step.owners[position] for position in positions)
+                covered = ", ".join(labels[owner] for owner in owners)
                 yield f"        {launch}  [{covered}]"
         yield from (f"      note: {note}" for note in plan["notes"])
 
@@ -393,8 +396,10 @@ def _compile(
     first, last = (labels[run[i]].partition(":")[0] for i in (0, -1))
     name = f"op {labels[run[0]]}" if len(run) == 1 else f"ops {first}-{last}"
     program = native.Program(name)
+    owners: list[int] = []
     for index in run:
         ops[index]._append_to(program, labels[index])
+        owners += [index] * (program.num_ops - len(owners))
     extras = [ops[index] for index in run for _ in range(ops[index].num_extra_inputs)]
     added = [(number, op) for number, op in enumerate(extras) if op._adds_extra]
     return Step(
@@ -403,5 +408,6 @@ def _compile(
         segment=_segment_of(ops, run, program, name),
         dtype=dtype,
         casts=casts,
+        owners=tuple(owners),
         added=tuple((number, bool(getattr(op, "_in_place", False))) for number, op in added),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from te_fast._names import publish
+from te_fast.experts.block import MoE
 from te_fast.graphs.stand_ins import register_when_dynamo_is_imported
 from te_fast.pytorch import attention as attention
 from te_fast.pytorch import constants as constants
@@ -11,6 +12,7 @@ from te_fast.pytorch import fp8 as fp8
 from te_fast.pytorch import graph as graph
 from te_fast.pytorch import module as module
 from te_fast.pytorch import ops
+from te_fast.pytorch import router as router
 from te_fast.pytorch import tensor as tensor
 from te_fast.pytorch import transformer as transformer
 from te_fast.pytorch import utils as utils
@@ -27,6 +29,7 @@ from te_fast.pytorch.graph import make_graphed_callables
 from te_fast.pytorch.module import (
     Fp8Padding,
     Fp8Unpadding,
+    GroupedLinear,
     LayerNorm,
     LayerNormLinear,
     LayerNormMLP,
@@ -90,11 +93,13 @@ __all__ = [
     "Float8TensorStorage",
     "Fp8Padding",
     "Fp8Unpadding",
+    "GroupedLinear",
     "InferenceParams",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MoE",
     "MultiheadAttention",
     "QuantizedTensor",
     "QuantizedTensorStorage",

@@ -6,7 +6,7 @@ from te_fast.errors import MissingError
 
 __all__ = ["missing"]
 
-_LAYERS = "GroupedLinear GatedDeltaNetAttention FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant"
+_LAYERS = "GatedDeltaNetAttention FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant"
 _QUANTISATION = (
     "apply_recipe QuantizerRole QuantizerRequest DelayedScalingRequest quantizer_factory"
 )
@@ -21,15 +21,13 @@ _TOOLS = (
     "newton_schulz_tp deinterleave_glu_tensor interleave_glu_tensor initialize_ub destroy_ub "
     "UserBufferQuantizationMode CPLoadBalancingStrategy get_cudnn_version"
 )
-_SUBMODULES = (
-    "cpp_extensions cpu_offload cpu_offload_v1 cross_entropy ep export jit optimizers router"
-)
+_SUBMODULES = "cpp_extensions cpu_offload cpu_offload_v1 cross_entropy ep export jit optimizers"
 _OLD_QUANTIZATION = "RecipeState get_fp4_te_dtype get_fp8_max get_fp8_te_dtype split_and_copy"
 _NAMES = {
     "te_fast.pytorch": f"{_LAYERS} {_QUANTISATION} {_TENSORS} {_TOOLS} {_SUBMODULES}",
     "te_fast.pytorch.attention": "FusedMLAQUpProjRopeQuant",
-    "te_fast.pytorch.ops": "GroupedLinear",
-    "te_fast.pytorch.ops.basic": "GroupedLinear",
+    "te_fast.pytorch.ops": "",
+    "te_fast.pytorch.ops.basic": "",
     "te_fast.pytorch.distributed": (
         "FullyShardedDataParallel has_te_modules prepare_te_modules_for_fsdp symmetric_all_reduce"
     ),
@@ -59,7 +57,7 @@ _NAMES = {
         "MXFP8TensorStorage NVFP4TensorStorage"
     ),
     "te_fast.pytorch.fp8": _OLD_QUANTIZATION,
-    "te_fast.pytorch.module": "GroupedLinear grouped_linear",
+    "te_fast.pytorch.module": "is_module_grouped_tensor_path_supported",
     "te_fast.pytorch.module.base": (
         "UserBufferQuantizationMode destroy_ub get_ub initialize_ub is_ub_initialized quantize_weight"
     ),

@@ -186,6 +186,7 @@ fn product(
         epilogue: Epilogue::None,
         accumulate: false,
         fast_accumulation: false,
+        exact: false,
         alignment: 256,
     };
     let plan = dispatcher.gemm(Device::Cpu, problem)?;
@@ -218,6 +219,7 @@ fn by_parts(case: &Case) -> Result<Results> {
         output,
         usage: Usage::default(),
         dbias: false,
+        groups: None,
         processors: 1,
     };
     let (x, w, none) = (DevPtr::from_slice(x), DevPtr::from_slice(w), DevPtr::null());
@@ -253,10 +255,10 @@ fn by_parts(case: &Case) -> Result<Results> {
 fn program(dispatcher: &mut Dispatcher, case: &Case) -> Result<Program> {
     let Case { recipe, bias, input_grad, weight_grad, bias_grad, deferred, save_original_input } = *case;
     let mut chain = Chain::default();
-    chain.push("linear".into(), Op::Linear { inputs: INPUTS, outputs: OUTPUTS });
+    chain.push("linear".into(), Op::Linear { inputs: INPUTS, outputs: OUTPUTS, groups: None });
     let mut params = vec![(Float::F32, weight_grad)];
     if bias {
-        chain.push("bias".into(), Op::Bias { size: OUTPUTS });
+        chain.push("bias".into(), Op::Bias { size: OUTPUTS, groups: None });
         params.push((Float::Bf16, bias_grad));
     }
     let key = ProgramKey {

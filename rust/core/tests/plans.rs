@@ -134,8 +134,8 @@ proptest! {
         let mut cols = 64;
         for (index, choice) in ops.into_iter().enumerate() {
             let op = match choice {
-                0..=2 => Op::Linear { inputs: cols, outputs: if choice == 2 { other } else { 64 * (choice + 1) } },
-                3 => Op::Bias { size: cols },
+                0..=2 => Op::Linear { inputs: cols, outputs: if choice == 2 { other } else { 64 * (choice + 1) }, groups: None },
+                3 => Op::Bias { size: cols, groups: None },
                 4 | 5 => Op::Norm {
                     kind: if choice == 4 { NormKind::LayerNorm } else { NormKind::RmsNorm },
                     cols, eps: 1e-5, zero_centered_gamma: gamma,
@@ -161,7 +161,7 @@ proptest! {
             any_rows,
             input_grad,
             params: vec![(activation, param_grad); chain.params()],
-            extras: vec![(activation, extra_grad); chain.extra_inputs()],
+            extras: vec![(activation.into(), extra_grad); chain.extra_inputs()],
             linears: vec![LinearCall { deferred, save_original_input }; chain.linears()],
             outer: OuterKinds::default(),
         };

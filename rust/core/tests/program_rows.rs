@@ -16,8 +16,8 @@ fn dispatcher() -> Dispatcher {
 
 fn program(dispatcher: &mut Dispatcher, recipe: &Recipe, any_rows: bool) -> KeptProgram<Program> {
     let mut chain = Chain::default();
-    chain.push("0 (first)".into(), Op::Linear { inputs: 64, outputs: 128 });
-    chain.push("1 (second)".into(), Op::Linear { inputs: 128, outputs: 64 });
+    chain.push("0 (first)".into(), Op::Linear { inputs: 64, outputs: 128, groups: None });
+    chain.push("1 (second)".into(), Op::Linear { inputs: 128, outputs: 64, groups: None });
     let key = ProgramKey {
         epoch: Some(1),
         cols: 64,

@@ -24,8 +24,8 @@ const PLACE: Place = Place { device: Device::Cpu, stream: Stream::DEFAULT };
 const RECIPES: [Recipe; 3] = [Recipe::DELAYED, Recipe::CURRENT, Recipe::BLOCK];
 
 fn linear(chain: &mut Chain, inputs: usize, outputs: usize) {
-    chain.push("linear".into(), Op::Linear { inputs, outputs });
-    chain.push("bias".into(), Op::Bias { size: outputs });
+    chain.push("linear".into(), Op::Linear { inputs, outputs, groups: None });
+    chain.push("bias".into(), Op::Bias { size: outputs, groups: None });
 }
 
 fn one_linear() -> Chain {

@@ -96,6 +96,14 @@ constants! {
         CAST_BLOCK_PARAMS_BYTES: usize = 136;
         /// Size of `UnpackScalesParams`.
         UNPACK_SCALES_PARAMS_BYTES: usize = 24;
+        /// Size of `CastGroupsParams`.
+        CAST_GROUPS_PARAMS_BYTES: usize = 152;
+        /// Columns that a block of a `sum_groups` has.
+        SUM_GROUPS_COLS: usize = common::WARP as usize * common::VECTOR;
+        /// Rows that it adds to different sums.
+        SUM_GROUPS_LANES: usize = 8;
+        /// Size of `SumGroupsParams`.
+        SUM_GROUPS_PARAMS_BYTES: usize = 64;
         /// Size of `AmaxParams`.
         AMAX_PARAMS_BYTES: usize = 72;
         /// Size of `ScaleFromAmaxParams`.
@@ -108,6 +116,24 @@ constants! {
         CAST_TRANSPOSE_PARAMS_BYTES: usize = 144;
         /// Size of `HandoverParams`.
         HANDOVER_PARAMS_BYTES: usize = 24 + 16 * HANDOVER_ENTRIES;
+    }
+
+    /// Matrix products of groups of rows.
+    gemm {
+        /// Threads of a block: a warpgroup that moves tiles, two that multiply.
+        GROUPED_THREADS: u32 = 384;
+        /// Dynamic shared memory of a block: all that there is.
+        GROUPED_SHARED: u32 = 227 << 10;
+        /// Columns of a tile whose sums stay in the tensor cores.
+        GROUPED_COLUMNS_FAST: usize = 256;
+        /// The same where sums of every 128 are added in FP32.
+        GROUPED_COLUMNS_SPLIT: usize = 192;
+        /// The same of weight gradients.
+        GROUPED_COLUMNS_WGRAD: usize = 128;
+        /// The same of weight gradients whose sums stay in the tensor cores.
+        GROUPED_COLUMNS_WGRAD_FAST: usize = 192;
+        /// Size of `GroupedParams`.
+        GROUPED_PARAMS_BYTES: usize = 768;
     }
 
     /// Activation functions.

@@ -23,6 +23,16 @@ pub enum Fp8 {
     E5m2 = 1,
 }
 
+/// Element type of a tensor of 16-bit floating-point numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Half {
+    /// IEEE binary16.
+    F16 = 0,
+    /// bfloat16.
+    Bf16 = 1,
+}
+
 impl Float {
     /// Bytes of one element.
     #[must_use]
@@ -53,6 +63,12 @@ macro_rules! symbols {
     ((Float) $stem:literal) => {
         &[concat!($stem, "_f32"), concat!($stem, "_f16"), concat!($stem, "_bf16")]
     };
+    ((Half) $stem:literal) => {
+        &[concat!($stem, "_f16"), concat!($stem, "_bf16")]
+    };
+    ((Fp8) $stem:literal) => {
+        &[concat!($stem, "_e4m3"), concat!($stem, "_e5m2")]
+    };
     ((Float, Fp8) $stem:literal) => {
         &[
             concat!($stem, "_f32_e4m3"),
@@ -82,6 +98,12 @@ macro_rules! members {
     };
     ($family:ident (Float)) => {
         [KernelId::$family(Float::F32), KernelId::$family(Float::F16), KernelId::$family(Float::Bf16)].as_slice()
+    };
+    ($family:ident (Half)) => {
+        [KernelId::$family(Half::F16), KernelId::$family(Half::Bf16)].as_slice()
+    };
+    ($family:ident (Fp8)) => {
+        [KernelId::$family(Fp8::E4m3), KernelId::$family(Fp8::E5m2)].as_slice()
     };
     ($family:ident (Float, Fp8)) => {
         [
@@ -115,7 +137,7 @@ macro_rules! position {
             _ => None,
         }
     };
-    ($id:expr, $family:ident (Float)) => {
+    ($id:expr, $family:ident ($axis:ident)) => {
         match $id {
             KernelId::$family(a) => Some(a as usize),
             _ => None,
@@ -197,6 +219,12 @@ macro_rules! images {
             /// Every image, in the order of their discriminants.
             pub const ALL: &'static [Image] = &[$(Image::$image),*];
 
+            /// Whether it is machine code of 9.0 alone, with the instructions that only Hopper has (`sm_90a`).
+            #[must_use]
+            pub const fn is_hopper_only(self) -> bool {
+                matches!(self, Self::GroupedFp8 | Self::Grouped16bit)
+            }
+
             /// File under `cuda/`, without its extension.
             #[must_use]
             pub const fn path(self) -> &'static str {
@@ -210,6 +238,8 @@ images! {
     Cast = "quantize/cast",
     CastTranspose = "quantize/cast_transpose",
     CastBlock = "quantize/cast_block",
+    CastGroups = "quantize/cast_groups",
+    SumGroups = "quantize/sum_groups",
     Amax = "quantize/amax",
     ScaleUpdate = "quantize/scale_update",
     Dequantize = "quantize/dequantize",
@@ -227,6 +257,8 @@ images! {
     NormShort = "norm/norm_short",
     NormBackward = "norm/norm_backward",
     NormBackwardLong = "norm/norm_backward_long",
+    GroupedFp8 = "gemm/grouped_fp8",
+    Grouped16bit = "gemm/grouped_16bit",
 }
 
 kernels! {
@@ -242,6 +274,16 @@ kernels! {
     CastBlock2d(Float, Fp8) "cast_block_2d" in CastBlock;
     /// Block scales that were kept as bytes, as floats.
     UnpackScales() "unpack_block_scales" in CastBlock;
+    /// Parts of the largest magnitudes of groups of rows.
+    AmaxGroups(Float) "amax_groups" in CastGroups;
+    /// Scaled casts of groups of rows, one scale each.
+    CastGroups(Float, Fp8) "cast_groups" in CastGroups;
+    /// Block-scaled casts of counted groups of rows, 1 x 128.
+    CastBlockGroups1d(Float, Fp8) "cast_block_groups_1d" in CastGroups;
+    /// Block-scaled casts of equal groups of rows, 128 x 128.
+    CastBlockGroups2d(Float, Fp8) "cast_block_groups_2d" in CastGroups;
+    /// Sums of the rows of groups.
+    SumGroups(Float) "sum_groups" in SumGroups;
     /// Largest magnitude of a tensor and the scale that follows from it.
     Amax(Float) "amax" in Amax;
     /// The scale of an amax that was reduced over ranks.
@@ -314,6 +356,24 @@ kernels! {
     NormBackwardSums(Float) "norm_backward_sums" in NormBackwardLong;
     /// The gradient from these.
     NormBackwardTiles(Float) "norm_backward_tiles" in NormBackwardLong;
+    /// FP8 products of groups of rows, sums in the tensor cores.
+    GroupedRowsFast(Fp8) "grouped_rows_fast" in GroupedFp8;
+    /// The same, sums of every 128 in FP32.
+    GroupedRowsSplit(Fp8) "grouped_rows_split" in GroupedFp8;
+    /// The same under block scales.
+    GroupedRowsBlock(Fp8) "grouped_rows_block" in GroupedFp8;
+    /// FP8 weight gradients of groups, sums in the tensor cores.
+    GroupedWgradFast(Fp8) "grouped_wgrad_fast" in GroupedFp8;
+    /// The same, sums of every 128 in FP32.
+    GroupedWgradSplit(Fp8) "grouped_wgrad_split" in GroupedFp8;
+    /// The same under block scales.
+    GroupedWgradBlock(Fp8) "grouped_wgrad_block" in GroupedFp8;
+    /// Products of groups of rows of 16-bit elements.
+    GroupedRows(Half) "grouped_rows" in Grouped16bit;
+    /// The same with the second operand's lines across the summed dimension.
+    GroupedRowsAcross(Half) "grouped_rows_across" in Grouped16bit;
+    /// Weight gradients of groups, of 16-bit elements.
+    GroupedWgrad(Half) "grouped_wgrad" in Grouped16bit;
 }
 
 const BASES: [usize; FAMILIES] = {
@@ -350,7 +410,7 @@ impl KernelId {
         IMAGES[self.place().0]
     }
 
-    /// Whether the kernel's first statement is `ptx::wait_for_prior_grids()`, so that it may be launched before the
+    /// Whether the kernel waits by `ptx::wait_for_prior_grids()` before it touches memory, so that it may be launched before the
     /// grids ahead of it have finished.
     #[must_use]
     pub const fn waits_for_prior_grids(self) -> bool {
@@ -359,6 +419,8 @@ impl KernelId {
             Image::Cast
                 | Image::CastTranspose
                 | Image::CastBlock
+                | Image::CastGroups
+                | Image::SumGroups
                 | Image::Amax
                 | Image::Dequantize
                 | Image::Transpose
@@ -375,6 +437,8 @@ impl KernelId {
                 | Image::NormShort
                 | Image::NormBackward
                 | Image::NormBackwardLong
+                | Image::GroupedFp8
+                | Image::Grouped16bit
         )
     }
 }

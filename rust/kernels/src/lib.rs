@@ -4,11 +4,12 @@
 pub mod constants;
 pub mod ids;
 
-pub use ids::{Float, Fp8, Image, KernelId};
+pub use ids::{Float, Fp8, Half, Image, KernelId};
 
 include!(concat!(env!("OUT_DIR"), "/images.rs"));
 
-/// The fatbin of one image; empty when the crate was built with `TE_FAST_SKIP_CUDA=1`.
+/// The fatbin of one image; empty when the crate was built with `TE_FAST_SKIP_CUDA=1`, or without the one architecture that
+/// the image is for.
 #[must_use]
 pub const fn image_bytes(image: Image) -> &'static [u8] {
     IMAGE_BYTES[image as usize]

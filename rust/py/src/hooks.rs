@@ -35,6 +35,10 @@ pub(crate) struct Hooks {
     pub(crate) dummy_wgrad: Py<PyAny>,
 }
 
+/// Arguments of the autograd function behind the tensors: program, owner, `is_first_microbatch`, joined parts or a version,
+/// and memory of the caller's.
+pub(crate) const OTHERS: usize = 5;
+
 static HOOKS: PyOnceLock<Hooks> = PyOnceLock::new();
 
 /// Tells the native side Python's half; once, at import.

@@ -42,6 +42,8 @@ mod _native {
     #[pymodule_export]
     use crate::direct::gemm::gemm;
     #[pymodule_export]
+    use crate::direct::grouped_gemm::grouped_gemm;
+    #[pymodule_export]
     use crate::direct::norm::norm;
     #[pymodule_export]
     use crate::direct::norm_backward::norm_backward;
@@ -51,6 +53,8 @@ mod _native {
     use crate::direct::permute_cast::{moe_pad, moe_pad_list, moe_padded_splits, moe_permute_cast};
     #[pymodule_export]
     use crate::direct::quantize::{dequantize, quantize};
+    #[pymodule_export]
+    use crate::direct::quantize_groups::quantize_groups;
     #[pymodule_export]
     use crate::graphs::backward::{traced_backward, traced_defer_nothing};
     #[pymodule_export]
@@ -66,9 +70,11 @@ mod _native {
     #[pymodule_export]
     use crate::hooks::install_hooks;
     #[pymodule_export]
-    use crate::layer::call::{layer_call, layer_forward};
+    use crate::layer::call::{grouped_layer_forward, layer_call, layer_forward};
     #[pymodule_export]
     use crate::program::backward::{ProgramSaved, program_backward};
+    #[pymodule_export]
+    use crate::program::buffers::Buffers;
     #[pymodule_export]
     use crate::program::deferred::{program_backward_dw, weight_gradient};
     #[pymodule_export]

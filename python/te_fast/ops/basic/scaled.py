@@ -19,7 +19,7 @@ class ScaledActivation(ExtraTensorOperation, Activation):
     Parameters
     ----------
     activation_recompute_in_mlp : bool, default = False
-        For the grouped MLP, which te_fast does not have yet.
+        Compute the activation again in backward; not supported yet.
     """
 
     num_extra_inputs = 1
@@ -27,10 +27,8 @@ class ScaledActivation(ExtraTensorOperation, Activation):
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
         if activation_recompute_in_mlp:
-            message = (
-                f"{type(self).__name__}: activation_recompute_in_mlp needs the grouped MLP, which "
-                "te_fast does not have yet; leave it at its default"
-            )
+            name = type(self).__name__
+            message = f"{name}: activation_recompute_in_mlp is not supported yet; leave it out"
             raise UnsupportedError(message)
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
@@ -70,7 +68,7 @@ class ScaledGatedActivation(ScaledActivation):
     glu_interleave_size : int, optional
         As in :class:`SwiGLU`.
     activation_recompute_in_mlp : bool, default = False
-        For the grouped MLP, which te_fast does not have yet.
+        Compute the activation again in backward; not supported yet.
     """
 
     def __init__(

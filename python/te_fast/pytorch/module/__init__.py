@@ -1,5 +1,6 @@
 """The layers where Transformer Engine has them."""
 
+from te_fast.layers.grouped_linear import GroupedLinear
 from te_fast.layers.layernorm_linear import LayerNormLinear
 from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.linear import Linear
@@ -10,6 +11,7 @@ from te_fast.pytorch.module import (
     base,
     fp8_padding,
     fp8_unpadding,
+    grouped_linear,
     layernorm,
     layernorm_linear,
     layernorm_mlp,
@@ -20,6 +22,7 @@ from te_fast.pytorch.module import (
 __all__ = [
     "Fp8Padding",
     "Fp8Unpadding",
+    "GroupedLinear",
     "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
@@ -28,6 +31,7 @@ __all__ = [
     "base",
     "fp8_padding",
     "fp8_unpadding",
+    "grouped_linear",
     "layernorm",
     "layernorm_linear",
     "layernorm_mlp",

@@ -1,5 +1,7 @@
 //! Every environment variable that the native side reads, read once.
 
+use std::sync::OnceLock;
+
 /// Settings of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[expect(clippy::struct_excessive_bools, reason = "switches that do not depend on each other")]
@@ -25,6 +27,13 @@ impl Config {
             graphs: flag("TE_FAST_GRAPHS", true),
         }
     }
+}
+
+/// `TE_FAST_EXACT=1`: FP8 products of the host have the bits of Hopper's tensor cores.
+#[must_use]
+pub fn exact() -> bool {
+    static EXACT: OnceLock<bool> = OnceLock::new();
+    *EXACT.get_or_init(|| flag("TE_FAST_EXACT", false))
 }
 
 fn flag(name: &str, default: bool) -> bool {

@@ -1,7 +1,7 @@
 //! Devices' primary contexts, which torch uses too, and the one that a thread works in.
 #![expect(unsafe_code, reason = "calls into the CUDA driver; every block names who guarantees its arguments")]
 
-use cudarc::driver::sys::{CUcontext, CUdevice};
+use cudarc::driver::sys::{CUcontext, CUdevice, CUdevice_attribute};
 
 use crate::base::error::Result;
 use crate::cuda::functions::{check, functions};
@@ -15,6 +15,29 @@ pub(crate) fn device_of(ordinal: u16) -> Result<CUdevice> {
     // SAFETY: writes one device handle; the driver is initialised.
     check("cuDeviceGet", unsafe { (functions()?.cuDeviceGet)(&raw mut device, i32::from(ordinal)) })?;
     Ok(device)
+}
+
+/// A fact of a device.
+///
+/// # Errors
+/// No usable driver, or no such device.
+pub(crate) fn attribute_of(ordinal: u16, attribute: CUdevice_attribute) -> Result<u32> {
+    let device = device_of(ordinal)?;
+    let mut value = 0;
+    // SAFETY: writes one integer for a valid device.
+    check("cuDeviceGetAttribute", unsafe { (functions()?.cuDeviceGetAttribute)(&raw mut value, attribute, device) })?;
+    Ok(value as u32)
+}
+
+/// Its compute capability, major and minor.
+///
+/// # Errors
+/// No usable driver, or no such device.
+pub(crate) fn capability_of(ordinal: u16) -> Result<(u32, u32)> {
+    Ok((
+        attribute_of(ordinal, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+        attribute_of(ordinal, CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+    ))
 }
 
 /// This thread's context; null for none.

@@ -12,7 +12,7 @@ use te_fast_kernels::{Image, KernelId, image_bytes};
 use crate::base::error::{Error, ErrorKind, Result};
 use crate::base::pointer::DevPtr;
 pub use crate::cuda::context::Context;
-use crate::cuda::context::{PrimaryContext, device_of};
+use crate::cuda::context::{PrimaryContext, attribute_of, capability_of};
 use crate::cuda::functions::{Functions, check, driver as initialised, functions};
 use crate::cuda::images;
 use crate::launch::grid::Grid;
@@ -105,20 +105,11 @@ impl CudaDevice {
     /// No usable driver, or no such device. `synchronise` makes every launch wait and report its own errors.
     pub fn open(ordinal: u16, synchronise: bool) -> Result<Self> {
         let calls = functions()?;
-        let device = device_of(ordinal)?;
         let context = PrimaryContext::retain(ordinal)?;
-        let attribute = |attribute| -> Result<u32> {
-            let mut value = 0;
-            // SAFETY: writes one integer for a valid device.
-            check("cuDeviceGetAttribute", unsafe { (calls.cuDeviceGetAttribute)(&raw mut value, attribute, device) })?;
-            Ok(value as u32)
-        };
+        let attribute = |which| attribute_of(ordinal, which);
         let facts = DeviceFacts {
             ordinal,
-            capability: (
-                attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-                attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-            ),
+            capability: capability_of(ordinal)?,
             multiprocessors: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
             l2_bytes: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
             shared_bytes: attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,

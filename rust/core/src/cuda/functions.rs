@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 use cudarc::driver::sys::{
     self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUfunction_attribute, CUgraph,
     CUgraphExec, CUgraphNode, CUhostFn, CUjit_option, CUkernel, CUlaunchConfig, CUlibrary, CUlibraryOption, CUstream,
-    CUstreamCaptureMode, CUuserObject,
+    CUstreamCaptureMode, CUtensorMap, CUuserObject,
 };
 
 use crate::base::error::{Error, ErrorKind, Result};
@@ -101,6 +101,20 @@ functions! {
     cuStreamIsCapturing(CUstream, *mut c_uint),
     cuStreamSynchronize(CUstream),
     cuStreamWaitEvent(CUstream, CUevent, c_uint),
+    cuTensorMapEncodeTiled(
+        *mut CUtensorMap,
+        c_uint,
+        c_uint,
+        *mut c_void,
+        *const u64,
+        *const u64,
+        *const u32,
+        *const u32,
+        c_uint,
+        c_uint,
+        c_uint,
+        c_uint
+    ),
     cuUserObjectCreate(*mut CUuserObject, *mut c_void, CUhostFn, c_uint, c_uint),
     cuUserObjectRelease(CUuserObject, c_uint),
 }

@@ -8,7 +8,7 @@ use cudarc::driver::sys::{CUfunction, CUkernel, CUlibrary};
 use te_fast_kernels::{Image, KernelId, architectures, image_bytes};
 
 use crate::base::error::{Error, ErrorKind, Result};
-use crate::cuda::context::PrimaryContext;
+use crate::cuda::context::{PrimaryContext, capability_of};
 use crate::cuda::functions::{SUCCESS, check, failure, functions};
 
 /// The kernel's image, loaded at first use. A failure is tried again at the next one.
@@ -81,13 +81,14 @@ pub(crate) fn function(id: KernelId) -> Result<CUfunction> {
     Ok(function)
 }
 
-/// Loads every kernel onto a device; how many there are. Needs no dispatcher: a thread may let others run meanwhile.
+/// Loads every kernel onto a device that has it; how many there are. Needs no dispatcher: a thread may let others run meanwhile.
 ///
 /// # Errors
 /// No usable driver, no such device, or a build without images.
 pub fn load_kernels(ordinal: u16) -> Result<usize> {
+    let capability = capability_of(ordinal)?;
     PrimaryContext::retain(ordinal)?.with(|| {
-        KernelId::all().try_fold(0, |count, id| {
+        KernelId::all().filter(|id| !id.image().is_hopper_only() || capability == (9, 0)).try_fold(0, |count, id| {
             function(id)?;
             Ok(count + 1)
         })

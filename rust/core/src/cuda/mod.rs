@@ -8,3 +8,4 @@ pub mod images;
 pub mod lt;
 mod lt_attributes;
 pub mod memory;
+pub mod tensor_map;

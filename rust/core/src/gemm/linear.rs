@@ -55,6 +55,7 @@ impl Problems<'_> {
             epilogue: Epilogue::None,
             accumulate: false,
             fast_accumulation: !recipe.split_accumulator.fprop,
+            exact: false,
             alignment: 256, // torch and te_fast allocate on at least that
         }
     }
@@ -74,6 +75,7 @@ impl Problems<'_> {
             epilogue: Epilogue::None,
             accumulate: false,
             fast_accumulation: !recipe.split_accumulator.dgrad,
+            exact: false,
             alignment: 256, // torch and te_fast allocate on at least that
         }
     }
@@ -95,6 +97,7 @@ impl Problems<'_> {
             epilogue: Epilogue::None,
             accumulate,
             fast_accumulation: !recipe.split_accumulator.wgrad,
+            exact: false,
             alignment,
         }
     }

@@ -161,6 +161,7 @@ mod tests {
             epilogue: Epilogue::None,
             accumulate: false,
             fast_accumulation: false,
+            exact: false,
             alignment: 256,
         }
     }

@@ -3,6 +3,8 @@
 //! Everything is stated for row-major tensors: `D[m, n] = X[m, k] · W[n, k]ᵀ + bias`, where an operand may also be
 //! stored with k outermost.
 
+use te_fast_kernels::Fp8;
+
 use crate::base::dtype::DType;
 use crate::base::error::{Error, Result};
 use crate::pointers;
@@ -36,6 +38,18 @@ pub struct Operand {
     pub ld: usize,
     /// Stored `[k, outer]` instead of `[outer, k]`; FP8 tensor cores on Hopper do not take it.
     pub k_outermost: bool,
+}
+
+impl Operand {
+    /// Its FP8 format.
+    #[must_use]
+    pub const fn as_fp8(&self) -> Option<Fp8> {
+        match self.dtype {
+            DType::E4m3 => Some(Fp8::E4m3),
+            DType::E5m2 => Some(Fp8::E5m2),
+            _ => None,
+        }
+    }
 }
 
 /// What a GEMM does to its result before it is stored.
@@ -99,6 +113,8 @@ pub struct Problem {
     pub accumulate: bool,
     /// Hopper's faster FP8 accumulation, which keeps fewer bits (TE: no split accumulator).
     pub fast_accumulation: bool,
+    /// On the host, FP8 operands: with the bits of Hopper's tensor cores. `TE_FAST_EXACT=1` asks for it everywhere.
+    pub exact: bool,
     /// Bytes that every pointer is a multiple of.
     pub alignment: u16,
 }

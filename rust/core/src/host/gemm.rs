@@ -1,16 +1,20 @@
 //! Matrix product on the host: operands are dequantised to FP32 and multiplied by a well-kept SGEMM.
-//! FP8 products are exact in FP32, so results differ from a GPU's only by the order of the sums.
+//! FP8 products are exact in FP32, and their sums are nearer to the truth than a GPU's. Where a GPU's bits are wanted, FP8
+//! operands go to [`tensor_core`].
 
 use half::{bf16, f16};
 use ndarray::linalg::general_mat_mul;
 use ndarray::{ArrayView2, ArrayViewMut2};
 use rayon::prelude::*;
+use te_fast_kernels::Fp8;
 
+use crate::base::config;
 use crate::base::dtype::DType;
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
 use crate::gemm::problem::{Epilogue, Factor, GemmPointers, Operand, Problem, ScaleMode};
 use crate::host::fp8::{self, E4m3, E5m2, Format};
+use crate::host::tensor_core::{self, Accumulation, Rows};
 
 /// Elements along one side of a scale's block.
 const BLOCK: usize = 128;
@@ -21,10 +25,15 @@ const BLOCK: usize = 128;
 /// An element type that no GEMM takes.
 pub(crate) fn run(problem: &Problem, io: &GemmPointers<DevPtr<'_>>) -> Result<()> {
     let &Problem { m, n, k, ldd, .. } = problem;
-    let x = load(&problem.x, io.x, io.x_scale, m, k)?;
-    let w = load(&problem.w, io.w, io.w_scale, n, k)?;
     let mut product = vec![0.0_f32; m * n];
-    multiply(m, n, k, &x, &w, &mut product);
+    match (problem.x.as_fp8(), problem.w.as_fp8()) {
+        (Some(x), Some(w)) if problem.exact || config::exact() => as_tensor_cores(problem, io, [x, w], &mut product),
+        _ => {
+            let x = load(&problem.x, io.x, io.x_scale, m, k)?;
+            let w = load(&problem.w, io.w, io.w_scale, n, k)?;
+            multiply(m, n, k, &x, &w, &mut product);
+        }
+    }
     if problem.x.scale == ScaleMode::Tensor || problem.alpha != Factor::ONE {
         let scales = if problem.x.scale == ScaleMode::Tensor { scalar(io.x_scale) * scalar(io.w_scale) } else { 1.0 };
         let scale = problem.alpha.value() * scales;
@@ -48,6 +57,23 @@ pub(crate) fn run(problem: &Problem, io: &GemmPointers<DevPtr<'_>>) -> Result<()
         other => return Err(Error::dtype("gemm", "the result", "float32, float16 or bfloat16", other)),
     }
     Ok(())
+}
+
+/// The product with the bits of Hopper's tensor cores, block scales included.
+fn as_tensor_cores(problem: &Problem, io: &GemmPointers<DevPtr<'_>>, [x, w]: [Fp8; 2], product: &mut [f32]) {
+    let &Problem { m, n, k, .. } = problem;
+    let (x_ld, w_ld) = (problem.x.ld, problem.w.ld);
+    let x = Rows { bytes: io.x.slice(span(m, k, x_ld)), ld: x_ld, format: x };
+    let w = Rows { bytes: io.w.slice(span(n, k, w_ld)), ld: w_ld, format: w };
+    let (x_scales, w_scales) =
+        (BlockScales::of(&problem.x, io.x_scale, m, k), BlockScales::of(&problem.w, io.w_scale, n, k));
+    let scale = |row, column, block| x_scales.at(row, block) * w_scales.at(column, block);
+    let accumulation = match problem.x.scale {
+        ScaleMode::Block1d | ScaleMode::Block2d => Accumulation::Scaled(&scale),
+        ScaleMode::None | ScaleMode::Tensor if problem.fast_accumulation => Accumulation::Fast,
+        ScaleMode::None | ScaleMode::Tensor => Accumulation::Split,
+    };
+    tensor_core::multiply(k, &x, &w, n, &accumulation, product);
 }
 
 /// GELU in its tanh approximation, as cuBLAS has it.
@@ -123,27 +149,44 @@ fn load(operand: &Operand, data: DevPtr<'_>, scales: DevPtr<'_>, outer: usize, k
         }
         other => return Err(Error::dtype("gemm", "an operand", "float32, float16, bfloat16 or FP8", other)),
     }
-    apply_block_scales(operand.scale, scales, &mut values, outer, k);
+    apply_block_scales(operand, scales, &mut values, outer, k);
     Ok(values)
 }
 
-fn apply_block_scales(mode: ScaleMode, scales: DevPtr<'_>, values: &mut [f32], outer: usize, k: usize) {
-    let up4 = |count: usize| count.next_multiple_of(4);
-    let blocks = k.div_ceil(BLOCK);
-    let (count, index): (usize, &(dyn Fn(usize, usize) -> usize + Sync)) = match mode {
-        ScaleMode::None | ScaleMode::Tensor => return,
-        ScaleMode::Block1d => (blocks * up4(outer), &|row, block| block * up4(outer) + row),
-        ScaleMode::Block2d => (outer.div_ceil(BLOCK) * up4(blocks), &|row, block| row / BLOCK * up4(blocks) + block),
-    };
-    let scales = scales.slice::<f32>(count);
+fn apply_block_scales(operand: &Operand, scales: DevPtr<'_>, values: &mut [f32], outer: usize, k: usize) {
+    if matches!(operand.scale, ScaleMode::None | ScaleMode::Tensor) {
+        return;
+    }
+    let scales = BlockScales::of(operand, scales, outer, k);
     values.par_chunks_mut(k).enumerate().for_each(|(row, values)| {
         for (block, values) in values.chunks_mut(BLOCK).enumerate() {
-            let scale = scales[index(row, block)];
+            let scale = scales.at(row, block);
             for value in values {
                 *value *= scale;
             }
         }
     });
+}
+
+/// Block scales of an operand; none where it has another kind.
+struct BlockScales<'a> {
+    scales: &'a [f32],
+    square: bool,
+    pitch: usize,
+}
+
+impl<'a> BlockScales<'a> {
+    fn of(operand: &Operand, scales: DevPtr<'a>, outer: usize, k: usize) -> Self {
+        let (blocks, square) = (k.div_ceil(BLOCK), operand.scale == ScaleMode::Block2d);
+        let (lines, length) = if square { (outer.div_ceil(BLOCK), blocks) } else { (blocks, outer) };
+        let pitch = length.next_multiple_of(4);
+        let blocked = square || operand.scale == ScaleMode::Block1d;
+        Self { scales: scales.slice(if blocked { lines * pitch } else { 0 }), square, pitch }
+    }
+
+    fn at(&self, row: usize, block: usize) -> f32 {
+        self.scales[if self.square { row / BLOCK * self.pitch + block } else { block * self.pitch + row }]
+    }
 }
 
 fn load_row(dtype: DType, data: DevPtr<'_>, n: usize) -> Result<Vec<f32>> {

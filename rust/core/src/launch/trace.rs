@@ -8,6 +8,7 @@ use te_fast_kernels::KernelId;
 
 use crate::gemm::problem::Problem;
 use crate::launch::grid::Grid;
+use crate::ops::grouped_gemm::GroupedGemmSpec;
 
 /// Counts since the process started or since [`Trace::reset`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -70,7 +71,7 @@ pub enum Recording {
 /// One noted launch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
-    /// Symbol of the kernel, or `gemm`.
+    /// Symbol of the kernel, `gemm` or `grouped_gemm`.
     pub name: &'static str,
     /// Geometry; zero for a GEMM.
     pub grid: Grid,
@@ -78,6 +79,16 @@ pub struct Launch {
     pub params: Vec<u8>,
     /// The problem of a GEMM.
     pub problem: Option<Problem>,
+    /// The problem of a grouped GEMM.
+    pub grouped: Option<GroupedGemmSpec>,
+}
+
+impl Launch {
+    /// A product, of which the geometry is the library's or the plan's own.
+    fn of_a_product(name: &'static str) -> Self {
+        let nowhere = Grid { blocks: [0; 3], threads: 0, shared_bytes: 0, cluster: 1 };
+        Self { name, grid: nowhere, params: Vec::new(), problem: None, grouped: None }
+    }
 }
 
 /// Counters and recorder of a dispatcher.
@@ -120,7 +131,7 @@ impl Trace {
     pub(crate) fn on_launch(&mut self, id: KernelId, grid: Grid, params: &[u8]) -> bool {
         self.counters.launches += 1;
         self.recording == Recording::Off
-            || self.note(|| Launch { name: id.symbol(), grid, params: params.to_vec(), problem: None })
+            || self.note(|| Launch { name: id.symbol(), grid, params: params.to_vec(), problem: None, grouped: None })
     }
 
     /// Counts a matrix product; false when it must not be launched.
@@ -130,8 +141,17 @@ impl Trace {
         if self.recording == Recording::Off {
             return true;
         }
-        let nowhere = Grid { blocks: [0; 3], threads: 0, shared_bytes: 0, cluster: 1 };
-        self.note(|| Launch { name: "gemm", grid: nowhere, params: Vec::new(), problem: Some(*problem) })
+        self.note(|| Launch { problem: Some(*problem), ..Launch::of_a_product("gemm") })
+    }
+
+    /// Counts the matrix product of a group of experts; false when it must not be launched.
+    #[inline]
+    pub(crate) fn on_grouped_gemm(&mut self, spec: &GroupedGemmSpec) -> bool {
+        self.counters.gemms += 1;
+        if self.recording == Recording::Off {
+            return true;
+        }
+        self.note(|| Launch { grouped: Some(*spec), ..Launch::of_a_product("grouped_gemm") })
     }
 
     #[cold]

@@ -7,6 +7,7 @@ use crate::ops::cast::{CastPointers, CastSpec};
 use crate::ops::dequantize::DequantizePointers;
 use crate::ops::norm_backward::{NormBackwardPointers, NormBackwardSpec};
 use crate::ops::norm_spec::NormKind;
+use crate::ops::sum_groups::{SumGroupsPointers, SumGroupsSpec};
 use crate::program::backward_compiler::{Backward, Compiler};
 use crate::program::buffer::At;
 use crate::program::chain::{Link, Op};
@@ -67,7 +68,7 @@ impl Compiler<'_> {
         match link.op {
             Op::Identity => {}
             Op::Linear { .. } => self.linear(index, link, grad)?,
-            Op::Bias { size } => self.bias(index, link, size, grad),
+            Op::Bias { size, groups } => self.bias(index, link, (size, groups), grad),
             Op::Norm { .. } => self.norm(index, link, grad),
             Op::Activation { .. } => self.activation(index, link, grad),
             Op::AddExtraInput { .. } => {
@@ -77,7 +78,8 @@ impl Compiler<'_> {
             }
             Op::MakeExtraOutput { in_place } => self.branch(index, link, in_place, grad),
             // After a linear op, it is a factor of that op's GEMMs.
-            Op::ConstantScale { .. } if matches!(self.op_before(index), Some((_, Op::Linear { .. }))) => {}
+            Op::ConstantScale { .. } if matches!(self.op_before(index), Some((_, Op::Linear { groups: None, .. }))) => {
+            }
             Op::ConstantScale { scale } => self.affine(index, grad, scale, At::NONE, None, "scale"),
         }
         Ok(())
@@ -102,15 +104,16 @@ impl Compiler<'_> {
         self.affine(index, grad, 1.0, other, in_place.then_some(other), "add");
     }
 
-    fn bias(&mut self, index: usize, link: &Link, cols: usize, grad: &Value) {
+    fn bias(&mut self, index: usize, link: &Link, (cols, groups): (usize, Option<usize>), grad: &Value) {
         let out = self.param_grad(link.param);
         if !out.is_some() {
             return;
         }
+        let input = self.facts.key.activation;
         let high = match (&grad.quantized, self.facts.key.outer.grad_output) {
             (None, _) => grad.high,
             (Some(layouts), Some(given)) if layouts.row.data.port == Port::GradOutput => {
-                let spec = given.dequantize(cols, self.facts.key.activation);
+                let spec = given.dequantize(cols, input);
                 let (q, scale_inv) = (layouts.row.data, layouts.row.scale);
                 let at = DequantizePointers { q, out: self.scratch(), scale_inv };
                 self.step(Work::Dequantize { spec, at }, index, "dequantise the gradient");
@@ -118,6 +121,13 @@ impl Compiler<'_> {
             }
             (Some(_), _) => return, // an activation's backward has summed it already
         };
+        if let Some(groups) = groups {
+            let spec = SumGroupsSpec { groups, rows: 0, cols, input, row_scale: None };
+            let splits = self.facts.splits_of(index);
+            let at = SumGroupsPointers { x: high, sums: out, row_scale: At::NONE, splits };
+            self.step(Work::SumGroups { spec, at }, index, "gradients of the biases");
+            return;
+        }
         // The linear op's plans know of a bias right behind it, not of one behind an identity.
         let by_cast = grad.quantized.is_none() && index > 0;
         if by_cast && matches!(self.facts.chain.links()[index - 1].op, Op::Linear { .. }) {
@@ -128,7 +138,7 @@ impl Compiler<'_> {
             }
         }
         let processors = self.facts.limits.multiprocessors;
-        let spec = CastSpec::column_sums(0, cols, self.facts.key.activation, processors);
+        let spec = CastSpec::column_sums(0, cols, input, processors);
         let at = CastPointers {
             x: high,
             dbias: out,
@@ -194,7 +204,7 @@ impl Compiler<'_> {
             (before, op) = self.op_before(before)?;
         }
         let linear = links[before].linear;
-        let quantizes = matches!(op, Op::Linear { .. }) && self.facts.linears[linear].dy().is_some();
+        let quantizes = matches!(op, Op::Linear { groups: None, .. }) && self.facts.linears[linear].dy().is_some();
         quantizes.then_some((linear, bias))
     }
 
@@ -236,7 +246,7 @@ impl Compiler<'_> {
             rowwise: to.row.is_some(),
             columnwise: to.col.is_some(),
             dbias: dbias.is_some(),
-            row_scale: row_scale.is_some().then(|| self.facts.key.extras[link.extra_input].0),
+            row_scale: if row_scale.is_some() { self.facts.key.extras[link.extra_input].0.as_float() } else { None },
             row_scale_grad: scale_grad,
             processors: self.facts.limits.multiprocessors,
         };

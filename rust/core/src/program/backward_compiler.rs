@@ -137,7 +137,7 @@ impl<'a> Compiler<'a> {
         let behind = (index + 1..links.len()).find(|&at| !matches!(links[at].op, Op::Identity))?;
         match links[behind].op {
             Op::Norm { .. } => Some(behind),
-            Op::Linear { .. } => in_place.then_some(behind),
+            Op::Linear { groups: None, .. } => in_place.then_some(behind),
             _ => None,
         }
     }

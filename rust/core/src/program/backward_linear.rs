@@ -18,6 +18,7 @@ use crate::program::forward_handover::PROBE_ROWS;
 use crate::program::linear_op::{BackwardOperands, LinearOp, Product};
 use crate::program::port::{Beside, LinearPort, Outer, Port};
 use crate::program::work::{FlowName, Work, quantised};
+use crate::quant::quantizer::QuantPointers;
 
 impl<'a> Compiler<'a> {
     pub(super) fn linear(&mut self, index: usize, link: &Link, grad: &mut Value) -> Result<()> {
@@ -41,7 +42,8 @@ impl<'a> Compiler<'a> {
     }
 
     fn input_grad(&mut self, index: usize, link: &Link, dy: LayoutAt, grad: &mut Value) -> Result<()> {
-        let accumulate = self.branch_before(index);
+        // The products of experts add to nothing.
+        let accumulate = self.branch_before(index).filter(|_| self.facts.linears[link.linear].groups.is_none());
         let w = self.weight_operand(index, link);
         let stored = if accumulate.is_none() { self.store_grad_input(index, link.linear)? } else { None };
         let d = match (accumulate, stored) {
@@ -68,7 +70,8 @@ impl<'a> Compiler<'a> {
             (None, None) => "dgrad gemm",
         };
         let product = Product::InputGrad { accumulate: accumulate.is_some(), into: stored };
-        self.step(Work::Gemm { linear: link.linear, product, at }, index, text);
+        let splits = self.facts.splits_of(index);
+        self.step(Work::Gemm { linear: link.linear, product, at, splits }, index, text);
         if stored.is_some() {
             self.grad_input_scale(index, link.linear, true);
         }
@@ -128,7 +131,8 @@ impl<'a> Compiler<'a> {
             workspace: At::of(Port::Workspace),
             ..GemmPointers::default()
         };
-        let work = Work::Gemm { linear: link.linear, product: Product::WeightGrad, at };
+        let splits = self.facts.splits_of(index);
+        let work = Work::Gemm { linear: link.linear, product: Product::WeightGrad, at, splits };
         self.step_of(flow, Rows::Input, work, index, "wgrad gemm");
     }
 
@@ -147,7 +151,8 @@ impl<'a> Compiler<'a> {
         let col = LayoutAt { data: buffer(), scale: buffer() };
         let scratch = buffer();
         let Fused { slot, .. } = Fused::of_input(linear, Layouts::default());
-        let at = quantised(x, &Layouts { col, ..Layouts::default() }, slot, scratch);
+        let splits = self.facts.splits_of(index);
+        let at = QuantPointers { splits, ..quantised(x, &Layouts { col, ..Layouts::default() }, slot, scratch) };
         let work = Work::Quantize { cast: *cast, unpacks: None, at };
         self.step_of(flow, Rows::Input, work, index, "transposed cast of the kept input");
         col
@@ -172,7 +177,7 @@ impl<'a> Compiler<'a> {
             BackwardOperands::High if converted.is_some() => LayoutAt::high(converted),
             BackwardOperands::High if op.weight == op.activation => LayoutAt::high(param),
             BackwardOperands::High => {
-                let (rows, cols, input, output) = (Rows::Fixed(op.outputs), op.inputs, op.weight, op.activation);
+                let (rows, cols, input, output) = (Rows::Fixed(op.weight_rows()), op.inputs, op.weight, op.activation);
                 let spec = AffineSpec { rows: 0, cols, input, output, row: input, alpha: 1.0 };
                 let at = AffinePointers { x: param, y: self.scratch(), ..AffinePointers::default() };
                 self.step_of(FlowName::Backward, rows, Work::Affine { spec, at }, index, "convert weight");
@@ -206,6 +211,7 @@ impl<'a> Compiler<'a> {
         let Fused { layouts, slot } = Fused::of_grad(linear, self.grad_layouts(linear));
         let mut at = quantised(grad.high, &layouts, slot, self.scratch());
         at.dbias = std::mem::take(&mut self.bias_grad);
+        at.splits = self.facts.splits_of(index);
         let packed = kept.and_then(|x| op.packed_input().map(|cast| (x, *cast)));
         let unpacks = packed.map(|(x, cast)| {
             at.packed = x.scale;

@@ -1,10 +1,8 @@
 //! What a call brings: addresses by port, and plans of weight gradients that go elsewhere than into tensors of their own.
 
-use std::sync::Arc;
-
 use crate::base::pointer::{AddressTable, Addresses, DevPtr};
-use crate::gemm::plan::GemmPlan;
 use crate::program::port::{Cell, LinearPort, Port, PortNumbers};
+use crate::program::weight_grad::WeightGradPlan;
 use crate::quant::value::{LinearSlots, Quantized, WeightBuffer};
 use crate::runtime::lane::Workspace;
 
@@ -12,7 +10,7 @@ use crate::runtime::lane::Workspace;
 #[derive(Debug, Default)]
 pub struct CallTable {
     addresses: AddressTable,
-    weight_grads: Vec<Option<Arc<GemmPlan>>>,
+    weight_grads: Vec<Option<WeightGradPlan>>,
     /// Type of each of these results and whether it is added to, as numbers.
     variants: Vec<u32>,
 }
@@ -37,7 +35,7 @@ impl CallTable {
 pub struct Bindings<'t, 'a> {
     ports: &'t PortNumbers,
     addresses: Addresses<'t, 'a>,
-    weight_grads: &'t mut [Option<Arc<GemmPlan>>],
+    weight_grads: &'t mut [Option<WeightGradPlan>],
     variants: &'t mut [u32],
 }
 
@@ -97,9 +95,9 @@ impl<'a> Bindings<'_, 'a> {
 
     /// A linear op's weight gradient goes through this plan, from
     /// [`Program::weight_grad_plan`](crate::program::Program::weight_grad_plan).
-    pub fn set_weight_grad(&mut self, linear: usize, plan: Arc<GemmPlan>) {
-        let problem = plan.problem();
-        self.variants[linear] = 1 + 2 * problem.d as u32 + u32::from(problem.accumulate);
+    pub fn set_weight_grad(&mut self, linear: usize, plan: WeightGradPlan) {
+        let (dtype, accumulate) = plan.kind();
+        self.variants[linear] = 1 + 2 * dtype as u32 + u32::from(accumulate);
         self.weight_grads[linear] = Some(plan);
     }
 
@@ -126,8 +124,8 @@ impl<'a> Bindings<'_, 'a> {
         self.addresses.get(cell.number as usize).offset(cell.offset as usize)
     }
 
-    pub(crate) fn weight_grad(&self, linear: usize) -> Option<&GemmPlan> {
-        self.weight_grads.get(linear)?.as_deref()
+    pub(crate) fn weight_grad(&self, linear: usize) -> Option<&WeightGradPlan> {
+        self.weight_grads.get(linear)?.as_ref()
     }
 
     /// Everything that the launches of a call depend on beyond its program and stream: the addresses, and the kinds of

@@ -2,7 +2,7 @@
 
 use crate::base::error::Result;
 use crate::program::edge::{Edge, Kind, QuantizedKind, Rows};
-use crate::quant::quantizer::{QuantPlan, QuantSpec};
+use crate::quant::quantizer::{QuantGroups, QuantPlan, QuantSpec};
 use crate::recipe::definition::{Block, Scaling};
 use crate::recipe::usage::Usage;
 
@@ -26,8 +26,16 @@ impl Cast {
     /// The same for a column layout that is kept: a quarter of the bytes for its scales, where they are powers of two.
     pub(crate) fn with_byte_scales(self) -> Self {
         let QuantSpec { scaling, quantization, usage, .. } = self.spec;
-        let packs = scaling == Scaling::Block && quantization.block == Block::Row && quantization.power_2_scale;
+        let packs = self.spec.groups.is_none()
+            && scaling == Scaling::Block
+            && quantization.block == Block::Row
+            && quantization.power_2_scale;
         Self { byte_scales: packs && usage.columnwise, ..self }
+    }
+
+    /// The same of rows that belong to groups.
+    pub(crate) fn of_groups(self, groups: Option<QuantGroups>) -> Self {
+        Self { spec: QuantSpec { groups, ..self.spec }, ..self }
     }
 
     /// The value that it makes.

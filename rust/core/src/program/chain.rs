@@ -11,20 +11,34 @@ use crate::recipe::usage::Usage;
 
 pub(crate) const OP: &str = "ops";
 
+/// The experts of a linear op: a weight each, in one stack, and rows that follow each other as an extra input counts them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Groups {
+    /// How many.
+    pub count: usize,
+    /// Slots of delayed scaling from one expert to the next, forward and backward.
+    pub slots: [usize; 2],
+}
+
 /// One op of a chain.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Op {
-    /// `x · Wᵀ`; one parameter `[outputs, inputs]`.
+    /// `x · Wᵀ`; one parameter `[outputs, inputs]`. Of experts: a stack of them, and an extra input that counts the rows of
+    /// each on the device.
     Linear {
         /// Columns of the input.
         inputs: usize,
         /// Columns of the output.
         outputs: usize,
+        /// The experts; none for a weight that all rows share.
+        groups: Option<Groups>,
     },
-    /// `x + b`; one parameter `[size]`.
+    /// `x + b`; one parameter `[size]`. Of experts, right behind their linear op: one bias each, in one stack.
     Bias {
         /// Columns.
         size: usize,
+        /// How many experts; none for a bias that all rows share.
+        groups: Option<usize>,
     },
     /// Normalisation of each row; one parameter `[cols]`, two with a bias.
     Norm {
@@ -97,7 +111,10 @@ impl Op {
     /// Extra inputs of the op.
     #[must_use]
     pub const fn extra_inputs(&self) -> usize {
-        matches!(self, Self::AddExtraInput { .. } | Self::Activation { scaled: true, .. }) as usize
+        matches!(
+            self,
+            Self::AddExtraInput { .. } | Self::Activation { scaled: true, .. } | Self::Linear { groups: Some(_), .. }
+        ) as usize
     }
 
     /// Extra outputs of the op.
@@ -186,12 +203,23 @@ impl Chain {
         &self.written_extra_inputs
     }
 
+    /// The bias that the product of the linear op at `index` adds: it is right behind, and of experts where the op is.
+    #[must_use]
+    pub fn bias_behind(&self, index: usize) -> Option<usize> {
+        let (Op::Linear { groups, .. }, Op::Bias { groups: biases, .. }) =
+            (self.links.get(index)?.op, self.links.get(index + 1)?.op)
+        else {
+            return None;
+        };
+        (groups.map(|groups| groups.count) == biases).then_some(index + 1)
+    }
+
     /// Columns that the first op takes, if it takes a certain number.
     #[must_use]
     pub fn input_cols(&self) -> Option<usize> {
         match self.links.first()?.op {
             Op::Linear { inputs, .. } => Some(inputs),
-            Op::Bias { size } => Some(size),
+            Op::Bias { size, .. } => Some(size),
             Op::Norm { cols, .. } => Some(cols),
             _ => None,
         }
@@ -224,8 +252,10 @@ impl Chain {
         let owners = self.links.iter().flat_map(|link| std::iter::repeat_n(link, link.op.params()));
         for (link, shape) in owners.zip(shapes) {
             let fits = match link.op {
-                Op::Linear { inputs, outputs } => shape == [outputs as i64, inputs as i64],
-                Op::Bias { size } => shape == [size as i64],
+                Op::Linear { inputs, outputs, groups } => {
+                    fits_stack(shape, groups.map(|groups| groups.count), &[outputs, inputs])
+                }
+                Op::Bias { size, groups } => fits_stack(shape, groups, &[size]),
                 Op::Norm { cols, .. } => shape.iter().product::<i64>() == cols as i64,
                 _ => true,
             };
@@ -268,13 +298,29 @@ impl Link {
                 }
                 count == (rows * cols) as i64 && shape.last().is_none_or(|&last| last == cols as i64)
             }
-            _ => count == rows as i64,
+            Op::Linear { groups: Some(groups), .. } => {
+                if got != DType::I64 {
+                    let expected = format!("{}, as op {} counts the rows of its experts", DType::I64, self.label);
+                    return Err(Error::dtype(OP, "m_splits", expected, got));
+                }
+                count == groups.count as i64 && shape.last() == Some(&count)
+            }
+            _ => {
+                if got.as_float().is_none() {
+                    let expected = format!("float32, float16 or bfloat16, as op {} takes it", self.label);
+                    return Err(Error::dtype(OP, "an extra input", expected, got));
+                }
+                count == rows as i64
+            }
         };
         if fits {
             return Ok(());
         }
         let expected = match self.op {
             Op::AddExtraInput { .. } => format!("{rows} rows of {cols}, as the input of op {}", self.label),
+            Op::Linear { groups: Some(groups), .. } => {
+                format!("{} counts, the rows of each expert of op {}", groups.count, self.label)
+            }
             _ => format!("one value for each of the {rows} rows of op {}", self.label),
         };
         Err(Error::shape(OP, "an extra input", expected, format!("a tensor of shape {shape:?}")))
@@ -286,9 +332,9 @@ impl Link {
             Err(Error::shape(OP, "the last dimension of the input", expected, cols))
         };
         match self.op {
-            Op::Linear { inputs, outputs } if inputs == cols => Ok(outputs),
+            Op::Linear { inputs, outputs, .. } if inputs == cols => Ok(outputs),
             Op::Linear { inputs, .. } => wrong(inputs),
-            Op::Bias { size } if size != cols => wrong(size),
+            Op::Bias { size, .. } if size != cols => wrong(size),
             Op::Norm { cols: expected, .. } if expected != cols => wrong(expected),
             Op::Activation { function, interleave, .. } if function.is_gated() => {
                 let granule = if interleave == 0 { 2 } else { 2 * interleave };
@@ -322,7 +368,7 @@ pub struct ProgramKey {
     /// Type of each parameter, and whether its gradient is wanted.
     pub params: Vec<(Float, bool)>,
     /// Type of each extra input, and whether its gradient is wanted.
-    pub extras: Vec<(Float, bool)>,
+    pub extras: Vec<(DType, bool)>,
     /// How each linear op is called.
     pub linears: Vec<LinearCall>,
     /// What comes and goes in FP8.
@@ -355,6 +401,19 @@ impl ProgramKey {
     /// Whether anything wants a gradient.
     #[must_use]
     pub fn any_grad(&self) -> bool {
-        self.input_grad || self.params.iter().chain(&self.extras).any(|&(_, grad)| grad)
+        self.input_grad || self.params.iter().any(|&(_, grad)| grad) || self.extras.iter().any(|&(_, grad)| grad)
+    }
+}
+
+/// Whether a parameter is of this shape; of experts, a stack of such, whose first two dimensions may be one.
+fn fits_stack(shape: &[i64], groups: Option<usize>, one: &[usize]) -> bool {
+    let is = |shape: &[i64], first: usize, rest: &[usize]| {
+        shape.len() == rest.len() + 1
+            && shape[0] == first as i64
+            && shape[1..].iter().zip(rest).all(|(&size, &wanted)| size == wanted as i64)
+    };
+    match groups {
+        None => is(shape, one[0], &one[1..]),
+        Some(count) => is(shape, count * one[0], &one[1..]) || is(shape, count, one),
     }
 }

@@ -1,12 +1,11 @@
 //! A chain compiled for one key.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 
 use te_fast_kernels::Float;
 
 use crate::base::dtype::DType;
 use crate::base::error::{Error, ErrorKind, Result};
-use crate::gemm::plan::GemmPlan;
 use crate::program::bindings::{Bindings, CallTable};
 use crate::program::chain::{Chain, OP, Op, ProgramKey};
 use crate::program::compile::{Compiled, grad_dtype};
@@ -14,6 +13,7 @@ use crate::program::edge::QuantizedKind;
 use crate::program::facts::Facts;
 use crate::program::port::Port;
 use crate::program::sized::SizedProgram;
+use crate::program::weight_grad::WeightGradPlan;
 use crate::program::work::FlowName;
 use crate::quant::value::WeightLayout;
 use crate::recipe::definition::Recipe;
@@ -63,8 +63,9 @@ impl Program {
     /// Ops that do not fit each other or the key (naming the op), or what the device or cuBLAS lacks.
     pub fn new(dispatcher: &mut Dispatcher, chain: &Chain, key: ProgramKey, recipe: Option<&Recipe>) -> Result<Self> {
         for link in chain.links() {
-            if let Op::Linear { inputs, outputs } = link.op {
-                check_elements("the weight", outputs, inputs).map_err(|error| error.within(&link.label))?;
+            if let Op::Linear { inputs, outputs, groups } = link.op {
+                let rows = outputs.saturating_mul(groups.map_or(1, |groups| groups.count));
+                check_elements("the weight", rows, inputs).map_err(|error| error.within(&link.label))?;
             }
         }
         let facts = Facts::new(dispatcher, chain, key, recipe)?;
@@ -239,7 +240,7 @@ impl Program {
         linear: usize,
         (d, accumulate): (DType, bool),
         address: usize,
-    ) -> Result<Arc<GemmPlan>> {
+    ) -> Result<WeightGradPlan> {
         let alignment = 1_usize << address.trailing_zeros().min(8);
         self.facts.linears[linear].wgrad(dispatcher, rows, (d, accumulate), alignment as u16)
     }

@@ -5,6 +5,7 @@ use te_fast_kernels::constants::tile::TRANSPOSED_ALIGN;
 
 use crate::base::dtype::DType;
 use crate::base::error::{Error, Result};
+use crate::program::buffer::At;
 use crate::program::cast::Cast;
 use crate::program::chain::{Chain, Link, Op, ProgramKey};
 use crate::program::edge::{Edge, Kind, QuantizedKind, Rows};
@@ -51,7 +52,7 @@ impl Facts {
             })
             .collect::<Result<_>>()?;
         if let (Some(given), Some(link)) = (&key.outer.input, chain.links().iter().find(|link| link.op != Op::Identity))
-            && let (Op::Linear { .. }, Some(linear)) = (link.op, linears.get_mut(link.linear))
+            && let (Op::Linear { groups: None, .. }, Some(linear)) = (link.op, linears.get_mut(link.linear))
         {
             linear.take(*given).map_err(|error| error.within(&link.label))?;
         }
@@ -76,9 +77,10 @@ impl Facts {
     /// Elements and type of a tensor of the call's, of those that backward reads, for `rows` rows.
     pub(crate) fn extent_of(&self, port: Port, rows: usize) -> (usize, DType) {
         let key = &self.key;
+        let activation = key.activation.into();
         let ops = || self.chain.links().iter().zip(&self.edges);
         match port {
-            Port::Input => (rows * key.cols, if key.outer.input.is_some() { DType::U8 } else { key.activation.into() }),
+            Port::Input => (rows * key.cols, if key.outer.input.is_some() { DType::U8 } else { activation }),
             Port::Beside(Outer::Input, part) => {
                 let (of_rows, of_cols) =
                     key.outer.input.map_or((0, 0), |kind| (kind.scales(rows, key.cols), kind.scales(key.cols, rows)));
@@ -90,27 +92,43 @@ impl Facts {
             }
             Port::Extra(index) => {
                 let takes = |link: &Link| link.op.extra_inputs() != 0 && link.extra_input == usize::from(index);
-                let cols = ops().find(|(link, _)| takes(link)).map_or(0, |(link, edge)| match link.op {
-                    Op::AddExtraInput { .. } => edge.cols,
-                    _ => 1,
+                let elements = ops().find(|(link, _)| takes(link)).map_or(0, |(link, edge)| match link.op {
+                    Op::AddExtraInput { .. } => rows * edge.cols,
+                    Op::Linear { groups: Some(groups), .. } => groups.count,
+                    _ => rows,
                 });
-                (rows * cols, key.extras[usize::from(index)].0.into())
+                (elements, key.extras[usize::from(index)].0)
             }
             Port::ExtraOutput(index) => {
                 let makes = |link: &Link| link.op.extra_outputs() != 0 && link.extra_output == usize::from(index);
-                (rows * ops().find(|(link, _)| makes(link)).map_or(0, |(_, edge)| edge.cols), key.activation.into())
+                (rows * ops().find(|(link, _)| makes(link)).map_or(0, |(_, edge)| edge.cols), activation)
             }
             Port::Param(index) => {
                 let owns = |link: &&Link| (link.param..link.param + link.op.params()).contains(&usize::from(index));
                 let elements = self.chain.links().iter().find(owns).map_or(0, |link| match link.op {
-                    Op::Linear { inputs, outputs } => inputs * outputs,
-                    Op::Bias { size } => size,
+                    Op::Linear { inputs, outputs, groups } => {
+                        inputs * outputs * groups.map_or(1, |groups| groups.count)
+                    }
+                    Op::Bias { size, groups } => size * groups.unwrap_or(1),
                     Op::Norm { cols, .. } => cols,
                     _ => 0,
                 });
                 (elements, key.params[usize::from(index)].0.into())
             }
-            _ => (0, key.activation.into()),
+            _ => (0, activation),
+        }
+    }
+
+    /// Where the counts of the rows of experts are that the op at `index` takes: a linear op, or the bias behind one.
+    pub(crate) fn splits_of(&self, index: usize) -> At {
+        let counts = |link: &Link| match link.op {
+            Op::Linear { groups: Some(_), .. } => At::of(Port::Extra(link.extra_input as u16)),
+            _ => At::NONE,
+        };
+        let links = self.chain.links();
+        match links[index].op {
+            Op::Bias { groups: Some(_), .. } if index != 0 => counts(&links[index - 1]),
+            _ => counts(&links[index]),
         }
     }
 
@@ -145,7 +163,8 @@ impl Facts {
     fn outer_cast(&self, recipe: &Recipe, to: (Quantization, Fp8), cols: usize, usage: Usage) -> Cast {
         let ((quantization, output), scaling, input) = (to, recipe.scaling, self.key.activation);
         let (dbias, processors) = (false, self.limits.multiprocessors);
-        let spec = QuantSpec { scaling, quantization, rows: 0, cols, input, output, usage, dbias, processors };
+        let (rows, groups) = (0, None);
+        let spec = QuantSpec { scaling, quantization, rows, cols, input, output, usage, dbias, groups, processors };
         Cast::new(Rows::Input, spec)
     }
 
@@ -160,7 +179,7 @@ impl Facts {
             // The linear op's plans know of a bias right behind it.
             (index, link) = (index.checked_sub(1)?, links.get(index.checked_sub(1)?)?);
         }
-        let Op::Linear { .. } = link.op else { return None };
+        let Op::Linear { groups: None, .. } = link.op else { return None };
         let op = &self.linears[link.linear];
         let dy = op.dy()?;
         // Blocks of 1x128 have a column layout of the original values only, and what waits is kept in memory of its own.
@@ -186,7 +205,7 @@ fn grads_before(chain: &Chain, key: &ProgramKey) -> Vec<bool> {
     for link in chain.links() {
         let params = link.param..link.param + link.op.params();
         let extras = link.extra_input..link.extra_input + link.op.extra_inputs();
-        wanted |= key.params[params].iter().chain(&key.extras[extras]).any(|&(_, grad)| grad);
+        wanted |= key.params[params].iter().any(|&(_, grad)| grad) || key.extras[extras].iter().any(|&(_, grad)| grad);
         list.push(wanted);
     }
     list

@@ -247,7 +247,7 @@ impl Compiler<'_> {
             fp8: fp8.and(self.facts.recipe.as_ref()).map(|recipe| recipe.fwd),
             rowwise: to.row.is_some(),
             columnwise: to.col.is_some(),
-            row_scale: scaled.then(|| self.facts.key.extras[link.extra_input].0),
+            row_scale: if scaled { self.facts.key.extras[link.extra_input].0.as_float() } else { None },
         };
         let at = ActivationPointers {
             x: value.high,
@@ -281,6 +281,7 @@ impl Compiler<'_> {
             output: Fp8::E4m3,
             usage: Usage { rowwise: true, columnwise: false },
             dbias: false,
+            groups: None,
             processors: self.facts.limits.multiprocessors,
         };
         let cast = Cast::new(edge.rows, spec);

@@ -206,7 +206,7 @@ impl<'a> Compiler<'a> {
         let (consumer, handed_out) = self.consumer(index);
         let link = self.link(consumer)?;
         let delayed = self.facts.recipe.as_ref().is_some_and(Recipe::is_delayed);
-        (matches!(link.op, Op::Linear { .. }) && delayed).then_some((link.linear, handed_out))
+        (matches!(link.op, Op::Linear { groups: None, .. }) && delayed).then_some((link.linear, handed_out))
     }
 
     /// Says why a value is quantised by a launch of its own.
@@ -216,6 +216,9 @@ impl<'a> Compiler<'a> {
         let scaling = match self.facts.recipe.as_ref().map(|recipe| recipe.scaling) {
             Some(Scaling::Current) => "current scaling needs the maximum of the whole tensor before it can quantise",
             Some(Scaling::Block) => "block scaling quantises in blocks that span rows",
+            Some(Scaling::Delayed) if matches!(link.op, Op::Linear { groups: Some(_), .. }) => {
+                "each expert has a scale of its own"
+            }
             _ => return,
         };
         let note = format!("{what} {} does not quantise for {}: {scaling}", self.facts.label(index), link.label);

@@ -64,7 +64,8 @@ impl Compiler<'_> {
             workspace: At::of(Port::Workspace),
         };
         let product = Product::Forward { tail, into };
-        self.step(Work::Gemm { linear, product, at }, (index, next - 1), text);
+        let splits = self.facts.splits_of(index);
+        self.step(Work::Gemm { linear, product, at, splits }, (index, next - 1), text);
         if stored.is_some() {
             self.output_scale(index, linear, true);
         }
@@ -78,8 +79,11 @@ impl Compiler<'_> {
     fn tail(&mut self, index: usize) -> (Tail, Option<At>, usize, Text) {
         let mut tail = Tail { bias: false, alpha: 1.0, epilogue: Epilogue::None, accumulate: false };
         let mut next = index + 1;
-        tail.bias = matches!(self.op_at(next), Some(Op::Bias { .. }));
+        tail.bias = self.facts.chain.bias_behind(index).is_some();
         next += usize::from(tail.bias);
+        if matches!(self.op_at(index), Some(Op::Linear { groups: Some(_), .. })) {
+            return (tail, None, next, Text::of(if tail.bias { "grouped gemm + bias" } else { "grouped gemm" }));
+        }
         let extra = |at: Option<&Link>| match at {
             Some(link) if matches!(link.op, Op::AddExtraInput { in_place: true }) => {
                 Some(At::of(Port::Extra(link.extra_input as u16)))
@@ -140,7 +144,8 @@ impl Compiler<'_> {
             layouts
         } else {
             let Fused { layouts, slot } = self.fused(linear);
-            let at = quantised(value.high, &layouts, slot, self.scratch());
+            let splits = self.facts.splits_of(index);
+            let at = QuantPointers { splits, ..quantised(value.high, &layouts, slot, self.scratch()) };
             let text = if layouts.col.is_some() { "cast + transpose" } else { "cast" };
             self.step(Work::Quantize { cast: *cast, unpacks: None, at }, (index, index), text);
             layouts
@@ -165,7 +170,7 @@ impl Compiler<'_> {
             let to = Layouts { row, col: layout(LinearPort::Col, LinearPort::ColScale) };
             let at = quantised(own(LinearPort::Fresh), &to, slot, self.scratch());
             let work = Work::Weight { plan: casts.w, at: QuantPointers { noop: At::of(Port::SkipWeights), ..at } };
-            self.step_on(Rows::Fixed(op.outputs), work, (index, index), "weight cast, if it changed");
+            self.step_on(Rows::Fixed(op.weight_rows()), work, (index, index), "weight cast, if it changed");
             return row;
         }
         if op.weight == op.activation {
@@ -175,7 +180,7 @@ impl Compiler<'_> {
         let (cols, input, output) = (op.inputs, op.weight, op.activation);
         let spec = AffineSpec { rows: 0, cols, input, output, row: input, alpha: 1.0 };
         let at = AffinePointers { x: param, y: to, ..AffinePointers::default() };
-        self.step_on(Rows::Fixed(op.outputs), Work::Affine { spec, at }, (index, index), "convert weight");
+        self.step_on(Rows::Fixed(op.weight_rows()), Work::Affine { spec, at }, (index, index), "convert weight");
         self.out.left.converted[link.linear] = to;
         LayoutAt::high(to)
     }
@@ -186,7 +191,8 @@ impl Compiler<'_> {
         let (input, output): (Float, Float) =
             (self.facts.key.params[link.param].0, self.facts.linears[link.linear - 1].bias_dtype());
         let param = At::of(Port::Param(link.param as u16));
-        let Op::Bias { size: cols } = link.op else { return param };
+        let Op::Bias { size, groups } = link.op else { return param };
+        let cols = size * groups.unwrap_or(1);
         if input == output {
             return param;
         }

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use te_fast_kernels::constants::tile::TILE;
 use te_fast_kernels::{Float, Fp8};
 
 use crate::base::dtype::{DType, Device};
@@ -9,19 +10,22 @@ use crate::base::error::{Error, Result};
 use crate::gemm::linear::{self as fp8_gemms, Problems, check_features, check_recipe, check_rows};
 use crate::gemm::plan::GemmPlan;
 use crate::gemm::problem::{Epilogue, Factor, Operand, Problem, ScaleMode};
+use crate::ops::cast_groups::{Division, GroupShape, padded_rows};
 use crate::ops::dequantize::DequantizeSpec;
+use crate::ops::grouped_gemm::{GroupedGemmPlan, GroupedGemmSpec, GroupedKind, GroupedScaling};
 use crate::ops::transpose::TransposeSpec;
 use crate::program::cast::Cast;
-use crate::program::chain::{Chain, LinearCall, OP, Op, ProgramKey};
+use crate::program::chain::{Chain, Groups, LinearCall, OP, Op, ProgramKey};
 use crate::program::edge::{QuantizedKind, Rows};
-use crate::quant::quantizer::{QuantPlan, QuantSpec};
+use crate::program::weight_grad::WeightGradPlan;
+use crate::quant::quantizer::{QuantGroups, QuantPlan, QuantSpec};
 use crate::quant::value::WeightLayout;
-use crate::recipe::definition::{BackwardOverride, Block, Quantization, Recipe};
+use crate::recipe::definition::{BackwardOverride, Block, PerGemm, Quantization, Recipe};
 use crate::recipe::usage::{Needs, Usage, Usages};
 use crate::runtime::dispatcher::Dispatcher;
 
 /// Every pointer of a GEMM is at least this aligned: torch and te_fast allocate so.
-const ALIGNMENT: u16 = 256;
+pub(crate) const ALIGNMENT: u16 = 256;
 
 /// Layout of an input that is quantised again in backward.
 const AGAIN: Usage = Usage { rowwise: false, columnwise: true };
@@ -55,6 +59,8 @@ pub(crate) enum BackwardOperands {
 pub(crate) struct LinearOp {
     pub(crate) inputs: usize,
     pub(crate) outputs: usize,
+    /// The experts; none for one weight.
+    pub(crate) groups: Option<Groups>,
     pub(crate) activation: Float,
     pub(crate) weight: Float,
     pub(crate) device: Device,
@@ -83,18 +89,22 @@ impl LinearOp {
         (input_grad, processors): (bool, u32),
     ) -> Result<Self> {
         let link = &chain.links()[index];
-        let Op::Linear { inputs, outputs } = link.op else {
+        let Op::Linear { inputs, outputs, groups } = link.op else {
             return Err(Error::state(OP, "not a linear op"));
         };
         let (weight, weight_grad) = key.params[link.param];
-        let bias = chain.links().get(index + 1).filter(|next| matches!(next.op, Op::Bias { .. }));
+        let bias = chain.bias_behind(index).map(|at| &chain.links()[at]);
         let bias_grad = bias.is_some_and(|bias| key.params[bias.param].1);
         let LinearCall { deferred, save_original_input } = key.linears[link.linear];
         let behind = chain.links()[index + 1..].iter().map(|link| link.op).find(|op| !matches!(op, Op::Identity));
-        let alpha = if let Some(Op::ConstantScale { scale }) = behind { scale } else { 1.0 };
+        let alpha = match behind {
+            Some(Op::ConstantScale { scale }) if groups.is_none() => scale,
+            _ => 1.0,
+        };
         let mut op = Self {
             inputs,
             outputs,
+            groups,
             activation: key.activation,
             weight,
             device: key.device,
@@ -107,6 +117,10 @@ impl LinearOp {
         };
         if let Some(recipe) = recipe {
             check_recipe(recipe, save_original_input)?;
+            if groups.is_some() && recipe.backward_override == BackwardOverride::Dequantized {
+                let message = "experts take no backward_override='dequantized'; use 'high_precision', or none";
+                return Err(Error::unsupported(OP, message));
+            }
             check_features(inputs, outputs, input_grad)?;
             let needs = Needs { input_grad, weight_grad, save_original_input, recompute_later: false };
             op.casts = Some(op.casts(recipe, needs, bias_grad, processors)?);
@@ -142,13 +156,30 @@ impl LinearOp {
         let usages = Usages::of_linear(recipe, needs, false);
         let cast = |(rows, cols): (Rows, usize), input: Float, to: (Quantization, Fp8), usage: Usage, dbias: bool| {
             let ((quantization, output), scaling) = (to, recipe.scaling);
-            Cast::new(rows, QuantSpec { scaling, quantization, rows: 0, cols, input, output, usage, dbias, processors })
+            let groups = None;
+            let spec =
+                QuantSpec { scaling, quantization, rows: 0, cols, input, output, usage, dbias, groups, processors };
+            Cast::new(rows, spec)
         };
-        let input = |usage| cast((Rows::Input, self.inputs), self.activation, (recipe.input, recipe.fwd), usage, false);
+        let groups = |division, slots: fn(Groups) -> usize| {
+            self.groups.map(|groups| QuantGroups { count: groups.count, division, slots: slots(groups) })
+        };
+        let counted = |slots| groups(Division::Counted, slots);
+        let input = |usage| {
+            let input = cast((Rows::Input, self.inputs), self.activation, (recipe.input, recipe.fwd), usage, false);
+            input.of_groups(counted(|groups| groups.slots[0]))
+        };
         let (outputs, weight) = (Rows::Fixed(self.outputs), (recipe.weight, recipe.fwd));
-        let w = cast((outputs, self.inputs), self.weight, weight, usages.weight(), false).plan(self.outputs)?;
+        let w = cast((outputs, self.inputs), self.weight, weight, usages.weight(), false)
+            .of_groups(groups(Division::Equal, |groups| groups.slots[0]))
+            .plan(self.outputs)?;
         let dy = usages.grad_output();
-        let grad = || cast((Rows::Input, self.outputs), self.activation, (recipe.grad, recipe.bwd), dy, bias_grad);
+        // The biases of experts are summed by a launch of their own.
+        let bias_grad = bias_grad && self.groups.is_none();
+        let grad = || {
+            let grad = cast((Rows::Input, self.outputs), self.activation, (recipe.grad, recipe.bwd), dy, bias_grad);
+            grad.of_groups(counted(|groups| groups.slots[1]))
+        };
         let quantizes_again = recipe.backward_override == BackwardOverride::None;
         let again = quantizes_again && needs.save_original_input && needs.weight_grad;
         Ok(Casts {
@@ -164,7 +195,8 @@ impl LinearOp {
 
     /// Refuses row counts that the GEMMs do not take.
     pub(crate) fn check_rows(&self, rows: usize) -> Result<()> {
-        self.casts.as_ref().map_or(Ok(()), |casts| check_rows(&casts.recipe, rows, casts.any_rows))
+        let casts = self.casts.as_ref().filter(|_| self.groups.is_none());
+        casts.map_or(Ok(()), |casts| check_rows(&casts.recipe, rows, casts.any_rows))
     }
 
     /// Type that a bias must come in.
@@ -232,6 +264,11 @@ impl LinearOp {
         Some((kind.dequantize(self.inputs, self.activation), rows))
     }
 
+    /// Rows of the weight, or of the stack of weights.
+    pub(crate) fn weight_rows(&self) -> usize {
+        self.outputs * self.groups.map_or(1, |groups| groups.count)
+    }
+
     /// How the quantised weight lies in memory.
     pub(crate) fn weight_layout(&self) -> WeightLayout {
         let casts = self.casts.as_ref();
@@ -289,6 +326,7 @@ impl LinearOp {
             epilogue: Epilogue::None,
             accumulate: false,
             fast_accumulation: false,
+            exact: false,
             alignment: ALIGNMENT,
         }
     }
@@ -298,7 +336,7 @@ impl LinearOp {
         match product {
             Product::Forward { tail, into } => dispatcher.gemm(self.device, self.fprop(rows, tail, into)),
             Product::InputGrad { accumulate, into } => dispatcher.gemm(self.device, self.dgrad(rows, accumulate, into)),
-            Product::WeightGrad => self.wgrad(dispatcher, rows, (self.weight.into(), false), ALIGNMENT),
+            Product::WeightGrad => Err(Error::state(OP, "a weight gradient has a plan of its own")),
         }
     }
 
@@ -336,8 +374,11 @@ impl LinearOp {
         rows: usize,
         (d, accumulate): (DType, bool),
         alignment: u16,
-    ) -> Result<Arc<GemmPlan>> {
+    ) -> Result<WeightGradPlan> {
         let Self { inputs, outputs, .. } = *self;
+        if let Some(groups) = self.groups {
+            return self.grouped_wgrad(groups, rows, (d, accumulate)).map(WeightGradPlan::Grouped);
+        }
         let problem = self.backward_problems(rows).map_or_else(
             || {
                 let (dy, x) = (self.high(outputs, true), self.high(inputs, true));
@@ -346,6 +387,78 @@ impl LinearOp {
             },
             |problems| problems.wgrad(d, accumulate, alignment),
         );
-        dispatcher.gemm(self.device, Problem { alpha: Factor::new(self.alpha), ..problem })
+        let plan = dispatcher.gemm(self.device, Problem { alpha: Factor::new(self.alpha), ..problem })?;
+        Ok(WeightGradPlan::Dense(plan))
+    }
+}
+
+/// The products of experts.
+impl LinearOp {
+    /// How the operands of a product are scaled, and their types: of the gradient or the input, and of what it meets.
+    fn grouped_operands(&self, backward: bool) -> (GroupedScaling, DType, DType) {
+        let quantized = !backward || self.backward() == BackwardOperands::Quantized;
+        match self.casts.as_ref().filter(|_| quantized) {
+            None => (GroupedScaling::None, self.activation.into(), self.activation.into()),
+            Some(Casts { recipe, .. }) => {
+                let scaling = if recipe.is_per_tensor() { GroupedScaling::Tensor } else { GroupedScaling::Block };
+                let first = if backward { recipe.bwd } else { recipe.fwd };
+                (scaling, first.into(), recipe.fwd.into())
+            }
+        }
+    }
+
+    fn is_fast(&self, scaling: GroupedScaling, split: impl Fn(&PerGemm) -> bool) -> bool {
+        scaling == GroupedScaling::Tensor
+            && self.casts.as_ref().is_some_and(|casts| !split(&casts.recipe.split_accumulator))
+    }
+
+    /// Forward, or the gradient of the input; none for one weight.
+    pub(crate) fn grouped_plan(&self, rows: usize, product: Product) -> Result<Option<GroupedGemmPlan>> {
+        let Some(groups) = self.groups else { return Ok(None) };
+        let backward = matches!(product, Product::InputGrad { .. });
+        let (scaling, a, b) = self.grouped_operands(backward);
+        let (n, k) = if backward { (self.inputs, self.outputs) } else { (self.outputs, self.inputs) };
+        let bias = matches!(product, Product::Forward { tail: Tail { bias: true, .. }, .. });
+        let shape = GroupShape { groups: groups.count, division: Division::Counted, rows, cols: k };
+        let spec = GroupedGemmSpec {
+            kind: GroupedKind::Rows,
+            groups: groups.count,
+            rows,
+            n,
+            k,
+            a,
+            b,
+            d: self.activation.into(),
+            scaling,
+            bias: bias.then(|| self.bias_dtype().into()),
+            accumulate: false,
+            b_k_outermost: backward && scaling == GroupedScaling::None,
+            fast_accumulation: self.is_fast(scaling, |split| if backward { split.dgrad } else { split.fprop }),
+            align: 1,
+            scale_pitch: if scaling == GroupedScaling::Block { shape.row_scale_pitch() } else { 0 },
+        };
+        GroupedGemmPlan::new(spec).map(Some)
+    }
+
+    fn grouped_wgrad(&self, groups: Groups, rows: usize, (d, accumulate): (DType, bool)) -> Result<GroupedGemmPlan> {
+        let (scaling, a, b) = self.grouped_operands(true);
+        let padded = scaling != GroupedScaling::None;
+        GroupedGemmPlan::new(GroupedGemmSpec {
+            kind: GroupedKind::WeightGradient,
+            groups: groups.count,
+            rows: if padded { padded_rows(rows, groups.count) } else { rows },
+            n: self.outputs,
+            k: self.inputs,
+            a,
+            b,
+            d,
+            scaling,
+            bias: None,
+            accumulate,
+            b_k_outermost: false,
+            fast_accumulation: self.is_fast(scaling, |split| split.wgrad),
+            align: if padded { TILE } else { 1 },
+            scale_pitch: 0,
+        })
     }
 }

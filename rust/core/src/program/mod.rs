@@ -25,12 +25,14 @@ mod port;
 mod replay;
 mod sized;
 mod sizing;
+mod weight_grad;
 mod work;
 
 pub use bindings::{Bindings, CallTable};
 pub use cache::{KeptProgram, ProgramCache};
-pub use chain::{Chain, LinearCall, Link, Op, OuterKinds, ProgramKey};
+pub use chain::{Chain, Groups, LinearCall, Link, Op, OuterKinds, ProgramKey};
 pub use compiled::{Explained, Program};
 pub use edge::QuantizedKind;
 pub use port::{Beside, LinearPort, Outer, Port};
 pub use sized::SizedProgram;
+pub use weight_grad::WeightGradPlan;

@@ -13,13 +13,16 @@ use crate::ops::affine::{AffinePlan, AffinePointers};
 use crate::ops::cast::{CastPlan, CastPointers};
 use crate::ops::cast_block::unpack_scales;
 use crate::ops::dequantize::{DequantizePlan, DequantizePointers};
+use crate::ops::grouped_gemm::{GroupedGemmPlan, GroupedGemmPointers};
 use crate::ops::handover::{self, HandoverEntry};
 use crate::ops::norm::{NormPlan, NormPointers};
 use crate::ops::norm_backward::{NormBackwardPlan, NormBackwardPointers};
+use crate::ops::sum_groups::{SumGroupsPlan, SumGroupsPointers};
 use crate::ops::transpose::{TransposePlan, TransposePointers};
 use crate::program::bindings::Bindings;
 use crate::program::chain::OP;
 use crate::program::port::Cell;
+use crate::program::weight_grad::WeightGradPlan;
 use crate::quant::quantizer::{QuantPlan, QuantPointers};
 
 /// What a step launches.
@@ -29,7 +32,9 @@ pub(crate) enum Planned {
     Weight(QuantPlan, QuantPointers<Cell>),
     Gemm(Arc<GemmPlan>, GemmPointers<Cell>),
     /// A linear op's weight gradient, through the call's plan where it brings one.
-    WeightGrad(usize, Option<Arc<GemmPlan>>, GemmPointers<Cell>),
+    WeightGrad(usize, Option<WeightGradPlan>, GemmPointers<Cell>, Cell),
+    GroupedGemm(GroupedGemmPlan, GroupedGemmPointers<Cell>),
+    SumGroups(SumGroupsPlan, SumGroupsPointers<Cell>),
     Handover {
         table: Cell,
         slots: Vec<[Cell; 2]>,
@@ -62,8 +67,10 @@ impl Planned {
                 plan.run(target, &pointers)
             }
             Self::Gemm(plan, at) => plan.run(target, &at.map(get)),
-            Self::WeightGrad(linear, own, at) => match call.weight_grad(*linear).or(own.as_deref()) {
-                Some(plan) => plan.run(target, &at.map(get)),
+            Self::GroupedGemm(plan, at) => plan.run(target, &at.map(get)),
+            Self::SumGroups(plan, at) => plan.run(target, &at.map(get)),
+            Self::WeightGrad(linear, own, at, splits) => match call.weight_grad(*linear).or(own.as_ref()) {
+                Some(plan) => plan.run(target, &at.map(get), get(splits)),
                 None => Err(Error::state(OP, "a weight gradient that waited was asked for without a plan")),
             },
             Self::Handover { table, slots, after } => {
@@ -84,7 +91,7 @@ impl Planned {
 
     /// Whether it is a matrix product.
     pub(crate) const fn is_gemm(&self) -> bool {
-        matches!(self, Self::Gemm(..) | Self::WeightGrad(..))
+        matches!(self, Self::Gemm(..) | Self::WeightGrad(..) | Self::GroupedGemm(..))
     }
 
     /// Whether it is launched at every call.

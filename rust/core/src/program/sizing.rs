@@ -1,7 +1,6 @@
 //! Makes the steps of a program launches for one row count: plans with their grids, and the bytes of every buffer.
 
 use crate::base::error::{Error, Result};
-use crate::gemm::plan::GemmPlan;
 use crate::gemm::problem::GemmPointers;
 use crate::ops::activation::{ActivationPlan, ActivationSpec};
 use crate::ops::activation_backward::{ActivationBackwardPlan, ActivationBackwardSpec};
@@ -12,15 +11,17 @@ use crate::ops::handover::ROW_BYTES;
 use crate::ops::norm::NormPlan;
 use crate::ops::norm_backward::{NormBackwardPlan, NormBackwardSpec};
 use crate::ops::norm_spec::NormSpec;
+use crate::ops::sum_groups::{SumGroupsPlan, SumGroupsSpec};
 use crate::ops::transpose::{TransposePlan, TransposeSpec};
 use crate::program::buffer::At;
 use crate::program::cast::Cast;
 use crate::program::chain::OP;
 use crate::program::edge::Rows;
 use crate::program::facts::Facts;
-use crate::program::linear_op::Product;
+use crate::program::linear_op::{ALIGNMENT, Product};
 use crate::program::planned::Planned;
 use crate::program::port::{Cell, Port};
+use crate::program::weight_grad::{WeightGradPlan, of_groups};
 use crate::program::work::{Step, Work};
 use crate::quant::quantizer::{QuantPlan, QuantPointers};
 use crate::runtime::dispatcher::Dispatcher;
@@ -94,7 +95,12 @@ impl<'a> Sizing<'a> {
                 self.quantizes(plan, at);
                 Ok(Planned::Weight(*plan, at.map(|&at| self.cell(at))))
             }
-            Work::Gemm { linear, product, at } => self.gemm(*linear, *product, at, rows),
+            Work::Gemm { linear, product, at, splits } => self.gemm((*linear, *product), at, *splits, rows),
+            Work::SumGroups { spec, at } => {
+                let plan = SumGroupsPlan::new(SumGroupsSpec { rows, ..*spec })?;
+                self.writes(at.sums, plan.sums_bytes());
+                Ok(Planned::SumGroups(plan, at.map(|&at| self.cell(at))))
+            }
             Work::Handover { table, slots, after } => {
                 self.writes(*table, slots.len() * ROW_BYTES);
                 let slots = slots.iter().map(|slot| [self.cell(slot.scale), self.cell(slot.amax)]).collect();
@@ -135,18 +141,29 @@ impl<'a> Sizing<'a> {
         self.writes(at.scratch, plan.scratch_bytes());
     }
 
-    fn gemm(&mut self, linear: usize, product: Product, at: &GemmPointers<At>, rows: usize) -> Result<Planned> {
+    fn gemm(
+        &mut self,
+        (linear, product): (usize, Product),
+        at: &GemmPointers<At>,
+        splits: At,
+        rows: usize,
+    ) -> Result<Planned> {
         let op = &self.facts.linears[linear];
-        // What waits for `backward_dw` is told only then where it goes.
-        let waits = op.deferred && matches!(product, Product::WeightGrad);
-        let plan = if waits { None } else { Some(op.plan(self.dispatcher, rows, product)?) };
-        let pointers = at.map(|&at| self.cell(at));
-        let bytes = |plan: &GemmPlan| plan.problem().m * plan.problem().ldd * plan.problem().d.size();
-        self.writes(at.d, plan.as_deref().map_or(0, bytes));
-        Ok(match (product, plan) {
-            (Product::Forward { .. } | Product::InputGrad { .. }, Some(plan)) => Planned::Gemm(plan, pointers),
-            (_, plan) => Planned::WeightGrad(linear, plan, pointers),
-        })
+        let (pointers, counts) = (at.map(|&at| self.cell(at)), self.cell(splits));
+        if matches!(product, Product::WeightGrad) {
+            // What waits for `backward_dw` is told only then where it goes.
+            let own = (op.weight.into(), false);
+            let plan = if op.deferred { None } else { Some(op.wgrad(self.dispatcher, rows, own, ALIGNMENT)?) };
+            self.writes(at.d, plan.as_ref().map_or(0, WeightGradPlan::bytes));
+            return Ok(Planned::WeightGrad(linear, plan, pointers, counts));
+        }
+        if let Some(plan) = op.grouped_plan(rows, product)? {
+            self.writes(at.d, plan.spec().rows * plan.spec().n * plan.spec().d.size());
+            return Ok(Planned::GroupedGemm(plan, of_groups(&pointers, counts)));
+        }
+        let plan = op.plan(self.dispatcher, rows, product)?;
+        self.writes(at.d, plan.problem().m * plan.problem().ldd * plan.problem().d.size());
+        Ok(Planned::Gemm(plan, pointers))
     }
 
     fn norm(&mut self, work: &Work, rows: usize) -> Result<Planned> {

@@ -9,6 +9,7 @@ use crate::ops::dequantize::{DequantizePointers, DequantizeSpec};
 use crate::ops::norm::NormPointers;
 use crate::ops::norm_backward::{NormBackwardPointers, NormBackwardSpec};
 use crate::ops::norm_spec::NormSpec;
+use crate::ops::sum_groups::{SumGroupsPointers, SumGroupsSpec};
 use crate::ops::transpose::{TransposePointers, TransposeSpec};
 use crate::program::buffer::{Arena, At, Buffers};
 use crate::program::cast::Cast;
@@ -35,6 +36,13 @@ pub(crate) enum Work {
         linear: usize,
         product: Product,
         at: GemmPointers<At>,
+        /// Counts of the rows of a linear op's experts; nowhere for a dense one.
+        splits: At,
+    },
+    /// Sums of the rows of groups.
+    SumGroups {
+        spec: SumGroupsSpec,
+        at: SumGroupsPointers<At>,
     },
     /// Lays out the scales of values that GEMMs hand over in FP8, or raises their maxima.
     Handover {
@@ -114,7 +122,11 @@ impl Work {
     pub(crate) fn each(&self, mut visit: impl FnMut(&At)) {
         match self {
             Self::Quantize { at, .. } | Self::Weight { at, .. } => at.each(visit),
-            Self::Gemm { at, .. } => at.each(visit),
+            Self::Gemm { at, splits, .. } => {
+                at.each(&mut visit);
+                visit(splits);
+            }
+            Self::SumGroups { at, .. } => at.each(visit),
             Self::Handover { table, slots, .. } => {
                 visit(table);
                 for slot in slots {

@@ -8,6 +8,7 @@ use crate::launch::target::Target;
 use crate::ops::amax::{AmaxPlan, AmaxPointers, ScaleRule};
 use crate::ops::cast::{CastPlan, CastPointers, CastSpec};
 use crate::ops::cast_block::{BlockShape, CastBlockPlan, CastBlockPointers, CastBlockSpec};
+use crate::ops::cast_groups::{CastGroupsPlan, CastGroupsPointers, CastGroupsSpec, Division, GroupScales, GroupShape};
 use crate::pointers;
 use crate::recipe::definition::{Block, Quantization, Scaling};
 use crate::recipe::usage::Usage;
@@ -18,6 +19,17 @@ const OP: &str = "quantize";
 const SCALE_BYTES: usize = 16;
 /// The amax pass has the first counters to itself.
 const AMAX_COUNTERS: usize = 256;
+
+/// The groups that an operand's rows belong to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QuantGroups {
+    /// How many.
+    pub count: usize,
+    /// How rows belong to them; the rows of a spec are those of [`GroupShape`].
+    pub division: Division,
+    /// Slots of delayed scaling from one group to the next.
+    pub slots: usize,
+}
 
 /// What an operand's quantisation depends on.
 #[derive(Clone, Copy, Debug)]
@@ -36,8 +48,10 @@ pub struct QuantSpec {
     pub output: Fp8,
     /// Layouts to write.
     pub usage: Usage,
-    /// Sum the columns too.
+    /// Sum the columns too; not of groups.
     pub dbias: bool,
+    /// Each group has scales of its own; none for one tensor.
+    pub groups: Option<QuantGroups>,
     /// Multiprocessors of the device.
     pub processors: u32,
 }
@@ -71,6 +85,8 @@ pointers! {
         packed,
         /// Where their f32 go.
         unpacked,
+        /// int64 counts of the rows of groups; null without.
+        splits,
     }
 }
 
@@ -79,6 +95,7 @@ enum Steps {
     Delayed(CastPlan),
     Current(AmaxPlan, CastPlan),
     Block(CastBlockPlan, Option<CastPlan>),
+    Groups(CastGroupsPlan),
 }
 
 /// A checked quantisation of one operand.
@@ -98,6 +115,9 @@ impl QuantPlan {
     /// # Errors
     /// A recipe that no kernel here runs, or sizes beyond what a launch can index.
     pub fn new(spec: &QuantSpec) -> Result<Self> {
+        if let Some(groups) = spec.groups {
+            return Ok(Self::measure(Steps::Groups(groups_plan(spec, groups)?)));
+        }
         let cast = |reverse| {
             CastPlan::new(CastSpec {
                 rows: spec.rows,
@@ -165,10 +185,14 @@ impl QuantPlan {
             Steps::Block(block, _) => {
                 (block.out_bytes(), block.scale_bytes(), block.out_t_bytes(), block.scale_t_bytes())
             }
+            Steps::Groups(groups) => {
+                (groups.out_bytes(), groups.scale_bytes(), groups.out_t_bytes(), groups.scale_t_bytes())
+            }
         };
         let partial = match &steps {
             Steps::Delayed(cast) | Steps::Current(_, cast) => cast.partial_bytes(),
             Steps::Block(_, sums) => sums.as_ref().map_or(0, CastPlan::partial_bytes),
+            Steps::Groups(groups) => groups.partial_bytes(),
         };
         let scratch_bytes = aligned(SCALE_BYTES) + aligned(partial);
         Self { steps, row_bytes, row_scale_bytes, col_bytes, col_scale_bytes, scratch_bytes }
@@ -179,6 +203,7 @@ impl QuantPlan {
             + match &self.steps {
                 Steps::Delayed(cast) | Steps::Current(_, cast) => cast.counter_bytes(),
                 Steps::Block(_, sums) => sums.as_ref().map_or(0, CastPlan::counter_bytes),
+                Steps::Groups(_) => 0,
             }
     }
 
@@ -206,10 +231,14 @@ impl QuantPlan {
         self.col_scale_bytes
     }
 
-    /// Whether both layouts have the one scale of the tensor.
+    /// Whether both layouts have the one scale of the tensor, or of each group.
     #[must_use]
     pub const fn shares_scale(&self) -> bool {
-        !matches!(self.steps, Steps::Block(..))
+        match &self.steps {
+            Steps::Delayed(_) | Steps::Current(..) => true,
+            Steps::Block(..) => false,
+            Steps::Groups(groups) => groups.shares_scale(),
+        }
     }
 
     /// Private bytes of one run.
@@ -266,6 +295,10 @@ impl QuantPlan {
                 cast_pointers.amax = DevPtr::null();
                 cast.run(target, &cast_pointers)
             }
+            Steps::Groups(groups) => {
+                let scale_inv = if groups.shares_scale() { scale_inv } else { io.row_scale };
+                groups.run(target, &of_groups(io, scale_inv, partial))
+            }
             Steps::Block(block, sums) => {
                 let block_pointers = CastBlockPointers {
                     x: io.x,
@@ -283,6 +316,37 @@ impl QuantPlan {
             }
         }
     }
+}
+
+/// The buffers of a quantisation of groups.
+const fn of_groups<'a>(
+    io: &QuantPointers<DevPtr<'a>>,
+    scale_inv: DevPtr<'a>,
+    partial: DevPtr<'a>,
+) -> CastGroupsPointers<DevPtr<'a>> {
+    let &QuantPointers { x, row: out, col: out_t, scale, col_scale: scale_inv_t, amax, noop, splits, .. } = io;
+    CastGroupsPointers { x, out, out_t, scale, scale_inv, scale_inv_t, amax, noop, splits, partial }
+}
+
+/// The kernels for groups take the blocks that the matrix products of groups do.
+fn groups_plan(spec: &QuantSpec, groups: QuantGroups) -> Result<CastGroupsPlan> {
+    let Quantization { power_2_scale: pow2, amax_epsilon: eps, block } = spec.quantization;
+    let scales = match (spec.scaling, groups.division, block) {
+        (Scaling::Delayed, ..) => GroupScales::Given { stride: groups.slots },
+        (Scaling::Current, ..) => GroupScales::Current(ScaleRule { output: spec.output, eps, pow2 }),
+        (Scaling::Block, Division::Counted, Block::Row) | (Scaling::Block, Division::Equal, Block::Square) => {
+            GroupScales::Block { eps, pow2 }
+        }
+        (Scaling::Block, ..) => {
+            let message = "experts take blocks of 1x128 of inputs and gradients and of 128x128 of weights; leave the recipe's block dimensions at their defaults";
+            return Err(Error::unsupported(OP, message));
+        }
+        (other, ..) => return Err(Error::unsupported(OP, format!("{other:?} scaling does not run on this device"))),
+    };
+    let QuantSpec { rows, cols, input, output, usage, processors, .. } = *spec;
+    let shape = GroupShape { groups: groups.count, division: groups.division, rows, cols };
+    let (rowwise, columnwise) = (usage.rowwise, usage.columnwise);
+    CastGroupsPlan::new(CastGroupsSpec { shape, input, output, scales, rowwise, columnwise, processors })
 }
 
 fn block_plan(spec: &QuantSpec) -> Result<CastBlockPlan> {

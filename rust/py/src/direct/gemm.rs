@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use te_fast_core::Error;
-use te_fast_core::base::dtype::DType;
+use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::gemm::problem::{Epilogue, Factor, GemmPointers, Operand, Problem, ScaleMode};
@@ -18,7 +18,7 @@ type OperandArguments<'py> = (Bound<'py, PyAny>, Option<String>, Option<Bound<'p
 
 /// `d (+)= x · wᵀ + bias`.
 #[pyfunction]
-#[pyo3(signature = (x, w, d, bias, accumulate, fast_accumulation, /))]
+#[pyo3(signature = (x, w, d, bias, accumulate, fast_accumulation, exact, /))]
 #[expect(clippy::needless_pass_by_value, reason = "PyO3 extracts tuples by value")]
 pub(crate) fn gemm<'py>(
     x: OperandArguments<'py>,
@@ -27,6 +27,7 @@ pub(crate) fn gemm<'py>(
     bias: Option<&Bound<'py, PyAny>>,
     accumulate: bool,
     fast_accumulation: bool,
+    exact: bool,
 ) -> PyResult<()> {
     let (py, state) = (d.py(), state(d.py())?);
     let result = contiguous(state, d, "gemm", "d")?;
@@ -42,9 +43,15 @@ pub(crate) fn gemm<'py>(
     if let Some(other) = others.find(|&other| other != device) {
         return Err(Error::device("gemm", "every operand", device, other)).python();
     }
+    if exact {
+        check_exact(device, [&x_operand, &w_operand])?;
+    }
     check_apart(state, "gemm", &[Some(&x.0), Some(&w.0), bias], &[Some(d)])?;
-    let pointers = [x_view.data(), w_view.data(), result.data()];
-    let alignment = pointers.iter().map(|pointer| pointer.address().trailing_zeros().min(8)).min().unwrap_or(0);
+    let alignment = [x_view.data(), w_view.data(), result.data()]
+        .iter()
+        .map(|pointer| pointer.address().trailing_zeros().min(8))
+        .min()
+        .unwrap_or(0);
     let problem = Problem {
         m,
         n,
@@ -58,6 +65,7 @@ pub(crate) fn gemm<'py>(
         epilogue: Epilogue::None,
         accumulate,
         fast_accumulation,
+        exact,
         alignment: 1 << alignment,
     };
     let call = DirectCall::new(state, py, "gemm", device)?;
@@ -75,6 +83,15 @@ pub(crate) fn gemm<'py>(
         let workspace = lane.workspace.gemm;
         plan.run(&mut lane.target, &GemmPointers { workspace, ..io })
     })
+}
+
+/// The emulation of the tensor cores is the host's, of FP8.
+fn check_exact(device: Device, operands: [&Operand; 2]) -> PyResult<()> {
+    if device == Device::Cpu && operands.iter().all(|operand| operand.as_fp8().is_some()) {
+        return Ok(());
+    }
+    let message = "exact=True is for FP8 operands on the CPU, which get the bits of Hopper's tensor cores";
+    Err(Error::unsupported("gemm", message)).python()
 }
 
 fn operand<'a>(

@@ -65,6 +65,7 @@ pub(crate) fn quantize<'py>(
         output,
         usage,
         dbias,
+        groups: None,
         processors,
     })
     .python()?;

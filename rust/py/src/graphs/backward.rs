@@ -173,7 +173,7 @@ impl<'a, 'py> Run<'a, 'py> {
         }
         for (port, cols) in traced.new_extra_grads() {
             let Port::GradExtra(index) = port else { continue };
-            let dtype = key.extras[usize::from(index)].0.into();
+            let dtype = key.extras[usize::from(index)].0;
             self.launch.set(port, to.take_sized(rows * cols, dtype, key.device)?);
         }
         Ok(())

@@ -18,7 +18,7 @@ use crate::error::Failure;
 use crate::graphs::OP;
 use crate::program::check::check;
 use crate::program::handle::{ProgramHandle, PyProgram, Tuples};
-use crate::program::tensors::{Tensors, float, typed};
+use crate::program::tensors::{Tensors, float, typed, typed_extras};
 use crate::torch::process::{State, state};
 
 /// Rows by which the size of what backward needs is counted: every buffer's bytes are whole steps of them.
@@ -260,7 +260,8 @@ impl TracedCall {
         let mut text = format!("{:x} {} {:?} {}", key.epoch.unwrap_or(0), key.cols, key.activation, key.device);
         // Writing to a string does not fail.
         let _ = write!(text, " {}{}|", u8::from(key.any_rows), flag(key.input_grad));
-        for list in [&key.params, &key.extras] {
+        let params = key.params.iter().map(|&(dtype, grad)| (DType::from(dtype), grad)).collect();
+        for list in [&params, &key.extras] {
             for &(dtype, grad) in list {
                 let _ = write!(text, "{dtype:?}{}", flag(grad));
             }
@@ -462,7 +463,7 @@ fn key_of(
         any_rows,
         input_grad: wants.0,
         params: typed(&tensors.params, &wants.1, "a parameter")?,
-        extras: typed(&tensors.extras, &wants.2, "an extra input")?,
+        extras: typed_extras(&tensors.extras, &wants.2),
         linears: handle.try_borrow()?.linear_calls(py)?.to_vec(),
         outer: OuterKinds::default(),
     };

@@ -9,6 +9,7 @@ use te_fast_core::launch::trace::CLOCK;
 
 use crate::layer::module::{Argument, PlainCall, is_native, module_call, truth};
 use crate::program::asked::InFp8;
+use crate::program::buffers::Buffers;
 use crate::program::entry::{apply, in_region_of_last_forward};
 use crate::program::forward::Call;
 use crate::program::handle::{OutsideFp8, ProgramHandle};
@@ -58,6 +59,34 @@ pub(crate) fn layer_forward<'py>(
     forward(&PlainCall { state, attributes, is_plain, is_first_microbatch, in_fp8 }, module, inp)
 }
 
+/// The `forward` of a layer of experts, whose rows `splits` counts on the input's device; None where the call is for the
+/// layer's general way.
+#[pyfunction]
+#[pyo3(signature = (module, inp, splits, is_first_microbatch=None, buffers=None, /))]
+pub(crate) fn grouped_layer_forward<'py>(
+    module: &Bound<'py, PyAny>,
+    inp: &Bound<'py, PyAny>,
+    splits: &Bound<'py, PyAny>,
+    is_first_microbatch: Option<bool>,
+    buffers: Option<Bound<'py, Buffers>>,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let py = module.py();
+    let state = state(py)?;
+    let program = instance_dict(module)?.get_item(intern!(py, "_program"))?;
+    let program = program.ok_or_else(|| PyAttributeError::new_err("_program"))?;
+    let program = program.cast::<ProgramHandle>()?;
+    if !state.torch.is_plain(inp)
+        || !state.torch.is_unobserved(py)?
+        || state.torch.is_autocast_enabled.bind(py).call0()?.is_truthy()?
+    {
+        return Ok(None);
+    }
+    let extras = std::slice::from_ref(splits);
+    in_region_of_last_forward(state, program, || {
+        straight(state, module, program, (inp, extras, buffers), (is_first_microbatch, InFp8::default()))
+    })
+}
+
 /// Runs the layer's program, or `_forward_general` where the call is not for it.
 #[inline]
 fn forward<'py>(
@@ -73,7 +102,7 @@ fn forward<'py>(
         && state.torch.is_unobserved(py)?
         && !state.torch.is_autocast_enabled.bind(py).call0()?.is_truthy()?;
     let asked = (is_first_microbatch, in_fp8);
-    let straight = || if is_plain { straight(state, module, program, input, asked) } else { Ok(None) };
+    let straight = || if is_plain { straight(state, module, program, (input, &[], None), asked) } else { Ok(None) };
     let general = || {
         let arguments = (input, is_first_microbatch);
         if in_fp8 == InFp8::default() {
@@ -97,7 +126,7 @@ fn straight<'py>(
     state: &State,
     module: &Bound<'py, PyAny>,
     program: &Bound<'py, ProgramHandle>,
-    input: &Bound<'py, PyAny>,
+    (input, extras, buffers): (&Bound<'py, PyAny>, &[Bound<'py, PyAny>], Option<Bound<'py, Buffers>>),
     (is_first_microbatch, in_fp8): (Option<bool>, InFp8),
 ) -> PyResult<Option<Bound<'py, PyAny>>> {
     let py = module.py();
@@ -129,14 +158,17 @@ fn straight<'py>(
         return y.map(|y| with_bias(program, y)).transpose();
     }
     CLOCK.start();
-    let Ok(tensors) = Tensors::read(state, input, &[], &params) else { return Ok(None) };
+    let Ok(tensors) = Tensors::read(state, input, extras, &params) else { return Ok(None) };
     if !tensors.are_of_one_kind(program.try_borrow()?.chain.input_cols())
         || (joined.is_some() && lacks_rows(state, &tensors, py)?)
     {
         return Ok(None);
     }
     let asked = (is_first_microbatch.into(), None);
-    let call = Call::new(state, (program, module), input, (&[], &params), asked).of_parts(joined).handing_out(in_fp8);
+    let call = Call::new(state, (program, module), input, (extras, &params), asked)
+        .of_parts(joined)
+        .into_buffers(buffers)
+        .handing_out(in_fp8);
     let y = apply(call, &tensors)?;
     with_bias(program, y).map(Some)
 }

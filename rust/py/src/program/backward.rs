@@ -15,11 +15,12 @@ use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::Place;
 
 use crate::error::Failure;
-use crate::hooks::hooks;
+use crate::hooks::{OTHERS, hooks};
+use crate::program::buffers::Buffers;
 use crate::program::check::check_grad;
-use crate::program::forward::{CallWeights, Output};
+use crate::program::forward::{CallWeights, Output, viewed};
 use crate::program::handle::{ProgramHandle, PyProgram, Shapes, Tuples};
-use crate::program::main_grad::{MainGrad, after_main_grad, main_grad};
+use crate::program::main_grad::{MainGrad, after_main_grad, main_grad, stacked_main_grad};
 use crate::program::part_grads::of_parts;
 use crate::program::parts::Joined;
 use crate::program::tensors::{Flags, Objects, Optional};
@@ -50,6 +51,8 @@ pub(crate) struct ProgramSaved {
     pub(crate) params: SmallVec<[Py<PyAny>; 6]>,
     /// The parts that parameters were joined of.
     pub(crate) joined: Option<Py<Joined>>,
+    /// Memory of the caller's.
+    pub(crate) buffers: Option<Py<Buffers>>,
     /// `is_first_microbatch=True`: `main_grad` is overwritten.
     pub(crate) overwrite_main_grad: bool,
     /// An input that came in FP8, as it was.
@@ -67,6 +70,7 @@ impl ProgramSaved {
         visit.call(&self.handle)?;
         visit.call(&self.owner)?;
         self.joined.iter().try_for_each(|joined| visit.call(joined))?;
+        self.buffers.iter().try_for_each(|buffers| visit.call(buffers))?;
         self.params.iter().try_for_each(|param| visit.call(param))
     }
 
@@ -115,6 +119,8 @@ enum ParamGrad<'py> {
     None,
     New(Bound<'py, PyAny>),
     Main(MainGrad<'py>),
+    /// The `main_grad`s of the parts of a stack, which lie as one.
+    Parts(MainGrad<'py>),
     /// The gradient of a linear op's output, for later.
     Waiting(Bound<'py, PyAny>),
 }
@@ -125,6 +131,8 @@ type ParamGrads<'py> = SmallVec<[ParamGrad<'py>; 6]>;
 pub(crate) struct Grads<'py> {
     pub(crate) input: Option<Bound<'py, PyAny>>,
     pub(crate) params: Optional<'py>,
+    /// Parameters whose gradients have gone into the `main_grad`s of their parts.
+    pub(crate) in_parts: SmallVec<[usize; 2]>,
     pub(crate) extras: Optional<'py>,
 }
 
@@ -152,7 +160,7 @@ pub(crate) fn program_backward<'py>(
             let of_parts_alone = wanted.iter().skip(1).take(joined.get().parts().len());
             let wanted = of_parts_alone.map(|wanted| wanted.is_truthy()).collect::<PyResult<Flags>>()?;
             let parts = (kept.handle.bind(py), joined.get());
-            of_parts(state, parts, grads.params, &wanted, kept.overwrite_main_grad)?
+            of_parts(state, parts, (grads.params, &grads.in_parts), &wanted, kept.overwrite_main_grad)?
         }
         None => grads.params,
     };
@@ -161,7 +169,7 @@ pub(crate) fn program_backward<'py>(
     all.push(grads.input.unwrap_or_else(none));
     all.extend(params.into_iter().map(|grad| grad.unwrap_or_else(none)));
     all.extend(grads.extras.into_iter().map(|grad| grad.unwrap_or_else(none)));
-    all.extend([none(), none(), none(), none()]);
+    all.extend((0..OTHERS).map(|_| none()));
     Ok(PyTuple::new(py, all)?.into_any())
 }
 
@@ -263,18 +271,7 @@ impl<'py> BackwardCall<'_, 'py> {
         let _guard = state.guard(py, key.device)?;
         let place = Place { device: key.device, stream: state.reader.stream(py, key.device)? };
         let activation = DType::from(key.activation);
-        let tuples = &kept.shapes.input;
-        let input = match (program.grad_input(), program.grad_input_kind()) {
-            (Port::GradInput, Some(kind)) => {
-                let is_delayed = program.recipe().is_some_and(Recipe::is_delayed);
-                Some(Output::InFp8(Made::allocate(state, py, (key.device, kind, is_delayed), &tuples.shape)?))
-            }
-            (Port::GradInput, None) => {
-                let (size, stride) = (tuples.size.bind(py), tuples.stride.bind(py));
-                Some(Output::High(state.empty(py, key.device, size, stride, activation)?))
-            }
-            _ => None,
-        };
+        let input = self.grad_input(py, program)?;
         let extras = self.extra_grads(py)?;
         let targets = self.param_grads(py, place)?;
         self.launch(place, &grads, input.as_ref(), &extras, &targets)?;
@@ -291,6 +288,7 @@ impl<'py> BackwardCall<'_, 'py> {
             Some(Output::High(input)) => Some(input),
             Some(Output::InFp8(made)) => {
                 let quantizer = compiled.quantizer(kept.owner.bind(py), made.kind(), true)?;
+                let tuples = &kept.shapes.input;
                 let tuples = (tuples.size.bind(py), tuples.stride.bind(py));
                 Some(made.tensor(state, activation, tuples, &quantizer)?)
             }
@@ -303,7 +301,30 @@ impl<'py> BackwardCall<'_, 'py> {
                 .zip(&kept.extra_shapes)
                 .map(|(&place, shape)| alias(place).map(|grad| shaped(state, grad, shape)).transpose())
                 .collect::<Result<_, _>>()?,
+            in_parts: (0..targets.len()).filter(|&param| matches!(targets[param], ParamGrad::Parts(_))).collect(),
             params: self.finish(py, targets)?,
+        })
+    }
+
+    /// Memory for the gradient of the input, where the program has one of its own.
+    fn grad_input(&self, py: Python<'py>, program: &Program) -> Result<Option<Output<'py>>, Failure> {
+        let (state, kept, key) = (self.state, self.kept, program.key());
+        let activation = DType::from(key.activation);
+        let tuples = &kept.shapes.input;
+        Ok(match (program.grad_input(), program.grad_input_kind()) {
+            (Port::GradInput, Some(kind)) => {
+                let is_delayed = program.recipe().is_some_and(Recipe::is_delayed);
+                Some(Output::InFp8(Made::allocate(state, py, (key.device, kind, is_delayed), &tuples.shape)?))
+            }
+            (Port::GradInput, None) => {
+                let (size, stride) = (tuples.size.bind(py), tuples.stride.bind(py));
+                let buffer = kept.buffers.as_ref().and_then(|buffers| buffers.get().grad_input.as_ref());
+                Some(Output::High(match buffer {
+                    Some(buffer) => viewed(state, buffer.bind(py), (size, stride), activation)?,
+                    None => state.empty(py, key.device, size, stride, activation)?,
+                }))
+            }
+            _ => None,
         })
     }
 
@@ -433,7 +454,7 @@ impl<'py> BackwardCall<'_, 'py> {
         for (index, &place) in program.grad_extras().iter().enumerate() {
             let own = place == Port::GradExtra(index as u16);
             let make = || {
-                let dtype = program.key().extras[index].0.into();
+                let dtype = program.key().extras[index].0;
                 state.empty_sized(py, program.key().device, &self.kept.extra_shapes[index], dtype)
             };
             list.push(own.then(make).transpose()?);
@@ -469,6 +490,10 @@ impl<'py> BackwardCall<'_, 'py> {
                     list.push(ParamGrad::Main(grad));
                     continue;
                 }
+                if let Some(stack) = self.stacked_main_grad(py, param)? {
+                    list.push(ParamGrad::Parts(stack));
+                    continue;
+                }
             }
             let tuples = &kept.compiled.params[param];
             let dtype = program.grad_dtype(param).into();
@@ -476,6 +501,21 @@ impl<'py> BackwardCall<'_, 'py> {
             list.push(ParamGrad::New(grad));
         }
         Ok(list)
+    }
+
+    /// Where a weight of parts adds its gradient in place: their `main_grad`s lie one behind the other.
+    fn stacked_main_grad(&self, py: Python<'py>, param: usize) -> Result<Option<MainGrad<'py>>, Failure> {
+        let kept = self.kept;
+        let Some(joined) = &kept.joined else { return Ok(None) };
+        if !kept.handle.bind(py).try_borrow()?.fuses_parts {
+            return Ok(None);
+        }
+        let Some((share, parts)) = joined.get().shares().nth(param) else { return Ok(None) };
+        if !(share.is_split && share.is_weight) {
+            return Ok(None);
+        }
+        let parts: Objects<'py> = parts.iter().map(|part| part.bind(py).clone()).collect();
+        stacked_main_grad(self.state, &parts, kept.overwrite_main_grad)
     }
 
     fn launch(
@@ -567,7 +607,9 @@ impl<'py> BackwardCall<'_, 'py> {
             let port = Port::GradParam(param as u16);
             match (target, self.linear_of(param)) {
                 (ParamGrad::New(grad), _) => call.set(port, self.state.pointer(Some(grad))?),
-                (ParamGrad::Main(main), _) => call.set(port, self.state.pointer(Some(&main.grad))?),
+                (ParamGrad::Main(main) | ParamGrad::Parts(main), _) => {
+                    call.set(port, self.state.pointer(Some(&main.grad))?);
+                }
                 (ParamGrad::Waiting(grad), Some(linear)) => {
                     call.set_deferred(linear, self.state.pointer(Some(grad))?);
                 }
@@ -586,7 +628,7 @@ impl<'py> BackwardCall<'_, 'py> {
     ) -> Result<(), Failure> {
         let (program, sized) = (&self.compiled.program, &self.sized);
         for (param, target) in targets.iter().enumerate() {
-            if let (ParamGrad::Main(main), Some(linear)) = (target, self.linear_of(param)) {
+            if let (ParamGrad::Main(main) | ParamGrad::Parts(main), Some(linear)) = (target, self.linear_of(param)) {
                 let kind = (main.dtype, main.accumulate);
                 let plan = program.weight_grad_plan(dispatcher, sized.rows(), linear, kind, main.address)?;
                 call.set_weight_grad(linear, plan);
@@ -601,7 +643,7 @@ impl<'py> BackwardCall<'_, 'py> {
         let mut list = Optional::new();
         for (param, target) in targets.into_iter().enumerate() {
             list.push(match target {
-                ParamGrad::None => None,
+                ParamGrad::None | ParamGrad::Parts(_) => None,
                 ParamGrad::New(grad) => Some(grad),
                 ParamGrad::Main(_) => after_main_grad(kept.params[param].bind(py))?,
                 ParamGrad::Waiting(grad) => {

@@ -152,7 +152,7 @@ fn plain_product<'py>(
         Ok(state.reader.read(tensor)?.is_some_and(|view| view.dtype().as_float().is_some()))
     };
     if float(&x)? && float(&grad)? && float(out)? {
-        gemm((grad, None, None, 0, true), (x, None, None, 0, true), out, None, accumulate, false)?;
+        gemm((grad, None, None, 0, true), (x, None, None, 0, true), out, None, accumulate, false, false)?;
     } else {
         let product = product(&x, &grad)?;
         out.call_method1(if accumulate { "add_" } else { "copy_" }, (product,))?;

@@ -13,10 +13,11 @@ use te_fast_core::quant::weight::Microbatch;
 use te_fast_core::recipe::region::Former;
 
 use crate::error::{IntoPython, named};
-use crate::hooks::hooks;
+use crate::hooks::{OTHERS, hooks};
 use crate::layer::module::{Argument, can_skip_module_call};
 use crate::program::asked::{Asked, InFp8};
 use crate::program::backward::{ProgramSaved, run};
+use crate::program::buffers::Buffers;
 use crate::program::forward::{Call, Done};
 use crate::program::handle::ProgramHandle;
 use crate::program::parts::Joined;
@@ -31,7 +32,7 @@ const OP: &str = "ops";
 /// `parameters` stand in for those of the modules that the chain was built from. `version` is that of a weight that is a
 /// concatenation without one of its own.
 #[pyfunction]
-#[pyo3(signature = (program, owner, x, extra_inputs, is_first_microbatch=None, params=None, version=None, fp8_output=false, fp8_grad=false, /))]
+#[pyo3(signature = (program, owner, x, extra_inputs, is_first_microbatch=None, params=None, version=None, buffers=None, fp8_output=false, fp8_grad=false, /))]
 #[expect(clippy::too_many_arguments, reason = "a Python function's arguments")]
 pub(crate) fn program_apply<'py>(
     program: &Bound<'py, ProgramHandle>,
@@ -41,18 +42,35 @@ pub(crate) fn program_apply<'py>(
     is_first_microbatch: Option<bool>,
     params: Option<&Bound<'py, PyTuple>>,
     version: Option<u64>,
+    buffers: Option<Bound<'py, Buffers>>,
     fp8_output: bool,
     fp8_grad: bool,
 ) -> PyResult<Bound<'py, PyAny>> {
     let state = state(x.py())?;
     let in_fp8 = InFp8 { output: fp8_output, grad: fp8_grad };
-    let params: Objects<'py> = match params {
-        Some(params) => params.iter().collect(),
-        None => present_parameters(program)?,
+    let (joined, params): (_, Objects<'py>) = match params {
+        Some(params) => (None, params.iter().collect()),
+        None if program.try_borrow()?.has_parts() => joined_parameters(state, program)?,
+        None => (None, present_parameters(program)?),
     };
     let extras: Objects<'py> = extra_inputs.iter().collect();
     let asked = (is_first_microbatch.into(), version);
-    in_region_of_last_forward(state, program, || cast_and_apply((program, owner), x, &extras, &params, (asked, in_fp8)))
+    in_region_of_last_forward(state, program, || {
+        cast_and_apply((program, owner), x, &extras, (&params, joined), (asked, in_fp8, buffers))
+    })
+}
+
+/// Parameters of which some are stacks: what autograd sees of them, and what the program reads.
+fn joined_parameters<'py>(
+    state: &State,
+    program: &Bound<'py, ProgramHandle>,
+) -> PyResult<(Option<Bound<'py, Joined>>, Objects<'py>)> {
+    if let Some((joined, params)) = Joined::of(state, program)? {
+        return Ok((Some(joined), params));
+    }
+    let message = "the parameters of experts must be plain tensors of one type on one device; use single_grouped_weight=True for others";
+    let name = program.try_borrow()?.name.clone();
+    Err(named(&Error::unsupported(OP, message), Some(&name)))
 }
 
 /// `module(x, *extra_inputs)` of a module whose result is its program's: as `nn.Module.__call__`, without its cost
@@ -89,7 +107,8 @@ pub(crate) fn program_module_call<'py>(
             let extras: Objects<'py> = extra_inputs.iter().collect();
             if let Some(params) = parameters_of_direct_call(state, program, input, &extras)? {
                 let asked = (is_first.into(), None);
-                let run = || cast_and_apply((program, module), input, &extras, &params, (asked, InFp8::default()));
+                let asked = (asked, InFp8::default(), None);
+                let run = || cast_and_apply((program, module), input, &extras, (&params, None), asked);
                 return in_region_of_last_forward(state, program, run);
             }
         }
@@ -167,8 +186,8 @@ fn cast_and_apply<'py>(
     (program, owner): (&Bound<'py, ProgramHandle>, &Bound<'py, PyAny>),
     x: &Bound<'py, PyAny>,
     extras: &[Bound<'py, PyAny>],
-    params: &[Bound<'py, PyAny>],
-    (asked, in_fp8): ((Microbatch, Option<u64>), InFp8),
+    (params, joined): (&[Bound<'py, PyAny>], Option<Bound<'py, Joined>>),
+    (asked, in_fp8, buffers): ((Microbatch, Option<u64>), InFp8, Option<Bound<'py, Buffers>>),
 ) -> PyResult<Bound<'py, PyAny>> {
     let state = state(x.py())?;
     {
@@ -180,7 +199,10 @@ fn cast_and_apply<'py>(
     }
     let cast = cast(state, x, extras)?;
     let (x, extras) = cast.as_ref().map_or((x, extras), |(x, extras)| (x, extras.as_slice()));
-    let call = Call::new(state, (program, owner), x, (extras, params), asked).handing_out(in_fp8);
+    let call = Call::new(state, (program, owner), x, (extras, params), asked)
+        .of_parts(joined)
+        .into_buffers(buffers)
+        .handing_out(in_fp8);
     let tensors = Tensors::read(state, x, extras, params).map_err(|failure| call.named(failure))?;
     apply(call, &tensors)
 }
@@ -193,7 +215,10 @@ pub(crate) fn apply<'py>(mut call: Call<'_, 'py>, tensors: &Tensors<'_>) -> PyRe
     if tensors.x.numel() == 0 {
         return on_nothing(&call);
     }
-    if !tensors.x.shape().is_empty() && state.dispatcher(py)?.0.rows_to_pad(tensors.x.rows()) != 0 {
+    if call.buffers.is_none()
+        && !tensors.x.shape().is_empty()
+        && state.dispatcher(py)?.0.rows_to_pad(tensors.x.rows()) != 0
+    {
         if in_fp8 != InFp8::default() {
             let message = "fp8_output and fp8_grad take as many rows as the recipe's GEMMs do; pad the input";
             return Err(call.named(Error::unsupported(OP, message).into()));
@@ -223,6 +248,7 @@ pub(crate) fn apply<'py>(mut call: Call<'_, 'py>, tensors: &Tensors<'_>) -> PyRe
                 Some(joined) => joined.into_any(),
                 None => version.into_pyobject(py)?,
             });
+            arguments.push(call.buffers.map_or_else(|| py.None().into_bound(py), Bound::into_any));
             return hooks(py)?.apply.bind(py).call1(PyTuple::new(py, arguments)?);
         }
     }
@@ -264,7 +290,12 @@ type Inputs<'py> = (Bound<'py, PyAny>, Vec<Bound<'py, PyAny>>);
 fn cast<'py>(state: &State, x: &Bound<'py, PyAny>, extras: &[Bound<'py, PyAny>]) -> PyResult<Option<Inputs<'py>>> {
     let Some(dtype) = autocast_dtype(state, x)? else { return Ok(None) };
     let to = |tensor: &Bound<'py, PyAny>| tensor.call_method1(intern!(tensor.py(), "to"), (&dtype,));
-    Ok(Some((to(x)?, extras.iter().map(to).collect::<PyResult<_>>()?)))
+    // Counts stay what they are.
+    let extra = |extra: &Bound<'py, PyAny>| match view_of(&state.reader, extra, "an extra input") {
+        Ok(view) if view.dtype().as_float().is_none() => Ok(extra.clone()),
+        _ => to(extra),
+    };
+    Ok(Some((to(x)?, extras.iter().map(extra).collect::<PyResult<_>>()?)))
 }
 
 /// The type that `torch.autocast` wants, if it is on.
@@ -299,6 +330,7 @@ fn kept<'py>(call: &Call<'_, 'py>, done: &mut Done<'py>) -> PyResult<ProgramSave
         extra_shapes,
         params: call.params.iter().map(|param| param.clone().unbind()).collect(),
         joined: call.joined.as_ref().map(|joined| joined.clone().unbind()),
+        buffers: call.buffers.as_ref().map(|buffers| buffers.clone().unbind()),
         overwrite_main_grad: microbatch == Microbatch::First && !done.skippable,
         stamp: done.stamp.take(),
         owner: call.owner.clone().unbind(),
@@ -307,7 +339,8 @@ fn kept<'py>(call: &Call<'_, 'py>, done: &mut Done<'py>) -> PyResult<ProgramSave
 }
 
 /// Forward of the autograd function: called by torch with gradients off; `arguments` are input, parameters or their parts,
-/// extra inputs, program, owner, `is_first_microbatch`, and how the parts are joined or the version of a concatenated weight.
+/// extra inputs, program, owner, `is_first_microbatch`, how the parts are joined or the version of a concatenated weight, and
+/// memory of the caller's.
 #[pyfunction]
 #[pyo3(signature = (ctx, *arguments))]
 pub(crate) fn program_autograd_forward<'py>(
@@ -317,20 +350,23 @@ pub(crate) fn program_autograd_forward<'py>(
     let py = ctx.py();
     let state = state(py)?;
     let count = arguments.len();
-    let program = arguments.get_item(count - 4)?.cast_into::<ProgramHandle>()?;
-    let owner = arguments.get_item(count - 3)?;
-    let Asked { microbatch, in_fp8 } = Asked::of(arguments.get_item(count - 2)?.extract()?);
-    let last = arguments.get_item(count - 1)?;
+    let program = arguments.get_item(count - OTHERS)?.cast_into::<ProgramHandle>()?;
+    let owner = arguments.get_item(count - 4)?;
+    let Asked { microbatch, in_fp8 } = Asked::of(arguments.get_item(count - 3)?.extract()?);
+    let last = arguments.get_item(count - 2)?;
+    let buffers = arguments.get_item(count - 1)?.cast_into::<Buffers>().ok();
     let joined = last.cast::<Joined>().ok().cloned();
     let version = if joined.is_some() { None } else { last.extract()? };
-    let tensors: Objects<'py> = arguments.iter().take(count - 4).collect();
+    let tensors: Objects<'py> = arguments.iter().take(count - OTHERS).collect();
     let params = program.try_borrow()?.chain.params();
     let (x, rest) = (&tensors[0], &tensors[1..]);
     let (params, extras) = rest.split_at(joined.as_ref().map_or(params, |joined| joined.get().parts().len()));
     let wholes = joined.as_ref().map(|joined| joined.get().wholes(py));
     let params = wholes.as_deref().unwrap_or(params);
-    let mut call = Call::new(state, (&program, &owner), x, (extras, params), (microbatch, version)).of_parts(joined);
-    call.in_fp8 = in_fp8;
+    let mut call = Call::new(state, (&program, &owner), x, (extras, params), (microbatch, version))
+        .of_parts(joined)
+        .into_buffers(buffers)
+        .handing_out(in_fp8);
     let extra_grads = extras.iter().map(requires_grad).collect::<PyResult<_>>()?;
     call.wants(true, requires_grad(x)?, extra_grads, true);
     let mut done = call.run()?;

@@ -26,16 +26,18 @@ use crate::autocast::recompute::{RecordedScales, recorded_scales};
 use crate::error::Failure;
 use crate::hooks::skip_flag;
 use crate::program::asked::InFp8;
+use crate::program::buffers::Buffers;
 use crate::program::check::check;
 use crate::program::handle::{ProgramHandle, PyProgram, Shapes, Tuples};
 use crate::program::parts::Joined;
-use crate::program::tensors::{Flags, Objects, Tensors, float, requires_grad, same, typed};
+use crate::program::tensors::{Flags, Objects, Tensors, float, requires_grad, same, typed, typed_extras};
 use crate::program::weight::{OpSlots, WeightHandle, recycle, reusable};
 use crate::program::weight_memory::{CachedWeight, for_backward, make_weight, weight_buffer};
 use crate::tensor::given::GivenWeight;
 use crate::tensor::handed::{HandedValue, Made, Stamp};
 use crate::tensor::value::QuantizedValue;
 use crate::torch::process::State;
+use crate::torch::reader::view_of;
 
 const OP: &str = "ops";
 
@@ -123,6 +125,8 @@ pub(crate) struct Call<'a, 'py> {
     pub(crate) grad_mode: bool,
     /// What the call is to hand out in FP8.
     pub(crate) in_fp8: InFp8,
+    /// Memory of the caller's for the result and for the input's gradient.
+    pub(crate) buffers: Option<Bound<'py, Buffers>>,
 }
 
 impl<'a, 'py> Call<'a, 'py> {
@@ -136,7 +140,7 @@ impl<'a, 'py> Call<'a, 'py> {
         (microbatch, version): (Microbatch, Option<u64>),
     ) -> Self {
         let extra_grads = SmallVec::new();
-        let (grads, input_grad, grad_mode, joined) = (false, false, false, None);
+        let (grads, input_grad, grad_mode, joined, buffers) = (false, false, false, None, None);
         Self {
             state,
             handle,
@@ -152,6 +156,7 @@ impl<'a, 'py> Call<'a, 'py> {
             extra_grads,
             grad_mode,
             in_fp8: InFp8::default(),
+            buffers,
         }
     }
 
@@ -167,6 +172,13 @@ impl<'a, 'py> Call<'a, 'py> {
     pub(crate) fn of_parts(mut self, joined: Option<Bound<'py, Joined>>) -> Self {
         self.version = joined.as_ref().map_or(self.version, |joined| Some(joined.get().version()));
         self.joined = joined;
+        self
+    }
+
+    /// The same into memory of the caller's.
+    #[inline]
+    pub(crate) fn into_buffers(mut self, buffers: Option<Bound<'py, Buffers>>) -> Self {
+        self.buffers = buffers;
         self
     }
 
@@ -316,7 +328,7 @@ impl<'a, 'py> Call<'a, 'py> {
             any_rows,
             input_grad: self.input_grad,
             params: typed(&tensors.params, &param_grads, "a parameter")?,
-            extras: typed(&tensors.extras, &self.extra_grads, "an extra input")?,
+            extras: typed_extras(&tensors.extras, &self.extra_grads),
             linears: linears.to_vec(),
             outer,
         };
@@ -520,6 +532,12 @@ impl<'a, 'py> Call<'a, 'py> {
             let made = Made::allocate(self.state, py, (place.device, kind, is_delayed), &out.shape)?;
             return Ok(Output::InFp8(made));
         }
+        if let (Some(buffers), Port::Output) = (&self.buffers, compiled.program.output())
+            && let Some(output) = &buffers.get().output
+        {
+            let shape = (out.size.bind(py), out.stride.bind(py));
+            return Ok(Output::High(viewed(self.state, output.bind(py), shape, dtype)?));
+        }
         Ok(Output::High(match compiled.program.output() {
             Port::Input if extra_outputs.is_empty() => self.x.clone(),
             Port::Input => self.x.call_method0("detach")?,
@@ -654,6 +672,24 @@ impl<'a, 'py> Call<'a, 'py> {
 pub(crate) enum Output<'py> {
     High(Bound<'py, PyAny>),
     InFp8(Made<'py>),
+}
+
+/// A tensor over memory of the caller's, in the shape of what goes there. Autograd makes that a result; the caller's own
+/// stays what it is, for the next call.
+pub(crate) fn viewed<'py>(
+    state: &State,
+    buffer: &Bound<'py, PyAny>,
+    (size, stride): (&Bound<'py, PyTuple>, &Bound<'py, PyTuple>),
+    dtype: DType,
+) -> Result<Bound<'py, PyAny>, Failure> {
+    let view = view_of(&state.reader, buffer, "a buffer")?;
+    let wanted: usize = size.iter().map(|size| size.extract::<usize>()).product::<PyResult<usize>>()?;
+    if view.numel() != wanted || view.dtype() != dtype || !view.is_contiguous() {
+        let expected = format!("a contiguous {dtype} tensor of {wanted} elements");
+        let got = format!("{} of shape {:?}", view.dtype(), view.shape());
+        return Err(Error::shape(OP, "a buffer of the caller's", expected, got).into());
+    }
+    Ok(buffer.call_method1(intern!(buffer.py(), "as_strided"), (size, stride))?)
 }
 
 /// The tensors that a call makes.

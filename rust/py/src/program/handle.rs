@@ -8,7 +8,7 @@ use pyo3::{PyTraverseError, PyVisit};
 use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::ops::norm_spec::NormKind;
-use te_fast_core::program::{Chain, KeptProgram, LinearCall, Op, Program, ProgramCache, QuantizedKind};
+use te_fast_core::program::{Chain, Groups, KeptProgram, LinearCall, Op, Program, ProgramCache, QuantizedKind};
 use te_fast_core::recipe::region::Region;
 
 use crate::error::{Failure, IntoPython};
@@ -170,6 +170,22 @@ impl ProgramHandle {
         self.params.push(Parameter { parameters: parameters.clone().unbind(), name, parts });
     }
 
+    /// A stack of parameters, by the names of what it consists of; one name is that of the stack itself, unless that is a
+    /// part with a number.
+    fn stack(&mut self, parameters: &Bound<'_, PyDict>, name: &str, parts: &[String]) -> PyResult<()> {
+        match parts {
+            [] => Err(Error::value("ops", format!("a stack of {name}s needs a name"))).python(),
+            [whole] if whole == name => {
+                self.parameter(parameters, whole, &[]);
+                Ok(())
+            }
+            parts => {
+                self.parameter(parameters, name, parts);
+                Ok(())
+            }
+        }
+    }
+
     /// Whether a parameter consists of parts.
     #[inline]
     pub(crate) fn has_parts(&self) -> bool {
@@ -294,7 +310,7 @@ impl ProgramHandle {
         out_features: usize,
         parts: Vec<String>,
     ) {
-        self.chain.push(label, Op::Linear { inputs: in_features, outputs: out_features });
+        self.chain.push(label, Op::Linear { inputs: in_features, outputs: out_features, groups: None });
         self.parameter(parameters, weight, &parts);
         self.weights.push(handle.clone().unbind());
     }
@@ -303,8 +319,43 @@ impl ProgramHandle {
     #[pyo3(signature = (label, parameters, name, size, parts=Vec::new()))]
     #[expect(clippy::needless_pass_by_value, reason = "a Python method's argument")]
     fn bias(&mut self, label: String, parameters: &Bound<'_, PyDict>, name: &str, size: usize, parts: Vec<String>) {
-        self.chain.push(label, Op::Bias { size });
+        self.chain.push(label, Op::Bias { size, groups: None });
         self.parameter(parameters, name, &parts);
+    }
+
+    /// Appends `x · Wᵀ` of experts, whose rows an extra input counts. `weights` names the experts' weights, or the stack of
+    /// them alone; `slots` are those of delayed scaling from one expert to the next, forward and backward.
+    #[expect(clippy::too_many_arguments, clippy::needless_pass_by_value, reason = "a Python method's arguments")]
+    fn grouped_linear(
+        &mut self,
+        label: String,
+        handle: &Bound<'_, WeightHandle>,
+        parameters: &Bound<'_, PyDict>,
+        weights: Vec<String>,
+        num_groups: usize,
+        in_features: usize,
+        out_features: usize,
+        slots: (usize, usize),
+    ) -> PyResult<()> {
+        let groups = Groups { count: num_groups, slots: slots.into() };
+        self.chain.push(label, Op::Linear { inputs: in_features, outputs: out_features, groups: Some(groups) });
+        self.stack(parameters, "weight", &weights)?;
+        self.weights.push(handle.clone().unbind());
+        Ok(())
+    }
+
+    /// Appends the biases of such an op, right behind it; `biases` names them, or the stack of them alone.
+    #[expect(clippy::needless_pass_by_value, reason = "a Python method's argument")]
+    fn grouped_bias(
+        &mut self,
+        label: String,
+        parameters: &Bound<'_, PyDict>,
+        biases: Vec<String>,
+        num_groups: usize,
+        size: usize,
+    ) -> PyResult<()> {
+        self.chain.push(label, Op::Bias { size, groups: Some(num_groups) });
+        self.stack(parameters, "bias", &biases)
     }
 
     /// Appends a normalisation of rows.
@@ -378,6 +429,33 @@ impl ProgramHandle {
         let ops: Vec<_> = self.chain.links().iter().map(|link| link.op).collect();
         let fuses = self.weights.iter().map(|weight| Ok(weight.bind(py).try_borrow()?.fuse_wgrad_accumulation));
         Ok(format!("{ops:?} {:?} {:?}", self.linear_calls(py)?, fuses.collect::<PyResult<Vec<_>>>()?))
+    }
+
+    /// Whether a parameter consists of parts.
+    #[getter(has_parts)]
+    fn has_some_parts(&self) -> bool {
+        self.has_parts()
+    }
+
+    /// What each parameter consists of, as its module holds it now.
+    fn parameter_parts<'py>(&self, py: Python<'py>) -> PyResult<Vec<Vec<Bound<'py, PyAny>>>> {
+        let parts = |param: &Parameter| {
+            let found = param.names().iter().map(|name| {
+                let part = param.parameters.bind(py).get_item(name)?;
+                part.ok_or_else(|| {
+                    let message = format!("{}: parameter {} was removed", self.name, name.bind(py));
+                    crate::error::to_python(Error::state("ops", message))
+                })
+            });
+            found.collect::<PyResult<Vec<_>>>()
+        };
+        self.params.iter().map(parts).collect()
+    }
+
+    /// Ops of the chain.
+    #[getter]
+    fn num_ops(&self) -> usize {
+        self.chain.links().len()
     }
 
     /// Extra inputs of all ops.

@@ -1,5 +1,6 @@
 //! Weight gradients that go into a buffer of the caller's, as Megatron-LM keeps it.
 
+use pyo3::intern;
 use pyo3::prelude::*;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
@@ -7,9 +8,10 @@ use te_fast_core::base::tensor::TensorView;
 
 use crate::error::Failure;
 use crate::hooks::hooks;
+use crate::program::tensors::{Optional, requires_grad};
 use crate::tensor::given::weight_view;
-use crate::torch::process::State;
-use crate::torch::reader::view_of;
+use crate::torch::process::{State, state};
+use crate::torch::reader::{instance_dict, view_of};
 
 const OP: &str = "linear";
 
@@ -46,6 +48,37 @@ fn checked<'py>(
     Ok(MainGrad { grad, dtype, address, accumulate: !overwrites })
 }
 
+/// The `main_grad`s of the parts of a stack as one, where all parts are trained, and theirs lie one behind the other and
+/// take the gradient alike; none else.
+pub(crate) fn stacked_main_grad<'py>(
+    state: &State,
+    parts: &[Bound<'py, PyAny>],
+    overwrite: bool,
+) -> Result<Option<MainGrad<'py>>, Failure> {
+    let mut stack: Option<(MainGrad<'py>, usize)> = None;
+    for part in parts {
+        if !requires_grad(part)? {
+            return Ok(None);
+        }
+        let main = main_grad(state, part, overwrite)?;
+        let bytes = view_of(&state.reader, &main.grad, "main_grad")?.numel() * main.dtype.size();
+        match &mut stack {
+            None => {
+                let end = main.address + bytes;
+                stack = Some((main, end));
+            }
+            Some((first, end)) => {
+                let alike = (main.dtype, main.accumulate) == (first.dtype, first.accumulate);
+                if !alike || main.address != *end {
+                    return Ok(None);
+                }
+                *end += bytes;
+            }
+        }
+    }
+    Ok(stack.map(|(first, _)| first))
+}
+
 /// Refuses a buffer that cannot take the gradient of a weight of this shape.
 pub(crate) fn check_main_grad(view: &TensorView<'_>, shape: &[i64], device: Device) -> Result<(), Error> {
     if view.shape() == shape && view.is_contiguous() && view.device() == device && view.dtype().as_float().is_some() {
@@ -58,28 +91,47 @@ pub(crate) fn check_main_grad(view: &TensorView<'_>, shape: &[i64], device: Devi
 
 /// The `main_grad` of a weight as it is.
 fn buffer<'py>(weight: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>, Failure> {
-    if weight.hasattr("__fsdp_param__")? {
+    if attribute(weight, "__fsdp_param__")?.is_some() {
         return Ok(weight.call_method0("get_main_grad")?);
     }
-    match weight.getattr_opt("main_grad")? {
+    match attribute(weight, "main_grad")? {
         Some(grad) if !grad.is_none() => Ok(grad),
         _ => Err(Error::state(OP, "fuse_wgrad_accumulation=True needs weight.main_grad; set it before backward, or construct the layer without").into()),
     }
 }
 
-fn has_overwrite(weight: &Bound<'_, PyAny>) -> PyResult<bool> {
-    weight.getattr_opt("overwrite_main_grad")?.map_or(Ok(false), |value| value.is_truthy())
+/// What users set on a parameter; an attribute that is not there costs an exception where it is not looked up in the dict.
+fn attribute<'py>(weight: &Bound<'py, PyAny>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
+    if state(weight.py())?.torch.is_plain(weight) {
+        return instance_dict(weight)?.get_item(name);
+    }
+    weight.getattr_opt(name)
 }
 
-/// Gives a weight's computed gradient to its `main_grad`; returns what autograd is given.
-pub(crate) fn give<'py>(
-    weight: &Bound<'py, PyAny>,
-    grad: &Bound<'py, PyAny>,
+fn has_overwrite(weight: &Bound<'_, PyAny>) -> PyResult<bool> {
+    attribute(weight, "overwrite_main_grad")?.map_or(Ok(false), |value| value.is_truthy())
+}
+
+/// Gives computed gradients to the `main_grad`s of several weights at once; returns what autograd is given for each.
+pub(crate) fn give_all<'py>(
+    weights: &[Bound<'py, PyAny>],
+    grads: Vec<Bound<'py, PyAny>>,
     overwrite: bool,
-) -> Result<Option<Bound<'py, PyAny>>, Failure> {
-    let main = buffer(weight)?;
-    main.call_method1(if overwrite || has_overwrite(weight)? { "copy_" } else { "add_" }, (grad,))?;
-    Ok(after_main_grad(weight)?)
+) -> Result<Optional<'py>, Failure> {
+    let Some(py) = weights.first().map(Bound::py) else { return Ok(Optional::new()) };
+    let (mut set, mut added) = ((Vec::new(), Vec::new()), (Vec::new(), Vec::new()));
+    for (weight, grad) in weights.iter().zip(grads) {
+        let list = if overwrite || has_overwrite(weight)? { &mut set } else { &mut added };
+        list.0.push(buffer(weight)?);
+        list.1.push(grad);
+    }
+    let torch = py.import(intern!(py, "torch"))?;
+    for (function, (main, grads)) in [("_foreach_copy_", set), ("_foreach_add_", added)] {
+        if !main.is_empty() {
+            torch.call_method1(function, (main, grads))?;
+        }
+    }
+    weights.iter().map(|weight| Ok(after_main_grad(weight)?)).collect()
 }
 
 /// The same for a gradient that `backward_dw` adds later.
@@ -96,7 +148,7 @@ pub(crate) fn give_later<'py>(
 /// Transformer Engine's rule: with `grad_added_to_main_grad` set on the parameter, it becomes true and autograd gets a
 /// dummy gradient, so that hooks fire; else it gets none.
 pub(crate) fn after_main_grad<'py>(weight: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
-    if !weight.hasattr("grad_added_to_main_grad")? {
+    if attribute(weight, "grad_added_to_main_grad")?.is_none() {
         return Ok(None);
     }
     weight.setattr("grad_added_to_main_grad", true)?;

@@ -5,9 +5,9 @@ use smallvec::SmallVec;
 
 use crate::error::Failure;
 use crate::program::handle::ProgramHandle;
-use crate::program::main_grad::{give, give_later};
+use crate::program::main_grad::{after_main_grad, give_all, give_later};
 use crate::program::parts::{Joined, Share};
-use crate::program::tensors::Optional;
+use crate::program::tensors::{Objects, Optional};
 use crate::torch::process::State;
 use crate::torch::reader::view_of;
 
@@ -16,17 +16,23 @@ use crate::torch::reader::view_of;
 pub(crate) fn of_parts<'py>(
     state: &State,
     (handle, joined): (&Bound<'py, ProgramHandle>, &Joined),
-    grads: Optional<'py>,
+    (grads, in_parts): (Optional<'py>, &[usize]),
     wanted: &[bool],
     overwrite: bool,
 ) -> PyResult<Optional<'py>> {
     let py = handle.py();
     let fuses = handle.try_borrow()?.fuses_parts;
     let mut list = Optional::new();
-    for (grad, (share, parts)) in grads.into_iter().zip(joined.shares()) {
+    for (param, (grad, (share, parts))) in grads.into_iter().zip(joined.shares()).enumerate() {
         let wanted = &wanted[list.len()..];
         if !share.is_split {
             list.push(grad);
+            continue;
+        }
+        if in_parts.contains(&param) {
+            for part in parts {
+                list.push(after_main_grad(part.bind(py))?);
+            }
             continue;
         }
         let into = (fuses && share.is_weight).then_some(overwrite);
@@ -51,6 +57,7 @@ fn of_split<'py>(
 ) -> Result<Optional<'py>, Failure> {
     let mut first = 0;
     let mut list = Optional::new();
+    let (mut fused, mut pieces, mut places) = (Objects::new(), Vec::new(), Vec::new());
     for ((part, &wanted), &rows) in parts.iter().zip(wanted).zip(&share.rows) {
         let piece = match &grad {
             Some(grad) if wanted => Some(rows_of(state, grad, first, rows)?),
@@ -60,9 +67,19 @@ fn of_split<'py>(
         list.push(match (piece, into) {
             _ if !wanted => None,
             (piece, None) => piece,
-            (Some(piece), Some(overwrite)) => give(part.bind(py), &piece, overwrite)?,
+            (Some(piece), Some(_)) => {
+                places.push(list.len());
+                pieces.push(piece);
+                fused.push(part.bind(py).clone());
+                None
+            }
             (None, Some(overwrite)) => give_later(part.bind(py), overwrite)?,
         });
+    }
+    if let Some(overwrite) = into.filter(|_| !fused.is_empty()) {
+        for (place, given) in places.into_iter().zip(give_all(&fused, pieces, overwrite)?) {
+            list[place] = given;
+        }
     }
     Ok(list)
 }

@@ -48,6 +48,13 @@ pub(crate) fn parameters<'py>(
 pub(crate) fn present_parameters<'py>(handle: &Bound<'py, ProgramHandle>) -> PyResult<Objects<'py>> {
     let py = handle.py();
     let program = handle.try_borrow()?;
+    if program.has_parts() {
+        let message = format!(
+            "{}: experts with a parameter each do not run beside operations of the user's own; make them with single_grouped_weight=True and single_grouped_bias=True",
+            program.name
+        );
+        return Err(Error::unsupported(OP, message)).python();
+    }
     let found = program.params.iter().map(|param| {
         param.get(py)?.filter(|value| !value.is_none()).map_or_else(
             || {
@@ -225,13 +232,18 @@ pub(crate) fn float(view: &TensorView<'_>, what: &'static str) -> Result<Float, 
 }
 
 /// Whether tensors have these types and want these gradients.
-pub(crate) fn same(list: &[(Float, bool)], views: &[TensorView<'_>], grads: &[bool]) -> bool {
+pub(crate) fn same<D: Copy + Into<DType>>(list: &[(D, bool)], views: &[TensorView<'_>], grads: &[bool]) -> bool {
     list.len() == views.len()
         && list
             .iter()
             .zip(views)
             .zip(grads)
-            .all(|((&(dtype, grad), view), &wanted)| grad == wanted && view.dtype() == DType::from(dtype))
+            .all(|((&(dtype, grad), view), &wanted)| grad == wanted && view.dtype() == dtype.into())
+}
+
+/// Types of extra inputs, and what wants a gradient; ops check the types.
+pub(crate) fn typed_extras(views: &[TensorView<'_>], grads: &[bool]) -> Vec<(DType, bool)> {
+    views.iter().zip(grads).map(|(view, &grad)| (view.dtype(), grad)).collect()
 }
 
 pub(crate) fn typed(views: &[TensorView<'_>], grads: &[bool], what: &'static str) -> Result<Vec<(Float, bool)>, Error> {

@@ -493,6 +493,7 @@ impl QuantizedValue {
             output: self.fp8,
             usage,
             dbias: false,
+            groups: None,
             processors,
         })
         .python()

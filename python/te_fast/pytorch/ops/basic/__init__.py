@@ -7,6 +7,7 @@ from te_fast.ops.basic.arithmetic import AddExtraInput, ConstantScale, MakeExtra
 from te_fast.ops.basic.basic_linear import BasicLinear
 from te_fast.ops.basic.bias import Bias
 from te_fast.ops.basic.dropout import Dropout
+from te_fast.ops.basic.grouped_linear import GroupedLinear
 from te_fast.ops.basic.identity import (
     AllGather,
     AllReduce,
@@ -16,6 +17,7 @@ from te_fast.ops.basic.identity import (
 )
 from te_fast.ops.basic.l2normalization import L2Normalization
 from te_fast.ops.basic.quantize import Quantize
+from te_fast.ops.common import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY
 from te_fast.pytorch._missing import missing
 from te_fast.pytorch.ops.basic.activation import GELU, QGELU, ReLU, SiLU, SReLU
 from te_fast.pytorch.ops.basic.glu import (
@@ -40,6 +42,8 @@ __all__ = [
     "GEGLU",
     "GELU",
     "GLU",
+    "GRAD_INPUT_BUFFER_KEY",
+    "OUTPUT_BUFFER_KEY",
     "QGEGLU",
     "QGELU",
     "AddExtraInput",
@@ -50,6 +54,7 @@ __all__ = [
     "ClampedSwiGLU",
     "ConstantScale",
     "Dropout",
+    "GroupedLinear",
     "Identity",
     "L2Normalization",
     "LayerNorm",

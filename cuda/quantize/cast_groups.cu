@@ -1,0 +1,250 @@
+// Casts to FP8 of tensors whose rows belong to groups, the experts of a mixture, all groups in one launch.
+//
+//   counted: `splits` says on the device how many rows each group has; they follow each other in x, out and the row
+//            layout's scales. In out_t [cols, ld_t] group e begins at column sum of up(rows, 128) over the groups
+//            before it, zeros behind its rows up to the next one.
+//   equal:   every group has `rows` rows; out_t is a stack [groups, cols, ld_t].
+//
+//   amax_groups         partial[e][part] = max |x| over a part of the group's elements
+//   cast_groups         q = fp8(float(x) * scale[e])     scale_inv[e] = 1 / scale[e]
+//                       scale[e] is given, and max |x| raises amax[e]; or it follows from the maxima of the parts
+//   cast_block_groups   as cast_block.cu does it, 1 x 128 of counted groups, 128 x 128 of equal ones; blocks along the
+//                       rows begin anew with every group. The scales of equal groups are a stack.
+//
+// What counts say beyond `rows` is left out, and so are negative ones: nothing is read or written past the tensor.
+//
+// Launch: amax_groups: parts * groups blocks of 256 threads. Others: tiles_cols times the most strips of 128 rows that
+//         the groups can have, 256 threads; blocks without a strip end at once.
+// Needs:  contiguous x, any alignment; out_t 16-byte aligned, ld_t a multiple of 16; at most 1024 groups.
+// Moves:  sizeof(In) bytes per element for amax_groups; sizeof(In) + 1 byte per element and layout for the others, and
+//         the scales.
+
+#include "quantize/block.cuh"
+#include "quantize/groups.cuh"
+
+namespace te_fast::quantize {
+
+struct CastGroupsParams {
+    const void* x;
+    uint8_t* out;        // null: none
+    uint8_t* out_t;      // null: none
+    const float* scale;  // null where it follows from `partial`
+    float* scale_inv;
+    float* scale_inv_t;     // of blocks alone
+    float* amax;            // null: none
+    const float* noop;      // null: none; *noop == 1 leaves every output as it is
+    const int64_t* splits;  // null for equal groups
+    float* partial;
+    uint64_t rows, cols, ld_t;
+    uint64_t scale_ld, scale_ld_t;
+    uint32_t groups;
+    uint32_t equal;
+    uint32_t tiles_cols;
+    uint32_t stride;  // from one group's scale to the next
+    uint32_t parts;   // maxima of a group; 0 where scales are given
+    uint32_t pow2;
+    float eps;
+    float fp8_max;
+};
+static_assert(sizeof(CastGroupsParams) == kCastGroupsParamsBytes);
+
+__device__ inline bool is_noop(const CastGroupsParams& p) { return p.noop != nullptr && *p.noop == 1.0f; }
+
+// The block's group, and its tile along the group's rows; false for a block without one.
+__device__ inline bool find_tile(const CastGroupsParams& p, GroupRows& group, uint64_t& tile_row) {
+    const uint64_t strip = blockIdx.x / p.tiles_cols;
+    if (p.equal != 0) {
+        const uint64_t strips = (p.rows + kTile - 1) / kTile;
+        if (strips == 0) return false;
+        group.index = static_cast<uint32_t>(strip / strips);
+        group.first = group.index * p.rows;
+        group.rows = p.rows;
+        group.padded = 0;
+        tile_row = strip % strips;
+        return group.index < p.groups;
+    }
+    if (!find_group<kTileThreads>(p.splits, p.groups, p.rows, strip, group)) return false;
+    tile_row = strip - group.padded / kTile;
+    return true;
+}
+
+// The parameters of a block cast of the group alone.
+__device__ inline CastBlockParams of_group(const CastGroupsParams& p, const GroupRows& group, size_t element) {
+    CastBlockParams b{};
+    b.x = static_cast<const uint8_t*>(p.x) + group.first * p.cols * element;
+    b.out = p.out == nullptr ? nullptr : p.out + group.first * p.cols;
+    b.out_t = p.out_t;
+    if (p.out_t != nullptr) b.out_t += p.equal != 0 ? group.index * p.cols * p.ld_t : group.padded;
+    b.rows = group.rows;
+    b.cols = p.cols;
+    b.ld_t = p.ld_t;
+    b.scale_ld = p.scale_ld;
+    b.scale_ld_t = p.scale_ld_t;
+    b.tiles_rows = static_cast<uint32_t>((group.rows + kTile - 1) / kTile);
+    b.tiles_cols = p.tiles_cols;
+    b.eps = p.eps;
+    b.pow2 = p.pow2;
+    if (p.equal != 0) {
+        b.scale_inv = p.scale_inv + group.index * b.tiles_rows * p.scale_ld;
+        b.scale_inv_t = p.scale_inv_t + group.index * p.tiles_cols * p.scale_ld_t;
+    } else {
+        b.scale_inv = p.scale_inv + group.first;
+        b.scale_inv_t = p.scale_inv_t + group.padded / kTile * p.scale_ld_t;
+    }
+    return b;
+}
+
+template <Floating In>
+__device__ void amax_groups(const CastGroupsParams& p) {
+    if (is_noop(p)) return;
+    __shared__ float scratch[kThreads / 32];
+    const uint32_t index = blockIdx.x / p.parts, part = blockIdx.x % p.parts;
+    GroupRows group{index * p.rows, p.rows, 0, index};
+    if (p.equal == 0) rows_of_group<kThreads>(p.splits, index, p.rows, group);
+    const uint64_t count = group.rows * p.cols;
+    const uint64_t share = (count + p.parts - 1) / p.parts, each = (share + 7) / 8 * 8;
+    const uint64_t begin = min(part * each, count), end = min(begin + each, count);
+    const In* x = static_cast<const In*>(p.x) + group.first * p.cols;
+    const bool vectors = is_aligned(x, 16);
+    constexpr int kUnroll = 4;
+    Raw8<In> acc = zero8<In>();
+    for (uint64_t base = begin + threadIdx.x * 8; base < end; base += uint64_t{kUnroll} * kThreads * 8) {
+        Raw8<In> raw[kUnroll];
+#pragma unroll
+        for (int step = 0; step < kUnroll; ++step) {
+            const uint64_t i = base + static_cast<uint64_t>(step) * kThreads * 8;
+            raw[step] = zero8<In>();
+            if (vectors && i + 8 <= end) {
+                raw[step] = load8<In>(x + i);
+            } else if (i < end) {
+                raw[step] = load8_partial<In>(x + i, static_cast<int>(min(end - i, uint64_t{8})));
+            }
+        }
+#pragma unroll
+        for (int step = 0; step < kUnroll; ++step) absmax_into<In>(acc, raw[step]);
+    }
+    const float amax = block_max<kThreads>(absmax8<In>(acc), scratch);
+    if (threadIdx.x == 0) p.partial[blockIdx.x] = amax;
+}
+
+// The scale of a group, in whichever threads ask.
+__device__ inline float scale_of(const CastGroupsParams& p, uint32_t group) {
+    if (p.parts == 0) return p.scale[static_cast<size_t>(group) * p.stride];
+    const float* partial = p.partial + static_cast<size_t>(group) * p.parts;
+    float amax = 0.0f;
+#pragma unroll 4
+    for (uint32_t part = 0; part < p.parts; ++part) amax = fmaxf(amax, partial[part]);
+    return scale_from_amax(amax, p.fp8_max, p.eps, kF32Max, p.pow2 != 0);
+}
+
+template <bool kVectors, Floating In, Fp8 Out>
+__device__ void cast_tile(const CastBlockParams& b, const TilePlace& place, float scale, float* amax,
+                          BlockShared<In>& shared) {
+    const PatchPlace<false> patch(place, {b.cols, 0});
+    Raw8<In> raw[kPatch];
+    load_patch<kVectors>(b, patch, raw);
+    if (amax != nullptr) {
+        Raw8<In> acc = zero8<In>();
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) absmax_into<In>(acc, raw[i]);
+        const float tile = block_max<kTileThreads>(absmax8<In>(acc), shared.warp_max);
+        if (threadIdx.x == 0) atomic_max_nonnegative(amax, tile);
+        __syncthreads();  // the maxima have been read
+    }
+    uint2 bytes[kPatch];
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+        bytes[i] = cast8<Out, In>(raw[i], scale);
+        if (b.out != nullptr) store_bytes8<kVectors>(b.out, patch, i, 0, bytes[i]);
+    }
+    if (b.out_t != nullptr) store_transposed(b, place, patch, bytes, shared.transpose);
+}
+
+template <Floating In, Fp8 Out>
+__device__ void cast_groups(const CastGroupsParams& p) {
+    if (is_noop(p)) return;
+    __shared__ BlockShared<In> shared;
+    __shared__ float group_scale;
+    if (blockIdx.x == 0 && p.scale_inv != nullptr) {
+        for (uint32_t group = threadIdx.x; group < p.groups; group += kTileThreads) {
+            p.scale_inv[group] = __frcp_rn(scale_of(p, group));
+        }
+    }
+    GroupRows group;
+    uint64_t tile_row;
+    if (!find_tile(p, group, tile_row)) return;
+    if (threadIdx.x == 0) group_scale = scale_of(p, group.index);
+    __syncthreads();
+    const CastBlockParams b = of_group(p, group, sizeof(In));
+    const TilePlace place(min(b.rows, (tile_row + 1) * kTile), b.cols, tile_row, blockIdx.x % p.tiles_cols);
+    float* amax = p.amax == nullptr ? nullptr : p.amax + static_cast<size_t>(group.index) * p.stride;
+    const bool vectors = rows_are_vectors<In>(static_cast<const In*>(b.x), b.out, b.cols);
+    vectors ? cast_tile<true, In, Out>(b, place, group_scale, amax, shared)
+            : cast_tile<false, In, Out>(b, place, group_scale, amax, shared);
+}
+
+template <bool kTwoDimensional, Floating In, Fp8 Out>
+__device__ void cast_block_groups(const CastGroupsParams& p) {
+    if (is_noop(p)) return;
+    __shared__ BlockShared<In> shared;
+    GroupRows group;
+    uint64_t tile_row;
+    if (!find_tile(p, group, tile_row)) return;
+    const CastBlockParams b = of_group(p, group, sizeof(In));
+    const TilePlace place(min(b.rows, (tile_row + 1) * kTile), b.cols, tile_row, blockIdx.x % p.tiles_cols);
+    const bool vectors = rows_are_vectors<In>(static_cast<const In*>(b.x), b.out, b.cols);
+    if constexpr (kTwoDimensional) {
+        vectors ? cast_block_2d<true, In, Out>(b, place, shared) : cast_block_2d<false, In, Out>(b, place, shared);
+    } else {
+        // The next group's scales are behind those of this one.
+        vectors ? cast_block_1d<true, In, Out>(b, place, b.rows, shared)
+                : cast_block_1d<false, In, Out>(b, place, b.rows, shared);
+    }
+}
+
+// As kBlocks, less the registers that finding the group takes.
+template <Floating In>
+constexpr int kGroupBlocks = kBlocks<In> > 1 ? kBlocks<In> - 1 : 1;
+template <Floating In>
+constexpr int kSquareBlocks = kGroupBlocks<In> > 1 ? kGroupBlocks<In> - 1 : 1;
+
+#define AMAX(symbol, in)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(kThreads) symbol(const __grid_constant__ CastGroupsParams p) { \
+        ptx::wait_for_prior_grids();                                                                            \
+        amax_groups<in>(p);                                                                                     \
+    }
+
+AMAX(amax_groups_f32, f32)
+AMAX(amax_groups_f16, f16)
+AMAX(amax_groups_bf16, bf16)
+
+#define INSTANCE(symbol, cast, blocks)                                 \
+    extern "C" __global__ void __launch_bounds__(kTileThreads, blocks) \
+        symbol(const __grid_constant__ CastGroupsParams p) {           \
+        ptx::wait_for_prior_grids();                                   \
+        cast(p);                                                       \
+    }
+#define TENSOR(symbol, in, out) INSTANCE(symbol, (cast_groups<in, out>), kGroupBlocks<in>)
+#define BLOCKS_1D(symbol, in, out) INSTANCE(symbol, (cast_block_groups<false, in, out>), kGroupBlocks<in>)
+#define BLOCKS_2D(symbol, in, out) INSTANCE(symbol, (cast_block_groups<true, in, out>), kSquareBlocks<in>)
+
+TENSOR(cast_groups_f32_e4m3, f32, e4m3)
+TENSOR(cast_groups_f32_e5m2, f32, e5m2)
+TENSOR(cast_groups_f16_e4m3, f16, e4m3)
+TENSOR(cast_groups_f16_e5m2, f16, e5m2)
+TENSOR(cast_groups_bf16_e4m3, bf16, e4m3)
+TENSOR(cast_groups_bf16_e5m2, bf16, e5m2)
+BLOCKS_1D(cast_block_groups_1d_f32_e4m3, f32, e4m3)
+BLOCKS_1D(cast_block_groups_1d_f32_e5m2, f32, e5m2)
+BLOCKS_1D(cast_block_groups_1d_f16_e4m3, f16, e4m3)
+BLOCKS_1D(cast_block_groups_1d_f16_e5m2, f16, e5m2)
+BLOCKS_1D(cast_block_groups_1d_bf16_e4m3, bf16, e4m3)
+BLOCKS_1D(cast_block_groups_1d_bf16_e5m2, bf16, e5m2)
+BLOCKS_2D(cast_block_groups_2d_f32_e4m3, f32, e4m3)
+BLOCKS_2D(cast_block_groups_2d_f32_e5m2, f32, e5m2)
+BLOCKS_2D(cast_block_groups_2d_f16_e4m3, f16, e4m3)
+BLOCKS_2D(cast_block_groups_2d_f16_e5m2, f16, e5m2)
+BLOCKS_2D(cast_block_groups_2d_bf16_e4m3, bf16, e4m3)
+BLOCKS_2D(cast_block_groups_2d_bf16_e5m2, bf16, e5m2)
+
+}  // namespace te_fast::quantize

@@ -1,0 +1,246 @@
+"""A mixture of experts in the place of a feed-forward block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from te_fast.errors import ArgumentError, ShapeError
+from te_fast.moe.permutation import moe_permute_with_probs, moe_unpermute
+from te_fast.moe.router import (
+    fused_compute_score_for_moe_aux_loss,
+    fused_moe_aux_loss,
+    fused_topk_with_score_function,
+)
+from te_fast.ops.basic.grouped_linear import GroupedLinear
+from te_fast.ops.basic.scaled import ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
+from te_fast.ops.common import parameter_options
+from te_fast.ops.sequential import Sequential
+
+#: Activations by name, and halves of their input.
+_ACTIVATIONS: dict[str, tuple[Callable[[], Any], int]] = {
+    "swiglu": (ScaledSwiGLU, 2),
+    "clamped_qgeglu": (ScaledClampedQGeGLU, 2),
+    "situglu": (ScaledSiTUGLU, 2),
+    "srelu": (ScaledSReLU, 1),
+}
+
+
+class MoE(torch.nn.Module):
+    """A mixture of experts: router, experts' rows, two grouped products around an activation, and their sum.
+
+    A token goes to `topk` experts, whose results are summed with the router's probabilities. The experts run in FP8
+    inside :class:`te_fast.pytorch.autocast`, the router in FP32. How many rows an expert has stays on the device:
+    nothing waits for the GPU, and CUDA graphs capture the block.
+
+    Parameters
+    ----------
+    hidden_size, ffn_hidden_size : int
+        Channels of a token, and inside of an expert. In FP8 both are multiples of 16.
+    num_experts, topk : int
+        Experts, and how many of them a token goes to.
+    activation : {'swiglu', 'clamped_qgeglu', 'situglu', 'srelu'}
+        What is between the products; the probabilities are factors of its result.
+    score_function, use_pre_softmax, num_groups, group_topk, scaling_factor : optional
+        As of :func:`te_fast.pytorch.router.fused_topk_with_score_function`.
+    expert_bias : bool, default = False
+        Have a bias of each expert that takes part in the choice alone, which :meth:`update_expert_bias` moves.
+    aux_loss_coeff : float, default = 0.0
+        Weight of the loss that balances experts. If it is not 0, the block returns that loss, too.
+    bias : bool, default = False
+        Have biases in the first product of each expert. Those of the second would be scaled by the probabilities,
+        which is not supported.
+    device, dtype : optional
+        Where the parameters are made, and the type of the experts'; the router's are float32.
+    accumulate_into_main_grad, delay_wgrad_compute, single_grouped_weight : bool, default = False
+        As of :class:`te_fast.pytorch.ops.GroupedLinear`.
+
+    Attributes
+    ----------
+    router : torch.nn.Parameter
+        float32 ``(num_experts, hidden_size)``.
+    experts : te_fast.pytorch.ops.Sequential
+        The two products and the activation between them.
+
+    Raises
+    ------
+    ArgumentError
+        If an argument is none of its values.
+    ShapeError
+        If `topk` is not 1 to `num_experts`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+
+    >>> block = te.MoE(32, 48, num_experts=4, topk=2, device="cpu")
+    >>> with te.autocast():
+    ...     y = block(torch.ones(2, 8, 32))
+    >>> y.shape
+    torch.Size([2, 8, 32])
+    """
+
+    expert_bias: torch.Tensor | None
+    tokens_per_expert: torch.Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_experts: int,
+        topk: int,
+        *,
+        activation: str = "swiglu",
+        score_function: str = "softmax",
+        use_pre_softmax: bool = False,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        scaling_factor: float | None = None,
+        expert_bias: bool = False,
+        aux_loss_coeff: float = 0.0,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        accumulate_into_main_grad: bool = False,
+        delay_wgrad_compute: bool = False,
+        single_grouped_weight: bool = False,
+    ) -> None:
+        super().__init__()
+        if activation not in _ACTIVATIONS:
+            known = ", ".join(map(repr, _ACTIVATIONS))
+            message = f"MoE: activation must be one of {known}, got {activation!r}"
+            raise ArgumentError(message)
+        if not 1 <= topk <= num_experts:
+            message = f"MoE: topk must be 1 to num_experts = {num_experts}, got {topk}"
+            raise ShapeError(message)
+        if expert_bias and score_function == "softmax":
+            message = "MoE: expert_bias goes with score_function 'sigmoid' or 'sqrtsoftplus', got 'softmax'"
+            raise ArgumentError(message)
+        self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
+        self.num_experts, self.topk = num_experts, topk
+        self.activation, self.score_function = activation, score_function
+        self.use_pre_softmax = use_pre_softmax
+        self.num_groups, self.group_topk = num_groups, group_topk
+        self.scaling_factor, self.aux_loss_coeff = scaling_factor, aux_loss_coeff
+        options = parameter_options(device, dtype, "MoE")
+        of_router = {**options, "dtype": torch.float32}
+        self.router = torch.nn.Parameter(torch.empty(num_experts, hidden_size, **of_router))
+        zeros = torch.zeros(num_experts, **of_router) if expert_bias else None
+        self.register_buffer("expert_bias", zeros)
+        counts = None if zeros is None else torch.zeros_like(zeros, dtype=torch.int64)
+        self.register_buffer("tokens_per_expert", counts, persistent=False)
+        make, halves = _ACTIVATIONS[activation]
+        both: dict[str, Any] = {
+            **options,
+            "accumulate_into_main_grad": accumulate_into_main_grad,
+            "delay_wgrad_compute": delay_wgrad_compute,
+            "single_grouped_weight": single_grouped_weight,
+        }
+        self.experts = Sequential(
+            GroupedLinear(num_experts, hidden_size, halves * ffn_hidden_size, bias=bias, **both),
+            make(),
+            GroupedLinear(num_experts, ffn_hidden_size, hidden_size, bias=False, **both),
+        )
+        if not self.router.is_meta:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the router; the experts' operations initialise themselves."""
+        torch.nn.init.normal_(self.router, std=self.hidden_size**-0.5)
+
+    def forward(
+        self, inp: torch.Tensor, *, is_first_microbatch: bool | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Apply the block.
+
+        Parameters
+        ----------
+        inp : torch.Tensor
+            ``(..., hidden_size)``.
+        is_first_microbatch : bool, optional
+            As of :class:`te_fast.pytorch.Linear`.
+
+        Returns
+        -------
+        torch.Tensor or tuple
+            ``(..., hidden_size)``; with `aux_loss_coeff`, the loss behind it.
+
+        Raises
+        ------
+        ShapeError, DtypeError, DeviceError
+            If the input does not fit.
+        """
+        if inp.dim() == 0 or inp.shape[-1] != self.hidden_size:
+            message = (
+                f"MoE: the input's last dimension must be hidden_size = {self.hidden_size}, got a tensor of shape "
+                f"{list(inp.shape)}"
+            )
+            raise ShapeError(message)
+        tokens = inp.reshape(-1, self.hidden_size)
+        with torch.autocast(inp.device.type, enabled=False):
+            logits = functional.linear(tokens.float(), self.router.float())
+            probs, chosen = fused_topk_with_score_function(
+                logits,
+                self.topk,
+                self.use_pre_softmax,
+                self.num_groups,
+                self.group_topk,
+                self.scaling_factor,
+                self.score_function,
+                self.expert_bias,
+            )
+            splits = chosen.sum(0)
+            self._count(splits)
+        rows = tokens.shape[0] * self.topk
+        permuted, factors, row_map = moe_permute_with_probs(tokens, probs, chosen, rows)
+        out = self.experts(
+            permuted, splits, factors, splits, is_first_microbatch=is_first_microbatch
+        )
+        merged = moe_unpermute(out, row_map, restore_shape=tokens.shape).view(inp.shape)
+        if self.aux_loss_coeff == 0.0:
+            return merged
+        return merged, self._aux_loss(logits)
+
+    def _aux_loss(self, logits: torch.Tensor) -> torch.Tensor:
+        if logits.shape[0] == 0:
+            return logits.sum()
+        chosen, scores = fused_compute_score_for_moe_aux_loss(
+            logits, self.topk, self.score_function
+        )
+        sizes = logits.shape[0], self.num_experts, self.topk
+        return fused_moe_aux_loss(scores, chosen.sum(0), *sizes, self.aux_loss_coeff)
+
+    def _count(self, splits: torch.Tensor) -> None:
+        if self.tokens_per_expert is not None and self.training:
+            self.tokens_per_expert.add_(splits)
+
+    def update_expert_bias(self, rate: float = 1e-3) -> None:
+        """Move the bias of each expert towards an even share of the tokens since the last update.
+
+        Parameters
+        ----------
+        rate : float
+            Step of an expert that has had more, or fewer, tokens than the mean.
+        """
+        if self.expert_bias is None or self.tokens_per_expert is None:
+            message = "MoE: update_expert_bias() needs expert_bias=True"
+            raise ArgumentError(message)
+        counts = self.tokens_per_expert.float()
+        self.expert_bias.add_(torch.sign(counts.mean() - counts), alpha=rate)
+        self.tokens_per_expert.zero_()
+
+    def backward_dw(self) -> None:
+        """Compute the experts' weight gradients that `delay_wgrad_compute` has left, the last product's first."""
+        self.experts[2].backward_dw()
+        self.experts[0].backward_dw()
+
+    def extra_repr(self) -> str:
+        """Sizes and how tokens are routed."""
+        return (
+            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, num_experts={self.num_experts}, "
+            f"topk={self.topk}, activation={self.activation!r}, score_function={self.score_function!r}"
+        )

@@ -1,0 +1,558 @@
+"""A linear layer of many experts, each with the rows that are counted for it."""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from te_fast.errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    StateError,
+    UnsupportedError,
+)
+from te_fast.graphs.traced import is_traced
+from te_fast.layers.parameters import (
+    check_sizes,
+    constant,
+    initialise,
+    materialise,
+    options_of,
+    refuse,
+)
+from te_fast.layers.parts import PartedLayer, concatenate
+from te_fast.runtime import native
+from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
+from te_fast.runtime.parts import joined, lay_together
+
+#: Counts given on the host that a layer keeps on the device.
+_KEPT_SPLITS = 16
+#: A block of a kernel finds the expert of its rows by a scan over all.
+_MAX_GROUPS = 1024
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class GroupedLinear(PartedLayer):
+    """Apply ``y = x W_eᵀ + b_e`` to the rows of each expert ``e``, in FP8 inside :class:`te_fast.pytorch.autocast`.
+
+    The rows of the experts follow each other. All experts are one launch, whose counts may lie on the device:
+    nothing on the host reads them.
+
+    Parameters
+    ----------
+    num_gemms : int
+        Number of experts.
+    in_features, out_features : int
+        Sizes of the last dimension. In FP8 both are multiples of 16.
+    sequence_parallel : bool, default = False
+        Noted where ``tp_size`` is larger than 1; the layer does no communication.
+    fuse_wgrad_accumulation : bool, default = False
+        Add the weights' gradients to their ``main_grad``, in the product itself where these lie one behind the other.
+    tp_group : ProcessGroup, optional
+        Noted; the layer does no communication.
+    tp_size : int, default = 1
+        Ranks that the features are divided among, as `parallel_mode` says.
+    get_rng_state_tracker : Callable, optional
+        Gives the random number generator's tracker that initialisation forks.
+    rng_tracker_name : str, optional
+        Name of the state to fork.
+    init_method : Callable, optional
+        Initialises each weight in place; normal with standard deviation 0.023 by default.
+    bias : bool, default = True
+        Have biases, zero at first.
+    return_bias : bool, default = False
+        Return ``(y, biases)`` with the biases not added.
+    params_dtype : torch.dtype, optional
+        Type of the parameters; ``torch.get_default_dtype()`` by default.
+    parallel_mode : {'column', 'row'}, optional
+        Which features `tp_size` divides: those of the output, or of the input.
+    device : torch.device or str, default = 'cuda'
+        Where the parameters are made; ``'meta'`` defers to :meth:`reset_parameters`.
+    ub_overlap_rs, ub_overlap_ag, ub_name : optional
+        Userbuffers; not supported.
+    delay_wgrad_compute : bool, default = False
+        Leave the weights' gradients to :meth:`backward_dw`.
+    save_original_input : bool, default = False
+        Keep the input as it is for backward and quantise it again there. Not with delayed scaling.
+    single_grouped_weight : bool, default = False
+        One parameter ``weight`` of ``(num_gemms, out_features, in_features)`` instead of one for each expert.
+    single_grouped_bias : bool, default = False
+        The same of the biases.
+    name : str, optional
+        Name in messages.
+    use_grouped_tensor : bool, optional
+        Says nothing here: there is one path, and it takes counts on the device.
+
+    Attributes
+    ----------
+    weight0, weight1, ... : torch.nn.Parameter
+        ``(out_features, in_features)`` each, in one memory.
+    bias0, bias1, ... : torch.nn.Parameter
+        ``(out_features,)`` each; empty tensors without biases.
+
+    Raises
+    ------
+    UnsupportedError
+        For Userbuffers, and inside ``quantized_model_init``.
+    ShapeError
+        If a size is negative, `num_gemms` is not 1 to 1024, `parallel_mode` does not exist, or `tp_size` does not
+        divide the features.
+    ArgumentError
+        If `tp_size` is larger than 1 with biases that the layer would add.
+    DtypeError
+        If a size is no integer, or `params_dtype` no type that layers compute in.
+
+    See Also
+    --------
+    te_fast.pytorch.moe_permute_and_pad_with_probs : rows in the order of experts.
+    te_fast.pytorch.ops.GroupedLinear : the same as a fusible operation.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+
+    >>> layer = te.GroupedLinear(3, 32, 16, device="cpu")
+    >>> y = layer(torch.ones(8, 32), [5, 0, 3])
+    >>> y.sum().backward()
+    >>> tuple(y.shape), layer.weight1.grad.abs().sum().item()
+    ((8, 16), 0.0)
+    """
+
+    _FEATURES = "in_features"
+    _LINEARS = ("weight",)
+    normalization = None
+    zero_centered_gamma = False
+    layer_norm_weight = None
+    layer_norm_bias = None
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: torch.device | str | None = "cuda",
+        ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        name: str | None = None,
+        use_grouped_tensor: bool | None = None,
+    ) -> None:
+        super().__init__(name)
+        if ub_overlap_rs or ub_overlap_ag:
+            message = f"{self.name}: GroupedLinear has no Userbuffers; leave ub_overlap_rs and ub_overlap_ag at False"
+            raise ArgumentError(message)
+        if use_grouped_tensor is not None and not isinstance(use_grouped_tensor, bool):
+            got = type(use_grouped_tensor).__name__
+            message = f"{self.name}: use_grouped_tensor must be a bool or None, got {got}"
+            raise DtypeError(message)
+        if self.primary_weights_in_fp8:
+            message = (
+                f"{self.name}: experts' weights cannot be quantised tensors yet; make the layer outside of "
+                "quantized_model_init"
+            )
+            raise UnsupportedError(message)
+        check_sizes(
+            self.name,
+            num_gemms=num_gemms,
+            in_features=in_features,
+            out_features=out_features,
+            tp_size=tp_size,
+        )
+        if not 1 <= num_gemms <= _MAX_GROUPS:
+            message = f"{self.name}: num_gemms must be 1 to {_MAX_GROUPS}, got {num_gemms}"
+            raise ShapeError(message)
+        self.num_gemms = num_gemms
+        self.fp8_meta["num_gemms"] = num_gemms
+        self.in_features, self.out_features = self._divided(
+            in_features, out_features, parallel_mode, tp_size
+        )
+        self.use_bias = bias
+        self.return_bias = return_bias
+        self.apply_bias = bias and not return_bias
+        if tp_size > 1 and bias and not return_bias:
+            message = (
+                f"{self.name}: biases are not added on several ranks; pass bias=False, return_bias=True or "
+                "tp_size=1"
+            )
+            raise ArgumentError(message)
+        self.parallel_mode = parallel_mode
+        self.tp_group, self.tp_size = tp_group, tp_size
+        self.sequence_parallel = tp_size > 1 and sequence_parallel
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.ub_name = ub_name
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self.rng_tracker_name = rng_tracker_name
+        self.init_method = init_method
+        self.single_grouped_weight = bool(single_grouped_weight)
+        self.single_grouped_bias = bool(single_grouped_bias and bias)
+        self.use_grouped_tensor = use_grouped_tensor
+        self._splits_on_device: OrderedDict[Any, torch.Tensor] = OrderedDict()
+        options = options_of(params_dtype, device, self.name)
+        self._make_parameters(options)
+        self._make_native()
+        self.save_original_input = save_original_input
+        self.reset_parameters(defer_init=options["device"].type == "meta")
+
+    def _divided(
+        self, inputs: int, outputs: int, mode: str | None, tp_size: int
+    ) -> tuple[int, int]:
+        """Return the features of this rank."""
+        if mode not in (None, "column", "row"):
+            message = f"{self.name}: parallel_mode must be None, 'column' or 'row', got {mode!r}"
+            raise ShapeError(message)
+        if mode is None or tp_size <= 1:
+            return inputs, outputs
+        name, size = ("out_features", outputs) if mode == "column" else ("in_features", inputs)
+        if size % tp_size != 0:
+            message = f"{self.name}: {name} must be a multiple of tp_size = {tp_size}, got {size}"
+            raise ShapeError(message)
+        return (inputs, outputs // tp_size) if mode == "column" else (inputs // tp_size, outputs)
+
+    # What the program is -------------------------------------------------------------------------
+
+    def _append_ops(self, program: native.Program, observe: Callable[[], None]) -> None:
+        observe()
+        count, handle = self.num_gemms, self._handles["weight"]
+        sizes = self.in_features, self.out_features
+        slots = self._FORWARD_SLOTS, self._BACKWARD_SLOTS
+        names = self.weight_names
+        program.grouped_linear("linear", handle, self._parameters, names, count, *sizes, slots)
+        program.fuses_parts = self.fuse_wgrad_accumulation and self._has_parts()
+        if self.apply_bias:
+            names = self.bias_names
+            program.grouped_bias("bias", self._parameters, names, count, self.out_features)
+
+    def _make_native(self) -> None:
+        super()._make_native()
+        self._handles["weight"].save_original_input = self.__dict__.get(
+            "_save_original_input", False
+        )
+
+    def _has_parts(self) -> bool:
+        return not self.single_grouped_weight
+
+    def _is_whole(self) -> bool:
+        return self.single_grouped_weight
+
+    def _returns_bias(self) -> bool:
+        return False  # forward() returns all of them
+
+    def _used_parameters(
+        self, is_first_microbatch: bool | None
+    ) -> tuple[dict[str, torch.Tensor], int | None]:
+        version: int | None = None
+        parts: list[torch.Tensor] = [getattr(self, name) for name in self.weight_names]
+        weight = parts[0]
+        if not self.single_grouped_weight:
+            weight, version = concatenate(parts, self, overwrite=is_first_microbatch is True)
+        used = {"weight": weight}
+        return (used | {"bias": self._bias()} if self.apply_bias else used), version
+
+    def _traced_parameters(self) -> list[torch.Tensor]:
+        found = [joined([getattr(self, name) for name in self.weight_names])]
+        return [*found, self._bias()] if self.apply_bias else found
+
+    def _bias(self) -> torch.Tensor:
+        return joined([getattr(self, name) for name in self.bias_names])
+
+    @property
+    def save_original_input(self) -> bool:
+        """Whether backward quantises the original input again."""
+        return bool(self.__dict__["_save_original_input"])
+
+    @save_original_input.setter
+    def save_original_input(self, value: bool) -> None:
+        self.__dict__["_save_original_input"] = bool(value)
+        self._handles["weight"].save_original_input = bool(value)
+
+    # Parameters ----------------------------------------------------------------------------------
+
+    def _make_parameters(self, options: dict[str, Any]) -> None:
+        count, inputs, outputs = self.num_gemms, self.in_features, self.out_features
+        numbers = range(count)
+        stack = torch.empty(count, outputs, inputs, **options)
+        if self.single_grouped_weight:
+            self.weight_names = ["weight"]
+            self.register_parameter("weight", torch.nn.Parameter(stack))
+        else:
+            self.weight_names = [f"weight{number}" for number in numbers]
+            for name, part in zip(self.weight_names, stack, strict=True):
+                self.register_parameter(name, torch.nn.Parameter(part))
+        self.bias_names = ["bias"] if self.single_grouped_bias else [f"bias{i}" for i in numbers]
+        if not self.use_bias:
+            for name in self.bias_names:
+                setattr(self, name, torch.empty(0, **options))
+            return
+        stack = torch.empty(count, outputs, **options)
+        parts = [stack] if self.single_grouped_bias else list(stack)
+        for name, part in zip(self.bias_names, parts, strict=True):
+            self.register_parameter(name, torch.nn.Parameter(part))
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialise the parameters, after making those real that are on the meta device.
+
+        Parameters
+        ----------
+        defer_init : bool, default = False
+            Do nothing yet.
+        """
+        if defer_init:
+            return
+        is_row = self.parallel_mode == "row"
+        for name in self.weight_names:
+            weight: Any = materialise(self, name)
+            for expert in weight.detach() if self.single_grouped_weight else [weight]:
+                initialise(self, expert, self.init_method, forks=True)
+            if self.parallel_mode is not None:
+                dim = int(is_row) + int(self.single_grouped_weight)
+                set_tensor_model_parallel_attributes(weight, True, dim=dim, stride=1)
+            if self.delay_wgrad_compute:
+                weight.skip_backward_post_hook = True
+        for name in self.bias_names if self.use_bias else ():
+            bias: Any = materialise(self, name)
+            initialise(self, bias, constant(0.0), forks=False)
+            if is_row:
+                bias.sequence_parallel = self.sequence_parallel
+            elif self.parallel_mode is not None:
+                set_tensor_model_parallel_attributes(bias, True, dim=0, stride=1)
+        lay_together(self._of_parts())
+        self._drop_weight_cache()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        # A checkpoint of single parameters and one of stacks are loaded by either.
+        for name, single in (
+            ("weight", self.single_grouped_weight),
+            ("bias", self.single_grouped_bias),
+        ):
+            parts = [f"{prefix}{name}{number}" for number in range(self.num_gemms)]
+            whole = f"{prefix}{name}"
+            if single and whole not in state_dict and all(part in state_dict for part in parts):
+                state_dict[whole] = torch.stack([state_dict.pop(part) for part in parts])
+            elif not single and whole in state_dict and not any(p in state_dict for p in parts):
+                state_dict.update(zip(parts, state_dict.pop(whole), strict=True))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    # Counts --------------------------------------------------------------------------------------
+
+    def _splits(self, m_splits: Any, inp: torch.Tensor) -> torch.Tensor:
+        """Return the counts as int64 on the input's device; those on a GPU are not looked at.
+
+        Raises
+        ------
+        DtypeError, ShapeError, DeviceError
+            If they are no integers, not one for each expert, on another GPU, or, where they are on the host, do not
+            add up to the rows.
+        """
+        if is_traced(inp):  # where nothing looks at counts
+            given = m_splits if isinstance(m_splits, torch.Tensor) else torch.tensor(m_splits)
+            return given.to(device=inp.device, dtype=torch.int64)
+        if not isinstance(m_splits, torch.Tensor):
+            return self._placed(self._counts(m_splits), inp)
+        if m_splits.dtype not in _INTEGERS:
+            message = f"{self.name}: m_splits must be integers, got a tensor of {m_splits.dtype}"
+            raise DtypeError(message)
+        if m_splits.shape != (self.num_gemms,):
+            message = (
+                f"{self.name}: m_splits must be one count for each of the {self.num_gemms} experts, got a tensor of "
+                f"shape {list(m_splits.shape)}"
+            )
+            raise ShapeError(message)
+        if m_splits.device.type == "cpu":
+            counts = tuple(m_splits.tolist())
+            if inp.device.type != "cpu":
+                return self._placed(counts, inp)
+            self._check_counts(counts, inp)
+        elif m_splits.device != inp.device:
+            message = (
+                f"{self.name}: m_splits must be on the host or on {inp.device}, where the input is, got "
+                f"{m_splits.device}"
+            )
+            raise DeviceError(message)
+        if m_splits.dtype is not torch.int64:
+            m_splits = m_splits.to(torch.int64)
+        return m_splits if m_splits.is_contiguous() else m_splits.contiguous()
+
+    def _counts(self, m_splits: Any) -> tuple[int, ...]:
+        try:
+            counts = tuple(map(operator.index, m_splits))
+        except TypeError:
+            message = f"{self.name}: m_splits must be a list of integers or an integer tensor, got {m_splits!r}"
+            raise DtypeError(message) from None
+        if len(counts) != self.num_gemms:
+            message = (
+                f"{self.name}: m_splits must be one count for each of the {self.num_gemms} experts, "
+                f"got {len(counts)}"
+            )
+            raise ShapeError(message)
+        return counts
+
+    def _check_counts(self, counts: Sequence[int], inp: torch.Tensor) -> None:
+        rows = inp.shape[:-1].numel()
+        if min(counts) < 0:
+            message = f"{self.name}: m_splits must not be negative, got {list(counts)}"
+            raise ShapeError(message)
+        if sum(counts) != rows:
+            message = (
+                f"{self.name}: m_splits must add up to the {rows} rows of the input, got a sum of {sum(counts)}; "
+                "leave the other rows out"
+            )
+            raise ShapeError(message)
+
+    def _placed(self, counts: tuple[int, ...], inp: torch.Tensor) -> torch.Tensor:
+        """Return counts of the host on the input's device, kept from an earlier call or made now."""
+        self._check_counts(counts, inp)
+        kept, key = self._splits_on_device, (counts, inp.device)
+        if key in kept:
+            kept.move_to_end(key)
+            return kept[key]
+        made = kept[key] = torch.tensor(counts, dtype=torch.int64, device=inp.device)
+        if len(kept) > _KEPT_SPLITS:
+            kept.popitem(last=False)
+        return made
+
+    # Forward -------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        m_splits: Sequence[int] | torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        out: torch.Tensor | None = None,
+        dgrad_out: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """Apply the layer.
+
+        Parameters
+        ----------
+        inp : torch.Tensor
+            ``(..., in_features)``, of the parameters' type unless under ``torch.autocast``.
+        m_splits : list of int or torch.Tensor
+            Rows of each expert. Counts on the GPU are not read on the host: those beyond the rows of `inp` are cut
+            off, and rows of the result that belong to no expert are not written. Counts on the host must add up.
+        is_first_microbatch : bool, optional
+            True: quantise the weights and keep them. False: use the kept ones. None: quantise them if they have
+            changed.
+        out, dgrad_out : torch.Tensor, optional
+            ``(rows, out_features)`` and ``(rows, in_features)`` memory for the result and the input's gradient.
+
+        Returns
+        -------
+        torch.Tensor or tuple
+            ``(..., out_features)``; with `return_bias`, the biases behind it, a list or their stack.
+
+        Raises
+        ------
+        ShapeError, DtypeError, DeviceError
+            If the input or the counts do not fit.
+        """
+        if not isinstance(inp, torch.Tensor):
+            self._check_input(inp, "in_features", self.in_features, torch.device("cpu"))
+        splits = self._splits(m_splits, inp)
+        buffers = None
+        if out is not None or dgrad_out is not None:
+            buffers = self._memory_of_caller(inp, out, dgrad_out)
+        y: Any = None
+        if not is_traced(inp):
+            y = native.grouped_layer_forward(self, inp, splits, is_first_microbatch, buffers)
+        if y is None:
+            y = self._general(inp, splits, is_first_microbatch, buffers)
+        if not self.return_bias:
+            return y
+        if not self.use_bias:
+            return y, [getattr(self, name) for name in self.bias_names]
+        biases = [getattr(self, name).to(y.dtype) for name in self.bias_names]
+        return y, biases[0] if self.single_grouped_bias else biases
+
+    def _memory_of_caller(self, inp: torch.Tensor, out: Any, dgrad_out: Any) -> native.Buffers:
+        """Return the caller's memory, after a look at it."""
+        kind = inp.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inp.dtype
+        rows = inp.shape[:-1].numel()
+        for name, buffer, cols in (
+            ("out", out, self.out_features),
+            ("dgrad_out", dgrad_out, self.in_features),
+        ):
+            if buffer is None:
+                continue
+            if not isinstance(buffer, torch.Tensor):
+                message = f"{self.name}: {name} must be a torch.Tensor, got {type(buffer).__name__}"
+                raise DtypeError(message)
+            fits = buffer.shape == (rows, cols) and buffer.dtype == dtype
+            if not (fits and buffer.device == inp.device and buffer.is_contiguous()):
+                message = (
+                    f"{self.name}: {name} must be a contiguous {dtype} tensor of shape {[rows, cols]} on {inp.device}, "
+                    f"got {buffer.dtype} of shape {list(buffer.shape)} on {buffer.device}"
+                )
+                raise ShapeError(message)
+            if buffer.requires_grad:
+                message = f"{self.name}: {name} must not require a gradient; give its detach()"
+                raise StateError(message)
+        return native.Buffers(out, dgrad_out)
+
+    def _general(
+        self,
+        inp: Any,
+        splits: torch.Tensor,
+        is_first_microbatch: bool | None,
+        buffers: native.Buffers | None,
+    ) -> torch.Tensor:
+        """Forward of calls that need something of Python."""
+        if is_traced(inp):
+            refuse(self.name, {"out or dgrad_out in a graph": buffers is not None})
+            return self._forward_traced(inp, is_first_microbatch, splits)
+        parameters, version = self._used_parameters(is_first_microbatch)
+        self._check_input(inp, "in_features", self.in_features, parameters["weight"].device)
+        self.set_activation_dtype(inp)
+        self._refuse_functorch("here; call torch.nn layers inside of them")
+        return self._forward_on(parameters, version, inp, is_first_microbatch, (splits,), buffers)
+
+    def _record(
+        self,
+        state: Any,
+        inputs: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        *extras: torch.Tensor,
+    ) -> None:
+        live, stride = state.amax_history[0], self._FORWARD_SLOTS
+        counts = extras[0].tolist()
+        rows = inputs[0].reshape(-1, self.in_features).split(counts)
+        stack = weights[0].view(self.num_gemms, -1)
+        zero = torch.zeros((), device=live.device)
+        maxima = [part.abs().amax().float() if part.numel() else zero for part in rows]
+        own = slice(0, self.num_gemms * stride, stride)
+        live[own] = torch.maximum(live[own], torch.stack(maxima))
+        own = slice(1, self.num_gemms * stride, stride)
+        live[own] = torch.maximum(live[own], stack.abs().amax(1).float())
+        state.slots.mark_ran()
+
+    def extra_repr(self) -> str:
+        """Sizes and bias, then type, recipe and parallel arguments."""
+        return self._repr_of(
+            num_gemms=self.num_gemms,
+            in_features=self.in_features,
+            out_features=self.out_features,
+            bias=self.use_bias,
+        )

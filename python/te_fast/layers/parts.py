@@ -1,0 +1,131 @@
+"""Layers whose parameters lie in parts: one memory for all of them, and the whole that the program reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fast.errors import StateError
+from te_fast.layers.program import ProgramLayer
+from te_fast.runtime import main_grad, native
+from te_fast.runtime.parts import are_adjacent, compute_deferred, joined, lay_together, whole_of
+
+
+class _Concatenate(torch.autograd.Function):
+    """Concatenation without a copy where the parts lie one after the other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, layer: PartedLayer, adjacent: bool, overwrite: bool, *parts: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.layer, ctx.parts, ctx.overwrite = layer, parts, overwrite
+        ctx.set_materialize_grads(False)
+        return whole_of(list(parts)) if adjacent else joined([part.detach() for part in parts])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:  # backward_dw gives it later, and adds it
+            if not ctx.layer.fuse_wgrad_accumulation:
+                return (None,) * (3 + len(ctx.parts))
+            trained = zip(ctx.parts, ctx.needs_input_grad[3:], strict=True)
+            takes = [part if needed else None for part, needed in trained]
+            for part in takes if ctx.overwrite else ():
+                if part is not None:
+                    main_grad.main_grad_of(part).zero_()
+            after = main_grad.after_main_grad
+            return (None, None, None, *(None if part is None else after(part) for part in takes))
+        parts = grad.split([part.shape[0] for part in ctx.parts])
+        if not ctx.layer.fuse_wgrad_accumulation:
+            return (None, None, None, *parts)
+        given = [
+            main_grad.give(parameter, part, fuse=True, overwrite=ctx.overwrite) if needed else None
+            for parameter, part, needed in zip(
+                ctx.parts, parts, ctx.needs_input_grad[3:], strict=True
+            )
+        ]
+        return (None, None, None, *given)
+
+
+def concatenate(
+    parts: list[torch.Tensor], layer: PartedLayer, *, overwrite: bool
+) -> tuple[torch.Tensor, int]:
+    """Return the whole and a number that changes whenever a part's content may have.
+
+    With `overwrite`, ``main_grad`` takes the gradient instead of adding it.
+
+    Raises
+    ------
+    StateError
+        If gradients are wanted of parts that torch keeps none of.
+    """
+    if torch.is_grad_enabled() and any(p.requires_grad and p.is_inference() for p in parts):
+        message = (
+            f"{layer.name}: the parameters were made under torch.inference_mode(), and get no gradients; make the "
+            "layer outside of it to train it, else call it under torch.no_grad()"
+        )
+        raise StateError(message)
+    adjacent = are_adjacent(parts)
+    whole: torch.Tensor = _Concatenate.apply(layer, adjacent, overwrite, *parts)
+    # Those made under torch.inference_mode() count no versions.
+    counts = adjacent and not any(part.is_inference() for part in parts)
+    version = sum(part._version for part in parts) if counts else native.version_of_copy()
+    return whole, version
+
+
+class PartedLayer(ProgramLayer):
+    """A layer whose weight, and bias, may consist of parameters that lie one behind the other."""
+
+    weight_names: list[str]
+    bias_names: list[str]
+    use_bias: bool
+
+    def _has_parts(self) -> bool:
+        """Tell whether weight and bias are read as wholes of parts."""
+        raise NotImplementedError
+
+    def _of_parts(self) -> list[list[torch.Tensor]]:
+        """Return the weight's parts, and the bias's, where they are plain tensors in memory."""
+        if not self._has_parts() or len(self.weight_names) == 1:
+            return []
+        names = [self.weight_names, self.bias_names if self.use_bias else []]
+        lists = [[getattr(self, name) for name in some] for some in names if some]
+        plain = (torch.Tensor, torch.nn.Parameter)
+        return [
+            parts
+            for parts in lists
+            if all(
+                type(part) in plain and not (part.is_meta or part.is_inference()) for part in parts
+            )
+            and len({(part.dtype, part.device) for part in parts}) == 1
+        ]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Lay the parts of a copy together: each was copied by itself."""
+        super().__setstate__(state)
+        lay_together(self._of_parts())
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Lay parts together that were moved one by one. Memory that a caller has given them stays theirs."""
+        before = {
+            name: parameter.data_ptr()
+            for name, parameter in self._parameters.items()
+            if parameter is not None and self._has_parts() and type(parameter) is torch.nn.Parameter
+        }
+        result = super()._apply(fn, recurse)
+        moved = {
+            id(parameter)
+            for name, parameter in self._parameters.items()
+            if parameter is not None and before.get(name) not in (None, parameter.data_ptr())
+        }
+        lay_together([parts for parts in self._of_parts() if all(id(p) in moved for p in parts)])
+        return result
+
+    # Weight gradients ----------------------------------------------------------------------------
+
+    def _compute_deferred(self, name: str, handle: native.WeightHandle) -> None:
+        if not self._has_parts():
+            super()._compute_deferred(name, handle)
+            return
+        parts = [getattr(self, part) for part in self.weight_names]
+        compute_deferred(handle, parts, fuse=self.fuse_wgrad_accumulation)

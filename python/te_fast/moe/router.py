@@ -1,0 +1,337 @@
+"""Routers of mixtures of experts: scores, the experts of each token, and the loss that balances them.
+
+All of it is torch operations in FP32, deterministic, without a synchronisation, and of static shapes, so that graphs
+capture it.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+
+_SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+#: Keeps sums of scores from zero.
+_EPS = 1e-20
+
+
+class RoutingMapFormat(IntEnum):
+    """What a routing map is made of."""
+
+    #: ``bool (..., experts)``.
+    BYTEMAP = 0
+    #: ``uint8 (..., ceil(experts / 8))``; expert ``e`` is bit ``e % 8`` of byte ``e // 8``.
+    BITMAP_U8 = 1
+
+
+def _format_of(routing_map_format: Any) -> RoutingMapFormat:
+    if isinstance(routing_map_format, str):
+        names = {member.name.lower(): member for member in RoutingMapFormat}
+        if routing_map_format in names:
+            return names[routing_map_format]
+    elif isinstance(routing_map_format, int) and routing_map_format in (0, 1):
+        return RoutingMapFormat(routing_map_format)
+    elif not isinstance(routing_map_format, int):
+        got = type(routing_map_format).__name__
+        message = (
+            f"router: routing_map_format must be a RoutingMapFormat, its name or number, got {got}"
+        )
+        raise DtypeError(message)
+    message = (
+        f"router: routing_map_format must be 'bytemap' or 'bitmap_u8', got {routing_map_format!r}"
+    )
+    raise ArgumentError(message)
+
+
+def _check(logits: torch.Tensor, topk: int, score_function: str) -> None:
+    if logits.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        message = f"router: logits must be float32, float16 or bfloat16, got {logits.dtype}"
+        raise ArgumentError(message)
+    if logits.dim() == 0:
+        message = "router: logits must be (..., experts), got a scalar"
+        raise ShapeError(message)
+    if score_function not in _SCORES:
+        known = ", ".join(map(repr, _SCORES))
+        message = f"router: score_function must be one of {known}, got {score_function!r}"
+        raise ArgumentError(message)
+    if not 1 <= topk <= logits.shape[-1]:
+        message = f"router: topk must be 1 to the {logits.shape[-1]} experts, got {topk}"
+        raise ShapeError(message)
+
+
+class _SqrtSoftplus(torch.autograd.Function):
+    """``sqrt(softplus(x))``, whose gradient is finite where it underflows to zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = functional.softplus(x).sqrt()
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        x, y = ctx.saved_tensors
+        return grad * torch.sigmoid(x) / (2 * y + _EPS)
+
+
+def _scores(x: torch.Tensor, score_function: str) -> torch.Tensor:
+    if score_function == "softmax":
+        return torch.softmax(x, -1)
+    if score_function == "sigmoid":
+        return torch.sigmoid(x)
+    scores: torch.Tensor = _SqrtSoftplus.apply(x)
+    return scores
+
+
+def _top(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the indices of the largest, of equal ones the first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _in_best_groups(
+    scores: torch.Tensor, topk: int, num_groups: int, group_topk: int
+) -> torch.Tensor:
+    """Return the scores with those of all but the best groups of experts at minus infinity."""
+    experts = scores.shape[-1]
+    fits = experts % num_groups == 0 and 1 <= group_topk <= num_groups and topk % group_topk == 0
+    if not fits or topk > group_topk * (experts // num_groups):
+        message = (
+            f"router: num_groups must divide the {experts} experts, and group_topk, at most num_groups, must divide "
+            f"topk = {topk} and leave as many experts; got num_groups={num_groups}, group_topk={group_topk}"
+        )
+        raise ShapeError(message)
+    grouped = scores.unflatten(-1, (num_groups, experts // num_groups))
+    best = grouped.sort(dim=-1, descending=True).values[..., : topk // group_topk].sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _top(best, group_topk), True)
+    return grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2)
+
+
+def _map_of(indices: torch.Tensor, experts: int, form: RoutingMapFormat) -> torch.Tensor:
+    shape = (*indices.shape[:-1], experts)
+    chosen = torch.zeros(shape, dtype=torch.bool, device=indices.device).scatter(-1, indices, True)
+    if form is RoutingMapFormat.BYTEMAP:
+        return chosen
+    bits = functional.pad(chosen, (0, -experts % 8)).unflatten(-1, (-1, 8))
+    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=bits.device)
+    return (bits.to(torch.uint8) * weights).sum(-1, dtype=torch.uint8)
+
+
+def fused_topk_with_score_function(
+    logits: torch.Tensor,
+    topk: int,
+    use_pre_softmax: bool,
+    num_groups: int | None,
+    group_topk: int | None,
+    scaling_factor: float | None,
+    score_function: str,
+    expert_bias: torch.Tensor | None,
+    routing_map_format: str | RoutingMapFormat | int = RoutingMapFormat.BYTEMAP,
+    topk_indices: torch.Tensor | None = None,
+    qb_histogram: torch.Tensor | None = None,
+    qb_bin_bounds: torch.Tensor | None = None,
+    qb_histogram_mode: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose the experts of each token, and what their results weigh.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        float32, float16 or bfloat16 ``(..., experts)``; all arithmetic is in FP32.
+    topk : int
+        Experts of a token.
+    use_pre_softmax : bool
+        Take the softmax over all experts before the choice, and do not normalise behind it; else over the chosen ones.
+    num_groups, group_topk : int, optional
+        Divide the experts into so many groups and choose among the best of them alone: those with the largest sums of
+        their ``topk / group_topk`` best scores.
+    scaling_factor : float, optional
+        Multiplies the probabilities.
+    score_function : {'softmax', 'sigmoid', 'sqrtsoftplus'}
+        Scores of logits. Those of the last two are divided by their sum over the chosen experts if `topk` is above 1.
+    expert_bias : torch.Tensor, optional
+        float32 ``(experts,)``, added to sigmoid or sqrtsoftplus scores for the choice alone.
+    routing_map_format : {'bytemap', 'bitmap_u8'} or RoutingMapFormat
+        What the map is.
+    topk_indices : torch.Tensor, optional
+        Integers ``(..., topk)`` that receive the experts of each token, and are returned in the place of the map.
+    qb_histogram, qb_bin_bounds, qb_histogram_mode : optional
+        Quantile balancing; not supported.
+
+    Returns
+    -------
+    torch.Tensor
+        Probabilities ``(..., experts)``, zero for experts that were not chosen, in the type of the logits.
+    torch.Tensor
+        The routing map, or `topk_indices`.
+
+    Raises
+    ------
+    ArgumentError, ShapeError, DtypeError
+        If an argument does not fit.
+    UnsupportedError
+        For quantile balancing.
+
+    Notes
+    -----
+    Of experts with equal scores the first ones are chosen; NaN counts as the largest.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch.router import fused_topk_with_score_function
+    >>> logits = torch.tensor([[0.0, 2.0, 1.0]])
+    >>> probs, chosen = fused_topk_with_score_function(
+    ...     logits, 1, True, None, None, None, "softmax", None
+    ... )
+    >>> chosen.tolist(), round(probs.sum().item(), 4)
+    ([[False, True, False]], 0.6652)
+    """
+    _check(logits, topk, score_function)
+    form = _format_of(routing_map_format)
+    if any(value is not None for value in (qb_histogram, qb_bin_bounds, qb_histogram_mode)):
+        message = "router: quantile balancing (qb_histogram and its kin) is not supported yet; leave it out"
+        raise UnsupportedError(message)
+    if expert_bias is not None and score_function == "softmax":
+        message = "router: expert_bias goes with sigmoid and sqrtsoftplus scores; leave it out with softmax"
+        raise ArgumentError(message)
+    if expert_bias is not None and expert_bias.shape != logits.shape[-1:]:
+        message = (
+            f"router: expert_bias must be one value for each of the {logits.shape[-1]} experts, got a tensor of shape "
+            f"{list(expert_bias.shape)}"
+        )
+        raise ShapeError(message)
+    x = logits.float()
+    is_softmax = score_function == "softmax"
+    scores = x if is_softmax and not use_pre_softmax else _scores(x, score_function)
+    biased = scores if expert_bias is None else scores + expert_bias.detach().float()
+    choice = biased.detach()
+    if num_groups is not None or group_topk is not None:
+        choice = _in_best_groups(choice, topk, num_groups or 1, group_topk or 1)
+    indices = _top(choice, topk)
+    chosen = biased.gather(-1, indices)
+    if expert_bias is not None:
+        chosen = chosen - expert_bias.detach().float()[indices]
+    if is_softmax and not use_pre_softmax:
+        chosen = torch.softmax(chosen, -1)
+    elif not is_softmax and topk > 1:
+        chosen = chosen / (chosen.sum(-1, keepdim=True) + _EPS)
+    if scaling_factor is not None:
+        chosen = chosen * scaling_factor
+    probs = torch.zeros_like(x).scatter(-1, indices, chosen).to(logits.dtype)
+    if topk_indices is None:
+        return probs, _map_of(indices, logits.shape[-1], form)
+    if topk_indices.shape != indices.shape or topk_indices.is_floating_point():
+        message = (
+            f"router: topk_indices must be integers of shape {list(indices.shape)}, got {topk_indices.dtype} of shape "
+            f"{list(topk_indices.shape)}"
+        )
+        raise ShapeError(message)
+    return probs, topk_indices.copy_(indices)
+
+
+def fused_compute_score_for_moe_aux_loss(
+    logits: torch.Tensor,
+    topk: int,
+    score_function: str,
+    routing_map_format: str | RoutingMapFormat | int = RoutingMapFormat.BYTEMAP,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the balancing loss is computed from: scores of all experts, and which of them are the largest.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        float32, float16 or bfloat16 ``(..., experts)``.
+    topk : int
+        Experts of a token.
+    score_function : {'softmax', 'sigmoid', 'sqrtsoftplus'}
+        Scores of logits. Those of the last two are divided by their sum over all experts.
+    routing_map_format : {'bytemap', 'bitmap_u8'} or RoutingMapFormat
+        What the map is.
+
+    Returns
+    -------
+    torch.Tensor
+        The routing map.
+    torch.Tensor
+        FP32 scores ``(..., experts)``, with gradients for all experts.
+
+    Raises
+    ------
+    ArgumentError, ShapeError, DtypeError
+        If an argument does not fit.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch.router import fused_compute_score_for_moe_aux_loss
+    >>> chosen, scores = fused_compute_score_for_moe_aux_loss(torch.zeros(1, 4), 2, "sigmoid")
+    >>> chosen.tolist(), scores.tolist()
+    ([[True, True, False, False]], [[0.25, 0.25, 0.25, 0.25]])
+    """
+    _check(logits, topk, score_function)
+    form = _format_of(routing_map_format)
+    x = logits.float()
+    scores = _scores(x, score_function)
+    if score_function != "softmax":
+        scores = scores / (scores.sum(-1, keepdim=True) + _EPS)
+    return _map_of(_top(scores.detach(), topk), logits.shape[-1], form), scores
+
+
+def fused_moe_aux_loss(
+    probs: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    total_num_tokens: int | torch.Tensor,
+    num_experts: int,
+    topk: int,
+    coeff: float,
+) -> torch.Tensor:
+    """Return the loss that balances experts.
+
+    It is ``coeff · num_experts / (topk · T²) · Σ_e (Σ_t probs[t, e]) · tokens_per_expert[e]`` of T tokens.
+
+    Parameters
+    ----------
+    probs : torch.Tensor
+        Scores ``(tokens, experts)``.
+    tokens_per_expert : torch.Tensor
+        Tokens that each column of `probs` has received, integers or floats ``(experts,)``.
+    total_num_tokens : int or torch.Tensor
+        T, or a tensor of one element, which is not read on the host.
+    num_experts, topk : int
+        Experts, and experts of a token.
+    coeff : float
+        Weight of the loss.
+
+    Returns
+    -------
+    torch.Tensor
+        A scalar in the type of `probs`.
+
+    Raises
+    ------
+    ShapeError
+        If the sizes do not fit each other.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch.router import fused_moe_aux_loss
+    >>> fused_moe_aux_loss(torch.full((4, 2), 0.5), torch.tensor([2, 2]), 4, 2, 1, 0.1).item()
+    0.10000000149011612
+    """
+    if probs.dim() != 2 or tokens_per_expert.shape != probs.shape[1:]:
+        message = (
+            f"router: probs must be (tokens, experts) and tokens_per_expert (experts,), got {list(probs.shape)} and "
+            f"{list(tokens_per_expert.shape)}"
+        )
+        raise ShapeError(message)
+    total = total_num_tokens
+    squared = total.float().square() if isinstance(total, torch.Tensor) else float(total) ** 2
+    sums = probs.float().sum(0)
+    loss = (sums * tokens_per_expert.detach().float()).sum()
+    return (loss * (num_experts * coeff / topk) / squared).reshape(()).to(probs.dtype)

@@ -1,0 +1,69 @@
+"""Parameters in parts along dimension 0 that lie one behind the other: their memory, and gradients put off."""
+
+from __future__ import annotations
+
+import torch
+
+from te_fast.runtime import main_grad, native
+
+
+def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate in the parts' own type; ``torch.autocast`` refuses 16 bits that are not its own."""
+    if len(parts) == 1:
+        return parts[0]
+    kind = parts[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return torch.cat(parts)
+    with torch.autocast(kind, enabled=False):
+        return torch.cat(parts)
+
+
+def are_adjacent(parts: list[torch.Tensor]) -> bool:
+    """Whether parts lie one behind the other in one storage."""
+    ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]
+    return all(part.is_contiguous() for part in parts) and all(
+        following.data_ptr() == end
+        and following.untyped_storage().data_ptr() == parts[0].untyped_storage().data_ptr()
+        for following, end in zip(parts[1:], ends, strict=False)
+    )
+
+
+def whole_of(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return what adjacent parts are together, in their memory."""
+    first = parts[0].detach()
+    rows = sum(part.shape[0] for part in parts)
+    size, stride = (rows, *first.shape[1:]), first.stride()
+    return first.new_empty(0).set_(first.untyped_storage(), first.storage_offset(), size, stride)
+
+
+def lay_together(lists: list[list[torch.Tensor]]) -> None:
+    """Give parts that lie apart one memory, in order, so that calls read them without a copy."""
+    for parts in lists:
+        if not are_adjacent(parts):
+            whole = joined([part.detach() for part in parts])
+            sizes = [part.shape[0] for part in parts]
+            for part, memory in zip(parts, whole.split(sizes), strict=True):
+                part.data = memory
+
+
+def compute_deferred(handle: native.WeightHandle, parts: list[torch.Tensor], *, fuse: bool) -> None:
+    """Compute the oldest weight gradient that waits, and give it to the parts that are trained.
+
+    With `fuse`, it goes into their ``main_grad``, in the product itself where these lie one behind the other.
+    """
+    # One that is missing is noticed before a gradient is computed.
+    buffers = [main_grad.main_grad_of(part) for part in parts if fuse and part.requires_grad]
+    adjacent = are_adjacent(parts)
+    whole = whole_of(parts) if adjacent else joined([part.detach() for part in parts])
+    overwrites = {bool(getattr(part, "overwrite_main_grad", False)) for part in parts}
+    if len(buffers) == len(parts) and len(overwrites) == 1 and are_adjacent(buffers):
+        whole.main_grad = whole_of(buffers)  # type: ignore[attr-defined]
+        whole.overwrite_main_grad = overwrites.pop()  # type: ignore[attr-defined]
+        native.program_backward_dw(handle, whole, True)
+        return
+    dw = native.program_backward_dw(handle, whole, False)
+    if dw is None:
+        return
+    for parameter, part in zip(parts, dw.split([p.shape[0] for p in parts]), strict=True):
+        if parameter.requires_grad:
+            main_grad.give(parameter, part, fuse=fuse, overwrite=False)

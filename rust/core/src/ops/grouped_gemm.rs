@@ -1,0 +1,398 @@
+//! Matrix products of groups of rows (the experts of a mixture), all groups in one launch.
+//!
+//! The rows of group `e` begin at the sum of `up(split, align)` over the groups before it. The splits lie on the device, and
+//! nothing on the host reads them: `rows` is a capacity.
+
+use te_fast_kernels::constants::common;
+use te_fast_kernels::constants::gemm::{
+    GROUPED_COLUMNS_FAST, GROUPED_COLUMNS_SPLIT, GROUPED_COLUMNS_WGRAD, GROUPED_COLUMNS_WGRAD_FAST,
+    GROUPED_PARAMS_BYTES, GROUPED_SHARED, GROUPED_THREADS,
+};
+use te_fast_kernels::{Fp8, Half, KernelId, image_bytes};
+
+use crate::base::dtype::DType;
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
+use crate::cuda::device::{CudaQueue, DeviceFacts};
+use crate::cuda::tensor_map::{ALIGNMENT, TensorMap, Tiles};
+use crate::host;
+use crate::launch::grid::Grid;
+use crate::launch::target::{Backend, Target};
+use crate::{params, pointers};
+
+const OP: &str = "grouped gemm";
+
+/// Elements along one side of a scale's block; rows of groups that casts have padded begin at multiples of it.
+pub const BLOCK: usize = 128;
+
+/// Which dimension the groups cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GroupedKind {
+    /// Rows of the result: `D[r, n] = Σ_k A[r, k] · B[e(r), n, k]`, forward and the input's gradient.
+    Rows,
+    /// The summed dimension: `D[e, n, k] = Σ_{r in e} A[r, n] · B[r, k]`, the weights' gradient.
+    WeightGradient,
+}
+
+/// How the operands are scaled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum GroupedScaling {
+    /// High precision.
+    None,
+    /// FP8 under one scale per group and operand.
+    Tensor,
+    /// FP8 under block scales: 1 × 128 of A; of B 128 × 128 ([`GroupedKind::Rows`]) or 1 × 128.
+    Block,
+}
+
+/// A grouped product, without its pointers.
+///
+/// | | A | B | D |
+/// | --- | --- | --- | --- |
+/// | `Rows` | `[rows, k]` | `[groups, n, k]` | `[rows, n]` |
+/// | `WeightGradient`, FP8 | `[n, rows]` | `[k, rows]` | `[groups, n, k]` |
+/// | `WeightGradient`, high precision | `[rows, n]` | `[rows, k]` | `[groups, n, k]` |
+///
+/// FP8 operands of a weight gradient have the groups at multiples of 128 and zeros between them. Block scales are
+/// `(⌈k/128⌉, scale_pitch)` of A and `(groups, ⌈n/128⌉, up(⌈k/128⌉, 4))` of B for `Rows`, `(rows/128, up(n, 4))` and `(rows/128,
+/// up(k, 4))` for `WeightGradient`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct GroupedGemmSpec {
+    /// Which dimension the groups cut.
+    pub kind: GroupedKind,
+    /// Groups, of which any may be empty.
+    pub groups: usize,
+    /// Rows that there is memory for; what splits say beyond them is never touched.
+    pub rows: usize,
+    /// See the table.
+    pub n: usize,
+    /// See the table.
+    pub k: usize,
+    /// Type of A.
+    pub a: DType,
+    /// Type of B.
+    pub b: DType,
+    /// Type of D.
+    pub d: DType,
+    /// Scales.
+    pub scaling: GroupedScaling,
+    /// Type of a bias `[groups, n]` ([`GroupedKind::Rows`]).
+    pub bias: Option<DType>,
+    /// `D += …` instead of `D = …` ([`GroupedKind::WeightGradient`]).
+    pub accumulate: bool,
+    /// Hopper's faster FP8 accumulation, which keeps fewer bits; not for block scales.
+    pub fast_accumulation: bool,
+    /// B is `[groups, k, n]`: weights as they lie, for the input's gradient in high precision ([`GroupedKind::Rows`]).
+    pub b_k_outermost: bool,
+    /// Rows of groups begin at multiples of this: 1 or a multiple of 16.
+    pub align: usize,
+    /// Elements between two rows of A's block scales ([`GroupedKind::Rows`]).
+    pub scale_pitch: usize,
+}
+
+pointers! {
+    /// Tensors of one grouped product.
+    pub struct GroupedGemmPointers {
+        /// First operand.
+        a,
+        /// Its inverse scales; null for high precision.
+        a_scale,
+        /// Second operand.
+        b,
+        /// Its inverse scales.
+        b_scale,
+        /// Rows of every group, i64.
+        splits,
+        /// Bias, null without.
+        bias,
+        /// Result. Rows that are no group's stay as they are, and so does what an empty group would be added to.
+        d,
+    }
+}
+
+params! {
+    /// Parameters of the kernels in `cuda/gemm/`.
+    pub struct GroupedParams<'a> [GROUPED_PARAMS_BYTES] for GroupedRowsFast | GroupedRowsSplit | GroupedRowsBlock
+        | GroupedWgradFast | GroupedWgradSplit | GroupedWgradBlock | GroupedRows | GroupedRowsAcross | GroupedWgrad
+        => on_gpus_alone {
+        /// A, B, D, and block scales of A and B.
+        pub maps: [TensorMap; 5],
+        /// One scale of A per group.
+        pub a_scale: DevPtr<'a>,
+        /// The same of B, or its 128 x 128 scales.
+        pub b_scale: DevPtr<'a>,
+        /// Rows of every group.
+        pub splits: DevPtr<'a>,
+        /// Bias, null without.
+        pub bias: DevPtr<'a>,
+        /// D.
+        pub result: DevPtr<'a>,
+        /// See [`GroupedGemmSpec`].
+        pub rows: u64,
+        /// See [`GroupedGemmSpec`].
+        pub n: u64,
+        /// See [`GroupedGemmSpec`].
+        pub k: u64,
+        /// See [`GroupedGemmSpec`].
+        pub groups: u32,
+        /// See [`GroupedGemmSpec`].
+        pub align: u32,
+        /// Type of D.
+        pub d_type: u32,
+        /// Type of the bias.
+        pub bias_type: u32,
+        /// 1 to add to D.
+        pub accumulate: u32,
+        /// Scales from one row of B's 128 x 128 blocks to the next.
+        pub b_scale_pitch: u32,
+        /// Up to a multiple of the maps' alignment.
+        pub unused: [u64; 5],
+    }
+}
+
+/// The host has the product by its spec, whose types are more than the kernels'.
+fn on_gpus_alone(_: &GroupedParams<'_>, id: KernelId) -> Result<()> {
+    Err(Error::state(OP, id.symbol()))
+}
+
+/// A checked grouped product.
+#[derive(Clone, Copy, Debug)]
+pub struct GroupedGemmPlan {
+    spec: GroupedGemmSpec,
+    /// The kernel of Hopper and columns of its tile, where it takes the product.
+    kernel: Option<(KernelId, usize)>,
+}
+
+impl GroupedGemmPlan {
+    /// Checks `spec`.
+    ///
+    /// # Errors
+    /// Types, scales or options that no grouped product takes.
+    pub fn new(spec: GroupedGemmSpec) -> Result<Self> {
+        let fp8 = |dtype| matches!(dtype, DType::E4m3 | DType::E5m2);
+        let scaled = spec.scaling != GroupedScaling::None;
+        if fp8(spec.a) != scaled || fp8(spec.b) != scaled || (!scaled && spec.a != spec.b) {
+            let expected = if scaled { "FP8 operands" } else { "two operands of float32, float16 or bfloat16" };
+            return Err(Error::dtype(OP, "an operand", expected, if fp8(spec.a) == scaled { spec.b } else { spec.a }));
+        }
+        if !scaled && spec.a.as_float().is_none() {
+            return Err(Error::dtype(OP, "an operand", "float32, float16 or bfloat16", spec.a));
+        }
+        if spec.a == DType::E5m2 && spec.b == DType::E5m2 {
+            let message = "E5M2 times E5M2 has no tensor-core instruction; use E4M3 for one operand";
+            return Err(Error::unsupported(OP, message));
+        }
+        for dtype in [Some(spec.d), spec.bias].into_iter().flatten() {
+            if dtype.as_float().is_none() {
+                return Err(Error::dtype(OP, "the result or bias", "float32, float16 or bfloat16", dtype));
+            }
+        }
+        let rows = spec.kind == GroupedKind::Rows;
+        if rows && spec.accumulate || !rows && spec.bias.is_some() {
+            return Err(Error::unsupported(
+                OP,
+                "a bias goes with rows, an addition to the result with weight gradients",
+            ));
+        }
+        if spec.b_k_outermost && (!rows || scaled) {
+            let message = "only high-precision products of rows take B with k outermost; FP8 has its column layout";
+            return Err(Error::unsupported(OP, message));
+        }
+        if spec.align != 1 && !spec.align.is_multiple_of(16) || spec.align == 0 {
+            return Err(Error::value(OP, "groups begin at multiples of 1 or of a multiple of 16"));
+        }
+        if rows && spec.scaling == GroupedScaling::Block && spec.scale_pitch < spec.rows {
+            let expected = format!("a pitch of at least {} for the rows' scales", spec.rows);
+            return Err(Error::layout(OP, "scale_pitch", expected, spec.scale_pitch));
+        }
+        if !rows && scaled && !spec.align.is_multiple_of(BLOCK) {
+            let expected = "groups at multiples of 128 for an FP8 weight gradient";
+            return Err(Error::layout(OP, "align", expected, spec.align));
+        }
+        Ok(Self { spec, kernel: kernel_of(&spec) })
+    }
+
+    /// What it was made of.
+    #[must_use]
+    pub const fn spec(&self) -> &GroupedGemmSpec {
+        &self.spec
+    }
+
+    /// Whether a device has a kernel for it. The host always has.
+    #[must_use]
+    pub fn runs_on(&self, facts: &DeviceFacts) -> bool {
+        self.kernel.is_some_and(|(id, _)| facts.capability == (9, 0) && !image_bytes(id.image()).is_empty())
+    }
+
+    /// Runs it; nothing without groups, rows or columns of the result.
+    ///
+    /// # Errors
+    /// A null buffer, or the launch fails.
+    pub fn run(&self, target: &mut Target<'_>, at: &GroupedGemmPointers<DevPtr<'_>>) -> Result<()> {
+        let spec = &self.spec;
+        if spec.groups == 0 || spec.n == 0 || (spec.k == 0 || spec.rows == 0) && spec.kind == GroupedKind::Rows {
+            return Ok(());
+        }
+        if !target.trace.on_grouped_gemm(spec) {
+            return Ok(());
+        }
+        match &mut target.backend {
+            Backend::Host => host::grouped_gemm::run(spec, at),
+            Backend::Cuda(queue) => self.launch(queue, at),
+        }
+    }
+
+    fn launch(&self, queue: &mut CudaQueue<'_>, at: &GroupedGemmPointers<DevPtr<'_>>) -> Result<()> {
+        let spec = &self.spec;
+        let (Some((id, columns)), true) = (self.kernel, self.runs_on(queue.device.facts())) else {
+            return Err(self.missing(queue.device.facts()));
+        };
+        let bytes = spec.groups * spec.n * spec.k * spec.d.size();
+        if spec.rows == 0 {
+            return if spec.accumulate { Ok(()) } else { queue.zero(at.d, bytes) };
+        }
+        let params = self.params(at, columns)?;
+        let width = if spec.kind == GroupedKind::Rows { spec.n } else { spec.k };
+        // Blocks in pairs share the rows of A where every pair has two tiles; products whose sums stay in the tensor cores
+        // gain nothing from it.
+        let sums_stay = matches!(
+            id,
+            KernelId::GroupedWgradFast(_)
+                | KernelId::GroupedRows(_)
+                | KernelId::GroupedRowsAcross(_)
+                | KernelId::GroupedWgrad(_)
+        );
+        let cluster = if width.div_ceil(columns).is_multiple_of(2) && !sums_stay { 2 } else { 1 };
+        let blocks = queue.device.facts().multiprocessors / cluster * cluster;
+        let grid = Grid::linear(blocks, GROUPED_THREADS).with_shared(GROUPED_SHARED).with_cluster(cluster);
+        queue.launch(id, grid, &params)
+    }
+
+    fn missing(&self, facts: &DeviceFacts) -> Error {
+        let spec = &self.spec;
+        let (major, minor) = facts.capability;
+        Error::unsupported(
+            OP,
+            format_args!(
+                "there is no kernel for {} by {} with n = {}, k = {} on a GPU of sm_{major}{minor}: it takes sm_90, FP8, float16 or \
+                 bfloat16, and lines of multiples of 16 bytes",
+                spec.a, spec.b, spec.n, spec.k
+            ),
+        )
+    }
+
+    /// Maps of A, B, D, and of the block scales of A and B.
+    fn maps(&self, at: &GroupedGemmPointers<DevPtr<'_>>, columns: usize) -> Result<[TensorMap; 5]> {
+        let &GroupedGemmSpec { groups, rows, n, k, a, b, d, scaling, .. } = &self.spec;
+        let (wide, line) = (columns as u32, (LINE / a.size()) as u32);
+        let d_line = (LINE / d.size()) as u32;
+        let two = |base, dtype, sizes, tile| TensorMap::new(OP, base, &Tiles { dtype, sizes, tile, swizzled: true });
+        let three = |base, dtype, sizes, tile| TensorMap::new(OP, base, &Tiles { dtype, sizes, tile, swizzled: true });
+        let scales = |base, sizes, count| {
+            TensorMap::new(OP, base, &Tiles { dtype: DType::F32, sizes, tile: [count, 1], swizzled: false })
+        };
+        let up4 = |count: usize| count.next_multiple_of(4);
+        let block = scaling == GroupedScaling::Block;
+        let mut maps = [TensorMap::NONE; 5];
+        match self.spec.kind {
+            GroupedKind::Rows => {
+                maps[0] = two(at.a, a, [k, rows], [line, HALF])?;
+                maps[1] = if self.spec.b_k_outermost {
+                    three(at.b, b, [n, k, groups], [line, line, 1])?
+                } else {
+                    three(at.b, b, [k, n, groups], [line, wide, 1])?
+                };
+                maps[2] = three(at.d, d, [n, rows, 1], [d_line, HALF, 1])?;
+                if block {
+                    maps[3] = scales(at.a_scale, [self.spec.scale_pitch, k.div_ceil(BLOCK)], ROW_SCALES)?;
+                }
+            }
+            GroupedKind::WeightGradient => {
+                let inner = scaling != GroupedScaling::None;
+                maps[0] = two(at.a, a, if inner { [rows, n] } else { [n, rows] }, [line, HALF])?;
+                maps[1] = if inner {
+                    three(at.b, b, [rows, k, 1], [line, wide, 1])?
+                } else {
+                    three(at.b, b, [k, rows, 1], [line, line, 1])?
+                };
+                maps[2] = three(at.d, d, [k, n, groups], [d_line, HALF, 1])?;
+                if block {
+                    maps[3] = scales(at.a_scale, [up4(n), rows.div_ceil(BLOCK)], BLOCK as u32)?;
+                    maps[4] = scales(at.b_scale, [up4(k), rows.div_ceil(BLOCK)], wide)?;
+                }
+            }
+        }
+        Ok(maps)
+    }
+
+    fn params<'a>(&self, at: &GroupedGemmPointers<DevPtr<'a>>, columns: usize) -> Result<GroupedParams<'a>> {
+        let &GroupedGemmSpec { groups, rows, n, k, d, .. } = &self.spec;
+        let code = |dtype| match dtype {
+            DType::F16 => common::FLOAT_F16,
+            DType::F32 => common::FLOAT_F32,
+            _ => common::FLOAT_BF16,
+        };
+        Ok(GroupedParams {
+            maps: self.maps(at, columns)?,
+            a_scale: at.a_scale,
+            b_scale: at.b_scale,
+            splits: at.splits,
+            bias: at.bias,
+            result: at.d,
+            rows: rows as u64,
+            n: n as u64,
+            k: k as u64,
+            groups: groups as u32,
+            align: self.spec.align as u32,
+            d_type: code(d),
+            bias_type: self.spec.bias.map_or(0, code),
+            accumulate: u32::from(self.spec.accumulate),
+            b_scale_pitch: k.div_ceil(BLOCK).next_multiple_of(4) as u32,
+            unused: [0; 5],
+        })
+    }
+}
+
+/// Bytes of a line of a tile.
+const LINE: usize = 128;
+/// Rows that a warpgroup has of a tile.
+const HALF: u32 = 64;
+/// Scales of a tile's rows, which begin at a multiple of four.
+const ROW_SCALES: u32 = BLOCK as u32 + 4;
+
+/// The kernel of Hopper and columns of its tile.
+fn kernel_of(spec: &GroupedGemmSpec) -> Option<(KernelId, usize)> {
+    let whole = |count: usize, dtype: DType| (count * dtype.size()).is_multiple_of(ALIGNMENT);
+    let indexed = |count: usize| count < i32::MAX as usize;
+    let rows = spec.kind == GroupedKind::Rows;
+    let lines = match (rows, spec.scaling) {
+        (true, _) if spec.b_k_outermost => whole(spec.k, spec.a) && whole(spec.n, spec.b) && whole(spec.n, spec.d),
+        (true, _) => whole(spec.k, spec.a) && whole(spec.n, spec.d) && spec.scale_pitch.is_multiple_of(4),
+        (false, GroupedScaling::None) => whole(spec.n, spec.a) && whole(spec.k, spec.b) && whole(spec.k, spec.d),
+        (false, _) => whole(spec.rows, spec.a) && whole(spec.k, spec.d),
+    };
+    let tiles = spec.rows.div_ceil(BLOCK).checked_add(spec.groups)?.checked_mul(spec.n.max(spec.k).div_ceil(64))?;
+    let sizes = [spec.rows, spec.n, spec.k, spec.groups, tiles].into_iter().all(indexed);
+    if !lines || !sizes || spec.bias == Some(DType::F32) {
+        return None;
+    }
+    let first = match spec.a {
+        DType::E4m3 => Ok(Fp8::E4m3),
+        DType::E5m2 => Ok(Fp8::E5m2),
+        DType::F16 => Err(Half::F16),
+        DType::Bf16 => Err(Half::Bf16),
+        _ => return None,
+    };
+    Some(match (first, spec.scaling, spec.fast_accumulation) {
+        (Ok(_), _, _) if spec.b != DType::E4m3 => return None,
+        (Err(half), ..) if !rows => (KernelId::GroupedWgrad(half), GROUPED_COLUMNS_WGRAD_FAST),
+        (Err(half), ..) if spec.b_k_outermost => (KernelId::GroupedRowsAcross(half), GROUPED_COLUMNS_FAST),
+        (Err(half), ..) => (KernelId::GroupedRows(half), GROUPED_COLUMNS_FAST),
+        (Ok(fp8), GroupedScaling::Block, _) if rows => (KernelId::GroupedRowsBlock(fp8), GROUPED_COLUMNS_SPLIT),
+        (Ok(fp8), GroupedScaling::Block, _) => (KernelId::GroupedWgradBlock(fp8), GROUPED_COLUMNS_WGRAD),
+        (Ok(fp8), _, true) if rows => (KernelId::GroupedRowsFast(fp8), GROUPED_COLUMNS_FAST),
+        (Ok(fp8), _, false) if rows => (KernelId::GroupedRowsSplit(fp8), GROUPED_COLUMNS_SPLIT),
+        (Ok(fp8), _, true) => (KernelId::GroupedWgradFast(fp8), GROUPED_COLUMNS_WGRAD_FAST),
+        (Ok(fp8), _, false) => (KernelId::GroupedWgradSplit(fp8), GROUPED_COLUMNS_WGRAD),
+    })
+}

@@ -1,0 +1,200 @@
+"""te_fast.pytorch.MoE against a loop over tokens and experts in FP64."""
+
+import copy
+
+import pytest
+import torch
+
+import te_fast.pytorch as te
+from linear_layers import close
+from recipes import RECIPES
+
+HIDDEN, FFN, EXPERTS, TOPK = 32, 48, 6, 2
+ALL = {"high": lambda: None, **RECIPES}
+
+
+def make(**options):
+    torch.default_generator.manual_seed(3)
+    dtype = options.pop("dtype", torch.float32)
+    return te.MoE(HIDDEN, FFN, EXPERTS, TOPK, device="cpu", dtype=dtype, **options)
+
+
+def tensors(shape=(3, 13), dtype=torch.float32):
+    torch.default_generator.manual_seed(4)
+    x = torch.randn(*shape, HIDDEN).to(dtype).requires_grad_()
+    return x, torch.randn(*shape, HIDDEN).to(dtype)
+
+
+def act(name, y):
+    if name == "srelu":
+        return torch.relu(y) ** 2
+    a, b = y.chunk(2, -1)
+    return torch.nn.functional.silu(a) * b
+
+
+def reference(block, x):
+    """The result, and the leaves of its gradients."""
+    leaves = {
+        name: p.detach().double().requires_grad_() for name, p in block.named_parameters()
+    } | {"x": x.detach().double().requires_grad_()}
+    outputs = []
+    for token in leaves["x"].reshape(-1, HIDDEN):
+        logits = leaves["router"] @ token
+        scores = logits if block.score_function == "softmax" else torch.sigmoid(logits)
+        order = scores.detach() + (0 if block.expert_bias is None else block.expert_bias.double())
+        best = order.sort(descending=True, stable=True).indices[:TOPK].tolist()
+        values = scores[best]
+        weights = (
+            torch.softmax(values, -1)
+            if block.score_function == "softmax"
+            else values / values.sum()
+        )
+        total = 0
+        for weight, expert in zip(weights, best, strict=True):
+            h = leaves[f"experts.0.weight{expert}"] @ token
+            bias = leaves.get(f"experts.0.bias{expert}")
+            h = act(block.activation, h if bias is None else h + bias) * weight
+            total = total + leaves[f"experts.2.weight{expert}"] @ h
+        outputs.append(total)
+    return torch.stack(outputs).view(x.shape), leaves
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"score_function": "sigmoid", "expert_bias": True}, {"activation": "srelu"}],
+    ids=["swiglu", "sigmoid", "srelu"],
+)
+def test_block_is_torchs(options, bias):
+    block = make(bias=bias, **options)
+    if block.expert_bias is not None:
+        block.expert_bias.copy_(torch.linspace(-0.5, 0.5, EXPERTS))
+    x, grad = tensors()
+    wanted, leaves = reference(block, x)
+    wanted.backward(grad.double())
+    y = block(x)
+    y.backward(grad)
+    close(y, wanted.detach(), torch.float32)
+    close(x.grad, leaves["x"].grad, torch.float32)
+    for name, parameter in block.named_parameters():
+        found = leaves[name].grad
+        if found is None:
+            assert not parameter.grad.any()
+        else:
+            close(parameter.grad, found, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_fp8_is_near(name, dtype):
+    block = make(dtype=dtype)
+    x, grad = tensors(dtype=dtype)
+    wanted, leaves = reference(block, x)
+    wanted.backward(grad.double())
+    for _ in range(2):
+        x.grad = None
+        block.zero_grad()
+        with te.autocast(recipe=RECIPES[name]()):
+            y = block(x)
+        y.backward(grad)
+
+    def near(got, wanted):
+        assert ((got.double() - wanted).norm() / wanted.norm()).item() < 0.15
+
+    near(y, wanted.detach())
+    near(x.grad, leaves["x"].grad)
+    near(block.router.grad, leaves["router"].grad)
+    near(block.experts[0].weight2.grad, leaves["experts.0.weight2"].grad)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_token_alone_has_the_bits_that_it_has_among_others(name):
+    if name in ("current", "delayed"):  # whose scales are those of all of an expert's rows
+        return
+    block = make(dtype=torch.bfloat16)
+    x, _ = tensors(dtype=torch.bfloat16)
+    with torch.no_grad(), te.autocast(enabled=name != "high", recipe=ALL[name]()):
+        assert torch.equal(block(x[1:2, 4:5]), block(x)[1:2, 4:5])
+
+
+def test_balancing_loss():
+    block = make(aux_loss_coeff=0.1)
+    x, _ = tensors()
+    y, loss = block(x)
+    assert torch.equal(y, make()(x))
+    logits = x.detach().double().reshape(-1, HIDDEN) @ block.router.detach().double().t()
+    scores = torch.softmax(logits, -1)
+    tokens = scores.shape[0]
+    counts = torch.zeros(EXPERTS, dtype=torch.float64)
+    for row in scores:
+        counts[row.topk(TOPK).indices] += 1
+    wanted = (scores.sum(0) * counts).sum() * EXPERTS * 0.1 / (TOPK * tokens**2)
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=0)
+    loss.backward()
+    assert block.router.grad.any()
+    assert all(p.grad is None for p in block.experts.parameters())
+
+
+def test_expert_bias_follows_the_load():
+    block = make(score_function="sigmoid", expert_bias=True)
+    x, _ = tensors()
+    block(x)
+    counts = block.tokens_per_expert.clone()
+    assert counts.sum() == x[..., 0].numel() * TOPK
+    block.update_expert_bias(0.5)
+    wanted = 0.5 * torch.sign(counts.float().mean() - counts)
+    assert torch.equal(block.expert_bias, wanted)
+    assert not block.tokens_per_expert.any()
+    block.eval()(x)
+    assert not block.tokens_per_expert.any()
+    assert "expert_bias" in block.state_dict()
+    with pytest.raises(ValueError, match="expert_bias"):
+        make().update_expert_bias()
+
+
+def test_no_tokens():
+    block = make(aux_loss_coeff=0.1)
+    x = torch.ones(0, HIDDEN, requires_grad=True)
+    y, loss = block(x)
+    (y.sum() + loss).backward()
+    assert y.shape == (0, HIDDEN)
+    assert all(not parameter.grad.any() for parameter in block.parameters())
+
+
+def test_weight_gradients_later():
+    block, later = make(), make(delay_wgrad_compute=True)
+    x, grad = tensors()
+    block(x).backward(grad)
+    later(x).backward(grad)
+    assert later.experts[0].weight1.grad is None
+    later.backward_dw()
+    for mine, theirs in zip(later.parameters(), block.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_copies_and_checkpoints():
+    block = make()
+    x, _ = tensors()
+    y = block(x)
+    assert torch.equal(copy.deepcopy(block)(x), y)
+    other = te.MoE(HIDDEN, FFN, EXPERTS, TOPK, device="cpu")
+    other.load_state_dict(block.state_dict())
+    assert torch.equal(other(x), y)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"topk": 0}, ValueError),
+        ({"topk": 9}, ValueError),
+        ({"activation": "tanh"}, ValueError),
+        ({"expert_bias": True}, ValueError),
+    ],
+    ids=str,
+)
+def test_bad_options(options, error):
+    given = {"hidden_size": 8, "ffn_hidden_size": 8, "num_experts": 4, "topk": 2} | options
+    with pytest.raises(error, match="MoE"):
+        te.MoE(**given, device="cpu")
+    with pytest.raises(ValueError, match="hidden_size"):
+        make()(torch.ones(3, 8))

@@ -1,0 +1,282 @@
+"""Experts as fusible operations: ops.GroupedLinear, alone and around an activation with probabilities."""
+
+import copy
+
+import pytest
+import torch
+
+import te_fast
+import te_fast.pytorch as te
+from linear_layers import DTYPES, close
+from recipes import RECIPES
+from te_fast.pytorch import ops
+
+SPLITS = [0, 70, 1, 0, 129, 16]
+HIDDEN, FFN = 64, 48
+ALL = {"high": lambda: None, **RECIPES}
+
+
+def counts(splits=SPLITS):
+    return torch.tensor(splits)
+
+
+def experts(activation=ops.ScaledSwiGLU, dtype=torch.float32, **options):
+    torch.default_generator.manual_seed(5)
+    gated = activation is not ops.ScaledSReLU
+    return ops.Sequential(
+        ops.GroupedLinear(
+            len(SPLITS), HIDDEN, FFN * (1 + gated), device="cpu", dtype=dtype, **options
+        ),
+        activation(),
+        ops.GroupedLinear(len(SPLITS), FFN, HIDDEN, device="cpu", dtype=dtype, **options),
+    )
+
+
+def tensors(dtype=torch.float32):
+    torch.default_generator.manual_seed(6)
+    rows = sum(SPLITS)
+    x = torch.randn(rows, HIDDEN).to(dtype).requires_grad_()
+    probs = torch.rand(rows).to(dtype).requires_grad_()
+    return x, probs, torch.randn(rows, HIDDEN).to(dtype)
+
+
+def of(op, kind, number):
+    whole = op._parameters.get(kind)
+    return op._parameters[f"{kind}{number}"] if whole is None else whole[number]
+
+
+def reference(model, x, probs, act):
+    """Expert by expert in FP64, by torch's autograd."""
+    x = x.detach().double().requires_grad_()
+    probs = probs.detach().double().requires_grad_()
+    first, _, last = model
+    leaves, parts = {}, []
+    pairs = zip(x.split(SPLITS), probs.split(SPLITS), strict=True)
+    for number, (own, weight) in enumerate(pairs):
+        y = own
+        for place, op in ((0, first), (2, last)):
+            w = leaves[place, "weight", number] = (
+                of(op, "weight", number).detach().double().requires_grad_()
+            )
+            y = y @ w.t()
+            if op.use_bias:
+                b = leaves[place, "bias", number] = (
+                    of(op, "bias", number).detach().double().requires_grad_()
+                )
+                y = y + b
+            if place == 0:
+                y = act(y) * weight[:, None]
+        parts.append(y)
+    return torch.cat(parts), x, probs, leaves
+
+
+def swiglu(y):
+    a, b = y.chunk(2, -1)
+    return torch.nn.functional.silu(a) * b
+
+
+def srelu(y):
+    return torch.relu(y) ** 2
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("activation", [ops.ScaledSwiGLU, ops.ScaledSReLU])
+def test_experts_are_torchs(activation, bias, single):
+    options = {"single_grouped_weight": single, "single_grouped_bias": single}
+    model = experts(activation, bias=bias, **options)
+    x, probs, grad = tensors()
+    act = swiglu if activation is ops.ScaledSwiGLU else srelu
+    wanted, wx, wprobs, leaves = reference(model, x, probs, act)
+    wanted.backward(grad.double())
+    y = model(x, counts(), probs, counts())
+    y.backward(grad)
+    dtype = torch.float32
+    close(y, wanted.detach(), dtype)
+    close(x.grad, wx.grad, dtype)
+    close(probs.grad, wprobs.grad, dtype)
+    for (place, kind, number), leaf in leaves.items():
+        op = model[place]
+        parameter = op._parameters.get(kind)
+        found = parameter.grad[number] if single else op._parameters[f"{kind}{number}"].grad
+        if SPLITS[number] == 0:
+            assert not found.any()
+        else:
+            close(found, leaf.grad, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_fp8_is_near(name, dtype):
+    model = experts(dtype=dtype, bias=False)
+    x, probs, grad = tensors(dtype)
+    wanted, wx, wprobs, leaves = reference(model, x, probs, swiglu)
+    wanted.backward(grad.double())
+    for _ in range(2):  # delayed scaling has its scales in the second step
+        x.grad = probs.grad = None
+        model.zero_grad()
+        with te.autocast(recipe=RECIPES[name]()):
+            y = model(x, counts(), probs, counts())
+        y.backward(grad)
+
+    def near(got, wanted):
+        assert ((got.double() - wanted).norm() / wanted.norm()).item() < 0.12
+
+    near(y, wanted.detach())
+    near(x.grad, wx.grad)
+    near(probs.grad, wprobs.grad)
+    near(model[0].weight4.grad, leaves[0, "weight", 4].grad)
+    near(model[2].weight4.grad, leaves[2, "weight", 4].grad)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_trio_is_one_program_with_the_bits_of_its_parts(name):
+    model = experts(bias=False, dtype=torch.bfloat16)
+    x, probs, grad = tensors(torch.bfloat16)
+    with te.autocast(enabled=name != "high", recipe=ALL[name]()):
+        y = model(x, counts(), probs, counts())
+        explained = model.explain()
+    y.backward(grad)
+    assert explained.count("native program") == 1
+    assert "grouped gemm" in explained
+    layers = [
+        te.GroupedLinear(
+            len(SPLITS),
+            op.in_features,
+            op.out_features,
+            device="cpu",
+            bias=False,
+            params_dtype=torch.bfloat16,
+        )
+        for op in (model[0], model[2])
+    ]
+    for layer, op in zip(layers, (model[0], model[2]), strict=True):
+        state = op.state_dict()
+        layer.load_state_dict(
+            {key: state[key] for key in state if key.startswith("weight")}, strict=False
+        )
+    own, p = x.detach().clone().requires_grad_(), probs.detach().clone().requires_grad_()
+    with te.autocast(enabled=name != "high", recipe=ALL[name]()):
+        h = layers[0](own, SPLITS)
+        h = ops.ScaledSwiGLU()(h, p)
+        again = layers[1](h, SPLITS)
+    again.backward(grad)
+    assert torch.equal(again, y)
+    assert torch.equal(own.grad, x.grad)
+    assert torch.equal(p.grad, probs.grad)
+    assert torch.equal(layers[0].weight4.grad, model[0].weight4.grad)
+
+
+def test_rows_beyond_the_counts_are_left_alone():
+    model = experts(bias=False)
+    x, probs, _ = tensors()
+    more = torch.cat([x.detach(), torch.full((30, HIDDEN), torch.nan)])
+    factors = torch.cat([probs.detach(), torch.full((30,), torch.nan)])
+    with torch.no_grad():
+        y = model(x, counts(), probs, counts())
+        assert torch.equal(model(more, counts(), factors, counts())[: len(x)], y)
+
+
+def test_caller_buffers():
+    model = experts(bias=False)
+    x, probs, grad = tensors()
+    y = model(x, counts(), probs, counts())
+    y.backward(grad)
+    rows = sum(SPLITS)
+    out, dx = torch.zeros(rows, HIDDEN), torch.zeros(rows, HIDDEN)
+    kwargs = {-1: {ops.OUTPUT_BUFFER_KEY: out}, 0: {ops.GRAD_INPUT_BUFFER_KEY: dx}}
+    own = x.detach().clone().requires_grad_()
+    given = model(own, counts(), probs.detach(), counts(), op_kwargs=kwargs)
+    assert given.data_ptr() == out.data_ptr()
+    (given * 1.0).backward(grad)
+    assert torch.equal(out, y)
+    assert torch.equal(dx, x.grad)
+    bad = {-1: {ops.OUTPUT_BUFFER_KEY: out[1:]}}
+    with pytest.raises(ValueError, match="buffer"):
+        model(own, counts(), probs, counts(), op_kwargs=bad)
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
+def test_backward_dw(fuse):
+    model = experts(bias=False)
+    later = experts(bias=False, delay_wgrad_compute=True, accumulate_into_main_grad=fuse)
+    x, probs, grad = tensors()
+    model(x, counts(), probs, counts()).backward(grad)
+    for op in (later[0], later[2]):
+        for parameter in op.parameters() if fuse else ():
+            parameter.main_grad = torch.ones_like(parameter)
+    later(x, counts(), probs, counts()).backward(grad)
+    for place in (2, 0):
+        assert all(parameter.grad is None for parameter in later[place].parameters())
+        later[place].backward_dw()
+        pairs = zip(later[place].parameters(), model[place].parameters(), strict=True)
+        for parameter, wanted in pairs:
+            found = parameter.main_grad - 1.0 if fuse else parameter.grad
+            close(found, wanted.grad.double(), torch.bfloat16 if fuse else torch.float32)
+    with pytest.raises(te_fast.StateError, match="without a backward"):
+        later[0].backward_dw()
+
+
+def test_state_copies_and_the_meta_device():
+    model = experts()
+    names = set(model[0].state_dict())
+    assert {"weight0", "weight5", "bias0", "bias5"} <= names
+    x, probs, _ = tensors()
+    y = model(x, counts(), probs, counts())
+    assert torch.equal(copy.deepcopy(model)(x, counts(), probs, counts()), y)
+    other = ops.Sequential(
+        ops.GroupedLinear(len(SPLITS), HIDDEN, 2 * FFN, device="meta"),
+        ops.ScaledSwiGLU(),
+        ops.GroupedLinear(len(SPLITS), FFN, HIDDEN, device="meta"),
+    )
+    for mine, theirs in ((other[0], model[0]), (other[2], model[2])):
+        for key, parameter in theirs.named_parameters():
+            mine.register_parameter(key, parameter)  # as Megatron-LM does it
+    assert torch.equal(other(x, counts(), probs, counts()), y)
+
+
+def test_no_rows():
+    model = experts()
+    x = torch.ones(0, HIDDEN, requires_grad=True)
+    y = model(x, counts([0] * 6), torch.ones(0), counts([0] * 6))
+    y.sum().backward()
+    assert y.shape == (0, HIDDEN)
+    assert all(not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_bad_counts():
+    op = ops.GroupedLinear(2, 8, 8, device="cpu")
+    x = torch.ones(4, 8)
+    for bad, error in (
+        (torch.tensor([1.0, 2.0]), TypeError),
+        (torch.tensor([1, 2, 1]), ValueError),
+        (torch.tensor([5, 0]), ValueError),
+        (torch.tensor([-1, 2]), ValueError),
+    ):
+        with pytest.raises(error) as caught:
+            op(x, bad)
+        assert isinstance(caught.value, te_fast.TeFastError)
+    with pytest.raises(ValueError, match="num_groups"):
+        ops.GroupedLinear(0, 8, 8, device="cpu")
+    with pytest.raises(ValueError, match="extra input"):
+        op(x)
+
+
+def test_beside_operations_of_the_users_own():
+    class Twice(ops.BasicOperation):
+        def op_forward(self, ctx, input_, **_):
+            return 2 * input_
+
+        def op_backward(self, ctx, grad_output):
+            return 2 * grad_output, ()
+
+    x = torch.ones(4, 8, requires_grad=True)
+    single = {"single_grouped_weight": True, "single_grouped_bias": True}
+    model = ops.Sequential(ops.GroupedLinear(2, 8, 8, device="cpu", **single), Twice())
+    y = model(x, torch.tensor([1, 3]))
+    y.sum().backward()
+    assert torch.equal(y, 2 * model[0](x, torch.tensor([1, 3])))
+    assert model[0].weight.grad.shape == (2, 8, 8)
+    parts = ops.Sequential(ops.GroupedLinear(2, 8, 8, device="cpu"), Twice())
+    with pytest.raises(NotImplementedError, match="single_grouped_weight"):
+        parts(x, torch.tensor([1, 3]))
