@@ -98,8 +98,8 @@ class ProgramLayer(TransformerEngineBaseModule):
         raise NotImplementedError
 
     def _split_mode(self) -> str | None:
-        """Return how ranks share the layer, as :func:`te_fast.parallel.ranks.exchange_of` names it."""
-        raise NotImplementedError
+        """Return how ranks share the layer, as :func:`te_fast.parallel.ranks.exchange_of` names it; None for not."""
+        return None
 
     def _whole_weight(self) -> torch.Tensor:
         """Return the weight of the first linear op, in one piece."""
