@@ -47,11 +47,6 @@ pub(crate) fn gemm<'py>(
         check_exact(device, [&x_operand, &w_operand])?;
     }
     check_apart(state, "gemm", &[Some(&x.0), Some(&w.0), bias], &[Some(d)])?;
-    let alignment = [x_view.data(), w_view.data(), result.data()]
-        .iter()
-        .map(|pointer| pointer.address().trailing_zeros().min(8))
-        .min()
-        .unwrap_or(0);
     let problem = Problem {
         m,
         n,
@@ -66,7 +61,7 @@ pub(crate) fn gemm<'py>(
         accumulate,
         fast_accumulation,
         exact,
-        alignment: 1 << alignment,
+        alignment: alignment([x_view, w_view, result]),
     };
     let call = DirectCall::new(state, py, "gemm", device)?;
     let io = GemmPointers {
@@ -83,6 +78,11 @@ pub(crate) fn gemm<'py>(
         let workspace = lane.workspace.gemm;
         plan.run(&mut lane.target, &GemmPointers { workspace, ..io })
     })
+}
+
+/// The largest power of two up to 256 that all tensors lie on multiples of.
+fn alignment(tensors: [TensorView<'_>; 3]) -> u16 {
+    1 << tensors.map(|tensor| tensor.data().address().trailing_zeros().min(8)).into_iter().min().unwrap_or(0)
 }
 
 /// The emulation of the tensor cores is the host's, of FP8.
