@@ -6,9 +6,9 @@ use std::time::Instant;
 
 use te_fast_kernels::KernelId;
 
+use crate::gemm::grouped::GroupedGemmSpec;
 use crate::gemm::problem::Problem;
 use crate::launch::grid::Grid;
-use crate::ops::grouped_gemm::GroupedGemmSpec;
 
 /// Counts since the process started or since [`Trace::reset`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

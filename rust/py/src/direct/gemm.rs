@@ -61,7 +61,7 @@ pub(crate) fn gemm<'py>(
         accumulate,
         fast_accumulation,
         exact,
-        alignment: alignment([x_view, w_view, result]),
+        alignment: alignment([&x_view, &w_view, &result]),
     };
     let call = DirectCall::new(state, py, "gemm", device)?;
     let io = GemmPointers {
@@ -81,7 +81,7 @@ pub(crate) fn gemm<'py>(
 }
 
 /// The largest power of two up to 256 that all tensors lie on multiples of.
-fn alignment(tensors: [TensorView<'_>; 3]) -> u16 {
+fn alignment(tensors: [&TensorView<'_>; 3]) -> u16 {
     1 << tensors.map(|tensor| tensor.data().address().trailing_zeros().min(8)).into_iter().min().unwrap_or(0)
 }
 
