@@ -36,7 +36,11 @@ def check(heads, width, rows, dtype, device, *, interleaved, in_place, fmt="sbhd
     packed = randoms(*rows, heads.columns, dtype=dtype, device=device).requires_grad_()
     freqs = [torch.randn(rows[fmt == "bshd"], 1, 1, width) * 3 for _ in range(2)]
     places = [f.transpose(0, 1) if fmt == "bshd" else f for f in freqs]
-    waves = [waves_of(f.to(device), packed.shape, fmt, interleaved=interleaved) for f in freqs]
+    # Cosines of the host, on any device: a GPU's differ in their last bits.
+    waves = [
+        tuple(wave.to(device) for wave in waves_of(f, packed.shape, fmt, interleaved=interleaved))
+        for f in freqs
+    ]
     given = packed * 1  # a product that nobody else reads
     before = packed.detach().cpu()
     outs = split_rotated(given, tuple(waves), heads, interleaved=interleaved, in_place=in_place)

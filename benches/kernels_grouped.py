@@ -1,0 +1,149 @@
+"""Products of groups of rows: TFLOP/s of every kernel, beside torch's grouped products, in turns in one process.
+
+    python benches/kernels_grouped.py [--device cuda]
+
+GPU time: CUDA events around one call, the L2 cache flushed by a read before it, median. FP8 is compared with
+`torch._scaled_grouped_mm` (a scale per row, fast accumulation), bfloat16 with `torch._grouped_mm`. Weight gradients
+are those of the same shapes; they add to float32, or are stored in bfloat16.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING
+
+import torch
+
+from _harness import options, show, write
+from te_fast.dispatch import grouped_gemm
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# (groups, rows of each, n, k)
+SHAPES = [
+    (8, 1024, 4096, 4096),
+    (32, 1024, 4096, 7168),
+    (32, 1024, 7168, 2048),
+    (1, 8192, 8192, 8192),
+    (256, 128, 4096, 2048),
+]
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+Calls = dict[str, "Callable[[], object]"]
+
+
+def in_turns(calls: Calls, rounds: int = 12) -> dict[str, float]:
+    """Median microseconds of each."""
+    flush = torch.ones(1 << 26, dtype=torch.int32, device="cuda")
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for count in range(rounds + 2):
+        for name, call in calls.items():
+            flush.amax()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            if count >= 2:
+                times[name].append(begin.elapsed_time(end) * 1e3)
+    return {name: statistics.median(samples) for name, samples in times.items()}
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random numbers: the power that a product of zeros draws is another one."""
+    return torch.randn(*shape, device="cuda", dtype=BF16).to(dtype)
+
+
+def rows(groups: int, each: int, n: int, k: int) -> Calls:
+    """Products by rows."""
+    count = groups * each
+    splits = torch.full((groups,), each, dtype=torch.int64, device="cuda")
+    ends = torch.arange(1, groups + 1, dtype=torch.int32, device="cuda") * each
+    a, b, out = (
+        random(count, k, dtype=E4M3),
+        random(groups, n, k, dtype=E4M3),
+        random(count, n, dtype=BF16),
+    )
+    a16, b16 = random(count, k, dtype=BF16), random(groups, n, k, dtype=BF16)
+    one = torch.ones(groups, device="cuda")
+    a_blocks = torch.ones(k // 128, count, device="cuda")
+    b_blocks = torch.ones(groups, n // 128, -(-k // 512) * 4, device="cuda")
+    a_rows, b_rows = torch.ones(count, device="cuda"), torch.ones(groups, n, device="cuda")
+    tensor = {"a_scale_inv": one, "b_scale_inv": one}
+    return {
+        "torch fp8": lambda: torch._scaled_grouped_mm(
+            a, b.transpose(1, 2), a_rows, b_rows, offs=ends, out_dtype=BF16, use_fast_accum=True
+        ),
+        "fast": lambda: grouped_gemm(a, b, out, splits, fast_accumulation=True, **tensor),
+        "split": lambda: grouped_gemm(a, b, out, splits, **tensor),
+        "block": lambda: grouped_gemm(
+            a, b, out, splits, a_scale_inv=a_blocks, b_scale_inv=b_blocks
+        ),
+        "torch bf16": lambda: torch._grouped_mm(a16, b16.transpose(1, 2), offs=ends),
+        "bf16": lambda: grouped_gemm(a16, b16, out, splits),
+    }
+
+
+def weight_gradients(groups: int, each: int, n: int, k: int) -> Calls:
+    """Weight gradients."""
+    count = groups * each
+    splits = torch.full((groups,), each, dtype=torch.int64, device="cuda")
+    a, b = random(n, count, dtype=E4M3), random(k, count, dtype=E4M3)
+    a16, b16 = random(count, n, dtype=BF16), random(count, k, dtype=BF16)
+    one = torch.ones(groups, device="cuda")
+    tensor = {"a_scale_inv": one, "b_scale_inv": one}
+    block = {
+        "a_scale_inv": torch.ones(count // 128, n, device="cuda"),
+        "b_scale_inv": torch.ones(count // 128, k, device="cuda"),
+    }
+    added, stored = (
+        torch.zeros(groups, n, k, device="cuda"),
+        torch.empty(groups, n, k, dtype=BF16, device="cuda"),
+    )
+    calls: Calls = {}
+    for name, operands, scales in [
+        ("split", (a, b), tensor),
+        ("block", (a, b), block),
+        ("bf16", (a16, b16), {}),
+    ]:
+        for kind, out in (("added", added), ("stored", stored)):
+            calls[f"{name}, {kind}"] = (
+                lambda operands=operands, scales=scales, out=out, adds=kind == "added": (
+                    grouped_gemm(
+                        *operands,
+                        out,
+                        splits,
+                        weight_gradient=True,
+                        accumulate=adds,
+                        align=128,
+                        **scales,
+                    )
+                )
+            )
+    return calls
+
+
+def main() -> None:
+    arguments = options(__doc__).parse_args()
+    figures: dict[str, object] = {}
+    for title, make in (("products by rows", rows), ("weight gradients", weight_gradients)):
+        table = {}
+        for groups, each, n, k in SHAPES:
+            times = in_turns(make(groups, each, n, k))
+            flop = 2 * groups * each * n * k
+            table[f"{groups} x {each}, {k} to {n}"] = {
+                name: flop / us / 1e6 for name, us in times.items()
+            }
+            torch.cuda.empty_cache()
+        names = list(next(iter(table.values())))
+        show(
+            f"{title}, TFLOP/s",
+            ["shape", *names],
+            [[shape, *(f"{rate:.0f}" for rate in line.values())] for shape, line in table.items()],
+        )
+        figures[title] = table
+    write("kernels_grouped", arguments, figures)
+
+
+if __name__ == "__main__":
+    main()
