@@ -99,6 +99,10 @@ def parallel_cross_entropy(
     DtypeError
         If logits are no floating-point numbers, or targets no integers.
 
+    See Also
+    --------
+    torch.nn.functional.cross_entropy : Of a vocabulary that one rank has.
+
     Examples
     --------
     >>> import torch

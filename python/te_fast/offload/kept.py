@@ -23,6 +23,10 @@ def mark_not_offload(*tensors: torch.Tensor | None) -> None:
     *tensors : torch.Tensor or None
         Tensors, quantised ones too.
 
+    See Also
+    --------
+    te_fast.pytorch.get_cpu_offload_context : What moves the others.
+
     Examples
     --------
     >>> import torch
