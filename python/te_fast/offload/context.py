@@ -68,25 +68,6 @@ class OffloadSynchronizer:
         Keep the host's buffers from step to step.
     offload_stream : torch.cuda.Stream, optional
         Stream of the copies.
-
-    See Also
-    --------
-    get_cpu_offload_context : Makes it, with the context of the layers.
-
-    Examples
-    --------
-    >>> import torch
-    >>> import te_fast.pytorch as te
-    >>> layer = te.Linear(16, 16, device="cpu")
-    >>> context, _, controller = te.get_cpu_offload_context(
-    ...     enabled=True, model_layers=1, manual_synchronization=True
-    ... )
-    >>> with context:
-    ...     y = layer(torch.ones(8, 16))
-    >>> controller.start_offload_layer(0)
-    >>> controller.release_activation_forward_gpu_memory(0)
-    >>> controller.start_reload_layer(0)
-    >>> y.sum().backward()
     """
 
     def __init__(
@@ -178,6 +159,25 @@ class ManualOffloadSynchronizer(OffloadSynchronizer):
         Keep the host's buffers from step to step.
     offload_stream : torch.cuda.Stream, optional
         Stream of the copies.
+
+    See Also
+    --------
+    get_cpu_offload_context : Makes it, with the context of the layers.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> layer = te.Linear(16, 16, device="cpu")
+    >>> context, _, controller = te.get_cpu_offload_context(
+    ...     enabled=True, model_layers=1, manual_synchronization=True
+    ... )
+    >>> with context:
+    ...     y = layer(torch.ones(8, 16))
+    >>> controller.start_offload_layer(0)
+    >>> controller.release_activation_forward_gpu_memory(0)
+    >>> controller.start_reload_layer(0)
+    >>> y.sum().backward()
     """
 
     def __init__(
