@@ -2,12 +2,13 @@
 //
 //   out[a] = in[a] cos[a] + in[b] sin[a],   out[b] = in[b] cos[b] + in[a] sin[b]
 //
-// for the pairs (a, b) = (i, i + width / 2), or (2i, 2i + 1) when interleaved. `sin` has the sign that the rotation has for
-// the channel. The gradient is the transpose: sin[a] and sin[b] change places. Channels from `width` on are copied.
+// for the pairs (a, b) = (i, i + width / 2), or (2i, 2i + 1) when interleaved. `sin` has the sign that the rotation has
+// for the channel. The gradient is the transpose: sin[a] and sin[b] change places. Channels from `width` on are copied.
 // Up to three tensors of heads go together: queries, keys and values of one product, into or out of it.
 //
 // Launch: a thread per row, eight heads and sixteen channels (two without vectors); 256 threads.
-// Needs:  any strides but of channels, which lie side by side; `wide`: all of it on 16 bytes, channels and width multiples
+// Needs:  any strides but of channels, which lie side by side; `wide`: all of it on 16 bytes, channels and width
+// multiples
 //         of 16. out may be in, with the same strides.
 // Moves:  2 sizeof(T) bytes per element, and 8 per row and channel for cosines and sines.
 
@@ -50,8 +51,8 @@ __device__ inline void load_pairs(const T* from, uint32_t low, uint32_t high, ui
         b[0] = high < last ? to_float(from[high]) : 0.0f;
     } else {
         float x[16];
-        float(&head)[8] = *reinterpret_cast<float(*)[8]>(x);
-        float(&tail)[8] = *reinterpret_cast<float(*)[8]>(x + 8);
+        float (&head)[8] = *reinterpret_cast<float (*)[8]>(x);
+        float (&tail)[8] = *reinterpret_cast<float (*)[8]>(x + 8);
         unpack8<T>(load8<T>(from + low), head);
         unpack8<T>(load8<T>(from + high), tail);
 #pragma unroll

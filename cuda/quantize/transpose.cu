@@ -1,9 +1,9 @@
 // The column layout of FP8 bytes that exist already: out_t[c][r] = q[r][c]; rows from `rows` to `ld_t` are zero.
 // Of 128 x 128 scales too: scale_t[j][i] = scale[i][j], padded with zeros to a multiple of four.
 //
-// Launch: ceil(rows / 128) * ceil(cols / 128) blocks of 256 threads, a tile each; threads of the whole grid do the scales.
-// Needs:  contiguous q [rows, cols], out_t [cols, ld_t] with ld_t >= rows; any alignment.
-// Moves:  2 bytes per element.
+// Launch: ceil(rows / 128) * ceil(cols / 128) blocks of 256 threads, a tile each; threads of the whole grid do the
+// scales. Needs:  contiguous q [rows, cols], out_t [cols, ld_t] with ld_t >= rows; any alignment. Moves:  2 bytes per
+// element.
 
 #include "common/constants.cuh"
 #include "common/math.cuh"

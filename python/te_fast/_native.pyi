@@ -79,6 +79,7 @@ __all__ = [
     "recorded",
     "release_memory",
     "reset_counters",
+    "rotate",
     "rows_to_pad",
     "scale_of_amax",
     "set_auto_pad",

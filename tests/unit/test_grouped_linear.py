@@ -8,6 +8,7 @@ import torch
 
 import te_fast
 import te_fast.pytorch as te
+from graphs import needs_compile
 from grouped_layers import (
     SPLITS,
     biases,
@@ -522,6 +523,7 @@ def test_tensor_parallelism_divides_features_alone():
 # In graphs ------------------------------------------------------------------------------------------
 
 
+@needs_compile
 @pytest.mark.parametrize(("name", "single"), [("high", False), ("current", False), ("block", True)])
 def test_compiled_whole_with_the_bits_of_eager(name, single):
     options = {"single_grouped_weight": single, "single_grouped_bias": single}

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
+from graphs import needs_compile
 from linear_layers import close
 from recipes import RECIPES
 
@@ -200,6 +201,7 @@ def test_bad_options(options, error):
         make()(torch.ones(3, 8))
 
 
+@needs_compile
 @pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
 @pytest.mark.parametrize("name", ["block"])
 def test_compiled_with_the_bits_of_eager(name, single):
