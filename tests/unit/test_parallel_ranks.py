@@ -3,6 +3,7 @@
 import pytest
 import torch.distributed as dist
 
+from parallel_attention_rank import scenes as attention_scenes
 from parallel_rank import scenes
 from ranks import run
 
@@ -14,6 +15,7 @@ pytestmark = [
 ]
 LAST = "a_rank_that_stops"
 OF_TWO = tuple(name for name in scenes.functions if name != LAST)
+OF_ATTENTION = tuple(attention_scenes.functions)
 OF_FOUR = ("layernorm_mlp", "scales_are_those_of_one_rank")
 
 
@@ -27,9 +29,20 @@ def of_four(fresh, tmp_path_factory):
     return run(fresh, tmp_path_factory.mktemp("four"), "parallel_rank", 4, OF_FOUR)
 
 
+@pytest.fixture(scope="module")
+def of_attention(fresh, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("attention")
+    return run(fresh, folder, "parallel_attention_rank", 2, OF_ATTENTION)
+
+
 @pytest.mark.parametrize("scene", OF_TWO)
 def test_two_ranks(of_two, scene):
     assert [rank.get(scene, "did not run") for rank in of_two] == [""] * 2
+
+
+@pytest.mark.parametrize("scene", OF_ATTENTION)
+def test_two_ranks_that_share_heads(of_attention, scene):
+    assert [rank.get(scene, "did not run") for rank in of_attention] == [""] * 2
 
 
 @pytest.mark.parametrize("scene", OF_FOUR)
