@@ -103,20 +103,16 @@ def gather_input(quantizer: Any, x: torch.Tensor, ranks: Ranks) -> tuple[Any, li
     scales = value._rowwise_scale_inv
     row_scales = _joined(ranks, scales, later=False)[0]
     column, column_scales = value._columnwise_data, value._columnwise_scale_inv
-    if column is None:
-        of_columns = (None, None)
-        parts = []
-    else:
+    parts: list[Part] = []
+    if column is not None:
         # Forward does not read the column layout: until backward gathers it, it needs no memory of its own.
-        whole_scales = column_scales.new_empty(
-            column_scales.shape[0] * ranks.size, column_scales.shape[1]
-        )
-        of_columns = (data.view(column.shape[0], -1), whole_scales)
-        parts = [(of_columns[0], column, True), (whole_scales, column_scales, False)]
-    whole_value: Float8BlockwiseQTensor = Float8BlockwiseQTensor(
-        data.shape, value.dtype, data, row_scales, *of_columns, value._fp8_dtype, None, False
-    )
-    return whole_value, parts
+        sizes = column_scales.shape[0] * ranks.size, column_scales.shape[1]
+        parts.append((data.view(column.shape[0], -1), column, True))
+        parts.append((column_scales.new_empty(sizes), column_scales, False))
+    whole_column, whole_scales = [part[0] for part in parts] or (None, None)
+    layouts: Any = (data, row_scales, whole_column, whole_scales)
+    of_all: Any = Float8BlockwiseQTensor
+    return of_all(data.shape, value.dtype, *layouts, value._fp8_dtype, None, False), parts
 
 
 class _Later:

@@ -421,6 +421,7 @@ impl Registry {
     pub(crate) fn forget_all_gone(&mut self) {
         if self.changes.gone.swap(false, Ordering::Relaxed) {
             self.participants.retain(|known| !known.part.is_gone());
+            self.changes.any.store(true, Ordering::Relaxed);
         }
     }
 
