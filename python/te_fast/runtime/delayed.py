@@ -343,7 +343,8 @@ def _agree(slots: list[tuple[int | None, int]], group: Any, maxima: torch.Tensor
         names = [(_name_of(number), count) for number, count in slots]
         of_all: list[Any] = [None] * len(table)
         torch.distributed.all_gather_object(of_all, names, group=group)
-    first = next(place for place, them in enumerate(zip_longest(*of_all)) if len(set(them)) > 1)
+    differ = [place for place, them in enumerate(zip_longest(*of_all)) if len(set(them)) > 1]
+    first = differ[0] if differ else 0
     shown = "; ".join(
         f"rank {rank} has {len(names)}, "
         + (f"there {names[first][0]}" if first < len(names) else "none there")
