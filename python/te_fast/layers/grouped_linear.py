@@ -15,14 +15,15 @@ from te_fast.errors import (
     DtypeError,
     ShapeError,
     StateError,
-    UnsupportedError,
 )
 from te_fast.graphs.traced import is_traced
 from te_fast.layers.parameters import (
+    Init,
     check_sizes,
     constant,
     initialise,
     materialise,
+    normal,
     options_of,
     refuse,
 )
@@ -30,6 +31,9 @@ from te_fast.layers.parts import PartedLayer, concatenate
 from te_fast.runtime import native
 from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
 from te_fast.runtime.parts import joined, lay_together
+from te_fast.runtime.splits import check_in_debug
+from te_fast.tensor.of_recipe import ONE, Stack
+from te_fast.tensor.primary import is_quantized
 
 #: Counts given on the host that a layer keeps on the device.
 _KEPT_SPLITS = 16
@@ -98,13 +102,11 @@ class GroupedLinear(PartedLayer):
 
     Raises
     ------
-    UnsupportedError
-        For Userbuffers, and inside ``quantized_model_init``.
     ShapeError
         If a size is negative, `num_gemms` is not 1 to 1024, `parallel_mode` does not exist, or `tp_size` does not
         divide the features.
     ArgumentError
-        If `tp_size` is larger than 1 with biases that the layer would add.
+        For Userbuffers, and if `tp_size` is larger than 1 with biases that the layer would add.
     DtypeError
         If a size is no integer, or `params_dtype` no type that layers compute in.
 
@@ -167,12 +169,6 @@ class GroupedLinear(PartedLayer):
             got = type(use_grouped_tensor).__name__
             message = f"{self.name}: use_grouped_tensor must be a bool or None, got {got}"
             raise DtypeError(message)
-        if self.primary_weights_in_fp8:
-            message = (
-                f"{self.name}: experts' weights cannot be quantised tensors yet; make the layer outside of "
-                "quantized_model_init"
-            )
-            raise UnsupportedError(message)
         check_sizes(
             self.name,
             num_gemms=num_gemms,
@@ -328,8 +324,13 @@ class GroupedLinear(PartedLayer):
         is_row = self.parallel_mode == "row"
         for name in self.weight_names:
             weight: Any = materialise(self, name)
-            for expert in weight.detach() if self.single_grouped_weight else [weight]:
-                initialise(self, expert, self.init_method, forks=True)
+            if is_quantized(weight):
+                initialise(self, weight, self._init_of_stack(), forks=True)
+            else:
+                for expert in weight.detach() if self.single_grouped_weight else [weight]:
+                    initialise(self, expert, self.init_method, forks=True)
+            self._quantize_weight(name)
+            weight = getattr(self, name)
             if self.parallel_mode is not None:
                 set_tensor_model_parallel_attributes(
                     weight, True, dim=int(is_row) + int(self.single_grouped_weight), stride=1
@@ -344,7 +345,21 @@ class GroupedLinear(PartedLayer):
             elif self.parallel_mode is not None:
                 set_tensor_model_parallel_attributes(bias, True, dim=0, stride=1)
         lay_together(self._of_parts())
+        self._lay_quantized_together()
         self._drop_weight_cache()
+
+    def _init_of_stack(self) -> Init:
+        """Return what initialises a weight that is quantised already, expert by expert."""
+        init = self.init_method or normal
+        if not self.single_grouped_weight:
+            return init
+        return lambda values: [init(expert) for expert in values]
+
+    def _linear_weights(self) -> tuple[str, ...]:
+        return tuple(self.weight_names)
+
+    def _stack_of_weight(self) -> Stack:
+        return Stack(self.num_gemms, self._FORWARD_SLOTS) if self.single_grouped_weight else ONE
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         # A checkpoint of single parameters and one of stacks are loaded by either.
@@ -396,6 +411,8 @@ class GroupedLinear(PartedLayer):
                 f"{m_splits.device}"
             )
             raise DeviceError(message)
+        else:
+            check_in_debug(self.name, m_splits, inp.shape[:-1].numel())
         if m_splits.dtype is not torch.int64:
             m_splits = m_splits.to(torch.int64)
         return m_splits if m_splits.is_contiguous() else m_splits.contiguous()
@@ -542,6 +559,7 @@ class GroupedLinear(PartedLayer):
         *extras: torch.Tensor,
     ) -> None:
         live, stride = state.amax_history[0], self._FORWARD_SLOTS
+        weights = [w.dequantize() if is_quantized(w) else w for w in weights]
         counts = extras[0].tolist()
         rows = inputs[0].reshape(-1, self.in_features).split(counts)
         stack = weights[0].view(self.num_gemms, -1)

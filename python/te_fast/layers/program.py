@@ -432,7 +432,6 @@ class ProgramLayer(TransformerEngineBaseModule):
         self, inp: Any, is_first_microbatch: bool | None, *extras: torch.Tensor
     ) -> Any:
         """Forward as an operator, which a tracer sees."""
-        params = self._traced_parameters()
         if self._exchange:
             message = (
                 f"{self.name}: torch.compile takes no layer that ranks share (tp_size = {self.tp_size}) yet; call it "
@@ -445,6 +444,7 @@ class ProgramLayer(TransformerEngineBaseModule):
                 "without quantized_model_init"
             )
             raise UnsupportedError(message)
+        params = self._traced_parameters()
         self._check_input(inp, self._FEATURES, getattr(self, self._FEATURES), params[0].device)
         kind = inp.device.type
         if torch.is_autocast_enabled(kind):

@@ -18,12 +18,15 @@ from te_fast.errors import (
     UnsupportedError,
 )
 from te_fast.graphs.traced import is_traced
-from te_fast.ops.basic.native import ExtraTensorOperation, NativeOperation
+from te_fast.ops.basic.native import ExtraTensorOperation
+from te_fast.ops.basic.weighted import WeightedOperation
 from te_fast.ops.common import parameter_options, to_real
 from te_fast.runtime import native
 from te_fast.runtime.capturing import is_graph_capturing
-from te_fast.runtime.global_state import autocast_state
 from te_fast.runtime.parts import compute_deferred, joined, lay_together
+from te_fast.runtime.splits import check_in_debug
+from te_fast.tensor import primary, stacks
+from te_fast.tensor.of_recipe import ONE, Stack
 
 #: A block of a kernel finds the expert of its rows by a scan over all.
 _MAX_GROUPS = 1024
@@ -31,7 +34,7 @@ _MAX_GROUPS = 1024
 _SLOTS = (2, 1)
 
 
-class GroupedLinear(ExtraTensorOperation, NativeOperation):
+class GroupedLinear(ExtraTensorOperation, WeightedOperation):
     """Apply ``y = x W_eᵀ + b_e`` to the rows of each expert, in FP8 inside :class:`te_fast.pytorch.autocast`.
 
     The extra input counts the rows of the experts, which follow each other. Counts on the GPU are not read on the host:
@@ -61,7 +64,7 @@ class GroupedLinear(ExtraTensorOperation, NativeOperation):
     Raises
     ------
     UnsupportedError
-        For `scale_bias` with biases, and inside ``quantized_model_init``.
+        For `scale_bias` with biases.
     ArgumentError
         If `num_groups` is not 1 to 1024.
 
@@ -86,8 +89,6 @@ class GroupedLinear(ExtraTensorOperation, NativeOperation):
     """
 
     num_extra_inputs = 1
-    _handle: Any
-    _takes_to_fp8 = True
     _counts_rows = True
 
     def __init__(
@@ -114,12 +115,6 @@ class GroupedLinear(ExtraTensorOperation, NativeOperation):
         if scale_bias and bias:
             message = f"{name}: scale_bias is not supported yet; add the scaled biases behind it, or pass bias=False"
             raise UnsupportedError(message)
-        if autocast_state.fp8_parameters:
-            message = (
-                f"{name}: experts' weights cannot be quantised tensors yet; make the operation outside of "
-                "quantized_model_init"
-            )
-            raise UnsupportedError(message)
         self.num_groups = num_groups
         self.in_features, self.out_features = in_features, out_features
         self.use_bias = bias
@@ -129,6 +124,7 @@ class GroupedLinear(ExtraTensorOperation, NativeOperation):
         self.delay_wgrad_compute = delay_wgrad_compute
         self._rng_state_tracker_function = rng_state_tracker_function
         self._accumulate_into_main_grad = accumulate_into_main_grad
+        self._note_init()
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
         self._make_handle()
         self._make_parameters(parameter_options(device, dtype, name))
@@ -163,14 +159,33 @@ class GroupedLinear(ExtraTensorOperation, NativeOperation):
         with nullcontext() if tracker is None else tracker().fork(), torch.no_grad():
             for name in self._weight_names:
                 weight = to_real(self, name)
-                for expert in weight if self.single_grouped_weight else [weight]:
-                    torch.nn.init.kaiming_uniform_(expert, a=math.sqrt(5))
-                if self.delay_wgrad_compute:
-                    weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+                if primary.is_quantized(weight):
+                    primary.initialise_quantized(weight, self._initialise)
+                else:
+                    self._initialise(weight)
             for name in self._bias_names:
                 torch.nn.init.uniform_(to_real(self, name), -bound, bound)
-        lay_together(self._of_parts())
+        self._quantize_weights()
+        for name in self._weight_names if self.delay_wgrad_compute else ():
+            getattr(self, name).skip_backward_post_hook = True
+        self._lay_together()
         self._drop_weight_cache()
+
+    def _initialise(self, weight: torch.Tensor) -> None:
+        for expert in weight if self.single_grouped_weight else [weight]:
+            torch.nn.init.kaiming_uniform_(expert, a=math.sqrt(5))
+
+    # Quantised weights ----------------------------------------------------------------------------
+
+    def _stack_of_weight(self) -> Stack:
+        return Stack(self.num_groups, _SLOTS[0]) if self.single_grouped_weight else ONE
+
+    def _lay_together(self) -> None:
+        """Let parameters that are one's each share one memory."""
+        lay_together(self._of_parts())
+        weights = [weight for _, weight in self._quantized_weights()]
+        if len(weights) > 1 and not any(weight.is_meta for weight in weights):
+            stacks.lay_together(weights)
 
     def pre_first_fuser_forward(self) -> None:
         """Make parameters on the meta device real."""
@@ -224,6 +239,8 @@ class GroupedLinear(ExtraTensorOperation, NativeOperation):
         elif counts.device != x.device:
             message = f"{name}: counts must be on the host or on {x.device}, where the input is, got {counts.device}"
             raise DeviceError(message)
+        else:
+            check_in_debug(name, counts, x.shape[:-1].numel())
         return counts.to(device=x.device, dtype=torch.int64).contiguous()
 
     # The native half ------------------------------------------------------------------------------
@@ -259,42 +276,6 @@ class GroupedLinear(ExtraTensorOperation, NativeOperation):
     ) -> torch.dtype:
         weight: torch.Tensor = getattr(self, self._weight_names[0])
         return autocast or weight.dtype
-
-    def _set_slots(self, epoch: int) -> None:
-        forward, backward = self._scaling_states()
-        if forward is not None and backward is not None:
-            self._handle.set_slots(epoch, forward.slots, backward.slots, 0, 0)
-
-    def _drop_slots(self) -> None:
-        self._handle.drop_slots()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a weight that is brought back may have other values, at the same address and version."""
-        super().__setattr__(name, value)
-        if isinstance(value, torch.Tensor) and "_handle" in self.__dict__:
-            self._drop_weight_cache()
-
-    def _drop_weight_cache(self) -> None:
-        self._handle.drop_weight_cache()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Lay the parameters together again, which were moved one by one, and forget what was quantised."""
-        result = super()._apply(fn, recurse)
-        lay_together(self._of_parts())
-        self._drop_weight_cache()
-        return result
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the native half out."""
-        state = super().__getstate__()
-        state.pop("_handle", None)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make a native half of this copy's own, and lay its parameters together."""
-        super().__setstate__(state)
-        self._make_handle()
-        lay_together(self._of_parts())
 
     # Weight gradients -----------------------------------------------------------------------------
 
