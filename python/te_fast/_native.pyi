@@ -207,6 +207,7 @@ class Program:
         interleave: int = 0,
         scaled: bool = False,
         cache_quantized_input: bool = False,
+        recompute: bool = False,
         **constants: float,
     ) -> None: ...
     def add_extra_input(self, label: str, in_place: bool) -> None: ...

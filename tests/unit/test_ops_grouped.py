@@ -20,9 +20,9 @@ def counts(splits=SPLITS):
     return torch.tensor(splits)
 
 
-def experts(activation=ops.ScaledSwiGLU, dtype=torch.float32, **options):
+def experts(activation=ops.ScaledSwiGLU, dtype=torch.float32, gated=None, **options):
     torch.default_generator.manual_seed(5)
-    gated = activation is not ops.ScaledSReLU
+    gated = activation is not ops.ScaledSReLU if gated is None else gated
     return ops.Sequential(
         ops.GroupedLinear(
             len(SPLITS), HIDDEN, FFN * (1 + gated), device="cpu", dtype=dtype, **options
@@ -165,6 +165,82 @@ def test_trio_is_one_program_with_the_bits_of_its_parts(name):
     assert torch.equal(own.grad, x.grad)
     assert torch.equal(p.grad, probs.grad)
     assert torch.equal(layers[0].weight4.grad, model[0].weight4.grad)
+
+
+def saved_bytes(run):
+    """Bytes of what autograd keeps of a forward, and the result."""
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()
+    return sum(kept.values()), result
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize("activation", [ops.ScaledSwiGLU, ops.ScaledSReLU, ops.ScaledSiTUGLU])
+@pytest.mark.parametrize("name", ["high", "current", "block"])
+def test_recomputed_activations_change_no_bits(name, activation, later):
+    x, probs, grad = tensors(torch.bfloat16)
+    found, sizes = [], []
+    for recompute in (False, True):
+        model = experts(
+            lambda recompute=recompute: activation(activation_recompute_in_mlp=recompute),
+            gated=activation is not ops.ScaledSReLU,
+            bias=False,
+            dtype=torch.bfloat16,
+            delay_wgrad_compute=later,
+        )
+        own, p = x.detach().clone().requires_grad_(), probs.detach().clone().requires_grad_()
+
+        def run(model=model, own=own, p=p):
+            with te.autocast(enabled=name != "high", recipe=ALL[name]()):
+                return model(own, counts(), p, counts()), model.explain()
+
+        size, (y, explained) = saved_bytes(run)
+        assert ("activation again" in explained) == recompute
+        y.backward(grad)
+        for place in (2, 0) if later else ():
+            model[place].backward_dw()
+        found.append((y, own.grad, p.grad, *(weight.grad for weight in model.parameters())))
+        sizes.append(size)
+    assert all(map(torch.equal, *found))
+    # A byte of each element in FP8, two without; the rows of each expert begin at multiples of 128.
+    assert sizes[0] - sizes[1] >= sum(SPLITS) * FFN * (2 if name == "high" else 1)
+
+
+def test_recomputed_activations_of_frozen_layers_and_of_dense_ones():
+    def model(recompute):
+        torch.default_generator.manual_seed(2)
+        return ops.Sequential(
+            ops.ScaledSwiGLU(activation_recompute_in_mlp=recompute),
+            ops.Linear(FFN, HIDDEN, device="cpu"),
+        )
+
+    for wants in (False, True):  # whether anything before the product is trained
+        found = []
+        for recompute in (False, True):
+            torch.default_generator.manual_seed(4)
+            x = torch.randn(32, 2 * FFN, requires_grad=wants)
+            one, probs = model(recompute), torch.rand(32)
+            with te.autocast(recipe=RECIPES["current"]()):
+                y = one(x, probs)
+            y.backward(torch.ones_like(y))
+            found.append((y, *(p.grad for p in one.parameters()), *([x.grad] if wants else [])))
+        assert all(map(torch.equal, *found))
+
+
+def test_recomputed_activations_do_not_go_with_delayed_scaling():
+    model = experts(lambda: ops.ScaledSwiGLU(activation_recompute_in_mlp=True))
+    x, probs, _ = tensors()
+    with (
+        te.autocast(recipe=RECIPES["delayed"]()),
+        pytest.raises(ValueError, match="activation_recompute_in_mlp"),
+    ):
+        model(x, counts(), probs, counts())
 
 
 def test_rows_beyond_the_counts_are_left_alone():

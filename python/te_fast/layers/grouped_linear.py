@@ -15,8 +15,10 @@ from te_fast.errors import (
     DtypeError,
     ShapeError,
     StateError,
+    UnsupportedError,
 )
 from te_fast.graphs.traced import is_traced
+from te_fast.layers.expert_loop import ExpertLoop, is_needed
 from te_fast.layers.parameters import (
     Init,
     check_sizes,
@@ -29,7 +31,9 @@ from te_fast.layers.parameters import (
 )
 from te_fast.layers.parts import PartedLayer, concatenate
 from te_fast.runtime import native
+from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
+from te_fast.runtime.global_state import autocast_state
 from te_fast.runtime.parts import joined, lay_together
 from te_fast.runtime.splits import check_in_debug
 from te_fast.tensor.of_recipe import ONE, Stack
@@ -247,6 +251,7 @@ class GroupedLinear(PartedLayer):
 
     def _make_native(self) -> None:
         super()._make_native()
+        self.__dict__["_loop"] = None
         self._handles["weight"].save_original_input = self.__dict__.get(
             "_save_original_input", False
         )
@@ -287,6 +292,39 @@ class GroupedLinear(PartedLayer):
     def save_original_input(self, value: bool) -> None:
         self.__dict__["_save_original_input"] = bool(value)
         self._handles["weight"].save_original_input = bool(value)
+        self.__dict__["_loop"] = None
+
+    # Experts one by one ---------------------------------------------------------------------------
+
+    _NATIVE = (*PartedLayer._NATIVE, "_loop")
+
+    def _weight_handles(self) -> dict[str, Any]:
+        loop: ExpertLoop | None = self.__dict__.get("_loop")
+        experts = () if loop is None else enumerate(loop.handles)
+        return self._handles | {f"expert {number}": handle for number, handle in experts}
+
+    def _set_slots(self, epoch: int, forward: Any, backward: Any) -> None:
+        super()._set_slots(epoch, forward, backward)
+        loop: ExpertLoop | None = self.__dict__.get("_loop")
+        for number, handle in enumerate(() if loop is None else loop.handles):
+            bases = number * self._FORWARD_SLOTS, number * self._BACKWARD_SLOTS
+            handle.set_slots(epoch, forward, backward, *bases)
+
+    def backward_dw(self) -> None:
+        """Compute the weights' gradients of the oldest backward that left them.
+
+        Raises
+        ------
+        StateError
+            If no backward did.
+        """
+        loop: ExpertLoop | None = self.__dict__.get("_loop")
+        if not self.delay_wgrad_compute or loop is None:
+            super().backward_dw()
+            return
+        loop.compute_deferred(self)
+        if not is_graph_capturing():
+            self._trigger_wgrad_accumulation_and_reduce_hooks()
 
     # Parameters ----------------------------------------------------------------------------------
 
@@ -492,6 +530,10 @@ class GroupedLinear(PartedLayer):
         """
         if not isinstance(inp, torch.Tensor):
             self._check_input(inp, "in_features", self.in_features, torch.device("cpu"))
+        if is_needed(inp.device):
+            given = out is not None or dgrad_out is not None
+            refuse(self.name, {"out or dgrad_out of experts that run one by one": given})
+            return self._with_biases(self._looped(inp, m_splits, is_first_microbatch))
         splits = self._splits(m_splits, inp)
         buffers = None
         if out is not None or dgrad_out is not None:
@@ -501,12 +543,69 @@ class GroupedLinear(PartedLayer):
             y = native.grouped_layer_forward(self, inp, splits, is_first_microbatch, buffers)
         if y is None:
             y = self._general(inp, splits, is_first_microbatch, buffers)
+        return self._with_biases(y)
+
+    def _with_biases(self, y: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, Any]:
         if not self.return_bias:
             return y
         if not self.use_bias:
             return y, [getattr(self, name) for name in self.bias_names]
         biases = [getattr(self, name).to(y.dtype) for name in self.bias_names]
         return y, biases[0] if self.single_grouped_bias else biases
+
+    def _looped(
+        self, inp: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None
+    ) -> torch.Tensor:
+        """Forward of experts one by one."""
+        if is_traced(inp):
+            message = (
+                f"{self.name}: experts that run one by one, as on this GPU, cannot be traced; call the layer outside "
+                "of torch.compile, by torch.compiler.disable"
+            )
+            raise UnsupportedError(message)
+        device = getattr(self, self.weight_names[0]).device
+        self._check_input(inp, "in_features", self.in_features, device)
+        self.set_activation_dtype(inp)
+        self._refuse_functorch("here; call torch.nn layers inside of them")
+        counts = self._counts_on_host(m_splits, inp)
+        self._note_region()
+        x = self._plain_input(inp, enabled=False).reshape(-1, self.in_features)
+        loop: ExpertLoop | None = self.__dict__.get("_loop")
+        if loop is None:
+            loop = self.__dict__["_loop"] = ExpertLoop(self)
+        y = loop.apply(self, x, counts, is_first_microbatch)
+        if autocast_state.fp8_calibration and not autocast_state.fp8_enabled:
+            weights = [getattr(self, name) for name in self.weight_names]
+            plain = [w.dequantize() if is_quantized(w) else w for w in weights]
+            self._take_maxima([x], [joined(plain)], torch.tensor(counts))
+        return y.view(*inp.shape[:-1], self.out_features)
+
+    def _counts_on_host(self, m_splits: Any, inp: torch.Tensor) -> list[int]:
+        """Return the counts; those on a GPU are read, and cut off at the rows of the input.
+
+        Raises
+        ------
+        UnsupportedError
+            If they are on a GPU under capture of a graph.
+        DtypeError, ShapeError, DeviceError
+            As of :meth:`_splits`.
+        """
+        if not isinstance(m_splits, torch.Tensor):
+            counts = self._counts(m_splits)
+            self._check_counts(counts, inp)
+            return list(counts)
+        if m_splits.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            message = (
+                f"{self.name}: experts run one by one on this GPU, which counts on it do not allow in a graph under "
+                "capture; give m_splits as a list"
+            )
+            raise UnsupportedError(message)
+        listed: list[int] = self._splits(m_splits, inp).tolist()
+        counts_left, taken = inp.shape[:-1].numel(), []
+        for count in listed:
+            taken.append(min(max(count, 0), counts_left))
+            counts_left -= taken[-1]
+        return taken
 
     def _memory_of_caller(self, inp: torch.Tensor, out: Any, dgrad_out: Any) -> native.Buffers:
         """Return the caller's memory, after a look at it."""

@@ -53,6 +53,7 @@ pub(crate) fn stacked<'py>(
 /// The same for Python.
 #[pyfunction]
 #[pyo3(signature = (parts, /))]
+#[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
 pub(crate) fn stack_values(py: Python<'_>, parts: Vec<Bound<'_, QuantizedValue>>) -> PyResult<Option<QuantizedValue>> {
     stacked(crate::torch::process::state(py)?, py, &parts)
 }

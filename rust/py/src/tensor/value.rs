@@ -77,7 +77,6 @@ impl QuantizedValue {
     /// Of several `groups`, all of them are stacks.
     #[new]
     #[pyo3(signature = (block, fp8, row, row_scale, col, col_scale, groups=1))]
-    #[expect(clippy::too_many_arguments, reason = "a Python function's arguments")]
     fn new(
         py: Python<'_>,
         block: u8,
