@@ -175,6 +175,59 @@ def test_counts_on_a_gpu_are_cut_off_at_the_rows(one_by_one):
     assert not x.grad[12:].any()
 
 
+def trio(single=False, **options):
+    torch.default_generator.manual_seed(5)
+    kinds = {"single_grouped_weight": single, "single_grouped_bias": single}
+    return te.ops.Sequential(
+        te.ops.GroupedLinear(len(SPLITS), 64, 96, device="cpu", **kinds, **options),
+        te.ops.ScaledSwiGLU(),
+        te.ops.GroupedLinear(len(SPLITS), 48, 64, device="cpu", **kinds, **options),
+    )
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize("name", ALL)
+def test_operations_have_the_bits_of_one_program(name, later, single, one_by_one):
+    splits, found, biases = torch.tensor(SPLITS), [], []
+    for loop in (False, True):
+        one_by_one(loop)
+        model = trio(single, delay_wgrad_compute=later)
+        torch.default_generator.manual_seed(6)
+        x, grad = torch.randn(2, sum(SPLITS), 64)
+        x, probs = x.requires_grad_(), torch.rand(sum(SPLITS), requires_grad=True)
+        for _ in range(2):
+            x.grad = probs.grad = None
+            model.zero_grad()
+            with te.autocast(enabled=name != "high", recipe=ALL[name]()):
+                y = model(x, splits, probs, splits)
+            y.backward(grad)
+            for place in (2, 0) if later else ():
+                model[place].backward_dw()
+        named = dict(model.named_parameters())
+        grads = [p.grad for key, p in named.items() if "weight" in key]
+        biases.append([p.grad for key, p in named.items() if "bias" in key])
+        found.append((y, x.grad, probs.grad, *grads))
+    assert all(map(torch.equal, *found))
+    for mine, theirs in zip(*biases, strict=True):
+        close(mine, theirs.double(), torch.float32)
+
+
+def test_whole_blocks(recipe, one_by_one):
+    found = []
+    for loop in (False, True):
+        one_by_one(loop)
+        torch.default_generator.manual_seed(3)
+        block = te.MoE(64, 48, num_experts=4, topk=2, device="cpu", aux_loss_coeff=0.1)
+        x = torch.randn(40, 64, requires_grad=True)
+        with te.autocast(recipe=recipe):
+            y, loss = block(x)
+        (y.sum() + loss).backward()
+        found.append((y, x.grad, *(p.grad for p in block.parameters())))
+        copy.deepcopy(block)(x.detach())
+    assert all(map(torch.equal, *found))
+
+
 @needs_compile
 def test_tracing_is_refused_by_name(one_by_one):
     one_by_one()

@@ -18,7 +18,6 @@ from te_fast.errors import (
     UnsupportedError,
 )
 from te_fast.graphs.traced import is_traced
-from te_fast.layers.expert_loop import ExpertLoop, is_needed
 from te_fast.layers.parameters import (
     Init,
     check_sizes,
@@ -30,6 +29,7 @@ from te_fast.layers.parameters import (
     refuse,
 )
 from te_fast.layers.parts import PartedLayer, concatenate
+from te_fast.ops.expert_loop import ExpertLoop, Experts, is_needed, read_counts
 from te_fast.runtime import native
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
@@ -306,9 +306,24 @@ class GroupedLinear(PartedLayer):
     def _set_slots(self, epoch: int, forward: Any, backward: Any) -> None:
         super()._set_slots(epoch, forward, backward)
         loop: ExpertLoop | None = self.__dict__.get("_loop")
-        for number, handle in enumerate(() if loop is None else loop.handles):
-            bases = number * self._FORWARD_SLOTS, number * self._BACKWARD_SLOTS
-            handle.set_slots(epoch, forward, backward, *bases)
+        if loop is not None:
+            loop.set_slots(epoch, forward, backward)
+
+    def _experts(self) -> Experts:
+        """Return what a loop over the experts is over."""
+        return Experts(
+            owner=self,
+            name=self.name,
+            inputs=self.in_features,
+            outputs=self.out_features,
+            weights=self.weight_names,
+            biases=self.bias_names if self.apply_bias else None,
+            number=self.num_gemms,
+            fuse=self.fuse_wgrad_accumulation,
+            later=self.delay_wgrad_compute,
+            save_original_input=self.save_original_input,
+            slots=(self._FORWARD_SLOTS, self._BACKWARD_SLOTS),
+        )
 
     def backward_dw(self) -> None:
         """Compute the weights' gradients of the oldest backward that left them.
@@ -322,7 +337,7 @@ class GroupedLinear(PartedLayer):
         if not self.delay_wgrad_compute or loop is None:
             super().backward_dw()
             return
-        loop.compute_deferred(self)
+        loop.compute_deferred()
         if not is_graph_capturing():
             self._trigger_wgrad_accumulation_and_reduce_hooks()
 
@@ -572,8 +587,8 @@ class GroupedLinear(PartedLayer):
         x = self._plain_input(inp, enabled=False).reshape(-1, self.in_features)
         loop: ExpertLoop | None = self.__dict__.get("_loop")
         if loop is None:
-            loop = self.__dict__["_loop"] = ExpertLoop(self)
-        y = loop.apply(self, x, counts, is_first_microbatch)
+            loop = self.__dict__["_loop"] = ExpertLoop(self._experts())
+        y = loop.apply(x, counts, is_first_microbatch)
         if autocast_state.fp8_calibration and not autocast_state.fp8_enabled:
             weights = [getattr(self, name) for name in self.weight_names]
             plain = [w.dequantize() if is_quantized(w) else w for w in weights]
@@ -594,18 +609,7 @@ class GroupedLinear(PartedLayer):
             counts = self._counts(m_splits)
             self._check_counts(counts, inp)
             return list(counts)
-        if m_splits.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            message = (
-                f"{self.name}: experts run one by one on this GPU, which counts on it do not allow in a graph under "
-                "capture; give m_splits as a list"
-            )
-            raise UnsupportedError(message)
-        listed: list[int] = self._splits(m_splits, inp).tolist()
-        counts_left, taken = inp.shape[:-1].numel(), []
-        for count in listed:
-            taken.append(min(max(count, 0), counts_left))
-            counts_left -= taken[-1]
-        return taken
+        return read_counts(self._splits(m_splits, inp), inp.shape[:-1].numel(), self.name)
 
     def _memory_of_caller(self, inp: torch.Tensor, out: Any, dgrad_out: Any) -> native.Buffers:
         """Return the caller's memory, after a look at it."""

@@ -13,6 +13,7 @@ import torch
 
 from te_fast.errors import ShapeError
 from te_fast.runtime import native
+from te_fast.tensor.tensor import Float8TensorBase
 
 _LAYOUTS = (("row", "row_scale"), ("col", "col_scale"))
 
@@ -66,3 +67,28 @@ def _share_memory(values: Sequence[native.QuantizedValue], name: str) -> None:
         own = torch.empty(0, dtype=whole.dtype, device=whole.device)
         own.set_(whole.untyped_storage(), part.storage_offset(), part.size(), part.stride())
         setattr(value, name, own)
+
+
+def experts_of(stack: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the values of a stack in its memory, quantised ones of an FP8 one."""
+    if not isinstance(stack, Float8TensorBase):
+        return stack.detach().unbind(0)
+    value, valid = stack._value, stack._value.col_is_valid
+    made = []
+    for number in range(stack.shape[0]):
+
+        def own(inner: torch.Tensor | None, number: int = number) -> torch.Tensor | None:
+            if inner is None:
+                return None
+            return inner[number : number + 1] if inner.dim() == 1 else inner[number]
+
+        part = native.QuantizedValue(
+            value.block,
+            value.fp8,
+            own(value.row),
+            own(value.row_scale),
+            own(value.col) if valid else None,
+            own(value.col_scale) if valid and value.block else None,
+        )
+        made.append(stack._of_value(part, stack.shape[1:], stack.dtype, None))
+    return tuple(made)
