@@ -56,7 +56,7 @@ class ProgramLayer(TransformerEngineBaseModule):
     #: How the layer runs on the ranks that share it, by the collectives.
     _segments: dict[Exchange, Segments]
     _exchange: Exchange
-    _NATIVE = (
+    _NATIVE: tuple[str, ...] = (
         "_handles",
         "_program",
         "_traced",
@@ -307,12 +307,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         fp8_grad: bool = False,
     ) -> Any:
         """Run the program on parameters that are the layer's, or stand in for them."""
-        enabled, *_, epoch = native.autocast_region()
-        if not enabled:
-            self._note_dequantized()
-        if enabled and epoch != self._region_epoch:
-            self.__dict__["_region_epoch"] = epoch
-            self._enter_region()
+        enabled = self._note_region()
         x = self._plain_input(inp, enabled and not self._exchange)
         if self._exchange:
             refuse(self.name, {"fp8_output": bool(fp8_output), "fp8_grad": bool(fp8_grad)})
@@ -326,6 +321,16 @@ class ProgramLayer(TransformerEngineBaseModule):
             *(self._program, self, x, extras, is_first_microbatch, given, version),
             *(buffers, fp8_output, fp8_grad),
         )
+
+    def _note_region(self) -> bool:
+        """Note the autocast region where it is another than that of the last call; tell whether it is of FP8."""
+        enabled, *_, epoch = native.autocast_region()
+        if not enabled:
+            self._note_dequantized()
+        if enabled and epoch != self._region_epoch:
+            self.__dict__["_region_epoch"] = epoch
+            self._enter_region()
+        return bool(enabled)
 
     def _plain_input(self, inp: torch.Tensor, enabled: bool) -> torch.Tensor:
         """Return the input in the layer's type, of torch's own class; quantised where a program reads it so."""
@@ -431,7 +436,6 @@ class ProgramLayer(TransformerEngineBaseModule):
         self, inp: Any, is_first_microbatch: bool | None, *extras: torch.Tensor
     ) -> Any:
         """Forward as an operator, which a tracer sees."""
-        params = self._traced_parameters()
         if self._exchange:
             message = (
                 f"{self.name}: torch.compile takes no layer that ranks share (tp_size = {self.tp_size}) yet; call it "
@@ -444,6 +448,7 @@ class ProgramLayer(TransformerEngineBaseModule):
                 "without quantized_model_init"
             )
             raise UnsupportedError(message)
+        params = self._traced_parameters()
         self._check_input(inp, self._FEATURES, getattr(self, self._FEATURES), params[0].device)
         kind = inp.device.type
         if torch.is_autocast_enabled(kind):
