@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from te_fast.errors import DtypeError, ShapeError, StateError, UnsupportedError
 from te_fast.graphs.traced import Traced, is_traced
@@ -60,7 +59,7 @@ class ProgramLayer(TransformerEngineBaseModule):
     _exchange: Exchange
     #: How tracers see that; set by `_prepare_on_ranks`.
     _in_graphs: SegmentsInGraphs
-    _NATIVE = (
+    _NATIVE: tuple[str, ...] = (
         "_in_graphs",
         "_handles",
         "_program",
@@ -312,12 +311,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         fp8_grad: bool = False,
     ) -> Any:
         """Run the program on parameters that are the layer's, or stand in for them."""
-        enabled, *_, epoch = native.autocast_region()
-        if not enabled:
-            self._note_dequantized()
-        if enabled and epoch != self._region_epoch:
-            self.__dict__["_region_epoch"] = epoch
-            self._enter_region()
+        enabled = self._note_region()
         x = self._plain_input(inp, enabled and not self._exchange)
         if self._exchange:
             refuse(self.name, {"fp8_output": bool(fp8_output), "fp8_grad": bool(fp8_grad)})
@@ -331,6 +325,16 @@ class ProgramLayer(TransformerEngineBaseModule):
             *(self._program, self, x, extras, is_first_microbatch, given, version),
             *(buffers, fp8_output, fp8_grad),
         )
+
+    def _note_region(self) -> bool:
+        """Note the autocast region where it is another than that of the last call; tell whether it is of FP8."""
+        enabled, *_, epoch = native.autocast_region()
+        if not enabled:
+            self._note_dequantized()
+        if enabled and epoch != self._region_epoch:
+            self.__dict__["_region_epoch"] = epoch
+            self._enter_region()
+        return bool(enabled)
 
     def _plain_input(self, inp: torch.Tensor, enabled: bool) -> torch.Tensor:
         """Return the input in the layer's type, of torch's own class; quantised where a program reads it so."""
@@ -436,13 +440,13 @@ class ProgramLayer(TransformerEngineBaseModule):
         self, inp: Any, is_first_microbatch: bool | None, *extras: torch.Tensor
     ) -> Any:
         """Forward as an operator, which a tracer sees."""
-        params = self._traced_parameters()
         if self._quantized_weights():
             message = (
                 f"{self.name}: torch.compile takes no quantised weights yet; call the layer outside of it, or make it "
                 "without quantized_model_init"
             )
             raise UnsupportedError(message)
+        params = self._traced_parameters()
         self._check_input(inp, self._FEATURES, getattr(self, self._FEATURES), params[0].device)
         kind = inp.device.type
         if torch.is_autocast_enabled(kind):
@@ -490,6 +494,8 @@ class ProgramLayer(TransformerEngineBaseModule):
         self._prepare_on_ranks()
         run = self._in_graphs.run
         if self.checkpoint and torch.is_grad_enabled():
+            from torch.utils.checkpoint import checkpoint  # as runtime/recompute.py does, and why
+
             return checkpoint(run, self, x, params, is_first_microbatch, use_reentrant=False)
         return run(self, x, params, is_first_microbatch)
 
@@ -503,6 +509,8 @@ class ProgramLayer(TransformerEngineBaseModule):
         from te_fast.graphs import operators
 
         if self.checkpoint and torch.is_grad_enabled():
+            from torch.utils.checkpoint import checkpoint  # as runtime/recompute.py does, and why
+
             return checkpoint(
                 operators.apply,
                 self._traced,

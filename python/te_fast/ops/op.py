@@ -470,6 +470,10 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
             getattr(own, name).__module__.startswith("te_fast.") for name in _OVERRIDABLE
         )
 
+    def _is_in_parts(self) -> bool:
+        """Tell whether the operation has a parameter for each expert, which programs between others do not take."""
+        return False
+
     def _stacks(self) -> list[torch.Tensor] | None:
         """Return what programs read of parameters in parts; None where they read the parameters."""
         return None

@@ -253,6 +253,10 @@ def make_plan(
         and not (op._mode_names and not _are_native(types, index))
         for index, op in enumerate(ops)
     ]
+    if not all(native):
+        native = [
+            is_native and not op._is_in_parts() for is_native, op in zip(native, ops, strict=True)
+        ]
     segments = {step.indices[0]: step for step in _segments(ops, labels, routing, native, types)}
     inside = {index for step in segments.values() for index in step.indices}
     plan = Plan(

@@ -3,4 +3,5 @@
 pub(crate) mod given;
 pub(crate) mod handed;
 pub(crate) mod scale;
+pub(crate) mod stack;
 pub(crate) mod value;
