@@ -42,10 +42,6 @@ class Quantization:
     group: Any
     caches_weights: bool
 
-    def is_active(self) -> bool:
-        """Tell whether any callable quantises, or calibrates."""
-        return self.calibrating or any(self.enabled)
-
 
 @dataclass(frozen=True)
 class Options:
