@@ -43,7 +43,7 @@ class MoE(torch.nn.Module):
     num_experts, topk : int
         Experts, and how many of them a token goes to.
     activation : {'swiglu', 'clamped_qgeglu', 'situglu', 'srelu'}
-        What is between the products; the probabilities are factors of its result.
+        The activation between the products; its result is multiplied by the probabilities.
     score_function, use_pre_softmax, num_groups, group_topk, scaling_factor : optional
         As of :func:`te_fast.pytorch.router.fused_topk_with_score_function`.
     expert_bias : bool, default = False

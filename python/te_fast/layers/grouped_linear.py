@@ -246,7 +246,7 @@ class GroupedLinear(PartedLayer):
             program.grouped_bias("bias", self._parameters, names, count, self.out_features)
 
     def _split_mode(self) -> None:
-        """Return that there is no collective here: who routes tokens to experts makes them."""
+        """Return that there is no collective here: the code that routes tokens to experts has them."""
         return
 
     def _make_native(self) -> None:
