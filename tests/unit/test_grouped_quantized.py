@@ -12,6 +12,7 @@ from graphs import needs_compile
 from grouped_layers import SPLITS, grads, inputs, stack, step
 from quantized_tensors import forbid_dispatch
 from recipes import RECIPES
+from te_fast.pytorch.tensor.utils import quantize_master_weights
 from te_fast.tensor.primary import is_quantized
 
 KINDS = {"parts": {}, "single": {"single_grouped_weight": True}}
@@ -222,6 +223,12 @@ def test_stacks_have_no_other_shape(recipe):
         torch.ops.aten.view.default(weight, (8 * 48, 144))
     assert type(weight[2].detach()) is torch.Tensor
     assert torch.equal(weight[2], weight.dequantize()[2])
+    master = torch.randn(8, 48, 144)
+    wanted = weight._quantizer.copy()(master.bfloat16()).dequantize()
+    quantize_master_weights([weight], [master.view(-1)], [0], None)
+    assert torch.equal(weight.dequantize(), wanted)
+    with pytest.raises(NotImplementedError, match="single_grouped_weight"):
+        quantize_master_weights([weight], [torch.zeros(9)], [5], None)
     with pytest.raises(NotImplementedError, match="FSDP2"):
         weight.fsdp_pre_all_gather(None, None, None, None, None)
 
