@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from te_fast.errors import DtypeError, ShapeError, StateError, UnsupportedError
 from te_fast.graphs.traced import Traced, is_traced
@@ -482,6 +481,8 @@ class ProgramLayer(TransformerEngineBaseModule):
         from te_fast.graphs import operators
 
         if self.checkpoint and torch.is_grad_enabled():
+            from torch.utils.checkpoint import checkpoint  # as runtime/recompute.py does, and why
+
             return checkpoint(
                 operators.apply,
                 self._traced,
