@@ -240,7 +240,7 @@ class TransformerEngineBaseModule(StatefulModule):
         if self.fp8 or self.fp8_calibration:
             self.init_fp8_meta_tensors(self.fp8_meta["recipe"])
             for state in self._delayed_states() or ():
-                state.take_part()
+                state.take_part(self._state_name())
 
     def _enter_region(self) -> None:
         """Note recipe and group of the autocast region; called when the last forward had another."""

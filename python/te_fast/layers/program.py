@@ -18,10 +18,11 @@ from te_fast.layers.base import TransformerEngineBaseModule, _callers_level
 from te_fast.layers.load_torch import copy_into
 from te_fast.layers.parameters import constant, initialise, materialise, refuse
 from te_fast.layers.recomputed import recomputed
-from te_fast.layers.segments import Segments
+from te_fast.layers.segments import Segments, SegmentsInGraphs
 from te_fast.parallel.ranks import Exchange, exchange_of
 from te_fast.runtime import main_grad, native, recompute, scale_tape
 from te_fast.runtime.capturing import is_graph_capturing
+from te_fast.runtime.compiling import is_exporting
 from te_fast.runtime.global_state import autocast_state
 from te_fast.tensor.primary import is_quantized
 
@@ -56,7 +57,10 @@ class ProgramLayer(TransformerEngineBaseModule):
     #: How the layer runs on the ranks that share it, by the collectives.
     _segments: dict[Exchange, Segments]
     _exchange: Exchange
+    #: How tracers see that; set by `_prepare_on_ranks`.
+    _in_graphs: SegmentsInGraphs
     _NATIVE: tuple[str, ...] = (
+        "_in_graphs",
         "_handles",
         "_program",
         "_traced",
@@ -436,12 +440,6 @@ class ProgramLayer(TransformerEngineBaseModule):
         self, inp: Any, is_first_microbatch: bool | None, *extras: torch.Tensor
     ) -> Any:
         """Forward as an operator, which a tracer sees."""
-        if self._exchange:
-            message = (
-                f"{self.name}: torch.compile takes no layer that ranks share (tp_size = {self.tp_size}) yet; call it "
-                "outside, by torch.compiler.disable"
-            )
-            raise UnsupportedError(message)
         if self._quantized_weights():
             message = (
                 f"{self.name}: torch.compile takes no quantised weights yet; call the layer outside of it, or make it "
@@ -468,8 +466,38 @@ class ProgramLayer(TransformerEngineBaseModule):
                 "without one of the two"
             )
             raise UnsupportedError(message)
-        out = self._run_traced(x, params, is_first_microbatch, *extras)
+        if self._exchange:
+            out = self._run_traced_on_ranks(x, params, is_first_microbatch)
+        else:
+            out = self._run_traced(x, params, is_first_microbatch, *extras)
         return self._with_bias(out) if self._returns_bias() else out
+
+    def _prepare_on_ranks(self) -> None:
+        """Set how tracers see the layer on its ranks; runs once in a trace."""
+        if is_exporting():
+            message = (
+                f"{self.name}: torch.export takes no layer that ranks share (tp_size = {self.tp_size}); export one of "
+                "one rank, with the whole weights"
+            )
+            raise UnsupportedError(message)
+        self.__dict__["_in_graphs"] = self._segments_now().in_graphs(self)
+        # Calls outside of graphs compute a weight's gradient behind a collective of their own.
+        for handle in self._handles.values():
+            handle.delay_wgrad_compute = self.delay_wgrad_compute
+            handle.save_original_input = self.__dict__.get("_save_original_input", False)
+
+    _prepare_on_ranks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _run_traced_on_ranks(
+        self, x: torch.Tensor, params: list[torch.Tensor], is_first_microbatch: bool | None
+    ) -> Any:
+        self._prepare_on_ranks()
+        run = self._in_graphs.run
+        if self.checkpoint and torch.is_grad_enabled():
+            from torch.utils.checkpoint import checkpoint  # as runtime/recompute.py does, and why
+
+            return checkpoint(run, self, x, params, is_first_microbatch, use_reentrant=False)
+        return run(self, x, params, is_first_microbatch)
 
     def _run_traced(
         self,

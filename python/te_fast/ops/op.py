@@ -277,6 +277,8 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     _hands_gradient_on: ClassVar[bool] = False
     #: The collectives before and behind it.
     _exchange: Exchange = NO_EXCHANGE
+    #: The operation's collective along the first dimension, as :class:`te_fast.parallel.in_graphs.Ranks` names it.
+    _collective: str | None = None
 
     def __init__(self) -> None:
         super().__init__()
