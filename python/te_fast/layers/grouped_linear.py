@@ -334,7 +334,7 @@ class GroupedLinear(PartedLayer):
             If no backward did.
         """
         loop: ExpertLoop | None = self.__dict__.get("_loop")
-        if not self.delay_wgrad_compute or loop is None:
+        if not self.delay_wgrad_compute or loop is None or not loop.has_deferred():
             super().backward_dw()
             return
         loop.compute_deferred()

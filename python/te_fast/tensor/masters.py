@@ -399,6 +399,12 @@ def _check_weight(weight: Any) -> None:
     if weight._quantizer is None or weight._value.row is None:
         message = "quantize_master_weights: a weight needs a quantizer and its row layout"
         raise ArgumentError(message)
+    if weight._value.groups != 1:
+        message = (
+            "quantize_master_weights: a stack of experts' weights is not supported; make the layer without "
+            "single_grouped_weight"
+        )
+        raise UnsupportedError(message)
     if weight._value.block == 1:
         message = (
             "quantize_master_weights: weights in blocks of 1x128 are not supported, only of 128x128"
