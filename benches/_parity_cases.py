@@ -136,6 +136,7 @@ def quantized_values() -> Iterator[tuple[str, Make]]:
         made = partial(layer, kind, (COLS, 2 * COLS), {})
         yield f"FP8 weights: {kind}", partial(quantized, made)
     yield "FP8 weights: ops.Linear", partial(quantized, partial(chain, (LINEAR,)))
+    yield "FP8 weights: GroupedLinear", partial(quantized, partial(Grouped, padded=False))
     yield "FP8 between layers: Linear, Linear", HandedOn
     yield "LayerNormMLP, recomputed", Recomputed
 

@@ -95,7 +95,7 @@ class WeightedOperation(NativeOperation):
         self._handle.drop_weight_cache()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Forget what was quantised: ``.to()`` and its kin exchange the weights' memory."""
+        """Drop the FP8 weights: ``.to()`` and its kin exchange the weights' memory."""
         kept = primary.attributes_of(self)
         result = super()._apply(partial(primary.keep_quantized, fn), recurse)
         primary.restore_attributes(self, kept)
