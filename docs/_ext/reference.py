@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import shutil
+import types
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,19 @@ def is_own(fullname: str, member: str) -> bool:
     module, _, name = fullname.rpartition(".")
     cls = getattr(importlib.import_module(module), name)
     owner = next((base for base in cls.__mro__ if member in vars(base)), None)
-    if owner is None or member.startswith("_"):
+    if owner is None or member.startswith("_") or owner.__module__.partition(".")[0] != OWN:
         return False
     value = vars(owner)[member]
+    # One of torch's, by its own name.
+    if isinstance(value, types.MethodDescriptorType):
+        return False
     is_documented = callable(value) or isinstance(value, (property, classmethod, staticmethod))
     texts = (
         vars(base)[member].__doc__
         for base in cls.__mro__
         if base.__module__.partition(".")[0] == OWN and member in vars(base)
     )
-    return owner.__module__.partition(".")[0] == OWN and is_documented and any(texts)
+    return is_documented and any(texts)
 
 
 def is_listed(value: Any) -> bool:
