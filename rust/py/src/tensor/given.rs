@@ -75,15 +75,22 @@ pub(crate) fn weight_view<'a>(state: &State, weight: &'a Bound<'_, PyAny>) -> Re
 pub(crate) struct GivenWeight<'py>([Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>; 2]);
 
 impl<'py> GivenWeight<'py> {
-    /// The layouts of `value` that a call reads, after a look at whether they fit a recipe.
+    /// The layouts of `value` that a call reads, after a look at whether they fit a recipe and so many experts.
     pub(crate) fn of_forward(
         state: &State,
         value: &Bound<'py, QuantizedValue>,
-        recipe: &Recipe,
+        (recipe, groups): (&Recipe, usize),
         place: (Device, &TensorView<'_>),
     ) -> Result<Self, Failure> {
         {
             let value = value.try_borrow()?;
+            if value.groups() != groups {
+                let message = format!(
+                    "the weight is a stack of {} quantised values, and there are {groups} experts, each with scales of its own; make the weight by quantized_model_init",
+                    value.groups()
+                );
+                return Err(Error::state(OP, message).into());
+            }
             if !value.is_weight_of(recipe) {
                 let message = format!(
                     "the weight was quantised with {}, and the recipe of the region asks for another kind; use the recipe of quantized_model_init",
