@@ -66,7 +66,7 @@ class GatedMLP(LayerNormMLP):
     ) -> tuple[dict[str, torch.Tensor], int | None]:
         halves: list[Any] = [getattr(self, f"{half}_weight") for half in _HALVES]
         whole, version = concatenate(halves, self, overwrite=False)  # type: ignore[arg-type]
-        if not self.fc2_weight.is_inference():
+        if version is not None and not self.fc2_weight.is_inference():
             version += self.fc2_weight._version  # one number for all weights of the program
         found = {name: getattr(self, name) for name in self._norm_names()} | {"fc1_weight": whole}
         if self.use_bias:
