@@ -22,6 +22,18 @@ def compiled(function: Any, **options: Any) -> Any:
     return torch.compile(function, fullgraph=True, **({"backend": "aot_eager"} | options))
 
 
+def refusal_of(function: Any, *arguments: Any) -> str:
+    """What a compiled call raises, with all that led to it: old releases of torch leave the message to the cause."""
+    with pytest.raises(Exception) as caught:
+        compiled(function)(*arguments)
+    messages: list[str] = []
+    error: BaseException | None = caught.value
+    while error is not None:
+        messages.append(f"{error} {error!r}")
+        error = error.__cause__ or error.__context__
+    return "\n".join(messages)
+
+
 def states_of(model: torch.nn.Module) -> list[torch.Tensor]:
     """Scales and histories of every layer and operation under delayed scaling."""
     found = []

@@ -310,6 +310,72 @@ def layernorm_mlp():
     check_mlp(False, "current", checkpoint=True)
 
 
+@scene
+def experts():
+    """Ranks share the features of each expert: column, then row, and a sum that who routes tokens makes."""
+    rank, size = rank_and_size()
+    ffn, splits = 64, [16, 0, 32, 16]
+    x, g = random(sum(splits), IN, seed=1).float(), random(sum(splits), IN, seed=2).float()
+    w1 = [random(ffn, IN, seed=10 + one, scale=0.1).float() for one in range(4)]
+    w2 = [random(IN, ffn, seed=20 + one, scale=0.1).float() for one in range(4)]
+    for recipe in (None, "delayed", "block"):
+        linear = linear_of(recipe)
+        leaves = [t.double().requires_grad_() for t in (x, *w1, *w2)]
+        x0, firsts, seconds = leaves[0], leaves[1:5], leaves[5:]
+        rows = []
+        for one, first, second in zip(x0.split(splits), firsts, seconds, strict=True):
+            parts = zip(first.chunk(size), second.chunk(size, -1), strict=True)
+            rows.append(sum(linear(linear(one, a).relu(), b) for a, b in parts))
+        y0 = torch.cat(rows)
+        y0.backward(g.double())
+        options = {"bias": False, "device": device(), "tp_group": dist.group.WORLD}
+        column = te.GroupedLinear(4, IN, ffn, parallel_mode="column", **options)
+        row = te.GroupedLinear(4, ffn, IN, parallel_mode="row", **options)
+        assert (column.tp_size, column.weight0.shape) == (size, (ffn // size, IN))
+        fill(column, **{f"weight{one}": share(w, 0) for one, w in enumerate(w1)})
+        fill(row, **{f"weight{one}": share(w, 1) for one, w in enumerate(w2)})
+        local = x.clone().requires_grad_()
+        with region(recipe):
+            y = row(column(local, splits).relu(), splits)
+        y.backward(g)
+        y = y.detach()
+        for part in (y, local.grad):
+            dist.all_reduce(part)
+        tolerance = 3 * tolerance_of(recipe, torch.float32)
+        close(y, y0.detach(), tolerance, f"y of {recipe}")
+        close(local.grad, x0.grad, tolerance, f"dx of {recipe}")
+        for one in range(4):
+            for layer, leaf, dim in ((column, firsts[one], 0), (row, seconds[one], 1)):
+                got = getattr(layer, f"weight{one}").grad
+                close(got, share(leaf.grad, dim), tolerance, f"dw of expert {one}, {recipe}")
+    with raises(ValueError, "tp_size"):
+        te.GroupedLinear(4, IN, ffn, tp_size=size + 1, **options)
+
+
+@scene
+def checkpoints_of_other_ranks():
+    """A state of the whole layer, or of other ranks' shares, is refused by the parameter's name; scales go with any."""
+    size = dist.get_world_size()
+    options = {"parallel_mode": "column", "tp_group": dist.group.WORLD, "bias": False}
+    shared = te.Linear(IN, OUT, device=device(), name="proj", **options)
+    whole = te.Linear(IN, OUT, device=device(), bias=False)
+    x = random(ROWS, IN, seed=1).float()
+    with region("delayed"):
+        shared(x).sum().backward()
+        whole(x).sum().backward()
+    for target, source in ((shared, whole), (whole, shared)):
+        kept = target.weight.detach().clone()
+        with pytest.raises(RuntimeError, match=r"size mismatch for weight"):
+            target.load_state_dict(source.state_dict())
+        assert torch.equal(target.weight, kept)
+    # Cut by hand, as Megatron-LM's distributed checkpoints do: weights and scales are taken.
+    state = whole.state_dict()
+    shared.load_state_dict(state | {"weight": state["weight"].chunk(size)[dist.get_rank()]})
+    assert torch.equal(shared.weight, share(whole.weight.detach(), 0))
+    for key in ("scaling_fwd", "scaling_bwd"):
+        assert torch.equal(shared.fp8_meta[key].scale, whole.fp8_meta[key].scale)
+
+
 # Operations -----------------------------------------------------------------------------------------
 
 

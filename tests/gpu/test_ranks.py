@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from compiled_parallel_rank import scenes as compiled_scenes
 from parallel_attention_rank import scenes as attention_scenes
 from parallel_rank import scenes
 from ranks import run
@@ -23,6 +24,17 @@ def results(request, fresh, tmp_path_factory):
         pytest.skip(f"needs {size} GPUs")
     folder = tmp_path_factory.mktemp(f"gpus{size}")
     return run(fresh, folder, "parallel_rank", size, SCENES, kind="cuda")
+
+
+@pytest.fixture(scope="module")
+def of_graphs(fresh, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("graphs")
+    return run(fresh, folder, "compiled_parallel_rank", 2, compiled_scenes.functions, kind="cuda")
+
+
+@pytest.mark.parametrize("scene", compiled_scenes.functions)
+def test_gpus_that_compile(of_graphs, scene):
+    assert {rank.get(scene, "did not run") for rank in of_graphs} == {""}
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch._dynamo
 
 import te_fast
 import te_fast.pytorch as te
-from graphs import assert_trains_alike, compiled, needs_compile, region, states_of
+from graphs import assert_trains_alike, compiled, needs_compile, refusal_of, region, states_of
 from recipes import RECIPES
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import DtypeError, ShapeError, StateError
@@ -418,17 +418,6 @@ def test_a_graph_checks_what_eager_checks():
         run(torch.randn(16, 32).bfloat16())
     with pytest.raises(ShapeError, match="multiple of 8"):
         run(torch.randn(7, 32))
-
-
-def refusal_of(function, *arguments):
-    """What a compiled call raises, with all that led to it: old releases of torch leave the message to the cause."""
-    with pytest.raises(Exception) as caught:
-        compiled(function)(*arguments)
-    error, messages = caught.value, []
-    while error is not None:
-        messages.append(f"{error} {error!r}")
-        error = error.__cause__ or error.__context__
-    return "\n".join(messages)
 
 
 def test_calibration_and_written_inputs_are_refused():

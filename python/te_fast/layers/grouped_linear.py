@@ -178,28 +178,26 @@ class GroupedLinear(PartedLayer):
             num_gemms=num_gemms,
             in_features=in_features,
             out_features=out_features,
-            tp_size=tp_size,
         )
+        self._share_among_ranks(tp_group, tp_size, sequence_parallel=sequence_parallel)
         if not 1 <= num_gemms <= _MAX_GROUPS:
             message = f"{self.name}: num_gemms must be 1 to {_MAX_GROUPS}, got {num_gemms}"
             raise ShapeError(message)
         self.num_gemms = num_gemms
         self.fp8_meta["num_gemms"] = num_gemms
         self.in_features, self.out_features = self._divided(
-            in_features, out_features, parallel_mode, tp_size
+            in_features, out_features, parallel_mode, self.tp_size
         )
         self.use_bias = bias
         self.return_bias = return_bias
         self.apply_bias = bias and not return_bias
-        if tp_size > 1 and bias and not return_bias:
+        if self.tp_size > 1 and bias and not return_bias:
             message = (
                 f"{self.name}: biases are not added on several ranks; pass bias=False, return_bias=True or "
                 "tp_size=1"
             )
             raise ArgumentError(message)
         self.parallel_mode = parallel_mode
-        self.tp_group, self.tp_size = tp_group, tp_size
-        self.sequence_parallel = tp_size > 1 and sequence_parallel
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
         self.ub_name = ub_name
