@@ -43,7 +43,7 @@ LAYERS: dict[str, set[str]] = {
     "tensor": {"recipe", "runtime"},
     "parallel": {"recipe", "runtime", "tensor"},
     "moe": {"runtime", "tensor"},
-    "graphs": {"recipe", "runtime"},
+    "graphs": {"recipe", "runtime", "tensor"},
     "ops": {"dispatch", "graphs", "parallel", "recipe", "runtime", "state", "tensor"},
     "layers": {"graphs", "ops", "parallel", "recipe", "runtime", "state", "tensor"},
     "attention": {"graphs", "layers", "ops", "parallel", "recipe", "runtime", "state"},

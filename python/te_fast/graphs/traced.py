@@ -5,17 +5,16 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 
 from te_fast.runtime import native
-from te_fast.runtime.compiling import is_exporting, is_in_graph
+from te_fast.runtime.compiling import is_exporting
 from te_fast.runtime.global_state import FP8GlobalStateManager
 
-_Key = torch._C._TorchDispatchModeKey
-_TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
 _numbers = itertools.count(1)
 #: Programs by their numbers.
 _by_number: WeakValueDictionary[int, Traced] = WeakValueDictionary()
@@ -23,6 +22,10 @@ _by_number: WeakValueDictionary[int, Traced] = WeakValueDictionary()
 
 #: Where a tensor is: a new one, or a kind of the call's own and its number among these.
 Place = tuple[str, int]
+#: How a quantised tensor is quantised: block, FP8 type, and whether it has a column layout.
+Kind = tuple[int, str, bool]
+#: Shape, type and device of a tensor, and how it is quantised.
+Described = tuple[tuple[int, ...], torch.dtype, torch.device, Kind | None]
 
 
 class Facts(NamedTuple):
@@ -38,9 +41,12 @@ class Facts(NamedTuple):
     outputs: tuple[Place, ...]
     #: Bytes of what backward needs of no rows, of each step of rows, and the rows of a step.
     saved: tuple[int, int, int]
-    #: Bytes of the buffers of quantised weights, and those that backward reads.
+    #: Bytes of the buffers of quantised weights.
     memory: tuple[int, ...]
-    memory_of_backward: tuple[int, ...]
+    #: Parameters that are quantised tensors.
+    given: tuple[int, ...]
+    #: The weights that backward reads in FP8: such buffers and such parameters.
+    weights_of_backward: tuple[Place, ...]
     #: Tensors of the call that backward reads.
     reads: tuple[Place, ...]
     #: Where the wanted gradients of the input, of each parameter and of each extra input are; None for other gradients.
@@ -76,7 +82,8 @@ class Facts(NamedTuple):
             outputs=tuple(call.outputs),
             saved=call.saved,
             memory=tuple(call.memory),
-            memory_of_backward=tuple(call.memory_of_backward),
+            given=tuple(call.given),
+            weights_of_backward=tuple(call.weights_of_backward),
             reads=tuple(call.reads),
             grad_input=call.grad_input if call.input_grad else None,
             grad_params=tuple(
@@ -141,7 +148,7 @@ class Traced:
         self,
         key: str,
         is_first_microbatch: bool | None,
-        tensors: tuple[tuple[tuple[int, ...], torch.dtype, torch.device], ...],
+        tensors: tuple[Described, ...],
         extras: int,
         wants: tuple[bool, ...],
         region: tuple[bool, int, bool],
@@ -161,7 +168,8 @@ class Traced:
         is_first_microbatch : bool, optional
             As of the layer.
         tensors : tuple
-            Shape, type and device of input, extra inputs and parameters. Numbers of rows do not matter.
+            Shape, type and device of input, extra inputs and parameters, and how a parameter is quantised: block, FP8
+            type, and whether it has a column layout. Numbers of rows do not matter.
         extras : int
             Number of extra inputs.
         wants : tuple of bool
@@ -180,9 +188,11 @@ class Traced:
         with _disable_current_modes(), torch.no_grad(), as_entered(region):
             samples = [
                 torch.empty((), dtype=dtype, device=device).expand(shape)
-                for shape, dtype, device in tensors
+                for shape, dtype, device, _ in tensors
             ]
             at = 1 + extras
+            given = [kind for *_, kind in tensors[at:]]
+            self._check_weights(given, is_enabled=region[0])
             call = native.traced_call(
                 self.program,
                 samples[0],
@@ -192,6 +202,7 @@ class Traced:
                 (wants[0], wants[at:], wants[1:at]),
                 is_first,
                 overwrites_main_grad,
+                given,
             )
             call = native.traced_describe(call)
             facts = calls.setdefault(call.text, Facts.of(call))
@@ -200,6 +211,12 @@ class Traced:
             for other in list(_by_number.values()):
                 if other is self or other.program.signature == signature:
                     other._prepare_for(key, facts, samples[0].device, is_own=other is self)
+
+    def _check_weights(self, given: Sequence[Kind | None], *, is_enabled: bool) -> None:
+        """Have the owner look at the weights if some are quantised tensors, as it does where a region is new to it."""
+        owner: Any = self.owner()
+        if owner is not None and is_enabled and any(kind is not None for kind in given):
+            owner._check_quantized_weights(FP8GlobalStateManager.get_fp8_recipe())
 
     def _prepare_for(self, key: str, facts: Facts, device: torch.device, *, is_own: bool) -> None:
         owner: Any = self.owner()
@@ -256,16 +273,6 @@ class Traced:
         return describe(self.name, owner, self.program, recipe, cols)
 
     exported._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def is_traced(x: Any) -> bool:
-    """Tell whether a call is traced, by a tracer that the tensor is of or that watches all operators."""
-    if is_in_graph():
-        return True
-    fake = sys.modules.get("torch._subclasses.fake_tensor")
-    if fake is not None and isinstance(x, fake.FakeTensor):
-        return True
-    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
 def _static(tensor: torch.Tensor) -> torch.Tensor:

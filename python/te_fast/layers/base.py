@@ -251,9 +251,7 @@ class TransformerEngineBaseModule(StatefulModule):
         if not (self.fp8 or self.fp8_calibration):
             return
         if self.fp8:
-            recipe = FP8GlobalStateManager.get_fp8_recipe()
-            for _, name, weight in self._quantized_weights():
-                primary.check_recipe(weight, recipe, self.name, name)
+            self._check_quantized_weights(FP8GlobalStateManager.get_fp8_recipe())
         former, recipe = self.fp8_meta.get("recipe"), FP8GlobalStateManager.get_fp8_recipe()
         self.fp8_meta["recipe"] = recipe
         self.fp8_meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()
@@ -350,6 +348,11 @@ class TransformerEngineBaseModule(StatefulModule):
             for linear, name in enumerate(self._linear_weights())
             if primary.is_quantized(self._parameters.get(name))
         ]
+
+    def _check_quantized_weights(self, recipe: Recipe) -> None:
+        """Raise unless a recipe quantises weights as those that are quantised tensors are."""
+        for _, name, weight in self._quantized_weights():
+            primary.check_recipe(weight, recipe, self.name, name)
 
     def _outer_quantizer(self, is_grad: bool, columnwise: bool) -> Any:
         """Return what quantises as the output is quantised by `fp8_output`, or the input's gradient by `fp8_grad`."""

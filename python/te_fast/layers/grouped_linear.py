@@ -17,7 +17,7 @@ from te_fast.errors import (
     StateError,
     UnsupportedError,
 )
-from te_fast.graphs.traced import is_traced
+from te_fast.runtime.compiling import is_traced
 from te_fast.layers.parameters import (
     check_sizes,
     constant,

@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from te_fast.errors import DtypeError, ShapeError, StateError, UnsupportedError
-from te_fast.graphs.traced import Traced, is_traced
+from te_fast.graphs.traced import Traced
 from te_fast.layers.base import TransformerEngineBaseModule, _callers_level
 from te_fast.layers.load_torch import copy_into
 from te_fast.layers.parameters import constant, initialise, materialise, refuse
@@ -23,6 +23,7 @@ from te_fast.layers.segments import Segments
 from te_fast.parallel.ranks import Exchange, exchange_of
 from te_fast.runtime import main_grad, native, recompute, scale_tape
 from te_fast.runtime.capturing import is_graph_capturing
+from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.global_state import autocast_state
 from te_fast.tensor.primary import is_quantized
 
@@ -437,12 +438,6 @@ class ProgramLayer(TransformerEngineBaseModule):
             message = (
                 f"{self.name}: torch.compile takes no layer that ranks share (tp_size = {self.tp_size}) yet; call it "
                 "outside, by torch.compiler.disable"
-            )
-            raise UnsupportedError(message)
-        if self._quantized_weights():
-            message = (
-                f"{self.name}: torch.compile takes no quantised weights yet; call the layer outside of it, or make it "
-                "without quantized_model_init"
             )
             raise UnsupportedError(message)
         self._check_input(inp, self._FEATURES, getattr(self, self._FEATURES), params[0].device)

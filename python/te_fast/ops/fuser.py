@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 
 from te_fast.errors import ArgumentError, DtypeError, StateError, UnsupportedError
-from te_fast.graphs.traced import is_traced
+from te_fast.runtime.compiling import is_traced
 from te_fast.ops import chain, traced
 from te_fast.ops.common import (
     GRAD_INPUT_BUFFER_KEY,

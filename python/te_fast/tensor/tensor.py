@@ -14,6 +14,7 @@ from te_fast.tensor.operations import dispatch, moved
 from te_fast.tensor.quantizer import Quantizer, note_write
 from te_fast.tensor.sharded import after_gather, before_gather
 from te_fast.tensor.storage import QuantizedTensorStorage, Tensors
+from te_fast.tensor.traced import dequantized
 
 
 class _Identity(torch.autograd.Function):
@@ -216,7 +217,7 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
 
     def _plain_values(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the values; autograd is not told."""
-        values = self._value.dequantize(dtype)
+        values = dequantized(self._value, dtype)
         if self.dim() == 1 and values.numel() == self.numel():
             return values.view(self.shape)
         if values.shape != self.shape:

@@ -17,7 +17,7 @@ from te_fast.errors import (
     StateError,
     UnsupportedError,
 )
-from te_fast.graphs.traced import is_traced
+from te_fast.runtime.compiling import is_traced
 from te_fast.ops.basic.native import ExtraTensorOperation, NativeOperation
 from te_fast.ops.common import parameter_options, to_real
 from te_fast.runtime import native

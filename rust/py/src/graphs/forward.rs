@@ -8,12 +8,14 @@ use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::cuda::device::is_capturing;
 use te_fast_core::program::{Port, SizedProgram};
+use te_fast_core::quant::value::Quantized;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::Place;
 
 use crate::error::Failure;
 use crate::graphs::OP;
 use crate::graphs::call::{TracedCall, program_for};
+use crate::graphs::given::Params;
 use crate::graphs::launch::Launch;
 use crate::graphs::operands::Operands;
 use crate::graphs::registry::{Operator, Otherwise};
@@ -56,7 +58,7 @@ fn forward<'a, 'py>(
     to.check_written(traced.made())?;
     let x = from.take()?.view;
     let extras = from.take_views(key.extras.len())?;
-    let params = from.take_all(key.params.len())?;
+    let params = Params::take(traced, from)?;
     if x.device() != key.device {
         let expected = format!("{}, where the call was traced", key.device);
         return Err(Error::device(OP, "the input", expected, x.device()).into());
@@ -67,7 +69,7 @@ fn forward<'a, 'py>(
         prepare_scales(state, operator, place)?;
     }
     let (compiled, sized) = program_for(state, handle, (key, rows), traced.recipe(), &traced.param_shapes)?;
-    let tensors = Tensors::of_views(x, extras, params.iter().map(|param| param.view).collect());
+    let tensors = Tensors::of_views(x, extras, params.views.clone());
     {
         let handle = handle.try_borrow()?;
         check(py, (&handle.chain, &handle.params), &tensors, rows, compiled.program.widths())?;
@@ -78,8 +80,11 @@ fn forward<'a, 'py>(
     let mut weights = SmallVec::new();
     if let Some((region, _)) = &traced.region {
         let memory = to.peek(traced.memory_buffers())?;
-        launch.weights = buffers(&compiled.program, to, key.device)?;
-        let given = (params.as_slice(), memory.as_slice());
+        launch.weights = buffers(traced, &compiled.program, to)?;
+        for (linear, &param) in traced.weight_params.iter().enumerate() {
+            launch.given.extend(params.row_of(param).map(|row| (linear, [row, Quantized::NONE])));
+        }
+        let given = (params.operands.as_slice(), memory.as_slice());
         weights = quantized(state, (handle, traced, region), given, &launch.weights, place)?;
     }
     if traced.is_delayed() {
@@ -88,7 +93,7 @@ fn forward<'a, 'py>(
     }
     run(state, py, (&compiled, &sized, place), &launch, (&weights, &tensors))?;
     if !traced.passes_weights() {
-        note_kept(state, handle, &params, &weights, place)?;
+        note_kept(state, handle, &params.operands, &weights, place)?;
     }
     Ok(true)
 }

@@ -5,6 +5,7 @@ pub(crate) mod backward;
 pub(crate) mod call;
 pub(crate) mod entry;
 pub(crate) mod forward;
+mod given;
 mod launch;
 mod operands;
 pub(crate) mod registry;

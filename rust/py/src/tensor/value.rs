@@ -17,7 +17,7 @@ use te_fast_core::ops::transpose::{TransposePlan, TransposePointers, TransposeSp
 use te_fast_core::program::QuantizedKind;
 use te_fast_core::quant::content::{Content, Versions};
 use te_fast_core::quant::quantizer::{QuantPlan, QuantPointers, QuantSpec};
-use te_fast_core::recipe::definition::{Block, Quantization, Recipe, Scaling};
+use te_fast_core::recipe::definition::{Block, Quantization, Scaling};
 use te_fast_core::recipe::usage::Usage;
 use te_fast_core::{Error, Fp8};
 
@@ -79,12 +79,7 @@ impl QuantizedValue {
         col: Object,
         col_scale: Object,
     ) -> PyResult<Self> {
-        let block = match block {
-            0 => Block::Tensor,
-            1 => Block::Row,
-            2 => Block::Square,
-            other => return Err(PyValueError::new_err(format!("block must be 0, 1 or 2, got {other}"))),
-        };
+        let block = block_numbered(block)?;
         let layout = |data, scale| Layout { data, scale, content: Content::new() };
         let (row, col) = (layout(row, row_scale), layout(col, col_scale));
         let value = Self { block, fp8: fp8_named(fp8)?, row, col, keeps_col: true };
@@ -101,10 +96,7 @@ impl QuantizedValue {
     /// `e4m3` or `e5m2`.
     #[getter]
     fn fp8(&self) -> &'static str {
-        match self.fp8 {
-            Fp8::E4m3 => "e4m3",
-            Fp8::E5m2 => "e5m2",
-        }
+        fp8_name(self.fp8)
     }
 
     #[setter]
@@ -413,7 +405,7 @@ impl QuantizedValue {
         let (rows, cols, block_scales) = (view.rows(), view.cols(), self.block == Block::Square);
         let call = DirectCall::new(state, py, OP, view.device())?;
         call.same_device(&scales, "scales of the quantised tensor")?;
-        let expected = self.scale_count(rows, cols);
+        let expected = scale_count(self.block, rows, cols);
         if scales.numel() != expected || scales.dtype() != DType::F32 || view.dtype().size() != 1 {
             let got = format!("{:?} of {} beside {}", scales.shape(), scales.dtype(), view.dtype());
             return Err(Error::shape(OP, "scales", format!("{expected} float32 beside bytes"), got)).python();
@@ -448,19 +440,15 @@ impl QuantizedValue {
         self.keeps_col
     }
 
-    /// Whether a recipe quantises weights so.
-    pub(crate) fn is_weight_of(&self, recipe: &Recipe) -> bool {
-        self.block == recipe.weight.block && self.fp8 == recipe.fwd
+    /// A value of a row layout.
+    pub(crate) fn of_row(block: Block, fp8: Fp8, (data, scale): (Bound<'_, PyAny>, Bound<'_, PyAny>)) -> Self {
+        let row = Layout { data: Some(data.unbind()), scale: Some(scale.unbind()), content: Content::new() };
+        Self { block, fp8, row, col: Layout::default(), keeps_col: true }
     }
 
-    /// Its scales and type, for messages.
-    pub(crate) fn described(&self) -> String {
-        format!("{} to {}", self.block.text(), self.fp8())
-    }
-
-    /// How many scales the row layout of so many rows and columns has.
-    pub(crate) fn scale_count(&self, rows: usize, cols: usize) -> usize {
-        block_shape(self.block).map_or(1, |block| scale_shape(block, rows, cols).iter().product())
+    /// The shape of its scales, and its FP8 type.
+    pub(crate) const fn block_and_type(&self) -> (Block, Fp8) {
+        (self.block, self.fp8)
     }
 
     fn plan(
@@ -573,6 +561,29 @@ impl QuantizedValue {
             tensor.getattr(intern!(py, "_version")).and_then(|version| version.extract()).ok()
         })
     }
+}
+
+/// The shape of the elements that share a scale: 0 (all), 1 (1x128) or 2 (128x128).
+pub(crate) fn block_numbered(number: u8) -> PyResult<Block> {
+    match number {
+        0 => Ok(Block::Tensor),
+        1 => Ok(Block::Row),
+        2 => Ok(Block::Square),
+        other => Err(PyValueError::new_err(format!("block must be 0, 1 or 2, got {other}"))),
+    }
+}
+
+/// An FP8 type's name.
+pub(crate) const fn fp8_name(fp8: Fp8) -> &'static str {
+    match fp8 {
+        Fp8::E4m3 => "e4m3",
+        Fp8::E5m2 => "e5m2",
+    }
+}
+
+/// How many scales the row layout of so many rows and columns has.
+pub(crate) fn scale_count(block: Block, rows: usize, cols: usize) -> usize {
+    block_shape(block).map_or(1, |block| scale_shape(block, rows, cols).iter().product())
 }
 
 fn block_shape(block: Block) -> Option<BlockShape> {
