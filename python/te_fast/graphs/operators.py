@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from te_fast import errors
 from te_fast.errors import ShapeError, UnsupportedError
 from te_fast.graphs.region import entered, key_of_region, recipe_of
 from te_fast.graphs.traced import Described, Facts, Kind, Place, Traced, calls, facts_of
@@ -358,7 +359,7 @@ def apply(
     is_first = None if inside is None else inside.is_first
     key = f"{enabled} {epoch} {recipe} {is_first} {is_first_microbatch} {overwrites} {wants} {described}"
     key = key.replace(".", " ")  # it names an attribute
-    traced.prepare(
+    problem = traced.prepare(
         key,
         is_first_microbatch,
         described,
@@ -368,6 +369,8 @@ def apply(
         is_first,
         overwrites,
     )
+    if problem is not None:
+        raise getattr(errors, problem[0])(problem[1])
     text = getattr(traced, key)
     facts = facts_of(text)
     states: list[list[torch.Tensor]] = [[], [], [], []]

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from te_fast.errors import TeFastError, UnsupportedError
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_exporting
 from te_fast.runtime.global_state import FP8GlobalStateManager
@@ -154,8 +155,11 @@ class Traced:
         region: tuple[bool, int, bool],
         is_first: bool | None,
         overwrites_main_grad: bool,
-    ) -> None:
+    ) -> tuple[str, str] | None:
         """Describe a call; runs once in a trace, on the real program.
+
+        Return the class and the message of what eager would raise, for the trace to raise it: torch makes an internal error
+        of what is raised here.
 
         The call's text becomes the attribute `key`, and the memory of its kept weights, if it has such, the attribute
         :attr:`Facts.kept`. Attributes, because a trace looks each of them up by itself and guards it; a dictionary it
@@ -185,38 +189,54 @@ class Traced:
 
         from te_fast.graphs.region import as_entered
 
-        with _disable_current_modes(), torch.no_grad(), as_entered(region):
-            samples = [
-                torch.empty((), dtype=dtype, device=device).expand(shape)
-                for shape, dtype, device, _ in tensors
-            ]
-            at = 1 + extras
-            given = [kind for *_, kind in tensors[at:]]
-            self._check_weights(given, is_enabled=region[0])
-            call = native.traced_call(
-                self.program,
-                samples[0],
-                samples[1:at],
-                samples[at:],
-                is_first_microbatch,
-                (wants[0], wants[at:], wants[1:at]),
-                is_first,
-                overwrites_main_grad,
-                given,
-            )
-            call = native.traced_describe(call)
-            facts = calls.setdefault(call.text, Facts.of(call))
-            # Layers of one kind have one graph where each is compiled by itself: it must find them prepared, too.
-            signature = self.program.signature
-            for other in list(_by_number.values()):
-                if other is self or other.program.signature == signature:
-                    other._prepare_for(key, facts, samples[0].device, is_own=other is self)
+        try:
+            with _disable_current_modes(), torch.no_grad(), as_entered(region):
+                self._describe(
+                    key, is_first_microbatch, tensors, extras, wants, is_first, overwrites_main_grad
+                )
+        except UnsupportedError:
+            raise
+        except TeFastError as error:
+            return type(error).__name__, str(error)
+        return None
 
-    def _check_weights(self, given: Sequence[Kind | None], *, is_enabled: bool) -> None:
-        """Have the owner look at the weights if some are quantised tensors, as it does where a region is new to it."""
+    def _describe(
+        self,
+        key: str,
+        is_first_microbatch: bool | None,
+        tensors: tuple[Described, ...],
+        extras: int,
+        wants: tuple[bool, ...],
+        is_first: bool | None,
+        overwrites_main_grad: bool,
+    ) -> None:
+        samples = [
+            torch.empty((), dtype=dtype, device=device).expand(shape)
+            for shape, dtype, device, _ in tensors
+        ]
+        at = 1 + extras
+        given = [kind for *_, kind in tensors[at:]]
         owner: Any = self.owner()
-        if owner is not None and is_enabled and any(kind is not None for kind in given):
+        if owner is not None and any(kind is not None for kind in given):
             owner._check_quantized_weights(FP8GlobalStateManager.get_fp8_recipe())
+        call = native.traced_call(
+            self.program,
+            samples[0],
+            samples[1:at],
+            samples[at:],
+            is_first_microbatch,
+            (wants[0], wants[at:], wants[1:at]),
+            is_first,
+            overwrites_main_grad,
+            given,
+        )
+        call = native.traced_describe(call)
+        facts = calls.setdefault(call.text, Facts.of(call))
+        # Layers of one kind have one graph where each is compiled by itself: it must find them prepared, too.
+        signature = self.program.signature
+        for other in list(_by_number.values()):
+            if other is self or other.program.signature == signature:
+                other._prepare_for(key, facts, samples[0].device, is_own=other is self)
 
     def _prepare_for(self, key: str, facts: Facts, device: torch.device, *, is_own: bool) -> None:
         owner: Any = self.owner()
