@@ -49,7 +49,7 @@ LAYERS: dict[str, set[str]] = {
     "attention": {"graphs", "layers", "ops", "parallel", "recipe", "runtime", "state"},
     "experts": {"moe", "ops", "runtime"},
     "convert": {"attention", "layers", "runtime", "state"},
-    "graphed": {"graphs", "recipe", "runtime", "state"},
+    "graphed": {"graphs", "recipe", "runtime", "state", "tensor"},
     "losses": set(),
     "offload": set(),
     "optimizers": {"tensor"},

@@ -351,7 +351,8 @@ def apply(
     tensors = [x.reshape(-1, cols), *given, *params]
     wants = tuple([grads and tensor.requires_grad for tensor in (x, *extras, *params)])
     if not any(wants):
-        text = traced.exported((enabled, recipe, inside is not None), cols)
+        kinds = tuple([_kind_of(parameter) for parameter in params])
+        text = traced.exported((enabled, recipe, inside is not None), cols, kinds)
         if text:
             return _exported(text, owner, tensors, len(extras), x.shape[:-1])
     described = _described(tensors, len(extras))

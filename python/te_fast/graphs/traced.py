@@ -265,7 +265,9 @@ class Traced:
 
     prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-    def exported(self, region: tuple[bool, int, bool], cols: int) -> str:
+    def exported(
+        self, region: tuple[bool, int, bool], cols: int, kinds: tuple[Kind | None, ...]
+    ) -> str:
         """Return the text of the program where the trace is of ``torch.export``, else nothing; runs once in a trace.
 
         Parameters
@@ -274,6 +276,8 @@ class Traced:
             As of :meth:`prepare`.
         cols : int
             Columns of the input.
+        kinds : tuple
+            How each parameter is quantised, if it is.
         """
         if not is_exporting():
             return ""
@@ -290,7 +294,7 @@ class Traced:
             is_delayed = recipe is not None and recipe.delayed()
             if is_delayed and None in owner._delayed_states_of_linears(forward=True):
                 owner._init_delayed_scaling()
-        return describe(self.name, owner, self.program, recipe, cols)
+        return describe(self.name, owner, self.program, recipe, cols, kinds)
 
     exported._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -12,7 +12,7 @@ from te_fast.errors import QuantizedTensorError, UnsupportedError
 from te_fast.runtime.layouts import BLOCK, columnwise_shape
 from te_fast.tensor.quantizer import note_write
 from te_fast.tensor.storage import QuantizedTensorStorage, copy_values
-from te_fast.tensor.traced import taken_apart
+from te_fast.tensor.traced import OF_PROGRAMS, taken_apart
 
 aten = torch.ops.aten
 
@@ -40,9 +40,9 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return result
     if func in passthrough_ops:
         return torch.Tensor.__torch_dispatch__(func, types, args, kwargs)
-    if func in _of_programs():
-        return func(*taken_apart(func, args))
     if func.namespace == "te_fast":
+        if func.name() in OF_PROGRAMS:
+            return func(*taken_apart(func, args))
         message = f"{func}: this operator of te_fast takes no quantised tensors; dequantize() them"
         raise UnsupportedError(message)
     if func.namespace == "c10d":
@@ -54,13 +54,6 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func._schema.is_mutable:
         return _write_in_place(func, args, kwargs)
     return func(*(_plain(arg) for arg in args), **{key: _plain(arg) for key, arg in kwargs.items()})
-
-
-def _of_programs() -> tuple[Any, ...]:
-    """Return the operators of programs, whose parameters may be quantised; graphs define them."""
-    ops = torch.ops.te_fast
-    names = ("program_forward", "program_backward")
-    return tuple(getattr(ops, name).default for name in names if hasattr(ops, name))
 
 
 def _plain(arg: Any) -> Any:

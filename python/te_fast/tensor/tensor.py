@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -341,6 +342,17 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
         return made
 
     # Copies --------------------------------------------------------------------------------------
+
+    def _reduced(self) -> Any:
+        """Return what makes the tensor again, for pickles."""
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the tensor; a parameter as torch does, so that it stays one."""
+        if not isinstance(self, torch.nn.Parameter):
+            return self._reduced()
+        rebuild: Any = torch._utils._rebuild_parameter
+        return rebuild, (self.detach(), self.requires_grad, OrderedDict())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy with bytes, scales and quantizer of its own; a parameter stays one."""

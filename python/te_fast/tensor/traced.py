@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,10 @@ from te_fast.runtime import native
 from te_fast.runtime.compiling import is_traced
 
 _library = torch.library.Library("te_fast", "FRAGMENT")
+#: Operators whose parameters may be quantised tensors; graphs define them.
+OF_PROGRAMS = frozenset(
+    {"te_fast::program_forward", "te_fast::program_backward", "te_fast::inference"}
+)
 
 
 def _dequantize(
@@ -67,14 +72,18 @@ def taken_apart(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     func : torch._ops.OpOverload
         The operator.
     args : tuple
-        Its arguments: lists of tensors that are read and written, the program, the number of the call.
+        Its arguments; quantised tensors are in lists.
     """
-    reads, *others = args
-    columns = iter(())
-    if func is torch.ops.te_fast.program_backward.default:
+    columns: Iterator[bool] = iter(())
+    if func.name() == "te_fast::program_backward":
         columns = iter(native.traced_columns(args[3]))
+    return tuple(_parts(arg, columns) if isinstance(arg, list) else arg for arg in args)
+
+
+def _parts(tensors: list[Any], columns: Iterator[bool]) -> list[Any]:
+    """Take the quantised ones apart; `columns` says which have their column layout read."""
     found = []
-    for tensor in reads:
+    for tensor in tensors:
         value = getattr(tensor, "_value", None)
         if value is None:
             found.append(tensor)
@@ -82,4 +91,4 @@ def taken_apart(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
             found += [value.col, value.col_scale]
         else:
             found += [value.row, value.row_scale]
-    return (found, *others)
+    return found
