@@ -652,6 +652,7 @@ def traced_call(
     wants: tuple[bool, Sequence[bool], Sequence[bool]],
     is_first: bool | None,
     overwrites_main_grad: bool,
+    keeps_scales: bool,
     given: Sequence[tuple[int, str, bool] | None],
     /,
 ) -> TracedCall: ...

@@ -247,11 +247,37 @@ def test_activations_are_recomputed(kind):
 
 def test_a_recomputation_with_other_scales_is_refused():
     layer = te.Linear(32, 32, device="cpu")
-    run = compiled(lambda x: te.checkpoint(layer, x, use_reentrant=False))
+    run = compiled(lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False))
     with te.autocast(recipe=DelayedScaling()):
         y = run(torch.randn(16, 32, requires_grad=True))
     with pytest.raises(StateError, match="Layer.*recomputed after the autocast region's end"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [LAYERS["Linear"], LAYERS["LayerNormMLP"], lambda: te.LayerNormMLP(32, 64, checkpoint=True, device="cpu")],
+    ids=["Linear", "LayerNormMLP", "checkpoint=True"],
+)
+def test_a_recomputation_behind_the_regions_end_has_the_forwards_scales(make):
+    recipe = DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent")
+    eager = make()
+    graphed = copy.deepcopy(eager)
+    eager.checkpoint = False
+    wrap = (lambda x: graphed(x)) if graphed.checkpoint else (lambda x: te.checkpoint(graphed, x))
+    run = compiled(lambda x: torch.relu(wrap(x)))
+    for scale in (1.0, 100.0, 0.01):  # maxima, and so scales, that are never those of the step before
+        x, results = torch.randn(16, 32) * scale, []
+        for model, function in ((eager, lambda x: torch.relu(eager(x))), (graphed, run)):
+            given = x.clone().requires_grad_()
+            with region(recipe):
+                y = function(given)
+            (y.square().sum() * scale).backward()
+            grads = [parameter.grad for parameter in model.parameters()]
+            results.append([y, given.grad, *grads, *states_of(model)])
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+    assert counters()["stats"]["unique_graphs"] == 1
 
 
 def test_without_gradients_a_weight_is_quantised_once():

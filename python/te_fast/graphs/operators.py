@@ -25,6 +25,7 @@ from te_fast.runtime import native
 from te_fast.runtime.capturing import update_scales_behind_backward
 from te_fast.runtime.delayed import native_recipe
 from te_fast.runtime.main_grad import main_grad_of
+from te_fast.runtime.recompute import tracing
 from te_fast.tensor.primary import is_quantized
 
 Tensors = Sequence[torch.Tensor]
@@ -175,6 +176,12 @@ def _update(histories: list[torch.Tensor], scales: list[torch.Tensor], number: i
 _register(
     "update_scales", "(Tensor(a!)[] histories, Tensor(b!)[] scales, int recipe) -> ()", _update
 )
+
+
+_library.define("keep_scale(Tensor scale) -> Tensor")
+for _key in ("CPU", "CUDA"):
+    _library.impl("keep_scale", torch.clone, _key)
+torch.library.register_fake("te_fast::keep_scale", torch.empty_like, lib=_library)
 
 
 # Autograd -------------------------------------------------------------------------------------------
@@ -358,7 +365,9 @@ def apply(
     described = _described(tensors, len(extras))
     overwrites = _overwrites(params)
     is_first = None if inside is None else inside.is_first
-    key = f"{enabled} {epoch} {recipe} {is_first} {is_first_microbatch} {overwrites} {wants} {described}"
+    keeps_scales = tracing.keeps_scales
+    about = f"{is_first} {is_first_microbatch} {overwrites} {keeps_scales}"
+    key = f"{enabled} {epoch} {recipe} {about} {wants} {described}"
     key = key.replace(".", " ")  # it names an attribute
     problem = traced.prepare(
         key,
@@ -369,6 +378,7 @@ def apply(
         (enabled, recipe, inside is not None),
         is_first,
         overwrites,
+        keeps_scales,
     )
     if problem is not None:
         raise getattr(errors, problem[0])(problem[1])
@@ -377,6 +387,9 @@ def apply(
     states: list[list[torch.Tensor]] = [[], [], [], []]
     if facts.is_delayed:
         states = _states(owner, inside, any_grad=facts.any_grad)
+        if keeps_scales:
+            # A recomputation quantises with these, whatever has updated the scales by then.
+            states[1] = [torch.ops.te_fast.keep_scale(scale) for scale in states[1]]
     kept = getattr(traced, facts.kept) if facts.kept else []
     main_grads = [main_grad_of(params[index]) for index in facts.fused]
     dummies = []

@@ -155,6 +155,7 @@ class Traced:
         region: tuple[bool, int, bool],
         is_first: bool | None,
         overwrites_main_grad: bool,
+        keeps_scales: bool,
     ) -> tuple[str, str] | None:
         """Describe a call; runs once in a trace, on the real program.
 
@@ -184,6 +185,8 @@ class Traced:
             Whether this is the first FP8 module of a region that the graph enters; None around the graph.
         overwrites_main_grad : bool
             ``main_grad`` is overwritten whatever `is_first_microbatch` says.
+        keeps_scales : bool
+            The graph keeps copies of the scales that forward is given, for its recomputation.
         """
         from torch.utils._python_dispatch import _disable_current_modes
 
@@ -192,7 +195,8 @@ class Traced:
         try:
             with _disable_current_modes(), torch.no_grad(), as_entered(region):
                 self._describe(
-                    key, is_first_microbatch, tensors, extras, wants, is_first, overwrites_main_grad
+                    *(key, is_first_microbatch, tensors, extras, wants),
+                    *(is_first, overwrites_main_grad, keeps_scales),
                 )
         except UnsupportedError:
             raise
@@ -209,6 +213,7 @@ class Traced:
         wants: tuple[bool, ...],
         is_first: bool | None,
         overwrites_main_grad: bool,
+        keeps_scales: bool,
     ) -> None:
         samples = [
             torch.empty((), dtype=dtype, device=device).expand(shape)
@@ -228,6 +233,7 @@ class Traced:
             (wants[0], wants[at:], wants[1:at]),
             is_first,
             overwrites_main_grad,
+            keeps_scales,
             given,
         )
         call = native.traced_describe(call)

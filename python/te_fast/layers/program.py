@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from te_fast.errors import DtypeError, ShapeError, StateError, UnsupportedError
 from te_fast.graphs.traced import Traced
@@ -472,16 +471,8 @@ class ProgramLayer(TransformerEngineBaseModule):
         from te_fast.graphs import operators
 
         if self.checkpoint and torch.is_grad_enabled():
-            return checkpoint(
-                operators.apply,
-                self._traced,
-                self,
-                x,
-                extras,
-                tuple(params),
-                is_first_microbatch,
-                use_reentrant=False,
-            )
+            given = (self._traced, self, x, extras, tuple(params), is_first_microbatch)
+            return recompute.checkpoint_in_graph(operators.apply, given, {}, {})
         return operators.apply(self._traced, self, x, extras, tuple(params), is_first_microbatch)
 
     # Weight gradients ----------------------------------------------------------------------------

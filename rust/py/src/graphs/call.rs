@@ -35,6 +35,8 @@ pub(crate) struct TracedCall {
     /// Whether the region of the call is one that the graph enters itself: then whether this is its first FP8 module.
     pub(super) is_first: Option<bool>,
     pub(super) overwrites_main_grad: bool,
+    /// The scales that forward is given are the graph's copies, which its recomputation is given, too.
+    pub(super) keeps_scales: bool,
     /// Columns of output and extra outputs.
     pub(super) widths: Vec<usize>,
     /// Bytes of what backward needs: for no rows, and for each step of rows.
@@ -289,7 +291,7 @@ impl TracedCall {
         for call in &key.linears {
             let _ = write!(text, "{}{}", u8::from(call.deferred), u8::from(call.save_original_input));
         }
-        let region = (self.microbatch, self.is_first, self.overwrites_main_grad);
+        let region = (self.microbatch, self.is_first, self.overwrites_main_grad, self.keeps_scales);
         let made = (&self.elsewhere.fused, &self.elsewhere.fused_later, &self.widths, self.saved, &self.weights);
         let places = (&self.outputs, self.grad_input, &self.grad_extras, &self.reads, &self.reads_weight);
         let _ = write!(text, "{region:?}{made:?}{places:?}{:?}", self.param_shapes);
@@ -394,7 +396,7 @@ impl Drop for Entered<'_> {
 /// module of a region that the graph enters itself, None for a region around the graph. `given` says of each parameter that is a
 /// quantised tensor its block, FP8 type, and whether it has a column layout.
 #[pyfunction]
-#[pyo3(signature = (handle, x, extras, params, is_first_microbatch, wants, is_first, overwrites_main_grad, given, /))]
+#[pyo3(signature = (handle, x, extras, params, is_first_microbatch, wants, is_first, overwrites_main_grad, keeps_scales, given, /))]
 #[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
 pub(crate) fn traced_call<'py>(
     handle: &Bound<'py, ProgramHandle>,
@@ -405,6 +407,7 @@ pub(crate) fn traced_call<'py>(
     wants: (bool, Vec<bool>, Vec<bool>),
     is_first: Option<bool>,
     overwrites_main_grad: bool,
+    keeps_scales: bool,
     given: Vec<Option<(u8, String, bool)>>,
 ) -> PyResult<TracedCall> {
     let describe = || -> Result<TracedCall, Failure> {
@@ -450,6 +453,7 @@ pub(crate) fn traced_call<'py>(
             region,
             is_first,
             overwrites_main_grad,
+            keeps_scales,
             text: String::new(),
             number: 0,
         };
