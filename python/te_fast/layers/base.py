@@ -193,6 +193,11 @@ class TransformerEngineBaseModule(StatefulModule):
         if torch.is_autocast_enabled(kind):
             self.activation_dtype = torch.get_autocast_dtype(kind)
             return
+        self._check_types(inp)
+        self.activation_dtype = inp.dtype
+
+    def _check_types(self, inp: torch.Tensor) -> None:
+        """Raise unless all parameters have the type of the input."""
         for name, parameter in self.named_parameters():
             if parameter is not None and parameter.dtype != inp.dtype:
                 message = (
@@ -200,7 +205,6 @@ class TransformerEngineBaseModule(StatefulModule):
                     f"{parameter.dtype}; cast one, or run under torch.autocast"
                 )
                 raise DtypeError(message)
-        self.activation_dtype = inp.dtype
 
     def _check_input(self, inp: Any, name: str, features: int, device: torch.device) -> None:
         """Raise unless the input is a tensor of the layer's size, on the device of its parameters."""

@@ -447,11 +447,7 @@ class ProgramLayer(TransformerEngineBaseModule):
             x = inp
             for parameter in params:
                 if parameter.dtype != inp.dtype:
-                    message = (
-                        f"{self.name}: the input is {inp.dtype} and a parameter {parameter.dtype}; cast one, or run "
-                        "under torch.autocast"
-                    )
-                    raise DtypeError(message)
+                    self._check_types(inp)
         if self.fuse_wgrad_accumulation and not self._is_whole():
             message = (
                 f"{self.name}: fuse_wgrad_accumulation with parameters_split cannot be traced; make the layer "
