@@ -648,11 +648,8 @@ def traced_call(
     x: Tensor,
     extras: Sequence[Tensor],
     params: Sequence[Tensor],
-    is_first_microbatch: bool | None,
     wants: tuple[bool, Sequence[bool], Sequence[bool]],
-    is_first: bool | None,
-    overwrites_main_grad: bool,
-    keeps_scales: bool,
+    how: tuple[bool | None, bool | None, bool, bool],
     given: Sequence[tuple[int, str, bool] | None],
     /,
 ) -> TracedCall: ...

@@ -256,7 +256,11 @@ def test_a_recomputation_with_other_scales_is_refused():
 
 @pytest.mark.parametrize(
     "make",
-    [LAYERS["Linear"], LAYERS["LayerNormMLP"], lambda: te.LayerNormMLP(32, 64, checkpoint=True, device="cpu")],
+    [
+        LAYERS["Linear"],
+        LAYERS["LayerNormMLP"],
+        lambda: te.LayerNormMLP(32, 64, checkpoint=True, device="cpu"),
+    ],
     ids=["Linear", "LayerNormMLP", "checkpoint=True"],
 )
 def test_a_recomputation_behind_the_regions_end_has_the_forwards_scales(make):
@@ -266,7 +270,11 @@ def test_a_recomputation_behind_the_regions_end_has_the_forwards_scales(make):
     eager.checkpoint = False
     wrap = (lambda x: graphed(x)) if graphed.checkpoint else (lambda x: te.checkpoint(graphed, x))
     run = compiled(lambda x: torch.relu(wrap(x)))
-    for scale in (1.0, 100.0, 0.01):  # maxima, and so scales, that are never those of the step before
+    for scale in (
+        1.0,
+        100.0,
+        0.01,
+    ):  # maxima, and so scales, that are never those of the step before
         x, results = torch.randn(16, 32) * scale, []
         for model, function in ((eager, lambda x: torch.relu(eager(x))), (graphed, run)):
             given = x.clone().requires_grad_()

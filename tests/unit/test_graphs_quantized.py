@@ -165,7 +165,10 @@ def test_weight_gradients_go_into_main_grad(kind, delay):
         # Torch's hooks see a gradient, whose values are nobody's.
         for layer in (model, other):
             assert type(layer.weight.grad) is torch.Tensor
-            assert (layer.weight.grad.shape, layer.weight.grad.dtype) == ((128, 128), torch.bfloat16)
+            assert (layer.weight.grad.shape, layer.weight.grad.dtype) == (
+                (128, 128),
+                torch.bfloat16,
+            )
 
 
 @pytest.mark.parametrize(
@@ -229,7 +232,7 @@ def test_rows_that_gemms_lack_and_no_rows():
 
 @every_recipe
 def test_a_transformer_layer(kind):
-    """In a graph, attention is other kernels than eagerly: the values are those of weights in high precision in a graph."""
+    """Attention is other kernels in a graph than eagerly: values are those of weights in high precision in a graph."""
     recipe = RECIPES[kind]()
 
     def make():

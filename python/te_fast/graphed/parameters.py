@@ -22,7 +22,7 @@ _PARTS = ("row", "row_scale", "col", "col_scale")
 
 
 def _addresses(parameter: Any) -> tuple[int, ...]:
-    """Return where a parameter lies; of a quantised one, where its bytes and scales do, with nothing for what is not there."""
+    """Return where a parameter lies; of a quantised one, where its bytes and scales do, 0 for what is not there."""
     if not is_quantized(parameter):
         return (parameter.data_ptr(),)
     value = parameter._value

@@ -230,7 +230,13 @@ class _Loaded:
                 for (forward, _), scale in zip(self._states, scales, strict=True):
                     forward._scale.copy_(scale)
             return native.program_apply(
-                self._program, self, x, tuple(extras), None, tuple(self._whole(params, x.dtype)), None
+                self._program,
+                self,
+                x,
+                tuple(extras),
+                None,
+                tuple(self._whole(params, x.dtype)),
+                None,
             )
         finally:
             region.take_back()

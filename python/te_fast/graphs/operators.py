@@ -363,23 +363,12 @@ def apply(
         if text:
             return _exported(text, owner, tensors, len(extras), x.shape[:-1])
     described = _described(tensors, len(extras))
-    overwrites = _overwrites(params)
     is_first = None if inside is None else inside.is_first
-    keeps_scales = tracing.keeps_scales
-    about = f"{is_first} {is_first_microbatch} {overwrites} {keeps_scales}"
-    key = f"{enabled} {epoch} {recipe} {about} {wants} {described}"
+    how = (is_first_microbatch, is_first, _overwrites(params), tracing.keeps_scales)
+    key = f"{enabled} {epoch} {recipe} {how} {wants} {described}"
     key = key.replace(".", " ")  # it names an attribute
-    problem = traced.prepare(
-        key,
-        is_first_microbatch,
-        described,
-        len(extras),
-        wants,
-        (enabled, recipe, inside is not None),
-        is_first,
-        overwrites,
-        keeps_scales,
-    )
+    within = (enabled, recipe, inside is not None)
+    problem = traced.prepare(key, described, len(extras), wants, within, how)
     if problem is not None:
         raise getattr(errors, problem[0])(problem[1])
     text = getattr(traced, key)
@@ -387,24 +376,19 @@ def apply(
     states: list[list[torch.Tensor]] = [[], [], [], []]
     if facts.is_delayed:
         states = _states(owner, inside, any_grad=facts.any_grad)
-        if keeps_scales:
+        if tracing.keeps_scales:
             # A recomputation quantises with these, whatever has updated the scales by then.
             states[1] = [torch.ops.te_fast.keep_scale(scale) for scale in states[1]]
     kept = getattr(traced, facts.kept) if facts.kept else []
     main_grads = [main_grad_of(params[index]) for index in facts.fused]
-    dummies = []
-    for index in (*facts.fused, *facts.fused_later):
-        if hasattr(params[index], "grad_added_to_main_grad"):
-            params[index].grad_added_to_main_grad = True  # type: ignore[attr-defined]
-            is_zero = getattr(params[index], "zero_out_wgrad", False)
-            dummies.append((index, params[index].dtype, is_zero))
+    dummies = _dummies(facts, params)
     parts = [tensors[:1], given, list(params), *states, kept, main_grads]
     counts = tuple([len(part) for part in parts])
     out = _Program.apply(
         traced.handle,
         text,
         counts,
-        tuple(dummies),
+        dummies,
         *[tensor for part in parts for tensor in part],
     )
     leading = x.shape[:-1]
@@ -413,6 +397,17 @@ def apply(
     return tuple(
         [part.view(*leading, width) for part, width in zip(out, facts.widths, strict=True)]
     )
+
+
+def _dummies(facts: Facts, params: Tensors) -> tuple[tuple[int, torch.dtype, bool], ...]:
+    """Return parameters whose hooks are to see a gradient that nobody reads: number, type, whether it is of zeros."""
+    dummies = []
+    for index in (*facts.fused, *facts.fused_later):
+        if hasattr(params[index], "grad_added_to_main_grad"):
+            params[index].grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            is_zero = getattr(params[index], "zero_out_wgrad", False)
+            dummies.append((index, params[index].dtype, is_zero))
+    return tuple(dummies)
 
 
 def _as_matrix(extra: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -443,7 +438,7 @@ def _exported(
 
 
 def _described(tensors: Tensors, extras: int) -> tuple[Described, ...]:
-    """Return what :meth:`Traced.prepare` takes of input, extra inputs and parameters; the rows of the former do not matter."""
+    """Return what :meth:`Traced.prepare` takes of input, extra inputs and parameters; rows do not matter."""
     shapes = [
         (1, tensor.shape[-1]) if index <= extras else tuple(tensor.shape)
         for index, tensor in enumerate(tensors)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -25,6 +24,8 @@ _by_number: WeakValueDictionary[int, Traced] = WeakValueDictionary()
 Place = tuple[str, int]
 #: How a quantised tensor is quantised: block, FP8 type, and whether it has a column layout.
 Kind = tuple[int, str, bool]
+#: How a call is made, as :meth:`Traced.prepare` has it.
+How = tuple[bool | None, bool | None, bool, bool]
 #: Shape, type and device of a tensor, and how it is quantised.
 Described = tuple[tuple[int, ...], torch.dtype, torch.device, Kind | None]
 
@@ -148,19 +149,16 @@ class Traced:
     def prepare(
         self,
         key: str,
-        is_first_microbatch: bool | None,
         tensors: tuple[Described, ...],
         extras: int,
         wants: tuple[bool, ...],
         region: tuple[bool, int, bool],
-        is_first: bool | None,
-        overwrites_main_grad: bool,
-        keeps_scales: bool,
+        how: How,
     ) -> tuple[str, str] | None:
         """Describe a call; runs once in a trace, on the real program.
 
-        Return the class and the message of what eager would raise, for the trace to raise it: torch makes an internal error
-        of what is raised here.
+        Return the class and the message of what eager would raise, for the trace to raise it: torch makes an internal
+        error of what is raised here.
 
         The call's text becomes the attribute `key`, and the memory of its kept weights, if it has such, the attribute
         :attr:`Facts.kept`. Attributes, because a trace looks each of them up by itself and guards it; a dictionary it
@@ -170,8 +168,6 @@ class Traced:
         ----------
         key : str
             What distinguishes the call for a trace.
-        is_first_microbatch : bool, optional
-            As of the layer.
         tensors : tuple
             Shape, type and device of input, extra inputs and parameters, and how a parameter is quantised: block, FP8
             type, and whether it has a column layout. Numbers of rows do not matter.
@@ -181,12 +177,10 @@ class Traced:
             Which of the tensors want a gradient.
         region : tuple
             Whether layers quantise, the number of the recipe, and whether the graph itself enters the region.
-        is_first : bool, optional
-            Whether this is the first FP8 module of a region that the graph enters; None around the graph.
-        overwrites_main_grad : bool
-            ``main_grad`` is overwritten whatever `is_first_microbatch` says.
-        keeps_scales : bool
-            The graph keeps copies of the scales that forward is given, for its recomputation.
+        how : tuple
+            ``is_first_microbatch``; whether this is the first FP8 module of a region that the graph enters, None around
+            the graph; whether ``main_grad`` is overwritten whatever the microbatch; whether the graph keeps copies of
+            the scales that forward is given, for its recomputation.
         """
         from torch.utils._python_dispatch import _disable_current_modes
 
@@ -194,10 +188,7 @@ class Traced:
 
         try:
             with _disable_current_modes(), torch.no_grad(), as_entered(region):
-                self._describe(
-                    *(key, is_first_microbatch, tensors, extras, wants),
-                    *(is_first, overwrites_main_grad, keeps_scales),
-                )
+                self._describe(key, tensors, extras, wants, how)
         except UnsupportedError:
             raise
         except TeFastError as error:
@@ -207,13 +198,10 @@ class Traced:
     def _describe(
         self,
         key: str,
-        is_first_microbatch: bool | None,
         tensors: tuple[Described, ...],
         extras: int,
         wants: tuple[bool, ...],
-        is_first: bool | None,
-        overwrites_main_grad: bool,
-        keeps_scales: bool,
+        how: How,
     ) -> None:
         samples = [
             torch.empty((), dtype=dtype, device=device).expand(shape)
@@ -229,11 +217,8 @@ class Traced:
             samples[0],
             samples[1:at],
             samples[at:],
-            is_first_microbatch,
             (wants[0], wants[at:], wants[1:at]),
-            is_first,
-            overwrites_main_grad,
-            keeps_scales,
+            how,
             given,
         )
         call = native.traced_describe(call)

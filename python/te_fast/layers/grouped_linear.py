@@ -17,7 +17,6 @@ from te_fast.errors import (
     StateError,
     UnsupportedError,
 )
-from te_fast.runtime.compiling import is_traced
 from te_fast.layers.parameters import (
     check_sizes,
     constant,
@@ -29,6 +28,7 @@ from te_fast.layers.parameters import (
 from te_fast.layers.parts import PartedLayer, concatenate
 from te_fast.runtime import native
 from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
+from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.parts import joined, lay_together
 
 #: Counts given on the host that a layer keeps on the device.

@@ -17,11 +17,11 @@ from te_fast.errors import (
     StateError,
     UnsupportedError,
 )
-from te_fast.runtime.compiling import is_traced
 from te_fast.ops.basic.native import ExtraTensorOperation, NativeOperation
 from te_fast.ops.common import parameter_options, to_real
 from te_fast.runtime import native
 from te_fast.runtime.capturing import is_graph_capturing
+from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.global_state import autocast_state
 from te_fast.runtime.parts import compute_deferred, joined, lay_together
 

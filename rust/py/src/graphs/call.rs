@@ -16,7 +16,7 @@ use te_fast_core::recipe::region::{Former, Given, Region};
 
 use crate::error::Failure;
 use crate::graphs::OP;
-use crate::graphs::given::GivenKind;
+use crate::graphs::kinds::GivenKind;
 use crate::program::check::check;
 use crate::program::handle::{ProgramHandle, PyProgram, Tuples};
 use crate::program::tensors::{Tensors, float, typed, typed_extras};
@@ -390,24 +390,24 @@ impl Drop for Entered<'_> {
     }
 }
 
+/// `is_first_microbatch`; whether this is the first FP8 module of a region that the graph enters itself, none for a region around
+/// the graph; whether `main_grad` is overwritten whatever the microbatch; whether the graph keeps the scales that forward is given.
+type How = (Option<bool>, Option<bool>, bool, bool);
+
 /// Describes calls of a program in the region in force: of inputs like `x` and `extras`, whose values do not matter.
 ///
-/// `wants` says what wants a gradient: input, parameters, extra inputs. `is_first` is whether this is the first FP8
-/// module of a region that the graph enters itself, None for a region around the graph. `given` says of each parameter that is a
+/// `wants` says what wants a gradient: input, parameters, extra inputs. `given` says of each parameter that is a
 /// quantised tensor its block, FP8 type, and whether it has a column layout.
 #[pyfunction]
-#[pyo3(signature = (handle, x, extras, params, is_first_microbatch, wants, is_first, overwrites_main_grad, keeps_scales, given, /))]
+#[pyo3(signature = (handle, x, extras, params, wants, how, given, /))]
 #[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
 pub(crate) fn traced_call<'py>(
     handle: &Bound<'py, ProgramHandle>,
     x: &Bound<'py, PyAny>,
     extras: Vec<Bound<'py, PyAny>>,
     params: Vec<Bound<'py, PyAny>>,
-    is_first_microbatch: Option<bool>,
     wants: (bool, Vec<bool>, Vec<bool>),
-    is_first: Option<bool>,
-    overwrites_main_grad: bool,
-    keeps_scales: bool,
+    how: How,
     given: Vec<Option<(u8, String, bool)>>,
 ) -> PyResult<TracedCall> {
     let describe = || -> Result<TracedCall, Failure> {
@@ -425,17 +425,15 @@ pub(crate) fn traced_call<'py>(
             check(x.py(), (&handle.chain, &handle.params), &tensors, tensors.x.rows(), program.widths())?;
         }
         refuse_written_inputs(program)?;
-        let (one, two) = (one.saved_bytes(), two.saved_bytes());
         let linears = 0..key.linears.len();
         let given = GivenKind::of_params(&given, program, recipe)?;
-        let bytes = |linear| {
-            let layout = program.weight_layout(linear);
-            let is_given = given[program.linear_param(linear)].is_some();
-            if is_given { (0, 0) } else { (layout.row_bytes, layout.col_bytes) }
+        let bytes = |linear| match (given[program.linear_param(linear)], program.weight_layout(linear)) {
+            (Some(_), _) => (0, 0),
+            (None, layout) => (layout.row_bytes, layout.col_bytes),
         };
         let mut call = TracedCall {
             widths: std::iter::once(program.out_cols()).chain(program.extra_output_cols().iter().copied()).collect(),
-            saved: (2 * one - two, two - one),
+            saved: (2 * one.saved_bytes() - two.saved_bytes(), two.saved_bytes() - one.saved_bytes()),
             weights: linears.clone().filter(|_| region.is_some()).map(bytes).collect(),
             reads_weight: linears.clone().map(|linear| program.reads_weight(linear)).collect(),
             weight_params: linears.map(|linear| program.linear_param(linear)).collect(),
@@ -446,14 +444,14 @@ pub(crate) fn traced_call<'py>(
             outputs: std::iter::once(program.output()).chain(program.extra_outputs().iter().copied()).collect(),
             grad_input: program.grad_input(),
             grad_extras: program.grad_extras().to_vec(),
-            microbatch: is_first_microbatch.into(),
+            microbatch: how.0.into(),
             elsewhere: Elsewhere::of(handle, program)?,
             given,
             key,
             region,
-            is_first,
-            overwrites_main_grad,
-            keeps_scales,
+            is_first: how.1,
+            overwrites_main_grad: how.2,
+            keeps_scales: how.3,
             text: String::new(),
             number: 0,
         };

@@ -6,6 +6,7 @@ pub(crate) mod call;
 pub(crate) mod entry;
 pub(crate) mod forward;
 mod given;
+mod kinds;
 mod launch;
 mod operands;
 pub(crate) mod registry;
