@@ -11,19 +11,23 @@ unexport CONDA_PREFIX
 unexport PYTHONPATH
 
 PYTHON ?= python3
+VERSION_OF = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+PYTHON_VERSION := $(call VERSION_OF,$(PYTHON))
 # The torch that the environment gets. Any release from 2.6 on: each has its own environment.
 # No release after 2.14.1 has a wheel for Python 3.10.
-CURRENT_TORCH := $(shell $(PYTHON) -c 'import sys; print("2.14.1" if sys.version_info < (3, 11) else "2.15.0")')
+CURRENT_TORCH := $(if $(filter 3.10,$(PYTHON_VERSION)),2.14.1,2.15.0)
 TORCH ?= $(CURRENT_TORCH)
 # Machine code of the build that is tested; `make wheel` builds for the release list of rust/kernels/build.rs.
 TEST_ARCHS ?= 90
 WHEEL_PYTHONS := 3.10 3.11 3.12 3.13 3.14
 WHEEL_MACHINES := x86_64 aarch64
-THIS_WHEEL = wheel-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')-$(shell uname -m)
+THIS_WHEEL = wheel-$(PYTHON_VERSION)-$(shell uname -m)
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 
-VENV := .venv$(if $(filter-out $(CURRENT_TORCH),$(TORCH)),-torch-$(TORCH))
+# Another Python than python3 has environments of its own, too.
+OTHER_PYTHON := $(filter-out $(call VERSION_OF,python3),$(PYTHON_VERSION))
+VENV := .venv$(if $(filter-out $(CURRENT_TORCH),$(TORCH)),-torch-$(TORCH))$(OTHER_PYTHON:%=-python-%)
 PY := $(VENV)/bin/python
 BUILD := .build
 BUILD_PY := $(BUILD)/venv/bin/python
@@ -86,7 +90,7 @@ $(TOOLS)/.ready: pyproject.toml
 .PHONY: build
 build: $(BUILD)/venv/.ready
 	rm -rf $(BUILD)/wheel
-	TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_NVCC="$(NVCC)" TE_FAST_FATBINS="$(FATBINS)" $(MATURIN) build --release --quiet --interpreter $(BUILD_PY) --out $(BUILD)/wheel
+	TE_FAST_CUDA_ARCHS=$(TEST_ARCHS) TE_FAST_NVCC="$(NVCC)" TE_FAST_FATBINS="$(FATBINS)" $(MATURIN) build --release --quiet --interpreter $(PYTHON) --out $(BUILD)/wheel
 
 .PHONY: install
 install: build | $(VENV)/.torch
@@ -128,14 +132,24 @@ lint: install $(VENV)/.group-lint $(VENV)/.group-bench ## all of check, and clip
 
 ##@ Test it
 .PHONY: test
-test: install $(VENV)/.group-test $(MEGATRON) ## build, install and run all tests (TORCH=2.6.0 for another torch)
+test: install test-rust test-python ## build, install and run all tests (TORCH=2.6.0, PYTHON=python3.10 for others)
+
+.PHONY: test-rust
+test-rust: ## the tests of the Rust crates
 	@if cargo nextest --version >/dev/null 2>&1; then \
 	  $(HOST_ONLY) cargo nextest run $(CRATES); \
 	else \
 	  $(HOST_ONLY) cargo test $(CRATES) --lib --tests; \
 	fi
 	$(HOST_ONLY) cargo test $(CRATES) --doc
+
+.PHONY: test-python
+test-python: install test-environment ## build, install and run the tests in Python
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# What tests need beside te_fast: the network can bring it while compilers work.
+.PHONY: test-environment
+test-environment: $(VENV)/.group-test $(MEGATRON)
 
 .PHONY: test-gpu
 test-gpu: install $(VENV)/.group-test ## the tests that need an NVIDIA GPU, for the architecture of TEST_ARCHS

@@ -1,4 +1,4 @@
-"""Training steps of Llama-like blocks: torch, te_fast and Transformer Engine, eager, compiled and replayed.
+"""Training steps of Llama-like blocks (ms; memory in GiB): torch, te_fast, Transformer Engine; eager, compiled, graphs.
 
     python benches/llama_blocks.py [--tokens 2048 512] [--recipes delayed current block] [--blocks 8] [--out FILE]
 

@@ -1,7 +1,10 @@
 """Megatron-LM on one GPU or several: tokens a second and losses, by whichever ``transformer_engine`` is importable.
 
-    torchrun --nproc-per-node 1 benches/megatron_lm.py --alias --fp8 delayed --out benches/results/megatron_lm.json
+    torchrun --nproc-per-node 1 benches/megatron_lm.py --alias --fp8 delayed --out benches/results/megatron_lm.json \
+        [--layers 4 --seconds 40]
 
+What takes long before the first step (imports, the model, its optimizer) is printed as it is done, and every step. With
+``--seconds`` training ends when that much time has gone since the start, after 8 steps at least.
 Under te_fast, te_fast_alias is installed or on the path (``python/alias``); under Transformer Engine, it is not. It is
 megatron-core that is measured (model, DistributedDataParallel, distributed optimizer), on random tokens.
 """
@@ -35,11 +38,34 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--seconds", type=float, help="of the whole run; fewer steps then")
     parser.add_argument(
         "--alias", action="store_true", help="install te_fast_alias from python/alias"
     )
     parser.add_argument("--out", type=Path, help="JSON to write")
     return parser.parse_args()
+
+
+#: Steps that are not counted, and those that must be.
+WARM_UP, LEAST_STEPS = 5, 8
+_begin = time.perf_counter()
+
+
+def say(what: str) -> None:
+    """Print on the first rank what is done, and the seconds since the start."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{time.perf_counter() - _begin:7.1f} s: {what}", file=sys.stderr, flush=True)
+
+
+def is_over(given: argparse.Namespace, step: int) -> bool:
+    """Tell whether the time is over for any rank."""
+    import torch
+
+    if given.seconds is None or step < LEAST_STEPS:
+        return False
+    over = torch.tensor([time.perf_counter() - _begin > given.seconds], device="cuda").int()
+    torch.distributed.all_reduce(over, op=torch.distributed.ReduceOp.MAX)
+    return bool(over.item())
 
 
 def make_config(given: argparse.Namespace) -> Any:
@@ -136,6 +162,8 @@ def train(given: argparse.Namespace, model: Any, optimizer: Any) -> tuple[list[f
     losses, seconds = [], []
     places = torch.arange(given.length, device="cuda").expand(given.batch, -1)
     for step in range(given.steps):
+        if is_over(given, step):
+            break
         generator = torch.Generator(device="cuda").manual_seed(step % 4)
         tokens = torch.randint(
             0, 32768, (given.batch, given.length + 1), device="cuda", generator=generator
@@ -152,6 +180,7 @@ def train(given: argparse.Namespace, model: Any, optimizer: Any) -> tuple[list[f
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
         losses.append(loss.item())
+        say(f"step {step}: {seconds[-1] * 1e3:.1f} ms, loss {losses[-1]:.4f}")
     return losses, seconds
 
 
@@ -170,6 +199,7 @@ def main() -> None:
 
     rank = int(os.environ.get("RANK", "0"))
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    say("imported")
     torch.distributed.init_process_group("nccl")
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=given.tp,
@@ -178,7 +208,9 @@ def main() -> None:
     )
     model_parallel_cuda_manual_seed(1234, te_rng_tracker=True)
     torch.manual_seed(1234)
-    losses, seconds = train(given, *make_model(given))
+    model, optimizer = make_model(given)
+    say("made model and optimizer")
+    losses, seconds = train(given, model, optimizer)
     tokens = given.batch * given.length * torch.distributed.get_world_size() // given.tp
     result = {
         "transformer_engine": transformer_engine.__version__,
@@ -186,7 +218,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name(),
         "ranks": torch.distributed.get_world_size(),
         "options": {name: str(value) for name, value in vars(given).items()},
-        "tokens_per_second": tokens / statistics.median(seconds[5:]),
+        "tokens_per_second": tokens / statistics.median(seconds[WARM_UP:]),
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "losses": losses,
     }

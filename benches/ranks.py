@@ -1,6 +1,10 @@
 """Layers that ranks share, beside Transformer Engine's where that can be imported: time, hidden communication, host.
 
-    NCCL_NVLS_ENABLE=0 CUDA_DEVICE_MAX_CONNECTIONS=1 python benches/ranks.py --ranks 2 [--hidden 8192] [--rows 8192]
+    NCCL_NVLS_ENABLE=0 CUDA_DEVICE_MAX_CONNECTIONS=1 python benches/ranks.py --ranks 2 [--hidden 8192] [--rows 8192] \
+        [--seconds 60] [--parts layers] [--kinds column LayerNormMLP] [--recipes current]
+
+Every case is printed as a line of JSON when it is done. With ``--seconds`` the cases share that time: each makes as
+many rounds as its share has room for, 3 at least, and cases that find no time left are named and left out.
 
 ``layers``: GPU time of forward and backward with sequence parallelism, in turn with Transformer Engine's layers, and
 how much of the collectives' own time is hidden: the time without them is taken of the same layer with collectives that
@@ -12,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import math
 import os
 import statistics
 import sys
@@ -19,6 +25,7 @@ import tempfile
 import time
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +42,10 @@ if TYPE_CHECKING:
 BAR_LAYERS, BAR_HIDDEN, BAR_HOST = 0.90, 0.60, 1.0
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 PARTS = ("layers", "host", "scaling")
+KINDS = ("column", "row", "norm + column", "LayerNormMLP")
+#: A case as it is measured: its part, its name, and what measures it within so many seconds.
+Case = tuple[str, str, "Callable[[argparse.Namespace, float], dict[str, float]]"]
+LEAST_ROUNDS, WARM_UP = 3, 2
 
 
 def transformer_engine() -> Any:
@@ -57,7 +68,9 @@ def without_communication(seen: list[tuple[str, list[torch.Tensor]]]) -> Iterato
     """Replace the collectives by such that do nothing; note what they would have done."""
     originals = {name: getattr(dist, name) for name in COLLECTIVES}
 
-    def idle(name: str, *tensors: torch.Tensor, async_op: bool = False, **_: Any) -> Any:
+    def idle(name: str, *tensors: torch.Tensor, async_op: bool = False, **given: Any) -> Any:
+        if tensors[0].dtype == torch.int64:  # the comparison of calls, which must find them alike
+            return originals[name](*tensors, async_op=async_op, **given)
         seen.append((name, list(tensors)))
         return _Done() if async_op else None
 
@@ -88,21 +101,28 @@ def burst_us(body: Callable[[], object], calls: int, device: torch.device) -> fl
     return float(begin.elapsed_time(end)) * 1e3 / calls
 
 
-def medians(
-    bodies: dict[str, Callable[[], object]], arguments: argparse.Namespace
-) -> dict[str, float]:
-    """Median microseconds of each, in turn; of all ranks the slowest's."""
-    samples: dict[str, list[float]] = {name: [] for name in bodies}
-    for number in range(arguments.rounds + 2):
-        for name, body in bodies.items():
-            value = burst_us(body, arguments.calls, arguments.device)
-            if number >= 2:
-                samples[name].append(value)
-    found = torch.tensor(
-        [statistics.median(values) for values in samples.values()], device=arguments.device
-    )
+def slowest(values: list[float], arguments: argparse.Namespace) -> list[float]:
+    """Return of each number the largest of all ranks."""
+    found = torch.tensor(values, dtype=torch.float64, device=arguments.device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return dict(zip(samples, found.tolist(), strict=True))
+    return list(map(float, found.tolist()))
+
+
+def medians(
+    bodies: dict[str, Callable[[], object]], arguments: argparse.Namespace, seconds: float
+) -> dict[str, float]:
+    """Median microseconds of each, in turn; of all ranks the slowest's. All ranks make as many rounds."""
+    for _ in range(WARM_UP):
+        once = [burst_us(body, 1, arguments.device) for body in bodies.values()]
+    call_s = sum(slowest(once, arguments)) * 1e-6
+    calls = max(1, min(arguments.calls, int(min(1e6, seconds / (LEAST_ROUNDS * call_s)))))
+    rounds = max(LEAST_ROUNDS, min(arguments.rounds, int(min(1e6, seconds / (calls * call_s)))))
+    samples: dict[str, list[float]] = {name: [] for name in bodies}
+    for _ in range(rounds):
+        for name, body in bodies.items():
+            samples[name].append(burst_us(body, calls, arguments.device))
+    found = slowest([statistics.median(values) for values in samples.values()], arguments)
+    return dict(zip(samples, found, strict=True)) | {"rounds": rounds}
 
 
 # Layers ---------------------------------------------------------------------------------------------
@@ -162,52 +182,46 @@ def run_collectives(seen: list[tuple[str, list[torch.Tensor]]]) -> None:
         getattr(dist, name)(*tensors)
 
 
-def measure_layers(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Time and hidden communication by layer and recipe."""
+def measure_layer(
+    kind: str, name: str | None, arguments: argparse.Namespace, seconds: float
+) -> dict[str, float]:
+    """Time and hidden communication of a layer under a recipe."""
     other = transformer_engine()
-    figures: dict[str, dict[str, float]] = {}
-    for kind in ("column", "row", "norm + column", "LayerNormMLP"):
-        for name in (None, *arguments.recipes):
-            layer, x = make_layer(te, kind, arguments)
-            own = step_of(te, layer, x, None if name is None else RECIPES[name]())
-            for _ in range(3):
-                own()
-            seen: list[tuple[str, list[torch.Tensor]]] = []
-            with without_communication(seen):
-                own()
-            travels = [
-                (what, [torch.empty_like(tensor) for tensor in tensors]) for what, tensors in seen
-            ]
+    layer, x = make_layer(te, kind, arguments)
+    own = step_of(te, layer, x, None if name is None else RECIPES[name]())
+    for _ in range(3):
+        own()
+    seen: list[tuple[str, list[torch.Tensor]]] = []
+    with without_communication(seen):
+        own()
+    travels = [(what, [torch.empty_like(tensor) for tensor in tensors]) for what, tensors in seen]
 
-            def alone(own: Callable[[], None] = own) -> None:
-                with without_communication([]):
-                    own()
+    def alone() -> None:
+        with without_communication([]):
+            own()
 
-            bodies: dict[str, Callable[[], object]] = {
-                "te_fast": own,
-                "without": alone,
-                "collectives": partial(run_collectives, travels),
-            }
-            if other is not None:
-                theirs = importlib.import_module("transformer_engine.common.recipe")
-                recipe = None if name is None else getattr(theirs, RECIPES[name].__name__)()
-                bodies["transformer_engine"] = step_of(
-                    other, *make_layer(other, kind, arguments), recipe
-                )
-            found = medians(bodies, arguments)
-            exposed = max(0.0, found["te_fast"] - found["without"])
-            row = {f"{what}_us": round(value, 1) for what, value in found.items()}
-            row["hidden"] = round(1 - min(1.0, exposed / max(found["collectives"], 1e-9)), 3)
-            if other is not None:
-                row["ratio"] = round(found["te_fast"] / found["transformer_engine"], 3)
-            figures[f"{kind}, {name or arguments.dtype}"] = row
-    return figures
+    bodies: dict[str, Callable[[], object]] = {
+        "te_fast": own,
+        "without": alone,
+        "collectives": partial(run_collectives, travels),
+    }
+    if other is not None:
+        theirs = importlib.import_module("transformer_engine.common.recipe")
+        recipe = None if name is None else getattr(theirs, RECIPES[name].__name__)()
+        bodies["transformer_engine"] = step_of(other, *make_layer(other, kind, arguments), recipe)
+    found = medians(bodies, arguments, seconds)
+    exposed = max(0.0, found["te_fast"] - found["without"])
+    row = {f"{what}_us": round(found[what], 1) for what in bodies} | {"rounds": found["rounds"]}
+    row["hidden"] = round(1 - min(1.0, exposed / max(found["collectives"], 1e-9)), 3)
+    if other is not None:
+        row["ratio"] = round(found["te_fast"] / found["transformer_engine"], 3)
+    return row
 
 
 # Host -----------------------------------------------------------------------------------------------
 
 
-def measure_host(arguments: argparse.Namespace) -> dict[str, float]:
+def measure_host(arguments: argparse.Namespace, seconds: float) -> dict[str, float]:
     """Host time of 100 small layers under delayed scaling, with the reduction of their maxima, over ``nn.Linear``."""
     dtype, device = DTYPES[arguments.dtype], arguments.device
     x = torch.randn(16, 256, dtype=dtype, device=device)
@@ -229,13 +243,21 @@ def measure_host(arguments: argparse.Namespace) -> dict[str, float]:
         "nn.Linear": (plain, nullcontext),
     }
     samples: dict[str, list[float]] = {name: [] for name in regions}
-    for number in range(arguments.rounds + 3):
+    rounds = arguments.rounds
+    for number in range(3 + arguments.rounds):
+        begin = time.perf_counter()
         for name, (layers, region) in regions.items():
             value = run(layers, region)  # type: ignore[arg-type]
             if number >= 3:
                 samples[name].append(value)
+        if number == 2:
+            (round_s,) = slowest([time.perf_counter() - begin], arguments)
+            rounds = max(LEAST_ROUNDS, min(rounds, int(min(1e6, seconds / round_s))))
+        if number == 2 + rounds:
+            break
     found = {name: statistics.median(values) for name, values in samples.items()}
     figures = {f"{name}_us": round(value, 1) for name, value in found.items()}
+    figures["rounds"] = rounds
     return figures | {"ratio": round(found["te_fast"] / found["nn.Linear"], 3)}
 
 
@@ -267,39 +289,41 @@ class Block(torch.nn.Module):
         return result
 
 
-def measure_scaling(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Time of steps under DDP and FSDP2."""
+def replicated(arguments: argparse.Namespace, *, own: bool) -> torch.nn.Module:
+    """Return blocks inside of DDP."""
+    blocks = [Block(arguments, own=own) for _ in range(arguments.blocks)]
+    return torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*blocks))
+
+
+def sharded(arguments: argparse.Namespace, *, own: bool) -> torch.nn.Module:
+    """Return blocks that FSDP2 shards."""
     from torch.distributed.fsdp import fully_shard
 
-    x = torch.randn(
-        arguments.rows, arguments.hidden, dtype=DTYPES[arguments.dtype], device=arguments.device
-    )
+    model = torch.nn.Sequential(*[Block(arguments, own=own) for _ in range(arguments.blocks)])
+    for part in (*model, model):
+        fully_shard(part)
+    return model
+
+
+WRAPS = {"DDP": replicated, "FSDP2": sharded}
+
+
+def measure_scaling(name: str, arguments: argparse.Namespace, seconds: float) -> dict[str, float]:
+    """Time of steps under DDP or FSDP2."""
+    size, dtype = (arguments.rows, arguments.hidden), DTYPES[arguments.dtype]
+    x = torch.randn(size, dtype=dtype, device=arguments.device)
 
     def step(model: torch.nn.Module) -> None:
         model(x).sum().backward()
         model.zero_grad(set_to_none=True)
 
-    def sharded(*, own: bool) -> torch.nn.Module:
-        blocks = [Block(arguments, own=own) for _ in range(arguments.blocks)]
-        for block in blocks:
-            fully_shard(block)
-        model = torch.nn.Sequential(*blocks)
-        fully_shard(model)
-        return model
-
-    def replicated(*, own: bool) -> torch.nn.Module:
-        blocks = [Block(arguments, own=own) for _ in range(arguments.blocks)]
-        return torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*blocks))
-
-    figures = {}
-    for name, wrap in {"DDP": replicated, "FSDP2": sharded}.items():
-        models = {"te_fast": wrap(own=True), "torch": wrap(own=False)}
-        bodies = {what: partial(step, model) for what, model in models.items()}
-        found = medians(bodies, arguments)  # type: ignore[arg-type]
-        figures[name] = {f"{what}_us": round(value, 1) for what, value in found.items()}
-        figures[name]["ratio"] = round(found["te_fast"] / found["torch"], 3)
-        del models, bodies
-    return figures
+    bodies: dict[str, Callable[[], object]] = {
+        what: partial(step, WRAPS[name](arguments, own=own))
+        for what, own in {"te_fast": True, "torch": False}.items()
+    }
+    found = medians(bodies, arguments, seconds)
+    row = {f"{what}_us": round(found[what], 1) for what in bodies} | {"rounds": found["rounds"]}
+    return row | {"ratio": round(found["te_fast"] / found["torch"], 3)}
 
 
 # Processes ------------------------------------------------------------------------------------------
@@ -315,24 +339,51 @@ def worker(rank: int, arguments: argparse.Namespace, store: str) -> None:
         backend, init_method=f"file://{store}", rank=rank, world_size=arguments.ranks
     )
     as_in_training()
-    measures: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-        "layers": measure_layers,
-        "host": measure_host,
-        "scaling": measure_scaling,
-    }
-    figures: dict[str, Any] = {
-        part: measure(arguments) for part, measure in measures.items() if part in arguments.parts
-    }
+    figures = measure(arguments)
     if rank == 0:
         report(figures, arguments)
     dist.barrier()
     dist.destroy_process_group()
 
 
+def cases(arguments: argparse.Namespace) -> list[Case]:
+    """Return what is asked for."""
+    found: list[Case] = []
+    if "layers" in arguments.parts:
+        for kind, name in product(arguments.kinds, (None, *arguments.recipes)):
+            case = partial(measure_layer, kind, name)
+            found.append(("layers", f"{kind}, {name or arguments.dtype}", case))
+    if "host" in arguments.parts:
+        found.append(("host", "100 Linear(256)", measure_host))
+    if "scaling" in arguments.parts:
+        found += [("scaling", name, partial(measure_scaling, name)) for name in WRAPS]
+    return found
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
+    """Return figures by part and case, which the first rank prints as they come."""
+    begin, all_cases = time.perf_counter(), cases(arguments)
+    figures: dict[str, dict[str, dict[str, float]]] = {}
+    for number, (part, name, case) in enumerate(all_cases):
+        seconds = math.inf
+        if arguments.seconds is not None:
+            (spent,) = slowest([time.perf_counter() - begin], arguments)
+            seconds = (arguments.seconds - spent) / (len(all_cases) - number)
+        is_first = dist.get_rank() == 0
+        if seconds <= 0:
+            if is_first:
+                print(f"no time left for {part}: {name}", flush=True)
+            continue
+        row = case(arguments, seconds)
+        figures.setdefault(part, {})[name] = row
+        if is_first:
+            print(json.dumps({"part": part, "case": name, **row}), flush=True)
+    return figures
+
+
 def report(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Print tables, write the figures, and say which bars are missed."""
-    for part, found in figures.items():
-        table = {part: found} if part == "host" else found
+    for part, table in figures.items():
         names = sorted({name for row in table.values() for name in row})
         rows = [[what, *(str(row.get(name, "")) for name in names)] for what, row in table.items()]
         show(f"{part}, {arguments.ranks} ranks", ["", *names], rows)
@@ -341,8 +392,9 @@ def report(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
             print(f"missed: {what}: {row['ratio']} of Transformer Engine's time > {BAR_LAYERS}")
         if arguments.ranks == 4 and row["hidden"] < BAR_HIDDEN:
             print(f"missed: {what}: {row['hidden']} of the communication hidden < {BAR_HIDDEN}")
-    if figures.get("host", {}).get("ratio", 0.0) > BAR_HOST:
-        print(f"missed: host: {figures['host']['ratio']} > {BAR_HOST}")
+    for what, row in figures.get("host", {}).items():
+        if row["ratio"] > BAR_HOST:
+            print(f"missed: {what}: {row['ratio']} > {BAR_HOST}")
     sizes = {name: getattr(arguments, name) for name in ("ranks", "hidden", "rows", "dtype")}
     write(f"ranks-{arguments.ranks}", arguments, {"sizes": sizes, **figures})
 
@@ -355,6 +407,8 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=8192, help="rows of all ranks together")
     parser.add_argument("--blocks", type=int, default=4, help="blocks of the models of `scaling`")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--seconds", type=float, help="time that all cases share")
     parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=["delayed", "current"])
     parser.set_defaults(calls=10)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Training steps of whole transformer layers: te_fast, torch eager and compiled, Transformer Engine.
+"""Training steps of whole transformer layers, times in ms: te_fast, torch eager and compiled, Transformer Engine.
 
     python benches/transformer_layer.py [--tokens 2048 512] [--recipes delayed current] [--layers 8] [--rope]
 

@@ -4,7 +4,6 @@ Writes what it saw as JSON. Run by ``unit/test_compiled_ranks.py``, in two proce
 """
 
 import datetime
-import gc
 import json
 import sys
 import warnings
@@ -126,7 +125,6 @@ def scene(rank, ways, kinds):
             torch.compiler.reset()
             operators.clear()
             got = train(rank, wrap, None if kind == "none" else RECIPES[kind]())
-            gc.collect()  # the layers of one run take no part in the next
             if expected is None:
                 expected = got
                 continue

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import te_fast.pytorch as te
 from delayed_states import make_state, record
 from te_fast.common.recipe import DelayedScaling, Format
+from te_fast.errors import RanksError
 
 
 def region(recipe, group=None):
@@ -76,11 +77,73 @@ def deaths(rank):
     with region(recipe):
         record(second, [1.0 + rank] * 2)
     del second
-    gc.collect()
     with region(recipe):
         record(first, [1.0 + rank])
         record(third, [2.0 - rank])
     return seen(first, third)
+
+
+class Watched:
+    """Notes how many maxima are reduced, and how often ranks compare what they have run."""
+
+    def __init__(self):
+        self.reduced, self.compared = [], 0
+        self.originals = dist.all_reduce, dist.all_gather_into_tensor
+
+    def __enter__(self):
+        dist.all_reduce, dist.all_gather_into_tensor = self.all_reduce, self.all_gather
+        return self
+
+    def __exit__(self, *_):
+        dist.all_reduce, dist.all_gather_into_tensor = self.originals
+
+    def all_reduce(self, tensor, *, group, **options):
+        if group is dist.group.WORLD:  # not those of other scenes
+            self.reduced.append(tensor.numel())
+        return self.originals[0](tensor, group=group, **options)
+
+    def all_gather(self, *tensors, group):
+        self.compared += group is dist.group.WORLD
+        return self.originals[1](*tensors, group=group)
+
+
+def garbage(rank):
+    """A layer that one rank frees at once, and the other only when its garbage collector comes by."""
+    gc.collect()
+    gc.disable()
+    recipe = DelayedScaling(amax_history_len=2)
+    first, last = (make_state(recipe, tensors=1, group=dist.group.WORLD) for _ in range(2))
+    between = te.Linear(16, 16, device="cpu", bias=False)
+    if rank == 1:
+        between.itself = between  # a circle
+    with Watched() as watched:
+        with region(recipe, dist.group.WORLD):
+            between(torch.full((16, 16), 8.0 + rank))
+        between = te.Linear(16, 16, device="cpu", bias=False)
+        for step in range(40):
+            with region(recipe, dist.group.WORLD):
+                between(torch.full((16, 16), 4.0 - rank))
+                record(first, [1.0 + rank])
+                record(last, [3.0 - rank])
+            if step == 19:
+                gc.collect()
+    gc.enable()
+    scales = [between.fp8_meta["scaling_fwd"].scale[0].item()]
+    return [*seen(first, last), scales, watched.reduced, watched.compared]
+
+
+def others(rank):
+    """A layer that one rank alone runs."""
+    layers = {name: te.Linear(16, 16, device="cpu", bias=False, name=name) for name in "abc"}
+    recipe = DelayedScaling(amax_history_len=3)
+    x = torch.full((16, 16), 1.0 + rank)
+    try:
+        with region(recipe, dist.group.WORLD):
+            for name in "abc" if rank == 0 else "ac":
+                layers[name](x)
+    except RanksError as error:
+        return str(error)
+    return "nothing"
 
 
 def changes(rank):
@@ -143,7 +206,17 @@ def layers(rank):
     return seen(*states)
 
 
-SCENES = (maxima_of_all_ranks, groups, copies, deaths, changes, own_algorithms, layers)
+SCENES = (
+    maxima_of_all_ranks,
+    groups,
+    copies,
+    deaths,
+    garbage,
+    changes,
+    own_algorithms,
+    layers,
+    others,
+)
 
 
 def main() -> None:
@@ -160,7 +233,6 @@ def main() -> None:
     results = {}
     for scene in SCENES:
         results[scene.__name__] = scene(rank)
-        gc.collect()
         dist.barrier()
     (folder / f"{rank}.json").write_text(json.dumps(results), encoding="utf-8")
     dist.destroy_process_group()

@@ -13,6 +13,7 @@ from reference import (
     quantize_per_tensor,
     reciprocal,
 )
+from te_fast.tensor import operations
 
 KINDS = ("delayed", "current", "2d", "1d")
 FP8 = {"e4m3": te.DType.kFloat8E4M3, "e5m2": te.DType.kFloat8E5M2}
@@ -63,3 +64,13 @@ def parts(tensor):
     """Row bytes and scales, column bytes and scales."""
     value = tensor._value
     return value.row, value.row_scale, value.col, value.col_scale
+
+
+def forbid_dispatch(monkeypatch):
+    """Fail where a call enters torch's dispatch of quantised tensors."""
+
+    def refuse(func, *_):
+        raise AssertionError(func)
+
+    monkeypatch.setattr(operations, "dispatch", refuse)
+    monkeypatch.setattr("te_fast.tensor.tensor.dispatch", refuse)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import gc
 import json
 import sys
 import time
@@ -58,7 +57,6 @@ class Scenes:
         try:
             for name in sys.argv[5:]:
                 self.functions[name]()
-                gc.collect()  # of layers that one rank has freed, the other's maxima would be reduced with none
                 found[name] = ""
         except Exception:  # the other ranks wait in vain
             found[name] = traceback.format_exc()

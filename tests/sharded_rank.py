@@ -6,7 +6,6 @@ Gradients are compared with the mean of those that each rank has by itself; run 
 from __future__ import annotations
 
 import copy
-import gc
 import shutil
 import tempfile
 from itertools import product
@@ -46,18 +45,12 @@ def step(model, recipe, x, group=None):
     y.square().mean().backward()
 
 
-def forget_models():
-    """Free what circles of references hold: the maxima of layers that are there on one rank alone are not reduced."""
-    gc.collect()
-
-
 def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def train(wrap, make, recipe, *, group=None):
     """Steps of a model that ranks share, beside those of a copy whose gradients are averaged by hand."""
-    forget_models()
     model, plain = made(make), made(make)
     wrapped = wrap(model)
     size = dist.get_world_size()
@@ -119,7 +112,6 @@ def checkpoints():
     from torch.distributed.checkpoint import state_dict as states
 
     for name, recipe in product(("LayerNormMLP", "ops.Sequential"), ("delayed", None)):
-        forget_models()
         folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(folders)
         saved = shard(made(LAYERS[name]))
@@ -153,7 +145,6 @@ def meshes():
     rank = dist.get_rank(group)
     options = {"device": "cpu", "set_parallel_mode": True, "sequence_parallel": True}
     for recipe in (None, *RECIPES):
-        forget_models()
         models = []
         for wraps in (False, True):
             torch.default_generator.manual_seed(rank)
@@ -189,7 +180,6 @@ def quantised_weights_that_ranks_share():
         ("current", "delayed"),
         (("Linear", "column"), ("Linear", "row"), ("LayerNormLinear", "column")),
     ):
-        forget_models()
         torch.default_generator.manual_seed(dist.get_rank())
         with te.quantized_model_init(enabled=True, recipe=RECIPES[recipe]()):
             layer = getattr(te, kind)(COLS, 64, parallel_mode=mode, **options)

@@ -16,7 +16,17 @@ MODULES = {
     "te_fast.pytorch": "Layers, autocast, MoE",
     "te_fast.pytorch.ops": "Fusible operations",
     "te_fast.pytorch.distributed": "Recomputation and ranks",
+    "te_fast.pytorch.attention.rope": "Rotary embeddings",
+    "te_fast.pytorch.attention.inference": "Caches of keys and values",
+    "te_fast.pytorch.permutation": "Permutations",
+    "te_fast.pytorch.router": "Routers of experts",
+    "te_fast.pytorch.optimizers": "Optimizers",
+    "te_fast.pytorch.tensor.utils": "Distributed optimizers",
+    "te_fast.pytorch.graph": "CUDA graphs",
+    "te_fast.pytorch.utils": "Utilities",
     "te_fast.common.recipe": "Recipes",
+    "te_fast.convert": "Models of other libraries",
+    "te_fast.convert_checkpoint": "Checkpoints",
     "te_fast.dispatch": "The dispatcher",
     "te_fast.profiling": "Profiling",
     "te_fast.doctor": "The doctor",
@@ -34,18 +44,29 @@ def is_own(fullname: str, member: str) -> bool:
         return False
     value = vars(owner)[member]
     is_documented = callable(value) or isinstance(value, (property, classmethod, staticmethod))
-    return (
-        owner.__module__.partition(".")[0] == OWN and is_documented and bool(inspect.getdoc(value))
+    texts = (
+        vars(base)[member].__doc__
+        for base in cls.__mro__
+        if base.__module__.partition(".")[0] == OWN and member in vars(base)
     )
+    return owner.__module__.partition(".")[0] == OWN and is_documented and any(texts)
 
 
-def page(module: str, title: str) -> str:
-    """Return the page of a module."""
+def is_listed(value: Any) -> bool:
+    """Whether a public value gets a page of its own; commands do not."""
+    own = (getattr(value, "__module__", None) or "").partition(".")[0] == OWN
+    return own and not inspect.ismodule(value) and getattr(value, "__name__", "") != "main"
+
+
+def page(module: str, title: str, seen: set[int]) -> str:
+    """Return the page of a module, without what another page has."""
     loaded = importlib.import_module(module)
-    public = [name for name in loaded.__all__ if not inspect.ismodule(getattr(loaded, name))]
     kinds: dict[str, list[str]] = {"Classes": [], "Functions": []}
-    for name in public:
+    for name in loaded.__all__:
         value = getattr(loaded, name)
+        if not is_listed(value) or id(value) in seen:
+            continue
+        seen.add(id(value))
         if inspect.isclass(value) and not issubclass(value, BaseException):
             kinds["Classes"].append(name)
         elif callable(value) and not inspect.isclass(value):
@@ -63,8 +84,9 @@ def write(folder: Path) -> None:
     """Write all pages anew."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    seen: set[int] = set()
     for module, title in MODULES.items():
-        (folder / f"module-{module}.rst").write_text(page(module, title), encoding="utf-8")
+        (folder / f"module-{module}.rst").write_text(page(module, title, seen), encoding="utf-8")
 
 
 def setup(app: Any) -> dict[str, bool]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from parallel_attention_rank import scenes as attention_scenes
 from parallel_rank import scenes
 from ranks import run
 
@@ -22,6 +23,17 @@ def results(request, fresh, tmp_path_factory):
         pytest.skip(f"needs {size} GPUs")
     folder = tmp_path_factory.mktemp(f"gpus{size}")
     return run(fresh, folder, "parallel_rank", size, SCENES, kind="cuda")
+
+
+@pytest.fixture(scope="module")
+def of_attention(fresh, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("attention")
+    return run(fresh, folder, "parallel_attention_rank", 2, attention_scenes.functions, kind="cuda")
+
+
+@pytest.mark.parametrize("scene", attention_scenes.functions)
+def test_gpus_that_share_heads(of_attention, scene):
+    assert {rank.get(scene, "did not run") for rank in of_attention} == {""}
 
 
 @pytest.mark.parametrize("scene", SCENES)

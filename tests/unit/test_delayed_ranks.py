@@ -33,6 +33,10 @@ class Reductions:
             dist, "get_world_size", lambda group=None: 2 if group is self.group else 1
         )
         monkeypatch.setattr(dist, "all_reduce", self.all_reduce)
+        monkeypatch.setattr(dist, "all_gather_into_tensor", self.all_gather)
+
+    def all_gather(self, everyones, own, group):
+        everyones.view(2, -1).copy_(own.expand(2, -1))
 
     def all_reduce(self, tensor, op, group):
         assert op is dist.ReduceOp.MAX
@@ -40,14 +44,15 @@ class Reductions:
         self.seen.append(tensor.tolist())
 
     def of(self, layers, x, recipe=None, **options):
-        """Return the maxima that a region with forwards of some layers reduces."""
+        """Return the maxima that a region with forwards of some layers reduces, those of layers that are gone apart."""
         self.seen.clear()
         recipe = recipe or DelayedScaling(amax_history_len=4)
         with te.autocast(recipe=recipe, amax_reduction_group=self.group):
             for layer in layers:
                 layer(x, **options)
         (maxima,) = self.seen
-        return maxima
+        self.gone = sum(maximum < 0.0 for maximum in maxima)
+        return [maximum for maximum in maxima if maximum >= 0.0]
 
 
 @every_layer
@@ -61,7 +66,10 @@ def test_copies_and_loaded_layers_are_reduced_once_they_run(monkeypatch, make):
     assert len(reductions.of([copied], x)) == 2 * count
     assert len(reductions.of([pickled, loaded], x)) == 4 * count
     del copied
+    for _ in range(16):  # as often as ranks look which layers are gone on all of them
+        assert len(reductions.of([layer], x)) == 3 * count
     assert len(reductions.of([layer], x)) == 3 * count
+    assert reductions.gone == 0
 
 
 @every_layer
@@ -218,6 +226,25 @@ def test_copies_of_one_rank_are_not_reduced_with_layers_of_the_other(ranks):
 def test_layers_that_are_gone_leave_the_others_where_they_were(ranks):
     assert ranks[0]["deaths"] == ranks[1]["deaths"]
     assert ranks[0]["deaths"] == [[[224.0], [[0.0], [2.0]]]] * 2
+
+
+def test_ranks_may_free_layers_at_different_times(ranks):
+    """Their maxima keep their place until no rank has them; the ranks hold no comparison for that."""
+    assert ranks[0]["garbage"] == ranks[1]["garbage"]
+    first, last, inputs, reduced, compared = ranks[0]["garbage"]
+    third = torch.tensor(448 / 3).item()
+    assert (first, last) == ([[224.0], [[0.0], [2.0]]], [[third], [[0.0], [3.0]]])
+    assert inputs == [112.0]
+    # Three of the layer that goes, three of the one that comes, one of either state; every 16th reduction ranks look.
+    assert reduced == [5] + [8] * 31 + [5] * 9
+    assert compared <= 3
+
+
+def test_layers_that_one_rank_alone_runs_are_named(ranks):
+    for rank in ranks:
+        message = rank["others"]
+        assert "rank 0 has 3, there b" in message
+        assert "rank 1 has 2, there c" in message
 
 
 def test_recipes_may_change_between_regions(ranks):

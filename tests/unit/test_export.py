@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import StateError, UnsupportedError
+from te_fast.graphs.inference import _Loaded
 from te_fast.pytorch import ops
 from te_fast.runtime.compiling import CAN_COMPILE
 
@@ -164,6 +167,45 @@ def test_new_weights_are_quantised_anew():
         program.layer.weight.mul_(-2)
         program.layer.bias.mul_(-2)
     assert torch.equal(program(X), -2 * before)
+
+
+def test_other_weights_in_the_same_memory_are_quantised_anew():
+    memory = torch.randn(32, 32)
+    layer = te.Linear(32, 32, bias=False, device="cpu")
+    layer.weight = torch.nn.Parameter(torch.from_numpy(memory.numpy()))
+    with te.autocast(recipe=Float8CurrentScaling()):
+        program = exported(layer_alone(layer), strict=False).module()
+    del layer
+    # As memory of a tensor that is gone is taken again: neither the address nor a version tells them apart.
+    program.layer.weight = torch.nn.Parameter(torch.from_numpy(memory.numpy()))
+    before = program(X)
+    memory.numpy()[:] *= -2
+    program.layer.weight = torch.nn.Parameter(torch.from_numpy(memory.numpy()))
+    assert torch.equal(program(X), -2 * before)
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_a_program_that_is_gone_leaves_nothing(recipe):
+    def run():
+        layer = te.LayerNormMLP(32, 32, device="cpu")
+        with te.autocast(enabled=recipe is not None, recipe=recipe or DelayedScaling()):
+            program = exported(layer_alone(layer), strict=False).module()
+        for _ in range(2):
+            program(X)
+            assert weights_that_live() == before + 2
+        return weakref.ref(program)
+
+    gc.collect()
+    before = weights_that_live()
+    program = run()
+    gc.collect()
+    assert program() is None
+    assert weights_that_live() == before
+
+
+def weights_that_live():
+    """Weights of programs that came as text."""
+    return sum(len(loaded._handles) for loaded in gc.get_objects() if type(loaded) is _Loaded)
 
 
 def test_rows_that_fp8_lacks_and_no_rows():

@@ -13,7 +13,7 @@ milliseconds = (time.perf_counter() - begin) * 1e3
 assert not torch.cuda.is_initialized()
 assert threading.active_count() == threads
 new = {name.partition(".")[0] for name in set(sys.modules) - before}
-unexpected = {"matplotlib", "rich", "numpy", "sklearn", "transformer_engine", "pkg_resources"} & new
+unexpected = {"matplotlib", "rich", "numpy", "sklearn", "sympy", "transformer_engine", "pkg_resources"} & new
 assert not unexpected, unexpected
 print(f"import te_fast.pytorch: {milliseconds:.1f} ms beyond import torch")
 """,

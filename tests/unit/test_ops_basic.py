@@ -384,8 +384,6 @@ def test_bad_arguments(make, message):
         (lambda: ops.BasicLinear(8, 8, device="cpu", userbuffers_options={"a": 1}), "userbuffers"),
         (lambda: ops.LayerNorm(8, device="cpu", sm_margin=2), "sm_margin"),
         (lambda: ops.RMSNorm(8, device="cpu", sm_margin={"forward": 1}), "sm_margin"),
-        (lambda: ops.ScaledSwiGLU(activation_recompute_in_mlp=True), "activation_recompute"),
-        (lambda: ops.GroupedLinear(2, 8, 8, device="cpu", scale_bias=True), "scale_bias"),
         (lambda: ops.fused.ForwardLinearBiasAdd, "explain"),
     ],
 )

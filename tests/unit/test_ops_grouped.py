@@ -20,9 +20,9 @@ def counts(splits=SPLITS):
     return torch.tensor(splits)
 
 
-def experts(activation=ops.ScaledSwiGLU, dtype=torch.float32, **options):
+def experts(activation=ops.ScaledSwiGLU, dtype=torch.float32, gated=None, **options):
     torch.default_generator.manual_seed(5)
-    gated = activation is not ops.ScaledSReLU
+    gated = activation is not ops.ScaledSReLU if gated is None else gated
     return ops.Sequential(
         ops.GroupedLinear(
             len(SPLITS), HIDDEN, FFN * (1 + gated), device="cpu", dtype=dtype, **options
@@ -167,6 +167,82 @@ def test_trio_is_one_program_with_the_bits_of_its_parts(name):
     assert torch.equal(layers[0].weight4.grad, model[0].weight4.grad)
 
 
+def saved_bytes(run):
+    """Bytes of what autograd keeps of a forward, and the result."""
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = run()
+    return sum(kept.values()), result
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize("activation", [ops.ScaledSwiGLU, ops.ScaledSReLU, ops.ScaledSiTUGLU])
+@pytest.mark.parametrize("name", ["high", "current", "block"])
+def test_recomputed_activations_change_no_bits(name, activation, later):
+    x, probs, grad = tensors(torch.bfloat16)
+    found, sizes = [], []
+    for recompute in (False, True):
+        model = experts(
+            lambda recompute=recompute: activation(activation_recompute_in_mlp=recompute),
+            gated=activation is not ops.ScaledSReLU,
+            bias=False,
+            dtype=torch.bfloat16,
+            delay_wgrad_compute=later,
+        )
+        own, p = x.detach().clone().requires_grad_(), probs.detach().clone().requires_grad_()
+
+        def run(model=model, own=own, p=p):
+            with te.autocast(enabled=name != "high", recipe=ALL[name]()):
+                return model(own, counts(), p, counts()), model.explain()
+
+        size, (y, explained) = saved_bytes(run)
+        assert ("activation again" in explained) == recompute
+        y.backward(grad)
+        for place in (2, 0) if later else ():
+            model[place].backward_dw()
+        found.append((y, own.grad, p.grad, *(weight.grad for weight in model.parameters())))
+        sizes.append(size)
+    assert all(map(torch.equal, *found))
+    # A byte of each element in FP8, two without; the rows of each expert begin at multiples of 128.
+    assert sizes[0] - sizes[1] >= sum(SPLITS) * FFN * (2 if name == "high" else 1)
+
+
+def test_recomputed_activations_of_frozen_layers_and_of_dense_ones():
+    def model(recompute):
+        torch.default_generator.manual_seed(2)
+        return ops.Sequential(
+            ops.ScaledSwiGLU(activation_recompute_in_mlp=recompute),
+            ops.Linear(FFN, HIDDEN, device="cpu"),
+        )
+
+    for wants in (False, True):  # whether anything before the product is trained
+        found = []
+        for recompute in (False, True):
+            torch.default_generator.manual_seed(4)
+            x = torch.randn(32, 2 * FFN, requires_grad=wants)
+            one, probs = model(recompute), torch.rand(32)
+            with te.autocast(recipe=RECIPES["current"]()):
+                y = one(x, probs)
+            y.backward(torch.ones_like(y))
+            found.append((y, *(p.grad for p in one.parameters()), *([x.grad] if wants else [])))
+        assert all(map(torch.equal, *found))
+
+
+def test_recomputed_activations_do_not_go_with_delayed_scaling():
+    model = experts(lambda: ops.ScaledSwiGLU(activation_recompute_in_mlp=True))
+    x, probs, _ = tensors()
+    with (
+        te.autocast(recipe=RECIPES["delayed"]()),
+        pytest.raises(ValueError, match="activation_recompute_in_mlp"),
+    ):
+        model(x, counts(), probs, counts())
+
+
 def test_rows_beyond_the_counts_are_left_alone():
     model = experts(bias=False)
     x, probs, _ = tensors()
@@ -278,5 +354,121 @@ def test_beside_operations_of_the_users_own():
     assert torch.equal(y, 2 * model[0](x, torch.tensor([1, 3])))
     assert model[0].weight.grad.shape == (2, 8, 8)
     parts = ops.Sequential(ops.GroupedLinear(2, 8, 8, device="cpu"), Twice())
-    with pytest.raises(NotImplementedError, match="single_grouped_weight"):
-        parts(x, torch.tensor([1, 3]))
+    y = parts(x, torch.tensor([1, 3]))
+    assert torch.equal(y, 2 * parts[0](x, torch.tensor([1, 3])))
+    y.sum().backward()
+    assert parts[0].weight0.grad.shape == (8, 8)
+    close(parts[0].bias1.grad, torch.full((8,), 6.0).double(), torch.float32)
+
+
+# Biases with factors --------------------------------------------------------------------------------
+
+
+def scaled(single=False, **options):
+    torch.default_generator.manual_seed(8)
+    kinds = {"single_grouped_weight": single, "single_grouped_bias": single}
+    return ops.Sequential(
+        ops.GroupedLinear(len(SPLITS), HIDDEN, 2 * FFN, device="cpu", **kinds, **options),
+        ops.ScaledSwiGLU(),
+        ops.GroupedLinear(
+            len(SPLITS), FFN, HIDDEN, device="cpu", scale_bias=True, **kinds, **options
+        ),
+    )
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
+def test_scaled_biases_are_torchs(single):
+    model = scaled(single)
+    x, probs, grad = tensors()
+    leaves = {}
+
+    def leaf(place, kind, number):
+        value = of(model[place], kind, number).detach().double().requires_grad_()
+        leaves[place, kind, number] = value
+        return value
+
+    own, p = (t.detach().double().requires_grad_() for t in (x, probs))
+    parts = []
+    for number, (rows, factor) in enumerate(zip(own.split(SPLITS), p.split(SPLITS), strict=True)):
+        h = rows @ leaf(0, "weight", number).t() + leaf(0, "bias", number)
+        a = swiglu(h) * factor[:, None]
+        y = a @ leaf(2, "weight", number).t() + leaf(2, "bias", number) * factor[:, None]
+        parts.append(y)
+    wanted = torch.cat(parts)
+    wanted.backward(grad.double())
+    y = model(x, counts(), probs, counts(), probs)
+    y.backward(grad)
+    close(y, wanted.detach(), torch.float32)
+    close(x.grad, own.grad, torch.float32)
+    close(probs.grad, p.grad, torch.float32)
+    for (place, kind, number), value in leaves.items():
+        if SPLITS[number]:
+            close(of_grad(model[place], kind, number), value.grad, torch.float32)
+    with torch.no_grad():
+        assert torch.equal(model(x, counts(), probs, counts(), probs), y)
+
+
+def of_grad(op, kind, number):
+    whole = op._parameters.get(kind)
+    return op._parameters[f"{kind}{number}"].grad if whole is None else whole.grad[number]
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_scaled_biases_in_fp8_are_added_to_the_products_of_a_program(name, later):
+    model, plain = scaled(delay_wgrad_compute=later), scaled(delay_wgrad_compute=later)
+    plain = ops.Sequential(plain[0], plain[1], without_bias(plain[2], delay_wgrad_compute=later))
+    x, probs, grad = tensors()
+    found = []
+    for _ in range(2):  # delayed scaling has its scales in the second step
+        found = []
+        for one, extras in ((model, (counts(), probs)), (plain, (counts(),))):
+            own = x.detach().clone().requires_grad_()
+            one.zero_grad()
+            with te.autocast(recipe=RECIPES[name]()):
+                y = one(own, counts(), probs.detach(), *extras)
+            y.backward(grad)
+            for place in (2, 0) if later else ():
+                one[place].backward_dw()
+            found.append((y.detach(), own.grad, one[2].weight4.grad, one[0].weight4.grad))
+    expert = torch.repeat_interleave(torch.arange(len(SPLITS)), counts())
+    biases = torch.stack([model[2].get_parameter(f"bias{i}") for i in range(len(SPLITS))]).detach()
+    assert torch.equal(found[0][0], found[1][0] + biases[expert] * probs.detach()[:, None])
+    assert all(map(torch.equal, found[0][1:], found[1][1:]))
+
+
+def without_bias(op, **options):
+    made = ops.GroupedLinear(len(SPLITS), FFN, HIDDEN, device="cpu", bias=False, **options)
+    with torch.no_grad():
+        for mine, theirs in zip(made.parameters(), op.parameters(), strict=False):
+            mine.copy_(theirs)
+    return made
+
+
+def test_scaled_biases_run_back_twice_where_the_graph_is_retained():
+    model = scaled()
+    x, probs, grad = tensors()
+    y = model(x, counts(), probs, counts(), probs)
+    y.backward(grad, retain_graph=True)
+    once = x.grad.clone()
+    y.backward(grad)
+    assert torch.equal(x.grad, 2 * once)
+    with pytest.raises(RuntimeError, match="retain_graph=True|second time"):
+        y.backward(grad)
+
+
+def test_scaled_biases_of_no_rows_and_of_rows_beyond():
+    model = scaled()
+    x = torch.ones(0, HIDDEN, requires_grad=True)
+    none = torch.ones(0)
+    y = model(x, counts([0] * 6), none, counts([0] * 6), none)
+    y.sum().backward()
+    assert y.shape == (0, HIDDEN)
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+    x, probs, _ = tensors()
+    more, factors = torch.cat([x.detach(), x.detach()[:9]]), torch.cat([probs, probs[:9]]).detach()
+    with torch.no_grad():
+        y = model(x, counts(), probs, counts(), probs)
+        again = model(more, counts(), factors, counts(), factors)
+    assert torch.equal(again[: len(x)], y)
+    assert not ops.GroupedLinear(2, 8, 8, bias=False, scale_bias=True, device="cpu").scale_bias

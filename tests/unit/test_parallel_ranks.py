@@ -3,6 +3,9 @@
 import pytest
 import torch.distributed as dist
 
+from compiled_parallel_rank import scenes as compiled_scenes
+from graphs import needs_compile
+from parallel_attention_rank import scenes as attention_scenes
 from parallel_rank import scenes
 from ranks import run
 
@@ -14,6 +17,8 @@ pytestmark = [
 ]
 LAST = "a_rank_that_stops"
 OF_TWO = tuple(name for name in scenes.functions if name != LAST)
+OF_GRAPHS = tuple(compiled_scenes.functions)
+OF_ATTENTION = tuple(attention_scenes.functions)
 OF_FOUR = ("layernorm_mlp", "scales_are_those_of_one_rank")
 
 
@@ -27,9 +32,29 @@ def of_four(fresh, tmp_path_factory):
     return run(fresh, tmp_path_factory.mktemp("four"), "parallel_rank", 4, OF_FOUR)
 
 
+@pytest.fixture(scope="module")
+def of_attention(fresh, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("attention")
+    return run(fresh, folder, "parallel_attention_rank", 2, OF_ATTENTION)
+
+
 @pytest.mark.parametrize("scene", OF_TWO)
 def test_two_ranks(of_two, scene):
     assert [rank.get(scene, "did not run") for rank in of_two] == [""] * 2
+
+
+@pytest.mark.parametrize("scene", OF_ATTENTION)
+def test_two_ranks_that_share_heads(of_attention, scene):
+    assert [rank.get(scene, "did not run") for rank in of_attention] == [""] * 2
+
+
+@needs_compile
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_ranks_that_compile(fresh, tmp_path, every):
+    names = [name for name in OF_GRAPHS if name.startswith("every") == every]
+    assert (
+        run(fresh, tmp_path, "compiled_parallel_rank", 2, names) == [dict.fromkeys(names, "")] * 2
+    )
 
 
 @pytest.mark.parametrize("scene", OF_FOUR)

@@ -7,8 +7,13 @@ import pytest
 import torch
 
 import parity
+import te_fast.pytorch as te
+from te_fast.pytorch import ops, optimizers, router
 
-X = torch.empty(32, parity.COLS, dtype=torch.bfloat16)
+# One of te_fast's own, what needs ranks, and classes that others derive from.
+NOT_COMPARED = {te.MoE, ops.AllGather, ops.AllReduce, ops.ReduceScatter, ops.OperationFuser}
+NOT_COMPARED |= {ops.FusibleOperation, ops.BasicOperation, ops.FusedOperation}
+X = torch.empty(64, parity.COLS, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("case", parity.cases())
@@ -18,6 +23,52 @@ def test_every_case_runs_and_equals_itself(case):
     found = parity.compare(parity.own(), parity.own(), case, recipe, X)
     assert found["output"] == 0
     assert set(found.values()) == {0.0}
+
+
+class Watched:
+    """A module that notes which of its names are asked for."""
+
+    def __init__(self, module, asked):
+        self.module, self.asked = module, asked
+        self.__name__ = module.__name__
+
+    def __getattr__(self, name):
+        value = getattr(self.module, name)
+        self.asked.add(value if callable(value) else None)
+        return Watched(value, self.asked) if isinstance(value, types.ModuleType) else value
+
+
+def test_every_class_and_function_of_both_libraries_has_a_case():
+    asked = set()
+    own = parity.own()
+    library = parity.Library(Watched(own.pytorch, asked), own.recipe)
+    recipe = own.recipe.Float8CurrentScaling()
+    given = parity.Given(torch.float32, torch.device("cpu"), recipe)
+    for name, make in parity.cases().items():
+        module = make(library, given)
+        asked.update(map(type, module.modules()))
+        if name.startswith(("MoE", "cross entropy")):
+            module(X.float())
+    wanted = {getattr(te, name) for name in te.__all__ if name.startswith("moe_")}
+    wanted -= {te.moe_permute_and_quantize}
+    wanted |= {te.parallel_cross_entropy, te.checkpoint, te.quantized_model_init}
+    for module in (te, ops):
+        values = [getattr(module, name) for name in module.__all__]
+        wanted |= {v for v in values if isinstance(v, type) and issubclass(v, torch.nn.Module)}
+    assert {value.__name__ for value in wanted - NOT_COMPARED - asked} == set()
+
+
+def test_every_function_of_routers_and_every_optimizer_has_a_case(monkeypatch):
+    asked = set()
+    watched = {"router": Watched(router, asked), "optimizers": Watched(optimizers, asked)}
+    monkeypatch.setattr(parity.Library, "submodule", lambda _, name: watched[name])
+    given = parity.Given(torch.float32, torch.device("cpu"), None)
+    for name, make in parity.cases().items():
+        if name.startswith(("MoE router", "Fused")):
+            make(parity.own(), given)(X.float())
+    wanted = {getattr(router, name) for name in router.__all__} - {router.RoutingMapFormat}
+    wanted |= {optimizers.FusedAdam, optimizers.FusedSGD}
+    assert wanted <= asked
 
 
 def test_delayed_scaling_has_all_quantities():

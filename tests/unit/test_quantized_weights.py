@@ -9,14 +9,27 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
-from quantized_tensors import parts
+from quantized_tensors import forbid_dispatch, parts
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import DtypeError, StateError, UnsupportedError
-from te_fast.tensor import operations
 from te_fast.tensor.primary import is_quantized
 
 OPTIONS = {"params_dtype": torch.bfloat16, "device": "cpu"}
+
+
+class Experts(torch.nn.Module):
+    """Experts, of which one has no rows."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x):
+        first = len(x) * 5 // 8
+        return self.experts(x, torch.tensor([first, 0, len(x) - first]))
+
+
 MAKERS = {
     "linear": lambda: te.Linear(128, 256, **OPTIONS),
     "layernorm_linear": lambda: te.LayerNormLinear(128, 256, **OPTIONS),
@@ -28,7 +41,24 @@ MAKERS = {
         te.ops.GELU(),
         te.ops.BasicLinear(256, 128, device="cpu", dtype=torch.bfloat16),
     ),
+    "grouped_linear": lambda: Experts(te.GroupedLinear(3, 128, 256, **OPTIONS)),
+    "grouped_linear.single": lambda: Experts(
+        te.GroupedLinear(3, 128, 256, bias=False, single_grouped_weight=True, **OPTIONS)
+    ),
+    "ops.grouped_linear": lambda: Experts(
+        te.ops.GroupedLinear(3, 128, 256, device="cpu", dtype=torch.bfloat16)
+    ),
+    "ops.grouped_linear.single": lambda: Experts(
+        te.ops.GroupedLinear(
+            *(3, 128, 256),
+            bias=False,
+            single_grouped_weight=True,
+            device="cpu",
+            dtype=torch.bfloat16,
+        )
+    ),
 }
+_LAYERS = te.Linear | te.LayerNormLinear | te.LayerNormMLP | te.GroupedLinear
 
 
 @pytest.fixture(params=MAKERS)
@@ -48,7 +78,7 @@ def both(make, recipe):
         for (name, parameter), other in zip(
             mine.named_parameters(), plain.parameters(), strict=True
         ):
-            assert is_quantized(parameter) == (parameter.dim() == 2), name
+            assert is_quantized(parameter) == (parameter.dim() >= 2), name
             values = getattr(parameter, "get_high_precision_init_val", parameter.clone)()
             other.copy_(values)
     return mine, plain
@@ -64,14 +94,6 @@ def step(module, x, recipe, grad):
 
 def _first_columns(noise, y):
     return noise[:, : y.shape[-1]]
-
-
-def forbid_dispatch(monkeypatch):
-    def refuse(func, *_):
-        raise AssertionError(func)
-
-    monkeypatch.setattr(operations, "dispatch", refuse)
-    monkeypatch.setattr("te_fast.tensor.tensor.dispatch", refuse)
 
 
 def test_steps_are_those_of_weights_in_high_precision(make, recipe):
@@ -243,7 +265,7 @@ def test_outside_of_regions_weights_are_dequantised(make, recipe):
             y = one(inp)
         y.sum().backward()
         results.append([y, inp.grad, *(p.grad for p in one.parameters())])
-        is_layer = isinstance(one, te.Linear | te.LayerNormLinear | te.LayerNormMLP)
+        is_layer = any(isinstance(layer, _LAYERS) for layer in one.modules())
         said = any("dequantised for each call" in str(entry.message) for entry in caught)
         assert said == (is_layer and one is module)
     for got, expected in zip(*results, strict=True):

@@ -25,6 +25,17 @@ class KVCacheManager:
         Keys and values by layer number.
     sequences : collections.OrderedDict
         Tokens that are kept, by sequence.
+
+    See Also
+    --------
+    NonPagedKVCacheManager, PagedKVCacheManager : The managers of te_fast.
+    te_fast.pytorch.InferenceParams : Takes a manager.
+
+    Examples
+    --------
+    >>> from te_fast.pytorch.attention.inference import KVCacheManager, PagedKVCacheManager
+    >>> issubclass(PagedKVCacheManager, KVCacheManager)
+    True
     """
 
     def __init__(self) -> None:
@@ -157,6 +168,19 @@ class NonPagedKVCacheManager(_CachesInRows):
         Type of the caches.
     head_dim_v : int, optional
         Channels of a value; those of a key by default.
+
+    See Also
+    --------
+    PagedKVCacheManager : Caches in pages.
+    te_fast.pytorch.InferenceParams : Makes one of the two.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch.attention.inference import NonPagedKVCacheManager
+    >>> manager = NonPagedKVCacheManager(2, 32, num_heads=4, head_dim_k=16, dtype=torch.bfloat16)
+    >>> len(manager.sequences)
+    0
     """
 
     def __init__(
@@ -234,6 +258,21 @@ class PagedKVCacheManager(_CachesInRows):
         Sequences, and tokens of each.
     head_dim_v : int, optional
         Channels of a value; those of a key by default.
+
+    See Also
+    --------
+    NonPagedKVCacheManager : Caches without pages.
+    te_fast.pytorch.InferenceParams : Makes one of the two.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch.attention.inference import PagedKVCacheManager
+    >>> manager = PagedKVCacheManager(
+    ...     8, 16, 4, 16, torch.bfloat16, max_batch_size=2, max_seqlen=32
+    ... )
+    >>> len(manager.sequences)
+    0
     """
 
     def __init__(

@@ -10,12 +10,13 @@ import torch
 from te_fast.attention.dot_product import DotProductAttention
 from te_fast.attention.inference import InferenceParams
 from te_fast.attention.rope import Heads, Waves, rotate, split_rotated, waves_of
-from te_fast.errors import ShapeError
+from te_fast.errors import ArgumentError, ShapeError
 from te_fast.layers.layernorm_linear import LayerNormLinear
 from te_fast.layers.linear import Linear
 from te_fast.layers.norm import LayerNorm, RMSNorm
-from te_fast.layers.parameters import check_sizes, refuse
+from te_fast.layers.parameters import check_sizes, refuse_userbuffers
 from te_fast.ops.basic.l2normalization import L2Normalization
+from te_fast.parallel.ranks import check_group, copy_sharing, divided, size_of_group
 from te_fast.runtime.module_hooks import is_called_plainly
 
 Rotation = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
@@ -23,6 +24,12 @@ Rotation = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 class CompositeModule(torch.nn.Module):
     """A module of layers, which passes on what they are told."""
+
+    #: Name in messages.
+    _shown: str
+    tp_group: Any
+    tp_size: int
+    sequence_parallel: bool
 
     def fast_setattr(self, name: str, value: Any) -> None:
         """Set an attribute that is no parameter, buffer or module."""
@@ -34,16 +41,44 @@ class CompositeModule(torch.nn.Module):
             if child is not self and hasattr(child, method):
                 getattr(child, method)(*args)
 
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the tensor-parallel group of the layers within; only a group of one rank works so far.
+    def _share_among_ranks(self, given: dict[str, Any]) -> None:
+        """Take a constructor's arguments of tensor parallelism.
 
         Raises
         ------
-        UnsupportedError
-            For a group of several ranks.
+        ArgumentError
+            If ranks are to share the layers, and nobody says that each has its part of the heads.
         """
+        self.tp_group = given["tp_group"]
+        self.tp_size = size_of_group(self._shown, self.tp_group, given["tp_size"])
+        self.sequence_parallel = self.tp_size > 1 and bool(given["sequence_parallel"])
+        if self.tp_size > 1 and not given["set_parallel_mode"]:
+            message = (
+                f"{self._shown}: tp_size = {self.tp_size} needs set_parallel_mode=True, else every rank has the "
+                "projections of all heads"
+            )
+            raise ArgumentError(message)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the ranks that share the layers within, before the first forward.
+
+        Parameters
+        ----------
+        tp_group : torch.distributed.ProcessGroup or None
+            A group of ``tp_size`` ranks; None is for one rank.
+
+        Raises
+        ------
+        RanksError
+            If it has another number of ranks, or this one is not in it.
+        """
+        check_group(self._shown, tp_group, self.tp_size)
         self._tell("set_tensor_parallel_group", tp_group)
         self.tp_group = tp_group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy; process groups are shared, they cannot be copied."""
+        return copy_sharing(self, [self.tp_group], memo)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
@@ -95,8 +130,15 @@ class MultiheadAttention(CompositeModule):
         Number of the layer, from 1: names its part of a key-value cache.
     attn_mask_type, window_size, bottom_right_diagonal : optional
         As of :class:`te_fast.pytorch.DotProductAttention`.
-    tp_group, tp_size, sequence_parallel, set_parallel_mode : optional
-        Tensor parallelism; groups of one rank only so far.
+    tp_group : torch.distributed.ProcessGroup, optional
+        Ranks that share the layer, a part of the heads each; without it and with `tp_size` above 1,
+        :meth:`set_tensor_parallel_group` gives it.
+    tp_size : int, default = 1
+        Number of these ranks; it divides the heads of queries, and those of keys and values.
+    sequence_parallel : bool, default = False
+        Each rank has rows of its own of input and result, which are split along their first dimension.
+    set_parallel_mode : bool, default = False
+        Make the projections column- and row-parallel; several ranks need it.
     num_gqa_groups : int, optional
         Heads of keys and values.
     fuse_wgrad_accumulation : bool, default = False
@@ -135,7 +177,8 @@ class MultiheadAttention(CompositeModule):
     name : str, optional
         Name in messages.
     qk_norm_type : {'L2Normalization', 'RMSNorm', 'LayerNorm'}, optional
-        Normalise the heads of queries and keys.
+        Normalise the heads of queries and keys. Where ranks share the layer, the gradients of these norms are those of
+        a rank's own heads, and their parameters have ``sequence_parallel`` set, by which frameworks know that.
     qk_norm_eps : float, default = 1e-6
         Added to the variance by these.
     qk_norm_before_rope : bool, default = False
@@ -151,6 +194,8 @@ class MultiheadAttention(CompositeModule):
         For an argument that te_fast does not support yet.
     ShapeError
         If sizes do not fit, or a name is unknown.
+    ArgumentError
+        If `tp_size` is not that of `tp_group`, or is above 1 without `set_parallel_mode`.
 
     See Also
     --------
@@ -217,21 +262,17 @@ class MultiheadAttention(CompositeModule):
         super().__init__()
         self.name = name
         shown = self._shown = type(self).__name__ if name is None else name
-        overlaps = {
-            "ub_overlap_ag": ub_overlap_ag,
-            "ub_overlap_rs": ub_overlap_rs,
-            "ub_overlap_rs_dgrad": ub_overlap_rs_dgrad,
-            "ub_bulk_dgrad": ub_bulk_dgrad,
-            "ub_bulk_wgrad": ub_bulk_wgrad,
-        }
-        refuse(shown, {"tp_size": tp_size != 1, **overlaps})
+        refuse_userbuffers(shown, locals())
         self.num_gqa_groups = heads_of(hidden_size, num_attention_heads, num_gqa_groups, shown)
+        self._share_among_ranks(locals())
         self._check(attention_type, layer_number, return_layernorm_output and not input_layernorm)
         self._take(locals())
         self._make_head_norms(qk_norm_type, qk_norm_eps, device, params_dtype)
         shared: dict[str, Any] = {
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "tp_group": tp_group,
+            "tp_size": self.tp_size,
+            "sequence_parallel": self.sequence_parallel,
             "get_rng_state_tracker": get_rng_state_tracker,
             "params_dtype": params_dtype,
             "device": device,
@@ -256,6 +297,8 @@ class MultiheadAttention(CompositeModule):
             qkv_format=qkv_format,
             get_rng_state_tracker=get_rng_state_tracker,
             tp_group=tp_group,
+            tp_size=self.tp_size,
+            sequence_parallel=self.sequence_parallel,
             layer_number=self.layer_number,
             attention_type=attention_type,
             softmax_type=softmax_type,
@@ -284,12 +327,13 @@ class MultiheadAttention(CompositeModule):
         self.return_layernorm_output: bool = given["return_layernorm_output"]
         self.return_bias: bool = given["return_bias"]
         self.get_rng_state_tracker = given["get_rng_state_tracker"]
-        self.tp_group, self.tp_size = given["tp_group"], 1
-        self.sequence_parallel = False  # of one rank there is nothing to split
         self.params_dtype: torch.dtype = given["params_dtype"] or torch.get_default_dtype()
         heads: int = given["num_attention_heads"]
-        self.num_attention_heads = self.num_attention_heads_per_partition = heads
-        self.num_gqa_groups_per_partition = self.num_gqa_groups
+        self.num_attention_heads = heads
+        self.num_gqa_groups_per_partition = divided(
+            self._shown, "num_gqa_groups", self.num_gqa_groups, self.tp_size
+        )
+        self.num_attention_heads_per_partition = heads // self.tp_size
         self.softmax_type: str = given["softmax_type"]
         self.qkv_weight_interleaved = given["qkv_weight_interleaved"] and given["fuse_qkv_params"]
         self.rotary_pos_interleaved: bool = given["rotary_pos_interleaved"]
@@ -297,7 +341,12 @@ class MultiheadAttention(CompositeModule):
         channels: int = given["kv_channels"] or given["hidden_size"] // heads
         self.hidden_size_per_attention_head = channels
         self.hidden_size_q, self.hidden_size_kv = channels * heads, channels * self.num_gqa_groups
-        self._heads = Heads(heads, self.num_gqa_groups, channels, self.qkv_weight_interleaved)
+        self._heads = Heads(
+            self.num_attention_heads_per_partition,
+            self.num_gqa_groups_per_partition,
+            channels,
+            self.qkv_weight_interleaved,
+        )
 
     def _check(self, attention_type: str, layer_number: int | None, lacks_norm: bool) -> None:
         if attention_type not in ("self", "cross"):
@@ -331,8 +380,13 @@ class MultiheadAttention(CompositeModule):
             message = f"{self._shown}: qk_norm_type must be None or one of {known}, got {kind!r}"
             raise ShapeError(message)
         size = self.hidden_size_per_attention_head
-        self.q_norm = kinds[kind](size, eps=eps, device=device, params_dtype=dtype)
-        self.k_norm = kinds[kind](size, eps=eps, device=device, params_dtype=dtype)
+        options: dict[str, Any] = {"eps": eps, "device": device, "params_dtype": dtype}
+        if self.tp_size > 1:
+            options["sequence_parallel"] = (
+                True  # of this rank's heads: partial, as those of rows are
+            )
+        self.q_norm = kinds[kind](size, **options)
+        self.k_norm = kinds[kind](size, **options)
 
     def _make_projections(
         self, hidden: int, norm: dict[str, Any], shared: dict[str, Any], *, is_split: bool
@@ -517,8 +571,8 @@ cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zer
     def _split_cross(
         self, queries: torch.Tensor, mixed: torch.Tensor, angles: Rotation, given: dict[str, Any]
     ) -> Any:
-        groups, d = self.num_gqa_groups, self.hidden_size_per_attention_head
-        q = queries.unflatten(-1, (self.num_attention_heads, d))
+        groups, d = self.num_gqa_groups_per_partition, self.hidden_size_per_attention_head
+        q = queries.unflatten(-1, (self.num_attention_heads_per_partition, d))
         if self.qkv_weight_interleaved:
             k, v = mixed.unflatten(-1, (groups, 2, d)).unbind(-2)
         else:

@@ -561,6 +561,22 @@ def apply_rotary_pos_emb(
         If a shape or format does not fit, or `cu_seqlens` is missing.
     UnsupportedError
         For `cp_size` over 1.
+
+    See Also
+    --------
+    apply_fused_qkv_rotary_pos_emb : Splits and rotates the product of queries, keys and values.
+    te_fast.pytorch.RotaryPositionEmbedding : Makes the angles.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.pytorch.attention.rope import apply_rotary_pos_emb
+    >>> angles = te.RotaryPositionEmbedding(16)(8).cpu()
+    >>> q = torch.randn(8, 2, 4, 16)
+    >>> rotated = apply_rotary_pos_emb(q, angles)
+    >>> torch.equal(rotated[0], q[0]), torch.equal(rotated[1], q[1])
+    (True, False)
     """
     if cp_size != 1:
         message = f"{_OP}: context parallelism (cp_size={cp_size}) is not supported yet"
@@ -622,6 +638,21 @@ def apply_fused_qkv_rotary_pos_emb(
         If a shape or format does not fit.
     UnsupportedError
         For ``thd`` and for `cp_size` over 1.
+
+    See Also
+    --------
+    apply_rotary_pos_emb : Rotates one tensor.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.pytorch.attention.rope import apply_fused_qkv_rotary_pos_emb
+    >>> angles = te.RotaryPositionEmbedding(16)(8).cpu()
+    >>> qkv = torch.randn(8, 2, 4, 3 * 16)
+    >>> q, k, v = apply_fused_qkv_rotary_pos_emb(qkv, angles, angles, [16, 16, 16])
+    >>> q.shape
+    torch.Size([8, 2, 4, 16])
     """
     if tensor_format == "thd":
         message = "apply_fused_qkv_rotary_pos_emb: tensor_format='thd' is not supported"

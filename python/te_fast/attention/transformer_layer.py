@@ -16,6 +16,7 @@ from te_fast.errors import ShapeError
 from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.norm import LayerNorm, RMSNorm
 from te_fast.layers.parameters import refuse
+from te_fast.parallel.ranks import divided
 
 Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
@@ -69,7 +70,8 @@ class TransformerLayer(CompositeModule):
     enc_dec_attn_mask_type, enc_dec_bottom_right_diagonal, enc_dec_window_size : optional
         The same of cross attention; ``no_mask`` by default.
     tp_group, tp_size, sequence_parallel, set_parallel_mode : optional
-        Tensor parallelism; groups of one rank only so far.
+        Ranks that share the layer, as of :class:`te_fast.pytorch.MultiheadAttention`. With `sequence_parallel`, dropout
+        before residual sums draws for a rank's own rows: give ranks different generators then.
     params_dtype : torch.dtype, optional
         Type of the parameters.
     get_rng_state_tracker : Callable, optional
@@ -77,7 +79,8 @@ class TransformerLayer(CompositeModule):
     fuse_wgrad_accumulation : bool, default = False
         Add the weights' gradients to their ``main_grad``; needs `fuse_qkv_params`.
     seq_length, micro_batch_size : int, optional
-        Transformer Engine compiles for these sizes ahead; there is nothing to compile here.
+        Transformer Engine compiles for these sizes ahead; there is nothing to compile here. With `sequence_parallel`,
+        inputs must be a rank's share of `seq_length`.
     apply_residual_connection_post_layernorm : bool, default = False
         Residuals are the results of norms, instead of their inputs.
     output_layernorm : bool, default = False
@@ -117,6 +120,8 @@ class TransformerLayer(CompositeModule):
         For an argument that te_fast does not support yet.
     ShapeError
         If sizes do not fit, a name is unknown, or arguments contradict each other.
+    ArgumentError
+        If `tp_size` is not that of `tp_group`, or is above 1 without `set_parallel_mode`.
 
     See Also
     --------
@@ -192,8 +197,9 @@ class TransformerLayer(CompositeModule):
         super().__init__()
         self.name = name
         shown = self._shown = type(self).__name__ if name is None else name
-        refuse(shown, {"tp_size": tp_size != 1, "ub_tp_comm_overlap": ub_tp_comm_overlap})
+        refuse(shown, {"ub_tp_comm_overlap": ub_tp_comm_overlap})
         heads_of(hidden_size, num_attention_heads, num_gqa_groups, shown)
+        self._share_among_ranks(locals())
         _check_arguments(shown, locals())
         self._take(locals())
         returns_bias = not parallel_attention_mlp
@@ -201,6 +207,8 @@ class TransformerLayer(CompositeModule):
             "init_method": init_method,
             "output_layer_init_method": output_layer_init_method,
             "tp_group": tp_group,
+            "tp_size": self.tp_size,
+            "sequence_parallel": self.sequence_parallel,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "get_rng_state_tracker": get_rng_state_tracker,
             "params_dtype": params_dtype,
@@ -243,10 +251,17 @@ class TransformerLayer(CompositeModule):
         )
         self.drop_path = DropPath(drop_path_rate) if drop_path_rate > 0.0 else None
         if output_layernorm:
-            kind = RMSNorm if normalization == "RMSNorm" else LayerNorm
-            options: dict[str, Any] = {"params_dtype": params_dtype, "device": device}
-            options |= {"zero_centered_gamma": zero_centered_gamma, "sequence_parallel": False}
-            self.layernorm = kind(hidden_size, eps=layernorm_epsilon, **options)
+            self._make_output_norm(locals())
+
+    def _make_output_norm(self, given: dict[str, Any]) -> None:
+        kind = RMSNorm if given["normalization"] == "RMSNorm" else LayerNorm
+        options = {name: given[name] for name in ("params_dtype", "device", "zero_centered_gamma")}
+        self.layernorm = kind(
+            given["hidden_size"],
+            eps=given["layernorm_epsilon"],
+            sequence_parallel=self.sequence_parallel,
+            **options,
+        )
 
     def _take(self, given: dict[str, Any]) -> None:
         """Note the constructor's arguments that calls read, and those that Transformer Engine's module shows."""
@@ -266,7 +281,7 @@ class TransformerLayer(CompositeModule):
         self.kv_channels: int = (
             given["kv_channels"] or given["hidden_size"] // given["num_attention_heads"]
         )
-        self.tp_size, self.sequence_parallel, self.seq_length = 1, False, given["seq_length"]
+        self.seq_length: int | None = given["seq_length"]
         self.get_rng_state_tracker = given["get_rng_state_tracker"]
         self.attn_input_format: str = given["attn_input_format"]
         self.softmax_type: str = given["softmax_type"]
@@ -367,6 +382,8 @@ fast_zero_fill, pad_between_seqs : optional
         UnsupportedError
             For what torch's kernels cannot do.
         """
+        if self.sequence_parallel and self.seq_length is not None:
+            self._check_share(hidden_states)
         hidden = hidden_states.contiguous()
         kind = hidden.device.type
         if torch.is_autocast_enabled(kind):
@@ -423,6 +440,15 @@ fast_zero_fill, pad_between_seqs : optional
             self.layernorm_mlp(hidden, is_first_microbatch), hidden, self.drop_path
         )
         return self.layernorm(output) if self.output_layernorm else output
+
+    def _check_share(self, hidden: torch.Tensor) -> None:
+        share = divided(self._shown, "seq_length", self.seq_length or 0, self.tp_size)
+        if hidden.shape[0] != share:
+            message = (
+                f"{self._shown}: with sequence_parallel each of the {self.tp_size} ranks has its share of "
+                f"seq_length = {self.seq_length}, {share} rows, got {hidden.shape[0]}"
+            )
+            raise ShapeError(message)
 
     def _tail_for(self, hidden: torch.Tensor) -> Tail | None:
         """Return what computes everything behind attention in one program; None where something is between."""

@@ -53,6 +53,18 @@ class Report:
         Keys of quantised weights: written by the other library's names, or dequantised.
     left : int
         Entries that stay as they are.
+
+    See Also
+    --------
+    convert_checkpoint, convert_file : Fill one.
+
+    Examples
+    --------
+    >>> import te_fast
+    >>> report = te_fast.convert_checkpoint.Report()
+    >>> state = te_fast.convert_checkpoint({"weight": torch.ones(2)}, report=report)
+    >>> report.left
+    1
     """
 
     states: list[str] = field(default_factory=list)
@@ -99,6 +111,11 @@ def convert_checkpoint(
         If a state is damaged.
     ArgumentError
         If `to` is another name.
+
+    See Also
+    --------
+    convert_file : Converts a file.
+    te_fast.state.extra_state.write_as : Lets layers write the other library's states.
 
     Examples
     --------
@@ -194,6 +211,22 @@ def convert_file(
     ------
     StateError
         If `source` holds other objects or is damaged, or `target` is there.
+
+    See Also
+    --------
+    convert_checkpoint : Converts what has been loaded.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> import te_fast
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> torch.save({"weight": torch.ones(2)}, folder / "own.pt")
+    >>> te_fast.convert_checkpoint.convert_file(folder / "own.pt", folder / "other.pt").left
+    1
+    >>> torch.load(folder / "other.pt")
+    {'weight': tensor([1., 1.])}
     """
     source, target = Path(source), Path(target)
     if target.exists() and not dry_run:

@@ -21,7 +21,7 @@ from te_fast.ops.common import parameter_options
 from te_fast.ops.sequential import Sequential
 
 #: Activations by name, and halves of their input.
-_ACTIVATIONS: dict[str, tuple[Callable[[], Any], int]] = {
+_ACTIVATIONS: dict[str, tuple[Callable[..., Any], int]] = {
     "swiglu": (ScaledSwiGLU, 2),
     "clamped_qgeglu": (ScaledClampedQGeGLU, 2),
     "situglu": (ScaledSiTUGLU, 2),
@@ -57,6 +57,8 @@ class MoE(torch.nn.Module):
         Where the parameters are made, and the type of the experts'; the router's are float32.
     accumulate_into_main_grad, delay_wgrad_compute, single_grouped_weight : bool, default = False
         As of :class:`te_fast.pytorch.ops.GroupedLinear`.
+    activation_recompute_in_mlp : bool, default = False
+        Keep the activation's input alone, and compute its result again in backward. Not with delayed scaling.
 
     Attributes
     ----------
@@ -113,6 +115,7 @@ class MoE(torch.nn.Module):
         accumulate_into_main_grad: bool = False,
         delay_wgrad_compute: bool = False,
         single_grouped_weight: bool = False,
+        activation_recompute_in_mlp: bool = False,
     ) -> None:
         super().__init__()
         if activation not in _ACTIVATIONS:
@@ -147,7 +150,7 @@ class MoE(torch.nn.Module):
         }
         self.experts = Sequential(
             GroupedLinear(num_experts, hidden_size, halves * ffn_hidden_size, bias=bias, **both),
-            make(),
+            make(activation_recompute_in_mlp=activation_recompute_in_mlp),
             GroupedLinear(num_experts, ffn_hidden_size, hidden_size, bias=False, **both),
         )
         if not self.router.is_meta:

@@ -43,6 +43,21 @@ def save_fp8_tensors(modules: Iterable[torch.nn.Module], recipe: Recipe | None) 
     -------
     list or None
         None unless the recipe is one of delayed scaling.
+
+    See Also
+    --------
+    restore_fp8_tensors : Puts them back.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.common.recipe import DelayedScaling, Float8CurrentScaling
+    >>> from te_fast.pytorch.graph import save_fp8_tensors
+    >>> layer = te.Linear(16, 16, device="cpu")
+    >>> len(save_fp8_tensors([layer], DelayedScaling()))
+    1
+    >>> save_fp8_tensors([layer], Float8CurrentScaling()) is None
+    True
     """
     if not isinstance(recipe, DelayedScaling):
         return None
@@ -78,6 +93,22 @@ def restore_fp8_tensors(modules: Iterable[torch.nn.Module], fp8_tensors: list[An
     ------
     StateError
         If it is of other modules; nothing has changed then.
+
+    See Also
+    --------
+    save_fp8_tensors : Saves them.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.common.recipe import DelayedScaling
+    >>> from te_fast.pytorch.graph import restore_fp8_tensors, save_fp8_tensors
+    >>> layer, recipe = te.Linear(16, 16, device="cpu"), DelayedScaling()
+    >>> saved = save_fp8_tensors([layer], recipe)
+    >>> with te.autocast(recipe=recipe):
+    ...     y = layer(torch.ones(16, 16))
+    >>> restore_fp8_tensors([layer], saved)
     """
     if fp8_tensors is None:
         return

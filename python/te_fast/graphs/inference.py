@@ -2,17 +2,19 @@
 
 The operator has everything in its arguments: the ops and the recipe as text, the parameters and the scales of delayed
 scaling as tensors. So a program that was saved runs wherever ``te_fast.pytorch`` has been imported. What a process
-makes of a text, the native program and the FP8 weights, it keeps.
+makes of a text, the native program and the FP8 weights, it keeps as long as the parameters live.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from te_fast import recipe as recipes
 from te_fast.errors import StateError, UnsupportedError
@@ -25,8 +27,6 @@ from te_fast.tensor.float8 import Float8Tensor
 
 Tensors = list[torch.Tensor]
 
-#: Programs that a process keeps; those of weights that are gone are among the first.
-_KEPT = 4096
 _OPTIONS = {"MMParams": MMParams, "QParams": QParams}
 
 
@@ -242,18 +242,52 @@ class _Loaded:
             region.take_back()
 
 
-_loaded: dict[tuple[Any, ...], _Loaded] = {}
+class _OfParameters:
+    """The programs of texts for one set of parameters."""
+
+    def __init__(self, parameters: Tensors) -> None:
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._programs: dict[tuple[str, torch.device], _Loaded] = {}
+
+    def is_of(self, parameters: Tensors) -> bool:
+        """Tell whether these are the parameters: neither address nor number does, since others get them in turn."""
+        pairs = zip(self._parameters, parameters, strict=True)
+        return all(reference() is parameter for reference, parameter in pairs)
+
+    def lives(self) -> bool:
+        """Tell whether all of them are still there."""
+        return all(reference() is not None for reference in self._parameters)
+
+    def program(self, text: str, device: torch.device) -> _Loaded:
+        """Return the program of a text."""
+        found = self._programs.get((text, device))
+        if found is None:
+            found = self._programs[text, device] = _Loaded(text, device)
+        return found
+
+
+# By the first parameter, with which all goes, and by the numbers of all.
+_of_parameters: Any = WeakIdKeyDictionary()
+_of_none = _OfParameters([])
+
+
+def _loaded(text: str, device: torch.device, parameters: Tensors) -> _Loaded:
+    if not parameters:
+        return _of_none.program(text, device)
+    sets = _of_parameters.setdefault(parameters[0], {})
+    numbers = tuple(map(id, parameters))
+    found = sets.get(numbers)
+    if found is None or not found.is_of(parameters):
+        for old in [key for key, kept in sets.items() if not kept.lives()]:
+            del sets[old]
+        found = sets[numbers] = _OfParameters(parameters)
+    return found.program(text, device)
 
 
 def _inference(
     x: torch.Tensor, extras: Tensors, params: Tensors, scales: Tensors, program: str
 ) -> Tensors:
-    key = (program, x.device, *[parameter.data_ptr() for parameter in params])
-    loaded = _loaded.get(key)
-    if loaded is None:
-        if len(_loaded) >= _KEPT:
-            del _loaded[next(iter(_loaded))]
-        loaded = _loaded[key] = _Loaded(program, x.device)
+    loaded = _loaded(program, x.device, params)
     with torch.no_grad():
         out = loaded(x, extras, params, scales)
     found: Tensors = []

@@ -456,6 +456,12 @@ def _kind_of(tensor: Any) -> Kind | None:
     if not is_quantized(tensor):
         return None
     value = tensor._value
+    if value.groups != 1:
+        message = (
+            "torch.compile takes no quantised weights of experts yet; call the operation outside of it, or make it "
+            "without quantized_model_init"
+        )
+        raise UnsupportedError(message)
     return value.block, value.fp8, value.col_is_valid
 
 

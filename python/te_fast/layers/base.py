@@ -24,7 +24,7 @@ from te_fast.runtime.delayed import DelayedScalingRecipeState, resized
 from te_fast.runtime.global_state import FP8GlobalStateManager, autocast_state
 from te_fast.state.module import StatefulModule
 from te_fast.tensor import primary
-from te_fast.tensor.of_recipe import quantizer_of
+from te_fast.tensor.of_recipe import ONE, Stack, quantizer_of
 
 _layer_numbers = itertools.count(1)
 _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (te_fast.__file__, torch.__file__))
@@ -244,7 +244,7 @@ class TransformerEngineBaseModule(StatefulModule):
         if self.fp8 or self.fp8_calibration:
             self.init_fp8_meta_tensors(self.fp8_meta["recipe"])
             for state in self._delayed_states() or ():
-                state.take_part()
+                state.take_part(self._state_name())
 
     def _enter_region(self) -> None:
         """Note recipe and group of the autocast region; called when the last forward had another."""
@@ -341,6 +341,10 @@ class TransformerEngineBaseModule(StatefulModule):
 
     # Quantised weights ---------------------------------------------------------------------------
 
+    def _stack_of_weight(self) -> Stack:
+        """Return the values that a weight is a stack of."""
+        return ONE
+
     def _linear_weights(self) -> tuple[str, ...]:
         """Return the names of the weights of the linear ops, in order; none of weights in parts."""
         return ()
@@ -362,7 +366,7 @@ class TransformerEngineBaseModule(StatefulModule):
         """Return what quantises as the output is quantised by `fp8_output`, or the input's gradient by `fp8_grad`."""
         recipe = self.fp8_meta["recipe"]
         key, slot = ("scaling_bwd", 1) if is_grad else ("scaling_fwd", self._FORWARD_SLOTS - 1)
-        options = {"rowwise": True, "columnwise": columnwise}
+        options: dict[str, Any] = {"rowwise": True, "columnwise": columnwise}
         role = "grad" if is_grad else "input"
         return quantizer_of(recipe, role, self.fp8_meta.get(key), slot, **options)
 
@@ -383,7 +387,8 @@ class TransformerEngineBaseModule(StatefulModule):
         self.fp8_meta["recipe"] = recipe
         self.init_fp8_meta_tensors(recipe)
         slot = self._linear_weights().index(name) * self._FORWARD_SLOTS + 1
-        quantizer = primary.weight_quantizer(recipe, self.fp8_meta.get("scaling_fwd"), slot)
+        state, stack = self.fp8_meta.get("scaling_fwd"), self._stack_of_weight()
+        quantizer = primary.weight_quantizer(recipe, state, slot, stack)
         preserves = self.preserve_high_precision_init_val
         made = primary.quantized_parameter(parameter, quantizer, preserves=preserves)
         self.register_parameter(name, made)
@@ -392,7 +397,8 @@ class TransformerEngineBaseModule(StatefulModule):
         """Let weights of delayed scaling be quantised with the scales that the layer has now."""
         for linear, _, weight in self._quantized_weights():
             slot = linear * self._FORWARD_SLOTS + 1
-            primary.point_at(weight, self.fp8_meta.get("scaling_fwd"), slot)
+            state, stack = self.fp8_meta.get("scaling_fwd"), self._stack_of_weight()
+            primary.point_at(weight, state, slot, stack)
 
     # Checkpoints ---------------------------------------------------------------------------------
 

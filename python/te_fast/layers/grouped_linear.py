@@ -18,18 +18,26 @@ from te_fast.errors import (
     UnsupportedError,
 )
 from te_fast.layers.parameters import (
+    Init,
     check_sizes,
     constant,
     initialise,
     materialise,
+    normal,
     options_of,
     refuse,
 )
 from te_fast.layers.parts import PartedLayer, concatenate
+from te_fast.ops.expert_loop import ExpertLoop, Experts, is_needed, read_counts
 from te_fast.runtime import native
+from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
 from te_fast.runtime.compiling import is_traced
+from te_fast.runtime.global_state import autocast_state
 from te_fast.runtime.parts import joined, lay_together
+from te_fast.runtime.splits import check_in_debug
+from te_fast.tensor.of_recipe import ONE, Stack
+from te_fast.tensor.primary import is_quantized
 
 #: Counts given on the host that a layer keeps on the device.
 _KEPT_SPLITS = 16
@@ -98,13 +106,11 @@ class GroupedLinear(PartedLayer):
 
     Raises
     ------
-    UnsupportedError
-        For Userbuffers, and inside ``quantized_model_init``.
     ShapeError
         If a size is negative, `num_gemms` is not 1 to 1024, `parallel_mode` does not exist, or `tp_size` does not
         divide the features.
     ArgumentError
-        If `tp_size` is larger than 1 with biases that the layer would add.
+        For Userbuffers, and if `tp_size` is larger than 1 with biases that the layer would add.
     DtypeError
         If a size is no integer, or `params_dtype` no type that layers compute in.
 
@@ -167,12 +173,6 @@ class GroupedLinear(PartedLayer):
             got = type(use_grouped_tensor).__name__
             message = f"{self.name}: use_grouped_tensor must be a bool or None, got {got}"
             raise DtypeError(message)
-        if self.primary_weights_in_fp8:
-            message = (
-                f"{self.name}: experts' weights cannot be quantised tensors yet; make the layer outside of "
-                "quantized_model_init"
-            )
-            raise UnsupportedError(message)
         check_sizes(
             self.name,
             num_gemms=num_gemms,
@@ -251,6 +251,7 @@ class GroupedLinear(PartedLayer):
 
     def _make_native(self) -> None:
         super()._make_native()
+        self.__dict__["_loop"] = None
         self._handles["weight"].save_original_input = self.__dict__.get(
             "_save_original_input", False
         )
@@ -291,6 +292,54 @@ class GroupedLinear(PartedLayer):
     def save_original_input(self, value: bool) -> None:
         self.__dict__["_save_original_input"] = bool(value)
         self._handles["weight"].save_original_input = bool(value)
+        self.__dict__["_loop"] = None
+
+    # Experts one by one ---------------------------------------------------------------------------
+
+    _NATIVE = (*PartedLayer._NATIVE, "_loop")
+
+    def _weight_handles(self) -> dict[str, Any]:
+        loop: ExpertLoop | None = self.__dict__.get("_loop")
+        experts = () if loop is None else enumerate(loop.handles)
+        return self._handles | {f"expert {number}": handle for number, handle in experts}
+
+    def _set_slots(self, epoch: int, forward: Any, backward: Any) -> None:
+        super()._set_slots(epoch, forward, backward)
+        loop: ExpertLoop | None = self.__dict__.get("_loop")
+        if loop is not None:
+            loop.set_slots(epoch, forward, backward)
+
+    def _experts(self) -> Experts:
+        """Return what a loop over the experts is over."""
+        return Experts(
+            owner=self,
+            name=self.name,
+            inputs=self.in_features,
+            outputs=self.out_features,
+            weights=self.weight_names,
+            biases=self.bias_names if self.apply_bias else None,
+            number=self.num_gemms,
+            fuse=self.fuse_wgrad_accumulation,
+            later=self.delay_wgrad_compute,
+            save_original_input=self.save_original_input,
+            slots=(self._FORWARD_SLOTS, self._BACKWARD_SLOTS),
+        )
+
+    def backward_dw(self) -> None:
+        """Compute the weights' gradients of the oldest backward that left them.
+
+        Raises
+        ------
+        StateError
+            If no backward did.
+        """
+        loop: ExpertLoop | None = self.__dict__.get("_loop")
+        if not self.delay_wgrad_compute or loop is None:
+            super().backward_dw()
+            return
+        loop.compute_deferred()
+        if not is_graph_capturing():
+            self._trigger_wgrad_accumulation_and_reduce_hooks()
 
     # Parameters ----------------------------------------------------------------------------------
 
@@ -328,8 +377,13 @@ class GroupedLinear(PartedLayer):
         is_row = self.parallel_mode == "row"
         for name in self.weight_names:
             weight: Any = materialise(self, name)
-            for expert in weight.detach() if self.single_grouped_weight else [weight]:
-                initialise(self, expert, self.init_method, forks=True)
+            if is_quantized(weight):
+                initialise(self, weight, self._init_of_stack(), forks=True)
+            else:
+                for expert in weight.detach() if self.single_grouped_weight else [weight]:
+                    initialise(self, expert, self.init_method, forks=True)
+            self._quantize_weight(name)
+            weight = getattr(self, name)
             if self.parallel_mode is not None:
                 set_tensor_model_parallel_attributes(
                     weight, True, dim=int(is_row) + int(self.single_grouped_weight), stride=1
@@ -344,7 +398,21 @@ class GroupedLinear(PartedLayer):
             elif self.parallel_mode is not None:
                 set_tensor_model_parallel_attributes(bias, True, dim=0, stride=1)
         lay_together(self._of_parts())
+        self._lay_quantized_together()
         self._drop_weight_cache()
+
+    def _init_of_stack(self) -> Init:
+        """Return what initialises a weight that is quantised already, expert by expert."""
+        init = self.init_method or normal
+        if not self.single_grouped_weight:
+            return init
+        return lambda values: [init(expert) for expert in values]
+
+    def _linear_weights(self) -> tuple[str, ...]:
+        return tuple(self.weight_names)
+
+    def _stack_of_weight(self) -> Stack:
+        return Stack(self.num_gemms, self._FORWARD_SLOTS) if self.single_grouped_weight else ONE
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         # A checkpoint of single parameters and one of stacks are loaded by either.
@@ -396,6 +464,8 @@ class GroupedLinear(PartedLayer):
                 f"{m_splits.device}"
             )
             raise DeviceError(message)
+        else:
+            check_in_debug(self.name, m_splits, inp.shape[:-1].numel())
         if m_splits.dtype is not torch.int64:
             m_splits = m_splits.to(torch.int64)
         return m_splits if m_splits.is_contiguous() else m_splits.contiguous()
@@ -475,6 +545,10 @@ class GroupedLinear(PartedLayer):
         """
         if not isinstance(inp, torch.Tensor):
             self._check_input(inp, "in_features", self.in_features, torch.device("cpu"))
+        if is_needed(inp.device):
+            given = out is not None or dgrad_out is not None
+            refuse(self.name, {"out or dgrad_out of experts that run one by one": given})
+            return self._with_biases(self._looped(inp, m_splits, is_first_microbatch))
         splits = self._splits(m_splits, inp)
         buffers = None
         if out is not None or dgrad_out is not None:
@@ -484,12 +558,58 @@ class GroupedLinear(PartedLayer):
             y = native.grouped_layer_forward(self, inp, splits, is_first_microbatch, buffers)
         if y is None:
             y = self._general(inp, splits, is_first_microbatch, buffers)
+        return self._with_biases(y)
+
+    def _with_biases(self, y: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, Any]:
         if not self.return_bias:
             return y
         if not self.use_bias:
             return y, [getattr(self, name) for name in self.bias_names]
         biases = [getattr(self, name).to(y.dtype) for name in self.bias_names]
         return y, biases[0] if self.single_grouped_bias else biases
+
+    def _looped(
+        self, inp: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None
+    ) -> torch.Tensor:
+        """Forward of experts one by one."""
+        if is_traced(inp):
+            message = (
+                f"{self.name}: experts that run one by one, as on this GPU, cannot be traced; call the layer outside "
+                "of torch.compile, by torch.compiler.disable"
+            )
+            raise UnsupportedError(message)
+        device = getattr(self, self.weight_names[0]).device
+        self._check_input(inp, "in_features", self.in_features, device)
+        self.set_activation_dtype(inp)
+        self._refuse_functorch("here; call torch.nn layers inside of them")
+        counts = self._counts_on_host(m_splits, inp)
+        self._note_region()
+        x = self._plain_input(inp, enabled=False).reshape(-1, self.in_features)
+        loop: ExpertLoop | None = self.__dict__.get("_loop")
+        if loop is None:
+            loop = self.__dict__["_loop"] = ExpertLoop(self._experts())
+        y = loop.apply(x, counts, is_first_microbatch)
+        if autocast_state.fp8_calibration and not autocast_state.fp8_enabled:
+            weights = [getattr(self, name) for name in self.weight_names]
+            plain = [w.dequantize() if is_quantized(w) else w for w in weights]
+            self._take_maxima([x], [joined(plain)], torch.tensor(counts))
+        return y.view(*inp.shape[:-1], self.out_features)
+
+    def _counts_on_host(self, m_splits: Any, inp: torch.Tensor) -> list[int]:
+        """Return the counts; those on a GPU are read, and cut off at the rows of the input.
+
+        Raises
+        ------
+        UnsupportedError
+            If they are on a GPU under capture of a graph.
+        DtypeError, ShapeError, DeviceError
+            As of :meth:`_splits`.
+        """
+        if not isinstance(m_splits, torch.Tensor):
+            counts = self._counts(m_splits)
+            self._check_counts(counts, inp)
+            return list(counts)
+        return read_counts(self._splits(m_splits, inp), inp.shape[:-1].numel(), self.name)
 
     def _memory_of_caller(self, inp: torch.Tensor, out: Any, dgrad_out: Any) -> native.Buffers:
         """Return the caller's memory, after a look at it."""
@@ -542,6 +662,7 @@ class GroupedLinear(PartedLayer):
         *extras: torch.Tensor,
     ) -> None:
         live, stride = state.amax_history[0], self._FORWARD_SLOTS
+        weights = [w.dequantize() if is_quantized(w) else w for w in weights]
         counts = extras[0].tolist()
         rows = inputs[0].reshape(-1, self.in_features).split(counts)
         stack = weights[0].view(self.num_gemms, -1)

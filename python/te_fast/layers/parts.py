@@ -10,6 +10,9 @@ from te_fast.errors import StateError
 from te_fast.layers.program import ProgramLayer
 from te_fast.runtime import main_grad, native
 from te_fast.runtime.parts import are_adjacent, compute_deferred, joined, lay_together, whole_of
+from te_fast.tensor import stacks
+from te_fast.tensor.primary import is_quantized
+from te_fast.tensor.stacks import stack_of
 
 
 class _Concatenate(torch.autograd.Function):
@@ -21,10 +24,20 @@ class _Concatenate(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.layer, ctx.parts, ctx.overwrite = layer, parts, overwrite
         ctx.set_materialize_grads(False)
+        ctx.versions = None
+        if is_quantized(parts[0]):
+            ctx.versions = [part._version for part in parts]
+            return stack_of(parts)
         return whole_of(list(parts)) if adjacent else joined([part.detach() for part in parts])
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if ctx.versions is not None and ctx.versions != [part._version for part in ctx.parts]:
+            message = (
+                f"{ctx.layer.name}: a part of the weight was modified by an inplace operation between forward and "
+                "backward; modify it after backward"
+            )
+            raise StateError(message)
         if grad is None:  # backward_dw gives it later, and adds it
             if not ctx.layer.fuse_wgrad_accumulation:
                 return (None,) * (3 + len(ctx.parts))
@@ -49,8 +62,8 @@ class _Concatenate(torch.autograd.Function):
 
 def concatenate(
     parts: list[torch.Tensor], layer: PartedLayer, *, overwrite: bool
-) -> tuple[torch.Tensor, int]:
-    """Return the whole and a number that changes whenever a part's content may have.
+) -> tuple[torch.Tensor, int | None]:
+    """Return the whole and a number that changes whenever a part's content may have; None of quantised parts.
 
     With `overwrite`, ``main_grad`` takes the gradient instead of adding it.
 
@@ -65,6 +78,8 @@ def concatenate(
             "layer outside of it to train it, else call it under torch.no_grad()"
         )
         raise StateError(message)
+    if is_quantized(parts[0]):
+        return _Concatenate.apply(layer, True, overwrite, *parts), None
     adjacent = are_adjacent(parts)
     whole: torch.Tensor = _Concatenate.apply(layer, adjacent, overwrite, *parts)
     # Those made under torch.inference_mode() count no versions.
@@ -100,10 +115,17 @@ class PartedLayer(ProgramLayer):
             and len({(part.dtype, part.device) for part in parts}) == 1
         ]
 
+    def _lay_quantized_together(self) -> None:
+        """Let quantised parts of the weight share one memory."""
+        parts = [getattr(self, name) for name in self.weight_names]
+        if len(parts) > 1 and all(is_quantized(part) and not part.is_meta for part in parts):
+            stacks.lay_together(parts)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Lay the parts of a copy together: each was copied by itself."""
         super().__setstate__(state)
         lay_together(self._of_parts())
+        self._lay_quantized_together()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Lay parts together that were moved one by one. Memory that a caller has given them stays theirs."""
@@ -119,6 +141,7 @@ class PartedLayer(ProgramLayer):
             if parameter is not None and before.get(name) not in (None, parameter.data_ptr())
         }
         lay_together([parts for parts in self._of_parts() if all(id(p) in moved for p in parts)])
+        self._lay_quantized_together()
         return result
 
     # Weight gradients ----------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from te_fast.layers.base import TransformerEngineBaseModule, _callers_level
 from te_fast.layers.load_torch import copy_into
 from te_fast.layers.parameters import constant, initialise, materialise, refuse
 from te_fast.layers.recomputed import recomputed
-from te_fast.layers.segments import Segments
+from te_fast.layers.segments import Segments, SegmentsInGraphs
 from te_fast.parallel.ranks import Exchange, exchange_of
 from te_fast.runtime import main_grad, native, recompute, scale_tape
 from te_fast.runtime.capturing import is_graph_capturing
-from te_fast.runtime.compiling import is_traced
+from te_fast.runtime.compiling import is_exporting, is_traced
 from te_fast.runtime.global_state import autocast_state
 from te_fast.tensor.primary import is_quantized
 
@@ -57,7 +57,10 @@ class ProgramLayer(TransformerEngineBaseModule):
     #: How the layer runs on the ranks that share it, by the collectives.
     _segments: dict[Exchange, Segments]
     _exchange: Exchange
-    _NATIVE = (
+    #: How tracers see that; set by `_prepare_on_ranks`.
+    _in_graphs: SegmentsInGraphs
+    _NATIVE: tuple[str, ...] = (
+        "_in_graphs",
         "_handles",
         "_program",
         "_traced",
@@ -308,12 +311,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         fp8_grad: bool = False,
     ) -> Any:
         """Run the program on parameters that are the layer's, or stand in for them."""
-        enabled, *_, epoch = native.autocast_region()
-        if not enabled:
-            self._note_dequantized()
-        if enabled and epoch != self._region_epoch:
-            self.__dict__["_region_epoch"] = epoch
-            self._enter_region()
+        enabled = self._note_region()
         x = self._plain_input(inp, enabled and not self._exchange)
         if self._exchange:
             refuse(self.name, {"fp8_output": bool(fp8_output), "fp8_grad": bool(fp8_grad)})
@@ -327,6 +325,16 @@ class ProgramLayer(TransformerEngineBaseModule):
             *(self._program, self, x, extras, is_first_microbatch, given, version),
             *(buffers, fp8_output, fp8_grad),
         )
+
+    def _note_region(self) -> bool:
+        """Note the autocast region where it is another than that of the last call; tell whether it is of FP8."""
+        enabled, *_, epoch = native.autocast_region()
+        if not enabled:
+            self._note_dequantized()
+        if enabled and epoch != self._region_epoch:
+            self.__dict__["_region_epoch"] = epoch
+            self._enter_region()
+        return bool(enabled)
 
     def _plain_input(self, inp: torch.Tensor, enabled: bool) -> torch.Tensor:
         """Return the input in the layer's type, of torch's own class; quantised where a program reads it so."""
@@ -432,13 +440,14 @@ class ProgramLayer(TransformerEngineBaseModule):
         self, inp: Any, is_first_microbatch: bool | None, *extras: torch.Tensor
     ) -> Any:
         """Forward as an operator, which a tracer sees."""
-        params = self._traced_parameters()
-        if self._exchange:
+        if (self._exchange or extras) and self._quantized_weights():
+            whose = "that ranks share" if self._exchange else "of experts"
             message = (
-                f"{self.name}: torch.compile takes no layer that ranks share (tp_size = {self.tp_size}) yet; call it "
-                "outside, by torch.compiler.disable"
+                f"{self.name}: torch.compile takes no quantised weights {whose} yet; call the layer outside of it, or "
+                "make it without quantized_model_init"
             )
             raise UnsupportedError(message)
+        params = self._traced_parameters()
         self._check_input(inp, self._FEATURES, getattr(self, self._FEATURES), params[0].device)
         kind = inp.device.type
         if torch.is_autocast_enabled(kind):
@@ -454,8 +463,38 @@ class ProgramLayer(TransformerEngineBaseModule):
                 "without one of the two"
             )
             raise UnsupportedError(message)
-        out = self._run_traced(x, params, is_first_microbatch, *extras)
+        if self._exchange:
+            out = self._run_traced_on_ranks(x, params, is_first_microbatch)
+        else:
+            out = self._run_traced(x, params, is_first_microbatch, *extras)
         return self._with_bias(out) if self._returns_bias() else out
+
+    def _prepare_on_ranks(self) -> None:
+        """Set how tracers see the layer on its ranks; runs once in a trace."""
+        if is_exporting():
+            message = (
+                f"{self.name}: torch.export takes no layer that ranks share (tp_size = {self.tp_size}); export one of "
+                "one rank, with the whole weights"
+            )
+            raise UnsupportedError(message)
+        self.__dict__["_in_graphs"] = self._segments_now().in_graphs(self)
+        # Calls outside of graphs compute a weight's gradient behind a collective of their own.
+        for handle in self._handles.values():
+            handle.delay_wgrad_compute = self.delay_wgrad_compute
+            handle.save_original_input = self.__dict__.get("_save_original_input", False)
+
+    _prepare_on_ranks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _run_traced_on_ranks(
+        self, x: torch.Tensor, params: list[torch.Tensor], is_first_microbatch: bool | None
+    ) -> Any:
+        self._prepare_on_ranks()
+        run = self._in_graphs.run
+        if self.checkpoint and torch.is_grad_enabled():
+            from torch.utils.checkpoint import checkpoint  # as runtime/recompute.py does, and why
+
+            return checkpoint(run, self, x, params, is_first_microbatch, use_reentrant=False)
+        return run(self, x, params, is_first_microbatch)
 
     def _run_traced(
         self,

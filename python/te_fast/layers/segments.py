@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from te_fast.graphs.traced import Traced
+from te_fast.parallel import in_graphs
 from te_fast.parallel.segment import Run, Segment
 from te_fast.runtime import native, rows
 
@@ -31,9 +33,8 @@ class Segments:
         The linear ops, and what is between them.
     """
 
-    # Not the layer: a circle of references would leave it to the garbage collector, which runs at other times on other
-    # ranks, and layers of delayed scaling that are there on some ranks alone would be reduced on some alone.
-    __slots__ = ("body", "head")
+    # Not the layer: a circle of references would leave it, and its memory, to the garbage collector.
+    __slots__ = ("_in_graphs", "body", "head")
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class Segments:
         body: native.Program,
     ) -> None:
         self.head = head
+        self._in_graphs: SegmentsInGraphs | None = None
         first = layer._handles[layer._LINEARS[0]]
         columns = layer._input_size()
         kind = f"{type(layer).__name__} {columns} {body.widths(columns)}"
@@ -75,6 +77,64 @@ class Segments:
         with torch.no_grad():
             outputs = call.forward(x, parameters, needs_x=False, wanted=False)
         return outputs if len(outputs) > 1 else outputs[0]
+
+    def in_graphs(self, layer: ProgramLayer) -> SegmentsInGraphs:
+        """Return how tracers see the layer."""
+        if self._in_graphs is None:
+            self._in_graphs = SegmentsInGraphs(self, layer)
+        return self._in_graphs
+
+
+class SegmentsInGraphs:
+    """A shared layer in graphs: its programs as operators, the collectives as those of torch between them.
+
+    Values travel there, not bytes, and the compiler arranges the collectives. The bits are those of other calls: who
+    quantises rows of all ranks has the scales that these have had.
+
+    Parameters
+    ----------
+    segments : Segments
+        The layer on its ranks.
+    layer : ProgramLayer
+        The layer.
+    """
+
+    def __init__(self, segments: Segments, layer: ProgramLayer) -> None:
+        body = segments.body
+        head = segments.head
+        self.head = None if head is None else Traced(head, layer, layer.name)
+        self.body = Traced(body.program, layer, layer.name)
+        self.exchange = body.exchange
+        self.ranks = in_graphs.ranks_of(layer.name, body.ranks.group)
+        #: Parameters of the head.
+        self.norms = len(layer._norm_names()) if head is not None else 0
+
+    def run(
+        self,
+        layer: ProgramLayer,
+        x: torch.Tensor,
+        parameters: list[torch.Tensor],
+        is_first_microbatch: bool | None,
+    ) -> Any:
+        """Run the layer under a tracer; return its result, and the norm's if the layer returns that."""
+        from te_fast.graphs import operators
+
+        exchange, ranks = self.exchange, self.ranks
+        head, body = parameters[: self.norms], parameters[self.norms :]
+        tail = None
+        if exchange.behind is not None and layer.apply_bias:
+            body, tail = body[:-1], body[-1]
+        normed = x
+        if self.head is not None:
+            normed = operators.apply(self.head, layer, x, (), tuple(head), is_first_microbatch)
+        whole = ranks.before(exchange, normed)
+        y = operators.apply(self.body, layer, whole, (), tuple(body), is_first_microbatch)
+        y = ranks.behind(exchange, y)
+        if tail is not None:
+            y = y + tail.to(y.dtype)
+        if not layer.return_layernorm_output:
+            return y
+        return y, whole if layer.return_layernorm_output_gathered else normed
 
 
 class _Call:

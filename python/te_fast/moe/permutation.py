@@ -537,6 +537,21 @@ def moe_dropped_rows(device: torch.device | str | None = None, *, reset: bool = 
     -------
     int
         Routed rows that were dropped.
+
+    See Also
+    --------
+    te_fast.pytorch.moe_permute_with_probs : A permutation whose buffer may be too small.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.pytorch.permutation import moe_dropped_rows
+    >>> before = moe_dropped_rows("cpu", reset=True)
+    >>> routing = torch.ones(4, 2, dtype=torch.int32)
+    >>> rows = te.moe_permute(torch.ones(4, 16), routing, num_out_tokens=6, map_type="mask")
+    >>> moe_dropped_rows("cpu", reset=True)
+    2
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -20,7 +20,18 @@ _EPS = 1e-20
 
 
 class RoutingMapFormat(IntEnum):
-    """What a routing map is made of."""
+    """What a routing map is made of.
+
+    See Also
+    --------
+    fused_topk_with_score_function : Returns a map of either format.
+
+    Examples
+    --------
+    >>> from te_fast.pytorch.router import RoutingMapFormat
+    >>> [one.name for one in RoutingMapFormat]
+    ['BYTEMAP', 'BITMAP_U8']
+    """
 
     #: ``bool (..., experts)``.
     BYTEMAP = 0
@@ -176,6 +187,11 @@ def fused_topk_with_score_function(
     UnsupportedError
         For quantile balancing.
 
+    See Also
+    --------
+    te_fast.pytorch.MoE : A whole mixture of experts.
+    te_fast.pytorch.moe_permute_with_probs : Takes map and probabilities.
+
     Notes
     -----
     Of experts with equal scores the first ones are chosen; NaN counts as the largest.
@@ -265,6 +281,10 @@ def fused_compute_score_for_moe_aux_loss(
     ArgumentError, ShapeError, DtypeError
         If an argument does not fit.
 
+    See Also
+    --------
+    fused_moe_aux_loss : The loss of these scores.
+
     Examples
     --------
     >>> import torch
@@ -316,6 +336,10 @@ def fused_moe_aux_loss(
     ------
     ShapeError
         If the sizes do not fit each other.
+
+    See Also
+    --------
+    fused_compute_score_for_moe_aux_loss : Computes the scores.
 
     Examples
     --------

@@ -277,6 +277,8 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     _hands_gradient_on: ClassVar[bool] = False
     #: The collectives before and behind it.
     _exchange: Exchange = NO_EXCHANGE
+    #: The operation's collective along the first dimension, as :class:`te_fast.parallel.in_graphs.Ranks` names it.
+    _collective: str | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -467,6 +469,10 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
         return own._append_to is not BasicOperation._append_to and all(
             getattr(own, name).__module__.startswith("te_fast.") for name in _OVERRIDABLE
         )
+
+    def _is_in_parts(self) -> bool:
+        """Tell whether the operation has a parameter for each expert, which programs between others do not take."""
+        return False
 
     def _stacks(self) -> list[torch.Tensor] | None:
         """Return what programs read of parameters in parts; None where they read the parameters."""

@@ -13,7 +13,7 @@ from te_fast.ops.common import NATIVE_TYPES
 from te_fast.ops.op import BasicOperation, Beside, FusedOperation, FusibleOperation
 from te_fast.ops.routing import Routing, Slot
 from te_fast.ops.undo import Trials
-from te_fast.parallel.ranks import Exchange
+from te_fast.parallel.ranks import NO_EXCHANGE, Exchange
 from te_fast.parallel.segment import Segment
 from te_fast.runtime import native
 
@@ -49,6 +49,9 @@ class Step:
     #: The program in graphs, and the scales of its linear operations; made when first traced.
     traced: Any = None
     states: Any = None
+    #: Its collectives in graphs.
+    exchange: Exchange = NO_EXCHANGE
+    ranks: Any = None
 
     def matched(
         self, x: torch.Tensor, extras: tuple[torch.Tensor, ...]
@@ -250,6 +253,10 @@ def make_plan(
         and not (op._mode_names and not _are_native(types, index))
         for index, op in enumerate(ops)
     ]
+    if not all(native):
+        native = [
+            is_native and not op._is_in_parts() for is_native, op in zip(native, ops, strict=True)
+        ]
     segments = {step.indices[0]: step for step in _segments(ops, labels, routing, native, types)}
     inside = {index for step in segments.values() for index in step.indices}
     plan = Plan(

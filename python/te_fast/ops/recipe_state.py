@@ -81,7 +81,7 @@ class RecipeStateModule(StatefulModule):
         """Let the states take part in updates: a forward uses them."""
         for state in self._scaling_states():
             if state is not None:
-                state.take_part()
+                state.take_part(self._state_name())
 
     # Checkpoints ----------------------------------------------------------------------------------
 

@@ -10,6 +10,8 @@ import torch
 from te_fast.errors import UnsupportedError
 from te_fast.graphs.traced import Traced
 from te_fast.ops.common import autocast_dtype
+from te_fast.parallel.in_graphs import ranks_of
+from te_fast.runtime.compiling import is_exporting
 
 if TYPE_CHECKING:
     from te_fast.ops.fuser import OperationFuser
@@ -62,8 +64,26 @@ def prepare(
         if step.program is not None and step.traced is None:
             step.states = SegmentStates(fuser, step, plan.labels)
             step.traced = Traced(step.program, step.states, fuser._name)
+        if step.segment is not None:
+            _prepare_on_ranks(fuser, step, step.segment.ranks.group)
+            step.exchange, first = step.segment.exchange, step.segment.first
+            # Calls outside of graphs compute a weight's gradient behind a collective of their own.
+            if first is not None:
+                first.delay_wgrad_compute = first.save_original_input = False
+        elif step.op is not None and getattr(step.op, "_collective", None) is not None:
+            _prepare_on_ranks(fuser, step, step.op.process_group)
     # Another dictionary: a trace that has read the former one would not see what is added to it.
     fuser._traced_plans = {**fuser._traced_plans, key: plan}
+
+
+def _prepare_on_ranks(fuser: OperationFuser, step: Step, group: Any) -> None:
+    if is_exporting():
+        message = (
+            f"{fuser._name}: torch.export takes no operations that ranks share; export those of one rank, with whole "
+            "weights"
+        )
+        raise UnsupportedError(message)
+    step.ranks = ranks_of(fuser._name, group)
 
 
 def run(
@@ -86,16 +106,21 @@ def run(
         if step.program is None:
             x = _run_in_python(plan, step, x, tensors, basic_op_kwargs)
             continue
+        ranks: Any = step.ranks
         extras = tuple([tensors[place] for place in step.takes])
         if step.casts:
             x, extras = step.matched(x, extras)
         params = tuple([p for index in step.indices for p in _read(plan, index)])
+        if ranks is not None:
+            x = ranks.before(step.exchange, x)
         result = operators.apply(step.traced, step.states, x, extras, params, is_first_microbatch)
         if step.makes:
             x = result[0]
             tensors += result[1:]
         else:
             x = result
+        if ranks is not None:
+            x = ranks.behind(step.exchange, x)
     if plan.returned:
         return (x, *[tensors[place] for place in plan.returned])
     return x
@@ -122,6 +147,9 @@ def _run_in_python(
         )
         raise UnsupportedError(message)
     index = step.indices[0]
+    if op._collective is not None:
+        shared: torch.Tensor = getattr(step.ranks, op._collective)(x)
+        return shared
     given = {} if kwargs is None else kwargs[index]
     y: torch.Tensor = _PythonOperation.apply(
         op, plan.beside[index], given, x, *_parameters(plan, index)

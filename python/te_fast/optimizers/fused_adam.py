@@ -66,6 +66,11 @@ class FusedAdam(torch.optim.Optimizer):
     UnsupportedError
         For `amsgrad`, for types that states cannot have, and for combinations that `capturable` excludes.
 
+    See Also
+    --------
+    FusedSGD : Stochastic gradient descent.
+    te_fast.pytorch.quantized_model_init : Makes the quantised parameters that need `master_weights`.
+
     Notes
     -----
     ``group["step"]`` counts the steps of a group. ``state_dict()`` holds FP32 states, whatever they are kept in.

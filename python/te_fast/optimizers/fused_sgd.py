@@ -44,6 +44,10 @@ class FusedSGD(torch.optim.SGD):
     ValueError
         For values that ``torch.optim.SGD`` refuses.
 
+    See Also
+    --------
+    FusedAdam : Adam and AdamW.
+
     Examples
     --------
     >>> import torch

@@ -31,6 +31,10 @@ class MultiTensorApply:
     chunk_size : int
         Handed on to the function; te_fast's own ones do not ask for it.
 
+    See Also
+    --------
+    multi_tensor_applier : The instance that Megatron-LM imports.
+
     Examples
     --------
     >>> import torch
@@ -120,6 +124,19 @@ def multi_tensor_l2norm(
         FP32 ``(1,)``.
     norms : torch.Tensor
         FP32 ``(tensors,)``, or ``(0,)``.
+
+    See Also
+    --------
+    multi_tensor_unscale_l2norm : The norm of the tensors times a factor.
+    multi_tensor_applier : Calls functions over lists.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch.optimizers import multi_tensor_l2norm
+    >>> flag = torch.zeros(1, dtype=torch.int)
+    >>> multi_tensor_l2norm(0, flag, [[torch.ones(9), torch.ones(16)]], per_tensor_python=True)
+    (tensor([5.]), tensor([3., 4.]))
     """
     return _norms(tensor_lists[0], bool(per_tensor_python))
 
@@ -146,6 +163,19 @@ def multi_tensor_unscale_l2norm(
         FP32 ``(1,)``.
     norms : torch.Tensor
         FP32 ``(tensors,)``, or ``(0,)``.
+
+    See Also
+    --------
+    multi_tensor_l2norm : The norm of the tensors as they are.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch.optimizers import multi_tensor_unscale_l2norm
+    >>> flag = torch.zeros(1, dtype=torch.int)
+    >>> norm, _ = multi_tensor_unscale_l2norm(0, flag, [[torch.ones(9)]], torch.tensor([0.5]))
+    >>> norm
+    tensor([1.5000])
     """
     total, norms = _norms(tensor_lists[0], bool(per_tensor_python))
     factor = inv_scale.float().reshape(()).abs()
@@ -203,6 +233,19 @@ def multi_tensor_scale(
     ------
     ShapeError
         If there are not two lists.
+
+    See Also
+    --------
+    multi_tensor_scale_tensor : Takes the number from the device.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch.optimizers import multi_tensor_scale
+    >>> flag, target = torch.zeros(1, dtype=torch.int), torch.empty(2)
+    >>> multi_tensor_scale(0, flag, [[torch.ones(2)], [target]], 0.5)
+    >>> target, flag
+    (tensor([0.5000, 0.5000]), tensor([0], dtype=torch.int32))
     """
     _check_pair("multi_tensor_scale", tensor_lists)
     _note_infinite(noop_flag, tensor_lists[0])
@@ -231,6 +274,19 @@ def multi_tensor_scale_tensor(
     ------
     ShapeError
         If there are not two lists.
+
+    See Also
+    --------
+    multi_tensor_scale : Takes a number of Python.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch.optimizers import multi_tensor_scale_tensor
+    >>> flag, target = torch.zeros(1, dtype=torch.int), torch.empty(2)
+    >>> multi_tensor_scale_tensor(0, flag, [[torch.ones(2)], [target]], torch.tensor([0.5]))
+    >>> target
+    tensor([0.5000, 0.5000])
     """
     _check_pair("multi_tensor_scale_tensor", tensor_lists)
     _note_infinite(is_infinite, tensor_lists[0])

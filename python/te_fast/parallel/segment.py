@@ -8,22 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
 from te_fast.parallel.agreement import Agreement
 from te_fast.parallel.collectives import Ranks
-from te_fast.parallel.quantized import gather_rows
+from te_fast.parallel.quantized import cuts_no_blocks, gather_again, gather_input, gather_rows
 from te_fast.runtime import native, rows
 from te_fast.runtime.collectives import check_rows
 from te_fast.runtime.global_state import FP8GlobalStateManager
-from te_fast.tensor.float8 import Float8Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from te_fast.parallel.quantized import Role
+    from te_fast.parallel.quantized import Part, Role
     from te_fast.parallel.ranks import Exchange
     from te_fast.recipe import Recipe
     from te_fast.runtime.rows import Tensors
@@ -39,15 +38,15 @@ class Run:
         What the program's run kept; None where nothing wants a gradient.
     saved : list of torch.Tensor or None
         What autograd is to keep.
-    local : int or None
-        Where among them this rank's rows stand for the gathered ones.
+    local : list of tuple
+        Where among them this rank's part stands for the gathered one, and whether it is of a column layout.
     recipe : Recipe or None
         Recipe of the region; None in high precision.
     """
 
     kept: Any
     saved: list[torch.Tensor | None] = field(default_factory=list)
-    local: int | None = None
+    local: list[tuple[int, bool]] = field(default_factory=list)
     recipe: Recipe | None = None
 
 
@@ -152,7 +151,7 @@ class Segment:
             # What is gathered in high precision is kept so, but for delayed scaling, whose scale will have changed.
             again = run.recipe is not None and not run.recipe.delayed()
             self.first.save_original_input = again and exchange.before == "gather"
-        local, whole = self._gathered(x, run.recipe, quantizer)
+        whole, parts = self._gathered(x, run.recipe, quantizer, wanted=wanted)
         if whole.numel() == 0:
             given = parameters if parameters is not None else tuple(owner.parameters())
             y, outputs, kept, saved = rows.run_on_nothing(
@@ -164,11 +163,11 @@ class Segment:
             )
         if wanted:
             run.kept, run.saved = kept, list(saved)
-            if exchange.before == "gather":
-                read = whole._data if isinstance(whole, Float8Tensor) else whole
-                run.local = next((i for i, one in enumerate(saved) if one is read), None)
-                if run.local is not None:
-                    run.saved[run.local] = local
+            for place, tensor in enumerate(saved):
+                for read, local, is_column in parts:
+                    if tensor is read:
+                        run.saved[place] = local
+                        run.local.append((place, is_column))
         if exchange.behind == "scatter":
             y = ranks.scatter(y)[0]
         elif exchange.behind == "sum":
@@ -176,18 +175,24 @@ class Segment:
         return y, outputs, run, whole
 
     def _gathered(
-        self, x: torch.Tensor, recipe: Recipe | None, quantizer: QuantizerOf | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's rows as backward gathers them again, and those of all ranks."""
+        self,
+        x: torch.Tensor,
+        recipe: Recipe | None,
+        quantizer: QuantizerOf | None,
+        *,
+        wanted: bool,
+    ) -> tuple[torch.Tensor, list[Part]]:
+        """Return the rows of all ranks, and what of this rank's backward gathers again."""
         if self.exchange.before != "gather":
-            return x, x
+            return x, []
         made = None
-        if recipe is not None and quantizer is not None and x.numel() != 0:
+        if quantizer is not None and x.numel() != 0 and _is_quantized_throughout(recipe):
             made = quantizer(recipe, "input", self.ranks.group)
-        if made is None:
-            return x, self.ranks.gather(x)[0]
-        value = made(x)
-        return value._data, gather_rows(value, self.ranks)[0]
+        if made is not None and cuts_no_blocks(made, x):
+            made.set_usage(columnwise=made.columnwise_usage and wanted)
+            return gather_input(made, x, self.ranks)
+        whole = self.ranks.gather(x)[0]
+        return whole, [(whole, x, False)]
 
     def backward(
         self,
@@ -220,11 +225,12 @@ class Segment:
         exchange, ranks, first = self.exchange, self.ranks, self.first
         if exchange.behind == "scatter":
             dy = self._gathered_gradient(dy, run.recipe, quantizer)
-        tensors, regather = list(saved), None
-        if run.local is not None:
-            local = tensors[run.local]
+        tensors, regathers = list(saved), []
+        for place, is_column in run.local:
+            local = tensors[place]
             assert local is not None
-            tensors[run.local], regather = ranks.gather(local, later=True)
+            tensors[place], regather = gather_again(ranks, local, is_column=is_column)
+            regathers.append(regather)
         count = 0 if first is None else first.deferred_count()
         try:
             dx, found, extras = rows.run_backward(run.kept, tuple(tensors), dy, extra_grads)
@@ -235,7 +241,8 @@ class Segment:
                 dx, reduction = ranks.scatter(dx, later=True)
             elif dx is not None and exchange.before == "copy":
                 dx, reduction = ranks.sum(dx, later=True)
-            ranks.wait(regather)
+            for regather in regathers:
+                ranks.wait(regather)
             if first is not None and weight is not None and first.deferred_count() > count:
                 fuses = first.fuse_wgrad_accumulation
                 given = native.program_backward_dw(first, weight(), fuses)
@@ -252,9 +259,13 @@ class Segment:
         self, dy: torch.Tensor, recipe: Recipe | None, quantizer: QuantizerOf | None
     ) -> torch.Tensor:
         made = None
-        in_fp8 = recipe is not None and recipe.backward_override is None and dy.numel() != 0
-        if recipe is not None and in_fp8 and quantizer is not None:
+        if quantizer is not None and dy.numel() != 0 and _is_quantized_throughout(recipe):
             made = quantizer(recipe, "grad", self.ranks.group)
         if made is None:
             return self.ranks.gather(dy)[0]
         return gather_rows(made(dy.contiguous()), self.ranks)[0]
+
+
+def _is_quantized_throughout(recipe: Recipe | None) -> TypeGuard[Recipe]:
+    """Tell whether backward reads what forward has quantised, or its gradient in FP8, and never their values."""
+    return recipe is not None and recipe.backward_override is None

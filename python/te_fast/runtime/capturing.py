@@ -10,17 +10,54 @@ class _Phase:
 
 
 def set_capture_start() -> None:
-    """Begin a phase of warm-ups and captures: backwards update no scales until :func:`set_capture_end`."""
+    """Begin a phase of warm-ups and captures: backwards update no scales until :func:`set_capture_end`.
+
+    See Also
+    --------
+    set_capture_end : Ends the phase.
+    te_fast.pytorch.make_graphed_callables : Captures modules, and calls both.
+
+    Examples
+    --------
+    >>> from te_fast.pytorch.graph import is_graph_capturing, set_capture_end, set_capture_start
+    >>> set_capture_start()
+    >>> is_graph_capturing()
+    True
+    >>> set_capture_end()
+    """
     _Phase.is_capturing = True
 
 
 def set_capture_end() -> None:
-    """End the phase that :func:`set_capture_start` began."""
+    """End the phase that :func:`set_capture_start` began.
+
+    See Also
+    --------
+    set_capture_start : Begins the phase.
+
+    Examples
+    --------
+    >>> from te_fast.pytorch.graph import is_graph_capturing, set_capture_end
+    >>> set_capture_end()
+    >>> is_graph_capturing()
+    False
+    """
     _Phase.is_capturing = False
 
 
 def is_graph_capturing() -> bool:
-    """Return whether such a phase is on."""
+    """Return whether such a phase is on.
+
+    See Also
+    --------
+    set_capture_start : Begins such a phase.
+
+    Examples
+    --------
+    >>> from te_fast.pytorch.graph import is_graph_capturing
+    >>> is_graph_capturing()
+    False
+    """
     return _Phase.is_capturing
 
 

@@ -8,13 +8,17 @@ and device; and algorithms of the user's own.
 from __future__ import annotations
 
 import copy
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
 from te_fast import _config
-from te_fast.errors import StateError
+from te_fast.errors import RanksError, StateError, TeFastError
 from te_fast.recipe import DelayedScaling, Format, Recipe
 from te_fast.runtime import native
 
@@ -62,6 +66,7 @@ class DelayedScalingRecipeState:
         "__weakref__",
         "_amax_history",
         "_native",
+        "_owner",
         "_scale",
         "_slots",
         "group",
@@ -108,11 +113,12 @@ class DelayedScalingRecipeState:
         self._native = form
         _states[self._slots.id] = self
 
-    def take_part(self) -> None:
-        """Take part in updates from now on: a forward uses the scales.
+    def take_part(self, owner: str = "a layer") -> None:
+        """Take part in updates from now on: a forward of `owner` uses the scales.
 
         Copies and loaded states may be on one rank alone, which the others would not reduce with.
         """
+        self._owner = owner
         self._slots.take_part()
 
     @property
@@ -283,12 +289,85 @@ def update_all(*, forward: bool) -> None:
     update_scales(forward=forward)
 
 
-def _world_size(group: Any) -> int:
+def _world_size(group: Any, all_gone: bool) -> int:
+    """Return how many ranks reduce together; 1 for a group whose layers are all gone, and that is destroyed itself."""
+    if all_gone and group is not None:
+        try:
+            torch.distributed.get_process_group_ranks(group)
+        except KeyError:
+            return 1
     return torch.distributed.get_world_size(group=group)
 
 
+@contextmanager
+def _named(doing: str) -> Iterator[None]:
+    """Say what ranks were doing in what ``torch.distributed`` raises when one is gone, late, or does something else."""
+    try:
+        yield
+    except TeFastError:
+        raise
+    except RuntimeError as error:
+        message = (
+            f"delayed scaling: the ranks of amax_reduction_group could not {doing}; another rank has stopped, is late, "
+            f"or has run other layers: {error}"
+        )
+        raise RanksError(message) from error
+
+
+def _agree(slots: list[tuple[int | None, int]], group: Any, maxima: torch.Tensor) -> None:
+    """Raise unless all ranks reduce maxima of as many layers, with as many tensors each.
+
+    Parameters
+    ----------
+    slots : list of tuple
+        Of each layer the number of its slots, None if it is gone, and of its tensors.
+    group : torch.distributed.ProcessGroup, optional
+        The ranks.
+    maxima : torch.Tensor
+        On the device of the reduction.
+
+    Raises
+    ------
+    RanksError
+        Naming the layers that differ; all ranks raise.
+    """
+    counts = [count for _, count in slots]
+    kind = [len(counts), sum(counts), zlib.crc32(repr(counts).encode())]
+    mine = torch.tensor(kind, dtype=torch.int64, device=maxima.device)
+    everyones = mine.new_empty(torch.distributed.get_world_size(group=group) * len(kind))
+    with _named("compare the layers that they have run"):
+        torch.distributed.all_gather_into_tensor(everyones, mine, group=group)
+        table = everyones.view(-1, len(kind)).tolist()
+        if all(row == kind for row in table):
+            return
+        names = [(_name_of(number), count) for number, count in slots]
+        of_all: list[Any] = [None] * len(table)
+        torch.distributed.all_gather_object(of_all, names, group=group)
+    differ = [place for place, them in enumerate(zip_longest(*of_all)) if len(set(them)) > 1]
+    first = differ[0] if differ else 0
+    shown = "; ".join(
+        f"rank {rank} has {len(names)}, "
+        + (f"there {names[first][0]}" if first < len(names) else "none there")
+        for rank, names in enumerate(of_all)
+    )
+    message = (
+        "delayed scaling: all ranks of amax_reduction_group must run the same layers for the first time in the same "
+        f"order, also those that have no rows for one (call it with none); from number {first + 1} on they differ: "
+        f"{shown}"
+    )
+    raise RanksError(message)
+
+
+def _name_of(number: int | None) -> str:
+    if number is None:
+        return "one that is gone"
+    state = _states.get(number)
+    return "one that is gone" if state is None else state._owner
+
+
 def _all_reduce(maxima: torch.Tensor, group: Any) -> None:
-    torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX, group=group)
+    with _named("reduce their maxima"):
+        torch.distributed.all_reduce(maxima, op=torch.distributed.ReduceOp.MAX, group=group)
 
 
 def _update_in_python(
@@ -330,4 +409,4 @@ def _update_unfused(state: DelayedScalingRecipeState, largest: float) -> None:
     scale.copy_(torch.where(torch.isinf(fresh), torch.full_like(fresh, _F32_MAX), fresh))
 
 
-native.delayed_callbacks(_world_size, _all_reduce, _update_in_python)
+native.delayed_callbacks(_world_size, _agree, _all_reduce, _update_in_python)

@@ -11,8 +11,10 @@ from te_fast.runtime import native
 BLOCK = 128
 
 
-def columnwise_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a column layout: the last dimension comes first."""
+def columnwise_shape(shape: Sequence[int], *, stack: bool = False) -> tuple[int, ...]:
+    """Return the shape of a column layout: the last dimension comes first, in each value of a `stack`."""
+    if stack:
+        return (shape[0], *columnwise_shape(shape[1:]))
     return (*shape[-1:], *shape[:-1])
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from te_fast.errors import DtypeError
 from te_fast.runtime import native, scale_tape
@@ -295,6 +294,8 @@ def checkpoint_in_graph(
     options
         Those of ``torch.utils.checkpoint.checkpoint``.
     """
+    from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
     if "context_fn" in options:
         return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
     former = tracing.keeps_scales
@@ -388,6 +389,9 @@ def checkpoint(
         message = "checkpoint: distribute_saved_activations has no effect with use_reentrant=False"
         warnings.warn(message, UserWarning, stacklevel=2)
         distribute_saved_activations = False
+    # Imported by calls alone: before torch 2.8 it brings sympy, a third of a second.
+    from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
     options = {
         name: kwargs.pop(name)
         for name in ("preserve_rng_state", "context_fn", "determinism_check", "debug")

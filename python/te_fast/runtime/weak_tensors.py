@@ -24,6 +24,18 @@ def make_weak_ref(x: Any) -> Any:
     ------
     DtypeError
         For anything else.
+
+    See Also
+    --------
+    te_fast.pytorch.make_graphed_callables : Captures modules.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch.utils import make_weak_ref
+    >>> x = torch.ones(2)
+    >>> make_weak_ref([x, 1])[0] is x
+    True
     """
     if isinstance(x, torch.Tensor):
         return _alias(x) if x.is_cuda else x

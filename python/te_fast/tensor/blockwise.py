@@ -52,6 +52,27 @@ def _up(size: int) -> int:
     return -(-size // _SCALE_ALIGN) * _SCALE_ALIGN
 
 
+def _stacked_scale_shape(
+    shape: Sequence[int], groups: int, *, columnwise: bool, is_2d: bool
+) -> tuple[int, ...]:
+    """Return the shape of the scales of a stack of values, those of each as :func:`scale_shape` has them."""
+    one = scale_shape(shape if groups == 1 else shape[1:], columnwise=columnwise, is_2d=is_2d)
+    return one if groups == 1 else (groups, *one)
+
+
+def _value_of(
+    is_2d: bool,
+    fp8_dtype: Any,
+    tensors: tuple[
+        torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None
+    ],
+) -> native.QuantizedValue:
+    """Return a value of bytes and scales in both layouts; scales of three dimensions make it a stack."""
+    scale = tensors[1] if tensors[1] is not None else tensors[3]
+    groups = scale.shape[0] if scale is not None and scale.dim() == 3 else 1
+    return native.QuantizedValue(_block_of(is_2d), fp8_name(fp8_dtype), *tensors, groups)
+
+
 def _block_of(is_2d: bool) -> int:
     return 2 if is_2d else 1
 
@@ -119,7 +140,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
     ) -> Any:
         """Make a storage over these tensors."""
         tensors = rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv
-        value = native.QuantizedValue(_block_of(is_2D_scaled), fp8_name(fp8_dtype), *tensors)
+        value = _value_of(is_2D_scaled, fp8_dtype, tensors)
         return cls._storage_of(value, fake_dtype or torch.float32, quantizer)
 
     def get_metadata(self) -> dict[str, Any]:
@@ -210,7 +231,7 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Float8TensorBase):
             )
             raise QuantizedTensorError(message)
         tensors = rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv
-        value = native.QuantizedValue(_block_of(is_2D_scaled), fp8_name(fp8_dtype), *tensors)
+        value = _value_of(is_2D_scaled, fp8_dtype, tensors)
         made = cls._of_value(value, shape, dtype, quantizer, device=device, stride=stride)
         return made.requires_grad_() if requires_grad else made
 
@@ -238,6 +259,8 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Float8TensorBase):
     def _keeps_blocks(self, size: Sequence[int]) -> bool:
         """Whether blocks stay whole: rows do, leading dimensions are counted together, or nothing is told of either."""
         own = self.shape
+        if self._value.groups != 1:
+            return tuple(size) == tuple(own)
         is_flat = len(size) == 1 and size[0] == self.numel()
         return (
             is_flat
@@ -275,7 +298,8 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Float8TensorBase):
             ("row_scale", value.row, False),
             ("col_scale", value.col, True),
         ):
-            shape = scale_shape(size, columnwise=columnwise, is_2d=self._is_2D_scaled)
+            options = {"columnwise": columnwise, "is_2d": self._is_2D_scaled}
+            shape = _stacked_scale_shape(size, value.groups, **options)
             made = None if data is None else make(shape, dtype=torch.float32, **place)
             setattr(value, name, made)
 
@@ -410,12 +434,13 @@ class Float8BlockQuantizer(ComparedBySettings, Float8QuantizerBase):
     ) -> None:
         for name, wanted, size in (
             ("row", self.rowwise_usage, shape),
-            ("col", self.columnwise_usage, columnwise_shape(shape)),
+            ("col", self.columnwise_usage, columnwise_shape(shape, stack=self._groups != 1)),
         ):
             if not wanted:
                 continue
             setattr(value, name, torch.empty(size, dtype=torch.uint8, **options))
-            scales = self.get_scale_shape(shape, name == "col")
+            options_of_scales = {"columnwise": name == "col", "is_2d": self.block_scaling_dim == 2}
+            scales = _stacked_scale_shape(shape, self._groups, **options_of_scales)
             setattr(value, f"{name}_scale", torch.empty(scales, dtype=torch.float32, **options))
 
     def is_requantization_safe(self) -> bool:

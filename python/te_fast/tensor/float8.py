@@ -80,9 +80,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         **kwargs: Any,
     ) -> Any:
         """Make a storage over these tensors."""
-        value = native.QuantizedValue(
-            0, fp8_name(fp8_dtype), data, fp8_scale_inv, data_transpose, None
-        )
+        value = _value_of(fp8_dtype, data, fp8_scale_inv, data_transpose)
         return cls._storage_of(value, fake_dtype or torch.float32, quantizer)
 
     def get_metadata(self) -> dict[str, Any]:
@@ -120,8 +118,27 @@ class Float8TensorStorage(QuantizedTensorStorage):
         self._value.col = None
 
 
+def _value_of(
+    fp8_dtype: Any, data: Any, scale_inv: torch.Tensor | None, transpose: Any
+) -> native.QuantizedValue:
+    """Return a value of these tensors; as many scales as there are make it a stack of as many values."""
+    groups = 1 if scale_inv is None else max(scale_inv.numel(), 1)
+    return native.QuantizedValue(0, fp8_name(fp8_dtype), data, scale_inv, transpose, None, groups)
+
+
 def viewed(value: Any, size: Sequence[int]) -> Any:
-    """Return the bytes of a value with one scale in another shape; the column layout stays where it fits."""
+    """Return the bytes of a value with one scale in another shape; the column layout stays where it fits.
+
+    Raises
+    ------
+    QuantizedTensorError
+        If another shape is asked for of a column layout alone, or of a stack of experts' weights.
+    """
+    if value.groups != 1:
+        if value.row is not None and tuple(size) == tuple(value.row.shape):
+            return value.share()
+        message = "view: a stack of experts' weights has no other shape; dequantize() it first"
+        raise QuantizedTensorError(message)
     if value.row is None:
         message = "view: a tensor without row layout can only be seen in its own shape"
         shape = value.col.shape
@@ -204,9 +221,7 @@ class Float8Tensor(Float8TensorStorage, Float8TensorBase):
         if fake_dtype is not None and fake_dtype != dtype:
             message = f"Float8Tensor: fake_dtype {fake_dtype} does not match dtype {dtype}"
             raise QuantizedTensorError(message)
-        value = native.QuantizedValue(
-            0, fp8_name(fp8_dtype), data, fp8_scale_inv, data_transpose, None
-        )
+        value = _value_of(fp8_dtype, data, fp8_scale_inv, data_transpose)
         made = cls._of_value(value, shape, dtype, quantizer, device=device, stride=stride)
         return made.requires_grad_() if requires_grad else made
 
@@ -222,7 +237,7 @@ class Float8Tensor(Float8TensorStorage, Float8TensorBase):
             self._create_transpose()
 
     def _allocate_scales(self, value: Any, size: Any, make: Any, place: dict[str, Any]) -> None:
-        value.row_scale = make(1, dtype=torch.float32, **place)
+        value.row_scale = make(value.groups, dtype=torch.float32, **place)
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
         """Return a tensor whose bytes lie one after the other: this one, if they do."""
@@ -271,8 +286,9 @@ class _PerTensorQuantizer(Float8QuantizerBase):
         if self.rowwise_usage:
             value.row = torch.empty(shape, dtype=torch.uint8, **options)
         if self.columnwise_usage:
-            value.col = torch.empty(columnwise_shape(shape), dtype=torch.uint8, **options)
-        value.row_scale = torch.empty(1, dtype=torch.float32, **options)
+            size = columnwise_shape(shape, stack=self._groups != 1)
+            value.col = torch.empty(size, dtype=torch.uint8, **options)
+        value.row_scale = torch.empty(self._groups, dtype=torch.float32, **options)
 
     def _scale_inv_of_data(self, data: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -387,7 +403,7 @@ class Float8Quantizer(_PerTensorQuantizer):
             rowwise=self.rowwise_usage,
             columnwise=self.columnwise_usage,
         )
-        made.internal = self.internal
+        made.internal, made._groups = self.internal, self._groups
         return made
 
     def calibrate(self, tensor: torch.Tensor) -> None:

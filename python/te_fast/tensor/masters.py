@@ -43,6 +43,21 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
         If `tensor` is of another class.
     ShapeError, DtypeError
         If the memory does not fit.
+
+    See Also
+    --------
+    quantize_master_weights : Writes master weights into such weights.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.pytorch.tensor.utils import replace_raw_data
+    >>> weight = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu")(torch.ones(16, 16))
+    >>> buffer = torch.zeros(256, dtype=torch.uint8)
+    >>> replace_raw_data(weight, buffer.view(16, 16))
+    >>> weight.dequantize().mean(), bool((buffer > 0).all())
+    (tensor(1.), True)
     """
     if not isinstance(tensor, Float8TensorBase):
         message = f"replace_raw_data: expected a quantised tensor, got {type(tensor).__name__}"
@@ -226,6 +241,21 @@ def quantize_master_weights(
         If the lists do not fit; nothing was written then.
     UnsupportedError
         For blocks of 1x128.
+
+    See Also
+    --------
+    replace_raw_data : Moves the bytes of the weights into one buffer.
+    post_all_gather_processing : Makes column layouts after an all-gather.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.pytorch.tensor.utils import quantize_master_weights
+    >>> weight = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu")(torch.zeros(16, 16))
+    >>> quantize_master_weights([weight], [torch.full((256,), 0.5)], [0], None)
+    >>> weight.dequantize().mean()
+    tensor(0.5000)
     """
     is_alone = _is_alone(group)
     lists = (model_weights, master_weights, start_offsets)
@@ -405,7 +435,22 @@ def cast_master_weights_to_fp8(
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None:
-    """Do as :func:`quantize_master_weights`, by its former name."""
+    """Do as :func:`quantize_master_weights`, by its former name.
+
+    See Also
+    --------
+    quantize_master_weights : The same.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.pytorch.tensor.utils import cast_master_weights_to_fp8
+    >>> weight = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu")(torch.zeros(16, 16))
+    >>> cast_master_weights_to_fp8([weight], [torch.ones(256)], [0], None)
+    >>> weight.dequantize().mean()
+    tensor(1.)
+    """
     quantize_master_weights(
         model_weights,
         master_weights,
@@ -423,6 +468,21 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
     ----------
     model_weights : sequence of torch.Tensor
         The weights. Those whose quantizer makes no column layout, and that have none, get none.
+
+    See Also
+    --------
+    quantize_master_weights : Writes the bytes that are gathered.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.pytorch.tensor.utils import post_all_gather_processing
+    >>> weight = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu")(torch.ones(16, 16))
+    >>> weight.update_usage(rowwise_usage=True, columnwise_usage=False)
+    >>> post_all_gather_processing([weight])
+    >>> weight.get_usages()
+    {'rowwise': True, 'columnwise': True}
     """
     for weight in model_weights:
         if not isinstance(weight, Float8TensorBase):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -27,9 +27,25 @@ _BLOCKS = {
 }
 
 
-def slot_of(state: DelayedScalingRecipeState, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scale and the live maximum of one tensor under delayed scaling."""
-    return state.scale[slot : slot + 1], state.amax_history[0, slot : slot + 1]
+class Stack(NamedTuple):
+    """The values of a tensor that has scales for each, as the weights of experts have."""
+
+    #: How many.
+    groups: int
+    #: From the slot of one to the slot of the next under delayed scaling.
+    stride: int
+
+
+#: A tensor of one value.
+ONE = Stack(1, 1)
+
+
+def slot_of(
+    state: DelayedScalingRecipeState, slot: int, stack: Stack = ONE
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scale and the live maximum of a tensor under delayed scaling, those of each value of a `stack`."""
+    slots = slice(slot, slot + (stack.groups - 1) * stack.stride + 1, stack.stride)
+    return state.scale[slots], state.amax_history[0, slots]
 
 
 def quantizer_of(
@@ -40,6 +56,7 @@ def quantizer_of(
     *,
     rowwise: bool,
     columnwise: bool,
+    stack: Stack = ONE,
 ) -> Float8QuantizerBase:
     """Return what quantises an operand under a recipe.
 
@@ -55,19 +72,33 @@ def quantizer_of(
         The operand's place among them.
     rowwise, columnwise : bool
         Layouts to make.
+    stack : Stack
+        The values of the operand; one by default.
 
     Raises
     ------
     StateError
         If delayed scaling has no scales.
     """
+    made = _quantizer_of(recipe, role, state, slot, stack, rowwise=rowwise, columnwise=columnwise)
+    made._groups = stack.groups
+    return made
+
+
+def _quantizer_of(
+    recipe: Recipe,
+    role: str,
+    state: DelayedScalingRecipeState | None,
+    slot: int,
+    stack: Stack,
+    **usage: Any,
+) -> Float8QuantizerBase:
     dtype = TE_DType[get_fp8_torch_dtype(recipe, role != "grad")]
-    usage: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise}
     if recipe.delayed():
         if state is None:
             message = "delayed scaling needs scales, which a layer or operation makes in its first forward"
             raise StateError(message)
-        return Float8Quantizer(*slot_of(state, slot), dtype, **usage)
+        return Float8Quantizer(*slot_of(state, slot, stack), dtype, **usage)
     about: Any = recipe
     params = getattr(about, _PARAMS[role])
     options: dict[str, Any] = {

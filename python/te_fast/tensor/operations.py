@@ -136,7 +136,7 @@ def _view(tensor: Any, size: Sequence[int]) -> Any:
 def _row_view(tensor: Any, func: Any, *args: Any) -> Any:
     """Return a part or another stride of a tensor with one scale; of the row layout alone."""
     value = tensor._value
-    if value.block or value.row is None:
+    if value.block or value.row is None or value.groups != 1:
         return NotImplemented
     return _of_row(tensor, func(value.row, *args))
 
@@ -201,7 +201,7 @@ def _as_strided(
 @_handles(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(tensor: Any, sizes: Any, dim: int = 0) -> Any:
     value = tensor._value
-    if value.row is None:
+    if value.row is None or value.groups != 1:
         return NotImplemented
     if value.block:
         return _split_blocks(tensor, sizes, dim)
@@ -303,10 +303,12 @@ def _new(tensor: Any, size: Sequence[int], options: dict[str, Any], make: Handle
         place["pin_memory"] = True
     old, value = tensor._value, tensor._value.share()
     size = torch.Size(size)
+    is_stack = old.groups != 1
+    if is_stack and size != tensor.shape:
+        return NotImplemented
     value.row = None if old.row is None else make(size, dtype=torch.uint8, **place)
-    value.col = (
-        None if old.col is None else make(columnwise_shape(size), dtype=torch.uint8, **place)
-    )
+    columns = columnwise_shape(size, stack=is_stack)
+    value.col = None if old.col is None else make(columns, dtype=torch.uint8, **place)
     tensor._allocate_scales(value, size, make, place)
     value.col_is_valid = True
     quantizer = moved(tensor._quantizer, place["device"])
@@ -358,7 +360,7 @@ def _takes_bytes(target: Any, source: Any) -> bool:
     if not _is_quantized(source) or source.shape != target.shape:
         return False
     own, other = target._value, source._value
-    if (own.block, own.fp8) != (other.block, other.fp8):
+    if (own.block, own.fp8, own.groups) != (other.block, other.fp8, other.groups):
         return False
     if own.row is None:
         return own.col is not None and bool(other.col_is_valid)

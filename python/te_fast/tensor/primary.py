@@ -12,7 +12,7 @@ from te_fast.errors import StateError
 from te_fast.recipe import Recipe
 from te_fast.runtime.delayed import DelayedScalingRecipeState
 from te_fast.tensor.float8 import Float8Quantizer
-from te_fast.tensor.of_recipe import quantizer_of, slot_of
+from te_fast.tensor.of_recipe import ONE, Stack, quantizer_of, slot_of
 from te_fast.tensor.quantizer import Float8QuantizerBase
 from te_fast.tensor.tensor import Float8TensorBase
 
@@ -27,7 +27,7 @@ def is_quantized(parameter: Any) -> bool:
 
 
 def weight_quantizer(
-    recipe: Recipe, state: DelayedScalingRecipeState | None, slot: int
+    recipe: Recipe, state: DelayedScalingRecipeState | None, slot: int, stack: Stack = ONE
 ) -> Float8QuantizerBase:
     """Return what quantises a weight under a recipe.
 
@@ -40,17 +40,19 @@ def weight_quantizer(
     state : DelayedScalingRecipeState, optional
         Scales of delayed scaling.
     slot : int
-        The weight's place among them.
+        The weight's place among them; of a stack, that of its first value.
+    stack : Stack
+        The values of a weight of experts; one by default.
     """
     usage = {"rowwise": True, "columnwise": torch.is_grad_enabled()}
-    return quantizer_of(recipe, "weight", state, slot, **usage)
+    return quantizer_of(recipe, "weight", state, slot, **usage, stack=stack)
 
 
-def point_at(parameter: Any, state: Any, slot: int) -> None:
+def point_at(parameter: Any, state: Any, slot: int, stack: Stack = ONE) -> None:
     """Let a weight of delayed scaling be quantised with a state's scale, whose tensors may be others by now."""
     quantizer = parameter._quantizer
     if isinstance(quantizer, Float8Quantizer) and isinstance(state, DelayedScalingRecipeState):
-        quantizer.scale, quantizer.amax = slot_of(state, slot)
+        quantizer.scale, quantizer.amax = slot_of(state, slot, stack)
 
 
 def quantized_parameter(

@@ -230,6 +230,8 @@ class Float8QuantizerBase(Quantizer):
     dtype: DType
     #: 0 for one scale, 1 for a scale per 1x128, 2 for one per 128x128.
     _block = 0
+    #: How many values a tensor is a stack of, each with scales of its own: the weights of experts.
+    _groups = 1
     _tensor_class: type[Any]
     _storage_class: type[Any]
 
@@ -257,7 +259,8 @@ class Float8QuantizerBase(Quantizer):
         return (value, src, usage, self._rule(), *self._scale_and_amax())
 
     def _fresh_value(self) -> native.QuantizedValue:
-        return native.QuantizedValue(self._block, fp8_name(self.dtype), None, None, None, None)
+        kind = self._block, fp8_name(self.dtype)
+        return native.QuantizedValue(*kind, None, None, None, None, self._groups)
 
     def quantize_impl(self, tensor: torch.Tensor) -> Any:
         """Quantise a tensor; autograd is not told."""
@@ -309,7 +312,11 @@ class Float8QuantizerBase(Quantizer):
         return dst
 
     def _check_destination(self, dst: Any) -> None:
-        if not isinstance(dst, self._storage_class) or dst._value.block != self._block:
+        kind = self._block, self._groups
+        if (
+            not isinstance(dst, self._storage_class)
+            or (dst._value.block, dst._value.groups) != kind
+        ):
             expected = self._tensor_class.__name__
             got = type(dst).__name__
             message = (

@@ -211,7 +211,7 @@ class QuantizedTensorStorage:
             If the other one is scaled otherwise or of another FP8 type.
         """
         own, other = self._value, src._value
-        if (own.block, own.fp8) != (other.block, other.fp8):
+        if (own.block, own.fp8, own.groups) != (other.block, other.fp8, other.groups):
             message = (
                 f"{type(self).__name__}: copy_from_storage takes values of the same scaling and FP8 type, got "
                 f"{type(src).__name__} of {other.fp8}"

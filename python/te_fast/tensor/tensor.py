@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import DtypeError, QuantizedTensorError, ShapeError
+from te_fast.errors import DtypeError, QuantizedTensorError, ShapeError, UnsupportedError
 from te_fast.runtime import native
 from te_fast.tensor.operations import dispatch, moved
 from te_fast.tensor.quantizer import Quantizer, note_write
@@ -293,7 +293,19 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
-        """Return what FSDP2 gathers: bytes, and scales of blocks."""
+        """Return what FSDP2 gathers: bytes, and scales of blocks.
+
+        Raises
+        ------
+        UnsupportedError
+            For a stack of experts' weights.
+        """
+        if self._value.groups != 1:
+            message = (
+                f"{type(self).__name__}: FSDP2 gathers no stack of experts' weights in FP8; make the layer without "
+                "single_grouped_weight, or without quantized_model_init"
+            )
+            raise UnsupportedError(message)
         return before_gather(self, mesh, orig_size)
 
     def fsdp_post_all_gather(
@@ -316,9 +328,11 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
         names = [name for name in self._INNER_TENSORS if getattr(self, name) is not None]
         quantizer = self._quantizer
         plain = None if getattr(quantizer, "scale", None) is not None else quantizer
-        return names, {"block": self._value.block, "fp8": self._value.fp8, "quantizer": plain} | {
+        value = self._value
+        return names, {"block": value.block, "fp8": value.fp8, "quantizer": plain} | {
             "dtype": self.dtype,
-            "valid": self._value.col_is_valid,
+            "valid": value.col_is_valid,
+            "groups": value.groups,
         }
 
     @classmethod
@@ -326,7 +340,8 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
         cls, inner: dict[str, torch.Tensor], about: dict[str, Any], size: Any, stride: Any
     ) -> Any:
         """Put a tensor together of inner ones; delayed scaling's quantizer is not among them."""
-        value = native.QuantizedValue(about["block"], about["fp8"], None, None, None, None)
+        kind = about["block"], about["fp8"]
+        value = native.QuantizedValue(*kind, None, None, None, None, about["groups"])
         made = cls._of_value(
             value,
             size,

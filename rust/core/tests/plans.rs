@@ -140,7 +140,7 @@ proptest! {
                     kind: if choice == 4 { NormKind::LayerNorm } else { NormKind::RmsNorm },
                     cols, eps: 1e-5, zero_centered_gamma: gamma,
                 },
-                6 => Op::Activation { function, interleave: 0, scaled: gamma, cache_quantized_input: in_place },
+                6 => Op::Activation { function, interleave: 0, scaled: gamma, cache_quantized_input: in_place, recompute: !in_place },
                 7 => Op::AddExtraInput { in_place },
                 8 => Op::MakeExtraOutput { in_place },
                 _ => Op::ConstantScale { scale: 2.0 },

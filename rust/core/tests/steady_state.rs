@@ -41,7 +41,7 @@ fn mlp() -> Chain {
     chain.push("norm".into(), Op::Norm { kind, cols: 64, eps: 1e-5, zero_centered_gamma });
     linear(&mut chain, 64, 128);
     let (function, interleave, scaled, cache_quantized_input) = (Activation::Gelu, 0, false, false);
-    chain.push("gelu".into(), Op::Activation { function, interleave, scaled, cache_quantized_input });
+    chain.push("gelu".into(), Op::Activation { function, interleave, scaled, cache_quantized_input, recompute: false });
     linear(&mut chain, 128, 64);
     chain
 }

@@ -96,6 +96,8 @@ mod _native {
     #[pymodule_export]
     use crate::tensor::scale::{amax, scale_of_amax};
     #[pymodule_export]
+    use crate::tensor::stack::stack_values;
+    #[pymodule_export]
     use crate::tensor::value::{QuantizedValue, quantize_values};
     #[pymodule_export]
     use crate::torch::process::DispatcherCell;

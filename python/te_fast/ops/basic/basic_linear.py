@@ -12,7 +12,7 @@ import torch
 
 from te_fast.dispatch import gemm
 from te_fast.errors import ArgumentError, UnsupportedError
-from te_fast.ops.basic.native import NativeOperation
+from te_fast.ops.basic.weighted import WeightedOperation
 from te_fast.ops.common import parameter_options, size_of_ranks, to_real
 from te_fast.ops.op import OperationContext
 from te_fast.parallel.quantized import Role, quantizer_of_rows
@@ -22,9 +22,6 @@ from te_fast.recipe import Recipe
 from te_fast.runtime import main_grad, native, rows
 from te_fast.runtime.global_state import autocast_state
 from te_fast.tensor import primary
-
-#: The weight's among the forward scales of delayed scaling, behind the input's.
-_WEIGHT_SLOT = 1
 
 
 def parallelism(op: str, mode: str | None, group: Any) -> tuple[str | None, int]:
@@ -46,7 +43,7 @@ def parallelism(op: str, mode: str | None, group: Any) -> tuple[str | None, int]
     return (None, 1) if size == 1 else (mode, size)
 
 
-class BasicLinear(NativeOperation):
+class BasicLinear(WeightedOperation):
     """Apply ``y = x Wᵀ``, in FP8 inside :class:`te_fast.pytorch.autocast`.
 
     Parameters
@@ -88,8 +85,7 @@ class BasicLinear(NativeOperation):
     """
 
     weight: torch.Tensor
-    _handle: Any
-    _takes_to_fp8 = True
+    _weight_names = ("weight",)
 
     def __init__(
         self,
@@ -125,9 +121,7 @@ class BasicLinear(NativeOperation):
         self._exchange = exchange_of(mode, size, sequence_parallel=sequence_parallel)
         self._rng_state_tracker_function = rng_state_tracker_function
         self._accumulate_into_main_grad = accumulate_into_main_grad
-        self._with_quantized_weight = autocast_state.fp8_parameters
-        self._preserves_init_value = autocast_state.high_precision_init_val
-        self._weight_recipe = autocast_state.model_recipe
+        self._note_init()
         self._make_handle()
         sizes = self.local_out_features, self.local_in_features
         weight = torch.empty(*sizes, **parameter_options(device, dtype, name))
@@ -149,23 +143,8 @@ class BasicLinear(NativeOperation):
                 primary.initialise_quantized(weight, init)
             else:
                 init(weight)
-        self._quantize_weight()
+        self._quantize_weights()
         self._drop_weight_cache()
-
-    def _quantize_weight(self) -> None:
-        """Put a quantised tensor in the place of the weight, if the operation was made to have one."""
-        recipe, weight = self._weight_recipe, self.weight
-        if not self._with_quantized_weight or recipe is None or primary.is_quantized(weight):
-            return
-        self.reset_recipe_state(recipe=recipe)
-        quantizer = primary.weight_quantizer(recipe, self._scaling_states()[0], _WEIGHT_SLOT)
-        made = primary.quantized_parameter(weight, quantizer, preserves=self._preserves_init_value)
-        self.register_parameter("weight", made)
-
-    def _point_weight(self) -> None:
-        """Let a weight of delayed scaling be quantised with the scale that the operation has now."""
-        if primary.is_quantized(self.weight):
-            primary.point_at(self.weight, self._scaling_states()[0], _WEIGHT_SLOT)
 
     def pre_first_fuser_forward(self) -> None:
         """Make a weight on the meta device real."""
@@ -183,57 +162,11 @@ class BasicLinear(NativeOperation):
         sizes = (self.local_in_features, self.local_out_features)
         program.linear(label, self._handle, self._parameters, "weight", *sizes)
 
-    def _set_slots(self, epoch: int) -> None:
-        self._point_weight()
-        forward, backward = self._scaling_states()
-        if forward is not None and backward is not None:
-            self._handle.set_slots(epoch, forward.slots, backward.slots, 0, 0)
-
-    def _drop_slots(self) -> None:
-        self._handle.drop_slots()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a weight that FSDP brings back may have other values, at the same address and version."""
-        super().__setattr__(name, value)
-        if isinstance(value, torch.Tensor) and "_handle" in self.__dict__:
-            self._drop_weight_cache()
-
-    def _drop_weight_cache(self) -> None:
-        self._handle.drop_weight_cache()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Forget what was quantised: ``.to()`` and its kin exchange the weight's memory."""
-        kept = primary.attributes_of(self)
-        result = super()._apply(partial(primary.keep_quantized, fn), recurse)
-        primary.restore_attributes(self, kept)
-        self._point_weight()
-        self._drop_weight_cache()
-        return result
-
     def __getstate__(self) -> dict[str, Any]:
         """Leave the native half out."""
         state = super().__getstate__()
-        for name in ("_handle", "_own_segment"):
-            state.pop(name, None)
+        state.pop("_own_segment", None)
         return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make a native half of this copy's own."""
-        super().__setstate__(state)
-        self._make_handle()
-        self._point_weight()
-
-    def set_extra_state(self, state: Any) -> None:
-        """Restore what :meth:`get_extra_state`, or Transformer Engine's, returned."""
-        super().set_extra_state(state)
-        self._point_weight()
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        # Values in high precision are quantised as they are loaded, with the scale of the checkpoint.
-        key = f"{prefix}_extra_state"
-        if key in state_dict and primary.is_quantized(self.weight):
-            self.set_extra_state(state_dict[key])
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     # In Python ------------------------------------------------------------------------------------
 

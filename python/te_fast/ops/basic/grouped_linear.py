@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -15,23 +15,31 @@ from te_fast.errors import (
     DtypeError,
     ShapeError,
     StateError,
-    UnsupportedError,
 )
-from te_fast.ops.basic.native import ExtraTensorOperation, NativeOperation
-from te_fast.ops.common import parameter_options, to_real
+from te_fast.ops.basic.native import ExtraTensorOperation
+from te_fast.ops.basic.weighted import WeightedOperation
+from te_fast.ops.common import autocast_dtype, parameter_options, to_real
+from te_fast.ops.expert_loop import ExpertLoop, Experts, is_needed, read_counts
+from te_fast.ops.op import ALONE, Beside, OperationContext, PerOp
 from te_fast.runtime import native
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.compiling import is_traced
-from te_fast.runtime.global_state import autocast_state
 from te_fast.runtime.parts import compute_deferred, joined, lay_together
+from te_fast.runtime.splits import check_in_debug
+from te_fast.tensor import primary, stacks
+from te_fast.tensor.of_recipe import ONE, Stack
 
 #: A block of a kernel finds the expert of its rows by a scan over all.
 _MAX_GROUPS = 1024
 #: Slots of delayed scaling of one expert: input and weight; gradient of the output.
 _SLOTS = (2, 1)
+#: Whether the backward that runs now retains its graph; older torch does not say.
+_retains_graph: Callable[[], bool] = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
+)
 
 
-class GroupedLinear(ExtraTensorOperation, NativeOperation):
+class GroupedLinear(ExtraTensorOperation, WeightedOperation):
     """Apply ``y = x W_eᵀ + b_e`` to the rows of each expert, in FP8 inside :class:`te_fast.pytorch.autocast`.
 
     The extra input counts the rows of the experts, which follow each other. Counts on the GPU are not read on the host:
@@ -56,12 +64,11 @@ class GroupedLinear(ExtraTensorOperation, NativeOperation):
     delay_wgrad_compute : bool, default = False
         Leave the weights' gradients to :meth:`backward_dw`.
     scale_bias : bool, default = False
-        Not supported yet.
+        Multiply the biases by a factor of each row, a second extra input ``(rows,)``, as the probabilities of the
+        experts are. The product is a native program of its own then, and torch adds the biases.
 
     Raises
     ------
-    UnsupportedError
-        For `scale_bias` with biases, and inside ``quantized_model_init``.
     ArgumentError
         If `num_groups` is not 1 to 1024.
 
@@ -86,8 +93,6 @@ class GroupedLinear(ExtraTensorOperation, NativeOperation):
     """
 
     num_extra_inputs = 1
-    _handle: Any
-    _takes_to_fp8 = True
     _counts_rows = True
 
     def __init__(
@@ -111,24 +116,18 @@ class GroupedLinear(ExtraTensorOperation, NativeOperation):
         if not 1 <= num_groups <= _MAX_GROUPS:
             message = f"{name}: num_groups must be 1 to {_MAX_GROUPS}, got {num_groups}"
             raise ArgumentError(message)
-        if scale_bias and bias:
-            message = f"{name}: scale_bias is not supported yet; add the scaled biases behind it, or pass bias=False"
-            raise UnsupportedError(message)
-        if autocast_state.fp8_parameters:
-            message = (
-                f"{name}: experts' weights cannot be quantised tensors yet; make the operation outside of "
-                "quantized_model_init"
-            )
-            raise UnsupportedError(message)
         self.num_groups = num_groups
         self.in_features, self.out_features = in_features, out_features
         self.use_bias = bias
-        self.scale_bias = False
+        self.scale_bias = scale_bias and bias
+        if self.scale_bias:
+            self.num_extra_inputs = 2
         self.single_grouped_weight = bool(single_grouped_weight)
         self.single_grouped_bias = bool(single_grouped_bias and bias)
         self.delay_wgrad_compute = delay_wgrad_compute
         self._rng_state_tracker_function = rng_state_tracker_function
         self._accumulate_into_main_grad = accumulate_into_main_grad
+        self._note_init()
         self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
         self._make_handle()
         self._make_parameters(parameter_options(device, dtype, name))
@@ -163,14 +162,33 @@ class GroupedLinear(ExtraTensorOperation, NativeOperation):
         with nullcontext() if tracker is None else tracker().fork(), torch.no_grad():
             for name in self._weight_names:
                 weight = to_real(self, name)
-                for expert in weight if self.single_grouped_weight else [weight]:
-                    torch.nn.init.kaiming_uniform_(expert, a=math.sqrt(5))
-                if self.delay_wgrad_compute:
-                    weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
+                if primary.is_quantized(weight):
+                    primary.initialise_quantized(weight, self._initialise)
+                else:
+                    self._initialise(weight)
             for name in self._bias_names:
                 torch.nn.init.uniform_(to_real(self, name), -bound, bound)
-        lay_together(self._of_parts())
+        self._quantize_weights()
+        for name in self._weight_names if self.delay_wgrad_compute else ():
+            getattr(self, name).skip_backward_post_hook = True
+        self._lay_together()
         self._drop_weight_cache()
+
+    def _initialise(self, weight: torch.Tensor) -> None:
+        for expert in weight if self.single_grouped_weight else [weight]:
+            torch.nn.init.kaiming_uniform_(expert, a=math.sqrt(5))
+
+    # Quantised weights ----------------------------------------------------------------------------
+
+    def _stack_of_weight(self) -> Stack:
+        return Stack(self.num_groups, _SLOTS[0]) if self.single_grouped_weight else ONE
+
+    def _lay_together(self) -> None:
+        """Let parameters that are one's each share one memory."""
+        lay_together(self._of_parts())
+        weights = [weight for _, weight in self._quantized_weights()]
+        if len(weights) > 1 and not any(weight.is_meta for weight in weights):
+            stacks.lay_together(weights)
 
     def pre_first_fuser_forward(self) -> None:
         """Make parameters on the meta device real."""
@@ -221,9 +239,13 @@ class GroupedLinear(ExtraTensorOperation, NativeOperation):
             if min(listed) < 0 or sum(listed) > rows:
                 message = f"{name}: counts of rows must not be negative nor exceed {rows} in sum, got {listed}"
                 raise ShapeError(message)
+            if is_needed(x.device):  # where the host reads them
+                return counts.to(torch.int64)
         elif counts.device != x.device:
             message = f"{name}: counts must be on the host or on {x.device}, where the input is, got {counts.device}"
             raise DeviceError(message)
+        else:
+            check_in_debug(name, counts, x.shape[:-1].numel())
         return counts.to(device=x.device, dtype=torch.int64).contiguous()
 
     # The native half ------------------------------------------------------------------------------
@@ -243,7 +265,7 @@ class GroupedLinear(ExtraTensorOperation, NativeOperation):
         program.fuses_parts = program.fuses_parts or (
             self._accumulate_into_main_grad and not self.single_grouped_weight
         )
-        if self.use_bias:
+        if self.use_bias and not self.scale_bias:
             names = self._bias_names
             program.grouped_bias(label, self._parameters, names, count, self.out_features)
 
@@ -259,42 +281,6 @@ class GroupedLinear(ExtraTensorOperation, NativeOperation):
     ) -> torch.dtype:
         weight: torch.Tensor = getattr(self, self._weight_names[0])
         return autocast or weight.dtype
-
-    def _set_slots(self, epoch: int) -> None:
-        forward, backward = self._scaling_states()
-        if forward is not None and backward is not None:
-            self._handle.set_slots(epoch, forward.slots, backward.slots, 0, 0)
-
-    def _drop_slots(self) -> None:
-        self._handle.drop_slots()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a weight that is brought back may have other values, at the same address and version."""
-        super().__setattr__(name, value)
-        if isinstance(value, torch.Tensor) and "_handle" in self.__dict__:
-            self._drop_weight_cache()
-
-    def _drop_weight_cache(self) -> None:
-        self._handle.drop_weight_cache()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Lay the parameters together again, which were moved one by one, and forget what was quantised."""
-        result = super()._apply(fn, recurse)
-        lay_together(self._of_parts())
-        self._drop_weight_cache()
-        return result
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the native half out."""
-        state = super().__getstate__()
-        state.pop("_handle", None)
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Make a native half of this copy's own, and lay its parameters together."""
-        super().__setstate__(state)
-        self._make_handle()
-        lay_together(self._of_parts())
 
     # Weight gradients -----------------------------------------------------------------------------
 
@@ -316,30 +302,149 @@ class GroupedLinear(ExtraTensorOperation, NativeOperation):
         """
         if not self.delay_wgrad_compute:
             return
-        if not self._handle.deferred_count():
+        loop: ExpertLoop | None = self.__dict__.get("_loop")
+        if loop is not None:
+            loop.compute_deferred()
+        elif not self._handle.deferred_count():
             message = (
                 f"{type(self).__name__}: backward_dw() was called without a backward before it"
             )
             raise StateError(message)
-        parts = [getattr(self, name) for name in self._weight_names]
-        compute_deferred(self._handle, parts, fuse=self._accumulate_into_main_grad)
+        else:
+            parts = [getattr(self, name) for name in self._weight_names]
+            compute_deferred(self._handle, parts, fuse=self._accumulate_into_main_grad)
         if not is_graph_capturing():
             for hook in self.wgrad_accumulation_and_reduce_hooks:
                 hook()
 
     # In Python ------------------------------------------------------------------------------------
 
-    def fuser_forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise: experts run in native programs alone."""
-        message = (
-            f"{type(self).__name__} runs in native programs, not inside of a fusion of the user's own; "
-            "leave it out of those"
-        )
-        raise UnsupportedError(message)
+    def _is_native(self, beside: Beside = ALONE) -> bool:
+        """Tell whether a native program runs this: not with scaled biases, nor experts one by one."""
+        alone = self.scale_bias or is_needed(getattr(self, self._weight_names[0]).device)
+        return not alone and super()._is_native(beside)
 
-    def fuser_backward(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise: experts run in native programs alone."""
-        self.fuser_forward()
+    def _is_in_parts(self) -> bool:
+        return len(self._weight_names) > 1 or len(self._bias_names) > 1
+
+    def fuser_forward(
+        self,
+        basic_op_ctxs: list[OperationContext],
+        input_: torch.Tensor,
+        *,
+        basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
+        **_: Any,
+    ) -> tuple[torch.Tensor, list[tuple[()]]]:
+        """Run a graph of torch's of this operation alone, which backward runs through."""
+        ctx: Any = basic_op_ctxs[0]
+        counts, *factors = basic_op_extra_inputs[0]
+        wanted = bool(ctx.requires_grad)
+        with torch.set_grad_enabled(wanted):
+            x = input_.detach().to(self._result_type(input_.dtype, (), autocast_dtype(input_)))
+            x.requires_grad_(wanted)
+            scales = [factor.detach().requires_grad_(factor.requires_grad) for factor in factors]
+            y = self._products(x.reshape(-1, self.in_features), counts)
+            if self.scale_bias:
+                y = y + self._biases_of_rows(y, counts) * scales[0].reshape(-1, 1).to(y.dtype)
+            y = y.view(*x.shape[:-1], self.out_features)
+        if wanted:
+            ctx.graph = (y, x, scales, input_.dtype)
+        return y.detach(), [()]
+
+    def fuser_backward(
+        self, basic_op_ctxs: list[OperationContext], grad_output: torch.Tensor, **_: Any
+    ) -> tuple[torch.Tensor, PerOp, PerOp]:
+        """Run back through that graph; once, unless the graph around it is retained.
+
+        Raises
+        ------
+        StateError
+            If it ran back already.
+        """
+        ctx: Any = basic_op_ctxs[0]
+        if ctx.graph is None:
+            message = (
+                f"{type(self).__name__}: backward ran through this graph a second time; pass retain_graph=True to the "
+                "first"
+            )
+            raise StateError(message)
+        y, x, scales, dtype = ctx.graph
+        retains = bool(_retains_graph())
+        if not retains:
+            ctx.graph = None
+        parameters = list(self.parameters())
+        leaves = [tensor for tensor in (x, *scales, *parameters) if tensor.requires_grad]
+        grads = torch.autograd.grad(
+            y, leaves, grad_output.to(y.dtype), retain_graph=retains, allow_unused=True
+        )
+        found = iter(grads)
+        dx, *rest = (next(found) if t.requires_grad else None for t in (x, *scales, *parameters))
+        extras = (None, *rest[: len(scales)])
+        dx = torch.zeros_like(x) if dx is None else dx
+        return dx.to(dtype), [tuple(rest[len(scales) :])], [extras]
+
+    def _products(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return the products of all experts, with the biases that have no factors."""
+        if is_needed(x.device):
+            loop: ExpertLoop | None = self.__dict__.get("_loop")
+            if loop is None:
+                loop = self.__dict__["_loop"] = ExpertLoop(self._experts())
+            return loop.apply(x, read_counts(counts, x.shape[0], type(self).__name__), None)
+        program, params = self._program(), None
+        if x.numel() == 0 and program.has_parts:  # nothing is launched, and torch joins the parts
+            params = tuple([torch.cat(list(parts)) for parts in program.parameter_parts()])
+        y: torch.Tensor = native.program_apply(program, self, x, (counts,), None, params, None)
+        return y
+
+    def _biases_of_rows(self, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return the bias of each row's expert; rows of no expert have the last one's."""
+        ends = counts.to(y.device).clamp(min=0).cumsum(0)
+        numbers = torch.arange(y.shape[0], device=y.device)
+        expert = torch.searchsorted(ends, numbers, right=True).clamp(max=self.num_groups - 1)
+        biases = [getattr(self, name) for name in self._bias_names]
+        stack = biases[0] if self.single_grouped_bias else torch.stack(biases)
+        return stack.to(y.dtype)[expert]
+
+    def _experts(self) -> Experts:
+        """Return what a loop over the experts is over."""
+        return Experts(
+            owner=self,
+            name=type(self).__name__,
+            inputs=self.in_features,
+            outputs=self.out_features,
+            weights=self._weight_names,
+            biases=self._bias_names if self.use_bias and not self.scale_bias else None,
+            number=self.num_groups,
+            fuse=self._accumulate_into_main_grad,
+            later=self.delay_wgrad_compute,
+            save_original_input=False,
+            slots=_SLOTS,
+        )
+
+    def _set_slots(self, epoch: int) -> None:
+        super()._set_slots(epoch)
+        loop: ExpertLoop | None = self.__dict__.get("_loop")
+        states = self._scaling_states()
+        if loop is not None and None not in states:
+            loop.set_slots(epoch, *(state.slots for state in states))
+
+    def _drop_slots(self) -> None:
+        super()._drop_slots()
+        loop: ExpertLoop | None = self.__dict__.get("_loop")
+        for handle in () if loop is None else loop.handles:
+            handle.drop_slots()
+
+    def _drop_weight_cache(self) -> None:
+        super()._drop_weight_cache()
+        loop: ExpertLoop | None = self.__dict__.get("_loop")
+        for handle in () if loop is None else loop.handles:
+            handle.drop_weight_cache()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the native halves out."""
+        state = super().__getstate__()
+        state.pop("_loop", None)
+        return state
 
     def extra_repr(self) -> str:
         """Sizes."""

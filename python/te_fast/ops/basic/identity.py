@@ -90,6 +90,8 @@ class AllGather(_Communication):
     (4, 8)
     """
 
+    _collective = "gather"
+
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         """Gather."""
         self._check(ctx, input_)
@@ -123,6 +125,8 @@ class ReduceScatter(_Communication):
     >>> tuple(te.ops.ReduceScatter()(torch.ones(4, 8)).shape)
     (4, 8)
     """
+
+    _collective = "scatter"
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         """Sum over ranks, and keep this one's rows."""
@@ -159,6 +163,8 @@ class AllReduce(_Communication):
     >>> tuple(te.ops.AllReduce()(torch.ones(4, 8)).shape)
     (4, 8)
     """
+
+    _collective = "sum"
 
     def __init__(
         self,

@@ -102,7 +102,7 @@ class Quantize(BasicOperation):
         if x.numel() == 0 or is_quantized(x):
             return x
         state, is_forward = self._delayed_state(mode), mode == "forward"
-        layouts = {"rowwise": True, "columnwise": True}
+        layouts: dict[str, Any] = {"rowwise": True, "columnwise": True}
         quantizer = quantizer_of(recipe, "input" if is_forward else "grad", state, 0, **layouts)
         if state is not None:
             former = None

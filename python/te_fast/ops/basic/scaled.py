@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import UnsupportedError
 from te_fast.ops.basic.activation import Activation
 from te_fast.ops.basic.glu import Capped, Clamped, check_interleave
 from te_fast.ops.basic.native import ExtraTensorOperation
@@ -19,21 +18,19 @@ class ScaledActivation(ExtraTensorOperation, Activation):
     Parameters
     ----------
     activation_recompute_in_mlp : bool, default = False
-        Compute the activation again in backward; not supported yet.
+        A linear operation right behind keeps no copy of the result for its weight's gradient: backward computes the
+        activation again. Not with delayed scaling.
     """
 
     num_extra_inputs = 1
 
     def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
         super().__init__()
-        if activation_recompute_in_mlp:
-            name = type(self).__name__
-            message = f"{name}: activation_recompute_in_mlp is not supported yet; leave it out"
-            raise UnsupportedError(message)
         self.activation_recompute_in_mlp = activation_recompute_in_mlp
 
     def _append_to(self, program: Any, label: str) -> None:
-        program.activation(label, self._kind, scaled=True, **self._constants())
+        recompute: dict[str, Any] = {"recompute": True} if self.activation_recompute_in_mlp else {}
+        program.activation(label, self._kind, scaled=True, **recompute, **self._constants())
 
     def fuser_forward(
         self,
@@ -80,7 +77,7 @@ class ScaledGatedActivation(ScaledActivation):
     glu_interleave_size : int, optional
         As in :class:`SwiGLU`.
     activation_recompute_in_mlp : bool, default = False
-        Compute the activation again in backward; not supported yet.
+        As in :class:`ScaledSReLU`.
     """
 
     def __init__(

@@ -44,6 +44,9 @@ pub struct GroupedGemmSpec {
     pub groups: usize,
     /// Rows that there is memory for; what splits say beyond them is never touched.
     pub rows: usize,
+    /// Rows that splits may count: what they say beyond is cut off. Fewer than `rows` where casts have padded the groups
+    /// ([`GroupedKind::WeightGradient`]), who have written the padding of as many rows alone.
+    pub counted: usize,
     /// See the table.
     pub n: usize,
     /// See the table.

@@ -18,9 +18,10 @@ struct Span {
 /// # Errors
 /// None: the plan has checked the types.
 pub(crate) fn run(spec: &GroupedGemmSpec, at: &GroupedGemmPointers<DevPtr<'_>>) -> Result<()> {
-    let mut start = 0;
+    let (mut start, mut left) = (0, spec.counted);
     for (group, &split) in at.splits.slice::<i64>(spec.groups).iter().enumerate() {
-        let len = usize::try_from(split).unwrap_or(0).min(spec.rows - start);
+        let len = usize::try_from(split).unwrap_or(0).min(spec.rows - start).min(left);
+        left -= len;
         let span = Span { start, len };
         start = (start + len.next_multiple_of(spec.align)).min(spec.rows);
         match spec.kind {

@@ -92,8 +92,18 @@ fn on_gpus_alone(_: &GroupedParams<'_>, id: KernelId) -> Result<()> {
 #[derive(Clone, Copy, Debug)]
 pub struct GroupedGemmPlan {
     spec: GroupedGemmSpec,
-    /// The kernel of Hopper and columns of its tile, where it takes the product.
-    kernel: Option<(KernelId, usize)>,
+    /// The kernel of Hopper, where it takes the product.
+    kernel: Option<Kernel>,
+}
+
+/// A kernel of `cuda/gemm/`.
+#[derive(Clone, Copy, Debug)]
+struct Kernel {
+    id: KernelId,
+    /// Columns of its tile.
+    columns: usize,
+    /// Whether pairs of blocks that share the rows of A are faster than blocks alone (`cuda/README.md`).
+    in_pairs: bool,
 }
 
 impl GroupedGemmPlan {
@@ -154,7 +164,7 @@ impl GroupedGemmPlan {
     /// Whether a device has a kernel for it. The host always has.
     #[must_use]
     pub fn runs_on(&self, facts: &DeviceFacts) -> bool {
-        self.kernel.is_some_and(|(id, _)| facts.capability == (9, 0) && !image_bytes(id.image()).is_empty())
+        self.kernel.is_some_and(|kernel| facts.capability == (9, 0) && !image_bytes(kernel.id.image()).is_empty())
     }
 
     /// Runs it; nothing without groups, rows or columns of the result.
@@ -177,28 +187,20 @@ impl GroupedGemmPlan {
 
     fn launch(&self, queue: &mut CudaQueue<'_>, at: &GroupedGemmPointers<DevPtr<'_>>) -> Result<()> {
         let spec = &self.spec;
-        let (Some((id, columns)), true) = (self.kernel, self.runs_on(queue.device.facts())) else {
+        let (Some(kernel), true) = (self.kernel, self.runs_on(queue.device.facts())) else {
             return Err(self.missing(queue.device.facts()));
         };
         let bytes = spec.groups * spec.n * spec.k * spec.d.size();
         if spec.rows == 0 {
             return if spec.accumulate { Ok(()) } else { queue.zero(at.d, bytes) };
         }
-        let params = self.params(at, columns)?;
+        let params = self.params(at, kernel.columns)?;
         let width = if spec.kind == GroupedKind::Rows { spec.n } else { spec.k };
-        // Blocks in pairs share the rows of A where every pair has two tiles; products whose sums stay in the tensor cores
-        // gain nothing from it.
-        let sums_stay = matches!(
-            id,
-            KernelId::GroupedWgradFast(_)
-                | KernelId::GroupedRows(_)
-                | KernelId::GroupedRowsAcross(_)
-                | KernelId::GroupedWgrad(_)
-        );
-        let cluster = if width.div_ceil(columns).is_multiple_of(2) && !sums_stay { 2 } else { 1 };
+        // A pair needs two tiles side by side.
+        let cluster = if kernel.in_pairs && width.div_ceil(kernel.columns).is_multiple_of(2) { 2 } else { 1 };
         let blocks = queue.device.facts().multiprocessors / cluster * cluster;
         let grid = Grid::linear(blocks, GROUPED_THREADS).with_shared(GROUPED_SHARED).with_cluster(cluster);
-        queue.launch(id, grid, &params)
+        queue.launch(kernel.id, grid, &params)
     }
 
     fn missing(&self, facts: &DeviceFacts) -> Error {
@@ -219,8 +221,6 @@ impl GroupedGemmPlan {
         let &GroupedGemmSpec { groups, rows, n, k, a, b, d, scaling, .. } = &self.spec;
         let (wide, line) = (columns as u32, (LINE / a.size()) as u32);
         let d_line = (LINE / d.size()) as u32;
-        let two = |base, dtype, sizes, tile| TensorMap::new(OP, base, &Tiles { dtype, sizes, tile, swizzled: true });
-        let three = |base, dtype, sizes, tile| TensorMap::new(OP, base, &Tiles { dtype, sizes, tile, swizzled: true });
         let scales = |base, sizes, count| {
             TensorMap::new(OP, base, &Tiles { dtype: DType::F32, sizes, tile: [count, 1], swizzled: false })
         };
@@ -229,26 +229,26 @@ impl GroupedGemmPlan {
         let mut maps = [TensorMap::NONE; 5];
         match self.spec.kind {
             GroupedKind::Rows => {
-                maps[0] = two(at.a, a, [k, rows], [line, HALF])?;
+                maps[0] = tiles(at.a, a, [k, rows], [line, HALF])?;
                 maps[1] = if self.spec.b_k_outermost {
-                    three(at.b, b, [n, k, groups], [line, line, 1])?
+                    tiles(at.b, b, [n, k, groups], [line, line, 1])?
                 } else {
-                    three(at.b, b, [k, n, groups], [line, wide, 1])?
+                    tiles(at.b, b, [k, n, groups], [line, wide, 1])?
                 };
-                maps[2] = three(at.d, d, [n, rows, 1], [d_line, HALF, 1])?;
+                maps[2] = tiles(at.d, d, [n, rows, 1], [d_line, HALF, 1])?;
                 if block {
                     maps[3] = scales(at.a_scale, [self.spec.scale_pitch, k.div_ceil(BLOCK)], ROW_SCALES)?;
                 }
             }
             GroupedKind::WeightGradient => {
                 let inner = scaling != GroupedScaling::None;
-                maps[0] = two(at.a, a, if inner { [rows, n] } else { [n, rows] }, [line, HALF])?;
+                maps[0] = tiles(at.a, a, if inner { [rows, n] } else { [n, rows] }, [line, HALF])?;
                 maps[1] = if inner {
-                    three(at.b, b, [rows, k, 1], [line, wide, 1])?
+                    tiles(at.b, b, [rows, k, 1], [line, wide, 1])?
                 } else {
-                    three(at.b, b, [k, rows, 1], [line, line, 1])?
+                    tiles(at.b, b, [k, rows, 1], [line, line, 1])?
                 };
-                maps[2] = three(at.d, d, [k, n, groups], [d_line, HALF, 1])?;
+                maps[2] = tiles(at.d, d, [k, n, groups], [d_line, HALF, 1])?;
                 if block {
                     maps[3] = scales(at.a_scale, [up4(n), rows.div_ceil(BLOCK)], BLOCK as u32)?;
                     maps[4] = scales(at.b_scale, [up4(k), rows.div_ceil(BLOCK)], wide)?;
@@ -293,8 +293,13 @@ const HALF: u32 = 64;
 /// Scales of a tile's rows, which begin at a multiple of four.
 const ROW_SCALES: u32 = BLOCK as u32 + 4;
 
-/// The kernel of Hopper and columns of its tile.
-fn kernel_of(spec: &GroupedGemmSpec) -> Option<(KernelId, usize)> {
+/// The map of an operand, whose tiles the tensor cores read.
+fn tiles<const N: usize>(base: DevPtr<'_>, dtype: DType, sizes: [usize; N], tile: [u32; N]) -> Result<TensorMap> {
+    TensorMap::new(OP, base, &Tiles { dtype, sizes, tile, swizzled: true })
+}
+
+/// The kernel of Hopper.
+fn kernel_of(spec: &GroupedGemmSpec) -> Option<Kernel> {
     let whole = |count: usize, dtype: DType| (count * dtype.size()).is_multiple_of(ALIGNMENT);
     let indexed = |count: usize| count < i32::MAX as usize;
     let rows = spec.kind == GroupedKind::Rows;
@@ -316,16 +321,19 @@ fn kernel_of(spec: &GroupedGemmSpec) -> Option<(KernelId, usize)> {
         DType::Bf16 => Err(Half::Bf16),
         _ => return None,
     };
-    Some(match (first, spec.scaling, spec.fast_accumulation) {
-        (Ok(_), _, _) if spec.b != DType::E4m3 => return None,
-        (Err(half), ..) if !rows => (KernelId::GroupedWgrad(half), GROUPED_COLUMNS_WGRAD_FAST),
-        (Err(half), ..) if spec.b_k_outermost => (KernelId::GroupedRowsAcross(half), GROUPED_COLUMNS_FAST),
-        (Err(half), ..) => (KernelId::GroupedRows(half), GROUPED_COLUMNS_FAST),
-        (Ok(fp8), GroupedScaling::Block, _) if rows => (KernelId::GroupedRowsBlock(fp8), GROUPED_COLUMNS_SPLIT),
-        (Ok(fp8), GroupedScaling::Block, _) => (KernelId::GroupedWgradBlock(fp8), GROUPED_COLUMNS_WGRAD),
-        (Ok(fp8), _, true) if rows => (KernelId::GroupedRowsFast(fp8), GROUPED_COLUMNS_FAST),
-        (Ok(fp8), _, false) if rows => (KernelId::GroupedRowsSplit(fp8), GROUPED_COLUMNS_SPLIT),
-        (Ok(fp8), _, true) => (KernelId::GroupedWgradFast(fp8), GROUPED_COLUMNS_WGRAD_FAST),
-        (Ok(fp8), _, false) => (KernelId::GroupedWgradSplit(fp8), GROUPED_COLUMNS_WGRAD),
-    })
+    let kernel = |id, columns, in_pairs| Some(Kernel { id, columns, in_pairs });
+    match (first, spec.scaling, spec.fast_accumulation) {
+        (Ok(_), ..) if spec.b != DType::E4m3 => None,
+        (Err(half), ..) if !rows => kernel(KernelId::GroupedWgrad(half), GROUPED_COLUMNS_WGRAD_FAST, false),
+        (Err(half), ..) if spec.b_k_outermost => kernel(KernelId::GroupedRowsAcross(half), GROUPED_COLUMNS_FAST, false),
+        (Err(half), ..) => kernel(KernelId::GroupedRows(half), GROUPED_COLUMNS_FAST, false),
+        (Ok(fp8), GroupedScaling::Block, _) if rows => {
+            kernel(KernelId::GroupedRowsBlock(fp8), GROUPED_COLUMNS_SPLIT, true)
+        }
+        (Ok(fp8), GroupedScaling::Block, _) => kernel(KernelId::GroupedWgradBlock(fp8), GROUPED_COLUMNS_WGRAD, true),
+        (Ok(fp8), _, true) if rows => kernel(KernelId::GroupedRowsFast(fp8), GROUPED_COLUMNS_FAST, true),
+        (Ok(fp8), _, false) if rows => kernel(KernelId::GroupedRowsSplit(fp8), GROUPED_COLUMNS_SPLIT, true),
+        (Ok(fp8), _, true) => kernel(KernelId::GroupedWgradFast(fp8), GROUPED_COLUMNS_WGRAD_FAST, false),
+        (Ok(fp8), _, false) => kernel(KernelId::GroupedWgradSplit(fp8), GROUPED_COLUMNS_WGRAD, true),
+    }
 }

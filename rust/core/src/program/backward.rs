@@ -209,7 +209,7 @@ impl Compiler<'_> {
     }
 
     /// The activation's input in high precision.
-    fn activation_input(&mut self, index: usize, kept: &Kept) -> At {
+    pub(super) fn activation_input(&mut self, index: usize, kept: &Kept) -> At {
         let Kept::Activation { x, quantized, .. } = *kept else { return At::NONE };
         let Some((spec, q)) = quantized else { return x };
         let at = DequantizePointers { q: q.data, out: self.scratch(), scale_inv: q.scale };

@@ -4,6 +4,7 @@ use te_fast_kernels::{Float, Fp8};
 
 use crate::base::error::{ErrorKind, Result};
 use crate::gemm::problem::GemmPointers;
+use crate::ops::activation::{ActivationPointers, ActivationSpec};
 use crate::ops::affine::{AffinePointers, AffineSpec};
 use crate::ops::dequantize::DequantizePointers;
 use crate::ops::handover::{FOUND_AT, SCALE_AT};
@@ -35,10 +36,38 @@ impl<'a> Compiler<'a> {
         if op.input_grad {
             self.input_grad(index, link, dy.row, grad)?;
         }
+        if matches!(self.left.kept[index], Kept::Recomputed) {
+            kept = self.recomputed_input(link.linear);
+        }
         if let Some(x) = kept {
             self.weight_grad(index, link, dy.col, x);
         }
         Ok(())
+    }
+
+    /// The result of the activation before, once more.
+    fn recomputed_input(&mut self, linear: usize) -> Option<LayoutAt> {
+        let facts = self.facts;
+        let index = facts.linears[linear].recomputed?;
+        let link = &facts.chain.links()[index];
+        let (kept, Op::Activation { function, interleave, .. }) = (self.left.kept[index], link.op) else { return None };
+        let Kept::Activation { row_scale, .. } = kept else { return None };
+        let spec = ActivationSpec {
+            rows: 0,
+            cols: facts.edges[index + 1].cols,
+            activation: function,
+            interleave,
+            input: facts.key.activation,
+            high: true,
+            fp8: None,
+            rowwise: false,
+            columnwise: false,
+            row_scale: if row_scale.is_some() { facts.key.extras[link.extra_input].0.as_float() } else { None },
+        };
+        let x = self.activation_input(index, &kept);
+        let at = ActivationPointers { x, y: self.for_weight_grad(linear), row_scale, ..ActivationPointers::default() };
+        self.step(Work::Activation { spec, at }, index, "activation again");
+        Some(LayoutAt::high(at.y))
     }
 
     fn input_grad(&mut self, index: usize, link: &Link, dy: LayoutAt, grad: &mut Value) -> Result<()> {

@@ -61,6 +61,8 @@ pub enum Op {
         scaled: bool,
         /// Backward reads the input from FP8.
         cache_quantized_input: bool,
+        /// The linear op behind does not keep the result: its backward computes it again.
+        recompute: bool,
     },
     /// `x + extra`; one extra input.
     AddExtraInput {
@@ -212,6 +214,13 @@ impl Chain {
             return None;
         };
         (groups.map(|groups| groups.count) == biases).then_some(index + 1)
+    }
+
+    /// The activation before the linear op at `index` whose result that computes again in backward.
+    #[must_use]
+    pub fn recomputed_before(&self, index: usize) -> Option<usize> {
+        let before = self.links[..index].iter().rposition(|link| link.op != Op::Identity)?;
+        matches!(self.links[before].op, Op::Activation { recompute: true, .. }).then_some(before)
     }
 
     /// Columns that the first op takes, if it takes a certain number.

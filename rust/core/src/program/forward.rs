@@ -224,7 +224,7 @@ impl Compiler<'_> {
 
     fn activation(&mut self, index: usize, value: &mut Value) {
         let link = &self.facts.chain.links()[index];
-        let Op::Activation { function, interleave, scaled, cache_quantized_input } = link.op else { return };
+        let Op::Activation { function, interleave, scaled, cache_quantized_input, .. } = link.op else { return };
         let row_scale = if scaled { At::of(Port::Extra(link.extra_input as u16)) } else { At::NONE };
         let fp8 = self.fp8_consumer(index + 1);
         if fp8.is_none() {

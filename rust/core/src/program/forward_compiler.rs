@@ -19,6 +19,8 @@ pub(crate) enum Kept {
     Linear {
         x: LayoutAt,
     },
+    /// The input of a linear op is computed again.
+    Recomputed,
     Norm {
         x: At,
         mean: At,

@@ -35,6 +35,8 @@ impl Compiler<'_> {
         let (tail, d, next, text) = self.tail(index);
         if facts.linears[linear].keeps_high() {
             self.out.left.kept[index] = Kept::Linear { x: LayoutAt::high(value.high) };
+        } else if facts.linears[linear].reads_high() {
+            self.out.left.kept[index] = Kept::Recomputed;
         }
         let x = match &facts.linears[linear].casts {
             Some(casts) => self.quantized_input(index, linear, &casts.x, value),

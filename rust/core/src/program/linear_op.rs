@@ -76,6 +76,8 @@ pub(crate) struct LinearOp {
     pub(crate) casts: Option<Casts>,
     /// The input comes quantised.
     pub(crate) given: Option<QuantizedKind>,
+    /// The activation whose result is the input, and is computed again in backward.
+    pub(crate) recomputed: Option<usize>,
 }
 
 impl LinearOp {
@@ -114,9 +116,16 @@ impl LinearOp {
             alpha,
             casts: None,
             given: None,
+            // What nothing before wants a gradient for leaves nothing to compute it from.
+            recomputed: chain.recomputed_before(index).filter(|_| input_grad),
         };
         if let Some(recipe) = recipe {
             check_recipe(recipe, save_original_input)?;
+            if op.recomputed.is_some() && recipe.is_delayed() {
+                let message = "activation_recompute_in_mlp=True does not go with delayed scaling, whose scale changes before backward; use current or block scaling";
+                return Err(Error::value(OP, message));
+            }
+            let save_original_input = save_original_input || op.recomputed.is_some();
             if groups.is_some() && recipe.backward_override == BackwardOverride::Dequantized {
                 let message = "experts take no backward_override='dequantized'; use 'high_precision', or none";
                 return Err(Error::unsupported(OP, message));
@@ -235,6 +244,11 @@ impl LinearOp {
 
     /// Whether forward leaves the input in high precision to backward.
     pub(crate) fn keeps_high(&self) -> bool {
+        self.reads_high() && self.recomputed.is_none()
+    }
+
+    /// Whether backward reads the input in high precision.
+    pub(crate) fn reads_high(&self) -> bool {
         self.weight_grad
             && self.given.is_none()
             && (self.backward() == BackwardOperands::High || self.x_again().is_some())
@@ -424,6 +438,7 @@ impl LinearOp {
             kind: GroupedKind::Rows,
             groups: groups.count,
             rows,
+            counted: rows,
             n,
             k,
             a,
@@ -447,6 +462,7 @@ impl LinearOp {
             kind: GroupedKind::WeightGradient,
             groups: groups.count,
             rows: if padded { padded_rows(rows, groups.count) } else { rows },
+            counted: rows,
             n: self.outputs,
             k: self.inputs,
             a,

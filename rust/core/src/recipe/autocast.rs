@@ -25,7 +25,6 @@ pub struct AutocastState {
     phases: Vec<u64>,
     registries: [Registry; 2],
     next_id: u64,
-    next_place: u64,
     /// First FP8 layers so far.
     first_modules: u64,
 }
@@ -40,7 +39,6 @@ impl Default for AutocastState {
             registries: [Registry::default(), Registry::default()],
             next_id: 1,
             first_modules: 0,
-            next_place: 1,
         }
     }
 }
@@ -294,8 +292,19 @@ impl AutocastState {
 
     /// Lets slots take part in updates from now on, whether their layer runs or not: at the place that they have, or the
     /// next one. Copies and loaded states may be on one rank alone, which the others would not reduce with.
-    pub fn take_part(&mut self, slots: &AmaxSlots) {
-        self.registries[slots.direction() as usize].take_part(slots, &mut self.next_place);
+    pub fn take_part(&mut self, slots: &Arc<AmaxSlots>) {
+        self.registries[slots.direction() as usize].take_part(slots);
+    }
+
+    /// Takes slots that are gone out of a bucket: all of them, where there are no other ranks; or those that are gone on all
+    /// ranks, where `reduced` has a number below zero, which no rank with a maximum has brought.
+    pub fn forget_gone(&mut self, direction: Direction, bucket: &Bucket, reduced: Option<&[f32]>) {
+        self.registries[direction as usize].forget_gone(bucket, reduced);
+    }
+
+    /// Takes all slots that are gone out of the updates of a direction: nothing is reduced.
+    pub fn forget_all_gone(&mut self, direction: Direction) {
+        self.registries[direction as usize].forget_all_gone();
     }
 
     /// Notes that a layer has taken maxima into its slots: they take part in the next update.

@@ -4,6 +4,7 @@ use super::*;
 use crate::base::dtype::DType;
 use crate::base::pointer::DevPtr;
 use crate::recipe::definition::Delayed;
+use crate::recipe::slots::Member;
 
 const OFF: Request = Request { enabled: false, calibrating: false, graph: false, recipe: None, group: 0 };
 const ON: Request = Request { enabled: true, recipe: Some(Recipe::DELAYED), ..OFF };
@@ -366,7 +367,8 @@ fn a_phase_of_recomputation_is_that_of_its_thread_and_of_those_that_work_for_it(
 
 /// For each bucket, its group and the ids of its slots.
 fn buckets_of(state: &mut AutocastState) -> Vec<(u64, Vec<u64>)> {
-    let ids = |bucket: &Arc<Bucket>| bucket.members().filter_map(|(slots, ..)| slots.map(|slots| slots.id())).collect();
+    let ids =
+        |bucket: &Arc<Bucket>| bucket.members().iter().filter_map(Member::slots).map(|slots| slots.id()).collect();
     state.buckets(Direction::Forward).iter().map(|bucket| (bucket.group, ids(bucket))).collect()
 }
 
@@ -405,6 +407,55 @@ fn buckets_hold_those_that_take_part_in_the_order_of_their_places() {
     state.take_due(Direction::Forward, Device::Cpu, |slots, _| due.push(slots.id()));
     due.sort_unstable();
     assert_eq!(due, [copy.id(), back.id()]);
+}
+
+/// Tensors of the first bucket.
+fn tensors_of(state: &mut AutocastState) -> u32 {
+    state.buckets(Direction::Forward).first().map_or(0, |bucket| bucket.tensors())
+}
+
+#[test]
+fn slots_that_are_gone_keep_their_place_until_they_are_gone_on_all_ranks() {
+    let mut state = AutocastState::default();
+    let [first, second, third] = [0; 3].map(|group| slots_in(&mut state, Recipe::DELAYED, group, None));
+    for slots in [&first, &second, &third] {
+        state.take_part(slots);
+    }
+    first.withdraw();
+    drop(second);
+    assert_eq!(buckets_of(&mut state), [(0, vec![third.id()])]);
+    assert_eq!(tensors_of(&mut state), 9);
+    let bucket = Arc::clone(&state.buckets(Direction::Forward)[0]);
+    assert!(bucket.has_gone() && !bucket.is_gone());
+    // Another rank has the first one, with no maximum; nobody has the second.
+    let reduced = [0.0, 0.0, 0.0, -1.0, -1.0, -1.0, 2.0, 0.0, 0.0];
+    state.forget_gone(Direction::Forward, &bucket, Some(&reduced));
+    assert_eq!(tensors_of(&mut state), 6);
+    assert_eq!(state.participants(Direction::Forward).len(), 1);
+    let bucket = Arc::clone(&state.buckets(Direction::Forward)[0]);
+    state.forget_gone(Direction::Forward, &bucket, None);
+    assert_eq!(tensors_of(&mut state), 3);
+    drop(third);
+    assert_eq!(tensors_of(&mut state), 3);
+    state.forget_all_gone(Direction::Forward);
+    assert_eq!(tensors_of(&mut state), 0);
+}
+
+#[test]
+fn ranks_agree_again_when_other_slots_take_part_and_not_when_the_same_are_registered_anew() {
+    let mut state = AutocastState::default();
+    let first = slots_in(&mut state, Recipe::DELAYED, 0, None);
+    state.take_part(&first);
+    assert!(!state.buckets(Direction::Forward)[0].is_agreed());
+    state.buckets(Direction::Forward)[0].agree();
+    let _anew = slots_in(&mut state, Recipe::DELAYED, 0, Some(&first));
+    assert!(state.buckets(Direction::Forward)[0].is_agreed());
+    let looks: Vec<_> = (0..20).filter(|_| state.buckets(Direction::Forward)[0].looks_for_gone()).collect();
+    let second = slots_in(&mut state, Recipe::DELAYED, 0, None);
+    state.take_part(&second);
+    assert!(!state.buckets(Direction::Forward)[0].is_agreed());
+    let others: Vec<_> = (20..40).filter(|_| state.buckets(Direction::Forward)[0].looks_for_gone()).collect();
+    assert_eq!((looks, others), (vec![15], vec![31]));
 }
 
 proptest! {

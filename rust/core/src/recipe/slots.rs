@@ -42,6 +42,30 @@ pub trait SlotMemory: Send + Sync {
     fn scale(&self) -> DevPtr<'_>;
 }
 
+/// What has changed in who takes part.
+#[derive(Debug, Default)]
+struct Changes {
+    /// Anything: buckets are to be made anew.
+    any: AtomicBool,
+    /// Somebody is gone.
+    gone: AtomicBool,
+}
+
+/// A layer's part in updates, whichever slots stand for it.
+#[derive(Debug, Default)]
+struct Part {
+    /// They take part, at a place in the order of first forwards.
+    has_place: AtomicBool,
+    /// Whoever had the tensors is gone.
+    gone: AtomicBool,
+}
+
+impl Part {
+    fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Relaxed)
+    }
+}
+
 /// The delayed-scaling buffers of one layer in one direction. The layer owns it; when the last owner drops it, the
 /// registry forgets it.
 pub struct AmaxSlots {
@@ -56,10 +80,10 @@ pub struct AmaxSlots {
     ran: Arc<AtomicBool>,
     /// Others have taken their place; calls that began before may still hold these.
     retired: AtomicBool,
-    /// Place in the order of first forwards, from 1, while they take part in updates without having run; 0 else.
-    place: AtomicU64,
-    /// The registry's: something has changed in who takes part.
-    stale: Arc<AtomicBool>,
+    /// Shared with the slots that take these ones' place.
+    part: Arc<Part>,
+    /// The registry's.
+    changes: Arc<Changes>,
     memory: Box<dyn SlotMemory>,
 }
 
@@ -120,10 +144,14 @@ impl AmaxSlots {
         self.ran.store(false, Ordering::Relaxed);
     }
 
-    /// Takes no part in updates from now on, unless the layer runs: whoever had the tensors is gone.
+    /// Takes no part in updates from now on, unless the layer runs: whoever had the tensors is gone. Others may have taken
+    /// their place; then nothing changes.
     pub fn withdraw(&self) {
-        self.place.store(0, Ordering::Relaxed);
-        self.stale.store(true, Ordering::Relaxed);
+        if !self.is_retired() {
+            self.part.gone.store(true, Ordering::Relaxed);
+            self.changes.gone.store(true, Ordering::Relaxed);
+            self.changes.any.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Rows of the history.
@@ -137,15 +165,11 @@ impl AmaxSlots {
     pub fn count(&self) -> u32 {
         self.count
     }
-
-    fn place(&self) -> u64 {
-        if self.is_retired() { 0 } else { self.place.load(Ordering::Relaxed) }
-    }
 }
 
 impl Drop for AmaxSlots {
     fn drop(&mut self) {
-        self.stale.store(true, Ordering::Relaxed);
+        self.withdraw();
     }
 }
 
@@ -164,6 +188,9 @@ pub enum Due {
 /// Slots of one recipe, group and device that take part in updates whether their layers ran or not: ranks reduce their
 /// maxima together, whose order is that of the layers' first forwards. It is the same on every rank that runs the same
 /// model, whatever copies and loaded checkpoints one of them has besides.
+///
+/// Ranks free their layers at different times, some only when a garbage collector comes by. So slots that are gone keep
+/// their place, until they are gone on all ranks: see [`Bucket::looks_for_gone`].
 #[derive(Debug)]
 pub struct Bucket {
     recipe_id: u32,
@@ -173,9 +200,40 @@ pub struct Bucket {
     pub group: u64,
     /// Where the buffers live.
     pub device: Device,
-    /// With the number of the first tensor, and how many there are.
-    members: Vec<(Weak<AmaxSlots>, u32, u32)>,
+    members: Vec<Member>,
     tensors: u32,
+    /// The ranks have been found to have such a bucket.
+    agreed: AtomicBool,
+    /// Reductions so far of this recipe, group and device, as many as on the other ranks.
+    reductions: AtomicU64,
+}
+
+/// How often ranks look which slots are gone on all of them: it makes the host wait for the device.
+const REDUCTIONS_PER_LOOK: u64 = 16;
+
+/// Slots of a bucket.
+#[derive(Debug)]
+pub struct Member {
+    slots: Weak<AmaxSlots>,
+    part: Arc<Part>,
+    /// Number of the first tensor.
+    pub first: u32,
+    /// Tensors.
+    pub count: u32,
+}
+
+impl Member {
+    /// The slots; none if they are gone, or others have taken their place.
+    #[must_use]
+    pub fn slots(&self) -> Option<Arc<AmaxSlots>> {
+        if self.part.is_gone() { None } else { self.slots.upgrade().filter(|slots| !slots.is_retired()) }
+    }
+
+    /// Whether whoever had the tensors is gone.
+    #[must_use]
+    pub fn is_gone(&self) -> bool {
+        self.part.is_gone()
+    }
 }
 
 impl Bucket {
@@ -185,12 +243,42 @@ impl Bucket {
         self.tensors
     }
 
-    /// The slots in their order, each with the number of its first tensor and of all of them; none in the place of those
-    /// that are gone by now.
+    /// The slots in their order.
     #[must_use]
-    pub fn members(&self) -> impl ExactSizeIterator<Item = (Option<Arc<AmaxSlots>>, u32, u32)> {
-        let living = |slots: &Weak<AmaxSlots>| slots.upgrade().filter(|slots| !slots.is_retired());
-        self.members.iter().map(move |(slots, first, count)| (living(slots), *first, *count))
+    pub fn members(&self) -> &[Member] {
+        &self.members
+    }
+
+    /// Whether some are gone.
+    #[must_use]
+    pub fn has_gone(&self) -> bool {
+        self.members.iter().any(Member::is_gone)
+    }
+
+    /// Whether all are.
+    #[must_use]
+    pub fn is_gone(&self) -> bool {
+        self.members.iter().all(Member::is_gone)
+    }
+
+    /// Whether the ranks have been found to have such a bucket, with as many tensors of each of its slots.
+    #[must_use]
+    pub fn is_agreed(&self) -> bool {
+        self.agreed.load(Ordering::Relaxed)
+    }
+
+    /// Notes that they have.
+    pub fn agree(&self) {
+        self.agreed.store(true, Ordering::Relaxed);
+    }
+
+    /// Notes a reduction; whether it is one behind which all ranks look which slots are gone on all of them.
+    pub fn looks_for_gone(&self) -> bool {
+        (self.reductions.fetch_add(1, Ordering::Relaxed) + 1).is_multiple_of(REDUCTIONS_PER_LOOK)
+    }
+
+    fn key(&self) -> (u32, u64, Device) {
+        (self.recipe_id, self.group, self.device)
     }
 }
 
@@ -232,16 +320,39 @@ impl SlotsPlan {
     }
 }
 
+/// What takes part in updates, as it was when it last did: those that are gone are known by it alone.
+#[derive(Debug)]
+struct Participant {
+    slots: Weak<AmaxSlots>,
+    part: Arc<Part>,
+    recipe_id: u32,
+    group: u64,
+    device: Device,
+    count: u32,
+}
+
+impl Participant {
+    fn new(slots: &Arc<AmaxSlots>) -> Self {
+        let AmaxSlots { recipe_id, group, device, count, .. } = **slots;
+        Self { slots: Arc::downgrade(slots), part: Arc::clone(&slots.part), recipe_id, group, device, count }
+    }
+
+    fn key(&self) -> (u32, u64, Device) {
+        (self.recipe_id, self.group, self.device)
+    }
+}
+
 /// Registered slots of one direction.
 #[derive(Debug, Default)]
 pub(crate) struct Registry {
     slots: Vec<Weak<AmaxSlots>>,
+    /// Those that take part, in the order of their places.
+    participants: Vec<Participant>,
     ran: bool,
     /// Some bucket wants an update at every exit.
     unconditional: bool,
     buckets: Vec<Arc<Bucket>>,
-    /// The buckets are to be made anew: slots took up or left their place, or died.
-    stale: Arc<AtomicBool>,
+    changes: Arc<Changes>,
 }
 
 const fn is_unconditional(recipe: &Recipe) -> bool {
@@ -268,26 +379,49 @@ impl Registry {
             count,
             ran: former.map_or_else(Arc::default, |former| Arc::clone(&former.ran)),
             retired: AtomicBool::new(false),
-            place: AtomicU64::new(former.map_or(0, AmaxSlots::place)),
-            stale: Arc::clone(&self.stale),
+            part: former.map_or_else(Arc::default, |former| Arc::clone(&former.part)),
+            changes: Arc::clone(&self.changes),
             memory,
         });
         if let Some(former) = former {
             former.retired.store(true, Ordering::Relaxed);
+            if let Some(at) = self.participants.iter().position(|known| Arc::ptr_eq(&known.part, &slots.part)) {
+                self.participants[at] = Participant::new(&slots);
+            }
         }
-        self.stale.store(true, Ordering::Relaxed);
+        self.changes.any.store(true, Ordering::Relaxed);
         self.unconditional |= is_unconditional;
         self.slots.retain(|slots| slots.upgrade().is_some_and(|slots| !slots.is_retired()));
         self.slots.push(Arc::downgrade(&slots));
         slots
     }
 
-    /// Gives slots a place, if they have none; `next` is the next free one.
-    pub(crate) fn take_part(&self, slots: &AmaxSlots, next: &mut u64) {
-        if slots.place.load(Ordering::Relaxed) == 0 {
-            slots.place.store(*next, Ordering::Relaxed);
-            *next += 1;
-            self.stale.store(true, Ordering::Relaxed);
+    /// Gives slots the next place, if they have none.
+    pub(crate) fn take_part(&mut self, slots: &Arc<AmaxSlots>) {
+        if !slots.part.has_place.swap(true, Ordering::Relaxed) {
+            self.participants.push(Participant::new(slots));
+            self.changes.any.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Takes slots that are gone out of a bucket: all of them, or those of which other ranks have nothing either, where the
+    /// reduced maxima are below zero.
+    pub(crate) fn forget_gone(&mut self, bucket: &Bucket, reduced: Option<&[f32]>) {
+        let is_over = |member: &&Member| {
+            let unknown = reduced.is_none_or(|maxima| maxima.get(member.first as usize).is_some_and(|&max| max < 0.0));
+            member.is_gone() && unknown
+        };
+        for member in bucket.members.iter().filter(is_over) {
+            self.participants.retain(|known| !Arc::ptr_eq(&known.part, &member.part));
+            self.changes.any.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Takes all slots that are gone out: there are no other ranks.
+    pub(crate) fn forget_all_gone(&mut self) {
+        if self.changes.gone.swap(false, Ordering::Relaxed) {
+            self.participants.retain(|known| !known.part.is_gone());
+            self.changes.any.store(true, Ordering::Relaxed);
         }
     }
 
@@ -311,11 +445,10 @@ impl Registry {
         self.slots.iter().filter_map(Weak::upgrade)
     }
 
-    /// Those that take part in updates, in the order of their places.
+    /// Those that take part in updates and are there, in the order of their places.
     pub(crate) fn participants(&self) -> Vec<Arc<AmaxSlots>> {
-        let mut all: Vec<_> = self.living().filter(|slots| slots.place() != 0).collect();
-        all.sort_by_key(|slots| slots.place());
-        all
+        let there = self.participants.iter().filter(|known| !known.part.is_gone());
+        there.filter_map(|known| known.slots.upgrade()).collect()
     }
 
     /// A device with slots whose layers ran.
@@ -331,7 +464,7 @@ impl Registry {
 
     /// What takes part, by recipe, group and device, each at the place of its first slots.
     pub(crate) fn buckets(&mut self, recipes: &[Recipe]) -> &[Arc<Bucket>] {
-        if self.stale.swap(false, Ordering::Relaxed) {
+        if self.changes.any.swap(false, Ordering::Relaxed) {
             self.make_buckets(recipes);
         }
         &self.buckets
@@ -340,18 +473,33 @@ impl Registry {
     #[cold]
     fn make_buckets(&mut self, recipes: &[Recipe]) {
         let mut buckets: Vec<Bucket> = Vec::new();
-        for slots in self.participants() {
-            let Some(recipe) = recipes.get(slots.recipe_id as usize - 1) else { continue };
-            let (recipe_id, group, device) = (slots.recipe_id, slots.group, slots.device);
-            let known = |bucket: &Bucket| (bucket.recipe_id, bucket.group, bucket.device) == (recipe_id, group, device);
-            let at = buckets.iter().position(known).unwrap_or_else(|| {
-                let empty = Bucket { recipe_id, recipe: *recipe, group, device, members: Vec::new(), tensors: 0 };
-                buckets.push(empty);
+        for known in &self.participants {
+            let Some(recipe) = recipes.get(known.recipe_id as usize - 1) else { continue };
+            let at = buckets.iter().position(|bucket| bucket.key() == known.key()).unwrap_or_else(|| {
+                let former = self.buckets.iter().find(|bucket| bucket.key() == known.key());
+                let reductions = former.map_or(0, |former| former.reductions.load(Ordering::Relaxed));
+                buckets.push(Bucket {
+                    recipe_id: known.recipe_id,
+                    recipe: *recipe,
+                    group: known.group,
+                    device: known.device,
+                    members: Vec::new(),
+                    tensors: 0,
+                    agreed: AtomicBool::new(false),
+                    reductions: AtomicU64::new(reductions),
+                });
                 buckets.len() - 1
             });
-            let bucket = &mut buckets[at];
-            bucket.members.push((Arc::downgrade(&slots), bucket.tensors, slots.count));
-            bucket.tensors += slots.count;
+            let (bucket, slots, part) = (&mut buckets[at], Weak::clone(&known.slots), Arc::clone(&known.part));
+            bucket.members.push(Member { slots, part, first: bucket.tensors, count: known.count });
+            bucket.tensors += known.count;
+        }
+        let counts = |bucket: &Bucket| bucket.members.iter().map(|member| member.count).collect::<Vec<_>>();
+        for bucket in &buckets {
+            let alike = |former: &&Arc<Bucket>| former.key() == bucket.key() && counts(former) == counts(bucket);
+            if self.buckets.iter().find(alike).is_some_and(|former| former.is_agreed()) {
+                bucket.agree();
+            }
         }
         self.buckets = buckets.into_iter().map(Arc::new).collect();
     }
@@ -363,7 +511,7 @@ impl Registry {
         device: Device,
         mut visit: impl FnMut(Arc<AmaxSlots>, &Recipe),
     ) {
-        if !self.ran && !self.stale.load(Ordering::Relaxed) {
+        if !self.ran && !self.changes.any.load(Ordering::Relaxed) {
             return;
         }
         let (mut unconditional, mut ran) = (false, false);

@@ -47,23 +47,31 @@ pub struct Reduced<'a> {
     pub maxima: DevPtr<'a>,
 }
 
-/// Writes the live maxima of a bucket's slots side by side to `maxima`, f32 `(bucket.tensors())`; 0 for slots that are
-/// gone. The bucket's device must be current.
+/// Writes the live maxima of a bucket's slots side by side to `maxima`, f32 `(bucket.tensors())`. In the place of slots that
+/// are gone it writes 0, or nothing, where `keeps_gone` says that the caller has written there by what ranks know them. The
+/// bucket's device must be current.
 ///
 /// # Errors
 /// A launch's refusal.
-pub fn gather(dispatcher: &mut Dispatcher, bucket: &Arc<Bucket>, place: Place, maxima: DevPtr<'_>) -> Result<Gathered> {
+pub fn gather(
+    dispatcher: &mut Dispatcher,
+    bucket: &Arc<Bucket>,
+    place: Place,
+    maxima: DevPtr<'_>,
+    keeps_gone: bool,
+) -> Result<Gathered> {
     let mut members = Vec::with_capacity(bucket.members().len());
-    let mut gone = Vec::new();
-    for (slots, first, count) in bucket.members() {
-        match slots {
-            Some(slots) => members.push((slots, first)),
-            None => gone.push(LiveAmax { live: DevPtr::null(), first, count }),
+    let mut without = Vec::new();
+    for member in bucket.members() {
+        match member.slots() {
+            Some(slots) => members.push((slots, member.first)),
+            None if keeps_gone && member.is_gone() => {}
+            None => without.push(LiveAmax { live: DevPtr::null(), first: member.first, count: member.count }),
         }
     }
     let live =
         members.iter().map(|(slots, first)| LiveAmax { live: slots.history(), first: *first, count: slots.count() });
-    let live: Vec<_> = live.chain(gone).collect();
+    let live: Vec<_> = live.chain(without).collect();
     gather_amax(&mut dispatcher.target(place)?, &live, maxima)?;
     Ok(Gathered { bucket: Arc::clone(bucket), members })
 }

@@ -56,7 +56,7 @@ fn reduced_maxima_are_those_that_scales_come_from() {
     let bucket = Arc::clone(&dispatcher.autocast.buckets(Direction::Forward)[0]);
     let mut memory = vec![f32::NAN; bucket.tensors() as usize];
     let maxima = DevPtr::from_slice(&mut memory);
-    let gathered = gather(&mut dispatcher, &bucket, HOST, maxima).unwrap();
+    let gathered = gather(&mut dispatcher, &bucket, HOST, maxima, false).unwrap();
     assert_eq!(values(maxima, 4), [2.0, 0.0, 7.0, 0.5]);
 
     // Another rank has larger ones.
@@ -81,7 +81,7 @@ fn slots_that_go_leave_a_zero_and_those_that_took_their_place_meanwhile_are_let_
     drop(first);
     let mut memory = vec![f32::NAN; 3];
     let maxima = DevPtr::from_slice(&mut memory);
-    let gathered = gather(&mut dispatcher, &bucket, HOST, maxima).unwrap();
+    let gathered = gather(&mut dispatcher, &bucket, HOST, maxima, false).unwrap();
     assert_eq!(values(maxima, 3), [0.0, 0.0, 0.5]);
 
     let third = slots_of(&mut dispatcher, &[16.0], Some(&second));
@@ -92,6 +92,24 @@ fn slots_that_go_leave_a_zero_and_those_that_took_their_place_meanwhile_are_let_
 }
 
 #[test]
+fn slots_that_are_gone_are_told_from_those_that_have_no_maximum() {
+    let mut dispatcher = dispatcher();
+    let [first, second, third] = [2.0, 3.0, 0.0].map(|maximum| slots_of(&mut dispatcher, &[maximum], None));
+    let bucket = Arc::clone(&dispatcher.autocast.buckets(Direction::Forward)[0]);
+    assert!(!bucket.has_gone());
+    drop(first);
+    assert!(bucket.has_gone() && !bucket.is_gone());
+    let _replaced = slots_of(&mut dispatcher, &[9.0], Some(&second));
+    let mut memory = vec![-1.0_f32; 3];
+    let maxima = DevPtr::from_slice(&mut memory);
+    gather(&mut dispatcher, &bucket, HOST, maxima, true).unwrap();
+    assert_eq!(values(maxima, 3), [-1.0, 0.0, 0.0]);
+    drop(third);
+    gather(&mut dispatcher, &bucket, HOST, maxima, false).unwrap();
+    assert_eq!(values(maxima, 3), [0.0, 0.0, 0.0]);
+}
+
+#[test]
 fn many_slots_are_gathered() {
     let mut dispatcher = dispatcher();
     let numbers: Vec<f32> = (0..2500).map(|number| number as f32).collect();
@@ -99,7 +117,7 @@ fn many_slots_are_gathered() {
     let bucket = Arc::clone(&dispatcher.autocast.buckets(Direction::Forward)[0]);
     let mut memory = vec![f32::NAN; 2500];
     let maxima = DevPtr::from_slice(&mut memory);
-    gather(&mut dispatcher, &bucket, HOST, maxima).unwrap();
+    gather(&mut dispatcher, &bucket, HOST, maxima, false).unwrap();
     assert_eq!(values(maxima, 2500), numbers);
     assert_eq!(dispatcher.trace.counters.launches, 3);
 }

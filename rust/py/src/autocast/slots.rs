@@ -2,12 +2,14 @@
 
 use std::sync::Arc;
 
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::base::pointer::DevPtr;
-use te_fast_core::recipe::slots::{AmaxSlots, Bucket, Direction, SlotMemory};
+use te_fast_core::cuda::device::is_capturing;
+use te_fast_core::recipe::slots::{AmaxSlots, Bucket, Direction, Member, SlotMemory};
 use te_fast_core::recipe::update::{self, Gathered, Reduced};
 use te_fast_core::runtime::lane::Place;
 
@@ -20,8 +22,10 @@ use crate::torch::reader::{Held, view_of};
 /// What an update asks of Python, set once by `te_fast.runtime.delayed`.
 #[derive(Debug)]
 struct Callbacks {
-    /// `world_size(group) -> int`.
+    /// `world_size(group, all_gone) -> int`.
     world_size: Py<PyAny>,
+    /// `agree([(id | None, tensors)], group, maxima)`: raises unless the ranks have slots of as many tensors each.
+    agree: Py<PyAny>,
     /// `all_reduce(maxima, group)`: the largest of all ranks, in place.
     all_reduce: Py<PyAny>,
     /// `update(forward, [(id, first tensor)], maxima | None)`: scales by the user's own algorithms.
@@ -34,12 +38,18 @@ fn callbacks(py: Python<'_>) -> PyResult<&Callbacks> {
     CALLBACKS.get(py).ok_or_else(|| to_python(Error::state("delayed scaling", "te_fast.pytorch has not been imported")))
 }
 
-/// Sets what an update of delayed scaling calls: `world_size(group)`, `all_reduce(maxima, group)` and
-/// `update(forward, slots, maxima)`.
+/// Sets what an update of delayed scaling calls: `world_size(group, all_gone)`, `agree(slots, group, maxima)`,
+/// `all_reduce(maxima, group)` and `update(forward, slots, maxima)`.
 #[pyfunction]
-#[pyo3(signature = (world_size, all_reduce, update, /))]
-pub(crate) fn delayed_callbacks(py: Python<'_>, world_size: Py<PyAny>, all_reduce: Py<PyAny>, update: Py<PyAny>) {
-    CALLBACKS.get_or_init(py, || Callbacks { world_size, all_reduce, update });
+#[pyo3(signature = (world_size, agree, all_reduce, update, /))]
+pub(crate) fn delayed_callbacks(
+    py: Python<'_>,
+    world_size: Py<PyAny>,
+    agree: Py<PyAny>,
+    all_reduce: Py<PyAny>,
+    update: Py<PyAny>,
+) {
+    CALLBACKS.get_or_init(py, || Callbacks { world_size, agree, all_reduce, update });
 }
 
 fn direction(forward: bool) -> Direction {
@@ -54,14 +64,20 @@ pub(crate) fn update_scales(py: Python<'_>, forward: bool, distributed: bool, un
     let direction = direction(forward);
     let state = state(py)?;
     let mut reduced = Vec::new();
+    if !distributed {
+        state.dispatcher(py)?.0.autocast.forget_all_gone(direction);
+    }
     if distributed || unfused || state.dispatcher(py)?.0.autocast.has_own_algorithms() {
         let buckets = state.dispatcher(py)?.0.autocast.buckets(direction).to_vec();
         for bucket in buckets {
             let is_reduced = distributed && bucket.recipe.delayed.reduce_amax;
-            let maxima = if is_reduced { reduce(py, state, &bucket)? } else { None };
+            let maxima = if is_reduced { reduce(py, state, direction, &bucket)? } else { None };
+            if maxima.is_none() && bucket.has_gone() {
+                state.dispatcher(py)?.0.autocast.forget_gone(direction, &bucket, None);
+            }
             if unfused || bucket.recipe.delayed.custom != 0 {
-                let slots: Vec<_> =
-                    bucket.members().filter_map(|(slots, first, _)| slots.map(|slots| (slots.id(), first))).collect();
+                let there = bucket.members().iter().filter_map(|member| Some((member.slots()?.id(), member.first)));
+                let slots: Vec<_> = there.collect();
                 callbacks(py)?.update.bind(py).call1((forward, slots, maxima.map(|(_, maxima)| maxima)))?;
             } else if let Some((gathered, maxima)) = maxima {
                 reduced.push((gathered, Held::new(&state.reader, &maxima)?));
@@ -83,27 +99,47 @@ pub(crate) fn update_scales(py: Python<'_>, forward: bool, distributed: bool, un
     Ok(())
 }
 
-/// The maxima of a bucket, reduced over its ranks; none where this rank is the only one.
+/// What slots that are gone on this rank bring to a reduction: less than any maximum, so that ranks see which are gone on
+/// all of them.
+const GONE: f32 = -1.0;
+
+/// The maxima of a bucket, reduced over its ranks; none where this rank is the only one, or the group is gone.
 fn reduce<'py>(
     py: Python<'py>,
     state: &State,
+    direction: Direction,
     bucket: &Arc<Bucket>,
 ) -> PyResult<Option<(Gathered, Bound<'py, PyAny>)>> {
     let callbacks = callbacks(py)?;
     let group = groups::object_of(py, bucket.group)?;
-    if callbacks.world_size.bind(py).call1((&group,))?.extract::<i64>()? <= 1 {
+    let is_of_none = bucket.group != 0 && group.is_none();
+    if is_of_none || callbacks.world_size.bind(py).call1((&group, bucket.is_gone()))?.extract::<i64>()? <= 1 {
         return Ok(None);
     }
-    let (gathered, maxima) = {
-        let _guard = state.guard(py, bucket.device)?;
-        let stream = state.reader.stream(py, bucket.device)?;
-        let maxima = state.empty_sized(py, bucket.device, &[i64::from(bucket.tensors())], DType::F32)?;
-        let place = Place { device: bucket.device, stream };
+    let _guard = state.guard(py, bucket.device)?;
+    let stream = state.reader.stream(py, bucket.device)?;
+    let place = Place { device: bucket.device, stream };
+    let maxima = state.empty_sized(py, bucket.device, &[i64::from(bucket.tensors())], DType::F32)?;
+    let may_wait = bucket.device == Device::Cpu || !is_capturing(stream).python()?;
+    if may_wait && !bucket.is_agreed() {
+        let id = |member: &Member| member.slots().map(|slots| slots.id());
+        let slots: Vec<_> = bucket.members().iter().map(|member| (id(member), member.count)).collect();
+        callbacks.agree.bind(py).call1((slots, &group, &maxima))?;
+        bucket.agree();
+    }
+    let has_gone = bucket.has_gone();
+    if has_gone {
+        maxima.call_method1(intern!(py, "fill_"), (GONE,))?;
+    }
+    let gathered = {
         let view = view_of(&state.reader, &maxima, "maxima").python()?;
-        let gathered = update::gather(&mut state.dispatcher(py)?.0, bucket, place, view.data()).python()?;
-        (gathered, maxima)
+        update::gather(&mut state.dispatcher(py)?.0, bucket, place, view.data(), has_gone).python()?
     };
     callbacks.all_reduce.bind(py).call1((&maxima, &group))?;
+    if bucket.looks_for_gone() && has_gone && may_wait {
+        let values: Vec<f32> = maxima.call_method0(intern!(py, "tolist"))?.extract()?;
+        state.dispatcher(py)?.0.autocast.forget_gone(direction, bucket, Some(&values));
+    }
     Ok(Some((gathered, maxima)))
 }
 

@@ -41,8 +41,7 @@ pub(crate) fn grouped_gemm<'py>(
     let (a_view, b_view) = (matrix(&call, &a.0, "a")?, matrix(&call, &b.0, "b")?);
     let split_view = matrix(&call, splits, "splits")?;
     call.dtype(&split_view, "splits", DType::I64)?;
-    let groups = split_view.numel();
-    let fp8 = matches!(a_view.dtype(), DType::E4m3 | DType::E5m2);
+    let (groups, fp8) = (split_view.numel(), matches!(a_view.dtype(), DType::E4m3 | DType::E5m2));
     let kind = if weight_gradient { GroupedKind::WeightGradient } else { GroupedKind::Rows };
     let (rows, n, k) = sizes(kind, fp8, &a_view, &b_view)?;
     check_shapes(&call, kind, [&a_view, &b_view, &result], [groups, rows, n, k])?;
@@ -55,6 +54,7 @@ pub(crate) fn grouped_gemm<'py>(
         kind,
         groups,
         rows,
+        counted: rows,
         n,
         k,
         a: a_view.dtype(),

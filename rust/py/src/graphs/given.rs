@@ -67,7 +67,7 @@ fn layout<'a>(
     nominal: &TensorView<'_>,
     columnwise: bool,
 ) -> Result<Quantized<'a>, Failure> {
-    check_layout(kind.block, (data, scale), (nominal.device(), nominal), columnwise)?;
+    check_layout((kind.block, 1), (data, scale), (nominal.device(), nominal), columnwise)?;
     Ok(Quantized { data: data.data(), scale: scale.data() })
 }
 

@@ -8,7 +8,7 @@ use crate::direct::tensors::fp8_named;
 use crate::error::Failure;
 use crate::graphs::OP;
 use crate::tensor::given::check_weight_kind;
-use crate::tensor::value::block_numbered;
+use crate::tensor::kind::block_numbered;
 
 /// How a parameter is quantised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -15,6 +15,7 @@ use crate::program::forward::Call;
 use crate::program::handle::{OutsideFp8, ProgramHandle};
 use crate::program::parts::Joined;
 use crate::program::tensors::{Tensors, parameters};
+use crate::tensor::given::given;
 use crate::torch::process::{State, state};
 use crate::torch::reader::instance_dict;
 
@@ -145,6 +146,9 @@ fn straight<'py>(
     }
     let (joined, params) = if has_parts {
         let Some((joined, params)) = Joined::of(state, program)? else { return Ok(None) };
+        if !region.enabled && params.iter().any(|param| given(state, param).is_some()) {
+            return Ok(None); // the layer says what that costs
+        }
         (Some(joined), params)
     } else {
         let Some(params) = parameters(state, program, region.enabled)? else { return Ok(None) };

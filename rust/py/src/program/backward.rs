@@ -439,9 +439,10 @@ impl<'py> BackwardCall<'_, 'py> {
         let program = &self.kept.compiled.program;
         let reads = self.weights.iter().enumerate().any(|(linear, weight)| match weight.quantized {
             Some(_) => program.reads_weight(linear),
+            None if weight.is_given => program.reads_weight(linear),
             None => program.reads().contains(&Port::Param(program.linear_param(linear) as u16)),
         });
-        if reads && joined.was_changed(py)? {
+        if reads && joined.was_changed(self.state, py)? {
             let message = "a part of the weight was modified by an inplace operation between forward and backward; modify it after backward";
             return Err(Error::state(OP, message).into());
         }

@@ -388,7 +388,7 @@ impl ProgramHandle {
     }
 
     /// Appends an activation function; keywords are its constants.
-    #[pyo3(signature = (label, kind, *, interleave=0, scaled=false, cache_quantized_input=false, **constants))]
+    #[pyo3(signature = (label, kind, *, interleave=0, scaled=false, cache_quantized_input=false, recompute=false, **constants))]
     fn activation(
         &mut self,
         label: String,
@@ -396,10 +396,12 @@ impl ProgramHandle {
         interleave: usize,
         scaled: bool,
         cache_quantized_input: bool,
+        recompute: bool,
         constants: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<()> {
         let function = activation_named(kind, constants)?;
-        self.chain.push(label, Op::Activation { function, interleave, scaled, cache_quantized_input });
+        let op = Op::Activation { function, interleave, scaled, cache_quantized_input, recompute };
+        self.chain.push(label, op);
         Ok(())
     }
 

@@ -11,6 +11,9 @@ use smallvec::SmallVec;
 
 use crate::program::handle::ProgramHandle;
 use crate::program::tensors::{Objects, requires_grad};
+use crate::tensor::given::given;
+use crate::tensor::stack::{end_of_storage, stacked};
+use crate::tensor::value::QuantizedValue;
 use crate::torch::process::State;
 
 /// The parameters of one call, of which some are joined of parts.
@@ -51,15 +54,16 @@ impl Joined {
 }
 
 impl Joined {
-    /// The parameters of a program as their modules hold them now, and as it reads them; none where a part is gone, is no
-    /// plain tensor, does not fit the others, or counts no versions (those made under `torch.inference_mode()`).
+    /// The parameters of a program as their modules hold them now, and as it reads them; none where a part is gone, is
+    /// neither a plain nor a quantised tensor, does not fit the others, or counts no versions (those made under
+    /// `torch.inference_mode()`).
     pub(crate) fn of<'py>(
         state: &State,
         handle: &Bound<'py, ProgramHandle>,
     ) -> PyResult<Option<(Bound<'py, Self>, Objects<'py>)>> {
         let py = handle.py();
         let Some((parts, mut shares)) = gathered(state, handle)? else { return Ok(None) };
-        let Some(version) = version_of(&parts, &shares)? else { return Ok(None) };
+        let Some(version) = version_of(state, &parts, &shares)? else { return Ok(None) };
         let (mut wholes, mut is_trained, mut rest) = (Objects::new(), false, parts.as_slice());
         for share in &mut shares {
             let (own, behind) = rest.split_at(share.count);
@@ -121,12 +125,12 @@ impl Joined {
     }
 
     /// Whether a part of a weight that was read in its place was changed since.
-    pub(crate) fn was_changed(&self, py: Python<'_>) -> PyResult<bool> {
+    pub(crate) fn was_changed(&self, state: &State, py: Python<'_>) -> PyResult<bool> {
         if self.shares.iter().any(|share| share.is_weight && share.copied) {
             return Ok(false);
         }
         let parts: Objects<'_> = self.parts.iter().map(|part| part.bind(py).clone()).collect();
-        Ok(version_of(&parts, &self.shares)? != Some(self.version))
+        Ok(version_of(state, &parts, &self.shares)? != Some(self.version))
     }
 }
 
@@ -148,7 +152,7 @@ fn gathered<'py>(
     for (index, param) in program.params.iter().enumerate() {
         for name in param.names() {
             match param.parameters.bind(py).get_item(name)? {
-                Some(part) if state.torch.is_plain(&part) => parts.push(part),
+                Some(part) if state.torch.is_plain(&part) || given(state, &part).is_some() => parts.push(part),
                 _ => return Ok(None),
             }
         }
@@ -167,6 +171,9 @@ fn join<'py>(
     rows: &mut SmallVec<[i64; 4]>,
 ) -> PyResult<Option<(Bound<'py, PyAny>, bool)>> {
     let py = parts[0].py();
+    if let Some(value) = given(state, &parts[0]) {
+        return Ok(join_quantized(state, parts, value, rows)?.map(|whole| (whole, false)));
+    }
     let Some(first) = state.reader.read(&parts[0])? else { return Ok(None) };
     let (mut end, mut adjacent) = (first.data().address(), true);
     for part in parts {
@@ -191,19 +198,41 @@ fn join<'py>(
     Ok(Some((whole, true)))
 }
 
-/// The address behind a tensor's storage. What lies within is of the storage; another's memory may lie next to it.
-fn end_of_storage(tensor: &Bound<'_, PyAny>) -> PyResult<usize> {
-    let py = tensor.py();
-    let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
-    let start = storage.call_method0(intern!(py, "data_ptr"))?.extract::<usize>()?;
-    Ok(start + storage.call_method0(intern!(py, "nbytes"))?.extract::<usize>()?)
+/// The quantised tensor that quantised parts are; none where they do not fit one another.
+fn join_quantized<'py>(
+    state: &State,
+    parts: &[Bound<'py, PyAny>],
+    first: Bound<'py, QuantizedValue>,
+    rows: &mut SmallVec<[i64; 4]>,
+) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let py = first.py();
+    let mut values: SmallVec<[_; 8]> = SmallVec::new();
+    let nominal = intern!(py, "dtype");
+    let dtype = parts[0].getattr(nominal)?;
+    for part in parts {
+        match given(state, part) {
+            Some(value) if part.getattr(nominal)?.is(&dtype) => values.push(value),
+            _ => return Ok(None),
+        }
+        rows.push(part.call_method1(intern!(py, "size"), (0,))?.extract()?);
+    }
+    drop(first);
+    let Some(value) = stacked(state, py, &values)? else { return Ok(None) };
+    let (all, cols) = (rows.iter().sum::<i64>(), parts[0].call_method1(intern!(py, "size"), (1,))?.extract::<i64>()?);
+    let arguments = (Bound::new(py, value)?, (all, cols), dtype, py.None());
+    parts[0].get_type().call_method1(intern!(py, "_of_value"), arguments).map(Some)
 }
 
 /// A number that changes whenever a weight may have; none where a parameter counts no versions.
-fn version_of(parts: &[Bound<'_, PyAny>], shares: &[Share]) -> PyResult<Option<u64>> {
+fn version_of(state: &State, parts: &[Bound<'_, PyAny>], shares: &[Share]) -> PyResult<Option<u64>> {
     let (mut version, mut parts) = (0, parts.iter());
     for share in shares {
         for part in parts.by_ref().take(share.count) {
+            if let Some(value) = given(state, part) {
+                // The numbers of values never fall.
+                version += QuantizedValue::stamp(&value)?.unwrap_or(0);
+                continue;
+            }
             match part.getattr(intern!(part.py(), "_version")) {
                 Ok(counted) if share.is_weight => version += counted.extract::<u64>()?,
                 Ok(_) => {}

@@ -14,7 +14,8 @@ use te_fast_core::runtime::lane::Place;
 use te_fast_core::{Error, Fp8};
 
 use crate::error::Failure;
-use crate::tensor::value::{QuantizedValue, fp8_name, scale_count};
+use crate::tensor::kind::{fp8_name, scale_count};
+use crate::tensor::value::QuantizedValue;
 use crate::torch::operand::fits;
 use crate::torch::process::State;
 use crate::torch::reader::{instance_dict, view_of};
@@ -41,11 +42,11 @@ pub(crate) fn nominal_view<'a>(
     let dtype = tensor.getattr(intern!(py, "dtype"))?;
     let floats = [DType::F32, DType::F16, DType::Bf16];
     let nominal = floats.into_iter().find(|&float| state.torch.dtype(py, float).is(&dtype));
-    let (row, col) = {
+    let (row, col, is_stack) = {
         let value = QuantizedValue::snapshot(value)?;
         let row = value.part(py, false);
         let col = if row.is_none() { value.part(py, true) } else { None };
-        (row, col)
+        (row, col, value.groups() != 1)
     };
     let (Some(dtype), Some((data, _))) = (nominal, row.as_ref().or(col.as_ref())) else {
         let got = "one of another type, or whose bytes were freed";
@@ -53,7 +54,10 @@ pub(crate) fn nominal_view<'a>(
     };
     let bytes = view_of(&state.reader, data, "data of a quantised parameter")?;
     let mut shape: SmallVec<[i64; 4]> = bytes.shape().into();
-    if row.is_none() && !shape.is_empty() {
+    if row.is_none() && is_stack && shape.len() > 1 {
+        let last = shape.len() - 1;
+        shape.swap(last - 1, last);
+    } else if row.is_none() && !shape.is_empty() {
         shape.rotate_left(1);
     }
     let view = TensorView::new(DevPtr::null(), bytes.device(), dtype, &shape, None);
@@ -132,8 +136,8 @@ impl<'py> GivenWeight<'py> {
         let Some((data, scale)) = &self.0[columnwise] else { return Ok(()) };
         let bytes = view_of(&state.reader, data, "data of a quantised weight")?;
         let scales = view_of(&state.reader, scale, "scales of a quantised weight")?;
-        let (block, _) = value.try_borrow()?.block_and_type();
-        Ok(check_layout(block, (&bytes, &scales), place, columnwise == 1)?)
+        let (block, groups) = value.try_borrow()?.block_and_groups();
+        Ok(check_layout((block, groups), (&bytes, &scales), place, columnwise == 1)?)
     }
 
     /// Addresses in row and column layout.
@@ -163,17 +167,17 @@ pub(crate) fn check_weight_kind((block, fp8): (Block, Fp8), recipe: &Recipe) -> 
 
 /// Refuses bytes and scales that are not those of a weight like `nominal`.
 pub(crate) fn check_layout(
-    block: Block,
+    (block, groups): (Block, usize),
     (bytes, scales): (&TensorView<'_>, &TensorView<'_>),
     (device, nominal): (Device, &TensorView<'_>),
     columnwise: bool,
 ) -> Result<(), Error> {
-    let (rows, cols) = (nominal.rows(), nominal.cols());
+    let (rows, cols) = (nominal.rows() / groups, nominal.cols());
     let (rows, cols) = if columnwise { (cols, rows) } else { (rows, cols) };
-    let expected = scale_count(block, rows, cols);
-    if bytes.numel() != rows * cols || bytes.dtype().size() != 1 || !fits(bytes) {
+    let expected = groups * scale_count(block, rows, cols);
+    if bytes.numel() != groups * rows * cols || bytes.dtype().size() != 1 || !fits(bytes) {
         let got = format!("{:?} of {}, strides {:?}", bytes.shape(), bytes.dtype(), bytes.strides());
-        let expected = format!("{rows} x {cols} bytes, contiguous and on a multiple of 16");
+        let expected = format!("{groups} x {rows} x {cols} bytes, contiguous and on a multiple of 16");
         return Err(Error::shape(OP, "data of a quantised weight", expected, got));
     }
     if scales.numel() != expected || scales.dtype() != DType::F32 || !scales.is_contiguous() {

@@ -3,20 +3,21 @@
 //! The inner tensors are everybody's: users read and exchange them, and torch may take their memory away. So addresses are
 //! read anew at every use.
 
-use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use pyo3::{PyTraverseError, PyVisit};
 use smallvec::SmallVec;
 use te_fast_core::base::dtype::DType;
+use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
-use te_fast_core::ops::cast_block::{BlockShape, scale_shape};
+use te_fast_core::ops::cast_block::scale_shape;
+use te_fast_core::ops::cast_groups::Division;
 use te_fast_core::ops::dequantize::{DequantizePlan, DequantizePointers, DequantizeSpec};
 use te_fast_core::ops::transpose::{TransposePlan, TransposePointers, TransposeSpec};
 use te_fast_core::program::QuantizedKind;
 use te_fast_core::quant::content::{Content, Versions};
-use te_fast_core::quant::quantizer::{QuantPlan, QuantPointers, QuantSpec};
+use te_fast_core::quant::quantizer::{QuantGroups, QuantPlan, QuantPointers, QuantSpec};
 use te_fast_core::recipe::definition::{Block, Quantization, Scaling};
 use te_fast_core::recipe::usage::Usage;
 use te_fast_core::{Error, Fp8};
@@ -24,6 +25,7 @@ use te_fast_core::{Error, Fp8};
 use crate::direct::call::DirectCall;
 use crate::direct::tensors::{contiguous, fp8_named, single_f32};
 use crate::error::IntoPython;
+use crate::tensor::kind::{block_numbered, block_shape, fp8_name, scale_count};
 use crate::torch::process::{State, contiguous_strides, state};
 use crate::torch::reader::view_of;
 
@@ -56,6 +58,9 @@ impl Layout {
 pub(crate) struct QuantizedValue {
     block: Block,
     fp8: Fp8,
+    /// How many values lie one behind the other, each with scales of its own: the weights of experts. Its column layout is
+    /// theirs, one behind the other.
+    groups: usize,
     row: Layout,
     col: Layout,
     /// A column layout that a backward makes stays for the next one. Not where the bytes are gathered anew for each.
@@ -69,7 +74,9 @@ type Rule = (bool, f32, bool);
 #[pymethods]
 impl QuantizedValue {
     /// Bytes and inverse scales of both layouts, None for what is not there; `block` is 0 (one scale), 1 (1x128) or 2 (128x128).
+    /// Of several `groups`, all of them are stacks.
     #[new]
+    #[pyo3(signature = (block, fp8, row, row_scale, col, col_scale, groups=1))]
     fn new(
         py: Python<'_>,
         block: u8,
@@ -78,11 +85,12 @@ impl QuantizedValue {
         row_scale: Object,
         col: Object,
         col_scale: Object,
+        groups: usize,
     ) -> PyResult<Self> {
         let block = block_numbered(block)?;
         let layout = |data, scale| Layout { data, scale, content: Content::new() };
         let (row, col) = (layout(row, row_scale), layout(col, col_scale));
-        let value = Self { block, fp8: fp8_named(fp8)?, row, col, keeps_col: true };
+        let value = Self { block, fp8: fp8_named(fp8)?, groups: groups.max(1), row, col, keeps_col: true };
         value.agree(py);
         Ok(value)
     }
@@ -91,6 +99,12 @@ impl QuantizedValue {
     #[getter]
     fn block(&self) -> u8 {
         self.block as u8
+    }
+
+    /// How many values it is a stack of; 1 for one.
+    #[getter]
+    pub(crate) const fn groups(&self) -> usize {
+        self.groups
     }
 
     /// `e4m3` or `e5m2`.
@@ -187,7 +201,7 @@ impl QuantizedValue {
     /// Another value over the same bytes and scales.
     fn share(&self, py: Python<'_>) -> Self {
         let (row, col) = (self.row.shared(py), self.col.shared(py));
-        Self { block: self.block, fp8: self.fp8, row, col, keeps_col: self.keeps_col }
+        Self { block: self.block, fp8: self.fp8, groups: self.groups, row, col, keeps_col: self.keeps_col }
     }
 
     /// Says that others have written the bytes of the row layout.
@@ -204,7 +218,7 @@ impl QuantizedValue {
     }
 
     /// Quantises `x` into these layouts (row, column), in the memory that is there where it fits; other layouts are dropped.
-    /// What is there has the shape of `x`. Delayed scaling brings `scale` and a maximum to raise.
+    /// What is there has the shape of `x`. Delayed scaling brings `scale` and a maximum to raise, of a stack one for each value.
     #[pyo3(signature = (x, usage, rule, scale=None, amax=None, noop=None, /))]
     fn quantize(
         slf: &Bound<'_, Self>,
@@ -218,16 +232,12 @@ impl QuantizedValue {
         let state = state(slf.py())?;
         let view = contiguous(state, x, OP, "x")?;
         let usage = Usage { rowwise: usage.0, columnwise: usage.1 };
-        let single = |tensor, what| single_f32(state, tensor, what, &view);
-        let io = QuantPointers {
-            x: view.data(),
-            scale: single(scale, "scale")?,
-            amax: single(amax, "amax")?,
-            noop: single(noop, "noop_flag")?,
-            ..QuantPointers::default()
-        };
         let value = Self::snapshot(slf)?;
-        let plan = value.plan(state, slf.py(), &view, usage, rule)?;
+        let (scale, slots) = slots_of(state, scale, "scale", (&view, value.groups))?;
+        let (amax, _) = slots_of(state, amax, "amax", (&view, value.groups))?;
+        let noop = single_f32(state, noop, "noop_flag", &view)?;
+        let io = QuantPointers { x: view.data(), scale, amax, noop, ..QuantPointers::default() };
+        let plan = value.plan(state, slf.py(), (&view, slots), usage, rule)?;
         let call = DirectCall::new(state, slf.py(), OP, view.device())?;
         let targets = value.targets(&call, &view, usage, !io.noop.is_null())?;
         if view.numel() != 0 {
@@ -267,12 +277,12 @@ impl QuantizedValue {
     pub(crate) fn dequantize<'py>(slf: &Bound<'py, Self>, dtype: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
         let state = state(py)?;
-        let (data, scale, columnwise, block, input) = {
+        let (data, scale, columnwise, kind) = {
             let value = slf.try_borrow()?;
             let columnwise = value.row.data.is_none();
             let (data, scale) =
                 if columnwise { (value.col(py), value.col_scale(py)) } else { (value.row(py), value.row_scale(py)) };
-            (data, scale, columnwise, value.block, value.fp8)
+            (data, scale, columnwise, (value.block, value.fp8, value.groups))
         };
         let (Some(data), Some(scale)) = (data, scale) else {
             return Err(Error::state("dequantize", "the quantised tensor has no data, or no scales")).python();
@@ -280,8 +290,8 @@ impl QuantizedValue {
         let (data, scale) = (data.into_bound(py), scale.into_bound(py));
         let contiguous = |tensor: Bound<'py, PyAny>| tensor.call_method0(intern!(py, "contiguous"));
         let (data, scale) = (contiguous(data)?, contiguous(scale)?);
-        let out = dequantized(state, (&data, &scale), block_shape(block), input, dtype, columnwise)?;
-        if columnwise { from_columns(&out) } else { Ok(out) }
+        let out = dequantized(state, (&data, &scale), kind, dtype, columnwise)?;
+        if columnwise { from_columns(&out, kind.2) } else { Ok(out) }
     }
 
     #[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
@@ -380,7 +390,7 @@ impl QuantizedValue {
         };
         let col = col.map_or_else(Layout::default, |(data, scale)| layout(data, scale));
         let row = layout(row, Some(row_scale));
-        let value = Self { block: kind.block, fp8: kind.dtype, row, col, keeps_col: true };
+        let value = Self { block: kind.block, fp8: kind.dtype, groups: 1, row, col, keeps_col: true };
         value.agree(py);
         value
     }
@@ -402,29 +412,31 @@ impl QuantizedValue {
         let (data, scale) = (contiguous(&data)?, contiguous(&scale)?);
         let view = view_of(&state.reader, &data, "data of the quantised tensor").python()?;
         let scales = view_of(&state.reader, &scale, "scales of the quantised tensor").python()?;
-        let (rows, cols, block_scales) = (view.rows(), view.cols(), self.block == Block::Square);
+        let (rows, cols, block_scales) = (view.rows() / self.groups, view.cols(), self.block == Block::Square);
         let call = DirectCall::new(state, py, OP, view.device())?;
         call.same_device(&scales, "scales of the quantised tensor")?;
-        let expected = scale_count(self.block, rows, cols);
+        let expected = self.scale_count(rows, cols);
         if scales.numel() != expected || scales.dtype() != DType::F32 || view.dtype().size() != 1 {
             let got = format!("{:?} of {} beside {}", scales.shape(), scales.dtype(), view.dtype());
             return Err(Error::shape(OP, "scales", format!("{expected} float32 beside bytes"), got)).python();
         }
         let plan = TransposePlan::new(TransposeSpec { rows, cols, padded: false, block_scales }).python()?;
-        let size = rotated(view.shape());
+        let size = self.col_size(view.shape());
         let kept = |object: &Object| object.as_ref().filter(|_| reuses).map(|tensor| tensor.bind(py).clone());
         let col = kept(&self.col.data).filter(|kept| fits_columns(&call, kept, &size));
         let col = col.map_or_else(|| call.empty(&size, DType::U8), Ok)?;
-        let shape = scale_shape(BlockShape::TwoDimensional, cols, rows).map(|size| size as i64);
+        let shape = self.scale_size(cols, rows);
         let col_scale = block_scales.then(|| kept_or_new(&call, kept(&self.col.scale), &shape)).transpose()?;
-        let pointers = TransposePointers {
-            q: view.data(),
-            out_t: call.pointer(Some(&col))?,
-            scale: scales.data(),
-            scale_t: call.pointer(col_scale.as_ref())?,
+        let (out_t, scale_t) = (call.pointer(Some(&col))?, call.pointer(col_scale.as_ref())?);
+        let scale_bytes = size_of::<f32>() * expected / self.groups;
+        let of_group = |group: usize| TransposePointers {
+            q: view.data().offset(group * rows * cols),
+            out_t: out_t.offset(group * plan.out_bytes()),
+            scale: scales.data().offset(group * scale_bytes),
+            scale_t: scale_t.offset(group * plan.scale_bytes()),
         };
         if view.numel() != 0 {
-            call.run(0, |target, _| plan.run(target, &pointers))?;
+            call.run(0, |target, _| (0..self.groups).try_for_each(|group| plan.run(target, &of_group(group))))?;
         }
         Ok((col, col_scale))
     }
@@ -443,7 +455,7 @@ impl QuantizedValue {
     /// A value of a row layout.
     pub(crate) fn of_row(block: Block, fp8: Fp8, (data, scale): (Bound<'_, PyAny>, Bound<'_, PyAny>)) -> Self {
         let row = Layout { data: Some(data.unbind()), scale: Some(scale.unbind()), content: Content::new() };
-        Self { block, fp8, row, col: Layout::default(), keeps_col: true }
+        Self { block, fp8, groups: 1, row, col: Layout::default(), keeps_col: true }
     }
 
     /// The shape of its scales, and its FP8 type.
@@ -451,11 +463,64 @@ impl QuantizedValue {
         (self.block, self.fp8)
     }
 
+    /// The shape of its scales, and of how many values it is a stack.
+    pub(crate) const fn block_and_groups(&self) -> (Block, usize) {
+        (self.block, self.groups)
+    }
+
+    /// How many scales a layout has, whose values have so many rows and columns each.
+    pub(crate) fn scale_count(&self, rows: usize, cols: usize) -> usize {
+        self.groups * scale_count(self.block, rows, cols)
+    }
+
+    /// The shape of these.
+    fn scale_size(&self, rows: usize, cols: usize) -> Sizes {
+        let stack = (self.groups != 1 || self.block == Block::Tensor).then_some(self.groups as i64);
+        let one = block_shape(self.block).map(|block| scale_shape(block, rows, cols).map(|size| size as i64));
+        stack.into_iter().chain(one.into_iter().flatten()).collect()
+    }
+
+    /// The shape of the column layout of a row layout of this shape.
+    fn col_size(&self, size: &[i64]) -> Sizes {
+        if self.groups == 1 {
+            return rotated(size);
+        }
+        let (groups, cols) = (self.groups as i64, size.last().copied().unwrap_or(1));
+        let rows = size.iter().rev().skip(1).product::<i64>() / groups;
+        Sizes::from_slice(&[groups, cols, rows])
+    }
+
+    /// One value whose bytes and scales are those of several of one kind, one behind the other: in these layouts, where all
+    /// are there.
+    pub(crate) fn of_parts(
+        py: Python<'_>,
+        first: &Self,
+        groups: usize,
+        [(row, row_scale), (col, col_scale)]: [(Object, Object); 2],
+        keeps_col: bool,
+    ) -> Self {
+        let layout = |data, scale| Layout { data, scale, content: Content::new() };
+        let (row, col) = (layout(row, row_scale), layout(col, col_scale));
+        let value = Self { block: first.block, fp8: first.fp8, groups, row, col, keeps_col };
+        value.agree(py);
+        value
+    }
+
+    /// Whether both are scaled alike, to one type.
+    pub(crate) fn is_like(&self, other: &Self) -> bool {
+        (self.block, self.fp8, self.groups) == (other.block, other.fp8, other.groups)
+    }
+
+    /// Whether both layouts have one scale.
+    pub(crate) fn is_per_tensor(&self) -> bool {
+        self.block == Block::Tensor
+    }
+
     fn plan(
         &self,
         state: &State,
         py: Python<'_>,
-        x: &TensorView<'_>,
+        (x, slots): (&TensorView<'_>, usize),
         usage: Usage,
         (current, amax_epsilon, power_2_scale): Rule,
     ) -> PyResult<QuantPlan> {
@@ -472,16 +537,21 @@ impl QuantizedValue {
             _ => Scaling::Block,
         };
         let processors = state.dispatcher(py)?.0.multiprocessors(x.device()).python()?;
+        if !x.rows().is_multiple_of(self.groups) {
+            let expected = format!("a stack of {} values", self.groups);
+            return Err(Error::shape(OP, "x", expected, format!("{:?}", x.shape()))).python();
+        }
+        let stack = QuantGroups { count: self.groups, division: Division::Equal, slots };
         QuantPlan::new(&QuantSpec {
             scaling,
             quantization: Quantization { power_2_scale, amax_epsilon, block: self.block },
-            rows: x.rows(),
+            rows: x.rows() / self.groups,
             cols: x.cols(),
             input,
             output: self.fp8,
             usage,
             dbias: false,
-            groups: None,
+            groups: (self.groups != 1).then_some(stack),
             processors,
         })
         .python()
@@ -494,13 +564,9 @@ impl QuantizedValue {
         usage: Usage,
         keeps: bool,
     ) -> PyResult<Targets<'py>> {
-        let (py, rows, cols) = (call.py, x.rows(), x.cols());
-        let (size, rotated) = (Sizes::from_slice(x.shape()), rotated(x.shape()));
+        let (py, rows, cols) = (call.py, x.rows() / self.groups, x.cols());
+        let (size, rotated) = (Sizes::from_slice(x.shape()), self.col_size(x.shape()));
         let block = block_shape(self.block);
-        let scales = |rows, cols| match block {
-            None => Sizes::from_elem(1, 1),
-            Some(block) => scale_shape(block, rows, cols).into_iter().map(|size| size as i64).collect(),
-        };
         let bound = |object: &Object| object.as_ref().map(|tensor| tensor.bind(py).clone());
         for (layout, size) in [(&self.row, &size), (&self.col, &rotated)] {
             if let Some(tensor) = bound(&layout.data) {
@@ -511,10 +577,10 @@ impl QuantizedValue {
         let row = usage.rowwise.then(|| target(&self.row, &size, cols, cols));
         let col = usage.columnwise.then(|| target(&self.col, &rotated, rows, rows.next_multiple_of(ALIGNMENT)));
         let scale = |kept: &Object, size: Sizes| kept_or_new(call, bound(kept), &size);
-        let row_scale = (usage.rowwise || block.is_none()).then(|| scale(&self.row.scale, scales(rows, cols)));
+        let row_scale = (usage.rowwise || block.is_none()).then(|| scale(&self.row.scale, self.scale_size(rows, cols)));
         let row_scale = row_scale.transpose()?;
         let col_scale = match (usage.columnwise, block) {
-            (true, Some(_)) => Some(scale(&self.col.scale, scales(cols, rows))?),
+            (true, Some(_)) => Some(scale(&self.col.scale, self.scale_size(cols, rows))?),
             (true, None) => row_scale.clone(),
             _ => None,
         };
@@ -563,40 +629,28 @@ impl QuantizedValue {
     }
 }
 
-/// The shape of the elements that share a scale: 0 (all), 1 (1x128) or 2 (128x128).
-pub(crate) fn block_numbered(number: u8) -> PyResult<Block> {
-    match number {
-        0 => Ok(Block::Tensor),
-        1 => Ok(Block::Row),
-        2 => Ok(Block::Square),
-        other => Err(PyValueError::new_err(format!("block must be 0, 1 or 2, got {other}"))),
-    }
-}
-
-/// An FP8 type's name.
-pub(crate) const fn fp8_name(fp8: Fp8) -> &'static str {
-    match fp8 {
-        Fp8::E4m3 => "e4m3",
-        Fp8::E5m2 => "e5m2",
-    }
-}
-
-/// How many scales the row layout of so many rows and columns has.
-pub(crate) fn scale_count(block: Block, rows: usize, cols: usize) -> usize {
-    block_shape(block).map_or(1, |block| scale_shape(block, rows, cols).iter().product())
-}
-
-fn block_shape(block: Block) -> Option<BlockShape> {
-    match block {
-        Block::Tensor => None,
-        Block::Row => Some(BlockShape::OneDimensional),
-        Block::Square => Some(BlockShape::TwoDimensional),
-    }
-}
-
 /// The last size first: the shape of a column layout.
 fn rotated(size: &[i64]) -> Sizes {
     size.iter().rev().take(1).chain(size.split_last().map_or(&[][..], |(_, leading)| leading)).copied().collect()
+}
+
+/// Scales or maxima to quantise with, one for each value of a stack, and how far they are apart; null without.
+fn slots_of<'a>(
+    state: &State,
+    tensor: Option<&'a Bound<'_, PyAny>>,
+    what: &'static str,
+    (like, groups): (&TensorView<'_>, usize),
+) -> PyResult<(DevPtr<'a>, usize)> {
+    let Some(given) = tensor.filter(|_| groups != 1) else {
+        return Ok((single_f32(state, tensor, what, like)?, 1));
+    };
+    let view = view_of(&state.reader, given, what).python()?;
+    let fits = view.shape() == [groups as i64] && view.dtype() == DType::F32 && view.device() == like.device();
+    if !fits {
+        let got = format!("{:?} {} on {}", view.shape(), view.dtype(), view.device());
+        return Err(Error::shape(OP, what, format!("{groups} float32 on the input's device"), got)).python();
+    }
+    Ok((view.data(), view.strides()[0].max(0) as usize))
 }
 
 /// Refuses memory of another shape or device than the tensor that is to be quantised into it.
@@ -633,10 +687,11 @@ fn target<'py>(
     }
     let bytes = call.empty(&[(view.numel() / row * ld) as i64], DType::U8)?;
     let mut strides = contiguous_strides(size);
-    if row != ld
-        && let Some(stride) = strides.first_mut()
-    {
-        *stride = ld as i64;
+    if row != ld {
+        // The lines of a column layout are in its first dimension, those of a stack's in the second.
+        for stride in strides.iter_mut().filter(|stride| **stride >= row as i64) {
+            *stride = *stride / row as i64 * ld as i64;
+        }
     }
     let written =
         bytes.call_method1(intern!(py, "as_strided"), (PyTuple::new(py, size)?, PyTuple::new(py, strides)?))?;
@@ -667,8 +722,7 @@ fn kept_or_new<'py>(
 fn dequantized<'py>(
     state: &State,
     (data, scale): (&Bound<'py, PyAny>, &Bound<'py, PyAny>),
-    block: Option<BlockShape>,
-    input: Fp8,
+    (block, input, groups): (Block, Fp8, usize),
     dtype: &Bound<'py, PyAny>,
     columnwise: bool,
 ) -> PyResult<Bound<'py, PyAny>> {
@@ -684,30 +738,46 @@ fn dequantized<'py>(
     call.same_device(&scales, "scales of the quantised tensor")?;
     call.dtype(&scales, "scales of the quantised tensor", DType::F32)?;
     // The dimensions that are counted together are the last ones of a column layout.
-    let first = q.shape().first().map_or(1, |&size| size as usize);
-    let (rows, cols) = if columnwise { (first, q.numel() / first.max(1)) } else { (q.rows(), q.cols()) };
+    let lines = q.shape().get(usize::from(groups != 1)).map_or(1, |&size| size as usize);
+    let one = q.numel() / groups;
+    let (rows, cols) = if columnwise { (lines, one / lines.max(1)) } else { (q.rows() / groups, q.cols()) };
+    let block = block_shape(block);
     let out = call.empty(q.shape(), output)?;
     if q.numel() == 0 {
         return Ok(out);
     }
+    let count = block.map_or(1, |block| scale_shape(block, rows, cols).iter().product());
     match block {
-        None if scales.numel() == 1 => {}
-        None => return Err(Error::shape(OP, "scales", "one scale", format_args!("{:?}", scales.shape()))).python(),
-        Some(block) => {
+        _ if groups != 1 && scales.numel() == groups * count => {}
+        None if scales.numel() == groups => {}
+        Some(block) if groups == 1 => {
             let expected = scale_shape(block, rows, cols).map(|size| size as i64);
             call.shape(&scales, "scales of the quantised tensor", &expected)?;
+        }
+        _ => {
+            let expected = format!("{} scales", groups * count);
+            return Err(Error::shape(OP, "scales", expected, format_args!("{:?}", scales.shape()))).python();
         }
     }
     let Some(output) = output.as_float() else { return Ok(out) };
     let plan = DequantizePlan::new(DequantizeSpec { rows, cols, ld: cols, input, output, block }).python()?;
-    let pointers = DequantizePointers { q: q.data(), out: call.pointer(Some(&out))?, scale_inv: scales.data() };
-    call.run(0, |target, _| plan.run(target, &pointers))?;
+    let to = call.pointer(Some(&out))?;
+    let of_group = |group: usize| DequantizePointers {
+        q: q.data().offset(group * one),
+        out: to.offset(group * one * output.size()),
+        scale_inv: scales.data().offset(group * count * size_of::<f32>()),
+    };
+    call.run(0, |target, _| (0..groups).try_for_each(|group| plan.run(target, &of_group(group))))?;
     Ok(out)
 }
 
-/// The tensor whose column layout, dequantised, is `columns`.
-fn from_columns<'py>(columns: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+/// The tensor, or the stack of them, whose column layout, dequantised, is `columns`.
+fn from_columns<'py>(columns: &Bound<'py, PyAny>, groups: usize) -> PyResult<Bound<'py, PyAny>> {
     let py = columns.py();
+    if groups != 1 {
+        let rows = columns.call_method1(intern!(py, "transpose"), (-1, -2))?;
+        return rows.call_method0(intern!(py, "contiguous"));
+    }
     let dims = columns.call_method0(intern!(py, "dim"))?.extract::<i64>()?;
     let order: Vec<i64> = (1..dims).chain(0..dims.min(1)).collect();
     columns.call_method1(intern!(py, "permute"), (order,))?.call_method0(intern!(py, "contiguous"))

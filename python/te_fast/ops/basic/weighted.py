@@ -1,0 +1,132 @@
+"""What operations with a weight share that runs in FP8: its handle, and weights that are quantised tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from te_fast.ops.basic.native import NativeOperation
+from te_fast.runtime.global_state import autocast_state
+from te_fast.tensor import primary
+from te_fast.tensor.of_recipe import ONE, Stack
+
+#: The weight's among the forward scales of delayed scaling, behind the input's.
+_WEIGHT_SLOT = 1
+
+
+class WeightedOperation(NativeOperation):
+    """An operation with one weight, or one in parts, that its native program quantises or reads quantised."""
+
+    _handle: Any
+    _takes_to_fp8 = True
+    #: Names of the parameters that are the weight, or its parts.
+    _weight_names: Sequence[str]
+
+    def _note_init(self) -> None:
+        """Note what ``quantized_model_init`` asks for."""
+        self._with_quantized_weight = autocast_state.fp8_parameters
+        self._preserves_init_value = autocast_state.high_precision_init_val
+        self._weight_recipe = autocast_state.model_recipe
+
+    def _make_handle(self) -> None:
+        """Make the native half."""
+        raise NotImplementedError
+
+    def _lay_together(self) -> None:
+        """Let parts of one whole share one memory."""
+
+    # Quantised weights ----------------------------------------------------------------------------
+
+    def _stack_of_weight(self) -> Stack:
+        """Return the values that a weight is a stack of."""
+        return ONE
+
+    def _slot_of_weight(self, number: int) -> int:
+        return number * self.num_quantizers("forward") // len(self._weight_names) + _WEIGHT_SLOT
+
+    def _quantize_weights(self) -> None:
+        """Put quantised tensors in the place of the weights, if the operation was made to have such."""
+        recipe = self._weight_recipe
+        if not self._with_quantized_weight or recipe is None:
+            return
+        for number, name in enumerate(self._weight_names):
+            weight = getattr(self, name)
+            if primary.is_quantized(weight):
+                continue
+            self.reset_recipe_state(recipe=recipe)
+            slot, state = self._slot_of_weight(number), self._scaling_states()[0]
+            quantizer = primary.weight_quantizer(recipe, state, slot, self._stack_of_weight())
+            preserves = self._preserves_init_value
+            made = primary.quantized_parameter(weight, quantizer, preserves=preserves)
+            self.register_parameter(name, made)
+
+    def _quantized_weights(self) -> list[tuple[int, Any]]:
+        """Return the weights that are quantised tensors, with their numbers."""
+        weights = [self._parameters.get(name) for name in self._weight_names]
+        return [(number, w) for number, w in enumerate(weights) if primary.is_quantized(w)]
+
+    def _point_weights(self) -> None:
+        """Let weights of delayed scaling be quantised with the scales that the operation has now."""
+        state, stack = self._scaling_states()[0], self._stack_of_weight()
+        for number, weight in self._quantized_weights():
+            primary.point_at(weight, state, self._slot_of_weight(number), stack)
+
+    # The native half ------------------------------------------------------------------------------
+
+    def _set_slots(self, epoch: int) -> None:
+        self._point_weights()
+        forward, backward = self._scaling_states()
+        if forward is not None and backward is not None:
+            self._handle.set_slots(epoch, forward.slots, backward.slots, 0, 0)
+
+    def _drop_slots(self) -> None:
+        self._handle.drop_slots()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a weight that is brought back may have other values, at the same address and version."""
+        super().__setattr__(name, value)
+        if isinstance(value, torch.Tensor) and "_handle" in self.__dict__:
+            self._drop_weight_cache()
+
+    def _drop_weight_cache(self) -> None:
+        self._handle.drop_weight_cache()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Forget what was quantised: ``.to()`` and its kin exchange the weights' memory."""
+        kept = primary.attributes_of(self)
+        result = super()._apply(partial(primary.keep_quantized, fn), recurse)
+        primary.restore_attributes(self, kept)
+        self._point_weights()
+        self._lay_together()
+        self._drop_weight_cache()
+        return result
+
+    # Copies and checkpoints -----------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the native half out."""
+        state = super().__getstate__()
+        state.pop("_handle", None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make a native half of this copy's own."""
+        super().__setstate__(state)
+        self._make_handle()
+        self._point_weights()
+        self._lay_together()
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restore what :meth:`get_extra_state`, or Transformer Engine's, returned."""
+        super().set_extra_state(state)
+        self._point_weights()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        # Values in high precision are quantised as they are loaded, with the scales of the checkpoint.
+        key = f"{prefix}_extra_state"
+        if key in state_dict and self._quantized_weights():
+            self.set_extra_state(state_dict[key])
+        super()._load_from_state_dict(state_dict, prefix, *rest)

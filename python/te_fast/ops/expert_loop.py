@@ -1,0 +1,186 @@
+"""Experts one by one: where no kernel has the products of all, each expert is a dense program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from te_fast import _config
+from te_fast.errors import StateError, UnsupportedError
+from te_fast.runtime import main_grad, native
+from te_fast.runtime.global_state import autocast_state
+from te_fast.tensor.stacks import experts_of
+
+#: The GPUs that products of all experts in one launch are compiled for.
+_ONE_LAUNCH = (9, 0)
+#: Dense products in FP8 take rows in multiples of this; zeros make them up.
+_ROWS = 8
+
+
+def is_needed(device: torch.device) -> bool:
+    """Tell whether experts run one by one on a device."""
+    if _config.EXPERT_LOOP:
+        return True
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) != _ONE_LAUNCH
+
+
+def read_counts(counts: torch.Tensor, rows: int, name: str) -> list[int]:
+    """Return counts as the host needs them: those on a GPU are read, what exceeds the rows is cut off.
+
+    Raises
+    ------
+    UnsupportedError
+        If they are on a GPU under capture of a graph.
+    """
+    if counts.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        message = (
+            f"{name}: experts run one by one on this GPU, which counts on it do not allow in a graph under capture; "
+            "give counts on the host"
+        )
+        raise UnsupportedError(message)
+    taken: list[int] = []
+    for count in counts.tolist():
+        taken.append(min(max(count, 0), rows))
+        rows -= taken[-1]
+    return taken
+
+
+class Experts(NamedTuple):
+    """What a loop is over: a module and how it has its experts."""
+
+    owner: Any
+    name: str
+    inputs: int
+    outputs: int
+    #: Names of the parameters: one for each expert, or one stack.
+    weights: Sequence[str]
+    #: None where no bias is added.
+    biases: Sequence[str] | None
+    number: int
+    fuse: bool
+    later: bool
+    save_original_input: bool
+    #: Slots of delayed scaling from one expert to the next, forward and backward.
+    slots: tuple[int, int]
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether the weights are one parameter."""
+        return list(self.weights) == ["weight"]
+
+
+class _Unstack(torch.autograd.Function):
+    """The experts' weights of one stack; gradients become a stack again, or are in ``main_grad`` already."""
+
+    @staticmethod
+    def forward(ctx: Any, stack: torch.Tensor, fuse: bool) -> tuple[torch.Tensor, ...]:
+        ctx.stack, ctx.fuse = stack, fuse
+        ctx.set_materialize_grads(False)
+        return experts_of(stack)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        if ctx.fuse:
+            return main_grad.after_main_grad(ctx.stack), None
+        found = next((grad for grad in grads if grad is not None), None)
+        if found is None:
+            return None, None
+        zero = torch.zeros_like(found)
+        return torch.stack([zero if grad is None else grad for grad in grads]), None
+
+
+class ExpertLoop:
+    """The products of experts, one after the other.
+
+    Parameters
+    ----------
+    experts : Experts
+        What the loop is over.
+    """
+
+    def __init__(self, experts: Experts) -> None:
+        self.handles: list[native.WeightHandle] = []
+        self._experts = experts
+        self._programs: list[native.Program] = []
+        for expert in range(experts.number):
+            name = f"{experts.name}, expert {expert}"
+            handle = native.WeightHandle(name)
+            handle.fuse_wgrad_accumulation = experts.fuse
+            handle.delay_wgrad_compute = experts.later
+            handle.save_original_input = experts.save_original_input
+            program = native.Program(name)
+            # Calls bring the parameters.
+            program.linear("linear", handle, {}, "weight", experts.inputs, experts.outputs)
+            if experts.biases is not None:
+                program.bias("bias", {}, "bias", experts.outputs)
+            self.handles.append(handle)
+            self._programs.append(program)
+
+    def set_slots(self, epoch: int, forward: Any, backward: Any) -> None:
+        """Register the scales of delayed scaling with each expert."""
+        of_input, of_grad = self._experts.slots
+        for number, handle in enumerate(self.handles):
+            handle.set_slots(epoch, forward, backward, number * of_input, number * of_grad)
+
+    def apply(
+        self, x: torch.Tensor, counts: list[int], is_first_microbatch: bool | None
+    ) -> torch.Tensor:
+        """Return the results of the rows of ``(rows, in_features)``; those of no expert are zero."""
+        experts = self._experts
+        weights = self._parts("weight", experts.weights, fuse=experts.fuse)
+        biases = None if experts.biases is None else self._parts("bias", experts.biases, fuse=False)
+        *chunks, rest = x.split([*counts, x.shape[0] - sum(counts)])
+        results = []
+        in_fp8 = autocast_state.fp8_enabled
+        for number, (program, chunk) in enumerate(zip(self._programs, chunks, strict=True)):
+            parameters = (weights[number], *(() if biases is None else (biases[number],)))
+            lacks = -chunk.shape[0] % _ROWS if in_fp8 else 0
+            given = functional.pad(chunk, (0, 0, 0, lacks)) if lacks else chunk
+            y = native.program_apply(
+                program, experts.owner, given, (), is_first_microbatch, parameters, None
+            )
+            results.append(y[: chunk.shape[0]] if lacks else y)
+        if rest.shape[0]:
+            results.append(rest.new_zeros(rest.shape[0], experts.outputs))
+        return torch.cat(results)
+
+    def _parts(self, kind: str, names: Sequence[str], *, fuse: bool) -> list[Any]:
+        """Return the weights, or the biases, of the experts, each with its ``main_grad``."""
+        owner = self._experts.owner
+        if list(names) != [kind]:
+            return [getattr(owner, name) for name in names]
+        whole = getattr(owner, kind)
+        parts: list[Any] = list(_Unstack.apply(whole, fuse))
+        if fuse and whole.requires_grad:
+            for part, grad in zip(parts, main_grad.main_grad_of(whole), strict=True):
+                part.main_grad = grad
+                part.overwrite_main_grad = getattr(whole, "overwrite_main_grad", False)
+        return parts
+
+    def compute_deferred(self) -> None:
+        """Compute the oldest weight gradients that wait, and give them to the weights.
+
+        Raises
+        ------
+        StateError
+            If none does.
+        """
+        experts = self._experts
+        if not self.handles[0].deferred_count():
+            message = f"{experts.name}: backward_dw() was called without a backward before it"
+            raise StateError(message)
+        weights = self._parts("weight", experts.weights, fuse=experts.fuse)
+        found = [
+            native.program_backward_dw(handle, weight, experts.fuse)
+            for handle, weight in zip(self.handles, weights, strict=True)
+        ]
+        if experts.is_stack and not experts.fuse:
+            grads = [grad for grad in found if grad is not None]
+            stack = experts.owner.weight
+            main_grad.give(stack, torch.stack(grads), fuse=False, overwrite=False)
+        for weight, grad in zip(weights, found, strict=True):
+            if grad is not None and weight.requires_grad and not experts.is_stack:
+                main_grad.give(weight, grad, fuse=experts.fuse, overwrite=False)

@@ -1,0 +1,94 @@
+"""FP8 weights of experts: one value for all of them, or a value each that lies behind the other's.
+
+A stack has a layout for all experts, ``(experts, rows, cols)``, and scales of each. Values of single experts that share
+one memory in order are read as such a stack without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_fast.errors import ShapeError
+from te_fast.runtime import native
+from te_fast.tensor.tensor import Float8TensorBase
+
+_LAYOUTS = (("row", "row_scale"), ("col", "col_scale"))
+
+
+def stack_of(parts: Sequence[Any]) -> Any:
+    """Return the quantised tensor that quantised parts are together, along their first dimension.
+
+    Raises
+    ------
+    ShapeError
+        If they differ in shape, type or scaling.
+    """
+    first = parts[0]
+    value = native.stack_values([part._value for part in parts])
+    if value is None:
+        message = (
+            "the quantised weights of experts must be of one shape, FP8 type, scaling and device, and have a layout in "
+            "common"
+        )
+        raise ShapeError(message)
+    rows = sum(part.shape[0] for part in parts)
+    return first._of_value(value, (rows, *first.shape[1:]), first.dtype, None)
+
+
+def lay_together(parts: Sequence[Any]) -> None:
+    """Give the layouts of quantised parts one memory each, in order, so that calls read them without a copy."""
+    values = [part._value for part in parts]
+    valid = [value.col_is_valid for value in values]
+    has_row = all(value.row is not None for value in values)
+    is_block = values[0].block != 0
+    for data, scale in _LAYOUTS:
+        is_col = data == "col"
+        wanted = all(valid) if is_col else has_row
+        if wanted:
+            _share_memory(values, data)
+        if (wanted and (is_block or not is_col)) or (not is_col and not is_block):
+            _share_memory(values, scale)
+    for value, was_valid in zip(values, valid, strict=True):
+        value.col_is_valid = was_valid
+
+
+def _share_memory(values: Sequence[native.QuantizedValue], name: str) -> None:
+    inner = [getattr(value, name).detach() for value in values]
+    size = inner[0].numel() * inner[0].element_size()
+    if all(t.data_ptr() == inner[0].data_ptr() + n * size for n, t in enumerate(inner)):
+        return
+    whole = torch.stack(inner)
+    for number, value in enumerate(values):
+        part = whole[number]
+        # A tensor of its own, whose version counts its own writes.
+        own = torch.empty(0, dtype=whole.dtype, device=whole.device)
+        own.set_(whole.untyped_storage(), part.storage_offset(), part.size(), part.stride())
+        setattr(value, name, own)
+
+
+def experts_of(stack: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the values of a stack in its memory, quantised ones of an FP8 one."""
+    if not isinstance(stack, Float8TensorBase):
+        return stack.detach().unbind(0)
+    value, valid = stack._value, stack._value.col_is_valid
+    made = []
+    for number in range(stack.shape[0]):
+
+        def own(inner: torch.Tensor | None, number: int = number) -> torch.Tensor | None:
+            if inner is None:
+                return None
+            return inner[number : number + 1] if inner.dim() == 1 else inner[number]
+
+        part = native.QuantizedValue(
+            value.block,
+            value.fp8,
+            own(value.row),
+            own(value.row_scale),
+            own(value.col) if valid else None,
+            own(value.col_scale) if valid and value.block else None,
+        )
+        made.append(stack._of_value(part, stack.shape[1:], stack.dtype, None))
+    return tuple(made)

@@ -1,0 +1,238 @@
+"""Experts one by one, as on GPUs without kernels for all of them: the bits of the one launch."""
+
+import copy
+
+import pytest
+import torch
+
+import te_fast
+import te_fast.pytorch as te
+from graphs import needs_compile
+from grouped_layers import SPLITS, grads, inputs, make, step
+from linear_layers import DTYPES, casts, close
+from recipes import RECIPES
+from te_fast import _config
+
+ALL = {"high": lambda: None, **RECIPES}
+
+
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """Turns the loop on or off."""
+    return lambda on=True: monkeypatch.setattr(_config, "EXPERT_LOOP", on)
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_steps_have_the_bits_of_one_launch(name, dtype, single, one_by_one):
+    found, biases = [], []
+    for loop in (False, True):
+        one_by_one(loop)
+        options = {"single_grouped_weight": single, "single_grouped_bias": single}
+        layer = make(dtype=dtype, **options)
+        x, grad = inputs(layer, dtype=dtype)
+        for _ in range(2):  # delayed scaling has its scales in the second step
+            x.grad = None
+            layer.zero_grad()
+            y = step(layer, x, grad, ALL[name]())
+        found.append((y, x.grad, grads(layer)))
+        biases.append(grads(layer, "bias"))
+        if name == "delayed":
+            # A weight that nothing is multiplied with is not quantised one by one.
+            busy = torch.tensor(SPLITS) != 0
+            states = [layer.fp8_meta[f"scaling_{way}"].scale for way in ("fwd", "bwd")]
+            found[-1] += tuple(scale.view(len(SPLITS), -1)[busy] for scale in states)
+    assert all(map(torch.equal, *found))
+    close(biases[1], biases[0].double(), dtype)
+    assert not found[1][2][torch.tensor(SPLITS) == 0].any()
+
+
+@pytest.mark.parametrize("splits", [[5], [0], [0, 0, 0], [0, 300], [1] * 17], ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_splits(name, splits, one_by_one):
+    found = []
+    for loop in (False, True):
+        one_by_one(loop)
+        layer = make(len(splits), 32, 16)
+        x, grad = inputs(layer, splits)
+        y = step(layer, x, grad, ALL[name](), torch.tensor(splits))
+        found.append((y, x.grad, grads(layer)))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
+def test_weight_gradients_go_where_they_are_asked_for(fuse, later, single, recipe, one_by_one):
+    found = []
+    for loop in (False, True):
+        one_by_one(loop)
+        options = {"fuse_wgrad_accumulation": fuse, "delay_wgrad_compute": later}
+        layer = make(bias=False, single_grouped_weight=single, **options)
+        buffer = torch.ones(len(SPLITS), 48, 144)
+        weights = [getattr(layer, name) for name in layer.weight_names]
+        for weight, part in zip(weights, [buffer] if single else buffer, strict=True):
+            weight.main_grad = part
+        x, grad = inputs(layer)
+        step(layer, x, grad, recipe)
+        if later:
+            assert all(weight.grad is None for weight in weights)
+            called = []
+            layer.register_wgrad_accumulation_and_reduce_hooks(
+                lambda called=called: called.append(1)
+            )
+            layer.backward_dw()
+            assert called == [1]
+            with pytest.raises(te_fast.StateError, match="without a backward"):
+                layer.backward_dw()
+        found.append((x.grad, buffer if fuse else grads(layer)))
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
+def test_weights_in_fp8(single, recipe, one_by_one):
+    found = []
+    for loop in (False, True):
+        one_by_one(loop)
+        torch.manual_seed(3)
+        with te.quantized_model_init(recipe=recipe):
+            layer = make(bias=False, single_grouped_weight=single)
+        x, grad = inputs(layer)
+        y = step(layer, x, grad, recipe)
+        found.append((y, x.grad, grads(layer)))
+    assert all(map(torch.equal, *found))
+
+
+def test_weights_are_quantised_once_a_step(recipe, one_by_one):
+    one_by_one()
+    layer = make()
+    x, grad = inputs(layer)
+
+    def run(first):
+        step(layer, x, grad, recipe, is_first_microbatch=first)
+
+    busy = sum(count != 0 for count in SPLITS)
+    assert casts(lambda: run(True)) == busy
+    assert casts(lambda: run(False)) == 0
+    with torch.no_grad():
+        layer.weight4.mul_(2.0)
+    assert 1 <= casts(lambda: run(False)) <= busy
+
+
+def test_returned_biases_leading_dimensions_and_copies(one_by_one):
+    one_by_one()
+    layer = make(return_bias=True)
+    x, _ = inputs(layer)
+    x, splits = x.detach()[:344].view(4, 86, -1), [0, 70, 1, 0, 129, 128, 16, 0]
+    y, biases = layer(x, splits)
+    assert y.shape == (4, 86, 48)
+    assert len(biases) == 8
+    assert torch.equal(copy.deepcopy(layer)(x, splits)[0], y)
+
+
+def test_recomputation_and_calibration(recipe, one_by_one):
+    one_by_one()
+    layer, other = make(), make()
+    x, grad = inputs(layer)
+    own = x.detach().clone().requires_grad_()
+    y = step(layer, x, grad, recipe)
+    with te.autocast(recipe=recipe):
+        again = te.checkpoint(other, own, SPLITS)
+    again.backward(grad)
+    assert torch.equal(again, y)
+    assert torch.equal(own.grad, x.grad)
+    layer = make()
+    with torch.no_grad(), te.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]()):
+        layer(x, SPLITS)
+    seen = layer.fp8_meta["scaling_fwd"].amax_history.amax(0)
+    for number, part in enumerate(x.detach().split(SPLITS)):
+        assert seen[3 * number] == (part.abs().amax().float() if part.numel() else 0.0)
+
+
+def test_what_the_loop_does_not_take(one_by_one):
+    one_by_one()
+    layer = make()
+    x, _ = inputs(layer)
+    with pytest.raises(NotImplementedError, match="dgrad_out"):
+        layer(x, SPLITS, out=torch.empty(len(x), 48, dtype=x.dtype))
+    with pytest.raises(ValueError, match="add up"):
+        layer(x, [1] * 8)
+    with pytest.raises(ValueError, match="in_features"):
+        layer(x[:, :8], SPLITS)
+
+
+def test_counts_on_a_gpu_are_cut_off_at_the_rows(one_by_one):
+    one_by_one()
+    layer = make(3, 32, 16, bias=False)
+    x, _ = inputs(layer, [10, 4, 2])
+    layer._splits = lambda counts, inp: counts  # as if they lay on a GPU
+    y = layer(x, torch.tensor([10, -3, 1 << 40]))
+    assert torch.equal(y, layer(x, torch.tensor([10, 0, 6])))
+    y = layer(x, torch.tensor([10, 0, 2]))  # rows of no expert
+    y.sum().backward()
+    assert not y[12:].any()
+    assert not x.grad[12:].any()
+
+
+def trio(single=False, **options):
+    torch.default_generator.manual_seed(5)
+    kinds = {"single_grouped_weight": single, "single_grouped_bias": single}
+    return te.ops.Sequential(
+        te.ops.GroupedLinear(len(SPLITS), 64, 96, device="cpu", **kinds, **options),
+        te.ops.ScaledSwiGLU(),
+        te.ops.GroupedLinear(len(SPLITS), 48, 64, device="cpu", **kinds, **options),
+    )
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["parts", "single"])
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize("name", ALL)
+def test_operations_have_the_bits_of_one_program(name, later, single, one_by_one):
+    splits, found, biases = torch.tensor(SPLITS), [], []
+    for loop in (False, True):
+        one_by_one(loop)
+        model = trio(single, delay_wgrad_compute=later)
+        torch.default_generator.manual_seed(6)
+        x, grad = torch.randn(2, sum(SPLITS), 64)
+        x, probs = x.requires_grad_(), torch.rand(sum(SPLITS), requires_grad=True)
+        for _ in range(2):
+            x.grad = probs.grad = None
+            model.zero_grad()
+            with te.autocast(enabled=name != "high", recipe=ALL[name]()):
+                y = model(x, splits, probs, splits)
+            y.backward(grad)
+            for place in (2, 0) if later else ():
+                model[place].backward_dw()
+        named = dict(model.named_parameters())
+        grads = [p.grad for key, p in named.items() if "weight" in key]
+        biases.append([p.grad for key, p in named.items() if "bias" in key])
+        found.append((y, x.grad, probs.grad, *grads))
+    assert all(map(torch.equal, *found))
+    for mine, theirs in zip(*biases, strict=True):
+        close(mine, theirs.double(), torch.float32)
+
+
+def test_whole_blocks(recipe, one_by_one):
+    found = []
+    for loop in (False, True):
+        one_by_one(loop)
+        torch.default_generator.manual_seed(3)
+        block = te.MoE(64, 48, num_experts=4, topk=2, device="cpu", aux_loss_coeff=0.1)
+        x = torch.randn(40, 64, requires_grad=True)
+        with te.autocast(recipe=recipe):
+            y, loss = block(x)
+        (y.sum() + loss).backward()
+        found.append((y, x.grad, *(p.grad for p in block.parameters())))
+        copy.deepcopy(block)(x.detach())
+    assert all(map(torch.equal, *found))
+
+
+@needs_compile
+def test_tracing_is_refused_by_name(one_by_one):
+    one_by_one()
+    layer = make()
+    x, _ = inputs(layer)
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="one by one"):
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(x, torch.tensor(SPLITS))
