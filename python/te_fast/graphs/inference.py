@@ -207,7 +207,8 @@ class _Loaded:
 
     def _whole(self, params: Tensors, dtype: torch.dtype) -> Tensors:
         """Return the parameters, of which those that are quantised were taken apart."""
-        given, whole = iter(params), []
+        given = iter(params)
+        whole: Tensors = []
         for parameter in given:
             kind = self._quantized.get(len(whole))
             if kind is None:

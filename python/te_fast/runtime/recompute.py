@@ -392,7 +392,7 @@ def checkpoint(
     # Imported by calls alone: before torch 2.8 it brings sympy, a third of a second.
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-    options = {
+    options: dict[str, Any] = {
         name: kwargs.pop(name)
         for name in ("preserve_rng_state", "context_fn", "determinism_check", "debug")
         if name in kwargs

@@ -25,11 +25,14 @@ def _dequantize(
     columnwise: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    layout, other = (data, scale), (None, None)
-    parts = (*other, *layout) if columnwise else (*layout, *other)
-    if columnwise and block == 0:
-        parts = (None, scale, data, None)
-    return native.QuantizedValue(block, fp8, *parts).dequantize(dtype)
+    value = native.QuantizedValue(block, fp8, None, None, None, None)
+    if not columnwise:
+        value.row, value.row_scale = data, scale
+    else:
+        value.col = data
+        # One scale is both layouts'.
+        setattr(value, "col_scale" if block else "row_scale", scale)
+    return value.dequantize(dtype)
 
 
 def _fake(
