@@ -213,6 +213,26 @@ def test_operations_have_the_bits_of_one_program(name, later, single, one_by_one
         close(mine, theirs.double(), torch.float32)
 
 
+def test_operations_that_move_are_looked_at_again(one_by_one):
+    one_by_one(False)
+    model, splits = trio(delay_wgrad_compute=True), torch.tensor(SPLITS)
+    x, probs = torch.randn(sum(SPLITS), 64), torch.rand(sum(SPLITS))
+    y = model(x, splits, probs, splits)
+    assert model.explain().count("native program") == 1
+    one_by_one()
+    model.to("cpu")  # as to a GPU without the kernels
+    again = model(x, splits, probs, splits)
+    assert "Python operation GroupedLinear" in model.explain()
+    assert torch.equal(again, y)
+    for result in (y, again):  # what waits is found, wherever it was put off
+        model.zero_grad()
+        result.sum().backward()
+        model[2].backward_dw()
+        assert model[2].weight4.grad.any()
+    with pytest.raises(te_fast.StateError, match="without a backward"):
+        model[2].backward_dw()
+
+
 def test_whole_blocks(recipe, one_by_one):
     found = []
     for loop in (False, True):

@@ -12,6 +12,7 @@ from graphs import needs_compile
 from grouped_layers import SPLITS, grads, inputs, stack, step
 from quantized_tensors import forbid_dispatch
 from recipes import RECIPES
+from te_fast.pytorch.tensor.utils import quantize_master_weights
 from te_fast.tensor.primary import is_quantized
 
 KINDS = {"parts": {}, "single": {"single_grouped_weight": True}}
@@ -222,8 +223,36 @@ def test_stacks_have_no_other_shape(recipe):
         torch.ops.aten.view.default(weight, (8 * 48, 144))
     assert type(weight[2].detach()) is torch.Tensor
     assert torch.equal(weight[2], weight.dequantize()[2])
+    master = torch.randn(8, 48, 144)
+    wanted = weight._quantizer.copy()(master.bfloat16()).dequantize()
+    quantize_master_weights([weight], [master.view(-1)], [0], None)
+    assert torch.equal(weight.dequantize(), wanted)
+    with pytest.raises(NotImplementedError, match="single_grouped_weight"):
+        quantize_master_weights([weight], [torch.zeros(9)], [5], None)
     with pytest.raises(NotImplementedError, match="FSDP2"):
         weight.fsdp_pre_all_gather(None, None, None, None, None)
+
+
+def test_weights_that_are_no_stack_of_each_expert_are_refused():
+    recipe = RECIPES["current"]()
+    layer = te.GroupedLinear(
+        *(8, 144, 48),
+        bias=False,
+        single_grouped_weight=True,
+        device="cpu",
+        params_dtype=torch.bfloat16,
+    )
+    quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
+    layer.weight = torch.nn.Parameter(quantizer(layer.weight.detach()))  # one scale for all
+    x, _ = inputs(layer)
+    with te.autocast(recipe=recipe), pytest.raises(te_fast.StateError, match="8 experts"):
+        layer(x, SPLITS)
+    split = te.Linear(64, 32, parameters_split={"a": 16, "b": 16}, bias=False, device="cpu")
+    for name in ("a_weight", "b_weight"):
+        part = quantizer(getattr(split, name).detach())
+        setattr(split, name, torch.nn.Parameter(part))
+    with te.autocast(recipe=recipe), pytest.raises(te_fast.TeFastError):
+        split(torch.ones(16, 64))
 
 
 @pytest.mark.parametrize("single", [False, True], ids=KINDS)
@@ -255,7 +284,8 @@ def test_whole_blocks(recipe, single):
 
 
 @needs_compile
-def test_compilers_are_refused_by_name(recipe):
+def test_compilers_are_refused_by_name():
+    recipe = RECIPES["current"]()
     layer = make(recipe)
     x, _ = inputs(layer)
     torch.compiler.reset()

@@ -17,7 +17,7 @@ def _device() -> torch.device:
 
 
 class KVCacheManager:
-    """What keeps keys and values of every layer; base of managers of the user's own.
+    """Keeps keys and values of every layer; base class for managers of the user's own.
 
     Attributes
     ----------

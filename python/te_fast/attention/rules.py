@@ -25,7 +25,7 @@ SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 
 
 class Rule(NamedTuple):
-    """What a mask type, a window and an alignment say together.
+    """A mask type, a window and an alignment together.
 
     Attributes
     ----------

@@ -21,7 +21,7 @@ from te_fast.attention.rules import (
 
 
 class Bias(NamedTuple):
-    """What is added to scores: its type, and the tensor or the slopes of ALiBi."""
+    """A bias of scores: its type, and the tensor or the slopes of ALiBi."""
 
     kind: str = "no_bias"
     tensor: torch.Tensor | None = None
@@ -40,7 +40,7 @@ class Scores(NamedTuple):
     dropout : float
         Probability by which a weight is dropped.
     bias : Bias
-        What is added to scores.
+        The bias of the scores.
     sink : torch.Tensor, optional
         ``(heads,)``, score of a key without value that every query attends to.
     kept : Kept, optional

@@ -357,7 +357,7 @@ class TransformerLayer(CompositeModule):
         attention_mask, self_attn_mask_type, window_size, bottom_right_diagonal : optional
             Mask of self attention, as of :class:`te_fast.pytorch.DotProductAttention`.
         encoder_output : torch.Tensor, optional
-            What a decoder's cross attention reads.
+            The input of a decoder's cross attention.
         enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size, enc_dec_bottom_right_diagonal : optional
             Mask of cross attention.
         is_first_microbatch : bool, optional

@@ -43,7 +43,7 @@ _BAR = 30
 
 @dataclass
 class Report:
-    """What a conversion did, or would do.
+    """A report of a conversion, or of one that a dry run would make.
 
     Attributes
     ----------
@@ -98,7 +98,7 @@ def convert_checkpoint(
     dequantize : bool, default = False
         Let quantised weights be high-precision ones, of their nominal type, for models without them.
     report : Report, optional
-        Told what was converted.
+        Filled with the keys that were converted.
 
     Returns
     -------

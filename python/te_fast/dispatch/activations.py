@@ -151,7 +151,7 @@ def activation(
     function : ActivationFunction
         The function.
     out : ActivationOutputs
-        What is written, in memory that no input has.
+        The result, in memory that no input uses.
     scale : torch.Tensor, optional
         One FP32 scale; an FP8 output needs it.
     amax : torch.Tensor, optional
@@ -209,7 +209,7 @@ def activation_backward(
     x, function, scale, amax, noop, row_scale
         As in :func:`activation`; the FP8 output and `amax` are of the gradient.
     out : ActivationOutputs
-        What is written, in memory that no input has.
+        The result, in memory that no input uses.
 
     Returns
     -------

@@ -45,7 +45,7 @@ class Launch(NamedTuple):
 
 
 def counters() -> dict[str, int]:
-    """Return what was counted since the last :func:`reset_counters`.
+    """Return the counts since the last :func:`reset_counters`.
 
     Returns
     -------

@@ -32,7 +32,7 @@ class NormFunction(NamedTuple):
 
 
 class NormOutputs(NamedTuple):
-    """What a norm writes; None where not asked for.
+    """Results of a norm; None for those that were not asked for.
 
     See Also
     --------
@@ -175,7 +175,7 @@ def norm(
     function : NormFunction
         The norm.
     out : NormOutputs
-        What is written, in memory that no input has.
+        The result, in memory that no input uses.
     beta : torch.Tensor, optional
         Summands ``(cols,)``, in gamma's type.
     residual : torch.Tensor, optional
@@ -289,7 +289,7 @@ def norm_backward(
     function : NormFunction
         The norm.
     out : NormGradients
-        What is written, in memory that no input has.
+        The result, in memory that no input uses.
     add : torch.Tensor, optional
         Added to the gradient of the input, of its shape and type: what came through a residual branch.
 

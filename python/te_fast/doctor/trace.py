@@ -1,4 +1,4 @@
-"""What a trace of torch's profiler says of each module: host and GPU time, synchronisations, casts.
+"""Read a trace of torch's profiler: host and GPU time, synchronisations and casts of each module.
 
 A trace is what ``torch.profiler`` exports for Chrome. Modules are marked in it by ranges, and backward's nodes have the
 sequence number of the operation that made them. A kernel belongs to whoever launched it.
@@ -61,7 +61,7 @@ class Times:
 
 @dataclass
 class Spent:
-    """What a trace says of all owners, and of the GPU as a whole."""
+    """Figures of all owners, and of the GPU as a whole."""
 
     forward: dict[Owner, Times] = field(default_factory=lambda: defaultdict(Times))
     backward: dict[Owner, Times] = field(default_factory=lambda: defaultdict(Times))
@@ -86,7 +86,7 @@ def _owner_of_mark(name: str) -> Owner | None:
 
 
 class _Thread:
-    """Ranges of one thread, and who is inside of which."""
+    """Ranges of one thread, and which of them enclose which."""
 
     def __init__(self) -> None:
         self.ranges: list[_Range] = []
@@ -144,7 +144,7 @@ def _forward_ranges(events: list[dict[str, Any]]) -> dict[Any, _Thread]:
 def _makers(
     events: list[dict[str, Any]], threads: dict[Any, _Thread]
 ) -> dict[int, list[tuple[float, Owner]]]:
-    """Return who ran the operations of each sequence number, and when."""
+    """Return which module ran the operations of each sequence number, and when."""
     makers: dict[int, list[tuple[float, Owner]]] = defaultdict(list)
     for event in events:
         number = event["args"].get("Sequence number", -1)

@@ -43,7 +43,7 @@ class MoE(torch.nn.Module):
     num_experts, topk : int
         Experts, and how many of them a token goes to.
     activation : {'swiglu', 'clamped_qgeglu', 'situglu', 'srelu'}
-        What is between the products; the probabilities are factors of its result.
+        The activation between the products; its result is multiplied by the probabilities.
     score_function, use_pre_softmax, num_groups, group_topk, scaling_factor : optional
         As of :func:`te_fast.pytorch.router.fused_topk_with_score_function`.
     expert_bias : bool, default = False
@@ -51,8 +51,8 @@ class MoE(torch.nn.Module):
     aux_loss_coeff : float, default = 0.0
         Weight of the loss that balances experts. If it is not 0, the block returns that loss, too.
     bias : bool, default = False
-        Have biases in the first product of each expert. Those of the second would be scaled by the probabilities,
-        which is not supported.
+        Have biases in the first product of each expert. The second has none: its biases would be scaled by the
+        probabilities, which is ``scale_bias`` of :class:`te_fast.pytorch.ops.GroupedLinear`.
     device, dtype : optional
         Where the parameters are made, and the type of the experts'; the router's are float32.
     accumulate_into_main_grad, delay_wgrad_compute, single_grouped_weight : bool, default = False

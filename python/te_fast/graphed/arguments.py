@@ -1,4 +1,4 @@
-"""What a caller of ``make_graphed_callables`` gives, checked and in one form."""
+"""The arguments of ``make_graphed_callables``, checked and in one form."""
 
 from __future__ import annotations
 
@@ -42,14 +42,10 @@ class Quantization:
     group: Any
     caches_weights: bool
 
-    def is_active(self) -> bool:
-        """Tell whether any callable quantises, or calibrates."""
-        return self.calibrating or any(self.enabled)
-
 
 @dataclass(frozen=True)
 class Options:
-    """What else there is to say about a capture."""
+    """Other options of a capture."""
 
     num_warmup_iters: int
     allow_unused_input: bool
@@ -84,7 +80,7 @@ def quantization(count: int, **given: tuple[Any, Any]) -> Quantization:
     count : int
         Number of callables.
     **given
-        By its name of now, what was given under that and under the one of old; None where nothing was.
+        By its present name: the value that was given under the present or the former name, or None.
 
     Raises
     ------

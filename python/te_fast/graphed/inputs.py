@@ -21,7 +21,7 @@ _STREAM, _EVENT, _FIRST = "cuda_graph_stream", "cuda_graph_event", "is_first_mic
 
 
 class Inputs:
-    """What a callable is captured with, and what calls of it must bring.
+    """The arguments that a callable is captured with, and that its calls must have.
 
     Parameters
     ----------

@@ -62,7 +62,7 @@ def make_graphed_callables(
     Parameters
     ----------
     modules : torch.nn.Module or tuple of torch.nn.Module
-        What is captured.
+        The modules to capture.
     sample_args : tuple of torch.Tensor, or sequence of such tuples
         Positional arguments, for each module or, with `_order`, for each forward. Graphs read these tensors: calls copy
         theirs into them.

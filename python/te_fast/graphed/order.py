@@ -24,7 +24,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Order:
-    """What is captured."""
+    """The runs of a capture, in their order."""
 
     #: The callable of each run.
     callables: list[int]

@@ -1,4 +1,4 @@
-"""Calls of what was captured."""
+"""Calls of captured modules."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Run:
     inputs : Inputs
         Its static inputs.
     shared : Shared
-        What is the same for all runs.
+        Data that all runs share.
     """
 
     def __init__(

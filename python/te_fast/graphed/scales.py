@@ -80,14 +80,14 @@ def save_fp8_tensors(modules: Iterable[torch.nn.Module], recipe: Recipe | None) 
 
 
 def restore_fp8_tensors(modules: Iterable[torch.nn.Module], fp8_tensors: list[Any] | None) -> None:
-    """Put back what :func:`save_fp8_tensors` has returned; scales that were not there yet get their initial values.
+    """Restore the scales that :func:`save_fp8_tensors` saved; scales that did not exist then get their initial values.
 
     Parameters
     ----------
     modules : iterable of torch.nn.Module
         The same modules.
     fp8_tensors : list, optional
-        What was saved; nothing happens without.
+        The saved copies; with None nothing happens.
 
     Raises
     ------

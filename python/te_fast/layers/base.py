@@ -448,7 +448,7 @@ class TransformerEngineBaseModule(StatefulModule):
         self._point_weights()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Forget what was quantised: ``.to()`` and its kin exchange the parameters' memory."""
+        """Drop the FP8 weights: ``.to()`` and its kin exchange the parameters' memory."""
         kept = primary.attributes_of(self)
         result = super()._apply(partial(primary.keep_quantized, fn), recurse)
         primary.restore_attributes(self, kept)

@@ -246,7 +246,7 @@ class GroupedLinear(PartedLayer):
             program.grouped_bias("bias", self._parameters, names, count, self.out_features)
 
     def _split_mode(self) -> None:
-        """Return that there is no collective here: who routes tokens to experts makes them."""
+        """Return that there is no collective here: the code that routes tokens to experts has them."""
         return
 
     def _make_native(self) -> None:
@@ -334,7 +334,7 @@ class GroupedLinear(PartedLayer):
             If no backward did.
         """
         loop: ExpertLoop | None = self.__dict__.get("_loop")
-        if not self.delay_wgrad_compute or loop is None:
+        if not self.delay_wgrad_compute or loop is None or not loop.has_deferred():
             super().backward_dw()
             return
         loop.compute_deferred()

@@ -28,7 +28,7 @@ class LayerNormLinear(SplitLinear):
     eps : float, default = 1e-5
         Added to the variance.
     sequence_parallel : bool, default = False
-        Each rank has rows of its own of what is not split otherwise: the input of a column-parallel
+        Each rank has only its own rows of the tensors that are not split by columns: the input of a column-parallel
         layer is gathered. With one rank it says nothing.
     tp_group : torch.distributed.ProcessGroup, optional
         Ranks that share the layer; without it and with `tp_size` above 1, :meth:`set_tensor_parallel_group` gives it.

@@ -45,7 +45,7 @@ class LayerNormMLP(ProgramLayer):
     eps : float, default = 1e-5
         Added to the variance.
     sequence_parallel : bool, default = False
-        Each rank has rows of its own of what is not split otherwise: input and result. With one
+        Each rank has only its own rows of input and result. With one
         rank it says nothing.
     tp_group : torch.distributed.ProcessGroup, optional
         Ranks that share the layer; without it and with `tp_size` above 1, :meth:`set_tensor_parallel_group` gives it.

@@ -20,7 +20,7 @@ _EPS = 1e-20
 
 
 class RoutingMapFormat(IntEnum):
-    """What a routing map is made of.
+    """The format of a routing map: a byte or a bit per expert.
 
     See Also
     --------
@@ -147,7 +147,7 @@ def fused_topk_with_score_function(
     qb_bin_bounds: torch.Tensor | None = None,
     qb_histogram_mode: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the experts of each token, and what their results weigh.
+    """Choose the experts of each token, and the probabilities of their results.
 
     Parameters
     ----------
@@ -156,9 +156,9 @@ def fused_topk_with_score_function(
     topk : int
         Experts of a token.
     use_pre_softmax : bool
-        Take the softmax over all experts before the choice, and do not normalise behind it; else over the chosen ones.
+        Take the softmax over all experts before the choice, without normalising afterwards; else over the chosen ones.
     num_groups, group_topk : int, optional
-        Divide the experts into so many groups and choose among the best of them alone: those with the largest sums of
+        Divide the experts into so many groups and choose only among the best groups: those with the largest sums of
         their ``topk / group_topk`` best scores.
     scaling_factor : float, optional
         Multiplies the probabilities.
@@ -167,7 +167,7 @@ def fused_topk_with_score_function(
     expert_bias : torch.Tensor, optional
         float32 ``(experts,)``, added to sigmoid or sqrtsoftplus scores for the choice alone.
     routing_map_format : {'bytemap', 'bitmap_u8'} or RoutingMapFormat
-        What the map is.
+        Format of the map.
     topk_indices : torch.Tensor, optional
         Integers ``(..., topk)`` that receive the experts of each token, and are returned in the place of the map.
     qb_histogram, qb_bin_bounds, qb_histogram_mode : optional
@@ -256,7 +256,7 @@ def fused_compute_score_for_moe_aux_loss(
     score_function: str,
     routing_map_format: str | RoutingMapFormat | int = RoutingMapFormat.BYTEMAP,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the balancing loss is computed from: scores of all experts, and which of them are the largest.
+    """Return the map of the largest scores and the scores of all experts, from which the balancing loss is computed.
 
     Parameters
     ----------
@@ -267,7 +267,7 @@ def fused_compute_score_for_moe_aux_loss(
     score_function : {'softmax', 'sigmoid', 'sqrtsoftplus'}
         Scores of logits. Those of the last two are divided by their sum over all experts.
     routing_map_format : {'bytemap', 'bitmap_u8'} or RoutingMapFormat
-        What the map is.
+        Format of the map.
 
     Returns
     -------

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from te_fast import _config
-from te_fast.errors import StateError, UnsupportedError
+from te_fast.errors import UnsupportedError
 from te_fast.runtime import main_grad, native
 from te_fast.runtime.global_state import autocast_state
 from te_fast.tensor.stacks import experts_of
@@ -24,7 +25,12 @@ def is_needed(device: torch.device) -> bool:
     """Tell whether experts run one by one on a device."""
     if _config.EXPERT_LOOP:
         return True
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) != _ONE_LAUNCH
+    return device.type == "cuda" and not _has_one_launch(device.index)
+
+
+@cache
+def _has_one_launch(index: int | None) -> bool:
+    return torch.cuda.get_device_capability(index) == _ONE_LAUNCH
 
 
 def read_counts(counts: torch.Tensor, rows: int, name: str) -> list[int]:
@@ -160,18 +166,13 @@ class ExpertLoop:
                 part.overwrite_main_grad = getattr(whole, "overwrite_main_grad", False)
         return parts
 
-    def compute_deferred(self) -> None:
-        """Compute the oldest weight gradients that wait, and give them to the weights.
+    def has_deferred(self) -> bool:
+        """Tell whether weight gradients wait."""
+        return bool(self.handles[0].deferred_count())
 
-        Raises
-        ------
-        StateError
-            If none does.
-        """
+    def compute_deferred(self) -> None:
+        """Compute the oldest weight gradients that wait, and give them to the weights."""
         experts = self._experts
-        if not self.handles[0].deferred_count():
-            message = f"{experts.name}: backward_dw() was called without a backward before it"
-            raise StateError(message)
         weights = self._parts("weight", experts.weights, fuse=experts.fuse)
         found = [
             native.program_backward_dw(handle, weight, experts.fuse)

@@ -562,7 +562,7 @@ def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bo
     See Also
     --------
     register_forward_fusion : For another direction.
-    FusedOperation : What a fusion puts in.
+    FusedOperation : Base of the operations that a fusion returns.
 
     Examples
     --------
@@ -585,7 +585,7 @@ def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = Fals
     See Also
     --------
     register_backward_fusion : For another direction.
-    FusedOperation : What a fusion puts in.
+    FusedOperation : Base of the operations that a fusion returns.
 
     Examples
     --------
@@ -608,7 +608,7 @@ def register_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = Fal
     See Also
     --------
     register_forward_fusion : For another direction.
-    FusedOperation : What a fusion puts in.
+    FusedOperation : Base of the operations that a fusion returns.
 
     Examples
     --------

@@ -547,7 +547,7 @@ class FusedOperation(FusibleOperation):
     See Also
     --------
     BasicOperation : What it stands for.
-    register_forward_fusion : Who puts it in.
+    register_forward_fusion : Registers a function that returns it.
 
     Examples
     --------

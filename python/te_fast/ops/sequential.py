@@ -229,7 +229,7 @@ class Sequential(torch.nn.Module):
         return shown if groups is None else f"{shown}\n{self.explain()}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Forget what was compiled: ``.to()`` and its kin exchange the parameters."""
+        """Drop the compiled programs: ``.to()`` and its kin exchange the parameters."""
         self._changed()
         return super()._apply(fn, recurse)
 

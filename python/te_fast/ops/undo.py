@@ -1,4 +1,4 @@
-"""What a forward that fails halfway has changed of delayed scaling, put back."""
+"""Undo the changes of delayed scaling that a forward made before it failed."""
 
 from __future__ import annotations
 

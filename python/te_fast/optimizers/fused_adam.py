@@ -25,7 +25,7 @@ _NO_CORRECTION = 1e12
 class FusedAdam(torch.optim.Optimizer):
     """Adam, or AdamW, in one launch for all parameters of a group.
 
-    Numbers are FP32 in the kernel, ``torch._fused_adamw_``, whatever they are kept in.
+    The kernel, ``torch._fused_adamw_``, computes in FP32, whatever the types of the states are.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class FusedAdam(torch.optim.Optimizer):
     capturable : bool, default = False
         Keep learning rate and step on the device, so that a captured graph can repeat the step.
     master_weights : bool, default = False
-        Keep the parameters in higher precision, too, as ``master_param``; needed for quantised parameters.
+        Also keep the parameters in higher precision, as ``master_param``; quantised parameters need that.
     master_weight_dtype : torch.dtype, default = torch.float32
         Type of the master weights, float32 or float16 with a scale.
     exp_avg_dtype, exp_avg_sq_dtype : torch.dtype, default = torch.float32
@@ -56,8 +56,8 @@ class FusedAdam(torch.optim.Optimizer):
     use_decoupled_grad : bool, default = False
         Read gradients from ``parameter.decoupled_grad``.
     store_param_remainders : bool, default = False
-        Keep of the FP32 master weights of BF16 parameters the 16 bits that the parameters lack. The parameters are
-        then rounded half away from zero.
+        Of the FP32 master weights of BF16 parameters, keep only the 16 bits that the parameters lack. The parameters
+        are then rounded half away from zero.
     set_grad_none : bool, optional
         Deprecated: give `set_to_none` to :meth:`zero_grad`.
 
@@ -73,7 +73,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     Notes
     -----
-    ``group["step"]`` counts the steps of a group. ``state_dict()`` holds FP32 states, whatever they are kept in.
+    ``group["step"]`` counts the steps of a group. ``state_dict()`` holds FP32 states, whatever their types are.
 
     Examples
     --------

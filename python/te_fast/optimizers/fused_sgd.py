@@ -31,7 +31,7 @@ class FusedSGD(torch.optim.SGD):
     wd_after_momentum : bool, default = False
         Not supported yet.
     materialize_master_grads : bool, default = True
-        Of apex's amp, which te_fast does not work with: False is not supported.
+        For apex's amp, which te_fast does not support: False raises.
     set_grad_none : bool, optional
         Deprecated: give `set_to_none` to :meth:`zero_grad`.
 

@@ -29,7 +29,7 @@ class MultiTensorApply:
     Parameters
     ----------
     chunk_size : int
-        Handed on to the function; te_fast's own ones do not ask for it.
+        Passed to the function; te_fast's own functions do not need it.
 
     See Also
     --------
@@ -62,7 +62,7 @@ class MultiTensorApply:
         op : Callable
             The function.
         noop_flag_buffer : torch.Tensor
-            One integer, in which functions note what is not finite.
+            One integer, which functions set to 1 if a value is not finite.
         tensor_lists : list of list of torch.Tensor
             Lists of one length. Of a ``DTensor`` the local part is taken.
         *args
@@ -110,9 +110,9 @@ def multi_tensor_l2norm(
     Parameters
     ----------
     chunk_size : int
-        Not asked for.
+        Not used: torch's functions choose their own chunks.
     noop_flag : torch.Tensor
-        Not asked for, as in Transformer Engine: what is not finite shows in the norm.
+        Not used, as in Transformer Engine: values that are not finite show in the norm.
     tensor_lists : list of list of torch.Tensor
         One list.
     per_tensor_python : bool, optional
@@ -148,7 +148,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: torch.Tensor,
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the Euclidean norm over all tensors times a factor, which change nothing in them.
+    """Return the Euclidean norm over all tensors times a factor; the tensors stay as they are.
 
     Parameters
     ----------
@@ -221,7 +221,7 @@ def multi_tensor_scale(
     Parameters
     ----------
     chunk_size : int
-        Not asked for.
+        Not used: torch's functions choose their own chunks.
     noop_flag : torch.Tensor
         One number; becomes 1 if an element that was read is infinite or not a number.
     tensor_lists : list of list of torch.Tensor

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """What a backward needs of a segment's forward, beside the saved tensors.
+    """Data that a backward needs from a segment's forward, beside the saved tensors.
 
     Attributes
     ----------

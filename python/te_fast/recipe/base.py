@@ -150,7 +150,7 @@ class Recipe:
     _native: Any = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign, and drop what was derived from the old value."""
+        """Assign, and drop values that were derived from the old one."""
         object.__setattr__(self, name, value)
         if name not in _DERIVED:
             object.__setattr__(self, "_cached_repr", None)

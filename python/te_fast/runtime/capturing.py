@@ -46,7 +46,7 @@ def set_capture_end() -> None:
 
 
 def is_graph_capturing() -> bool:
-    """Return whether such a phase is on.
+    """Return whether a phase that :func:`set_capture_start` began is on.
 
     See Also
     --------
@@ -62,6 +62,6 @@ def is_graph_capturing() -> bool:
 
 
 def update_scales_behind_backward() -> None:
-    """Update the gradients' scales behind the backward of a region's first layer; who replays graphs does so itself."""
+    """Update the gradients' scales after the backward of a region's first layer; replays do so themselves."""
     if not _Phase.is_capturing:
         delayed.update_scales(forward=False)

@@ -145,7 +145,7 @@ class DelayedScalingRecipeState:
         self._exchange(self._scale, value)
 
     def _exchange(self, scale: torch.Tensor, amax_history: torch.Tensor) -> None:
-        """Register other tensors; those that do not fit leave what was."""
+        """Register other tensors; if they do not fit, the former ones stay."""
         former = self._scale, self._amax_history
         self._scale, self._amax_history = scale, amax_history
         try:

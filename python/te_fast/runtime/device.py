@@ -42,7 +42,7 @@ def set_cuda_device_every_batch(enabled: bool) -> None:
 
     See Also
     --------
-    should_set_cuda_device_every_batch : Tells what was chosen.
+    should_set_cuda_device_every_batch : Returns the present setting.
 
     Examples
     --------

@@ -56,7 +56,7 @@ def apply_padded(
 
 
 class _PaddedRun(NamedTuple):
-    """What a backward of padded rows needs."""
+    """Data for the backward of padded rows."""
 
     run: native.ProgramSaved
     padding: Padding

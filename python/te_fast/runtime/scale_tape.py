@@ -90,7 +90,7 @@ def phase(tape: Tape, *, reads: bool) -> Iterator[None]:
 
 @contextmanager
 def recorded_region(state: tuple[Any, ...]) -> Iterator[None]:
-    """Put the region of a snapshot in force for this thread, and back what was.
+    """Put the region of a snapshot in force for this thread, and restore the former region afterwards.
 
     Layers that find it to be none run in high precision then, where in a backward they would repeat
     their last region otherwise.
@@ -106,7 +106,7 @@ def recorded_region(state: tuple[Any, ...]) -> Iterator[None]:
 
 
 class Recording:
-    """What a forward ran under, for the one that repeats it: the autocast region, and a tape for its scales."""
+    """The autocast region of a forward and a tape of its scales, for the forward that repeats it."""
 
     def __init__(self) -> None:
         self.tape = Tape()

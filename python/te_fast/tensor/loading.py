@@ -1,4 +1,4 @@
-"""What is told of the classes of quantised tensors: to ``torch.load(weights_only=True)`` and to the native module."""
+"""Register the classes of quantised tensors with ``torch.load(weights_only=True)`` and with the native module."""
 
 from __future__ import annotations
 

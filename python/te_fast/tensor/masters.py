@@ -28,7 +28,7 @@ _VECTOR = 8
 
 
 def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
-    """Move the bytes of a quantised tensor to other memory, as a part of a larger buffer, say.
+    """Move the bytes of a quantised tensor to other memory, for example into a larger buffer.
 
     Parameters
     ----------
@@ -399,6 +399,12 @@ def _check_weight(weight: Any) -> None:
     if weight._quantizer is None or weight._value.row is None:
         message = "quantize_master_weights: a weight needs a quantizer and its row layout"
         raise ArgumentError(message)
+    if weight._value.groups != 1:
+        message = (
+            "quantize_master_weights: a stack of experts' weights is not supported; make the layer without "
+            "single_grouped_weight"
+        )
+        raise UnsupportedError(message)
     if weight._value.block == 1:
         message = (
             "quantize_master_weights: weights in blocks of 1x128 are not supported, only of 128x128"
@@ -435,7 +441,7 @@ def cast_master_weights_to_fp8(
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None:
-    """Do as :func:`quantize_master_weights`, by its former name.
+    """Do as :func:`quantize_master_weights`; this is its former name.
 
     See Also
     --------
@@ -462,7 +468,7 @@ def cast_master_weights_to_fp8(
 
 
 def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
-    """Make the column layouts of weights whose bytes an all-gather has brought; of plain weights nothing.
+    """Make the column layouts of weights after an all-gather of their bytes; plain weights stay as they are.
 
     Parameters
     ----------

@@ -66,7 +66,7 @@ def _plain(arg: Any) -> Any:
 
 
 def _write_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Dequantise, run, quantise what was written."""
+    """Dequantise, run, and quantise again the tensors that were written."""
     plain_args = [_plain(arg) for arg in args]
     plain_kwargs = {key: _plain(arg) for key, arg in kwargs.items()}
     result = func(*plain_args, **plain_kwargs)
@@ -221,7 +221,7 @@ def _split_blocks(tensor: Any, sizes: Any, dim: int) -> Any:
 
 
 def _mapped(tensor: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a value of which each inner tensor is what a function makes of it."""
+    """Return a value whose inner tensors are results of a function."""
     value, made = tensor._value, tensor._value.share()
     valid = value.col_is_valid
     for name in ("row", "row_scale", "col", "col_scale"):

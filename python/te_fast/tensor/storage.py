@@ -1,6 +1,6 @@
 """Quantised values without torch's tensor interface, and what tensors and storages have in common.
 
-A storage is what code passes along that no user sees: cheaper to make than a tensor, and unknown to autograd. Both
+Code passes storages where no user sees them: they are cheaper to make than tensors, and unknown to autograd. Both
 stand on one native value (``_value``), which owns bytes and scales; Transformer Engine's field names are attributes
 that read and write it.
 """

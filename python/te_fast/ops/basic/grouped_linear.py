@@ -303,7 +303,7 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         if not self.delay_wgrad_compute:
             return
         loop: ExpertLoop | None = self.__dict__.get("_loop")
-        if loop is not None:
+        if loop is not None and loop.has_deferred():
             loop.compute_deferred()
         elif not self._handle.deferred_count():
             message = (
@@ -323,6 +323,13 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         """Tell whether a native program runs this: not with scaled biases, nor experts one by one."""
         alone = self.scale_bias or is_needed(getattr(self, self._weight_names[0]).device)
         return not alone and super()._is_native(beside)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Move; which device it is decides what runs the operation."""
+        result = super()._apply(fn, recurse)
+        for fuser in self.__dict__.get("_capturing_fusers", ()):
+            fuser._forget()
+        return result
 
     def _is_in_parts(self) -> bool:
         return len(self._weight_names) > 1 or len(self._bias_names) > 1

@@ -223,6 +223,12 @@ impl Program {
         self.facts.linears[linear].input_grad
     }
 
+    /// How many experts a linear op has; 1 for a dense one.
+    #[must_use]
+    pub fn groups(&self, linear: usize) -> usize {
+        self.facts.linears[linear].groups.map_or(1, |groups| groups.count)
+    }
+
     /// How a linear op's quantised weight lies in memory; empty in high precision.
     #[must_use]
     pub fn weight_layout(&self, linear: usize) -> WeightLayout {

@@ -442,7 +442,8 @@ impl<'a, 'py> Call<'a, 'py> {
             let replay = replays.next().flatten();
             if let Some(value) = given {
                 let slots = if delayed { weight.try_borrow()?.slots.clone() } else { None };
-                let layouts = GivenWeight::of_forward(state, value, &region.recipe, (place.device, view))?;
+                let kind = (&region.recipe, compiled.program.groups(linear));
+                let layouts = GivenWeight::of_forward(state, value, kind, (place.device, view))?;
                 list.push(Prepared { given: Some(layouts), slots, replay, ..Prepared::high_precision(version) });
                 continue;
             }

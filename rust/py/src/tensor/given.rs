@@ -76,14 +76,24 @@ pub(crate) fn weight_view<'a>(state: &State, weight: &'a Bound<'_, PyAny>) -> Re
 pub(crate) struct GivenWeight<'py>([Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)>; 2]);
 
 impl<'py> GivenWeight<'py> {
-    /// The layouts of `value` that a call reads, after a look at whether they fit a recipe.
+    /// The layouts of `value` that a call reads, after a look at whether they fit a recipe and so many experts.
     pub(crate) fn of_forward(
         state: &State,
         value: &Bound<'py, QuantizedValue>,
-        recipe: &Recipe,
+        (recipe, groups): (&Recipe, usize),
         place: (Device, &TensorView<'_>),
     ) -> Result<Self, Failure> {
-        check_weight_kind(value.try_borrow()?.block_and_type(), recipe)?;
+        {
+            let value = value.try_borrow()?;
+            if value.groups() != groups {
+                let message = format!(
+                    "the weight is a stack of {} quantised values, and there are {groups} experts, each with scales of its own; make the weight by quantized_model_init",
+                    value.groups()
+                );
+                return Err(Error::state(OP, message).into());
+            }
+            check_weight_kind(value.block_and_type(), recipe)?;
+        }
         let weight = Self([QuantizedValue::snapshot(value)?.part(value.py(), false), None]);
         weight.check(state, value, place)?;
         Ok(weight)
