@@ -90,6 +90,7 @@ __all__ = [
     "traced_backward",
     "traced_backward_call",
     "traced_call",
+    "traced_columns",
     "traced_defer_nothing",
     "traced_describe",
     "traced_forward",
@@ -358,7 +359,9 @@ class TracedCall:
     @property
     def memory(self) -> list[int]: ...
     @property
-    def memory_of_backward(self) -> list[int]: ...
+    def weights_of_backward(self) -> list[tuple[str, int]]: ...
+    @property
+    def given(self) -> list[int]: ...
     @property
     def keeps_weights(self) -> bool: ...
     @property
@@ -651,12 +654,12 @@ def traced_call(
     x: Tensor,
     extras: Sequence[Tensor],
     params: Sequence[Tensor],
-    is_first_microbatch: bool | None,
     wants: tuple[bool, Sequence[bool], Sequence[bool]],
-    is_first: bool | None,
-    overwrites_main_grad: bool,
+    how: tuple[bool | None, bool | None, bool, bool],
+    given: Sequence[tuple[int, str, bool] | None],
     /,
 ) -> TracedCall: ...
+def traced_columns(call: int, /) -> list[bool]: ...
 def traced_defer_nothing(program: Tensor, call: int, /) -> None: ...
 def traced_describe(call: TracedCall, /) -> TracedCall: ...
 def traced_forward(

@@ -67,12 +67,46 @@ class Model(torch.nn.Module):
             return torch.relu(self.split(y)) + beside[:, :32]
 
 
+class Quantized(torch.nn.Module):
+    """Layers and a chain with FP8 weights."""
+
+    def __init__(self, recipe):
+        super().__init__()
+        torch.manual_seed(0)
+        kind = {"device": "cpu"}
+        self.recipe = recipe
+        with te.quantized_model_init(recipe=recipe):
+            self.mlp = te.LayerNormMLP(32, 64, **kind)
+            self.chain = ops.Sequential(ops.Linear(32, 64, **kind), ops.GELU())
+
+    def forward(self, x):
+        with te.autocast(recipe=self.recipe):
+            return torch.relu(self.chain(self.mlp(x)))
+
+
 def exported(model, *, strict):
     rows = torch.export.Dim("rows", min=8, max=4096)
     with torch.no_grad():
         return torch.export.export(
             model, (torch.randn(16, 32),), dynamic_shapes={"x": {0: rows}}, strict=strict
         )
+
+
+def test_weights_in_fp8_are_saved_as_they_are(tmp_path, fresh):
+    paths = []
+    for name in ("delayed", "current", "block"):
+        model = Quantized(RECIPES[name])
+        for _ in range(2):
+            model(torch.randn(16, 32)).sum().backward()
+        program = exported(model, strict=False)
+        targets = [str(node.target) for node in program.graph.nodes]
+        assert targets.count("te_fast.inference.default") == 2
+        assert not any("dequantize" in target for target in targets)
+        paths.append(str(tmp_path / name))
+        torch.export.save(program, paths[-1] + ".pt2")
+        with torch.no_grad():
+            torch.save((X, model(X)), paths[-1] + ".pt")
+    assert fresh(LOAD.format(paths=paths)).endswith("equal\n")
 
 
 def test_another_process_computes_the_same_bits(tmp_path, fresh):

@@ -880,3 +880,49 @@ def test_errors_are_those_of_transformer_engine(graphs):
         te.make_graphed_callables(layer, (sample(),))
     with pytest.raises(TeFastError):
         te.make_graphed_callables(layer, (sample(),))
+
+
+# FP8 weights --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("caches", [False, True])
+def test_weights_that_are_quantised_tensors(graphs, recipe, caches):
+    """Graphs read them where they lie, so that a replay sees what an optimizer has written."""
+    with te.quantized_model_init(recipe=recipe):
+        eager = te.LayerNormMLP(COLS, 64, **CPU)
+    model = copy.deepcopy(eager)
+    graphed = graphs.graphed(
+        model, (sample(),), cache_quantized_params=caches, **quantising(recipe)
+    )
+    for first in (True, False, True):
+        keywords = {"is_first_microbatch": first} if caches else {}
+        x, dy = sample(), torch.randn(ROWS, COLS)
+        results = []
+        for layer in (eager, graphed):
+            with te.autocast(recipe=recipe):
+                y = layer(x, **keywords)
+            y.backward(dy)
+            results.append(y)
+        assert_same(*results)
+        assert_stepped_alike(eager, model)
+        for one, other in zip(eager.parameters(), model.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_weight_whose_bytes_are_elsewhere_raises(graphs):
+    recipe = Float8CurrentScaling()
+    exchanges = {
+        "data": lambda weight: setattr(weight, "data", torch.randn(COLS, COLS)),
+        "bytes": lambda weight: setattr(weight, "_data", weight._data.clone()),
+        "columns": lambda weight: weight._data.add_(0),
+    }
+    for exchange in exchanges.values():
+        with te.quantized_model_init(recipe=recipe):
+            model = te.Linear(COLS, COLS, **CPU)
+        graphed = captured(graphs, recipe, model)
+        x = sample()
+        with te.autocast(recipe=recipe):
+            graphed(x)
+            exchange(model.weight)
+            with pytest.raises(StateError, match="parameter weight was replaced or moved"):
+                graphed(x)

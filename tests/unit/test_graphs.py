@@ -247,11 +247,45 @@ def test_activations_are_recomputed(kind):
 
 def test_a_recomputation_with_other_scales_is_refused():
     layer = te.Linear(32, 32, device="cpu")
-    run = compiled(lambda x: te.checkpoint(layer, x, use_reentrant=False))
+    run = compiled(lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False))
     with te.autocast(recipe=DelayedScaling()):
         y = run(torch.randn(16, 32, requires_grad=True))
     with pytest.raises(StateError, match="Layer.*recomputed after the autocast region's end"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        LAYERS["Linear"],
+        LAYERS["LayerNormMLP"],
+        lambda: te.LayerNormMLP(32, 64, checkpoint=True, device="cpu"),
+    ],
+    ids=["Linear", "LayerNormMLP", "checkpoint=True"],
+)
+def test_a_recomputation_behind_the_regions_end_has_the_forwards_scales(make):
+    recipe = DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent")
+    eager = make()
+    graphed = copy.deepcopy(eager)
+    eager.checkpoint = False
+    wrap = (lambda x: graphed(x)) if graphed.checkpoint else (lambda x: te.checkpoint(graphed, x))
+    run = compiled(lambda x: torch.relu(wrap(x)))
+    for scale in (
+        1.0,
+        100.0,
+        0.01,
+    ):  # maxima, and so scales, that are never those of the step before
+        x, results = torch.randn(16, 32) * scale, []
+        for model, function in ((eager, lambda x: torch.relu(eager(x))), (graphed, run)):
+            given = x.clone().requires_grad_()
+            with region(recipe):
+                y = function(given)
+            (y.square().sum() * scale).backward()
+            grads = [parameter.grad for parameter in model.parameters()]
+            results.append([y, given.grad, *grads, *states_of(model)])
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+    assert counters()["stats"]["unique_graphs"] == 1
 
 
 def test_without_gradients_a_weight_is_quantised_once():
@@ -418,6 +452,65 @@ def test_a_graph_checks_what_eager_checks():
         run(torch.randn(16, 32).bfloat16())
     with pytest.raises(ShapeError, match="multiple of 8"):
         run(torch.randn(7, 32))
+
+
+def _moved(layer):
+    return layer.to("meta")
+
+
+def _cut(layer):
+    layer.weight = torch.nn.Parameter(torch.zeros(24, 32))
+    return layer
+
+
+#: What is wrong: the input, the recipe, and what was done to the layer.
+BAD_INPUT = {
+    "columns": (lambda: torch.randn(16, 31), Float8CurrentScaling, None),
+    "no tensor": (lambda: [1.0], Float8CurrentScaling, None),
+    "scalar": (lambda: torch.tensor(1.0), Float8CurrentScaling, None),
+    "type": (lambda: torch.randn(16, 32).bfloat16(), Float8CurrentScaling, None),
+    "integers": (lambda: torch.ones(16, 32, dtype=torch.long), Float8CurrentScaling, None),
+    "rows": (lambda: torch.randn(7, 32), Float8CurrentScaling, None),
+    "rows of blocks": (lambda: torch.randn(12, 32), Float8BlockScaling, None),
+    "another device": (lambda: torch.randn(16, 32, device="meta"), DelayedScaling, None),
+    "no memory": (lambda: torch.randn(16, 32), DelayedScaling, _moved),
+    "another shape": (lambda: torch.randn(16, 32), Float8CurrentScaling, _cut),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_gets_the_words_of_eager(case):
+    make, recipe, spoil = BAD_INPUT[case]
+    layer, x = te.Linear(32, 32, device="cpu", name="first"), make()
+    layer = layer if spoil is None else spoil(layer)
+    messages = []
+    for function in (layer, torch.compile(lambda x: layer(x), backend="aot_eager")):
+        with region(recipe()), pytest.raises(te_fast.TeFastError) as caught:
+            function(x)
+        messages.append((type(caught.value), str(caught.value)))
+    assert messages[0] == messages[1]
+    assert "first" in messages[0][1]
+
+
+def test_a_compiled_model_takes_other_values_types_and_recipes():
+    layer = te.LayerNormLinear(32, 32, device="cpu")
+    run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    other = te.LayerNormLinear(32, 32, device="cpu")
+
+    def equal(dtype=torch.float32):
+        for recipe in (Float8CurrentScaling(), Float8BlockScaling()):
+            x = torch.randn(16, 32, dtype=dtype)
+            with region(recipe), torch.no_grad():
+                assert torch.equal(run(x), copy.deepcopy(layer)(x))
+
+    equal()
+    layer.load_state_dict(other.state_dict())
+    equal()
+    layer.load_state_dict(copy.deepcopy(other).state_dict(), assign=True)
+    equal()
+    layer.to(torch.bfloat16)
+    equal(torch.bfloat16)
 
 
 def test_calibration_and_written_inputs_are_refused():

@@ -1,5 +1,7 @@
 """What torch's operations do to quantised tensors: which keep the class, which write, which dequantise."""
 
+import io
+
 import pytest
 import torch
 
@@ -340,6 +342,20 @@ def test_operators_that_take_quantised_tensors_as_they_are(tensor, kind):
     finally:
         ops.discard(operator)
     assert seen == [torch.Tensor, type(tensor)]
+
+
+def test_a_parameter_is_one_again_after_pickling(kind, x):
+    parameter = torch.nn.Parameter(quantizer(kind)(x))
+    for weights_only, saved in ((True, parameter), (False, torch.nn.ParameterList([parameter]))):
+        file = io.BytesIO()
+        torch.save(saved, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=weights_only)
+        made = loaded if weights_only else loaded[0]
+        assert isinstance(made, torch.nn.Parameter)
+        assert made.requires_grad
+        assert parts(made)[0].equal(parts(parameter)[0])
+        made.data.copy_(x)  # what quantises it is there
 
 
 def test_inner_tensors_for_compilers(tensor, kind, x):

@@ -100,6 +100,19 @@ def test_what_is_missing_says_so(module, name):
         exec(f"from {module.__name__} import {name}", {})
 
 
+@pytest.mark.parametrize("name", ["IdentityQuantizer", "HybridQuantizer", "HybridQuantizedTensor"])
+def test_quantizers_of_custom_recipes_say_what_they_are_for(name):
+    import te_fast.pytorch as te
+    from te_fast.common.recipe import CustomRecipe
+
+    with pytest.raises(
+        MissingError, match=f"{name} is not there yet.*te_fast runs no CustomRecipe"
+    ):
+        getattr(te, name)
+    with pytest.raises(UnsupportedError, match="CustomRecipe"):
+        te.autocast(recipe=CustomRecipe(qfactory=lambda _: None)).__enter__()
+
+
 @pytest.mark.parametrize(
     "module",
     [

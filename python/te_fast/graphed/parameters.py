@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_fast.errors import StateError
+from te_fast.tensor.primary import is_quantized
 
 
 class _Known(NamedTuple):
@@ -14,7 +15,21 @@ class _Known(NamedTuple):
     owner: dict[str, Any]
     key: str
     parameter: torch.Tensor
-    address: int
+    addresses: tuple[int, ...]
+
+
+_PARTS = ("row", "row_scale", "col", "col_scale")
+
+
+def _addresses(parameter: Any) -> tuple[int, ...]:
+    """Return where a parameter lies; of a quantised one, where its bytes and scales do, 0 for what is not there."""
+    if not is_quantized(parameter):
+        return (parameter.data_ptr(),)
+    value = parameter._value
+    parts = [getattr(value, name) for name in _PARTS]
+    if not value.col_is_valid:
+        parts[2] = None
+    return tuple(0 if part is None else part.data_ptr() for part in parts)
 
 
 class Parameters:
@@ -31,7 +46,7 @@ class Parameters:
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         self._name, self._module = name, module
         self._known = [
-            _Known(part._parameters, key, parameter, parameter.data_ptr())
+            _Known(part._parameters, key, parameter, _addresses(parameter))
             for part in module.modules()
             for key, parameter in part._parameters.items()
             if parameter is not None
@@ -43,10 +58,10 @@ class Parameters:
         Raises
         ------
         StateError
-            If one was replaced, or its memory exchanged.
+            If one was replaced, or its memory exchanged; also if a quantised one has lost its column layout.
         """
-        for owner, key, parameter, address in self._known:
-            if owner.get(key) is not parameter or parameter.data_ptr() != address:
+        for owner, key, parameter, addresses in self._known:
+            if owner.get(key) is not parameter or _addresses(parameter) != addresses:
                 self._refuse(parameter, key)
 
     def _refuse(self, parameter: torch.Tensor, key: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from te_fast.recipe import Format, MMParams, QParams, Recipe
 from te_fast.runtime import native
 from te_fast.runtime.autocast import prepare_recipe
 from te_fast.runtime.delayed import DelayedScalingRecipeState
+from te_fast.tensor.blockwise import Float8BlockwiseQTensor
+from te_fast.tensor.float8 import Float8Tensor
 
 Tensors = list[torch.Tensor]
 
@@ -82,7 +85,12 @@ def _value(plain: Any) -> Any:
 
 
 def describe(
-    name: str, owner: Any, program: native.Program, recipe: Recipe | None, cols: int
+    name: str,
+    owner: Any,
+    program: native.Program,
+    recipe: Recipe | None,
+    cols: int,
+    kinds: Sequence[tuple[int, str, bool] | None] = (),
 ) -> str:
     """Return a program and its recipe as text.
 
@@ -98,6 +106,8 @@ def describe(
         Recipe of the region; None outside of FP8.
     cols : int
         Columns of the input.
+    kinds : sequence
+        How each parameter is quantised, if it is: block, FP8 type, and whether it has a column layout.
 
     Raises
     ------
@@ -111,6 +121,9 @@ def describe(
         kept: Any = recipe
         fields = {f.name: _plain(getattr(kept, f.name), f.name) for f in dataclasses.fields(kept)}
         described["recipe"] = [type(recipe).__name__, fields]
+    given = {index: kind[:2] for index, kind in enumerate(kinds) if kind is not None}
+    if given:
+        described["quantized"] = given
     return json.dumps(described, sort_keys=True)
 
 
@@ -139,6 +152,11 @@ class _Loaded:
             self._handles: list[native.WeightHandle] = []
             for kind, label, *arguments in described["ops"]:
                 self._append(kind, label, arguments)
+            #: Block and FP8 type of the parameters that are quantised, each of which is bytes and scales in calls.
+            self._quantized = {
+                int(index): (int(block), str(fp8))
+                for index, (block, fp8) in described.get("quantized", {}).items()
+            }
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             message = f"te_fast::inference: the text of a program is damaged: {error}"
             raise StateError(message) from error
@@ -187,6 +205,20 @@ class _Loaded:
             base = number * per_linear if is_shared else 0
             handle.set_slots(epoch, forward.slots, backward.slots, base, base)
 
+    def _whole(self, params: Tensors, dtype: torch.dtype) -> Tensors:
+        """Return the parameters, of which those that are quantised were taken apart."""
+        given = iter(params)
+        whole: Tensors = []
+        for parameter in given:
+            kind = self._quantized.get(len(whole))
+            if kind is None:
+                whole.append(parameter)
+                continue
+            value = native.QuantizedValue(*kind, parameter, next(given), None, None)
+            quantized_class = Float8BlockwiseQTensor if kind[0] else Float8Tensor
+            whole.append(quantized_class._of_value(value, parameter.shape, dtype, None))
+        return whole
+
     def __call__(self, x: torch.Tensor, extras: Tensors, params: Tensors, scales: Tensors) -> Any:
         """Run the program in a region of its own."""
         region = native.HeldRegion(self._recipe, self._recipe is not None, False, False, None)
@@ -199,7 +231,13 @@ class _Loaded:
                 for (forward, _), scale in zip(self._states, scales, strict=True):
                     forward._scale.copy_(scale)
             return native.program_apply(
-                self._program, self, x, tuple(extras), None, tuple(params), None
+                self._program,
+                self,
+                x,
+                tuple(extras),
+                None,
+                tuple(self._whole(params, x.dtype)),
+                None,
             )
         finally:
             region.take_back()

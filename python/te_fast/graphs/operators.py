@@ -17,13 +17,16 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from te_fast import errors
 from te_fast.errors import ShapeError, UnsupportedError
 from te_fast.graphs.region import entered, key_of_region, recipe_of
-from te_fast.graphs.traced import Facts, Place, Traced, calls, facts_of
+from te_fast.graphs.traced import Described, Facts, Kind, Place, Traced, calls, facts_of
 from te_fast.runtime import native
 from te_fast.runtime.capturing import update_scales_behind_backward
 from te_fast.runtime.delayed import native_recipe
 from te_fast.runtime.main_grad import main_grad_of
+from te_fast.runtime.recompute import tracing
+from te_fast.tensor.primary import is_quantized
 
 Tensors = Sequence[torch.Tensor]
 
@@ -175,6 +178,12 @@ _register(
 )
 
 
+_library.define("keep_scale(Tensor scale) -> Tensor")
+for _key in ("CPU", "CUDA"):
+    _library.impl("keep_scale", torch.clone, _key)
+torch.library.register_fake("te_fast::keep_scale", torch.empty_like, lib=_library)
+
+
 # Autograd -------------------------------------------------------------------------------------------
 
 
@@ -191,7 +200,7 @@ class _Program(torch.autograd.Function):
         handle: torch.Tensor,
         text: str,
         counts: tuple[int, ...],
-        dummies: tuple[tuple[int, bool], ...],
+        dummies: tuple[tuple[int, torch.dtype, bool], ...],
         *tensors: torch.Tensor,
     ) -> Any:
         facts = facts_of(text)
@@ -218,11 +227,11 @@ class _Program(torch.autograd.Function):
         outputs = _placed(facts.outputs, made, tensors_of, 1)
         if facts.any_grad:
             tensors_of["output"] = outputs[1:]
+            tensors_of["memory"] = memory
             reads = [tensors_of[kind][index] for kind, index in facts.reads]
-            weights = [memory[index] for index in facts.memory_of_backward]
+            weights = [tensors_of[kind][index] for kind, index in facts.weights_of_backward]
             read = len(saved) + len(reads) + len(weights) + len(back_scales)
             ctx.call = (text, dummies, counts, read)
-            others = [params[index] for index, _ in dummies]
             ctx.save_for_backward(
                 handle,
                 *saved,
@@ -231,7 +240,6 @@ class _Program(torch.autograd.Function):
                 *back_scales,
                 *back_histories,
                 *main_grads,
-                *others,
             )
         return tuple(outputs) if len(outputs) > 1 else outputs[0]
 
@@ -240,7 +248,9 @@ class _Program(torch.autograd.Function):
         text, dummies, counts, read = ctx.call
         facts = facts_of(text)
         handle, *kept = ctx.saved_tensors
-        end = len(kept) - len(dummies)
+        for at, (kind, index) in enumerate(facts.reads):
+            if kind == "param" and index in facts.given:
+                kept[facts.has_saved + at] = kept[facts.has_saved + at].dequantize()
         dys = [grad.contiguous() for grad in grads]
         rows = dys[0].shape[0]
         made = []
@@ -255,15 +265,15 @@ class _Program(torch.autograd.Function):
             if place == ("new", 0):
                 made.append(dys[0].new_empty((rows, cols)))
         # What a deferred gradient leaves to backward_dw() is no tensor of the graph's; the handle stands for it.
-        written = [*made, *kept[read:end], *([handle] if facts.deferred else [])]
+        written = [*made, *kept[read:], *([handle] if facts.deferred else [])]
         torch.ops.te_fast.program_backward([*dys, *kept[:read]], written, handle, facts.number)
         places = (facts.grad_input, *facts.grad_params, *facts.grad_extras)
         first_extra = 1 + counts[2]
         results = _placed(places, made, {"grad": dys}, first_extra)
         # With a gradient of its own, a parameter's hooks fire.
-        for (index, is_zero), parameter in zip(dummies, kept[end:], strict=True):
-            make = torch.zeros_like if is_zero else torch.empty_like
-            results[1 + index] = make(parameter)
+        for index, dtype, is_zero in dummies:
+            make = dys[0].new_zeros if is_zero else dys[0].new_empty
+            results[1 + index] = make(facts.param_shapes[index], dtype=dtype)
         dx, params, extras = results[0], results[1:first_extra], results[first_extra:]
         return (None, None, None, None, dx, *extras, *params, *[None] * sum(counts[3:]))
 
@@ -341,48 +351,44 @@ def apply(
             f"{traced.name}: a traced call takes tensors of at least one dimension, got a scalar"
         )
         raise ShapeError(message)
+    if not enabled:
+        params = tuple([p.dequantize() if is_quantized(p) else p for p in params])
     cols = x.shape[-1]
     given = [_as_matrix(extra, x) for extra in extras]
     tensors = [x.reshape(-1, cols), *given, *params]
     wants = tuple([grads and tensor.requires_grad for tensor in (x, *extras, *params)])
     if not any(wants):
-        text = traced.exported((enabled, recipe, inside is not None), cols)
+        kinds = tuple([_kind_of(parameter) for parameter in params])
+        text = traced.exported((enabled, recipe, inside is not None), cols, kinds)
         if text:
             return _exported(text, owner, tensors, len(extras), x.shape[:-1])
     described = _described(tensors, len(extras))
-    overwrites = _overwrites(params)
     is_first = None if inside is None else inside.is_first
-    key = f"{enabled} {epoch} {recipe} {is_first} {is_first_microbatch} {overwrites} {wants} {described}"
+    how = (is_first_microbatch, is_first, _overwrites(params), tracing.keeps_scales)
+    key = f"{enabled} {epoch} {recipe} {how} {wants} {described}"
     key = key.replace(".", " ")  # it names an attribute
-    traced.prepare(
-        key,
-        is_first_microbatch,
-        described,
-        len(extras),
-        wants,
-        (enabled, recipe, inside is not None),
-        is_first,
-        overwrites,
-    )
+    within = (enabled, recipe, inside is not None)
+    problem = traced.prepare(key, described, len(extras), wants, within, how)
+    if problem is not None:
+        raise getattr(errors, problem[0])(problem[1])
     text = getattr(traced, key)
     facts = facts_of(text)
     states: list[list[torch.Tensor]] = [[], [], [], []]
     if facts.is_delayed:
         states = _states(owner, inside, any_grad=facts.any_grad)
+        if tracing.keeps_scales:
+            # A recomputation quantises with these, whatever has updated the scales by then.
+            states[1] = [torch.ops.te_fast.keep_scale(scale) for scale in states[1]]
     kept = getattr(traced, facts.kept) if facts.kept else []
     main_grads = [main_grad_of(params[index]) for index in facts.fused]
-    dummies = []
-    for index in (*facts.fused, *facts.fused_later):
-        if hasattr(params[index], "grad_added_to_main_grad"):
-            params[index].grad_added_to_main_grad = True  # type: ignore[attr-defined]
-            dummies.append((index, getattr(params[index], "zero_out_wgrad", False)))
+    dummies = _dummies(facts, params)
     parts = [tensors[:1], given, list(params), *states, kept, main_grads]
     counts = tuple([len(part) for part in parts])
     out = _Program.apply(
         traced.handle,
         text,
         counts,
-        tuple(dummies),
+        dummies,
         *[tensor for part in parts for tensor in part],
     )
     leading = x.shape[:-1]
@@ -391,6 +397,17 @@ def apply(
     return tuple(
         [part.view(*leading, width) for part, width in zip(out, facts.widths, strict=True)]
     )
+
+
+def _dummies(facts: Facts, params: Tensors) -> tuple[tuple[int, torch.dtype, bool], ...]:
+    """Return parameters whose hooks are to see a gradient that nobody reads: number, type, whether it is of zeros."""
+    dummies = []
+    for index in (*facts.fused, *facts.fused_later):
+        if hasattr(params[index], "grad_added_to_main_grad"):
+            params[index].grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            is_zero = getattr(params[index], "zero_out_wgrad", False)
+            dummies.append((index, params[index].dtype, is_zero))
+    return tuple(dummies)
 
 
 def _as_matrix(extra: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -420,13 +437,32 @@ def _exported(
     return outs[0] if len(outs) == 1 else tuple(outs)
 
 
-def _described(tensors: Tensors, extras: int) -> tuple[Any, ...]:
-    """Return shape, type and device of input, extra inputs and parameters; the rows of the former do not matter."""
+def _described(tensors: Tensors, extras: int) -> tuple[Described, ...]:
+    """Return what :meth:`Traced.prepare` takes of input, extra inputs and parameters; rows do not matter."""
     shapes = [
         (1, tensor.shape[-1]) if index <= extras else tuple(tensor.shape)
         for index, tensor in enumerate(tensors)
     ]
-    return tuple([(shape, t.dtype, t.device) for shape, t in zip(shapes, tensors, strict=True)])
+    return tuple(
+        [
+            (shape, tensor.dtype, tensor.device, _kind_of(tensor))
+            for shape, tensor in zip(shapes, tensors, strict=True)
+        ]
+    )
+
+
+def _kind_of(tensor: Any) -> Kind | None:
+    """Return how a tensor is quantised, if it is."""
+    if not is_quantized(tensor):
+        return None
+    value = tensor._value
+    if value.groups != 1:
+        message = (
+            "torch.compile takes no quantised weights of experts yet; call the operation outside of it, or make it "
+            "without quantized_model_init"
+        )
+        raise UnsupportedError(message)
+    return value.block, value.fp8, value.col_is_valid
 
 
 def _states(owner: Any, inside: Any, *, any_grad: bool) -> list[list[torch.Tensor]]:

@@ -10,12 +10,11 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from te_fast.errors import TeFastError, UnsupportedError
 from te_fast.runtime import native
-from te_fast.runtime.compiling import is_exporting, is_in_graph
+from te_fast.runtime.compiling import is_exporting
 from te_fast.runtime.global_state import FP8GlobalStateManager
 
-_Key = torch._C._TorchDispatchModeKey
-_TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
 _numbers = itertools.count(1)
 #: Programs by their numbers.
 _by_number: WeakValueDictionary[int, Traced] = WeakValueDictionary()
@@ -23,6 +22,12 @@ _by_number: WeakValueDictionary[int, Traced] = WeakValueDictionary()
 
 #: Where a tensor is: a new one, or a kind of the call's own and its number among these.
 Place = tuple[str, int]
+#: How a quantised tensor is quantised: block, FP8 type, and whether it has a column layout.
+Kind = tuple[int, str, bool]
+#: How a call is made, as :meth:`Traced.prepare` has it.
+How = tuple[bool | None, bool | None, bool, bool]
+#: Shape, type and device of a tensor, and how it is quantised.
+Described = tuple[tuple[int, ...], torch.dtype, torch.device, Kind | None]
 
 
 class Facts(NamedTuple):
@@ -38,9 +43,12 @@ class Facts(NamedTuple):
     outputs: tuple[Place, ...]
     #: Bytes of what backward needs of no rows, of each step of rows, and the rows of a step.
     saved: tuple[int, int, int]
-    #: Bytes of the buffers of quantised weights, and those that backward reads.
+    #: Bytes of the buffers of quantised weights.
     memory: tuple[int, ...]
-    memory_of_backward: tuple[int, ...]
+    #: Parameters that are quantised tensors.
+    given: tuple[int, ...]
+    #: The weights that backward reads in FP8: such buffers and such parameters.
+    weights_of_backward: tuple[Place, ...]
     #: Tensors of the call that backward reads.
     reads: tuple[Place, ...]
     #: Where the wanted gradients of the input, of each parameter and of each extra input are; None for other gradients.
@@ -76,7 +84,8 @@ class Facts(NamedTuple):
             outputs=tuple(call.outputs),
             saved=call.saved,
             memory=tuple(call.memory),
-            memory_of_backward=tuple(call.memory_of_backward),
+            given=tuple(call.given),
+            weights_of_backward=tuple(call.weights_of_backward),
             reads=tuple(call.reads),
             grad_input=call.grad_input if call.input_grad else None,
             grad_params=tuple(
@@ -140,15 +149,16 @@ class Traced:
     def prepare(
         self,
         key: str,
-        is_first_microbatch: bool | None,
-        tensors: tuple[tuple[tuple[int, ...], torch.dtype, torch.device], ...],
+        tensors: tuple[Described, ...],
         extras: int,
         wants: tuple[bool, ...],
         region: tuple[bool, int, bool],
-        is_first: bool | None,
-        overwrites_main_grad: bool,
-    ) -> None:
+        how: How,
+    ) -> tuple[str, str] | None:
         """Describe a call; runs once in a trace, on the real program.
+
+        Return the class and the message of what eager would raise, for the trace to raise it: torch makes an internal
+        error of what is raised here.
 
         The call's text becomes the attribute `key`, and the memory of its kept weights, if it has such, the attribute
         :attr:`Facts.kept`. Attributes, because a trace looks each of them up by itself and guards it; a dictionary it
@@ -158,48 +168,66 @@ class Traced:
         ----------
         key : str
             What distinguishes the call for a trace.
-        is_first_microbatch : bool, optional
-            As of the layer.
         tensors : tuple
-            Shape, type and device of input, extra inputs and parameters. Numbers of rows do not matter.
+            Shape, type and device of input, extra inputs and parameters, and how a parameter is quantised: block, FP8
+            type, and whether it has a column layout. Numbers of rows do not matter.
         extras : int
             Number of extra inputs.
         wants : tuple of bool
             Which of the tensors want a gradient.
         region : tuple
             Whether layers quantise, the number of the recipe, and whether the graph itself enters the region.
-        is_first : bool, optional
-            Whether this is the first FP8 module of a region that the graph enters; None around the graph.
-        overwrites_main_grad : bool
-            ``main_grad`` is overwritten whatever `is_first_microbatch` says.
+        how : tuple
+            ``is_first_microbatch``; whether this is the first FP8 module of a region that the graph enters, None around
+            the graph; whether ``main_grad`` is overwritten whatever the microbatch; whether the graph keeps copies of
+            the scales that forward is given, for its recomputation.
         """
         from torch.utils._python_dispatch import _disable_current_modes
 
         from te_fast.graphs.region import as_entered
 
-        with _disable_current_modes(), torch.no_grad(), as_entered(region):
-            samples = [
-                torch.empty((), dtype=dtype, device=device).expand(shape)
-                for shape, dtype, device in tensors
-            ]
-            at = 1 + extras
-            call = native.traced_call(
-                self.program,
-                samples[0],
-                samples[1:at],
-                samples[at:],
-                is_first_microbatch,
-                (wants[0], wants[at:], wants[1:at]),
-                is_first,
-                overwrites_main_grad,
-            )
-            call = native.traced_describe(call)
-            facts = calls.setdefault(call.text, Facts.of(call))
-            # Layers of one kind have one graph where each is compiled by itself: it must find them prepared, too.
-            signature = self.program.signature
-            for other in list(_by_number.values()):
-                if other is self or other.program.signature == signature:
-                    other._prepare_for(key, facts, samples[0].device, is_own=other is self)
+        try:
+            with _disable_current_modes(), torch.no_grad(), as_entered(region):
+                self._describe(key, tensors, extras, wants, how)
+        except UnsupportedError:
+            raise
+        except TeFastError as error:
+            return type(error).__name__, str(error)
+        return None
+
+    def _describe(
+        self,
+        key: str,
+        tensors: tuple[Described, ...],
+        extras: int,
+        wants: tuple[bool, ...],
+        how: How,
+    ) -> None:
+        samples = [
+            torch.empty((), dtype=dtype, device=device).expand(shape)
+            for shape, dtype, device, _ in tensors
+        ]
+        at = 1 + extras
+        given = [kind for *_, kind in tensors[at:]]
+        owner: Any = self.owner()
+        if owner is not None and any(kind is not None for kind in given):
+            owner._check_quantized_weights(FP8GlobalStateManager.get_fp8_recipe())
+        call = native.traced_call(
+            self.program,
+            samples[0],
+            samples[1:at],
+            samples[at:],
+            (wants[0], wants[at:], wants[1:at]),
+            how,
+            given,
+        )
+        call = native.traced_describe(call)
+        facts = calls.setdefault(call.text, Facts.of(call))
+        # Layers of one kind have one graph where each is compiled by itself: it must find them prepared, too.
+        signature = self.program.signature
+        for other in list(_by_number.values()):
+            if other is self or other.program.signature == signature:
+                other._prepare_for(key, facts, samples[0].device, is_own=other is self)
 
     def _prepare_for(self, key: str, facts: Facts, device: torch.device, *, is_own: bool) -> None:
         owner: Any = self.owner()
@@ -228,7 +256,9 @@ class Traced:
 
     prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-    def exported(self, region: tuple[bool, int, bool], cols: int) -> str:
+    def exported(
+        self, region: tuple[bool, int, bool], cols: int, kinds: tuple[Kind | None, ...]
+    ) -> str:
         """Return the text of the program where the trace is of ``torch.export``, else nothing; runs once in a trace.
 
         Parameters
@@ -237,6 +267,8 @@ class Traced:
             As of :meth:`prepare`.
         cols : int
             Columns of the input.
+        kinds : tuple
+            How each parameter is quantised, if it is.
         """
         if not is_exporting():
             return ""
@@ -253,19 +285,9 @@ class Traced:
             is_delayed = recipe is not None and recipe.delayed()
             if is_delayed and None in owner._delayed_states_of_linears(forward=True):
                 owner._init_delayed_scaling()
-        return describe(self.name, owner, self.program, recipe, cols)
+        return describe(self.name, owner, self.program, recipe, cols, kinds)
 
     exported._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def is_traced(x: Any) -> bool:
-    """Tell whether a call is traced, by a tracer that the tensor is of or that watches all operators."""
-    if is_in_graph():
-        return True
-    fake = sys.modules.get("torch._subclasses.fake_tensor")
-    if fake is not None and isinstance(x, fake.FakeTensor):
-        return True
-    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
 def _static(tensor: torch.Tensor) -> torch.Tensor:

@@ -193,6 +193,11 @@ class TransformerEngineBaseModule(StatefulModule):
         if torch.is_autocast_enabled(kind):
             self.activation_dtype = torch.get_autocast_dtype(kind)
             return
+        self._check_types(inp)
+        self.activation_dtype = inp.dtype
+
+    def _check_types(self, inp: torch.Tensor) -> None:
+        """Raise unless all parameters have the type of the input."""
         for name, parameter in self.named_parameters():
             if parameter is not None and parameter.dtype != inp.dtype:
                 message = (
@@ -200,7 +205,6 @@ class TransformerEngineBaseModule(StatefulModule):
                     f"{parameter.dtype}; cast one, or run under torch.autocast"
                 )
                 raise DtypeError(message)
-        self.activation_dtype = inp.dtype
 
     def _check_input(self, inp: Any, name: str, features: int, device: torch.device) -> None:
         """Raise unless the input is a tensor of the layer's size, on the device of its parameters."""
@@ -251,9 +255,7 @@ class TransformerEngineBaseModule(StatefulModule):
         if not (self.fp8 or self.fp8_calibration):
             return
         if self.fp8:
-            recipe = FP8GlobalStateManager.get_fp8_recipe()
-            for _, name, weight in self._quantized_weights():
-                primary.check_recipe(weight, recipe, self.name, name)
+            self._check_quantized_weights(FP8GlobalStateManager.get_fp8_recipe())
         former, recipe = self.fp8_meta.get("recipe"), FP8GlobalStateManager.get_fp8_recipe()
         self.fp8_meta["recipe"] = recipe
         self.fp8_meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()
@@ -354,6 +356,11 @@ class TransformerEngineBaseModule(StatefulModule):
             for linear, name in enumerate(self._linear_weights())
             if primary.is_quantized(self._parameters.get(name))
         ]
+
+    def _check_quantized_weights(self, recipe: Recipe) -> None:
+        """Raise unless a recipe quantises weights as those that are quantised tensors are."""
+        for _, name, weight in self._quantized_weights():
+            primary.check_recipe(weight, recipe, self.name, name)
 
     def _outer_quantizer(self, is_grad: bool, columnwise: bool) -> Any:
         """Return what quantises as the output is quantised by `fp8_output`, or the input's gradient by `fp8_grad`."""

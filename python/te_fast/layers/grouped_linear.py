@@ -17,7 +17,6 @@ from te_fast.errors import (
     StateError,
     UnsupportedError,
 )
-from te_fast.graphs.traced import is_traced
 from te_fast.layers.parameters import (
     Init,
     check_sizes,
@@ -33,6 +32,7 @@ from te_fast.ops.expert_loop import ExpertLoop, Experts, is_needed, read_counts
 from te_fast.runtime import native
 from te_fast.runtime.capturing import is_graph_capturing
 from te_fast.runtime.collectives import set_tensor_model_parallel_attributes
+from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.global_state import autocast_state
 from te_fast.runtime.parts import joined, lay_together
 from te_fast.runtime.splits import check_in_debug

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fast.errors import DtypeError, ShapeError, StateError, UnsupportedError
-from te_fast.graphs.traced import Traced, is_traced
+from te_fast.errors import ShapeError, StateError, UnsupportedError
+from te_fast.graphs.traced import Traced
 from te_fast.layers.base import TransformerEngineBaseModule, _callers_level
 from te_fast.layers.load_torch import copy_into
 from te_fast.layers.parameters import constant, initialise, materialise, refuse
@@ -22,7 +22,7 @@ from te_fast.layers.segments import Segments, SegmentsInGraphs
 from te_fast.parallel.ranks import Exchange, exchange_of
 from te_fast.runtime import main_grad, native, recompute, scale_tape
 from te_fast.runtime.capturing import is_graph_capturing
-from te_fast.runtime.compiling import is_exporting
+from te_fast.runtime.compiling import is_exporting, is_traced
 from te_fast.runtime.global_state import autocast_state
 from te_fast.tensor.primary import is_quantized
 
@@ -440,10 +440,11 @@ class ProgramLayer(TransformerEngineBaseModule):
         self, inp: Any, is_first_microbatch: bool | None, *extras: torch.Tensor
     ) -> Any:
         """Forward as an operator, which a tracer sees."""
-        if self._quantized_weights():
+        if (self._exchange or extras) and self._quantized_weights():
+            whose = "that ranks share" if self._exchange else "of experts"
             message = (
-                f"{self.name}: torch.compile takes no quantised weights yet; call the layer outside of it, or make it "
-                "without quantized_model_init"
+                f"{self.name}: torch.compile takes no quantised weights {whose} yet; call the layer outside of it, or "
+                "make it without quantized_model_init"
             )
             raise UnsupportedError(message)
         params = self._traced_parameters()
@@ -455,11 +456,7 @@ class ProgramLayer(TransformerEngineBaseModule):
             x = inp
             for parameter in params:
                 if parameter.dtype != inp.dtype:
-                    message = (
-                        f"{self.name}: the input is {inp.dtype} and a parameter {parameter.dtype}; cast one, or run "
-                        "under torch.autocast"
-                    )
-                    raise DtypeError(message)
+                    self._check_types(inp)
         if self.fuse_wgrad_accumulation and not self._is_whole():
             message = (
                 f"{self.name}: fuse_wgrad_accumulation with parameters_split cannot be traced; make the layer "
@@ -509,18 +506,8 @@ class ProgramLayer(TransformerEngineBaseModule):
         from te_fast.graphs import operators
 
         if self.checkpoint and torch.is_grad_enabled():
-            from torch.utils.checkpoint import checkpoint  # as runtime/recompute.py does, and why
-
-            return checkpoint(
-                operators.apply,
-                self._traced,
-                self,
-                x,
-                extras,
-                tuple(params),
-                is_first_microbatch,
-                use_reentrant=False,
-            )
+            given = (self._traced, self, x, extras, tuple(params), is_first_microbatch)
+            return recompute.checkpoint_in_graph(operators.apply, given, {}, {})
         return operators.apply(self._traced, self, x, extras, tuple(params), is_first_microbatch)
 
     # Weight gradients ----------------------------------------------------------------------------

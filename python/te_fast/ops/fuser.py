@@ -12,7 +12,6 @@ from weakref import WeakSet
 import torch
 
 from te_fast.errors import ArgumentError, DtypeError, StateError, UnsupportedError
-from te_fast.graphs.traced import is_traced
 from te_fast.ops import chain, traced
 from te_fast.ops.common import (
     GRAD_INPUT_BUFFER_KEY,
@@ -25,6 +24,7 @@ from te_fast.ops.plan import Plan, Types, make_plan, match
 from te_fast.ops.routing import Routing
 from te_fast.recipe import Recipe
 from te_fast.runtime import native, scale_tape
+from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.runtime.support import get_default_recipe
 from te_fast.tensor.primary import is_quantized

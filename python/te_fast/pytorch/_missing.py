@@ -15,6 +15,10 @@ _TENSORS = (
     "HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer IdentityTensor "
     "IdentityTensorStorage IdentityQuantizer"
 )
+_OF_CUSTOM_RECIPES = (
+    "only a CustomRecipe's factory hands such quantizers to layers, and te_fast runs no CustomRecipe: outside of "
+    "FP8, or under another recipe, nothing needs them"
+)
 _TOOLS = (
     ""
     "onnx_export CusolverMpCtx newton_schulz "
@@ -85,5 +89,7 @@ def missing(module: str, name: str) -> AttributeError:
         Name of the attribute.
     """
     if name in _NAMES[module].split():
-        return MissingError(f"{module}.{name} is not there yet; keep Transformer Engine's")
+        reason = f" ({_OF_CUSTOM_RECIPES})" if name.startswith(("Identity", "Hybrid")) else ""
+        message = f"{module}.{name} is not there yet; keep Transformer Engine's{reason}"
+        return MissingError(message)
     return AttributeError(f"module {module!r} has no attribute {name!r}")

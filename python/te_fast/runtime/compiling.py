@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 from torch.compiler import is_compiling
+
+_Key = torch._C._TorchDispatchModeKey
+_TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
 
 #: The first release of torch whose traces read attributes of native objects.
 CAN_COMPILE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
@@ -12,6 +18,16 @@ CAN_COMPILE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (
 def is_in_graph() -> bool:
     """Tell whether this code is traced. Older releases leave their graph at a native call, and run it."""
     return CAN_COMPILE and is_compiling()
+
+
+def is_traced(x: Any) -> bool:
+    """Tell whether a call is traced, by a tracer that the tensor is of or that watches all operators."""
+    if is_in_graph():
+        return True
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    if fake is not None and isinstance(x, fake.FakeTensor):
+        return True
+    return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
 def is_exporting() -> bool:

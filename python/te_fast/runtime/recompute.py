@@ -251,6 +251,68 @@ def _distributed(x: Any, group: Any) -> saved_tensors_hooks:
     return saved_tensors_hooks(pack, unpack)
 
 
+class _Tracing:
+    """What a trace tells the layers in it."""
+
+    #: They are inside of a checkpointed function whose graph keeps the scales that they ask for.
+    keeps_scales = False
+
+
+tracing = _Tracing()
+
+
+def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    is_kept = getattr(operator, "_name", "") == "te_fast::keep_scale"
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _contexts_in_graph() -> Any:
+    """Say which operators a compiler must not repeat: those that keep the scales of the forward."""
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def checkpoint_in_graph(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Checkpoint the compiler's own way: what it recomputes is in one graph with what it does not.
+
+    Layers of delayed scaling have the graph keep their scales, unless `options` bring a ``context_fn``.
+
+    Parameters
+    ----------
+    function : Callable
+        Function or module.
+    args, kwargs
+        Its arguments.
+    options
+        Those of ``torch.utils.checkpoint.checkpoint``.
+    """
+    from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+    if "context_fn" in options:
+        return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+    former = tracing.keeps_scales
+    tracing.keeps_scales = True
+    try:
+        return torch_checkpoint(
+            function,
+            *args,
+            use_reentrant=False,
+            context_fn=_contexts_in_graph,
+            **options,
+            **kwargs,
+        )
+    finally:
+        tracing.keeps_scales = former
+
+
 def _is_old_call(args: tuple[Any, ...]) -> bool:
     """Whether arguments come in the order of early Transformer Engine."""
     if len(args) < 4 or not isinstance(args[0], bool) or not callable(args[1]):
@@ -330,14 +392,13 @@ def checkpoint(
     # Imported by calls alone: before torch 2.8 it brings sympy, a third of a second.
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-    options = {
+    options: dict[str, Any] = {
         name: kwargs.pop(name)
         for name in ("preserve_rng_state", "context_fn", "determinism_check", "debug")
         if name in kwargs
     }
     if is_in_graph():
-        # The compiler's own way: what it recomputes is in one graph with what it does not.
-        return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+        return checkpoint_in_graph(function, args, options, kwargs)
     run = _Checkpointed(function, kwargs, get_rng_state_tracker)
     if distribute_saved_activations:
         with _distributed(args[0] if args else None, tp_group):

@@ -303,8 +303,8 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Float8TensorBase):
             made = None if data is None else make(shape, dtype=torch.float32, **place)
             setattr(value, name, made)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle bytes, scales and quantizer."""
+    def _reduced(self) -> Any:
+        """Bytes, scales and quantizer."""
         fields = (
             *(self.shape, self._rowwise_data, self._rowwise_scale_inv),
             *(self._columnwise_data, self._columnwise_scale_inv, self._fp8_dtype, self.dtype),

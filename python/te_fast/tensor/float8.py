@@ -243,8 +243,8 @@ class Float8Tensor(Float8TensorStorage, Float8TensorBase):
         """Return a tensor whose bytes lie one after the other: this one, if they do."""
         return super().contiguous(memory_format=memory_format)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle bytes, scale and quantizer; the column layout only where there is nothing else."""
+    def _reduced(self) -> Any:
+        """Bytes, scale and quantizer; the column layout only where there is nothing else."""
         alone = self._transpose if self._data is None else None
         fields = (self._data, self._fp8_dtype, self._scale_inv, self.dtype, self.shape, alone)
         return _make_float8_tensor_in_reduce_ex, (*fields, self._quantizer)

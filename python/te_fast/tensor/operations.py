@@ -12,6 +12,7 @@ from te_fast.errors import QuantizedTensorError, UnsupportedError
 from te_fast.runtime.layouts import BLOCK, columnwise_shape
 from te_fast.tensor.quantizer import note_write
 from te_fast.tensor.storage import QuantizedTensorStorage, copy_values
+from te_fast.tensor.traced import OF_PROGRAMS, taken_apart
 
 aten = torch.ops.aten
 
@@ -40,10 +41,9 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if func in passthrough_ops:
         return torch.Tensor.__torch_dispatch__(func, types, args, kwargs)
     if func.namespace == "te_fast":
-        message = (
-            f"{func}: operators of te_fast take no quantised tensors; dequantize() them, or, for weights of a compiled "
-            "layer, leave out quantized_model_init"
-        )
+        if func.name() in OF_PROGRAMS:
+            return func(*taken_apart(func, args))
+        message = f"{func}: this operator of te_fast takes no quantised tensors; dequantize() them"
         raise UnsupportedError(message)
     if func.namespace == "c10d":
         message = (

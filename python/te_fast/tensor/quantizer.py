@@ -364,10 +364,15 @@ class Float8QuantizerBase(Quantizer):
         raise NotImplementedError
 
 
-def note_write(tensor: torch.Tensor) -> None:
-    """Tell autograd that a tensor was written, which reads no inner tensor."""
-    if not tensor.is_inference():
-        torch.autograd.graph.increment_version(tensor)
+def note_write(tensor: Any) -> None:
+    """Tell autograd that a tensor was written: that one, and its bytes, which graphs save in its place."""
+    value = tensor._value
+    written = [
+        part
+        for part in (tensor, value.row, value.col)
+        if part is not None and not part.is_inference()
+    ]
+    torch.autograd.graph.increment_version(written)
 
 
 def _source(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from te_fast.tensor.operations import dispatch, moved
 from te_fast.tensor.quantizer import Quantizer, note_write
 from te_fast.tensor.sharded import after_gather, before_gather
 from te_fast.tensor.storage import QuantizedTensorStorage, Tensors
+from te_fast.tensor.traced import dequantized
 
 
 class _Identity(torch.autograd.Function):
@@ -216,7 +218,7 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
 
     def _plain_values(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the values; autograd is not told."""
-        values = self._value.dequantize(dtype)
+        values = dequantized(self._value, dtype)
         if self.dim() == 1 and values.numel() == self.numel():
             return values.view(self.shape)
         if values.shape != self.shape:
@@ -355,6 +357,17 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
         return made
 
     # Copies --------------------------------------------------------------------------------------
+
+    def _reduced(self) -> Any:
+        """Return what makes the tensor again, for pickles."""
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the tensor; a parameter as torch does, so that it stays one."""
+        if not isinstance(self, torch.nn.Parameter):
+            return self._reduced()
+        rebuild: Any = torch._utils._rebuild_parameter
+        return rebuild, (self.detach(), self.requires_grad, OrderedDict())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy with bytes, scales and quantizer of its own; a parameter stays one."""

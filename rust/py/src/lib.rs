@@ -66,7 +66,7 @@ mod _native {
     #[pymodule_export]
     use crate::graphs::forward::traced_forward;
     #[pymodule_export]
-    use crate::graphs::registry::{traced_describe, traced_install, traced_register};
+    use crate::graphs::registry::{traced_columns, traced_describe, traced_install, traced_register};
     #[pymodule_export]
     use crate::graphs::slots::traced_update_scales;
     #[pymodule_export]

@@ -16,7 +16,6 @@ from te_fast.errors import (
     ShapeError,
     StateError,
 )
-from te_fast.graphs.traced import is_traced
 from te_fast.ops.basic.native import ExtraTensorOperation
 from te_fast.ops.basic.weighted import WeightedOperation
 from te_fast.ops.common import autocast_dtype, parameter_options, to_real
@@ -24,6 +23,7 @@ from te_fast.ops.expert_loop import ExpertLoop, Experts, is_needed, read_counts
 from te_fast.ops.op import ALONE, Beside, OperationContext, PerOp
 from te_fast.runtime import native
 from te_fast.runtime.capturing import is_graph_capturing
+from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.parts import compute_deferred, joined, lay_together
 from te_fast.runtime.splits import check_in_debug
 from te_fast.tensor import primary, stacks

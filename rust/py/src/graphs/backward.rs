@@ -19,6 +19,7 @@ use te_fast_core::runtime::lane::Place;
 use crate::error::Failure;
 use crate::graphs::OP;
 use crate::graphs::call::{TracedCall, program_for};
+use crate::graphs::given::Layout;
 use crate::graphs::launch::Launch;
 use crate::graphs::operands::{Operand, Operands};
 use crate::graphs::registry::{Operator, Otherwise};
@@ -78,6 +79,8 @@ struct Run<'a, 'py> {
     main_grads: SmallVec<[(usize, TensorView<'a>); 2]>,
     /// For each linear op whose weight gradient waits, its number and what waits.
     waiting: SmallVec<[(usize, Bound<'py, PyAny>); 2]>,
+    /// Weights that are quantised parameters, by linear op.
+    given: SmallVec<[(usize, Layout<'a, 'py>); 2]>,
     /// What forward left and the tensors of its own that backward reads, for those.
     kept: SmallVec<[Operand<'a, 'py>; 4]>,
 }
@@ -148,7 +151,10 @@ impl<'a, 'py> Run<'a, 'py> {
         for linear in (0..traced.key.linears.len()).filter(|_| traced.region.is_some()) {
             let layout = program.weight_layout(linear);
             let mut buffer = WeightBuffer { row: DevPtr::null(), col: DevPtr::null(), layout };
-            if program.reads_weight(linear) {
+            let is_read = program.reads_weight(linear);
+            if is_read && let Some(given) = Layout::take(traced, (program, linear), from)? {
+                self.given.push((linear, given));
+            } else if is_read {
                 let has_col = layout.col_bytes != 0;
                 let (bytes, part) =
                     if has_col { (layout.col_bytes, &mut buffer.col) } else { (layout.row_bytes, &mut buffer.row) };
@@ -208,6 +214,10 @@ impl<'a, 'py> Run<'a, 'py> {
         let mut table = state.tables.take();
         let mut call = program.call(&mut table);
         self.launch.bind(&mut call);
+        for (linear, given) in &self.given {
+            let [row, col] = given.layouts(state, program.weight_layout(*linear).usage.columnwise)?;
+            call.set_layouts(*linear, row, col);
+        }
         for (linear, kept) in &self.waiting {
             call.set_deferred(*linear, state.pointer(Some(kept))?);
         }

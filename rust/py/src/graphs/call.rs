@@ -16,6 +16,7 @@ use te_fast_core::recipe::region::{Former, Given, Region};
 
 use crate::error::Failure;
 use crate::graphs::OP;
+use crate::graphs::kinds::GivenKind;
 use crate::program::check::check;
 use crate::program::handle::{ProgramHandle, PyProgram, Tuples};
 use crate::program::tensors::{Tensors, float, typed, typed_extras};
@@ -34,12 +35,18 @@ pub(crate) struct TracedCall {
     /// Whether the region of the call is one that the graph enters itself: then whether this is its first FP8 module.
     pub(super) is_first: Option<bool>,
     pub(super) overwrites_main_grad: bool,
+    /// The scales that forward is given are the graph's copies, which its recomputation is given, too.
+    pub(super) keeps_scales: bool,
     /// Columns of output and extra outputs.
     pub(super) widths: Vec<usize>,
     /// Bytes of what backward needs: for no rows, and for each step of rows.
     pub(super) saved: (usize, usize),
-    /// Of each linear op, bytes of the row and the column layout of its weight.
+    /// Parameters that are quantised tensors, by number.
+    pub(super) given: Vec<Option<GivenKind>>,
+    /// Of each linear op, bytes of the row and the column layout of its weight; nothing where the parameter itself is quantised.
     pub(super) weights: Vec<(usize, usize)>,
+    /// Of each linear op, the parameter that is its weight.
+    pub(super) weight_params: Vec<usize>,
     /// Linear ops whose weight backward reads in FP8.
     pub(super) reads_weight: Vec<bool>,
     pub(super) reads: Vec<Port>,
@@ -125,23 +132,31 @@ impl TracedCall {
         self.weights.iter().flat_map(|&(row, col)| [row, col]).filter(|&bytes| bytes != 0).collect()
     }
 
-    /// Of these, the ones that backward reads: the column layout where there is one, else the row layout.
+    /// The weights that backward reads in FP8, in the order of the linear ops: of such a buffer the number, the column layout
+    /// where there is one, else the row layout, as ("memory", number), or ("param", number) of a parameter that is quantised.
     #[getter]
-    fn memory_of_backward(&self) -> Vec<usize> {
+    fn weights_of_backward(&self) -> Vec<Place> {
         let (mut at, mut found) = (0, Vec::new());
-        for (&(row, col), &reads) in self.weights.iter().zip(&self.reads_weight) {
+        for (linear, (&(row, col), &reads)) in self.weights.iter().zip(&self.reads_weight).enumerate() {
             at += usize::from(row != 0) + usize::from(col != 0);
             if reads {
-                found.push(at - 1);
+                let param = self.weight_params[linear];
+                found.push(if self.given[param].is_some() { ("param", param) } else { ("memory", at - 1) });
             }
         }
         found
     }
 
+    /// Parameters that are quantised tensors.
+    #[getter]
+    fn given(&self) -> Vec<usize> {
+        (0..self.given.len()).filter(|&param| self.given[param].is_some()).collect()
+    }
+
     /// Whether quantised weights lie in memory that calls bring.
     #[getter]
     fn keeps_weights(&self) -> bool {
-        self.region.is_some() && !self.weights.is_empty() && !self.passes_weights()
+        self.memory_buffers() != 0 && !self.passes_weights()
     }
 
     /// The tensors of the call that backward reads, as (kind, number).
@@ -218,6 +233,12 @@ impl TracedCall {
 }
 
 impl TracedCall {
+    /// Of each of those that backward reads in FP8, whether it reads the column layout.
+    pub(super) fn given_columns(&self) -> Vec<bool> {
+        let read = self.weight_params.iter().zip(&self.reads_weight).filter(|(_, reads)| **reads);
+        read.filter_map(|(&param, _)| self.given[param]).map(|kind| kind.columnwise).collect()
+    }
+
     /// Outputs that are tensors of their own, with the columns of each.
     pub(super) fn new_outputs(&self) -> impl Iterator<Item = (Port, usize)> + '_ {
         let own = |index: usize| if index == 0 { Port::Output } else { Port::ExtraOutput(index as u16 - 1) };
@@ -270,10 +291,13 @@ impl TracedCall {
         for call in &key.linears {
             let _ = write!(text, "{}{}", u8::from(call.deferred), u8::from(call.save_original_input));
         }
-        let region = (self.microbatch, self.is_first, self.overwrites_main_grad);
+        let region = (self.microbatch, self.is_first, self.overwrites_main_grad, self.keeps_scales);
         let made = (&self.elsewhere.fused, &self.elsewhere.fused_later, &self.widths, self.saved, &self.weights);
         let places = (&self.outputs, self.grad_input, &self.grad_extras, &self.reads, &self.reads_weight);
         let _ = write!(text, "{region:?}{made:?}{places:?}{:?}", self.param_shapes);
+        if self.given.iter().any(Option::is_some) {
+            let _ = write!(text, "{:?}", self.given);
+        }
         text
     }
 
@@ -366,22 +390,25 @@ impl Drop for Entered<'_> {
     }
 }
 
+/// `is_first_microbatch`; whether this is the first FP8 module of a region that the graph enters itself, none for a region around
+/// the graph; whether `main_grad` is overwritten whatever the microbatch; whether the graph keeps the scales that forward is given.
+type How = (Option<bool>, Option<bool>, bool, bool);
+
 /// Describes calls of a program in the region in force: of inputs like `x` and `extras`, whose values do not matter.
 ///
-/// `wants` says what wants a gradient: input, parameters, extra inputs. `is_first` is whether this is the first FP8
-/// module of a region that the graph enters itself, None for a region around the graph.
+/// `wants` says what wants a gradient: input, parameters, extra inputs. `given` says of each parameter that is a
+/// quantised tensor its block, FP8 type, and whether it has a column layout.
 #[pyfunction]
-#[pyo3(signature = (handle, x, extras, params, is_first_microbatch, wants, is_first, overwrites_main_grad, /))]
+#[pyo3(signature = (handle, x, extras, params, wants, how, given, /))]
 #[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
 pub(crate) fn traced_call<'py>(
     handle: &Bound<'py, ProgramHandle>,
     x: &Bound<'py, PyAny>,
     extras: Vec<Bound<'py, PyAny>>,
     params: Vec<Bound<'py, PyAny>>,
-    is_first_microbatch: Option<bool>,
     wants: (bool, Vec<bool>, Vec<bool>),
-    is_first: Option<bool>,
-    overwrites_main_grad: bool,
+    how: How,
+    given: Vec<Option<(u8, String, bool)>>,
 ) -> PyResult<TracedCall> {
     let describe = || -> Result<TracedCall, Failure> {
         let state = state(x.py())?;
@@ -398,17 +425,18 @@ pub(crate) fn traced_call<'py>(
             check(x.py(), (&handle.chain, &handle.params), &tensors, tensors.x.rows(), program.widths())?;
         }
         refuse_written_inputs(program)?;
-        let (one, two) = (one.saved_bytes(), two.saved_bytes());
         let linears = 0..key.linears.len();
-        let bytes = |linear| {
-            let layout = program.weight_layout(linear);
-            (layout.row_bytes, layout.col_bytes)
+        let given = GivenKind::of_params(&given, program, recipe)?;
+        let bytes = |linear| match (given[program.linear_param(linear)], program.weight_layout(linear)) {
+            (Some(_), _) => (0, 0),
+            (None, layout) => (layout.row_bytes, layout.col_bytes),
         };
         let mut call = TracedCall {
             widths: std::iter::once(program.out_cols()).chain(program.extra_output_cols().iter().copied()).collect(),
-            saved: (2 * one - two, two - one),
+            saved: (2 * one.saved_bytes() - two.saved_bytes(), two.saved_bytes() - one.saved_bytes()),
             weights: linears.clone().filter(|_| region.is_some()).map(bytes).collect(),
-            reads_weight: linears.map(|linear| program.reads_weight(linear)).collect(),
+            reads_weight: linears.clone().map(|linear| program.reads_weight(linear)).collect(),
+            weight_params: linears.map(|linear| program.linear_param(linear)).collect(),
             reads: program.reads().to_vec(),
             extra_cols: (0..key.extras.len()).map(|index| program.cols_of_extra(index)).collect(),
             grad_dtypes: (0..key.params.len()).map(|param| program.grad_dtype(param).into()).collect(),
@@ -416,12 +444,14 @@ pub(crate) fn traced_call<'py>(
             outputs: std::iter::once(program.output()).chain(program.extra_outputs().iter().copied()).collect(),
             grad_input: program.grad_input(),
             grad_extras: program.grad_extras().to_vec(),
-            microbatch: is_first_microbatch.into(),
+            microbatch: how.0.into(),
             elsewhere: Elsewhere::of(handle, program)?,
+            given,
             key,
             region,
-            is_first,
-            overwrites_main_grad,
+            is_first: how.1,
+            overwrites_main_grad: how.2,
+            keeps_scales: how.3,
             text: String::new(),
             number: 0,
         };

@@ -8,16 +8,18 @@ use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::cuda::device::is_capturing;
 use te_fast_core::program::{Port, SizedProgram};
+use te_fast_core::quant::value::Quantized;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::Place;
 
 use crate::error::Failure;
 use crate::graphs::OP;
 use crate::graphs::call::{TracedCall, program_for};
+use crate::graphs::given::Params;
 use crate::graphs::launch::Launch;
 use crate::graphs::operands::Operands;
 use crate::graphs::registry::{Operator, Otherwise};
-use crate::graphs::slots::{given_slots, note_first};
+use crate::graphs::slots::{Given, given_slots, note_first};
 use crate::graphs::weights::{GivenWeight, buffers, note_kept, quantized};
 use crate::program::check::check;
 use crate::program::handle::{ProgramHandle, PyProgram};
@@ -56,18 +58,16 @@ fn forward<'a, 'py>(
     to.check_written(traced.made())?;
     let x = from.take()?.view;
     let extras = from.take_views(key.extras.len())?;
-    let params = from.take_all(key.params.len())?;
+    let params = Params::take(traced, from)?;
     if x.device() != key.device {
         let expected = format!("{}, where the call was traced", key.device);
         return Err(Error::device(OP, "the input", expected, x.device()).into());
     }
     let _guard = state.guard(py, key.device)?;
     let place = Place { device: key.device, stream: state.reader.stream(py, key.device)? };
-    if traced.is_delayed() {
-        prepare_scales(state, operator, place)?;
-    }
+    let is_repeated = traced.is_delayed() && prepare_scales(state, operator, place)?;
     let (compiled, sized) = program_for(state, handle, (key, rows), traced.recipe(), &traced.param_shapes)?;
-    let tensors = Tensors::of_views(x, extras, params.iter().map(|param| param.view).collect());
+    let tensors = Tensors::of_views(x, extras, params.views.clone());
     {
         let handle = handle.try_borrow()?;
         check(py, (&handle.chain, &handle.params), &tensors, rows, compiled.program.widths())?;
@@ -78,17 +78,23 @@ fn forward<'a, 'py>(
     let mut weights = SmallVec::new();
     if let Some((region, _)) = &traced.region {
         let memory = to.peek(traced.memory_buffers())?;
-        launch.weights = buffers(&compiled.program, to, key.device)?;
-        let given = (params.as_slice(), memory.as_slice());
+        launch.weights = buffers(traced, &compiled.program, to)?;
+        for (linear, &param) in traced.weight_params.iter().enumerate() {
+            launch.given.extend(params.row_of(param).map(|row| (linear, [row, Quantized::NONE])));
+        }
+        let given = (params.operands.as_slice(), memory.as_slice());
         weights = quantized(state, (handle, traced, region), given, &launch.weights, place)?;
     }
     if traced.is_delayed() {
         let (scales, histories) = (from.take_views(from.left())?, to.take_views(to.left())?);
         launch.slots = given_slots(handle, (&scales, &histories), true)?;
+        if is_repeated {
+            launch.slots.iter_mut().for_each(Given::raise_nothing);
+        }
     }
     run(state, py, (&compiled, &sized, place), &launch, (&weights, &tensors))?;
     if !traced.passes_weights() {
-        note_kept(state, handle, &params, &weights, place)?;
+        note_kept(state, handle, &params.operands, &weights, place)?;
     }
     Ok(true)
 }
@@ -141,7 +147,7 @@ fn run(
     {
         let mut dispatcher = state.dispatcher(py)?;
         sized.run_forward(&mut dispatcher.0.lane(place, sized.forward_scratch(), memory)?, call)?;
-        for given in &launch.slots {
+        for given in launch.slots.iter().filter(|given| given.raises) {
             dispatcher.0.autocast.mark_ran(&given.owner.forward);
         }
     }
@@ -149,10 +155,11 @@ fn run(
     Ok(())
 }
 
-/// Before a call under delayed scaling: its slots are there, and the scales are those that it may use.
-fn prepare_scales(state: &State, operator: &Operator<'_>, place: Place) -> Result<(), Failure> {
+/// Before a call under delayed scaling: its slots are there, and the scales are those that it may use. Whether it repeats a
+/// forward, whose maxima are known, with that one's scales.
+fn prepare_scales(state: &State, operator: &Operator<'_>, place: Place) -> Result<bool, Failure> {
     let (traced, handle, py) = (operator.call.get(), &operator.program, operator.program.py());
-    let Some((region, _)) = &traced.region else { return Ok(()) };
+    let Some((region, _)) = &traced.region else { return Ok(false) };
     let is_captured = matches!(place.device, Device::Cuda(_)) && is_capturing(place.stream)?;
     if is_captured && traced.is_first.is_none() {
         let message = "a CUDA graph does not mark the layers of delayed scaling whose scales the region around it is to update; enter the region inside of the compiled function";
@@ -164,7 +171,12 @@ fn prepare_scales(state: &State, operator: &Operator<'_>, place: Place) -> Resul
     }
     let is_repeated = state.torch.current_graph_task_id.bind(py).call0()?.extract::<i64>()? >= 0;
     note_first(state, handle, traced, is_repeated)?;
-    refuse_late_repetition(state, handle, traced, is_repeated)
+    // What calls share, a weight in FP8, would be another call's.
+    if is_repeated && traced.keeps_scales && traced.passes_weights() {
+        return Ok(true);
+    }
+    refuse_late_repetition(state, handle, traced, is_repeated)?;
+    Ok(false)
 }
 
 /// A recomputation quantises with the scales that it is given. Once they have been updated, these are not its forward's.
@@ -181,7 +193,7 @@ fn refuse_late_repetition(
         return Ok(());
     }
     if traced.any_grad() && handle.traced_generation != generation {
-        let message = "activations are recomputed after the autocast region's end has updated the scales of delayed scaling; end the region behind backward, or use te_fast.pytorch.checkpoint outside of torch.compile";
+        let message = "activations are recomputed after the autocast region's end has updated the scales of delayed scaling; end the region behind backward, or use te_fast.pytorch.checkpoint, whose graph keeps the scales, without is_first_microbatch";
         return Err(Error::state(OP, message).into());
     }
     Ok(())

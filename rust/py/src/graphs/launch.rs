@@ -3,7 +3,7 @@
 use smallvec::SmallVec;
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::program::{Bindings, Port};
-use te_fast_core::quant::value::WeightBuffer;
+use te_fast_core::quant::value::{Quantized, WeightBuffer};
 
 use crate::graphs::slots::Given;
 
@@ -13,6 +13,8 @@ pub(super) struct Launch<'a> {
     ports: SmallVec<[(Port, DevPtr<'a>); 12]>,
     /// The quantised weight of each linear op in FP8.
     pub(super) weights: SmallVec<[WeightBuffer<'a>; 2]>,
+    /// Row and column layout of a linear op's weight that is a quantised parameter.
+    pub(super) given: SmallVec<[(usize, [Quantized<'a>; 2]); 2]>,
     /// The slots of each linear op under delayed scaling.
     pub(super) slots: SmallVec<[Given<'a>; 2]>,
 }
@@ -31,6 +33,9 @@ impl<'a> Launch<'a> {
         }
         for (linear, weight) in self.weights.iter().enumerate() {
             call.set_weight(linear, weight);
+        }
+        for &(linear, [row, col]) in &self.given {
+            call.set_layouts(linear, row, col);
         }
         for (linear, given) in self.slots.iter().enumerate() {
             call.set_slots(linear, &given.slots);

@@ -98,11 +98,6 @@ impl<'a, 'py> Operands<'a, 'py> {
         Err(Error::shape(OP, "a tensor of a compiled call", format!("{elements} elements of {dtype} on {device}"), got))
     }
 
-    /// The next ones.
-    pub(super) fn take_all(&mut self, count: usize) -> Result<SmallVec<[Operand<'a, 'py>; 6]>, Error> {
-        (0..count).map(|_| self.take()).collect()
-    }
-
     /// Views of the next ones.
     pub(super) fn take_views(&mut self, count: usize) -> Result<Views<'a>, Error> {
         (0..count).map(|_| Ok(self.take()?.view)).collect()

@@ -110,6 +110,14 @@ pub(crate) fn traced_describe<'py>(call: &Bound<'py, TracedCall>) -> PyResult<Bo
     Ok(known)
 }
 
+/// Of each weight that is a quantised parameter and that the backward of a call reads in FP8, whether it reads the column layout.
+#[pyfunction]
+#[pyo3(signature = (call, /))]
+pub(crate) fn traced_columns(py: Python<'_>, call: i64) -> PyResult<Vec<bool>> {
+    let registry = registry(py)?.try_borrow()?;
+    Ok(registry.calls.get(&call).map_or_else(Vec::new, |call| call.get().given_columns()))
+}
+
 /// What an operator does with the tensors that it reads and writes: whether it ran.
 pub(super) type Body<'py> =
     for<'a> fn(&State, &Operator<'py>, &mut Operands<'a, 'py>, &mut Operands<'a, 'py>) -> Result<bool, Failure>;

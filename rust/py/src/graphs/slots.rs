@@ -3,6 +3,7 @@
 use pyo3::prelude::*;
 use smallvec::SmallVec;
 use te_fast_core::Error;
+use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::quant::value::LinearSlots;
 use te_fast_core::recipe::update::update_given;
 use te_fast_core::runtime::lane::Place;
@@ -21,6 +22,16 @@ use crate::torch::reader::view_of;
 pub(super) struct Given<'a> {
     pub(super) owner: OpSlots,
     pub(super) slots: LinearSlots<'a>,
+    /// The call raises maxima, which makes the slots due.
+    pub(super) raises: bool,
+}
+
+impl Given<'_> {
+    /// Leaves the maxima as they are.
+    pub(super) fn raise_nothing(&mut self) {
+        self.raises = false;
+        (self.slots.input.amax, self.slots.weight.amax) = (DevPtr::null(), DevPtr::null());
+    }
 }
 
 /// Those of each linear op; ops of one layer share a scale and a history.
@@ -44,7 +55,7 @@ pub(super) fn given_slots<'a>(
             return Err(Error::state(OP, message).into());
         };
         let slots = owner.given(scale.data(), history.data(), is_forward);
-        list.push(Given { owner, slots });
+        list.push(Given { owner, slots, raises: true });
     }
     Ok(list)
 }

@@ -30,20 +30,21 @@ pub(super) struct GivenWeight {
     record: Option<WeightRecord>,
 }
 
-/// The memory of each linear op's quantised weight, row and column layouts in turn.
+/// The memory of each linear op's quantised weight, row and column layouts in turn; none of a parameter that is quantised itself.
 pub(super) fn buffers<'a>(
+    traced: &TracedCall,
     program: &Program,
     memory: &mut Operands<'a, '_>,
-    device: Device,
 ) -> Result<SmallVec<[WeightBuffer<'a>; 2]>, Failure> {
     let mut list = SmallVec::new();
     for linear in 0..program.key().linears.len() {
         let layout = program.weight_layout(linear);
         let mut take = |bytes: usize| match bytes {
             0 => Ok(DevPtr::null()),
-            _ => memory.take_sized(bytes, DType::U8, device),
+            _ => memory.take_sized(bytes, DType::U8, traced.key.device),
         };
-        let (row, col) = (take(layout.row_bytes)?, take(layout.col_bytes)?);
+        let (row_bytes, col_bytes) = traced.weights[linear];
+        let (row, col) = (take(row_bytes)?, take(col_bytes)?);
         list.push(WeightBuffer { row, col, layout });
     }
     Ok(list)
@@ -61,6 +62,10 @@ pub(super) fn quantized(
     let mut memory = memory.iter();
     for (linear, buffer) in buffers.iter().enumerate() {
         let Some((weight, param)) = ProgramHandle::linear_at(handle, linear)? else { break };
+        if traced.given[param].is_some() {
+            list.push(GivenWeight { fresh: None, record: None });
+            continue;
+        }
         if traced.passes_weights() {
             list.push(GivenWeight { fresh: Some(param), record: None });
             continue;

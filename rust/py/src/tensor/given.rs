@@ -4,16 +4,17 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDictMethods;
 use smallvec::SmallVec;
-use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::cuda::device::is_capturing;
 use te_fast_core::quant::value::{Quantized, WeightLayout};
-use te_fast_core::recipe::definition::Recipe;
+use te_fast_core::recipe::definition::{Block, Recipe};
 use te_fast_core::runtime::lane::Place;
+use te_fast_core::{Error, Fp8};
 
 use crate::error::Failure;
+use crate::tensor::kind::{fp8_name, scale_count};
 use crate::tensor::value::QuantizedValue;
 use crate::torch::operand::fits;
 use crate::torch::process::State;
@@ -91,13 +92,7 @@ impl<'py> GivenWeight<'py> {
                 );
                 return Err(Error::state(OP, message).into());
             }
-            if !value.is_weight_of(recipe) {
-                let message = format!(
-                    "the weight was quantised with {}, and the recipe of the region asks for another kind; use the recipe of quantized_model_init",
-                    value.described()
-                );
-                return Err(Error::state(OP, message).into());
-            }
+            check_weight_kind(value.block_and_type(), recipe)?;
         }
         let weight = Self([QuantizedValue::snapshot(value)?.part(value.py(), false), None]);
         weight.check(state, value, place)?;
@@ -142,7 +137,7 @@ impl<'py> GivenWeight<'py> {
         &self,
         state: &State,
         value: &Bound<'_, QuantizedValue>,
-        (device, nominal): (Device, &TensorView<'_>),
+        place: (Device, &TensorView<'_>),
     ) -> Result<(), Failure> {
         let Some(columnwise) = self.0.iter().position(Option::is_some) else {
             let message = "the weight's layout is not there; quantise it anew with rowwise usage";
@@ -151,29 +146,8 @@ impl<'py> GivenWeight<'py> {
         let Some((data, scale)) = &self.0[columnwise] else { return Ok(()) };
         let bytes = view_of(&state.reader, data, "data of a quantised weight")?;
         let scales = view_of(&state.reader, scale, "scales of a quantised weight")?;
-        let groups = value.try_borrow()?.groups();
-        let (rows, cols) = (nominal.rows() / groups, nominal.cols());
-        let (rows, cols) = if columnwise == 1 { (cols, rows) } else { (rows, cols) };
-        let expected = value.try_borrow()?.scale_count(rows, cols);
-        if bytes.numel() != groups * rows * cols || bytes.dtype().size() != 1 || !fits(&bytes) {
-            let got = format!("{:?} of {}, strides {:?}", bytes.shape(), bytes.dtype(), bytes.strides());
-            let expected = format!("{groups} x {rows} x {cols} bytes, contiguous and on a multiple of 16");
-            return Err(Error::shape(OP, "data of a quantised weight", expected, got).into());
-        }
-        if scales.numel() != expected || scales.dtype() != DType::F32 || !scales.is_contiguous() {
-            let got = format!("{:?} of {}", scales.shape(), scales.dtype());
-            let expected = format!("{expected} float32, contiguous");
-            return Err(Error::shape(OP, "scales of a quantised weight", expected, got).into());
-        }
-        if bytes.device() != device || scales.device() != device {
-            let got = format!("data on {} and scales on {}", bytes.device(), scales.device());
-            return Err(Error::device(OP, "a quantised weight", format!("{device}, where the input is"), got).into());
-        }
-        if columnwise == 1 && !cols.is_multiple_of(16) {
-            let expected = "a multiple of 16 for the gradient of the input";
-            return Err(Error::shape(OP, "rows of a quantised weight", expected, cols).into());
-        }
-        Ok(())
+        let (block, groups) = value.try_borrow()?.block_and_groups();
+        Ok(check_layout((block, groups), (&bytes, &scales), place, columnwise == 1)?)
     }
 
     /// Addresses in row and column layout.
@@ -186,6 +160,50 @@ impl<'py> GivenWeight<'py> {
         }
         Ok(layouts)
     }
+}
+
+/// Refuses a weight that was quantised otherwise than a recipe does.
+pub(crate) fn check_weight_kind((block, fp8): (Block, Fp8), recipe: &Recipe) -> Result<(), Error> {
+    if block == recipe.weight.block && fp8 == recipe.fwd {
+        return Ok(());
+    }
+    let message = format!(
+        "the weight was quantised with {} to {}, and the recipe of the region asks for another kind; use the recipe of quantized_model_init",
+        block.text(),
+        fp8_name(fp8)
+    );
+    Err(Error::state(OP, message))
+}
+
+/// Refuses bytes and scales that are not those of a weight like `nominal`.
+pub(crate) fn check_layout(
+    (block, groups): (Block, usize),
+    (bytes, scales): (&TensorView<'_>, &TensorView<'_>),
+    (device, nominal): (Device, &TensorView<'_>),
+    columnwise: bool,
+) -> Result<(), Error> {
+    let (rows, cols) = (nominal.rows() / groups, nominal.cols());
+    let (rows, cols) = if columnwise { (cols, rows) } else { (rows, cols) };
+    let expected = groups * scale_count(block, rows, cols);
+    if bytes.numel() != groups * rows * cols || bytes.dtype().size() != 1 || !fits(bytes) {
+        let got = format!("{:?} of {}, strides {:?}", bytes.shape(), bytes.dtype(), bytes.strides());
+        let expected = format!("{groups} x {rows} x {cols} bytes, contiguous and on a multiple of 16");
+        return Err(Error::shape(OP, "data of a quantised weight", expected, got));
+    }
+    if scales.numel() != expected || scales.dtype() != DType::F32 || !scales.is_contiguous() {
+        let got = format!("{:?} of {}", scales.shape(), scales.dtype());
+        let expected = format!("{expected} float32, contiguous");
+        return Err(Error::shape(OP, "scales of a quantised weight", expected, got));
+    }
+    if bytes.device() != device || scales.device() != device {
+        let got = format!("data on {} and scales on {}", bytes.device(), scales.device());
+        return Err(Error::device(OP, "a quantised weight", format!("{device}, where the input is"), got));
+    }
+    if columnwise && !cols.is_multiple_of(16) {
+        let expected = "a multiple of 16 for the gradient of the input";
+        return Err(Error::shape(OP, "rows of a quantised weight", expected, cols));
+    }
+    Ok(())
 }
 
 /// The values of a quantised parameter as a plain tensor, for a call in high precision.

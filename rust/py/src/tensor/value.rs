@@ -3,7 +3,6 @@
 //! The inner tensors are everybody's: users read and exchange them, and torch may take their memory away. So addresses are
 //! read anew at every use.
 
-use pyo3::exceptions::PyValueError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -12,20 +11,21 @@ use smallvec::SmallVec;
 use te_fast_core::base::dtype::DType;
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
-use te_fast_core::ops::cast_block::{BlockShape, scale_shape};
+use te_fast_core::ops::cast_block::scale_shape;
 use te_fast_core::ops::cast_groups::Division;
 use te_fast_core::ops::dequantize::{DequantizePlan, DequantizePointers, DequantizeSpec};
 use te_fast_core::ops::transpose::{TransposePlan, TransposePointers, TransposeSpec};
 use te_fast_core::program::QuantizedKind;
 use te_fast_core::quant::content::{Content, Versions};
 use te_fast_core::quant::quantizer::{QuantGroups, QuantPlan, QuantPointers, QuantSpec};
-use te_fast_core::recipe::definition::{Block, Quantization, Recipe, Scaling};
+use te_fast_core::recipe::definition::{Block, Quantization, Scaling};
 use te_fast_core::recipe::usage::Usage;
 use te_fast_core::{Error, Fp8};
 
 use crate::direct::call::DirectCall;
 use crate::direct::tensors::{contiguous, fp8_named, single_f32};
 use crate::error::IntoPython;
+use crate::tensor::kind::{block_numbered, block_shape, fp8_name, scale_count};
 use crate::torch::process::{State, contiguous_strides, state};
 use crate::torch::reader::view_of;
 
@@ -87,12 +87,7 @@ impl QuantizedValue {
         col_scale: Object,
         groups: usize,
     ) -> PyResult<Self> {
-        let block = match block {
-            0 => Block::Tensor,
-            1 => Block::Row,
-            2 => Block::Square,
-            other => return Err(PyValueError::new_err(format!("block must be 0, 1 or 2, got {other}"))),
-        };
+        let block = block_numbered(block)?;
         let layout = |data, scale| Layout { data, scale, content: Content::new() };
         let (row, col) = (layout(row, row_scale), layout(col, col_scale));
         let value = Self { block, fp8: fp8_named(fp8)?, groups: groups.max(1), row, col, keeps_col: true };
@@ -115,10 +110,7 @@ impl QuantizedValue {
     /// `e4m3` or `e5m2`.
     #[getter]
     fn fp8(&self) -> &'static str {
-        match self.fp8 {
-            Fp8::E4m3 => "e4m3",
-            Fp8::E5m2 => "e5m2",
-        }
+        fp8_name(self.fp8)
     }
 
     #[setter]
@@ -460,19 +452,25 @@ impl QuantizedValue {
         self.keeps_col
     }
 
-    /// Whether a recipe quantises weights so.
-    pub(crate) fn is_weight_of(&self, recipe: &Recipe) -> bool {
-        self.block == recipe.weight.block && self.fp8 == recipe.fwd
+    /// A value of a row layout.
+    pub(crate) fn of_row(block: Block, fp8: Fp8, (data, scale): (Bound<'_, PyAny>, Bound<'_, PyAny>)) -> Self {
+        let row = Layout { data: Some(data.unbind()), scale: Some(scale.unbind()), content: Content::new() };
+        Self { block, fp8, groups: 1, row, col: Layout::default(), keeps_col: true }
     }
 
-    /// Its scales and type, for messages.
-    pub(crate) fn described(&self) -> String {
-        format!("{} to {}", self.block.text(), self.fp8())
+    /// The shape of its scales, and its FP8 type.
+    pub(crate) const fn block_and_type(&self) -> (Block, Fp8) {
+        (self.block, self.fp8)
+    }
+
+    /// The shape of its scales, and of how many values it is a stack.
+    pub(crate) const fn block_and_groups(&self) -> (Block, usize) {
+        (self.block, self.groups)
     }
 
     /// How many scales a layout has, whose values have so many rows and columns each.
     pub(crate) fn scale_count(&self, rows: usize, cols: usize) -> usize {
-        self.groups * block_shape(self.block).map_or(1, |block| scale_shape(block, rows, cols).iter().product())
+        self.groups * scale_count(self.block, rows, cols)
     }
 
     /// The shape of these.
@@ -628,14 +626,6 @@ impl QuantizedValue {
             let tensor = data.as_ref()?.bind(py);
             tensor.getattr(intern!(py, "_version")).and_then(|version| version.extract()).ok()
         })
-    }
-}
-
-fn block_shape(block: Block) -> Option<BlockShape> {
-    match block {
-        Block::Tensor => None,
-        Block::Row => Some(BlockShape::OneDimensional),
-        Block::Square => Some(BlockShape::TwoDimensional),
     }
 }
 

@@ -1,0 +1,97 @@
+"""Quantised tensors in graphs: operators that read their bytes and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from te_fast.runtime import native
+from te_fast.runtime.compiling import is_traced
+
+_library = torch.library.Library("te_fast", "FRAGMENT")
+#: Operators whose parameters may be quantised tensors; graphs define them.
+OF_PROGRAMS = frozenset(
+    {"te_fast::program_forward", "te_fast::program_backward", "te_fast::inference"}
+)
+
+
+def _dequantize(
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    block: int,
+    fp8: str,
+    columnwise: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    value = native.QuantizedValue(block, fp8, None, None, None, None)
+    if not columnwise:
+        value.row, value.row_scale = data, scale
+    else:
+        value.col = data
+        # One scale is both layouts'.
+        setattr(value, "col_scale" if block else "row_scale", scale)
+    return value.dequantize(dtype)
+
+
+def _fake(
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    block: int,
+    fp8: str,
+    columnwise: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    shape = (*data.shape[1:], *data.shape[:1]) if columnwise else data.shape
+    return data.new_empty(shape, dtype=dtype)
+
+
+_library.define(
+    "dequantize_value(Tensor data, Tensor scale, int block, str fp8, bool columnwise, ScalarType dtype) -> Tensor"
+)
+for _key in ("CPU", "CUDA"):
+    _library.impl("dequantize_value", _dequantize, _key)
+torch.library.register_fake("te_fast::dequantize_value", _fake, lib=_library)
+
+
+def dequantized(value: native.QuantizedValue, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values in high precision, by an operator where a tracer watches."""
+    columnwise = value.row is None
+    data, scale = (value.col, value.col_scale) if columnwise else (value.row, value.row_scale)
+    if data is None or scale is None or not is_traced(data):
+        return value.dequantize(dtype)
+    made: torch.Tensor = torch.ops.te_fast.dequantize_value(
+        data, scale, value.block, value.fp8, columnwise, dtype
+    )
+    return made
+
+
+def taken_apart(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of an operator of programs with bytes and scales in the place of quantised tensors.
+
+    Parameters
+    ----------
+    func : torch._ops.OpOverload
+        The operator.
+    args : tuple
+        Its arguments; quantised tensors are in lists.
+    """
+    columns: Iterator[bool] = iter(())
+    if func.name() == "te_fast::program_backward":
+        columns = iter(native.traced_columns(args[3]))
+    return tuple(_parts(arg, columns) if isinstance(arg, list) else arg for arg in args)
+
+
+def _parts(tensors: list[Any], columns: Iterator[bool]) -> list[Any]:
+    """Take the quantised ones apart; `columns` says which have their column layout read."""
+    found = []
+    for tensor in tensors:
+        value = getattr(tensor, "_value", None)
+        if value is None:
+            found.append(tensor)
+        elif next(columns, False):
+            found += [value.col, value.col_scale]
+        else:
+            found += [value.row, value.row_scale]
+    return found
