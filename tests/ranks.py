@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import sys
 import time
 import traceback
@@ -19,6 +20,10 @@ _device = torch.device("cpu")
 def device():
     """Where this rank's tensors are."""
     return _device
+
+
+class Stop(Exception):
+    """Raised by a scene: its rank stops without a word to the others, as one that is killed."""
 
 
 class Scenes:
@@ -53,16 +58,20 @@ class Scenes:
             "nccl" if kind == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size,
             timeout=datetime.timedelta(seconds=60),
         )  # fmt: skip
-        found = {}
+        found, stops = {}, False
         try:
             for name in sys.argv[5:]:
                 self.functions[name]()
                 found[name] = ""
+        except Stop:
+            found[name], stops = "", True
         except Exception:  # the other ranks wait in vain
             found[name] = traceback.format_exc()
         (folder / f"{rank}.json").write_text(json.dumps(found))
-        # Nobody leaves, and closes connections that others read, before all are done.
         (folder / f"{rank}.done").touch()
+        if stops:
+            os._exit(0)
+        # Nobody leaves, and closes connections that others read, before all are done.
         deadline = time.monotonic() + 60
         while len(list(folder.glob("*.done"))) < size and time.monotonic() < deadline:
             time.sleep(0.01)
