@@ -59,14 +59,21 @@ impl<'a> Bindings<'_, 'a> {
             (LinearPort::Col, col.data),
             (LinearPort::ColScale, col.scale),
         ];
+        self.set_linear(linear, parts);
+    }
+
+    /// Ports of a linear op.
+    #[inline]
+    fn set_linear<const N: usize>(&mut self, linear: usize, parts: [(LinearPort, DevPtr<'a>); N]) {
+        let Some(first) = self.ports.linear(linear) else { return };
         for (part, address) in parts {
-            self.set(Port::Linear(linear as u16, part), address);
+            self.addresses.set(first + part as usize, address);
         }
     }
 
     /// The weight in high precision that is to be quantised there now.
     pub fn set_fresh_weight(&mut self, linear: usize, weight: DevPtr<'a>) {
-        self.set(Port::Linear(linear as u16, LinearPort::Fresh), weight);
+        self.set_linear(linear, [(LinearPort::Fresh, weight)]);
     }
 
     /// A linear op's slots of delayed scaling.
@@ -83,14 +90,12 @@ impl<'a> Bindings<'_, 'a> {
             (LinearPort::GradInputScale, slots.grad_input.scale),
             (LinearPort::GradInputAmax, slots.grad_input.amax),
         ];
-        for (part, address) in parts {
-            self.set(Port::Linear(linear as u16, part), address);
-        }
+        self.set_linear(linear, parts);
     }
 
     /// What waits for a linear op's `backward_dw`.
     pub fn set_deferred(&mut self, linear: usize, kept: DevPtr<'a>) {
-        self.set(Port::Linear(linear as u16, LinearPort::Deferred), kept);
+        self.set_linear(linear, [(LinearPort::Deferred, kept)]);
     }
 
     /// A linear op's weight gradient goes through this plan, from

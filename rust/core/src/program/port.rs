@@ -164,10 +164,17 @@ impl PortNumbers {
         self.0.linears
     }
 
+    /// The first number of a linear op's ports, which follow each other; none where the chain has no such op.
+    #[inline]
+    pub(crate) const fn linear(&self, index: usize) -> Option<usize> {
+        let PortCounts { extras, extra_outputs, params, linears } = self.0;
+        if index < linears { Some(SINGLE + 2 * (extras + extra_outputs + params) + LINEAR_PORTS * index) } else { None }
+    }
+
     /// The number of `port`; 0 for one that the chain does not have.
     #[inline]
     pub(crate) fn of(&self, port: Port) -> usize {
-        let PortCounts { extras, extra_outputs, params, linears } = self.0;
+        let PortCounts { extras, extra_outputs, params, .. } = self.0;
         let within = |before: usize, index: u16, count: usize| {
             debug_assert!(usize::from(index) < count, "{port:?} of {count}");
             if usize::from(index) < count { SINGLE + before + usize::from(index) } else { 0 }
@@ -190,10 +197,8 @@ impl PortNumbers {
             Port::GradExtra(index) => within(tensors, index, extras),
             Port::GradExtraOutput(index) => within(tensors + extras, index, extra_outputs),
             Port::GradParam(index) => within(tensors + extras + extra_outputs, index, params),
-            Port::Linear(index, part) if usize::from(index) < linears => {
-                SINGLE + 2 * tensors + LINEAR_PORTS * usize::from(index) + part as usize
-            }
-            Port::None | Port::Linear(..) => 0,
+            Port::Linear(index, part) => self.linear(usize::from(index)).map_or(0, |first| first + part as usize),
+            Port::None => 0,
             Port::Buffer(index) => self.len() + usize::from(index),
         }
     }

@@ -34,7 +34,7 @@ use crate::program::tensors::{Flags, Objects, Tensors, float, requires_grad, sam
 use crate::program::weight::{OpSlots, WeightHandle, recycle, reusable};
 use crate::program::weight_memory::{CachedWeight, for_backward, make_weight, weight_buffer};
 use crate::tensor::given::GivenWeight;
-use crate::tensor::handed::{HandedValue, Made, Stamp};
+use crate::tensor::handed::{Made, Stamp};
 use crate::tensor::value::QuantizedValue;
 use crate::torch::process::State;
 use crate::torch::reader::view_of;
@@ -270,9 +270,10 @@ impl<'a, 'py> Call<'a, 'py> {
             }
         };
         let extras = extras.into();
-        let read = |port: &Port| Some((*port, tensors.handed()?.tensor(py, *port)?));
-        let handed = program.reads().iter().filter_map(read).collect();
-        let stamp = tensors.handed().map(HandedValue::stamp);
+        let (handed, stamp) = tensors.handed().map_or_else(Default::default, |value| {
+            let read = |port: &Port| Some((*port, value.tensor(py, *port)?));
+            (program.reads().iter().filter_map(read).collect(), Some(value.stamp()))
+        });
         Ok(Done { y, extra_outputs, saved, compiled, sized, shapes, weights, skippable, extras, handed, stamp })
     }
 
