@@ -88,6 +88,22 @@ impl ProgramSaved {
 }
 
 impl ProgramSaved {
+    /// The program's name in messages.
+    fn name(&self, py: Python<'_>) -> Option<String> {
+        self.handle.bind(py).try_borrow().ok().map(|handle| handle.name.clone())
+    }
+
+    /// torch's rule for what backward reads, of an input that came in FP8: it must be what forward read.
+    fn check_input(&self) -> Result<(), Failure> {
+        let reads = |port: &Port| matches!(port, Port::Input | Port::Beside(Outer::Input, _));
+        let is_read = self.compiled.program.reads().iter().any(reads);
+        if is_read && self.stamp.as_ref().is_some_and(Stamp::is_stale) {
+            let message = "the quantised input was written between forward and backward; write it after backward";
+            return Err(Error::state(OP, message).into());
+        }
+        Ok(())
+    }
+
     /// The quantised weights of the forward. The backward that is the graph's last takes them along: they are freed with
     /// it, before the optimizer steps, though the graph's nodes live on where somebody holds an output.
     fn weights(&self, state: &State, py: Python<'_>) -> Result<CallWeights, Failure> {
@@ -150,9 +166,11 @@ pub(crate) fn program_backward<'py>(
         let arguments: Vec<_> = std::iter::once(ctx.clone()).chain(grads.iter()).collect();
         return hooks(py)?.backward_once.bind(py).call1(PyTuple::new(py, arguments)?);
     }
-    let tensors = ctx.getattr(intern!(py, "saved_tensors"))?.cast_into::<PyTuple>()?;
     let kept = ctx.getattr(intern!(py, "te_saved"))?.cast_into::<ProgramSaved>()?;
     let kept = kept.get();
+    // Before torch, which would speak of bytes and not of the input.
+    kept.check_input().map_err(|failure| failure.named(kept.name(py).as_deref()))?;
+    let tensors = ctx.getattr(intern!(py, "saved_tensors"))?.cast_into::<PyTuple>()?;
     let grads = run(state, kept, &tensors, &grads.iter().collect::<Objects<'_>>())?;
     let params = match &kept.joined {
         Some(joined) => {
@@ -181,15 +199,14 @@ pub(crate) fn run<'py>(
     grads: &[Bound<'py, PyAny>],
 ) -> PyResult<Grads<'py>> {
     let py = tensors.py();
-    let name = || kept.handle.bind(py).try_borrow().ok().map(|handle| handle.name.clone());
-    let weights = kept.weights(state, py).map_err(|failure| failure.named(name().as_deref()))?;
+    let weights = kept.weights(state, py).map_err(|failure| failure.named(kept.name(py).as_deref()))?;
     let (compiled, sized) = (Arc::clone(&kept.compiled), Arc::clone(&kept.sized));
     let mut call = BackwardCall { state, kept, compiled, sized, tensors, weights, handed: None };
     let gradients = match call.run(grads) {
         Ok(gradients) => gradients,
         Err(failure) => {
             kept.give_back(call.weights);
-            return Err(failure.named(name().as_deref()));
+            return Err(failure.named(kept.name(py).as_deref()));
         }
     };
     if kept.updates_backward_scales {
@@ -259,7 +276,7 @@ impl<'py> BackwardCall<'_, 'py> {
     fn run(&mut self, grads: &[Bound<'py, PyAny>]) -> Result<Grads<'py>, Failure> {
         let (py, state, kept) = (self.tensors.py(), self.state, self.kept);
         self.check_weights(py)?;
-        self.check_input()?;
+        kept.check_input()?;
         let mut read = Objects::new();
         for (index, grad) in grads.iter().enumerate() {
             read.push(self.read_grad(index, grad)?);
@@ -389,17 +406,6 @@ impl<'py> BackwardCall<'_, 'py> {
         drop(handle);
         drop(former);
         Ok((made, sized?))
-    }
-
-    /// The same rule for an input that came in FP8.
-    fn check_input(&self) -> Result<(), Failure> {
-        let reads = |port: &Port| matches!(port, Port::Input | Port::Beside(Outer::Input, _));
-        let is_read = self.compiled.program.reads().iter().any(reads);
-        if is_read && self.kept.stamp.as_ref().is_some_and(Stamp::is_stale) {
-            let message = "the quantised input was written between forward and backward; write it after backward";
-            return Err(Error::state(OP, message).into());
-        }
-        Ok(())
     }
 
     /// torch's rule for what backward reads: it must be what forward read. The quantised weight may have been made
