@@ -203,6 +203,12 @@ def what_graphs_refuse():
     late = te.Linear(COLS, FFN, parallel_mode="row", tp_size=size, device=device(), name="late")
     message = refusal_of(late, torch.ones(4, COLS // size))
     assert "set_tensor_parallel_group" in message or "StateError" in message
+    with te.quantized_model_init():
+        options = {"tensor_parallel_mode": "column", "device": device()}
+        chain = te.ops.Sequential(te.ops.Linear(COLS, FFN, **options))
+    with region("current"):
+        message = refusal_of(chain, torch.ones(8, COLS))
+    assert "quantised weights that ranks share" in message or "UnsupportedError" in message
     with torch.no_grad(), pytest.raises(Exception, match="torch.export takes no layer that ranks"):
         torch.export.export(module, (torch.ones(4, COLS),), strict=True)
     assert run(torch.ones(8, COLS)).shape == (8 * size, FFN // size)
