@@ -204,6 +204,7 @@ bench-instructions: $(BUILD)/arm/.wheels ## instructions per forward on Arm and 
 ##@ Release it
 .PHONY: docs
 docs: install $(VENV)/.group-docs ## HTML documentation in docs/_build/html
+	rm -rf docs/reference/generated # pages of a former build name what is gone
 	$(PY) -m sphinx -W --keep-going -q -j auto -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
