@@ -7,6 +7,7 @@ Each scene compares with the same layers called eagerly, which ``parallel_rank.p
 from __future__ import annotations
 
 import copy
+import warnings
 from itertools import product
 
 import pytest
@@ -19,6 +20,8 @@ from parallel_rank import random, region, share
 from ranks import Scenes, device
 from recipes import RECIPES
 
+# torch before 2.11 makes instances of autograd functions while it compiles, and warns of that itself.
+warnings.filterwarnings("ignore", ".*should not be instantiated", DeprecationWarning)
 COLS, FFN = 32, 64
 scenes = Scenes()
 scene = scenes.scene

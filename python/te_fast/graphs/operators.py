@@ -247,7 +247,8 @@ class _Program(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         text, dummies, counts, read = ctx.call
         facts = facts_of(text)
-        handle, *kept = ctx.saved_tensors
+        tensors = list(ctx.saved_tensors)  # what torch 2.8 unpacks by a star is a tuple in a trace
+        handle, kept = tensors[0], tensors[1:]
         for at, (kind, index) in enumerate(facts.reads):
             if kind == "param" and index in facts.given:
                 kept[facts.has_saved + at] = kept[facts.has_saved + at].dequantize()
