@@ -22,6 +22,7 @@ from te_fast.recipe import Format, MMParams, QParams, Recipe
 from te_fast.runtime import native
 from te_fast.runtime.autocast import prepare_recipe
 from te_fast.runtime.delayed import DelayedScalingRecipeState
+from te_fast.runtime.library import register
 from te_fast.tensor.blockwise import Float8BlockwiseQTensor
 from te_fast.tensor.float8 import Float8Tensor
 
@@ -305,10 +306,8 @@ def _fake(x: torch.Tensor, _extras: Any, _params: Any, _scales: Any, program: st
     return [x.new_empty((x.shape[0], width)) for width in json.loads(program)["widths"]]
 
 
-_library = torch.library.Library("te_fast", "FRAGMENT")
-_library.define(
-    "inference(Tensor x, Tensor[] extras, Tensor[] params, Tensor[] scales, str program) -> Tensor[]"
+register(
+    "inference(Tensor x, Tensor[] extras, Tensor[] params, Tensor[] scales, str program) -> Tensor[]",
+    _inference,
+    _fake,
 )
-for _key in ("CPU", "CUDA"):
-    _library.impl("inference", _inference, _key)
-torch.library.register_fake("te_fast::inference", _fake, lib=_library)

@@ -11,7 +11,7 @@ name it by a number, which is made of its content. Tensors of operators are two-
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,13 +24,12 @@ from te_fast.graphs.traced import Described, Facts, Kind, Place, Traced, calls, 
 from te_fast.runtime import native
 from te_fast.runtime.capturing import update_scales_behind_backward
 from te_fast.runtime.delayed import native_recipe
+from te_fast.runtime.library import register
 from te_fast.runtime.main_grad import main_grad_of
 from te_fast.runtime.recompute import tracing
 from te_fast.tensor.primary import is_quantized
 
 Tensors = Sequence[torch.Tensor]
-
-_library = torch.library.Library("te_fast", "FRAGMENT")
 
 
 # Calls off the straight path ------------------------------------------------------------------------
@@ -127,17 +126,13 @@ native.traced_install(_forward_otherwise, _backward_otherwise, _after_backward)
 # Operators ------------------------------------------------------------------------------------------
 
 
-def _register(name: str, schema: str, run: Callable[..., Any]) -> None:
-    _library.define(f"{name}{schema}")
-    for key in ("CPU", "CUDA"):
-        _library.impl(name, run, key)
-    # Nothing is returned, so that a trace has nothing to make.
-    torch.library.register_fake(f"te_fast::{name}", lambda *_: None, lib=_library)
+def _nothing(*_: Any) -> None:
+    """Nothing is returned, so that a trace has nothing to make."""
 
 
 _SCHEMA = "(Tensor[] reads, Tensor(a!)[] writes, Tensor program, int call) -> ()"
-_register("program_forward", _SCHEMA, native.traced_forward)
-_register("program_backward", _SCHEMA, native.traced_backward)
+_forward = register(f"program_forward{_SCHEMA}", native.traced_forward, _nothing)
+_backward = register(f"program_backward{_SCHEMA}", native.traced_backward, _nothing)
 
 
 class _Forward(torch._ops.OpOverload[..., None]):
@@ -153,8 +148,8 @@ class _Backward(torch._ops.OpOverload[..., None]):
 
 
 # torch's dispatcher converts every argument twice, which takes longer than the call itself.
-torch.ops.te_fast.program_forward.default.__class__ = _Forward
-torch.ops.te_fast.program_backward.default.__class__ = _Backward
+_forward.__class__ = _Forward
+_backward.__class__ = _Backward
 
 
 def _update(histories: list[torch.Tensor], scales: list[torch.Tensor], number: int) -> None:
@@ -173,15 +168,12 @@ def _update(histories: list[torch.Tensor], scales: list[torch.Tensor], number: i
     native.traced_update_scales(histories, scales, native_recipe(recipe))
 
 
-_register(
-    "update_scales", "(Tensor(a!)[] histories, Tensor(b!)[] scales, int recipe) -> ()", _update
+register(
+    "update_scales(Tensor(a!)[] histories, Tensor(b!)[] scales, int recipe) -> ()",
+    _update,
+    _nothing,
 )
-
-
-_library.define("keep_scale(Tensor scale) -> Tensor")
-for _key in ("CPU", "CUDA"):
-    _library.impl("keep_scale", torch.clone, _key)
-torch.library.register_fake("te_fast::keep_scale", torch.empty_like, lib=_library)
+register("keep_scale(Tensor scale) -> Tensor", torch.clone, torch.empty_like)
 
 
 # Autograd -------------------------------------------------------------------------------------------

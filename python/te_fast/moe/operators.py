@@ -5,11 +5,12 @@ An operator returns tensors alone, so an absent one is an empty tensor here and 
 
 from __future__ import annotations
 
-from typing import Any, List  # noqa: UP035 - torch 2.6 reads no list[int] in a schema
+from typing import Any
 
 import torch
 
 from te_fast.runtime import native
+from te_fast.runtime.library import register
 
 _Optional = torch.Tensor | None
 
@@ -32,8 +33,7 @@ def _map_size(routing_map: torch.Tensor, index: bool) -> tuple[Any, ...]:
     return (tokens * columns,) if index else (tokens, 2 * columns + 1)
 
 
-@torch.library.custom_op("te_fast::moe_permute", mutates_args=())
-def _permute(
+def _permute_run(
     inp: torch.Tensor,
     probs: torch.Tensor | None,
     routing_map: torch.Tensor,
@@ -47,7 +47,6 @@ def _permute(
     return out, _present(out_probs, inp), row_id_map, _present(pads, inp), _present(counts, inp)
 
 
-@_permute.register_fake
 def _permute_fake(
     inp: torch.Tensor,
     probs: _Optional,
@@ -64,8 +63,15 @@ def _permute_fake(
     )
 
 
-@torch.library.custom_op("te_fast::moe_unpermute", mutates_args=())
-def _unpermute(
+_permute = register(
+    "moe_permute(Tensor inp, Tensor? probs, Tensor routing_map, SymInt rows, SymInt align, bool index) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _permute_run,
+    _permute_fake,
+)
+
+
+def _unpermute_run(
     inp: torch.Tensor,
     row_id_map: torch.Tensor,
     probs: torch.Tensor | None,
@@ -80,7 +86,6 @@ def _unpermute(
     return out, _present(out_probs, inp)
 
 
-@_unpermute.register_fake
 def _unpermute_fake(
     inp: torch.Tensor,
     row_id_map: torch.Tensor,
@@ -96,8 +101,15 @@ def _unpermute_fake(
     return inp.new_empty((tokens, inp.size(1))), out_probs
 
 
-@torch.library.custom_op("te_fast::moe_unpermute_bwd", mutates_args=())
-def _unpermute_bwd(
+_unpermute = register(
+    "moe_unpermute(Tensor inp, Tensor row_id_map, Tensor? probs, Tensor? pad_offsets, Tensor? in_probs, "
+    "SymInt tokens, SymInt top_k) -> (Tensor, Tensor)",
+    _unpermute_run,
+    _unpermute_fake,
+)
+
+
+def _unpermute_bwd_run(
     dout: torch.Tensor,
     inp: torch.Tensor,
     row_id_map: torch.Tensor,
@@ -108,7 +120,6 @@ def _unpermute_bwd(
     return native.moe_unpermute_backward(dout, inp, row_id_map, probs, pad_offsets, None, top_k)
 
 
-@_unpermute_bwd.register_fake
 def _unpermute_bwd_fake(
     dout: torch.Tensor,
     inp: torch.Tensor,
@@ -121,8 +132,15 @@ def _unpermute_bwd_fake(
     return inp.new_empty(inp.shape), probs.new_empty(probs.shape)
 
 
-@torch.library.custom_op("te_fast::moe_apply", mutates_args=())
-def _apply(
+_unpermute_bwd = register(
+    "moe_unpermute_bwd(Tensor dout, Tensor inp, Tensor row_id_map, Tensor probs, Tensor? pad_offsets, "
+    "SymInt top_k) -> (Tensor, Tensor)",
+    _unpermute_bwd_run,
+    _unpermute_bwd_fake,
+)
+
+
+def _apply_run(
     inp: torch.Tensor,
     row_id_map: torch.Tensor,
     pad_offsets: torch.Tensor | None,
@@ -133,7 +151,6 @@ def _apply(
     return out
 
 
-@_apply.register_fake
 def _apply_fake(
     inp: torch.Tensor, row_id_map: torch.Tensor, pad_offsets: _Optional, rows: int, top_k: int
 ) -> torch.Tensor:
@@ -141,12 +158,18 @@ def _apply_fake(
     return inp.new_empty((rows, inp.size(1)))
 
 
-@torch.library.custom_op("te_fast::moe_move", mutates_args=())
-def _move(
+_apply = register(
+    "moe_apply(Tensor inp, Tensor row_id_map, Tensor? pad_offsets, SymInt rows, SymInt top_k) -> Tensor",
+    _apply_run,
+    _apply_fake,
+)
+
+
+def _move_run(
     inp: torch.Tensor,
     probs: torch.Tensor | None,
     splits: torch.Tensor | None,
-    values: List[int],  # noqa: UP006
+    values: list[int],
     index: torch.Tensor | None,
     mode: int,
     align: int,
@@ -158,12 +181,11 @@ def _move(
     return out, _present(out_probs, inp), _present(padded, inp)
 
 
-@_move.register_fake
 def _move_fake(
     inp: torch.Tensor,
     probs: _Optional,
     splits: _Optional,
-    values: List[int],  # noqa: UP006
+    values: list[int],
     index: _Optional,
     mode: int,
     align: int,
@@ -175,8 +197,15 @@ def _move_fake(
     return inp.new_empty((rows, inp.size(1))), out_probs, padded
 
 
-@torch.library.custom_op("te_fast::moe_permute_cast", mutates_args=("amax",))
-def _permute_cast(
+_move = register(
+    "moe_move(Tensor inp, Tensor? probs, Tensor? splits, SymInt[] values, Tensor? index, SymInt mode, SymInt align, "
+    "SymInt rows) -> (Tensor, Tensor, Tensor)",
+    _move_run,
+    _move_fake,
+)
+
+
+def _permute_cast_run(
     inp: torch.Tensor,
     probs: torch.Tensor | None,
     routing_map: torch.Tensor,
@@ -196,7 +225,6 @@ def _permute_cast(
     return out, _present(scales, inp), _present(out_probs, inp), row_id_map, rest[0], rest[1]
 
 
-@_permute_cast.register_fake
 def _permute_cast_fake(
     inp: torch.Tensor,
     probs: _Optional,
@@ -221,65 +249,106 @@ def _permute_cast_fake(
     )
 
 
-def _permute_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    inp, probs, routing_map, _, align, index = inputs
-    _, _, row_id_map, pads, _ = output
-    ctx.save_for_backward(row_id_map, pads if align > 0 else None)
-    ctx.with_probs = probs is not None
-    ctx.tokens = inp.size(0)
-    ctx.top_k = routing_map.size(1) if index else 0
+_permute_cast = register(
+    "moe_permute_cast(Tensor inp, Tensor? probs, Tensor routing_map, SymInt rows, SymInt align, bool e5m2, "
+    "Tensor? scale, Tensor(a!)? amax, float eps, bool pow2) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _permute_cast_run,
+    _permute_cast_fake,
+)
 
 
-def _permute_backward(ctx: Any, dout: Any, dprobs: Any, *_: Any) -> Any:
-    row_id_map, pads = ctx.saved_tensors
-    in_probs = dprobs if ctx.with_probs else None
-    grad, probs_grad = _unpermute(dout, row_id_map, None, pads, in_probs, ctx.tokens, ctx.top_k)
-    return grad, probs_grad if ctx.with_probs else None, None, None, None, None
+# Gradients ------------------------------------------------------------------------------------------
 
 
-_permute.register_autograd(_permute_backward, setup_context=_permute_setup)
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inp: torch.Tensor,
+        probs: torch.Tensor | None,
+        routing_map: torch.Tensor,
+        rows: int,
+        align: int,
+        index: bool,
+    ) -> Any:
+        out = _permute(inp, probs, routing_map, rows, align, index)
+        _, _, row_id_map, pads, counts = out
+        ctx.save_for_backward(row_id_map, pads if align > 0 else None)
+        ctx.mark_non_differentiable(row_id_map, pads, counts)
+        ctx.with_probs = probs is not None
+        ctx.tokens = inp.size(0)
+        ctx.top_k = routing_map.size(1) if index else 0
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dprobs: Any, *_: Any) -> Any:
+        row_id_map, pads = ctx.saved_tensors
+        in_probs = dprobs if ctx.with_probs else None
+        grad, probs_grad = _unpermute(dout, row_id_map, None, pads, in_probs, ctx.tokens, ctx.top_k)
+        return grad, probs_grad if ctx.with_probs else None, None, None, None, None
 
 
-def _unpermute_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    del output
-    inp, row_id_map, probs, pads, _, _, top_k = inputs
-    ctx.save_for_backward(None if probs is None else inp, row_id_map, probs, pads)
-    ctx.rows = inp.size(0)
-    ctx.top_k = top_k
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inp: torch.Tensor,
+        row_id_map: torch.Tensor,
+        probs: torch.Tensor | None,
+        pad_offsets: torch.Tensor | None,
+        tokens: int,
+        top_k: int,
+    ) -> Any:
+        out, _ = _unpermute(inp, row_id_map, probs, pad_offsets, None, tokens, top_k)
+        ctx.save_for_backward(None if probs is None else inp, row_id_map, probs, pad_offsets)
+        ctx.rows = inp.size(0)
+        ctx.top_k = top_k
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> Any:
+        inp, row_id_map, probs, pads = ctx.saved_tensors
+        probs_grad = None
+        if probs is None:
+            grad = _apply(dout, row_id_map, pads, ctx.rows, ctx.top_k)
+        else:
+            grad, probs_grad = _unpermute_bwd(dout, inp, row_id_map, probs, pads, ctx.top_k)
+        return grad, None, probs_grad, None, None, None
 
 
-def _unpermute_backward(ctx: Any, dout: Any, _: Any) -> Any:
-    inp, row_id_map, probs, pads = ctx.saved_tensors
-    probs_grad = None
-    if probs is None:
-        grad = _apply(dout, row_id_map, pads, ctx.rows, ctx.top_k)
-    else:
-        grad, probs_grad = _unpermute_bwd(dout, inp, row_id_map, probs, pads, ctx.top_k)
-    return grad, None, probs_grad, None, None, None, None
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inp: torch.Tensor,
+        probs: torch.Tensor | None,
+        splits: torch.Tensor | None,
+        values: list[int],
+        index: torch.Tensor | None,
+        mode: int,
+        align: int,
+        rows: int,
+    ) -> Any:
+        out = _move(inp, probs, splits, values, index, mode, align, rows)
+        ctx.save_for_backward(splits, index)
+        ctx.mark_non_differentiable(out[2])
+        ctx.values = values
+        ctx.with_probs = probs is not None
+        ctx.mode, ctx.align, ctx.rows = mode, align, inp.size(0)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any, dprobs: Any, _: Any) -> Any:
+        splits, index = ctx.saved_tensors
+        in_probs = dprobs if ctx.with_probs else None
+        # PAD and UNPAD, SORT and UNSORT differ in the last bit.
+        grad, probs_grad, _ = _move(
+            dout, in_probs, splits, ctx.values, index, ctx.mode ^ 1, ctx.align, ctx.rows
+        )
+        return grad, probs_grad if ctx.with_probs else None, None, None, None, None, None, None
 
 
-_unpermute.register_autograd(_unpermute_backward, setup_context=_unpermute_setup)
-
-
-def _move_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    del output
-    inp, probs, splits, values, index, mode, align, _ = inputs
-    ctx.save_for_backward(splits, index)
-    ctx.values = values
-    ctx.with_probs = probs is not None
-    ctx.mode, ctx.align, ctx.rows = mode, align, inp.size(0)
-
-
-def _move_backward(ctx: Any, dout: Any, dprobs: Any, _: Any) -> Any:
-    splits, index = ctx.saved_tensors
-    in_probs = dprobs if ctx.with_probs else None
-    grad, probs_grad, _ = _move(
-        dout, in_probs, splits, ctx.values, index, ctx.mode ^ 1, ctx.align, ctx.rows
-    )
-    return grad, probs_grad if ctx.with_probs else None, None, None, None, None, None, None
-
-
-_move.register_autograd(_move_backward, setup_context=_move_setup)
+# Calls ----------------------------------------------------------------------------------------------
 
 
 def permute(
@@ -291,7 +360,8 @@ def permute(
     index: bool,
 ) -> Any:
     """Trace :func:`te_fast.moe.kernels.permute`."""
-    out, out_probs, row_id_map, pads, counts = _permute(inp, probs, routing_map, rows, align, index)
+    given = (inp, probs, routing_map, rows, align, index)
+    out, out_probs, row_id_map, pads, counts = _Permute.apply(*given)
     padded = (pads, counts) if align > 0 else (None, None)
     return out, None if probs is None else out_probs, row_id_map, *padded
 
@@ -305,7 +375,7 @@ def unpermute(
     top_k: int,
 ) -> torch.Tensor:
     """Trace :func:`te_fast.moe.kernels.unpermute`."""
-    out: torch.Tensor = _unpermute(inp, row_id_map, probs, pad_offsets, None, tokens, top_k)[0]
+    out: torch.Tensor = _Unpermute.apply(inp, row_id_map, probs, pad_offsets, tokens, top_k)
     return out
 
 
@@ -320,7 +390,9 @@ def move(
 ) -> Any:
     """Trace :func:`te_fast.moe.kernels.move_rows`."""
     given = isinstance(splits, torch.Tensor)
-    out, out_probs, padded = _move(
+    if given and splits.device != inp.device:
+        splits = splits.to(inp.device)  # tensors of a traced operator have one device
+    out, out_probs, padded = _Move.apply(
         inp,
         probs,
         splits if given else None,

@@ -9,8 +9,8 @@ import torch
 
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_traced
+from te_fast.runtime.library import register
 
-_library = torch.library.Library("te_fast", "FRAGMENT")
 #: Operators whose parameters may be quantised tensors; graphs define them.
 OF_PROGRAMS = frozenset(
     {"te_fast::program_forward", "te_fast::program_backward", "te_fast::inference"}
@@ -47,12 +47,11 @@ def _fake(
     return data.new_empty(shape, dtype=dtype)
 
 
-_library.define(
-    "dequantize_value(Tensor data, Tensor scale, int block, str fp8, bool columnwise, ScalarType dtype) -> Tensor"
+register(
+    "dequantize_value(Tensor data, Tensor scale, int block, str fp8, bool columnwise, ScalarType dtype) -> Tensor",
+    _dequantize,
+    _fake,
 )
-for _key in ("CPU", "CUDA"):
-    _library.impl("dequantize_value", _dequantize, _key)
-torch.library.register_fake("te_fast::dequantize_value", _fake, lib=_library)
 
 
 def dequantized(value: native.QuantizedValue, dtype: torch.dtype) -> torch.Tensor:
