@@ -6,10 +6,13 @@ A result file holds the command, the machine, the versions, the date and the com
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import subprocess
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
@@ -19,7 +22,7 @@ from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8Curr
 from te_fast.profiling.timing import Timing, environment, interleave, quiet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from te_fast.common.recipe import Recipe
 
@@ -27,12 +30,16 @@ __all__ = [
     "DTYPES",
     "RECIPES",
     "RESULTS",
+    "Peer",
     "Timing",
     "as_in_training",
+    "attempt",
     "commit",
     "interleave",
     "options",
+    "peer",
     "quiet",
+    "reason",
     "show",
     "write",
 ]
@@ -45,6 +52,47 @@ RECIPES: dict[str, type[Recipe]] = {
     "block": Float8BlockScaling,
     "current": Float8CurrentScaling,
 }
+
+Result = TypeVar("Result")
+
+
+class Peer(NamedTuple):
+    """Transformer Engine: its layers, and its recipes."""
+
+    pytorch: Any
+    recipe: Any
+
+
+def peer() -> Peer | None:
+    """Return Transformer Engine where it is installed; te_fast under its name (te_fast_alias) is none."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        return None
+    pytorch = importlib.import_module("transformer_engine.pytorch")
+    if pytorch.Linear.__module__.startswith("te_fast"):
+        return None
+    return Peer(pytorch, importlib.import_module("transformer_engine.common.recipe"))
+
+
+def reason(error: BaseException) -> str:
+    """Return an error in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
+
+
+def attempt(name: str, do: Callable[[], Result], failures: dict[str, str]) -> Result | None:
+    """Run one case of many and print how long it took; one that raises is noted in ``failures``.
+
+    A library that refuses a case must not end the others', whose time on a GPU is paid for.
+    """
+    begin = time.perf_counter()
+    try:
+        result = do()
+    except Exception as error:  # whatever a case of another library may raise
+        failures[name] = reason(error)
+        print(f"{name}: {failures[name]}", flush=True)
+        return None
+    print(f"{name}: {time.perf_counter() - begin:.1f} s", flush=True)
+    return result
 
 
 def options(description: str | None) -> argparse.ArgumentParser:

@@ -350,7 +350,8 @@ class Routed(torch.nn.Module):
         """Permute, pad or sort, and merge."""
         weights, experts, routing = route(x)
         if self.kind == "expert indices":
-            rows, order = self.te.moe_permute(x, experts.to(torch.int32), map_type="index")
+            chosen = experts.to(torch.int32)
+            rows, order = self.te.moe_permute(x, chosen, chosen.numel(), map_type="index")
             return rows, self.te.moe_unpermute(rows, order, weights, map_type="index")
         probs = x[:, :EXPERTS].float().sigmoid() * routing
         merged = {"restore_shape": x.shape, "map_type": "mask"}

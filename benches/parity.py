@@ -4,28 +4,40 @@
 
 Every layer, operation, MoE function, loss and optimizer (`_parity_cases.py`) takes three training steps under every
 recipe in both libraries, from the same parameters and inputs. A figure is
-‖te_fast - Transformer Engine‖ / ‖Transformer Engine‖ of the worst step, 0 where all bits are equal. Where Transformer
-Engine is not installed there is nothing to compare with, and the bench says so.
+‖te_fast - Transformer Engine‖ / ‖Transformer Engine‖ of the worst step, 0 where all bits are equal. What a library
+refuses is a row of its own, with the library's reason. Where Transformer Engine is not installed there is nothing to
+compare with, and the bench says so.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
+import re
 import sys
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from _harness import DTYPES, options, show, write
+from _harness import DTYPES, attempt, options, peer, reason, show, write
 from _parity_cases import COLS, Given, Library, cases
-from te_fast.errors import TeFastError
 from te_fast.state.extra_state import unpack
 
 ROWS, STEPS = 128, 3
 QUANTITIES = ("output", "input gradient", "parameter gradients", "scales", "histories")
+#: What a step leaves, by quantity and name.
+Step = dict[str, dict[str, torch.Tensor]]
+
+
+class RefusedError(RuntimeError):
+    """A case that one of the libraries, or both, did not run."""
+
+    def __init__(self, errors: dict[str, Exception]) -> None:
+        super().__init__("; ".join(f"{name}: {reason(error)}" for name, error in errors.items()))
+        self.libraries = frozenset(errors)
 
 
 def recipes() -> dict[str, Callable[[Any], Any]]:
@@ -82,13 +94,29 @@ def by_number(tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {str(index): one for index, one in enumerate(tensors)}
 
 
-def run(
-    library: Library, module: torch.nn.Module, recipe: Any, x: torch.Tensor
-) -> Iterator[dict[str, dict[str, torch.Tensor]]]:
-    """Take training steps; yield what each leaves, by quantity and name."""
+def owner_less(name: str) -> str:
+    """Name a parameter of an operation without the basic operation that owns it: only te_fast names that one."""
+    return re.sub(r"basic_ops\.\d+\.", "", name)
+
+
+def start(module: torch.nn.Module, x: torch.Tensor) -> None:
+    """Give parameters values that depend on their names alone."""
+    like = torch.empty((), dtype=x.dtype, device=x.device)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            seed = zlib.crc32(owner_less(name).encode())
+            parameter.copy_(numbers(parameter.shape, seed, like) * 0.1)
+
+
+def run(library: Library, case: str, recipe: str, x: torch.Tensor) -> list[Step]:
+    """Make a case's module in a library and take training steps."""
+    made = recipes()[recipe](library.recipe)
+    module = cases()[case](library, Given(x.dtype, x.device, made))
+    start(module, x)
+    steps: list[Step] = []
     for step in range(STEPS):
         leaf = numbers(x.shape, 10 + step, x).requires_grad_()
-        with library.pytorch.autocast(enabled=recipe is not None, recipe=recipe):
+        with library.pytorch.autocast(enabled=made is not None, recipe=made):
             result = module(leaf)
         outputs = list(result) if isinstance(result, tuple) else [result]
         learning = [y for y in outputs if y.requires_grad]
@@ -96,53 +124,49 @@ def run(
         if learning:
             torch.autograd.backward(learning, gradients)
         kept = states(module)
-        yield {
+        found = {
             "output": by_number([y.detach() for y in outputs]),
             "input gradient": {} if leaf.grad is None else {"": leaf.grad},
             "parameter gradients": {
-                name: p.grad for name, p in module.named_parameters() if p.grad is not None
+                owner_less(name): p.grad
+                for name, p in module.named_parameters()
+                if p.grad is not None
             },
             "scales": {name: one for name, one in kept.items() if one.dim() == 1},
             "histories": {name: one for name, one in kept.items() if one.dim() == 2},
         }
+        # A later step must not reach what this one left.
+        steps.append(
+            {
+                quantity: {name: one.detach().clone() for name, one in values.items()}
+                for quantity, values in found.items()
+            }
+        )
         module.zero_grad(set_to_none=True)
-
-
-def make_both(
-    ours: Library, theirs: Library, case: str, recipe: str, x: torch.Tensor
-) -> list[torch.nn.Module]:
-    """Make a case's module in both libraries, with equal parameters."""
-    maker = recipes()[recipe]
-    modules = [
-        cases()[case](library, Given(x.dtype, x.device, maker(library.recipe)))
-        for library in (ours, theirs)
-    ]
-    mine, other = (dict(module.named_parameters()) for module in modules)
-    if mine.keys() != other.keys():
-        message = f"{case}: parameters {sorted(mine)} and {sorted(other)}"
-        raise SystemExit(message)
-    with torch.no_grad():
-        for index, (name, parameter) in enumerate(other.items()):
-            like = torch.empty((), dtype=x.dtype, device=x.device)
-            values = numbers(parameter.shape, 100 + index, like) * 0.1
-            for one in (parameter, mine[name]):
-                one.copy_(values)
-    return modules
+    return steps
 
 
 def compare(
     ours: Library, theirs: Library, case: str, recipe: str, x: torch.Tensor
 ) -> dict[str, float]:
-    """Differences of one case under one recipe, by quantity; what one library lacks is infinitely far."""
-    modules = make_both(ours, theirs, case, recipe, x)
-    maker = recipes()[recipe]
-    steps = zip(
-        run(ours, modules[0], maker(ours.recipe), x),
-        run(theirs, modules[1], maker(theirs.recipe), x),
-        strict=True,
-    )
+    """Differences of one case under one recipe, by quantity; what one library lacks is infinitely far.
+
+    Raises
+    ------
+    RefusedError
+        If a library does not run the case.
+    """
+    runs: list[list[Step]] = []
+    errors: dict[str, Exception] = {}
+    for name, library in (("te_fast", ours), ("Transformer Engine", theirs)):
+        try:
+            runs.append(run(library, case, recipe, x))
+        except Exception as error:  # noqa: PERF203  # whatever either library may raise
+            errors[name] = error
+    if errors:
+        raise RefusedError(errors)
     worst: dict[str, float] = {}
-    for mine, other in steps:
+    for mine, other in zip(*runs, strict=True):
         for quantity in QUANTITIES:
             # Transformer Engine's attention keeps scales that only FP8 attention uses.
             names = [name for name in other[quantity] if "core_attention" not in name]
@@ -155,10 +179,8 @@ def compare(
 
 def installed() -> Library | None:
     """Return Transformer Engine, if there is one."""
-    if importlib.util.find_spec("transformer_engine") is None:
-        return None
-    module = importlib.import_module
-    return Library(module("transformer_engine.pytorch"), module("transformer_engine.common.recipe"))
+    found = peer()
+    return None if found is None else Library(*found)
 
 
 def own() -> Library:
@@ -177,31 +199,23 @@ def main() -> int:
         print("Transformer Engine is not installed: there is nothing to compare te_fast with")
         return 0
     x = torch.empty(ROWS, COLS, dtype=DTYPES[arguments.dtype], device=arguments.device)
-    figures: dict[str, dict[str, float | str]] = {}
-    for case in cases():
+    figures: dict[str, object] = {}
+    refused: dict[str, str] = {}
+    rows = []
+    for case in (one for one in cases() if arguments.only in one):
         for recipe in recipes():
-            if arguments.only not in case:
+            name = f"{case}; {recipe}"
+            found = attempt(name, partial(compare, own(), theirs, case, recipe, x), refused)
+            if found is None:
+                figures[name] = {"refused": refused[name]}
                 continue
-            try:
-                figures[f"{case}; {recipe}"] = {**compare(own(), theirs, case, recipe, x)}
-            except (
-                TeFastError,
-                NotImplementedError,
-                RuntimeError,
-                ValueError,
-                AssertionError,
-            ) as error:
-                first = next(iter(str(error).splitlines()), type(error).__name__)
-                figures[f"{case}; {recipe}"] = {"refused": first[:80]}
-    show(
-        "relative differences",
-        ["", *QUANTITIES],
-        [
-            [name, *(f"{row[one]:.1e}" if one in row else "" for one in QUANTITIES)]
-            for name, row in figures.items()
-        ],
-    )
-    write("parity", arguments, dict(figures))
+            figures[name] = found
+            rows.append(
+                [name, *(f"{found[one]:.1e}" if one in found else "" for one in QUANTITIES)]
+            )
+    show("relative differences", ["", *QUANTITIES], rows)
+    show("refused", ["", "by"], refused.items())
+    write("parity", arguments, figures)
     return 0
 
 

@@ -10,7 +10,8 @@ import torch
 
 import parity
 
-pytestmark = [pytest.mark.te, pytest.mark.gpu]
+# What Transformer Engine and the compilers that it uses warn of is not te_fast's.
+pytestmark = [pytest.mark.te, pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 #: Where the difference may be more than nothing, with the reason. The first name that a case begins with counts.
 BOUNDS = {
@@ -57,6 +58,11 @@ def theirs():
 def test_differences_are_within_their_bounds(theirs, case, recipe):
     x = torch.empty(parity.ROWS, parity.COLS, dtype=torch.bfloat16, device="cuda")
     bound = next(value for name, value in BOUNDS.items() if case.startswith(name))
-    found = parity.compare(parity.own(), theirs, case, recipe, x)
+    try:
+        found = parity.compare(parity.own(), theirs, case, recipe, x)
+    except parity.RefusedError as error:
+        if "te_fast" in error.libraries and "Transformer Engine" not in error.libraries:
+            raise
+        pytest.skip(f"Transformer Engine refuses the case: {error}")
     assert "output" in found
     assert {name: value for name, value in found.items() if value > bound} == {}

@@ -1,5 +1,6 @@
 """benches/parity.py finds differences, and finds none where there is none: te_fast beside itself, on the CPU."""
 
+import json
 import math
 import types
 
@@ -87,6 +88,45 @@ def test_another_recipe_is_found_in_every_quantity():
     found = parity.compare(own, changed, "LayerNormMLP, swiglu", "delayed", X)
     assert all(0 < value < math.inf for value in found.values()), found
     assert list(found) == list(parity.QUANTITIES)
+
+
+class Lacking:
+    """te_fast's names without linear layers."""
+
+    def __getattr__(self, name):
+        if name == "Linear":
+            raise TypeError("no linear layers\nat all")
+        return getattr(te, name)
+
+
+def test_who_refuses_a_case_is_named():
+    own = parity.own()
+    lacking = parity.Library(Lacking(), own.recipe)
+    with pytest.raises(parity.RefusedError, match="^te_fast: TypeError: no linear layers$") as one:
+        parity.compare(lacking, own, "Linear", "none", X)
+    assert one.value.libraries == {"te_fast"}
+    with pytest.raises(parity.RefusedError, match="Transformer Engine: TypeError") as both:
+        parity.compare(lacking, lacking, "Linear", "none", X)
+    assert both.value.libraries == {"te_fast", "Transformer Engine"}
+
+
+def test_a_case_that_raises_is_a_row_and_not_the_end(monkeypatch, capsys, tmp_path):
+    own = parity.own()
+    monkeypatch.setattr(parity, "installed", lambda: parity.Library(Lacking(), own.recipe))
+    out = tmp_path / "parity.json"
+    monkeypatch.setattr("sys.argv", ["parity.py", "--device=cpu", "--only=Norm", f"--out={out}"])
+    chosen = ("LayerNorm", "LayerNormLinear, RMSNorm")
+    made = {name: make for name, make in parity.cases().items() if name in chosen}
+    made["FP8 between layers, Norm"] = parity.cases()["FP8 between layers: Linear, Linear"]
+    monkeypatch.setattr(parity, "cases", lambda: made)
+    assert parity.main() == 0
+    figures = json.loads(out.read_text())["figures"]
+    assert len(figures) == 3 * len(parity.recipes())
+    refused = {name for name, found in figures.items() if "refused" in found}
+    assert {name.partition(";")[0] for name in refused} == {"FP8 between layers, Norm"}
+    assert len(refused) == len(parity.recipes())
+    assert figures["LayerNorm; none"]["output"] == 0
+    assert "no linear layers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
