@@ -151,7 +151,7 @@ __device__ void grouped(const GroupedParams& p) {
     ptx::wait_for_prior_grids();
 
     const uint32_t width = static_cast<uint32_t>(K::kByRows ? p.n : p.k), wide = block.cluster * K::kColumns;
-    Schedule<K::kByRows> schedule(p.splits, p.groups, p.rows, p.align, kRows,
+    Schedule<K::kByRows> schedule(p.splits, p.groups, p.rows, p.counted, p.align, kRows,
                                   static_cast<int>((p.n + kRows - 1) / kRows),
                                   static_cast<int>((width + wide - 1) / wide), !K::kByRows && p.accumulate != 0);
     if (threadIdx.x < 128) {

@@ -30,7 +30,8 @@ struct GroupedParams {
     uint32_t bias_type;  // FloatKind
     uint32_t accumulate;
     uint32_t b_scale_pitch;  // of 128 x 128 scales
-    uint64_t unused[5];
+    uint64_t counted;        // rows that splits may count
+    uint64_t unused[4];
 };
 static_assert(sizeof(GroupedParams) == kGroupedParamsBytes);
 

@@ -23,12 +23,14 @@ constexpr int kRowsTogether = 8;
 template <bool kByRows>
 class Schedule {
   public:
-    // `row_tiles` is that of every group unless groups cut the rows (kByRows); then tiles are `tile_rows` high.
-    __device__ Schedule(const int64_t* splits, int groups, int rows, int align, int tile_rows, int row_tiles,
-                        int columns, bool skip_empty)
+    // `row_tiles` is that of every group unless groups cut the rows (kByRows); then tiles are `tile_rows` high. Splits
+    // count `counted` rows at most: those that casts have padded to `rows`.
+    __device__ Schedule(const int64_t* splits, int groups, int rows, int counted, int align, int tile_rows,
+                        int row_tiles, int columns, bool skip_empty)
         : splits_(splits),
           groups_(groups),
           rows_(rows),
+          counted_(counted),
           align_(align),
           tile_rows_(tile_rows),
           row_tiles_(row_tiles),
@@ -55,6 +57,7 @@ class Schedule {
             if (first_ >= groups_) return false;
             tiles_before_ = __shfl_sync(~0u, tiles_end_, 31);
             rows_before_ = __shfl_sync(~0u, rows_end_, 31);
+            if constexpr (!kByRows) counted_before_ = __shfl_sync(~0u, counted_end_, 31);
             load();
         }
     }
@@ -78,8 +81,20 @@ class Schedule {
     __device__ void load() {
         const int lane = threadIdx.x % 32;
         const int64_t given = first_ + lane < groups_ ? splits_[first_ + lane] : 0;
-        const auto all = static_cast<uint32_t>(rows_);
-        const auto rows = static_cast<uint32_t>(min(max(given, int64_t{0}), static_cast<int64_t>(rows_)));
+        const auto all = static_cast<uint32_t>(rows_), counted = static_cast<uint32_t>(counted_);
+        auto rows = static_cast<uint32_t>(min(max(given, int64_t{0}), static_cast<int64_t>(counted_)));
+        if constexpr (!kByRows) {
+            // What splits say beyond the rows was cut off before the groups were padded.
+            uint32_t sum = rows;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const uint32_t other = __shfl_up_sync(~0u, sum, step);
+                if (lane >= step) sum = min(sum + other, counted);
+            }
+            counted_end_ = min(counted_before_ + sum, counted);
+            const uint32_t before = __shfl_up_sync(~0u, counted_end_, 1);
+            rows = counted_end_ - (lane == 0 ? counted_before_ : before);
+        }
         const uint32_t taken = min((rows + align_ - 1) / align_ * align_, all);
         uint32_t sum = taken;
 #pragma unroll
@@ -102,10 +117,11 @@ class Schedule {
     }
 
     const int64_t* splits_;
-    int groups_, rows_, align_, tile_rows_, row_tiles_, columns_;
+    int groups_, rows_, counted_, align_, tile_rows_, row_tiles_, columns_;
     bool skip_empty_;
     int first_ = 0;
     uint32_t rows_before_ = 0, rows_end_;
+    uint32_t counted_before_ = 0, counted_end_ = 0;
     uint32_t tiles_before_ = 0, tiles_, tiles_end_;
     int start_, count_;
 };

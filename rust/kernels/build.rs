@@ -42,7 +42,10 @@ fn main() {
         return write_table(&out, &empty, &[]);
     }
 
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../cuda").canonicalize().expect("cuda/ exists");
+    let sources = PathBuf::from(env::var("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR"))
+        .join("../../cuda")
+        .canonicalize()
+        .expect("cuda/ exists");
     for entry in fs::read_dir(&sources).expect("cuda/ is readable") {
         let path = entry.expect("a readable entry").path();
         // Cargo looks at all that is in a folder; what lies beside them is for people.

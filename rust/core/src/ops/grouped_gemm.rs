@@ -78,8 +78,10 @@ params! {
         pub accumulate: u32,
         /// Scales from one row of B's 128 x 128 blocks to the next.
         pub b_scale_pitch: u32,
+        /// See [`GroupedGemmSpec`].
+        pub counted: u64,
         /// Up to a multiple of the maps' alignment.
-        pub unused: [u64; 5],
+        pub unused: [u64; 4],
     }
 }
 
@@ -259,7 +261,7 @@ impl GroupedGemmPlan {
     }
 
     fn params<'a>(&self, at: &GroupedGemmPointers<DevPtr<'a>>, columns: usize) -> Result<GroupedParams<'a>> {
-        let &GroupedGemmSpec { groups, rows, n, k, d, .. } = &self.spec;
+        let &GroupedGemmSpec { groups, rows, counted, n, k, d, .. } = &self.spec;
         let code = |dtype| match dtype {
             DType::F16 => common::FLOAT_F16,
             DType::F32 => common::FLOAT_F32,
@@ -281,7 +283,8 @@ impl GroupedGemmPlan {
             bias_type: self.spec.bias.map_or(0, code),
             accumulate: u32::from(self.spec.accumulate),
             b_scale_pitch: k.div_ceil(BLOCK).next_multiple_of(4) as u32,
-            unused: [0; 5],
+            counted: counted as u64,
+            unused: [0; 4],
         })
     }
 }
