@@ -580,3 +580,23 @@ def test_who_watches_sees_the_operators():
             z = run(x)
     assert torch.equal(y, z)
     assert "te_fast::program_forward" in {event.name for event in profile.events()}
+
+
+WHOLE = LAYERS | {
+    "RMSNorm": lambda: te.RMSNorm(32, device="cpu"),
+    "ops.Linear, no bias": lambda: te.ops.Linear(32, 48, bias=False, device="cpu"),
+}
+
+
+@pytest.mark.parametrize("grads", [False, True])
+@pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
+def test_the_compiled_function_is_the_layer_itself(make, grads):
+    """torch 2.11 calls such a layer in another way, and functions without gradients that take two tensors."""
+    layer, x = make(), torch.randn(16, 32)
+    for recipe in (None, DelayedScaling()):
+        run, other = compiled(layer), copy.deepcopy(layer)
+        with torch.set_grad_enabled(grads):
+            with region(recipe):
+                result = run(x)
+            with region(recipe):
+                assert torch.equal(result, other(x))

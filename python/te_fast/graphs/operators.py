@@ -187,16 +187,11 @@ class _Program(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        handle: torch.Tensor,
-        text: str,
-        counts: tuple[int, ...],
-        dummies: tuple[tuple[int, torch.dtype, bool], ...],
-        *tensors: torch.Tensor,
-    ) -> Any:
+    def forward(ctx: Any, *given: Any) -> Any:
+        # With the first four by name, dynamo takes a call with two tensors for one without a context.
+        handle, text, counts, dummies = given[:4]
         facts = facts_of(text)
-        (x,), extras, params, histories, scales, *rest = _split(tensors, counts)
+        (x,), extras, params, histories, scales, *rest = _split(given[4:], counts)
         back_histories, back_scales, kept, main_grads = rest
         rows = x.shape[0]
         made = [

@@ -24,8 +24,9 @@ def _layer_call(self: Any, *args: Any, **kwargs: Any) -> Any:
     return native.layer_call(self, *args, **kwargs)
 
 
-# Old dynamos take every method for a Python function, and fail on another (2.6 does, 2.11 does not).
-_DYNAMO_TAKES_BUILTINS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 11)
+# Old dynamos take every method for a Python function, and fail on another: 2.6 does in each call, 2.11 where the
+# compiled function is the layer itself. 2.15 does not.
+_DYNAMO_TAKES_BUILTINS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 15)
 
 #: ``nn.Module.__call__`` of a layer, as a method without a Python frame.
 layer_call_method: Callable[..., Any] = (
