@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -59,7 +60,8 @@ def test_memory_goes_back_from_a_thread_that_lets_others_run():
     # The driver waits for the kernel; a thread that held the GIL would leave this one two turns at most.
     assert in_thread(dispatch.release_memory) > 20
     assert private_bytes() == 0
-    assert torch.cuda.mem_get_info()[0] >= free + held // 2
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # others take memory of the same GPU meanwhile
+        assert torch.cuda.mem_get_info()[0] >= free + held // 2
     fill()  # and is taken again
     assert private_bytes() > 0
 
