@@ -11,6 +11,7 @@ import importlib.util
 import json
 import subprocess
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -19,10 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fast.profiling.timing import Timing, environment, interleave, quiet
+from te_fast.profiling.timing import Timing, environment, interleave, quiet, wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from te_fast.common.recipe import Recipe
 
@@ -41,6 +43,7 @@ __all__ = [
     "quiet",
     "reason",
     "show",
+    "tried",
     "write",
 ]
 
@@ -95,6 +98,19 @@ def attempt(name: str, do: Callable[[], Result], failures: dict[str, str]) -> Re
     return result
 
 
+def tried(
+    make: Callable[[], Callable[[], object]],
+    device: torch.device,
+    region: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Callable[[], object]:
+    """Make a body that is to be timed and run it once: a case that raises does so here, not among the others."""
+    body = make()
+    with region():
+        body()
+    wait(device)
+    return body
+
+
 def options(description: str | None) -> argparse.ArgumentParser:
     """Options that every bench has; a bench adds its own."""
     parser = argparse.ArgumentParser(
@@ -136,15 +152,23 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> N
     Console(width=110).print(table)
 
 
-def write(name: str, arguments: argparse.Namespace, figures: dict[str, object]) -> Path:
-    """Write the figures of a bench with what they must be quoted with."""
+def write(
+    name: str,
+    arguments: argparse.Namespace,
+    figures: dict[str, object],
+    failures: dict[str, str] | None = None,
+) -> Path:
+    """Write the figures of a bench, and the cases that raised, with what they must be quoted with."""
     kind = "host"
     if arguments.device.type == "cuda":
         kind = torch.cuda.get_device_name(arguments.device).replace(" ", "-").lower()
     path: Path = arguments.out or RESULTS / f"{name}-{kind}.json"
     stamp = environment(arguments.device) | {"commit": commit()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"bench": name, "environment": stamp, "figures": figures}, indent=2)
+    data = {"bench": name, "environment": stamp, "figures": figures}
+    if failures:
+        data["failures"] = failures
+    text = json.dumps(data, indent=2)
     path.write_text(text + "\n", encoding="utf-8")
     print(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
     return path

@@ -13,8 +13,6 @@ per step of five that are queued behind a pause. Memory is that of the allocator
 from __future__ import annotations
 
 import gc
-import importlib
-import importlib.util
 import statistics
 import time
 import warnings
@@ -27,7 +25,7 @@ import torch
 from torch.nn import functional
 
 import te_fast.pytorch as te
-from _harness import RECIPES, options, show, write
+from _harness import RECIPES, attempt, options, peer, show, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -178,9 +176,7 @@ def cases(recipes: list[str], device: torch.device) -> Iterator[Case]:
         ("reduce-overhead", {"mode": "reduce-overhead"}),
     ):
         yield Case(f"torch.nn, {name}", partial(TorchBlock, device), compile=how)
-    theirs: Any = None
-    if importlib.util.find_spec("transformer_engine") is not None:
-        theirs = importlib.import_module("transformer_engine.pytorch")
+    theirs = peer()
     for recipe in recipes:
         region = partial(te.autocast, recipe=RECIPES[recipe]())
         block = partial(FusedBlock, te, device)
@@ -193,12 +189,11 @@ def cases(recipes: list[str], device: torch.device) -> Iterator[Case]:
         graph = partial(te.make_graphed_callables, enabled=True, recipe=RECIPES[recipe]())
         yield Case(f"te_fast {recipe}, graphed", block, region, graph=graph)
         if theirs is not None:
-            known = importlib.import_module("transformer_engine.common.recipe")
-            own = getattr(known, type(RECIPES[recipe]()).__name__)()
-            region = partial(theirs.autocast, enabled=True, recipe=own)
-            block = partial(FusedBlock, theirs, device)
+            own = getattr(theirs.recipe, RECIPES[recipe].__name__)()
+            region = partial(theirs.pytorch.autocast, enabled=True, recipe=own)
+            block = partial(FusedBlock, theirs.pytorch, device)
             yield Case(f"Transformer Engine {recipe}", block, region)
-            graph = partial(theirs.make_graphed_callables, enabled=True, recipe=own)
+            graph = partial(theirs.pytorch.make_graphed_callables, enabled=True, recipe=own)
             yield Case(f"Transformer Engine {recipe}, graphed", block, region, graph=graph)
 
 
@@ -213,18 +208,21 @@ def main() -> None:
         parser.error("training steps are measured on a GPU")
     warnings.simplefilter("ignore")
     results: dict[str, object] = {}
+    failures: dict[str, str] = {}
     columns = ("way", "step, ms", "host forward", "host backward", "GPU", "held, GiB", "peak")
     for tokens in args.tokens:
         rows = []
         for case in cases(args.recipes, args.device):
-            figures = measure(case, args.blocks, tokens, args.device)
-            values = asdict(figures)
-            results[f"{tokens} tokens, {case.name}"] = values
-            rows.append((case.name, *(f"{value:.2f}" for value in values.values())))
+            name = f"{tokens} tokens, {case.name}"
+            trial = partial(measure, case, args.blocks, tokens, args.device)
+            figures = attempt(name, trial, failures)
+            if figures is not None:
+                results[name] = asdict(figures)
+                rows.append((case.name, *(f"{value:.2f}" for value in asdict(figures).values())))
             gc.collect()
             torch.cuda.empty_cache()
         show(f"{args.blocks} blocks, {tokens} tokens", columns, rows)
-    write("llama_blocks", args, results)
+    write("llama_blocks", args, results, failures)
 
 
 if __name__ == "__main__":
