@@ -1,6 +1,6 @@
 """Training steps of Llama-like blocks (ms; memory in GiB): torch, te_fast, Transformer Engine; eager, compiled, graphs.
 
-    python benches/llama_blocks.py [--tokens 2048 512] [--recipes delayed current block] [--blocks 8] [--out FILE]
+    python benches/llama_blocks.py [--tokens 2048 512] [--recipes delayed current block] [--only eager graphed]
 
 Blocks have hidden size 2048, feed-forward size 5632 and heads of 128: a norm with the QKV product, attention by torch,
 a product, and an MLP with SwiGLU. Parameters are BF16, the optimizer is fused AdamW. Transformer Engine runs where it
@@ -192,7 +192,7 @@ def cases(recipes: list[str], device: torch.device) -> Iterator[Case]:
             own = getattr(theirs.recipe, RECIPES[recipe].__name__)()
             region = partial(theirs.pytorch.autocast, enabled=True, recipe=own)
             block = partial(FusedBlock, theirs.pytorch, device)
-            yield Case(f"Transformer Engine {recipe}", block, region)
+            yield Case(f"Transformer Engine {recipe}, eager", block, region)
             graph = partial(theirs.pytorch.make_graphed_callables, enabled=True, recipe=own)
             yield Case(f"Transformer Engine {recipe}, graphed", block, region, graph=graph)
 
@@ -203,6 +203,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 512])
     parser.add_argument("--recipes", choices=RECIPES, nargs="+", default=list(RECIPES))
     parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="ways whose names have one of these"
+    )
     args = parser.parse_args()
     if args.device.type != "cuda":
         parser.error("training steps are measured on a GPU")
@@ -212,7 +215,8 @@ def main() -> None:
     columns = ("way", "step, ms", "host forward", "host backward", "GPU", "held, GiB", "peak")
     for tokens in args.tokens:
         rows = []
-        for case in cases(args.recipes, args.device):
+        ways = cases(args.recipes, args.device)
+        for case in (one for one in ways if any(part in one.name for part in args.only)):
             name = f"{tokens} tokens, {case.name}"
             trial = partial(measure, case, args.blocks, tokens, args.device)
             figures = attempt(name, trial, failures)
