@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import subprocess
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -37,6 +38,7 @@ __all__ = [
     "as_in_training",
     "attempt",
     "commit",
+    "forget",
     "interleave",
     "options",
     "peer",
@@ -74,6 +76,17 @@ def peer() -> Peer | None:
     if pytorch.Linear.__module__.startswith("te_fast"):
         return None
     return Peer(pytorch, importlib.import_module("transformer_engine.common.recipe"))
+
+
+def forget() -> None:
+    """Let Transformer Engine drop what it keeps of modules that are gone.
+
+    At every region's end and in every backward it updates the scales of all modules of delayed scaling that it has ever
+    seen: without this, later cases would pay for earlier ones.
+    """
+    theirs = peer() if "transformer_engine.pytorch" in sys.modules else None
+    if theirs is not None:
+        theirs.pytorch.quantization.FP8GlobalStateManager.reset()
 
 
 def reason(error: BaseException) -> str:

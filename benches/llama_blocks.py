@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional
 
 import te_fast.pytorch as te
-from _harness import RECIPES, attempt, options, peer, show, write
+from _harness import RECIPES, attempt, forget, options, peer, show, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -144,6 +144,7 @@ class Training:
 
 def measure(case: Case, blocks: int, tokens: int, device: torch.device) -> Figures:
     """Train for a few steps."""
+    forget()
     torch.compiler.reset()
     torch.cuda.reset_peak_memory_stats()
     training = Training(case, blocks, tokens, device)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from _harness import RECIPES, attempt, options, show, write
+from _harness import RECIPES, attempt, forget, options, show, write
 from _llama import llama, source
 from _llama_ways import Way, ways
 
@@ -43,6 +43,7 @@ def train(
 ) -> list[float]:
     """Train a model; return its losses."""
     hidden, layers = sizes
+    forget()
     torch.compiler.reset()
     model: Any = llama(hidden, layers, data.shape[-1], device)
     way.change(model)

@@ -28,6 +28,7 @@ from _harness import (
     Timing,
     as_in_training,
     attempt,
+    forget,
     interleave,
     options,
     peer,
@@ -180,6 +181,7 @@ def measure(
     case: Case, arguments: argparse.Namespace, x: torch.Tensor, failures: dict[str, str]
 ) -> dict[str, Timing]:
     """Microseconds per call, by package, in turn; of a package that raises, its error in ``failures``."""
+    forget()
     torch.manual_seed(0)
     gradient = torch.randn_like(x) if case.backward else None
     bodies = {PLAIN: body_of(case.plain(), x, gradient)}
@@ -274,6 +276,7 @@ def training_step(
 
 def gpu(arguments: argparse.Namespace, failures: dict[str, str]) -> dict[str, float]:
     """Median GPU milliseconds of a LayerNormMLP step, by package, in turn."""
+    forget()
     rows, hidden, ffn = arguments.gpu_rows, arguments.gpu_hidden, arguments.gpu_ffn
     common = {"device": arguments.device, "dtype": torch.bfloat16}
     x = torch.randn(rows, hidden, **common)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from _harness import DTYPES, attempt, options, peer, reason, show, write
+from _harness import DTYPES, attempt, forget, options, peer, reason, show, write
 from _parity_cases import COLS, Given, Library, cases
 from te_fast.state.extra_state import unpack
 
@@ -156,6 +156,7 @@ def compare(
     RefusedError
         If a library does not run the case.
     """
+    forget()
     runs: list[list[Step]] = []
     errors: dict[str, Exception] = {}
     for name, library in (("te_fast", ours), ("Transformer Engine", theirs)):
