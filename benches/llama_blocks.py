@@ -184,7 +184,7 @@ def cases(recipes: list[str], device: torch.device) -> Iterator[Case]:
     theirs = peer()
     for recipe in recipes:
         region = partial(te.autocast, recipe=RECIPES[recipe]())
-        block = partial(FusedBlock, te, device)
+        block: Callable[[], torch.nn.Module] = partial(FusedBlock, te, device)
         for name, how in (
             ("eager", None),
             ("compiled", {}),
