@@ -22,7 +22,7 @@ _OF_CUSTOM_RECIPES = (
 _TOOLS = (
     ""
     "onnx_export CusolverMpCtx newton_schulz "
-    "newton_schulz_tp deinterleave_glu_tensor interleave_glu_tensor initialize_ub destroy_ub "
+    "newton_schulz_tp initialize_ub destroy_ub "
     "UserBufferQuantizationMode CPLoadBalancingStrategy get_cudnn_version"
 )
 _SUBMODULES = "cpp_extensions cpu_offload_v1 ep export jit"
@@ -39,9 +39,9 @@ _NAMES = {
         "SplitAlongDim all_close assert_dim_for_fp8_exec assert_viewless_tensor attention_mask_func "
         "canonicalize_device canonicalize_dtype canonicalize_process_group cast_if_needed ceil_div "
         "check_dim_for_fp8_exec clear_tensor_data combine_tensors compare_tensors "
-        "deinterleave_glu_tensor devices_match divide ensure_divisibility get_cached_ones_tensor "
+        "devices_match divide ensure_divisibility get_cached_ones_tensor "
         "get_cudnn_version get_default_init_method get_nvtx_range_context get_sm_count "
-        "init_method_constant init_method_normal interleave_glu_tensor is_bf16_compatible "
+        "init_method_constant init_method_normal is_bf16_compatible "
         "is_non_tn_fp8_gemm_supported mark_grouped_tensor needs_quantized_gemm nvtx_range_pop "
         "nvtx_range_push print_rank_0 requires_grad resolve_grouped_linear_single_param_flags "
         "round_up_to_nearest_multiple safely_set_viewless_tensor_data scaled_init_method_normal "
