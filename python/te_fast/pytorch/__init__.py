@@ -26,7 +26,7 @@ from te_fast.pytorch.attention import (
     MultiheadAttention,
     RotaryPositionEmbedding,
 )
-from te_fast.pytorch.constants import DType
+from te_fast.pytorch.constants import CPLoadBalancingStrategy, DType
 from te_fast.pytorch.cpu_offload import (
     ManualOffloadSynchronizer,
     get_cpu_offload_context,
@@ -90,6 +90,7 @@ from te_fast.runtime.device import set_cuda_device_every_batch, should_set_cuda_
 from te_fast.tensor.loading import register_classes
 
 __all__ = [
+    "CPLoadBalancingStrategy",
     "CudaRNGStatesTracker",
     "DType",
     "DotProductAttention",

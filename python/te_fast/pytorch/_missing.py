@@ -23,7 +23,7 @@ _TOOLS = (
     ""
     "onnx_export CusolverMpCtx newton_schulz "
     "newton_schulz_tp initialize_ub destroy_ub "
-    "UserBufferQuantizationMode CPLoadBalancingStrategy get_cudnn_version"
+    "UserBufferQuantizationMode get_cudnn_version"
 )
 _SUBMODULES = "cpp_extensions cpu_offload_v1 ep export jit"
 _OLD_QUANTIZATION = "RecipeState get_fp4_te_dtype get_fp8_max get_fp8_te_dtype split_and_copy"
