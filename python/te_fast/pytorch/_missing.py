@@ -6,7 +6,10 @@ from te_fast.errors import MissingError
 
 __all__ = ["missing"]
 
-_LAYERS = "GatedDeltaNetAttention FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant"
+_LAYERS = (
+    "GatedDeltaNetAttention GatedDeltaNet2Attention GatedDeltaProductAttention FusedMLAQUpProjFunction "
+    "FusedMLAQUpProjRopeQuant"
+)
 _QUANTISATION = (
     "apply_recipe QuantizerRole QuantizerRequest DelayedScalingRequest quantizer_factory"
 )
@@ -30,7 +33,7 @@ _OLD_QUANTIZATION = "RecipeState get_fp4_te_dtype get_fp8_max get_fp8_te_dtype s
 _NAMES = {
     "te_fast.pytorch": f"{_LAYERS} {_QUANTISATION} {_TENSORS} {_TOOLS} {_SUBMODULES}",
     "te_fast.pytorch.attention": "FusedMLAQUpProjRopeQuant",
-    "te_fast.pytorch.ops": "",
+    "te_fast.pytorch.ops": "ScaledTanhSReLU is_op_fuser_grouped_tensor_path_supported",
     "te_fast.pytorch.ops.basic": "",
     "te_fast.pytorch.distributed": (
         "FullyShardedDataParallel has_te_modules prepare_te_modules_for_fsdp symmetric_all_reduce"
@@ -65,6 +68,7 @@ _NAMES = {
         "multi_tensor_adam_fp8 multi_tensor_sgd"
     ),
     "te_fast.pytorch.cpu_offload": "is_cpu_offload_enabled mark_activation_offload start_offload",
+    "te_fast.pytorch.router": "QBHistogramMode mark_qb_bin_bounds_validated",
     "te_fast.pytorch.fp8": _OLD_QUANTIZATION,
     "te_fast.pytorch.module": "is_module_grouped_tensor_path_supported",
     "te_fast.pytorch.module.base": (
