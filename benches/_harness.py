@@ -10,7 +10,9 @@ import importlib
 import importlib.util
 import json
 import subprocess
+import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -19,10 +21,11 @@ from rich.console import Console
 from rich.table import Table
 
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fast.profiling.timing import Timing, environment, interleave, quiet
+from te_fast.profiling.timing import Timing, environment, interleave, quiet, wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from te_fast.common.recipe import Recipe
 
@@ -35,12 +38,14 @@ __all__ = [
     "as_in_training",
     "attempt",
     "commit",
+    "forget",
     "interleave",
     "options",
     "peer",
     "quiet",
     "reason",
     "show",
+    "tried",
     "write",
 ]
 
@@ -73,6 +78,17 @@ def peer() -> Peer | None:
     return Peer(pytorch, importlib.import_module("transformer_engine.common.recipe"))
 
 
+def forget() -> None:
+    """Let Transformer Engine drop what it keeps of modules that are gone.
+
+    At every region's end and in every backward it updates the scales of all modules of delayed scaling that it has ever
+    seen: without this, later cases would pay for earlier ones.
+    """
+    theirs = peer() if "transformer_engine.pytorch" in sys.modules else None
+    if theirs is not None:
+        theirs.pytorch.quantization.FP8GlobalStateManager.reset()
+
+
 def reason(error: BaseException) -> str:
     """Return an error in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -93,6 +109,19 @@ def attempt(name: str, do: Callable[[], Result], failures: dict[str, str]) -> Re
         return None
     print(f"{name}: {time.perf_counter() - begin:.1f} s", flush=True)
     return result
+
+
+def tried(
+    make: Callable[[], Callable[[], object]],
+    device: torch.device,
+    region: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Callable[[], object]:
+    """Make a body that is to be timed and run it once: a case that raises does so here, not among the others."""
+    body = make()
+    with region():
+        body()
+    wait(device)
+    return body
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
@@ -136,15 +165,23 @@ def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> N
     Console(width=110).print(table)
 
 
-def write(name: str, arguments: argparse.Namespace, figures: dict[str, object]) -> Path:
-    """Write the figures of a bench with what they must be quoted with."""
+def write(
+    name: str,
+    arguments: argparse.Namespace,
+    figures: dict[str, object],
+    failures: dict[str, str] | None = None,
+) -> Path:
+    """Write the figures of a bench, and the cases that raised, with what they must be quoted with."""
     kind = "host"
     if arguments.device.type == "cuda":
         kind = torch.cuda.get_device_name(arguments.device).replace(" ", "-").lower()
     path: Path = arguments.out or RESULTS / f"{name}-{kind}.json"
     stamp = environment(arguments.device) | {"commit": commit()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"bench": name, "environment": stamp, "figures": figures}, indent=2)
+    data = {"bench": name, "environment": stamp, "figures": figures}
+    if failures:
+        data["failures"] = failures
+    text = json.dumps(data, indent=2)
     path.write_text(text + "\n", encoding="utf-8")
     print(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
     return path

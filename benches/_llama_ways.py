@@ -13,7 +13,7 @@ import torch
 
 import te_fast
 import te_fast.pytorch as te
-from _harness import RECIPES
+from _harness import RECIPES, peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,13 +55,13 @@ def ways(recipes: list[str]) -> Iterator[Way]:
         region = partial(te.autocast, recipe=RECIPES[recipe]())
         for is_compiled, how in ((False, "eager"), (True, "compiled")):
             yield Way(f"te_fast.convert {recipe}, {how}", te_fast.convert, region, is_compiled)
-    if importlib.util.find_spec("transformer_engine") is not None:
-        theirs = importlib.import_module("transformer_engine.pytorch")
-        known = importlib.import_module("transformer_engine.common.recipe")
+    theirs = peer()
+    if theirs is not None:
         for recipe in recipes:
-            own = getattr(known, RECIPES[recipe].__name__)()
-            region = partial(theirs.autocast, enabled=True, recipe=own)
-            yield Way(f"Transformer Engine {recipe}, eager", partial(_swap, theirs.Linear), region)
+            own = getattr(theirs.recipe, RECIPES[recipe].__name__)()
+            region = partial(theirs.pytorch.autocast, enabled=True, recipe=own)
+            swap = partial(_swap, theirs.pytorch.Linear)
+            yield Way(f"Transformer Engine {recipe}, eager", swap, region)
     if importlib.util.find_spec("torchao") is not None:
         convert = importlib.import_module("torchao.float8").convert_to_float8_training
         change = partial(convert, module_filter_fn=_is_no_head)

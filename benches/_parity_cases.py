@@ -240,12 +240,11 @@ def ops() -> Iterator[tuple[str, Make]]:
 class Attention(torch.nn.Module):
     """Attention whose queries, keys and values are one input."""
 
-    def __init__(self, mask: str, library: Library, given: Given) -> None:
+    def __init__(self, mask: str, library: Library, given: Given, *, softcap: float = 0.0) -> None:
         super().__init__()
         del given
-        self.inner = library.pytorch.DotProductAttention(
-            HEADS, COLS // HEADS, attn_mask_type=mask, attention_dropout=0.0
-        )
+        options = {"attn_mask_type": mask, "attention_dropout": 0.0, "softcap": softcap}
+        self.inner = library.pytorch.DotProductAttention(HEADS, COLS // HEADS, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Attend within sequences of half the rows."""
@@ -286,6 +285,7 @@ def attention() -> Iterator[tuple[str, Make]]:
     """Yield attention and whole transformer layers by name."""
     for mask in ("no_mask", "causal"):
         yield f"DotProductAttention, {mask}", partial(Attention, mask)
+    yield "DotProductAttention, capped", partial(Attention, "causal", softcap=2.0)
     normed = {"input_layernorm": True}
     yield "MultiheadAttention", partial(Sequences, "MultiheadAttention", {}, rotated=False)
     yield (

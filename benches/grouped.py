@@ -13,9 +13,8 @@ to the same in BF16 by `torch._grouped_mm`.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,9 +26,12 @@ from _harness import (
     RECIPES,
     Timing,
     as_in_training,
+    attempt,
     interleave,
     options,
+    peer,
     show,
+    tried,
     write,
 )
 from te_fast.common.recipe import Float8BlockScaling
@@ -80,33 +82,38 @@ def step_of(
     return step
 
 
-def host_times(arguments: argparse.Namespace) -> dict[str, dict[str, Timing]]:
+def host_times(
+    arguments: argparse.Namespace, failures: dict[str, str]
+) -> dict[str, dict[str, Timing]]:
     """Microseconds of a step, by number of experts and kind of layer."""
     kinds: dict[str, dict[str, Any]] = {
         "one stack": {"single_grouped_weight": True},
         "main_grad": {"fuse_wgrad_accumulation": True},
         "parameters": {},
     }
-    others: Any = None
-    if importlib.util.find_spec("transformer_engine") is not None:
-        others = importlib.import_module("transformer_engine.pytorch")
+    others = peer() if arguments.device.type == "cuda" else None
     result = {}
     for experts in COUNTS:
         rows = experts * ROWS_OF_EXPERT
         counts = torch.full((experts,), ROWS_OF_EXPERT, device=arguments.device)
-        bodies, regions = {}, {}
+        bodies: dict[str, Callable[[], object]] = {}
+        regions: dict[str, Callable[[], Any]] = {}
         for kind, more in kinds.items():
             layer = layer_of(te, experts, arguments, **more)
             bodies[kind] = step_of(layer, counts, arguments, rows)
             regions[kind] = lambda: te.autocast(recipe=Float8BlockScaling())
         if others is not None:
-            layer = layer_of(others, experts, arguments)
-            bodies["Transformer Engine"] = step_of(layer, counts.tolist(), arguments, rows)
-            regions["Transformer Engine"] = lambda: others.autocast(
-                recipe=importlib.import_module(
-                    "transformer_engine.common.recipe"
-                ).Float8BlockScaling()
-            )
+            name, recipe = "Transformer Engine", others.recipe.Float8BlockScaling()
+            regions[name] = partial(others.pytorch.autocast, enabled=True, recipe=recipe)
+
+            def make(experts: int = experts, rows: int = rows) -> Callable[[], None]:
+                layer = layer_of(others.pytorch, experts, arguments)
+                return step_of(layer, [ROWS_OF_EXPERT] * experts, arguments, rows)
+
+            trial = partial(tried, make, arguments.device, regions[name])
+            body = attempt(f"{experts} experts, {name}", trial, failures)
+            if body is not None:
+                bodies[name] = body
         result[str(experts)] = interleave(
             bodies,
             arguments.device,
@@ -198,13 +205,14 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     as_in_training()
-    times = host_times(arguments)
-    kinds = list(times[str(COUNTS[0])])
+    failures: dict[str, str] = {}
+    times = host_times(arguments, failures)
+    kinds = list(dict.fromkeys(kind for found in times.values() for kind in found))
     show(
         f"host time of forward + backward, µs, {arguments.features} x {arguments.features}",
         ["experts", *kinds],
         [
-            [count, *(f"{found[kind].median:.1f}" for kind in kinds)]
+            [count, *(f"{found[kind].median:.1f}" if kind in found else "" for kind in kinds)]
             for count, found in times.items()
         ],
     )
@@ -223,7 +231,7 @@ def main() -> int:
             [[name, f"{time:.3f}", f"{time / reference:.2f}"] for name, time in gpu.items()],
         )
         figures["gpu_milliseconds"] = gpu
-    write("grouped", arguments, figures)
+    write("grouped", arguments, figures, failures)
     worst = max(found["one stack"].median for found in times.values())
     return 1 if arguments.device.type == "cuda" and worst > BAR_US else 0
 

@@ -11,7 +11,6 @@ and te_fast always run, Transformer Engine where it is installed, round by round
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import statistics
 import time
 from contextlib import nullcontext
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import te_fast.pytorch as te
-from _harness import DTYPES, RECIPES, options, quiet, show, write
+from _harness import DTYPES, RECIPES, attempt, options, peer, quiet, show, tried, write
 
 if TYPE_CHECKING:
     import argparse
@@ -36,7 +35,7 @@ class Candidate:
 
     region: Callable[[], AbstractContextManager[Any]]
     #: Called with ``is_first_microbatch``.
-    forward: Callable[[bool], object]
+    forward: Callable[..., object]
     first: list[float] = field(default_factory=list)
     later: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
@@ -58,13 +57,15 @@ class Candidate:
         self.whole.append((end - begin) / 1e3)
 
 
-def call(layer: torch.nn.Module, x: torch.Tensor, first: bool) -> object:  # noqa: FBT001
-    """Run a layer on the first or a later microbatch."""
+def call(layer: torch.nn.Module, x: torch.Tensor, first: bool | None = None) -> object:  # noqa: FBT001
+    """Run a layer on the first or a later microbatch, or one of which neither is said."""
     return layer(x, is_first_microbatch=first)
 
 
-def candidates(arguments: argparse.Namespace, x: torch.Tensor) -> dict[str, Candidate]:
-    """nn.Linear, te_fast per recipe, and Transformer Engine per recipe where it is installed."""
+def candidates(
+    arguments: argparse.Namespace, x: torch.Tensor, failures: dict[str, str]
+) -> dict[str, Candidate]:
+    """nn.Linear, te_fast per recipe, and Transformer Engine per recipe where it is installed and has it."""
     kwargs = {"bias": False, "params_dtype": x.dtype, "device": x.device}
     size = arguments.features
     plain = torch.nn.Linear(size, size, bias=False, dtype=x.dtype, device=x.device)
@@ -72,18 +73,22 @@ def candidates(arguments: argparse.Namespace, x: torch.Tensor) -> dict[str, Cand
     packages: dict[str, tuple[Any, Any]] = {
         "te_fast": (te, importlib.import_module("te_fast.common.recipe"))
     }
-    if x.is_cuda and importlib.util.find_spec("transformer_engine"):
-        packages["TE"] = (
-            importlib.import_module("transformer_engine.pytorch"),
-            importlib.import_module("transformer_engine.common.recipe"),
-        )
+    theirs = peer() if x.is_cuda else None
+    if theirs is not None:
+        packages["TE"] = theirs
     for package, (pytorch, recipes) in packages.items():
         for name, recipe_class in RECIPES.items():
             recipe = getattr(recipes, recipe_class.__name__)()
-            layer = pytorch.Linear(size, size, **kwargs)
-            result[f"{package} {name}"] = Candidate(
-                partial(pytorch.autocast, recipe=recipe), partial(call, layer, x)
-            )
+            region = partial(pytorch.autocast, enabled=True, recipe=recipe)
+            linear = partial(pytorch.Linear, size, size, **kwargs)
+
+            def make(linear: Callable[[], torch.nn.Module] = linear) -> Callable[[], object]:
+                return partial(call, linear(), x)
+
+            trial = partial(tried, make, x.device, region)
+            forward = attempt(f"{package} {name}", trial, failures)
+            if forward is not None:
+                result[f"{package} {name}"] = Candidate(region, forward)
     return result
 
 
@@ -100,7 +105,9 @@ def main() -> None:
     arguments.features = arguments.features or (512 if device.type == "cpu" else 3072)
     x = torch.randn(arguments.rows, arguments.features, dtype=dtype, device=device)
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    competitors = candidates(arguments, x)
+    failures: dict[str, str] = {}
+    with torch.no_grad():
+        competitors = candidates(arguments, x, failures)
     with torch.no_grad(), quiet():
         for number in range(arguments.warmup + arguments.rounds):
             for candidate in competitors.values():
@@ -112,7 +119,8 @@ def main() -> None:
                     candidate.whole.clear()
     floating_point_operations = 2 * arguments.microbatches * arguments.rows * arguments.features**2
     base = statistics.median(competitors["nn.Linear"].later)
-    rows, figures = [], {}
+    rows: list[list[str]] = []
+    figures: dict[str, object] = {}
     for name, candidate in competitors.items():
         first, later, whole = (
             statistics.median(values)
@@ -139,7 +147,7 @@ def main() -> None:
     title = f"{arguments.microbatches} microbatches of [{arguments.rows}, {arguments.features}] on {device}"
     columns = ["", "first, host µs", "later, host µs", "/ nn.Linear", "round, µs", "TFLOP/s"]
     show(title, columns, rows)
-    write("linear_cpu_overhead", arguments, dict(figures))
+    write("linear_cpu_overhead", arguments, figures, failures)
 
 
 if __name__ == "__main__":

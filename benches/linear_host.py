@@ -4,14 +4,15 @@
 
 Rows: no_grad with a cached weight, forward with grad, forward + backward, entering and leaving
 ``autocast``. The bars are those of the project; they hold for CUDA, where the host only launches. On
-the CPU the host backend also computes within the call, so the figures there show that it runs.
+the CPU the host backend also computes within the call, so the figures there show that it runs. Where Transformer Engine
+is installed, its layer runs beside; it keeps a weight for calls that are said to be of a later microbatch.
 """
 
 from __future__ import annotations
 
 import sys
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,15 +22,19 @@ from _harness import (
     RECIPES,
     Timing,
     as_in_training,
+    attempt,
     interleave,
     options,
+    peer,
     show,
+    tried,
     write,
 )
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from te_fast.common.recipe import Recipe
 
@@ -43,9 +48,10 @@ AUTOCAST_BAR_US = 1.5
 
 
 def bodies_of(
-    layer: torch.nn.Module, x: torch.Tensor, gradient: torch.Tensor
+    layer: torch.nn.Module, x: torch.Tensor, gradient: torch.Tensor, *, told: bool = False
 ) -> dict[str, Callable[[], object]]:
-    """One call per mode; ``no_grad`` is entered by the caller."""
+    """One call per mode; ``no_grad`` is entered by the caller. ``told``: the layer hears that its weight is kept."""
+    kept = {"is_first_microbatch": False} if told else {}
     leaf = x.clone().requires_grad_()
     parameters = [leaf, *layer.parameters()]
 
@@ -55,13 +61,37 @@ def bodies_of(
             parameter.grad = None
 
     return {
-        "no_grad": lambda: layer(x),
+        "no_grad": lambda: layer(x, **kept),
         "forward with grad": lambda: layer(leaf),
         "forward + backward": forward_and_backward,
     }
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, dict[str, Timing]]:
+def of_peer(
+    x: torch.Tensor, kind: dict[str, Any], failures: dict[str, str]
+) -> dict[str, tuple[torch.nn.Module, Callable[[], AbstractContextManager[Any]]]]:
+    """Layers and regions of Transformer Engine, where it is installed, by name; each has seen a first microbatch."""
+    theirs = peer() if x.is_cuda else None
+    if theirs is None:
+        return {}
+    found: dict[str, tuple[torch.nn.Module, Callable[[], AbstractContextManager[Any]]]] = {}
+    for recipe, known in RECIPES.items():
+        own = getattr(theirs.recipe, known.__name__)()
+        region = partial(theirs.pytorch.autocast, enabled=True, recipe=own)
+        layer = theirs.pytorch.Linear(x.shape[-1], x.shape[-1], **kind)
+
+        def make(layer: torch.nn.Module = layer) -> Callable[[], object]:
+            return partial(layer, x, is_first_microbatch=True)
+
+        name = f"Transformer Engine, {recipe}"
+        if attempt(name, partial(tried, make, x.device, region), failures) is not None:
+            found[name] = (layer, region)
+    return found
+
+
+def measure(
+    arguments: argparse.Namespace, failures: dict[str, str]
+) -> dict[str, dict[str, Timing]]:
     """Microseconds per call, by mode and layer."""
     torch.manual_seed(0)
     dtype, device, size = DTYPES[arguments.dtype], arguments.device, arguments.features
@@ -70,13 +100,20 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, Timing]]:
     layers: dict[str, torch.nn.Module] = {
         "nn.Linear": torch.nn.Linear(size, size, bias=False, dtype=dtype, device=device)
     }
-    regions = {}
+    regions: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
+    kind: dict[str, Any] = {"bias": False, "params_dtype": dtype, "device": device}
     for name, recipe in RECIPES.items():
-        layers[name] = te.Linear(size, size, bias=False, params_dtype=dtype, device=device)
+        layers[name] = te.Linear(size, size, **kind)
         regions[name] = partial(te.autocast, enabled=True, recipe=recipe())
+    told = of_peer(x, kind, failures)
+    layers |= {name: layer for name, (layer, _) in told.items()}
+    regions |= {name: region for name, (_, region) in told.items()}
     result: dict[str, dict[str, Timing]] = {}
     for mode in BARS:
-        bodies = {name: bodies_of(layer, x, gradient)[mode] for name, layer in layers.items()}
+        bodies = {
+            name: bodies_of(layer, x, gradient, told=name in told)[mode]
+            for name, layer in layers.items()
+        }
         with torch.set_grad_enabled(mode != "no_grad"):
             result[mode] = interleave(
                 bodies, device, rounds=arguments.rounds, calls=arguments.calls, regions=regions
@@ -105,7 +142,8 @@ def main() -> int:
     parser.add_argument("--features", type=int, default=1024)
     arguments = parser.parse_args()
     as_in_training()
-    modes, regions = measure(arguments), autocast_regions(arguments)
+    failures: dict[str, str] = {}
+    modes, regions = measure(arguments, failures), autocast_regions(arguments)
     rows, ratios, missed = [], {}, []
     bars = BARS if arguments.device.type == "cuda" else {mode: {} for mode in BARS}
     for mode, timings in modes.items():
@@ -136,7 +174,7 @@ def main() -> int:
         "ratios": ratios,
         "missed": missed,
     }
-    write("linear_host", arguments, figures)
+    write("linear_host", arguments, figures, failures)
     if arguments.device.type == "cuda" and missed:
         print("\n".join(missed))
         return 1

@@ -11,12 +11,13 @@ from __future__ import annotations
 import gc
 import statistics
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from _harness import RECIPES, options, show, write
+from _harness import RECIPES, attempt, forget, options, show, write
 from _llama import llama, source
 from _llama_ways import Way, ways
 
@@ -42,6 +43,7 @@ def train(
 ) -> list[float]:
     """Train a model; return its losses."""
     hidden, layers = sizes
+    forget()
     torch.compiler.reset()
     model: Any = llama(hidden, layers, data.shape[-1], device)
     way.change(model)
@@ -93,8 +95,11 @@ def main() -> None:
     curves[bf16.name] = train(bf16, sizes, data, args.device)
     other = batches(args.steps, args.batch, args.tokens, seed=3)
     curves["BF16, other data"] = train(bf16, sizes, other, args.device)
+    failures: dict[str, str] = {}
     for way in others:
-        curves[way.name] = train(way, sizes, data, args.device)
+        losses = attempt(way.name, partial(train, way, sizes, data, args.device), failures)
+        if losses is not None:
+            curves[way.name] = losses
         gc.collect()
     half = args.steps // 2
     rows = []
@@ -105,7 +110,7 @@ def main() -> None:
     show(f"Llama ({source()})", ("way", "first loss", "last loss", "distance to BF16"), rows)
     if args.plot:
         plot(curves, args.plot)
-    write("losses", args, {"model": source(), **curves})
+    write("losses", args, {"model": source(), **curves}, failures)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,17 @@ Transformer Engine runs beside it where it is installed.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
 import time
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 import te_fast.pytorch as te
-from _harness import ROOT, commit, show
+from _harness import ROOT, attempt, commit, peer, show
 from te_fast.profiling.timing import environment
 
 if TYPE_CHECKING:
@@ -101,11 +101,22 @@ def plain_torch(
     return x.index_select(0, sorted_tokens), probs.t().masked_select(mask.t())
 
 
-def peers() -> Any:
-    """Import Transformer Engine's module; None where it is not installed."""
-    if importlib.util.find_spec("transformer_engine") is None:
-        return None
-    return importlib.import_module("transformer_engine.pytorch.permutation")
+def of_peer(
+    x: torch.Tensor, probs: torch.Tensor, mask: torch.Tensor, counts: torch.Tensor, align: int
+) -> dict[str, Callable[[], object]]:
+    """Return the same calls of Transformer Engine, where it is installed, over maps of its own."""
+    found = peer()
+    if found is None:
+        return {}
+    their, routed = found.pytorch, int(counts.sum())
+    rows, _, row_id_map = their.moe_permute_with_probs(x, probs, mask, routed)
+    return {
+        "TE permute": lambda: their.moe_permute_with_probs(x, probs, mask, routed),
+        "TE permute+pad": lambda: their.moe_permute_and_pad_with_probs(
+            x, probs, mask, counts, align
+        ),
+        "TE unpermute": lambda: their.moe_unpermute(rows, row_id_map, None, x.shape),
+    }
 
 
 def measure(clock: Clock, size: tuple[int, int, int, int, int], rate: float) -> dict[str, float]:
@@ -181,15 +192,9 @@ def measure(clock: Clock, size: tuple[int, int, int, int, int], rate: float) -> 
         "permute+pad backward": permute_backward(),
         "unpermute backward": merge_backward(),
     }
-    peer = peers()
-    if peer is not None:
-        bodies |= {
-            "TE permute": lambda: peer.moe_permute_with_probs(x, probs, mask, routed),
-            "TE permute+pad": lambda: peer.moe_permute_and_pad_with_probs(
-                x, probs, mask, counts, align
-            ),
-            "TE unpermute": lambda: peer.moe_unpermute(small, small_map, None, x.shape),
-        }
+    with torch.no_grad():
+        theirs = attempt(f"{size}, TE", partial(of_peer, x, probs, mask, counts, align), {})
+    bodies |= theirs or {}
     figures: dict[str, float] = {}
     for name, body in bodies.items():
         if "backward" in name:

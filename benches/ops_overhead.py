@@ -12,8 +12,6 @@ CPU the host backend computes within the call, so the figures there show that it
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
 import statistics
 import sys
@@ -25,12 +23,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import te_fast.pytorch as te
-from _harness import DTYPES, Timing, as_in_training, interleave, options, quiet, show, write
+from _harness import (
+    DTYPES,
+    Timing,
+    as_in_training,
+    attempt,
+    forget,
+    interleave,
+    options,
+    peer,
+    quiet,
+    show,
+    tried,
+    write,
+)
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     Build = Callable[[Any], torch.nn.Module]
 
@@ -56,10 +68,9 @@ class Case:
 def packages(device: torch.device) -> dict[str, Any]:
     """te_fast and, where it is installed, Transformer Engine, with the recipe of each."""
     found: dict[str, Any] = {OURS: (te, DelayedScaling())}
-    if device.type == "cuda" and importlib.util.find_spec("transformer_engine"):
-        pytorch = importlib.import_module("transformer_engine.pytorch")
-        recipes = importlib.import_module("transformer_engine.common.recipe")
-        found[THEIRS] = (pytorch, recipes.DelayedScaling())
+    theirs = peer() if device.type == "cuda" else None
+    if theirs is not None:
+        found[THEIRS] = (theirs.pytorch, theirs.recipe.DelayedScaling())
     return found
 
 
@@ -166,16 +177,26 @@ def body_of(
     return forward_and_backward
 
 
-def measure(case: Case, arguments: argparse.Namespace, x: torch.Tensor) -> dict[str, Timing]:
-    """Microseconds per call, by package, in turn."""
+def measure(
+    case: Case, arguments: argparse.Namespace, x: torch.Tensor, failures: dict[str, str]
+) -> dict[str, Timing]:
+    """Microseconds per call, by package, in turn; of a package that raises, its error in ``failures``."""
+    forget()
     torch.manual_seed(0)
     gradient = torch.randn_like(x) if case.backward else None
     bodies = {PLAIN: body_of(case.plain(), x, gradient)}
     regions = {}
-    for name, (package, recipe) in packages(arguments.device).items():
-        bodies[name] = body_of(case.fused(package), x, gradient)
-        regions[name] = partial(package.autocast, enabled=True, recipe=recipe)
     with torch.set_grad_enabled(case.backward):
+        for name, (package, recipe) in packages(arguments.device).items():
+            regions[name] = partial(package.autocast, enabled=True, recipe=recipe)
+
+            def make(package: Any = package) -> Callable[[], object]:
+                return body_of(case.fused(package), x, gradient)
+
+            trial = partial(tried, make, arguments.device, regions[name])
+            body = attempt(f"{case.name}, {name}", trial, failures)
+            if body is not None:
+                bodies[name] = body
         return interleave(
             bodies,
             arguments.device,
@@ -185,7 +206,9 @@ def measure(case: Case, arguments: argparse.Namespace, x: torch.Tensor) -> dict[
         )
 
 
-def lengths(arguments: argparse.Namespace, x: torch.Tensor) -> dict[str, dict[str, list[float]]]:
+def lengths(
+    arguments: argparse.Namespace, x: torch.Tensor, failures: dict[str, str]
+) -> dict[str, dict[str, list[float]]]:
     """Host microseconds by mode and package, one per length of the chain."""
     common = {"device": arguments.device, "dtype": DTYPES[arguments.dtype]}
     result: dict[str, dict[str, list[float]]] = {}
@@ -194,8 +217,9 @@ def lengths(arguments: argparse.Namespace, x: torch.Tensor) -> dict[str, dict[st
         for length in LENGTHS:
             plain, fused = linears(length, arguments.features, arguments.bias, common)
             calls = max(1, (48 if backward else 96) // length)
-            case = Case(mode, plain, fused, backward, bar=0.0, calls=calls)
-            for name, timing in measure(case, arguments, x).items():
+            name = f"{length} x Linear, {mode}"
+            case = Case(name, plain, fused, backward, bar=0.0, calls=calls)
+            for name, timing in measure(case, arguments, x, failures).items():
                 result[mode].setdefault(name, []).append(round(timing.median, 2))
     return result
 
@@ -231,8 +255,28 @@ def step_ms(body: Callable[[], object], calls: int) -> float:
     return float(begin.elapsed_time(end)) / calls
 
 
-def gpu(arguments: argparse.Namespace) -> dict[str, float]:
+def training_step(
+    make: Callable[[], torch.nn.Module],
+    region: Callable[[], AbstractContextManager[Any]],
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+) -> Callable[[], object]:
+    """Return a step whose region is entered for its forward alone, as in training."""
+    layer, leaf = make(), x.clone().requires_grad_()
+
+    def step() -> None:
+        with region():
+            y = layer(leaf)
+        y.backward(gradient)
+        leaf.grad = None
+        layer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def gpu(arguments: argparse.Namespace, failures: dict[str, str]) -> dict[str, float]:
     """Median GPU milliseconds of a LayerNormMLP step, by package, in turn."""
+    forget()
     rows, hidden, ffn = arguments.gpu_rows, arguments.gpu_hidden, arguments.gpu_ffn
     common = {"device": arguments.device, "dtype": torch.bfloat16}
     x = torch.randn(rows, hidden, **common)
@@ -240,21 +284,12 @@ def gpu(arguments: argparse.Namespace) -> dict[str, float]:
     plain = body_of(plain_mlp(hidden, ffn, common), x, gradient)
     bodies: dict[str, Callable[[], object]] = {PLAIN: plain}
     for name, (package, recipe) in packages(arguments.device).items():
-        layer = module_mlp(hidden, ffn, common, package)
-        leaf = x.clone().requires_grad_()
-
-        def body(
-            layer: torch.nn.Module = layer,
-            leaf: torch.Tensor = leaf,
-            region: Any = partial(package.autocast, enabled=True, recipe=recipe),  # noqa: B008
-        ) -> None:
-            with region():
-                y = layer(leaf)
-            y.backward(gradient)
-            leaf.grad = None
-            layer.zero_grad(set_to_none=True)
-
-        bodies[name] = body
+        region = partial(package.autocast, enabled=True, recipe=recipe)
+        mlp = partial(module_mlp, hidden, ffn, common, package)
+        trial = partial(tried, partial(training_step, mlp, region, x, gradient), arguments.device)
+        body = attempt(f"step of {rows} rows, {name}", trial, failures)
+        if body is not None:
+            bodies[name] = body
     samples: dict[str, list[float]] = {name: [] for name in bodies}
     with quiet():
         for number in range(arguments.rounds + 3):
@@ -279,12 +314,12 @@ def forward_launches(arguments: argparse.Namespace) -> list[str]:
 
 
 def host_rows(
-    arguments: argparse.Namespace, x: torch.Tensor
+    arguments: argparse.Namespace, x: torch.Tensor, failures: dict[str, str]
 ) -> tuple[list[list[str]], Any, list[str]]:
     """Rows of the table, the figures behind them, and the bars that were passed."""
     rows, figures, missed = [], {}, []
     for case in cases(arguments):
-        timings = measure(case, arguments, x)
+        timings = measure(case, arguments, x, failures)
         reference = timings[PLAIN].median
         figures[case.name] = {
             name: timing.as_dict() | {"ratio": round(timing.median / reference, 3)}
@@ -325,21 +360,23 @@ def main() -> int:
     """Measure, print, write; 1 when a bar is passed on CUDA."""
     arguments = parse()
     if arguments.replot:
-        figures = json.loads(arguments.replot.read_text(encoding="utf-8"))["figures"]
-        plot(arguments.plot, figures["lengths"]["us"])
+        kept = json.loads(arguments.replot.read_text(encoding="utf-8"))["figures"]
+        plot(arguments.plot, kept["lengths"]["us"])
         return 0
     parts, on_gpu = arguments.only.split(","), arguments.device.type == "cuda"
     shape = (arguments.rows, arguments.features)
     x = torch.randn(shape, dtype=DTYPES[arguments.dtype], device=arguments.device)
     as_in_training()
-    figures = {}
+    figures: dict[str, object] = {}
     missed: list[str] = []
+    failures: dict[str, str] = {}
     if "host" in parts:
-        rows, figures["host_us"], missed = host_rows(arguments, x)
+        rows, figures["host_us"], missed = host_rows(arguments, x, failures)
         title = f"host time per call, {list(shape)} {arguments.dtype} on {arguments.device}"
         show(title, ["", "µs", "quartiles", "/ torch.nn", "bar"], rows)
+    found = None
     if "lengths" in parts:
-        found = lengths(arguments, x)
+        found = lengths(arguments, x, failures)
         figures["lengths"] = {"linears": LENGTHS, "us": found}
     launches = forward_launches(arguments)
     figures["forward_launches"] = launches
@@ -347,16 +384,17 @@ def main() -> int:
     if len(launches) > LAUNCHES_BAR:
         missed.append(f"launches of a forward: {len(launches)} > {LAUNCHES_BAR}")
     if "gpu" in parts and on_gpu:
-        times = gpu(arguments)
+        times = gpu(arguments, failures)
         figures["gpu_step_ms"] = {name: round(value, 4) for name, value in times.items()}
         reference = times[PLAIN]
         rows = [[name, f"{value:.3f}", f"{value / reference:.3f}"] for name, value in times.items()]
         show("GPU, LayerNormMLP step, delayed", ["", "ms", "/ torch.nn"], rows)
-        if times[OURS] > GPU_BAR_MS:
+        if times.get(OURS, 0.0) > GPU_BAR_MS:
             missed.append(f"GPU step: {times[OURS]:.3f} ms > {GPU_BAR_MS}")
-    write("ops_overhead", arguments, figures | {"missed": missed})
-    if arguments.plot and "lengths" in figures:
-        plot(arguments.plot, figures["lengths"]["us"])
+    missed += [f"{name}: {error}" for name, error in failures.items() if name.endswith(OURS)]
+    write("ops_overhead", arguments, figures | {"missed": missed}, failures)
+    if arguments.plot and found is not None:
+        plot(arguments.plot, found)
     print("\n".join(missed))
     return int(on_gpu and bool(missed))
 

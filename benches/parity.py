@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from _harness import DTYPES, attempt, options, peer, reason, show, write
+from _harness import DTYPES, attempt, forget, options, peer, reason, show, write
 from _parity_cases import COLS, Given, Library, cases
 from te_fast.state.extra_state import unpack
 
@@ -156,6 +156,7 @@ def compare(
     RefusedError
         If a library does not run the case.
     """
+    forget()
     runs: list[list[Step]] = []
     errors: dict[str, Exception] = {}
     for name, library in (("te_fast", ours), ("Transformer Engine", theirs)):
@@ -199,7 +200,8 @@ def main() -> int:
         print("Transformer Engine is not installed: there is nothing to compare te_fast with")
         return 0
     x = torch.empty(ROWS, COLS, dtype=DTYPES[arguments.dtype], device=arguments.device)
-    figures: dict[str, object] = {}
+    worst: dict[str, dict[str, float | str]] = {recipe: {} for recipe in recipes()}
+    details: list[dict[str, float | str]] = []
     refused: dict[str, str] = {}
     rows = []
     for case in (one for one in cases() if arguments.only in one):
@@ -207,15 +209,20 @@ def main() -> int:
             name = f"{case}; {recipe}"
             found = attempt(name, partial(compare, own(), theirs, case, recipe, x), refused)
             if found is None:
-                figures[name] = {"refused": refused[name]}
+                worst[recipe][case] = "refused"
                 continue
-            figures[name] = found
+            # JSON has no infinity.
+            figures = {
+                key: value if math.isfinite(value) else "inf" for key, value in found.items()
+            }
+            worst[recipe][case] = max(found.values()) if "inf" not in figures.values() else "inf"
+            details.append({"case": case, "recipe": recipe, **figures})
             rows.append(
                 [name, *(f"{found[one]:.1e}" if one in found else "" for one in QUANTITIES)]
             )
     show("relative differences", ["", *QUANTITIES], rows)
     show("refused", ["", "by"], refused.items())
-    write("parity", arguments, figures)
+    write("parity", arguments, {**worst, "details": details}, refused)
     return 0
 
 

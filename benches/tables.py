@@ -79,6 +79,10 @@ def section(path: Path) -> list[str]:
     for title, rows in groups.items():
         lines += [f"**{title}**", ""] if title else []
         lines += [*table(rows), ""]
+    failures = data.get("failures", {})
+    if failures:
+        lines += ["Cases that raised:", ""]
+        lines += [f"- {name}: `{error}`" for name, error in failures.items()] + [""]
     return lines
 
 

@@ -12,8 +12,6 @@ step of five that are queued behind a pause. Every figure is also given over tor
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import statistics
 import time
 import warnings
@@ -25,7 +23,7 @@ import torch
 from torch.nn import functional
 
 import te_fast.pytorch as te
-from _harness import RECIPES, options, show, write
+from _harness import RECIPES, attempt, options, peer, show, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -141,24 +139,32 @@ class Way:
         return float(first.elapsed_time(last)) / QUEUED
 
 
-def ways(recipes: list[str], layers: int, device: torch.device) -> Iterator[Way]:
-    """Yield every way, torch's first."""
+def ways(recipes: list[str], layers: int, device: torch.device) -> Iterator[partial[Way]]:
+    """Yield what makes every way, torch's first."""
     for name in ("torch, eager", "torch, compiled"):
-        yield Way(name, partial(TorchLayer, device), layers)
-    yield Way("te_fast, BF16", partial(fused_layer, te, device), layers)
-    theirs: Any = None
-    if importlib.util.find_spec("transformer_engine") is not None:
-        theirs = importlib.import_module("transformer_engine.pytorch")
-        yield Way("Transformer Engine, BF16", partial(fused_layer, theirs, device), layers)
+        yield partial(Way, name, partial(TorchLayer, device), layers)
+    yield partial(Way, "te_fast, BF16", partial(fused_layer, te, device), layers)
+    theirs = peer()
+    if theirs is not None:
+        make = partial(fused_layer, theirs.pytorch, device)
+        yield partial(Way, "Transformer Engine, BF16", make, layers)
     for recipe in recipes:
         region = partial(te.autocast, recipe=RECIPES[recipe]())
-        yield Way(f"te_fast, {recipe}", partial(fused_layer, te, device), layers, region)
+        yield partial(Way, f"te_fast, {recipe}", partial(fused_layer, te, device), layers, region)
         if theirs is not None:
-            known = importlib.import_module("transformer_engine.common.recipe")
-            own = getattr(known, type(RECIPES[recipe]()).__name__)()
-            region = partial(theirs.autocast, enabled=True, recipe=own)
-            name = f"Transformer Engine, {recipe}"
-            yield Way(name, partial(fused_layer, theirs, device), layers, region)
+            own = getattr(theirs.recipe, RECIPES[recipe].__name__)()
+            region = partial(theirs.pytorch.autocast, enabled=True, recipe=own)
+            make = partial(fused_layer, theirs.pytorch, device)
+            yield partial(Way, f"Transformer Engine, {recipe}", make, layers, region)
+
+
+def started(make: partial[Way], device: torch.device, *, rope: bool) -> Way:
+    """Make a way and let it take a step, which raises here if it does."""
+    way = make()
+    x = torch.randn(1, HEAD, HIDDEN, device=device, dtype=torch.bfloat16)
+    way.step(x, te.RotaryPositionEmbedding(HEAD)(HEAD).to(device) if rope else None)
+    torch.cuda.synchronize()
+    return way
 
 
 def measure(
@@ -203,7 +209,12 @@ def main() -> None:
     if args.device.type != "cuda":
         parser.error("training steps are measured on a GPU")
     warnings.simplefilter("ignore")
-    found = list(ways(args.recipes, args.layers, args.device))
+    failures: dict[str, str] = {}
+    found = []
+    for make in ways(args.recipes, args.layers, args.device):
+        trial = partial(started, make, args.device, rope=args.rope)
+        way = attempt(str(make.args[0]), trial, failures)
+        found += [] if way is None else [way]
     results: dict[str, object] = {}
     for tokens in args.tokens:
         figures = measure(found, tokens, args.device, rope=args.rope)
@@ -213,9 +224,9 @@ def main() -> None:
         for name, values in figures.items():
             results[f"{tokens} tokens, {name}"] = values
             rows.append((name, *(f"{v:.2f} ({v / base[key]:.2f})" for key, v in values.items())))
-        columns = ("way", *(f"{key}" for key in base))
+        columns = ("way", *base)
         show(f"{args.layers} layers, {tokens} tokens; over torch eager in brackets", columns, rows)
-    write("transformer_layer", args, results)
+    write("transformer_layer", args, results, failures)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def attends(kind, queries, keys, window=(-1, -1), bottom_right=True):
     return found
 
 
-def attend_one(q, k, v, mask, scale, bias=None, pre_bias=None, sink=None):
+def attend_one(q, k, v, mask, scale, bias=None, pre_bias=None, sink=None, softcap=0.0):
     """One sequence: ``(queries, heads, d)``, ``(keys, groups, d)``; the result ``(queries, heads, d_v)``."""
     repeats = q.shape[1] // k.shape[1]
     outs = []
@@ -34,6 +34,9 @@ def attend_one(q, k, v, mask, scale, bias=None, pre_bias=None, sink=None):
         if pre_bias is not None:
             scores = scores + pre_bias[head]
         scores = scores * scale
+        if softcap:  # tanh by its definition; scores are small here
+            grown = torch.exp(2 * scores / softcap)
+            scores = softcap * (grown - 1) / (grown + 1)
         if bias is not None:
             scores = scores + bias[head]
         weights = torch.where(mask, scores, -math.inf)

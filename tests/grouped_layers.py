@@ -33,6 +33,15 @@ def make(groups=8, inputs=144, outputs=48, dtype=torch.bfloat16, **options):
     return layer
 
 
+def with_biases(module):
+    """Give biases values, so that they matter: they are zero at first."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.rpartition(".")[-1].startswith("bias"):
+                parameter.uniform_(-0.1, 0.1)
+    return module
+
+
 def stack(layer):
     """The experts' weights, whatever parameters they are."""
     names = layer.weight_names

@@ -24,7 +24,7 @@ def find(name):
 
 
 def parameters(thing, recorded):
-    """Names and defaults in TE's order, without self, annotations and keywords that TE lacks."""
+    """Names and defaults in TE's order, without self, annotations, and keywords and defaults that TE lacks."""
     shown = []
     signature = inspect.signature(thing)
     for parameter in signature.parameters.values():
@@ -32,7 +32,8 @@ def parameters(thing, recorded):
         if parameter.name == "self" or own:
             continue
         stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
-        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+        has_default = parameter.default is not parameter.empty and f"{parameter.name}=" in recorded
+        default = f"={parameter.default!r}" if has_default else ""
         shown.append(f"{stars.get(parameter.kind, '')}{parameter.name}{default}")
     return ", ".join(shown)
 

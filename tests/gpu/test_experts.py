@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 sys.path[:0] = [str(Path(__file__).parents[1])]
 import te_fast  # noqa: E402
 import te_fast.pytorch as te  # noqa: E402
+from grouped_layers import with_biases  # noqa: E402
 from recipes import RECIPES  # noqa: E402
 from te_fast import _config  # noqa: E402
 
@@ -117,12 +118,14 @@ def test_blocks_one_by_one(monkeypatch):
 def trio(recompute=False, scale_bias=False):
     torch.manual_seed(6)
     options = {"device": "cuda", "dtype": torch.bfloat16}
-    return te.ops.Sequential(
-        te.ops.GroupedLinear(len(SPLITS), 64, 192, bias=False, **options),
-        te.ops.ScaledSwiGLU(activation_recompute_in_mlp=recompute),
-        te.ops.GroupedLinear(
-            len(SPLITS), 96, 64, bias=scale_bias, scale_bias=scale_bias, **options
-        ),
+    return with_biases(
+        te.ops.Sequential(
+            te.ops.GroupedLinear(len(SPLITS), 64, 192, bias=False, **options),
+            te.ops.ScaledSwiGLU(activation_recompute_in_mlp=recompute),
+            te.ops.GroupedLinear(
+                len(SPLITS), 96, 64, bias=scale_bias, scale_bias=scale_bias, **options
+            ),
+        )
     )
 
 

@@ -246,6 +246,106 @@ def test_max_logit(kind):
     assert torch.allclose(largest, scores.masked_fill(~seen, -math.inf).amax((0, 2, 3)))
 
 
+@pytest.mark.parametrize("fmt", ["sbhd", "bshd", "thd"])
+@pytest.mark.parametrize("kind", [*MASKS, *PADDED])
+@pytest.mark.parametrize("window", [None, (2, 0)])
+def test_capped_scores(fmt, kind, window):
+    if fmt == "thd" and "padding" not in kind:
+        kind = "padding"
+    lengths = ([6, 4], [6, 4]) if "padding" in kind else ([5, 5], [7, 7])
+    case = Case(*lengths)
+    layer = module(qkv_format=fmt, attn_mask_type=kind, window_size=window, softcap=1.5)
+    given = {}
+    if fmt == "thd":
+        given = {"cu_seqlens_q": case.ends[0], "cu_seqlens_kv": case.ends[1]}
+    elif "padding" in kind:
+        given = {"attention_mask": case.masks()[0]}
+    out = layer(*case.given(fmt), **given)
+    wanted = case.wanted(kind, window=window or (-1, -1), softcap=1.5)
+    case.compare(case.padded(out, fmt), wanted)
+    assert relative(out, layer(*case.given(fmt), softcap=0.0, **given)) > 1e-3
+
+
+@pytest.mark.parametrize("where", ["pre_scale_bias", "post_scale_bias"])
+@pytest.mark.parametrize("softmax", ["vanilla", "learnable"])
+def test_capped_scores_with_biases_and_sinks(where, softmax):
+    # A bias from before the scale is within the bounds, one from behind it is not: as Transformer Engine 2.20.2 has it.
+    case = Case([6, 6], [6, 6], d_v=4)
+    options = {"softmax_type": softmax, "return_max_logit": True, "device": "cpu"}
+    layer = module(channels=(D, 4), qkv_format="bshd", attn_mask_type="causal", **options).to(F64)
+    bias = (3 * torch.randn(2, HEADS, 6, 6, dtype=F64)).requires_grad_()
+    kinds = {"core_attention_bias_type": where, "core_attention_bias": bias}
+    more, sink = [bias], {}
+    if softmax == "learnable":
+        with torch.no_grad():
+            layer.softmax_offset.normal_()
+        more, sink = [bias, layer.softmax_offset], {"sink": layer.softmax_offset}
+    out, largest = layer(*case.leaves(), softcap=0.8, **kinds)
+    name = "pre_bias" if where == "pre_scale_bias" else "bias"
+    case.compare(out, case.wanted("causal", softcap=0.8, **{name: bias}, **sink), more)
+    scores = torch.einsum("bqhd,bkhd->bhqk", case.q, case.k.repeat_interleave(2, 2))
+    if where == "pre_scale_bias":
+        scores = 0.8 * torch.tanh((scores + bias) / math.sqrt(D) / 0.8)
+    else:
+        scores = 0.8 * torch.tanh(scores / math.sqrt(D) / 0.8) + bias
+    seen = attends("causal", 6, 6)
+    assert torch.allclose(largest, scores.masked_fill(~seen, -math.inf).amax((0, 2, 3)))
+
+
+def test_capped_scores_that_attend_to_nothing_and_dropout():
+    case = Case([4, 4], [4, 4])
+    masked = torch.zeros(2, 1, 4, 4, dtype=torch.bool)
+    masked[0, :, 1] = True
+    layer = module(
+        qkv_format="bshd", attn_mask_type="arbitrary", softcap=2.0, attention_dropout=1.0
+    )
+    assert not layer(*case.leaves(), masked).any()
+    out = layer.eval()(*case.leaves(), masked)
+    assert not out[0, 1].any()
+    case.compare(out, case.wanted("arbitrary", masked=masked, softcap=2.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_capped_scores_in_16_bits(dtype):
+    case = Case([16, 16], [16, 16], dtype=dtype)
+    out = module(qkv_format="bshd", attn_mask_type="causal", softcap=0.5)(*case.leaves())
+    assert out.dtype == dtype
+    bound = 2e-3 if dtype == torch.float16 else 1.5e-2
+    case.compare(out, case.wanted("causal", softcap=0.5), bound=bound)
+
+
+@pytest.mark.parametrize("cap", [-1.0, math.inf, math.nan])
+def test_caps_are_finite_and_not_negative(cap):
+    case = Case([4], [4])
+    with pytest.raises(ValueError, match="softcap must be finite and not negative"):
+        module(qkv_format="bshd")(*case.leaves(), softcap=cap)
+    with pytest.raises(ShapeError, match="softcap"):
+        module(qkv_format="bshd", softcap=cap)(*case.leaves())
+
+
+def test_policies_of_packed_sequences_are_refused_by_name():
+    case = Case([4], [4])
+    layer = module(qkv_format="bshd")
+    with pytest.raises(UnsupportedError, match="thd_attention_policies"):
+        layer(*case.leaves(), thd_attention_policies=[{"attn_mask_type": "causal"}])
+    with pytest.raises(ValueError, match="thd_attention_policy_dispatch must be one of"):
+        layer(*case.leaves(), thd_attention_policy_dispatch="each")
+    layer(*case.leaves(), thd_attention_policy_dispatch="grouped")
+
+
+def test_ranks_of_context_parallelism_share_tokens_by_a_known_strategy():
+    layer = module()
+    assert layer.load_balancing_strategy is te.CPLoadBalancingStrategy.DUAL_CHUNK_SWAP
+    layer.set_context_parallel_group(
+        None, None, None, "p2p", te.CPLoadBalancingStrategy("no_load_balance")
+    )
+    assert layer.load_balancing_strategy is te.CPLoadBalancingStrategy.NO_LOAD_BALANCE
+    with pytest.raises(AssertionError, match="load_balancing_strategy"):
+        layer.set_context_parallel_group(
+            None, None, None, load_balancing_strategy="dual_chunk_swap"
+        )
+
+
 @pytest.mark.parametrize("dim", [-3, -2])
 @pytest.mark.parametrize("fmt", ["sbhd", "thd"])
 def test_packed_heads(dim, fmt):

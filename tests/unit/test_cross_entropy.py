@@ -88,3 +88,42 @@ def test_what_does_not_fit_is_refused():
         parallel_cross_entropy(torch.ones(2, 4), torch.ones(2))
     with pytest.raises(DtypeError, match="int64"):
         parallel_cross_entropy(torch.ones(2, 4, dtype=torch.long), torch.zeros(2, dtype=torch.long))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("reduce", [False, True])
+def test_logits_are_overwritten_by_their_gradient(dtype, smoothing, reduce):
+    generator = torch.Generator().manual_seed(7)
+    logits = (4 * torch.randn(3, 5, 33, generator=generator)).to(dtype)
+    target = torch.randint(0, 33, (3, 5), generator=generator)
+    target[1, 2] = IGNORED
+    grad = torch.rand((), generator=generator).expand(3, 5)
+    case = {"label_smoothing": smoothing, "reduce_loss": reduce}
+    losses, wanted = reference(logits, target, grad / 15 if reduce else grad, case)
+    leaf = logits.clone().requires_grad_()
+    inp = leaf * 1.0
+    got = parallel_cross_entropy(inp, target, ignore_idx=IGNORED, overwrite_input=True, **case)
+    assert torch.allclose(got.double(), losses, rtol=1e-6, atol=1e-5)
+    assert torch.equal(inp, logits)
+    (gradient,) = torch.autograd.grad(
+        got, inp, (grad.sum() / 15 if reduce else grad).to(got.dtype), retain_graph=True
+    )
+    assert gradient.data_ptr() == inp.data_ptr()
+    tolerance = 2**-7 if dtype is torch.bfloat16 else 1e-5
+    assert torch.allclose(gradient.double(), wanted.double(), rtol=tolerance, atol=1e-6)
+    assert not gradient[1, 2].any()
+    with pytest.raises(RuntimeError, match="overwrite_input"):
+        torch.autograd.grad(got.sum(), inp)
+
+
+def test_what_is_overwritten_is_contiguous_and_noticed_by_others():
+    logits = torch.randn(8, 2, 3).permute(1, 2, 0).requires_grad_()
+    target = torch.zeros(2, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match="overwrite_input=True needs contiguous logits"):
+        parallel_cross_entropy(logits, target, overwrite_input=True)
+    inp = torch.randn(2, 3, 8).requires_grad_() * 1.0
+    other = (inp**2).sum()
+    parallel_cross_entropy(inp, target, overwrite_input=True).sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()

@@ -8,7 +8,7 @@ import torch
 import te_fast
 import te_fast.pytorch as te
 from graphs import needs_compile, refusal_of
-from grouped_layers import SPLITS, grads, inputs, make, step
+from grouped_layers import SPLITS, grads, inputs, make, step, with_biases
 from linear_layers import DTYPES, casts, close
 from recipes import RECIPES
 from te_fast import _config
@@ -178,10 +178,12 @@ def test_counts_on_a_gpu_are_cut_off_at_the_rows(one_by_one):
 def trio(single=False, **options):
     torch.default_generator.manual_seed(5)
     kinds = {"single_grouped_weight": single, "single_grouped_bias": single}
-    return te.ops.Sequential(
-        te.ops.GroupedLinear(len(SPLITS), 64, 96, device="cpu", **kinds, **options),
-        te.ops.ScaledSwiGLU(),
-        te.ops.GroupedLinear(len(SPLITS), 48, 64, device="cpu", **kinds, **options),
+    return with_biases(
+        te.ops.Sequential(
+            te.ops.GroupedLinear(len(SPLITS), 64, 96, device="cpu", **kinds, **options),
+            te.ops.ScaledSwiGLU(),
+            te.ops.GroupedLinear(len(SPLITS), 48, 64, device="cpu", **kinds, **options),
+        )
     )
 
 

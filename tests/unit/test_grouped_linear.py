@@ -548,3 +548,22 @@ def test_compiled_whole_with_the_bits_of_eager(name, single):
     with torch.no_grad():  # other counts, of the same graph
         other = [344, 0, 0, 0, 0, 0, 0, 0]
         assert torch.equal(compiled(x.detach(), torch.tensor(other)), run(x.detach(), other))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["weight0", "bias0", "weight1", "bias1"]),
+        ({"bias": False}, ["weight0", "weight1"]),
+        ({"single_grouped_weight": True}, ["bias0", "bias1", "weight"]),
+        ({"single_grouped_bias": True}, ["weight0", "weight1", "bias"]),
+        ({"single_grouped_weight": True, "single_grouped_bias": True}, ["weight", "bias"]),
+    ],
+)
+def test_parameters_are_in_transformer_engines_order(options, expected):
+    # As its 2.20.2 registers them; states of optimizers belong to parameters by their order.
+    layer = te.GroupedLinear(2, 16, 16, device="cpu", **options)
+    assert [name for name, _ in layer.named_parameters()] == expected
+    with te.quantized_model_init(recipe=te_fast.common.recipe.Float8CurrentScaling()):
+        layer = te.GroupedLinear(2, 16, 16, device="cpu", **options)
+    assert [name for name, _ in layer.named_parameters()] == expected

@@ -7,6 +7,7 @@ import torch
 
 import te_fast.pytorch as te
 from graphs import needs_compile
+from grouped_layers import with_biases
 from linear_layers import close
 from recipes import RECIPES
 
@@ -17,7 +18,7 @@ ALL = {"high": lambda: None, **RECIPES}
 def make(**options):
     torch.default_generator.manual_seed(3)
     dtype = options.pop("dtype", torch.float32)
-    return te.MoE(HIDDEN, FFN, EXPERTS, TOPK, device="cpu", dtype=dtype, **options)
+    return with_biases(te.MoE(HIDDEN, FFN, EXPERTS, TOPK, device="cpu", dtype=dtype, **options))
 
 
 def tensors(shape=(3, 13), dtype=torch.float32):

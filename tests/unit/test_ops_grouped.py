@@ -7,6 +7,7 @@ import torch
 
 import te_fast
 import te_fast.pytorch as te
+from grouped_layers import with_biases
 from linear_layers import DTYPES, close
 from recipes import RECIPES
 from te_fast.pytorch import ops
@@ -23,12 +24,14 @@ def counts(splits=SPLITS):
 def experts(activation=ops.ScaledSwiGLU, dtype=torch.float32, gated=None, **options):
     torch.default_generator.manual_seed(5)
     gated = activation is not ops.ScaledSReLU if gated is None else gated
-    return ops.Sequential(
-        ops.GroupedLinear(
-            len(SPLITS), HIDDEN, FFN * (1 + gated), device="cpu", dtype=dtype, **options
-        ),
-        activation(),
-        ops.GroupedLinear(len(SPLITS), FFN, HIDDEN, device="cpu", dtype=dtype, **options),
+    return with_biases(
+        ops.Sequential(
+            ops.GroupedLinear(
+                len(SPLITS), HIDDEN, FFN * (1 + gated), device="cpu", dtype=dtype, **options
+            ),
+            activation(),
+            ops.GroupedLinear(len(SPLITS), FFN, HIDDEN, device="cpu", dtype=dtype, **options),
+        )
     )
 
 
@@ -348,12 +351,12 @@ def test_beside_operations_of_the_users_own():
 
     x = torch.ones(4, 8, requires_grad=True)
     single = {"single_grouped_weight": True, "single_grouped_bias": True}
-    model = ops.Sequential(ops.GroupedLinear(2, 8, 8, device="cpu", **single), Twice())
+    model = with_biases(ops.Sequential(ops.GroupedLinear(2, 8, 8, device="cpu", **single), Twice()))
     y = model(x, torch.tensor([1, 3]))
     y.sum().backward()
     assert torch.equal(y, 2 * model[0](x, torch.tensor([1, 3])))
     assert model[0].weight.grad.shape == (2, 8, 8)
-    parts = ops.Sequential(ops.GroupedLinear(2, 8, 8, device="cpu"), Twice())
+    parts = with_biases(ops.Sequential(ops.GroupedLinear(2, 8, 8, device="cpu"), Twice()))
     y = parts(x, torch.tensor([1, 3]))
     assert torch.equal(y, 2 * parts[0](x, torch.tensor([1, 3])))
     y.sum().backward()
@@ -367,12 +370,14 @@ def test_beside_operations_of_the_users_own():
 def scaled(single=False, **options):
     torch.default_generator.manual_seed(8)
     kinds = {"single_grouped_weight": single, "single_grouped_bias": single}
-    return ops.Sequential(
-        ops.GroupedLinear(len(SPLITS), HIDDEN, 2 * FFN, device="cpu", **kinds, **options),
-        ops.ScaledSwiGLU(),
-        ops.GroupedLinear(
-            len(SPLITS), FFN, HIDDEN, device="cpu", scale_bias=True, **kinds, **options
-        ),
+    return with_biases(
+        ops.Sequential(
+            ops.GroupedLinear(len(SPLITS), HIDDEN, 2 * FFN, device="cpu", **kinds, **options),
+            ops.ScaledSwiGLU(),
+            ops.GroupedLinear(
+                len(SPLITS), FFN, HIDDEN, device="cpu", scale_bias=True, **kinds, **options
+            ),
+        )
     )
 
 
@@ -472,3 +477,17 @@ def test_scaled_biases_of_no_rows_and_of_rows_beyond():
         again = model(more, counts(), factors, counts(), factors)
     assert torch.equal(again[: len(x)], y)
     assert not ops.GroupedLinear(2, 8, 8, bias=False, scale_bias=True, device="cpu").scale_bias
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_biases_are_zero_at_first(single):
+    # As Transformer Engine 2.20.2 makes them; weights are torch.nn.Linear's.
+    torch.manual_seed(0)
+    op = ops.GroupedLinear(3, 64, 96, device="cpu", single_grouped_bias=single)
+    biases = [parameter for name, parameter in op.named_parameters() if name.startswith("bias")]
+    assert [tuple(bias.shape) for bias in biases] == ([(3, 96)] if single else [(96,)] * 3)
+    assert not any(bias.any() for bias in biases)
+    for number in range(3):
+        weight = getattr(op, f"weight{number}")
+        assert weight.std().item() == pytest.approx(1 / (64 * 3) ** 0.5, rel=0.05)
+        assert weight.abs().max() <= 1 / 64**0.5

@@ -120,12 +120,14 @@ def test_a_case_that_raises_is_a_row_and_not_the_end(monkeypatch, capsys, tmp_pa
     made["FP8 between layers, Norm"] = parity.cases()["FP8 between layers: Linear, Linear"]
     monkeypatch.setattr(parity, "cases", lambda: made)
     assert parity.main() == 0
-    figures = json.loads(out.read_text())["figures"]
-    assert len(figures) == 3 * len(parity.recipes())
-    refused = {name for name, found in figures.items() if "refused" in found}
-    assert {name.partition(";")[0] for name in refused} == {"FP8 between layers, Norm"}
-    assert len(refused) == len(parity.recipes())
-    assert figures["LayerNorm; none"]["output"] == 0
+    written = json.loads(out.read_text())
+    refused = {f"FP8 between layers, Norm; {recipe}" for recipe in parity.recipes()}
+    assert set(written["failures"]) == refused
+    details = written["figures"].pop("details")
+    assert len(details) == len(chosen) * len(parity.recipes())
+    assert all(found["output"] == 0 for found in details)
+    expected = dict.fromkeys(made, 0.0) | {"FP8 between layers, Norm": "refused"}
+    assert written["figures"] == dict.fromkeys(parity.recipes(), expected)
     assert "no linear layers" in capsys.readouterr().out
 
 

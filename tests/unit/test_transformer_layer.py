@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
+from attention_reference import attend_one, attends
 from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
 from te_fast.runtime.compiling import CAN_COMPILE
 from transformer_reference import HIDDEN, B, D, Plain, S, compare, make, relative
@@ -382,3 +383,33 @@ def test_bad_calls():
         make(te.MultiheadAttention, return_layernorm_output=True)
     with pytest.raises(ShapeError, match="4 positions"):
         layer(torch.zeros(S, B, HIDDEN), rotary_pos_emb=torch.zeros(4, 1, 1, D))
+
+
+@pytest.mark.parametrize("kind", ["MultiheadAttention", "TransformerLayer"])
+def test_capped_scores(kind):
+    torch.default_generator.manual_seed(21)
+    sizes = (32, 64, 4) if kind == "TransformerLayer" else (32, 4)
+    options = {"attention_dropout": 0.0, "device": "cpu", "params_dtype": torch.float32}
+    if kind == "TransformerLayer":
+        options |= {"hidden_dropout": 0.0, "layer_type": "decoder"}
+    made = getattr(te, kind)(*sizes, softcap=0.05, **options)
+    x = 4 * torch.randn(5, 2, 32)
+    given = {"encoder_output": x} if kind == "TransformerLayer" else {}
+    seen = []
+    for part in made.modules():
+        if isinstance(part, te.DotProductAttention):
+            part.register_forward_hook(lambda _, heads, out: seen.append((*heads, out)))
+    y = made(x, **given)
+    assert len(seen) == (2 if given else 1)
+    for number, (q, k, v, out) in enumerate(seen):
+        mask = attends("no_mask" if number else "causal", 5, 5)
+        for batch in range(2):
+            heads = (t[:, batch].double() for t in (q, k, v))
+            wanted = attend_one(*heads, mask, 8**-0.5, softcap=0.05).flatten(1)
+            assert torch.allclose(out[:, batch].double(), wanted, rtol=1e-5, atol=1e-6)
+    assert torch.equal(made(x, softcap=0.05, **given), y)
+    assert not torch.allclose(made(x, softcap=0.0, **given), y)
+    made.softcap = 0.0
+    assert torch.equal(made(x, softcap=0.05, **given), y)
+    with pytest.raises(UnsupportedError, match="thd_attention_policies"):
+        made(x, thd_attention_policies=[{}], **given)

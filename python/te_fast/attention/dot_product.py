@@ -14,8 +14,10 @@ from te_fast.attention import scores as core
 from te_fast.attention.inference import InferenceParams
 from te_fast.attention.rules import (
     BIAS_TYPES,
+    DISPATCHES,
     FORMATS,
     SOFTMAX_TYPES,
+    CPLoadBalancingStrategy,
     Kept,
     Rule,
     kept_of_lengths,
@@ -98,6 +100,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         Keys before and behind the diagonal that a query attends to; -1 is all.
     bottom_right_diagonal : bool, optional
         Which diagonal windows and ALiBi are of, for mask types that do not say; bottom right by default.
+    softcap : float, default = 0.0
+        Bound scaled scores, by ``softcap · tanh(scores / softcap)``; 0 bounds nothing. Scores are then computed as a
+        whole, in FP32.
     tp_size : int, default = 1
         Ranks that share the heads: tensors have ``num_attention_heads / tp_size`` and ``num_gqa_groups / tp_size``.
     tp_group : torch.distributed.ProcessGroup, optional
@@ -167,6 +172,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
         sequence_parallel: bool = False,
         tp_size: int = 1,
         get_rng_state_tracker: Callable[[], Any] | None = None,
@@ -212,6 +218,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.qkv_format = qkv_format
         self.attn_mask_type = mask_type_of(attn_mask_type, self.name)
         self.window_size, self.bottom_right_diagonal = window_size, bottom_right_diagonal
+        self.softcap = softcap
         self._rules: dict[Any, Rule] = {}
         self._rule(None, None, None)
         self.attention_type = attention_type
@@ -272,7 +279,12 @@ class DotProductAttention(TransformerEngineBaseModule):
             torch.nn.init.zeros_(self.softmax_offset)
 
     def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+        self,
+        cp_group: Any,
+        cp_global_ranks: Any,
+        cp_stream: Any,
+        cp_comm_type: str = "p2p",
+        load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
     ) -> None:
         """Set the context-parallel group; only a group of one rank works so far.
 
@@ -280,7 +292,15 @@ class DotProductAttention(TransformerEngineBaseModule):
         ------
         UnsupportedError
             For a group of several ranks.
+        ShapeError
+            If the strategy is no :class:`te_fast.pytorch.CPLoadBalancingStrategy`.
         """
+        if not isinstance(load_balancing_strategy, CPLoadBalancingStrategy):
+            message = (
+                f"{self.name}: load_balancing_strategy must be a CPLoadBalancingStrategy, got "
+                f"{type(load_balancing_strategy).__name__}"
+            )
+            raise ShapeError(message)
         groups = cp_group if isinstance(cp_group, list) else [cp_group]
         for group in groups:
             if group is not None and torch.distributed.get_world_size(group=group) > 1:
@@ -288,6 +308,7 @@ class DotProductAttention(TransformerEngineBaseModule):
                 raise UnsupportedError(message)
         self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
         self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
+        self.load_balancing_strategy = load_balancing_strategy
 
     # Checkpoints ----------------------------------------------------------------------------------
 
@@ -353,6 +374,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
+        softcap: float | None = None,
         checkpoint_core_attention: bool = False,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
@@ -370,6 +392,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         qkv_layer: torch.Tensor | None = None,
         kv_layer: torch.Tensor | None = None,
         qkv_interleave_dim: int = -3,
+        thd_attention_policies: list[dict[str, Any]] | None = None,
+        thd_attention_policy_dispatch: str = "auto",
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Attend.
 
@@ -389,7 +413,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             ``(b + 1,)``, int32: where sequences begin in ``thd``, if there are gaps between them.
         max_seqlen_q, max_seqlen_kv : int, optional
             The longest sequences of ``thd``; without them, the host waits for the device to tell.
-        attn_mask_type, window_size, bottom_right_diagonal : optional
+        attn_mask_type, window_size, bottom_right_diagonal, softcap : optional
             The constructor's by default.
         checkpoint_core_attention : bool, default = False
             Keep nothing but queries, keys and values, and attend again in backward.
@@ -413,6 +437,8 @@ class DotProductAttention(TransformerEngineBaseModule):
             Queries, keys and values in one tensor, or keys and values, with one more dimension of size 3 or 2.
         qkv_interleave_dim : {-3, -2}, default = -3
             Which dimension that is.
+        thd_attention_policies, thd_attention_policy_dispatch : optional
+            Masks of parts of packed sequences; not supported.
 
         Returns
         -------
@@ -430,6 +456,10 @@ class DotProductAttention(TransformerEngineBaseModule):
         callbacks = (score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
         if bf16_backward or callbacks != (None, None, None, None):
             refuse(self.name, {"bf16_backward": bool(bf16_backward), "score_mod": True})
+        _check_name(
+            self.name, "thd_attention_policy_dispatch", thd_attention_policy_dispatch, DISPATCHES
+        )
+        refuse(self.name, {"thd_attention_policies": thd_attention_policies is not None})
         fmt = self.qkv_format if qkv_format is None else qkv_format
         _check_name(self.name, "qkv_format", fmt, FORMATS)
         heads: Any = (query_layer, key_layer, value_layer)
@@ -448,12 +478,27 @@ class DotProductAttention(TransformerEngineBaseModule):
         )
         bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes, heads[0])
         dropout = self.attention_dropout if self.training else 0.0
-        how = Scores(rule, self.softmax_scale, dropout, bias, self.softmax_offset)
+        cap = self._cap(softcap)
+        how = Scores(rule, self.softmax_scale, dropout, bias, sink=self.softmax_offset, softcap=cap)
         if inference_params is not None:
             return self._with_cache(heads, how, fmt, lengths, inference_params)
         return self._merged(
             heads, how, fmt, lengths, attention_mask, recomputes=checkpoint_core_attention
         )
+
+    def _cap(self, softcap: float | None) -> float:
+        """Return the bound of scores of a call.
+
+        Raises
+        ------
+        ShapeError
+            If it is no finite number of 0 or more.
+        """
+        cap = self.softcap if softcap is None else softcap
+        if not math.isfinite(cap) or cap < 0.0:
+            message = f"{self.name}: softcap must be finite and not negative, got {cap!r}"
+            raise ShapeError(message)
+        return cap
 
     def _check_heads(self, heads: Any, fmt: str) -> None:
         """Raise unless queries, keys and values fit the module and each other."""

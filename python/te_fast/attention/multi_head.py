@@ -10,6 +10,7 @@ import torch
 from te_fast.attention.dot_product import DotProductAttention
 from te_fast.attention.inference import InferenceParams
 from te_fast.attention.rope import Heads, Waves, rotate, split_rotated, waves_of
+from te_fast.attention.rules import CPLoadBalancingStrategy
 from te_fast.errors import ArgumentError, ShapeError
 from te_fast.layers.layernorm_linear import LayerNormLinear
 from te_fast.layers.linear import Linear
@@ -81,7 +82,12 @@ class CompositeModule(torch.nn.Module):
         return copy_sharing(self, [self.tp_group], memo)
 
     def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+        self,
+        cp_group: Any,
+        cp_global_ranks: Any,
+        cp_stream: Any,
+        cp_comm_type: str = "p2p",
+        load_balancing_strategy: CPLoadBalancingStrategy = CPLoadBalancingStrategy.DUAL_CHUNK_SWAP,
     ) -> None:
         """Set the context-parallel group; only a group of one rank works so far.
 
@@ -90,7 +96,7 @@ class CompositeModule(torch.nn.Module):
         UnsupportedError
             For a group of several ranks.
         """
-        arguments = (cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        arguments = (cp_group, cp_global_ranks, cp_stream, cp_comm_type, load_balancing_strategy)
         self._tell("set_context_parallel_group", *arguments)
 
 
@@ -128,7 +134,7 @@ class MultiheadAttention(CompositeModule):
         Initialise the weights of queries, keys and values, and that of the last projection.
     layer_number : int, optional
         Number of the layer, from 1: names its part of a key-value cache.
-    attn_mask_type, window_size, bottom_right_diagonal : optional
+    attn_mask_type, window_size, bottom_right_diagonal, softcap : optional
         As of :class:`te_fast.pytorch.DotProductAttention`.
     tp_group : torch.distributed.ProcessGroup, optional
         Ranks that share the layer, a part of the heads each; without it and with `tp_size` above 1,
@@ -226,6 +232,7 @@ class MultiheadAttention(CompositeModule):
         attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
         tp_group: Any = None,
         tp_size: int = 1,
         num_gqa_groups: int | None = None,
@@ -321,6 +328,7 @@ class MultiheadAttention(CompositeModule):
         self.attn_mask_type: str = given["attn_mask_type"]
         self.window_size: tuple[int, int] | None = given["window_size"]
         self.bottom_right_diagonal: bool | None = given["bottom_right_diagonal"]
+        self.softcap: float = given["softcap"]
         self.layer_number: int = given["layer_number"] or 1
         self.input_layernorm: bool = given["input_layernorm"]
         self.attention_type: str = given["attention_type"]
@@ -439,6 +447,9 @@ class MultiheadAttention(CompositeModule):
         max_seqlen_kv: int | None = None,
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
+        thd_attention_policies: list[dict[str, Any]] | None = None,
+        thd_attention_policy_dispatch: str = "auto",
+        softcap: float | None = None,
     ) -> Any:
         """Attend.
 
@@ -454,7 +465,8 @@ class MultiheadAttention(CompositeModule):
             Angles of :class:`te_fast.pytorch.RotaryPositionEmbedding`, of queries and keys if they are two.
         attention_mask, attn_mask_type, window_size, bottom_right_diagonal, checkpoint_core_attention, \
 inference_params, core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv, \
-cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs : optional
+cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs, \
+thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
             As :meth:`te_fast.pytorch.DotProductAttention.forward` takes them.
 
         Returns
@@ -490,6 +502,9 @@ cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zer
             "max_seqlen_kv": max_seqlen_kv,
             "fast_zero_fill": fast_zero_fill,
             "pad_between_seqs": pad_between_seqs,
+            "thd_attention_policies": thd_attention_policies,
+            "thd_attention_policy_dispatch": thd_attention_policy_dispatch,
+            "softcap": self.softcap if softcap is None else softcap,
         }
         sources = (hidden_states, encoder_output)
         context, normed = self.attend(sources, is_first_microbatch, rotary_pos_emb, given)

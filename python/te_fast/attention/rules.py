@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,25 @@ MASK_TYPES = (
 FORMATS = ("sbhd", "bshd", "thd")
 BIAS_TYPES = ("pre_scale_bias", "post_scale_bias", "no_bias", "alibi")
 SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+DISPATCHES = ("auto", "grouped")
+
+
+class CPLoadBalancingStrategy(Enum):
+    """Which tokens each rank of a context-parallel group has.
+
+    See Also
+    --------
+    DotProductAttention : Takes one with its group of ranks, of which one alone works so far.
+
+    Examples
+    --------
+    >>> import te_fast.pytorch as te
+    >>> te.CPLoadBalancingStrategy("dual_chunk_swap").name
+    'DUAL_CHUNK_SWAP'
+    """
+
+    DUAL_CHUNK_SWAP = "dual_chunk_swap"
+    NO_LOAD_BALANCE = "no_load_balance"
 
 
 class Rule(NamedTuple):

@@ -47,6 +47,8 @@ class Scores(NamedTuple):
         Real positions of padded sequences.
     masked : torch.Tensor, optional
         Mask of ``arbitrary``, True where a query does not attend.
+    softcap : float
+        ``c`` of ``c · tanh(score / c)``, by which scaled scores are bounded; 0 bounds nothing.
     """
 
     rule: Rule
@@ -56,6 +58,7 @@ class Scores(NamedTuple):
     sink: torch.Tensor | None = None
     kept: Kept | None = None
     masked: torch.Tensor | None = None
+    softcap: float = 0.0
 
     def of(
         self,
@@ -66,13 +69,15 @@ class Scores(NamedTuple):
     ) -> Scores:
         """Return the same for sequences of a call, with the rule for them if it is another."""
         rule = self.rule if rule is None else rule
-        return Scores(rule, self.scale, self.dropout, self.bias, self.sink, kept, masked)
+        return self._replace(rule=rule, kept=kept, masked=masked)
 
 
 def _is_plain(scores: Scores, queries: int, keys: int) -> bool:
     """Whether torch's ``is_causal``, or no mask at all, says what the rule says."""
     rule = scores.rule
     if scores.kept is not None or scores.masked is not None or scores.sink is not None:
+        return False
+    if scores.softcap != 0.0:
         return False
     if scores.bias.kind != "no_bias" or rule.left >= 0 or rule.right > 0:
         return False
@@ -109,6 +114,39 @@ def _with_sink(
     return (k, v), mask, bias
 
 
+def _capped(products: torch.Tensor, bias: torch.Tensor | None, scores: Scores) -> torch.Tensor:
+    """Return scaled products bounded by the cap, with their bias: one from before the scale is within the bounds."""
+    if bias is not None and scores.bias.kind == "pre_scale_bias":
+        products, bias = products + bias, None
+    if scores.softcap != 0.0:
+        products = scores.softcap * torch.tanh(products / scores.softcap)
+    return products if bias is None else products + bias
+
+
+def _attend_capped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
+) -> torch.Tensor:
+    """Attend by the formula, scores in FP32: none of torch's kernels bounds scores."""
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (tensor.repeat_interleave(repeats, dim=1) for tensor in (k, v))
+    mask = allowed(scores.rule, (q.shape[2], k.shape[2]), scores.kept, scores.masked, q.device)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    products = (q @ k.transpose(-1, -2)).to(wide) * scores.scale
+    weights = _capped(products, _bias_of(scores, q, k.shape[2]), scores)
+    dead = None
+    if mask is not None:
+        # The softmax of nothing is NaN: such queries attend to all, and their result is zero.
+        dead = ~mask.any(-1, keepdim=True)
+        weights = weights.masked_fill(~(mask | dead), float("-inf"))
+    if scores.sink is not None:
+        sink = scores.sink.to(wide).view(1, -1, 1, 1).expand(*weights.shape[:3], 1)
+        weights = torch.cat([weights, sink], -1)
+    weights = weights.softmax(-1)[..., : k.shape[2]]
+    if dead is not None:
+        weights = weights.masked_fill(dead, 0.0)
+    return functional.dropout(weights, scores.dropout).to(v.dtype) @ v
+
+
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) -> torch.Tensor:
     """Attend, with torch's scaled dot product attention.
 
@@ -126,6 +164,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) ->
     torch.Tensor
         ``(batch, heads, queries, d_v)``; zero where a query attends to nothing.
     """
+    if scores.softcap != 0.0:
+        return _attend_capped(q, k, v, scores)
     grouped = q.shape[1] != k.shape[1]
     if _is_plain(scores, q.shape[2], k.shape[2]):
         return functional.scaled_dot_product_attention(
@@ -169,8 +209,8 @@ def max_logits(q: torch.Tensor, k: torch.Tensor, scores: Scores) -> torch.Tensor
     found = []
     for head in range(q.shape[1]):  # one head at a time: scores are large
         part = q[:, head] @ k[:, head // repeats].transpose(-1, -2) * scores.scale
-        if bias is not None:
-            part = part + bias[:, head if bias.shape[1] > 1 else 0]
+        of_head = None if bias is None else bias[:, head if bias.shape[1] > 1 else 0]
+        part = _capped(part, of_head, scores)
         if mask is not None:
             own = mask[:, head if mask.shape[1] > 1 else 0]
             part = part.masked_fill(~own, float("-inf"))
@@ -226,8 +266,9 @@ def varlen_problem(q: torch.Tensor, v: torch.Tensor, scores: Scores, *, is_self:
     rule = scores.rule
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
         return "it is for 16 bits on the GPU"
-    if scores.dropout > 0.0 or scores.sink is not None or scores.bias.kind != "no_bias":
-        return "it has no dropout, sinks and biases"
+    is_extended = scores.sink is not None or scores.bias.kind != "no_bias" or scores.softcap != 0.0
+    if scores.dropout > 0.0 or is_extended:
+        return "it has no dropout, sinks, biases and caps"
     if q.shape[-1] != v.shape[-1] or q.shape[-1] > 256 or q.shape[-1] % 8 != 0:
         return "it has no such head sizes"
     if rule.is_banded and not rule.bottom_right and not is_self:

@@ -67,6 +67,8 @@ class TransformerLayer(CompositeModule):
         Channels of a head; ``hidden_size / num_attention_heads`` by default.
     self_attn_mask_type, window_size, bottom_right_diagonal : optional
         Mask of self attention, as of :class:`te_fast.pytorch.DotProductAttention`.
+    softcap : float, default = 0.0
+        Bound of the scores of all attention, as of :class:`te_fast.pytorch.DotProductAttention`.
     enc_dec_attn_mask_type, enc_dec_bottom_right_diagonal, enc_dec_window_size : optional
         The same of cross attention; ``no_mask`` by default.
     tp_group, tp_size, sequence_parallel, set_parallel_mode : optional
@@ -155,6 +157,7 @@ class TransformerLayer(CompositeModule):
         self_attn_mask_type: str = "causal",
         window_size: tuple[int, int] | None = None,
         bottom_right_diagonal: bool | None = None,
+        softcap: float = 0.0,
         enc_dec_attn_mask_type: str = "no_mask",
         enc_dec_bottom_right_diagonal: bool | None = None,
         enc_dec_window_size: tuple[int, int] | None = None,
@@ -268,6 +271,7 @@ class TransformerLayer(CompositeModule):
         self.self_attn_mask_type: str = given["self_attn_mask_type"]
         self.window_size: tuple[int, int] | None = given["window_size"]
         self.bottom_right_diagonal: bool | None = given["bottom_right_diagonal"]
+        self.softcap: float = given["softcap"]
         self.enc_dec_attn_mask_type: str = given["enc_dec_attn_mask_type"]
         self.enc_dec_window_size: tuple[int, int] | None = given["enc_dec_window_size"]
         self.enc_dec_bottom_right_diagonal: bool | None = given["enc_dec_bottom_right_diagonal"]
@@ -347,6 +351,9 @@ class TransformerLayer(CompositeModule):
         max_seqlen_kv: int | None = None,
         fast_zero_fill: bool = True,
         pad_between_seqs: bool | None = None,
+        thd_attention_policies: list[dict[str, Any]] | None = None,
+        thd_attention_policy_dispatch: str = "auto",
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """Apply the layer.
 
@@ -367,7 +374,7 @@ class TransformerLayer(CompositeModule):
         cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv : optional
             Where sequences lie; self attention takes those of queries for both.
         checkpoint_core_attention, inference_params, core_attention_bias_type, core_attention_bias, alibi_slopes, \
-fast_zero_fill, pad_between_seqs : optional
+fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
             As :meth:`te_fast.pytorch.DotProductAttention.forward` takes them.
 
         Returns
@@ -385,9 +392,8 @@ fast_zero_fill, pad_between_seqs : optional
         if self.sequence_parallel and self.seq_length is not None:
             self._check_share(hidden_states)
         hidden = hidden_states.contiguous()
-        kind = hidden.device.type
-        if torch.is_autocast_enabled(kind):
-            hidden = hidden.to(torch.get_autocast_dtype(kind))
+        if torch.is_autocast_enabled(hidden.device.type):
+            hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         common: dict[str, Any] = {
             "checkpoint_core_attention": checkpoint_core_attention,
             "inference_params": inference_params,
@@ -398,8 +404,11 @@ fast_zero_fill, pad_between_seqs : optional
             "cu_seqlens_q_padded": cu_seqlens_q_padded,
             "max_seqlen_q": max_seqlen_q,
             "pad_between_seqs": pad_between_seqs,
+            "softcap": self.softcap if softcap is None else softcap,
         }
         own = common | {
+            "thd_attention_policies": thd_attention_policies,
+            "thd_attention_policy_dispatch": thd_attention_policy_dispatch,
             "attention_mask": attention_mask,
             "attn_mask_type": self_attn_mask_type or self.self_attn_mask_type,
             "window_size": self.window_size if window_size is None else window_size,

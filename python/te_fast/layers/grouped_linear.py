@@ -345,21 +345,22 @@ class GroupedLinear(PartedLayer):
         count, inputs, outputs = self.num_gemms, self.in_features, self.out_features
         numbers = range(count)
         stack = torch.empty(count, outputs, inputs, **options)
-        if self.single_grouped_weight:
-            self.weight_names = ["weight"]
-            self.register_parameter("weight", torch.nn.Parameter(stack))
-        else:
-            self.weight_names = [f"weight{number}" for number in numbers]
-            for name, part in zip(self.weight_names, stack, strict=True):
-                self.register_parameter(name, torch.nn.Parameter(part))
-        self.bias_names = ["bias"] if self.single_grouped_bias else [f"bias{i}" for i in numbers]
+        one_weight, one_bias = self.single_grouped_weight, self.single_grouped_bias
+        self.weight_names = ["weight"] if one_weight else [f"weight{i}" for i in numbers]
+        self.bias_names = ["bias"] if one_bias else [f"bias{i}" for i in numbers]
+        made = [*zip(self.weight_names, [stack] if one_weight else stack, strict=True)]
         if not self.use_bias:
             for name in self.bias_names:
                 setattr(self, name, torch.empty(0, **options))
-            return
-        stack = torch.empty(count, outputs, **options)
-        parts = [stack] if self.single_grouped_bias else list(stack)
-        for name, part in zip(self.bias_names, parts, strict=True):
+        else:
+            stack = torch.empty(count, outputs, **options)
+            biases = [*zip(self.bias_names, [stack] if one_bias else stack, strict=True)]
+            # In Transformer Engine's order: by it the states of optimizers belong to parameters.
+            if one_weight or one_bias:
+                made = [*made, *biases] if one_bias else [*biases, *made]
+            else:
+                made = [one for pair in zip(made, biases, strict=True) for one in pair]
+        for name, part in made:
             self.register_parameter(name, torch.nn.Parameter(part))
 
     def reset_parameters(self, defer_init: bool = False) -> None:

@@ -10,46 +10,70 @@ from torch import distributed
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from te_fast.errors import DtypeError, ShapeError
+from te_fast.errors import DtypeError, ShapeError, StateError
 
 
-class _SplitVocabulary(torch.autograd.Function):
-    """Loss of each row, of logits ``(rows, vocabulary / ranks)``."""
+class _RowLosses(torch.autograd.Function):
+    """Loss of each row, of logits ``(rows, vocabulary / ranks)``; backward computes the softmax again."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, smoothing: float, group: Any
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        smoothing: float,
+        group: Any,
+        overwrites: bool,
     ) -> torch.Tensor:
-        columns, ranks = logits.shape[1], distributed.get_world_size(group)
-        column = target - columns * distributed.get_rank(group)
+        columns, (rank, ranks) = logits.shape[1], _place(group)
+        column = target - columns * rank
         is_here = (column >= 0) & (column < columns)
         column = torch.where(is_here, column, 0)
         values = logits.float()
         largest = values.amax(1)
-        distributed.all_reduce(largest, distributed.ReduceOp.MAX, group)
+        if ranks > 1:
+            distributed.all_reduce(largest, distributed.ReduceOp.MAX, group)
         values = values - largest[:, None]
         zero = values.new_zeros(())
         predicted = torch.where(is_here, values.gather(1, column[:, None])[:, 0], zero)
         # Only with smoothing: logits of minus infinity have no mean.
         total = values.sum(1) if smoothing else torch.zeros_like(predicted)
         sums = torch.stack([values.exp_().sum(1), predicted, total])
-        distributed.all_reduce(sums, distributed.ReduceOp.SUM, group)
+        if ranks > 1:
+            distributed.all_reduce(sums, distributed.ReduceOp.SUM, group)
         log_sum, predicted, total = sums[0].log(), sums[1], sums[2]
         uniform = smoothing / (columns * ranks)
         # Their sum would round what large logits differ by.
         ctx.save_for_backward(logits, largest, log_sum, column, is_here)
-        ctx.smoothing, ctx.uniform = smoothing, uniform
+        ctx.smoothing, ctx.uniform, ctx.overwrites = smoothing, uniform, overwrites
+        ctx.is_overwritten = False
         return log_sum - (1.0 - smoothing) * predicted - uniform * total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if ctx.is_overwritten:
+            message = (
+                "parallel_cross_entropy: with overwrite_input=True backward runs once, for it leaves the gradient "
+                "where the logits were; leave overwrite_input at its default to run it again"
+            )
+            raise StateError(message)
         logits, largest, log_sum, column, is_here = ctx.saved_tensors
         share = (logits.float() - largest[:, None]).sub_(log_sum[:, None]).exp_()
         share.sub_(ctx.uniform)
         wanted = torch.where(is_here, -(1.0 - ctx.smoothing), 0.0).to(share.dtype)
         share.scatter_add_(1, column[:, None], wanted[:, None])
-        return share.mul_(grad[:, None]).to(logits.dtype), None, None, None
+        share.mul_(grad[:, None])
+        ctx.is_overwritten = ctx.overwrites
+        result = logits.detach().copy_(share) if ctx.overwrites else share.to(logits.dtype)
+        return result, None, None, None, None
+
+
+def _place(group: Any) -> tuple[int, int]:
+    """Return this rank's number and how many ranks there are."""
+    if group is None:
+        return 0, 1
+    return distributed.get_rank(group), distributed.get_world_size(group)
 
 
 def parallel_cross_entropy(
@@ -61,6 +85,7 @@ def parallel_cross_entropy(
     ignore_idx: int = -100,
     is_cg_capturable: bool = False,
     *,
+    overwrite_input: bool = False,
     _input: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the cross entropy of logits, computed in FP32.
@@ -84,6 +109,9 @@ def parallel_cross_entropy(
         Target without loss and gradient.
     is_cg_capturable : bool, default = False
         Nothing here waits for the GPU: captured graphs can hold it either way.
+    overwrite_input : bool, default = False
+        Backward leaves the gradient in the memory of `inp`, which must be contiguous and cannot be used from then on;
+        it runs once. Compiled graphs allocate the gradient.
     _input : torch.Tensor, optional
         Deprecated name of `inp`.
 
@@ -95,7 +123,7 @@ def parallel_cross_entropy(
     Raises
     ------
     ShapeError
-        If the target's shape is not that of the rows.
+        If the target's shape is not that of the rows, or logits to be overwritten are not contiguous.
     DtypeError
         If logits are no floating-point numbers, or targets no integers.
 
@@ -117,7 +145,14 @@ def parallel_cross_entropy(
         inp = _input
     _check(inp, target)
     rows, columns = inp.reshape(-1, inp.shape[-1]), target.reshape(-1).long()
-    if dist_process_group is None or distributed.get_world_size(dist_process_group) == 1:
+    overwrites = overwrite_input and not torch.compiler.is_compiling()
+    if overwrite_input and not inp.is_contiguous():
+        message = (
+            "parallel_cross_entropy: overwrite_input=True needs contiguous logits, got strides "
+            f"{inp.stride()} of shape {list(inp.shape)}"
+        )
+        raise ShapeError(message)
+    if _place(dist_process_group)[1] == 1 and not overwrites:
         losses = functional.cross_entropy(
             rows.float(),
             columns,
@@ -126,7 +161,9 @@ def parallel_cross_entropy(
             label_smoothing=label_smoothing,
         )
     else:
-        losses = _SplitVocabulary.apply(rows, columns, float(label_smoothing), dist_process_group)
+        losses = _RowLosses.apply(
+            rows, columns, float(label_smoothing), dist_process_group, overwrites
+        )
         losses = torch.where(columns == ignore_idx, 0.0, losses)
     if reduce_loss:
         return losses.sum() / (columns != ignore_idx).sum().clamp(min=1)

@@ -26,7 +26,7 @@ from te_fast.pytorch.attention import (
     MultiheadAttention,
     RotaryPositionEmbedding,
 )
-from te_fast.pytorch.constants import DType
+from te_fast.pytorch.constants import CPLoadBalancingStrategy, DType
 from te_fast.pytorch.cpu_offload import (
     ManualOffloadSynchronizer,
     get_cpu_offload_context,
@@ -85,10 +85,12 @@ from te_fast.pytorch.tensor import (
     restore_from_saved,
 )
 from te_fast.pytorch.transformer import TransformerLayer
+from te_fast.pytorch.utils import deinterleave_glu_tensor, interleave_glu_tensor
 from te_fast.runtime.device import set_cuda_device_every_batch, should_set_cuda_device_every_batch
 from te_fast.tensor.loading import register_classes
 
 __all__ = [
+    "CPLoadBalancingStrategy",
     "CudaRNGStatesTracker",
     "DType",
     "DotProductAttention",
@@ -119,12 +121,14 @@ __all__ = [
     "TransformerLayer",
     "autocast",
     "checkpoint",
+    "deinterleave_glu_tensor",
     "fp8_autocast",
     "fp8_model_init",
     "get_align_size_for_quantization",
     "get_cpu_offload_context",
     "get_default_recipe",
     "get_device_compute_capability",
+    "interleave_glu_tensor",
     "is_bf16_available",
     "is_fp8_available",
     "is_fp8_block_scaling_available",

@@ -6,7 +6,10 @@ from te_fast.errors import MissingError
 
 __all__ = ["missing"]
 
-_LAYERS = "GatedDeltaNetAttention FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant"
+_LAYERS = (
+    "GatedDeltaNetAttention GatedDeltaNet2Attention GatedDeltaProductAttention FusedMLAQUpProjFunction "
+    "FusedMLAQUpProjRopeQuant"
+)
 _QUANTISATION = (
     "apply_recipe QuantizerRole QuantizerRequest DelayedScalingRequest quantizer_factory"
 )
@@ -22,15 +25,15 @@ _OF_CUSTOM_RECIPES = (
 _TOOLS = (
     ""
     "onnx_export CusolverMpCtx newton_schulz "
-    "newton_schulz_tp deinterleave_glu_tensor interleave_glu_tensor initialize_ub destroy_ub "
-    "UserBufferQuantizationMode CPLoadBalancingStrategy get_cudnn_version"
+    "newton_schulz_tp initialize_ub destroy_ub "
+    "UserBufferQuantizationMode get_cudnn_version"
 )
 _SUBMODULES = "cpp_extensions cpu_offload_v1 ep export jit"
 _OLD_QUANTIZATION = "RecipeState get_fp4_te_dtype get_fp8_max get_fp8_te_dtype split_and_copy"
 _NAMES = {
     "te_fast.pytorch": f"{_LAYERS} {_QUANTISATION} {_TENSORS} {_TOOLS} {_SUBMODULES}",
     "te_fast.pytorch.attention": "FusedMLAQUpProjRopeQuant",
-    "te_fast.pytorch.ops": "",
+    "te_fast.pytorch.ops": "ScaledTanhSReLU is_op_fuser_grouped_tensor_path_supported",
     "te_fast.pytorch.ops.basic": "",
     "te_fast.pytorch.distributed": (
         "FullyShardedDataParallel has_te_modules prepare_te_modules_for_fsdp symmetric_all_reduce"
@@ -39,9 +42,9 @@ _NAMES = {
         "SplitAlongDim all_close assert_dim_for_fp8_exec assert_viewless_tensor attention_mask_func "
         "canonicalize_device canonicalize_dtype canonicalize_process_group cast_if_needed ceil_div "
         "check_dim_for_fp8_exec clear_tensor_data combine_tensors compare_tensors "
-        "deinterleave_glu_tensor devices_match divide ensure_divisibility get_cached_ones_tensor "
+        "devices_match divide ensure_divisibility get_cached_ones_tensor "
         "get_cudnn_version get_default_init_method get_nvtx_range_context get_sm_count "
-        "init_method_constant init_method_normal interleave_glu_tensor is_bf16_compatible "
+        "init_method_constant init_method_normal is_bf16_compatible "
         "is_non_tn_fp8_gemm_supported mark_grouped_tensor needs_quantized_gemm nvtx_range_pop "
         "nvtx_range_push print_rank_0 requires_grad resolve_grouped_linear_single_param_flags "
         "round_up_to_nearest_multiple safely_set_viewless_tensor_data scaled_init_method_normal "
@@ -65,6 +68,7 @@ _NAMES = {
         "multi_tensor_adam_fp8 multi_tensor_sgd"
     ),
     "te_fast.pytorch.cpu_offload": "is_cpu_offload_enabled mark_activation_offload start_offload",
+    "te_fast.pytorch.router": "QBHistogramMode mark_qb_bin_bounds_validated",
     "te_fast.pytorch.fp8": _OLD_QUANTIZATION,
     "te_fast.pytorch.module": "is_module_grouped_tensor_path_supported",
     "te_fast.pytorch.module.base": (

@@ -1,10 +1,11 @@
-"""Element types where Transformer Engine has them."""
+"""Element types, and how context-parallel ranks share tokens, where Transformer Engine has them."""
 
 from te_fast._names import publish
+from te_fast.attention.rules import CPLoadBalancingStrategy
 from te_fast.pytorch._missing import missing
 from te_fast.tensor.dtypes import DType, TE_DType, TE_DType_To_Torch
 
-__all__ = ["DType", "TE_DType", "TE_DType_To_Torch"]
+__all__ = ["CPLoadBalancingStrategy", "DType", "TE_DType", "TE_DType_To_Torch"]
 
 publish(__name__)
 

@@ -7,6 +7,7 @@ from te_fast.moe.router import (
     fused_moe_aux_loss,
     fused_topk_with_score_function,
 )
+from te_fast.pytorch._missing import missing
 
 __all__ = [
     "RoutingMapFormat",
@@ -16,3 +17,8 @@ __all__ = [
 ]
 
 publish(__name__)
+
+
+def __getattr__(name: str) -> object:
+    """Say so of what Transformer Engine has here and te_fast does not yet."""
+    raise missing(__name__, name)

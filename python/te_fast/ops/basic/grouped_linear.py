@@ -52,7 +52,7 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
     in_features, out_features : int
         Sizes of the last dimension. In FP8 both are multiples of 16.
     bias : bool, default = True
-        Have biases.
+        Have biases, zero at first.
     device, dtype : optional
         As of :class:`BasicLinear`.
     rng_state_tracker_function : Callable, optional
@@ -157,7 +157,6 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
 
     def reset_parameters(self) -> None:
         """Initialise the parameters, after making those real that are on the meta device."""
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         tracker = self._rng_state_tracker_function
         with nullcontext() if tracker is None else tracker().fork(), torch.no_grad():
             for name in self._weight_names:
@@ -167,7 +166,7 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
                 else:
                     self._initialise(weight)
             for name in self._bias_names:
-                torch.nn.init.uniform_(to_real(self, name), -bound, bound)
+                torch.nn.init.zeros_(to_real(self, name))
         self._quantize_weights()
         for name in self._weight_names if self.delay_wgrad_compute else ():
             getattr(self, name).skip_backward_post_hook = True
