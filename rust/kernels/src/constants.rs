@@ -97,7 +97,7 @@ constants! {
         /// Size of `UnpackScalesParams`.
         UNPACK_SCALES_PARAMS_BYTES: usize = 24;
         /// Size of `CastGroupsParams`.
-        CAST_GROUPS_PARAMS_BYTES: usize = 152;
+        CAST_GROUPS_PARAMS_BYTES: usize = 184;
         /// Columns that a block of a `sum_groups` has.
         SUM_GROUPS_COLS: usize = common::WARP as usize * common::VECTOR;
         /// Rows that it adds to different sums.

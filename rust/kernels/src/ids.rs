@@ -277,6 +277,8 @@ kernels! {
     UnpackScales() "unpack_block_scales" in CastBlock;
     /// Parts of the largest magnitudes of groups of rows.
     AmaxGroups(Float) "amax_groups" in CastGroups;
+    /// Maxima of the rows that groups gather.
+    AmaxTokens(Float) "amax_tokens" in CastGroups;
     /// Scaled casts of groups of rows, one scale each.
     CastGroups(Float, Fp8) "cast_groups" in CastGroups;
     /// Block-scaled casts of counted groups of rows, 1 x 128.
