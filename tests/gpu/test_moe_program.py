@@ -1,4 +1,4 @@
-"""te_fast.pytorch.MoE as one program on the GPU: the bits of its parts called one by one, in poisoned memory, and near the host's."""
+"""te_fast.pytorch.MoE as one program on the GPU: the bits of its parts, in poisoned memory."""
 
 from __future__ import annotations
 

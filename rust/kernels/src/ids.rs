@@ -250,6 +250,7 @@ images! {
     Permute = "moe/permute",
     PermuteCast = "moe/permute_cast",
     PermuteMerge = "moe/permute_merge",
+    Router = "moe/router",
     Pad = "moe/pad",
     Activation = "activation/activation",
     ActivationBackward = "activation/activation_backward",
@@ -325,6 +326,10 @@ kernels! {
     UnpermuteFwd(Float) "unpermute_fwd" in PermuteMerge;
     /// The gradient of that with probabilities.
     UnpermuteBwd(Float) "unpermute_bwd" in PermuteMerge;
+    /// Scores, choice and probabilities of a router.
+    RouterFwd(Float) "router_fwd" in Router;
+    /// Gradient of its logits.
+    RouterBwd(Float) "router_bwd" in Router;
     /// Rows moved in segments: padding, unpadding, chunk sorting.
     PadRows() "pad_rows" in Pad;
     /// Activation function, with or without a cast to FP8.
@@ -435,6 +440,7 @@ impl KernelId {
                 | Image::Permute
                 | Image::PermuteCast
                 | Image::PermuteMerge
+                | Image::Router
                 | Image::Pad
                 | Image::Activation
                 | Image::ActivationBackward
