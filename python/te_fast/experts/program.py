@@ -41,7 +41,7 @@ class ExpertsProgram:
         for op in self._ops:
             op.pre_first_fuser_forward()
             op._captured_by(self)
-        self._dtype = getattr(first, first._weight_names[0]).dtype
+        self._dtype = _type_of(self._ops)
         program = self.program = native.Program(name)
         program.permute("permute", first.num_groups, topk)
         for index, op in enumerate(self._ops):
@@ -65,7 +65,7 @@ class ExpertsProgram:
             and len(ops) == len(self._ops)
             and all(map(_is_same, ops, self._ops))
             and all(map(_is_same, self._handles, self._handles_now()))
-            and _type_of_weights(ops) == self._dtype
+            and _type_of(ops) == self._dtype
         )
 
     def __call__(
@@ -107,10 +107,14 @@ def _is_same(one: object, other: object) -> bool:
     return one is other
 
 
-def _type_of_weights(ops: tuple[Any, ...]) -> torch.dtype | None:
-    """Return the type of all parameters; None if they have several."""
-    dtypes = {parameter.dtype for op in ops for parameter in op._parameters.values()}
-    return dtypes.pop() if len(dtypes) == 1 else None
+def _type_of(ops: tuple[Any, ...]) -> torch.dtype | None:
+    """Return the type of the linear operations' parameters, of which an operation has one; None if they differ."""
+    first, last = ({getattr(op, name).dtype for name in _first_names(op)} for op in ops[::2])
+    return first.pop() if first == last and len(first) == 1 else None
+
+
+def _first_names(op: GroupedLinear) -> list[str]:
+    return [*op._weight_names[:1], *op._bias_names[:1]]
 
 
 def _is_plain(x: torch.Tensor) -> bool:
@@ -144,7 +148,7 @@ def takes(experts: Any, tokens: torch.Tensor) -> bool:
         and is_called_plainly(experts)
         and all(op._is_native() and is_called_plainly(op) for op in ops)
         and not any(op._extra_input_channels or "parametrizations" in op._modules for op in ops)
-        and _type_of_weights(ops) is not None
+        and _type_of(ops) is not None
         and not fuser._is_custom()
         and not _config.DEBUG  # where dropped rows are looked for
         and (enabled or not calibrating)
