@@ -129,8 +129,10 @@ def route(
     """
     bias = None if bias is None else bias.detach().float()
     if is_traced(logits):
+        counts = [choice.topk, choice.num_groups, choice.group_topk]
+        how = choice.score_function, choice.over, choice.factor
         wanted = [in_bits, indices is not None]
-        probs, _, chosen, bits, found = _router(logits, bias, list(choice[:3]), *choice[3:], wanted)
+        probs, _, chosen, bits, found = _router(logits, bias, counts, *how, wanted)
         if indices is not None:
             indices.copy_(found)
         return probs, bits if in_bits else chosen

@@ -40,11 +40,13 @@ class RoutingMapFormat(IntEnum):
     BITMAP_U8 = 1
 
 
+_FORMATS = {member.name.lower(): member for member in RoutingMapFormat}
+
+
 def _format_of(routing_map_format: Any) -> RoutingMapFormat:
     if isinstance(routing_map_format, str):
-        names = {member.name.lower(): member for member in RoutingMapFormat}
-        if routing_map_format in names:
-            return names[routing_map_format]
+        if routing_map_format in _FORMATS:
+            return _FORMATS[routing_map_format]
     elif isinstance(routing_map_format, int) and routing_map_format in (0, 1):
         return RoutingMapFormat(routing_map_format)
     elif not isinstance(routing_map_format, int):
