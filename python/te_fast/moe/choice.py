@@ -51,11 +51,17 @@ class Choice(NamedTuple):
 
 def takes(logits: torch.Tensor) -> bool:
     """Tell whether kernels take such logits: of plain tensors, and no more experts than a warp holds."""
-    return (
-        type(logits) in (torch.Tensor, torch.nn.Parameter)
-        and 0 < logits.shape[-1] <= MOST_EXPERTS
-        and not torch._C._are_functorch_transforms_active()
-    ) or (is_traced(logits) and logits.shape[-1] <= MOST_EXPERTS)
+    if not 0 < logits.shape[-1] <= MOST_EXPERTS:
+        return False
+    if _is_traced(logits):
+        return True
+    is_plain = type(logits) in (torch.Tensor, torch.nn.Parameter)
+    return is_plain and not torch._C._are_functorch_transforms_active()
+
+
+def _is_traced(logits: torch.Tensor) -> bool:
+    """Tell whether tracers see operators; those of every release do."""
+    return torch.compiler.is_compiling() or is_traced(logits)
 
 
 def _backward(
@@ -128,7 +134,7 @@ def route(
         ``(..., experts)``, and the map.
     """
     bias = None if bias is None else bias.detach().float()
-    if is_traced(logits):
+    if _is_traced(logits):
         counts = [choice.topk, choice.num_groups, choice.group_topk]
         how = choice.score_function, choice.over, choice.factor
         wanted = [in_bits, indices is not None]
