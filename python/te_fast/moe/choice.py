@@ -6,13 +6,14 @@ calls as operators of ``torch.library``.
 
 from __future__ import annotations
 
-from typing import Any, List, NamedTuple  # noqa: UP035 - torch 2.6 reads no list[int] in a schema
+from typing import Any, NamedTuple
 
 import torch
 
 from te_fast.errors import UnsupportedError
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_traced
+from te_fast.runtime.library import register
 
 #: Experts that a warp holds.
 MOST_EXPERTS = 1024
@@ -138,7 +139,7 @@ def route(
         counts = [choice.topk, choice.num_groups, choice.group_topk]
         how = choice.score_function, choice.over, choice.factor
         wanted = [in_bits, indices is not None]
-        probs, _, chosen, bits, found = _router(logits, bias, counts, *how, wanted)
+        probs, chosen, bits, found = _TracedRoute.apply(logits, bias, counts, *how, wanted)
         if indices is not None:
             indices.copy_(found)
         return probs, bits if in_bits else chosen
@@ -158,27 +159,23 @@ def route(
 # In graphs ----------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("te_fast::moe_router", mutates_args=())
-def _router(
+def _router_run(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
-    counts: List[int],  # noqa: UP006
+    counts: list[int],
     score_function: str,
     over: str,
     factor: float,
-    wanted: List[bool],  # noqa: UP006
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    wanted: list[bool],
+) -> tuple[torch.Tensor, ...]:
     topk, num_groups, group_topk = counts
     in_bits, with_indices = wanted
     choice = Choice(topk, num_groups, group_topk, score_function, over, factor)
     indices = _indices_of(logits, topk, with_indices)
-    probs, scores, chosen, bits = native.router_forward(
+    made = native.router_forward(
         logits, bias, choice, indices if with_indices else None, (True, True, in_bits)
     )
-    assert probs is not None
-    assert scores is not None
-    assert chosen is not None
-    return probs, scores, chosen, logits.new_empty(0) if bits is None else bits, indices
+    return (*[logits.new_empty(0) if found is None else found for found in made], indices)
 
 
 def _indices_of(logits: torch.Tensor, topk: int, wanted: bool) -> torch.Tensor:
@@ -186,15 +183,14 @@ def _indices_of(logits: torch.Tensor, topk: int, wanted: bool) -> torch.Tensor:
     return logits.new_empty(size, dtype=torch.int64)
 
 
-@_router.register_fake
 def _router_fake(
     logits: torch.Tensor,
     bias: torch.Tensor | None,
-    counts: List[int],  # noqa: UP006
+    counts: list[int],
     score_function: str,
     over: str,
     factor: float,
-    wanted: List[bool],  # noqa: UP006
+    wanted: list[bool],
 ) -> Any:
     del bias, score_function, factor
     in_bits, with_indices = wanted
@@ -209,8 +205,15 @@ def _router_fake(
     )
 
 
-@torch.library.custom_op("te_fast::moe_router_bwd", mutates_args=())
-def _router_bwd(
+_router = register(
+    "moe_router(Tensor logits, Tensor? bias, SymInt[] counts, str score_function, str over, float factor, "
+    "bool[] wanted) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _router_run,
+    _router_fake,
+)
+
+
+def _router_bwd_run(
     grad: torch.Tensor,
     scores: torch.Tensor,
     chosen: torch.Tensor,
@@ -224,7 +227,6 @@ def _router_bwd(
     return _backward(grad, scores, None if over == "all" else chosen, choice, like.dtype)
 
 
-@_router_bwd.register_fake
 def _router_bwd_fake(
     grad: torch.Tensor,
     scores: torch.Tensor,
@@ -234,21 +236,36 @@ def _router_bwd_fake(
     over: str,
     factor: float,
     like: torch.Tensor,
-) -> Any:
+) -> torch.Tensor:
     del grad, chosen, topk, score_function, over, factor
     return scores.new_empty(scores.shape, dtype=like.dtype)
 
 
-def _router_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    logits, _, (topk, *_), score_function, over, factor, _ = inputs
-    _, scores, chosen, _, _ = output
-    ctx.save_for_backward(scores, chosen, logits.new_empty(0))
-    ctx.choice = (topk, score_function, over, factor)
+_router_bwd = register(
+    "moe_router_bwd(Tensor grad, Tensor scores, Tensor chosen, SymInt topk, str score_function, str over, "
+    "float factor, Tensor like) -> Tensor",
+    _router_bwd_run,
+    _router_bwd_fake,
+)
 
 
-def _router_backward(ctx: Any, grad: Any, *_: Any) -> Any:
-    scores, chosen, like = ctx.saved_tensors
-    return _router_bwd(grad, scores, chosen, *ctx.choice, like), *[None] * 6
+class _TracedRoute(torch.autograd.Function):
+    """Arguments: those of the operator."""
 
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        logits, _, counts, score_function, over, factor, _ = arguments
+        probs, scores, chosen, bits, indices = _router(*arguments)
+        ctx.save_for_backward(scores, chosen, logits.new_empty(0))
+        ctx.how = counts[0], score_function, over, factor
+        ctx.mark_non_differentiable(chosen, bits, indices)
+        return probs, chosen, bits, indices
 
-_router.register_autograd(_router_backward, setup_context=_router_setup)
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
+        scores, chosen, like = ctx.saved_tensors
+        topk, score_function, over, factor = ctx.how
+        dlogits = _router_bwd(
+            grad.contiguous(), scores, chosen, topk, score_function, over, factor, like
+        )
+        return dlogits, None, None, None, None, None, None
