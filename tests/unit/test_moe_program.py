@@ -124,6 +124,22 @@ def test_rows_are_gathered_as_they_are_quantised():
         ]
 
 
+def test_explains_itself():
+    block = make("cpu", bias=True)
+    assert "not compiled yet" in block.explain()
+    x, *_ = tensors(16, "cpu")
+    with te.autocast(recipe=ALL["block"]()):
+        block(x)
+    text = block.explain()
+    assert (
+        "gather + cast + transpose  [0: GroupedLinear]" in text
+        or "gather + cast  [0: GroupedLinear]" in text
+    )
+    assert "grouped gemm + bias  [0: GroupedLinear]" in text
+    assert "activation  [1: ScaledSwiGLU]" in text
+    assert "unpermute  [unpermute]" in text
+
+
 def test_block_is_one_node():
     block = make("cpu")
     x, *_ = tensors(8, "cpu")

@@ -37,6 +37,9 @@ class MoE(torch.nn.Module):
     inside :class:`te_fast.pytorch.autocast`, the router in FP32. How many rows an expert has stays on the device:
     nothing waits for the GPU, and CUDA graphs capture the block.
 
+    Permutation, experts and sum are one program. Where a hook looks at the calls of `experts`, or of an operation in
+    it, these are called one by one, with the same result.
+
     Parameters
     ----------
     hidden_size, ffn_hidden_size : int
@@ -244,6 +247,17 @@ class MoE(torch.nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Leave the program out: a copy makes its own."""
         return {name: value for name, value in self.__dict__.items() if name != "_experts_program"}
+
+    def explain(self) -> str:
+        """Say what the experts and what is around them launch, per kind of call that has run.
+
+        Returns
+        -------
+        str
+            Lines of text.
+        """
+        program: ExpertsProgram | None = self.__dict__.get("_experts_program")
+        return self.experts.explain() if program is None else program.explain()
 
     def _aux_loss(self, logits: torch.Tensor) -> torch.Tensor:
         if logits.shape[0] == 0:

@@ -11,6 +11,7 @@ from te_fast.ops import fuser
 from te_fast.ops.basic.grouped_linear import GroupedLinear
 from te_fast.ops.basic.scaled import ScaledActivation
 from te_fast.ops.common import autocast_dtype
+from te_fast.ops.plan import explain_program
 from te_fast.ops.sequential import Sequential
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_traced
@@ -44,9 +45,13 @@ class ExpertsProgram:
         self._dtype = _type_of(self._ops)
         program = self.program = native.Program(name)
         program.permute("permute", first.num_groups, topk)
+        labels = self._labels = ["permute"]
         for index, op in enumerate(self._ops):
-            op._append_to(program, f"{index}: {type(op).__name__}")
+            label = f"{index}: {type(op).__name__}"
+            op._append_to(program, label)
+            labels += [label] * (program.num_ops - len(labels))
         program.unpermute("unpermute")
+        labels.append("unpermute")
 
     def _handles_now(self) -> list[Any]:
         return [op.__dict__.get("_handle") for op in self._ops]
@@ -67,6 +72,10 @@ class ExpertsProgram:
             and all(map(_is_same, self._handles, self._handles_now()))
             and _type_of(ops) == self._dtype
         )
+
+    def explain(self) -> str:
+        """Say what calls launch."""
+        return "\n".join(explain_program(self.program, self._labels))
 
     def __call__(
         self,
