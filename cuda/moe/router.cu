@@ -1,8 +1,8 @@
 // Routers of mixtures: scores of logits, the experts of each token and their probabilities; and the gradient.
 //
 //   s = softmax(x), sigmoid(x) or sqrt(softplus(x))         of all experts; softmax over the chosen ones: s = x
-//   chosen: the topk largest s + bias, of equal ones the first, NaN above all; with groups, only those of the group_topk
-//           groups with the largest sums of their topk / group_topk best
+//   chosen: the topk largest s + bias, of equal ones the first, NaN above all; with groups, only those of the best
+//           group_topk groups, which have the largest sums of their topk / group_topk best
 //   probs = factor * v, 0 where not chosen                  v = (s + bias) - bias
 //           over chosen: v = softmax of the chosen, or v / (sum of the chosen + 1e-20) where topk > 1
 //           over all:    probs = s, or s / (sum of s + 1e-20), float32, no factor
@@ -17,7 +17,7 @@
 //
 // Launch: ceil(tokens / 4) blocks of 128 threads, a warp per token; a lane has experts lane, lane + 32, ...
 // Needs:  contiguous tensors; experts <= 1024, topk <= experts, groups that divide the experts.
-// Moves:  per expert sizeof(In) of the logits and of the probabilities, 4 of the scores, 1 of the map; backward the same.
+// Moves:  per expert sizeof(In) of the logits and of the probabilities, 4 of the scores, 1 of the map; backward too.
 
 #include <type_traits>
 
@@ -32,10 +32,10 @@ struct RouterParams {
     const void* logits;
     const float* bias;  // null: none
     void* probs;
-    float* scores;   // null: none
-    uint8_t* map;    // null: none
-    uint8_t* bits;   // null: none
-    void* indices;   // null: none
+    float* scores;  // null: none
+    uint8_t* map;   // null: none
+    uint8_t* bits;  // null: none
+    void* indices;  // null: none
     uint64_t tokens;
     uint32_t experts, topk;
     uint32_t groups, group_topk;  // 0: no groups
@@ -291,8 +291,8 @@ __device__ void route_back(const RouterBwdParams& p, uint64_t token) {
         if (p.score == kScoreSoftmax) {
             if (is_chosen || p.over != kOverChosen) d = y[j] * (g[j] - dot);
         } else if (is_chosen) {
-            const float slope = p.score == kScoreSigmoid ? y[j] * (1.0f - y[j])
-                                                         : -expm1f(-y[j] * y[j]) / (2.0f * y[j] + kEps);
+            const float slope =
+                p.score == kScoreSigmoid ? y[j] * (1.0f - y[j]) : -expm1f(-y[j] * y[j]) / (2.0f * y[j] + kEps);
             d = (normalises ? g[j] / sum - dot / (sum * sum) : g[j]) * slope;
         }
         static_cast<In*>(p.dlogits)[first + expert] = from_float<In>(d);

@@ -15,12 +15,12 @@
 // moe/permute.cu numbers them): a permutation and a cast in one pass. A number of 0 is a row of zeros, and so is a
 // negative one unless all are gathered. Maxima then come from those of tokens:
 //   amax_tokens         token_max[t] = max |x[t]|
-// Blocks go down the columns of tiles, so that the columns of x that are read several times stay in the second-level cache.
+// Blocks go down the columns of tiles, so that columns of x, which are read several times, stay in the L2 cache.
 //
 // What counts say beyond `rows` is left out, and so are negative ones: nothing is read or written past the tensor.
 //
-// Launch: amax_tokens: a warp per token, 256 threads. amax_groups: parts * groups blocks of 256 threads. Others: tiles_cols
-//         times the most strips of 128 rows that the groups can have, 256 threads; blocks without a strip end at once.
+// Launch: 256 threads. amax_tokens: a warp per token. amax_groups: parts * groups blocks. Others: tiles_cols times the
+//         most strips of 128 rows that the groups can have; blocks without a strip end at once.
 // Needs:  contiguous x, any alignment; out_t 16-byte aligned, ld_t a multiple of 16; at most 1024 groups.
 // Moves:  sizeof(In) bytes per element for amax_groups; sizeof(In) + 1 byte per element and layout for the others, and
 //         the scales.

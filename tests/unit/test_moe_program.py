@@ -37,6 +37,14 @@ def test_bits_of_the_parts(name, kind):
         assert state is None or torch.equal(state, other)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_rows_without_a_probability_still_have_its_gradient(name):
+    given = tensors(TOKENS, "cpu", kind="zeros")
+    (mine, _), (theirs, _) = both(given, ALL[name](), bias=True)
+    assert same_bits(mine, theirs)
+    assert mine[2][0].any()
+
+
 @pytest.mark.parametrize(
     "options",
     [
