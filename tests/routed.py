@@ -36,7 +36,7 @@ KINDS = ("even", "empty", "one", "few", "zeros", "nan")
 
 
 def tensors(tokens, device, dtype=torch.bfloat16, kind="even"):
-    """Tokens, their gradient, mask and probabilities; those of `kind` "inf" have an infinite element."""
+    """Tokens, of which one is far larger than the others, their gradient, mask and probabilities."""
     mask, probs = routing(kind, tokens)
     x = torch.randn(tokens, HIDDEN, dtype=dtype)
     x[tokens // 2, 3] = 1000.0
