@@ -95,13 +95,16 @@ class ExpertsProgram:
         is_first_microbatch : bool, optional
             As of :class:`te_fast.pytorch.Linear`.
         """
-        x = tokens.to(autocast_dtype(tokens) or self._dtype)
+        wanted = autocast_dtype(tokens)
+        x = tokens.to(wanted or self._dtype)
         first = None if is_first_microbatch is None else bool(is_first_microbatch)
+        arguments = (self.program, self, x, (chosen, probs), first, None, None)
+        if wanted is None:
+            merged: torch.Tensor = native.program_apply(*arguments)
+            return merged
         # Probabilities keep their type.
         with torch.autocast(x.device.type, enabled=False):
-            merged: torch.Tensor = native.program_apply(
-                self.program, self, x, (chosen, probs), first, None, None
-            )
+            merged = native.program_apply(*arguments)
         return merged
 
     def _init_delayed_scaling(self) -> None:
