@@ -7,8 +7,10 @@ counts lie on the device; one stacked weight, one parameter for each expert, and
 launches on CUDA; on the CPU the products are computed within the call. Transformer Engine runs beside it where it is
 installed.
 
+It also times a whole block, `MoE`, of as many experts, router and permutation included.
+
 GPU time: forward and backward of a mixture of experts, from its permuted rows to its result, by CUDA events; as ratios
-to the same in BF16 by `torch._grouped_mm`.
+to the same in BF16 by `torch._grouped_mm`. The same again of the whole block, from tokens to tokens.
 """
 
 from __future__ import annotations
@@ -102,6 +104,8 @@ def host_times(
             layer = layer_of(te, experts, arguments, **more)
             bodies[kind] = step_of(layer, counts, arguments, rows)
             regions[kind] = lambda: te.autocast(recipe=Float8BlockScaling())
+        bodies["block"] = step_of_block(experts, arguments)
+        regions["block"] = lambda: te.autocast(recipe=Float8BlockScaling())
         if others is not None:
             name, recipe = "Transformer Engine", others.recipe.Float8BlockScaling()
             regions[name] = partial(others.pytorch.autocast, enabled=True, recipe=recipe)
@@ -124,6 +128,29 @@ def host_times(
     return result
 
 
+def step_of_block(experts: int, arguments: argparse.Namespace) -> Callable[[], None]:
+    """Forward and backward of a whole block."""
+    size, dtype = arguments.features, DTYPES[arguments.dtype]
+    block = te.MoE(
+        *(size, size, experts, 8),
+        device=arguments.device,
+        dtype=dtype,
+        single_grouped_weight=True,
+    )
+    rows = experts * ROWS_OF_EXPERT // 8
+    x = torch.randn(rows, size, dtype=dtype, device=arguments.device, requires_grad=True)
+    gradient = torch.ones_like(x)
+    parameters = [x, *block.parameters()]
+
+    def step() -> None:
+        y: Any = block(x)
+        y.backward(gradient)
+        for parameter in parameters:
+            parameter.grad = None
+
+    return step
+
+
 class TorchExperts(torch.nn.Module):
     """The experts in BF16 by torch's grouped product."""
 
@@ -142,8 +169,49 @@ class TorchExperts(torch.nn.Module):
         return result
 
 
-def gpu_times(arguments: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds of forward and backward, by recipe and for torch."""
+class TorchBlock(torch.nn.Module):
+    """A whole block in BF16: torch's router, permutation and sum around those experts."""
+
+    def __init__(self, block: te.MoE) -> None:
+        super().__init__()
+        self.topk, self.count = block.topk, block.num_experts
+        self.router = torch.nn.Parameter(block.router.detach().clone())
+        self.experts = TorchExperts(block.experts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Choose, gather, multiply, and add."""
+        best, chosen = (x.float() @ self.router.t()).topk(self.topk)
+        probs = torch.softmax(best, -1).flatten()
+        order = chosen.flatten().argsort(stable=True)
+        splits = torch.zeros(self.count, dtype=torch.int64, device=x.device)
+        splits = splits.index_add(0, chosen.flatten(), torch.ones_like(order))
+        tokens = order // self.topk
+        y = self.experts(x[tokens], splits, probs[order])
+        return torch.zeros_like(x).index_add(0, tokens, y)
+
+
+def events(
+    bodies: dict[str, Callable[[], object]], tensors: list[torch.Tensor], rounds: int
+) -> dict[str, float]:
+    """Median milliseconds between CUDA events around bodies in turns; gradients are cleared before each."""
+    times: dict[str, list[float]] = {name: [] for name in bodies}
+    for turn in range(3 + rounds):
+        for name, body in bodies.items():
+            for tensor in tensors:
+                tensor.grad = None
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(2_000_000)  # keeps the host ahead
+            start.record()
+            body()
+            end.record()
+            torch.cuda.synchronize()
+            if turn >= 3:
+                times[name].append(start.elapsed_time(end))
+    return {name: sorted(found)[len(found) // 2] for name, found in times.items()}
+
+
+def gpu_times(arguments: argparse.Namespace) -> list[dict[str, float]]:
+    """Milliseconds of forward and backward, by recipe and for torch: of the experts, and of the whole block."""
     dtype, device = torch.bfloat16, arguments.device
     torch.manual_seed(0)
     sizes = arguments.hidden, arguments.ffn
@@ -155,6 +223,12 @@ def gpu_times(arguments: argparse.Namespace) -> dict[str, float]:
         dtype=dtype,
         single_grouped_weight=True,
     )
+    return [expert_times(arguments, block), block_times(arguments, block)]
+
+
+def expert_times(arguments: argparse.Namespace, block: te.MoE) -> dict[str, float]:
+    """Return those of the experts of a block."""
+    dtype, device = torch.bfloat16, arguments.device
     rows = arguments.tokens * arguments.topk
     chosen = torch.randint(arguments.experts, (rows,), device=device)
     splits = torch.bincount(chosen, minlength=arguments.experts)
@@ -175,20 +249,29 @@ def gpu_times(arguments: argparse.Namespace) -> dict[str, float]:
     }
     bodies |= {f"te_fast {name}": lambda name=name: ours(name) for name in RECIPES}  # type: ignore[misc]
     tensors = [x, probs, *block.parameters(), *theirs.parameters()]
-    times: dict[str, list[float]] = {name: [] for name in bodies}
-    for turn in range(3 + arguments.rounds):
-        for name, body in bodies.items():
-            for tensor in tensors:
-                tensor.grad = None
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda._sleep(2_000_000)  # keeps the host ahead
-            start.record()
-            body()
-            end.record()
-            torch.cuda.synchronize()
-            if turn >= 3:
-                times[name].append(start.elapsed_time(end))
-    return {name: sorted(found)[len(found) // 2] for name, found in times.items()}
+    return events(bodies, tensors, arguments.rounds)
+
+
+def block_times(arguments: argparse.Namespace, block: te.MoE) -> dict[str, float]:
+    """Return those of a whole block."""
+    x = torch.randn(
+        arguments.tokens, arguments.hidden, dtype=torch.bfloat16, device=arguments.device
+    ).requires_grad_()
+    gradient = torch.randn_like(x)
+    theirs = TorchBlock(block)
+    region = {name: recipe() for name, recipe in RECIPES.items()}
+
+    def ours(name: str) -> None:
+        with te.autocast(enabled=name != "bf16", recipe=region.get(name)):
+            y: Any = block(x)
+        y.backward(gradient)
+
+    bodies: dict[str, Callable[[], object]] = {
+        "torch._grouped_mm": lambda: theirs(x).backward(gradient),
+        "te_fast bf16": lambda: ours("bf16"),
+    }
+    bodies |= {f"te_fast {name}": lambda name=name: ours(name) for name in RECIPES}  # type: ignore[misc]
+    return events(bodies, [x, *block.parameters(), *theirs.parameters()], arguments.rounds)
 
 
 def main() -> int:
@@ -223,14 +306,14 @@ def main() -> int:
         }
     }
     if arguments.device.type == "cuda":
-        gpu = gpu_times(arguments)
-        reference = gpu["torch._grouped_mm"]
-        show(
-            f"GPU time of the experts, forward + backward, {arguments.tokens} tokens x {arguments.topk}",
-            ["", "ms", "/ torch._grouped_mm"],
-            [[name, f"{time:.3f}", f"{time / reference:.2f}"] for name, time in gpu.items()],
-        )
-        figures["gpu_milliseconds"] = gpu
+        for what, gpu in zip(("experts", "block"), gpu_times(arguments), strict=True):
+            reference = gpu["torch._grouped_mm"]
+            show(
+                f"GPU time of the {what}, forward + backward, {arguments.tokens} tokens x {arguments.topk}",
+                ["", "ms", "/ torch._grouped_mm"],
+                [[name, f"{time:.3f}", f"{time / reference:.2f}"] for name, time in gpu.items()],
+            )
+            figures[f"gpu_milliseconds_{what}"] = gpu
     write("grouped", arguments, figures, failures)
     worst = max(found["one stack"].median for found in times.values())
     return 1 if arguments.device.type == "cuda" and worst > BAR_US else 0

@@ -2,6 +2,8 @@
 //
 //   out[row(t, k)] = x[t], or zeros where the slot's probability is exactly 0       out_probs[row(t, k)] = probs[t, k]
 //   every row of out that no token fills (padding, the end of a larger buffer) is zero, its probability too
+//   without x, out is int32 [rows] with the number of each row's token: t + 1, -(t + 1) where the slot's probability is
+//   exactly 0, and 0 for a row of no token; a cast gathers the rows by these (quantize/cast_groups.cu)
 //
 // Launch: map blocks + zero_blocks + tokens blocks, 128 threads; the first ones to start make the map, if it is not
 //         made already (moe/make_map.cuh), the next clear rows, the others take one token each.
@@ -23,7 +25,7 @@ constexpr int kVectors = 8;  // 16-byte words of a row that a thread holds at on
 using Map = MapShape<kRowThreads, kLeadingMapGroups, false>;
 
 struct PermuteParams {
-    const uint8_t* x;
+    const uint8_t* x;  // null: numbers
     uint8_t* out;
     const void* probs;  // null: none
     void* out_probs;
@@ -96,6 +98,16 @@ __device__ inline void load_words(const PermuteParams& p, uint64_t token, uint32
     }
 }
 
+// Numbers in the place of rows.
+__device__ inline void number_rows(const PermuteParams& p, const PermuteShared& shared, uint64_t token, int count) {
+    const int32_t number = static_cast<int32_t>(token) + 1;
+#pragma unroll 1
+    for (int k = threadIdx.x; k < count; k += kRowThreads) {
+        const int32_t row = shared.slots.row[k];
+        if (row >= 0) reinterpret_cast<int32_t*>(p.out)[row] = shared.zero[k] ? -number : number;
+    }
+}
+
 // Rows that are no whole vectors.
 __device__ inline void move_elements(const PermuteParams& p, const PermuteShared& shared, uint64_t token, int count) {
     const uint32_t words = static_cast<uint32_t>(p.row_bytes / 2);
@@ -113,7 +125,7 @@ __device__ inline void move_elements(const PermuteParams& p, const PermuteShared
 
 __device__ inline void permute_token(const PermuteParams& p, uint32_t block, PermuteShared& shared) {
     const uint64_t token = block - p.making.blocks - p.map.zero_blocks;
-    const bool vectors = p.row_bytes % 16 == 0 && is_aligned(p.x, 16) && is_aligned(p.out, 16);
+    const bool vectors = p.row_bytes % 16 == 0 && p.x != nullptr && is_aligned(p.x, 16) && is_aligned(p.out, 16);
     uint4 row[kVectors];
     if (vectors) load_words(p, token, 0, row);  // the slots arrive while the row does
     if (p.behind_map != 0) ptx::wait_for_prior_grids();
@@ -128,8 +140,10 @@ __device__ inline void permute_token(const PermuteParams& p, uint32_t block, Per
             if (base >= words) break;
             load_words(p, token, base, row);
         }
-    } else {
+    } else if (p.x != nullptr) {
         move_elements(p, shared, token, count);
+    } else {
+        number_rows(p, shared, token, count);
     }
     if (p.making.blocks == 0) return;
     strike_dropped<kRowThreads>(p.map, token, shared.slots, count);

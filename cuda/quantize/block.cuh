@@ -164,13 +164,19 @@ __device__ void cast_columns_1d(const CastBlockParams& p, const TilePlace& place
 }
 
 template <bool kVectors, Floating In, Fp8 Out>
+__device__ void cast_block_1d(const CastBlockParams& p, const TilePlace& place, const PatchPlace<false>& patch,
+                              const Raw8<In> (&raw)[kPatch], uint64_t row_end, BlockShared<In>& shared) {
+    if (p.out != nullptr) cast_rows_1d<kVectors, In, Out>(p, place, patch, raw, row_end);
+    if (p.out_t != nullptr) cast_columns_1d<In, Out>(p, place, patch, raw, shared);
+}
+
+template <bool kVectors, Floating In, Fp8 Out>
 __device__ void cast_block_1d(const CastBlockParams& p, const TilePlace& place, uint64_t row_end,
                               BlockShared<In>& shared) {
     const PatchPlace<false> patch(place, {p.cols, 0});
     Raw8<In> raw[kPatch];
     load_patch<kVectors>(p, patch, raw);
-    if (p.out != nullptr) cast_rows_1d<kVectors, In, Out>(p, place, patch, raw, row_end);
-    if (p.out_t != nullptr) cast_columns_1d<In, Out>(p, place, patch, raw, shared);
+    cast_block_1d<kVectors, In, Out>(p, place, patch, raw, row_end, shared);
 }
 
 // Writes one scale of a [.., ld] array; the tile at the end of a line also zeroes the padding behind it.

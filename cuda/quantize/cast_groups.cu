@@ -11,10 +11,16 @@
 //   cast_block_groups   as cast_block.cu does it, 1 x 128 of counted groups, 128 x 128 of equal ones; blocks along the
 //                       rows begin anew with every group. The scales of equal groups are a stack.
 //
+// With `numbers`, x has the rows of tokens, and row r of a counted group is that of token |numbers[r]| - 1 (as
+// moe/permute.cu numbers them): a permutation and a cast in one pass. A number of 0 is a row of zeros, and so is a
+// negative one unless all are gathered. Maxima then come from those of tokens:
+//   amax_tokens         token_max[t] = max |x[t]|
+// Blocks go down the columns of tiles, so that columns of x, which are read several times, stay in the L2 cache.
+//
 // What counts say beyond `rows` is left out, and so are negative ones: nothing is read or written past the tensor.
 //
-// Launch: amax_groups: parts * groups blocks of 256 threads. Others: tiles_cols times the most strips of 128 rows that
-//         the groups can have, 256 threads; blocks without a strip end at once.
+// Launch: 256 threads. amax_tokens: a warp per token. amax_groups: parts * groups blocks. Others: tiles_cols times the
+//         most strips of 128 rows that the groups can have; blocks without a strip end at once.
 // Needs:  contiguous x, any alignment; out_t 16-byte aligned, ld_t a multiple of 16; at most 1024 groups.
 // Moves:  sizeof(In) bytes per element for amax_groups; sizeof(In) + 1 byte per element and layout for the others, and
 //         the scales.
@@ -35,8 +41,11 @@ struct CastGroupsParams {
     const float* noop;      // null: none; *noop == 1 leaves every output as it is
     const int64_t* splits;  // null for equal groups
     float* partial;
+    float* token_max;        // of gathered rows whose scales follow from maxima
+    const int32_t* numbers;  // null: rows lie as the groups do
     uint64_t rows, cols, ld_t;
     uint64_t scale_ld, scale_ld_t;
+    uint64_t tokens;  // rows of x, where these are gathered
     uint32_t groups;
     uint32_t equal;
     uint32_t tiles_cols;
@@ -45,14 +54,32 @@ struct CastGroupsParams {
     uint32_t pow2;
     float eps;
     float fp8_max;
+    uint32_t gathers_all;  // rows whose number is negative, too
+    uint32_t unused;
 };
 static_assert(sizeof(CastGroupsParams) == kCastGroupsParamsBytes);
 
 __device__ inline bool is_noop(const CastGroupsParams& p) { return p.noop != nullptr && *p.noop == 1.0f; }
 
+// The row of x that a number stands for; negative for a row of zeros.
+__device__ inline int32_t source_of(const CastGroupsParams& p, int32_t number) {
+    return (number < 0 && p.gathers_all != 0 ? -number : number) - 1;
+}
+
+// The block's strip of 128 rows, of all groups together, and its tile along the columns.
+__device__ inline uint32_t strip_of(const CastGroupsParams& p, uint32_t& tile_col) {
+    if (p.numbers == nullptr) {
+        tile_col = blockIdx.x % p.tiles_cols;
+        return blockIdx.x / p.tiles_cols;
+    }
+    const uint32_t strips = max(gridDim.x / p.tiles_cols, 1u);
+    tile_col = blockIdx.x / strips;
+    return blockIdx.x % strips;
+}
+
 // The block's group, and its tile along the group's rows; false for a block without one.
-__device__ inline bool find_tile(const CastGroupsParams& p, GroupRows& group, uint64_t& tile_row) {
-    const uint64_t strip = blockIdx.x / p.tiles_cols;
+__device__ inline bool find_tile(const CastGroupsParams& p, GroupRows& group, uint64_t& tile_row, uint32_t& tile_col) {
+    const uint64_t strip = strip_of(p, tile_col);
     if (p.equal != 0) {
         const uint64_t strips = (p.rows + kTile - 1) / kTile;
         if (strips == 0) return false;
@@ -94,6 +121,72 @@ __device__ inline CastBlockParams of_group(const CastGroupsParams& p, const Grou
     return b;
 }
 
+// Where the rows lie that a group's are read from.
+template <Floating In>
+__device__ inline const In* source_rows(const CastGroupsParams& p, const CastBlockParams& b) {
+    return static_cast<const In*>(p.numbers == nullptr ? b.x : p.x);
+}
+
+// The thread's patch of a group's tile; zeros outside.
+template <bool kVectors, Floating In>
+__device__ inline void load_group_patch(const CastGroupsParams& p, const CastBlockParams& b, const GroupRows& group,
+                                        const TilePlace& place, const PatchPlace<false>& patch,
+                                        Raw8<In> (&raw)[kPatch]) {
+    if (p.numbers == nullptr) return load_patch<kVectors>(b, patch, raw);
+    const size_t first = group.first + place.row(0);
+    int32_t source[kPatch];
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) source[i] = i < patch.rows ? source_of(p, __ldg(p.numbers + first + i)) : -1;
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+        raw[i] = zero8<In>();
+        if (source[i] < 0) continue;
+        const In* from = static_cast<const In*>(p.x) + source[i] * p.cols + place.col();
+        raw[i] = kVectors ? load8<In>(from) : load8_partial<In>(from, patch.width);
+    }
+}
+
+// A warp has a token.
+template <Floating In>
+__device__ void amax_tokens(const CastGroupsParams& p) {
+    if (is_noop(p)) return;
+    const uint64_t token = uint64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
+    if (token >= p.tokens) return;
+    const In* x = static_cast<const In*>(p.x) + token * p.cols;
+    const bool vectors = is_aligned(x, 16) && p.cols % 8 == 0;
+    constexpr int kUnroll = 4;
+    Raw8<In> acc = zero8<In>();
+    for (uint64_t base = threadIdx.x % 32 * 8; base < p.cols; base += uint64_t{kUnroll} * 32 * 8) {
+        Raw8<In> raw[kUnroll];
+#pragma unroll
+        for (int step = 0; step < kUnroll; ++step) {
+            const uint64_t i = base + static_cast<uint64_t>(step) * 32 * 8;
+            raw[step] = zero8<In>();
+            if (vectors && i < p.cols) {
+                raw[step] = load8<In>(x + i);
+            } else if (i < p.cols) {
+                raw[step] = load8_partial<In>(x + i, static_cast<int>(min(p.cols - i, uint64_t{8})));
+            }
+        }
+#pragma unroll
+        for (int step = 0; step < kUnroll; ++step) absmax_into<In>(acc, raw[step]);
+    }
+    const float amax = warp_max(absmax8<In>(acc));
+    if (threadIdx.x % 32 == 0) p.token_max[token] = amax;
+}
+
+// The maximum of a part of a group's rows, from those of their tokens.
+__device__ inline float gathered_max(const CastGroupsParams& p, const GroupRows& group, uint32_t part) {
+    const uint64_t each = (group.rows + p.parts - 1) / p.parts;
+    const uint64_t begin = min(part * each, group.rows), end = min(begin + each, group.rows);
+    float amax = 0.0f;
+    for (uint64_t i = begin + threadIdx.x; i < end; i += kThreads) {
+        const int32_t source = source_of(p, p.numbers[group.first + i]);
+        if (source >= 0) amax = fmaxf(amax, p.token_max[source]);
+    }
+    return amax;
+}
+
 template <Floating In>
 __device__ void amax_groups(const CastGroupsParams& p) {
     if (is_noop(p)) return;
@@ -101,6 +194,11 @@ __device__ void amax_groups(const CastGroupsParams& p) {
     const uint32_t index = blockIdx.x / p.parts, part = blockIdx.x % p.parts;
     GroupRows group{index * p.rows, p.rows, 0, index};
     if (p.equal == 0) rows_of_group<kThreads>(p.splits, index, p.rows, group);
+    if (p.numbers != nullptr) {
+        const float found = block_max<kThreads>(gathered_max(p, group, part), scratch);
+        if (threadIdx.x == 0) p.partial[blockIdx.x] = found;
+        return;
+    }
     const uint64_t count = group.rows * p.cols;
     const uint64_t share = (count + p.parts - 1) / p.parts, each = (share + 7) / 8 * 8;
     const uint64_t begin = min(part * each, count), end = min(begin + each, count);
@@ -138,11 +236,11 @@ __device__ inline float scale_of(const CastGroupsParams& p, uint32_t group) {
 }
 
 template <bool kVectors, Floating In, Fp8 Out>
-__device__ void cast_tile(const CastBlockParams& b, const TilePlace& place, float scale, float* amax,
-                          BlockShared<In>& shared) {
+__device__ void cast_tile(const CastGroupsParams& p, const CastBlockParams& b, const GroupRows& group,
+                          const TilePlace& place, float scale, float* amax, BlockShared<In>& shared) {
     const PatchPlace<false> patch(place, {b.cols, 0});
     Raw8<In> raw[kPatch];
-    load_patch<kVectors>(b, patch, raw);
+    load_group_patch<kVectors>(p, b, group, place, patch, raw);
     if (amax != nullptr) {
         Raw8<In> acc = zero8<In>();
 #pragma unroll
@@ -172,15 +270,26 @@ __device__ void cast_groups(const CastGroupsParams& p) {
     }
     GroupRows group;
     uint64_t tile_row;
-    if (!find_tile(p, group, tile_row)) return;
+    uint32_t tile_col;
+    if (!find_tile(p, group, tile_row, tile_col)) return;
     if (threadIdx.x == 0) group_scale = scale_of(p, group.index);
     __syncthreads();
     const CastBlockParams b = of_group(p, group, sizeof(In));
-    const TilePlace place(min(b.rows, (tile_row + 1) * kTile), b.cols, tile_row, blockIdx.x % p.tiles_cols);
+    const TilePlace place(min(b.rows, (tile_row + 1) * kTile), b.cols, tile_row, tile_col);
     float* amax = p.amax == nullptr ? nullptr : p.amax + static_cast<size_t>(group.index) * p.stride;
-    const bool vectors = rows_are_vectors<In>(static_cast<const In*>(b.x), b.out, b.cols);
-    vectors ? cast_tile<true, In, Out>(b, place, group_scale, amax, shared)
-            : cast_tile<false, In, Out>(b, place, group_scale, amax, shared);
+    const bool vectors = rows_are_vectors<In>(source_rows<In>(p, b), b.out, b.cols);
+    vectors ? cast_tile<true, In, Out>(p, b, group, place, group_scale, amax, shared)
+            : cast_tile<false, In, Out>(p, b, group, place, group_scale, amax, shared);
+}
+
+template <Floating In, Fp8 Out, bool kVectors>
+__device__ void cast_block_group_1d(const CastGroupsParams& p, const CastBlockParams& b, const GroupRows& group,
+                                    const TilePlace& place, BlockShared<In>& shared) {
+    const PatchPlace<false> patch(place, {b.cols, 0});
+    Raw8<In> raw[kPatch];
+    load_group_patch<kVectors>(p, b, group, place, patch, raw);
+    // The next group's scales are behind those of this one.
+    cast_block_1d<kVectors, In, Out>(b, place, patch, raw, b.rows, shared);
 }
 
 template <bool kTwoDimensional, Floating In, Fp8 Out>
@@ -189,16 +298,16 @@ __device__ void cast_block_groups(const CastGroupsParams& p) {
     __shared__ BlockShared<In> shared;
     GroupRows group;
     uint64_t tile_row;
-    if (!find_tile(p, group, tile_row)) return;
+    uint32_t tile_col;
+    if (!find_tile(p, group, tile_row, tile_col)) return;
     const CastBlockParams b = of_group(p, group, sizeof(In));
-    const TilePlace place(min(b.rows, (tile_row + 1) * kTile), b.cols, tile_row, blockIdx.x % p.tiles_cols);
-    const bool vectors = rows_are_vectors<In>(static_cast<const In*>(b.x), b.out, b.cols);
+    const TilePlace place(min(b.rows, (tile_row + 1) * kTile), b.cols, tile_row, tile_col);
+    const bool vectors = rows_are_vectors<In>(source_rows<In>(p, b), b.out, b.cols);
     if constexpr (kTwoDimensional) {
         vectors ? cast_block_2d<true, In, Out>(b, place, shared) : cast_block_2d<false, In, Out>(b, place, shared);
     } else {
-        // The next group's scales are behind those of this one.
-        vectors ? cast_block_1d<true, In, Out>(b, place, b.rows, shared)
-                : cast_block_1d<false, In, Out>(b, place, b.rows, shared);
+        vectors ? cast_block_group_1d<In, Out, true>(p, b, group, place, shared)
+                : cast_block_group_1d<In, Out, false>(p, b, group, place, shared);
     }
 }
 
@@ -208,15 +317,18 @@ constexpr int kGroupBlocks = kBlocks<In> > 1 ? kBlocks<In> - 1 : 1;
 template <Floating In>
 constexpr int kSquareBlocks = kGroupBlocks<In> > 1 ? kGroupBlocks<In> - 1 : 1;
 
-#define AMAX(symbol, in)                                                                                        \
+#define AMAX(symbol, maxima)                                                                                    \
     extern "C" __global__ void __launch_bounds__(kThreads) symbol(const __grid_constant__ CastGroupsParams p) { \
         ptx::wait_for_prior_grids();                                                                            \
-        amax_groups<in>(p);                                                                                     \
+        maxima(p);                                                                                              \
     }
 
-AMAX(amax_groups_f32, f32)
-AMAX(amax_groups_f16, f16)
-AMAX(amax_groups_bf16, bf16)
+AMAX(amax_tokens_f32, amax_tokens<f32>)
+AMAX(amax_tokens_f16, amax_tokens<f16>)
+AMAX(amax_tokens_bf16, amax_tokens<bf16>)
+AMAX(amax_groups_f32, amax_groups<f32>)
+AMAX(amax_groups_f16, amax_groups<f16>)
+AMAX(amax_groups_bf16, amax_groups<bf16>)
 
 #define INSTANCE(symbol, cast, blocks)                                 \
     extern "C" __global__ void __launch_bounds__(kTileThreads, blocks) \

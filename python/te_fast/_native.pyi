@@ -80,6 +80,8 @@ __all__ = [
     "release_memory",
     "reset_counters",
     "rotate",
+    "router_backward",
+    "router_forward",
     "rows_to_pad",
     "scale_of_amax",
     "set_auto_pad",
@@ -243,6 +245,8 @@ class Program:
         slots: tuple[int, int],
     ) -> None: ...
     def identity(self, label: str) -> None: ...
+    def permute(self, label: str, num_experts: int, topk: int) -> None: ...
+    def unpermute(self, label: str) -> None: ...
     def linear(
         self,
         label: str,
@@ -630,6 +634,22 @@ def quantize_values(
     ],
     /,
 ) -> None: ...
+def router_backward(
+    grad: Tensor,
+    scores: Tensor,
+    map: Tensor | None,
+    choice: tuple[int, int, int, str, str, float],
+    dlogits: Tensor,
+    /,
+) -> None: ...
+def router_forward(
+    logits: Tensor,
+    bias: Tensor | None,
+    choice: tuple[int, int, int, str, str, float],
+    indices: Tensor | None,
+    wanted: tuple[bool, bool, bool],
+    /,
+) -> list[Tensor | None]: ...
 def rotate(
     turns: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]],
     interleaved: bool,

@@ -3,6 +3,10 @@
 import pytest
 import torch
 
+import te_fast
+from graphs import needs_compile
+from te_fast import dispatch
+from te_fast.moe import choice
 from te_fast.pytorch import router
 
 TOKENS, EXPERTS = 24, 16
@@ -81,6 +85,137 @@ def test_probabilities_map_and_gradient(case, topk, groups, dtype):
     wanted.backward(grad.double())
     assert x.grad.dtype == dtype
     torch.testing.assert_close(x.grad.double(), leaf.grad, rtol=8 * room, atol=8 * room)
+
+
+def by_torch(monkeypatch, function, *arguments):
+    """The same of torch operations alone, as for tensors that the kernels do not take."""
+    with monkeypatch.context() as patch:
+        patch.setattr(choice, "takes", lambda *_: False)
+        return function(*arguments)
+
+
+def edges(x):
+    """Values of all kinds, each in a token of its own."""
+    x = x.clone()
+    for token, value in enumerate((float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-42)):
+        x[token, 1::3] = value
+    x[7] = 0.0
+    x[8] = -float("inf")
+    x[9, ::2] = x[9, -1]
+    return x
+
+
+@pytest.mark.parametrize("experts", [1, 8, 33, 128, 200, 1024])
+@pytest.mark.parametrize("case", [*ALL, "softmax before", "sigmoid biased"])
+def test_kernels_choose_as_torch_does(case, experts, monkeypatch):
+    function, _, how = case.partition(" ")
+    x = edges(logits(experts=experts).detach())
+    topk = min(experts, 8)
+    bias = torch.linspace(-0.3, 0.3, experts) if how == "biased" else None
+    for groups in ((None, None), (8, 4)):
+        if groups[0] and (experts % 8 or experts < 16):
+            continue
+        indices = [torch.empty(TOKENS, topk, dtype=torch.int32) for _ in range(2)]
+        given = [
+            (x, topk, how == "before", *groups, 2.5, function, bias, "bytemap", own)
+            for own in (None, *indices)
+        ]
+        run = router.fused_topk_with_score_function
+        probs, chosen = run(*given[0])
+        wanted, map_ = by_torch(monkeypatch, run, *given[0])
+        assert torch.equal(chosen, map_)
+        torch.testing.assert_close(probs, wanted, rtol=1e-5, atol=1e-7, equal_nan=True)
+        run(*given[1])
+        by_torch(monkeypatch, run, *given[2])
+        assert torch.equal(*indices)
+    run = router.fused_compute_score_for_moe_aux_loss
+    chosen, scores = run(x, topk, function)
+    map_, wanted = by_torch(monkeypatch, run, x, topk, function)
+    torch.testing.assert_close(scores, wanted, rtol=1e-5, atol=1e-7, equal_nan=True)
+    plain = torch.arange(TOKENS) > 9  # sums of the others may round to other equal values
+    assert torch.equal(chosen[plain], map_[plain])
+
+
+@pytest.mark.parametrize("experts", [8, 200, 1024])
+@pytest.mark.parametrize("case", [*ALL, "softmax before"])
+def test_gradients_of_kernels_are_torchs(case, experts, monkeypatch):
+    function, _, how = case.partition(" ")
+    grad = torch.randn(TOKENS, experts)
+
+    def gradients():
+        own = logits(experts=experts)
+        given = (6, how == "before", None, None, 1.5, function, None)
+        probs, _ = router.fused_topk_with_score_function(own, *given)
+        _, scores = router.fused_compute_score_for_moe_aux_loss(own, 6, function)
+        return torch.autograd.grad((probs * grad).sum() + (scores * grad).sum(), own)[0]
+
+    wanted = by_torch(monkeypatch, gradients)
+    torch.testing.assert_close(gradients(), wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_more_experts_than_kernels_take():
+    x = logits(experts=1500)
+    probs, chosen = router.fused_topk_with_score_function(
+        x, 4, False, None, None, None, "softmax", None
+    )
+    assert torch.equal(chosen.sum(-1), torch.full((TOKENS,), 4))
+    probs.square().sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_odd_memory_of_logits_and_indices():
+    x = logits(experts=40).detach()
+    given = (3, False, None, None, None, "sigmoid", None)
+    probs, chosen = router.fused_topk_with_score_function(x, *given)
+    strided = torch.zeros(TOKENS, 80)[:, ::2].copy_(x)
+    again, _ = router.fused_topk_with_score_function(strided, *given)
+    assert torch.equal(again, probs)
+    for indices in (
+        torch.zeros(3, TOKENS, dtype=torch.int64).t(),
+        torch.zeros(TOKENS, 3, dtype=torch.uint8),
+    ):
+        router.fused_topk_with_score_function(x, *given, topk_indices=indices)
+        found = torch.zeros_like(chosen).scatter(-1, indices.long(), True)
+        assert torch.equal(found, chosen)
+    empty, none = router.fused_topk_with_score_function(x[:0], *given)
+    assert empty.shape == none.shape == (0, 40)
+
+
+def test_one_launch_each_way():
+    x = logits(experts=40)
+    with dispatch.record() as launches:
+        probs, _ = router.fused_topk_with_score_function(
+            x, 3, False, None, None, None, "softmax", None
+        )
+        probs.backward(torch.ones_like(probs))
+    assert [launch.name for launch in launches] == ["router_fwd_f32", "router_bwd_f32"]
+
+
+def test_no_second_gradient():
+    x = logits()
+    probs, _ = router.fused_topk_with_score_function(x, 3, True, None, None, None, "softmax", None)
+    with pytest.raises(te_fast.UnsupportedError, match="router"):
+        torch.autograd.grad(probs.sum(), x, create_graph=True)
+
+
+@needs_compile
+@pytest.mark.parametrize("function", ALL)
+def test_compiled_with_the_bits_of_eager(function):
+    def run(x, indices):
+        probs, _ = router.fused_topk_with_score_function(
+            x, 3, False, 4, 1, 2.0, function, None, topk_indices=indices
+        )
+        chosen, scores = router.fused_compute_score_for_moe_aux_loss(x, 3, function, "bitmap_u8")
+        return probs, chosen, scores
+
+    results = []
+    torch.compiler.reset()
+    for how in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        x, indices = logits(), torch.zeros(TOKENS, 3, dtype=torch.int32)
+        probs, chosen, scores = how(x, indices)
+        (probs.square().sum() + scores.square().sum()).backward()
+        results.append([probs, chosen, scores, indices, x.grad])
+    assert all(map(torch.equal, *results))
 
 
 def test_equal_scores_choose_the_first_experts():

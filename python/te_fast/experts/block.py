@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from te_fast.errors import ArgumentError, ShapeError
+from te_fast.experts.program import ExpertsProgram, takes
 from te_fast.moe.permutation import moe_permute_with_probs, moe_unpermute
 from te_fast.moe.router import (
     fused_compute_score_for_moe_aux_loss,
@@ -35,6 +36,9 @@ class MoE(torch.nn.Module):
     A token goes to `topk` experts, whose results are summed with the router's probabilities. The experts run in FP8
     inside :class:`te_fast.pytorch.autocast`, the router in FP32. How many rows an expert has stays on the device:
     nothing waits for the GPU, and CUDA graphs capture the block.
+
+    Permutation, experts and sum are one program. Where a hook looks at the calls of `experts`, or of an operation in
+    it, these are called one by one, with the same result.
 
     Parameters
     ----------
@@ -201,17 +205,59 @@ class MoE(torch.nn.Module):
                 self.score_function,
                 self.expert_bias,
             )
-            splits = chosen.sum(0)
-            self._count(splits)
+            self._count(chosen)
+        if takes(self.experts, tokens):
+            merged = self._program()(tokens, chosen, probs, is_first_microbatch)
+        else:
+            merged = self._one_by_one(tokens, chosen, probs, is_first_microbatch)
+        merged = merged.view(inp.shape)
+        if self.aux_loss_coeff == 0.0:
+            return merged
+        return merged, self._aux_loss(logits)
+
+    def _program(self) -> ExpertsProgram:
+        """Return the program of the experts and what is around them, made at first use."""
+        program: ExpertsProgram | None = self.__dict__.get("_experts_program")
+        if program is None or not program.is_of(self.experts):
+            program = ExpertsProgram(self.experts, self.topk, type(self).__name__)
+            self.__dict__["_experts_program"] = program
+        return program
+
+    def _one_by_one(
+        self,
+        tokens: torch.Tensor,
+        chosen: torch.Tensor,
+        probs: torch.Tensor,
+        is_first_microbatch: bool | None,
+    ) -> torch.Tensor:
+        """Return the same by calls of the operations, which somebody looks at."""
+        splits = chosen.sum(0)
         rows = tokens.shape[0] * self.topk
         permuted, factors, row_map = moe_permute_with_probs(tokens, probs, chosen, rows)
         out = self.experts(
             permuted, splits, factors, splits, is_first_microbatch=is_first_microbatch
         )
-        merged = moe_unpermute(out, row_map, restore_shape=tokens.shape).view(inp.shape)
-        if self.aux_loss_coeff == 0.0:
-            return merged
-        return merged, self._aux_loss(logits)
+        return moe_unpermute(out, row_map, restore_shape=tokens.shape)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Drop the program: ``.to()`` and its kin exchange the parameters."""
+        self.__dict__.pop("_experts_program", None)
+        return super()._apply(fn, recurse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the program out: a copy makes its own."""
+        return {name: value for name, value in self.__dict__.items() if name != "_experts_program"}
+
+    def explain(self) -> str:
+        """Say what the experts and what is around them launch, per kind of call that has run.
+
+        Returns
+        -------
+        str
+            Lines of text.
+        """
+        program: ExpertsProgram | None = self.__dict__.get("_experts_program")
+        return self.experts.explain() if program is None else program.explain()
 
     def _aux_loss(self, logits: torch.Tensor) -> torch.Tensor:
         if logits.shape[0] == 0:
@@ -222,9 +268,9 @@ class MoE(torch.nn.Module):
         sizes = logits.shape[0], self.num_experts, self.topk
         return fused_moe_aux_loss(scores, chosen.sum(0), *sizes, self.aux_loss_coeff)
 
-    def _count(self, splits: torch.Tensor) -> None:
+    def _count(self, chosen: torch.Tensor) -> None:
         if self.tokens_per_expert is not None and self.training:
-            self.tokens_per_expert.add_(splits)
+            self.tokens_per_expert.add_(chosen.sum(0))
 
     def update_expert_bias(self, rate: float = 1e-3) -> None:
         """Move the bias of each expert towards an even share of the tokens since the last update.

@@ -1,7 +1,7 @@
 """Routers of mixtures of experts: scores, the experts of each token, and the loss that balances them.
 
-All of it is torch operations in FP32, deterministic, without a synchronisation, and of static shapes, so that graphs
-capture it.
+Scores and choice are one launch. The loss, and what the kernels do not take, are torch operations. All of it
+computes in FP32, is deterministic, does not synchronise and has static shapes, so that graphs capture it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedError
+from te_fast.moe import choice as kernels
 
 _SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 #: Keeps sums of scores from zero.
@@ -39,11 +40,13 @@ class RoutingMapFormat(IntEnum):
     BITMAP_U8 = 1
 
 
+_FORMATS = {member.name.lower(): member for member in RoutingMapFormat}
+
+
 def _format_of(routing_map_format: Any) -> RoutingMapFormat:
     if isinstance(routing_map_format, str):
-        names = {member.name.lower(): member for member in RoutingMapFormat}
-        if routing_map_format in names:
-            return names[routing_map_format]
+        if routing_map_format in _FORMATS:
+            return _FORMATS[routing_map_format]
     elif isinstance(routing_map_format, int) and routing_map_format in (0, 1):
         return RoutingMapFormat(routing_map_format)
     elif not isinstance(routing_map_format, int):
@@ -104,11 +107,7 @@ def _top(scores: torch.Tensor, count: int) -> torch.Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def _in_best_groups(
-    scores: torch.Tensor, topk: int, num_groups: int, group_topk: int
-) -> torch.Tensor:
-    """Return the scores with those of all but the best groups of experts at minus infinity."""
-    experts = scores.shape[-1]
+def _check_groups(experts: int, topk: int, num_groups: int, group_topk: int) -> None:
     fits = experts % num_groups == 0 and 1 <= group_topk <= num_groups and topk % group_topk == 0
     if not fits or topk > group_topk * (experts // num_groups):
         message = (
@@ -116,6 +115,13 @@ def _in_best_groups(
             f"topk = {topk} and leave as many experts; got num_groups={num_groups}, group_topk={group_topk}"
         )
         raise ShapeError(message)
+
+
+def _in_best_groups(
+    scores: torch.Tensor, topk: int, num_groups: int, group_topk: int
+) -> torch.Tensor:
+    """Return the scores with those of all but the best groups of experts at minus infinity."""
+    experts = scores.shape[-1]
     grouped = scores.unflatten(-1, (num_groups, experts // num_groups))
     best = grouped.sort(dim=-1, descending=True).values[..., : topk // group_topk].sum(-1)
     kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, _top(best, group_topk), True)
@@ -221,13 +227,47 @@ def fused_topk_with_score_function(
             f"{list(expert_bias.shape)}"
         )
         raise ShapeError(message)
+    groups = 0, 0
+    if num_groups is not None or group_topk is not None:
+        groups = num_groups or 1, group_topk or 1
+        _check_groups(logits.shape[-1], topk, *groups)
+    if topk_indices is not None and (
+        topk_indices.shape != (*logits.shape[:-1], topk) or topk_indices.is_floating_point()
+    ):
+        message = (
+            f"router: topk_indices must be integers of shape {[*logits.shape[:-1], topk]}, got {topk_indices.dtype} of "
+            f"shape {list(topk_indices.shape)}"
+        )
+        raise ShapeError(message)
+    over = "before" if score_function == "softmax" and use_pre_softmax else "chosen"
+    factor = 1.0 if scaling_factor is None else scaling_factor
+    choice = kernels.Choice(topk, *groups, score_function, over, float(factor))
+    if kernels.takes(logits):
+        in_bits = form is RoutingMapFormat.BITMAP_U8 and topk_indices is None
+        probs, chosen = kernels.route(
+            logits, expert_bias, choice, in_bits=in_bits, indices=topk_indices
+        )
+    else:
+        probs, indices = _route_by_torch(logits, expert_bias, choice)
+        if topk_indices is None:
+            chosen = _map_of(indices, logits.shape[-1], form)
+        else:
+            topk_indices.copy_(indices)
+    return probs, chosen if topk_indices is None else topk_indices
+
+
+def _route_by_torch(
+    logits: torch.Tensor, expert_bias: torch.Tensor | None, how: kernels.Choice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the probabilities, and the experts of each token, best first."""
+    topk, num_groups, group_topk, score_function, over, factor = how
     x = logits.float()
-    is_softmax = score_function == "softmax"
+    is_softmax, use_pre_softmax = score_function == "softmax", over == "before"
     scores = x if is_softmax and not use_pre_softmax else _scores(x, score_function)
     biased = scores if expert_bias is None else scores + expert_bias.detach().float()
     choice = biased.detach()
-    if num_groups is not None or group_topk is not None:
-        choice = _in_best_groups(choice, topk, num_groups or 1, group_topk or 1)
+    if num_groups:
+        choice = _in_best_groups(choice, topk, num_groups, group_topk)
     indices = _top(choice, topk)
     chosen = biased.gather(-1, indices)
     if expert_bias is not None:
@@ -236,18 +276,8 @@ def fused_topk_with_score_function(
         chosen = torch.softmax(chosen, -1)
     elif not is_softmax and topk > 1:
         chosen = chosen / (chosen.sum(-1, keepdim=True) + _EPS)
-    if scaling_factor is not None:
-        chosen = chosen * scaling_factor
-    probs = torch.zeros_like(x).scatter(-1, indices, chosen).to(logits.dtype)
-    if topk_indices is None:
-        return probs, _map_of(indices, logits.shape[-1], form)
-    if topk_indices.shape != indices.shape or topk_indices.is_floating_point():
-        message = (
-            f"router: topk_indices must be integers of shape {list(indices.shape)}, got {topk_indices.dtype} of shape "
-            f"{list(topk_indices.shape)}"
-        )
-        raise ShapeError(message)
-    return probs, topk_indices.copy_(indices)
+    chosen = chosen * factor
+    return torch.zeros_like(x).scatter(-1, indices, chosen).to(logits.dtype), indices
 
 
 def fused_compute_score_for_moe_aux_loss(
@@ -295,6 +325,11 @@ def fused_compute_score_for_moe_aux_loss(
     """
     _check(logits, topk, score_function)
     form = _format_of(routing_map_format)
+    if kernels.takes(logits):
+        choice = kernels.Choice(topk, 0, 0, score_function, "all", 1.0)
+        in_bits = form is RoutingMapFormat.BITMAP_U8
+        scores, chosen = kernels.route(logits, None, choice, in_bits=in_bits)
+        return chosen, scores
     x = logits.float()
     scores = _scores(x, score_function)
     if score_function != "softmax":

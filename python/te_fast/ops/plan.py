@@ -178,18 +178,31 @@ def _explain(step: Step, labels: Sequence[str]) -> Iterator[str]:
     yield f"  {_title(step, labels)}"
     if step.program is None:
         return
-    compiled = step.program.explain()
+    for line in explain_program(step.program, [labels[owner] for owner in step.owners]):
+        yield f"    {line}"
+
+
+def explain_program(program: native.Program, labels: Sequence[str]) -> Iterator[str]:
+    """Say what a program launches, per kind of call and direction.
+
+    Parameters
+    ----------
+    program : native.Program
+        The program.
+    labels : sequence of str
+        What each of its ops belongs to.
+    """
+    compiled = program.explain()
     if not compiled:
-        yield "    not compiled yet: no forward has run"
+        yield "not compiled yet: no forward has run"
     for plan in compiled:
-        yield f"    for {plan['key']}"
+        yield f"for {plan['key']}"
         for direction in ("forward", "backward"):
-            yield f"      {direction}:"
+            yield f"  {direction}:"
             for launch, positions in plan[direction]:
-                owners = dict.fromkeys(step.owners[position] for position in positions)
-                covered = ", ".join(labels[owner] for owner in owners)
-                yield f"        {launch}  [{covered}]"
-        yield from (f"      note: {note}" for note in plan["notes"])
+                covered = dict.fromkeys(labels[position] for position in positions)
+                yield f"    {launch}  [{', '.join(covered)}]"
+        yield from (f"  note: {note}" for note in plan["notes"])
 
 
 def match(

@@ -97,7 +97,7 @@ constants! {
         /// Size of `UnpackScalesParams`.
         UNPACK_SCALES_PARAMS_BYTES: usize = 24;
         /// Size of `CastGroupsParams`.
-        CAST_GROUPS_PARAMS_BYTES: usize = 152;
+        CAST_GROUPS_PARAMS_BYTES: usize = 184;
         /// Columns that a block of a `sum_groups` has.
         SUM_GROUPS_COLS: usize = common::WARP as usize * common::VECTOR;
         /// Rows that it adds to different sums.
@@ -282,6 +282,22 @@ constants! {
         ROUTING_MASK64: u32 = 2;
         /// Experts' numbers.
         ROUTING_INDEX: u32 = 3;
+        /// Codes of scores: softmax.
+        SCORE_SOFTMAX: u32 = 0;
+        /// Sigmoid.
+        SCORE_SIGMOID: u32 = 1;
+        /// The root of softplus.
+        SCORE_SQRTSOFTPLUS: u32 = 2;
+        /// Codes of what a router normalises: the chosen experts.
+        OVER_CHOSEN: u32 = 0;
+        /// All experts, before the choice.
+        OVER_BEFORE: u32 = 1;
+        /// All experts, for a balancing loss.
+        OVER_ALL: u32 = 2;
+        /// Size of `RouterParams`.
+        ROUTER_PARAMS_BYTES: usize = 96;
+        /// Size of `RouterBwdParams`.
+        ROUTER_BWD_PARAMS_BYTES: usize = 64;
         /// Size of `UnpermuteParams`.
         UNPERMUTE_PARAMS_BYTES: usize = 112;
         /// Size of `UnpermuteBwdParams`.

@@ -250,6 +250,7 @@ images! {
     Permute = "moe/permute",
     PermuteCast = "moe/permute_cast",
     PermuteMerge = "moe/permute_merge",
+    Router = "moe/router",
     Pad = "moe/pad",
     Activation = "activation/activation",
     ActivationBackward = "activation/activation_backward",
@@ -277,6 +278,8 @@ kernels! {
     UnpackScales() "unpack_block_scales" in CastBlock;
     /// Parts of the largest magnitudes of groups of rows.
     AmaxGroups(Float) "amax_groups" in CastGroups;
+    /// Maxima of the rows that groups gather.
+    AmaxTokens(Float) "amax_tokens" in CastGroups;
     /// Scaled casts of groups of rows, one scale each.
     CastGroups(Float, Fp8) "cast_groups" in CastGroups;
     /// Block-scaled casts of counted groups of rows, 1 x 128.
@@ -323,6 +326,10 @@ kernels! {
     UnpermuteFwd(Float) "unpermute_fwd" in PermuteMerge;
     /// The gradient of that with probabilities.
     UnpermuteBwd(Float) "unpermute_bwd" in PermuteMerge;
+    /// Scores, choice and probabilities of a router.
+    RouterFwd(Float) "router_fwd" in Router;
+    /// Gradient of its logits.
+    RouterBwd(Float) "router_bwd" in Router;
     /// Rows moved in segments: padding, unpadding, chunk sorting.
     PadRows() "pad_rows" in Pad;
     /// Activation function, with or without a cast to FP8.
@@ -433,6 +440,7 @@ impl KernelId {
                 | Image::Permute
                 | Image::PermuteCast
                 | Image::PermuteMerge
+                | Image::Router
                 | Image::Pad
                 | Image::Activation
                 | Image::ActivationBackward

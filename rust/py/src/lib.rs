@@ -58,6 +58,8 @@ mod _native {
     #[pymodule_export]
     use crate::direct::rope::rotate;
     #[pymodule_export]
+    use crate::direct::router::{router_backward, router_forward};
+    #[pymodule_export]
     use crate::graphs::backward::{traced_backward, traced_defer_nothing};
     #[pymodule_export]
     use crate::graphs::call::{TracedCall, traced_call};

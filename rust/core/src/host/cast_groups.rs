@@ -23,6 +23,10 @@ pub(crate) fn run(p: &CastGroupsParams<'_>, id: KernelId) -> Result<()> {
         return Ok(());
     }
     match id {
+        KernelId::AmaxTokens(Float::F32) => token_maxima::<f32>(p),
+        KernelId::AmaxTokens(Float::F16) => token_maxima::<f16>(p),
+        KernelId::AmaxTokens(Float::Bf16) => token_maxima::<bf16>(p),
+        KernelId::AmaxGroups(_) if !p.numbers.is_null() => gathered_maxima(p),
         KernelId::AmaxGroups(Float::F32) => maxima::<f32>(p),
         KernelId::AmaxGroups(Float::F16) => maxima::<f16>(p),
         KernelId::AmaxGroups(Float::Bf16) => maxima::<bf16>(p),
@@ -39,24 +43,90 @@ fn groups_of(p: &CastGroupsParams<'_>) -> Vec<GroupRows> {
     if p.equal != 0 { equal(groups, rows) } else { counted(p.splits, groups, rows) }
 }
 
-fn values<'a, T: Real>(p: &CastGroupsParams<'a>) -> &'a [T] {
-    let rows = if p.equal != 0 { p.groups as usize * p.rows as usize } else { p.rows as usize };
-    p.x.slice(rows * p.cols as usize)
+/// The input, whose rows may be gathered.
+struct Values<'a, T> {
+    x: &'a [T],
+    numbers: &'a [i32],
+    cols: usize,
+    all: bool,
+    /// A row that no token has.
+    zeros: Vec<T>,
+}
+
+impl<'a, T: Real> Values<'a, T> {
+    fn of(p: &CastGroupsParams<'a>) -> Self {
+        let rows = if p.equal != 0 { p.groups as usize * p.rows as usize } else { p.rows as usize };
+        let rows = if p.numbers.is_null() { rows } else { p.tokens as usize };
+        let cols = p.cols as usize;
+        let (x, numbers) = (p.x.slice(rows * cols), p.numbers.slice(p.rows as usize));
+        let zeros = if numbers.is_empty() { Vec::new() } else { vec![T::from_f32(0.0); cols] };
+        Self { x, numbers, cols, all: p.gathers_all != 0, zeros }
+    }
+
+    fn row(&self, row: usize) -> &[T] {
+        let row = match self.numbers.get(row) {
+            None => row,
+            Some(&number) => match source_of(number, self.all) {
+                Some(token) => token,
+                None => return &self.zeros,
+            },
+        };
+        &self.x[row * self.cols..][..self.cols]
+    }
+
+    fn at(&self, row: usize, col: usize) -> f32 {
+        self.row(row)[col].to_f32()
+    }
+
+    /// Largest magnitude of the rows of a group.
+    fn amax_bits(&self, group: &GroupRows) -> u32 {
+        if self.numbers.is_empty() {
+            return tensor_amax_bits(&self.x[group.first * self.cols..][..group.rows * self.cols]);
+        }
+        let rows = group.first..group.first + group.rows;
+        rows.map(|row| tensor_amax_bits(self.row(row))).max().unwrap_or(0)
+    }
+}
+
+/// The row that a number stands for; none for zeros.
+fn source_of(number: i32, all: bool) -> Option<usize> {
+    if number > 0 || (all && number < 0) { Some(number.unsigned_abs() as usize - 1) } else { None }
+}
+
+/// Maxima of the rows of tokens.
+fn token_maxima<T: Real>(p: &CastGroupsParams<'_>) {
+    let (cols, tokens) = (p.cols as usize, p.tokens as usize);
+    let x = p.x.slice::<T>(tokens * cols);
+    let maxima = p.token_max.slice_mut::<f32>(tokens);
+    for (amax, row) in maxima.iter_mut().zip(x.chunks(cols.max(1))) {
+        *amax = f32::from_bits(tensor_amax_bits(row));
+    }
+}
+
+/// The same as [`maxima`], from those of tokens.
+fn gathered_maxima(p: &CastGroupsParams<'_>) {
+    let parts = p.parts as usize;
+    let (numbers, token_max) = (p.numbers.slice::<i32>(p.rows as usize), p.token_max.slice::<f32>(p.tokens as usize));
+    let partial = p.partial.slice_mut::<f32>(p.groups as usize * parts);
+    for (group, partial) in groups_of(p).iter().zip(partial.chunks_mut(parts.max(1))) {
+        let sources = numbers[group.first..][..group.rows].iter().filter_map(|&n| source_of(n, p.gathers_all != 0));
+        partial.fill(0.0);
+        partial[0] = sources.fold(0.0, |amax, token| token_max[token].max(amax));
+    }
 }
 
 /// The first part of a group has its maximum, the others none.
 fn maxima<T: Real>(p: &CastGroupsParams<'_>) {
-    let (cols, parts) = (p.cols as usize, p.parts as usize);
+    let (values, parts) = (Values::<T>::of(p), p.parts as usize);
     let partial = p.partial.slice_mut::<f32>(p.groups as usize * parts);
     for (group, partial) in groups_of(p).iter().zip(partial.chunks_mut(parts.max(1))) {
-        let x = &values::<T>(p)[group.first * cols..][..group.rows * cols];
         partial.fill(0.0);
-        partial[0] = f32::from_bits(tensor_amax_bits(x));
+        partial[0] = f32::from_bits(values.amax_bits(group));
     }
 }
 
 fn cast<T: Real, F: Format>(p: &CastGroupsParams<'_>) {
-    let (cols, parts, stride) = (p.cols as usize, p.parts as usize, p.stride as usize);
+    let (values, parts, stride) = (Values::<T>::of(p), p.parts as usize, p.stride as usize);
     let groups = groups_of(p);
     let scales: Vec<f32> = (0..groups.len())
         .map(|group| {
@@ -70,14 +140,12 @@ fn cast<T: Real, F: Format>(p: &CastGroupsParams<'_>) {
         .collect();
     p.scale_inv.slice_mut::<f32>(groups.len()).iter_mut().zip(&scales).for_each(|(out, scale)| *out = 1.0 / scale);
     for (index, group) in groups.iter().enumerate() {
-        let x = &values::<T>(p)[group.first * cols..][..group.rows * cols];
         if let [slot] = p.amax.offset(4 * index * stride).slice_mut::<u32>(1) {
-            *slot = (*slot).max(tensor_amax_bits(x));
+            *slot = (*slot).max(values.amax_bits(group));
         }
     }
-    let byte = |group: usize, row: usize, col: usize| {
-        F::encode(values::<T>(p)[(groups[group].first + row) * cols + col].to_f32() * scales[group])
-    };
+    let byte =
+        |group: usize, row: usize, col: usize| F::encode(values.at(groups[group].first + row, col) * scales[group]);
     write(p, &groups, byte);
 }
 
@@ -125,14 +193,14 @@ fn block_scale<T: Real, F: Format>(p: &CastGroupsParams<'_>, bits: u32) -> f32 {
 /// Blocks of 1 x 128 of counted groups; those of the transposed layout begin anew with every group.
 fn cast_1d<T: Real, F: Format>(p: &CastGroupsParams<'_>) {
     let (cols, groups) = (p.cols as usize, groups_of(p));
-    let (x, blocks) = (values::<T>(p), cols.div_ceil(TILE));
+    let (values, blocks) = (Values::<T>::of(p), cols.div_ceil(TILE));
     let (ld, ld_t) = (p.scale_ld as usize, p.scale_ld_t as usize);
     let rows: usize = groups.iter().map(|group| group.rows).sum();
     if !p.out.is_null() {
         let inverse = p.scale_inv.slice_mut::<f32>(blocks * ld);
         let out = p.out.slice_mut::<u8>(rows * cols);
-        for (row, (out, x)) in out.chunks_mut(cols.max(1)).zip(x.chunks(cols.max(1))).enumerate() {
-            for (block, (out, x)) in out.chunks_mut(TILE).zip(x.chunks(TILE)).enumerate() {
+        for (row, out) in out.chunks_mut(cols.max(1)).enumerate() {
+            for (block, (out, x)) in out.chunks_mut(TILE).zip(values.row(row).chunks(TILE)).enumerate() {
                 let scale = block_scale::<T, F>(p, amax_bits(x));
                 inverse[block * ld + row] = 1.0 / scale;
                 out.iter_mut().zip(x).for_each(|(out, x)| *out = F::encode(x.to_f32() * scale));
@@ -149,8 +217,9 @@ fn cast_1d<T: Real, F: Format>(p: &CastGroupsParams<'_>) {
             let line = group.padded / TILE + tile;
             let mut amax = vec![0_u32; cols];
             for row in tile * TILE..group.rows.min((tile + 1) * TILE) {
-                let x = &x[(group.first + row) * cols..][..cols];
-                amax.iter_mut().zip(x).for_each(|(amax, &x)| *amax = (*amax).max(magnitude_bits(x)));
+                amax.iter_mut()
+                    .zip(values.row(group.first + row))
+                    .for_each(|(amax, &x)| *amax = (*amax).max(magnitude_bits(x)));
             }
             for (col, amax) in amax.into_iter().enumerate() {
                 let scale = block_scale::<T, F>(p, amax);
@@ -164,7 +233,7 @@ fn cast_1d<T: Real, F: Format>(p: &CastGroupsParams<'_>) {
         CastGroupsParams { at: crate::ops::cast_groups::CastGroupsPointers { out: DevPtr::null(), ..p.at }, ..*p };
     write(&without_rows, &groups, |group, row, col| {
         let group = &groups[group];
-        F::encode(x[(group.first + row) * cols + col].to_f32() * scales[(group.padded + row) / TILE * cols + col])
+        F::encode(values.at(group.first + row, col) * scales[(group.padded + row) / TILE * cols + col])
     });
 }
 
@@ -172,7 +241,7 @@ fn cast_1d<T: Real, F: Format>(p: &CastGroupsParams<'_>) {
 fn cast_2d<T: Real, F: Format>(p: &CastGroupsParams<'_>) {
     let (rows, cols, groups) = (p.rows as usize, p.cols as usize, groups_of(p));
     let (lines, blocks) = (rows.div_ceil(TILE), cols.div_ceil(TILE));
-    let (x, ld, ld_t) = (values::<T>(p), p.scale_ld as usize, p.scale_ld_t as usize);
+    let (x, ld, ld_t) = (Values::<T>::of(p).x, p.scale_ld as usize, p.scale_ld_t as usize);
     let mut scales = vec![0.0_f32; groups.len() * lines * blocks];
     let at = |index: usize| {
         let (group, line, block) = (index / (lines * blocks), index / blocks % lines, index % blocks);

@@ -22,6 +22,7 @@ pub(crate) mod permute_cast;
 pub(crate) mod permute_map;
 pub(crate) mod permute_merge;
 pub(crate) mod rope;
+pub(crate) mod router;
 pub(crate) mod rows;
 pub(crate) mod scale_update;
 pub(crate) mod sum_groups;

@@ -166,6 +166,11 @@ pub(crate) fn run(p: &PermuteParams<'_>, id: KernelId) -> Result<()> {
                 zero = is_zero_prob(p.probs, from, p.prob_type);
             }
             let to = &mut out[row * bytes..][..bytes];
+            if p.x.is_null() {
+                let number = token as i32 + 1;
+                to.copy_from_slice(&if zero { -number } else { number }.to_ne_bytes());
+                continue;
+            }
             if zero { to.fill(0) } else { to.copy_from_slice(&x[token * bytes..][..bytes]) }
         }
     }

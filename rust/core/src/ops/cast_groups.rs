@@ -5,6 +5,7 @@
 //! what lies between groups is zero, as the weights' gradients take it. Weights have as many rows each; their transposed
 //! layout is a stack, too.
 
+use te_fast_kernels::constants::common::WARP;
 use te_fast_kernels::constants::quantize::{self, THREADS};
 use te_fast_kernels::constants::tile::{TILE, TILE_THREADS, TRANSPOSED_ALIGN};
 use te_fast_kernels::{Float, Fp8, KernelId};
@@ -96,6 +97,16 @@ pub const fn padded_rows(rows: usize, groups: usize) -> usize {
     (rows + (TILE - 1) * groups) / TILE * TILE
 }
 
+/// Rows of counted groups that are read where numbers say, as [`Way::Numbers`](crate::ops::route::Way::Numbers) leaves
+/// them: a token's row for each expert that it goes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gather {
+    /// Rows for each token.
+    pub each: usize,
+    /// Rows whose probability is 0 are those of their tokens, as gradients are, and not zeros.
+    pub all: bool,
+}
+
 /// Where scales come from.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum GroupScales {
@@ -130,8 +141,20 @@ pub struct CastGroupsSpec {
     pub rowwise: bool,
     /// Write the transposed layout.
     pub columnwise: bool,
+    /// The input has tokens' rows, which are gathered; none where it has those of the groups.
+    pub gather: Option<Gather>,
     /// Multiprocessors of the device (any number for the host backend).
     pub processors: u32,
+}
+
+impl CastGroupsSpec {
+    /// Rows that the input has, of tokens; 0 where nothing is gathered.
+    const fn tokens(&self) -> usize {
+        match self.gather {
+            Some(Gather { each, .. }) => self.shape.rows / each,
+            None => 0,
+        }
+    }
 }
 
 pointers! {
@@ -157,13 +180,17 @@ pointers! {
         splits,
         /// [`CastGroupsPlan::partial_bytes`].
         partial,
+        /// The plan's, behind them: f32 per token, its maximum.
+        token_max,
+        /// i32 `[rows]`, where the input's rows are gathered.
+        numbers,
     }
 }
 
 params! {
     /// Parameters of `amax_groups_*`, `cast_groups_*` and `cast_block_groups_*`.
     pub struct CastGroupsParams<'a> [quantize::CAST_GROUPS_PARAMS_BYTES]
-        for AmaxGroups | CastGroups | CastBlockGroups1d | CastBlockGroups2d => host::cast_groups::run
+        for AmaxTokens | AmaxGroups | CastGroups | CastBlockGroups1d | CastBlockGroups2d => host::cast_groups::run
     {
         ..CastGroupsPointers,
         /// Rows of the tensor, or of each group.
@@ -176,6 +203,8 @@ params! {
         pub scale_ld: u64,
         /// Last dimension of `scale_inv_t`.
         pub scale_ld_t: u64,
+        /// Rows of the input, where these are gathered.
+        pub tokens: u64,
         /// Groups.
         pub groups: u32,
         /// Groups have equal rows.
@@ -192,6 +221,10 @@ params! {
         pub eps: f32,
         /// Largest value of the FP8 type.
         pub fp8_max: f32,
+        /// Rows whose number is negative are gathered, too.
+        pub gathers_all: u32,
+        /// Zero.
+        pub unused: u32,
     }
 }
 
@@ -221,6 +254,12 @@ impl CastGroupsPlan {
             return Err(Error::shape(OP, "the number of groups", format!("1 to {MAX_GROUPS}"), groups));
         }
         check_columns(OP, cols)?;
+        if let Some(Gather { each, .. }) = spec.gather
+            && (division != Division::Counted || each == 0 || !rows.is_multiple_of(each))
+        {
+            let expected = format!("a multiple of {each}, counted, where those of tokens are gathered");
+            return Err(Error::shape(OP, "the rows", expected, rows));
+        }
         let tiles_cols = cols.div_ceil(TILE);
         let tiles = spec.shape.strips().saturating_mul(tiles_cols);
         if tiles > i32::MAX as usize || spec.shape.all_rows() > i32::MAX as usize {
@@ -308,7 +347,13 @@ impl CastGroupsPlan {
     /// Size of the maxima that the blocks of the first launch leave.
     #[must_use]
     pub const fn partial_bytes(&self) -> usize {
-        self.spec.shape.groups * self.parts as usize * size_of::<f32>()
+        let maxima = self.spec.shape.groups * self.parts as usize * size_of::<f32>();
+        if self.takes_token_maxima() { maxima + self.spec.tokens() * size_of::<f32>() } else { maxima }
+    }
+
+    /// Whether maxima of groups follow from those of tokens, which are fewer than rows.
+    const fn takes_token_maxima(&self) -> bool {
+        self.parts != 0 && self.spec.gather.is_some()
     }
 
     /// Whether both layouts have the one scale of their group.
@@ -317,30 +362,43 @@ impl CastGroupsPlan {
         !self.is_block()
     }
 
-    /// Launches it.
-    ///
-    /// # Errors
-    /// A buffer that the plan needs is null or misaligned, or a launch fails.
-    #[inline]
-    pub fn run(&self, target: &mut Target<'_>, buffers: &CastGroupsPointers<DevPtr<'_>>) -> Result<()> {
-        let (b, spec) = (buffers, &self.spec);
-        let GroupShape { groups, division, rows, cols } = spec.shape;
-        let empty = spec.shape.all_rows() == 0 || cols == 0;
-        let counted = division == Division::Counted;
+    const fn is_empty(&self) -> bool {
+        self.spec.shape.all_rows() == 0 || self.spec.shape.cols == 0
+    }
+
+    /// Refuses buffers of which one that the plan needs is missing, or misaligned.
+    fn check(&self, b: &CastGroupsPointers<DevPtr<'_>>, is_host: bool) -> Result<()> {
+        let (spec, empty) = (&self.spec, self.is_empty());
+        let counted = spec.shape.division == Division::Counted;
         let given = matches!(spec.scales, GroupScales::Given { .. });
         let missing = (!empty && b.x.is_null())
             || (!empty && spec.rowwise && (b.out.is_null() || b.scale_inv.is_null()))
             || (spec.columnwise && spec.shape.transposed_bytes() != 0 && b.out_t.is_null())
             || (self.is_block() && spec.columnwise && !empty && b.scale_inv_t.is_null())
             || (counted && b.splits.is_null())
+            || (!empty && spec.gather.is_some() && b.numbers.is_null())
             || (given && b.scale.is_null())
             || (self.parts != 0 && b.partial.is_null());
         if missing {
             return Err(Error::value(OP, "a buffer that the plan needs is null"));
         }
-        if spec.columnwise && !target.is_host() {
+        if spec.columnwise && !is_host {
             aligned(OP, "the transposed output", b.out_t)?;
         }
+        Ok(())
+    }
+
+    /// Launches it.
+    ///
+    /// # Errors
+    /// A buffer that the plan needs is null or misaligned, or a launch fails.
+    #[inline]
+    pub fn run(&self, target: &mut Target<'_>, buffers: &CastGroupsPointers<DevPtr<'_>>) -> Result<()> {
+        self.check(buffers, target.is_host())?;
+        let (b, spec) = (buffers, &self.spec);
+        let GroupShape { groups, division, rows, cols } = spec.shape;
+        let counted = division == Division::Counted;
+        let given = matches!(spec.scales, GroupScales::Given { .. });
         let (eps, pow2) = match spec.scales {
             GroupScales::Given { .. } => (0.0, false),
             GroupScales::Current(ScaleRule { eps, pow2, .. }) | GroupScales::Block { eps, pow2 } => (eps, pow2),
@@ -353,6 +411,8 @@ impl CastGroupsPlan {
                 splits: b.splits.when(counted),
                 scale: b.scale.when(given),
                 amax: b.amax.when(given),
+                token_max: b.partial.offset(groups * self.parts as usize * size_of::<f32>()),
+                numbers: b.numbers.when(spec.gather.is_some()),
                 ..*b
             },
             rows: rows as u64,
@@ -360,6 +420,7 @@ impl CastGroupsPlan {
             ld_t: spec.shape.transposed_ld() as u64,
             scale_ld: self.scale_shape[1] as u64,
             scale_ld_t: self.scale_t_shape[1] as u64,
+            tokens: spec.tokens() as u64,
             groups: groups as u32,
             equal: u32::from(!counted),
             tiles_cols: cols.div_ceil(TILE).max(1) as u32,
@@ -368,7 +429,13 @@ impl CastGroupsPlan {
             pow2: u32::from(pow2),
             eps,
             fp8_max: spec.output.max(),
+            gathers_all: u32::from(spec.gather.is_some_and(|gather| gather.all)),
+            unused: 0,
         };
+        if self.takes_token_maxima() && !self.is_empty() {
+            let blocks = spec.tokens().div_ceil((THREADS / WARP) as usize) as u32;
+            launch(target, KernelId::AmaxTokens(spec.input), Grid::linear(blocks, THREADS), &params)?;
+        }
         if self.parts != 0 {
             let grid = Grid::linear(self.parts * groups as u32, THREADS);
             launch(target, KernelId::AmaxGroups(spec.input), grid, &params)?;

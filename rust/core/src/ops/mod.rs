@@ -21,6 +21,8 @@ pub mod permute_cast;
 pub mod permute_map;
 pub mod permute_merge;
 pub mod rope;
+pub mod route;
+pub mod router;
 pub mod row_map;
 pub mod scale_update;
 pub mod strips;

@@ -33,9 +33,9 @@ params! {
 pointers! {
     /// Buffers of a permutation.
     pub struct PermutePointers {
-        /// `[T, row_bytes]`.
+        /// `[T, row_bytes]`; null of a plan of numbers.
         x,
-        /// `[rows, row_bytes]`.
+        /// `[rows, row_bytes]`; of a plan of numbers i32 `[rows]`.
         out,
         /// `[T, slots]` where the plan has probabilities, else null.
         probs,
@@ -66,6 +66,16 @@ impl PermutePlan {
             return Err(Error::shape("permute", "bytes of a row", "positive where probabilities move along", 0));
         }
         Ok(Self { shape, row_bytes, prob })
+    }
+
+    /// The same of numbers in the place of rows: that of the row's token plus one, negative where the slot's probability is
+    /// 0, and 0 for a row of no token.
+    ///
+    /// # Errors
+    /// Sizes beyond what a launch can index.
+    pub fn of_numbers(shape: MapShape, prob: Option<Prob>) -> Result<Self> {
+        shape.check("permute")?;
+        Ok(Self { shape, row_bytes: size_of::<i32>(), prob })
     }
 
     /// Launches it; `map` has its ends, and `making` says how it is made.

@@ -8,6 +8,7 @@ use te_fast_kernels::constants::moe::{
     self, ENDS_THREADS, LEADING_MAP_GROUPS, MAP_GROUPS, MAP_THREADS, MAX_EXPERTS, MAX_TILES,
 };
 
+use crate::base::dtype::DType;
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
 use crate::host;
@@ -123,6 +124,19 @@ pub enum Routing {
     Mask64 = moe::ROUTING_MASK64,
     /// Expert ids, i32.
     Index = moe::ROUTING_INDEX,
+}
+
+impl Routing {
+    /// That of a mask of this type, if it is one.
+    #[must_use]
+    pub const fn of_mask(dtype: DType) -> Option<Self> {
+        match dtype {
+            DType::Bool | DType::U8 | DType::I8 => Some(Self::Mask8),
+            DType::I32 => Some(Self::Mask32),
+            DType::I64 => Some(Self::Mask64),
+            _ => None,
+        }
+    }
 }
 
 /// What a map is made for.

@@ -46,7 +46,7 @@ impl Compiler<'_> {
         let facts = self.facts;
         let given = facts.key.outer.grad_output.filter(|given| facts.takes_grad(*given).is_some());
         let Some(given) = given else { return Value::high(At::of(Port::GradOutput)) };
-        Value { high: At::NONE, quantized: Some(Layouts::outer(Outer::GradOutput, given)) }
+        Value::quantized(Layouts::outer(Outer::GradOutput, given))
     }
 
     /// The gradient of the input: where the first op left it, or quantised.
@@ -81,6 +81,8 @@ impl Compiler<'_> {
             Op::ConstantScale { .. } if matches!(self.op_before(index), Some((_, Op::Linear { groups: None, .. }))) => {
             }
             Op::ConstantScale { scale } => self.affine(index, grad, scale, At::NONE, None, "scale"),
+            Op::Permute { .. } => self.permute(index, link, grad)?,
+            Op::Unpermute => self.unpermute(index, link, grad)?,
         }
         Ok(())
     }
@@ -123,7 +125,7 @@ impl Compiler<'_> {
         };
         if let Some(groups) = groups {
             let spec = SumGroupsSpec { groups, rows: 0, cols, input, row_scale: None };
-            let splits = self.facts.splits_of(index);
+            let splits = self.left.splits_of(self.facts, index);
             let at = SumGroupsPointers { x: high, sums: out, row_scale: At::NONE, splits };
             self.step(Work::SumGroups { spec, at }, index, "gradients of the biases");
             return;
@@ -230,11 +232,19 @@ impl Compiler<'_> {
             producer.map_or(Fused::NONE, |(linear, _)| Fused::of_grad(linear, self.grad_layouts(linear)));
         let dbias = producer.and_then(|(_, bias)| bias).map_or(At::NONE, |param| self.param_grad(param));
         let dx = if producer.is_none() && self.facts.grads_before[index] { self.place_of(index) } else { At::NONE };
-        let scale_grad = row_scale.is_some() && self.facts.key.extras[link.extra_input].1;
-        let row_scale_grad = if scale_grad { At::of(Port::GradExtra(link.extra_input as u16)) } else { At::NONE };
-        if scale_grad {
-            self.out.grad_extras[link.extra_input] = row_scale_grad.port;
-        }
+        let scale_grad = row_scale.is_some() && self.facts.key.extras[self.facts.factors_of(link)].1;
+        let row_scale_grad = match link.permuted_by {
+            _ if !scale_grad => At::NONE,
+            Some(by) => {
+                self.factor_grads[by] = self.scratch();
+                self.factor_grads[by]
+            }
+            None => {
+                let port = Port::GradExtra(link.extra_input as u16);
+                self.out.grad_extras[link.extra_input] = port;
+                At::of(port)
+            }
+        };
         let spec = ActivationBackwardSpec {
             rows: 0,
             cols: self.facts.edges[index + 1].cols,
@@ -246,7 +256,7 @@ impl Compiler<'_> {
             rowwise: to.row.is_some(),
             columnwise: to.col.is_some(),
             dbias: dbias.is_some(),
-            row_scale: if row_scale.is_some() { self.facts.key.extras[link.extra_input].0.as_float() } else { None },
+            row_scale: if row_scale.is_some() { self.facts.factor_type(link) } else { None },
             row_scale_grad: scale_grad,
             processors: self.facts.limits.multiprocessors,
         };
@@ -267,7 +277,7 @@ impl Compiler<'_> {
             counters: At::of(Port::Counters),
         };
         self.step(Work::ActivationBackward { spec, at }, index, activation_text(&spec));
-        *grad = Value { high: dx, quantized: producer.map(|_| to) };
+        *grad = Value { quantized: producer.map(|_| to), ..Value::high(dx) };
     }
 
     fn note_unfused(&mut self, index: usize) {

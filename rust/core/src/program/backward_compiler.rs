@@ -33,6 +33,8 @@ pub(super) struct Compiler<'a> {
     pub(super) bias_grad: At,
     /// GEMMs may store FP8.
     pub(super) stores_fp8: bool,
+    /// Gradients of the factors of permuted rows, by the op that permuted them.
+    pub(super) factor_grads: Vec<At>,
 }
 
 impl<'a> Compiler<'a> {
@@ -50,7 +52,8 @@ impl<'a> Compiler<'a> {
             hands_over: false,
             grad_input_is_row: false,
         };
-        Self { dispatcher, facts, left, out, bias_grad: At::NONE, stores_fp8 }
+        let factor_grads = vec![At::NONE; facts.chain.links().len()];
+        Self { dispatcher, facts, left, out, bias_grad: At::NONE, stores_fp8, factor_grads }
     }
 
     /// Whether the op or anything before it wants a gradient.
@@ -64,9 +67,9 @@ impl<'a> Compiler<'a> {
         (0..index).rev().map(|at| (at, links[at].op)).find(|(_, op)| !matches!(op, Op::Identity))
     }
 
-    /// The next step, on the rows of the input.
+    /// The next step, on the rows of the op's input.
     pub(super) fn step(&mut self, work: Work, index: usize, text: &'static str) {
-        self.step_of(FlowName::Backward, Rows::Input, work, index, text);
+        self.step_of(FlowName::Backward, self.facts.edges[index].rows, work, index, text);
     }
 
     pub(super) fn step_of(&mut self, flow: FlowName, rows: Rows, work: Work, index: usize, text: &'static str) {

@@ -62,7 +62,7 @@ impl<'a> Compiler<'a> {
             fp8: None,
             rowwise: false,
             columnwise: false,
-            row_scale: if row_scale.is_some() { facts.key.extras[link.extra_input].0.as_float() } else { None },
+            row_scale: if row_scale.is_some() { facts.factor_type(link) } else { None },
         };
         let x = self.activation_input(index, &kept);
         let at = ActivationPointers { x, y: self.for_weight_grad(linear), row_scale, ..ActivationPointers::default() };
@@ -99,7 +99,7 @@ impl<'a> Compiler<'a> {
             (None, None) => "dgrad gemm",
         };
         let product = Product::InputGrad { accumulate: accumulate.is_some(), into: stored };
-        let splits = self.facts.splits_of(index);
+        let splits = self.left.splits_of(self.facts, index);
         self.step(Work::Gemm { linear: link.linear, product, at, splits }, index, text);
         if stored.is_some() {
             self.grad_input_scale(index, link.linear, true);
@@ -160,9 +160,9 @@ impl<'a> Compiler<'a> {
             workspace: At::of(Port::Workspace),
             ..GemmPointers::default()
         };
-        let splits = self.facts.splits_of(index);
+        let splits = self.left.splits_of(self.facts, index);
         let work = Work::Gemm { linear: link.linear, product: Product::WeightGrad, at, splits };
-        self.step_of(flow, Rows::Input, work, index, "wgrad gemm");
+        self.step_of(flow, op.rows, work, index, "wgrad gemm");
     }
 
     /// The column layout of bytes that came in row layout.
@@ -170,7 +170,8 @@ impl<'a> Compiler<'a> {
         let data = self.buffer(flow.scratch());
         let scale = if spec.block_scales { self.buffer(flow.scratch()) } else { row.scale };
         let at = TransposePointers { q: row.data, out_t: data, scale: row.scale, scale_t: scale };
-        self.step_of(flow, Rows::Input, Work::Transpose { spec, at }, index, "transpose");
+        let rows = self.facts.edges[index].rows;
+        self.step_of(flow, rows, Work::Transpose { spec, at }, index, "transpose");
         LayoutAt { data, scale }
     }
 
@@ -180,10 +181,12 @@ impl<'a> Compiler<'a> {
         let col = LayoutAt { data: buffer(), scale: buffer() };
         let scratch = buffer();
         let Fused { slot, .. } = Fused::of_input(linear, Layouts::default());
-        let splits = self.facts.splits_of(index);
-        let at = QuantPointers { splits, ..quantised(x, &Layouts { col, ..Layouts::default() }, slot, scratch) };
-        let work = Work::Quantize { cast: *cast, unpacks: None, at };
-        self.step_of(flow, Rows::Input, work, index, "transposed cast of the kept input");
+        let (splits, numbers) = (self.left.splits_of(self.facts, index), self.left.numbers[linear]);
+        let to = Layouts { col, ..Layouts::default() };
+        let at = QuantPointers { splits, numbers, ..quantised(x, &to, slot, scratch) };
+        let cast = if numbers.is_some() { cast.gathering(self.facts.gather(index, false)) } else { *cast };
+        let work = Work::Quantize { cast, unpacks: None, at };
+        self.step_of(flow, self.facts.edges[index].rows, work, index, "transposed cast of the kept input");
         col
     }
 
@@ -240,7 +243,8 @@ impl<'a> Compiler<'a> {
         let Fused { layouts, slot } = Fused::of_grad(linear, self.grad_layouts(linear));
         let mut at = quantised(grad.high, &layouts, slot, self.scratch());
         at.dbias = std::mem::take(&mut self.bias_grad);
-        at.splits = self.facts.splits_of(index);
+        (at.splits, at.numbers) = (self.left.splits_of(self.facts, index), grad.numbers);
+        let cast = if grad.numbers.is_some() { cast.gathering(self.facts.gather(index, true)) } else { *cast };
         let packed = kept.and_then(|x| op.packed_input().map(|cast| (x, *cast)));
         let unpacks = packed.map(|(x, cast)| {
             at.packed = x.scale;
@@ -249,12 +253,14 @@ impl<'a> Compiler<'a> {
             cast
         });
         let text = match (layouts.col.is_some(), at.dbias.is_some()) {
+            (false, _) if grad.numbers.is_some() => "gather + cast",
+            (true, _) if grad.numbers.is_some() => "gather + cast + transpose",
             (false, false) => "cast",
             (true, false) => "cast + transpose",
             (false, true) => "cast + bias gradient",
             (true, true) => "cast + transpose + bias gradient",
         };
-        self.step(Work::Quantize { cast: *cast, unpacks, at }, index, text);
+        self.step(Work::Quantize { cast, unpacks, at }, index, text);
         layouts
     }
 

@@ -1,6 +1,7 @@
 //! The quantisation of an operand whose rows a call brings.
 
 use crate::base::error::Result;
+use crate::ops::cast_groups::Gather;
 use crate::program::edge::{Edge, Kind, QuantizedKind, Rows};
 use crate::quant::quantizer::{QuantGroups, QuantPlan, QuantSpec};
 use crate::recipe::definition::{Block, Scaling};
@@ -36,6 +37,11 @@ impl Cast {
     /// The same of rows that belong to groups.
     pub(crate) fn of_groups(self, groups: Option<QuantGroups>) -> Self {
         Self { spec: QuantSpec { groups, ..self.spec }, ..self }
+    }
+
+    /// The same of rows that are gathered from a tensor of tokens'.
+    pub(crate) fn gathering(self, gather: Gather) -> Self {
+        self.of_groups(self.spec.groups.map(|groups| QuantGroups { gather: Some(gather), ..groups }))
     }
 
     /// The value that it makes.

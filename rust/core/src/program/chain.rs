@@ -6,7 +6,8 @@ use crate::base::dtype::{DType, Device};
 use crate::base::error::{Error, Result};
 use crate::ops::activation::Activation;
 use crate::ops::norm_spec::NormKind;
-use crate::program::edge::QuantizedKind;
+use crate::ops::permute_map::Routing;
+use crate::program::edge::{QuantizedKind, Rows};
 use crate::recipe::usage::Usage;
 
 pub(crate) const OP: &str = "ops";
@@ -81,6 +82,17 @@ pub enum Op {
     },
     /// `x`.
     Identity,
+    /// The rows of tokens, each once for every expert that it goes to, those of an expert together. Two extra inputs: a mask
+    /// `[rows, experts]` and probabilities of the same shape. Ops behind it, up to [`Op::Unpermute`], take counts of experts'
+    /// rows and factors of rows from it, and no extra inputs for these.
+    Permute {
+        /// How many experts.
+        experts: usize,
+        /// The most experts of a token.
+        topk: usize,
+    },
+    /// The sum of the rows of each token.
+    Unpermute,
 }
 
 impl Op {
@@ -98,7 +110,9 @@ impl Op {
     #[must_use]
     pub const fn is_elementwise(&self) -> bool {
         match self {
-            Self::Linear { .. } | Self::Bias { .. } | Self::Norm { .. } => false,
+            Self::Linear { .. } | Self::Bias { .. } | Self::Norm { .. } | Self::Permute { .. } | Self::Unpermute => {
+                false
+            }
             Self::Activation { function, scaled, .. } => !(function.is_gated() || *scaled),
             _ => true,
         }
@@ -110,13 +124,15 @@ impl Op {
         matches!(self, Self::Linear { .. } | Self::Norm { .. } | Self::Activation { .. })
     }
 
-    /// Extra inputs of the op.
-    #[must_use]
-    pub const fn extra_inputs(&self) -> usize {
-        matches!(
-            self,
-            Self::AddExtraInput { .. } | Self::Activation { scaled: true, .. } | Self::Linear { groups: Some(_), .. }
-        ) as usize
+    /// Extra inputs of the op, where it is not behind an [`Op::Permute`].
+    const fn extra_inputs(&self) -> usize {
+        match self {
+            Self::AddExtraInput { .. }
+            | Self::Activation { scaled: true, .. }
+            | Self::Linear { groups: Some(_), .. } => 1,
+            Self::Permute { .. } => 2,
+            _ => 0,
+        }
     }
 
     /// Extra outputs of the op.
@@ -141,6 +157,19 @@ pub struct Link {
     pub extra_output: usize,
     /// Its number among the linear ops, or the next one's.
     pub linear: usize,
+    /// The [`Op::Permute`] whose rows it works on.
+    pub permuted_by: Option<usize>,
+}
+
+impl Link {
+    /// Extra inputs of the op.
+    #[must_use]
+    pub const fn extra_inputs(&self) -> usize {
+        match (self.permuted_by, &self.op) {
+            (Some(_), Op::Linear { .. } | Op::Activation { .. }) => 0,
+            (_, op) => op.extra_inputs(),
+        }
+    }
 }
 
 /// Ops in order.
@@ -152,27 +181,99 @@ pub struct Chain {
     extra_outputs: usize,
     linear_params: Vec<usize>,
     written_extra_inputs: Vec<usize>,
+    /// The [`Op::Permute`] whose rows the next op works on.
+    permuted_by: Option<usize>,
 }
 
 impl Chain {
     /// Appends an op.
     pub fn push(&mut self, label: String, op: Op) {
-        self.links.push(Link {
+        let link = Link {
             op,
             label,
             param: self.params,
             extra_input: self.extra_inputs,
             extra_output: self.extra_outputs,
             linear: self.linears(),
-        });
+            permuted_by: self.permuted_by,
+        };
+        match op {
+            Op::Permute { .. } => self.permuted_by = Some(self.links.len()),
+            Op::Unpermute => self.permuted_by = None,
+            _ => {}
+        }
         match op {
             Op::Linear { .. } => self.linear_params.push(self.params),
             Op::AddExtraInput { in_place: true } => self.written_extra_inputs.push(self.extra_inputs),
             _ => {}
         }
         self.params += op.params();
-        self.extra_inputs += op.extra_inputs();
+        self.extra_inputs += link.extra_inputs();
         self.extra_outputs += op.extra_outputs();
+        self.links.push(link);
+    }
+
+    /// Rows of edge `index`: the input of that op, or the output.
+    pub(crate) fn rows_of(&self, index: usize) -> Rows {
+        let by = self.links.get(index).map_or(self.permuted_by, |link| link.permuted_by);
+        match by.map(|by| self.links[by].op) {
+            Some(Op::Permute { topk, .. }) => Rows::Each(topk),
+            _ => Rows::Input,
+        }
+    }
+
+    /// The most rows that an edge has for each of the input's.
+    pub(crate) fn rows_of_one(&self) -> usize {
+        (0..=self.links.len()).map(|index| self.rows_of(index).count(1)).max().unwrap_or(1)
+    }
+
+    /// Whether no GEMM asks for a number of rows.
+    #[must_use]
+    pub fn takes_any_rows(&self) -> bool {
+        self.links.iter().any(|link| matches!(link.op, Op::Permute { .. }))
+            && self.links.iter().all(|link| !matches!(link.op, Op::Linear { groups: None, .. }))
+    }
+
+    /// Refuses permutations that do not go with what is behind them.
+    ///
+    /// # Errors
+    /// Names the op.
+    pub(crate) fn check_permutations(&self) -> Result<()> {
+        let wrong = |link: &Link, message: &str| Err(Error::unsupported(OP, message.to_owned()).within(&link.label));
+        for (index, link) in self.links.iter().enumerate() {
+            let behind = || self.links.iter().filter(|other| other.permuted_by == Some(index));
+            let scaled = |link: &&Link| matches!(link.op, Op::Activation { scaled: true, .. });
+            match link.op {
+                Op::Permute { .. } if link.permuted_by.is_some() => {
+                    return wrong(link, "rows of experts are not permuted again");
+                }
+                Op::Permute { .. } if !behind().any(|other| other.op == Op::Unpermute) => {
+                    return wrong(link, "a permutation without its way back");
+                }
+                Op::Permute { .. } if behind().filter(scaled).count() != 1 => {
+                    return wrong(
+                        link,
+                        "the probabilities go to one activation between the permutation and its way back",
+                    );
+                }
+                Op::Unpermute if link.permuted_by.is_none() => {
+                    return wrong(link, "the way back of no permutation");
+                }
+                Op::AddExtraInput { .. } | Op::MakeExtraOutput { .. } if link.permuted_by.is_some() => {
+                    return wrong(link, "tensors of the caller's among the rows of experts");
+                }
+                Op::Linear { groups, .. } => {
+                    let by = link.permuted_by.map(|by| self.links[by].op);
+                    if let Some(Op::Permute { experts, .. }) = by
+                        && groups.is_none_or(|groups| groups.count != experts)
+                    {
+                        return wrong(link, "as many experts as rows are permuted for");
+                    }
+                }
+                _ => {}
+            }
+        }
+        Ok(())
     }
 
     /// The ops.
@@ -293,13 +394,31 @@ impl Chain {
 }
 
 impl Link {
-    /// Refuses an extra input that does not fit an edge of `rows` by `cols`.
+    /// Refuses extra input `number` of the op's if it does not fit an edge of `rows` by `cols`.
     ///
     /// # Errors
     /// Names the op.
-    pub fn check_extra(&self, shape: &[i64], rows: usize, cols: usize, got: DType, wanted: DType) -> Result<()> {
+    pub fn check_extra(
+        &self,
+        number: usize,
+        shape: &[i64],
+        (rows, cols): (usize, usize),
+        got: DType,
+        wanted: DType,
+    ) -> Result<()> {
         let count = shape.iter().product::<i64>();
         let fits = match self.op {
+            Op::Permute { experts, .. } => {
+                let (fits, what, expected) = if number == 0 {
+                    (Routing::of_mask(got).is_some(), "the routing map", "bool or integers of 8, 32 or 64 bits")
+                } else {
+                    (got.as_float().is_some(), "the probabilities", "float32, float16 or bfloat16")
+                };
+                if !fits {
+                    return Err(Error::dtype(OP, what, format!("{expected}, as op {} takes it", self.label), got));
+                }
+                shape.len() == 2 && shape[0] == rows as i64 && shape[1] == experts as i64
+            }
             Op::AddExtraInput { .. } => {
                 if got != wanted {
                     let expected = format!("{wanted}, the type of the input of op {}", self.label);
@@ -327,6 +446,7 @@ impl Link {
         }
         let expected = match self.op {
             Op::AddExtraInput { .. } => format!("{rows} rows of {cols}, as the input of op {}", self.label),
+            Op::Permute { experts, .. } => format!("{rows} rows of {experts}, the experts of op {}", self.label),
             Op::Linear { groups: Some(groups), .. } => {
                 format!("{} counts, the rows of each expert of op {}", groups.count, self.label)
             }

@@ -86,7 +86,8 @@ impl Program {
     #[cold]
     pub(crate) fn size(&self, dispatcher: &mut Dispatcher, rows: usize) -> Result<SizedProgram> {
         let widest = self.facts.edges.iter().map(|edge| edge.cols).max().unwrap_or(0);
-        check_elements("the input or a value behind it", rows.max(1), widest)?;
+        let most = rows.max(1).saturating_mul(self.facts.chain.rows_of_one());
+        check_elements("the input or a value behind it", most, widest)?;
         match SizedProgram::new(dispatcher, &self.facts, &self.compiled, (rows, self.graphs)) {
             Err(error) if self.compiled.hands_over && matches!(error.kind(), ErrorKind::Cublas { .. }) => {
                 let plain = self.without_handovers(dispatcher)?;
@@ -248,7 +249,8 @@ impl Program {
         address: usize,
     ) -> Result<WeightGradPlan> {
         let alignment = 1_usize << address.trailing_zeros().min(8);
-        self.facts.linears[linear].wgrad(dispatcher, rows, (d, accumulate), alignment as u16)
+        let linear = &self.facts.linears[linear];
+        linear.wgrad(dispatcher, linear.rows.count(rows), (d, accumulate), alignment as u16)
     }
 
     /// The launches of forward and of backward.

@@ -15,8 +15,21 @@ use crate::recipe::usage::Usage;
 pub(crate) enum Rows {
     /// Those of the chain's input.
     Input,
+    /// So many for each of the input's: the rows of experts, of tokens that go to that many.
+    Each(usize),
     /// A count that no call changes: a weight's.
     Fixed(usize),
+}
+
+impl Rows {
+    /// How many, of an input of so many rows.
+    pub(crate) const fn count(self, input: usize) -> usize {
+        match self {
+            Self::Input => input,
+            Self::Each(number) => input.saturating_mul(number),
+            Self::Fixed(count) => count,
+        }
+    }
 }
 
 /// How a value is stored.
@@ -140,10 +153,16 @@ pub(crate) struct Value {
     pub(crate) high: At,
     /// In FP8, for the linear op that comes next.
     pub(crate) quantized: Option<Layouts>,
+    /// Numbers of the rows, where `high` has those of tokens: the linear op that comes next gathers them as it quantises.
+    pub(crate) numbers: At,
 }
 
 impl Value {
     pub(crate) const fn high(high: At) -> Self {
-        Self { high, quantized: None }
+        Self { high, quantized: None, numbers: At::NONE }
+    }
+
+    pub(crate) const fn quantized(layouts: Layouts) -> Self {
+        Self { quantized: Some(layouts), ..Self::high(At::NONE) }
     }
 }

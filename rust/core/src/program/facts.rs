@@ -1,10 +1,11 @@
 //! What both directions of a chain are compiled from.
 
-use te_fast_kernels::Fp8;
 use te_fast_kernels::constants::tile::TRANSPOSED_ALIGN;
+use te_fast_kernels::{Float, Fp8};
 
 use crate::base::dtype::DType;
 use crate::base::error::{Error, Result};
+use crate::ops::cast_groups::Gather;
 use crate::program::buffer::At;
 use crate::program::cast::Cast;
 use crate::program::chain::{Chain, Link, Op, ProgramKey};
@@ -41,8 +42,9 @@ impl Facts {
         recipe: Option<&Recipe>,
     ) -> Result<Self> {
         let kind = Kind::High(key.activation);
-        let edges: Vec<Edge> =
-            chain.widths(key.cols)?.into_iter().map(|cols| Edge { rows: Rows::Input, cols, kind }).collect();
+        chain.check_permutations()?;
+        let widths = chain.widths(key.cols)?.into_iter().enumerate();
+        let edges: Vec<Edge> = widths.map(|(index, cols)| Edge { rows: chain.rows_of(index), cols, kind }).collect();
         let grads_before = grads_before(chain, &key);
         let limits = dispatcher.limits(key.device)?;
         let mut linears: Vec<LinearOp> = linear_indices(chain)
@@ -91,10 +93,13 @@ impl Facts {
                 }
             }
             Port::Extra(index) => {
-                let takes = |link: &Link| link.op.extra_inputs() != 0 && link.extra_input == usize::from(index);
+                let takes = |link: &Link| {
+                    (link.extra_input..link.extra_input + link.extra_inputs()).contains(&usize::from(index))
+                };
                 let elements = ops().find(|(link, _)| takes(link)).map_or(0, |(link, edge)| match link.op {
                     Op::AddExtraInput { .. } => rows * edge.cols,
                     Op::Linear { groups: Some(groups), .. } => groups.count,
+                    Op::Permute { experts, .. } => rows * experts,
                     _ => rows,
                 });
                 (elements, key.extras[usize::from(index)].0)
@@ -119,7 +124,24 @@ impl Facts {
         }
     }
 
-    /// Where the counts of the rows of experts are that the op at `index` takes: a linear op, or the bias behind one.
+    /// The extra input whose values are factors of an activation's rows: its own, or the probabilities that the rows were
+    /// permuted with.
+    pub(crate) fn factors_of(&self, link: &Link) -> usize {
+        link.permuted_by.map_or(link.extra_input, |by| self.chain.links()[by].extra_input + 1)
+    }
+
+    /// How the linear op at `index` gathers the rows of tokens; `all` of them, whatever their probability.
+    pub(crate) fn gather(&self, index: usize, all: bool) -> Gather {
+        Gather { each: self.chain.rows_of(index).count(1), all }
+    }
+
+    /// Type of these factors.
+    pub(crate) fn factor_type(&self, link: &Link) -> Option<Float> {
+        self.key.extras[self.factors_of(link)].0.as_float()
+    }
+
+    /// The extra input with the counts of the rows of experts that the op at `index` takes: a linear op, or the bias behind
+    /// one.
     pub(crate) fn splits_of(&self, index: usize) -> At {
         let counts = |link: &Link| match link.op {
             Op::Linear { groups: Some(_), .. } => At::of(Port::Extra(link.extra_input as u16)),
@@ -204,7 +226,7 @@ fn grads_before(chain: &Chain, key: &ProgramKey) -> Vec<bool> {
     let mut list = vec![wanted];
     for link in chain.links() {
         let params = link.param..link.param + link.op.params();
-        let extras = link.extra_input..link.extra_input + link.op.extra_inputs();
+        let extras = link.extra_input..link.extra_input + link.extra_inputs();
         wanted |= key.params[params].iter().any(|&(_, grad)| grad) || key.extras[extras].iter().any(|&(_, grad)| grad);
         list.push(wanted);
     }

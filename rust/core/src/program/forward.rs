@@ -60,7 +60,7 @@ impl Compiler<'_> {
             && matches!(link.op, Op::Linear { .. })
             && facts.linears[link.linear].given.is_some()
         {
-            return Value { high: At::NONE, quantized: Some(layouts) };
+            return Value::quantized(layouts);
         }
         let to = self.place_of(0);
         let spec = given.dequantize(facts.key.cols, facts.key.activation);
@@ -86,7 +86,8 @@ impl Compiler<'_> {
         };
         let slot = slot(linear, LinearPort::OutputScale, LinearPort::OutputAmax);
         let at = quantised(value.high, &Layouts::outer(Outer::Output, kind), slot, self.scratch());
-        self.step(Work::Quantize { cast, unpacks: None, at }, (last, last), "cast of the output");
+        let rows = facts.edges[last + 1].rows;
+        self.step_on(rows, Work::Quantize { cast, unpacks: None, at }, (last, last), "cast of the output");
         Ok(())
     }
 
@@ -117,6 +118,8 @@ impl Compiler<'_> {
                 self.affine(index, value, scale, At::NONE, None, "scale");
                 Ok(index + 1)
             }
+            Op::Permute { .. } => self.permute(index, link, value),
+            Op::Unpermute => Ok(self.unpermute(index, value)),
         }
     }
 
@@ -173,7 +176,7 @@ impl Compiler<'_> {
         };
         let first = if residual.is_some() { self.before(index) } else { index };
         self.step(Work::Norm { spec, at }, (first, index), norm_text(&spec));
-        *value = Value { high: y, quantized: fp8.map(|_| to) };
+        *value = Value { quantized: fp8.map(|_| to), ..Value::high(y) };
     }
 
     /// The addition whose result the norm at `index` takes.
@@ -225,7 +228,7 @@ impl Compiler<'_> {
     fn activation(&mut self, index: usize, value: &mut Value) {
         let link = &self.facts.chain.links()[index];
         let Op::Activation { function, interleave, scaled, cache_quantized_input, .. } = link.op else { return };
-        let row_scale = if scaled { At::of(Port::Extra(link.extra_input as u16)) } else { At::NONE };
+        let row_scale = if scaled { self.out.left.factors_of(link) } else { At::NONE };
         let fp8 = self.fp8_consumer(index + 1);
         if fp8.is_none() {
             self.note_unfused(index, "activation");
@@ -247,7 +250,7 @@ impl Compiler<'_> {
             fp8: fp8.and(self.facts.recipe.as_ref()).map(|recipe| recipe.fwd),
             rowwise: to.row.is_some(),
             columnwise: to.col.is_some(),
-            row_scale: if scaled { self.facts.key.extras[link.extra_input].0.as_float() } else { None },
+            row_scale: if scaled { self.facts.factor_type(link) } else { None },
         };
         let at = ActivationPointers {
             x: value.high,
@@ -266,7 +269,7 @@ impl Compiler<'_> {
             (true, true) => "activation + cast + transpose",
         };
         self.step(Work::Activation { spec, at }, (index, index), text);
-        *value = Value { high: y, quantized: fp8.map(|_| to) };
+        *value = Value { quantized: fp8.map(|_| to), ..Value::high(y) };
     }
 
     /// Keeps an activation's input for backward in FP8 under current scaling, to save memory; how it is read again.

@@ -40,6 +40,43 @@ pub(crate) struct Left {
     pub(crate) kept: Vec<Kept>,
     /// Weights converted to the type of the activations, per linear op.
     pub(crate) converted: Vec<At>,
+    /// Numbers of the rows that a linear op gathers of its input, per linear op.
+    pub(crate) numbers: Vec<At>,
+    /// Of the permutations, per op.
+    pub(crate) routes: Vec<Option<Route>>,
+}
+
+/// What a permutation leaves to the ops behind it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Route {
+    /// Where each row goes.
+    pub(crate) map: At,
+    /// The last row of each expert.
+    pub(crate) ends: At,
+    /// Counts of experts' rows.
+    pub(crate) splits: At,
+    /// Probabilities of rows.
+    pub(crate) factors: At,
+    /// Numbers of rows; nowhere where the rows themselves are permuted.
+    pub(crate) numbers: At,
+}
+
+impl Left {
+    /// The permutation whose rows an op works on.
+    pub(crate) fn route_of(&self, link: &Link) -> Option<&Route> {
+        self.routes.get(link.permuted_by?)?.as_ref()
+    }
+
+    /// Counts of the rows of experts, as the op at `index` takes them.
+    pub(crate) fn splits_of(&self, facts: &Facts, index: usize) -> At {
+        self.route_of(&facts.chain.links()[index]).map_or_else(|| facts.splits_of(index), |route| route.splits)
+    }
+
+    /// The factors of an activation's rows.
+    pub(crate) fn factors_of(&self, link: &Link) -> At {
+        let own = || At::of(Port::Extra(link.extra_input as u16));
+        self.route_of(link).map_or_else(own, |route| route.factors)
+    }
 }
 
 /// A compiled forward.
@@ -113,7 +150,13 @@ pub(crate) const fn slot(linear: usize, scale: LinearPort, amax: LinearPort) -> 
 impl<'a> Compiler<'a> {
     pub(super) fn new(dispatcher: &'a mut Dispatcher, facts: &'a Facts, stores_fp8: bool) -> Self {
         let linears = facts.linears.len();
-        let left = Left { kept: vec![Kept::Nothing; facts.chain.links().len()], converted: vec![At::NONE; linears] };
+        let ops = facts.chain.links().len();
+        let left = Left {
+            kept: vec![Kept::Nothing; ops],
+            converted: vec![At::NONE; linears],
+            numbers: vec![At::NONE; linears],
+            routes: vec![None; ops],
+        };
         let out = Forward {
             flows: Flows::new(linears),
             left,
@@ -134,9 +177,9 @@ impl<'a> Compiler<'a> {
         self.link(index).map(|link| link.op)
     }
 
-    /// The next step, on the rows of the input.
+    /// The next step, on the rows of the first op's input.
     pub(super) fn step(&mut self, work: Work, ops: (usize, usize), text: &'static str) {
-        self.step_on(Rows::Input, work, ops, text);
+        self.step_on(self.facts.edges[ops.0].rows, work, ops, text);
     }
 
     pub(super) fn step_on(&mut self, rows: Rows, work: Work, ops: (usize, usize), text: &'static str) {
@@ -160,7 +203,7 @@ impl<'a> Compiler<'a> {
     pub(super) fn runs_backward(&self, index: usize) -> bool {
         let (facts, link) = (self.facts, &self.facts.chain.links()[index]);
         let own = (link.param..link.param + link.op.params()).any(|param| facts.key.params[param].1);
-        let extra = link.op.extra_inputs() != 0 && facts.key.extras[link.extra_input].1;
+        let extra = (link.extra_input..link.extra_input + link.extra_inputs()).any(|extra| facts.key.extras[extra].1);
         facts.grads_before[index] || own || extra
     }
 

@@ -66,13 +66,13 @@ impl Compiler<'_> {
             workspace: At::of(Port::Workspace),
         };
         let product = Product::Forward { tail, into };
-        let splits = self.facts.splits_of(index);
+        let splits = self.out.left.splits_of(facts, index);
         self.step(Work::Gemm { linear, product, at, splits }, (index, next - 1), text);
         if stored.is_some() {
             self.output_scale(index, linear, true);
         }
         let high = if handed_over.is_some() { At::NONE } else { result.data };
-        *value = Value { high, quantized: handed_over };
+        *value = Value { quantized: handed_over, ..Value::high(high) };
         Ok(next)
     }
 
@@ -146,10 +146,17 @@ impl Compiler<'_> {
             layouts
         } else {
             let Fused { layouts, slot } = self.fused(linear);
-            let splits = self.facts.splits_of(index);
-            let at = QuantPointers { splits, ..quantised(value.high, &layouts, slot, self.scratch()) };
-            let text = if layouts.col.is_some() { "cast + transpose" } else { "cast" };
-            self.step(Work::Quantize { cast: *cast, unpacks: None, at }, (index, index), text);
+            let (splits, numbers) = (self.out.left.splits_of(self.facts, index), value.numbers);
+            let at = QuantPointers { splits, numbers, ..quantised(value.high, &layouts, slot, self.scratch()) };
+            let text = match (numbers.is_some(), layouts.col.is_some()) {
+                (false, false) => "cast",
+                (false, true) => "cast + transpose",
+                (true, false) => "gather + cast",
+                (true, true) => "gather + cast + transpose",
+            };
+            let cast = if numbers.is_some() { cast.gathering(self.facts.gather(index, false)) } else { *cast };
+            self.out.left.numbers[linear] = numbers;
+            self.step(Work::Quantize { cast, unpacks: None, at }, (index, index), text);
             layouts
         };
         if self.facts.linears[linear].keeps_row() {

@@ -57,6 +57,8 @@ pub(crate) enum BackwardOperands {
 /// A linear op, for one key.
 #[derive(Debug)]
 pub(crate) struct LinearOp {
+    /// Rows of the input.
+    pub(crate) rows: Rows,
     pub(crate) inputs: usize,
     pub(crate) outputs: usize,
     /// The experts; none for one weight.
@@ -104,6 +106,7 @@ impl LinearOp {
             _ => 1.0,
         };
         let mut op = Self {
+            rows: chain.rows_of(index),
             inputs,
             outputs,
             groups,
@@ -171,11 +174,11 @@ impl LinearOp {
             Cast::new(rows, spec)
         };
         let groups = |division, slots: fn(Groups) -> usize| {
-            self.groups.map(|groups| QuantGroups { count: groups.count, division, slots: slots(groups) })
+            self.groups.map(|groups| QuantGroups { count: groups.count, division, slots: slots(groups), gather: None })
         };
         let counted = |slots| groups(Division::Counted, slots);
         let input = |usage| {
-            let input = cast((Rows::Input, self.inputs), self.activation, (recipe.input, recipe.fwd), usage, false);
+            let input = cast((self.rows, self.inputs), self.activation, (recipe.input, recipe.fwd), usage, false);
             input.of_groups(counted(|groups| groups.slots[0]))
         };
         let (outputs, weight) = (Rows::Fixed(self.outputs), (recipe.weight, recipe.fwd));
@@ -186,7 +189,7 @@ impl LinearOp {
         // The biases of experts are summed by a launch of their own.
         let bias_grad = bias_grad && self.groups.is_none();
         let grad = || {
-            let grad = cast((Rows::Input, self.outputs), self.activation, (recipe.grad, recipe.bwd), dy, bias_grad);
+            let grad = cast((self.rows, self.outputs), self.activation, (recipe.grad, recipe.bwd), dy, bias_grad);
             grad.of_groups(counted(|groups| groups.slots[1]))
         };
         let quantizes_again = recipe.backward_override == BackwardOverride::None;
@@ -202,8 +205,9 @@ impl LinearOp {
         })
     }
 
-    /// Refuses row counts that the GEMMs do not take.
+    /// Refuses row counts of the chain's input that the GEMMs do not take.
     pub(crate) fn check_rows(&self, rows: usize) -> Result<()> {
+        let rows = self.rows.count(rows);
         let casts = self.casts.as_ref().filter(|_| self.groups.is_none());
         casts.map_or(Ok(()), |casts| check_rows(&casts.recipe, rows, casts.any_rows))
     }
@@ -273,7 +277,7 @@ impl LinearOp {
     pub(crate) fn dequantize(&self, of_weight: bool) -> Option<(DequantizeSpec, Rows)> {
         let Casts { recipe, .. } = self.casts.as_ref()?;
         let (rows, quantization) =
-            if of_weight { (Rows::Fixed(self.outputs), recipe.weight) } else { (Rows::Input, recipe.input) };
+            if of_weight { (Rows::Fixed(self.outputs), recipe.weight) } else { (self.rows, recipe.input) };
         let kind = QuantizedKind { dtype: recipe.fwd, block: quantization.block, usage: Usage::default() };
         Some((kind.dequantize(self.inputs, self.activation), rows))
     }

@@ -23,6 +23,7 @@ mod linear_op;
 mod planned;
 mod port;
 mod replay;
+mod routes;
 mod sized;
 mod sizing;
 mod weight_grad;

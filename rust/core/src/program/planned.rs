@@ -17,6 +17,7 @@ use crate::ops::grouped_gemm::{GroupedGemmPlan, GroupedGemmPointers};
 use crate::ops::handover::{self, HandoverEntry};
 use crate::ops::norm::{NormPlan, NormPointers};
 use crate::ops::norm_backward::{NormBackwardPlan, NormBackwardPointers};
+use crate::ops::route::{RoutePlan, RoutePointers};
 use crate::ops::sum_groups::{SumGroupsPlan, SumGroupsPointers};
 use crate::ops::transpose::{TransposePlan, TransposePointers};
 use crate::program::bindings::Bindings;
@@ -48,6 +49,7 @@ pub(crate) enum Planned {
     ColumnSums(CastPlan, CastPointers<Cell>),
     Dequantize(DequantizePlan, DequantizePointers<Cell>),
     Transpose(TransposePlan, TransposePointers<Cell>),
+    Route(RoutePlan, RoutePointers<Cell>),
     /// So many scales that were kept as bytes, and where their floats go.
     Unpack(usize, [Cell; 2]),
 }
@@ -85,6 +87,7 @@ impl Planned {
             Self::ColumnSums(plan, at) => plan.run(target, &at.map(get)),
             Self::Dequantize(plan, at) => plan.run(target, &at.map(get)),
             Self::Transpose(plan, at) => plan.run(target, &at.map(get)),
+            Self::Route(plan, at) => plan.run(target, &at.map(get)),
             Self::Unpack(count, [packed, unpacked]) => unpack_scales(target, get(packed), get(unpacked), *count),
         }
     }

@@ -11,6 +11,7 @@ use crate::ops::handover::ROW_BYTES;
 use crate::ops::norm::NormPlan;
 use crate::ops::norm_backward::{NormBackwardPlan, NormBackwardSpec};
 use crate::ops::norm_spec::NormSpec;
+use crate::ops::route::{RoutePlan, RouteSpec, Way};
 use crate::ops::sum_groups::{SumGroupsPlan, SumGroupsSpec};
 use crate::ops::transpose::{TransposePlan, TransposeSpec};
 use crate::program::buffer::At;
@@ -69,10 +70,7 @@ impl<'a> Sizing<'a> {
     }
 
     const fn count(&self, rows: Rows) -> usize {
-        match rows {
-            Rows::Input => self.rows,
-            Rows::Fixed(count) => count,
-        }
+        rows.count(self.rows)
     }
 
     fn cell(&self, at: At) -> Cell {
@@ -112,7 +110,8 @@ impl<'a> Sizing<'a> {
             | Work::ColumnSums { .. }
             | Work::Dequantize { .. }
             | Work::Transpose { .. }
-            | Work::Unpack { .. } => self.simple(&step.work, rows),
+            | Work::Unpack { .. }
+            | Work::Route { .. } => self.simple(&step.work, rows),
         }
     }
 
@@ -200,6 +199,7 @@ impl<'a> Sizing<'a> {
                 let plan = ActivationBackwardPlan::new(ActivationBackwardSpec { rows, ..*spec })?;
                 self.writes(at.dx, plan.dx_bytes());
                 self.writes(at.partial, plan.partial_bytes());
+                self.writes(at.row_scale_grad, spec.row_scale.map_or(0, |float| rows * float.size()));
                 self.casts(at.out, plan.out_bytes(), at.out_t, plan.out_t_bytes(), at.scale_inv);
                 Ok(Planned::ActivationBackward(plan, at.map(|&at| self.cell(at))))
             }
@@ -236,6 +236,18 @@ impl<'a> Sizing<'a> {
                 self.writes(at.out_t, plan.out_bytes());
                 self.writes(at.scale_t, plan.scale_bytes());
                 Ok(Planned::Transpose(plan, at.map(|&at| self.cell(at))))
+            }
+            Work::Route { spec, at } => {
+                let plan = RoutePlan::new(RouteSpec { tokens: rows, ..*spec })?;
+                self.writes(at.out, plan.out_bytes());
+                if matches!(spec.way, Way::Out(_) | Way::Numbers(_)) {
+                    self.writes(at.factors, plan.factor_bytes());
+                    self.writes(at.row_id_map, plan.map_bytes());
+                    self.writes(at.ends, plan.ends_bytes());
+                    self.writes(at.splits, plan.split_bytes());
+                    self.writes(at.scratch, plan.scratch_bytes());
+                }
+                Ok(Planned::Route(plan, at.map(|&at| self.cell(at))))
             }
             Work::Unpack { cast, packed, unpacked } => {
                 let count = cast.plan(rows)?.byte_scales();

@@ -9,6 +9,7 @@ use crate::ops::dequantize::{DequantizePointers, DequantizeSpec};
 use crate::ops::norm::NormPointers;
 use crate::ops::norm_backward::{NormBackwardPointers, NormBackwardSpec};
 use crate::ops::norm_spec::NormSpec;
+use crate::ops::route::{RoutePointers, RouteSpec};
 use crate::ops::sum_groups::{SumGroupsPointers, SumGroupsSpec};
 use crate::ops::transpose::{TransposePointers, TransposeSpec};
 use crate::program::buffer::{Arena, At, Buffers};
@@ -82,6 +83,11 @@ pub(crate) enum Work {
         spec: TransposeSpec,
         at: TransposePointers<At>,
     },
+    /// Rows of tokens on their way to experts, or back; the step's rows are the tokens.
+    Route {
+        spec: RouteSpec,
+        at: RoutePointers<At>,
+    },
     /// The scales of an operand's column layout, which were kept as bytes.
     Unpack {
         cast: Cast,
@@ -142,6 +148,7 @@ impl Work {
             Self::ColumnSums { at, .. } => at.each(visit),
             Self::Dequantize { at, .. } => at.each(visit),
             Self::Transpose { at, .. } => at.each(visit),
+            Self::Route { at, .. } => at.each(visit),
             Self::Unpack { packed, unpacked, .. } => [packed, unpacked].into_iter().for_each(visit),
         }
     }

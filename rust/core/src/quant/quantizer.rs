@@ -8,7 +8,9 @@ use crate::launch::target::Target;
 use crate::ops::amax::{AmaxPlan, AmaxPointers, ScaleRule};
 use crate::ops::cast::{CastPlan, CastPointers, CastSpec};
 use crate::ops::cast_block::{BlockShape, CastBlockPlan, CastBlockPointers, CastBlockSpec};
-use crate::ops::cast_groups::{CastGroupsPlan, CastGroupsPointers, CastGroupsSpec, Division, GroupScales, GroupShape};
+use crate::ops::cast_groups::{
+    CastGroupsPlan, CastGroupsPointers, CastGroupsSpec, Division, Gather, GroupScales, GroupShape,
+};
 use crate::pointers;
 use crate::recipe::definition::{Block, Quantization, Scaling};
 use crate::recipe::usage::Usage;
@@ -29,6 +31,8 @@ pub struct QuantGroups {
     pub division: Division,
     /// Slots of delayed scaling from one group to the next.
     pub slots: usize,
+    /// How rows are gathered; none for rows that lie as the groups do.
+    pub gather: Option<Gather>,
 }
 
 /// What an operand's quantisation depends on.
@@ -87,6 +91,8 @@ pointers! {
         unpacked,
         /// int64 counts of the rows of groups; null without.
         splits,
+        /// Numbers of the rows that are gathered; null without.
+        numbers,
     }
 }
 
@@ -324,8 +330,9 @@ const fn of_groups<'a>(
     scale_inv: DevPtr<'a>,
     partial: DevPtr<'a>,
 ) -> CastGroupsPointers<DevPtr<'a>> {
-    let &QuantPointers { x, row: out, col: out_t, scale, col_scale: scale_inv_t, amax, noop, splits, .. } = io;
-    CastGroupsPointers { x, out, out_t, scale, scale_inv, scale_inv_t, amax, noop, splits, partial }
+    let &QuantPointers { x, row: out, col: out_t, scale, col_scale: scale_inv_t, amax, noop, splits, numbers, .. } = io;
+    let token_max = DevPtr::null();
+    CastGroupsPointers { x, out, out_t, scale, scale_inv, scale_inv_t, amax, noop, splits, partial, token_max, numbers }
 }
 
 /// The kernels for groups take the blocks that the matrix products of groups do.
@@ -346,7 +353,8 @@ fn groups_plan(spec: &QuantSpec, groups: QuantGroups) -> Result<CastGroupsPlan> 
     let QuantSpec { rows, cols, input, output, usage, processors, .. } = *spec;
     let shape = GroupShape { groups: groups.count, division: groups.division, rows, cols };
     let (rowwise, columnwise) = (usage.rowwise, usage.columnwise);
-    CastGroupsPlan::new(CastGroupsSpec { shape, input, output, scales, rowwise, columnwise, processors })
+    let gather = groups.gather;
+    CastGroupsPlan::new(CastGroupsSpec { shape, input, output, scales, rowwise, columnwise, gather, processors })
 }
 
 fn block_plan(spec: &QuantSpec) -> Result<CastBlockPlan> {

@@ -13,4 +13,5 @@ pub(crate) mod permute_route;
 pub(crate) mod quantize;
 pub(crate) mod quantize_groups;
 pub(crate) mod rope;
+pub(crate) mod router;
 pub(crate) mod tensors;

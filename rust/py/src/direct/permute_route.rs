@@ -148,16 +148,14 @@ pub(crate) fn routing_of(
         return Err(Error::shape(call.op, "routing_map", format_args!("of {tokens} rows, one per token"), rows))
             .python();
     }
-    let routing = match (index, view.dtype()) {
-        (false, DType::Bool | DType::U8 | DType::I8) => Routing::Mask8,
-        (false, DType::I32) => Routing::Mask32,
-        (false, DType::I64) => Routing::Mask64,
-        (true, DType::I32) => Routing::Index,
-        (false, other) => {
+    let routing = match (Routing::of_mask(view.dtype()).filter(|_| !index), view.dtype()) {
+        (Some(mask), _) => mask,
+        (None, DType::I32) => Routing::Index,
+        (None, other) if !index => {
             return Err(Error::dtype(call.op, "a routing mask", "bool or an integer type of 8, 32 or 64 bits", other))
                 .python();
         }
-        (true, other) => return Err(Error::dtype(call.op, "routing indices", "torch.int32", other)).python(),
+        (None, other) => return Err(Error::dtype(call.op, "routing indices", "torch.int32", other)).python(),
     };
     let columns = columns as usize;
     let layout = if index { Layout::Index { top_k: columns } } else { Layout::Mask { experts: columns } };

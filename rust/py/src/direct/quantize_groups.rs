@@ -65,7 +65,7 @@ pub(crate) fn quantize_groups<'py>(
         output,
         usage: Usage { rowwise, columnwise },
         dbias: false,
-        groups: Some(QuantGroups { count: groups, division, slots: 1 }),
+        groups: Some(QuantGroups { count: groups, division, slots: 1, gather: None }),
         processors,
     })
     .python()?;

@@ -41,13 +41,14 @@ pub(crate) fn check(
     if tensors.extras.is_empty() {
         return Ok(());
     }
-    for (link, cols) in chain.links().iter().zip(widths).filter(|(link, _)| link.op.extra_inputs() != 0) {
-        let extra = &tensors.extras[link.extra_input];
-        if extra.device() != x.device() {
-            let expected = format!("{}, where the input of op {} is", x.device(), link.label);
-            return Err(Error::device(OP, "an extra input", expected, extra.device()).into());
+    for (link, cols) in chain.links().iter().zip(widths) {
+        for (number, extra) in tensors.extras[link.extra_input..][..link.extra_inputs()].iter().enumerate() {
+            if extra.device() != x.device() {
+                let expected = format!("{}, where the input of op {} is", x.device(), link.label);
+                return Err(Error::device(OP, "an extra input", expected, extra.device()).into());
+            }
+            link.check_extra(number, extra.shape(), (rows, cols), extra.dtype(), x.dtype())?;
         }
-        link.check_extra(extra.shape(), rows, cols, extra.dtype(), x.dtype())?;
     }
     Ok(())
 }

@@ -420,6 +420,17 @@ impl ProgramHandle {
         self.chain.push(label, Op::ConstantScale { scale: scale as f32 });
     }
 
+    /// Appends a permutation of tokens' rows to experts, by extra inputs of a mask and probabilities. Ops behind it take counts
+    /// and factors of the rows from it.
+    fn permute(&mut self, label: String, num_experts: usize, topk: usize) {
+        self.chain.push(label, Op::Permute { experts: num_experts, topk });
+    }
+
+    /// Appends the way back, the sum of each token's rows.
+    fn unpermute(&mut self, label: String) {
+        self.chain.push(label, Op::Unpermute);
+    }
+
     /// Appends `x`.
     fn identity(&mut self, label: String) {
         self.chain.push(label, Op::Identity);

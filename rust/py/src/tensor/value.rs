@@ -541,7 +541,7 @@ impl QuantizedValue {
             let expected = format!("a stack of {} values", self.groups);
             return Err(Error::shape(OP, "x", expected, format!("{:?}", x.shape()))).python();
         }
-        let stack = QuantGroups { count: self.groups, division: Division::Equal, slots };
+        let stack = QuantGroups { count: self.groups, division: Division::Equal, slots, gather: None };
         QuantPlan::new(&QuantSpec {
             scaling,
             quantization: Quantization { power_2_scale, amax_epsilon, block: self.block },

@@ -1,0 +1,167 @@
+"""The way of tokens through experts as one program: permutation, products, activation, and their sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fast import _config
+from te_fast.ops import fuser
+from te_fast.ops.basic.grouped_linear import GroupedLinear
+from te_fast.ops.basic.scaled import ScaledActivation
+from te_fast.ops.common import autocast_dtype
+from te_fast.ops.plan import explain_program
+from te_fast.ops.sequential import Sequential
+from te_fast.runtime import native
+from te_fast.runtime.compiling import is_traced
+from te_fast.runtime.global_state import FP8GlobalStateManager
+from te_fast.runtime.module_hooks import is_called_plainly
+
+
+class ExpertsProgram:
+    """What a block's operations compute for permuted tokens, with the permutation and the sum, as one program.
+
+    It is over the operations' parameters, FP8 weights and scales. A block makes another when they are others.
+
+    Parameters
+    ----------
+    experts : Sequential
+        The two products and the activation between them.
+    topk : int
+        Experts of a token.
+    name : str
+        Name in messages.
+    """
+
+    def __init__(self, experts: Sequential, topk: int, name: str) -> None:
+        self._ops: tuple[Any, ...] = tuple(experts)
+        self._handles = self._handles_now()
+        self._is_stale = False
+        first = self._ops[0]
+        for op in self._ops:
+            op.pre_first_fuser_forward()
+            op._captured_by(self)
+        self._dtype = _type_of(self._ops)
+        program = self.program = native.Program(name)
+        program.permute("permute", first.num_groups, topk)
+        labels = self._labels = ["permute"]
+        for index, op in enumerate(self._ops):
+            label = f"{index}: {type(op).__name__}"
+            op._append_to(program, label)
+            labels += [label] * (program.num_ops - len(labels))
+        program.unpermute("unpermute")
+        labels.append("unpermute")
+
+    def _handles_now(self) -> list[Any]:
+        return [op.__dict__.get("_handle") for op in self._ops]
+
+    def _forget(self, *, stale: bool = False) -> None:
+        """Note that an operation has changed, which calls this of all that have captured it."""
+        self._is_stale = True
+
+    _mode_changed = _forget
+
+    def is_of(self, experts: Sequential) -> bool:
+        """Tell whether this is still the program of a block's operations."""
+        ops = tuple(experts)
+        return (
+            not self._is_stale
+            and len(ops) == len(self._ops)
+            and all(map(_is_same, ops, self._ops))
+            and all(map(_is_same, self._handles, self._handles_now()))
+            and _type_of(ops) == self._dtype
+        )
+
+    def explain(self) -> str:
+        """Say what calls launch."""
+        return "\n".join(explain_program(self.program, self._labels))
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        chosen: torch.Tensor,
+        probs: torch.Tensor,
+        is_first_microbatch: bool | None,
+    ) -> torch.Tensor:
+        """Return the sums of the experts' results, ``(tokens, hidden_size)``.
+
+        Parameters
+        ----------
+        tokens : torch.Tensor
+            ``(tokens, hidden_size)``, at least one.
+        chosen, probs : torch.Tensor
+            ``(tokens, num_experts)``: the mask of the experts of each token, and their probabilities.
+        is_first_microbatch : bool, optional
+            As of :class:`te_fast.pytorch.Linear`.
+        """
+        wanted = autocast_dtype(tokens)
+        x = tokens.to(wanted or self._dtype)
+        first = None if is_first_microbatch is None else bool(is_first_microbatch)
+        arguments = (self.program, self, x, (chosen, probs), first, None, None)
+        if wanted is None:
+            merged: torch.Tensor = native.program_apply(*arguments)
+            return merged
+        # Probabilities keep their type.
+        with torch.autocast(x.device.type, enabled=False):
+            merged = native.program_apply(*arguments)
+        return merged
+
+    def _init_delayed_scaling(self) -> None:
+        """Register the scales of the operations; the dispatcher calls it when the autocast region is new."""
+        recipe = FP8GlobalStateManager.get_fp8_recipe()
+        epoch = native.autocast_region()[5]
+        for op in self._ops:
+            op._init_scales(recipe, epoch)
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is other
+
+
+def _type_of(ops: tuple[Any, ...]) -> torch.dtype | None:
+    """Return the type of the linear operations' parameters, of which an operation has one; None if they differ."""
+    first, last = ({getattr(op, name).dtype for name in _first_names(op)} for op in ops[::2])
+    return first.pop() if first == last and len(first) == 1 else None
+
+
+def _first_names(op: GroupedLinear) -> list[str]:
+    return [*op._weight_names[:1], *op._bias_names[:1]]
+
+
+def _is_plain(x: torch.Tensor) -> bool:
+    """Tell whether nothing but autograd looks at what a call computes."""
+    return (
+        type(x) in (torch.Tensor, torch.nn.Parameter)
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def takes(experts: Any, tokens: torch.Tensor) -> bool:
+    """Tell whether a program computes what calls of the operations, one by one, would.
+
+    Parameters
+    ----------
+    experts : Sequential
+        The operations.
+    tokens : torch.Tensor
+        ``(tokens, hidden_size)``.
+    """
+    if is_traced(tokens) or type(experts) is not Sequential or len(experts) != 3:
+        return False
+    ops = tuple(experts)
+    enabled, calibrating, *_ = native.autocast_region()
+    return (
+        [type(op) for op in ops[::2]] == [GroupedLinear] * 2
+        and isinstance(ops[1], ScaledActivation)
+        and _is_plain(tokens)
+        and tokens.shape[0] != 0
+        and is_called_plainly(experts)
+        and all(op._is_native() and is_called_plainly(op) for op in ops)
+        and not any(op._extra_input_channels or "parametrizations" in op._modules for op in ops)
+        and _type_of(ops) is not None
+        and not fuser._is_custom()
+        and not _config.DEBUG  # where dropped rows are looked for
+        and (enabled or not calibrating)
+    )

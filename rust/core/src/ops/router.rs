@@ -1,0 +1,251 @@
+//! Routers of mixtures: scores of logits, the experts of each token and their probabilities, in one launch; and the gradient.
+
+use te_fast_kernels::constants::common::WARP;
+use te_fast_kernels::constants::moe::{self, MAX_EXPERTS, ROW_THREADS};
+use te_fast_kernels::{Float, KernelId};
+
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
+use crate::host;
+use crate::launch::grid::Grid;
+use crate::launch::target::{Target, launch};
+use crate::{params, pointers};
+
+const OP: &str = "router";
+
+/// Scores of logits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Score {
+    /// Softmax.
+    Softmax = moe::SCORE_SOFTMAX,
+    /// Sigmoid.
+    Sigmoid = moe::SCORE_SIGMOID,
+    /// The root of softplus.
+    SqrtSoftplus = moe::SCORE_SQRTSOFTPLUS,
+}
+
+/// What is normalised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Over {
+    /// The scores of the chosen experts: softmax over their logits, other scores divided by their sum.
+    Chosen = moe::OVER_CHOSEN,
+    /// Softmax over all experts, before the choice; nothing behind it.
+    Before = moe::OVER_BEFORE,
+    /// The scores of all experts, which have gradients all: those of a balancing loss.
+    All = moe::OVER_ALL,
+}
+
+/// How a router chooses.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RouterSpec {
+    /// Tokens.
+    pub tokens: usize,
+    /// Experts.
+    pub experts: usize,
+    /// Experts of a token.
+    pub topk: usize,
+    /// Groups of experts, and how many of them a token's experts may be of; 0 for none.
+    pub groups: (usize, usize),
+    /// Scores.
+    pub score: Score,
+    /// What is normalised.
+    pub over: Over,
+    /// Factor of the probabilities.
+    pub factor: f32,
+    /// Type of the logits.
+    pub input: Float,
+    /// Bytes of an index.
+    pub index_bytes: usize,
+}
+
+pointers! {
+    /// Buffers of a router.
+    pub struct RouterPointers {
+        /// `[tokens, experts]`.
+        logits,
+        /// f32 per expert, added for the choice alone; or null.
+        bias,
+        /// `[tokens, experts]` in the type of the logits, zero for experts that are not chosen; [`Over::All`]: f32.
+        probs,
+        /// f32 `[tokens, experts]` for backward, or null; of softmax over the chosen its result.
+        scores,
+        /// A byte for each expert of each token, or null.
+        map,
+        /// The same in bits, `[tokens, ceil(experts / 8)]`, or null.
+        bits,
+        /// `[tokens, topk]` experts, best first, or null.
+        indices,
+    }
+}
+
+pointers! {
+    /// Buffers of a router's backward.
+    pub struct RouterBwdPointers {
+        /// Gradient of the probabilities, of their type.
+        grad,
+        /// As forward left them.
+        scores,
+        /// Bytes of the map; null of [`Over::All`].
+        map,
+        /// Gradient of the logits.
+        dlogits,
+    }
+}
+
+params! {
+    /// Parameters of `router_fwd_*`.
+    pub struct RouterParams<'a> [moe::ROUTER_PARAMS_BYTES] for RouterFwd => host::router::run {
+        ..RouterPointers,
+        /// Tokens.
+        pub tokens: u64,
+        /// Experts.
+        pub experts: u32,
+        /// Experts of a token.
+        pub topk: u32,
+        /// Groups of experts; 0 for none.
+        pub groups: u32,
+        /// Groups that a token's experts are of.
+        pub group_topk: u32,
+        /// [`Score`].
+        pub score: u32,
+        /// [`Over`].
+        pub over: u32,
+        /// Factor of the probabilities.
+        pub factor: f32,
+        /// Bytes of an index.
+        pub index_bytes: u32,
+    }
+}
+
+params! {
+    /// Parameters of `router_bwd_*`.
+    pub struct RouterBwdParams<'a> [moe::ROUTER_BWD_PARAMS_BYTES] for RouterBwd => host::router::run_bwd {
+        ..RouterBwdPointers,
+        /// Tokens.
+        pub tokens: u64,
+        /// Experts.
+        pub experts: u32,
+        /// Experts of a token.
+        pub topk: u32,
+        /// [`Score`].
+        pub score: u32,
+        /// [`Over`].
+        pub over: u32,
+        /// Factor of the probabilities.
+        pub factor: f32,
+        /// Zero.
+        pub unused: u32,
+    }
+}
+
+/// A checked router.
+#[derive(Clone, Copy, Debug)]
+pub struct RouterPlan {
+    spec: RouterSpec,
+    grid: Grid,
+}
+
+impl RouterPlan {
+    /// Checks the sizes.
+    ///
+    /// # Errors
+    /// More experts than a warp holds, more tokens than a launch can index, or a choice that is none.
+    pub fn new(spec: RouterSpec) -> Result<Self> {
+        let RouterSpec { tokens, experts, topk, groups: (groups, group_topk), .. } = spec;
+        if !(1..=MAX_EXPERTS).contains(&experts) {
+            return Err(Error::shape(OP, "experts", format_args!("1 to {MAX_EXPERTS}"), experts));
+        }
+        if !(1..=experts).contains(&topk) {
+            return Err(Error::shape(OP, "topk", format_args!("1 to the {experts} experts"), topk));
+        }
+        let divides = groups != 0
+            && experts.is_multiple_of(groups)
+            && (1..=groups).contains(&group_topk)
+            && topk.is_multiple_of(group_topk)
+            && topk <= group_topk * (experts / groups);
+        if groups != 0 && !divides {
+            let expected = format!("groups that divide the {experts} experts, and of which the best hold {topk}");
+            return Err(Error::shape(OP, "num_groups and group_topk", expected, format!("{groups} and {group_topk}")));
+        }
+        let blocks = tokens.div_ceil((ROW_THREADS / WARP) as usize);
+        match i32::try_from(blocks) {
+            Ok(blocks) => Ok(Self { spec, grid: Grid::linear(blocks as u32, ROW_THREADS) }),
+            Err(_) => Err(Error::shape(OP, "tokens", "below 2**33", tokens)),
+        }
+    }
+
+    /// Launches the forward.
+    ///
+    /// # Errors
+    /// The driver's refusal.
+    pub fn run(&self, target: &mut Target<'_>, at: &RouterPointers<DevPtr<'_>>) -> Result<()> {
+        let RouterSpec { tokens, experts, topk, groups: (groups, group_topk), score, over, factor, input, index_bytes } =
+            self.spec;
+        if tokens == 0 {
+            return Ok(());
+        }
+        let params = RouterParams {
+            at: *at,
+            tokens: tokens as u64,
+            experts: experts as u32,
+            topk: topk as u32,
+            groups: groups as u32,
+            group_topk: group_topk as u32,
+            score: score as u32,
+            over: over as u32,
+            factor,
+            index_bytes: index_bytes as u32,
+        };
+        launch(target, KernelId::RouterFwd(input), self.grid, &params)
+    }
+
+    /// Launches the backward.
+    ///
+    /// # Errors
+    /// The driver's refusal.
+    pub fn run_bwd(&self, target: &mut Target<'_>, at: &RouterBwdPointers<DevPtr<'_>>) -> Result<()> {
+        let RouterSpec { tokens, experts, topk, score, over, factor, input, .. } = self.spec;
+        if tokens == 0 {
+            return Ok(());
+        }
+        let params = RouterBwdParams {
+            at: *at,
+            tokens: tokens as u64,
+            experts: experts as u32,
+            topk: topk as u32,
+            score: score as u32,
+            over: over as u32,
+            factor,
+            unused: 0,
+        };
+        launch(target, KernelId::RouterBwd(input), self.grid, &params)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn choices_that_are_none_are_refused() {
+        let spec = RouterSpec {
+            tokens: 5,
+            experts: 16,
+            topk: 4,
+            groups: (4, 2),
+            score: Score::Sigmoid,
+            over: Over::Chosen,
+            factor: 1.0,
+            input: Float::F32,
+            index_bytes: 0,
+        };
+        assert!(RouterPlan::new(spec).is_ok());
+        for (experts, topk, groups) in
+            [(1025, 4, (0, 0)), (16, 0, (0, 0)), (16, 17, (0, 0)), (16, 4, (3, 1)), (16, 6, (8, 2))]
+        {
+            assert!(RouterPlan::new(RouterSpec { experts, topk, groups, ..spec }).is_err());
+        }
+    }
+}

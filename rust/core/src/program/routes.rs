@@ -1,0 +1,141 @@
+//! Compiles permutations of tokens: rows go to experts and come back, in either direction. In FP8 rows are not moved to the
+//! experts: the linear op that takes them gathers them as it quantises, by their numbers.
+
+use te_fast_kernels::Float;
+
+use crate::base::error::{Error, Result};
+use crate::ops::permute_map::Routing;
+use crate::ops::route::{RoutePointers, RouteSpec, Way};
+use crate::program::backward_compiler::Compiler as Backward;
+use crate::program::buffer::At;
+use crate::program::chain::{Link, OP, Op};
+use crate::program::edge::{Rows, Value};
+use crate::program::facts::Facts;
+use crate::program::forward_compiler::{Compiler as Forward, Route};
+use crate::program::linear_op::{BackwardOperands, LinearOp};
+use crate::program::port::Port;
+use crate::program::work::{FlowName, Work};
+
+impl Facts {
+    /// The moves of a permutation, the op at `by`, whatever the way.
+    fn route(&self, by: usize, way: Way) -> RouteSpec {
+        let link = &self.chain.links()[by];
+        let (experts, topk) = match link.op {
+            Op::Permute { experts, topk } => (experts, topk),
+            _ => (0, 0),
+        };
+        let prob = self.key.extras[link.extra_input + 1].0.as_float().unwrap_or(Float::F32);
+        RouteSpec { way, tokens: 0, topk, experts, cols: 0, input: self.key.activation, prob }
+    }
+}
+
+/// Whether a linear op of experts takes its input to FP8 and never reads it otherwise.
+fn gathers_input(op: &LinearOp) -> bool {
+    let reads_again = op.backward() == BackwardOperands::Quantized || !op.weight_grad;
+    op.groups.is_some() && op.casts.is_some() && reads_again
+}
+
+/// The same of the gradient of its result.
+fn gathers_grad(op: &LinearOp) -> bool {
+    op.groups.is_some() && op.dy().is_some() && op.backward() == BackwardOperands::Quantized
+}
+
+impl Forward<'_> {
+    pub(super) fn permute(&mut self, index: usize, link: &Link, value: &mut Value) -> Result<usize> {
+        let facts = self.facts;
+        let Some(routing) = Routing::of_mask(facts.key.extras[link.extra_input].0) else {
+            return Err(Error::dtype(OP, "the routing map", "bool or integers", facts.key.extras[link.extra_input].0));
+        };
+        let (consumer, _) = self.consumer(index + 1);
+        let gathers = self.link(consumer).is_some_and(|link| match link.op {
+            Op::Linear { .. } => gathers_input(&facts.linears[link.linear]),
+            _ => false,
+        });
+        let keeps = facts.key.any_grad();
+        let mut buffer = || self.buffer(keeps);
+        let (map, ends, splits, factors) = (buffer(), buffer(), buffer(), buffer());
+        let numbers = if gathers { buffer() } else { At::NONE };
+        let route = Route { map, ends, splits, factors, numbers };
+        let (way, out) =
+            if gathers { (Way::Numbers(routing), numbers) } else { (Way::Out(routing), self.place_of(index + 1)) };
+        let extra = |number: usize| At::of(Port::Extra((link.extra_input + number) as u16));
+        let at = RoutePointers {
+            x: if gathers { At::NONE } else { value.high },
+            out,
+            routing: extra(0),
+            probs: extra(1),
+            factors,
+            row_id_map: map,
+            ends,
+            splits,
+            scratch: self.scratch(),
+            state: At::of(Port::Counters),
+        };
+        let spec = RouteSpec { cols: facts.edges[index].cols, ..facts.route(index, way) };
+        let text = if gathers { "numbers of the permuted rows" } else { "permute" };
+        self.step_on(Rows::Input, Work::Route { spec, at }, (index, index), text);
+        self.out.left.routes[index] = Some(route);
+        *value = if gathers { Value { numbers, ..*value } } else { Value::high(out) };
+        Ok(index + 1)
+    }
+
+    pub(super) fn unpermute(&mut self, index: usize, value: &mut Value) -> usize {
+        let link = &self.facts.chain.links()[index];
+        let (Some(by), Some(route)) = (link.permuted_by, self.out.left.route_of(link).copied()) else {
+            return index + 1;
+        };
+        let out = self.place_of(index + 1);
+        let at = RoutePointers { x: value.high, out, row_id_map: route.map, ..RoutePointers::default() };
+        let spec = RouteSpec { cols: self.facts.edges[index].cols, ..self.facts.route(by, Way::Back) };
+        self.step_on(Rows::Input, Work::Route { spec, at }, (index, index), "unpermute");
+        *value = Value::high(out);
+        index + 1
+    }
+}
+
+impl Backward<'_> {
+    /// The gradients of tokens, and of their probabilities.
+    pub(super) fn permute(&mut self, index: usize, link: &Link, grad: &mut Value) -> Result<()> {
+        let Some(route) = self.left.routes[index] else {
+            return Err(Error::state(OP, "a permutation left nothing to its backward"));
+        };
+        let probs = link.extra_input + 1;
+        let factors = self.factor_grads[index];
+        let probs_grad = if factors.is_some() { At::of(Port::GradExtra(probs as u16)) } else { At::NONE };
+        self.out.grad_extras[probs] = probs_grad.port;
+        let out = self.place_of(index);
+        let at = RoutePointers {
+            x: grad.high,
+            out,
+            probs: probs_grad,
+            factors,
+            row_id_map: route.map,
+            ..RoutePointers::default()
+        };
+        let spec = RouteSpec { cols: self.facts.edges[index].cols, ..self.facts.route(index, Way::Back) };
+        self.step_of(FlowName::Backward, Rows::Input, Work::Route { spec, at }, index, "permute backward");
+        *grad = Value::high(out);
+        Ok(())
+    }
+
+    /// The gradient of the experts' rows: each is its token's.
+    pub(super) fn unpermute(&mut self, index: usize, link: &Link, grad: &mut Value) -> Result<()> {
+        let (Some(by), Some(route)) = (link.permuted_by, self.left.route_of(link).copied()) else {
+            return Err(Error::state(OP, "the way back of no permutation"));
+        };
+        let before = self.op_before(index).map(|(at, op)| (&self.facts.chain.links()[at], op));
+        if let (Some((linear, Op::Linear { .. })), true) = (before, route.numbers.is_some())
+            && gathers_grad(&self.facts.linears[linear.linear])
+        {
+            grad.numbers = route.numbers;
+            return Ok(());
+        }
+        let out = self.place_of(index);
+        let at =
+            RoutePointers { x: grad.high, out, row_id_map: route.map, ends: route.ends, ..RoutePointers::default() };
+        let spec = RouteSpec { cols: self.facts.edges[index].cols, ..self.facts.route(by, Way::Again) };
+        self.step_of(FlowName::Backward, Rows::Input, Work::Route { spec, at }, index, "unpermute backward");
+        *grad = Value::high(out);
+        Ok(())
+    }
+}
