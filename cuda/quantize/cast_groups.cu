@@ -21,6 +21,7 @@
 
 #include "quantize/block.cuh"
 #include "quantize/groups.cuh"
+#include "quantize/tensor.cuh"
 
 namespace te_fast::quantize {
 
@@ -135,29 +136,6 @@ __device__ inline float scale_of(const CastGroupsParams& p, uint32_t group) {
 #pragma unroll 4
     for (uint32_t part = 0; part < p.parts; ++part) amax = fmaxf(amax, partial[part]);
     return scale_from_amax(amax, p.fp8_max, p.eps, kF32Max, p.pow2 != 0);
-}
-
-template <bool kVectors, Floating In, Fp8 Out>
-__device__ void cast_tile(const CastBlockParams& b, const TilePlace& place, float scale, float* amax,
-                          BlockShared<In>& shared) {
-    const PatchPlace<false> patch(place, {b.cols, 0});
-    Raw8<In> raw[kPatch];
-    load_patch<kVectors>(b, patch, raw);
-    if (amax != nullptr) {
-        Raw8<In> acc = zero8<In>();
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i) absmax_into<In>(acc, raw[i]);
-        const float tile = block_max<kTileThreads>(absmax8<In>(acc), shared.warp_max);
-        if (threadIdx.x == 0) atomic_max_nonnegative(amax, tile);
-        __syncthreads();  // the maxima have been read
-    }
-    uint2 bytes[kPatch];
-#pragma unroll
-    for (int i = 0; i < kPatch; ++i) {
-        bytes[i] = cast8<Out, In>(raw[i], scale);
-        if (b.out != nullptr) store_bytes8<kVectors>(b.out, patch, i, 0, bytes[i]);
-    }
-    if (b.out_t != nullptr) store_transposed(b, place, patch, bytes, shared.transpose);
 }
 
 template <Floating In, Fp8 Out>

@@ -165,7 +165,7 @@ proptest! {
             linears: vec![LinearCall { deferred, save_original_input }; chain.linears()],
             outer: OuterKinds::default(),
         };
-        let config = Config { synchronise: false, check_device: true, exchange_table: true, graphs: true };
+        let config = Config { synchronise: false, check_device: true, exchange_table: true, graphs: true, weights_together: true };
         let mut dispatcher = Dispatcher::new(config);
         if let Ok(program) = Program::new(&mut dispatcher, &chain, key, recipe) {
             let mut kept = KeptProgram::new(std::sync::Arc::new(program));

@@ -16,6 +16,7 @@ use crate::autocast::groups;
 use crate::autocast::recipe::NativeRecipe;
 use crate::error::{IntoPython, to_python};
 use crate::layer::module::Argument;
+use crate::program::together::forget_unused;
 use crate::torch::process::{State, state};
 
 /// Recipe and process group of a region, as they were given: what the dispatcher keeps with it.
@@ -147,8 +148,14 @@ impl AutocastRegion {
         let Some(former) = former else {
             return Err(to_python(Error::state("autocast", "left without having been entered")));
         };
-        let due = state.dispatcher(py)?.0.autocast.exit(&former, updates);
+        let (due, ends) = {
+            let autocast = &mut state.dispatcher(py)?.0.autocast;
+            (autocast.exit(&former, updates), autocast.depth() == 0)
+        };
         drop(former);
+        if ends {
+            forget_unused(state, py)?;
+        }
         release(py, state)?;
         if due != Due::Nothing {
             // Only calibration goes on without gradients, as when a trained model is calibrated.

@@ -14,5 +14,6 @@ pub(crate) mod nothing;
 pub(crate) mod part_grads;
 pub(crate) mod parts;
 pub(crate) mod tensors;
+pub(crate) mod together;
 pub(crate) mod weight;
 pub(crate) mod weight_memory;
