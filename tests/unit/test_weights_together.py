@@ -88,7 +88,7 @@ def test_one_launch_quantises_all_weights_of_a_model(recipe, optimizer):
         names, y = launches_of(lambda: forward(layers, x, recipe))
         assert dispatch.counters()["weight_casts"] - before == 5
         assert together_in(names) == expected
-        names, wanted = launches_of(lambda: forward(other, x, recipe))
+        names, wanted = launches_of(lambda: forward(other, x, recipe))  # noqa: B023
         assert not together_in(names)
         assert torch.equal(y, wanted)
         gradient = torch.randn_like(y)
