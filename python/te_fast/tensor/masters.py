@@ -341,14 +341,12 @@ def _quantize_whole(
 
 def _in_nominal_type(weights: Sequence[Any], masters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return masters rounded to their weights' nominal types and shaped as they are: one launch for many of them."""
-    first = weights[0] if weights else None
-    if len(weights) < _MANY or any(
-        (weight.dtype, weight.device) != (first.dtype, first.device) for weight in weights
-    ):
+    if len(weights) < _MANY or len({(weight.dtype, weight.device) for weight in weights}) > 1:
         return [
             master.detach().to(weight.dtype).reshape(weight.shape).contiguous()
             for master, weight in zip(masters, weights, strict=True)
         ]
+    first = weights[0]
     masters = [master.detach() for master in masters]
     counts = [master.numel() for master in masters]
     # Kernels read from multiples of 16 bytes.

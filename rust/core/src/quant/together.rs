@@ -48,11 +48,17 @@ pub struct Together<T>(Vec<Group<T>>);
 
 impl<T> Default for Together<T> {
     fn default() -> Self {
-        Self(Vec::new())
+        Self::new()
     }
 }
 
 impl<T> Together<T> {
+    /// None yet.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(Vec::new())
+    }
+
     /// Has a weight that a call has quantised take part in the next launch, unless it does: `join` is told the number of the launch
     /// and answers whether it is new to that.
     pub fn join(&mut self, kind: Kind, join: impl FnOnce(u64) -> Option<T>) {
@@ -126,7 +132,9 @@ mod tests {
 
     fn with(members: &[u32]) -> Together<u32> {
         let mut together = Together::default();
-        members.iter().for_each(|&member| together.join(kind(true), |_| Some(member)));
+        for &member in members {
+            together.join(kind(true), |_| Some(member));
+        }
         together
     }
 
@@ -137,7 +145,9 @@ mod tests {
         assert!(together.is_due(&kind(true), 1));
         assert_eq!(together.begin(&kind(true), 1), (vec![1, 2], vec![]));
         together.launched(&kind(true), vec![1, 2]);
-        [3, 4].into_iter().for_each(|member| together.join(kind(true), |round| (round == 2).then_some(member)));
+        for member in [3, 4] {
+            together.join(kind(true), |round| (round == 2).then_some(member));
+        }
         assert!(!together.is_due(&kind(true), 1));
         assert!(together.has_pending());
         assert_eq!(together.begin(&kind(true), 2), (vec![3, 4], vec![1, 2]));
@@ -147,7 +157,9 @@ mod tests {
     #[test]
     fn what_is_repeated_with_gradients_in_backward_has_no_launch_of_its_own() {
         let mut together = with(&[1, 2]);
-        [1, 2].into_iter().for_each(|member| together.join(kind(false), |_| Some(member)));
+        for member in [1, 2] {
+            together.join(kind(false), |_| Some(member));
+        }
         let _ = together.begin(&kind(false), 5);
         assert!(!together.is_due(&kind(true), 5));
         assert!(together.is_due(&kind(true), 6));

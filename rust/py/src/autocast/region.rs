@@ -1,6 +1,6 @@
 //! Autocast regions for Python.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
@@ -16,7 +16,6 @@ use crate::autocast::groups;
 use crate::autocast::recipe::NativeRecipe;
 use crate::error::{IntoPython, to_python};
 use crate::layer::module::Argument;
-use crate::program::together::forget_unused;
 use crate::torch::process::{State, state};
 
 /// Recipe and process group of a region, as they were given: what the dispatcher keeps with it.
@@ -35,6 +34,16 @@ struct Callbacks {
     update: Py<PyAny>,
     /// The attribute that holds a recipe's native form.
     native: Py<PyString>,
+}
+
+/// What the end of an outermost region runs, before forward scales are updated.
+type AtEnd = fn(Python<'_>) -> PyResult<()>;
+
+static AT_END: OnceLock<AtEnd> = OnceLock::new();
+
+/// Has the ends of outermost regions run `at_end` from now on.
+pub(crate) fn run_at_end(at_end: AtEnd) {
+    AT_END.get_or_init(|| at_end);
 }
 
 static CALLBACKS: PyOnceLock<Callbacks> = PyOnceLock::new();
@@ -153,8 +162,8 @@ impl AutocastRegion {
             (autocast.exit(&former, updates), autocast.depth() == 0)
         };
         drop(former);
-        if ends {
-            forget_unused(state, py)?;
+        if let Some(at_end) = AT_END.get().filter(|_| ends) {
+            at_end(py)?;
         }
         release(py, state)?;
         if due != Due::Nothing {

@@ -10,6 +10,7 @@ pub(crate) mod forward;
 pub(crate) mod functions;
 pub(crate) mod handle;
 pub(crate) mod main_grad;
+pub(crate) mod member;
 pub(crate) mod nothing;
 pub(crate) mod part_grads;
 pub(crate) mod parts;

@@ -3,23 +3,23 @@
 //! A weight takes part only if torch has counted a write to it since: an optimizer wrote it in the order of the stream. Memory
 //! that is written behind torch's back, as gathers of sharded weights do ahead of their layers, is read by its own call alone.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
 use smallvec::SmallVec;
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::ops::cast_many::ManyScales;
 use te_fast_core::program::WeightCast;
 use te_fast_core::quant::cache::Former;
-use te_fast_core::quant::together::Kind;
+use te_fast_core::quant::together::{Kind, Together};
 use te_fast_core::quant::value::Slot;
-use te_fast_core::quant::weight::{WeightRecord, WeightToken};
+use te_fast_core::quant::weight::WeightRecord;
 use te_fast_core::runtime::lane::{Memory, Place};
 
+use crate::autocast::region::run_at_end;
 use crate::error::Failure;
+use crate::program::member::{Joining, Member};
 use crate::program::parts::Joined;
 use crate::program::weight::{OpSlots, WeightHandle, recycle};
 use crate::program::weight_memory::{
@@ -27,26 +27,8 @@ use crate::program::weight_memory::{
 };
 use crate::torch::process::State;
 
-/// A weight that takes part.
-#[derive(Debug)]
-pub(crate) struct Member {
-    handle: Py<PyWeakrefReference>,
-    /// The tensors whose versions make the weight's; it begins where that of number `first` does.
-    sources: SmallVec<[Py<PyWeakrefReference>; 2]>,
-    first: usize,
-    /// The launch that it has joined.
-    round: AtomicU64,
-}
-
-/// How a handle's weight was last quantised, and as whom it takes part.
-#[derive(Debug)]
-pub(crate) struct Joining {
-    member: Arc<Member>,
-    /// torch's weak reference to the storage of the weight.
-    storage: Py<PyAny>,
-    record: WeightRecord,
-    cast: WeightCast,
-}
+/// Which weights are quantised together. Nobody waits here: who finds it in use quantises alone.
+static TOGETHER: Mutex<Together<Arc<Member>>> = Mutex::new(Together::new());
 
 /// What the weight of a call was quantised from.
 pub(crate) struct Source<'a, 'py> {
@@ -74,7 +56,7 @@ pub(crate) fn ready(
         return Ok(Some(weight));
     }
     let kind = kind_of(wanted, place);
-    if !state.together.try_lock().is_ok_and(|together| together.is_due(&kind, wanted.optimizer_steps)) {
+    if !TOGETHER.try_lock().is_ok_and(|together| together.is_due(&kind, wanted.optimizer_steps)) {
         return Ok(None);
     }
     launch(state, handle.py(), (&kind, cast), wanted)?;
@@ -113,9 +95,10 @@ pub(crate) fn join(
         return Ok(());
     }
     let known = handle.try_borrow()?.joining.as_ref().map(|joining| Arc::clone(&joining.member));
-    let member = match known.filter(|known| known.is_of(handle.py(), source)) {
+    let (tensors, first) = source.tensors(handle.py());
+    let member = match known.filter(|known| known.is_of(handle.py(), (&tensors, first))) {
         Some(known) => known,
-        None => match Member::new(state, handle, source)? {
+        None => match Member::new(state, handle, (&tensors, first))? {
             Some(made) => Arc::new(made),
             None => return Ok(()),
         },
@@ -124,60 +107,10 @@ pub(crate) fn join(
     let joining = Joining { member: Arc::clone(&member), storage, record, cast };
     let former = handle.try_borrow_mut()?.joining.replace(joining);
     drop(former);
-    if let Ok(mut together) = state.together.try_lock() {
-        together.join(kind_of(&record, place), |round| {
-            (member.round.swap(round, Ordering::Relaxed) != round).then_some(member)
-        });
+    if let Ok(mut together) = TOGETHER.try_lock() {
+        together.join(kind_of(&record, place), |round| member.is_new_to(round).then_some(member));
     }
     Ok(())
-}
-
-impl Member {
-    /// None for what is not a parameter that its module keeps: a view or a copy that was made for the call.
-    fn new(state: &State, handle: &Bound<'_, WeightHandle>, source: &Source<'_, '_>) -> PyResult<Option<Self>> {
-        let (tensors, first) = source.tensors(handle.py());
-        let is_kept = |tensor: &Bound<'_, PyAny>| -> PyResult<bool> {
-            Ok(state.torch.is_plain(tensor) && tensor.getattr(&state.torch.names.is_leaf)?.is_truthy()?)
-        };
-        let mut sources = SmallVec::new();
-        for tensor in &tensors {
-            if !is_kept(tensor)? {
-                return Ok(None);
-            }
-            sources.push(PyWeakrefReference::new(tensor)?.unbind());
-        }
-        let handle = PyWeakrefReference::new(handle)?.unbind();
-        Ok(Some(Self { handle, sources, first, round: AtomicU64::new(0) }))
-    }
-
-    /// Whether it is the weight of these tensors still.
-    fn is_of(&self, py: Python<'_>, source: &Source<'_, '_>) -> bool {
-        let (tensors, first) = source.tensors(py);
-        let same = |(known, tensor): (&Py<PyWeakrefReference>, &Bound<'_, PyAny>)| {
-            known.bind(py).upgrade().is_some_and(|known| known.is(tensor))
-        };
-        (self.first, self.sources.len()) == (first, tensors.len()) && self.sources.iter().zip(&tensors).all(same)
-    }
-
-    /// Where the weight is and which version it has, with the handle that keeps it; none where one of them is gone.
-    fn now<'py>(&self, state: &State, py: Python<'py>) -> Result<Option<(Now<'py>, WeightToken)>, Failure> {
-        let Some(handle) = self.handle.bind(py).upgrade() else { return Ok(None) };
-        let (mut version, mut found) = (0, None);
-        for (index, source) in self.sources.iter().enumerate() {
-            let Some(tensor) = source.bind(py).upgrade() else { return Ok(None) };
-            version += tensor.getattr(intern!(py, "_version"))?.extract::<u64>()?;
-            if index == self.first {
-                let Some(view) = state.reader.read(&tensor)? else { return Ok(None) };
-                if !view.is_contiguous() {
-                    return Ok(None);
-                }
-                found = Some((view.data().address(), view.dtype(), tensor.clone()));
-            }
-        }
-        let Some((address, dtype, tensor)) = found else { return Ok(None) };
-        let token = WeightToken { address, version: Some(version), dtype };
-        Ok(Some((Now { handle: handle.cast_into::<WeightHandle>().map_err(PyErr::from)?, tensor }, token)))
-    }
 }
 
 impl<'py> Source<'_, 'py> {
@@ -195,15 +128,10 @@ impl<'py> Source<'_, 'py> {
     }
 }
 
-/// A weight as it is.
-struct Now<'py> {
-    handle: Bound<'py, WeightHandle>,
-    tensor: Bound<'py, PyAny>,
-}
-
 /// One that is to be quantised.
 struct Due<'py> {
-    now: Now<'py>,
+    handle: Bound<'py, WeightHandle>,
+    weight: Bound<'py, PyAny>,
     member: Arc<Member>,
     storage: Py<PyAny>,
     record: WeightRecord,
@@ -218,8 +146,7 @@ fn launch(
     (kind, cast): (&Kind, &WeightCast),
     wanted: &WeightRecord,
 ) -> Result<(), Failure> {
-    let Ok((members, pending)) =
-        state.together.try_lock().map(|mut together| together.begin(kind, wanted.optimizer_steps))
+    let Ok((members, pending)) = TOGETHER.try_lock().map(|mut together| together.begin(kind, wanted.optimizer_steps))
     else {
         return Ok(());
     };
@@ -232,13 +159,13 @@ fn launch(
         return Ok(());
     }
     let mut made = Vec::with_capacity(due.len());
-    for Due { now, storage, record, .. } in &due {
-        let former = recycle(&now.handle, (kind.place, false))?;
+    for Due { handle, storage, record, .. } in &due {
+        let former = recycle(handle, (kind.place, false))?;
         match make_weight_of_storage(py, state, storage.clone_ref(py), *record, former) {
             Ok(weight) => made.push(weight),
             Err(error) if is_out_of_memory(py, &error) => {
                 drop(made);
-                if let Ok(mut together) = state.together.try_lock() {
+                if let Ok(mut together) = TOGETHER.try_lock() {
                     together.refuse(kind);
                 }
                 return Ok(());
@@ -246,14 +173,15 @@ fn launch(
             Err(error) => return Err(error.into()),
         }
     }
+    run_at_end(forget_unused);
     run(state, py, kind.place, cast, (&due, &made))?;
     let (mut formers, mut launched): (Vec<Former<WeightMemory>>, Vec<_>) = (Vec::new(), Vec::new());
-    for (Due { now, member, .. }, weight) in due.into_iter().zip(made) {
-        formers.push(now.handle.try_borrow_mut()?.cache.make_ready(Arc::new(weight), kind.place.stream));
+    for (Due { handle, member, .. }, weight) in due.into_iter().zip(made) {
+        formers.push(handle.try_borrow_mut()?.cache.make_ready(Arc::new(weight), kind.place.stream));
         launched.push(member);
     }
     drop(formers);
-    if let Ok(mut together) = state.together.try_lock() {
+    if let Ok(mut together) = TOGETHER.try_lock() {
         together.launched(kind, launched);
     }
     Ok(())
@@ -267,11 +195,12 @@ fn due_of<'py>(
     cast: &WeightCast,
     wanted: &WeightRecord,
 ) -> Result<Option<Due<'py>>, Failure> {
-    let Some((now, token)) = member.now(state, py)? else { return Ok(None) };
+    let Some(handle) = member.handle::<WeightHandle>(py)? else { return Ok(None) };
+    let Some((weight, token)) = member.now(state, py)? else { return Ok(None) };
     let (storage, record, own, slots) = {
-        let handle = now.handle.try_borrow()?;
-        let Some(Joining { storage, record, cast, .. }) = &handle.joining else { return Ok(None) };
-        (storage.clone_ref(py), *record, *cast, handle.slots.clone())
+        let borrowed = handle.try_borrow()?;
+        let Some(Joining { storage, record, cast, .. }) = &borrowed.joining else { return Ok(None) };
+        (storage.clone_ref(py), *record, *cast, borrowed.slots.clone())
     };
     let was = record.token;
     let moved = (token.address, token.dtype) == (was.address, was.dtype) && token.version != was.version;
@@ -282,7 +211,7 @@ fn due_of<'py>(
     }
     let &WeightRecord { generation, cache_epoch, optimizer_steps, .. } = wanted;
     let record = WeightRecord { token, generation, cache_epoch, optimizer_steps, ..record };
-    Ok(Some(Due { now, member, storage, record, cast: own, slots }))
+    Ok(Some(Due { handle, weight, member, storage, record, cast: own, slots }))
 }
 
 fn run(
@@ -295,7 +224,7 @@ fn run(
     let mut casts = Vec::with_capacity(due.len());
     for (due, weight) in due.iter().zip(made) {
         let slot = due.slots.as_ref().map_or(Slot::NONE, |slots| slots.slots().weight);
-        let x = state.pointer(Some(&due.now.tensor))?;
+        let x = state.pointer(Some(&due.weight))?;
         casts.push(due.cast.of(x, &weight_buffer(weight), slot));
     }
     let plan = cast.plan()?;
@@ -316,8 +245,7 @@ fn is_out_of_memory(py: Python<'_>, error: &PyErr) -> bool {
 /// Drops what no call has come for.
 fn forget(py: Python<'_>, members: Vec<Arc<Member>>) -> PyResult<()> {
     for member in members {
-        let Some(handle) = member.handle.bind(py).upgrade() else { continue };
-        let handle = handle.cast_into::<WeightHandle>()?;
+        let Some(handle) = member.handle::<WeightHandle>(py)? else { continue };
         let mut borrowed = handle.try_borrow_mut()?;
         let unused = borrowed.cache.take_ready();
         if unused.is_some() {
@@ -330,9 +258,8 @@ fn forget(py: Python<'_>, members: Vec<Arc<Member>>) -> PyResult<()> {
 }
 
 /// The outermost region ends: what no call in it has come for goes.
-#[inline]
-pub(crate) fn forget_unused(state: &State, py: Python<'_>) -> PyResult<()> {
-    let Ok(mut together) = state.together.try_lock() else { return Ok(()) };
+fn forget_unused(py: Python<'_>) -> PyResult<()> {
+    let Ok(mut together) = TOGETHER.try_lock() else { return Ok(()) };
     if !together.has_pending() {
         return Ok(());
     }

@@ -18,7 +18,7 @@ use te_fast_core::runtime::lane::Place;
 
 use crate::autocast::recompute::RecordedScales;
 use crate::error::Failure;
-use crate::program::together::Joining;
+use crate::program::member::Joining;
 use crate::program::weight_memory::{CachedWeight, WeightMemory, is_gone, may_be_updated, share_with};
 use crate::torch::process::State;
 

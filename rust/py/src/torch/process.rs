@@ -1,6 +1,6 @@
 //! What the binding keeps for the whole process: the dispatcher, the tensor reader and handles of torch.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -13,11 +13,9 @@ use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::cuda::device::Context;
 use te_fast_core::cuda::memory::take_retired;
 use te_fast_core::program::CallTable;
-use te_fast_core::quant::together::Together;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 
 use crate::error::{IntoPython, to_python};
-use crate::program::together::Member;
 use crate::torch::reader::{Reader, view_of};
 
 /// The dispatcher; the GIL and Python's borrow rules stand in for a lock.
@@ -138,8 +136,6 @@ pub(crate) struct State {
     /// `(1,)`, the stride of a buffer.
     pub(crate) unit_stride: Py<PyTuple>,
     pub(crate) tables: Tables,
-    /// Which weights are quantised together. Nobody waits here: who finds it in use quantises alone.
-    pub(crate) together: Mutex<Together<Arc<Member>>>,
 }
 
 /// The state, made at first use.
@@ -187,7 +183,6 @@ impl State {
             torch,
             unit_stride,
             tables: Tables::default(),
-            together: Mutex::default(),
         })
     }
 
