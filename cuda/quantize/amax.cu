@@ -10,20 +10,13 @@
 // Moves:  sizeof(In) bytes per element.
 
 #include "common/constants.cuh"
-#include "common/math.cuh"
-#include "common/reduce.cuh"
+#include "common/measure.cuh"
 #include "common/vec.cuh"
 #include "quantize/many.cuh"
 
 namespace te_fast::quantize {
 
 constexpr int kSteps = kSpan / (kThreads * 8);  // loads in flight per thread
-
-struct AmaxWorkspace {
-    float amax;
-    unsigned arrived;
-};
-static_assert(sizeof(AmaxWorkspace) == kAmaxWorkspaceBytes);
 
 struct AmaxParams {
     const void* x;

@@ -15,8 +15,6 @@
 
 namespace te_fast::quantize {
 
-__device__ inline uint64_t round_up(uint64_t value, uint32_t to) { return (value + to - 1) / to * to; }
-
 // The parameters of a block cast of the entry alone.
 __device__ inline CastBlockParams of_entry(const CastManyParams& p, const ManyEntry& entry) {
     CastBlockParams b{};
@@ -27,11 +25,11 @@ __device__ inline CastBlockParams of_entry(const CastManyParams& p, const ManyEn
     b.scale_inv_t = entry.other;
     b.rows = entry.rows;
     b.cols = entry.cols;
-    b.ld_t = round_up(entry.rows, kTransposedAlign);
+    b.ld_t = round_up<uint64_t>(entry.rows, kTransposedAlign);
     b.tiles_rows = (entry.rows + kTile - 1) / kTile;
     b.tiles_cols = (entry.cols + kTile - 1) / kTile;
-    b.scale_ld = round_up(b.tiles_cols, kScaleAlign);
-    b.scale_ld_t = round_up(b.tiles_rows, kScaleAlign);
+    b.scale_ld = round_up<uint64_t>(b.tiles_cols, kScaleAlign);
+    b.scale_ld_t = round_up<uint64_t>(b.tiles_rows, kScaleAlign);
     b.eps = p.eps;
     b.pow2 = p.pow2;
     return b;

@@ -177,7 +177,7 @@ constants! {
         /// Size of `ActivationBackwardParams`.
         ACTIVATION_BACKWARD_PARAMS_BYTES: usize = 208;
         /// Size of `ActivationParams`.
-        ACTIVATION_PARAMS_BYTES: usize = 168;
+        ACTIVATION_PARAMS_BYTES: usize = 200;
     }
 
     /// Norms.
@@ -217,7 +217,7 @@ constants! {
         /// Rows that it passes over at a time.
         TILE_STEP: usize = 16;
         /// Size of `NormParams`.
-        NORM_PARAMS_BYTES: usize = 168;
+        NORM_PARAMS_BYTES: usize = 200;
         /// Size of `NormBackwardParams`.
         NORM_BACKWARD_PARAMS_BYTES: usize = 128;
     }

@@ -46,7 +46,7 @@ impl Compiler<'_> {
         let facts = self.facts;
         let given = facts.key.outer.grad_output.filter(|given| facts.takes_grad(*given).is_some());
         let Some(given) = given else { return Value::high(At::of(Port::GradOutput)) };
-        Value { high: At::NONE, quantized: Some(Layouts::outer(Outer::GradOutput, given)) }
+        Value { high: At::NONE, quantized: Some(Layouts::outer(Outer::GradOutput, given)), scale: None }
     }
 
     /// The gradient of the input: where the first op left it, or quantised.
@@ -267,7 +267,7 @@ impl Compiler<'_> {
             counters: At::of(Port::Counters),
         };
         self.step(Work::ActivationBackward { spec, at }, index, activation_text(&spec));
-        *grad = Value { high: dx, quantized: producer.map(|_| to) };
+        *grad = Value { high: dx, quantized: producer.map(|_| to), scale: None };
     }
 
     fn note_unfused(&mut self, index: usize) {

@@ -63,6 +63,7 @@ impl<'a> Compiler<'a> {
             rowwise: false,
             columnwise: false,
             row_scale: if row_scale.is_some() { facts.key.extras[link.extra_input].0.as_float() } else { None },
+            measures: None,
         };
         let x = self.activation_input(index, &kept);
         let at = ActivationPointers { x, y: self.for_weight_grad(linear), row_scale, ..ActivationPointers::default() };

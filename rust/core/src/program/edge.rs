@@ -140,10 +140,12 @@ pub(crate) struct Value {
     pub(crate) high: At,
     /// In FP8, for the linear op that comes next.
     pub(crate) quantized: Option<Layouts>,
+    /// The scale that this op quantises it with, where what computed it has found that.
+    pub(crate) scale: Option<At>,
 }
 
 impl Value {
     pub(crate) const fn high(high: At) -> Self {
-        Self { high, quantized: None }
+        Self { high, quantized: None, scale: None }
     }
 }

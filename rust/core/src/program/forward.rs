@@ -60,7 +60,7 @@ impl Compiler<'_> {
             && matches!(link.op, Op::Linear { .. })
             && facts.linears[link.linear].given.is_some()
         {
-            return Value { high: At::NONE, quantized: Some(layouts) };
+            return Value { high: At::NONE, quantized: Some(layouts), scale: None };
         }
         let to = self.place_of(0);
         let spec = given.dequantize(facts.key.cols, facts.key.activation);
@@ -134,6 +134,7 @@ impl Compiler<'_> {
         let layer_norm = matches!(kind, NormKind::LayerNorm);
         let mut stat = |wanted: bool| if wanted { self.saved() } else { At::NONE };
         let (mean, rstd) = (stat(stats && layer_norm), stat(stats));
+        let measured = self.measured(index + 1);
         let x = value.high;
         if stats {
             let x = if residual.is_some() { sum } else { x };
@@ -153,6 +154,7 @@ impl Compiler<'_> {
             rowwise: to.row.is_some(),
             columnwise: to.col.is_some(),
             stats,
+            measures: measured.map(|(_, rule)| rule),
             limits: self.facts.limits,
         };
         let at = NormPointers {
@@ -170,10 +172,12 @@ impl Compiler<'_> {
             scale_inv: to.scale_inv(),
             amax: slot.amax,
             noop: At::NONE,
+            measured: measured.map_or(At::NONE, |(at, _)| at),
+            counters: At::of(Port::Counters),
         };
         let first = if residual.is_some() { self.before(index) } else { index };
         self.step(Work::Norm { spec, at }, (first, index), norm_text(&spec));
-        *value = Value { high: y, quantized: fp8.map(|_| to) };
+        *value = Value { high: y, quantized: fp8.map(|_| to), scale: measured.map(|(at, _)| at) };
     }
 
     /// The addition whose result the norm at `index` takes.
@@ -237,6 +241,7 @@ impl Compiler<'_> {
         }
         let Fused { layouts: to, slot } = fp8.map_or(Fused::NONE, |(linear, _)| self.fused(linear));
         let y = if high { self.place_of(index + 1) } else { At::NONE };
+        let measured = self.measured(index + 1);
         let spec = ActivationSpec {
             rows: 0,
             cols: self.facts.edges[index + 1].cols,
@@ -248,6 +253,7 @@ impl Compiler<'_> {
             rowwise: to.row.is_some(),
             columnwise: to.col.is_some(),
             row_scale: if scaled { self.facts.key.extras[link.extra_input].0.as_float() } else { None },
+            measures: measured.map(|(_, rule)| rule),
         };
         let at = ActivationPointers {
             x: value.high,
@@ -259,6 +265,8 @@ impl Compiler<'_> {
             scale_inv: to.scale_inv(),
             amax: slot.amax,
             noop: At::NONE,
+            measured: measured.map_or(At::NONE, |(at, _)| at),
+            counters: At::of(Port::Counters),
         };
         let text = match (to.row.is_some(), to.col.is_some()) {
             (false, _) => "activation",
@@ -266,7 +274,7 @@ impl Compiler<'_> {
             (true, true) => "activation + cast + transpose",
         };
         self.step(Work::Activation { spec, at }, (index, index), text);
-        *value = Value { high: y, quantized: fp8.map(|_| to) };
+        *value = Value { high: y, quantized: fp8.map(|_| to), scale: measured.map(|(at, _)| at) };
     }
 
     /// Keeps an activation's input for backward in FP8 under current scaling, to save memory; how it is read again.

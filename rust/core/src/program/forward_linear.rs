@@ -14,7 +14,7 @@ use crate::program::edge::{LayoutAt, Layouts, Rows, Value};
 use crate::program::forward_compiler::{Compiler, Fused, Kept, slot};
 use crate::program::linear_op::{Product, Tail};
 use crate::program::port::{LinearPort, Port};
-use crate::program::work::{Work, quantised};
+use crate::program::work::{SlotAt, Work, quantised};
 use crate::quant::quantizer::QuantPointers;
 
 /// What a GEMM and its tail are called, by the precision of the result.
@@ -72,7 +72,7 @@ impl Compiler<'_> {
             self.output_scale(index, linear, true);
         }
         let high = if handed_over.is_some() { At::NONE } else { result.data };
-        *value = Value { high, quantized: handed_over };
+        *value = Value { high, quantized: handed_over, scale: None };
         Ok(next)
     }
 
@@ -146,10 +146,14 @@ impl Compiler<'_> {
             layouts
         } else {
             let Fused { layouts, slot } = self.fused(linear);
+            let (cast, slot) = match value.scale.take() {
+                Some(scale) => (cast.with_known_scale(), SlotAt { scale, amax: At::NONE }),
+                None => (*cast, slot),
+            };
             let splits = self.facts.splits_of(index);
             let at = QuantPointers { splits, ..quantised(value.high, &layouts, slot, self.scratch()) };
             let text = if layouts.col.is_some() { "cast + transpose" } else { "cast" };
-            self.step(Work::Quantize { cast: *cast, unpacks: None, at }, (index, index), text);
+            self.step(Work::Quantize { cast, unpacks: None, at }, (index, index), text);
             layouts
         };
         if self.facts.linears[linear].keeps_row() {
