@@ -31,7 +31,8 @@ use te_fast_core::recipe::region::Request;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::{Memory, Place};
 
-const CONFIG: Config = Config { synchronise: false, check_device: true, exchange_table: true, graphs: true };
+const CONFIG: Config =
+    Config { synchronise: false, check_device: true, exchange_table: true, graphs: true, weights_together: true };
 /// Forwards between two synchronisations.
 const BURST: usize = 20;
 const ROWS: usize = 256;

@@ -1,6 +1,7 @@
 // Activation functions: y in high precision, as FP8 in row layout, transposed layout or both.
 //
 //   y[r][c] = act(x[r][c]) * s[r]        gated: y[r][c] = act(g[r][c]) * lin(l[r][c]) * s[r], g and l the halves of x
+//   measured = the scale that follows from max |y|, y rounded as it is stored (current scaling, whose cast comes behind)
 //   out[r][c] = fp8(y[r][c] * scale)     out_t[c][r] = out[r][c], 0 for rows <= r < ld_t     amax = max |y|
 //
 // y stays in FP32 between the two; `act` and `lin` are those of activation/curves.cuh; s is 1 without row_scale.
@@ -14,7 +15,7 @@
 
 #include "activation/curves.cuh"
 #include "common/fp8.cuh"
-#include "common/reduce.cuh"
+#include "common/measure.cuh"
 #include "tile/strip.cuh"
 
 namespace te_fast::activation {
@@ -31,10 +32,13 @@ struct ActivationParams {
     float* scale_inv;       // null: none
     float* amax;            // null: none; else *amax = max(*amax, |y|)
     const float* noop;      // null: none; *noop == 1 leaves every output as it is
+    float* measured;        // null: none; the scale that y is quantised with, where it is not cast here
+    AmaxWorkspace* workspace;
     uint64_t rows, cols, ld_t;
     CurveConstants constants;
     StripPlan plan;
     uint32_t curve, row_scale_kind, interleave, e5m2;
+    ScaleRule rule;  // of `measured`
 };
 static_assert(sizeof(ActivationParams) == kActivationParamsBytes);
 
@@ -84,8 +88,8 @@ __device__ __forceinline__ float activate_rows(const ActivationParams& p, const 
             for (int c = 0; c < 8; ++c) y[c] *= s;
         }
         if (!kCasts && p.y != nullptr) store_row8<kVectors>(static_cast<In*>(p.y), to, i, 0, y);
-        if (!kCasts && p.scale == nullptr) return;
         absmax_into(amax, y);
+        if (!kCasts && p.scale == nullptr) return;
         bytes = p.e5m2 != 0 ? encode8<e5m2>(y, scale) : encode8<e4m3>(y, scale);
         if (kCasts || p.out != nullptr) store_bytes8<kVectors>(p.out, to, i, 0, bytes);
     };
@@ -150,6 +154,7 @@ __device__ __forceinline__ void activation(const ActivationParams& p) {
         amax = warp_max(amax);
         if (threadIdx.x % 32 == 0) atomic_max_nonnegative(p.amax, amax);
     }
+    if (p.measured != nullptr) write_measured<In>(p.measured, p.workspace, p.rule, amax);
 }
 
 #define INSTANCE(symbol, gated, in)                                                   \

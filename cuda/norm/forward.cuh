@@ -4,8 +4,7 @@
 
 #include "common/constants.cuh"
 #include "common/fp8.cuh"
-#include "common/math.cuh"
-#include "common/reduce.cuh"
+#include "common/measure.cuh"
 #include "norm/row.cuh"
 #include "tile/transpose.cuh"
 
@@ -26,12 +25,15 @@ struct NormParams {
     float* scale_inv;    // null: none
     float* amax;         // null: none; else *amax = max(*amax, |y|)
     const float* noop;   // null: none; *noop == 1 leaves every output as it is
+    float* measured;     // null: none; the scale that y is quantised with, where it is not cast here
+    AmaxWorkspace* workspace;
     uint64_t rows, ld_t;
     uint32_t cols;
     float eps;
     uint32_t team, strip, chunk;
     uint32_t ring;  // tensors that come through shared memory: none, x, x and the residual
     uint32_t weight_kind, rms, zero_centered, e5m2;
+    ScaleRule rule;  // of `measured`
 };
 static_assert(sizeof(NormParams) == kNormParamsBytes);
 
@@ -317,13 +319,13 @@ __device__ inline uint2 normalise8(const NormParams& p, const Raw8<In>& raw, con
         y[c] = fmaf(z, weights.gamma[c], weights.beta[c]);
     }
     if (kStore == Store::kHigh || (kAny && p.y != nullptr)) store_part<kVectors, In>(to.y, 0, to.width, pack8<In>(y));
-    if (kStore == Store::kHigh || (kAny && p.scale == nullptr)) return make_uint2(0, 0);
     if constexpr (!kVectors) {
         // A row of NaN or Inf has made something of the zeros behind its end.
 #pragma unroll
         for (int c = 0; c < 8; ++c) y[c] = c < to.width ? y[c] : 0.0f;
     }
     absmax_into(amax, y);
+    if (kStore == Store::kHigh || (kAny && p.scale == nullptr)) return make_uint2(0, 0);
     const uint2 bytes = kAny && p.e5m2 != 0 ? encode8<e5m2>(y, scale) : encode8<e4m3>(y, scale);
     if (!kAny || p.out != nullptr) {
         if constexpr (kVectors) {
@@ -347,7 +349,7 @@ __device__ inline bool all_vectors(const NormParams& p) {
 }
 
 // What a launch does besides `rows()`, which returns the thread's maximum of |y|.
-template <typename Rows>
+template <Floating In, typename Rows>
 __device__ inline void with_amax(const NormParams& p, Rows rows) {
     if (p.noop != nullptr && *p.noop == 1.0f) return;
     if (blockIdx.x == 0 && threadIdx.x == 0 && p.scale_inv != nullptr) *p.scale_inv = __frcp_rn(*p.scale);
@@ -356,6 +358,7 @@ __device__ inline void with_amax(const NormParams& p, Rows rows) {
         amax = warp_max(amax);
         if (threadIdx.x % 32 == 0) atomic_max_nonnegative(p.amax, amax);
     }
+    if (p.measured != nullptr) write_measured<In>(p.measured, p.workspace, p.rule, amax);
 }
 
 // Where the bytes of a strip of 16, 32 or 64 rows wait until they are stored transposed: 128 columns after 128 columns,

@@ -224,7 +224,7 @@ __device__ float norm_strips(const NormParams& p, uint4* dynamic) {
 template <bool kTransposed, Floating In>
 __device__ void norm_short(const NormParams& p) {
     extern __shared__ __align__(ptx::kCopyAlign) uint4 dynamic[];
-    with_amax(p, [&] {
+    with_amax<In>(p, [&] {
         if (!all_vectors(p)) return norm_strips<kTransposed, Store::kAny, false, In>(p, dynamic);
         const Store store = usual_store(p);
         if (store == Store::kE4m3) return norm_strips<kTransposed, Store::kE4m3, true, In>(p, dynamic);

@@ -27,6 +27,7 @@
 
 #include "quantize/block.cuh"
 #include "quantize/groups.cuh"
+#include "quantize/tensor.cuh"
 
 namespace te_fast::quantize {
 
@@ -236,26 +237,12 @@ __device__ inline float scale_of(const CastGroupsParams& p, uint32_t group) {
 }
 
 template <bool kVectors, Floating In, Fp8 Out>
-__device__ void cast_tile(const CastGroupsParams& p, const CastBlockParams& b, const GroupRows& group,
-                          const TilePlace& place, float scale, float* amax, BlockShared<In>& shared) {
+__device__ void cast_group_tile(const CastGroupsParams& p, const CastBlockParams& b, const GroupRows& group,
+                                const TilePlace& place, float scale, float* amax, BlockShared<In>& shared) {
     const PatchPlace<false> patch(place, {b.cols, 0});
     Raw8<In> raw[kPatch];
     load_group_patch<kVectors>(p, b, group, place, patch, raw);
-    if (amax != nullptr) {
-        Raw8<In> acc = zero8<In>();
-#pragma unroll
-        for (int i = 0; i < kPatch; ++i) absmax_into<In>(acc, raw[i]);
-        const float tile = block_max<kTileThreads>(absmax8<In>(acc), shared.warp_max);
-        if (threadIdx.x == 0) atomic_max_nonnegative(amax, tile);
-        __syncthreads();  // the maxima have been read
-    }
-    uint2 bytes[kPatch];
-#pragma unroll
-    for (int i = 0; i < kPatch; ++i) {
-        bytes[i] = cast8<Out, In>(raw[i], scale);
-        if (b.out != nullptr) store_bytes8<kVectors>(b.out, patch, i, 0, bytes[i]);
-    }
-    if (b.out_t != nullptr) store_transposed(b, place, patch, bytes, shared.transpose);
+    cast_tile<kVectors, In, Out>(b, place, patch, raw, scale, amax, shared);
 }
 
 template <Floating In, Fp8 Out>
@@ -278,8 +265,8 @@ __device__ void cast_groups(const CastGroupsParams& p) {
     const TilePlace place(min(b.rows, (tile_row + 1) * kTile), b.cols, tile_row, tile_col);
     float* amax = p.amax == nullptr ? nullptr : p.amax + static_cast<size_t>(group.index) * p.stride;
     const bool vectors = rows_are_vectors<In>(source_rows<In>(p, b), b.out, b.cols);
-    vectors ? cast_tile<true, In, Out>(p, b, group, place, group_scale, amax, shared)
-            : cast_tile<false, In, Out>(p, b, group, place, group_scale, amax, shared);
+    vectors ? cast_group_tile<true, In, Out>(p, b, group, place, group_scale, amax, shared)
+            : cast_group_tile<false, In, Out>(p, b, group, place, group_scale, amax, shared);
 }
 
 template <Floating In, Fp8 Out, bool kVectors>

@@ -25,6 +25,8 @@ from te_fast.tensor.tensor import Float8TensorBase
 _F32_MAX = torch.finfo(torch.float32).max
 #: Elements that a part of a buffer begins at a multiple of.
 _VECTOR = 8
+#: From so many on, casts in one launch cost the host less than one by one.
+_MANY = 5
 
 
 def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
@@ -338,28 +340,24 @@ def _quantize_whole(
 
 
 def _in_nominal_type(weights: Sequence[Any], masters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return masters rounded to their weights' nominal types and shaped as they are: one launch for all of them."""
-    kinds = {(weight.dtype, weight.device) for weight in weights}
+    """Return masters rounded to their weights' nominal types and shaped as they are: one launch for many of them."""
+    if len(weights) < _MANY or len({(weight.dtype, weight.device) for weight in weights}) > 1:
+        return [
+            master.detach().to(weight.dtype).reshape(weight.shape).contiguous()
+            for master, weight in zip(masters, weights, strict=True)
+        ]
+    first = weights[0]
     masters = [master.detach() for master in masters]
-    if len(kinds) == 1 and weights:
-        ((dtype, device),) = kinds
-        if any(master.dtype != dtype for master in masters):
-            counts = [master.numel() for master in masters]
-            # Kernels read from multiples of 16 bytes.
-            room = [-(-count // _VECTOR) * _VECTOR for count in counts]
-            flat = torch.empty(sum(room), dtype=dtype, device=device)
-            parts = [
-                part[:count].view(weight.shape)
-                for part, count, weight in zip(flat.split(room), counts, weights, strict=True)
-            ]
-            torch._foreach_copy_(
-                parts, [m.reshape(w.shape) for m, w in zip(masters, weights, strict=True)]
-            )
-            return parts
-    return [
-        master.to(weight.dtype).reshape(weight.shape).contiguous()
-        for master, weight in zip(masters, weights, strict=True)
+    counts = [master.numel() for master in masters]
+    # Kernels read from multiples of 16 bytes.
+    room = [-(-count // _VECTOR) * _VECTOR for count in counts]
+    flat = torch.empty(sum(room), dtype=first.dtype, device=first.device)
+    parts = [
+        part[:count].view(weight.shape)
+        for part, count, weight in zip(flat.split(room), counts, weights, strict=True)
     ]
+    torch._foreach_copy_(parts, [m.reshape(w.shape) for m, w in zip(masters, weights, strict=True)])
+    return parts
 
 
 def _quantize_alone(part: _Part) -> None:

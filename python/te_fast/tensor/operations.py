@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from te_fast.errors import QuantizedTensorError, UnsupportedError
 from te_fast.runtime.layouts import BLOCK, columnwise_shape
-from te_fast.tensor.quantizer import note_write
+from te_fast.tensor.quantizer import note_write, update_many
 from te_fast.tensor.storage import QuantizedTensorStorage, copy_values
 from te_fast.tensor.traced import OF_PROGRAMS, taken_apart
 
@@ -58,11 +59,26 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _plain(arg: Any) -> Any:
     """Argument with quantised tensors dequantised; operators nest no deeper than lists."""
-    if isinstance(arg, torch.Tensor):
-        return arg.dequantize() if isinstance(arg, QuantizedTensorStorage) else arg
-    if isinstance(arg, list | tuple):
-        return type(arg)([_plain(part) for part in arg])
+    if isinstance(arg, QuantizedTensorStorage):
+        return arg.dequantize()
+    if isinstance(arg, list | tuple) and any(
+        isinstance(one, QuantizedTensorStorage) for one in arg
+    ):
+        return type(arg)([_plain(one) for one in arg])
     return arg
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[tuple[tuple[int, str], ...], bool]:
+    """Place and name of each argument that an operator writes, and whether it returns one of them."""
+    schema = func._schema
+    written = tuple(
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    returns = schema.returns
+    return written, bool(written) and len(returns) == 1 and returns[0].alias_info is not None
 
 
 def _write_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -70,28 +86,32 @@ def _write_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     plain_args = [_plain(arg) for arg in args]
     plain_kwargs = {key: _plain(arg) for key, arg in kwargs.items()}
     result = func(*plain_args, **plain_kwargs)
-    written: list[Any] = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        name = argument.name
+    arguments, returns_first = _written_arguments(func)
+    first: Any = None
+    values: list[tuple[Any, torch.Tensor]] = []
+    for number, (index, name) in enumerate(arguments):
         given = args[index] if index < len(args) else kwargs.get(name)
         plain = plain_args[index] if index < len(args) else plain_kwargs.get(name)
-        written.append(given)
-        _requantize(given, plain)
-    returns = func._schema.returns
-    if len(returns) == 1 and written and returns[0].alias_info is not None:
-        return written[0]
-    return result
+        if number == 0:
+            first = given
+        if plain is not given:
+            values.extend(_to_quantize(given, plain))
+    if len(values) == 1:
+        ((tensor, source),) = values
+        tensor.quantize_(source)
+    elif values:
+        update_many(*zip(*values, strict=True))
+    return first if returns_first else result
 
 
-def _requantize(given: Any, plain: Any) -> None:
+def _to_quantize(given: Any, plain: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Quantised tensors that were written, and their values."""
     if isinstance(given, list | tuple):
         for one, values in zip(given, plain, strict=True):
-            _requantize(one, values)
+            yield from _to_quantize(one, values)
     elif isinstance(given, QuantizedTensorStorage):
         _check_whole(given)
-        given.quantize_(plain)
+        yield given, plain
 
 
 def _check_whole(tensor: Any) -> None:

@@ -297,10 +297,7 @@ class Float8QuantizerBase(Quantizer):
         self._check_destination(dst)
         value: native.QuantizedValue = dst._value
         value_type, own_type = value.fp8, fp8_name(self.dtype)
-        source = _source(src, dst.device)
-        inner = dst._shape() if value.row is None else value.row.shape
-        if source.dim() == 1 and source.shape != inner and source.numel() == inner.numel():
-            source = source.view(inner)  # a flat view, whose bytes keep their rows
+        source = _source_for(src, dst)
         value.fp8 = own_type
         try:
             self._write(source, value, noop_flag)
@@ -373,6 +370,43 @@ def note_write(tensor: Any) -> None:
         if part is not None and not part.is_inference()
     ]
     torch.autograd.graph.increment_version(written)
+
+
+def update_many(tensors: Sequence[Any], sources: Sequence[torch.Tensor]) -> None:
+    """Write the values of tensors into quantised ones, as ``quantize_`` does each; one launch where they are alike.
+
+    Parameters
+    ----------
+    tensors : sequence of QuantizedTensor
+        Written.
+    sources : sequence of torch.Tensor
+        As many, of their shapes.
+    """
+    jobs, together = [], []
+    for tensor, source in zip(tensors, sources, strict=True):
+        job = None
+        quantizer, value = tensor._quantizer, tensor._value
+        if isinstance(quantizer, Float8QuantizerBase) and value.fp8 == fp8_name(quantizer.dtype):
+            quantizer._check_destination(tensor)
+            job = quantizer._job(_source_for(source, tensor), value)
+        if job is None:
+            tensor.quantize_(source)
+        else:
+            jobs.append(job)
+            together.append(tensor)
+    native.quantize_values(jobs)
+    for tensor in together:
+        note_write(tensor)
+
+
+def _source_for(source: torch.Tensor, tensor: Any) -> torch.Tensor:
+    """Plain values as a quantised tensor is written from."""
+    value: native.QuantizedValue = tensor._value
+    source = _source(source, tensor.device)
+    inner = tensor._shape() if value.row is None else value.row.shape
+    if source.dim() == 1 and source.shape != inner and source.numel() == inner.numel():
+        source = source.view(inner)  # a flat view, whose bytes keep their rows
+    return source
 
 
 def _source(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -50,8 +50,13 @@ fn with_stub(test: &str, variable: Option<&str>) -> Option<String> {
 }
 
 fn dispatcher() -> Dispatcher {
-    let mut dispatcher =
-        Dispatcher::new(Config { synchronise: false, check_device: true, exchange_table: true, graphs: true });
+    let mut dispatcher = Dispatcher::new(Config {
+        synchronise: false,
+        check_device: true,
+        exchange_table: true,
+        graphs: true,
+        weights_together: true,
+    });
     let _ = dispatcher.make_current(Device::Cuda(0)).unwrap();
     dispatcher
 }

@@ -105,7 +105,13 @@ impl Results {
 }
 
 fn dispatcher() -> Dispatcher {
-    Dispatcher::new(Config { synchronise: false, check_device: true, exchange_table: true, graphs: true })
+    Dispatcher::new(Config {
+        synchronise: false,
+        check_device: true,
+        exchange_table: true,
+        graphs: true,
+        weights_together: true,
+    })
 }
 
 fn bytes(count: usize) -> Vec<u64> {

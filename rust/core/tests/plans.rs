@@ -87,7 +87,7 @@ proptest! {
         let limits = Limits { multiprocessors, shared_bytes, clusters };
         let spec = NormSpec {
             rows, cols, kind, input, weight, zero_centered_gamma, eps: 1e-5, residual, high, fp8: output, rowwise, columnwise,
-            stats, limits,
+            stats, measures: None, limits,
         };
         if let Ok(plan) = NormPlan::new(spec) {
             prop_assert_eq!(plan.y_bytes(), rows * cols * input.size());
@@ -106,7 +106,7 @@ proptest! {
     ) {
         let [high, rowwise, columnwise, dbias, row_scale_grad] = flags;
         let spec = ActivationSpec {
-            rows, cols, activation: function, interleave, input, high, fp8: output, rowwise, columnwise, row_scale,
+            rows, cols, activation: function, interleave, input, high, fp8: output, rowwise, columnwise, row_scale, measures: None,
         };
         if let Ok(plan) = ActivationPlan::new(spec) {
             prop_assert_eq!(plan.y_bytes(), if high { rows * cols * input.size() } else { 0 });
@@ -165,7 +165,7 @@ proptest! {
             linears: vec![LinearCall { deferred, save_original_input }; chain.linears()],
             outer: OuterKinds::default(),
         };
-        let config = Config { synchronise: false, check_device: true, exchange_table: true, graphs: true };
+        let config = Config { synchronise: false, check_device: true, exchange_table: true, graphs: true, weights_together: true };
         let mut dispatcher = Dispatcher::new(config);
         if let Ok(program) = Program::new(&mut dispatcher, &chain, key, recipe) {
             let mut kept = KeptProgram::new(std::sync::Arc::new(program));

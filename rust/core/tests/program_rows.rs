@@ -11,7 +11,13 @@ use te_fast_core::recipe::definition::Recipe;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 
 fn dispatcher() -> Dispatcher {
-    Dispatcher::new(Config { synchronise: false, check_device: true, exchange_table: true, graphs: true })
+    Dispatcher::new(Config {
+        synchronise: false,
+        check_device: true,
+        exchange_table: true,
+        graphs: true,
+        weights_together: true,
+    })
 }
 
 fn program(dispatcher: &mut Dispatcher, recipe: &Recipe, any_rows: bool) -> KeptProgram<Program> {

@@ -110,7 +110,8 @@ fn bind<'t, 'a>(
 
 /// Allocations of ten steps that go through two row counts.
 fn steps(chain: &Chain, recipe: &Recipe, grads: bool, options: LinearCall) -> u64 {
-    let config = Config { synchronise: false, check_device: true, exchange_table: true, graphs: true };
+    let config =
+        Config { synchronise: false, check_device: true, exchange_table: true, graphs: true, weights_together: true };
     let mut dispatcher = Dispatcher::new(config);
     let program = Arc::new(program(&mut dispatcher, chain, recipe, grads, options));
     let mut kept = KeptProgram::new(Arc::clone(&program));

@@ -72,6 +72,14 @@ constants! {
         MANY_ENTRIES: usize = 1020;
         /// The same with parameters that cost the host next to nothing to hand over.
         FEW_ENTRIES: usize = 62;
+        /// Tensors of a `cast_many`, as many as kernel parameters hold.
+        MANY_TENSORS: usize = 480;
+        /// Elements that a block of an `amax_many` takes.
+        MANY_CHUNK: usize = 4 * SPAN;
+        /// Scales of 128 x 128 blocks are padded to a multiple of this.
+        SCALE_ALIGN: usize = 4;
+        /// Size of `CastManyParams`.
+        CAST_MANY_PARAMS_BYTES: usize = 24 + (4 + 64) * MANY_TENSORS;
         /// Entries of a `handover`.
         HANDOVER_ENTRIES: usize = 32;
         /// Bytes of a row of its table: inverse scale, scale and maximum, each on 16 bytes of its own.
@@ -169,7 +177,7 @@ constants! {
         /// Size of `ActivationBackwardParams`.
         ACTIVATION_BACKWARD_PARAMS_BYTES: usize = 208;
         /// Size of `ActivationParams`.
-        ACTIVATION_PARAMS_BYTES: usize = 168;
+        ACTIVATION_PARAMS_BYTES: usize = 200;
     }
 
     /// Norms.
@@ -209,7 +217,7 @@ constants! {
         /// Rows that it passes over at a time.
         TILE_STEP: usize = 16;
         /// Size of `NormParams`.
-        NORM_PARAMS_BYTES: usize = 168;
+        NORM_PARAMS_BYTES: usize = 200;
         /// Size of `NormBackwardParams`.
         NORM_BACKWARD_PARAMS_BYTES: usize = 128;
     }

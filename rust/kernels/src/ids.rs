@@ -239,6 +239,7 @@ images! {
     CastTranspose = "quantize/cast_transpose",
     CastBlock = "quantize/cast_block",
     CastGroups = "quantize/cast_groups",
+    CastMany = "quantize/cast_many",
     SumGroups = "quantize/sum_groups",
     Amax = "quantize/amax",
     ScaleUpdate = "quantize/scale_update",
@@ -286,10 +287,16 @@ kernels! {
     CastBlockGroups1d(Float, Fp8) "cast_block_groups_1d" in CastGroups;
     /// Block-scaled casts of equal groups of rows, 128 x 128.
     CastBlockGroups2d(Float, Fp8) "cast_block_groups_2d" in CastGroups;
+    /// Scaled casts of many tensors.
+    CastMany(Float, Fp8) "cast_many" in CastMany;
+    /// Block-scaled casts of many tensors, 128 x 128.
+    CastBlockMany(Float, Fp8) "cast_block_many" in CastMany;
     /// Sums of the rows of groups.
     SumGroups(Float) "sum_groups" in SumGroups;
     /// Largest magnitude of a tensor and the scale that follows from it.
     Amax(Float) "amax" in Amax;
+    /// The same of many tensors.
+    AmaxMany(Float) "amax_many" in Amax;
     /// The scale of an amax that was reduced over ranks.
     ScaleFromAmax() "scale_from_amax" in Amax;
     /// Delayed scaling's update, many entries in one launch.
@@ -430,6 +437,7 @@ impl KernelId {
                 | Image::CastTranspose
                 | Image::CastBlock
                 | Image::CastGroups
+                | Image::CastMany
                 | Image::SumGroups
                 | Image::Amax
                 | Image::Dequantize

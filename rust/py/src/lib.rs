@@ -96,11 +96,13 @@ mod _native {
     #[pymodule_export]
     use crate::tensor::handed::install_tensors;
     #[pymodule_export]
+    use crate::tensor::many::quantize_values;
+    #[pymodule_export]
     use crate::tensor::scale::{amax, scale_of_amax};
     #[pymodule_export]
     use crate::tensor::stack::stack_values;
     #[pymodule_export]
-    use crate::tensor::value::{QuantizedValue, quantize_values};
+    use crate::tensor::value::QuantizedValue;
     #[pymodule_export]
     use crate::torch::process::DispatcherCell;
     #[pymodule_export]

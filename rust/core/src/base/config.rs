@@ -14,6 +14,8 @@ pub struct Config {
     pub exchange_table: bool,
     /// `TE_FAST_GRAPHS=0` turns it off: programs whose tensors lie where they lay before run as one CUDA graph.
     pub graphs: bool,
+    /// `TE_FAST_WEIGHTS_TOGETHER=0` turns it off: after an optimizer step one launch quantises all weights.
+    pub weights_together: bool,
 }
 
 impl Config {
@@ -25,6 +27,7 @@ impl Config {
             check_device: flag("NVTE_SET_CUDA_DEVICE", true),
             exchange_table: !flag("TE_FAST_NO_EXCHANGE", false),
             graphs: flag("TE_FAST_GRAPHS", true),
+            weights_together: flag("TE_FAST_WEIGHTS_TOGETHER", true),
         }
     }
 }

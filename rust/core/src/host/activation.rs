@@ -7,7 +7,7 @@ use te_fast_kernels::{Float, KernelId};
 use crate::base::error::{Error, Result};
 use crate::host::cast::transpose_with;
 use crate::host::fp8::{Real, is_noop, read_scalar, write_scalar};
-use crate::host::rows::{Outputs, Values, for_row_groups, raise, row_bytes};
+use crate::host::rows::{Outputs, Values, for_row_groups, raise, row_bytes, write_measured};
 use crate::ops::activation::{ActivationParams, Constants, Curve};
 
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
@@ -161,7 +161,7 @@ fn activation<T: Real>(p: &ActivationParams<'_>, function: &Function, halves: Ha
     write_scalar(p.scale_inv, 1.0 / scale);
     let mut spare = Vec::new();
     let bytes = row_bytes(p.out, p.out_t, &mut spare, rows * cols);
-    let outputs = Outputs { high: p.y, bytes, scale, e5m2: p.e5m2 != 0, stride: cols };
+    let outputs = Outputs { high: p.y, bytes, scale, e5m2: p.e5m2 != 0, stride: cols, rounds: !p.measured.is_null() };
     let factors = Values::new(p.row_scale, p.row_scale_kind);
     let largest = for_row_groups(rows, x.len(), |group| {
         let mut y = vec![0.0_f32; cols];
@@ -179,7 +179,8 @@ fn activation<T: Real>(p: &ActivationParams<'_>, function: &Function, halves: Ha
             })
             .fold(0, u32::max)
     });
-    raise(p.amax, largest.into_iter());
+    raise(p.amax, largest.iter().copied());
+    write_measured(p.measured, &p.rule, largest.into_iter());
     let bytes = bytes.slice::<u8>(rows * cols);
     transpose_with(p.out_t, rows, cols, ld_t, |row, col| bytes[row * cols + col]);
 }

@@ -66,7 +66,7 @@ fn backward<T: Real>(p: &ActivationBackwardParams<'_>, function: &Function, halv
     write_scalar(p.scale_inv, 1.0 / scale);
     let mut spare = Vec::new();
     let bytes = row_bytes(p.out, p.out_t, &mut spare, rows * stride);
-    let outputs = Outputs { high: p.dx, bytes, scale, e5m2: p.e5m2 != 0, stride };
+    let outputs = Outputs { high: p.dx, bytes, scale, e5m2: p.e5m2 != 0, stride, rounds: false };
     let factors = Values::new(p.row_scale, p.row_scale_kind);
     let factor_grads = Values::new(p.row_scale_grad, p.row_scale_kind);
     let summed = if p.dbias.is_null() { 0 } else { stride };

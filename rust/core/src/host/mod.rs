@@ -8,6 +8,7 @@ pub(crate) mod amax;
 pub(crate) mod cast;
 pub(crate) mod cast_block;
 pub(crate) mod cast_groups;
+pub(crate) mod cast_many;
 pub(crate) mod dequantize;
 pub(crate) mod fp8;
 pub(crate) mod gemm;

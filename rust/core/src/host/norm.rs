@@ -7,7 +7,7 @@ use te_fast_kernels::{Float, KernelId};
 use crate::base::error::{Error, Result};
 use crate::host::cast::transpose_with;
 use crate::host::fp8::{Real, is_noop, read_scalar, write_scalar};
-use crate::host::rows::{Outputs, Values, for_row_groups, raise, row_bytes};
+use crate::host::rows::{Outputs, Values, for_row_groups, raise, row_bytes, write_measured};
 use crate::ops::norm::NormParams;
 
 /// Runs `norm_*`, `norm_transpose_*`, `norm_long_*`, `norm_short_*` and `norm_short_transpose_*`, which differ in how
@@ -54,7 +54,7 @@ fn norm<T: Real>(p: &NormParams<'_>) {
     write_scalar(p.scale_inv, 1.0 / scale);
     let mut spare = Vec::new();
     let bytes = row_bytes(p.out, p.out_t, &mut spare, rows * cols);
-    let outputs = Outputs { high: p.y, bytes, scale, e5m2: p.e5m2 != 0, stride: cols };
+    let outputs = Outputs { high: p.y, bytes, scale, e5m2: p.e5m2 != 0, stride: cols, rounds: !p.measured.is_null() };
     let (gamma, beta) = (Values::new(p.gamma, p.weight_kind), Values::new(p.beta, p.weight_kind));
     let one = if p.zero_centered != 0 { 1.0 } else { 0.0 };
     let factors: Vec<f32> = (0..cols).map(|col| gamma.get(col) + one).collect();
@@ -75,7 +75,8 @@ fn norm<T: Real>(p: &NormParams<'_>) {
             })
             .fold(0, u32::max)
     });
-    raise(p.amax, largest.into_iter());
+    raise(p.amax, largest.iter().copied());
+    write_measured(p.measured, &p.rule, largest.into_iter());
     let bytes = bytes.slice::<u8>(rows * cols);
     transpose_with(p.out_t, rows, cols, ld_t, |row, col| bytes[row * cols + col]);
 }

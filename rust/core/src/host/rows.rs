@@ -5,7 +5,8 @@ use rayon::prelude::*;
 use te_fast_kernels::Float;
 
 use crate::base::pointer::DevPtr;
-use crate::host::fp8::{E4m3, E5m2, Format, PARALLEL_FROM, Real, magnitude_bits};
+use crate::host::fp8::{E4m3, E5m2, Format, PARALLEL_FROM, Real, magnitude_bits, scale_from_amax, write_scalar};
+use crate::ops::amax::ScaleNumbers;
 
 /// Rows that one task works on.
 pub(crate) const ROWS: usize = 16;
@@ -62,6 +63,8 @@ pub(crate) struct Outputs<'a> {
     pub(crate) e5m2: bool,
     /// Elements of a row.
     pub(crate) stride: usize,
+    /// Magnitudes are those of the rounded values.
+    pub(crate) rounds: bool,
 }
 
 impl Outputs<'_> {
@@ -73,6 +76,9 @@ impl Outputs<'_> {
         let encode = if self.e5m2 { E5m2::encode } else { E4m3::encode };
         let bytes = self.bytes.offset(first).slice_mut::<u8>(values.len());
         bytes.iter_mut().zip(values).for_each(|(out, &value)| *out = encode(value * self.scale));
+        if self.rounds {
+            return values.iter().map(|&value| magnitude_bits(T::from_f32(value))).fold(0, u32::max);
+        }
         values.iter().map(|&value| magnitude_bits(value)).fold(0, u32::max)
     }
 }
@@ -99,6 +105,12 @@ pub(crate) fn row_bytes<'a>(out: DevPtr<'a>, out_t: DevPtr<'_>, spare: &'a mut V
     }
     spare.resize(len, 0);
     DevPtr::from_slice(spare)
+}
+
+/// Writes the scale that follows from the largest of some magnitudes; nothing for null.
+pub(crate) fn write_measured(measured: DevPtr<'_>, rule: &ScaleNumbers, bits: impl Iterator<Item = u32>) {
+    let amax = f32::from_bits(bits.fold(0, u32::max));
+    write_scalar(measured, scale_from_amax(amax, rule.fp8_max, rule.eps, f32::MAX, rule.pow2 != 0));
 }
 
 /// Raises `amax` to the largest of some magnitudes.

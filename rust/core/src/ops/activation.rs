@@ -10,6 +10,7 @@ use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
+use crate::ops::amax::{ScaleNumbers, ScaleRule, check_measured, check_measures};
 use crate::ops::cast::{aligned, check_columns, scaled, tiles};
 use crate::ops::strips::StripPlan;
 use crate::{params, pointers};
@@ -227,6 +228,8 @@ params! {
         pub interleave: u32,
         /// FP8 type: 0 is E4M3, 1 is E5M2.
         pub e5m2: u32,
+        /// Of the scale that is measured.
+        pub rule: ScaleNumbers,
     }
 }
 
@@ -253,6 +256,8 @@ pub struct ActivationSpec {
     pub columnwise: bool,
     /// Type of a factor per row, where there is one.
     pub row_scale: Option<Float>,
+    /// Find the scale that the result in high precision is quantised with; where nothing is cast here.
+    pub measures: Option<ScaleRule>,
 }
 
 pointers! {
@@ -276,6 +281,11 @@ pointers! {
         amax,
         /// One f32, or null; 1.0 leaves every output as it is.
         noop,
+        /// One f32 that receives the scale which the result in high precision is quantised with.
+        measured,
+        /// [`AMAX_WORKSPACE_BYTES`](te_fast_kernels::constants::quantize::AMAX_WORKSPACE_BYTES) for that, zeroed once when
+        /// allocated. One launch at a time may use them.
+        counters,
     }
 }
 
@@ -297,6 +307,7 @@ impl ActivationPlan {
     pub fn new(spec: ActivationSpec) -> Result<Self> {
         let ActivationSpec { rows, cols, activation, interleave, input, .. } = spec;
         check_outputs(OP, spec.high, spec.fp8, spec.rowwise || spec.columnwise)?;
+        check_measures(OP, spec.measures.as_ref(), spec.high && spec.fp8.is_none())?;
         let tiling = Shape { op: OP, rows, cols, activation, interleave }.tiling(spec.columnwise, None)?;
         let kernel = if activation.is_gated() { KernelId::ActivationGated(input) } else { KernelId::Activation(input) };
         Ok(Self { spec, kernel, tiling })
@@ -350,6 +361,8 @@ impl ActivationPlan {
                 scale: b.scale.when(casts),
                 scale_inv: b.scale_inv.when(casts),
                 amax: b.amax.when(casts),
+                measured: b.measured.when(spec.measures.is_some()),
+                counters: b.counters.when(spec.measures.is_some()),
                 ..*b
             },
             rows: spec.rows as u64,
@@ -361,6 +374,7 @@ impl ActivationPlan {
             row_scale_kind: spec.row_scale.map_or(0, |float| float as u32),
             interleave: spec.interleave as u32,
             e5m2: u32::from(spec.fp8 == Some(Fp8::E5m2)),
+            rule: spec.measures.map_or_else(ScaleNumbers::default, ScaleNumbers::from),
         };
         launch(target, self.kernel, self.tiling.grid(constants::SHARED), &params)
     }
@@ -379,6 +393,7 @@ impl ActivationPlan {
             return Err(Error::value(OP, "a buffer that the plan needs is null"));
         }
         scaled(OP, spec.fp8, b.scale)?;
+        check_measured(OP, spec.measures.is_some(), host, (b.measured, b.counters))?;
         if !host && spec.columnwise {
             aligned(OP, "the transposed output", b.out_t)?;
         }
@@ -409,6 +424,7 @@ mod tests {
         rowwise: true,
         columnwise: true,
         row_scale: None,
+        measures: None,
     };
 
     #[test]

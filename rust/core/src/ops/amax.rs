@@ -63,6 +63,26 @@ pub struct ScaleRule {
     pub pow2: bool,
 }
 
+/// The same as kernels have it among their parameters.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct ScaleNumbers {
+    /// Largest value of the FP8 type.
+    pub fp8_max: f32,
+    /// Smallest amax.
+    pub eps: f32,
+    /// Round the scale down to a power of two.
+    pub pow2: u32,
+    /// Zero.
+    pub unused: u32,
+}
+
+impl From<ScaleRule> for ScaleNumbers {
+    fn from(rule: ScaleRule) -> Self {
+        Self { fp8_max: rule.output.max(), eps: rule.eps, pow2: u32::from(rule.pow2), unused: 0 }
+    }
+}
+
 pointers! {
     /// Buffers of one amax launch.
     pub struct AmaxPointers {
@@ -152,6 +172,26 @@ pub fn scale_from_amax(
         unused: 0,
     };
     launch(target, KernelId::ScaleFromAmax, Grid::linear(1, WARP), &params)
+}
+
+/// A scale is measured of a result that is stored in high precision and not cast at once.
+pub(crate) fn check_measures(op: &'static str, rule: Option<&ScaleRule>, fits: bool) -> Result<()> {
+    let Some(rule) = rule else { return Ok(()) };
+    check_eps(op, rule.eps)?;
+    if fits { Ok(()) } else { Err(Error::value(op, "a scale is measured of a result in high precision alone")) }
+}
+
+/// Where it goes, and what the blocks find it with, are there.
+pub(crate) fn check_measured(
+    op: &'static str,
+    measures: bool,
+    host: bool,
+    (measured, counters): (DevPtr<'_>, DevPtr<'_>),
+) -> Result<()> {
+    if measures && (measured.is_null() || (counters.is_null() && !host)) {
+        return Err(Error::value(op, "the scale that is measured has no place, or no counters"));
+    }
+    Ok(())
 }
 
 /// An epsilon is a number, at least 0.

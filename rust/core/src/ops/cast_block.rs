@@ -1,6 +1,6 @@
 //! Block-scaled cast to FP8, 1 x 128 or 128 x 128, in row layout, transposed layout or both.
 
-use te_fast_kernels::constants::quantize;
+use te_fast_kernels::constants::quantize::{self, SCALE_ALIGN};
 use te_fast_kernels::constants::tile::{TILE, TILE_THREADS, TRANSPOSED_ALIGN};
 use te_fast_kernels::{Float, Fp8, KernelId};
 
@@ -13,8 +13,6 @@ use crate::ops::amax::check_eps;
 use crate::ops::cast::{aligned, check_columns, tiles};
 use crate::{params, pointers};
 
-/// The last dimension of a scale tensor is padded to this multiple.
-const SCALE_ALIGN: usize = 4;
 /// Blocks that unpack scales; more would have too little to do.
 const UNPACK_BLOCKS: usize = 256;
 const OP: &str = "unpack_scales";

@@ -11,6 +11,7 @@ use crate::host;
 use crate::launch::grid::Grid;
 use crate::launch::target::{Target, launch};
 use crate::ops::activation::check_outputs;
+use crate::ops::amax::{ScaleNumbers, check_measured, check_measures};
 use crate::ops::cast::{aligned, scaled};
 use crate::ops::norm_share::Share;
 use crate::ops::norm_spec::{NormKind, NormSpec};
@@ -45,6 +46,8 @@ params! {
         pub zero_centered: u32,
         /// FP8 type: 0 is E4M3, 1 is E5M2.
         pub e5m2: u32,
+        /// Of the scale that is measured.
+        pub rule: ScaleNumbers,
     }
 }
 
@@ -79,6 +82,11 @@ pointers! {
         amax,
         /// One f32, or null; 1.0 leaves every output as it is.
         noop,
+        /// One f32 that receives the scale which the result in high precision is quantised with.
+        measured,
+        /// [`AMAX_WORKSPACE_BYTES`](te_fast_kernels::constants::quantize::AMAX_WORKSPACE_BYTES) for that, zeroed once when
+        /// allocated. One launch at a time may use them.
+        counters,
     }
 }
 
@@ -101,6 +109,7 @@ impl NormPlan {
     pub fn new(spec: NormSpec) -> Result<Self> {
         let NormSpec { rows, cols, columnwise, .. } = spec;
         check_outputs(OP, spec.high || spec.stats || spec.residual, spec.fp8, spec.rowwise || columnwise)?;
+        check_measures(OP, spec.measures.as_ref(), spec.high && spec.fp8.is_none())?;
         check_shape(OP, rows, cols)?;
         if spec.eps.is_nan() || spec.eps < 0.0 {
             return Err(Error::value(OP, format_args!("eps must not be negative, got {}", spec.eps)));
@@ -164,6 +173,8 @@ impl NormPlan {
                 scale: b.scale.when(casts),
                 scale_inv: b.scale_inv.when(casts),
                 amax: b.amax.when(casts),
+                measured: b.measured.when(spec.measures.is_some()),
+                counters: b.counters.when(spec.measures.is_some()),
                 ..*b
             },
             rows: spec.rows as u64,
@@ -178,6 +189,7 @@ impl NormPlan {
             rms: u32::from(spec.kind == NormKind::RmsNorm),
             zero_centered: u32::from(spec.zero_centered_gamma),
             e5m2: u32::from(spec.fp8 == Some(Fp8::E5m2)),
+            rule: spec.measures.map_or_else(ScaleNumbers::default, ScaleNumbers::from),
         };
         launch(target, self.share.kernel, self.grid, &params)
     }
@@ -197,6 +209,7 @@ impl NormPlan {
             return Err(Error::value(OP, "a buffer that the plan needs is null"));
         }
         scaled(OP, spec.fp8, b.scale)?;
+        check_measured(OP, spec.measures.is_some(), host, (b.measured, b.counters))?;
         if !host && spec.columnwise {
             aligned(OP, "the transposed output", b.out_t)?;
         }
@@ -245,6 +258,7 @@ mod tests {
             rowwise: false,
             columnwise,
             stats: true,
+            measures: None,
             limits,
         })
     }

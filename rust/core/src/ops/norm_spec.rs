@@ -2,6 +2,7 @@
 
 use te_fast_kernels::{Float, Fp8};
 
+use crate::ops::amax::ScaleRule;
 use crate::runtime::lane::Limits;
 
 /// Which statistics a row is normalised by.
@@ -43,6 +44,8 @@ pub struct NormSpec {
     pub columnwise: bool,
     /// Write the statistics.
     pub stats: bool,
+    /// Find the scale that the result in high precision is quantised with; where nothing is cast here.
+    pub measures: Option<ScaleRule>,
     /// What a launch can have on the device.
     pub limits: Limits,
 }

@@ -63,6 +63,7 @@ impl<'a> Compiler<'a> {
             rowwise: false,
             columnwise: false,
             row_scale: if row_scale.is_some() { facts.factor_type(link) } else { None },
+            measures: None,
         };
         let x = self.activation_input(index, &kept);
         let at = ActivationPointers { x, y: self.for_weight_grad(linear), row_scale, ..ActivationPointers::default() };

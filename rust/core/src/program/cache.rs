@@ -146,7 +146,13 @@ mod tests {
 
     #[test]
     fn the_program_used_longest_ago_goes_first() -> Result<()> {
-        let config = Config { synchronise: false, check_device: true, exchange_table: true, graphs: true };
+        let config = Config {
+            synchronise: false,
+            check_device: true,
+            exchange_table: true,
+            graphs: true,
+            weights_together: true,
+        };
         let mut dispatcher = Dispatcher::new(config);
         let mut chain = Chain::default();
         chain.push("0".into(), Op::Identity);

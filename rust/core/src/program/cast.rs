@@ -34,6 +34,11 @@ impl Cast {
         Self { byte_scales: packs && usage.columnwise, ..self }
     }
 
+    /// The same with one scale that is known before, as delayed scaling has it.
+    pub(crate) fn with_known_scale(self) -> Self {
+        Self { spec: QuantSpec { scaling: Scaling::Delayed, ..self.spec }, ..self }
+    }
+
     /// The same of rows that belong to groups.
     pub(crate) fn of_groups(self, groups: Option<QuantGroups>) -> Self {
         Self { spec: QuantSpec { groups, ..self.spec }, ..self }

@@ -11,6 +11,7 @@ use crate::program::chain::{Chain, OP, Op, ProgramKey};
 use crate::program::compile::{Compiled, grad_dtype};
 use crate::program::edge::QuantizedKind;
 use crate::program::facts::Facts;
+use crate::program::linear_op::WeightCast;
 use crate::program::port::Port;
 use crate::program::sized::SizedProgram;
 use crate::program::weight_grad::WeightGradPlan;
@@ -234,6 +235,13 @@ impl Program {
     #[must_use]
     pub fn weight_layout(&self, linear: usize) -> WeightLayout {
         self.facts.linears[linear].weight_layout()
+    }
+
+    /// How a linear op's weight is quantised, where that can be done with other weights; none for experts, 1 x 128 blocks
+    /// and in high precision.
+    #[must_use]
+    pub fn weight_cast(&self, linear: usize) -> Option<WeightCast> {
+        self.facts.linears[linear].weight_cast()
     }
 
     /// The GEMM of a weight gradient that goes into a buffer of the caller's: `main_grad`, added or set.

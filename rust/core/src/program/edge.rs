@@ -155,11 +155,13 @@ pub(crate) struct Value {
     pub(crate) quantized: Option<Layouts>,
     /// Numbers of the rows, where `high` has those of tokens: the linear op that comes next gathers them as it quantises.
     pub(crate) numbers: At,
+    /// The scale that this op quantises it with, where what computed it has found that.
+    pub(crate) scale: Option<At>,
 }
 
 impl Value {
     pub(crate) const fn high(high: At) -> Self {
-        Self { high, quantized: None, numbers: At::NONE }
+        Self { high, quantized: None, numbers: At::NONE, scale: None }
     }
 
     pub(crate) const fn quantized(layouts: Layouts) -> Self {

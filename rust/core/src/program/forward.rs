@@ -137,6 +137,7 @@ impl Compiler<'_> {
         let layer_norm = matches!(kind, NormKind::LayerNorm);
         let mut stat = |wanted: bool| if wanted { self.saved() } else { At::NONE };
         let (mean, rstd) = (stat(stats && layer_norm), stat(stats));
+        let measured = self.measured(index + 1);
         let x = value.high;
         if stats {
             let x = if residual.is_some() { sum } else { x };
@@ -156,6 +157,7 @@ impl Compiler<'_> {
             rowwise: to.row.is_some(),
             columnwise: to.col.is_some(),
             stats,
+            measures: measured.map(|(_, rule)| rule),
             limits: self.facts.limits,
         };
         let at = NormPointers {
@@ -173,10 +175,12 @@ impl Compiler<'_> {
             scale_inv: to.scale_inv(),
             amax: slot.amax,
             noop: At::NONE,
+            measured: measured.map_or(At::NONE, |(at, _)| at),
+            counters: At::of(Port::Counters),
         };
         let first = if residual.is_some() { self.before(index) } else { index };
         self.step(Work::Norm { spec, at }, (first, index), norm_text(&spec));
-        *value = Value { quantized: fp8.map(|_| to), ..Value::high(y) };
+        *value = Value { quantized: fp8.map(|_| to), scale: measured.map(|(at, _)| at), ..Value::high(y) };
     }
 
     /// The addition whose result the norm at `index` takes.
@@ -240,6 +244,7 @@ impl Compiler<'_> {
         }
         let Fused { layouts: to, slot } = fp8.map_or(Fused::NONE, |(linear, _)| self.fused(linear));
         let y = if high { self.place_of(index + 1) } else { At::NONE };
+        let measured = self.measured(index + 1);
         let spec = ActivationSpec {
             rows: 0,
             cols: self.facts.edges[index + 1].cols,
@@ -251,6 +256,7 @@ impl Compiler<'_> {
             rowwise: to.row.is_some(),
             columnwise: to.col.is_some(),
             row_scale: if scaled { self.facts.factor_type(link) } else { None },
+            measures: measured.map(|(_, rule)| rule),
         };
         let at = ActivationPointers {
             x: value.high,
@@ -262,6 +268,8 @@ impl Compiler<'_> {
             scale_inv: to.scale_inv(),
             amax: slot.amax,
             noop: At::NONE,
+            measured: measured.map_or(At::NONE, |(at, _)| at),
+            counters: At::of(Port::Counters),
         };
         let text = match (to.row.is_some(), to.col.is_some()) {
             (false, _) => "activation",
@@ -269,7 +277,7 @@ impl Compiler<'_> {
             (true, true) => "activation + cast + transpose",
         };
         self.step(Work::Activation { spec, at }, (index, index), text);
-        *value = Value { quantized: fp8.map(|_| to), ..Value::high(y) };
+        *value = Value { quantized: fp8.map(|_| to), scale: measured.map(|(at, _)| at), ..Value::high(y) };
     }
 
     /// Keeps an activation's input for backward in FP8 under current scaling, to save memory; how it is read again.

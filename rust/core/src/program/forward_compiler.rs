@@ -1,5 +1,6 @@
 //! The state of a forward's compilation, and what its ops share: where values go, who takes them, what stays.
 
+use crate::ops::amax::ScaleRule;
 use crate::ops::dequantize::DequantizeSpec;
 use crate::program::buffer::{Arena, At};
 use crate::program::chain::{Link, Op};
@@ -7,7 +8,7 @@ use crate::program::edge::{LayoutAt, Layouts, Rows};
 use crate::program::facts::Facts;
 use crate::program::port::{LinearPort, Port};
 use crate::program::work::{FlowName, Flows, SlotAt, Step, Work};
-use crate::recipe::definition::{Recipe, Scaling};
+use crate::recipe::definition::{Quantization, Recipe, Scaling};
 use crate::runtime::dispatcher::Dispatcher;
 
 /// What an op's backward reads of its forward.
@@ -252,6 +253,19 @@ impl<'a> Compiler<'a> {
         let link = self.link(consumer)?;
         let delayed = self.facts.recipe.as_ref().is_some_and(Recipe::is_delayed);
         (matches!(link.op, Op::Linear { groups: None, .. }) && delayed).then_some((link.linear, handed_out))
+    }
+
+    /// Where what computes edge `index` leaves the scale that the linear op behind it quantises with, and how that follows from
+    /// the maximum: under current scaling, so that nothing is read for its maximum alone.
+    pub(super) fn measured(&mut self, index: usize) -> Option<(At, ScaleRule)> {
+        let (consumer, _) = self.consumer(index);
+        let link = self.link(consumer)?;
+        let recipe = self.facts.recipe.as_ref().filter(|recipe| recipe.scaling == Scaling::Current)?;
+        let Quantization { amax_epsilon: eps, power_2_scale: pow2, .. } = recipe.input;
+        let rule = ScaleRule { output: recipe.fwd, eps, pow2 };
+        let quantizes = matches!(link.op, Op::Linear { groups: None, .. })
+            && self.facts.linears.get(link.linear).is_some_and(|op| op.casts.is_some() && op.given.is_none());
+        quantizes.then(|| (self.scratch(), rule))
     }
 
     /// Says why a value is quantised by a launch of its own.

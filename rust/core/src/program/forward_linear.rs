@@ -14,7 +14,7 @@ use crate::program::edge::{LayoutAt, Layouts, Rows, Value};
 use crate::program::forward_compiler::{Compiler, Fused, Kept, slot};
 use crate::program::linear_op::{Product, Tail};
 use crate::program::port::{LinearPort, Port};
-use crate::program::work::{Work, quantised};
+use crate::program::work::{SlotAt, Work, quantised};
 use crate::quant::quantizer::QuantPointers;
 
 /// What a GEMM and its tail are called, by the precision of the result.
@@ -147,6 +147,10 @@ impl Compiler<'_> {
         } else {
             let Fused { layouts, slot } = self.fused(linear);
             let (splits, numbers) = (self.out.left.splits_of(self.facts, index), value.numbers);
+            let (cast, slot) = match value.scale.take() {
+                Some(scale) => (cast.with_known_scale(), SlotAt { scale, amax: At::NONE }),
+                None => (*cast, slot),
+            };
             let at = QuantPointers { splits, numbers, ..quantised(value.high, &layouts, slot, self.scratch()) };
             let text = match (numbers.is_some(), layouts.col.is_some()) {
                 (false, false) => "cast",
@@ -154,7 +158,7 @@ impl Compiler<'_> {
                 (true, false) => "gather + cast",
                 (true, true) => "gather + cast + transpose",
             };
-            let cast = if numbers.is_some() { cast.gathering(self.facts.gather(index, false)) } else { *cast };
+            let cast = if numbers.is_some() { cast.gathering(self.facts.gather(index, false)) } else { cast };
             self.out.left.numbers[linear] = numbers;
             self.step(Work::Quantize { cast, unpacks: None, at }, (index, index), text);
             layouts

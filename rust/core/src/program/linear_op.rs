@@ -7,10 +7,13 @@ use te_fast_kernels::{Float, Fp8};
 
 use crate::base::dtype::{DType, Device};
 use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
 use crate::gemm::linear::{self as fp8_gemms, Problems, check_features, check_recipe, check_rows};
 use crate::gemm::plan::GemmPlan;
 use crate::gemm::problem::{Epilogue, Factor, Operand, Problem, ScaleMode};
+use crate::ops::amax::ScaleRule;
 use crate::ops::cast_groups::{Division, GroupShape, padded_rows};
+use crate::ops::cast_many::{CastManyPlan, ManyScales, TensorCast};
 use crate::ops::dequantize::DequantizeSpec;
 use crate::ops::grouped_gemm::{GroupedGemmPlan, GroupedGemmSpec, GroupedKind, GroupedScaling};
 use crate::ops::transpose::TransposeSpec;
@@ -19,8 +22,8 @@ use crate::program::chain::{Chain, Groups, LinearCall, OP, Op, ProgramKey};
 use crate::program::edge::{QuantizedKind, Rows};
 use crate::program::weight_grad::WeightGradPlan;
 use crate::quant::quantizer::{QuantGroups, QuantPlan, QuantSpec};
-use crate::quant::value::WeightLayout;
-use crate::recipe::definition::{BackwardOverride, Block, PerGemm, Quantization, Recipe};
+use crate::quant::value::{Slot, WeightBuffer, WeightLayout};
+use crate::recipe::definition::{BackwardOverride, Block, PerGemm, Quantization, Recipe, Scaling};
 use crate::recipe::usage::{Needs, Usage, Usages};
 use crate::runtime::dispatcher::Dispatcher;
 
@@ -287,10 +290,74 @@ impl LinearOp {
         self.outputs * self.groups.map_or(1, |groups| groups.count)
     }
 
+    /// How the weight is quantised, where a launch can do that with other weights.
+    pub(crate) fn weight_cast(&self) -> Option<WeightCast> {
+        let Casts { recipe, .. } = self.casts.as_ref().filter(|_| self.groups.is_none())?;
+        let Quantization { power_2_scale: pow2, amax_epsilon: eps, block } = recipe.weight;
+        let output = recipe.fwd;
+        let scales = match (recipe.scaling, block) {
+            (Scaling::Delayed, _) => ManyScales::Given,
+            (Scaling::Current, _) => ManyScales::Current(ScaleRule { output, eps, pow2 }),
+            (Scaling::Block, Block::Square) => ManyScales::Block { eps, pow2 },
+            _ => return None,
+        };
+        Some(WeightCast { rows: self.outputs, cols: self.inputs, input: self.weight, output, scales })
+    }
+
     /// How the quantised weight lies in memory.
     pub(crate) fn weight_layout(&self) -> WeightLayout {
         let casts = self.casts.as_ref();
         casts.map_or_else(WeightLayout::default, |casts| WeightLayout::new(&casts.w, casts.usages.weight()))
+    }
+}
+
+/// The cast of a weight.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct WeightCast {
+    /// Output features.
+    pub rows: usize,
+    /// Input features.
+    pub cols: usize,
+    /// Type of the weight.
+    pub input: Float,
+    /// Type that it is cast to.
+    pub output: Fp8,
+    /// Where its scales come from.
+    pub scales: ManyScales,
+}
+
+impl WeightCast {
+    /// The launch of such weights.
+    ///
+    /// # Errors
+    /// None for a recipe that a program was compiled with.
+    pub fn plan(&self) -> Result<CastManyPlan> {
+        CastManyPlan::new(self.input, self.output, self.scales)
+    }
+
+    /// Whether one launch does both.
+    #[must_use]
+    pub fn is_with(&self, other: &Self) -> bool {
+        (self.input, self.output, self.scales) == (other.input, other.output, other.scales)
+    }
+
+    /// The weight at `x` into `weight`, with its slot of delayed scaling.
+    #[must_use]
+    pub fn of<'a>(&self, x: DevPtr<'a>, weight: &WeightBuffer<'a>, slot: Slot<'a>) -> TensorCast<'a> {
+        let (row, col) = (weight.row(), weight.col());
+        let scale_inv =
+            if row.data.is_null() && !matches!(self.scales, ManyScales::Block { .. }) { col.scale } else { row.scale };
+        TensorCast {
+            rows: self.rows,
+            cols: self.cols,
+            x,
+            out: row.data,
+            out_t: col.data,
+            scale_inv,
+            scale_inv_t: col.scale,
+            scale: slot.scale,
+            amax: slot.amax,
+        }
     }
 }
 

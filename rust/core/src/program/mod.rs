@@ -34,6 +34,7 @@ pub use cache::{KeptProgram, ProgramCache};
 pub use chain::{Chain, Groups, LinearCall, Link, Op, OuterKinds, ProgramKey};
 pub use compiled::{Explained, Program};
 pub use edge::QuantizedKind;
+pub use linear_op::WeightCast;
 pub use port::{Beside, LinearPort, Outer, Port};
 pub use sized::SizedProgram;
 pub use weight_grad::WeightGradPlan;

@@ -175,6 +175,7 @@ impl<'a> Sizing<'a> {
                     self.writes(at, bytes);
                 }
                 self.casts(at.out, plan.out_bytes(), at.out_t, plan.out_t_bytes(), at.scale_inv);
+                self.writes(at.measured, SCALE_BYTES);
                 Ok(Planned::Norm(plan, at.map(|&at| self.cell(at))))
             }
             Work::NormBackward { spec, at } => {
@@ -193,6 +194,7 @@ impl<'a> Sizing<'a> {
                 let plan = ActivationPlan::new(ActivationSpec { rows, ..*spec })?;
                 self.writes(at.y, plan.y_bytes());
                 self.casts(at.out, plan.out_bytes(), at.out_t, plan.out_t_bytes(), at.scale_inv);
+                self.writes(at.measured, SCALE_BYTES);
                 Ok(Planned::Activation(plan, at.map(|&at| self.cell(at))))
             }
             Work::ActivationBackward { spec, at } => {

@@ -14,6 +14,8 @@ use crate::quant::weight::{Microbatch, WeightRecord};
 
 /// Weights that no graph skips yet and one captured later may: of as many recipes and layouts as calls before it go through.
 const SPARE: usize = 8;
+/// Misses that count.
+const MOST_MISSES: u32 = 10;
 
 /// A quantised weight.
 #[derive(Debug)]
@@ -80,6 +82,11 @@ pub struct WeightCache<M> {
     /// Streams that may read it without waiting; the first one wrote it.
     streams: Vec<Stream>,
     captured: Option<Arc<KeptWeight<M>>>,
+    /// Quantised with those of other linear ops, and the stream that did so: for the call that asks for it next.
+    ready: Option<(Arc<KeptWeight<M>>, Stream)>,
+    /// How often such a one was not taken, and how often from then on this weight is still to be quantised alone.
+    misses: u32,
+    alone: u32,
     /// Weights that captured graphs quantise where a flag on the device does not tell them to skip it.
     skippable: GraphMemory<Arc<KeptWeight<M>>>,
 }
@@ -93,6 +100,9 @@ impl<M> Default for WeightCache<M> {
             was_reused: false,
             streams: Vec::new(),
             captured: None,
+            ready: None,
+            misses: 0,
+            alone: 0,
             skippable: GraphMemory::default(),
         }
     }
@@ -110,9 +120,35 @@ impl<M> WeightCache<M> {
 
     /// Forgets it: the next forward quantises the weight again. What captured graphs skip stays.
     #[must_use]
-    pub fn clear(&mut self) -> [Former<M>; 2] {
+    pub fn clear(&mut self) -> [Former<M>; 3] {
         self.passing = None;
-        [self.kept.take(), self.captured.take()]
+        [self.kept.take(), self.captured.take(), self.take_ready().map(|(weight, _)| weight)]
+    }
+
+    /// Leaves a weight that was quantised with others on `stream` to the next call; what nobody has taken.
+    #[must_use]
+    pub fn make_ready(&mut self, weight: Arc<KeptWeight<M>>, stream: Stream) -> Former<M> {
+        self.ready.replace((weight, stream)).map(|(weight, _)| weight)
+    }
+
+    /// That weight, and the stream that wrote it.
+    #[inline]
+    pub fn take_ready(&mut self) -> Option<(Arc<KeptWeight<M>>, Stream)> {
+        self.ready.take()
+    }
+
+    /// Nobody came for it, or for another than this: a weight that is seldom used is quantised alone the longer, the more
+    /// often that happens.
+    pub fn note_miss(&mut self) {
+        self.misses = (self.misses + 1).min(MOST_MISSES);
+        self.alone = 1 << self.misses;
+    }
+
+    /// A call has quantised this weight alone: whether the next time others may do so.
+    pub fn may_join(&mut self) -> bool {
+        let may = self.alone == 0;
+        self.alone = self.alone.saturating_sub(1);
+        may
     }
 
     /// The weight that serves a call that would quantise `wanted`, as far as records tell.
@@ -295,6 +331,22 @@ mod tests {
         assert!(matches!(found(record(1, 0), Microbatch::Unknown), Candidate::None));
         assert!(matches!(found(record(0, 0), Microbatch::First), Candidate::None));
     }
+
+    #[test]
+    fn a_weight_that_nobody_came_for_is_quantised_alone_for_a_while() {
+        let mut cache = WeightCache::<()>::default();
+        assert!(cache.may_join());
+        for expected in [2, 4, 8] {
+            cache.note_miss();
+            let alone = (0..100).take_while(|_| !cache.may_join()).count();
+            assert_eq!(alone, expected);
+        }
+        let weight = Arc::new(KeptWeight::new(record(0, 0), ()));
+        assert!(cache.make_ready(Arc::clone(&weight), STREAM).is_none());
+        assert!(cache.clear().iter().flatten().any(|former| Arc::ptr_eq(former, &weight)));
+        assert!(cache.take_ready().is_none());
+    }
+
     #[test]
     fn weights_that_graphs_may_skip_are_no_more_than_calls_need() -> Result<()> {
         let mut cache = WeightCache::default();

@@ -4,5 +4,6 @@ pub mod cache;
 pub mod content;
 pub mod graph_memory;
 pub mod quantizer;
+pub mod together;
 pub mod value;
 pub mod weight;

@@ -43,7 +43,13 @@ fn values(pointer: DevPtr<'_>, count: usize) -> Vec<f32> {
 }
 
 fn dispatcher() -> Dispatcher {
-    Dispatcher::new(Config { synchronise: false, check_device: true, exchange_table: true, graphs: true })
+    Dispatcher::new(Config {
+        synchronise: false,
+        check_device: true,
+        exchange_table: true,
+        graphs: true,
+        weights_together: true,
+    })
 }
 
 #[test]

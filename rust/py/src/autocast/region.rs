@@ -1,6 +1,6 @@
 //! Autocast regions for Python.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
@@ -34,6 +34,16 @@ struct Callbacks {
     update: Py<PyAny>,
     /// The attribute that holds a recipe's native form.
     native: Py<PyString>,
+}
+
+/// What the end of an outermost region runs, before forward scales are updated.
+type AtEnd = fn(Python<'_>) -> PyResult<()>;
+
+static AT_END: OnceLock<AtEnd> = OnceLock::new();
+
+/// Has the ends of outermost regions run `at_end` from now on.
+pub(crate) fn run_at_end(at_end: AtEnd) {
+    AT_END.get_or_init(|| at_end);
 }
 
 static CALLBACKS: PyOnceLock<Callbacks> = PyOnceLock::new();
@@ -147,8 +157,14 @@ impl AutocastRegion {
         let Some(former) = former else {
             return Err(to_python(Error::state("autocast", "left without having been entered")));
         };
-        let due = state.dispatcher(py)?.0.autocast.exit(&former, updates);
+        let (due, ends) = {
+            let autocast = &mut state.dispatcher(py)?.0.autocast;
+            (autocast.exit(&former, updates), autocast.depth() == 0)
+        };
         drop(former);
+        if let Some(at_end) = AT_END.get().filter(|_| ends) {
+            at_end(py)?;
+        }
         release(py, state)?;
         if due != Due::Nothing {
             // Only calibration goes on without gradients, as when a trained model is calibrated.

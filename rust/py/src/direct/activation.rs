@@ -150,6 +150,7 @@ pub(crate) fn activation(
         rowwise: outputs.rowwise.is_some(),
         columnwise: outputs.columnwise.is_some(),
         row_scale: c.row_scale,
+        measures: None,
     })
     .python()?;
     if outputs.column_sums.is_some() || outputs.row_scale_grad.is_some() {
@@ -166,6 +167,7 @@ pub(crate) fn activation(
         scale_inv: sized(&call, outputs.scale_inv.as_ref(), "scale_inv", DType::F32, 1)?,
         amax: c.amax,
         noop: c.noop,
+        ..ActivationPointers::default()
     };
     call.run(0, |target, _| plan.run(target, &buffers))
 }

@@ -124,6 +124,7 @@ pub(crate) fn norm(
         rowwise: outputs.rowwise.is_some(),
         columnwise: outputs.columnwise.is_some(),
         stats: outputs.rstd.is_some(),
+        measures: None,
         limits,
     })
     .python()?;
@@ -144,6 +145,7 @@ pub(crate) fn norm(
         scale_inv: one(outputs.scale_inv.as_ref(), "scale_inv")?,
         amax: one(inputs.amax.as_ref(), "amax")?,
         noop: one(inputs.noop.as_ref(), "noop")?,
+        ..NormPointers::default()
     };
     call.run(0, |target, _| plan.run(target, &buffers))
 }

@@ -12,7 +12,7 @@ use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::cuda::device::is_capturing;
 use te_fast_core::launch::trace::{CLOCK, Stage};
-use te_fast_core::program::{Bindings, Outer, OuterKinds, Port, Program, ProgramKey, SizedProgram};
+use te_fast_core::program::{Bindings, Outer, OuterKinds, Port, Program, ProgramKey, SizedProgram, WeightCast};
 use te_fast_core::quant::cache::Keep;
 use te_fast_core::quant::value::LinearSlots;
 use te_fast_core::quant::weight::{Microbatch, WeightRecord, WeightToken};
@@ -31,6 +31,7 @@ use crate::program::check::check;
 use crate::program::handle::{ProgramHandle, PyProgram, Shapes, Tuples};
 use crate::program::parts::Joined;
 use crate::program::tensors::{Flags, Objects, Tensors, float, requires_grad, same, typed, typed_extras};
+use crate::program::together::{self, Source};
 use crate::program::weight::{OpSlots, WeightHandle, recycle, reusable};
 use crate::program::weight_memory::{CachedWeight, for_backward, make_weight, weight_buffer};
 use crate::tensor::given::GivenWeight;
@@ -257,7 +258,7 @@ impl<'a, 'py> Call<'a, 'py> {
         self.launch(tensors, (program, &sized), &results, &prepared, place, flag.filter(|_| skips))?;
         self.note_writes(program, extras)?;
         let skippable = flag.is_some();
-        let weights = self.keep(&compiled, prepared, place, capturing, skippable)?;
+        let weights = self.keep(tensors, &compiled, prepared, place, capturing, skippable)?;
         CLOCK.mark(Stage::Finish);
         let Results { y, extra_outputs, saved } = results;
         let y = match y {
@@ -418,9 +419,9 @@ impl<'a, 'py> Call<'a, 'py> {
         let (py, state) = (self.x.py(), self.state);
         let linears = compiled.program.key().linears.len();
         let delayed = region.recipe.is_delayed();
-        let (generation, cache_epoch, optimizer_steps) = {
-            let dispatcher = &state.dispatcher(py)?.0;
-            (dispatcher.forward_generation, dispatcher.cache_epoch, dispatcher.optimizer_steps)
+        let (generation, cache_epoch, optimizer_steps, together) = {
+            let Dispatcher { forward_generation, cache_epoch, optimizer_steps, config, .. } = &state.dispatcher(py)?.0;
+            (*forward_generation, *cache_epoch, *optimizer_steps, config.weights_together)
         };
         let mut list = SmallVec::with_capacity(linears);
         let mut replays = replays.into_iter();
@@ -470,15 +471,38 @@ impl<'a, 'py> Call<'a, 'py> {
                 reusable(state, weight, parameter, &record, microbatch, (place, capturing))?
             };
             let is_reused = reused.is_some();
+            // Weights whose calls see no more than the present.
+            let cast = if skippable || capturing || replay.is_some() || !together {
+                None
+            } else {
+                compiled.program.weight_cast(linear)
+            };
+            let ready = match &cast {
+                Some(cast) if !is_reused => together::ready(state, weight, &record, cast, place)?,
+                _ => None,
+            };
+            let is_ready = ready.is_some();
             let (quantized, fresh) = if let Some(reused) = reused {
                 (reused, skippable.then_some(param))
+            } else if let Some(ready) = ready {
+                (ready, Some(param))
             } else {
                 let former = if skippable { None } else { recycle(weight, (place, capturing))? };
                 let made = make_weight(py, state, &self.params[param], record, former)?;
                 (Arc::new(made), Some(param))
             };
             let quantized = Some(quantized);
-            list.push(Prepared { quantized, given: None, slots, replay, version, fresh, reused: is_reused });
+            list.push(Prepared {
+                quantized,
+                slots,
+                replay,
+                version,
+                fresh,
+                cast,
+                is_ready,
+                reused: is_reused,
+                given: None,
+            });
         }
         Self::check_given(tensors, compiled)?;
         Ok(list)
@@ -575,7 +599,7 @@ impl<'a, 'py> Call<'a, 'py> {
                 let [row, col] = given.layouts(state)?;
                 call.set_layouts(linear, row, col);
             }
-            if let Some(param) = weight.fresh {
+            if let Some(param) = weight.fresh.filter(|_| !weight.is_ready) {
                 call.set_fresh_weight(linear, tensors.params[param].data());
             }
             call.set_slots(linear, &weight.slots());
@@ -630,17 +654,19 @@ impl<'a, 'py> Call<'a, 'py> {
 
     fn keep(
         &self,
+        tensors: &Tensors<'_>,
         compiled: &PyProgram,
         prepared: SmallVec<[Prepared<'py>; 2]>,
         place: Place,
         capturing: bool,
         skippable: bool,
     ) -> Result<CallWeights, Failure> {
-        let py = self.x.py();
+        let (py, state) = (self.x.py(), self.state);
         // What the optimizer is about to change is left to its backward.
         let trains = |param: usize| self.grads && compiled.program.key().params[param].1;
         let mut list = CallWeights::new();
-        for (linear, Prepared { mut quantized, given, slots, version, fresh, .. }) in prepared.into_iter().enumerate() {
+        for (linear, prepared) in prepared.into_iter().enumerate() {
+            let Prepared { mut quantized, given, slots, version, fresh, is_ready, cast, .. } = prepared;
             let mut is_left = false;
             if let (Some(quantized), Some(_)) = (&quantized, fresh)
                 && let Some((weight, param)) = ProgramHandle::linear_at(self.handle, linear)?
@@ -658,6 +684,14 @@ impl<'a, 'py> Call<'a, 'py> {
                     let former = weight.bind(py).try_borrow_mut()?.cache.keep(quantized, place.stream, keep);
                     drop(former);
                     is_left = !weight.bind(py).try_borrow()?.cache.holds(quantized);
+                }
+                if let Some(cast) = cast
+                    && tensors.is_in_place(param)
+                    && (self.version.is_none() || self.joined.is_some())
+                {
+                    let joined = self.joined.as_ref().map(Bound::get);
+                    let source = Source { param: &self.params[param], index: param, joined };
+                    together::join(state, weight.bind(py), quantized, cast, &source, (place, !is_ready))?;
                 }
             }
             if is_left {
@@ -711,6 +745,10 @@ pub(crate) struct Prepared<'py> {
     pub(crate) version: Option<u64>,
     /// The parameter that is to be quantised now.
     pub(crate) fresh: Option<usize>,
+    /// It has been, by the launch of all weights.
+    is_ready: bool,
+    /// How a launch of all weights does that.
+    cast: Option<WeightCast>,
     /// The kept one serves.
     pub(crate) reused: bool,
 }
@@ -718,7 +756,17 @@ pub(crate) struct Prepared<'py> {
 impl Prepared<'_> {
     /// A weight that is not quantised here.
     pub(crate) const fn high_precision(version: Option<u64>) -> Self {
-        Self { quantized: None, given: None, slots: None, replay: None, version, fresh: None, reused: true }
+        Self {
+            quantized: None,
+            given: None,
+            slots: None,
+            replay: None,
+            version,
+            fresh: None,
+            is_ready: false,
+            cast: None,
+            reused: true,
+        }
     }
 
     fn slots(&self) -> LinearSlots<'_> {

@@ -225,6 +225,11 @@ impl<'a> Tensors<'a> {
     pub(crate) fn origin(&self, param: usize) -> usize {
         self.origins.get(param).copied().unwrap_or_else(|| self.params[param].data().address())
     }
+
+    /// Whether a parameter is read where it is, not in a copy.
+    pub(crate) fn is_in_place(&self, param: usize) -> bool {
+        self.origin(param) == self.params[param].data().address()
+    }
 }
 
 pub(crate) fn float(view: &TensorView<'_>, what: &'static str) -> Result<Float, Error> {

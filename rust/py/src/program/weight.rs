@@ -18,6 +18,7 @@ use te_fast_core::runtime::lane::Place;
 
 use crate::autocast::recompute::RecordedScales;
 use crate::error::Failure;
+use crate::program::member::Joining;
 use crate::program::weight_memory::{CachedWeight, WeightMemory, is_gone, may_be_updated, share_with};
 use crate::torch::process::State;
 
@@ -120,7 +121,7 @@ fn slot(slots: &AmaxSlots, index: usize) -> Slot<'_> {
 }
 
 /// What a linear op inside a program keeps between calls.
-#[pyclass(module = "te_fast._native", name = "WeightHandle")]
+#[pyclass(module = "te_fast._native", name = "WeightHandle", weakref)]
 #[derive(Debug)]
 pub(crate) struct WeightHandle {
     name: String,
@@ -128,6 +129,8 @@ pub(crate) struct WeightHandle {
     /// Memory of kept weights that captured graphs read, by its address: replays come when others may be kept.
     pub(crate) read_by_graphs: GraphMemory<(usize, Py<PyAny>)>,
     pub(crate) slots: Option<OpSlots>,
+    /// As whom its weight is quantised together with others.
+    pub(crate) joining: Option<Joining>,
     /// What a compiler's calls have last quantised into memory that they bring.
     pub(crate) traced: Option<TracedWeight>,
     pub(crate) waiting: VecDeque<WaitingGrad>,
@@ -151,6 +154,7 @@ impl WeightHandle {
             cache: WeightCache::default(),
             read_by_graphs: GraphMemory::default(),
             slots: None,
+            joining: None,
             traced: None,
             waiting: VecDeque::new(),
             fuse_wgrad_accumulation: false,
@@ -167,11 +171,11 @@ impl WeightHandle {
 
     /// Forgets the quantised weight: the next forward quantises it again.
     fn drop_weight_cache(slf: &Bound<'_, Self>) -> PyResult<()> {
-        let (former, traced) = {
+        let (former, traced, joining) = {
             let mut handle = slf.try_borrow_mut()?;
-            (handle.cache.clear(), handle.traced.take())
+            (handle.cache.clear(), handle.traced.take(), handle.joining.take())
         };
-        drop((former, traced));
+        drop((former, traced, joining));
         Ok(())
     }
 

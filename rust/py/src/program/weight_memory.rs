@@ -98,6 +98,19 @@ pub(crate) fn make_weight(
     record: WeightRecord,
     former: Former<WeightMemory>,
 ) -> Result<CachedWeight, Failure> {
+    let storage = parameter.call_method0(intern!(py, "untyped_storage"))?;
+    let storage = state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind();
+    Ok(make_weight_of_storage(py, state, storage, record, former)?)
+}
+
+/// The same with torch's weak reference to that storage.
+pub(crate) fn make_weight_of_storage(
+    py: Python<'_>,
+    state: &State,
+    storage: Py<PyAny>,
+    record: WeightRecord,
+    former: Former<WeightMemory>,
+) -> PyResult<CachedWeight> {
     let layout = &record.layout;
     let fits = |kept: &CachedWeight| kept.record.device == record.device && kept.record.layout == *layout;
     let former = former.and_then(Arc::into_inner).filter(fits).map(|kept| kept.memory);
@@ -113,7 +126,5 @@ pub(crate) fn make_weight(
         Ok(Some(Arc::new(Held::new(&state.reader, &tensor)?)))
     };
     let (row, col) = (buffer(layout.row_bytes, former_row)?, buffer(layout.col_bytes, former_col)?);
-    let storage = parameter.call_method0(intern!(py, "untyped_storage"))?;
-    let storage = state.torch.storage_weak_ref.bind(py).call1((storage,))?.unbind();
     Ok(KeptWeight::new(record, WeightMemory { row, col, storage }))
 }

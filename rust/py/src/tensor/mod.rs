@@ -3,6 +3,7 @@
 pub(crate) mod given;
 pub(crate) mod handed;
 pub(crate) mod kind;
+pub(crate) mod many;
 pub(crate) mod scale;
 pub(crate) mod stack;
 pub(crate) mod value;

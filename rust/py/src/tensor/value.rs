@@ -69,7 +69,7 @@ pub(crate) struct QuantizedValue {
 }
 
 /// How scales come about: computed from the tensor, least amax, as powers of two.
-type Rule = (bool, f32, bool);
+pub(super) type Rule = (bool, f32, bool);
 
 #[pymethods]
 impl QuantizedValue {
@@ -220,7 +220,7 @@ impl QuantizedValue {
     /// Quantises `x` into these layouts (row, column), in the memory that is there where it fits; other layouts are dropped.
     /// What is there has the shape of `x`. Delayed scaling brings `scale` and a maximum to raise, of a stack one for each value.
     #[pyo3(signature = (x, usage, rule, scale=None, amax=None, noop=None, /))]
-    fn quantize(
+    pub(super) fn quantize(
         slf: &Bound<'_, Self>,
         x: &Bound<'_, PyAny>,
         usage: (bool, bool),
@@ -307,37 +307,18 @@ impl QuantizedValue {
     }
 }
 
-/// A value, what it is quantised from, layouts, scale rule, and scale and maximum of delayed scaling.
-type Job<'py> = (
-    Bound<'py, QuantizedValue>,
-    Bound<'py, PyAny>,
-    (bool, bool),
-    Rule,
-    Option<Bound<'py, PyAny>>,
-    Option<Bound<'py, PyAny>>,
-);
-
-/// Quantises many values, as `QuantizedValue.quantize` does each.
-#[pyfunction]
-#[pyo3(signature = (jobs, /))]
-pub(crate) fn quantize_values(jobs: Vec<Job<'_>>) -> PyResult<()> {
-    jobs.into_iter().try_for_each(|(value, x, usage, rule, scale, amax)| {
-        QuantizedValue::quantize(&value, &x, usage, rule, scale.as_ref(), amax.as_ref(), None)
-    })
-}
-
 /// A layout that is to be written: the tensor that users see, and what is written, another one where kernels cannot write that.
-struct Target<'py> {
+pub(super) struct Target<'py> {
     seen: Bound<'py, PyAny>,
-    written: Bound<'py, PyAny>,
+    pub(super) written: Bound<'py, PyAny>,
     is_fresh: bool,
 }
 
-struct Targets<'py> {
-    row: Option<Target<'py>>,
-    row_scale: Option<Bound<'py, PyAny>>,
-    col: Option<Target<'py>>,
-    col_scale: Option<Bound<'py, PyAny>>,
+pub(super) struct Targets<'py> {
+    pub(super) row: Option<Target<'py>>,
+    pub(super) row_scale: Option<Bound<'py, PyAny>>,
+    pub(super) col: Option<Target<'py>>,
+    pub(super) col_scale: Option<Bound<'py, PyAny>>,
 }
 
 impl QuantizedValue {
@@ -557,7 +538,8 @@ impl QuantizedValue {
         .python()
     }
 
-    fn targets<'py>(
+    /// Where a cast of `x` writes: the memory that is there where it fits.
+    pub(super) fn targets<'py>(
         &self,
         call: &DirectCall<'_, 'py>,
         x: &TensorView<'_>,
@@ -588,7 +570,7 @@ impl QuantizedValue {
     }
 
     /// Takes what was written for its own.
-    fn take(slf: &Bound<'_, Self>, targets: Targets<'_>) -> PyResult<()> {
+    pub(super) fn take(slf: &Bound<'_, Self>, targets: Targets<'_>) -> PyResult<()> {
         let py = slf.py();
         for target in [&targets.row, &targets.col].into_iter().flatten() {
             if !target.written.is(&target.seen) {

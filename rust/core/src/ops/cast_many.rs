@@ -1,0 +1,303 @@
+//! Casts of many tensors to FP8 in one launch, or two where scales follow from the tensors: weights after an optimizer step.
+//!
+//! The tensors travel as kernel parameters: nothing on the device has to be kept, and a captured launch has its own copy.
+
+use te_fast_kernels::constants::quantize::{self, AMAX_WORKSPACE_BYTES, MANY_CHUNK, MANY_TENSORS, THREADS};
+use te_fast_kernels::constants::tile::{TILE, TILE_THREADS};
+use te_fast_kernels::{Float, Fp8, KernelId};
+
+use crate::base::error::{Error, Result};
+use crate::base::pointer::DevPtr;
+use crate::host;
+use crate::launch::grid::Grid;
+use crate::launch::target::{Target, launch};
+use crate::ops::amax::{ScaleRule, check_eps};
+use crate::ops::cast::{aligned, check_columns, tiles};
+use crate::params;
+
+const OP: &str = "cast_many";
+
+/// One tensor of a launch.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct ManyEntry<'a> {
+    /// Input `[rows, cols]`, contiguous.
+    pub x: DevPtr<'a>,
+    /// Bytes of the row layout, or null.
+    pub out: DevPtr<'a>,
+    /// Bytes of the transposed layout, or null.
+    pub out_t: DevPtr<'a>,
+    /// One f32; of blocks null.
+    pub scale: DevPtr<'a>,
+    /// One f32 or null; of blocks the scales of the row layout.
+    pub scale_inv: DevPtr<'a>,
+    /// One f32 to raise to the amax, or null; of blocks the scales of the transposed layout.
+    pub other: DevPtr<'a>,
+    /// Rows.
+    pub rows: u32,
+    /// Columns.
+    pub cols: u32,
+    /// Blocks that look for its amax.
+    pub chunks: u32,
+    /// Zero.
+    pub unused: u32,
+}
+
+impl ManyEntry<'_> {
+    const EMPTY: Self = Self {
+        x: DevPtr::null(),
+        out: DevPtr::null(),
+        out_t: DevPtr::null(),
+        scale: DevPtr::null(),
+        scale_inv: DevPtr::null(),
+        other: DevPtr::null(),
+        rows: 0,
+        cols: 0,
+        chunks: 0,
+        unused: 0,
+    };
+}
+
+params! {
+    /// Parameters of `amax_many_*`, `cast_many_*` and `cast_block_many_*`.
+    pub struct CastManyParams<'a> [quantize::CAST_MANY_PARAMS_BYTES] for AmaxMany | CastMany | CastBlockMany => host::cast_many::run {
+        /// What the blocks of each tensor's amax leave to each other.
+        pub workspace: DevPtr<'a>,
+        /// Entries in use.
+        pub entries: u32,
+        /// Round scales down to powers of two.
+        pub pow2: u32,
+        /// Smallest amax.
+        pub eps: f32,
+        /// Largest value of the FP8 type.
+        pub fp8_max: f32,
+        /// First block of each entry.
+        pub first: [u32; MANY_TENSORS],
+        /// The entries.
+        pub entry: [ManyEntry<'a>; MANY_TENSORS],
+    }
+}
+
+/// Where the scales of many tensors come from.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ManyScales {
+    /// They are given; maxima are raised.
+    Given,
+    /// Each tensor's own, that of its amax.
+    Current(ScaleRule),
+    /// One for each block of 128 x 128.
+    Block {
+        /// Smallest amax.
+        eps: f32,
+        /// Round scales down to powers of two.
+        pow2: bool,
+    },
+}
+
+/// A tensor to cast, and where to.
+#[derive(Clone, Copy, Debug)]
+pub struct TensorCast<'a> {
+    /// Rows.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// Input, contiguous.
+    pub x: DevPtr<'a>,
+    /// Row layout, or null.
+    pub out: DevPtr<'a>,
+    /// Transposed layout, 16-byte aligned, or null.
+    pub out_t: DevPtr<'a>,
+    /// The tensor's inverse scale, or the scales of the row layout's blocks.
+    pub scale_inv: DevPtr<'a>,
+    /// Scales of the transposed layout's blocks.
+    pub scale_inv_t: DevPtr<'a>,
+    /// Scale that is given.
+    pub scale: DevPtr<'a>,
+    /// Maximum to raise where scales are given, or null.
+    pub amax: DevPtr<'a>,
+}
+
+/// Casts of many tensors of one type by one rule.
+#[derive(Clone, Copy, Debug)]
+pub struct CastManyPlan {
+    input: Float,
+    output: Fp8,
+    scales: ManyScales,
+}
+
+impl CastManyPlan {
+    /// The most tensors of a launch.
+    pub const MOST: usize = MANY_TENSORS;
+    /// Bytes of counters that a run uses, zero between launches.
+    pub const COUNTER_BYTES: usize = MANY_TENSORS * AMAX_WORKSPACE_BYTES;
+
+    /// Checks the rule.
+    ///
+    /// # Errors
+    /// An epsilon that is negative or not a number.
+    pub fn new(input: Float, output: Fp8, scales: ManyScales) -> Result<Self> {
+        match scales {
+            ManyScales::Current(ScaleRule { eps, .. }) | ManyScales::Block { eps, .. } => check_eps(OP, eps)?,
+            ManyScales::Given => {}
+        }
+        Ok(Self { input, output, scales })
+    }
+
+    /// Private bytes of a run of so many tensors.
+    #[must_use]
+    pub const fn scratch_bytes(&self, tensors: usize) -> usize {
+        match self.scales {
+            ManyScales::Current(_) => tensors * size_of::<f32>(),
+            _ => 0,
+        }
+    }
+
+    /// Casts all of them: one launch for up to [`CastManyPlan::MOST`], two where scales follow from the tensors. `scratch` is
+    /// [`CastManyPlan::scratch_bytes`], `counters` [`CastManyPlan::COUNTER_BYTES`].
+    ///
+    /// # Errors
+    /// A shape beyond what a launch can index, a buffer that is null or misaligned, or a launch fails. Nothing is launched
+    /// before all tensors are checked.
+    pub fn run<'a>(
+        &self,
+        target: &mut Target<'_>,
+        casts: &[TensorCast<'a>],
+        (scratch, counters): (DevPtr<'a>, DevPtr<'a>),
+    ) -> Result<()> {
+        let host = target.is_host();
+        casts.iter().try_for_each(|cast| self.check(cast, host))?;
+        for (index, casts) in casts.chunks(Self::MOST).enumerate() {
+            let scratch = scratch.offset(self.scratch_bytes(index * Self::MOST));
+            self.launch(target, casts, (scratch, counters))?;
+        }
+        Ok(())
+    }
+
+    fn check(&self, cast: &TensorCast<'_>, host: bool) -> Result<()> {
+        let &TensorCast { rows, cols, .. } = cast;
+        check_columns(OP, cols)?;
+        tiles(OP, rows, cols)?;
+        if i32::try_from(rows).is_err() {
+            return Err(Error::shape(OP, "the number of rows", "below 2**31", rows));
+        }
+        let (filled, blocks) = (rows != 0 && cols != 0, matches!(self.scales, ManyScales::Block { .. }));
+        let missing = (filled && (cast.x.is_null() || (cast.out.is_null() && cast.out_t.is_null())))
+            || (filled && blocks && !cast.out.is_null() && cast.scale_inv.is_null())
+            || (filled && blocks && !cast.out_t.is_null() && cast.scale_inv_t.is_null())
+            || (self.scales == ManyScales::Given && cast.scale.is_null());
+        if missing {
+            return Err(Error::value(OP, "a buffer that a tensor needs is null"));
+        }
+        if host { Ok(()) } else { aligned(OP, "the transposed output", cast.out_t) }
+    }
+
+    fn launch<'a>(
+        &self,
+        target: &mut Target<'_>,
+        casts: &[TensorCast<'a>],
+        (scratch, workspace): (DevPtr<'a>, DevPtr<'a>),
+    ) -> Result<()> {
+        let (input, output) = (self.input, self.output);
+        let (eps, pow2) = match self.scales {
+            ManyScales::Given => (0.0, false),
+            ManyScales::Current(ScaleRule { eps, pow2, .. }) | ManyScales::Block { eps, pow2 } => (eps, pow2),
+        };
+        let mut params = CastManyParams {
+            workspace,
+            entries: casts.len() as u32,
+            pow2: u32::from(pow2),
+            eps,
+            fp8_max: output.max(),
+            first: [0; MANY_TENSORS],
+            entry: std::array::from_fn(|_| ManyEntry::EMPTY),
+        };
+        for (index, (cast, entry)) in casts.iter().zip(&mut params.entry).enumerate() {
+            *entry = self.entry(cast, scratch.offset(index * size_of::<f32>()));
+        }
+        if let ManyScales::Current(_) = self.scales {
+            let blocks = place(&mut params, |entry| u64::from(entry.chunks))?;
+            launch(target, KernelId::AmaxMany(input), Grid::linear(blocks, THREADS), &params)?;
+        }
+        let is_block = matches!(self.scales, ManyScales::Block { .. });
+        // A tensor without elements still has an inverse scale, unless each of its blocks has one.
+        let least = u64::from(!is_block);
+        let tiles = |entry: &ManyEntry<'_>| {
+            let [rows, cols] = [entry.rows, entry.cols].map(|size| u64::from(size).div_ceil(TILE as u64));
+            (rows * cols).max(least)
+        };
+        let blocks = place(&mut params, tiles)?;
+        let kernel = if is_block { KernelId::CastBlockMany(input, output) } else { KernelId::CastMany(input, output) };
+        launch(target, kernel, Grid::linear(blocks, TILE_THREADS), &params)
+    }
+
+    fn entry<'a>(&self, cast: &TensorCast<'a>, own_scale: DevPtr<'a>) -> ManyEntry<'a> {
+        let &TensorCast { rows, cols, x, out, out_t, scale_inv, .. } = cast;
+        let (scale, other) = match self.scales {
+            ManyScales::Given => (cast.scale, cast.amax),
+            ManyScales::Current(_) => (own_scale, DevPtr::null()),
+            ManyScales::Block { .. } => (DevPtr::null(), cast.scale_inv_t),
+        };
+        let chunks = (rows * cols).div_ceil(MANY_CHUNK).max(1) as u32;
+        let (rows, cols, unused) = (rows as u32, cols as u32, 0);
+        ManyEntry { x, out, out_t, scale, scale_inv, other, rows, cols, chunks, unused }
+    }
+}
+
+/// Gives every entry its blocks; how many there are.
+fn place(params: &mut CastManyParams<'_>, blocks_of: impl Fn(&ManyEntry<'_>) -> u64) -> Result<u32> {
+    let mut blocks = 0_u64;
+    for (entry, first) in params.entry.iter().zip(&mut params.first).take(params.entries as usize) {
+        *first = blocks as u32;
+        blocks += blocks_of(entry);
+        if i32::try_from(blocks).is_err() {
+            return Err(Error::shape(OP, "the blocks of all tensors together", "below 2**31", blocks));
+        }
+    }
+    Ok(blocks as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::launch::trace::Trace;
+
+    #[test]
+    fn nothing_is_launched_where_one_tensor_lacks_a_buffer() -> Result<()> {
+        let mut trace = Trace::default();
+        let (mut x, mut out, mut scale) = ([1.0_f32; 16], [7_u8; 16], [1.0_f32]);
+        let whole = TensorCast {
+            rows: 4,
+            cols: 4,
+            x: DevPtr::from_slice(&mut x),
+            out: DevPtr::from_slice(&mut out),
+            out_t: DevPtr::null(),
+            scale_inv: DevPtr::null(),
+            scale_inv_t: DevPtr::null(),
+            scale: DevPtr::from_slice(&mut scale),
+            amax: DevPtr::null(),
+        };
+        let plan = CastManyPlan::new(Float::F32, Fp8::E4m3, ManyScales::Given)?;
+        let none = (DevPtr::null(), DevPtr::null());
+        let lacking = TensorCast { scale: DevPtr::null(), ..whole };
+        assert!(plan.run(&mut Target::host(&mut trace), &[whole, lacking], none).is_err());
+        assert_eq!(out, [7; 16]);
+        Ok(())
+    }
+
+    #[test]
+    fn tensors_without_elements_have_no_tiles_of_blocks() -> Result<()> {
+        let mut params = CastManyParams {
+            workspace: DevPtr::null(),
+            entries: 3,
+            pow2: 0,
+            eps: 0.0,
+            fp8_max: 0.0,
+            first: [0; MANY_TENSORS],
+            entry: std::array::from_fn(|_| ManyEntry::EMPTY),
+        };
+        (params.entry[0].rows, params.entry[2].rows) = (2, 5);
+        assert_eq!(place(&mut params, |entry| u64::from(entry.rows))?, 7);
+        assert_eq!(params.first[..3], [0, 2, 2]);
+        Ok(())
+    }
+}

@@ -1,0 +1,98 @@
+//! A weight that is quantised together with others: whose it is, and what it is made of.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::type_object::PyTypeInfo;
+use pyo3::types::{PyWeakrefMethods, PyWeakrefReference};
+use smallvec::SmallVec;
+use te_fast_core::program::WeightCast;
+use te_fast_core::quant::weight::{WeightRecord, WeightToken};
+
+use crate::error::Failure;
+use crate::torch::process::State;
+
+/// A weight that takes part.
+#[derive(Debug)]
+pub(crate) struct Member {
+    /// What keeps the quantised weight.
+    handle: Py<PyWeakrefReference>,
+    /// The tensors whose versions make the weight's; it begins where that of number `first` does.
+    sources: SmallVec<[Py<PyWeakrefReference>; 2]>,
+    first: usize,
+    /// The launch that it has joined.
+    round: AtomicU64,
+}
+
+/// How a handle's weight was last quantised, and as whom it takes part.
+#[derive(Debug)]
+pub(crate) struct Joining {
+    pub(crate) member: Arc<Member>,
+    /// torch's weak reference to the storage of the weight.
+    pub(crate) storage: Py<PyAny>,
+    pub(crate) record: WeightRecord,
+    pub(crate) cast: WeightCast,
+}
+
+impl Member {
+    /// None for what is not a parameter that its module keeps: a view or a copy that was made for the call.
+    pub(crate) fn new(
+        state: &State,
+        handle: &Bound<'_, PyAny>,
+        (tensors, first): (&[Bound<'_, PyAny>], usize),
+    ) -> PyResult<Option<Self>> {
+        let is_kept = |tensor: &Bound<'_, PyAny>| -> PyResult<bool> {
+            Ok(state.torch.is_plain(tensor) && tensor.getattr(&state.torch.names.is_leaf)?.is_truthy()?)
+        };
+        let mut sources = SmallVec::new();
+        for tensor in tensors {
+            if !is_kept(tensor)? {
+                return Ok(None);
+            }
+            sources.push(PyWeakrefReference::new(tensor)?.unbind());
+        }
+        let handle = PyWeakrefReference::new(handle)?.unbind();
+        Ok(Some(Self { handle, sources, first, round: AtomicU64::new(0) }))
+    }
+
+    /// Whether it is the weight of these tensors still.
+    pub(crate) fn is_of(&self, py: Python<'_>, (tensors, first): (&[Bound<'_, PyAny>], usize)) -> bool {
+        let same = |(known, tensor): (&Py<PyWeakrefReference>, &Bound<'_, PyAny>)| {
+            known.bind(py).upgrade().is_some_and(|known| known.is(tensor))
+        };
+        (self.first, self.sources.len()) == (first, tensors.len()) && self.sources.iter().zip(tensors).all(same)
+    }
+
+    /// Whether it has not joined launch number `round` yet; it has from then on.
+    pub(crate) fn is_new_to(&self, round: u64) -> bool {
+        self.round.swap(round, Ordering::Relaxed) != round
+    }
+
+    /// What keeps the quantised weight; none where its layer is gone.
+    pub(crate) fn handle<'py, T: PyTypeInfo>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, T>>> {
+        Ok(self.handle.bind(py).upgrade().map(Bound::cast_into::<T>).transpose()?)
+    }
+
+    /// The tensor that the weight begins with, where it is and which version it has; none where a part is gone.
+    pub(crate) fn now<'py>(
+        &self,
+        state: &State,
+        py: Python<'py>,
+    ) -> Result<Option<(Bound<'py, PyAny>, WeightToken)>, Failure> {
+        let (mut version, mut found) = (0, None);
+        for (index, source) in self.sources.iter().enumerate() {
+            let Some(tensor) = source.bind(py).upgrade() else { return Ok(None) };
+            version += tensor.getattr(intern!(py, "_version"))?.extract::<u64>()?;
+            if index == self.first {
+                let Some(view) = state.reader.read(&tensor)? else { return Ok(None) };
+                if !view.is_contiguous() {
+                    return Ok(None);
+                }
+                found = Some((view.data().address(), view.dtype(), tensor.clone()));
+            }
+        }
+        Ok(found.map(|(address, dtype, tensor)| (tensor, WeightToken { address, version: Some(version), dtype })))
+    }
+}

@@ -1,0 +1,269 @@
+//! The weights that the last step used, quantised by one launch when a call asks for the first of them after an optimizer step.
+//!
+//! A weight takes part only if torch has counted a write to it since: an optimizer wrote it in the order of the stream. Memory
+//! that is written behind torch's back, as gathers of sharded weights do ahead of their layers, is read by its own call alone.
+
+use std::sync::{Arc, Mutex};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use smallvec::SmallVec;
+use te_fast_core::base::pointer::DevPtr;
+use te_fast_core::ops::cast_many::ManyScales;
+use te_fast_core::program::WeightCast;
+use te_fast_core::quant::cache::Former;
+use te_fast_core::quant::together::{Kind, Together};
+use te_fast_core::quant::value::Slot;
+use te_fast_core::quant::weight::WeightRecord;
+use te_fast_core::runtime::lane::{Memory, Place};
+
+use crate::autocast::region::run_at_end;
+use crate::error::Failure;
+use crate::program::member::{Joining, Member};
+use crate::program::parts::Joined;
+use crate::program::weight::{OpSlots, WeightHandle, recycle};
+use crate::program::weight_memory::{
+    CachedWeight, WeightMemory, is_gone, make_weight_of_storage, share_with, weight_buffer,
+};
+use crate::torch::process::State;
+
+/// Which weights are quantised together. Nobody waits here: who finds it in use quantises alone.
+static TOGETHER: Mutex<Together<Arc<Member>>> = Mutex::new(Together::new());
+
+/// What the weight of a call was quantised from.
+pub(crate) struct Source<'a, 'py> {
+    /// What the program read.
+    pub(crate) param: &'a Bound<'py, PyAny>,
+    pub(crate) index: usize,
+    /// Of which parameters it is joined, if it is.
+    pub(crate) joined: Option<&'a Joined>,
+}
+
+fn kind_of(record: &WeightRecord, place: Place) -> Kind {
+    Kind { place, epoch: record.epoch, dtype: record.token.dtype, training: record.training }
+}
+
+/// The weight that a launch has left for a call that would quantise `wanted` itself, after that launch if it is due.
+#[inline]
+pub(crate) fn ready(
+    state: &State,
+    handle: &Bound<'_, WeightHandle>,
+    wanted: &WeightRecord,
+    cast: &WeightCast,
+    place: Place,
+) -> Result<Option<Arc<CachedWeight>>, Failure> {
+    if let Some(weight) = take(state, handle, wanted, place)? {
+        return Ok(Some(weight));
+    }
+    let kind = kind_of(wanted, place);
+    if !TOGETHER.try_lock().is_ok_and(|together| together.is_due(&kind, wanted.optimizer_steps)) {
+        return Ok(None);
+    }
+    launch(state, handle.py(), (&kind, cast), wanted)?;
+    take(state, handle, wanted, place)
+}
+
+fn take(
+    state: &State,
+    handle: &Bound<'_, WeightHandle>,
+    wanted: &WeightRecord,
+    place: Place,
+) -> Result<Option<Arc<CachedWeight>>, Failure> {
+    let py = handle.py();
+    let Some((weight, writer)) = handle.try_borrow_mut()?.cache.take_ready() else { return Ok(None) };
+    if weight.record != *wanted || is_gone(&weight.memory.storage, py, state)? {
+        handle.try_borrow_mut()?.cache.note_miss();
+        return Ok(None);
+    }
+    if writer != place.stream {
+        share_with(py, &weight, place, writer)?;
+    }
+    Ok(Some(weight))
+}
+
+/// Notes that a call has quantised a weight, alone or not: the next launch is to have it, too.
+pub(crate) fn join(
+    state: &State,
+    handle: &Bound<'_, WeightHandle>,
+    weight: &CachedWeight,
+    cast: WeightCast,
+    source: &Source<'_, '_>,
+    (place, was_alone): (Place, bool),
+) -> Result<(), Failure> {
+    let record = weight.record;
+    if record.token.version.is_none() || (was_alone && !handle.try_borrow_mut()?.cache.may_join()) {
+        return Ok(());
+    }
+    let known = handle.try_borrow()?.joining.as_ref().map(|joining| Arc::clone(&joining.member));
+    let (tensors, first) = source.tensors(handle.py());
+    let member = match known.filter(|known| known.is_of(handle.py(), (&tensors, first))) {
+        Some(known) => known,
+        None => match Member::new(state, handle, (&tensors, first))? {
+            Some(made) => Arc::new(made),
+            None => return Ok(()),
+        },
+    };
+    let storage = weight.memory.storage.clone_ref(handle.py());
+    let joining = Joining { member: Arc::clone(&member), storage, record, cast };
+    let former = handle.try_borrow_mut()?.joining.replace(joining);
+    drop(former);
+    if let Ok(mut together) = TOGETHER.try_lock() {
+        together.join(kind_of(&record, place), |round| member.is_new_to(round).then_some(member));
+    }
+    Ok(())
+}
+
+impl<'py> Source<'_, 'py> {
+    /// The tensors whose versions make the weight's, and which of them it begins with.
+    fn tensors(&self, py: Python<'py>) -> (SmallVec<[Bound<'py, PyAny>; 4]>, usize) {
+        let Some(joined) = self.joined else { return (SmallVec::from_iter([self.param.clone()]), 0) };
+        let (mut tensors, mut first) = (SmallVec::new(), 0);
+        for (index, (_, parts)) in joined.shares().enumerate().filter(|(_, (share, _))| share.is_weight) {
+            if index == self.index {
+                first = tensors.len();
+            }
+            tensors.extend(parts.iter().map(|part| part.bind(py).clone()));
+        }
+        (tensors, first)
+    }
+}
+
+/// One that is to be quantised.
+struct Due<'py> {
+    handle: Bound<'py, WeightHandle>,
+    weight: Bound<'py, PyAny>,
+    member: Arc<Member>,
+    storage: Py<PyAny>,
+    record: WeightRecord,
+    cast: WeightCast,
+    slots: Option<OpSlots>,
+}
+
+#[cold]
+fn launch(
+    state: &State,
+    py: Python<'_>,
+    (kind, cast): (&Kind, &WeightCast),
+    wanted: &WeightRecord,
+) -> Result<(), Failure> {
+    let Ok((members, pending)) = TOGETHER.try_lock().map(|mut together| together.begin(kind, wanted.optimizer_steps))
+    else {
+        return Ok(());
+    };
+    forget(py, pending)?;
+    let mut due: Vec<Due<'_>> = Vec::with_capacity(members.len());
+    for member in members {
+        due.extend(due_of(state, py, member, cast, wanted)?);
+    }
+    if due.len() < 2 {
+        return Ok(());
+    }
+    let mut made = Vec::with_capacity(due.len());
+    for Due { handle, storage, record, .. } in &due {
+        let former = recycle(handle, (kind.place, false))?;
+        match make_weight_of_storage(py, state, storage.clone_ref(py), *record, former) {
+            Ok(weight) => made.push(weight),
+            Err(error) if is_out_of_memory(py, &error) => {
+                drop(made);
+                if let Ok(mut together) = TOGETHER.try_lock() {
+                    together.refuse(kind);
+                }
+                return Ok(());
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    run_at_end(forget_unused);
+    run(state, py, kind.place, cast, (&due, &made))?;
+    let (mut formers, mut launched): (Vec<Former<WeightMemory>>, Vec<_>) = (Vec::new(), Vec::new());
+    for (Due { handle, member, .. }, weight) in due.into_iter().zip(made) {
+        formers.push(handle.try_borrow_mut()?.cache.make_ready(Arc::new(weight), kind.place.stream));
+        launched.push(member);
+    }
+    drop(formers);
+    if let Ok(mut together) = TOGETHER.try_lock() {
+        together.launched(kind, launched);
+    }
+    Ok(())
+}
+
+/// How a member is quantised now; none where torch has counted no write to it, or it is not what and where it was.
+fn due_of<'py>(
+    state: &State,
+    py: Python<'py>,
+    member: Arc<Member>,
+    cast: &WeightCast,
+    wanted: &WeightRecord,
+) -> Result<Option<Due<'py>>, Failure> {
+    let Some(handle) = member.handle::<WeightHandle>(py)? else { return Ok(None) };
+    let Some((weight, token)) = member.now(state, py)? else { return Ok(None) };
+    let (storage, record, own, slots) = {
+        let borrowed = handle.try_borrow()?;
+        let Some(Joining { storage, record, cast, .. }) = &borrowed.joining else { return Ok(None) };
+        (storage.clone_ref(py), *record, *cast, borrowed.slots.clone())
+    };
+    let was = record.token;
+    let moved = (token.address, token.dtype) == (was.address, was.dtype) && token.version != was.version;
+    let slots = slots.filter(|slots| slots.serve(record.epoch));
+    let lacks_slots = own.scales == ManyScales::Given && slots.is_none();
+    if !moved || !own.is_with(cast) || lacks_slots || is_gone(&storage, py, state)? {
+        return Ok(None);
+    }
+    let &WeightRecord { generation, cache_epoch, optimizer_steps, .. } = wanted;
+    let record = WeightRecord { token, generation, cache_epoch, optimizer_steps, ..record };
+    Ok(Some(Due { handle, weight, member, storage, record, cast: own, slots }))
+}
+
+fn run(
+    state: &State,
+    py: Python<'_>,
+    place: Place,
+    cast: &WeightCast,
+    (due, made): (&[Due<'_>], &[CachedWeight]),
+) -> Result<(), Failure> {
+    let mut casts = Vec::with_capacity(due.len());
+    for (due, weight) in due.iter().zip(made) {
+        let slot = due.slots.as_ref().map_or(Slot::NONE, |slots| slots.slots().weight);
+        let x = state.pointer(Some(&due.weight))?;
+        casts.push(due.cast.of(x, &weight_buffer(weight), slot));
+    }
+    let plan = cast.plan()?;
+    let scratch = plan.scratch_bytes(casts.len());
+    let mut dispatcher = state.dispatcher(py)?;
+    let mut lane = dispatcher.0.lane(place, scratch, Memory::Own)?;
+    let private: (DevPtr<'_>, DevPtr<'_>) = (lane.workspace.scratch, lane.workspace.counters);
+    plan.run(&mut lane.target, &casts, private)?;
+    lane.target.trace.counters.weight_casts += casts.len() as u64;
+    Ok(())
+}
+
+fn is_out_of_memory(py: Python<'_>, error: &PyErr) -> bool {
+    let class = py.import(intern!(py, "torch")).and_then(|torch| torch.getattr(intern!(py, "OutOfMemoryError")));
+    class.is_ok_and(|class| error.is_instance(py, &class))
+}
+
+/// Drops what no call has come for.
+fn forget(py: Python<'_>, members: Vec<Arc<Member>>) -> PyResult<()> {
+    for member in members {
+        let Some(handle) = member.handle::<WeightHandle>(py)? else { continue };
+        let mut borrowed = handle.try_borrow_mut()?;
+        let unused = borrowed.cache.take_ready();
+        if unused.is_some() {
+            borrowed.cache.note_miss();
+        }
+        drop(borrowed);
+        drop(unused);
+    }
+    Ok(())
+}
+
+/// The outermost region ends: what no call in it has come for goes.
+fn forget_unused(py: Python<'_>) -> PyResult<()> {
+    let Ok(mut together) = TOGETHER.try_lock() else { return Ok(()) };
+    if !together.has_pending() {
+        return Ok(());
+    }
+    let pending = together.take_pending();
+    drop(together);
+    forget(py, pending)
+}

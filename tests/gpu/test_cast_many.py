@@ -1,0 +1,143 @@
+"""Many tensors in one launch on the GPU: the bytes of independent torch code, and nothing written beside them."""
+
+import contextlib
+
+import pytest
+import torch
+from guarded import POISON, Guarded
+
+import te_fast.pytorch as te
+from many_tensors import KINDS, LAUNCHES, SHAPES, check, quantizers, values_of, written
+from te_fast import dispatch
+from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.runtime import native
+
+pytestmark = pytest.mark.gpu
+LARGE = [(1000, 1024), (4096, 520), (7, 8192), (129, 8), (2048, 2048)]
+
+
+def guarded_tensors(kind, shapes, fmt, dtype):
+    """Quantised tensors whose bytes lie between canaries, full of poison."""
+    tensors, guards = [], []
+    for one, shape in zip(
+        quantizers(kind, len(shapes), fmt, "cuda", (True, True)), shapes, strict=True
+    ):
+        tensor = one(torch.ones(shape, dtype=dtype, device="cuda"))
+        if kind == "delayed":
+            one.amax.zero_()
+            tensor._quantizer.amax.zero_()
+        value = tensor._value
+        for name in ("row", "col"):
+            guard = Guarded(getattr(value, name).shape, torch.uint8)
+            setattr(value, name, guard.tensor)
+            guards.append(guard)
+        value.row_scale.view(torch.uint8).fill_(POISON)
+        if kind == "2d":
+            value.col_scale.view(torch.uint8).fill_(POISON)
+        value.col_is_valid = True
+        tensors.append(tensor)
+    return tensors, guards
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("fmt", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_scales_and_maxima(kind, dtype, fmt, shapes):
+    tensors, guards = guarded_tensors(kind, shapes, fmt, dtype)
+    for seed in range(2):  # counters are zero again after each launch
+        for tensor in tensors:
+            if kind == "delayed":
+                tensor._quantizer.amax.zero_()
+        values = values_of(shapes, dtype, "cuda", seed=seed)
+        assert written(tensors, values) == LAUNCHES[kind]
+        for tensor, x in zip(tensors, values, strict=True):
+            check(tensor, x, kind, fmt)
+    for guard in guards:
+        guard.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sources_off_alignment(kind):
+    shapes = [(130, 272), (64, 64), (1, 8)]
+    tensors, guards = guarded_tensors(kind, shapes, "e4m3", torch.bfloat16)
+    values = []
+    for x in values_of(shapes, torch.bfloat16, "cuda", seed=5):
+        whole = torch.empty(x.numel() + 3, dtype=x.dtype, device="cuda")
+        values.append(whole[3:].view(x.shape).copy_(x))
+    jobs = [
+        tensor._quantizer._job(x, tensor._value) for tensor, x in zip(tensors, values, strict=True)
+    ]
+    native.quantize_values(jobs)
+    for tensor, x in zip(tensors, values, strict=True):
+        check(tensor, x, kind, "e4m3")
+    for guard in guards:
+        guard.check()
+
+
+def test_as_many_as_a_launch_takes_and_more():
+    shapes = [(16 * (1 + i % 3), 16 * (1 + i % 9)) for i in range(481)]
+    tensors, guards = guarded_tensors("current", shapes, "e4m3", torch.bfloat16)
+    values = values_of(shapes, torch.bfloat16, "cuda", seed=1)
+    assert written(tensors, values) == LAUNCHES["current"] * 2
+    for tensor, x in zip(tensors, values, strict=True):
+        check(tensor, x, "current", "e4m3")
+    for guard in guards:
+        guard.check()
+
+
+def model():
+    torch.manual_seed(0)
+    layers = [te.LayerNormMLP(256, 640, params_dtype=torch.bfloat16) for _ in range(4)]
+    return torch.nn.Sequential(te.Linear(256, 256, params_dtype=torch.bfloat16), *layers)
+
+
+@pytest.mark.parametrize("kind", [DelayedScaling, Float8CurrentScaling, Float8BlockScaling])
+def test_training_has_the_bits_of_weights_one_by_one(kind):
+    """Steps with replayed graphs in between; other layers, whose weights are quantised alone, for each step."""
+    layers, recipe = model(), kind()
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-3, fused=True)
+    for step in range(8):
+        x = torch.randn(64, 256, dtype=torch.bfloat16, device="cuda")
+        twin = model()
+        twin.load_state_dict(layers.state_dict())
+        results = []
+        for module in (layers, twin):
+            before = dispatch.counters()["weight_casts"]
+            # Nothing is replayed where launches are noted.
+            noted = dispatch.record() if step in (2, 6) else contextlib.nullcontext([])
+            with noted as launches, te.autocast(recipe=recipe):
+                y = module(x)
+            assert dispatch.counters()["weight_casts"] - before == 9
+            y.float().square().mean().backward()
+            results.append((y, [parameter.grad for parameter in module.parameters()]))
+            many = [launch.name for launch in launches if "_many_" in launch.name]
+            assert bool(many) == (module is layers and step in (2, 6)), (step, many)
+        (y, grads), (other, others) = results
+        assert torch.equal(y, other)
+        assert all(map(torch.equal, grads, others))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_layers_on_streams_of_their_own():
+    layers = model()
+    streams = [torch.cuda.Stream() for _ in layers]
+    optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3)
+    for _ in range(4):
+        x = torch.randn(64, 256, dtype=torch.bfloat16, device="cuda")
+        twin = model()
+        twin.load_state_dict(layers.state_dict())
+        with te.autocast(recipe=Float8CurrentScaling()):
+            expected = twin(x)
+            y = x
+            for layer, stream in zip(layers, streams, strict=True):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    y = layer(y)
+                torch.cuda.current_stream().wait_stream(stream)
+        assert torch.equal(y, expected)
+        y.float().square().mean().backward()
+        torch.cuda.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()

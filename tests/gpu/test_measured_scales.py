@@ -1,0 +1,24 @@
+"""Scales that norms and activations find on the GPU: the bits of launches that read for the maximum."""
+
+import pytest
+import torch
+
+from measured_scales import ACTIVATIONS, NORMS, SPECIAL, check
+
+pytestmark = pytest.mark.gpu
+# Short rows, rows of a block, of a cluster, and those that nothing holds; strips and tiles that are not whole.
+SHAPES = [(40, 96), (8, 16), (136, 288), (2048, 1024), (24, 8192), (16, 16416), (8, 100000)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", [*NORMS, *ACTIVATIONS])
+def test_a_chain_has_the_bits_of_its_ops(kind, dtype, shape):
+    check(kind, dtype, "cuda", *shape, "plain")
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("kind", [*NORMS, *ACTIVATIONS])
+def test_special_values(kind, special):
+    for dtype in (torch.bfloat16, torch.float16):
+        check(kind, dtype, "cuda", 136, 288, special)

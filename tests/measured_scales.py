@@ -1,0 +1,65 @@
+"""Linear layers behind norms and activations under current scaling, fused and apart; a launch finds each scale."""
+
+from __future__ import annotations
+
+import torch
+
+import te_fast.pytorch as te
+from te_fast import dispatch
+from te_fast.common.recipe import Float8CurrentScaling
+from te_fast.pytorch import ops
+
+NORMS = {"LayerNorm": ops.LayerNorm, "RMSNorm": ops.RMSNorm}
+ACTIVATIONS = {"gelu": ops.GELU, "relu": ops.ReLU, "swiglu": ops.SwiGLU, "srelu": ops.SReLU}
+#: What the input's first rows are multiplied with.
+SPECIAL = {
+    "plain": [],
+    "zero": [0.0] * 1000,
+    "infinite": [float("inf"), 1.0],
+    "not a number": [float("nan"), 1.0, 0.0],
+    "overflow": [3e4, 1e4],
+    "small": [1e-7] * 1000,
+}
+
+
+def pair(kind, cols, dtype, device):
+    """A chain, and the same op and linear apart, with equal parameters."""
+    options = {"device": device, "dtype": dtype}
+    made = NORMS[kind](cols, **options) if kind in NORMS else ACTIVATIONS[kind]()
+    width = cols // 2 if kind == "swiglu" else cols
+    linear = ops.Linear(width, 48, bias=True, **options)
+    with torch.no_grad():
+        for parameter in (*made.parameters(), *linear.parameters()):
+            parameter.normal_()
+    return te.ops.Sequential(made, linear), made, linear
+
+
+def values(rows, cols, dtype, device, special):
+    generator = torch.Generator().manual_seed(rows + cols)
+    x = torch.randn(rows, cols, generator=generator)
+    for row, factor in zip(x, SPECIAL[special], strict=False):
+        row *= factor
+    return x.to(dtype).to(device)
+
+
+def launches(function):
+    with dispatch.record() as noted:
+        result = function()
+    return [launch.name for launch in noted], result
+
+
+def check(kind, dtype, device, rows, cols, special):
+    """The bits of the two apart, and no launch that reads for a maximum where they are one."""
+    torch.default_generator.manual_seed(0)
+    chain, first, linear = pair(kind, cols, dtype, device)
+    x = values(rows, cols, dtype, device, special)
+    with torch.no_grad(), te.autocast(recipe=Float8CurrentScaling()):
+        chain(x)  # the weight is kept from here on
+        for _ in range(3):  # graphs are replayed, and counters are zero again
+            got = chain(x)
+        names, noted = launches(lambda: chain(x))
+        apart, wanted = launches(lambda: linear(first(x)))
+    assert not [name for name in names if name.startswith("amax")], names
+    assert [name for name in apart if name.startswith("amax")]
+    assert torch.equal(got.nan_to_num(nan=7.0), wanted.nan_to_num(nan=7.0))
+    assert torch.equal(noted.nan_to_num(nan=7.0), wanted.nan_to_num(nan=7.0))
