@@ -168,7 +168,7 @@ class MoE(torch.nn.Module):
         )
         if self._ranks is not None:
             for parameter in self.experts.parameters():
-                parameter.allreduce = False
+                parameter.allreduce = False  # type: ignore[attr-defined]
         if not self.router.is_meta:
             self.reset_parameters()
 

@@ -40,7 +40,8 @@ class _Splits:
 
     def exchange(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Send each rank its rows of all tensors; return those that have come."""
-        made, handles = [], []
+        made: list[torch.Tensor] = []
+        handles: list[Any] = []
         with named(self.name, "an all-to-all of expert parallelism"):
             for tensor in tensors:
                 out = tensor.new_empty((sum(self.received), *tensor.shape[1:]))
