@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from te_fast.convert import convert
     from te_fast.convert_checkpoint import convert_checkpoint
     from te_fast.dispatch import auto_pad
+    from te_fast.parallel.chunks import communication_chunks
     from te_fast.profiling import profile
 
 #: Transformer Engine's version whose names and signatures ``te_fast.pytorch`` has.
@@ -43,6 +44,7 @@ __all__ = [
     "__version__",
     "auto_pad",
     "common",
+    "communication_chunks",
     "convert",
     "convert_checkpoint",
     "dispatch",
@@ -63,7 +65,11 @@ _SUBMODULES = {
     "pytorch",
 }
 # Names of their own that come with a submodule, once they are asked for.
-_FUNCTIONS = {"auto_pad": "dispatch", "profile": "profiling"}
+_FUNCTIONS = {
+    "auto_pad": "dispatch",
+    "communication_chunks": "parallel.chunks",
+    "profile": "profiling",
+}
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,7 @@
 import pytest
 import torch.distributed as dist
 
+from chunks_rank import scenes as chunk_scenes
 from compiled_parallel_rank import scenes as compiled_scenes
 from graphs import needs_compile
 from parallel_attention_rank import scenes as attention_scenes
@@ -46,6 +47,12 @@ def test_two_ranks(of_two, scene):
 @pytest.mark.parametrize("scene", OF_ATTENTION)
 def test_two_ranks_that_share_heads(of_attention, scene):
     assert [rank.get(scene, "did not run") for rank in of_attention] == [""] * 2
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_collectives_in_chunks(fresh, tmp_path, size):
+    names = tuple(chunk_scenes.functions)
+    assert run(fresh, tmp_path, "chunks_rank", size, names) == [dict.fromkeys(names, "")] * size
 
 
 @needs_compile

@@ -60,6 +60,11 @@ class Ranks:
         with named(self.name, "a reduce-scatter of tensor parallelism"):
             return reduce_scatter_along_first_dim(x, self.group, async_op=later)
 
+    def scatter_into(self, out: torch.Tensor, x: torch.Tensor) -> Handle:
+        """Start to sum over all ranks, into memory for this one's rows."""
+        with named(self.name, "a reduce-scatter of tensor parallelism"):
+            return torch.distributed.reduce_scatter_tensor(out, x, group=self.group, async_op=True)
+
     def sum(self, x: torch.Tensor, *, later: bool = False) -> tuple[torch.Tensor, Handle]:
         """Sum over all ranks."""
         with named(self.name, "an all-reduce of tensor parallelism"):

@@ -13,6 +13,7 @@ pub(crate) mod main_grad;
 pub(crate) mod nothing;
 pub(crate) mod part_grads;
 pub(crate) mod parts;
+mod pieces;
 pub(crate) mod tensors;
 pub(crate) mod weight;
 pub(crate) mod weight_memory;
