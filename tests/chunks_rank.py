@@ -1,7 +1,7 @@
 """One of some ranks whose collectives travel in chunks: ``python chunks_rank.py RANK WORLD FOLDER SCENE ...``.
 
-Results and gradients are those of one chunk, on the CPU bit for bit, and one chunk's are what ``parallel_rank.py`` compares with
-plain torch. Run by ``unit/test_parallel_ranks.py``.
+Results and gradients are those of one chunk, on the CPU bit for bit; ``parallel_rank.py`` compares one chunk with plain
+torch. Run by ``unit/test_parallel_ranks.py``.
 """
 
 from __future__ import annotations

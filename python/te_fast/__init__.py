@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from te_fast.convert import convert
     from te_fast.convert_checkpoint import convert_checkpoint
     from te_fast.dispatch import auto_pad
+    from te_fast.parallel.checkpoint import load_sharded_state_dict, sharded_state_dict
     from te_fast.parallel.chunks import communication_chunks
     from te_fast.profiling import profile
 
@@ -50,9 +51,11 @@ __all__ = [
     "dispatch",
     "doctor",
     "errors",
+    "load_sharded_state_dict",
     "profile",
     "profiling",
     "pytorch",
+    "sharded_state_dict",
 ]
 
 _SUBMODULES = {
@@ -68,7 +71,9 @@ _SUBMODULES = {
 _FUNCTIONS = {
     "auto_pad": "dispatch",
     "communication_chunks": "parallel.chunks",
+    "load_sharded_state_dict": "parallel.checkpoint",
     "profile": "profiling",
+    "sharded_state_dict": "parallel.checkpoint",
 }
 
 

@@ -20,6 +20,7 @@ from te_fast.ops.basic.grouped_linear import GroupedLinear
 from te_fast.ops.basic.scaled import ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
 from te_fast.ops.common import parameter_options
 from te_fast.ops.sequential import Sequential
+from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import copy_sharing
 
 #: Activations by name, and halves of their input.
@@ -269,6 +270,24 @@ class MoE(torch.nn.Module):
         counts = counts.float()
         self.expert_bias.add_(torch.sign(counts.mean() - counts), alpha=rate)
         self.tokens_per_expert.zero_()
+
+    def _names_of_all_ranks(self) -> dict[str, str]:
+        """Return the names of the experts' parameters in a checkpoint of all ranks."""
+        if self._ranks is None:
+            return {}
+        first, names = self._ranks.rank * self._ranks.num_local, {}
+        for name, _ in self.experts.named_parameters(prefix="experts"):
+            kind = name.rstrip("0123456789")
+            if kind != name:
+                names[name] = f"{kind}{first + int(name[len(kind) :])}"
+        return names
+
+    def _shares_of_parameters(self) -> dict[str, Share]:
+        """Return of which stacks of experts ranks have parts."""
+        if self._ranks is None:
+            return {}
+        parameters = self.experts.named_parameters(prefix="experts")
+        return {name: Share(0, self.ep_group) for name, _ in parameters if not name[-1].isdigit()}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles have."""
