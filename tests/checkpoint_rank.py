@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import te_fast
 import te_fast.pytorch as te
@@ -134,6 +135,10 @@ def a_share_is_not_the_whole():
         state["weight"].full_tensor().chunk(2)[dist.get_rank()], layer.weight.detach()
     )
     assert state["weight"].to_local().data_ptr() == layer.weight.data_ptr()
+    with folder() as at:  # what was written as the whole is refused by the parameter's name
+        dcp.save(layer.state_dict(), checkpoint_id=at)
+        with pytest.raises(CheckpointException, match=r"(?s)Size mismatch .* for (weight|bias)"):
+            dcp.load(state, checkpoint_id=at)
     joined = te.MultiheadAttention(
         HIDDEN, HEADS, fuse_qkv_params=True, qkv_weight_interleaved=False, set_parallel_mode=True,
         tp_group=dist.group.WORLD, tp_size=2, device="cpu",

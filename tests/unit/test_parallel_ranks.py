@@ -16,8 +16,8 @@ pytestmark = [
         not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"
     ),
 ]
-LAST = "a_rank_that_stops"
-OF_TWO = tuple(name for name in scenes.functions if name != LAST)
+LAST = ("a_rank_that_stops", "a_rank_that_stops_before_backward")
+OF_TWO = tuple(name for name in scenes.functions if name not in LAST)
 OF_GRAPHS = tuple(compiled_scenes.functions)
 OF_ATTENTION = tuple(attention_scenes.functions)
 OF_FOUR = ("layernorm_mlp", "scales_are_those_of_one_rank")
@@ -69,5 +69,6 @@ def test_four_ranks(of_four, scene):
     assert [rank.get(scene, "did not run") for rank in of_four] == [""] * 4
 
 
-def test_a_rank_that_stops(fresh, tmp_path):
-    assert run(fresh, tmp_path, "parallel_rank", 2, [LAST]) == [{LAST: ""}] * 2
+@pytest.mark.parametrize("last", LAST)
+def test_a_rank_that_stops(fresh, tmp_path, last):
+    assert run(fresh, tmp_path, "parallel_rank", 2, [last]) == [{last: ""}] * 2

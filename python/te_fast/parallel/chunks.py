@@ -79,6 +79,11 @@ def communication_chunks(count: int | None = None) -> int | None:
     return former
 
 
+def setting() -> tuple[int, bool]:
+    """Return what numbers of chunks depend on beside a call; it must be the same on all ranks."""
+    return _forced or 0, _config.ONE_QUEUE
+
+
 def count_of(rows: int, row_bytes: int, device: torch.device, ranks: int) -> int:
     """Return in how many chunks a rank's rows travel.
 
