@@ -22,7 +22,7 @@ from te_fast import _config
 from te_fast.parallel import chunks
 from te_fast.parallel.collectives import Ranks
 
-#: Rows of one rank: 8 pieces of 16 at most, and 3 chunks where 5 are asked for.
+#: Rows of one rank: 8 pieces of 16 at most, and 4 chunks where 5 are asked for.
 ROWS, IN, OUT = 128, 64, 128
 scenes = Scenes()
 scene = scenes.scene
@@ -112,11 +112,13 @@ def every_number_of_chunks():
         if recipe is not None and dtype == torch.float32:
             continue
         whole = seeded(LAYERS[name], dtype)
-        expected = [step(name, whole, recipe, dtype, number) for number in range(2)]
-        for count in (2, 4, 5):
+        # The second step's scales are of the first one's maxima.
+        steps = range(2 if recipe == "delayed" else 1)
+        expected = [step(name, whole, recipe, dtype, number) for number in steps]
+        for count in (2, 5):
             layer = seeded(LAYERS[name], dtype)
             with in_chunks(count):
-                for number in range(2):
+                for number in steps:
                     got = step(name, layer, recipe, dtype, number)
                     same(got, expected[number], (name, recipe, dtype, count, number))
 
