@@ -1,15 +1,16 @@
 """Layers that ranks share, beside Transformer Engine's where that can be imported: time, hidden communication, host.
 
-    NCCL_NVLS_ENABLE=0 CUDA_DEVICE_MAX_CONNECTIONS=1 python benches/ranks.py --ranks 2 [--hidden 8192] [--rows 8192] \
-        [--seconds 60] [--parts layers] [--kinds column LayerNormMLP] [--recipes current]
+    NCCL_NVLS_ENABLE=0 python benches/ranks.py --ranks 2 [--hidden 8192] [--rows 8192] [--seconds 60] \
+        [--parts layers] [--kinds column LayerNormMLP] [--recipes current] [--connections 8 [--chunks 4]]
 
 Every case is printed as a line of JSON when it is done. With ``--seconds`` the cases share that time: each makes as
 many rounds as its share has room for, 3 at least, and cases that find no time left are named and left out.
 
 ``layers``: GPU time of forward and backward with sequence parallelism, in turn with Transformer Engine's layers, and
 how much of the collectives' own time is hidden: the time without them is taken of the same layer with collectives that
-do nothing. ``host``: 100 ``Linear(256)`` under delayed scaling, whose maxima are reduced over the ranks, over
-``nn.Linear``. ``scaling``: steps of DDP and FSDP2 in BF16 with layers of te_fast and of torch.
+do nothing. ``--connections 8`` lets te_fast move chunks beside the products. ``host``: 100 ``Linear(256)`` under
+delayed scaling, whose maxima are reduced over the ranks, over ``nn.Linear``. ``scaling``: steps of DDP and FSDP2 in
+BF16 with layers of te_fast and of torch.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+import te_fast
 import te_fast.pytorch as te
 from _harness import DTYPES, RECIPES, as_in_training, options, show, write
 
@@ -339,6 +341,7 @@ def worker(rank: int, arguments: argparse.Namespace, store: str) -> None:
         backend, init_method=f"file://{store}", rank=rank, world_size=arguments.ranks
     )
     as_in_training()
+    te_fast.communication_chunks(arguments.chunks)
     figures = measure(arguments)
     if rank == 0:
         report(figures, arguments)
@@ -395,7 +398,8 @@ def report(figures: dict[str, Any], arguments: argparse.Namespace) -> None:
     for what, row in figures.get("host", {}).items():
         if row["ratio"] > BAR_HOST:
             print(f"missed: {what}: {row['ratio']} > {BAR_HOST}")
-    sizes = {name: getattr(arguments, name) for name in ("ranks", "hidden", "rows", "dtype")}
+    said = ("ranks", "hidden", "rows", "dtype", "chunks", "connections")
+    sizes = {name: getattr(arguments, name) for name in said}
     write(f"ranks-{arguments.ranks}", arguments, {"sizes": sizes, **figures})
 
 
@@ -410,11 +414,17 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--seconds", type=float, help="time that all cases share")
     parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=["delayed", "current"])
+    parser.add_argument("--chunks", type=int, help="of collectives; by default te_fast chooses")
+    parser.add_argument(
+        "--connections",
+        default="1",
+        help="CUDA_DEVICE_MAX_CONNECTIONS: 8 for collectives in chunks",
+    )
     parser.set_defaults(calls=10)
     arguments = parser.parse_args()
     # NVLink multicast is off: machines that are shared do not have it.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", arguments.connections)
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         spawn(worker, (arguments, store), nprocs=arguments.ranks)

@@ -10,7 +10,10 @@ import gc
 import json
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
+
+import megatron_host
 
 ROOT = Path(__file__).parents[1]
 VOCABULARY, LENGTH, BATCH = 128, 32, 2
@@ -20,12 +23,16 @@ SCENE = {
     "tp": 1,  # ranks that share each layer
     "sp": False,  # sequence parallelism among them
     "ep": 1,  # ranks that share the experts
+    "dispatcher": "allgather",  # how rows travel to their experts
     "fp8": None,  # recipe
     "moe": False,  # a mixture of experts
     "local": False,  # Megatron-LM's own layers
     "recompute": False,  # activations are computed again
     "resume": False,  # go on from a checkpoint, too
     "load": None,  # the scene whose checkpoint is where training begins
+    "distributed": False,  # other tokens on each rank, and Megatron-LM's distributed optimizer
+    "param_gather": False,  # its weights are FP8
+    "overlap": False,  # collectives beside products
 }
 RECOMPUTE = {
     "recompute_granularity": "full",
@@ -48,11 +55,17 @@ def start():
     torch.set_num_threads(1)
 
 
-def recipe_of(fp8):
+def recipe_of(scene):
+    fp8 = scene["fp8"]
     if fp8 is None:
         return {}
     number_format = "e4m3" if fp8 == "blockwise" else "hybrid"
-    return {"fp8": number_format, "fp8_recipe": fp8, "fp8_amax_history_len": 4}
+    return {
+        "fp8": number_format,
+        "fp8_recipe": fp8,
+        "fp8_amax_history_len": 4,
+        "fp8_param": scene["param_gather"],
+    }
 
 
 def experts_of(scene):
@@ -64,7 +77,7 @@ def experts_of(scene):
         "moe_grouped_gemm": True,
         "moe_permute_fusion": True,
         "moe_router_fusion": True,
-        "moe_token_dispatcher_type": "allgather",
+        "moe_token_dispatcher_type": scene["dispatcher"],
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 1e-2,
         "expert_model_parallel_size": scene["ep"],
@@ -91,14 +104,15 @@ def make_model(scene, seed):
         attention_dropout=0.0,
         bf16=True,
         params_dtype=torch.bfloat16,
-        use_cpu_initialization=True,
+        # It would write weights behind the values that masters are made of.
+        use_cpu_initialization=not scene["distributed"],
         tensor_model_parallel_size=scene["tp"],
         sequence_parallel=scene["sp"],
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         **(RECOMPUTE if scene["recompute"] else {}),
-        **recipe_of(scene["fp8"]),
+        **recipe_of(scene),
         **experts_of(scene),
     )
     experts = {"num_experts": 4, "moe_grouped_gemm": True} if scene["moe"] else {}
@@ -116,18 +130,23 @@ def make_model(scene, seed):
     return model.bfloat16()
 
 
-def train(model, optimizer, steps):
-    """Losses of some steps, on tokens that depend on the step alone."""
+def loss_of(model, step, share=0):
+    """Loss on tokens that depend on the step, and on which share of them this is, alone."""
     import torch
 
-    losses = []
     # Its own attention makes no causal mask without a GPU.
     mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
+    generator = torch.Generator().manual_seed(1000 + step % 2 + 10 * share)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+    places = torch.arange(LENGTH).expand(BATCH, -1)
+    return model(tokens[:, :-1], places, mask, labels=tokens[:, 1:]).float().mean()
+
+
+def train(model, optimizer, steps):
+    """Losses of some steps."""
+    losses = []
     for step in steps:
-        generator = torch.Generator().manual_seed(1000 + step % 2)
-        tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
-        places = torch.arange(LENGTH).expand(BATCH, -1)
-        loss = model(tokens[:, :-1], places, mask, labels=tokens[:, 1:]).float().mean()
+        loss = loss_of(model, step)
         loss.backward()
         reduce_gradients(model)
         optimizer.step()
@@ -184,6 +203,38 @@ def run(name, scene, folder):
     return found
 
 
+def run_distributed(name, scene, folder):
+    """Losses of a model whose master weights are in slices, one on each rank."""
+    from megatron.core import parallel_state
+
+    from megatron_optimizer import Training
+
+    share = parallel_state.get_data_parallel_rank()
+
+    def fresh(seed):
+        return Training(make_model(scene, seed), scene)
+
+    def steps(training, numbers):
+        return [training.step(partial(loss_of, step=step, share=share)) for step in numbers]
+
+    training = fresh(1)
+    found = {"types": sorted({type(p).__name__ for p in training.model.parameters()})}
+    if scene["load"] is not None:
+        training.load(folder / scene["load"])
+        return found | {"losses": steps(training, range(STEPS, STEPS + 3))}
+    found["losses"] = steps(training, range(STEPS))
+    if not scene["resume"]:
+        return found
+    kept = folder / name
+    kept.mkdir(exist_ok=True)
+    training.save(kept)
+    found["goes_on"] = steps(training, range(STEPS, STEPS + 3))
+    other = fresh(2)
+    other.load(kept)
+    found["resumed"] = steps(other, range(STEPS, STEPS + 3))
+    return found
+
+
 def play(name, scene, folder):
     """Run a scene on groups of ranks of its own."""
     import torch.distributed as dist
@@ -207,7 +258,8 @@ def play(name, scene, folder):
         ("expert-parallel-rng", 200 + experts),
     ):
         random.get_cuda_rng_tracker().add(tracked, seed)
-    found = run(name, scene, folder)
+    with megatron_host.OnTheHost():
+        found = (run_distributed if scene["distributed"] else run)(name, scene, folder)
     # Layers of delayed scaling take part in reductions as long as they live, on all ranks or on none.
     gc.collect()
     dist.barrier()
@@ -222,6 +274,7 @@ def main(rank, ranks, folder, scenes):
     store = f"file://{folder / 'store'}"
     wait = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=wait)
+    megatron_host.answer()
     found = {name: play(name, {**SCENE, **given}, folder) for name, given in scenes.items()}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

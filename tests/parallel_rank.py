@@ -7,6 +7,7 @@ each what it raised. Run by ``unit/test_parallel_ranks.py``, in processes of the
 from __future__ import annotations
 
 import copy
+import datetime
 import weakref
 from contextlib import contextmanager
 from itertools import product
@@ -881,9 +882,79 @@ def ranks_that_disagree():
         with raises(RuntimeError, "proj: the set of what wants gradients"), wanted:
             layer(x)
         layer(x).sum().backward()  # and goes on where they agree
+        former = te_fast.communication_chunks(rank + 1)
+        with raises(RuntimeError, "proj: the number of communication_chunks"):
+            layer(x)
+        te_fast.communication_chunks(former)
     odd = te.Linear(IN, OUT + rank * size * 16, parallel_mode="column", name="odd", **options)
     with raises(RuntimeError, "odd: the sizes"):
         odd(torch.ones(8, IN))
+
+
+@scene
+def layers_of_every_kind_disagree():
+    """Whatever shares: its name, or its class's, and all ranks raise."""
+    rank, size = rank_and_size()
+    options = {"device": device(), "tp_group": dist.group.WORLD, "sequence_parallel": True}
+    shared = {"tensor_parallel_group": dist.group.WORLD, "sequence_parallel": True}
+    whole = {**options, "set_parallel_mode": True}
+    layers = {
+        "norm": te.LayerNormLinear(IN, OUT, parallel_mode="column", name="norm", **options),
+        "mlp": te.LayerNormMLP(IN, OUT, name="mlp", **whole),
+        "block.self_attention": te.TransformerLayer(
+            IN,
+            OUT,
+            4,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            name="block",
+            tp_size=size,
+            **whole,
+        ),
+        "ops 0": te.ops.Sequential(
+            te.ops.Linear(IN, OUT, device=device(), tensor_parallel_mode="column", **shared)
+        ),
+    }
+    for name, layer in layers.items():
+        x = torch.ones(8, 2, IN) if name.startswith("block") else torch.ones(8, IN)
+        with raises(RuntimeError, f"{name}.*: the input's shape .* rank 0 has"):
+            layer(torch.cat([x] * (1 + rank)))
+        layer(x).sum().backward()
+
+
+@scene
+def sizes_that_ranks_cannot_share():
+    size = dist.get_world_size()
+    whole = {"device": device(), "tp_group": dist.group.WORLD, "set_parallel_mode": True}
+    with raises(ValueError, "ffn_hidden_size must be a multiple of tp_size"):
+        te.LayerNormMLP(IN, OUT + 1, **whole)
+    with raises(ValueError, "multiple of tp_size"):
+        te.MultiheadAttention(IN, 4, num_gqa_groups=1, tp_size=size, **whole)
+    mode = {"tensor_parallel_group": dist.group.WORLD, "device": device()}
+    with raises(ValueError, "in_features must be a multiple of tp_size"):
+        te.ops.BasicLinear(IN + 1, OUT, tensor_parallel_mode="row", **mode)
+    with raises(ValueError, "size must be a multiple"):
+        te.ops.Bias(OUT + 1, tensor_parallel=True, **mode)
+
+
+@scene
+def a_rank_with_another_group():
+    """One that takes a group of its own computes alone; the others find out within their group's timeout."""
+    rank, size = rank_and_size()
+    short = datetime.timedelta(seconds=2)
+    common = dist.new_group(list(range(size)), timeout=short)
+    alone = [dist.new_group([each]) for each in range(size)][rank]
+    is_last = rank == size - 1
+    layer = te.Linear(
+        IN, OUT, device=device(), parallel_mode="column", name="proj",
+        tp_group=alone if is_last else common,
+    )  # fmt: skip
+    if is_last:
+        layer(torch.ones(8, IN))
+    else:
+        with raises(RuntimeError, "proj: the ranks of tp_group could not compare their calls"):
+            layer(torch.ones(8, IN))
+    dist.barrier()
 
 
 @scene
@@ -1012,6 +1083,22 @@ def copies():
     with te.autocast(amax_reduction_group=group):
         y = layer(x)
     assert torch.equal(copy.deepcopy(layer).weight, layer.weight)
+
+
+@scene
+def a_rank_that_stops_before_backward():
+    """The last scene of a run: the group is gone."""
+    rank, size = rank_and_size()
+    layer = te.Linear(
+        IN, OUT, device=device(), parallel_mode="column", sequence_parallel=True, name="proj",
+        tp_group=dist.group.WORLD,
+    )  # fmt: skip
+    y = layer(torch.ones(8, IN).requires_grad_())
+    if rank == size - 1:
+        raise Stop
+    with raises(RuntimeError, "proj: a.* of tensor parallelism failed; another rank has stopped"):
+        y.sum().backward()
+    assert layer.weight.grad is None
 
 
 @scene

@@ -47,7 +47,7 @@ LAYERS: dict[str, set[str]] = {
     "ops": {"dispatch", "graphs", "parallel", "recipe", "runtime", "state", "tensor"},
     "layers": {"graphs", "ops", "parallel", "recipe", "runtime", "state", "tensor"},
     "attention": {"graphs", "layers", "ops", "parallel", "recipe", "runtime", "state"},
-    "experts": {"moe", "ops", "runtime"},
+    "experts": {"moe", "ops", "parallel", "runtime"},
     "convert": {"attention", "layers", "runtime", "state"},
     "graphed": {"graphs", "recipe", "runtime", "state", "tensor"},
     "losses": set(),

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from te_fast.convert import convert
     from te_fast.convert_checkpoint import convert_checkpoint
     from te_fast.dispatch import auto_pad
+    from te_fast.parallel.checkpoint import load_sharded_state_dict, sharded_state_dict
+    from te_fast.parallel.chunks import communication_chunks
     from te_fast.profiling import profile
 
 #: Transformer Engine's version whose names and signatures ``te_fast.pytorch`` has.
@@ -43,14 +45,17 @@ __all__ = [
     "__version__",
     "auto_pad",
     "common",
+    "communication_chunks",
     "convert",
     "convert_checkpoint",
     "dispatch",
     "doctor",
     "errors",
+    "load_sharded_state_dict",
     "profile",
     "profiling",
     "pytorch",
+    "sharded_state_dict",
 ]
 
 _SUBMODULES = {
@@ -63,7 +68,13 @@ _SUBMODULES = {
     "pytorch",
 }
 # Names of their own that come with a submodule, once they are asked for.
-_FUNCTIONS = {"auto_pad": "dispatch", "profile": "profiling"}
+_FUNCTIONS = {
+    "auto_pad": "dispatch",
+    "communication_chunks": "parallel.chunks",
+    "load_sharded_state_dict": "parallel.checkpoint",
+    "profile": "profiling",
+    "sharded_state_dict": "parallel.checkpoint",
+}
 
 
 def __dir__() -> list[str]:

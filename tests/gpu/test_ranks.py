@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from chunks_rank import scenes as chunk_scenes
 from compiled_parallel_rank import scenes as compiled_scenes
+from expert_rank import scenes as expert_scenes
 from parallel_attention_rank import scenes as attention_scenes
 from parallel_rank import scenes
 from ranks import run
@@ -14,7 +16,9 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 #: The others are about what the host does: NCCL's watchdog ends processes whose peers have stopped.
-SCENES = tuple(name for name in scenes.functions if name != "a_rank_that_stops")
+LAST = ("a_rank_that_stops", "a_rank_that_stops_before_backward", "a_rank_with_another_group")
+SCENES = tuple(name for name in scenes.functions if name not in LAST)
+OF_EXPERTS = tuple(name for name in expert_scenes.functions if name not in LAST)
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -46,6 +50,28 @@ def of_attention(fresh, tmp_path_factory):
 @pytest.mark.parametrize("scene", attention_scenes.functions)
 def test_gpus_that_share_heads(of_attention, scene):
     assert {rank.get(scene, "did not run") for rank in of_attention} == {""}
+
+
+@pytest.fixture(scope="module")
+def of_chunks(fresh, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chunks")
+    return run(fresh, folder, "chunks_rank", 2, chunk_scenes.functions, kind="cuda")
+
+
+@pytest.mark.parametrize("scene", chunk_scenes.functions)
+def test_gpus_that_send_chunks(of_chunks, scene):
+    assert {rank.get(scene, "did not run") for rank in of_chunks} == {""}
+
+
+@pytest.fixture(scope="module")
+def of_experts(fresh, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts")
+    return run(fresh, folder, "expert_rank", 2, OF_EXPERTS, kind="cuda")
+
+
+@pytest.mark.parametrize("scene", OF_EXPERTS)
+def test_gpus_that_share_experts(of_experts, scene):
+    assert {rank.get(scene, "did not run") for rank in of_experts} == {""}
 
 
 @pytest.mark.parametrize("scene", SCENES)

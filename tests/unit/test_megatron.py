@@ -31,7 +31,26 @@ SCENES = {
     "experts, block": {**EXPERTS, "fp8": "blockwise"},
     "split experts": {**EXPERTS, **SPLIT, "ep": 2, "resume": True},
     "split experts, delayed": {**EXPERTS, **SPLIT, "ep": 2, "fp8": "delayed", "resume": True},
+    "exchanged experts": {**EXPERTS, **SPLIT, "ep": 2, "dispatcher": "alltoall", "resume": True},
 }
+#: Ranks with tokens and slices of master weights of their own.
+DISTRIBUTED = {
+    "delayed": {"fp8": "delayed"},
+    "current": {"fp8": "tensorwise", "overlap": True},
+    "block": {"fp8": "blockwise"},
+    "split": {"fp8": "tensorwise", **SPLIT},
+    "experts": {"fp8": "blockwise", **EXPERTS, "ep": 2, "dispatcher": "alltoall"},
+}
+#: With weights in BF16, and in FP8 alone.
+IN_BF16 = {f"{name}, BF16": {"distributed": True, **scene} for name, scene in DISTRIBUTED.items()}
+IN_BF16["split, BF16"]["resume"] = True
+IN_FP8 = {
+    f"{name}, FP8": {"distributed": True, "param_gather": True, **scene}
+    for name, scene in DISTRIBUTED.items()
+}
+for each in ("delayed", "split", "experts"):
+    IN_FP8[f"{each}, FP8"]["resume"] = True
+SCENES |= IN_BF16 | IN_FP8
 #: What goes on from the checkpoint of another scene.
 LOADED = {
     "dense as local": {"local": True, "load": "dense"},
@@ -39,6 +58,9 @@ LOADED = {
     "split as dense": {"load": "split"},
     "split, delayed as dense": {"fp8": "delayed", "load": "split, delayed"},
     "split experts as experts": {**EXPERTS, "load": "split experts"},
+    "exchanged experts as experts": {**EXPERTS, "load": "exchanged experts"},
+    "BF16 as FP8": {**IN_FP8["split, FP8"], "load": "split, BF16"},
+    "FP8 as BF16": {**IN_BF16["split, BF16"], "load": "split, FP8"},
 }
 
 
@@ -59,7 +81,9 @@ def seen(fresh, tmp_path_factory):
 @pytest.mark.parametrize("name", SCENES)
 def test_it_trains(seen, name):
     losses = seen[0][name]["losses"]
-    assert seen[1][name]["losses"] == losses
+    # Ranks have the same tokens, or share each layer.
+    if not SCENES[name].get("distributed") or SCENES[name].get("tp") == 2:
+        assert seen[1][name]["losses"] == losses
     # Two batches in turn.
     assert losses[2] < losses[0] - 0.2
     assert losses[3] < losses[1] - 0.2
@@ -93,12 +117,24 @@ def test_a_checkpoint_goes_on_where_it_was(seen, name):
         assert rank[name]["resumed"] == rank[name]["goes_on"]
 
 
+@pytest.mark.parametrize("name", DISTRIBUTED)
+def test_fp8_weights_of_the_distributed_optimizer_are_those_of_bf16(seen, name):
+    """Bit for bit: both cast the same masters, rounded to BF16, with the maxima of the whole weight."""
+    for rank in seen:
+        assert rank[f"{name}, FP8"]["losses"] == rank[f"{name}, BF16"]["losses"]
+        assert "Parameter" in rank[f"{name}, FP8"]["types"]
+        (kind,) = set(rank[f"{name}, FP8"]["types"]) - set(rank[f"{name}, BF16"]["types"])
+        assert kind.startswith("Float8")
+
+
 @pytest.mark.parametrize("name", LOADED)
 def test_a_checkpoint_is_taken_by_others(seen, name):
     """By Megatron-LM's own layers, which know torch alone, and by more or fewer ranks."""
     found, wanted = (seen[0][each] for each in (name, LOADED[name]["load"]))
     assert found["losses"] == seen[1][name]["losses"]
     assert abs(found["losses"][0] - wanted["goes_on"][0]) < 3e-3
+    if LOADED[name].get("distributed"):  # the masters come along
+        assert found["losses"] == wanted["goes_on"]
 
 
 @pytest.mark.parametrize("name", ["dense", "delayed"])

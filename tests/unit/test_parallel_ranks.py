@@ -3,6 +3,7 @@
 import pytest
 import torch.distributed as dist
 
+from chunks_rank import scenes as chunk_scenes
 from compiled_parallel_rank import scenes as compiled_scenes
 from graphs import needs_compile
 from parallel_attention_rank import scenes as attention_scenes
@@ -15,8 +16,8 @@ pytestmark = [
         not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"
     ),
 ]
-LAST = "a_rank_that_stops"
-OF_TWO = tuple(name for name in scenes.functions if name != LAST)
+LAST = ("a_rank_that_stops", "a_rank_that_stops_before_backward")
+OF_TWO = tuple(name for name in scenes.functions if name not in LAST)
 OF_GRAPHS = tuple(compiled_scenes.functions)
 OF_ATTENTION = tuple(attention_scenes.functions)
 OF_FOUR = ("layernorm_mlp", "scales_are_those_of_one_rank")
@@ -48,6 +49,12 @@ def test_two_ranks_that_share_heads(of_attention, scene):
     assert [rank.get(scene, "did not run") for rank in of_attention] == [""] * 2
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_collectives_in_chunks(fresh, tmp_path, size):
+    names = tuple(chunk_scenes.functions) if size == 2 else ("products_are_cut", "collectives")
+    assert run(fresh, tmp_path, "chunks_rank", size, names) == [dict.fromkeys(names, "")] * size
+
+
 @needs_compile
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_ranks_that_compile(fresh, tmp_path, every):
@@ -62,5 +69,6 @@ def test_four_ranks(of_four, scene):
     assert [rank.get(scene, "did not run") for rank in of_four] == [""] * 4
 
 
-def test_a_rank_that_stops(fresh, tmp_path):
-    assert run(fresh, tmp_path, "parallel_rank", 2, [LAST]) == [{LAST: ""}] * 2
+@pytest.mark.parametrize("last", LAST)
+def test_a_rank_that_stops(fresh, tmp_path, last):
+    assert run(fresh, tmp_path, "parallel_rank", 2, [last]) == [{last: ""}] * 2

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from checkpoint_rank import scenes as checkpoint_scenes
 from ranks import run
 from sharded_rank import scenes
 
@@ -32,6 +33,11 @@ def of_four(fresh, tmp_path_factory):
 @pytest.mark.parametrize("scene", OF_TWO)
 def test_two_ranks(of_two, scene):
     assert [rank.get(scene, "did not run") for rank in of_two] == [""] * 2
+
+
+def test_checkpoints_of_other_numbers_of_ranks(fresh, tmp_path):
+    names = tuple(checkpoint_scenes.functions)
+    assert run(fresh, tmp_path, "checkpoint_rank", 2, names) == [dict.fromkeys(names, "")] * 2
 
 
 @pytest.mark.parametrize("scene", OF_FOUR)

@@ -11,12 +11,13 @@ from te_fast.attention.dot_product import DotProductAttention
 from te_fast.attention.inference import InferenceParams
 from te_fast.attention.rope import Heads, Waves, rotate, split_rotated, waves_of
 from te_fast.attention.rules import CPLoadBalancingStrategy
-from te_fast.errors import ArgumentError, ShapeError
+from te_fast.errors import ArgumentError, ShapeError, UnsupportedError
 from te_fast.layers.layernorm_linear import LayerNormLinear
 from te_fast.layers.linear import Linear
 from te_fast.layers.norm import LayerNorm, RMSNorm
 from te_fast.layers.parameters import check_sizes, refuse_userbuffers
 from te_fast.ops.basic.l2normalization import L2Normalization
+from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import check_group, copy_sharing, divided, size_of_group
 from te_fast.runtime.module_hooks import is_called_plainly
 
@@ -355,6 +356,24 @@ class MultiheadAttention(CompositeModule):
             channels,
             self.qkv_weight_interleaved,
         )
+
+    def _shares_of_parameters(self) -> dict[str, Share]:
+        """Return none of its own; a rank's queries, keys and values in one matrix are no part of that of all ranks.
+
+        Raises
+        ------
+        UnsupportedError
+            For such a matrix.
+        """
+        names = ("qkv", "layernorm_qkv", "key_value")
+        joined = [name for name in names if hasattr(getattr(self, name, None), "weight")]
+        if self.tp_size > 1 and joined and not self.qkv_weight_interleaved:
+            message = (
+                f"{self._shown}: {joined[0]}.weight has this rank's parts one behind the other, so that ranks' shares "
+                "do not make the whole; use qkv_weight_interleaved=True, or fuse_qkv_params=False"
+            )
+            raise UnsupportedError(message)
+        return {}
 
     def _check(self, attention_type: str, layer_number: int | None, lacks_norm: bool) -> None:
         if attention_type not in ("self", "cross"):

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from te_fast.errors import ArgumentError, ShapeError
+from te_fast.experts.exchange import expert_ranks
 from te_fast.experts.program import ExpertsProgram, takes
 from te_fast.moe.permutation import moe_permute_with_probs, moe_unpermute
 from te_fast.moe.router import (
@@ -20,6 +21,8 @@ from te_fast.ops.basic.grouped_linear import GroupedLinear
 from te_fast.ops.basic.scaled import ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
 from te_fast.ops.common import parameter_options
 from te_fast.ops.sequential import Sequential
+from te_fast.parallel.checkpoint import Share
+from te_fast.parallel.ranks import copy_sharing
 
 #: Activations by name, and halves of their input.
 _ACTIVATIONS: dict[str, tuple[Callable[..., Any], int]] = {
@@ -63,20 +66,27 @@ class MoE(torch.nn.Module):
         As of :class:`te_fast.pytorch.ops.GroupedLinear`.
     activation_recompute_in_mlp : bool, default = False
         Keep the activation's input alone, and compute its result again in backward. Not with delayed scaling.
+    ep_group : torch.distributed.ProcessGroup, optional
+        Ranks that share the experts: each has as many, in the order of the ranks, and tokens of its own. Rows travel to
+        their experts' ranks and back, and the host waits for how many there are. Ranks have the same router, whose
+        gradients are those of their own tokens; experts' gradients are those of all tokens, and their parameters have
+        ``allreduce = False``, as Megatron-LM marks them. The loss that balances experts is of a rank's own tokens.
 
     Attributes
     ----------
     router : torch.nn.Parameter
         float32 ``(num_experts, hidden_size)``.
     experts : te_fast.pytorch.ops.Sequential
-        The two products and the activation between them.
+        The two products and the activation between them, of this rank's experts.
 
     Raises
     ------
     ArgumentError
         If an argument is none of its values.
     ShapeError
-        If `topk` is not 1 to `num_experts`.
+        If `topk` is not 1 to `num_experts`, or ranks cannot have as many experts each.
+    RanksError
+        If this rank is not in `ep_group`; in a forward, if ranks do not call the block alike, or one is gone.
 
     See Also
     --------
@@ -120,6 +130,7 @@ class MoE(torch.nn.Module):
         delay_wgrad_compute: bool = False,
         single_grouped_weight: bool = False,
         activation_recompute_in_mlp: bool = False,
+        ep_group: Any = None,
     ) -> None:
         super().__init__()
         if activation not in _ACTIVATIONS:
@@ -145,6 +156,9 @@ class MoE(torch.nn.Module):
         self.register_buffer("expert_bias", zeros)
         counts = None if zeros is None else torch.zeros_like(zeros, dtype=torch.int64)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
+        self.ep_group = ep_group
+        self._ranks = expert_ranks("MoE", ep_group, num_experts)
+        local = num_experts if self._ranks is None else self._ranks.num_local
         make, halves = _ACTIVATIONS[activation]
         both: dict[str, Any] = {
             **options,
@@ -153,10 +167,13 @@ class MoE(torch.nn.Module):
             "single_grouped_weight": single_grouped_weight,
         }
         self.experts = Sequential(
-            GroupedLinear(num_experts, hidden_size, halves * ffn_hidden_size, bias=bias, **both),
+            GroupedLinear(local, hidden_size, halves * ffn_hidden_size, bias=bias, **both),
             make(activation_recompute_in_mlp=activation_recompute_in_mlp),
-            GroupedLinear(num_experts, ffn_hidden_size, hidden_size, bias=False, **both),
+            GroupedLinear(local, ffn_hidden_size, hidden_size, bias=False, **both),
         )
+        if self._ranks is not None:
+            for parameter in self.experts.parameters():
+                parameter.allreduce = False  # type: ignore[attr-defined]
         if not self.router.is_meta:
             self.reset_parameters()
 
@@ -206,7 +223,7 @@ class MoE(torch.nn.Module):
                 self.expert_bias,
             )
             self._count(chosen)
-        if takes(self.experts, tokens):
+        if self._ranks is None and takes(self.experts, tokens):
             merged = self._program()(tokens, chosen, probs, is_first_microbatch)
         else:
             merged = self._one_by_one(tokens, chosen, probs, is_first_microbatch)
@@ -234,19 +251,25 @@ class MoE(torch.nn.Module):
         splits = chosen.sum(0)
         rows = tokens.shape[0] * self.topk
         permuted, factors, row_map = moe_permute_with_probs(tokens, probs, chosen, rows)
-        out = self.experts(
-            permuted, splits, factors, splits, is_first_microbatch=is_first_microbatch
-        )
+
+        def experts(
+            rows: torch.Tensor, splits: torch.Tensor, factors: torch.Tensor
+        ) -> torch.Tensor:
+            y: torch.Tensor = self.experts(
+                rows, splits, factors, splits, is_first_microbatch=is_first_microbatch
+            )
+            return y
+
+        if self._ranks is None:
+            out = experts(permuted, splits, factors)
+        else:
+            out = self._ranks.apply(experts, permuted, splits, factors)
         return moe_unpermute(out, row_map, restore_shape=tokens.shape)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Drop the program: ``.to()`` and its kin exchange the parameters."""
         self.__dict__.pop("_experts_program", None)
         return super()._apply(fn, recurse)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the program out: a copy makes its own."""
-        return {name: value for name, value in self.__dict__.items() if name != "_experts_program"}
 
     def explain(self) -> str:
         """Say what the experts and what is around them launch, per kind of call that has run.
@@ -273,7 +296,7 @@ class MoE(torch.nn.Module):
             self.tokens_per_expert.add_(chosen.sum(0))
 
     def update_expert_bias(self, rate: float = 1e-3) -> None:
-        """Move the bias of each expert towards an even share of the tokens since the last update.
+        """Move the bias of each expert towards an even share of the tokens, of all ranks, since the last update.
 
         Parameters
         ----------
@@ -283,9 +306,39 @@ class MoE(torch.nn.Module):
         if self.expert_bias is None or self.tokens_per_expert is None:
             message = "MoE: update_expert_bias() needs expert_bias=True"
             raise ArgumentError(message)
-        counts = self.tokens_per_expert.float()
+        counts = self.tokens_per_expert
+        if self._ranks is not None:
+            counts = self._ranks.sum(counts)
+        counts = counts.float()
         self.expert_bias.add_(torch.sign(counts.mean() - counts), alpha=rate)
         self.tokens_per_expert.zero_()
+
+    def _names_of_all_ranks(self) -> dict[str, str]:
+        """Return the names of the experts' parameters in a checkpoint of all ranks."""
+        if self._ranks is None:
+            return {}
+        first, names = self._ranks.rank * self._ranks.num_local, {}
+        for name, _ in self.experts.named_parameters(prefix="experts"):
+            kind = name.rstrip("0123456789")
+            if kind != name:
+                names[name] = f"{kind}{first + int(name[len(kind) :])}"
+        return names
+
+    def _shares_of_parameters(self) -> dict[str, Share]:
+        """Return of which stacks of experts ranks have parts."""
+        if self._ranks is None:
+            return {}
+        parameters = self.experts.named_parameters(prefix="experts")
+        return {name: Share(0, self.ep_group) for name, _ in parameters if not name[-1].isdigit()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles have: all but the program, which each makes for itself."""
+        return {name: value for name, value in self.__dict__.items() if name != "_experts_program"}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
+        """Return a copy that the same ranks share."""
+        copied: MoE = copy_sharing(self, [self.ep_group], memo)
+        return copied
 
     def backward_dw(self) -> None:
         """Compute the experts' weight gradients that `delay_wgrad_compute` has left, the last product's first."""

@@ -15,6 +15,7 @@ import torch
 
 import te_fast
 from te_fast.errors import DeviceError, DtypeError, ShapeError, UnsupportedError
+from te_fast.parallel.checkpoint import Share, shares_by_marks
 from te_fast.parallel.quantized import Role, quantizer_of_rows
 from te_fast.parallel.ranks import check_group, copy_sharing, size_of_group
 from te_fast.recipe import DelayedScaling, Recipe
@@ -429,6 +430,17 @@ class TransformerEngineBaseModule(StatefulModule):
     def _make_scaling_states(self, recipe: Recipe) -> None:
         self.fp8_meta.update(recipe=recipe, fp8_checkpoint=True)
         self.init_fp8_meta_tensors(recipe)
+
+    # Checkpoints of several ranks ----------------------------------------------------------------
+
+    def _shares_of_parameters(self) -> dict[str, Share]:
+        """Return which parameters ranks share."""
+        is_shared = getattr(self, "parallel_mode", None) or getattr(
+            self, "set_parallel_mode", False
+        )
+        if not is_shared or self.tp_size == 1:
+            return {}
+        return shares_by_marks(self, self.tp_group)
 
     # Copies --------------------------------------------------------------------------------------
 

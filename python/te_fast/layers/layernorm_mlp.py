@@ -19,6 +19,7 @@ from te_fast.layers.parameters import (
     refuse_userbuffers,
 )
 from te_fast.layers.program import ProgramLayer
+from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import divided
 from te_fast.runtime import native
 from te_fast.runtime.calls import layer_call_method
@@ -301,6 +302,15 @@ class LayerNormMLP(ProgramLayer):
         return self.fc1_weight
 
     # Parameters ----------------------------------------------------------------------------------
+
+    def _shares_of_parameters(self) -> dict[str, Share]:
+        """Return which parameters ranks share, of a gated activation's two matrices each."""
+        shares = super()._shares_of_parameters()
+        if self.activation in _GATED:
+            for name in ("fc1_weight", "fc1_bias")[: 1 + self.use_bias]:
+                group = shares[name].group if name in shares else None
+                shares[name] = Share(0, group, parts=2)
+        return shares
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise the parameters, after making those real that are on the meta device.

@@ -12,6 +12,7 @@ from te_fast.ops.basic.basic_linear import BasicLinear, parallelism
 from te_fast.ops.basic.bias import Bias
 from te_fast.ops.basic.identity import AllReduce, ReduceScatter
 from te_fast.ops.op import FusedOperation, FusibleOperation
+from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import divided
 
 
@@ -99,6 +100,19 @@ rng_state_tracker_function, accumulate_into_main_grad
             ops.append(reduce(tensor_parallel_group))
         super().__init__(ops)
         self._bias_index = 1 if bias else None
+        self.tensor_parallel_group = tensor_parallel_group
+        self._is_row = is_row
+
+    def _shares_of_parameters(self) -> dict[str, Share]:
+        """Return which parameters ranks share, beside those that the operations know of."""
+        if not self._is_row:
+            return {}
+        group = self.tensor_parallel_group
+        return {
+            "basic_ops.0.weight": Share(
+                1, torch.distributed.group.WORLD if group is None else group
+            )
+        }
 
     @property
     def in_features(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from te_fast.errors import RanksError
+from te_fast.parallel.chunks import setting
 from te_fast.runtime import native
 from te_fast.runtime.collectives import get_distributed_rank, get_distributed_world_size
 
@@ -56,7 +57,8 @@ class Agreement:
         if self._is_alone:
             return
         enabled, _, _, _, _, epoch = native.autocast_region()
-        kind = (x.shape, x.dtype, x.device, wanted, needs_input, epoch if enabled else None)
+        chunks = setting()
+        kind = (x.shape, x.dtype, x.device, wanted, needs_input, epoch if enabled else None, chunks)
         if kind in self._known or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         recipe = native.autocast_objects()[0] if enabled else None
@@ -73,6 +75,9 @@ class Agreement:
             "recipe": [zlib.crc32(recipe.encode())],
             "sizes and modes of the layer": [zlib.crc32(self._layer.encode())],
             "set of what wants gradients": [int(wanted), int(needs_input)],
+            "number of communication_chunks, or CUDA_DEVICE_MAX_CONNECTIONS,": list(
+                map(int, setting())
+            ),
         }
         own["input's shape"] += [0] * (_DIMENSIONS + 1 - len(own["input's shape"]))
         flat = [number for numbers in own.values() for number in numbers]

@@ -19,7 +19,7 @@ from te_fast.runtime.collectives import (
 
 
 @contextmanager
-def _named(name: str, collective: str) -> Iterator[None]:
+def named(name: str, collective: str) -> Iterator[None]:
     """Name the layer in what ``torch.distributed`` raises when a rank is gone or late."""
     try:
         yield
@@ -27,7 +27,7 @@ def _named(name: str, collective: str) -> Iterator[None]:
         raise
     except RuntimeError as error:
         message = (
-            f"{name}: {collective} of tensor parallelism failed; another rank has stopped, is late, or does something "
+            f"{name}: {collective} failed; another rank has stopped, is late, or does something "
             f"else: {error}"
         )
         raise RanksError(message) from error
@@ -52,21 +52,26 @@ class Ranks:
 
     def gather(self, x: torch.Tensor, *, later: bool = False) -> tuple[torch.Tensor, Handle]:
         """Concatenate the rows of all ranks."""
-        with _named(self.name, "an all-gather"):
+        with named(self.name, "an all-gather of tensor parallelism"):
             return gather_along_first_dim(x, self.group, async_op=later)
 
     def scatter(self, x: torch.Tensor, *, later: bool = False) -> tuple[torch.Tensor, Handle]:
         """Sum over all ranks, and keep this one's rows."""
-        with _named(self.name, "a reduce-scatter"):
+        with named(self.name, "a reduce-scatter of tensor parallelism"):
             return reduce_scatter_along_first_dim(x, self.group, async_op=later)
+
+    def scatter_into(self, out: torch.Tensor, x: torch.Tensor) -> Handle:
+        """Start to sum over all ranks, into memory for this one's rows."""
+        with named(self.name, "a reduce-scatter of tensor parallelism"):
+            return torch.distributed.reduce_scatter_tensor(out, x, group=self.group, async_op=True)
 
     def sum(self, x: torch.Tensor, *, later: bool = False) -> tuple[torch.Tensor, Handle]:
         """Sum over all ranks."""
-        with _named(self.name, "an all-reduce"):
+        with named(self.name, "an all-reduce of tensor parallelism"):
             return allreduce(x.contiguous(), self.group, async_op=later)
 
     def wait(self, handle: Handle) -> None:
         """Let what follows on this stream see a collective's result."""
         if handle is not None:
-            with _named(self.name, "a collective"):
+            with named(self.name, "a collective of tensor parallelism"):
                 handle.wait()

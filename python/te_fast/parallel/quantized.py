@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 
+from te_fast.parallel.chunks import Chunks
 from te_fast.parallel.collectives import Ranks
 from te_fast.recipe import Recipe
 from te_fast.runtime import scale_tape
@@ -72,19 +73,19 @@ def cuts_no_blocks(quantizer: Any, x: torch.Tensor) -> bool:
     return columns % BLOCK == 0 and (x.numel() // columns) % BLOCK == 0
 
 
-def gather_rows(
-    value: Float8Tensor, ranks: Ranks, *, later: bool = False
-) -> tuple[Float8Tensor, Handle]:
-    """Concatenate the rows of all ranks, which have one scale."""
+def gather_rows(value: Float8Tensor, ranks: Ranks, chunks: Chunks | None = None) -> Float8Tensor:
+    """Concatenate the rows of all ranks, which have one scale; in chunks, whose events say when they have come."""
     assert value._data is not None
-    data, handle = ranks.gather(value._data, later=later)
+    data = ranks.gather(value._data)[0] if chunks is None else chunks.gather(value._data)
     scale, kind = value._scale_inv, value._fp8_dtype
     whole: Float8Tensor = Float8Tensor(data.shape, value.dtype, data, scale, kind)
-    return whole, handle
+    return whole
 
 
-def gather_input(quantizer: Any, x: torch.Tensor, ranks: Ranks) -> tuple[Any, list[Part]]:
-    """Quantise a rank's rows, and gather what forward reads of them.
+def gather_input(
+    quantizer: Any, x: torch.Tensor, ranks: Ranks, chunks: Chunks | None = None
+) -> tuple[Any, list[Part]]:
+    """Quantise a rank's rows, and gather what forward reads of them; only rows with one scale go in chunks.
 
     Returns
     -------
@@ -95,7 +96,7 @@ def gather_input(quantizer: Any, x: torch.Tensor, ranks: Ranks) -> tuple[Any, li
     """
     value = quantizer(x)
     if isinstance(value, Float8Tensor):
-        whole, _ = gather_rows(value, ranks)
+        whole = gather_rows(value, ranks, chunks)
         assert whole._data is not None
         assert value._data is not None
         return whole, [(whole._data, value._data, False)]

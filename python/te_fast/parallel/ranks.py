@@ -70,8 +70,8 @@ def copy_sharing(module: Any, groups: Iterable[Any], memo: dict[int, Any]) -> An
     return copied
 
 
-def divided(layer: str, name: str, total: int, size: int) -> int:
-    """Return a rank's share of a size.
+def divided(layer: str, name: str, total: int, size: int, ranks: str = "tp_size") -> int:
+    """Return a rank's share of a size; `ranks` is what users call their number.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def divided(layer: str, name: str, total: int, size: int) -> int:
         If ranks cannot have equal ones.
     """
     if total % size != 0:
-        message = f"{layer}: {name} must be a multiple of tp_size = {size}, got {total}"
+        message = f"{layer}: {name} must be a multiple of {ranks} = {size}, got {total}"
         raise ShapeError(message)
     return total // size
 

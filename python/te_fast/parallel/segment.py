@@ -7,12 +7,14 @@ input is reduced behind the first weight's gradient, whose input is gathered aga
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
 from te_fast.parallel.agreement import Agreement
+from te_fast.parallel.chunks import Chunks, count_of
 from te_fast.parallel.collectives import Ranks
 from te_fast.parallel.quantized import cuts_no_blocks, gather_again, gather_input, gather_rows
 from te_fast.runtime import native, rows
@@ -151,16 +153,29 @@ class Segment:
             # What is gathered in high precision is kept so, but for delayed scaling, whose scale will have changed.
             again = run.recipe is not None and not run.recipe.delayed()
             self.first.save_original_input = again and exchange.before == "gather"
-        whole, parts = self._gathered(x, run.recipe, quantizer, wanted=wanted)
+        whole, parts, coming = self._gathered(x, run.recipe, quantizer, wanted=wanted)
+        leaving, out = self._to_leave(whole, extras)
+        chunks = [each for each in (coming, leaving) if each is not None]
         if whole.numel() == 0:
             given = parameters if parameters is not None else tuple(owner.parameters())
             y, outputs, kept, saved = rows.run_on_nothing(
                 self.program, whole, extras, given, is_first_microbatch is True
             )
         else:
-            y, outputs, kept, saved = native.program_run_forward(
-                self.program, owner, whole, extras, is_first_microbatch, *needs, parameters, version
-            )
+            with ExitStack() as stack:
+                for each in chunks:
+                    stack.enter_context(each.joined())
+                y, outputs, kept, saved = native.program_run_forward(
+                    self.program,
+                    owner,
+                    whole,
+                    extras,
+                    is_first_microbatch,
+                    *needs,
+                    parameters,
+                    version,
+                    [each.native for each in chunks] or None,
+                )
         if wanted:
             run.kept, run.saved = kept, list(saved)
             for place, tensor in enumerate(saved):
@@ -168,7 +183,10 @@ class Segment:
                     if tensor is read:
                         run.saved[place] = local
                         run.local.append((place, is_column))
-        if exchange.behind == "scatter":
+        if leaving is not None and out is not None:
+            leaving.scatter(y, out)
+            y = out
+        elif exchange.behind == "scatter":
             y = ranks.scatter(y)[0]
         elif exchange.behind == "sum":
             y = ranks.sum(y)[0]
@@ -181,18 +199,46 @@ class Segment:
         quantizer: QuantizerOf | None,
         *,
         wanted: bool,
-    ) -> tuple[torch.Tensor, list[Part]]:
-        """Return the rows of all ranks, and what of this rank's backward gathers again."""
+    ) -> tuple[torch.Tensor, list[Part], Chunks | None]:
+        """Return the rows of all ranks, what of this rank's backward gathers again, and the chunks of what comes."""
         if self.exchange.before != "gather":
-            return x, []
+            return x, [], None
         made = None
         if quantizer is not None and x.numel() != 0 and _is_quantized_throughout(recipe):
             made = quantizer(recipe, "input", self.ranks.group)
         if made is not None and cuts_no_blocks(made, x):
             made.set_usage(columnwise=made.columnwise_usage and wanted)
-            return gather_input(made, x, self.ranks)
-        whole = self.ranks.gather(x)[0]
-        return whole, [(whole, x, False)]
+            is_one_scale = recipe is not None and recipe.float8_per_tensor_scaling()
+            chunks = self._coming(x, 1) if is_one_scale else None
+            return *gather_input(made, x, self.ranks, chunks), chunks
+        if recipe is not None:  # whose cast reads all rows
+            whole = self.ranks.gather(x)[0]
+            return whole, [(whole, x, False)], None
+        chunks = self._coming(x, x.element_size())
+        whole = self.ranks.gather(x)[0] if chunks is None else chunks.gather(x.contiguous())
+        return whole, [(whole, x, False)], chunks
+
+    def _coming(self, x: torch.Tensor, element_size: int) -> Chunks | None:
+        """Return the chunks in which the rows of all ranks come; None for all at once."""
+        columns = x.shape[-1]
+        rows_of = x.numel() // max(columns, 1)
+        count = count_of(rows_of, columns * element_size, x.device, self.ranks.size)
+        return Chunks(self.ranks, count, x.device, arrives=True) if count > 1 else None
+
+    def _to_leave(
+        self, x: torch.Tensor, extras: Tensors
+    ) -> tuple[Chunks | None, torch.Tensor | None]:
+        """Return the chunks in which the result leaves, and memory for this rank's part; None for all at once."""
+        size, columns = self.ranks.size, x.shape[-1]
+        if self.exchange.behind != "scatter" or extras or x.numel() == 0:
+            return None, None
+        rows_of = x.numel() // columns // size
+        width = self.program.widths(columns)[0]
+        count = count_of(rows_of, width * x.element_size(), x.device, size)
+        if count == 1:
+            return None, None
+        out = torch.empty(x.shape[0] // size, *x.shape[1:-1], width, dtype=x.dtype, device=x.device)
+        return Chunks(self.ranks, count, x.device, arrives=False), out
 
     def backward(
         self,
@@ -223,8 +269,9 @@ class Segment:
             By which the gradient of the result may be gathered in FP8.
         """
         exchange, ranks, first = self.exchange, self.ranks, self.first
+        coming = None
         if exchange.behind == "scatter":
-            dy = self._gathered_gradient(dy, run.recipe, quantizer)
+            dy, coming = self._gathered_gradient(dy, run.recipe, quantizer)
         tensors, regathers = list(saved), []
         for place, is_column in run.local:
             local = tensors[place]
@@ -233,7 +280,14 @@ class Segment:
             regathers.append(regather)
         count = 0 if first is None else first.deferred_count()
         try:
-            dx, found, extras = rows.run_backward(run.kept, tuple(tensors), dy, extra_grads)
+            with nullcontext() if coming is None else coming.joined():
+                dx, found, extras = rows.run_backward(
+                    run.kept,
+                    tuple(tensors),
+                    dy,
+                    extra_grads,
+                    None if coming is None else [coming.native],
+                )
             gradients, reduction = list(found), None
             if dx is not None and dwhole is not None:
                 dx = dx + dwhole
@@ -257,13 +311,18 @@ class Segment:
 
     def _gathered_gradient(
         self, dy: torch.Tensor, recipe: Recipe | None, quantizer: QuantizerOf | None
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, Chunks | None]:
+        """Return the gradient with the rows of all ranks, and the chunks that they come in."""
         made = None
         if quantizer is not None and dy.numel() != 0 and _is_quantized_throughout(recipe):
             made = quantizer(recipe, "grad", self.ranks.group)
-        if made is None:
-            return self.ranks.gather(dy)[0]
-        return gather_rows(made(dy.contiguous()), self.ranks)[0]
+        if made is None and (recipe is not None or dy.numel() == 0):
+            return self.ranks.gather(dy)[0], None
+        coming = self._coming(dy, 1 if made is not None else dy.element_size())
+        dy = dy.contiguous()
+        if made is not None:
+            return gather_rows(made(dy), self.ranks, coming), coming
+        return self.ranks.gather(dy)[0] if coming is None else coming.gather(dy), coming
 
 
 def _is_quantized_throughout(recipe: Recipe | None) -> TypeGuard[Recipe]:

@@ -15,6 +15,7 @@ from te_fast.errors import ArgumentError, UnsupportedError
 from te_fast.ops.basic.weighted import WeightedOperation
 from te_fast.ops.common import parameter_options, size_of_ranks, to_real
 from te_fast.ops.op import OperationContext
+from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.quantized import Role, quantizer_of_rows
 from te_fast.parallel.ranks import divided, exchange_of
 from te_fast.parallel.segment import Segment
@@ -161,6 +162,14 @@ class BasicLinear(WeightedOperation):
     def _append_to(self, program: Any, label: str) -> None:
         sizes = (self.local_in_features, self.local_out_features)
         program.linear(label, self._handle, self._parameters, "weight", *sizes)
+
+    def _shares_of_parameters(self) -> dict[str, Share]:
+        """Return which parameters ranks share."""
+        if self.tensor_parallel_mode is None:
+            return {}
+        dim = 0 if self.tensor_parallel_mode == "column" else 1
+        group = self.tensor_parallel_group
+        return {"weight": Share(dim, torch.distributed.group.WORLD if group is None else group)}
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the native half out."""

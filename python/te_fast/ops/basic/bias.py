@@ -9,6 +9,7 @@ import torch
 from te_fast.errors import ShapeError
 from te_fast.ops.common import parameter_options, size_of_ranks, to_real
 from te_fast.ops.op import BasicOperation, OperationContext
+from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import divided
 
 
@@ -67,6 +68,13 @@ class Bias(BasicOperation):
     def reset_parameters(self) -> None:
         """Set the bias to zero, after making it real if it is on the meta device."""
         torch.nn.init.zeros_(to_real(self, "bias"))
+
+    def _shares_of_parameters(self) -> dict[str, Share]:
+        """Return which parameters ranks share."""
+        if not self.tensor_parallel:
+            return {}
+        group = self.tensor_parallel_group
+        return {"bias": Share(0, torch.distributed.group.WORLD if group is None else group)}
 
     def pre_first_fuser_forward(self) -> None:
         """Make a bias on the meta device real."""

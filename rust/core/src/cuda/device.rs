@@ -327,6 +327,49 @@ pub fn is_capturing(stream: Stream) -> Result<bool> {
     Ok(status != NOT_CAPTURING)
 }
 
+/// An event of the driver's.
+#[derive(Clone, Copy, Debug)]
+pub struct Event(u64);
+
+impl Event {
+    /// The event of a driver's or runtime's handle.
+    ///
+    /// # Safety
+    /// The handle is that of an event of the device that it is used on, which lives until that use returns; or 0, for the host
+    /// backend alone.
+    #[must_use]
+    pub const unsafe fn from_raw(handle: u64) -> Self {
+        Self(handle)
+    }
+
+    fn raw(self) -> Result<sys::CUevent> {
+        if self.0 == 0 {
+            return Err(Error::state("events", "an event was never recorded; report this"));
+        }
+        Ok(self.0 as sys::CUevent)
+    }
+}
+
+/// Makes a stream wait until an event has come.
+///
+/// # Errors
+/// The driver's refusal.
+pub fn wait_until(stream: Stream, event: Event) -> Result<()> {
+    let (calls, event) = (functions()?, event.raw()?);
+    // SAFETY: a live event (`Event::from_raw`), and a stream of the current context.
+    check("cuStreamWaitEvent", unsafe { (calls.cuStreamWaitEvent)(stream.raw(), event, 0) })
+}
+
+/// Lets an event come when a stream has done everything that it has been given so far.
+///
+/// # Errors
+/// The driver's refusal.
+pub fn record(stream: Stream, event: Event) -> Result<()> {
+    let (calls, event) = (functions()?, event.raw()?);
+    // SAFETY: a live event (`Event::from_raw`), and a stream of the current context.
+    check("cuEventRecord", unsafe { (calls.cuEventRecord)(event, stream.raw()) })
+}
+
 /// Makes `waiting` wait for everything that `finished` has been given so far.
 ///
 /// # Errors

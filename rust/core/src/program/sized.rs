@@ -1,6 +1,6 @@
 //! A program for one row count, ready to run.
 
-use crate::base::dtype::DType;
+use crate::base::dtype::{DType, Device};
 use crate::base::error::Result;
 use crate::launch::target::Target;
 use crate::launch::trace::{CLOCK, Stage};
@@ -8,11 +8,12 @@ use crate::program::bindings::Bindings;
 use crate::program::buffer::{Arena, Placement};
 use crate::program::compile::Compiled;
 use crate::program::facts::Facts;
+use crate::program::pieces::{Cuts, Pieces, Travel};
 use crate::program::planned::Planned;
 use crate::program::port::Port;
 use crate::program::replay::{Replay, WORTHWHILE};
 use crate::program::sizing::Sizing;
-use crate::program::work::FlowName;
+use crate::program::work::{FlowName, Step};
 use crate::runtime::dispatcher::Dispatcher;
 use crate::runtime::lane::Lane;
 
@@ -34,6 +35,7 @@ struct Flow {
     launches: Vec<Planned>,
     buffers: Vec<BufferAt>,
     scratch: usize,
+    cuts: Cuts,
     /// Graphs of it; none where they do not pay or are turned off.
     replay: Option<Replay>,
 }
@@ -67,6 +69,7 @@ impl SizedProgram {
                 buffers: if launches.is_empty() { Vec::new() } else { buffers_of(facts, compiled, &placement, number) },
                 launches,
                 scratch: placement.scratch[number],
+                cuts: cuts_of(flows.all().nth(number).unwrap_or_default(), number),
                 replay: (graphs && pays).then(Replay::default),
             }
         };
@@ -126,6 +129,34 @@ impl SizedProgram {
         self.flows[flow.number()].scratch
     }
 
+    /// Makes chunks ready for a flow: its product is cut where that is possible.
+    ///
+    /// # Errors
+    /// Rows that cannot be cut so, or what cuBLAS lacks.
+    pub fn prepare(
+        &self,
+        dispatcher: &mut Dispatcher,
+        device: Device,
+        flow: FlowName,
+        mut pieces: Vec<Pieces>,
+    ) -> Result<Vec<Pieces>> {
+        let flow = &self.flows[flow.number()];
+        let mut former = None;
+        for one in &mut pieces {
+            let at = flow.cuts.of(one.travel());
+            let Some(Planned::Gemm(plan, _)) = at.map(|at| &flow.launches[at]) else { continue };
+            // A product is cut once.
+            if at == former {
+                continue;
+            }
+            if let Some(problem) = one.problem_of(plan.problem())? {
+                one.set_plan(dispatcher.gemm(device, problem)?);
+                former = at;
+            }
+        }
+        Ok(pieces)
+    }
+
     /// Launches the forward, on a lane with [`SizedProgram::forward_scratch`] bytes.
     ///
     /// # Errors
@@ -159,12 +190,12 @@ impl SizedProgram {
         call.set_workspace(&lane.workspace);
         let launch = |target: &mut Target<'_>, call: &mut Bindings<'_, '_>| flow.run(target, call, self.buffers);
         match &flow.replay {
-            Some(replay) => {
+            Some(replay) if !call.is_in_pieces() => {
                 let replayed = replay.run(&mut lane.target, &mut call, launch);
                 CLOCK.mark(Stage::Gemm); // a replayed graph has its casts in it
                 replayed
             }
-            None => launch(&mut lane.target, &mut call),
+            _ => launch(&mut lane.target, &mut call),
         }
     }
 }
@@ -173,11 +204,48 @@ impl Flow {
     fn run(&self, target: &mut Target<'_>, call: &mut Bindings<'_, '_>, buffers: usize) -> Result<()> {
         call.grow(buffers);
         self.buffers.iter().for_each(|buffer| call.set_buffer(buffer.number, buffer.base, buffer.offset));
-        self.launches.iter().try_for_each(|launch| {
-            let launched = launch.run(target, call);
-            CLOCK.mark(if launch.is_gemm() { Stage::Gemm } else { Stage::Cast });
-            launched
-        })
+        if call.is_in_pieces() {
+            return self.run_in_pieces(target, call);
+        }
+        self.launches.iter().try_for_each(|launch| run(launch, target, call))
+    }
+
+    /// The same beside a stream that brings rows, or takes them away.
+    #[cold]
+    fn run_in_pieces(&self, target: &mut Target<'_>, call: &Bindings<'_, '_>) -> Result<()> {
+        let all = call.pieces();
+        let place = |pieces: &Pieces| self.cuts.of(pieces.travel()).filter(|_| pieces.is_cut());
+        let (cut, whole): (Vec<_>, Vec<_>) = all.iter().partition(|pieces| place(pieces).is_some());
+        let late = if cut.iter().any(|pieces| pieces.travel() == Travel::Arriving) { self.cuts.late() } else { &[] };
+        whole.iter().try_for_each(|pieces| pieces.before(target))?;
+        for (number, launch) in self.launches.iter().enumerate().filter(|(number, _)| !late.contains(number)) {
+            let here = cut.iter().find(|pieces| place(pieces) == Some(number));
+            let (Some(pieces), Planned::Gemm(_, io)) = (here, launch) else {
+                run(launch, target, call)?;
+                continue;
+            };
+            pieces.run(target, &io.map(|cell| call.at(*cell)))?;
+            if pieces.travel() == Travel::Arriving {
+                late.iter().try_for_each(|&number| run(&self.launches[number], target, call))?;
+            }
+        }
+        whole.iter().try_for_each(|pieces| pieces.behind(target))
+    }
+}
+
+#[inline]
+fn run(launch: &Planned, target: &mut Target<'_>, call: &Bindings<'_, '_>) -> Result<()> {
+    let launched = launch.run(target, call);
+    CLOCK.mark(if launch.is_gemm() { Stage::Gemm } else { Stage::Cast });
+    launched
+}
+
+/// What of the flow of this number can be cut.
+fn cuts_of(steps: &[Step], flow: usize) -> Cuts {
+    match flow {
+        0 => Cuts::new(steps, Port::Input, Port::Output),
+        1 => Cuts::new(steps, Port::GradOutput, Port::GradInput),
+        _ => Cuts::default(),
     }
 }
 

@@ -167,8 +167,10 @@ pub(crate) struct Step {
 
 /// Steps that run in one go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum FlowName {
+pub enum FlowName {
+    /// The forward.
     Forward,
+    /// The backward.
     Backward,
     /// The weight gradient of a linear op that waited for `backward_dw`.
     Waiting(usize),

@@ -9,7 +9,7 @@ use pyo3::{PyTraverseError, PyVisit};
 use smallvec::SmallVec;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::DType;
-use te_fast_core::program::{Bindings, Outer, Port, Program, ProgramKey, SizedProgram};
+use te_fast_core::program::{Bindings, FlowName, Outer, Pieces, Port, Program, ProgramKey, SizedProgram};
 use te_fast_core::recipe::definition::Recipe;
 use te_fast_core::runtime::dispatcher::Dispatcher;
 use te_fast_core::runtime::lane::Place;
@@ -171,7 +171,7 @@ pub(crate) fn program_backward<'py>(
     // Before torch, which would speak of bytes and not of the input.
     kept.check_input().map_err(|failure| failure.named(kept.name(py).as_deref()))?;
     let tensors = ctx.getattr(intern!(py, "saved_tensors"))?.cast_into::<PyTuple>()?;
-    let grads = run(state, kept, &tensors, &grads.iter().collect::<Objects<'_>>())?;
+    let grads = run(state, kept, &tensors, &grads.iter().collect::<Objects<'_>>(), Vec::new())?;
     let params = match &kept.joined {
         Some(joined) => {
             let wanted = ctx.getattr(intern!(py, "needs_input_grad"))?.cast_into::<PyTuple>()?;
@@ -197,11 +197,12 @@ pub(crate) fn run<'py>(
     kept: &ProgramSaved,
     tensors: &Bound<'py, PyTuple>,
     grads: &[Bound<'py, PyAny>],
+    pieces: Vec<Pieces>,
 ) -> PyResult<Grads<'py>> {
     let py = tensors.py();
     let weights = kept.weights(state, py).map_err(|failure| failure.named(kept.name(py).as_deref()))?;
     let (compiled, sized) = (Arc::clone(&kept.compiled), Arc::clone(&kept.sized));
-    let mut call = BackwardCall { state, kept, compiled, sized, tensors, weights, handed: None };
+    let mut call = BackwardCall { state, kept, compiled, sized, tensors, weights, handed: None, pieces };
     let gradients = match call.run(grads) {
         Ok(gradients) => gradients,
         Err(failure) => {
@@ -228,6 +229,8 @@ struct BackwardCall<'a, 'py> {
     weights: CallWeights,
     /// The gradient of the output, where it comes in FP8 and the GEMMs read it so.
     handed: Option<HandedValue>,
+    /// Chunks in which rows of the gradient come.
+    pieces: Vec<Pieces>,
 }
 
 /// The call's own tensors as backward reads them, by place.
@@ -359,6 +362,10 @@ impl<'py> BackwardCall<'_, 'py> {
                         self.take_grad(grad.py(), handed)?;
                         return Ok(grad.clone());
                     }
+                }
+                if !self.pieces.is_empty() {
+                    let message = "rows of an FP8 gradient come in chunks, and no product reads it; report this, and call te_fast.communication_chunks(1)";
+                    return Err(Error::state(OP, message).into());
                 }
                 dequantized(grad, &value)?
             }
@@ -572,6 +579,10 @@ impl<'py> BackwardCall<'_, 'py> {
         self.set_param_grads(&mut call, targets)?;
         let mut dispatcher = state.dispatcher(py)?;
         self.set_main_grads(&mut call, &mut dispatcher.0, targets)?;
+        if !self.pieces.is_empty() {
+            let pieces = self.pieces.clone();
+            call.set_pieces(sized.prepare(&mut dispatcher.0, place.device, FlowName::Backward, pieces)?);
+        }
         let mut lane = dispatcher.0.lane(place, sized.backward_scratch(), memory)?;
         sized.run_backward(&mut lane, call)?;
         for slots in self.weights.iter().filter_map(|weight| weight.slots.as_ref()) {

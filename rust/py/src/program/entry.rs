@@ -21,6 +21,7 @@ use crate::program::buffers::Buffers;
 use crate::program::forward::{Call, Done};
 use crate::program::handle::ProgramHandle;
 use crate::program::parts::Joined;
+use crate::program::pieces::{Chunks, pieces};
 use crate::program::tensors::{Objects, Tensors, are_of_one_type, parameters, present_parameters, requires_grad};
 use crate::torch::process::{State, state};
 use crate::torch::reader::{instance_dict, view_of};
@@ -380,7 +381,7 @@ pub(crate) fn program_autograd_forward<'py>(
 /// A forward without an autograd node, for one inside Python's: (output, extra outputs, what backward needs or None,
 /// tensors to save).
 #[pyfunction]
-#[pyo3(signature = (program, owner, x, extra_inputs, is_first_microbatch, input_needs_grad, extra_need_grad, parameters_need_grad, params=None, version=None, /))]
+#[pyo3(signature = (program, owner, x, extra_inputs, is_first_microbatch, input_needs_grad, extra_need_grad, parameters_need_grad, params=None, version=None, chunks=None, /))]
 #[expect(clippy::too_many_arguments, reason = "a Python function's arguments")]
 pub(crate) fn program_run_forward<'py>(
     program: &Bound<'py, ProgramHandle>,
@@ -393,10 +394,11 @@ pub(crate) fn program_run_forward<'py>(
     parameters_need_grad: bool,
     params: Option<&Bound<'py, PyTuple>>,
     version: Option<u64>,
+    chunks: Option<Chunks>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let py = x.py();
     let state = state(py)?;
-    if lacks_rows(state, x)? {
+    if chunks.is_none() && lacks_rows(state, x)? {
         let needs = (input_needs_grad, extra_need_grad, parameters_need_grad);
         let arguments =
             (program, owner, x, extra_inputs, is_first_microbatch, needs.0, needs.1, needs.2, params, version);
@@ -408,7 +410,8 @@ pub(crate) fn program_run_forward<'py>(
         None => present_parameters(program)?,
     };
     let wants = input_needs_grad || parameters_need_grad || extra_need_grad.iter().any(|&wanted| wanted);
-    let mut call = Call::new(state, (program, owner), x, (&extras, &params), (is_first_microbatch.into(), version));
+    let mut call = Call::new(state, (program, owner), x, (&extras, &params), (is_first_microbatch.into(), version))
+        .in_pieces(pieces(chunks.unwrap_or_default()));
     call.wants(parameters_need_grad, input_needs_grad, extra_need_grad.into(), wants);
     let mut done = in_region_of_last_forward(state, program, || call.run())?;
     let (y, outputs) = (done.y.clone(), PyTuple::new(py, &done.extra_outputs)?);
@@ -437,16 +440,17 @@ fn lacks_rows(state: &State, x: &Bound<'_, PyAny>) -> PyResult<bool> {
 
 /// The backward of [`program_run_forward`]: gradients of input, parameters and extra inputs; None where none is wanted.
 #[pyfunction]
-#[pyo3(signature = (kept, saved_tensors, grad_output, extra_grads, /))]
+#[pyo3(signature = (kept, saved_tensors, grad_output, extra_grads, chunks=None, /))]
 #[expect(clippy::type_complexity, reason = "a Python tuple")]
 pub(crate) fn program_run_backward<'py>(
     kept: &Bound<'py, ProgramSaved>,
     saved_tensors: &Bound<'py, PyTuple>,
     grad_output: &Bound<'py, PyAny>,
     extra_grads: &Bound<'py, PyTuple>,
+    chunks: Option<Chunks>,
 ) -> PyResult<(Option<Bound<'py, PyAny>>, Bound<'py, PyTuple>, Bound<'py, PyTuple>)> {
     let py = kept.py();
     let grads: Objects<'py> = std::iter::once(grad_output.clone()).chain(extra_grads.iter()).collect();
-    let grads = run(state(py)?, kept.get(), saved_tensors, &grads)?;
+    let grads = run(state(py)?, kept.get(), saved_tensors, &grads, pieces(chunks.unwrap_or_default()))?;
     Ok((grads.input, PyTuple::new(py, grads.params)?, PyTuple::new(py, grads.extras)?))
 }

@@ -12,7 +12,9 @@ use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::cuda::device::is_capturing;
 use te_fast_core::launch::trace::{CLOCK, Stage};
-use te_fast_core::program::{Bindings, Outer, OuterKinds, Port, Program, ProgramKey, SizedProgram, WeightCast};
+use te_fast_core::program::{
+    Bindings, FlowName, Outer, OuterKinds, Pieces, Port, Program, ProgramKey, SizedProgram, WeightCast,
+};
 use te_fast_core::quant::cache::Keep;
 use te_fast_core::quant::value::LinearSlots;
 use te_fast_core::quant::weight::{Microbatch, WeightRecord, WeightToken};
@@ -128,6 +130,8 @@ pub(crate) struct Call<'a, 'py> {
     pub(crate) in_fp8: InFp8,
     /// Memory of the caller's for the result and for the input's gradient.
     pub(crate) buffers: Option<Bound<'py, Buffers>>,
+    /// Chunks in which rows come, or leave.
+    pub(crate) pieces: Vec<Pieces>,
 }
 
 impl<'a, 'py> Call<'a, 'py> {
@@ -141,7 +145,7 @@ impl<'a, 'py> Call<'a, 'py> {
         (microbatch, version): (Microbatch, Option<u64>),
     ) -> Self {
         let extra_grads = SmallVec::new();
-        let (grads, input_grad, grad_mode, joined, buffers) = (false, false, false, None, None);
+        let (grads, input_grad, grad_mode, joined, buffers, pieces) = (false, false, false, None, None, Vec::new());
         Self {
             state,
             handle,
@@ -158,6 +162,7 @@ impl<'a, 'py> Call<'a, 'py> {
             grad_mode,
             in_fp8: InFp8::default(),
             buffers,
+            pieces,
         }
     }
 
@@ -180,6 +185,12 @@ impl<'a, 'py> Call<'a, 'py> {
     #[inline]
     pub(crate) fn into_buffers(mut self, buffers: Option<Bound<'py, Buffers>>) -> Self {
         self.buffers = buffers;
+        self
+    }
+
+    /// The same on rows that come, or leave, in chunks.
+    pub(crate) fn in_pieces(mut self, pieces: Vec<Pieces>) -> Self {
+        self.pieces = pieces;
         self
     }
 
@@ -607,6 +618,10 @@ impl<'a, 'py> Call<'a, 'py> {
         CLOCK.mark(Stage::Allocate);
         {
             let mut dispatcher = state.dispatcher(py)?;
+            if !self.pieces.is_empty() {
+                let pieces = self.pieces.clone();
+                call.set_pieces(sized.prepare(&mut dispatcher.0, place.device, FlowName::Forward, pieces)?);
+            }
             sized.run_forward(&mut dispatcher.0.lane(place, sized.forward_scratch(), memory)?, call)?;
             // A repeated call raises no maximum.
             let first_runs = prepared.iter().filter(|weight| weight.replay.is_none());

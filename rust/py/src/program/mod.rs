@@ -14,6 +14,7 @@ pub(crate) mod member;
 pub(crate) mod nothing;
 pub(crate) mod part_grads;
 pub(crate) mod parts;
+mod pieces;
 pub(crate) mod tensors;
 pub(crate) mod together;
 pub(crate) mod weight;

@@ -1,0 +1,216 @@
+"""Experts that ranks share: rows travel to the rank that has their expert, and results travel back."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from te_fast.errors import RanksError, UnsupportedError
+from te_fast.moe.permutation import (
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+)
+from te_fast.parallel.collectives import named
+from te_fast.parallel.ranks import divided
+from te_fast.runtime import native
+from te_fast.runtime.collectives import get_distributed_rank, get_distributed_world_size
+
+#: Kinds of calls that are remembered.
+_LIMIT = 256
+#: Applies the experts of this rank to rows, their counts and their factors.
+Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Splits:
+    """How many rows travel to each rank, and come from it."""
+
+    name: str
+    group: Any
+    sent: list[int]
+    received: list[int]
+
+    def reverse(self) -> _Splits:
+        return _Splits(self.name, self.group, self.received, self.sent)
+
+    def exchange(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Send each rank its rows of all tensors; return those that have come."""
+        made: list[torch.Tensor] = []
+        handles: list[Any] = []
+        with named(self.name, "an all-to-all of expert parallelism"):
+            for tensor in tensors:
+                out = tensor.new_empty((sum(self.received), *tensor.shape[1:]))
+                handles.append(
+                    torch.distributed.all_to_all_single(
+                        out,
+                        tensor.contiguous(),
+                        self.received,
+                        self.sent,
+                        group=self.group,
+                        async_op=True,
+                    )
+                )
+                made.append(out)
+            for handle in handles:
+                handle.wait()
+        return tuple(made)
+
+
+class _Exchange(torch.autograd.Function):
+    """Arguments: splits, tensors. One node, so that all ranks run the collectives of a backward in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, splits: _Splits, *tensors: torch.Tensor) -> Any:
+        ctx.splits = splits
+        return splits.exchange(*tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return (None, *ctx.splits.reverse().exchange(*grads))
+
+
+def expert_ranks(name: str, group: Any, num_experts: int) -> ExpertRanks | None:
+    """Return the ranks of a group, each of which has as many of the experts; None where one has all.
+
+    Raises
+    ------
+    RanksError
+        If this rank is not in the group.
+    ShapeError
+        If ranks cannot have as many experts each.
+    """
+    if group is None:
+        return None
+    size = get_distributed_world_size(group)
+    if size < 1:
+        message = f"{name}: this rank is not in ep_group; give the group that has it"
+        raise RanksError(message)
+    return ExpertRanks(name, group, num_experts) if size > 1 else None
+
+
+class ExpertRanks:
+    """Two or more ranks, each of which has as many of the experts, in the order of the ranks.
+
+    Parameters
+    ----------
+    name : str
+        Name of the layer, for messages.
+    group : torch.distributed.ProcessGroup
+        The ranks.
+    num_experts : int
+        Experts of all ranks.
+    """
+
+    def __init__(self, name: str, group: Any, num_experts: int) -> None:
+        self.name, self.group = name, group
+        self.size, self.rank = get_distributed_world_size(group), get_distributed_rank(group)
+        self.num_experts = num_experts
+        self.num_local = divided(
+            name, "num_experts", num_experts, self.size, "the ranks of ep_group"
+        )
+        self._kinds: dict[Any, int] = {}
+
+    def apply(
+        self, experts: Experts, rows: torch.Tensor, splits: torch.Tensor, factors: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the results of all experts for this rank's rows.
+
+        How many rows come is read on the host, as an all-to-all needs it: this waits for the router.
+
+        Parameters
+        ----------
+        experts : Callable
+            This rank's.
+        rows : torch.Tensor
+            ``(rows, columns)``, sorted by expert.
+        splits : torch.Tensor
+            Rows of each expert, ``(num_experts,)``.
+        factors : torch.Tensor
+            One for each row, ``(rows,)``.
+
+        Raises
+        ------
+        RanksError
+            If ranks do not call the layer alike, or one is gone; all of them raise.
+        UnsupportedError
+            Under a compiler or a capture.
+        """
+        if torch.compiler.is_compiling():
+            message = f"{self.name}: torch.compile of experts that ranks share (ep_group) is not supported yet"
+            raise UnsupportedError(message)
+        if rows.is_cuda and torch.cuda.is_current_stream_capturing():
+            message = (
+                f"{self.name}: a CUDA graph cannot capture experts that ranks share (ep_group): the host reads how "
+                "many rows come"
+            )
+            raise UnsupportedError(message)
+        table, sent, received = self._counts(rows, splits)
+        mine = table[:, self.rank * self.num_local : (self.rank + 1) * self.num_local]
+        travel = _Splits(self.name, self.group, sent, received)
+        came, came_factors = _Exchange.apply(travel, rows, factors)
+        # They come by rank, and by expert of each: chunks of one expert are brought together.
+        order = torch.arange(mine.numel(), device=rows.device).view(self.size, -1)
+        by_expert = order.t().reshape(-1)
+        by_rank = order.view(self.num_local, self.size).t().reshape(-1)
+        sorted_rows, sorted_factors = moe_sort_chunks_by_index_with_probs(
+            came, came_factors, mine.reshape(-1), by_expert
+        )
+        results = experts(sorted_rows, mine.sum(0), sorted_factors)
+        unsorted = moe_sort_chunks_by_index(results, mine.t().reshape(-1), by_rank)
+        (back,) = _Exchange.apply(travel.reverse(), unsorted)
+        found: torch.Tensor = back
+        return found
+
+    def sum(self, counts: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all ranks' counts."""
+        total = counts.clone()
+        with named(self.name, "an all-reduce of expert parallelism"):
+            torch.distributed.all_reduce(total, group=self.group)
+        return total
+
+    def _counts(
+        self, rows: torch.Tensor, splits: torch.Tensor
+    ) -> tuple[torch.Tensor, list[int], list[int]]:
+        """Return the rows that each rank has for each expert, and those that this one sends and is sent.
+
+        Beside the counts travels what must be the same of a call: ranks that disagree find out before rows travel.
+        """
+        kind = torch.full((1,), self._kind(rows), dtype=torch.int64, device=rows.device)
+        given = torch.cat((splits.to(torch.int64), kind))
+        everyones = given.new_empty(self.size * given.numel())
+        with named(self.name, "the exchange of counts of expert parallelism"):
+            torch.distributed.all_gather_into_tensor(everyones, given, group=self.group)
+        everyones = everyones.view(self.size, -1)
+        table = everyones[:, :-1]
+        by_rank = table.view(self.size, self.size, self.num_local).sum(2)
+        read = torch.stack((everyones[:, -1], by_rank[self.rank], by_rank[:, self.rank]))
+        kinds, sent, received = read.tolist()
+        others = [rank for rank, one in enumerate(kinds) if one != kinds[self.rank]]
+        if others:
+            message = (
+                f"{self.name}: the input's columns and type, the number of experts, the recipe and whether anything "
+                f"wants gradients must be the same on all ranks of ep_group; ranks {others} have others than rank "
+                f"{self.rank}"
+            )
+            raise RanksError(message)
+        return table, sent, received
+
+    def _kind(self, rows: torch.Tensor) -> int:
+        """Return a number of what must be the same of a call on all ranks."""
+        enabled, *_, epoch = native.autocast_region()
+        key = rows.shape[1], rows.dtype, torch.is_grad_enabled(), epoch if enabled else None
+        kind = self._kinds.get(key)
+        if kind is None:
+            recipe = native.autocast_objects()[0] if enabled else None
+            shown = None if recipe is None else sorted(recipe._describe().items())
+            kind = zlib.crc32(f"{key[:3]} {self.num_experts} {shown}".encode())
+            if len(self._kinds) >= _LIMIT:
+                self._kinds.clear()
+            self._kinds[key] = kind
+        return kind

@@ -1,0 +1,179 @@
+"""States of models that ranks share, for ``torch.distributed.checkpoint``: every tensor says which part it is.
+
+A layer's own state has a rank's shares as plain tensors, as Transformer Engine's has. Who writes plain tensors of
+several ranks takes them for copies of one, and keeps one rank's. DTensors can be loaded by any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_fast.errors import UnsupportedError
+from te_fast.runtime.collectives import get_distributed_world_size
+from te_fast.tensor.tensor import Float8TensorBase
+
+#: What keys of the states of delayed scaling end in.
+_EXTRA_STATE = "_extra_state"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A rank's share of a parameter.
+
+    Attributes
+    ----------
+    dim : int
+        The dimension along which ranks have equal shares.
+    group : torch.distributed.ProcessGroup or None
+        The ranks; None where one has all.
+    parts : int
+        Matrices that lie one behind the other along that dimension, of each of which ranks have a share.
+    """
+
+    dim: int
+    group: Any
+    parts: int = 1
+
+
+def shares_by_marks(module: torch.nn.Module, group: Any) -> dict[str, Share]:
+    """Return the shares of a module's parameters, as they are marked for Megatron-LM."""
+    return {
+        name: Share(parameter.partition_dim, group)  # type: ignore[attr-defined]
+        for name, parameter in module.named_parameters(recurse=False)
+        if getattr(parameter, "tensor_model_parallel", False)
+    }
+
+
+def _each(model: torch.nn.Module) -> Iterator[tuple[str, str, Share | None, Any]]:
+    """Return each key of a model's state, its key in a checkpoint of all ranks, its share, and its value."""
+    shares: dict[str, Share] = {}
+    renamed: dict[str, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        begin = f"{prefix}." if prefix else ""
+        shares_of = getattr(module, "_shares_of_parameters", None)
+        if shares_of is not None:
+            shares |= {begin + name: share for name, share in shares_of().items()}
+        names_of = getattr(module, "_names_of_all_ranks", None)
+        if names_of is not None:
+            renamed |= {begin + name: begin + other for name, other in names_of().items()}
+    for name, value in model.state_dict().items():
+        yield name, renamed.get(name, name), shares.get(name), value
+
+
+def _shared(name: str, value: torch.Tensor, share: Share) -> torch.Tensor:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    if isinstance(value, DTensor):
+        message = (
+            f"sharded_state_dict: {name} is a share of tensor parallelism and sharded by FSDP2, too, which is not "
+            "supported yet; gather it first (fully_shard's unshard)"
+        )
+        raise UnsupportedError(message)
+    dim = share.dim
+    if share.parts > 1:
+        value = value.view(*value.shape[:dim], share.parts, -1, *value.shape[dim + 1 :])
+        dim += 1
+    size = 1 if share.group is None else get_distributed_world_size(share.group)
+    if size == 1:
+        return value
+    mesh = DeviceMesh.from_group(share.group, value.device.type)
+    return DTensor.from_local(value, mesh, [Shard(dim)], run_check=False)
+
+
+def sharded_state_dict(model: torch.nn.Module, *, scaling_states: bool = True) -> dict[str, Any]:
+    """Return a model's state for ``torch.distributed.checkpoint``, with what ranks share as DTensors.
+
+    ``model.state_dict()`` has a rank's own shares under the same keys on all ranks: ``dcp.save`` takes such tensors for
+    copies, and keeps one rank's. Weights in FP8 come in high precision, so that models in BF16 read them, too. Experts
+    of :class:`te_fast.pytorch.MoE` have their numbers among those of all ranks. The two matrices of a gated MLP are
+    ``(2, ffn_hidden_size, hidden_size)``.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        With layers of te_fast, and others. The states of delayed scaling are taken for the same on all ranks, as they
+        are where `amax_reduction_group` has the ranks.
+    scaling_states : bool, default = True
+        With the states of delayed scaling (``_extra_state``), which a checkpoint of a model in BF16 lacks.
+
+    Returns
+    -------
+    dict
+        Tensors in the memory of the parameters, but for FP8 weights, which are copies.
+
+    Raises
+    ------
+    UnsupportedError
+        If a parameter is sharded otherwise, too.
+
+    See Also
+    --------
+    load_sharded_state_dict : The other way.
+
+    Examples
+    --------
+    >>> import te_fast
+    >>> import te_fast.pytorch as te
+    >>> layer = te.LayerNormMLP(32, 64, activation="swiglu", device="cpu")
+    >>> tuple(te_fast.sharded_state_dict(layer)["fc1_weight"].shape)
+    (2, 64, 32)
+    """
+    state: dict[str, Any] = {}
+    for name, key, share, value in _each(model):
+        if not scaling_states and key.endswith(_EXTRA_STATE):
+            continue
+        if isinstance(value, Float8TensorBase):
+            value = value.dequantize()
+        state[key] = value if share is None else _shared(name, value, share)
+    return state
+
+
+def load_sharded_state_dict(
+    model: torch.nn.Module, state: Mapping[str, Any], strict: bool = True
+) -> Any:
+    """Load into a model what ``dcp.load`` has written into its :func:`sharded_state_dict`.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The model. Its FP8 weights are quantised anew.
+    state : dict
+        Of :func:`sharded_state_dict`.
+    strict : bool, default = True
+        As of ``load_state_dict``.
+
+    Returns
+    -------
+    NamedTuple
+        As of ``load_state_dict``.
+
+    See Also
+    --------
+    sharded_state_dict : What is loaded.
+
+    Examples
+    --------
+    >>> import te_fast
+    >>> import te_fast.pytorch as te
+    >>> layer = te.Linear(32, 32, device="cpu")
+    >>> te_fast.load_sharded_state_dict(layer, te_fast.sharded_state_dict(layer))
+    <All keys matched successfully>
+    """
+    from torch.distributed.tensor import DTensor
+
+    found = dict(state)
+    own: dict[str, Any] = {}
+    for name, key, share, value in _each(model):
+        if key not in found:
+            if key.endswith(_EXTRA_STATE):  # the model keeps its own
+                own[name] = value
+            continue
+        given = found.pop(key)
+        given = given.to_local() if isinstance(given, DTensor) and share is not None else given
+        own[name] = given if share is None else given.reshape(value.shape)
+    return model.load_state_dict(own | found, strict=strict)
