@@ -25,7 +25,8 @@ from te_fast.runtime.delayed import DelayedScalingRecipeState, resized
 from te_fast.runtime.global_state import FP8GlobalStateManager, autocast_state
 from te_fast.state.module import StatefulModule
 from te_fast.tensor import primary
-from te_fast.tensor.of_recipe import ONE, Stack, quantizer_of
+from te_fast.tensor.of_recipe import ONE, Stack, quantizer_of, quantizers_of
+from te_fast.tensor.quantizer import Float8QuantizerBase
 
 _layer_numbers = itertools.count(1)
 _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (te_fast.__file__, torch.__file__))
@@ -74,8 +75,10 @@ class TransformerEngineBaseModule(StatefulModule):
     )
     delay_wgrad_compute: bool
     #: FP8 slots: input, weight, output per GEMM forward; output's and input's gradient backward.
-    _FORWARD_SLOTS = 3
-    _BACKWARD_SLOTS = 2
+    _FORWARD_ROLES: tuple[str, ...] = ("input", "weight", "input")
+    _BACKWARD_ROLES: tuple[str, ...] = ("grad", "grad")
+    _FORWARD_SLOTS = len(_FORWARD_ROLES)
+    _BACKWARD_SLOTS = len(_BACKWARD_ROLES)
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
@@ -91,7 +94,6 @@ class TransformerEngineBaseModule(StatefulModule):
             "fp8_checkpoint": False,
         }
         self.fp8_meta_tensors_initialized = False
-        self.quantizers: dict[str, Any] = {"scaling_fwd": [], "scaling_bwd": []}
         self.tp_group: Any = None
         self.tp_size = 1
         self.sequence_parallel = False
@@ -294,6 +296,22 @@ class TransformerEngineBaseModule(StatefulModule):
         self.fp8_meta[key] = DelayedScalingRecipeState(
             recipe, mode=mode, num_quantizers=slots, device=device, group=group
         )
+
+    @property
+    def quantizers(self) -> dict[str, list[Float8QuantizerBase]]:
+        """What quantises the operands of the GEMMs under the recipe of the last FP8 forward; empty lists before one.
+
+        Forward: input, weight and output of each GEMM; backward: gradients of its output and input. Those of
+        delayed scaling have the layer's own scales and live maxima. Setting attributes of them changes no forward.
+        """
+        recipe, gemms = self.fp8_meta["recipe"], self.fp8_meta["num_gemms"]
+        sides = {"scaling_fwd": self._FORWARD_ROLES, "scaling_bwd": self._BACKWARD_ROLES}
+        if recipe is None:
+            return {key: [] for key in sides}
+        return {
+            key: quantizers_of(recipe, roles * gemms, self.fp8_meta.get(key))
+            for key, roles in sides.items()
+        }
 
     def _init_delayed_scaling(self) -> None:
         """Register scales with the dispatcher; it calls this when the autocast region is new."""

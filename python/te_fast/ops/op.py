@@ -14,6 +14,7 @@ from te_fast.ops.recipe_state import RecipeStateModule
 from te_fast.parallel.ranks import NO_EXCHANGE, Exchange, copy_sharing
 from te_fast.runtime.calls import call_through_forward, program_call_method
 from te_fast.runtime.compiling import is_in_graph
+from te_fast.tensor.quantizer import Float8QuantizerBase
 
 if TYPE_CHECKING:
     from te_fast.ops.fuser import OperationFuser
@@ -109,11 +110,13 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
             Whether the operation will have a backward.
         """
 
-    def get_input_quantizer(self) -> None:
-        """Return None: te_fast decides quantisation natively and has no quantiser objects."""
+    @abc.abstractmethod
+    def get_input_quantizer(self) -> Float8QuantizerBase | None:
+        """Return what quantises the input, or None."""
 
-    def get_grad_output_quantizer(self) -> None:
-        """Return None: te_fast decides quantisation natively and has no quantiser objects."""
+    @abc.abstractmethod
+    def get_grad_output_quantizer(self) -> Float8QuantizerBase | None:
+        """Return what quantises the gradient of the output, or None."""
 
     def fuser_forward(
         self,
@@ -290,8 +293,13 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
         """False."""
         return False
 
-    def get_quantizer(self, mode: str, index: int) -> None:
-        """Return None: te_fast decides quantisation natively and has no quantiser objects."""
+    def get_input_quantizer(self) -> Float8QuantizerBase | None:
+        """Return what quantises the input, or None."""
+        return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
+
+    def get_grad_output_quantizer(self) -> Float8QuantizerBase | None:
+        """Return what quantises the gradient of the output, or None."""
+        return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
 
     @abc.abstractmethod
     def op_forward(
@@ -570,6 +578,16 @@ class FusedOperation(FusibleOperation):
     def is_fused_op(self) -> bool:
         """True."""
         return True
+
+    def get_input_quantizer(self) -> Float8QuantizerBase | None:
+        """Return what quantises the input of the first, or None."""
+        first: FusibleOperation = self._parts()[0]
+        return first.get_input_quantizer()
+
+    def get_grad_output_quantizer(self) -> Float8QuantizerBase | None:
+        """Return what quantises the gradient of the last one's output, or None."""
+        last: FusibleOperation = self._parts()[-1]
+        return last.get_grad_output_quantizer()
 
     def pre_first_fuser_forward(self) -> None:
         """Prepare all basic operations."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -10,6 +10,8 @@ from te_fast.recipe import DelayedScaling, Recipe
 from te_fast.runtime.delayed import DelayedScalingRecipeState
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.state.module import StatefulModule
+from te_fast.tensor.of_recipe import quantizers_of
+from te_fast.tensor.quantizer import Float8QuantizerBase
 
 _META_KEYS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
@@ -30,6 +32,37 @@ class RecipeStateModule(StatefulModule):
             Direction.
         """
         return 0
+
+    def get_quantizer(
+        self, mode: Literal["forward", "backward"], index: int
+    ) -> Float8QuantizerBase | None:
+        """Return what quantises an operand under the region's recipe, or outside of regions under that of its scales.
+
+        Parameters
+        ----------
+        mode : {'forward', 'backward'}
+            Direction.
+        index : int
+            Operand, less than ``num_quantizers(mode)``: forward input and weight of each GEMM, backward gradients
+            of the outputs.
+
+        Returns
+        -------
+        Float8QuantizerBase or None
+            That of delayed scaling has the operation's own scale and live maximum, and is None before there are
+            such. Setting attributes of it changes no forward. None also without a recipe.
+        """
+        meta = (self._fp8_metas or {}).get(mode) or {}
+        recipe = meta.get("recipe")
+        if FP8GlobalStateManager.is_fp8_enabled():
+            recipe = FP8GlobalStateManager.get_fp8_recipe()
+        if recipe is None:
+            return None
+        pattern = ("input", "weight") if mode == "forward" else ("grad",)
+        count = self.num_quantizers(mode)
+        roles = [pattern[slot % len(pattern)] for slot in range(count)]
+        made = quantizers_of(recipe, roles, meta.get(_META_KEYS[mode]))
+        return made[index] if made else None
 
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
         """Make, or keep, the scales and histories that a recipe asks for.

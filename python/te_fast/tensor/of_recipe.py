@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -83,6 +84,26 @@ def quantizer_of(
     made = _quantizer_of(recipe, role, state, slot, stack, rowwise=rowwise, columnwise=columnwise)
     made._groups = stack.groups
     return made
+
+
+def quantizers_of(
+    recipe: Recipe, roles: Sequence[str], state: DelayedScalingRecipeState | None
+) -> list[Float8QuantizerBase]:
+    """Return what quantises the operands that have the slots 0, 1, ...; none where delayed scaling has no scales yet.
+
+    Parameters
+    ----------
+    recipe : Recipe
+        Delayed, current or block scaling.
+    roles : sequence of {'input', 'weight', 'grad'}
+        The operands.
+    state : DelayedScalingRecipeState, optional
+        Scales of delayed scaling.
+    """
+    if recipe.delayed() and state is None:
+        return []
+    layouts: dict[str, Any] = {"rowwise": True, "columnwise": True}
+    return [quantizer_of(recipe, role, state, slot, **layouts) for slot, role in enumerate(roles)]
 
 
 def _quantizer_of(

@@ -122,11 +122,17 @@ class QuantizedTensor(torch.Tensor):
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the values in high precision."""
-        raise NotImplementedError
+        message = f"{type(self).__name__} class does not implement dequantize function"
+        raise UnsupportedError(message)
 
     def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> Any:
         """Write the values of a tensor."""
-        raise NotImplementedError
+        message = f"{type(self).__name__} class does not implement quantize_ function"
+        raise UnsupportedError(message)
+
+    def _viewed(self, size: Sequence[int]) -> Any:
+        message = f"{type(self).__name__} class does not support tensor views"
+        raise UnsupportedError(message)
 
     def float(self) -> torch.Tensor:
         """Return the values in float32."""
