@@ -211,13 +211,8 @@ def _permute_cast_run(
     routing_map: torch.Tensor,
     rows: int,
     align: int,
-    e5m2: bool,
-    scale: torch.Tensor | None,
-    amax: torch.Tensor | None,
-    eps: float,
-    pow2: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    cast = (e5m2, scale, amax, eps, pow2)
+    *cast: Any,
+) -> Any:
     out, scales, out_probs, row_id_map, pads, counts = native.moe_permute_cast(
         inp, routing_map, probs, rows, align, cast
     )
@@ -233,11 +228,8 @@ def _permute_cast_fake(
     align: int,
     e5m2: bool,
     scale: _Optional,
-    amax: _Optional,
-    eps: float,
-    pow2: bool,
+    *_: Any,
 ) -> Any:
-    del amax, eps, pow2
     dtype = torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
     blocks, ld = (inp.size(1) + 127) // 128, (rows + 3) // 4 * 4
     return (

@@ -76,6 +76,17 @@ impl<'py> OutputArguments<'py> {
     fn all(&self) -> [Option<&Bound<'py, PyAny>>; 6] {
         [&self.high, &self.rowwise, &self.columnwise, &self.sum, &self.mean, &self.rstd].map(Option::as_ref)
     }
+
+    /// Outputs that go together are there together.
+    fn check(&self, op: &'static str, kind: NormKind, residual: bool) -> te_fast_core::Result<()> {
+        if self.sum.is_some() != residual {
+            return Err(Error::value(op, "a residual needs a sum to write, and a sum a residual"));
+        }
+        if self.mean.is_some() != (self.rstd.is_some() && kind == NormKind::LayerNorm) {
+            return Err(Error::value(op, "LayerNorm writes mean and rstd or neither, RMSNorm rstd or nothing"));
+        }
+        Ok(())
+    }
 }
 
 /// Type of gamma, which the other parameters share.
@@ -103,12 +114,7 @@ pub(crate) fn norm(
     let (rows, cols) = call.matrix(&x, "x")?;
     let (input, weight) = (call.float(&x, "x")?, weight_of(&call, &inputs.gamma)?);
     let fp8 = fp8_of(&call, [&outputs.rowwise, &outputs.columnwise])?;
-    if outputs.sum.is_some() != inputs.residual.is_some() {
-        return Err(Error::value(op, "a residual needs a sum to write, and a sum a residual")).python();
-    }
-    if outputs.mean.is_some() != (outputs.rstd.is_some() && kind == NormKind::LayerNorm) {
-        return Err(Error::value(op, "LayerNorm writes mean and rstd or neither, RMSNorm rstd or nothing")).python();
-    }
+    outputs.check(op, kind, inputs.residual.is_some()).python()?;
     let limits = state.dispatcher(py)?.0.limits(call.place.device).python()?;
     let plan = NormPlan::new(NormSpec {
         rows,
