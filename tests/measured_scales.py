@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 import te_fast.pytorch as te
@@ -63,3 +65,35 @@ def check(kind, dtype, device, rows, cols, special):
     assert [name for name in apart if name.startswith("amax")]
     assert torch.equal(got.nan_to_num(nan=7.0), wanted.nan_to_num(nan=7.0))
     assert torch.equal(noted.nan_to_num(nan=7.0), wanted.nan_to_num(nan=7.0))
+
+
+def check_backward(kind, dtype, device, rows):
+    """The same of gradients: that of an activation finds the scale for the linear op before."""
+    torch.default_generator.manual_seed(0)
+    options = {"device": device, "dtype": dtype}
+    width = 96 if kind == "swiglu" else 48
+    parts = [
+        ops.Linear(64, width, bias=True, **options),
+        ACTIVATIONS[kind](),
+        ops.Linear(48, 32, bias=True, **options),
+    ]
+    chain = ops.Sequential(*parts)
+    x = values(rows, 64, dtype, device, "plain")
+    gradient = values(rows, 32, dtype, device, "overflow")
+    results = []
+    for modules in ([chain], parts):
+        for _ in range(3):  # graphs are replayed, and counters are zero again
+            chain.zero_grad()
+            y = leaf = x.clone().requires_grad_()
+            with te.autocast(recipe=Float8CurrentScaling()):
+                for module in modules:
+                    y = module(y)
+            noted, _ = launches(functools.partial(y.backward, gradient, retain_graph=True))
+            chain.zero_grad()
+            leaf.grad = None
+            y.backward(gradient)
+        grads = [leaf.grad, *(parameter.grad for parameter in chain.parameters())]
+        results.append(([name for name in noted if name.startswith("amax")], grads))
+    (fused, found), (apart, wanted) = results
+    assert (len(fused), len(apart)) == (1, 2)
+    assert all(map(torch.equal, found, wanted))

@@ -5,7 +5,7 @@
 //   dx[r][c] = d * act'(x)                             gated: dg = d * act'(g) * lin(l), dl = d * act(g) * lin'(l)
 //   ds[r]    = sum over c of dy[r][c] * act(x[r][c])   gated: * lin(l)
 //   dbias[c] = sum over r of dx[r][c]
-//   out, out_t, amax: as in activation.cu, of dx       dx stays in FP32 before all of these
+//   measured, out, out_t, amax: as in activation.cu, of dx       dx stays in FP32 before all of these
 //
 // Sums are in f32 in an order that shape and plan fix. ds: 8 columns; a tree over the 16 patches of a tile; the
 // tiles t of each of 8 classes t % 8; the classes. dbias: tile/column_sums.cuh.
@@ -19,6 +19,7 @@
 
 #include "activation/curves.cuh"
 #include "common/fp8.cuh"
+#include "common/measure.cuh"
 #include "tile/column_sums.cuh"
 
 namespace te_fast::activation {
@@ -37,6 +38,8 @@ struct ActivationBackwardParams {
     float* scale_inv;       // null: none
     float* amax;            // null: none; else *amax = max(*amax, |dx|)
     const float* noop;      // null: none; *noop == 1 leaves every output as it is
+    float* measured;        // null: none; the scale that dx is quantised with, where it is not cast here
+    AmaxWorkspace* workspace;
     void* dbias;            // null: none
     float* partial;         // dbias: [strips][halves * cols], then ds: [tiles_cols][rows]
     unsigned* counters;     // dbias: [tiles_cols], then ds: [strips]
@@ -44,6 +47,7 @@ struct ActivationBackwardParams {
     CurveConstants constants;
     StripPlan plan;
     uint32_t curve, row_scale_kind, interleave, e5m2;
+    ScaleRule rule;  // of `measured`
 };
 static_assert(sizeof(ActivationBackwardParams) == kActivationBackwardParamsBytes);
 
@@ -166,8 +170,8 @@ __device__ __forceinline__ Totals<kGated> differentiate_rows(const ActivationBac
         for (int half = 0; half < kCount; ++half) {
             totals.add(half, d[half]);
             if (!kCasts && p.dx != nullptr) store_row8<kVectors>(static_cast<In*>(p.dx), patch, i, half, d[half]);
-            if (!kCasts && p.scale == nullptr) continue;
             absmax_into(totals.amax, d[half]);
+            if (!kCasts && p.scale == nullptr) continue;
             const uint2 bytes = p.e5m2 != 0 ? encode8<e5m2>(d[half], scale) : encode8<e4m3>(d[half], scale);
             if (kCasts || p.out != nullptr) store_bytes8<kVectors>(p.out, patch, i, half, bytes);
             keep(half, bytes);
@@ -257,6 +261,7 @@ __device__ __forceinline__ void activation_backward(const ActivationBackwardPara
         const float amax = warp_max(totals.amax);
         if (threadIdx.x % 32 == 0) atomic_max_nonnegative(p.amax, amax);
     }
+    if (p.measured != nullptr) write_measured<In>(p.measured, p.workspace, p.rule, totals.amax);
     if (p.dbias != nullptr) {
         // Found again: kept through the rows it costs registers.
         sum_columns<kGated>(Strip(p.plan), totals.columns, shared.sums, p.plan.strips, halves, p.partial, p.counters,

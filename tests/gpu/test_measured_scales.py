@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from measured_scales import ACTIVATIONS, NORMS, SPECIAL, check
+from measured_scales import ACTIVATIONS, NORMS, SPECIAL, check, check_backward
 
 pytestmark = pytest.mark.gpu
 # Short rows, rows of a block, of a cluster, and those that nothing holds; strips and tiles that are not whole.
@@ -22,3 +22,10 @@ def test_a_chain_has_the_bits_of_its_ops(kind, dtype, shape):
 def test_special_values(kind, special):
     for dtype in (torch.bfloat16, torch.float16):
         check(kind, dtype, "cuda", 136, 288, special)
+
+
+@pytest.mark.parametrize("rows", [16, 136, 4096])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_gradients_have_the_bits_of_ops_apart(kind, dtype, rows):
+    check_backward(kind, dtype, "cuda", rows)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
-from measured_scales import ACTIVATIONS, NORMS, SPECIAL, check, launches
+from measured_scales import ACTIVATIONS, NORMS, SPECIAL, check, check_backward, launches
 from reference import FP8_MAX, amax_of, amax_to_scale, quantized_values
 from te_fast.common.recipe import Float8CurrentScaling
 
@@ -62,3 +62,10 @@ def test_no_layer_reads_its_norm_or_activation_for_a_maximum(make):
     assert not [name for name in names if name.startswith("amax")], names
     y.sum().backward()
     assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [16, 136])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_gradients_have_the_bits_of_ops_apart(kind, dtype, rows):
+    check_backward(kind, dtype, "cpu", rows)

@@ -114,7 +114,7 @@ proptest! {
         }
         let spec = ActivationBackwardSpec {
             rows, cols, activation: function, interleave, input, high, fp8: output, rowwise, columnwise, dbias, row_scale,
-            row_scale_grad, processors,
+            row_scale_grad, measures: None, processors,
         };
         if let Ok(plan) = ActivationBackwardPlan::new(spec) {
             let halves = if function.is_gated() { 2 } else { 1 };

@@ -175,7 +175,7 @@ constants! {
         /// Bounded swish.
         CURVE_SITU: u32 = 6;
         /// Size of `ActivationBackwardParams`.
-        ACTIVATION_BACKWARD_PARAMS_BYTES: usize = 208;
+        ACTIVATION_BACKWARD_PARAMS_BYTES: usize = 240;
         /// Size of `ActivationParams`.
         ACTIVATION_PARAMS_BYTES: usize = 200;
     }

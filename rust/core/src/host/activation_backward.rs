@@ -8,7 +8,7 @@ use crate::base::error::{Error, Result};
 use crate::host::activation::{Function, Halves};
 use crate::host::cast::transpose_with;
 use crate::host::fp8::{Real, is_noop, read_scalar, write_scalar};
-use crate::host::rows::{Outputs, Values, for_row_groups, raise, row_bytes};
+use crate::host::rows::{Outputs, Values, for_row_groups, raise, row_bytes, write_measured};
 use crate::ops::activation_backward::ActivationBackwardParams;
 
 /// Runs `activation_backward_*` and `activation_gated_backward_*`.
@@ -66,7 +66,7 @@ fn backward<T: Real>(p: &ActivationBackwardParams<'_>, function: &Function, halv
     write_scalar(p.scale_inv, 1.0 / scale);
     let mut spare = Vec::new();
     let bytes = row_bytes(p.out, p.out_t, &mut spare, rows * stride);
-    let outputs = Outputs { high: p.dx, bytes, scale, e5m2: p.e5m2 != 0, stride, rounds: false };
+    let outputs = Outputs { high: p.dx, bytes, scale, e5m2: p.e5m2 != 0, stride, rounds: !p.measured.is_null() };
     let factors = Values::new(p.row_scale, p.row_scale_kind);
     let factor_grads = Values::new(p.row_scale_grad, p.row_scale_kind);
     let summed = if p.dbias.is_null() { 0 } else { stride };
@@ -81,6 +81,7 @@ fn backward<T: Real>(p: &ActivationBackwardParams<'_>, function: &Function, halv
         (sums, largest)
     });
     raise(p.amax, groups.iter().map(|(_, largest)| *largest));
+    write_measured(p.measured, &p.rule, groups.iter().map(|(_, largest)| *largest));
     let mut total = vec![0.0_f64; summed];
     for (sums, _) in &groups {
         total.iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);

@@ -9,9 +9,10 @@ use crate::base::pointer::DevPtr;
 use crate::host;
 use crate::launch::target::{Target, launch};
 use crate::ops::activation::{Activation, Constants, Shape, Tiling, check_outputs};
+use crate::ops::amax::{ScaleNumbers, ScaleRule, check_measured, check_measures};
 use crate::ops::cast::{aligned, scaled};
 use crate::ops::strips::StripPlan;
-use crate::runtime::lane::COUNTER_BYTES;
+use crate::runtime::lane::MEASURE_COUNTERS_AT;
 use crate::{params, pointers};
 
 params! {
@@ -37,6 +38,8 @@ params! {
         pub interleave: u32,
         /// FP8 type: 0 is E4M3, 1 is E5M2.
         pub e5m2: u32,
+        /// Of the scale that is measured.
+        pub rule: ScaleNumbers,
     }
 }
 
@@ -68,6 +71,8 @@ pub struct ActivationBackwardSpec {
     pub row_scale: Option<Float>,
     /// Write that factor's gradient, in its type.
     pub row_scale_grad: bool,
+    /// Find the scale that the gradient in high precision is quantised with; where nothing is cast here.
+    pub measures: Option<ScaleRule>,
     /// Multiprocessors of the device (any number for the host backend).
     pub processors: u32,
 }
@@ -97,6 +102,11 @@ pointers! {
         amax,
         /// One f32, or null; 1.0 leaves every output as it is.
         noop,
+        /// One f32 that receives the scale which the gradient in high precision is quantised with.
+        measured,
+        /// [`AMAX_WORKSPACE_BYTES`](te_fast_kernels::constants::quantize::AMAX_WORKSPACE_BYTES) for that, apart from `counters`,
+        /// zeroed once when allocated. One launch at a time may use them.
+        measure_counters,
         /// [`ActivationBackwardPlan::dbias_bytes`].
         dbias,
         /// [`ActivationBackwardPlan::partial_bytes`], 16-byte aligned, of any content.
@@ -144,6 +154,7 @@ impl ActivationBackwardPlan {
         let ActivationBackwardSpec { rows, cols, activation, interleave, input, .. } = spec;
         let other = spec.high || spec.dbias || spec.row_scale_grad;
         check_outputs(OP, other, spec.fp8, spec.rowwise || spec.columnwise)?;
+        check_measures(OP, spec.measures.as_ref(), spec.high && spec.fp8.is_none())?;
         if spec.row_scale_grad && spec.row_scale.is_none() {
             return Err(Error::value(OP, "the gradient of the row scale needs a row scale"));
         }
@@ -157,9 +168,9 @@ impl ActivationBackwardPlan {
             KernelId::ActivationBackward(input)
         };
         let plan = Self { spec, kernel, tiling };
-        if plan.counter_bytes() > COUNTER_BYTES {
+        if plan.counter_bytes() > MEASURE_COUNTERS_AT {
             let counters = plan.counter_bytes() / size_of::<u32>();
-            return Err(Error::shape(OP, "rows and columns", "of at most 16384 arrival counters", counters));
+            return Err(Error::shape(OP, "rows and columns", "of at most 16320 arrival counters", counters));
         }
         Ok(plan)
     }
@@ -248,6 +259,8 @@ impl ActivationBackwardPlan {
                 scale: b.scale.when(casts),
                 scale_inv: b.scale_inv.when(casts),
                 amax: b.amax.when(casts),
+                measured: b.measured.when(spec.measures.is_some()),
+                measure_counters: b.measure_counters.when(spec.measures.is_some()),
                 dbias: b.dbias.when(spec.dbias),
                 partial: b.partial.when(sums),
                 counters: b.counters.when(sums),
@@ -262,6 +275,7 @@ impl ActivationBackwardPlan {
             row_scale_kind: spec.row_scale.map_or(0, |float| float as u32),
             interleave: spec.interleave as u32,
             e5m2: u32::from(spec.fp8 == Some(Fp8::E5m2)),
+            rule: spec.measures.map_or_else(ScaleNumbers::default, ScaleNumbers::from),
         }
     }
 
@@ -285,6 +299,7 @@ impl ActivationBackwardPlan {
             return Err(Error::value(OP, "a buffer that the plan needs is null"));
         }
         scaled(OP, spec.fp8, b.scale)?;
+        check_measured(OP, spec.measures.is_some(), host, (b.measured, b.measure_counters))?;
         if !host && spec.columnwise {
             aligned(OP, "the transposed output", b.out_t)?;
         }
@@ -309,6 +324,7 @@ mod tests {
         dbias: true,
         row_scale: Some(Float::F32),
         row_scale_grad: true,
+        measures: None,
         processors: 132,
     };
 

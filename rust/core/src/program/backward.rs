@@ -3,6 +3,7 @@
 use crate::base::error::Result;
 use crate::ops::activation_backward::{ActivationBackwardPointers, ActivationBackwardSpec};
 use crate::ops::affine::{AffinePointers, AffineSpec};
+use crate::ops::amax::ScaleRule;
 use crate::ops::cast::{CastPointers, CastSpec};
 use crate::ops::dequantize::DequantizePointers;
 use crate::ops::norm_backward::{NormBackwardPointers, NormBackwardSpec};
@@ -16,8 +17,9 @@ use crate::program::facts::Facts;
 use crate::program::forward_compiler::{Fused, Kept, Left, slot};
 use crate::program::port::{LinearPort, Outer, Port};
 use crate::program::work::{Flows, Work, quantised};
-use crate::recipe::definition::Recipe;
+use crate::recipe::definition::{Quantization, Recipe, Scaling};
 use crate::runtime::dispatcher::Dispatcher;
+use crate::runtime::lane::MEASURE_COUNTERS_AT;
 
 /// Compiles the backward of what a forward left, behind its flow; GEMMs store FP8 if `stores_fp8` lets them.
 pub(crate) fn compile(
@@ -232,19 +234,8 @@ impl Compiler<'_> {
             producer.map_or(Fused::NONE, |(linear, _)| Fused::of_grad(linear, self.grad_layouts(linear)));
         let dbias = producer.and_then(|(_, bias)| bias).map_or(At::NONE, |param| self.param_grad(param));
         let dx = if producer.is_none() && self.facts.grads_before[index] { self.place_of(index) } else { At::NONE };
-        let scale_grad = row_scale.is_some() && self.facts.key.extras[self.facts.factors_of(link)].1;
-        let row_scale_grad = match link.permuted_by {
-            _ if !scale_grad => At::NONE,
-            Some(by) => {
-                self.factor_grads[by] = self.scratch();
-                self.factor_grads[by]
-            }
-            None => {
-                let port = Port::GradExtra(link.extra_input as u16);
-                self.out.grad_extras[link.extra_input] = port;
-                At::of(port)
-            }
-        };
+        let row_scale_grad = self.factor_grad(link, row_scale);
+        let measured = if dx.is_some() { self.measured(index) } else { None };
         let spec = ActivationBackwardSpec {
             rows: 0,
             cols: self.facts.edges[index + 1].cols,
@@ -257,7 +248,8 @@ impl Compiler<'_> {
             columnwise: to.col.is_some(),
             dbias: dbias.is_some(),
             row_scale: if row_scale.is_some() { self.facts.factor_type(link) } else { None },
-            row_scale_grad: scale_grad,
+            row_scale_grad: row_scale_grad.is_some(),
+            measures: measured.map(|(_, rule)| rule),
             processors: self.facts.limits.multiprocessors,
         };
         let at = ActivationBackwardPointers {
@@ -272,12 +264,43 @@ impl Compiler<'_> {
             scale_inv: to.scale_inv(),
             amax: slot.amax,
             noop: At::NONE,
+            measured: measured.map_or(At::NONE, |(at, _)| at),
+            measure_counters: At::of(Port::Counters).plus(MEASURE_COUNTERS_AT),
             dbias,
             partial: self.scratch(),
             counters: At::of(Port::Counters),
         };
         self.step(Work::ActivationBackward { spec, at }, index, activation_text(&spec));
-        *grad = Value { quantized: producer.map(|_| to), ..Value::high(dx) };
+        *grad = Value { quantized: producer.map(|_| to), scale: measured.map(|(at, _)| at), ..Value::high(dx) };
+    }
+
+    /// Where the gradient of the factors goes that an activation multiplies its rows by.
+    fn factor_grad(&mut self, link: &Link, row_scale: At) -> At {
+        if !row_scale.is_some() || !self.facts.key.extras[self.facts.factors_of(link)].1 {
+            return At::NONE;
+        }
+        if let Some(by) = link.permuted_by {
+            self.factor_grads[by] = self.scratch();
+            return self.factor_grads[by];
+        }
+        let port = Port::GradExtra(link.extra_input as u16);
+        self.out.grad_extras[link.extra_input] = port;
+        At::of(port)
+    }
+
+    /// Where what computes the gradient of edge `index` leaves the scale that the linear op before it quantises with, and how that
+    /// follows from the maximum: under current scaling, so that nothing is read for its maximum alone.
+    fn measured(&mut self, index: usize) -> Option<(At, ScaleRule)> {
+        let recipe = self.facts.recipe.as_ref().filter(|recipe| recipe.scaling == Scaling::Current)?;
+        let Quantization { amax_epsilon: eps, power_2_scale: pow2, .. } = recipe.grad;
+        let rule = ScaleRule { output: recipe.bwd, eps, pow2 };
+        let (mut before, mut op) = self.op_before(index)?;
+        if let Op::Bias { .. } = op {
+            (before, op) = self.op_before(before)?;
+        }
+        let linear = self.facts.chain.links()[before].linear;
+        let quantizes = matches!(op, Op::Linear { groups: None, .. }) && self.facts.linears[linear].dy().is_some();
+        quantizes.then(|| (self.scratch(), rule))
     }
 
     fn note_unfused(&mut self, index: usize) {

@@ -18,7 +18,7 @@ use crate::program::forward_compiler::{Fused, Kept, slot};
 use crate::program::forward_handover::PROBE_ROWS;
 use crate::program::linear_op::{BackwardOperands, LinearOp, Product};
 use crate::program::port::{Beside, LinearPort, Outer, Port};
-use crate::program::work::{FlowName, Work, quantised};
+use crate::program::work::{FlowName, SlotAt, Work, quantised};
 use crate::quant::quantizer::QuantPointers;
 
 impl<'a> Compiler<'a> {
@@ -242,10 +242,14 @@ impl<'a> Compiler<'a> {
         let op = &self.facts.linears[linear];
         let Some(cast) = op.dy() else { return Layouts::default() };
         let Fused { layouts, slot } = Fused::of_grad(linear, self.grad_layouts(linear));
+        let (cast, slot) = match grad.scale.take() {
+            Some(scale) => (cast.with_known_scale(), SlotAt { scale, amax: At::NONE }),
+            None => (*cast, slot),
+        };
         let mut at = quantised(grad.high, &layouts, slot, self.scratch());
         at.dbias = std::mem::take(&mut self.bias_grad);
         (at.splits, at.numbers) = (self.left.splits_of(self.facts, index), grad.numbers);
-        let cast = if grad.numbers.is_some() { cast.gathering(self.facts.gather(index, true)) } else { *cast };
+        let cast = if grad.numbers.is_some() { cast.gathering(self.facts.gather(index, true)) } else { cast };
         let packed = kept.and_then(|x| op.packed_input().map(|cast| (x, *cast)));
         let unpacks = packed.map(|(x, cast)| {
             at.packed = x.scale;

@@ -203,6 +203,7 @@ impl<'a> Sizing<'a> {
                 self.writes(at.partial, plan.partial_bytes());
                 self.writes(at.row_scale_grad, spec.row_scale.map_or(0, |float| rows * float.size()));
                 self.casts(at.out, plan.out_bytes(), at.out_t, plan.out_t_bytes(), at.scale_inv);
+                self.writes(at.measured, SCALE_BYTES);
                 Ok(Planned::ActivationBackward(plan, at.map(|&at| self.cell(at))))
             }
             _ => Err(Error::state(OP, "not an activation")),

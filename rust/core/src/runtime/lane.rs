@@ -8,6 +8,9 @@ use crate::launch::target::Target;
 /// Self-resetting counters of reductions that end in the launch that began them: zero between launches.
 pub const COUNTER_BYTES: usize = 64 << 10;
 
+/// Where those lie by which a kernel with counters of its own finds a maximum, too.
+pub const MEASURE_COUNTERS_AT: usize = COUNTER_BYTES - 256;
+
 /// Scratch above this comes from torch's allocator, which can lend the memory to others between two calls.
 pub const OWN_SCRATCH_LIMIT: usize = 32 << 20;
 

@@ -203,6 +203,7 @@ pub(crate) fn activation_backward(
         columnwise: outputs.columnwise.is_some(),
         dbias: outputs.column_sums.is_some(),
         row_scale: c.row_scale,
+        measures: None,
         row_scale_grad: outputs.row_scale_grad.is_some(),
         processors: state.dispatcher(py)?.0.multiprocessors(c.x.device()).python()?,
     })
