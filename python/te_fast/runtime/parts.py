@@ -61,7 +61,16 @@ def compute_deferred(handle: native.WeightHandle, parts: list[torch.Tensor], *, 
         whole.overwrite_main_grad = overwrites.pop()  # type: ignore[attr-defined]
         native.program_backward_dw(handle, whole, True)
         return
-    dw = native.program_backward_dw(handle, whole, False)
+    dtypes = {buffer.dtype for buffer in buffers}
+    dw: torch.Tensor | None
+    if (
+        len(dtypes) == 1
+    ):  # computed in the type of those that it is added to, so that it is rounded once
+        dw = torch.empty(whole.shape, dtype=dtypes.pop(), device=whole.device)
+        whole.main_grad, whole.overwrite_main_grad = dw, True  # type: ignore[attr-defined]
+        native.program_backward_dw(handle, whole, True)
+    else:
+        dw = native.program_backward_dw(handle, whole, False)
     if dw is None:
         return
     for parameter, part in zip(parts, dw.split([p.shape[0] for p in parts]), strict=True):

@@ -20,7 +20,7 @@ use crate::program::buffers::Buffers;
 use crate::program::check::check_grad;
 use crate::program::forward::{CallWeights, Output, viewed};
 use crate::program::handle::{ProgramHandle, PyProgram, Shapes, Tuples};
-use crate::program::main_grad::{MainGrad, after_main_grad, main_grad, stacked_main_grad};
+use crate::program::main_grad::{MainGrad, after_main_grad, main_grad, main_grads_dtype, stacked_main_grad};
 use crate::program::part_grads::of_parts;
 use crate::program::parts::Joined;
 use crate::program::tensors::{Flags, Objects, Optional};
@@ -137,6 +137,8 @@ enum ParamGrad<'py> {
     Main(MainGrad<'py>),
     /// The `main_grad`s of the parts of a stack, which lie as one.
     Parts(MainGrad<'py>),
+    /// What is added to the `main_grad`s of the parts of a stack, which lie apart: in their type, so that it is rounded once.
+    Apart(MainGrad<'py>),
     /// The gradient of a linear op's output, for later.
     Waiting(Bound<'py, PyAny>),
 }
@@ -504,9 +506,15 @@ impl<'py> BackwardCall<'_, 'py> {
                     list.push(ParamGrad::Main(grad));
                     continue;
                 }
-                if let Some(stack) = self.stacked_main_grad(py, param)? {
-                    list.push(ParamGrad::Parts(stack));
-                    continue;
+                if let Some(parts) = self.fused_parts(py, param)? {
+                    if let Some(stack) = stacked_main_grad(state, &parts, kept.overwrite_main_grad)? {
+                        list.push(ParamGrad::Parts(stack));
+                        continue;
+                    }
+                    if let Some(apart) = self.grad_of_parts(place, param, &parts)? {
+                        list.push(ParamGrad::Apart(apart));
+                        continue;
+                    }
                 }
             }
             let tuples = &kept.compiled.params[param];
@@ -517,19 +525,34 @@ impl<'py> BackwardCall<'_, 'py> {
         Ok(list)
     }
 
-    /// Where a weight of parts adds its gradient in place: their `main_grad`s lie one behind the other.
-    fn stacked_main_grad(&self, py: Python<'py>, param: usize) -> Result<Option<MainGrad<'py>>, Failure> {
+    /// The parts of a weight whose gradients go into their `main_grad`s.
+    fn fused_parts(&self, py: Python<'py>, param: usize) -> Result<Option<Objects<'py>>, Failure> {
         let kept = self.kept;
         let Some(joined) = &kept.joined else { return Ok(None) };
         if !kept.handle.bind(py).try_borrow()?.fuses_parts {
             return Ok(None);
         }
         let Some((share, parts)) = joined.get().shares().nth(param) else { return Ok(None) };
-        if !(share.is_split && share.is_weight) {
+        let fuses = share.is_split && share.is_weight;
+        Ok(fuses.then(|| parts.iter().map(|part| part.bind(py).clone()).collect()))
+    }
+
+    /// Memory for the gradient of parts in the type of their `main_grad`s, where that is another one than the weight's.
+    fn grad_of_parts(
+        &self,
+        place: Place,
+        param: usize,
+        parts: &[Bound<'py, PyAny>],
+    ) -> Result<Option<MainGrad<'py>>, Failure> {
+        let (state, py) = (self.state, self.tensors.py());
+        let Some(dtype) = main_grads_dtype(state, parts)? else { return Ok(None) };
+        if dtype == self.kept.compiled.program.grad_dtype(param).into() {
             return Ok(None);
         }
-        let parts: Objects<'py> = parts.iter().map(|part| part.bind(py).clone()).collect();
-        stacked_main_grad(self.state, &parts, kept.overwrite_main_grad)
+        let tuples = &self.kept.compiled.params[param];
+        let grad = state.empty(py, place.device, tuples.size.bind(py), tuples.stride.bind(py), dtype)?;
+        let address = state.pointer(Some(&grad))?.address();
+        Ok(Some(MainGrad { grad, dtype, address, accumulate: false }))
     }
 
     fn launch(
@@ -625,7 +648,7 @@ impl<'py> BackwardCall<'_, 'py> {
             let port = Port::GradParam(param as u16);
             match (target, self.linear_of(param)) {
                 (ParamGrad::New(grad), _) => call.set(port, self.state.pointer(Some(grad))?),
-                (ParamGrad::Main(main) | ParamGrad::Parts(main), _) => {
+                (ParamGrad::Main(main) | ParamGrad::Parts(main) | ParamGrad::Apart(main), _) => {
                     call.set(port, self.state.pointer(Some(&main.grad))?);
                 }
                 (ParamGrad::Waiting(grad), Some(linear)) => {
@@ -646,7 +669,10 @@ impl<'py> BackwardCall<'_, 'py> {
     ) -> Result<(), Failure> {
         let (program, sized) = (&self.compiled.program, &self.sized);
         for (param, target) in targets.iter().enumerate() {
-            if let (ParamGrad::Main(main) | ParamGrad::Parts(main), Some(linear)) = (target, self.linear_of(param)) {
+            let linear = self.linear_of(param);
+            if let (ParamGrad::Main(main) | ParamGrad::Parts(main) | ParamGrad::Apart(main), Some(linear)) =
+                (target, linear)
+            {
                 let kind = (main.dtype, main.accumulate);
                 let plan = program.weight_grad_plan(dispatcher, sized.rows(), linear, kind, main.address)?;
                 call.set_weight_grad(linear, plan);
@@ -663,6 +689,7 @@ impl<'py> BackwardCall<'_, 'py> {
             list.push(match target {
                 ParamGrad::None | ParamGrad::Parts(_) => None,
                 ParamGrad::New(grad) => Some(grad),
+                ParamGrad::Apart(main) => Some(main.grad),
                 ParamGrad::Main(_) => after_main_grad(kept.params[param].bind(py))?,
                 ParamGrad::Waiting(grad) => {
                     let handle = kept.handle.bind(py).try_borrow()?;

@@ -79,6 +79,22 @@ pub(crate) fn stacked_main_grad<'py>(
     Ok(stack.map(|(first, _)| first))
 }
 
+/// The type of the `main_grad`s of those parts of a stack that are trained, where they have one type.
+pub(crate) fn main_grads_dtype(state: &State, parts: &[Bound<'_, PyAny>]) -> Result<Option<DType>, Failure> {
+    let mut found = None;
+    for part in parts {
+        if !requires_grad(part)? {
+            continue;
+        }
+        let dtype = main_grad(state, part, false)?.dtype;
+        if found.is_some_and(|other| other != dtype) {
+            return Ok(None);
+        }
+        found = Some(dtype);
+    }
+    Ok(found)
+}
+
 /// Refuses a buffer that cannot take the gradient of a weight of this shape.
 pub(crate) fn check_main_grad(view: &TensorView<'_>, shape: &[i64], device: Device) -> Result<(), Error> {
     if view.shape() == shape && view.is_contiguous() && view.device() == device && view.dtype().as_float().is_some() {

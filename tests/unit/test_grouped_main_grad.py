@@ -1,0 +1,83 @@
+"""Gradients of experts go into their ``main_grad`` in its type, wherever these lie: they are rounded once."""
+
+import pytest
+import torch
+
+import te_fast.pytorch as te
+from te_fast.common.recipe import DelayedScaling
+from te_fast.pytorch import ops
+
+EXPERTS, ROWS, SIZE = 3, 128, 32
+
+
+def _buffers(order):
+    """Return one FP32 buffer per expert: in one memory, in their order or the other way round, or apart."""
+    values = torch.arange(EXPERTS * SIZE * SIZE, dtype=torch.float32) % 7
+    parts = list(values.view(EXPERTS, SIZE, SIZE))
+    if order == "reversed":  # as Megatron-LM's buffers have them
+        return parts[::-1]
+    return [part.clone() for part in parts] if order == "apart" else parts
+
+
+def _layer(kind, later):
+    options = {"bias": False, "device": "cpu", "delay_wgrad_compute": later}
+    if kind == "layer":
+        return te.GroupedLinear(
+            EXPERTS,
+            SIZE,
+            SIZE,
+            params_dtype=torch.bfloat16,
+            fuse_wgrad_accumulation=True,
+            **options,
+        )
+    return ops.GroupedLinear(
+        EXPERTS, SIZE, SIZE, dtype=torch.bfloat16, accumulate_into_main_grad=True, **options
+    )
+
+
+@pytest.mark.parametrize("order", ["in_order", "reversed", "apart"])
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("kind", ["layer", "operation"])
+def test_gradients_are_rounded_to_the_type_of_main_grad_alone(kind, fp8, later, order):
+    random = torch.Generator().manual_seed(3)
+    # Small integers are exact in FP8 at a scale of one; their sums over all rows are exact in FP32, not in BF16.
+    x = torch.randint(-7, 8, (ROWS * EXPERTS, SIZE), generator=random).bfloat16().requires_grad_()
+    dy = torch.randint(1, 4, (ROWS * EXPERTS, SIZE), generator=random).bfloat16()
+    layer = _layer(kind, later)
+    weights = [getattr(layer, f"weight{expert}") for expert in range(EXPERTS)]
+    expected = []
+    for weight, buffer, a, b in zip(
+        weights, _buffers(order), x.detach().split(ROWS), dy.split(ROWS), strict=True
+    ):
+        weight.main_grad = buffer
+        expected.append(buffer.double() + b.double().T @ a.double())
+    assert any((sums != sums.bfloat16()).any() for sums in expected)
+    counts = [ROWS] * EXPERTS
+    with te.autocast(enabled=fp8, recipe=DelayedScaling()):
+        y = layer(x, counts if kind == "layer" else torch.tensor(counts))
+    y.backward(dy)
+    if later:
+        layer.backward_dw()
+    for weight, sums in zip(weights, expected, strict=True):
+        assert weight.grad is None
+        assert torch.equal(weight.main_grad.double(), sums)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
+def test_frozen_experts_and_overwritten_buffers_apart(later):
+    layer = _layer("layer", later)
+    weights = [getattr(layer, f"weight{expert}") for expert in range(EXPERTS)]
+    weights[1].requires_grad_(False)
+    weights[2].overwrite_main_grad = True
+    for weight, buffer in zip(weights, _buffers("reversed"), strict=True):
+        if weight.requires_grad:
+            weight.main_grad = buffer
+    before = weights[0].main_grad.clone()
+    x = torch.ones(ROWS * EXPERTS, SIZE, dtype=torch.bfloat16) * 3
+    layer(x, [1, ROWS * EXPERTS - 130, 129]).sum().backward()
+    if later:
+        layer.backward_dw()
+    assert torch.equal(weights[0].main_grad, before + 3)
+    assert torch.equal(weights[2].main_grad, torch.full((SIZE, SIZE), 387.0))
+    assert not hasattr(weights[1], "main_grad")
