@@ -6,9 +6,9 @@ from te_fast.errors import MissingError
 
 __all__ = ["missing"]
 
-_LAYERS = (
-    "GatedDeltaNetAttention GatedDeltaNet2Attention GatedDeltaProductAttention FusedMLAQUpProjFunction "
-    "FusedMLAQUpProjRopeQuant"
+_LINEAR_ATTENTION = (
+    "GatedDeltaNetAttention GatedDeltaNet2Attention GatedDeltaProductAttention "
+    "FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant"
 )
 _QUANTISATION = (
     "apply_recipe QuantizerRole QuantizerRequest DelayedScalingRequest quantizer_factory"
@@ -28,13 +28,20 @@ _TOOLS = (
     "newton_schulz_tp initialize_ub destroy_ub "
     "UserBufferQuantizationMode get_cudnn_version"
 )
-_SUBMODULES = "cpp_extensions cpu_offload_v1 ep export jit"
+_SUBMODULES = (
+    "cpp_extensions cpu_offload_v1 custom_recipes distributed_weight dynamo ep export jit newton_schulz "
+    "onnx_extensions triton"
+)
 _OLD_QUANTIZATION = "RecipeState get_fp4_te_dtype get_fp8_max get_fp8_te_dtype split_and_copy"
 _NAMES = {
-    "te_fast.pytorch": f"{_LAYERS} {_QUANTISATION} {_TENSORS} {_TOOLS} {_SUBMODULES}",
-    "te_fast.pytorch.attention": "FusedMLAQUpProjRopeQuant",
+    "te_fast.pytorch": f"{_LINEAR_ATTENTION} {_QUANTISATION} {_TENSORS} {_TOOLS} {_SUBMODULES}",
+    "te_fast.pytorch.attention": f"{_LINEAR_ATTENTION} linear_attention",
     "te_fast.pytorch.ops": "ScaledTanhSReLU is_op_fuser_grouped_tensor_path_supported",
-    "te_fast.pytorch.ops.basic": "",
+    "te_fast.pytorch.ops.basic": "ScaledTanhSReLU is_op_fuser_grouped_tensor_path_supported",
+    "te_fast.pytorch.router": (
+        "FusedAuxLoss FusedComputeScoresForMoEAuxLoss FusedTopkScoreFunction FusedTopkScoreFunctionQB QBHistogramMode "
+        "mark_qb_bin_bounds_validated"
+    ),
     "te_fast.pytorch.distributed": (
         "FullyShardedDataParallel has_te_modules prepare_te_modules_for_fsdp symmetric_all_reduce"
     ),
@@ -52,6 +59,7 @@ _NAMES = {
         "validate_rng_states_func"
     ),
     "te_fast.pytorch.constants": (
+        "AttnBiasTypes AttnMaskTypes AttnTypes CPLoadBalancingStrategy LayerTypes QKVLayouts "
         "FP8BwdTensorIdx FP8FwdTensorIdx GemmParallelModes MXFP8_BLOCK_SCALING_SIZE "
         "NVFP4_BLOCK_SCALING_SIZE dist_group_type"
     ),
@@ -68,11 +76,13 @@ _NAMES = {
         "multi_tensor_adam_fp8 multi_tensor_sgd"
     ),
     "te_fast.pytorch.cpu_offload": "is_cpu_offload_enabled mark_activation_offload start_offload",
-    "te_fast.pytorch.router": "QBHistogramMode mark_qb_bin_bounds_validated",
     "te_fast.pytorch.fp8": _OLD_QUANTIZATION,
-    "te_fast.pytorch.module": "is_module_grouped_tensor_path_supported",
+    "te_fast.pytorch.module": (
+        "UserBufferQuantizationMode destroy_ub initialize_ub is_module_grouped_tensor_path_supported"
+    ),
     "te_fast.pytorch.module.base": (
-        "UserBufferQuantizationMode destroy_ub get_ub initialize_ub is_ub_initialized quantize_weight"
+        "UserBufferQuantizationMode destroy_ub get_ub initialize_ub is_ub_initialized quantize_weight "
+        "using_cublasmp_backend"
     ),
     "te_fast.pytorch.quantization": (
         f"{_OLD_QUANTIZATION} CustomRecipeState DelayedScalingRequest "
