@@ -59,7 +59,7 @@ _NAMES = {
         "validate_rng_states_func"
     ),
     "te_fast.pytorch.constants": (
-        "AttnBiasTypes AttnMaskTypes AttnTypes CPLoadBalancingStrategy LayerTypes QKVLayouts "
+        "AttnBiasTypes AttnMaskTypes AttnTypes LayerTypes QKVLayouts "
         "FP8BwdTensorIdx FP8FwdTensorIdx GemmParallelModes MXFP8_BLOCK_SCALING_SIZE "
         "NVFP4_BLOCK_SCALING_SIZE dist_group_type"
     ),
