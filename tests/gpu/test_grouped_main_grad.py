@@ -1,10 +1,13 @@
 """Gradients of experts whose ``main_grad`` lie apart, on the GPU: in their type, exact where sums are."""
 
 import pytest
-import torch
 
-import te_fast.pytorch as te
-from te_fast.common.recipe import DelayedScaling
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+import te_fast.pytorch as te  # noqa: E402
+from te_fast.common.recipe import DelayedScaling  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
