@@ -144,6 +144,7 @@ __device__ inline void keep_best_groups(const RouterParams& p, uint32_t (&key)[k
         }
         best = __reduce_max_sync(kFullWarp, own);
         const uint32_t group = __reduce_min_sync(kFullWarp, own == best ? at : ~0u);
+        __syncwarp();  // all have read the sums
         if (lane == 0) sums[group] = 0;
         __syncwarp();
     }

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from te_fast.profiling import profile
 
 #: Transformer Engine's version whose names and signatures ``te_fast.pytorch`` has.
-TRANSFORMER_ENGINE_VERSION = "2.20.0"
+TRANSFORMER_ENGINE_VERSION = "2.20.2"
 
 __all__ = [
     "TRANSFORMER_ENGINE_VERSION",

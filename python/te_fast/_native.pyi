@@ -12,6 +12,7 @@ __all__ = [
     "CurrentRegion",
     "Dispatcher",
     "HeldRegion",
+    "OptimizerWrites",
     "Program",
     "ProgramSaved",
     "QuantizedValue",
@@ -62,7 +63,6 @@ __all__ = [
     "moe_unpermute_backward",
     "norm",
     "norm_backward",
-    "note_optimizer_step",
     "note_scale_change",
     "program_apply",
     "program_autograd_forward",
@@ -184,6 +184,12 @@ class ProgramSaved:
 @final
 class Buffers:
     def __new__(cls, output: Tensor | None, grad_input: Tensor | None, /) -> Self: ...
+
+@final
+class OptimizerWrites:
+    def __new__(cls, parameters: list[Tensor]) -> Self: ...
+    def __len__(self) -> int: ...
+    def note_step(self) -> None: ...
 
 @final
 class Program:
@@ -541,7 +547,6 @@ def norm_backward(
     outputs: tuple[Tensor | None, ...],
     /,
 ) -> None: ...
-def note_optimizer_step() -> None: ...
 def note_scale_change() -> None: ...
 def program_apply(
     program: Program,

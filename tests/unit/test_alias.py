@@ -70,7 +70,7 @@ try:
 except ImportError:  # torch 2.6 comes without
     pass
 else:
-    assert Version("2.20.0") < Version(version) < Version("2.20.1")
+    assert Version("2.20.2") < Version(version) < Version("2.20.3")
 # Who manages packages looks into folders, where there is nothing that pip could take for NVIDIA's.
 found = importlib.metadata.distributions(path=sys.path)
 assert "transformer-engine" not in [each.metadata["Name"] for each in found]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -59,12 +60,21 @@ def call_through_forward(cls: type[torch.nn.Module]) -> None:
         cls.__call__ = torch.nn.Module.__call__  # type: ignore[method-assign]
 
 
-def _note_optimizer_step(*_: Any) -> None:
-    native.note_optimizer_step()
+#: The parameters of each optimizer that has stepped.
+_writes: WeakKeyDictionary[torch.optim.Optimizer, native.OptimizerWrites] = WeakKeyDictionary()
 
 
-# Optimizers that write through raw pointers (apex, Transformer Engine) do not move torch's version
-# counters, by which a layer knows whether its weight has changed. This hook is torch's own.
+def _note_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    groups = optimizer.param_groups
+    writes = _writes.get(optimizer)
+    if writes is None or len(writes) != sum([len(group["params"]) for group in groups]):
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        writes = _writes[optimizer] = native.OptimizerWrites(parameters)
+    writes.note_step()
+
+
+# Optimizers that write through raw pointers (apex, Transformer Engine), and torch's fused ones, do not move torch's
+# version counters, by which a layer knows whether its weight has changed. This hook is torch's own.
 register_optimizer_step_post_hook(_note_optimizer_step)
 
 

@@ -36,8 +36,8 @@ mod _native {
     use crate::direct::activation::{activation, activation_backward};
     #[pymodule_export]
     use crate::direct::dispatcher::{
-        counters, cuda_driver_version, device_facts, inventory, load_kernels, note_optimizer_step, record, recorded,
-        release_memory, reset_counters, rows_to_pad, set_auto_pad, set_check_device, stage_clock, stage_nanoseconds,
+        counters, cuda_driver_version, device_facts, inventory, load_kernels, record, recorded, release_memory,
+        reset_counters, rows_to_pad, set_auto_pad, set_check_device, stage_clock, stage_nanoseconds,
     };
     #[pymodule_export]
     use crate::direct::gemm::gemm;
@@ -89,6 +89,8 @@ mod _native {
     use crate::program::handle::ProgramHandle;
     #[pymodule_export]
     use crate::program::nothing::program_grads_of_nothing;
+    #[pymodule_export]
+    use crate::program::optimizer_writes::OptimizerWrites;
     #[pymodule_export]
     use crate::program::parts::version_of_copy;
     #[pymodule_export]

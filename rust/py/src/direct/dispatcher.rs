@@ -129,13 +129,6 @@ pub(crate) fn set_auto_pad(py: Python<'_>, enabled: bool) -> PyResult<bool> {
     Ok(std::mem::replace(&mut state(py)?.dispatcher(py)?.0.auto_pad, enabled))
 }
 
-/// An optimizer has made a step: weights may have changed, whether torch's version counters tell or not.
-#[pyfunction]
-pub(crate) fn note_optimizer_step(py: Python<'_>) -> PyResult<()> {
-    state(py)?.dispatcher(py)?.0.optimizer_steps += 1;
-    Ok(())
-}
-
 /// Rows that the current region's FP8 GEMMs need behind `rows`, where the user lets them be appended.
 #[pyfunction]
 #[pyo3(signature = (rows, /))]

@@ -12,6 +12,7 @@ use te_fast_core::program::WeightCast;
 use te_fast_core::quant::weight::{WeightRecord, WeightToken};
 
 use crate::error::Failure;
+use crate::program::optimizer_writes::written_since;
 use crate::torch::process::State;
 
 /// A weight that takes part.
@@ -73,6 +74,11 @@ impl Member {
     /// What keeps the quantised weight; none where its layer is gone.
     pub(crate) fn handle<'py, T: PyTypeInfo>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, T>>> {
         Ok(self.handle.bind(py).upgrade().map(Bound::cast_into::<T>).transpose()?)
+    }
+
+    /// Whether an optimizer that has one of its parameters has stepped since step number `steps` of all.
+    pub(crate) fn is_written_since(&self, py: Python<'_>, steps: u64) -> bool {
+        self.sources.iter().any(|source| source.bind(py).upgrade().is_some_and(|tensor| written_since(&tensor, steps)))
     }
 
     /// The tensor that the weight begins with, where it is and which version it has; none where a part is gone.

@@ -12,6 +12,7 @@ pub(crate) mod handle;
 pub(crate) mod main_grad;
 pub(crate) mod member;
 pub(crate) mod nothing;
+pub(crate) mod optimizer_writes;
 pub(crate) mod part_grads;
 pub(crate) mod parts;
 mod pieces;

@@ -1,7 +1,8 @@
 //! The weights that the last step used, quantised by one launch when a call asks for the first of them after an optimizer step.
 //!
-//! A weight takes part only if torch has counted a write to it since: an optimizer wrote it in the order of the stream. Memory
-//! that is written behind torch's back, as gathers of sharded weights do ahead of their layers, is read by its own call alone.
+//! A weight takes part only if torch has counted a write to it since, or if the optimizer that stepped has its very parameter: then
+//! it was written in the order of the stream. Memory that is written behind torch's back, as gathers of sharded weights do ahead of
+//! their layers, is read by its own call alone.
 
 use std::sync::{Arc, Mutex};
 
@@ -187,7 +188,7 @@ fn launch(
     Ok(())
 }
 
-/// How a member is quantised now; none where torch has counted no write to it, or it is not what and where it was.
+/// How a member is quantised now; none where nothing is known to have written it, or it is not what and where it was.
 fn due_of<'py>(
     state: &State,
     py: Python<'py>,
@@ -203,7 +204,8 @@ fn due_of<'py>(
         (storage.clone_ref(py), *record, *cast, borrowed.slots.clone())
     };
     let was = record.token;
-    let moved = (token.address, token.dtype) == (was.address, was.dtype) && token.version != was.version;
+    let written = token.version != was.version || member.is_written_since(py, record.optimizer_steps);
+    let moved = (token.address, token.dtype) == (was.address, was.dtype) && written;
     let slots = slots.filter(|slots| slots.serve(record.epoch));
     let lacks_slots = own.scales == ManyScales::Given && slots.is_none();
     if !moved || !own.is_with(cast) || lacks_slots || is_gone(&storage, py, state)? {

@@ -1,0 +1,71 @@
+//! Which weights an optimizer has written. torch's fused optimizers write parameters without counting versions.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock, Mutex};
+
+use pyo3::prelude::*;
+
+use crate::torch::process::state;
+
+/// For each parameter of a living optimizer, the number of the last step of that.
+type LastSteps = HashMap<usize, Arc<AtomicU64>>;
+
+static LAST_STEPS: LazyLock<Mutex<LastSteps>> = LazyLock::new(Mutex::default);
+
+/// The parameters of an optimizer. It keeps them alive, so that their addresses are theirs for as long as this is here.
+#[pyclass(frozen, module = "te_fast._native")]
+pub(crate) struct OptimizerWrites {
+    last_step: Arc<AtomicU64>,
+    addresses: Vec<usize>,
+}
+
+#[pymethods]
+impl OptimizerWrites {
+    #[new]
+    fn new(parameters: Vec<Bound<'_, PyAny>>) -> Self {
+        let last_step = Arc::new(AtomicU64::new(0));
+        let addresses: Vec<usize> = parameters.iter().map(address).collect();
+        if let Ok(mut known) = LAST_STEPS.lock() {
+            known.extend(addresses.iter().map(|address| (*address, Arc::clone(&last_step))));
+        }
+        Self { last_step, addresses }
+    }
+
+    /// How many parameters there are.
+    fn __len__(&self) -> usize {
+        self.addresses.len()
+    }
+
+    /// The optimizer has made a step: weights may have changed, whether torch's version counters tell or not.
+    fn note_step(&self, py: Python<'_>) -> PyResult<()> {
+        let steps = {
+            let steps = &mut state(py)?.dispatcher(py)?.0.optimizer_steps;
+            *steps += 1;
+            *steps
+        };
+        self.last_step.store(steps, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+impl Drop for OptimizerWrites {
+    fn drop(&mut self) {
+        let Ok(mut known) = LAST_STEPS.lock() else { return };
+        for address in &self.addresses {
+            if known.get(address).is_some_and(|last_step| Arc::ptr_eq(last_step, &self.last_step)) {
+                known.remove(address);
+            }
+        }
+    }
+}
+
+/// Whether an optimizer that has `parameter` has stepped since step number `steps` of all.
+pub(crate) fn written_since(parameter: &Bound<'_, PyAny>, steps: u64) -> bool {
+    let Ok(known) = LAST_STEPS.lock() else { return false };
+    known.get(&address(parameter)).is_some_and(|last_step| last_step.load(Ordering::Relaxed) > steps)
+}
+
+fn address(parameter: &Bound<'_, PyAny>) -> usize {
+    parameter.as_ptr() as usize
+}
