@@ -12,6 +12,9 @@ ALL = {"high": lambda: None, **RECIPES}
 def make(device, dtype=torch.bfloat16, **options):
     torch.default_generator.manual_seed(3)
     block = te.MoE(HIDDEN, FFN, EXPERTS, TOPK, device="cpu", dtype=dtype, **options)
+    for name, parameter in block.named_parameters():
+        if "bias" in name:  # Zero as they are made.
+            torch.nn.init.normal_(parameter)
     return block.to(device)
 
 

@@ -39,6 +39,7 @@ def test_bits_of_the_parts(name, kind):
 
 @pytest.mark.parametrize("name", ALL)
 def test_rows_without_a_probability_still_have_its_gradient(name):
+    """The permutation leaves zeros where a probability is zero, as Transformer Engine's does; the biases remain."""
     given = tensors(TOKENS, "cpu", kind="zeros")
     (mine, _), (theirs, _) = both(given, ALL[name](), bias=True)
     assert same_bits(mine, theirs)

@@ -23,6 +23,7 @@ pub(crate) struct OptimizerWrites {
 #[pymethods]
 impl OptimizerWrites {
     #[new]
+    #[expect(clippy::needless_pass_by_value, reason = "PyO3 extracts lists by value")]
     fn new(parameters: Vec<Bound<'_, PyAny>>) -> Self {
         let last_step = Arc::new(AtomicU64::new(0));
         let addresses: Vec<usize> = parameters.iter().map(address).collect();
