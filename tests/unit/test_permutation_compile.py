@@ -152,20 +152,29 @@ def test_eager_calls_do_not_pass_through_operators(case, monkeypatch):
 def test_opcheck(align):
     # Every token goes to every expert: Transformer Engine defines all entries of such a map, and opcheck compares all.
     case = make_case(24, 4, 4, 8, kind="all")
-    x, probs = case.x, case.probs
+    x, probs = case.x.requires_grad_(), case.probs.requires_grad_()
     torch.library.opcheck(operators._permute, (x, probs, case.mask, ROWS, align, False))
     torch.library.opcheck(operators._permute, (x, None, case.mask, ROWS, align, False))
-    out, permuted, row_id_map, pads, _ = operators._permute(x, probs, case.mask, ROWS, align, False)
+    with torch.no_grad():
+        out, permuted, row_id_map, pads, _ = operators._permute(
+            x, probs, case.mask, ROWS, align, False
+        )
     pads = pads if align else None
+    out.requires_grad_()
     torch.library.opcheck(operators._unpermute, (out, row_id_map, probs, pads, None, 24, 0))
     torch.library.opcheck(operators._unpermute, (out, row_id_map, None, pads, None, 24, 0))
-    torch.library.opcheck(operators._unpermute, (out, row_id_map, None, pads, permuted, 24, 0))
-    torch.library.opcheck(operators._unpermute_bwd, (x, out, row_id_map, probs, pads, 0))
-    torch.library.opcheck(operators._apply, (x, row_id_map, pads, ROWS, 0))
+    detached = [value.detach() for value in (x, out, probs)]
+    torch.library.opcheck(
+        operators._unpermute, (detached[1], row_id_map, None, pads, permuted, 24, 0)
+    )
+    torch.library.opcheck(
+        operators._unpermute_bwd, (detached[0], detached[1], row_id_map, detached[2], pads, 0)
+    )
+    torch.library.opcheck(operators._apply, (detached[0], row_id_map, pads, ROWS, 0))
 
 
 def test_opcheck_of_moves_and_casts():
-    x, probs = torch.randn(16, 4), torch.rand(16)
+    x, probs = torch.randn(16, 4, requires_grad=True), torch.rand(16, requires_grad=True)
     splits, order = torch.tensor([3, 5, 8]), torch.tensor([2, 0, 1])
     torch.library.opcheck(operators._move, (x, probs, splits, [], order, 2, 1, 16))
     torch.library.opcheck(operators._move, (x, None, None, [3, 5, 8], None, 0, 8, 24))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from te_fast.runtime import native
-from te_fast.runtime.library import register
+from te_fast.runtime.library import register, register_gradient
 
 _Optional = torch.Tensor | None
 
@@ -252,92 +252,66 @@ _permute_cast = register(
 # Gradients ------------------------------------------------------------------------------------------
 
 
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inp: torch.Tensor,
-        probs: torch.Tensor | None,
-        routing_map: torch.Tensor,
-        rows: int,
-        align: int,
-        index: bool,
-    ) -> Any:
-        out = _permute(inp, probs, routing_map, rows, align, index)
-        _, _, row_id_map, pads, counts = out
-        ctx.save_for_backward(row_id_map, pads if align > 0 else None)
-        ctx.mark_non_differentiable(row_id_map, pads, counts)
-        ctx.with_probs = probs is not None
-        ctx.tokens = inp.size(0)
-        ctx.top_k = routing_map.size(1) if index else 0
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Any, dprobs: Any, *_: Any) -> Any:
-        row_id_map, pads = ctx.saved_tensors
-        in_probs = dprobs if ctx.with_probs else None
-        grad, probs_grad = _unpermute(dout, row_id_map, None, pads, in_probs, ctx.tokens, ctx.top_k)
-        return grad, probs_grad if ctx.with_probs else None, None, None, None, None
+def _permute_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    inp, probs, routing_map, _, align, index = inputs
+    _, _, row_id_map, pads, _ = output
+    ctx.save_for_backward(row_id_map, pads if align > 0 else None)
+    ctx.with_probs = probs is not None
+    ctx.tokens = inp.size(0)
+    ctx.top_k = routing_map.size(1) if index else 0
 
 
-class _Unpermute(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inp: torch.Tensor,
-        row_id_map: torch.Tensor,
-        probs: torch.Tensor | None,
-        pad_offsets: torch.Tensor | None,
-        tokens: int,
-        top_k: int,
-    ) -> Any:
-        out, _ = _unpermute(inp, row_id_map, probs, pad_offsets, None, tokens, top_k)
-        ctx.save_for_backward(None if probs is None else inp, row_id_map, probs, pad_offsets)
-        ctx.rows = inp.size(0)
-        ctx.top_k = top_k
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Any) -> Any:
-        inp, row_id_map, probs, pads = ctx.saved_tensors
-        probs_grad = None
-        if probs is None:
-            grad = _apply(dout, row_id_map, pads, ctx.rows, ctx.top_k)
-        else:
-            grad, probs_grad = _unpermute_bwd(dout, inp, row_id_map, probs, pads, ctx.top_k)
-        return grad, None, probs_grad, None, None, None
+def _permute_backward(ctx: Any, dout: Any, dprobs: Any, *_: Any) -> Any:
+    row_id_map, pads = ctx.saved_tensors
+    in_probs = dprobs if ctx.with_probs else None
+    grad, probs_grad = _unpermute(dout, row_id_map, None, pads, in_probs, ctx.tokens, ctx.top_k)
+    return grad, probs_grad if ctx.with_probs else None, None, None, None, None
 
 
-class _Move(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        inp: torch.Tensor,
-        probs: torch.Tensor | None,
-        splits: torch.Tensor | None,
-        values: list[int],
-        index: torch.Tensor | None,
-        mode: int,
-        align: int,
-        rows: int,
-    ) -> Any:
-        out = _move(inp, probs, splits, values, index, mode, align, rows)
-        ctx.save_for_backward(splits, index)
-        ctx.mark_non_differentiable(out[2])
-        ctx.values = values
-        ctx.with_probs = probs is not None
-        ctx.mode, ctx.align, ctx.rows = mode, align, inp.size(0)
-        return out
+register_gradient(_permute, _permute_setup, _permute_backward)
 
-    @staticmethod
-    def backward(ctx: Any, dout: Any, dprobs: Any, _: Any) -> Any:
-        splits, index = ctx.saved_tensors
-        in_probs = dprobs if ctx.with_probs else None
-        # PAD and UNPAD, SORT and UNSORT differ in the last bit.
-        grad, probs_grad, _ = _move(
-            dout, in_probs, splits, ctx.values, index, ctx.mode ^ 1, ctx.align, ctx.rows
-        )
-        return grad, probs_grad if ctx.with_probs else None, None, None, None, None, None, None
+
+def _unpermute_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    del output
+    inp, row_id_map, probs, pads, _, _, top_k = inputs
+    ctx.save_for_backward(None if probs is None else inp, row_id_map, probs, pads)
+    ctx.rows = inp.size(0)
+    ctx.top_k = top_k
+
+
+def _unpermute_backward(ctx: Any, dout: Any, _: Any) -> Any:
+    inp, row_id_map, probs, pads = ctx.saved_tensors
+    probs_grad = None
+    if probs is None:
+        grad = _apply(dout, row_id_map, pads, ctx.rows, ctx.top_k)
+    else:
+        grad, probs_grad = _unpermute_bwd(dout, inp, row_id_map, probs, pads, ctx.top_k)
+    return grad, None, probs_grad, None, None, None, None
+
+
+register_gradient(_unpermute, _unpermute_setup, _unpermute_backward)
+
+
+def _move_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    del output
+    inp, probs, splits, values, index, mode, align, _ = inputs
+    ctx.save_for_backward(splits, index)
+    ctx.values = values
+    ctx.with_probs = probs is not None
+    ctx.mode, ctx.align, ctx.rows = mode, align, inp.size(0)
+
+
+def _move_backward(ctx: Any, dout: Any, dprobs: Any, _: Any) -> Any:
+    splits, index = ctx.saved_tensors
+    in_probs = dprobs if ctx.with_probs else None
+    # PAD and UNPAD, SORT and UNSORT differ in the last bit.
+    grad, probs_grad, _ = _move(
+        dout, in_probs, splits, ctx.values, index, ctx.mode ^ 1, ctx.align, ctx.rows
+    )
+    return grad, probs_grad if ctx.with_probs else None, None, None, None, None, None, None
+
+
+register_gradient(_move, _move_setup, _move_backward)
 
 
 # Calls ----------------------------------------------------------------------------------------------
@@ -352,8 +326,7 @@ def permute(
     index: bool,
 ) -> Any:
     """Trace :func:`te_fast.moe.kernels.permute`."""
-    given = (inp, probs, routing_map, rows, align, index)
-    out, out_probs, row_id_map, pads, counts = _Permute.apply(*given)
+    out, out_probs, row_id_map, pads, counts = _permute(inp, probs, routing_map, rows, align, index)
     padded = (pads, counts) if align > 0 else (None, None)
     return out, None if probs is None else out_probs, row_id_map, *padded
 
@@ -367,7 +340,7 @@ def unpermute(
     top_k: int,
 ) -> torch.Tensor:
     """Trace :func:`te_fast.moe.kernels.unpermute`."""
-    out: torch.Tensor = _Unpermute.apply(inp, row_id_map, probs, pad_offsets, tokens, top_k)
+    out, _ = _unpermute(inp, row_id_map, probs, pad_offsets, None, tokens, top_k)
     return out
 
 
@@ -384,7 +357,7 @@ def move(
     given = isinstance(splits, torch.Tensor)
     if given and splits.device != inp.device:
         splits = splits.to(inp.device)  # tensors of a traced operator have one device
-    out, out_probs, padded = _Move.apply(
+    out, out_probs, padded = _move(
         inp,
         probs,
         splits if given else None,

@@ -35,3 +35,12 @@ def register(
     _library.impl(name, meta, "Meta")
     operator: torch._ops.OpOverload[..., Any] = getattr(torch.ops.te_fast, name).default
     return operator
+
+
+def register_gradient(
+    operator: torch._ops.OpOverload[..., Any],
+    setup_context: Callable[..., None],
+    backward: Callable[..., Any],
+) -> None:
+    """Add the gradient of an operator: ``setup_context(ctx, inputs, output)`` and ``backward(ctx, *grads)``."""
+    torch.library.register_autograd(operator, backward, setup_context=setup_context, lib=_library)
