@@ -7,9 +7,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from te_fast.attention.dot_product import DotProductAttention
-from te_fast.attention.rope import Heads, LastWaves, rotate, signed_waves, split_rotated
+from te_fast.attention.rope import (
+    Heads,
+    LastWaves,
+    Waves,
+    rotate,
+    signed_waves,
+    split_rotated,
+)
+from te_fast.attention.simple import attend_product, simple_scores
+from te_fast.attention.tail import Tail
 from te_fast.convert.gated import GatedMLP
 from te_fast.convert.known import Attention, Decoder, Norm
 from te_fast.layers.layernorm_linear import LayerNormLinear
@@ -250,6 +260,7 @@ class DecoderForward(Forward):
         parts = _attention_parts(attention, found.norms[0], first, name)
         self.qkv, self.core, self.out = parts
         self.mlp: Tied | None = None
+        self._tail: Tail | None = None
         self._watched = [(attention.module, list(attention.module._modules.items()))]
         own = [("input_layernorm", first), ("self_attn", attention.module)]
         if found.activation is not None:
@@ -259,7 +270,10 @@ class DecoderForward(Forward):
             own += [("post_attention_layernorm", second), ("mlp", mlp)]
         self._watched.append((layer, own))
 
-    __getstate__ = SequentialForward.__getstate__
+    def __getstate__(self) -> dict[str, Any]:
+        """Name the layer itself, and leave the native program out: it is made anew."""
+        return self.__dict__ | {"_owner": self._owner(), "_tail": None}
+
     __setstate__ = SequentialForward.__setstate__
 
     def packed(self) -> list[list[torch.nn.Parameter]]:
@@ -323,25 +337,48 @@ class DecoderForward(Forward):
         owner: Any = self._owner()
         mixed = self.qkv(hidden_states)
         waves = _waves_of(*position_embeddings)
-        if self._has_head_norms:
-            q, k, v = self._heads.split(mixed)
-            q, k = owner.self_attn.q_norm(q), owner.self_attn.k_norm(k)
-            q, k = (rotate(t, waves, interleaved=False) for t in (q, k))
-        else:
-            q, k, v = split_rotated(
-                mixed, (waves, waves), self._heads, interleaved=False, in_place=True
-            )
-        context = self._attend(q, k, v, attention_mask, training=owner.training)
+        context = self._attended(mixed, waves, attention_mask)
+        tail = self._tail_for(hidden_states)
+        if tail is not None:
+            return tail(context, hidden_states, None)
         h = hidden_states + self.out(context)
         if self.mlp is not None:
             return h + self.mlp(h)
         return h + owner.mlp(owner.post_attention_layernorm(h))
 
-    def _attend(
-        self, q: Any, k: Any, v: Any, mask: torch.Tensor | None, *, training: bool
+    def _tail_for(self, hidden: torch.Tensor) -> Tail | None:
+        """Return what computes everything behind attention in one program; None where there is none for a call."""
+        if self.mlp is None or is_compiling() or torch.is_autocast_enabled(hidden.device.type):
+            return None
+        self.out.refresh()
+        self.mlp.refresh()
+        proj, mlp = self.out.layer, self.mlp.layer
+        if not mlp.has_plain_halves():
+            return None
+        if self._tail is None or not self._tail.is_of(proj, mlp):
+            self._tail = Tail(proj, mlp, mlp.name)
+        return self._tail if self._tail.takes(hidden) else None
+
+    def _attended(
+        self, mixed: torch.Tensor, waves: Waves, mask: torch.Tensor | None
     ) -> torch.Tensor:
+        """Return the heads of attention, merged."""
+        owner: Any = self._owner()
+        core, heads = self.core, self._heads
+        core.__dict__["training"] = owner.training
+        if self._has_head_norms:
+            q, k, v = heads.split(mixed)
+            q, k = owner.self_attn.q_norm(q), owner.self_attn.k_norm(k)
+            q, k = (rotate(t, waves, interleaved=False) for t in (q, k))
+            return self._attend(q, k, v, mask)
+        scores = simple_scores(core) if mask is None and not is_compiling() else None
+        if scores is not None:
+            return attend_product(mixed, (waves, waves), heads, "bshd", scores, in_place=True)
+        q, k, v = split_rotated(mixed, (waves, waves), heads, interleaved=False, in_place=True)
+        return self._attend(q, k, v, mask)
+
+    def _attend(self, q: Any, k: Any, v: Any, mask: torch.Tensor | None) -> torch.Tensor:
         core = self.core
-        core.__dict__["training"] = training
         if mask is None:
             return core(q, k, v)
         mask = mask[..., : k.shape[1]]

@@ -58,6 +58,15 @@ class GatedMLP(LayerNormMLP):
         if biased:
             program.bias("fc2_bias", parameters, "fc2_bias", hidden)
 
+    def has_plain_halves(self) -> bool:
+        """Tell whether a program can read the halves of weight and bias as one."""
+        kinds = ("weight", "bias") if self.use_bias else ("weight",)
+        own = self._parameters
+        halves = [own[f"{half}_{kind}"] for half in _HALVES for kind in kinds]
+        return all(
+            [type(part) is torch.nn.Parameter and not part.is_inference() for part in halves]
+        )
+
     def _is_whole(self) -> bool:
         return False
 

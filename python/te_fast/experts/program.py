@@ -16,7 +16,7 @@ from te_fast.ops.sequential import Sequential
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.global_state import FP8GlobalStateManager
-from te_fast.runtime.module_hooks import is_called_plainly
+from te_fast.runtime.module_hooks import are_called_plainly
 
 
 class ExpertsProgram:
@@ -157,8 +157,8 @@ def takes(experts: Any, tokens: torch.Tensor) -> bool:
         and isinstance(ops[1], ScaledActivation)
         and _is_plain(tokens)
         and tokens.shape[0] != 0
-        and is_called_plainly(experts)
-        and all(op._is_native() and is_called_plainly(op) for op in ops)
+        and are_called_plainly(experts)
+        and all(op._is_native() and are_called_plainly(op) for op in ops)
         and not any(op._extra_input_channels or "parametrizations" in op._modules for op in ops)
         and _type_of(ops) is not None
         and not fuser._is_custom()
