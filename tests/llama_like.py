@@ -72,6 +72,40 @@ class MLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Experts(nn.Module):
+    """Experts as Mixtral has them: a stack of weights for each product, and a loop over those that were chosen."""
+
+    def __init__(self, count, hidden, ffn, act=None):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(count, 2 * ffn, hidden) * hidden**-0.5)
+        self.down_proj = nn.Parameter(torch.randn(count, hidden, ffn) * ffn**-0.5)
+        self.act_fn, self.ways = act or nn.SiLU(), 0
+
+    def forward(self, x, numbers, weights):
+        self.ways += 1
+        out = torch.zeros_like(x)
+        for expert in range(len(self.gate_up_proj)):
+            rows, place = torch.where(numbers == expert)
+            gate, up = functional.linear(x[rows], self.gate_up_proj[expert]).chunk(2, -1)
+            y = functional.linear(self.act_fn(gate) * up, self.down_proj[expert])
+            out = out.index_add(0, rows, (y * weights[rows, place, None]).to(x.dtype))
+        return out
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self, hidden=64, ffn=48, count=4, topk=2, act=None):
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(count, hidden) * hidden**-0.5)
+        self.experts, self.topk = Experts(count, hidden, ffn, act), topk
+
+    def forward(self, x):
+        tokens = x.reshape(-1, x.shape[-1])
+        scores = functional.linear(tokens, self.gate).float().softmax(-1)
+        weights, numbers = scores.topk(self.topk, -1)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        return self.experts(tokens, numbers, weights).view(x.shape)
+
+
 class Layer(nn.Module):
     def __init__(self, *, centred=False, multiplier=1.0, as_tuple=False, mlp=None, **options):
         super().__init__()

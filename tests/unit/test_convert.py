@@ -11,7 +11,7 @@ from torch import nn
 
 import te_fast
 import te_fast.pytorch as te
-from llama_like import MLP, Layer, Model, loss_of
+from llama_like import MLP, Experts, Layer, MixtureOfExperts, Model, loss_of
 from te_fast.common.recipe import DelayedScaling
 from te_fast.convert.forwards import DecoderForward
 from te_fast.errors import DtypeError, StateError, TeFastError
@@ -108,6 +108,91 @@ def test_training_follows_the_model(recipe):
     other.load_state_dict(model.state_dict())
     with te.autocast(recipe=recipe):
         assert abs(loss_of(model, TOKENS).item() - loss_of(other, TOKENS).item()) < 5e-2
+
+
+def mixtral(**options):
+    return Model(mlp=lambda: MixtureOfExperts(**options))
+
+
+def test_mixtures_compute_what_they_did():
+    model, other = mixtral(), mixtral()
+    report = te_fast.convert(model)
+    assert report.converted["layers.0.mlp.experts"] == "experts"
+    assert report.converted["layers.0"] == "attention of a decoder layer"
+    assert list(report.left) == ["lm_head"]
+    ways = model.layers[0].mlp.experts.ways
+    compare(model, other)
+    assert model.layers[0].mlp.experts.ways == ways
+    assert list(model.state_dict()) == list(other.state_dict())
+    # No tokens, and calls that are not for it.
+    experts, own = model.layers[0].mlp.experts, other.layers[0].mlp.experts
+    numbers = torch.zeros(0, 2, dtype=torch.long)
+    assert experts(torch.zeros(0, 64), numbers, torch.zeros(0, 2)).shape == (0, 64)
+    x, scores = torch.randn(16, 64), torch.rand(16, 4)
+    for topk in (1, 3):  # another number of experts
+        weights, numbers = scores.topk(topk, -1)
+        assert relative(experts(x, numbers, weights), own(x, numbers, weights)) < 1e-5
+    assert torch.equal(experts(x, numbers=numbers, weights=weights), own(x, numbers, weights))
+    assert te_fast.convert.undo(model) == len(report.converted)
+    assert step(model)[0] == step(other)[0]
+
+
+def test_mixtures_in_fp8(recipe):
+    model, other = mixtral().bfloat16(), mixtral().bfloat16()
+    te_fast.convert(model)
+    loss, grads = step(model, recipe)
+    wanted, known = step(other)
+    assert abs(loss - wanted) < 3e-2 * wanted
+    for name in ("gate_up_proj", "down_proj"):
+        name = f"layers.1.mlp.experts.{name}"
+        assert 1e-4 < relative(grads[name], known[name]) < 0.3
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert step(copied, recipe)[0] == step(model, recipe)[0]
+    scales = te_fast.convert.scaling_state(model)
+    te_fast.convert.load_scaling_state(copied, scales)
+
+
+@pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
+def test_mixtures_compile():
+    model, other = mixtral(), mixtral()
+    te_fast.convert(model)
+    x = torch.randn(16, 64)
+    weights, numbers = torch.rand(16, 4).topk(2, -1)
+    compiled = torch.compile(model.layers[0].mlp.experts, fullgraph=True, backend="aot_eager")
+    wanted = other.layers[0].mlp.experts(x, numbers, weights)
+    assert relative(compiled(x, numbers, weights), wanted) < 1e-5
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda experts: setattr(experts, "act_fn", nn.GELU()), "act_fn is no activation"),
+        (lambda experts: setattr(experts, "act_fn", nn.Sigmoid()), "glu as activation"),
+        (lambda experts: experts.register_parameter("bias", nn.Parameter(torch.ones(3))), "bias"),
+        (
+            lambda experts: setattr(
+                experts, "gate_up_proj", nn.Parameter(experts.gate_up_proj.detach().mT.clone())
+            ),
+            "no stacks for torch.nn.functional.linear",
+        ),
+        (lambda experts: experts.register_forward_hook(lambda *_: None), "has hooks"),
+    ],
+)
+def test_experts_of_another_kind_are_left(change, why):
+    model = mixtral()
+    change(model.layers[1].mlp.experts)
+    report = te_fast.convert(model)
+    assert why in report.left["layers.1.mlp.experts"]
+    assert "layers.0.mlp.experts" in report.converted
+
+
+def test_experts_that_only_look_like_them_are_left(monkeypatch):
+    model = mixtral()
+    own = Experts.forward
+    monkeypatch.setattr(Experts, "forward", lambda *given: 1.5 * own(*given))
+    report = te_fast.convert(model)
+    assert "computes something else" in report.left["layers.0.mlp.experts"]
 
 
 @pytest.mark.parametrize("in_fp8", [True, False])

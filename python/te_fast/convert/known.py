@@ -143,7 +143,7 @@ def norm(module: torch.nn.Module, name: str) -> Norm:
         if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm) or shown.endswith("RMSNorm)"):
             return candidates[0]
         leave(f"{shown} cannot be tried on the meta device")
-    x = _random(weight, 4, weight.shape[0])
+    x = random_like(weight, 4, weight.shape[0])
     y = module(x)
     for candidate in candidates:
         if agrees(y, candidate(x, module), weight.dtype):
@@ -179,7 +179,7 @@ def gated_activation(function: Any, name: str) -> str:
     leave(f"{name}.act_fn is no activation that te_fast has")
 
 
-def _random(like: torch.Tensor, *shape: int) -> torch.Tensor:
+def random_like(like: torch.Tensor, *shape: int) -> torch.Tensor:
     """Return numbers that do not touch the state of torch's generators."""
     generator = torch.Generator().manual_seed(1234)
     return torch.randn(*shape, generator=generator).to(like.device, like.dtype)
@@ -311,8 +311,8 @@ def try_decoder(found: Decoder, name: str, forward: Callable[..., Any]) -> bool:
         return False
     weight = attention.module.q_proj.weight
     tokens = 16
-    x = _random(weight, 1, tokens, weight.shape[1])
-    angles = _random(weight, 1, tokens, attention.channels // 2).float()
+    x = random_like(weight, 1, tokens, weight.shape[1])
+    angles = random_like(weight, 1, tokens, attention.channels // 2).float()
     angles = torch.cat((angles, angles), -1)
     waves = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))
     mask = None

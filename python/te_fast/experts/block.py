@@ -223,14 +223,22 @@ class MoE(torch.nn.Module):
                 self.expert_bias,
             )
             self._count(chosen)
-        if self._ranks is None and takes(self.experts, tokens):
-            merged = self._program()(tokens, chosen, probs, is_first_microbatch)
-        else:
-            merged = self._one_by_one(tokens, chosen, probs, is_first_microbatch)
-        merged = merged.view(inp.shape)
+        merged = self._mixed(tokens, chosen, probs, is_first_microbatch).view(inp.shape)
         if self.aux_loss_coeff == 0.0:
             return merged
         return merged, self._aux_loss(logits)
+
+    def _mixed(
+        self,
+        tokens: torch.Tensor,
+        chosen: torch.Tensor,
+        probs: torch.Tensor,
+        is_first_microbatch: bool | None,
+    ) -> torch.Tensor:
+        """Return the sums of the experts' results, of a router's choice."""
+        if self._ranks is None and takes(self.experts, tokens):
+            return self._program()(tokens, chosen, probs, is_first_microbatch)
+        return self._one_by_one(tokens, chosen, probs, is_first_microbatch)
 
     def _program(self) -> ExpertsProgram:
         """Return the program of the experts and what is around them, made at first use."""

@@ -125,6 +125,7 @@ impl<M> WeightCache<M> {
     #[must_use]
     pub fn clear(&mut self, of_graphs: bool) -> [Former<M>; 3] {
         self.passing = None;
+        self.is_used_again = false;
         let captured = if of_graphs { self.captured.take() } else { None };
         [self.kept.take(), captured, self.take_ready().map(|(weight, _)| weight)]
     }
