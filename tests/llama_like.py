@@ -28,7 +28,18 @@ def turned(x):
 
 
 class Attention(nn.Module):
-    def __init__(self, hidden, heads, groups, d, *, bias=False, head_norms=False, how="sdpa"):
+    def __init__(
+        self,
+        hidden,
+        heads,
+        groups,
+        d,
+        *,
+        bias=False,
+        head_norms=False,
+        whole_norms=False,
+        how="sdpa",
+    ):
         super().__init__()
         self.config = SimpleNamespace(_attn_implementation=how)
         self.head_dim, self.scaling, self.attention_dropout = d, d**-0.5, 0.0
@@ -38,11 +49,17 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * d, hidden, bias=False)
         if head_norms:
             self.q_norm, self.k_norm = RMSNorm(d), RMSNorm(d)
+        if whole_norms:  # as OLMoE's, over all heads at once
+            self.q_norm, self.k_norm = RMSNorm(heads * d), RMSNorm(groups * d)
+        self.whole_norms = whole_norms
 
     def forward(self, x, position_embeddings, attention_mask=None):
         shape = (*x.shape[:-1], -1, self.head_dim)
-        q, k, v = (part(x).view(shape) for part in (self.q_proj, self.k_proj, self.v_proj))
-        if hasattr(self, "q_norm"):
+        q, k, v = (part(x) for part in (self.q_proj, self.k_proj, self.v_proj))
+        if self.whole_norms:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.view(shape) for t in (q, k, v))
+        if hasattr(self, "q_norm") and not self.whole_norms:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         cos, sin = (wave.unsqueeze(1) for wave in position_embeddings)

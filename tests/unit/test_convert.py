@@ -14,7 +14,7 @@ import te_fast.pytorch as te
 from llama_like import MLP, Experts, Layer, MixtureOfExperts, Model, loss_of
 from te_fast.common.recipe import DelayedScaling
 from te_fast.convert.forwards import DecoderForward
-from te_fast.errors import DtypeError, StateError, TeFastError
+from te_fast.errors import DtypeError, ShapeError, StateError, TeFastError
 from te_fast.runtime.compiling import CAN_COMPILE
 
 TOKENS = torch.randint(1, 96, (2, 16), generator=torch.Generator().manual_seed(3))
@@ -220,6 +220,26 @@ def test_a_block_that_only_looks_like_one_is_left():
     assert report.converted["layers.0.mlp.up_proj"] == "linear layer"
     assert "left layers.0 and 1 more: it computes something else" in str(report)
     compare(model, other)
+
+
+def test_norms_of_all_heads_at_once_are_left():
+    model, other = Model(whole_norms=True), Model(whole_norms=True)
+    report = te_fast.convert(model)
+    assert (
+        report.left["layers.0"] == "layers.0.self_attn has norms of 64 channels, its heads have 16"
+    )
+    assert report.converted["layers.0.mlp.gate_proj"] == "linear layer"
+    compare(model, other)
+
+
+def test_what_te_fast_cannot_compute_is_left(monkeypatch):
+    def refuse(*_, **__):
+        message = "no"
+        raise ShapeError(message)
+
+    monkeypatch.setattr(DecoderForward, "run", refuse)
+    report = te_fast.convert(Model())
+    assert report.left["layers.0"] == "te_fast cannot compute layers.0: ShapeError: no"
 
 
 def test_other_feed_forward_blocks_stay():

@@ -247,6 +247,10 @@ def _attention(module: Any, name: str) -> Attention:
     if ("q_norm" in module._modules) != ("k_norm" in module._modules):
         leave(f"{name} has one norm for queries and keys")
     norms = (module.q_norm, module.k_norm) if "q_norm" in module._modules else None
+    for part in norms or ():
+        sizes = [parameter.numel() for parameter in part.parameters()]
+        if any(size != d for size in sizes):
+            leave(f"{name} has norms of {sizes[0]} channels, its heads have {d}")
     config = getattr(module, "config", None)
     how = getattr(config, "_attn_implementation", None) or "sdpa"
     scale = float(getattr(module, "scaling", d**-0.5))
@@ -325,7 +329,11 @@ def try_decoder(found: Decoder, name: str, forward: Callable[..., Any]) -> bool:
         except Exception as error:
             message = f"{name} cannot be called as Llama's layer: {type(error).__name__}: {error}"
             raise Left(message) from error
-        got = forward(x, **given)
+        try:
+            got = forward(x, **given)
+        except Exception as error:
+            message = f"te_fast cannot compute {name}: {type(error).__name__}: {error}"
+            raise Left(message) from error
     is_tuple = isinstance(wanted, tuple)
     if is_tuple and len(wanted) != 1:
         leave(f"{name} returns {len(wanted)} values")
