@@ -27,6 +27,30 @@ def turned(x):
     return torch.cat((-right, left), -1)
 
 
+class DynamicCache:
+    """Keys and values of earlier calls, as Transformers keeps them; a forward that is given none makes one."""
+
+    def __init__(self):
+        self.layers = {}
+
+    def get_seq_length(self, layer=0):
+        return self.layers[layer][0].shape[2] if layer in self.layers else 0
+
+    def update(self, k, v, layer):
+        former = self.layers.get(layer)
+        if former is not None:
+            k, v = (torch.cat(pair, 2) for pair in zip(former, (k, v), strict=True))
+        self.layers[layer] = k, v
+        return k, v
+
+
+class StaticCache(DynamicCache):
+    """Another cache, of which nothing is known."""
+
+    def update(self, k, v, layer):
+        return k, v
+
+
 class Attention(nn.Module):
     def __init__(
         self,
@@ -53,7 +77,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = RMSNorm(heads * d), RMSNorm(groups * d)
         self.whole_norms = whole_norms
 
-    def forward(self, x, position_embeddings, attention_mask=None):
+    def forward(self, x, position_embeddings, attention_mask=None, past_key_values=None):
         shape = (*x.shape[:-1], -1, self.head_dim)
         q, k, v = (part(x) for part in (self.q_proj, self.k_proj, self.v_proj))
         if self.whole_norms:
@@ -64,6 +88,8 @@ class Attention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         cos, sin = (wave.unsqueeze(1) for wave in position_embeddings)
         q, k = (t * cos + turned(t) * sin for t in (q, k))
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         scores = q @ k.transpose(-1, -2) * self.scaling
         if attention_mask is None and self.config._attn_implementation != "eager":
@@ -144,7 +170,8 @@ class Layer(nn.Module):
     ):
         self.ways += 1
         x = hidden_states
-        y, _ = self.self_attn(self.input_layernorm(x), position_embeddings, attention_mask)
+        normed = self.input_layernorm(x)
+        y, _ = self.self_attn(normed, position_embeddings, attention_mask, past_key_values)
         x = x + self.multiplier * y
         x = x + self.multiplier * self.mlp(self.post_attention_layernorm(x))
         return (x,) if self.as_tuple else x
@@ -156,6 +183,8 @@ class Model(nn.Module):
         torch.manual_seed(7)
         self.embed = nn.Embedding(96, 64)
         self.layers = nn.ModuleList(Layer(**options) for _ in range(layers))
+        for index, layer in enumerate(self.layers):
+            layer.self_attn.layer_idx = index
         self.norm = RMSNorm(64)
         self.lm_head = nn.Linear(64, 96, bias=False)
 

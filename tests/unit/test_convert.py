@@ -11,7 +11,16 @@ from torch import nn
 
 import te_fast
 import te_fast.pytorch as te
-from llama_like import MLP, Experts, Layer, MixtureOfExperts, Model, loss_of
+from llama_like import (
+    MLP,
+    DynamicCache,
+    Experts,
+    Layer,
+    MixtureOfExperts,
+    Model,
+    StaticCache,
+    loss_of,
+)
 from te_fast.common.recipe import DelayedScaling
 from te_fast.convert.forwards import DecoderForward
 from te_fast.errors import DtypeError, ShapeError, StateError, TeFastError
@@ -253,7 +262,42 @@ def test_other_feed_forward_blocks_stay():
     compare(model, other)
 
 
-@pytest.mark.parametrize("options", [{"past_key_values": object()}, {"output_attentions": True}])
+@pytest.mark.parametrize("options", [{}, {"head_norms": True}, {"how": "eager"}], ids=str)
+@pytest.mark.parametrize("grads", [True, False])
+def test_an_empty_cache_takes_keys_and_values(options, grads):
+    """Transformers makes one in every call, also in training, unless use_cache=False."""
+    model, other = Model(**options), Model(**options)
+    te_fast.convert(model)
+    ways, mask = model.layers[0].ways, None
+    if "how" in options:
+        mask = torch.full((1, 1, 16, 16), torch.finfo(torch.float32).min).triu(1)
+    caches = DynamicCache(), DynamicCache()
+    with torch.set_grad_enabled(grads):
+        pairs = zip((model, other), caches, strict=True)
+        y, wanted = (m(TOKENS, attention_mask=mask, past_key_values=cache) for m, cache in pairs)
+    assert model.layers[0].ways == ways
+    assert relative(y, wanted) < 1e-5
+    assert caches[0].layers.keys() == {0, 1}
+    for mine, theirs in zip(caches[0].layers.values(), caches[1].layers.values(), strict=True):
+        for part, known in zip(mine, theirs, strict=True):
+            assert part.shape == known.shape
+            assert relative(part, known) < 1e-5
+    if grads:
+        grads = [
+            torch.autograd.grad(out.square().sum(), m.lm_head.weight)
+            for out, m in ((y, model), (wanted, other))
+        ]
+        assert relative(grads[0][0], grads[1][0]) < 1e-4
+    # What comes behind has a cache that is not empty, and goes the layers' own way.
+    more = torch.zeros(1, 1, 16, 32)
+    model(TOKENS, attention_mask=more, past_key_values=caches[0])
+    assert model.layers[0].ways == ways + 1
+    assert caches[0].get_seq_length() == 32
+
+
+@pytest.mark.parametrize(
+    "options", [{"past_key_values": StaticCache()}, {"output_attentions": True}]
+)
 def test_calls_that_are_not_for_it_go_the_layers_way(options):
     model, other = Model(), Model()
     te_fast.convert(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def attend_simply(
     waves = others = waves_of(of_q, mixed.shape, fmt, interleaved=interleaved)
     if of_k is not of_q:
         others = waves_of(of_k, mixed.shape, fmt, interleaved=interleaved)
-    how = {"interleaved": interleaved, "in_place": is_fresh(first)}
+    how: dict[str, Any] = {"interleaved": interleaved, "in_place": is_fresh(first)}
     return attend_product(mixed, (waves, others), heads, fmt, scores, **how)
 
 
@@ -95,6 +96,7 @@ def attend_product(
     *,
     interleaved: bool = False,
     in_place: bool = False,
+    note: Callable[[torch.Tensor, torch.Tensor], Any] | None = None,
 ) -> torch.Tensor:
     """Attend with queries, keys and values of one product.
 
@@ -112,6 +114,8 @@ def attend_product(
         How scores are computed.
     interleaved, in_place : bool
         As of :func:`te_fast.attention.rope.split_rotated`.
+    note : Callable, optional
+        Is given keys and values, ``(b, groups, s, d)``, and returns those that are attended to.
 
     Returns
     -------
@@ -124,6 +128,8 @@ def attend_product(
     else:
         how: dict[str, Any] = {"interleaved": interleaved, "in_place": in_place}
         q, k, v = split_rotated(mixed, waves, heads, **how, order=into)
+    if note is not None:
+        k, v = note(k, v)
     return attend(q, k, v, scores).permute(out_of).flatten(2)
 
 

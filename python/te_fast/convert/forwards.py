@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -301,12 +302,22 @@ class DecoderForward(Forward):
             return False
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 4):
             return False
-        for name in ("past_key_values", "past_key_value", "cu_seq_lens_q", "head_mask"):
+        for name in ("past_key_value", "cu_seq_lens_q", "head_mask"):
             if given.get(name) is not None:
                 return False
+        cache = given.get("past_key_values")
+        if cache is not None and (self.is_tuple or not self._is_empty(cache)):
+            return False
         if given.get("output_attentions"):
             return False
         return all([_is_same(owner, known) for owner, known in self._watched])
+
+    def _is_empty(self, cache: Any) -> bool:
+        """Tell whether a cache returns just what it is given, as in Transformers' first call, and in training."""
+        owner: Any = self._owner()
+        if type(cache).__name__ != "DynamicCache":
+            return False
+        return bool(cache.get_seq_length(owner.self_attn.layer_idx) == 0)
 
     def __call__(self, hidden_states: torch.Tensor, *places: Any, **given: Any) -> Any:
         """Run the layer; the layer's own way where the call is not for te_fast's."""
@@ -321,6 +332,7 @@ class DecoderForward(Forward):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_embeddings: Any = None,
+        past_key_values: Any = None,
         **_: Any,
     ) -> torch.Tensor:
         """Run te_fast's layers.
@@ -333,11 +345,13 @@ class DecoderForward(Forward):
             ``(batch, 1, tokens, tokens)``: bool, True where a query attends, or what is added to scores.
         position_embeddings : tuple of torch.Tensor
             Cosines and sines, ``(1 or batch, tokens, channels)``.
+        past_key_values : optional
+            An empty cache, which takes keys and values.
         """
         owner: Any = self._owner()
         mixed = self.qkv(hidden_states)
         waves = _waves_of(*position_embeddings)
-        context = self._attended(mixed, waves, attention_mask)
+        context = self._attended(mixed, waves, attention_mask, past_key_values)
         tail = self._tail_for(hidden_states)
         if tail is not None:
             return tail(context, hidden_states, None)
@@ -360,21 +374,27 @@ class DecoderForward(Forward):
         return self._tail if self._tail.takes(hidden) else None
 
     def _attended(
-        self, mixed: torch.Tensor, waves: Waves, mask: torch.Tensor | None
+        self, mixed: torch.Tensor, waves: Waves, mask: torch.Tensor | None, cache: Any
     ) -> torch.Tensor:
         """Return the heads of attention, merged."""
         owner: Any = self._owner()
         core, heads = self.core, self._heads
         core.__dict__["training"] = owner.training
+        note = None if cache is None else partial(_note, cache, owner.self_attn.layer_idx)
+        scores = None
+        if mask is None and not self._has_head_norms and not is_compiling():
+            scores = simple_scores(core)
+        if scores is not None:
+            how: dict[str, Any] = {"in_place": True, "note": note}
+            return attend_product(mixed, (waves, waves), heads, "bshd", scores, **how)
         if self._has_head_norms:
             q, k, v = heads.split(mixed)
             q, k = owner.self_attn.q_norm(q), owner.self_attn.k_norm(k)
             q, k = (rotate(t, waves, interleaved=False) for t in (q, k))
-            return self._attend(q, k, v, mask)
-        scores = simple_scores(core) if mask is None and not is_compiling() else None
-        if scores is not None:
-            return attend_product(mixed, (waves, waves), heads, "bshd", scores, in_place=True)
-        q, k, v = split_rotated(mixed, (waves, waves), heads, interleaved=False, in_place=True)
+        else:
+            q, k, v = split_rotated(mixed, (waves, waves), heads, interleaved=False, in_place=True)
+        if note is not None:
+            k, v = (t.transpose(1, 2) for t in note(k.transpose(1, 2), v.transpose(1, 2)))
         return self._attend(q, k, v, mask)
 
     def _attend(self, q: Any, k: Any, v: Any, mask: torch.Tensor | None) -> torch.Tensor:
@@ -386,6 +406,10 @@ class DecoderForward(Forward):
             return core(q, k, v, mask.logical_not(), attn_mask_type="arbitrary")
         bias = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": mask}
         return core(q, k, v, attn_mask_type="no_mask", **bias)
+
+
+def _note(cache: Any, layer: int, k: torch.Tensor, v: torch.Tensor) -> Any:
+    return cache.update(k, v, layer)
 
 
 def _gated_mlp(mlp: Any, norm: torch.nn.Module, found: Decoder, name: str) -> Tied:
