@@ -104,15 +104,17 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, hidden, ffn, act=None, *, bias=False):
+    def __init__(self, hidden, ffn, act=None, *, bias=False, dropout=0.0):
         super().__init__()
+        self.dropout = dropout
         self.gate_proj = nn.Linear(hidden, ffn, bias=bias)
         self.up_proj = nn.Linear(hidden, ffn, bias=bias)
         self.down_proj = nn.Linear(ffn, hidden, bias=bias)
         self.act_fn = act or nn.SiLU()
 
     def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return functional.dropout(y, self.dropout, self.training)
 
 
 class Experts(nn.Module):

@@ -231,6 +231,17 @@ def test_a_block_that_only_looks_like_one_is_left():
     compare(model, other)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_by_a_function_is_seen(training):
+    model = Model(mlp=lambda: MLP(64, 96, dropout=0.1)).train(training)
+    state = torch.random.get_rng_state()
+    report = te_fast.convert(model)
+    assert "layers.0 draws random numbers in training" in report.left["layers.0"]
+    assert report.converted["layers.0.mlp.up_proj"] == "linear layer"
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(module.training == training for module in model.modules())
+
+
 def test_norms_of_all_heads_at_once_are_left():
     model, other = Model(whole_norms=True), Model(whole_norms=True)
     report = te_fast.convert(model)

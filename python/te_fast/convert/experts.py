@@ -12,11 +12,12 @@ from te_fast.convert.forwards import Forward, SequentialForward, Tied
 from te_fast.convert.known import (
     Left,
     agrees,
-    evaluating,
     gated_activation,
+    in_mode,
     leave,
     random_like,
     refuse_parameters,
+    refuse_random,
     refuse_wrapped,
 )
 from te_fast.experts.block import MoE
@@ -85,17 +86,19 @@ def try_experts(found: Experts, name: str, forward: Callable[..., torch.Tensor])
     x = random_like(weight, tokens, found.hidden)
     scores = random_like(weight, tokens, found.number).float().softmax(-1)
     weights, numbers = scores.topk(topk, -1)
-    with evaluating(found.module):
+    given = x, numbers, weights.to(x.dtype)
+    with in_mode(found.module, training=False):
         try:
-            wanted = type(found.module).forward(found.module, x, numbers, weights.to(x.dtype))
+            wanted = type(found.module).forward(found.module, *given)
         except Exception as error:
             message = (
                 f"{name} cannot be called as Mixtral's experts: {type(error).__name__}: {error}"
             )
             raise Left(message) from error
-        got = forward(x, numbers, weights.to(x.dtype))
+        got = forward(*given)
     if not isinstance(wanted, torch.Tensor) or not agrees(got, wanted, x.dtype):
         leave(f"{name} computes something else than Mixtral's experts")
+    refuse_random(found.module, name, lambda: type(found.module).forward(found.module, *given))
 
 
 class ExpertsForward(Forward):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -186,16 +187,34 @@ def random_like(like: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 @contextmanager
-def evaluating(module: torch.nn.Module) -> Iterator[None]:
-    """Have a module without dropout for a while."""
+def in_mode(module: torch.nn.Module, *, training: bool) -> Iterator[None]:
+    """Have a module in training, or out of it, for a while."""
     modes = [(child, child.training) for child in module.modules()]
     for child, _ in modes:
-        child.training = False
+        child.training = training
     try:
         yield
     finally:
         for child, mode in modes:
             child.training = mode
+
+
+def refuse_random(module: Any, name: str, run: Callable[[], Any]) -> None:
+    """Raise for a module that draws random numbers in training, as dropout by a function does.
+
+    Raises
+    ------
+    Left
+        Saying so.
+    """
+    device = next(module.parameters()).device
+    of_gpu = device.type == "cuda"
+    state = partial(torch.cuda.get_rng_state, device) if of_gpu else torch.get_rng_state
+    with torch.random.fork_rng([device] if of_gpu else []), in_mode(module, training=True):
+        before = state()
+        run()
+        if not torch.equal(state(), before):
+            leave(f"{name} draws random numbers in training, such as those of a dropout of its own")
 
 
 class Attention(NamedTuple):
@@ -323,7 +342,7 @@ def try_decoder(found: Decoder, name: str, forward: Callable[..., Any]) -> bool:
     if attention.implementation == "eager":
         mask = torch.full((1, 1, tokens, tokens), torch.finfo(x.dtype).min).triu(1).to(x)
     given = {"attention_mask": mask, "position_embeddings": waves}
-    with evaluating(layer):
+    with in_mode(layer, training=False):
         try:
             wanted = type(layer).forward(layer, x, **given)
         except Exception as error:
@@ -339,4 +358,19 @@ def try_decoder(found: Decoder, name: str, forward: Callable[..., Any]) -> bool:
         leave(f"{name} returns {len(wanted)} values")
     if not agrees(got, wanted[0] if is_tuple else wanted, x.dtype):
         leave(f"{name} computes something else than Llama's layer")
+    with _without_dropout(attention.module):
+        refuse_random(layer, name, lambda: type(layer).forward(layer, x, **given))
     return is_tuple
+
+
+@contextmanager
+def _without_dropout(attention: Any) -> Iterator[None]:
+    """Have attention drop no weights for a while; te_fast's drops them, too."""
+    former = attention.__dict__.get("attention_dropout")
+    if former is not None:
+        attention.attention_dropout = 0.0
+    try:
+        yield
+    finally:
+        if former is not None:
+            attention.attention_dropout = former
