@@ -29,6 +29,8 @@ from te_fast.layers.linear import Linear
 from te_fast.runtime.module_hooks import has_hooks
 
 Tie = tuple[str, torch.nn.Module, str]
+#: A module, and the children of it that a conversion goes by.
+Watched = tuple[torch.nn.Module, Sequence[tuple[str, torch.nn.Module]]]
 
 
 class Tied:
@@ -141,12 +143,14 @@ def norm_and_mlp(
     return Tied(layer, ties)
 
 
-def _is_same(owner: torch.nn.Module, known: Sequence[tuple[str, torch.nn.Module]]) -> bool:
+def _are_same(watched: Sequence[Watched]) -> bool:
     """Whether modules are still those of the conversion, and nothing looks at their calls."""
-    children = owner._modules
-    return not any(
-        [children.get(name) is not module or has_hooks(module) for name, module in known]
-    )
+    for owner, known in watched:
+        children = owner._modules
+        for name, module in known:
+            if children.get(name) is not module or has_hooks(module):
+                return False
+    return True
 
 
 class SequentialForward(Forward):
@@ -186,7 +190,7 @@ class SequentialForward(Forward):
     def __call__(self, input: torch.Tensor) -> Any:
         """Run the modules; each by itself where one is another than it was."""
         owner: Any = self._owner()
-        if list(owner._modules.items()) != self._known or not _is_same(owner, self._watched):
+        if list(owner._modules.items()) != self._known or not _are_same([(owner, self._watched)]):
             return type(owner).forward(owner, input)
         place, x = 0, input
         while place < len(self._known):
@@ -310,7 +314,7 @@ class DecoderForward(Forward):
             return False
         if given.get("output_attentions"):
             return False
-        return all([_is_same(owner, known) for owner, known in self._watched])
+        return _are_same(self._watched)
 
     def _is_empty(self, cache: Any) -> bool:
         """Tell whether a cache returns just what it is given, as in Transformers' first call, and in training."""

@@ -12,6 +12,7 @@ from te_fast.layers.parts import concatenate
 from te_fast.runtime import native
 
 _HALVES = ("gate", "up")
+_NAMES = ("gate_weight", "up_weight", "gate_bias", "up_bias")
 
 
 class GatedMLP(LayerNormMLP):
@@ -60,12 +61,12 @@ class GatedMLP(LayerNormMLP):
 
     def has_plain_halves(self) -> bool:
         """Tell whether a program can read the halves of weight and bias as one."""
-        kinds = ("weight", "bias") if self.use_bias else ("weight",)
         own = self._parameters
-        halves = [own[f"{half}_{kind}"] for half in _HALVES for kind in kinds]
-        return all(
-            [type(part) is torch.nn.Parameter and not part.is_inference() for part in halves]
-        )
+        for name in _NAMES if self.use_bias else _NAMES[:2]:
+            part = own[name]
+            if type(part) is not torch.nn.Parameter or part.is_inference():
+                return False
+        return True
 
     def _is_whole(self) -> bool:
         return False
