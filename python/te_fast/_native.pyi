@@ -64,6 +64,7 @@ __all__ = [
     "norm",
     "norm_backward",
     "note_scale_change",
+    "plain_arguments",
     "program_apply",
     "program_autograd_forward",
     "program_backward",
@@ -103,6 +104,7 @@ __all__ = [
     "update_scales",
     "version_of_copy",
     "weight_gradient",
+    "whole_values",
 ]
 
 _Operand = tuple[Tensor | None, str | None, Tensor | None, int, bool]
@@ -628,6 +630,12 @@ def record(mode: str, /) -> None: ...
 def recorded() -> list[Any]: ...
 def release_memory() -> None: ...
 def reset_counters() -> None: ...
+def plain_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], written: int, /
+) -> tuple[tuple[Any, ...], list[Any], list[Tensor]] | None: ...
+def whole_values(
+    weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[int | None], /
+) -> list[QuantizedValue] | None: ...
 def quantize_values(
     jobs: list[
         tuple[

@@ -258,6 +258,13 @@ class Float8QuantizerBase(Quantizer):
         usage = (self.rowwise_usage, self.columnwise_usage)
         return (value, src, usage, self._rule(), *self._scale_and_amax())
 
+    def _makes(self, value: native.QuantizedValue) -> bool:
+        """Whether a native cast is all that an update of a value is."""
+        if type(self).update_quantized is not Float8QuantizerBase.update_quantized:
+            return False  # a class of the user's own
+        kind = self._block, fp8_name(self.dtype), self._groups
+        return (value.block, value.fp8, value.groups) == kind
+
     def _fresh_value(self) -> native.QuantizedValue:
         kind = self._block, fp8_name(self.dtype)
         return native.QuantizedValue(*kind, None, None, None, None, self._groups)
@@ -363,12 +370,16 @@ class Float8QuantizerBase(Quantizer):
 
 def note_write(tensor: Any) -> None:
     """Tell autograd that a tensor was written: that one, and its bytes, which graphs save in its place."""
-    value = tensor._value
-    written = [
-        part
-        for part in (tensor, value.row, value.col)
-        if part is not None and not part.is_inference()
-    ]
+    note_writes((tensor,))
+
+
+def note_writes(tensors: Sequence[Any]) -> None:
+    """Tell autograd the same of several tensors."""
+    written: list[torch.Tensor] = []
+    for tensor in tensors:
+        value = tensor._value
+        parts = (tensor, value.row, value.col)
+        written += [part for part in parts if part is not None and not part.is_inference()]
     torch.autograd.graph.increment_version(written)
 
 
@@ -382,21 +393,31 @@ def update_many(tensors: Sequence[Any], sources: Sequence[torch.Tensor]) -> None
     sources : sequence of torch.Tensor
         As many, of their shapes.
     """
+    pairs = zip(tensors, sources, strict=True)
+    requantize(tensors, [_source_for(source, tensor) for tensor, source in pairs])
+
+
+def requantize(tensors: Sequence[Any], sources: Sequence[torch.Tensor]) -> None:
+    """Do the same with plain values that lie where the tensors do, in the shapes of their bytes."""
     jobs, together = [], []
     for tensor, source in zip(tensors, sources, strict=True):
-        job = None
-        quantizer, value = tensor._quantizer, tensor._value
-        if isinstance(quantizer, Float8QuantizerBase) and value.fp8 == fp8_name(quantizer.dtype):
-            quantizer._check_destination(tensor)
-            job = quantizer._job(_source_for(source, tensor), value)
+        job = cast_into(tensor, source)
         if job is None:
             tensor.quantize_(source)
         else:
             jobs.append(job)
             together.append(tensor)
-    native.quantize_values(jobs)
-    for tensor in together:
-        note_write(tensor)
+    if jobs:
+        native.quantize_values(jobs)
+        note_writes(together)
+
+
+def cast_into(tensor: Any, source: torch.Tensor) -> Any:
+    """Return what ``native.quantize_values`` does to write a quantised tensor; None where that is not all."""
+    quantizer = tensor._quantizer
+    if not isinstance(quantizer, Float8QuantizerBase) or not quantizer._makes(tensor._value):
+        return None
+    return quantizer._job(source if source.is_contiguous() else source.contiguous(), tensor._value)
 
 
 def _source_for(source: torch.Tensor, tensor: Any) -> torch.Tensor:

@@ -14,8 +14,10 @@ use te_fast_core::{Float, Fp8};
 use crate::direct::call::DirectCall;
 use crate::direct::tensors::{contiguous, single_f32};
 use crate::error::IntoPython;
+use crate::tensor::given::given;
 use crate::tensor::value::{QuantizedValue, Rule, Targets};
 use crate::torch::process::{State, state};
+use crate::torch::reader::view_of;
 
 const OP: &str = "quantize";
 
@@ -62,13 +64,58 @@ pub(crate) fn quantize_values(py: Python<'_>, jobs: Vec<Job<'_>>) -> PyResult<()
         }
     }
     alone.into_iter().try_for_each(|(value, x, usage, rule, scale, amax)| {
-        QuantizedValue::quantize(value, x, *usage, *rule, scale.as_ref(), amax.as_ref(), None)
+        let view = source(state, value, x)?;
+        QuantizedValue::quantize_view(value, &view, *usage, *rule, scale.as_ref(), amax.as_ref(), None)
     })
+}
+
+/// What a value is quantised from. A flat tensor has the elements of all rows.
+fn source<'a>(state: &State, value: &Bound<'_, QuantizedValue>, x: &'a Bound<'_, PyAny>) -> PyResult<TensorView<'a>> {
+    let view = contiguous(state, x, OP, "x")?;
+    if view.shape().len() != 1 {
+        return Ok(view);
+    }
+    let Some((row, _)) = QuantizedValue::snapshot(value)?.part(value.py(), false) else { return Ok(view) };
+    let row = view_of(&state.reader, &row, "data of the quantised tensor").python()?;
+    let shaped = TensorView::new(view.data(), view.device(), view.dtype(), row.shape(), None);
+    Ok(shaped.filter(|shaped| shaped.numel() == view.numel()).unwrap_or(view))
+}
+
+/// The native values of weights that master weights are all of, each from its first element on: with a row layout, and one
+/// value each. None if one of them is not such, or if a master is neither flat nor of its weight's shape.
+#[pyfunction]
+#[pyo3(signature = (weights, masters, starts, /))]
+#[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
+pub(crate) fn whole_values<'py>(
+    py: Python<'py>,
+    weights: Vec<Bound<'py, PyAny>>,
+    masters: Vec<Bound<'py, PyAny>>,
+    starts: Vec<Option<i64>>,
+) -> PyResult<Option<Vec<Bound<'py, QuantizedValue>>>> {
+    let state = state(py)?;
+    if weights.len() != masters.len() || weights.len() != starts.len() || starts.iter().flatten().any(|&at| at != 0) {
+        return Ok(None);
+    }
+    let mut values = Vec::with_capacity(weights.len());
+    for (weight, master) in weights.iter().zip(&masters) {
+        let Some(value) = given(state, weight).filter(|_| state.torch.is_plain(master)) else { return Ok(None) };
+        let (block, groups) = value.try_borrow()?.block_and_groups();
+        let row = QuantizedValue::snapshot(&value)?.part(py, false);
+        let (Some((row, _)), Ok(Some(master))) = (row, state.reader.read(master)) else { return Ok(None) };
+        let is_like = |row: &TensorView<'_>| master.shape().len() == 1 || master.shape() == row.shape();
+        let is_whole = view_of(&state.reader, &row, "data")
+            .is_ok_and(|row| row.numel() == master.numel() && row.numel() != 0 && is_like(&row));
+        if groups != 1 || block == Block::Row || !is_whole || !master.is_contiguous() {
+            return Ok(None);
+        }
+        values.push(value);
+    }
+    Ok(Some(values))
 }
 
 /// None for what is quantised alone: stacks, blocks of 1 x 128, no elements, and what is refused there.
 fn kind_of(state: &State, (value, x, usage, rule, scale, _): &Job<'_>) -> PyResult<Option<Kind>> {
-    let view = contiguous(state, x, OP, "x")?;
+    let view = source(state, value, x)?;
     let (block, output, groups) = {
         let value = value.try_borrow()?;
         let (block, output) = value.block_and_type();
@@ -100,7 +147,7 @@ fn by_one_launch(state: &State, py: Python<'_>, kind: Kind, jobs: &[&Job<'_>]) -
     let call = DirectCall::new(state, py, OP, kind.device)?;
     let mut prepared = Vec::with_capacity(jobs.len());
     for (value, x, usage, _, scale, amax) in jobs {
-        let x = contiguous(state, x, OP, "x")?;
+        let x = source(state, value, x)?;
         let usage = Usage { rowwise: usage.0, columnwise: usage.1 };
         let scale = single_f32(state, scale.as_ref(), "scale", &x)?;
         let amax = single_f32(state, amax.as_ref(), "amax", &x)?;
