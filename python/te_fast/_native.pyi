@@ -75,10 +75,11 @@ __all__ = [
     "program_run_forward",
     "quantize",
     "quantize_groups",
-    "quantize_values",
+    "quantize_whole",
     "record",
     "recorded",
     "release_memory",
+    "requantize",
     "reset_counters",
     "rotate",
     "router_backward",
@@ -104,7 +105,6 @@ __all__ = [
     "update_scales",
     "version_of_copy",
     "weight_gradient",
-    "whole_values",
 ]
 
 _Operand = tuple[Tensor | None, str | None, Tensor | None, int, bool]
@@ -633,22 +633,10 @@ def reset_counters() -> None: ...
 def plain_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], written: int, /
 ) -> tuple[tuple[Any, ...], list[Any], list[Tensor]] | None: ...
-def whole_values(
+def quantize_whole(
     weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[int | None], /
-) -> list[QuantizedValue] | None: ...
-def quantize_values(
-    jobs: list[
-        tuple[
-            QuantizedValue,
-            Tensor,
-            tuple[bool, bool],
-            tuple[bool, float, bool],
-            Tensor | None,
-            Tensor | None,
-        ]
-    ],
-    /,
-) -> None: ...
+) -> bool: ...
+def requantize(tensors: Sequence[Any], sources: Sequence[Tensor], /) -> list[int]: ...
 def router_backward(
     grad: Tensor,
     scores: Tensor,

@@ -19,15 +19,11 @@ from te_fast.runtime.layouts import BLOCK, make_columnwise
 from te_fast.tensor.blockwise import Float8BlockwiseQTensor
 from te_fast.tensor.dtypes import TE_DType_To_Torch
 from te_fast.tensor.float8 import Float8Quantizer, Float8Tensor
-from te_fast.tensor.quantizer import cast_into, note_write
+from te_fast.tensor.quantizer import note_write
 from te_fast.tensor.tensor import Float8TensorBase
 
 _F32_MAX = torch.finfo(torch.float32).max
 _HAS_DISTRIBUTED = torch.distributed.is_available()
-#: Elements that a part of a buffer begins at a multiple of.
-_VECTOR = 8
-#: From so many on, casts in one launch cost the host less than one by one.
-_MANY = 5
 
 
 def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
@@ -262,7 +258,10 @@ def quantize_master_weights(
     """
     is_alone = _is_alone(group)
     lists = (model_weights, master_weights, start_offsets)
-    if is_alone and fsdp_shard_model_weights is None and _quantize_whole(*lists):
+    if is_alone and fsdp_shard_model_weights is None and native.quantize_whole(*lists):
+        for weight in model_weights:
+            if "_high_precision_init_val" in weight.__dict__:
+                weight.clear_high_precision_init_val()
         return
     parts = _parts(model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
     if is_alone:
@@ -307,43 +306,6 @@ def _is_alone(group: Any) -> bool:
     if not (_HAS_DISTRIBUTED and torch.distributed.is_initialized()):
         return True
     return torch.distributed.get_world_size(group=group) == 1
-
-
-def _quantize_whole(
-    weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[int | None]
-) -> bool:
-    """Quantise weights of which this rank has all, in one call; tell whether they are such."""
-    if native.whole_values(weights, masters, starts) is None:
-        return False
-    sources = _in_nominal_type(weights, masters)
-    jobs = [
-        cast_into(weight, source) for weight, source in zip(weights, sources, strict=True)
-    ]
-    if None in jobs:
-        return False
-    native.quantize_values(jobs)
-    torch.autograd.graph.increment_version([w for w in weights if not w.is_inference()])
-    for weight in weights:
-        if "_high_precision_init_val" in weight.__dict__:
-            weight.clear_high_precision_init_val()
-    return True
-
-
-def _in_nominal_type(weights: Sequence[Any], masters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return masters rounded to their weights' nominal types: one launch for many of them."""
-    masters = [master.detach() if master.requires_grad else master for master in masters]
-    if len(weights) < _MANY or len({(weight.dtype, weight.device) for weight in weights}) > 1:
-        return [master.to(weight.dtype) for master, weight in zip(masters, weights, strict=True)]
-    first = weights[0]
-    counts = [master.numel() for master in masters]
-    # Kernels read from multiples of 16 bytes.
-    room = [-(-count // _VECTOR) * _VECTOR for count in counts]
-    flat = torch.empty(sum(room), dtype=first.dtype, device=first.device)
-    parts = list(flat.split(room))
-    if room != counts:
-        parts = [part[:count] for part, count in zip(parts, counts, strict=True)]
-    torch._foreach_copy_(parts, [master.view(-1) for master in masters])
-    return parts
 
 
 def _quantize_alone(part: _Part) -> None:

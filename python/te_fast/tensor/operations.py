@@ -107,7 +107,8 @@ def _write_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _write_in_place_generally(func, args, kwargs)
     plain_args, tensors, sources = taken
     result = writes.call(*plain_args, **kwargs)
-    requantize(tensors, sources)
+    # An operation may have transposed what it wrote.
+    requantize(tensors, [source.contiguous() for source in sources])
     if not writes.returns_first:
         return result
     index, name = writes.arguments[0]

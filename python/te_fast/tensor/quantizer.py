@@ -18,6 +18,13 @@ from te_fast.tensor.storage import QuantizedTensorStorage
 
 #: Scale rule of a native cast: from the tensor itself, least amax, powers of two.
 Rule = tuple[bool, float, bool]
+#: Block, groups and FP8 type; layouts; rule; scale and maximum of delayed scaling.
+Cast = tuple[
+    tuple[int, int, str],
+    tuple[bool, bool],
+    Rule,
+    tuple[torch.Tensor | None, torch.Tensor | None],
+]
 
 
 class _Quantize(torch.autograd.Function):
@@ -234,6 +241,7 @@ class Float8QuantizerBase(Quantizer):
     _groups = 1
     _tensor_class: type[Any]
     _storage_class: type[Any]
+    _only_casts: ClassVar[bool]
 
     def __init__(self, fp8_dtype: Any, *, rowwise: bool, columnwise: bool) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
@@ -253,17 +261,18 @@ class Float8QuantizerBase(Quantizer):
         usage = (self.rowwise_usage, self.columnwise_usage)
         value.quantize(src, usage, self._rule(), *self._scale_and_amax(), noop)
 
-    def _job(self, src: torch.Tensor, value: native.QuantizedValue) -> Any:
-        """Return what ``native.quantize_values`` does for a cast; None where a cast is more than that."""
+    def _cast(self) -> Cast | None:
+        """Return what a native cast needs to know; None where an update of a tensor is more than that."""
+        if not self._only_casts:
+            return None
         usage = (self.rowwise_usage, self.columnwise_usage)
-        return (value, src, usage, self._rule(), *self._scale_and_amax())
+        kind = self._block, self._groups, fp8_name(self.dtype)
+        return kind, usage, self._rule(), self._scale_and_amax()
 
-    def _makes(self, value: native.QuantizedValue) -> bool:
-        """Whether a native cast is all that an update of a value is."""
-        if type(self).update_quantized is not Float8QuantizerBase.update_quantized:
-            return False  # a class of the user's own
-        kind = self._block, fp8_name(self.dtype), self._groups
-        return (value.block, value.fp8, value.groups) == kind
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Note whether a class updates tensors otherwise: one of a user's own."""
+        super().__init_subclass__(**options)
+        cls._only_casts = cls.update_quantized is Float8QuantizerBase.update_quantized
 
     def _fresh_value(self) -> native.QuantizedValue:
         kind = self._block, fp8_name(self.dtype)
@@ -313,6 +322,8 @@ class Float8QuantizerBase(Quantizer):
             raise
         if isinstance(dst, torch.Tensor):
             note_write(dst)
+            if value.col is not None:
+                value.col_is_valid = True  # at the versions that there are now
         return dst
 
     def _check_destination(self, dst: Any) -> None:
@@ -370,16 +381,12 @@ class Float8QuantizerBase(Quantizer):
 
 def note_write(tensor: Any) -> None:
     """Tell autograd that a tensor was written: that one, and its bytes, which graphs save in its place."""
-    note_writes((tensor,))
-
-
-def note_writes(tensors: Sequence[Any]) -> None:
-    """Tell autograd the same of several tensors."""
-    written: list[torch.Tensor] = []
-    for tensor in tensors:
-        value = tensor._value
-        parts = (tensor, value.row, value.col)
-        written += [part for part in parts if part is not None and not part.is_inference()]
+    value = tensor._value
+    written = [
+        part
+        for part in (tensor, value.row, value.col)
+        if part is not None and not part.is_inference()
+    ]
     torch.autograd.graph.increment_version(written)
 
 
@@ -398,26 +405,9 @@ def update_many(tensors: Sequence[Any], sources: Sequence[torch.Tensor]) -> None
 
 
 def requantize(tensors: Sequence[Any], sources: Sequence[torch.Tensor]) -> None:
-    """Do the same with plain values that lie where the tensors do, in the shapes of their bytes."""
-    jobs, together = [], []
-    for tensor, source in zip(tensors, sources, strict=True):
-        job = cast_into(tensor, source)
-        if job is None:
-            tensor.quantize_(source)
-        else:
-            jobs.append(job)
-            together.append(tensor)
-    if jobs:
-        native.quantize_values(jobs)
-        note_writes(together)
-
-
-def cast_into(tensor: Any, source: torch.Tensor) -> Any:
-    """Return what ``native.quantize_values`` does to write a quantised tensor; None where that is not all."""
-    quantizer = tensor._quantizer
-    if not isinstance(quantizer, Float8QuantizerBase) or not quantizer._makes(tensor._value):
-        return None
-    return quantizer._job(source if source.is_contiguous() else source.contiguous(), tensor._value)
+    """Do the same with plain contiguous values that lie where the tensors do, in the shapes of their bytes."""
+    for number in native.requantize(tensors, sources):
+        tensors[number].quantize_(sources[number])
 
 
 def _source_for(source: torch.Tensor, tensor: Any) -> torch.Tensor:

@@ -100,7 +100,7 @@ mod _native {
     #[pymodule_export]
     use crate::tensor::in_place::plain_arguments;
     #[pymodule_export]
-    use crate::tensor::many::{quantize_values, whole_values};
+    use crate::tensor::many::{quantize_whole, requantize};
     #[pymodule_export]
     use crate::tensor::scale::{amax, scale_of_amax};
     #[pymodule_export]

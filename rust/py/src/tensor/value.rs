@@ -109,7 +109,7 @@ impl QuantizedValue {
 
     /// `e4m3` or `e5m2`.
     #[getter]
-    fn fp8(&self) -> &'static str {
+    pub(super) fn fp8(&self) -> &'static str {
         fp8_name(self.fp8)
     }
 
@@ -230,7 +230,9 @@ impl QuantizedValue {
         noop: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         let view = contiguous(state(slf.py())?, x, OP, "x")?;
-        Self::quantize_view(slf, &view, usage, rule, scale, amax, noop)
+        Self::quantize_view(slf, &view, usage, rule, scale, amax, noop)?;
+        Self::snapshot(slf)?.agree(slf.py());
+        Ok(())
     }
 
     /// Makes the column layout of the row layout, in the memory that is there where it fits. Blocks of 1x128 have one of the
@@ -373,6 +375,16 @@ impl QuantizedValue {
     /// Whether there are bytes in either layout.
     pub(crate) const fn has_bytes(&self) -> bool {
         self.row.data.is_some() || self.col.data.is_some()
+    }
+
+    /// The bytes of both layouts, as far as they are there.
+    pub(super) fn bytes<'py>(&self, py: Python<'py>) -> impl Iterator<Item = Bound<'py, PyAny>> {
+        [self.row(py), self.col(py)].into_iter().flatten().map(move |data| data.into_bound(py))
+    }
+
+    /// Whether it has such blocks, as the `block` of Python's, and is a stack of so many values.
+    pub(super) fn is_of(&self, block: u8, groups: usize) -> bool {
+        (self.block as u8, self.groups) == (block, groups)
     }
 
     /// What is known of the row layout.
@@ -592,7 +604,7 @@ impl QuantizedValue {
         Ok(Targets { row: row.transpose()?, row_scale, col: col.transpose()?, col_scale })
     }
 
-    /// Takes what was written for its own.
+    /// Takes what was written for its own. That both layouts hold the same is to be noted, at the versions that there are in the end.
     pub(super) fn take(slf: &Bound<'_, Self>, targets: Targets<'_>) -> PyResult<()> {
         let py = slf.py();
         for target in [&targets.row, &targets.col].into_iter().flatten() {
@@ -615,12 +627,11 @@ impl QuantizedValue {
         let former = (std::mem::replace(&mut value.row, row), std::mem::replace(&mut value.col, col));
         drop(value);
         drop(former);
-        Self::snapshot(slf)?.agree(py);
         Ok(())
     }
 
     /// Notes that both layouts hold the same.
-    fn agree(&self, py: Python<'_>) {
+    pub(super) fn agree(&self, py: Python<'_>) {
         if self.row.data.is_some() && self.col.data.is_some() {
             self.col.content.agree(&self.row.content, self.versions(py));
         }
