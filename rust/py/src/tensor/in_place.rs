@@ -25,6 +25,9 @@ enum Argument<'py> {
     Unknown,
 }
 
+/// Arguments; quantised tensors that are written, and plain ones in their place.
+type Plain<'py> = (Bound<'py, PyTuple>, Bound<'py, PyList>, Bound<'py, PyList>);
+
 /// Positional arguments with every quantised tensor dequantised, and what is to be quantised again behind the operation: of the
 /// arguments whose bits are set in `written`. None where a tracer watches, where a tensor is a view of other bytes, or
 /// where a keyword argument is quantised.
@@ -34,7 +37,7 @@ pub(crate) fn plain_arguments<'py>(
     args: &Bound<'py, PyTuple>,
     kwargs: &Bound<'py, PyDict>,
     written: u64,
-) -> PyResult<Option<(Bound<'py, PyTuple>, Bound<'py, PyList>, Bound<'py, PyList>)>> {
+) -> PyResult<Option<Plain<'py>>> {
     let py = args.py();
     let state = state(py)?;
     if !state.torch.is_unobserved(py)? {

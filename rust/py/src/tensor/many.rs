@@ -40,12 +40,8 @@ struct Job<'py> {
 }
 
 /// What `Float8QuantizerBase._cast` says: block, groups and FP8 type; layouts; rule; scale and maximum.
-type Cast<'py> = (
-    (u8, usize, Bound<'py, PyString>),
-    (bool, bool),
-    Rule,
-    (Option<Bound<'py, PyAny>>, Option<Bound<'py, PyAny>>),
-);
+type Cast<'py> =
+    ((u8, usize, Bound<'py, PyString>), (bool, bool), Rule, (Option<Bound<'py, PyAny>>, Option<Bound<'py, PyAny>>));
 
 /// What the values of one launch have in common.
 #[derive(Clone, Copy, Debug, PartialEq)]
