@@ -184,7 +184,7 @@ def test_init_values_are_freed():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 7])
 def test_whole_masters_are_rounded_and_cast_together(kind, count):
-    """Of every shape that masters come in: flat, as the weight, with a gradient, with numbers of elements that no vector divides."""
+    """Of every shape that masters come in: flat, as the weight, with a gradient, of sizes that no vector divides."""
     shapes = [(16, 48), (5, 17), (130, 272), (32, 16), (3, 3), (256, 128), (7, 160)][-count:]
     masters = [torch.randn(shape) * 4.0**number for number, shape in enumerate(shapes)]
     masters[0].view(-1)[:4] = torch.tensor([0.0, -0.0, 1e-30, 3e4])
