@@ -149,15 +149,19 @@ def test_explains_itself():
     assert "unpermute  [unpermute]" in text
 
 
-def test_block_is_one_node():
+def test_block_is_two_nodes():
     block = make("cpu")
     x, *_ = tensors(8, "cpu")
-    y = block(x.requires_grad_())
-    node = y.grad_fn.next_functions[0][0]  # behind a view
+    y = block(x.view(2, 4, -1).requires_grad_())
+    node = y.grad_fn
     inputs = [of for of, _ in node.next_functions if of is not None]
     leaves = [of.variable for of in inputs if hasattr(of, "variable")]
     assert all(any(p is leaf for leaf in leaves) for p in block.experts.parameters())
     assert len(inputs) == 2 * EXPERTS + 2  # tokens and probabilities
+    (router,) = (of for of in inputs if "RouteTokens" in of.name())
+    assert [of for of, _ in router.next_functions if hasattr(of, "variable")][-1].variable is (
+        block.router
+    )
 
 
 def test_each_direction_is_one_native_call(monkeypatch):

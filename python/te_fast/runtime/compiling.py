@@ -11,6 +11,9 @@ from torch.compiler import is_compiling
 _Key = torch._C._TorchDispatchModeKey
 _TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
 
+#: Whether ``torch.autocast`` is on for any kind of device; a release may lack the cheap question.
+is_any_autocast_enabled = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
 #: The first release of torch whose traces read attributes of native objects.
 CAN_COMPILE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
