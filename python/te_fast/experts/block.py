@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ _ACTIVATIONS: dict[str, tuple[Callable[..., Any], int]] = {
     "situglu": (ScaledSiTUGLU, 2),
     "srelu": (ScaledSReLU, 1),
 }
+
+_AS_IT_IS = nullcontext()
 
 #: What a choice of experts is made of: arguments of :func:`te_fast.moe.router.choice_of` behind the number of experts.
 _How = tuple[int, bool, int | None, int | None, float | None, str]
@@ -218,11 +221,11 @@ class MoE(torch.nn.Module):
             )
             raise ShapeError(message)
         dtype = autocast_dtype(inp) if is_any_autocast_enabled() else None
-        if dtype is None:
+        outside: Any = _AS_IT_IS
+        if dtype is not None:
+            outside = torch.autocast(inp.device.type, enabled=False)
+        with outside:
             probs, chosen, logits = self._route(inp)
-        else:
-            with torch.autocast(inp.device.type, enabled=False):
-                probs, chosen, logits = self._route(inp)
         self._count(chosen)
         experts: Any = self._modules["experts"]
         program = None
@@ -235,7 +238,7 @@ class MoE(torch.nn.Module):
             merged = self._one_by_one(tokens, chosen, probs, is_first_microbatch).view(inp.shape)
         if self.aux_loss_coeff == 0.0:
             return merged
-        with torch.autocast(inp.device.type, enabled=False):
+        with outside:
             return merged, self._aux_loss(logits)
 
     def _route(self, inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -318,7 +321,8 @@ class MoE(torch.nn.Module):
             logits, self.topk, self.score_function
         )
         sizes = logits.shape[0], self.num_experts, self.topk
-        return fused_moe_aux_loss(scores, chosen.sum(0), *sizes, self.aux_loss_coeff)
+        counts = chosen.sum(0, dtype=torch.float32)
+        return fused_moe_aux_loss(scores, counts, *sizes, self.aux_loss_coeff)
 
     def _count(self, chosen: torch.Tensor) -> None:
         counts = self._buffers["tokens_per_expert"]

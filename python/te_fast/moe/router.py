@@ -417,8 +417,11 @@ def fused_moe_aux_loss(
             f"{list(tokens_per_expert.shape)}"
         )
         raise ShapeError(message)
-    total = total_num_tokens
-    squared = total.float().square() if isinstance(total, torch.Tensor) else float(total) ** 2
+    factor, total = num_experts * coeff / topk, total_num_tokens
     sums = probs.float().sum(0)
     loss = (sums * tokens_per_expert.detach().float()).sum()
-    return (loss * (num_experts * coeff / topk) / squared).reshape(()).to(probs.dtype)
+    if isinstance(total, torch.Tensor):
+        loss = loss * (factor / total.float().square()).reshape(())
+    else:
+        loss = loss * (factor / float(total) ** 2)
+    return loss.to(probs.dtype)

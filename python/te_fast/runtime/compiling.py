@@ -30,6 +30,8 @@ def is_traced(x: Any) -> bool:
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     if fake is not None and isinstance(x, fake.FakeTensor):
         return True
+    if not torch._C._len_torch_dispatch_stack():  # of all modes, those of tracers among them
+        return False
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
