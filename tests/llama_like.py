@@ -27,8 +27,43 @@ def turned(x):
     return torch.cat((-right, left), -1)
 
 
+class DynamicCache:
+    """Keys and values of earlier calls, as Transformers keeps them; a forward that is given none makes one."""
+
+    def __init__(self):
+        self.layers = {}
+
+    def get_seq_length(self, layer=0):
+        return self.layers[layer][0].shape[2] if layer in self.layers else 0
+
+    def update(self, k, v, layer):
+        former = self.layers.get(layer)
+        if former is not None:
+            k, v = (torch.cat(pair, 2) for pair in zip(former, (k, v), strict=True))
+        self.layers[layer] = k, v
+        return k, v
+
+
+class StaticCache(DynamicCache):
+    """Another cache, of which nothing is known."""
+
+    def update(self, k, v, layer):
+        return k, v
+
+
 class Attention(nn.Module):
-    def __init__(self, hidden, heads, groups, d, *, bias=False, head_norms=False, how="sdpa"):
+    def __init__(
+        self,
+        hidden,
+        heads,
+        groups,
+        d,
+        *,
+        bias=False,
+        head_norms=False,
+        whole_norms=False,
+        how="sdpa",
+    ):
         super().__init__()
         self.config = SimpleNamespace(_attn_implementation=how)
         self.head_dim, self.scaling, self.attention_dropout = d, d**-0.5, 0.0
@@ -38,15 +73,23 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * d, hidden, bias=False)
         if head_norms:
             self.q_norm, self.k_norm = RMSNorm(d), RMSNorm(d)
+        if whole_norms:  # as OLMoE's, over all heads at once
+            self.q_norm, self.k_norm = RMSNorm(heads * d), RMSNorm(groups * d)
+        self.whole_norms = whole_norms
 
-    def forward(self, x, position_embeddings, attention_mask=None):
+    def forward(self, x, position_embeddings, attention_mask=None, past_key_values=None):
         shape = (*x.shape[:-1], -1, self.head_dim)
-        q, k, v = (part(x).view(shape) for part in (self.q_proj, self.k_proj, self.v_proj))
-        if hasattr(self, "q_norm"):
+        q, k, v = (part(x) for part in (self.q_proj, self.k_proj, self.v_proj))
+        if self.whole_norms:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (t.view(shape) for t in (q, k, v))
+        if hasattr(self, "q_norm") and not self.whole_norms:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         cos, sin = (wave.unsqueeze(1) for wave in position_embeddings)
         q, k = (t * cos + turned(t) * sin for t in (q, k))
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         scores = q @ k.transpose(-1, -2) * self.scaling
         if attention_mask is None and self.config._attn_implementation != "eager":
@@ -61,15 +104,51 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, hidden, ffn, act=None, *, bias=False):
+    def __init__(self, hidden, ffn, act=None, *, bias=False, dropout=0.0):
         super().__init__()
+        self.dropout = dropout
         self.gate_proj = nn.Linear(hidden, ffn, bias=bias)
         self.up_proj = nn.Linear(hidden, ffn, bias=bias)
         self.down_proj = nn.Linear(ffn, hidden, bias=bias)
         self.act_fn = act or nn.SiLU()
 
     def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return functional.dropout(y, self.dropout, self.training)
+
+
+class Experts(nn.Module):
+    """Experts as Mixtral has them: a stack of weights for each product, and a loop over those that were chosen."""
+
+    def __init__(self, count, hidden, ffn, act=None):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(count, 2 * ffn, hidden) * hidden**-0.5)
+        self.down_proj = nn.Parameter(torch.randn(count, hidden, ffn) * ffn**-0.5)
+        self.act_fn, self.ways = act or nn.SiLU(), 0
+
+    def forward(self, x, numbers, weights):
+        self.ways += 1
+        out = torch.zeros_like(x)
+        for expert in range(len(self.gate_up_proj)):
+            rows, place = torch.where(numbers == expert)
+            gate, up = functional.linear(x[rows], self.gate_up_proj[expert]).chunk(2, -1)
+            y = functional.linear(self.act_fn(gate) * up, self.down_proj[expert])
+            out = out.index_add(0, rows, (y * weights[rows, place, None]).to(x.dtype))
+        return out
+
+
+class MixtureOfExperts(nn.Module):
+    def __init__(self, hidden=64, ffn=48, count=4, topk=2, act=None):
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(count, hidden) * hidden**-0.5)
+        self.experts, self.topk = Experts(count, hidden, ffn, act), topk
+
+    def forward(self, x):
+        tokens = x.reshape(-1, x.shape[-1])
+        scores = functional.linear(tokens, self.gate).float().softmax(-1)
+        weights, numbers = scores.topk(self.topk, -1)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+        return self.experts(tokens, numbers, weights).view(x.shape)
 
 
 class Layer(nn.Module):
@@ -93,7 +172,8 @@ class Layer(nn.Module):
     ):
         self.ways += 1
         x = hidden_states
-        y, _ = self.self_attn(self.input_layernorm(x), position_embeddings, attention_mask)
+        normed = self.input_layernorm(x)
+        y, _ = self.self_attn(normed, position_embeddings, attention_mask, past_key_values)
         x = x + self.multiplier * y
         x = x + self.multiplier * self.mlp(self.post_attention_layernorm(x))
         return (x,) if self.as_tuple else x
@@ -105,6 +185,8 @@ class Model(nn.Module):
         torch.manual_seed(7)
         self.embed = nn.Embedding(96, 64)
         self.layers = nn.ModuleList(Layer(**options) for _ in range(layers))
+        for index, layer in enumerate(self.layers):
+            layer.self_attn.layer_idx = index
         self.norm = RMSNorm(64)
         self.lm_head = nn.Linear(64, 96, bias=False)
 

@@ -40,9 +40,9 @@ struct ActivationBackwardParams {
     const float* noop;      // null: none; *noop == 1 leaves every output as it is
     float* measured;        // null: none; the scale that dx is quantised with, where it is not cast here
     AmaxWorkspace* workspace;
-    void* dbias;            // null: none
-    float* partial;         // dbias: [strips][halves * cols], then ds: [tiles_cols][rows]
-    unsigned* counters;     // dbias: [tiles_cols], then ds: [strips]
+    void* dbias;         // null: none
+    float* partial;      // dbias: [strips][halves * cols], then ds: [tiles_cols][rows]
+    unsigned* counters;  // dbias: [tiles_cols], then ds: [strips]
     uint64_t rows, cols, ld_t;
     CurveConstants constants;
     StripPlan plan;

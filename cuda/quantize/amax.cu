@@ -75,12 +75,12 @@ __device__ float local_absmax(const In* x, uint64_t begin, uint64_t end, uint64_
 // The block's part of the maximum, spans from `begin` to `end` at every `stride` elements. True in the thread that has
 // the whole of all `blocks` blocks.
 template <Floating In>
-__device__ bool finish_amax(const void* tensor, uint64_t begin, uint64_t end, uint64_t stride,
-                            AmaxWorkspace* workspace, uint32_t blocks, float& total) {
+__device__ bool finish_amax(const void* tensor, uint64_t begin, uint64_t end, uint64_t stride, AmaxWorkspace* workspace,
+                            uint32_t blocks, float& total) {
     __shared__ float scratch[kThreads / 32];
     const In* x = static_cast<const In*>(tensor);
-    const float local =
-        is_aligned(x, 16) ? local_absmax<true, In>(x, begin, end, stride) : local_absmax<false, In>(x, begin, end, stride);
+    const float local = is_aligned(x, 16) ? local_absmax<true, In>(x, begin, end, stride)
+                                          : local_absmax<false, In>(x, begin, end, stride);
     const float block = block_max<kThreads>(local, scratch);
     if (threadIdx.x == 0) atomic_max_nonnegative(&workspace->amax, block);
     if (!is_last_block(&workspace->arrived, blocks) || threadIdx.x != 0) return false;

@@ -1,7 +1,7 @@
 // Casts of many tensors to FP8 in one launch, each in row layout, transposed layout or both.
 //
-//   cast_many        q = fp8(float(x) * scale)     scale_inv = 1 / scale     amax = max(amax, max |x|), each tensor's own
-//   cast_block_many  blocks of 128 x 128, as cast_block.cu does it
+//   cast_many        q = fp8(float(x) * scale)     scale_inv = 1 / scale     amax = max(amax, max |x|), each tensor's
+//   own cast_block_many  blocks of 128 x 128, as cast_block.cu does it
 //
 // The numbers are those of cast.cu, cast_transpose.cu and cast_block.cu, of tensors one by one. Under current scaling
 // amax_many (amax.cu) runs before it and leaves every tensor's scale.
@@ -68,11 +68,11 @@ __device__ void cast_many(const CastManyParams& p) {
 template <Floating In>
 constexpr int kManyCastBlocks = kBlocks<In> > 1 ? kBlocks<In> - 1 : 1;
 
-#define INSTANCE(symbol, blocks, in, out)                                       \
+#define INSTANCE(symbol, blocks, in, out)                                           \
     extern "C" __global__ void __launch_bounds__(kTileThreads, kManyCastBlocks<in>) \
-        symbol(const __grid_constant__ CastManyParams p) {                      \
-        ptx::wait_for_prior_grids();                                            \
-        cast_many<blocks, in, out>(p);                                          \
+        symbol(const __grid_constant__ CastManyParams p) {                          \
+        ptx::wait_for_prior_grids();                                                \
+        cast_many<blocks, in, out>(p);                                              \
     }
 
 INSTANCE(cast_many_f32_e4m3, false, f32, e4m3)

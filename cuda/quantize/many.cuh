@@ -8,12 +8,12 @@
 namespace te_fast::quantize {
 
 struct ManyEntry {
-    const void* x;    // contiguous [rows, cols]
-    uint8_t* out;     // null: none
-    uint8_t* out_t;   // null: none
-    float* scale;     // of blocks: none; amax_many writes it, cast_many reads it
-    float* scale_inv; // the tensor's, null: none; or those of the row layout's blocks
-    float* other;     // *other is raised to max |x|, null: none; or the scales of the transposed layout's blocks
+    const void* x;     // contiguous [rows, cols]
+    uint8_t* out;      // null: none
+    uint8_t* out_t;    // null: none
+    float* scale;      // of blocks: none; amax_many writes it, cast_many reads it
+    float* scale_inv;  // the tensor's, null: none; or those of the row layout's blocks
+    float* other;      // *other is raised to max |x|, null: none; or the scales of the transposed layout's blocks
     uint32_t rows, cols;
     uint32_t chunks;  // blocks of amax_many that have it
     uint32_t unused;

@@ -11,9 +11,19 @@ from torch import nn
 
 import te_fast
 import te_fast.pytorch as te
-from llama_like import MLP, Layer, Model, loss_of
+from llama_like import (
+    MLP,
+    DynamicCache,
+    Experts,
+    Layer,
+    MixtureOfExperts,
+    Model,
+    StaticCache,
+    loss_of,
+)
 from te_fast.common.recipe import DelayedScaling
-from te_fast.errors import DtypeError, StateError, TeFastError
+from te_fast.convert.forwards import DecoderForward
+from te_fast.errors import DtypeError, ShapeError, StateError, TeFastError
 from te_fast.runtime.compiling import CAN_COMPILE
 
 TOKENS = torch.randint(1, 96, (2, 16), generator=torch.Generator().manual_seed(3))
@@ -109,6 +119,108 @@ def test_training_follows_the_model(recipe):
         assert abs(loss_of(model, TOKENS).item() - loss_of(other, TOKENS).item()) < 5e-2
 
 
+def mixtral(**options):
+    return Model(mlp=lambda: MixtureOfExperts(**options))
+
+
+def test_mixtures_compute_what_they_did():
+    model, other = mixtral(), mixtral()
+    report = te_fast.convert(model)
+    assert report.converted["layers.0.mlp.experts"] == "experts"
+    assert report.converted["layers.0"] == "attention of a decoder layer"
+    assert list(report.left) == ["lm_head"]
+    ways = model.layers[0].mlp.experts.ways
+    compare(model, other)
+    assert model.layers[0].mlp.experts.ways == ways
+    assert list(model.state_dict()) == list(other.state_dict())
+    # No tokens, and calls that are not for it.
+    experts, own = model.layers[0].mlp.experts, other.layers[0].mlp.experts
+    numbers = torch.zeros(0, 2, dtype=torch.long)
+    assert experts(torch.zeros(0, 64), numbers, torch.zeros(0, 2)).shape == (0, 64)
+    x, scores = torch.randn(16, 64), torch.rand(16, 4)
+    for topk in (1, 3):  # another number of experts
+        weights, numbers = scores.topk(topk, -1)
+        assert relative(experts(x, numbers, weights), own(x, numbers, weights)) < 1e-5
+    assert torch.equal(experts(x, numbers=numbers, weights=weights), own(x, numbers, weights))
+    assert te_fast.convert.undo(model) == len(report.converted)
+    assert step(model)[0] == step(other)[0]
+
+
+def test_mixtures_in_fp8(recipe):
+    model, other = mixtral().bfloat16(), mixtral().bfloat16()
+    te_fast.convert(model)
+    loss, grads = step(model, recipe)
+    wanted, known = step(other)
+    assert abs(loss - wanted) < 3e-2 * wanted
+    for name in ("gate_up_proj", "down_proj"):
+        name = f"layers.1.mlp.experts.{name}"
+        assert 1e-4 < relative(grads[name], known[name]) < 0.3
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert step(copied, recipe)[0] == step(model, recipe)[0]
+    scales = te_fast.convert.scaling_state(model)
+    te_fast.convert.load_scaling_state(copied, scales)
+
+
+@pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
+def test_mixtures_compile():
+    model, other = mixtral(), mixtral()
+    te_fast.convert(model)
+    x = torch.randn(16, 64)
+    weights, numbers = torch.rand(16, 4).topk(2, -1)
+    compiled = torch.compile(model.layers[0].mlp.experts, fullgraph=True, backend="aot_eager")
+    wanted = other.layers[0].mlp.experts(x, numbers, weights)
+    assert relative(compiled(x, numbers, weights), wanted) < 1e-5
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda experts: setattr(experts, "act_fn", nn.GELU()), "act_fn is no activation"),
+        (lambda experts: setattr(experts, "act_fn", nn.Sigmoid()), "glu as activation"),
+        (lambda experts: experts.register_parameter("bias", nn.Parameter(torch.ones(3))), "bias"),
+        (
+            lambda experts: setattr(
+                experts, "gate_up_proj", nn.Parameter(experts.gate_up_proj.detach().mT.clone())
+            ),
+            "no stacks for torch.nn.functional.linear",
+        ),
+        (lambda experts: experts.register_forward_hook(lambda *_: None), "has hooks"),
+    ],
+)
+def test_experts_of_another_kind_are_left(change, why):
+    model = mixtral()
+    change(model.layers[1].mlp.experts)
+    report = te_fast.convert(model)
+    assert why in report.left["layers.1.mlp.experts"]
+    assert "layers.0.mlp.experts" in report.converted
+
+
+def test_experts_that_only_look_like_them_are_left(monkeypatch):
+    model = mixtral()
+    own = Experts.forward
+    monkeypatch.setattr(Experts, "forward", lambda *given: 1.5 * own(*given))
+    report = te_fast.convert(model)
+    assert "computes something else" in report.left["layers.0.mlp.experts"]
+
+
+@pytest.mark.parametrize("in_fp8", [True, False])
+def test_what_follows_attention_computes_what_its_layers_do(recipe, in_fp8, monkeypatch):
+    """Gradients of residual sums differ by a rounding: the norm's backward adds them before it rounds."""
+    model = Model().bfloat16()
+    te_fast.convert(model)
+    other, recipe = copy.deepcopy(model), recipe if in_fp8 else None
+    loss, grads = step(model, recipe)
+    assert model.layers[0].forward._tail is not None
+    monkeypatch.setattr(DecoderForward, "_tail_for", lambda *_: None)
+    wanted, known = step(other, recipe)
+    assert other.layers[0].forward._tail is None
+    assert loss == wanted
+    distances = [relative(grad, known[name]) for name, grad in grads.items()]
+    # A rounding of E5M2 that falls the other way is an eighth of the value.
+    assert max(distances) < (0.1 if in_fp8 else 2e-2), distances
+
+
 def test_a_block_that_only_looks_like_one_is_left():
     model, other = Model(multiplier=0.5), Model(multiplier=0.5)
     report = te_fast.convert(model)
@@ -117,6 +229,37 @@ def test_a_block_that_only_looks_like_one_is_left():
     assert report.converted["layers.0.mlp.up_proj"] == "linear layer"
     assert "left layers.0 and 1 more: it computes something else" in str(report)
     compare(model, other)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_by_a_function_is_seen(training):
+    model = Model(mlp=lambda: MLP(64, 96, dropout=0.1)).train(training)
+    state = torch.random.get_rng_state()
+    report = te_fast.convert(model)
+    assert "layers.0 draws random numbers in training" in report.left["layers.0"]
+    assert report.converted["layers.0.mlp.up_proj"] == "linear layer"
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(module.training == training for module in model.modules())
+
+
+def test_norms_of_all_heads_at_once_are_left():
+    model, other = Model(whole_norms=True), Model(whole_norms=True)
+    report = te_fast.convert(model)
+    assert (
+        report.left["layers.0"] == "layers.0.self_attn has norms of 64 channels, its heads have 16"
+    )
+    assert report.converted["layers.0.mlp.gate_proj"] == "linear layer"
+    compare(model, other)
+
+
+def test_what_te_fast_cannot_compute_is_left(monkeypatch):
+    def refuse(*_, **__):
+        message = "no"
+        raise ShapeError(message)
+
+    monkeypatch.setattr(DecoderForward, "run", refuse)
+    report = te_fast.convert(Model())
+    assert report.left["layers.0"] == "te_fast cannot compute layers.0: ShapeError: no"
 
 
 def test_other_feed_forward_blocks_stay():
@@ -130,7 +273,42 @@ def test_other_feed_forward_blocks_stay():
     compare(model, other)
 
 
-@pytest.mark.parametrize("options", [{"past_key_values": object()}, {"output_attentions": True}])
+@pytest.mark.parametrize("options", [{}, {"head_norms": True}, {"how": "eager"}], ids=str)
+@pytest.mark.parametrize("grads", [True, False])
+def test_an_empty_cache_takes_keys_and_values(options, grads):
+    """Transformers makes one in every call, also in training, unless use_cache=False."""
+    model, other = Model(**options), Model(**options)
+    te_fast.convert(model)
+    ways, mask = model.layers[0].ways, None
+    if "how" in options:
+        mask = torch.full((1, 1, 16, 16), torch.finfo(torch.float32).min).triu(1)
+    caches = DynamicCache(), DynamicCache()
+    with torch.set_grad_enabled(grads):
+        pairs = zip((model, other), caches, strict=True)
+        y, wanted = (m(TOKENS, attention_mask=mask, past_key_values=cache) for m, cache in pairs)
+    assert model.layers[0].ways == ways
+    assert relative(y, wanted) < 1e-5
+    assert caches[0].layers.keys() == {0, 1}
+    for mine, theirs in zip(caches[0].layers.values(), caches[1].layers.values(), strict=True):
+        for part, known in zip(mine, theirs, strict=True):
+            assert part.shape == known.shape
+            assert relative(part, known) < 1e-5
+    if grads:
+        grads = [
+            torch.autograd.grad(out.square().sum(), m.lm_head.weight)
+            for out, m in ((y, model), (wanted, other))
+        ]
+        assert relative(grads[0][0], grads[1][0]) < 1e-4
+    # What comes behind has a cache that is not empty, and goes the layers' own way.
+    more = torch.zeros(1, 1, 16, 32)
+    model(TOKENS, attention_mask=more, past_key_values=caches[0])
+    assert model.layers[0].ways == ways + 1
+    assert caches[0].get_seq_length() == 32
+
+
+@pytest.mark.parametrize(
+    "options", [{"past_key_values": StaticCache()}, {"output_attentions": True}]
+)
 def test_calls_that_are_not_for_it_go_the_layers_way(options):
     model, other = Model(), Model()
     te_fast.convert(model)

@@ -71,6 +71,15 @@ class Block(torch.nn.Module):
         }
 
 
+def test_no_quantised_weight_stays_behind_a_capture(recipe):
+    """Warm-ups use one weight several times, as microbatches do; graphs quantise their own."""
+    layer = te.LayerNormMLP(COLS, 64, **CPU)
+    # From an optimizer's first step on, a weight without a gradient is not taken for one that was written.
+    torch.optim.SGD(layer.parameters()).step()
+    te.make_graphed_callables(layer, (sample(),), num_warmup_iters=3, enabled=True, recipe=recipe)
+    assert not layer._fp8_workspaces
+
+
 MODELS = {
     "Linear": lambda: te.Linear(COLS, COLS, **CPU),
     "LayerNormMLP": lambda: te.LayerNormMLP(COLS, 64, **CPU),

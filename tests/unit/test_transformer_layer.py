@@ -320,6 +320,53 @@ def test_fused_gradients():
         assert weight.grad is None
 
 
+@pytest.mark.parametrize("fmt", ["sbhd", "bshd"])
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("name", ["as it is", "fused", "groups, fused", "no mask"])
+def test_attention_that_nobody_sees_has_the_same_bits(name, rope, fmt):
+    """A hook sends the call through modules; without one, views and one call of torch's are between the programs."""
+    layer = make(attn_input_format=fmt, **OPTIONS[name])
+    angles = te.RotaryPositionEmbedding(D)(S).cpu() if rope else None
+    shape = (S, B, HIDDEN) if fmt == "sbhd" else (B, S, HIDDEN)
+    x, seen, found = torch.randn(shape), [], []
+    handles = []
+    for _ in range(2):
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf, rotary_pos_emb=angles)
+        grads = torch.autograd.grad(y.square().sum(), [leaf, *layer.parameters()])
+        found.append([y, *grads])
+        core = layer.self_attention.core_attention
+        handles.append(core.register_forward_hook(lambda *_: seen.append(1)))
+    assert seen == [1]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"self_attn_mask_type": "causal", "window_size": (2, 0)},
+        {"self_attn_mask_type": "arbitrary"},
+        {"softcap": 0.5},
+        {"core_attention_bias_type": "alibi"},
+        {"checkpoint_core_attention": True},
+    ],
+    ids=lambda given: next(reversed(given)),
+)
+def test_what_attention_is_asked_for_is_done(given):
+    layer = make()
+    x = torch.randn(S, B, HIDDEN, requires_grad=True)
+    if given.get("self_attn_mask_type") == "arbitrary":
+        given = given | {"attention_mask": torch.rand(B, 1, S, S) > 0.7}
+    results = []
+    for _ in range(2):
+        y = layer(x, **given)
+        results.append([y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])])
+        layer.self_attention.core_attention.register_forward_hook(lambda *_: None)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    is_another = "checkpoint_core_attention" not in given
+    assert torch.equal(results[0][0], layer(x)) != is_another
+
+
 def test_layers_that_change_are_seen():
     layer = make()
     x = torch.randn(S, B, HIDDEN)

@@ -19,7 +19,7 @@ from te_fast.layers.parameters import check_sizes, refuse_userbuffers
 from te_fast.ops.basic.l2normalization import L2Normalization
 from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import check_group, copy_sharing, divided, size_of_group
-from te_fast.runtime.module_hooks import is_called_plainly
+from te_fast.runtime.module_hooks import are_called_plainly
 
 Rotation = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
@@ -564,7 +564,7 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
             mixed: Any = first(hidden, is_first_microbatch=is_first_microbatch)
             if self.return_layernorm_output:
                 mixed, normed = mixed
-            heads = self._split(mixed, rotary_pos_emb, given, is_fresh=_is_fresh(first))
+            heads = self._split(mixed, rotary_pos_emb, given, is_fresh=is_fresh(first))
         else:
             if encoder_output is None:
                 message = f"{self._shown}: cross attention needs encoder_output"
@@ -653,6 +653,6 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
         return waves_of(angles, shape, self.qkv_format, starts, ends, interleaved=interleaved)
 
 
-def _is_fresh(layer: torch.nn.Module) -> bool:
+def is_fresh(layer: torch.nn.Module) -> bool:
     """Tell whether nobody but its caller has seen a layer's result."""
-    return type(layer) in (Linear, LayerNormLinear) and is_called_plainly(layer)
+    return type(layer) in (Linear, LayerNormLinear) and are_called_plainly(layer)

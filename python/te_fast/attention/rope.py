@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -295,53 +296,84 @@ def _turns(parts: Any, outs: Any, waves: Any) -> list[Any]:
     return [(part, out, *wave) for part, out, wave in pairs]
 
 
+def _split(
+    packed: torch.Tensor,
+    in_place: bool,
+    waves: Any,
+    heads: Heads,
+    interleaved: bool,
+    order: tuple[int, ...] | None,
+) -> tuple[torch.Tensor, ...]:
+    """Return queries, keys and values of their product, the first two turned, in an order of dimensions."""
+    rows = packed if packed.dim() == 3 else packed.unsqueeze(1)
+    if in_place and heads.are_views:
+        outs = heads.split(rows)
+        native.rotate(_turns(outs, outs, waves)[:2], interleaved, False)
+    else:
+        plain = heads._replace(is_grouped=False)
+        outs = plain.parts(torch.empty_like(rows, memory_format=torch.contiguous_format))
+        native.rotate(_turns(heads.parts(rows), outs, waves), interleaved, False)
+    if packed.dim() != 3:
+        outs = tuple([out.squeeze(1) for out in outs])
+    return outs if order is None else tuple([out.permute(order) for out in outs])
+
+
+def _join(
+    grads: tuple[torch.Tensor, ...],
+    waves: Any,
+    heads: Heads,
+    interleaved: bool,
+    order: tuple[int, ...] | None,
+) -> torch.Tensor:
+    """Return what :func:`_split` takes to gradients: of queries, keys and values, turned back, in one tensor."""
+    parts = [_rows(t) for t in grads]
+    if order is not None:
+        back = _inverse(order)
+        parts = [t.permute(back) for t in parts]
+    packed = rows = parts[0].new_empty(*parts[0].shape[:-2], heads.columns)
+    if packed.dim() == 2:
+        parts, rows = [t.unsqueeze(1) for t in parts], packed.unsqueeze(1)
+    native.rotate(_turns(parts, heads.parts(rows), waves), interleaved, True)
+    return packed
+
+
 class _Split(torch.autograd.Function):
-    """Queries, keys and values of their product, the first two turned; backward writes one gradient of all three."""
+    """:func:`_split`; backward writes one gradient of all three."""
 
     @staticmethod
-    def forward(
-        ctx: Any, packed: torch.Tensor, waves: Any, heads: Heads, interleaved: bool, in_place: bool
-    ) -> Any:
-        ctx.given = waves, heads, interleaved
-        rows = packed if packed.dim() == 3 else packed.unsqueeze(1)
-        if in_place and heads.are_views:
-            outs = heads.split(rows)
-            native.rotate(_turns(outs, outs, waves)[:2], interleaved, False)
-        else:
-            plain = heads._replace(is_grouped=False)
-            outs = plain.parts(torch.empty_like(rows, memory_format=torch.contiguous_format))
-            native.rotate(_turns(heads.parts(rows), outs, waves), interleaved, False)
-        return outs if packed.dim() == 3 else tuple([out.squeeze(1) for out in outs])
+    def forward(ctx: Any, packed: torch.Tensor, in_place: bool, *given: Any) -> Any:
+        ctx.given = given
+        return _split(packed, in_place, *given)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _Join.apply(*grads, *ctx.given), None, None, None, None
+        given = ctx.given  # gradients of gradients need a node
+        packed = _Join.apply(*grads, *given) if torch.is_grad_enabled() else _join(grads, *given)
+        return packed, None, None, None, None, None
 
 
 class _Join(torch.autograd.Function):
-    """The transpose of :class:`_Split`."""
+    """:func:`_join`, the transpose of :class:`_Split`."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        waves: Any,
-        heads: Heads,
-        interleaved: bool,
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any
     ) -> torch.Tensor:
-        ctx.given = waves, heads, interleaved
-        packed = q.new_empty(*q.shape[:-2], heads.columns)
-        grads, rows = [_rows(t) for t in (q, k, v)], packed
-        if packed.dim() == 2:
-            grads, rows = [t.unsqueeze(1) for t in grads], packed.unsqueeze(1)
-        native.rotate(_turns(grads, heads.parts(rows), waves), interleaved, True)
-        return packed
+        ctx.given = given
+        return _join((q, k, v), *given)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return *_Split.apply(grad.contiguous(), *ctx.given, False), None, None, None
+        return *_Split.apply(grad.contiguous(), False, *ctx.given), None, None, None, None
+
+
+# Python's `Function.apply` looks for functorch's transforms, which `_is_native` has excluded.
+_apply_split = super(torch.autograd.Function, _Split).apply
+
+
+@cache
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(order.index(place) for place in range(len(order)))
 
 
 def split_rotated(
@@ -351,6 +383,7 @@ def split_rotated(
     *,
     interleaved: bool,
     in_place: bool,
+    order: tuple[int, ...] | None = None,
 ) -> Any:
     """Return queries, keys and values of their product, with queries and keys rotated, in FP32 and rounded once.
 
@@ -366,23 +399,27 @@ def split_rotated(
         Which channels make a pair.
     in_place : bool
         The product may be written to: nobody else reads it.
+    order : tuple of int, optional
+        Order of the results' dimensions, as :meth:`torch.Tensor.permute` takes it.
 
     Returns
     -------
     tuple of torch.Tensor
-        ``(..., heads, d)`` each.
+        ``(..., heads, d)`` each, or in the order that is asked for.
     """
     of_q, of_k = waves
     if _is_native(packed, *of_q, *of_k):
         given = packed.contiguous()
-        return _Split.apply(given, (*of_q, *of_k), heads, interleaved, in_place)
+        return _apply_split(given, in_place, (*of_q, *of_k), heads, interleaved, order)
     if of_q is of_k and not heads.is_grouped:
         whole = packed.unflatten(-1, (-1, heads.channels))
         turned = _Rotate.apply(whole, *of_q, interleaved, heads.queries + heads.groups)
-        return turned.split_with_sizes((heads.queries, heads.groups, heads.groups), -2)
-    q, k, v = heads.split(packed)
-    q = _Rotate.apply(q, *of_q, interleaved, heads.queries)
-    return q, _Rotate.apply(k, *of_k, interleaved, heads.groups), v
+        parts = turned.split_with_sizes((heads.queries, heads.groups, heads.groups), -2)
+    else:
+        q, k, v = heads.split(packed)
+        q = _Rotate.apply(q, *of_q, interleaved, heads.queries)
+        parts = q, _Rotate.apply(k, *of_k, interleaved, heads.groups), v
+    return parts if order is None else tuple([part.permute(order) for part in parts])
 
 
 def waves_of(

@@ -69,7 +69,9 @@ class Scores(NamedTuple):
     ) -> Scores:
         """Return the same for sequences of a call, with the rule for them if it is another."""
         rule = self.rule if rule is None else rule
-        return self._replace(rule=rule, kept=kept, masked=masked)
+        # Traces of torch 2.8 do not go through `_replace`.
+        fixed = (self.scale, self.dropout, self.bias, self.sink)
+        return Scores(rule, *fixed, kept, masked, self.softcap)
 
 
 def _is_plain(scores: Scores, queries: int, keys: int) -> bool:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from te_fast.attention.multi_head import MultiheadAttention
 from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.linear import Linear
 from te_fast.runtime import native
-from te_fast.runtime.module_hooks import is_called_plainly
+from te_fast.runtime.module_hooks import are_called_plainly
 
 
 class Tail:
@@ -19,7 +18,7 @@ class Tail:
     proj : Linear
         The projection, with whole parameters.
     mlp : LayerNormMLP
-        The feed-forward block, with a norm.
+        The feed-forward block, with a norm; the halves of its first weight may be two parameters.
     name : str
         Name in messages.
     """
@@ -47,15 +46,13 @@ class Tail:
             and mlp.__dict__.get("_handles") is handles[1]
         )
 
-    def takes(self, attention: MultiheadAttention, hidden: torch.Tensor) -> bool:
+    def takes(self, hidden: torch.Tensor) -> bool:
         """Tell whether it computes what calls of the layers would."""
         proj, mlp = self._proj, self._mlp
         if (
             type(hidden) is not torch.Tensor
             or type(proj) is not Linear
-            or type(mlp) is not LayerNormMLP
-            or type(attention) is not MultiheadAttention
-            or not all(map(is_called_plainly, (proj, mlp, attention)))
+            or not are_called_plainly(proj, mlp)
             or mlp.checkpoint
             or proj._exchange
             or mlp._exchange

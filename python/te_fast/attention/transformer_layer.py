@@ -11,12 +11,14 @@ from torch.nn import functional
 
 from te_fast.attention.inference import InferenceParams
 from te_fast.attention.multi_head import CompositeModule, MultiheadAttention, Rotation, heads_of
+from te_fast.attention.simple import attend_simply
 from te_fast.attention.tail import Tail
 from te_fast.errors import ShapeError
 from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.norm import LayerNorm, RMSNorm
 from te_fast.layers.parameters import refuse
 from te_fast.parallel.ranks import divided
+from te_fast.runtime.module_hooks import are_called_plainly
 
 Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
@@ -421,8 +423,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
         }
         tail = self._tail_for(hidden)
         if tail is not None:
-            attention = self.self_attention
-            context, _ = attention.attend((hidden, None), is_first_microbatch, rotary_pos_emb, own)
+            context = self._attended(hidden, is_first_microbatch, rotary_pos_emb, own)
             return tail(context, hidden, is_first_microbatch)
         step = {"is_first_microbatch": is_first_microbatch, "rotary_pos_emb": rotary_pos_emb}
         attended = self.self_attention(hidden, **step, **own)
@@ -465,11 +466,30 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             return None
         if is_compiling():  # a graph has the layers as operators
             return None
-        attention, mlp = self.self_attention, self.layernorm_mlp
+        modules = self._modules
+        attention: Any = modules["self_attention"]
+        mlp: Any = modules["layernorm_mlp"]
+        if (
+            type(attention) is not MultiheadAttention
+            or type(mlp) is not LayerNormMLP
+            or not are_called_plainly(attention)
+        ):
+            return None
+        proj: Any = attention._modules["proj"]
         tail: Tail | None = self.__dict__.get("_tail")
-        if tail is None or not tail.is_of(attention.proj, mlp):
-            tail = self.__dict__["_tail"] = Tail(attention.proj, mlp, self._shown)
-        return tail if tail.takes(attention, hidden) else None
+        if tail is None or not tail.is_of(proj, mlp):
+            tail = self.__dict__["_tail"] = Tail(proj, mlp, self._shown)
+        return tail if tail.takes(hidden) else None
+
+    def _attended(
+        self, hidden: torch.Tensor, is_first: bool | None, angles: Rotation, given: dict[str, Any]
+    ) -> torch.Tensor:
+        """Return the heads of self attention, merged."""
+        attention = self.self_attention
+        context = attend_simply(attention, hidden, is_first, angles, given)
+        if context is None:
+            context, _ = attention.attend((hidden, None), is_first, angles, given)
+        return context
 
     def _is_plain(self) -> bool:
         return not (

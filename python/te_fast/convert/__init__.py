@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fast.convert import known
+from te_fast.convert.experts import ExpertsForward, experts, is_experts, try_experts
 from te_fast.convert.forwards import (
     DecoderForward,
     Forward,
@@ -109,6 +110,8 @@ class _Plan:
         for name, module in modules:
             if known.is_decoder(module):
                 self._take(name, module, self._decoder)
+            elif is_experts(module):
+                self._take(name, module, self._experts)
             elif type(module) is torch.nn.Sequential:
                 self._sequential(name, module)
         for name, module in modules:
@@ -139,8 +142,18 @@ class _Plan:
             leave(f"{name} shares parameters with another module")
         forward = DecoderForward(found, name)
         forward.is_tuple = known.try_decoder(found, name, forward.run)
-        if found.activation is None:
+        if found.activation is None and not any(map(is_experts, module.mlp.modules())):
             self.left[f"{name}.mlp"] = found.reason
+        return forward
+
+    def _experts(self, name: str, module: Any) -> Forward:
+        if self._is_excluded(name):
+            leave(f"{name} is excluded")
+        found = experts(module, name)
+        if any(self._uses[id(parameter)] > 1 for parameter in module.parameters()):
+            leave(f"{name} shares parameters with another module")
+        forward = ExpertsForward(found, name)
+        try_experts(found, name, forward.run)
         return forward
 
     def _sequential(self, name: str, module: torch.nn.Sequential) -> None:
@@ -227,10 +240,10 @@ def convert(
 ) -> Report:
     """Let a model's modules compute by te_fast's layers.
 
-    Decoder layers as Llama, Mistral, Qwen and their kin have them, norms and the linear layers behind them in
-    ``torch.nn.Sequential``, and all linear layers get another ``forward``. Modules, parameters, names and states stay
-    what they are. In ``te_fast.pytorch.autocast`` they compute in FP8, elsewhere in the parameters' type. A block is
-    recognised by its parts and then tried: one that computes something else is left.
+    Decoder layers as Llama, Mistral, Qwen and their kin have them, experts as Mixtral and its kin have them, norms and
+    the linear layers behind them in ``torch.nn.Sequential``, and all linear layers get another ``forward``. Modules,
+    parameters, names and states stay what they are. In ``te_fast.pytorch.autocast`` they compute in FP8, elsewhere in
+    the parameters' type. A block is recognised by its parts and then tried: one that computes something else is left.
 
     Parameters
     ----------

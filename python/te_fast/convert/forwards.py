@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from te_fast.attention.dot_product import DotProductAttention
-from te_fast.attention.rope import Heads, LastWaves, rotate, signed_waves, split_rotated
+from te_fast.attention.rope import (
+    Heads,
+    LastWaves,
+    Waves,
+    rotate,
+    signed_waves,
+    split_rotated,
+)
+from te_fast.attention.simple import attend_product, simple_scores
+from te_fast.attention.tail import Tail
 from te_fast.convert.gated import GatedMLP
 from te_fast.convert.known import Attention, Decoder, Norm
 from te_fast.layers.layernorm_linear import LayerNormLinear
@@ -18,6 +29,8 @@ from te_fast.layers.linear import Linear
 from te_fast.runtime.module_hooks import has_hooks
 
 Tie = tuple[str, torch.nn.Module, str]
+#: A module, and the children of it that a conversion goes by.
+Watched = tuple[torch.nn.Module, Sequence[tuple[str, torch.nn.Module]]]
 
 
 class Tied:
@@ -130,12 +143,14 @@ def norm_and_mlp(
     return Tied(layer, ties)
 
 
-def _is_same(owner: torch.nn.Module, known: Sequence[tuple[str, torch.nn.Module]]) -> bool:
+def _are_same(watched: Sequence[Watched]) -> bool:
     """Whether modules are still those of the conversion, and nothing looks at their calls."""
-    children = owner._modules
-    return not any(
-        [children.get(name) is not module or has_hooks(module) for name, module in known]
-    )
+    for owner, known in watched:
+        children = owner._modules
+        for name, module in known:
+            if children.get(name) is not module or has_hooks(module):
+                return False
+    return True
 
 
 class SequentialForward(Forward):
@@ -175,7 +190,7 @@ class SequentialForward(Forward):
     def __call__(self, input: torch.Tensor) -> Any:
         """Run the modules; each by itself where one is another than it was."""
         owner: Any = self._owner()
-        if list(owner._modules.items()) != self._known or not _is_same(owner, self._watched):
+        if list(owner._modules.items()) != self._known or not _are_same([(owner, self._watched)]):
             return type(owner).forward(owner, input)
         place, x = 0, input
         while place < len(self._known):
@@ -250,6 +265,7 @@ class DecoderForward(Forward):
         parts = _attention_parts(attention, found.norms[0], first, name)
         self.qkv, self.core, self.out = parts
         self.mlp: Tied | None = None
+        self._tail: Tail | None = None
         self._watched = [(attention.module, list(attention.module._modules.items()))]
         own = [("input_layernorm", first), ("self_attn", attention.module)]
         if found.activation is not None:
@@ -259,7 +275,10 @@ class DecoderForward(Forward):
             own += [("post_attention_layernorm", second), ("mlp", mlp)]
         self._watched.append((layer, own))
 
-    __getstate__ = SequentialForward.__getstate__
+    def __getstate__(self) -> dict[str, Any]:
+        """Name the layer itself, and leave the native program out: it is made anew."""
+        return self.__dict__ | {"_owner": self._owner(), "_tail": None}
+
     __setstate__ = SequentialForward.__setstate__
 
     def packed(self) -> list[list[torch.nn.Parameter]]:
@@ -287,12 +306,22 @@ class DecoderForward(Forward):
             return False
         if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 4):
             return False
-        for name in ("past_key_values", "past_key_value", "cu_seq_lens_q", "head_mask"):
+        for name in ("past_key_value", "cu_seq_lens_q", "head_mask"):
             if given.get(name) is not None:
                 return False
+        cache = given.get("past_key_values")
+        if cache is not None and (self.is_tuple or not self._is_empty(cache)):
+            return False
         if given.get("output_attentions"):
             return False
-        return all([_is_same(owner, known) for owner, known in self._watched])
+        return _are_same(self._watched)
+
+    def _is_empty(self, cache: Any) -> bool:
+        """Tell whether a cache returns just what it is given, as in Transformers' first call, and in training."""
+        owner: Any = self._owner()
+        if type(cache).__name__ != "DynamicCache":
+            return False
+        return bool(cache.get_seq_length(owner.self_attn.layer_idx) == 0)
 
     def __call__(self, hidden_states: torch.Tensor, *places: Any, **given: Any) -> Any:
         """Run the layer; the layer's own way where the call is not for te_fast's."""
@@ -307,6 +336,7 @@ class DecoderForward(Forward):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_embeddings: Any = None,
+        past_key_values: Any = None,
         **_: Any,
     ) -> torch.Tensor:
         """Run te_fast's layers.
@@ -319,29 +349,60 @@ class DecoderForward(Forward):
             ``(batch, 1, tokens, tokens)``: bool, True where a query attends, or what is added to scores.
         position_embeddings : tuple of torch.Tensor
             Cosines and sines, ``(1 or batch, tokens, channels)``.
+        past_key_values : optional
+            An empty cache, which takes keys and values.
         """
         owner: Any = self._owner()
         mixed = self.qkv(hidden_states)
         waves = _waves_of(*position_embeddings)
-        if self._has_head_norms:
-            q, k, v = self._heads.split(mixed)
-            q, k = owner.self_attn.q_norm(q), owner.self_attn.k_norm(k)
-            q, k = (rotate(t, waves, interleaved=False) for t in (q, k))
-        else:
-            q, k, v = split_rotated(
-                mixed, (waves, waves), self._heads, interleaved=False, in_place=True
-            )
-        context = self._attend(q, k, v, attention_mask, training=owner.training)
+        context = self._attended(mixed, waves, attention_mask, past_key_values)
+        tail = self._tail_for(hidden_states)
+        if tail is not None:
+            return tail(context, hidden_states, None)
         h = hidden_states + self.out(context)
         if self.mlp is not None:
             return h + self.mlp(h)
         return h + owner.mlp(owner.post_attention_layernorm(h))
 
-    def _attend(
-        self, q: Any, k: Any, v: Any, mask: torch.Tensor | None, *, training: bool
+    def _tail_for(self, hidden: torch.Tensor) -> Tail | None:
+        """Return what computes everything behind attention in one program; None where there is none for a call."""
+        if self.mlp is None or is_compiling() or torch.is_autocast_enabled(hidden.device.type):
+            return None
+        self.out.refresh()
+        self.mlp.refresh()
+        proj, mlp = self.out.layer, self.mlp.layer
+        if not mlp.has_plain_halves():
+            return None
+        if self._tail is None or not self._tail.is_of(proj, mlp):
+            self._tail = Tail(proj, mlp, mlp.name)
+        return self._tail if self._tail.takes(hidden) else None
+
+    def _attended(
+        self, mixed: torch.Tensor, waves: Waves, mask: torch.Tensor | None, cache: Any
     ) -> torch.Tensor:
+        """Return the heads of attention, merged."""
+        owner: Any = self._owner()
+        core, heads = self.core, self._heads
+        core.__dict__["training"] = owner.training
+        note = None if cache is None else partial(_note, cache, owner.self_attn.layer_idx)
+        scores = None
+        if mask is None and not self._has_head_norms and not is_compiling():
+            scores = simple_scores(core)
+        if scores is not None:
+            how: dict[str, Any] = {"in_place": True, "note": note}
+            return attend_product(mixed, (waves, waves), heads, "bshd", scores, **how)
+        if self._has_head_norms:
+            q, k, v = heads.split(mixed)
+            q, k = owner.self_attn.q_norm(q), owner.self_attn.k_norm(k)
+            q, k = (rotate(t, waves, interleaved=False) for t in (q, k))
+        else:
+            q, k, v = split_rotated(mixed, (waves, waves), heads, interleaved=False, in_place=True)
+        if note is not None:
+            k, v = (t.transpose(1, 2) for t in note(k.transpose(1, 2), v.transpose(1, 2)))
+        return self._attend(q, k, v, mask)
+
+    def _attend(self, q: Any, k: Any, v: Any, mask: torch.Tensor | None) -> torch.Tensor:
         core = self.core
-        core.__dict__["training"] = training
         if mask is None:
             return core(q, k, v)
         mask = mask[..., : k.shape[1]]
@@ -349,6 +410,10 @@ class DecoderForward(Forward):
             return core(q, k, v, mask.logical_not(), attn_mask_type="arbitrary")
         bias = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": mask}
         return core(q, k, v, attn_mask_type="no_mask", **bias)
+
+
+def _note(cache: Any, layer: int, k: torch.Tensor, v: torch.Tensor) -> Any:
+    return cache.update(k, v, layer)
 
 
 def _gated_mlp(mlp: Any, norm: torch.nn.Module, found: Decoder, name: str) -> Tied:

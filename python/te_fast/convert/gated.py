@@ -12,6 +12,7 @@ from te_fast.layers.parts import concatenate
 from te_fast.runtime import native
 
 _HALVES = ("gate", "up")
+_NAMES = ("gate_weight", "up_weight", "gate_bias", "up_bias")
 
 
 class GatedMLP(LayerNormMLP):
@@ -57,6 +58,15 @@ class GatedMLP(LayerNormMLP):
         program.linear("fc2", handles["fc2_weight"], parameters, "fc2_weight", ffn, hidden)
         if biased:
             program.bias("fc2_bias", parameters, "fc2_bias", hidden)
+
+    def has_plain_halves(self) -> bool:
+        """Tell whether a program can read the halves of weight and bias as one."""
+        own = self._parameters
+        for name in _NAMES if self.use_bias else _NAMES[:2]:
+            part = own[name]
+            if type(part) is not torch.nn.Parameter or part.is_inference():
+                return False
+        return True
 
     def _is_whole(self) -> bool:
         return False

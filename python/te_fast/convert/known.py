@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -143,7 +144,7 @@ def norm(module: torch.nn.Module, name: str) -> Norm:
         if isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm) or shown.endswith("RMSNorm)"):
             return candidates[0]
         leave(f"{shown} cannot be tried on the meta device")
-    x = _random(weight, 4, weight.shape[0])
+    x = random_like(weight, 4, weight.shape[0])
     y = module(x)
     for candidate in candidates:
         if agrees(y, candidate(x, module), weight.dtype):
@@ -179,23 +180,41 @@ def gated_activation(function: Any, name: str) -> str:
     leave(f"{name}.act_fn is no activation that te_fast has")
 
 
-def _random(like: torch.Tensor, *shape: int) -> torch.Tensor:
+def random_like(like: torch.Tensor, *shape: int) -> torch.Tensor:
     """Return numbers that do not touch the state of torch's generators."""
     generator = torch.Generator().manual_seed(1234)
     return torch.randn(*shape, generator=generator).to(like.device, like.dtype)
 
 
 @contextmanager
-def evaluating(module: torch.nn.Module) -> Iterator[None]:
-    """Have a module without dropout for a while."""
+def in_mode(module: torch.nn.Module, *, training: bool) -> Iterator[None]:
+    """Have a module in training, or out of it, for a while."""
     modes = [(child, child.training) for child in module.modules()]
     for child, _ in modes:
-        child.training = False
+        child.training = training
     try:
         yield
     finally:
         for child, mode in modes:
             child.training = mode
+
+
+def refuse_random(module: Any, name: str, run: Callable[[], Any]) -> None:
+    """Raise for a module that draws random numbers in training, as dropout by a function does.
+
+    Raises
+    ------
+    Left
+        Saying so.
+    """
+    device = next(module.parameters()).device
+    of_gpu = device.type == "cuda"
+    state = partial(torch.cuda.get_rng_state, device) if of_gpu else torch.get_rng_state
+    with torch.random.fork_rng([device] if of_gpu else []), in_mode(module, training=True):
+        before = state()
+        run()
+        if not torch.equal(state(), before):
+            leave(f"{name} draws random numbers in training, such as those of a dropout of its own")
 
 
 class Attention(NamedTuple):
@@ -247,6 +266,10 @@ def _attention(module: Any, name: str) -> Attention:
     if ("q_norm" in module._modules) != ("k_norm" in module._modules):
         leave(f"{name} has one norm for queries and keys")
     norms = (module.q_norm, module.k_norm) if "q_norm" in module._modules else None
+    for part in norms or ():
+        sizes = [parameter.numel() for parameter in part.parameters()]
+        if any(size != d for size in sizes):
+            leave(f"{name} has norms of {sizes[0]} channels, its heads have {d}")
     config = getattr(module, "config", None)
     how = getattr(config, "_attn_implementation", None) or "sdpa"
     scale = float(getattr(module, "scaling", d**-0.5))
@@ -311,24 +334,43 @@ def try_decoder(found: Decoder, name: str, forward: Callable[..., Any]) -> bool:
         return False
     weight = attention.module.q_proj.weight
     tokens = 16
-    x = _random(weight, 1, tokens, weight.shape[1])
-    angles = _random(weight, 1, tokens, attention.channels // 2).float()
+    x = random_like(weight, 1, tokens, weight.shape[1])
+    angles = random_like(weight, 1, tokens, attention.channels // 2).float()
     angles = torch.cat((angles, angles), -1)
     waves = (angles.cos().to(x.dtype), angles.sin().to(x.dtype))
     mask = None
     if attention.implementation == "eager":
         mask = torch.full((1, 1, tokens, tokens), torch.finfo(x.dtype).min).triu(1).to(x)
     given = {"attention_mask": mask, "position_embeddings": waves}
-    with evaluating(layer):
+    with in_mode(layer, training=False):
         try:
             wanted = type(layer).forward(layer, x, **given)
         except Exception as error:
             message = f"{name} cannot be called as Llama's layer: {type(error).__name__}: {error}"
             raise Left(message) from error
-        got = forward(x, **given)
+        try:
+            got = forward(x, **given)
+        except Exception as error:
+            message = f"te_fast cannot compute {name}: {type(error).__name__}: {error}"
+            raise Left(message) from error
     is_tuple = isinstance(wanted, tuple)
     if is_tuple and len(wanted) != 1:
         leave(f"{name} returns {len(wanted)} values")
     if not agrees(got, wanted[0] if is_tuple else wanted, x.dtype):
         leave(f"{name} computes something else than Llama's layer")
+    with _without_dropout(attention.module):
+        refuse_random(layer, name, lambda: type(layer).forward(layer, x, **given))
     return is_tuple
+
+
+@contextmanager
+def _without_dropout(attention: Any) -> Iterator[None]:
+    """Have attention drop no weights for a while; te_fast's drops them, too."""
+    former = attention.__dict__.get("attention_dropout")
+    if former is not None:
+        attention.attention_dropout = 0.0
+    try:
+        yield
+    finally:
+        if former is not None:
+            attention.attention_dropout = former

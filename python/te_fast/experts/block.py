@@ -23,7 +23,7 @@ from te_fast.moe.router import (
 )
 from te_fast.ops.basic.grouped_linear import GroupedLinear
 from te_fast.ops.basic.scaled import ScaledClampedQGeGLU, ScaledSiTUGLU, ScaledSReLU, ScaledSwiGLU
-from te_fast.ops.common import autocast_dtype, parameter_options
+from te_fast.ops.common import parameter_options
 from te_fast.ops.sequential import Sequential
 from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import copy_sharing
@@ -220,26 +220,34 @@ class MoE(torch.nn.Module):
                 f"{list(inp.shape)}"
             )
             raise ShapeError(message)
-        dtype = autocast_dtype(inp) if is_any_autocast_enabled() else None
         outside: Any = _AS_IT_IS
-        if dtype is not None:
+        if is_any_autocast_enabled():
             outside = torch.autocast(inp.device.type, enabled=False)
         with outside:
             probs, chosen, logits = self._route(inp)
         self._count(chosen)
+        merged = self._mixed(inp, chosen, probs, is_first_microbatch)
+        if self.aux_loss_coeff == 0.0:
+            return merged
+        with outside:
+            return merged, self._aux_loss(logits)
+
+    def _mixed(
+        self,
+        inp: torch.Tensor,
+        chosen: torch.Tensor,
+        probs: torch.Tensor,
+        is_first_microbatch: bool | None,
+    ) -> torch.Tensor:
+        """Return the sums of the experts' results, of a router's choice, in the shape of the input."""
         experts: Any = self._modules["experts"]
         program = None
         if self._ranks is None and is_unseen(inp) and takes(experts, inp):
             program = self._program()
         if program is not None:
-            merged = program(inp, chosen, probs, is_first_microbatch, dtype)
-        else:
-            tokens = inp.reshape(-1, self.hidden_size)
-            merged = self._one_by_one(tokens, chosen, probs, is_first_microbatch).view(inp.shape)
-        if self.aux_loss_coeff == 0.0:
-            return merged
-        with outside:
-            return merged, self._aux_loss(logits)
+            return program(inp, chosen, probs, is_first_microbatch)
+        tokens = inp.reshape(-1, self.hidden_size)
+        return self._one_by_one(tokens, chosen, probs, is_first_microbatch).view(inp.shape)
 
     def _route(self, inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return probabilities, the map of the chosen experts, and logits, each ``(tokens, experts)``."""

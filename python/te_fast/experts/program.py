@@ -10,10 +10,13 @@ from te_fast import _config
 from te_fast.ops import fuser
 from te_fast.ops.basic.grouped_linear import GroupedLinear
 from te_fast.ops.basic.scaled import ScaledActivation
+from te_fast.ops.common import autocast_dtype
 from te_fast.ops.plan import explain_program
 from te_fast.ops.sequential import Sequential
 from te_fast.runtime import native
+from te_fast.runtime.compiling import is_any_autocast_enabled
 from te_fast.runtime.global_state import FP8GlobalStateManager
+from te_fast.runtime.module_hooks import are_called_plainly
 
 
 class ExpertsProgram:
@@ -79,7 +82,6 @@ class ExpertsProgram:
         chosen: torch.Tensor,
         probs: torch.Tensor,
         is_first_microbatch: bool | None,
-        autocast: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Return the sums of the experts' results, in the shape of the tokens.
 
@@ -91,9 +93,8 @@ class ExpertsProgram:
             ``(tokens, num_experts)``: the mask of the experts of each token, and their probabilities.
         is_first_microbatch : bool, optional
             As of :class:`te_fast.pytorch.Linear`.
-        autocast : torch.dtype, optional
-            What ``torch.autocast`` wants, if it is on.
         """
+        autocast = autocast_dtype(tokens) if is_any_autocast_enabled() else None
         dtype = autocast or self._dtype
         x = tokens if tokens.dtype is dtype else tokens.to(dtype)
         first = None if is_first_microbatch is None else bool(is_first_microbatch)
@@ -154,7 +155,7 @@ def takes(experts: Any, tokens: torch.Tensor) -> bool:
     """
     enabled, calibrating, *_ = native.autocast_region()
     return (
-        native.are_called_plainly(experts, *experts._modules.values())
+        are_called_plainly(experts, *experts._modules.values())
         and tokens.numel() != 0
         and not fuser._is_custom()
         and not _config.DEBUG  # where dropped rows are looked for

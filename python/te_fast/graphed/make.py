@@ -278,6 +278,8 @@ def _warm_up(order: Order, runs: Sequence[Run], shared: Shared) -> None:
             options.post_warmup_hook()
     for run in runs:
         run.forget_autograd()
+        if not shared.quantization.caches_weights:
+            run.forget_weights()
 
 
 def _check_weight_gradients(order: Order, runs: Sequence[Run]) -> None:

@@ -277,6 +277,13 @@ class Run:
         """Whether a layer within leaves weight gradients to ``backward_dw``."""
         return bool(self.delaying)
 
+    def forget_weights(self) -> None:
+        """Drop the quantised weights of warm-ups, which a graph that quantises its own does not read."""
+        for part in self.module.modules():
+            drop = getattr(part, "_drop_weight_cache", None)
+            if drop is not None:
+                drop(of_graphs=False)
+
     def forget_autograd(self) -> None:
         """Drop the autograd graph: its memory is free for the captures that follow."""
         self._live = []

@@ -150,9 +150,9 @@ class TransformerEngineBaseModule(StatefulModule):
         for handle in self._weight_handles().values():
             handle.drop_slots()
 
-    def _drop_weight_cache(self) -> None:
+    def _drop_weight_cache(self, *, of_graphs: bool = True) -> None:
         for handle in self._weight_handles().values():
-            handle.drop_weight_cache()
+            handle.drop_weight_cache(of_graphs)
 
     @property
     def _fp8_workspaces(self) -> dict[str, torch.Tensor]:

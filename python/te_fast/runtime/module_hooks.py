@@ -25,8 +25,19 @@ _hooks_of_all = (
 )
 
 
-def is_called_plainly(module: torch.nn.Module) -> bool:
-    """Return whether calling a module is its class's own forward, and nobody else sees what it returns."""
-    own = module.__dict__
-    is_changed = "forward" in own or own.get("_compiled_call_impl") is not None
-    return not (has_hooks(module) or is_changed or any(_hooks_of_all))
+def are_called_plainly(*modules: torch.nn.Module) -> bool:
+    """Return whether calls of modules are their classes' own forwards, and nobody else sees what they return."""
+    if any(_hooks_of_all):
+        return False
+    for module in modules:
+        own = module.__dict__
+        if (
+            own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "forward" in own
+            or own.get("_compiled_call_impl") is not None
+        ):
+            return False
+    return True

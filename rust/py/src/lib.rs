@@ -76,8 +76,6 @@ mod _native {
     #[pymodule_export]
     use crate::layer::call::{grouped_layer_forward, layer_call, layer_forward};
     #[pymodule_export]
-    use crate::layer::module::are_called_plainly;
-    #[pymodule_export]
     use crate::program::backward::{ProgramSaved, program_backward};
     #[pymodule_export]
     use crate::program::buffers::Buffers;

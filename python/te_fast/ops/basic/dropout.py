@@ -51,12 +51,11 @@ class Dropout(BasicOperation):
         """Draw the mask, one byte per entry, and keep it."""
         if not self.training or self.dropout_probability == 0.0:
             return input_
-        keep = 1.0 - self.dropout_probability
-        mask = torch.empty(input_.shape, dtype=torch.bool, device=input_.device).bernoulli_(keep)
+        y, mask = torch.native_dropout(input_, self.dropout_probability, True)
         if ctx.requires_grad:
             ctx.save_for_backward(mask)
-            ctx.factor = 1.0 / keep  # type: ignore[attr-defined]
-        return (input_ * mask).mul_(1.0 / keep)
+            ctx.factor = 1.0 / (1.0 - self.dropout_probability)  # type: ignore[attr-defined]
+        return y
 
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
@@ -66,7 +65,8 @@ class Dropout(BasicOperation):
             return grad_output, ()
         (mask,) = ctx.saved_tensors
         assert mask is not None
-        return (grad_output * mask).mul_(ctx.factor), ()  # type: ignore[attr-defined]
+        factor: float = ctx.factor  # type: ignore[attr-defined]
+        return torch.ops.aten.native_dropout_backward(grad_output, mask, factor), ()
 
     def extra_repr(self) -> str:
         """Probability."""

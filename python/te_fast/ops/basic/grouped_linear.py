@@ -440,11 +440,11 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         for handle in () if loop is None else loop.handles:
             handle.drop_slots()
 
-    def _drop_weight_cache(self) -> None:
-        super()._drop_weight_cache()
+    def _drop_weight_cache(self, *, of_graphs: bool = True) -> None:
+        super()._drop_weight_cache(of_graphs=of_graphs)
         loop: ExpertLoop | None = self.__dict__.get("_loop")
         for handle in () if loop is None else loop.handles:
-            handle.drop_weight_cache()
+            handle.drop_weight_cache(of_graphs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the native halves out."""

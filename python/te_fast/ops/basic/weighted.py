@@ -91,8 +91,8 @@ class WeightedOperation(NativeOperation):
         if isinstance(value, torch.Tensor) and "_handle" in self.__dict__:
             self._drop_weight_cache()
 
-    def _drop_weight_cache(self) -> None:
-        self._handle.drop_weight_cache()
+    def _drop_weight_cache(self, *, of_graphs: bool = True) -> None:
+        self._handle.drop_weight_cache(of_graphs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Drop the FP8 weights: ``.to()`` and its kin exchange the weights' memory."""

@@ -65,8 +65,10 @@ pub enum Keep {
     /// Not at all: the optimizer is about to change it, and the backward has its own share. [`WeightCache`] keeps it all the
     /// same where the step before used it again.
     WhileNeeded,
-    /// For the graph under capture: its bytes exist when the graph runs, not now.
+    /// For calls of the graph under capture that say `is_first_microbatch=False`: its bytes exist when the graph runs, not now.
     ForCapture,
+    /// Not at all, under capture: no call but such a one takes a weight from another, and its memory is the next launches'.
+    WhileCaptured,
 }
 
 /// What a linear op keeps of its weight.
@@ -118,11 +120,14 @@ impl<M> WeightCache<M> {
         self.kept.as_ref()
     }
 
-    /// Forgets it: the next forward quantises the weight again. What captured graphs skip stays.
+    /// Forgets it: the next forward quantises the weight again. What captured graphs skip stays; `of_graphs` also forgets
+    /// the weight that the later microbatches of a graph under capture would take.
     #[must_use]
-    pub fn clear(&mut self) -> [Former<M>; 3] {
+    pub fn clear(&mut self, of_graphs: bool) -> [Former<M>; 3] {
         self.passing = None;
-        [self.kept.take(), self.captured.take(), self.take_ready().map(|(weight, _)| weight)]
+        self.is_used_again = false;
+        let captured = if of_graphs { self.captured.take() } else { None };
+        [self.kept.take(), captured, self.take_ready().map(|(weight, _)| weight)]
     }
 
     /// Leaves a weight that was quantised with others on `stream` to the next call; what nobody has taken.
@@ -211,8 +216,10 @@ impl<M> WeightCache<M> {
     /// Keeps a weight that was quantised by this call. Only afterwards: a call that failed leaves none behind.
     #[must_use]
     pub fn keep(&mut self, weight: &Arc<KeptWeight<M>>, stream: Stream, keep: Keep) -> Former<M> {
-        if keep == Keep::ForCapture {
-            return self.captured.replace(Arc::clone(weight));
+        match keep {
+            Keep::ForCapture => return self.captured.replace(Arc::clone(weight)),
+            Keep::WhileCaptured => return self.captured.take(),
+            Keep::Long | Keep::WhileNeeded => {}
         }
         self.note_change();
         self.was_reused = false;
@@ -318,6 +325,23 @@ mod tests {
     }
 
     #[test]
+    fn a_graph_keeps_what_its_later_microbatches_take_and_nothing_else() {
+        let mut cache = WeightCache::default();
+        let eager = Arc::new(KeptWeight::new(record(0, 0), ()));
+        drop(cache.keep(&eager, STREAM, Keep::Long));
+        let weight = Arc::new(KeptWeight::new(record(0, 0), ()));
+        assert!(cache.keep(&weight, STREAM, Keep::ForCapture).is_none());
+        assert!(matches!(cache.find(&record(0, 0), Microbatch::Later, true), Candidate::Serves(_)));
+        assert!(matches!(cache.find(&record(0, 0), Microbatch::Unknown, true), Candidate::None));
+        let other = Arc::new(KeptWeight::new(record(0, 0), ()));
+        assert!(cache.keep(&other, STREAM, Keep::WhileCaptured).is_some_and(|former| Arc::ptr_eq(&former, &weight)));
+        assert!(!cache.holds(&other) && cache.holds(&eager));
+        drop(cache.keep(&weight, STREAM, Keep::ForCapture));
+        assert!(cache.clear(false).iter().flatten().any(|former| Arc::ptr_eq(former, &eager)));
+        assert!(!cache.holds(&eager) && cache.holds(&weight));
+    }
+
+    #[test]
     fn optimizer_steps_alone_leave_a_frozen_weight_as_it_is() {
         let mut cache = WeightCache::default();
         let weight = Arc::new(KeptWeight::new(record(0, 0), ()));
@@ -343,7 +367,7 @@ mod tests {
         }
         let weight = Arc::new(KeptWeight::new(record(0, 0), ()));
         assert!(cache.make_ready(Arc::clone(&weight), STREAM).is_none());
-        assert!(cache.clear().iter().flatten().any(|former| Arc::ptr_eq(former, &weight)));
+        assert!(cache.clear(true).iter().flatten().any(|former| Arc::ptr_eq(former, &weight)));
         assert!(cache.take_ready().is_none());
     }
 

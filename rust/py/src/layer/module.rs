@@ -95,16 +95,7 @@ pub(crate) fn can_skip_module_call(
     state: &State,
     attributes: &Bound<'_, PyDict>,
 ) -> PyResult<bool> {
-    if !is_called_plainly(module.py(), state, attributes)? {
-        return Ok(false);
-    }
-    let (py, class) = (module.py(), module.get_type());
-    Ok(class.getattr(intern!(py, "forward"))?.is(&class.getattr(intern!(py, "_called_forward"))?))
-}
-
-/// No hook of the module or of all modules, no compiled call, no `forward` of the instance's own.
-#[inline]
-fn is_called_plainly(py: Python<'_>, state: &State, attributes: &Bound<'_, PyDict>) -> PyResult<bool> {
+    let py = module.py();
     for hooks in [
         intern!(py, "_forward_hooks"),
         intern!(py, "_forward_pre_hooks"),
@@ -116,20 +107,9 @@ fn is_called_plainly(py: Python<'_>, state: &State, attributes: &Bound<'_, PyDic
             _ => return Ok(false),
         }
     }
+    let class = module.get_type();
     Ok(state.torch.global_hooks.iter().all(|hooks| hooks.bind(py).is_empty())
+        && class.getattr(intern!(py, "forward"))?.is(&class.getattr(intern!(py, "_called_forward"))?)
         && !attributes.contains(intern!(py, "forward"))?
-        && attributes.get_item(intern!(py, "_compiled_call_impl"))?.is_none_or(|call| call.is_none()))
-}
-
-/// Whether calling each of these modules is its class's own forward, and nobody else sees what it returns.
-#[pyfunction]
-#[pyo3(signature = (*modules))]
-pub(crate) fn are_called_plainly(modules: &Bound<'_, PyTuple>) -> PyResult<bool> {
-    let (py, state) = (modules.py(), state(modules.py())?);
-    for module in modules {
-        if !is_called_plainly(py, state, &instance_dict(&module)?)? {
-            return Ok(false);
-        }
-    }
-    Ok(true)
+        && !attributes.contains(intern!(py, "_compiled_call_impl"))?)
 }

@@ -687,8 +687,9 @@ impl<'a, 'py> Call<'a, 'py> {
                 && let Some((weight, param)) = ProgramHandle::linear_at(self.handle, linear)?
             {
                 let keep = match self.microbatch {
-                    _ if capturing => Keep::ForCapture,
+                    Microbatch::Unknown if trains(param) && capturing => Keep::WhileCaptured,
                     Microbatch::Unknown if trains(param) => Keep::WhileNeeded,
+                    _ if capturing => Keep::ForCapture,
                     _ => Keep::Long,
                 };
                 if skippable {

@@ -169,11 +169,12 @@ impl WeightHandle {
         &self.name
     }
 
-    /// Forgets the quantised weight: the next forward quantises it again.
-    fn drop_weight_cache(slf: &Bound<'_, Self>) -> PyResult<()> {
+    /// Forgets the quantised weight: the next forward quantises it again. What a capture left stays without `of_graphs`.
+    #[pyo3(signature = (of_graphs=true))]
+    fn drop_weight_cache(slf: &Bound<'_, Self>, of_graphs: bool) -> PyResult<()> {
         let (former, traced, joining) = {
             let mut handle = slf.try_borrow_mut()?;
-            (handle.cache.clear(), handle.traced.take(), handle.joining.take())
+            (handle.cache.clear(of_graphs), handle.traced.take(), handle.joining.take())
         };
         drop((former, traced, joining));
         Ok(())

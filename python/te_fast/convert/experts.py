@@ -1,0 +1,165 @@
+"""Experts of other libraries' mixtures, with one stack of weights for each product, and what stands in their place."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from te_fast.convert.forwards import Forward, SequentialForward, Tied
+from te_fast.convert.known import (
+    Left,
+    agrees,
+    gated_activation,
+    in_mode,
+    leave,
+    random_like,
+    refuse_parameters,
+    refuse_random,
+    refuse_wrapped,
+)
+from te_fast.experts.block import MoE
+
+_STACKS = ("gate_up_proj", "down_proj")
+
+
+class Experts(NamedTuple):
+    """Experts that are called with tokens, and with numbers and weights of each token's experts."""
+
+    module: Any
+    number: int
+    hidden: int
+    ffn: int
+
+
+def is_experts(module: torch.nn.Module) -> bool:
+    """Tell whether a module has stacks of weights where Transformers' experts have them."""
+    stacks = [module._parameters.get(name) for name in _STACKS]
+    return all(stack is not None and stack.dim() == 3 for stack in stacks)
+
+
+def experts(module: Any, name: str) -> Experts:
+    """Return the sizes of experts that te_fast computes the same.
+
+    Raises
+    ------
+    Left
+        If they are others.
+    """
+    refuse_wrapped(module, name)
+    refuse_parameters(module, name)
+    own = {key for key, parameter in module._parameters.items() if parameter is not None}
+    if others := own - set(_STACKS):
+        leave(f"{name} has {', '.join(sorted(others))}, too")
+    first, last = (module._parameters[stack] for stack in _STACKS)
+    count, rows, hidden = first.shape
+    ffn = rows // 2
+    if rows % 2 or last.shape != (count, hidden, ffn) or first.dtype != last.dtype:
+        shapes = f"{list(first.shape)} and {list(last.shape)}"
+        leave(
+            f"{name} has weights of shape {shapes}, which are no stacks for torch.nn.functional.linear"
+        )
+    for size in (hidden, ffn):
+        if size % 16 or size == 0:
+            leave(f"{name} has {size} channels, which is no multiple of 16")
+    activation = gated_activation(getattr(module, "act_fn", None), name)
+    if activation != "swiglu":
+        leave(f"{name} has {activation} as activation; of experts, te_fast knows swiglu")
+    return Experts(module, count, hidden, ffn)
+
+
+@torch.no_grad()
+def try_experts(found: Experts, name: str, forward: Callable[..., torch.Tensor]) -> None:
+    """Run experts and what is to stand for them.
+
+    Raises
+    ------
+    Left
+        If they differ, or cannot be called with tokens, numbers and weights.
+    """
+    weight = found.module._parameters[_STACKS[0]]
+    if weight.is_meta:
+        return
+    tokens, topk = 16, min(2, found.number)
+    x = random_like(weight, tokens, found.hidden)
+    scores = random_like(weight, tokens, found.number).float().softmax(-1)
+    weights, numbers = scores.topk(topk, -1)
+    given = x, numbers, weights.to(x.dtype)
+    with in_mode(found.module, training=False):
+        try:
+            wanted = type(found.module).forward(found.module, *given)
+        except Exception as error:
+            message = (
+                f"{name} cannot be called as Mixtral's experts: {type(error).__name__}: {error}"
+            )
+            raise Left(message) from error
+        got = forward(*given)
+    if not isinstance(wanted, torch.Tensor) or not agrees(got, wanted, x.dtype):
+        leave(f"{name} computes something else than Mixtral's experts")
+    refuse_random(found.module, name, lambda: type(found.module).forward(found.module, *given))
+
+
+class ExpertsForward(Forward):
+    """Experts as Mixtral's: two products of all of them, an activation, and the weighted sum, as one program.
+
+    Other calls go the module's own way.
+
+    Parameters
+    ----------
+    found : Experts
+        The experts.
+    name : str
+        Their name.
+    """
+
+    what = "experts"
+
+    def __init__(self, found: Experts, name: str) -> None:
+        self._owner = weakref.ref(found.module)
+        dtype = found.module._parameters[_STACKS[0]].dtype
+        sizes = found.hidden, found.ffn, found.number
+        self.block = MoE(*sizes, 1, device="meta", dtype=dtype, single_grouped_weight=True)
+        first, _, last = self.block.experts
+        products = zip(_STACKS, (first, last), strict=True)
+        self._tied = {stack: Tied(op, [("weight", found.module, stack)]) for stack, op in products}
+
+    __getstate__ = SequentialForward.__getstate__
+    __setstate__ = SequentialForward.__setstate__
+
+    def layers(self) -> dict[str, Tied]:
+        """Return the products by the names of their weights."""
+        return self._tied
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the experts; their own way where the call is another than Mixtral's."""
+        owner: Any = self._owner()
+        if len(args) != 3 or kwargs or args[0].dim() != 2 or args[1].shape != args[2].shape:
+            return type(owner).forward(owner, *args, **kwargs)
+        return self.run(*args)
+
+    def run(
+        self, tokens: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Run te_fast's program.
+
+        Parameters
+        ----------
+        tokens : torch.Tensor
+            ``(tokens, hidden)``.
+        numbers, weights : torch.Tensor
+            ``(tokens, topk)``: the experts of each token, each of them once, and their weights in the sum.
+        """
+        for tied in self._tied.values():
+            tied.refresh()
+        block, topk = self.block, numbers.shape[1]
+        if block.topk != topk:
+            block.topk = topk
+            block.__dict__.pop("_experts_program", None)
+        shape = tokens.shape[0], block.num_experts
+        factors = weights.new_zeros(shape, dtype=torch.float32).scatter(1, numbers, weights.float())
+        chosen = torch.zeros(shape, dtype=torch.bool, device=tokens.device)
+        chosen = chosen.scatter(1, numbers, True)
+        mixed: torch.Tensor = block._mixed(tokens, chosen, factors, None)
+        return mixed
