@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from te_fast.errors import ArgumentError, ShapeError
+from te_fast.experts.balancing_loss import balancing_loss
 from te_fast.experts.exchange import expert_ranks
 from te_fast.experts.program import ExpertsProgram, is_one_program, takes
 from te_fast.experts.route_tokens import is_unseen, route_tokens
@@ -325,6 +326,8 @@ class MoE(torch.nn.Module):
     def _aux_loss(self, logits: torch.Tensor) -> torch.Tensor:
         if logits.shape[0] == 0:
             return logits.sum()
+        if self.num_experts <= MOST_EXPERTS and is_unseen(logits):
+            return balancing_loss(logits, self.topk, self.score_function, self.aux_loss_coeff)
         chosen, scores = fused_compute_score_for_moe_aux_loss(
             logits, self.topk, self.score_function
         )
