@@ -20,9 +20,8 @@ class _BalancingLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, choice: Choice, factor: float) -> torch.Tensor:
         keeps = not choice._keeps_result
-        scores, kept, chosen, _ = native.router_forward(
-            logits, None, choice, None, (keeps, True, False)
-        )
+        made: Any = native.router_forward(logits, None, choice, None, (keeps, True, False))
+        scores, kept, chosen, _ = made
         counts = chosen.sum(0, dtype=torch.float32)
         ctx.save_for_backward(kept if keeps else scores, counts)
         ctx.choice, ctx.factor = choice, factor
