@@ -9,6 +9,7 @@ import platform
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8Curr
 
 CALLS = 100
 RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "block": Float8BlockScaling}
+EXPERTS = (8, 256)
 MARK = 0x7E4A
 GETPPID = {"x86_64": 110, "aarch64": 173}[platform.machine()]
 
@@ -47,6 +49,27 @@ def counted(body: Callable[[], object], mark: Callable[[], object]) -> None:
     gc.enable()
 
 
+def step_of_experts(experts: int) -> dict[str, Callable[[], None]]:
+    """Forward and backward of a layer of experts, and of a whole block with its router, on few tokens.
+
+    torch's own operations run: the block's router has two small products.
+    """
+    options: dict[str, Any] = {"device": "cpu", "single_grouped_weight": True}
+    layer = te.GroupedLinear(experts, 32, 32, bias=False, params_dtype=torch.bfloat16, **options)
+    block = te.MoE(32, 32, experts, 8, dtype=torch.bfloat16, **options)
+    counts = torch.full((experts,), 8 // experts)
+    counts[0] += 8 - counts.sum()
+
+    def step(module: torch.nn.Module, *extras: torch.Tensor) -> None:
+        tokens = torch.ones(8, 32, dtype=torch.bfloat16, requires_grad=True)
+        y = module(tokens, *extras)
+        y.backward(torch.ones_like(y))
+        for parameter in module.parameters():
+            parameter.grad = None
+
+    return {"GroupedLinear": partial(step, layer, counts), "MoE": partial(step, block)}
+
+
 def enter_and_leave(recipe: DelayedScaling) -> None:
     """Run an empty region."""
     with te.autocast(recipe=recipe):
@@ -66,6 +89,11 @@ def main() -> None:
         with torch.no_grad(), te.autocast(recipe=recipe()), dispatch.record(execute=False):
             counted(partial(layer, x), mark)
         names.append(f"Linear, {name}")
+    for experts in EXPERTS:
+        for name, body in step_of_experts(experts).items():
+            with te.autocast(recipe=Float8BlockScaling()), dispatch.record(execute=False):
+                counted(body, mark)
+            names.append(f"{name}, {experts} experts")
     counted(partial(enter_and_leave, DelayedScaling()), mark)
     names.append("enter and leave autocast")
     plain, row = torch.nn.Linear(16, 16), torch.ones(1, 16)

@@ -149,15 +149,28 @@ def test_explains_itself():
     assert "unpermute  [unpermute]" in text
 
 
-def test_block_is_one_node():
+def nodes_behind(tensor):
+    """All autograd nodes that a backward from here runs."""
+    found, left = [], [tensor.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.append(node)
+            left += [behind for behind, _ in node.next_functions]
+    return found
+
+
+def test_block_is_two_nodes():
     block = make("cpu")
     x, *_ = tensors(8, "cpu")
-    y = block(x.requires_grad_())
-    node = y.grad_fn.next_functions[0][0]  # behind a view
-    inputs = [of for of, _ in node.next_functions if of is not None]
-    leaves = [of.variable for of in inputs if hasattr(of, "variable")]
-    assert all(any(p is leaf for leaf in leaves) for p in block.experts.parameters())
-    assert len(inputs) == 2 * EXPERTS + 2  # tokens and probabilities
+    y = block(x.view(2, 4, -1).requires_grad_())
+    nodes = nodes_behind(y)
+    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+    assert len(leaves) == 2 * EXPERTS + 2  # experts, router and tokens
+    assert all(any(p is leaf for leaf in leaves) for p in block.parameters())
+    program, *others = [node for node in nodes if not hasattr(node, "variable")]
+    assert program is y.grad_fn
+    assert [node.name() for node in others] == ["_RouteTokensBackward"]
 
 
 def test_each_direction_is_one_native_call(monkeypatch):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from te_fast.errors import ArgumentError, ShapeError
+from te_fast.experts.balancing_loss import balancing_loss
 from te_fast.experts.exchange import expert_ranks
-from te_fast.experts.program import ExpertsProgram, takes
+from te_fast.experts.program import ExpertsProgram, is_one_program, takes
+from te_fast.experts.route_tokens import is_unseen, route_tokens
+from te_fast.moe.choice import MOST_EXPERTS, Choice
 from te_fast.moe.permutation import moe_permute_with_probs, moe_unpermute
 from te_fast.moe.router import (
+    choice_of,
     fused_compute_score_for_moe_aux_loss,
     fused_moe_aux_loss,
     fused_topk_with_score_function,
@@ -23,6 +28,7 @@ from te_fast.ops.common import parameter_options
 from te_fast.ops.sequential import Sequential
 from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import copy_sharing
+from te_fast.runtime.compiling import is_any_autocast_enabled
 
 #: Activations by name, and halves of their input.
 _ACTIVATIONS: dict[str, tuple[Callable[..., Any], int]] = {
@@ -31,6 +37,11 @@ _ACTIVATIONS: dict[str, tuple[Callable[..., Any], int]] = {
     "situglu": (ScaledSiTUGLU, 2),
     "srelu": (ScaledSReLU, 1),
 }
+
+_AS_IT_IS = nullcontext()
+
+#: What a choice of experts is made of: arguments of :func:`te_fast.moe.router.choice_of` behind the number of experts.
+_How = tuple[int, bool, int | None, int | None, float | None, str]
 
 
 class MoE(torch.nn.Module):
@@ -149,6 +160,7 @@ class MoE(torch.nn.Module):
         self.use_pre_softmax = use_pre_softmax
         self.num_groups, self.group_topk = num_groups, group_topk
         self.scaling_factor, self.aux_loss_coeff = scaling_factor, aux_loss_coeff
+        self._choice: tuple[_How, Choice] | None = None
         options = parameter_options(device, dtype, "MoE")
         of_router = {**options, "dtype": torch.float32}
         self.router = torch.nn.Parameter(torch.empty(num_experts, hidden_size, **of_router))
@@ -209,42 +221,63 @@ class MoE(torch.nn.Module):
                 f"{list(inp.shape)}"
             )
             raise ShapeError(message)
-        tokens = inp.reshape(-1, self.hidden_size)
-        with torch.autocast(inp.device.type, enabled=False):
-            logits = functional.linear(tokens.float(), self.router.float())
-            probs, chosen = fused_topk_with_score_function(
-                logits,
-                self.topk,
-                self.use_pre_softmax,
-                self.num_groups,
-                self.group_topk,
-                self.scaling_factor,
-                self.score_function,
-                self.expert_bias,
-            )
-            self._count(chosen)
-        merged = self._mixed(tokens, chosen, probs, is_first_microbatch).view(inp.shape)
+        outside: Any = _AS_IT_IS
+        if is_any_autocast_enabled():
+            outside = torch.autocast(inp.device.type, enabled=False)
+        with outside:
+            probs, chosen, logits = self._route(inp)
+        self._count(chosen)
+        merged = self._mixed(inp, chosen, probs, is_first_microbatch)
         if self.aux_loss_coeff == 0.0:
             return merged
-        return merged, self._aux_loss(logits)
+        with outside:
+            return merged, self._aux_loss(logits)
 
     def _mixed(
         self,
-        tokens: torch.Tensor,
+        inp: torch.Tensor,
         chosen: torch.Tensor,
         probs: torch.Tensor,
         is_first_microbatch: bool | None,
     ) -> torch.Tensor:
-        """Return the sums of the experts' results, of a router's choice."""
-        if self._ranks is None and takes(self.experts, tokens):
-            return self._program()(tokens, chosen, probs, is_first_microbatch)
-        return self._one_by_one(tokens, chosen, probs, is_first_microbatch)
+        """Return the sums of the experts' results, of a router's choice, in the shape of the input."""
+        experts: Any = self._modules["experts"]
+        program = None
+        if self._ranks is None and is_unseen(inp) and takes(experts, inp):
+            program = self._program()
+        if program is not None:
+            return program(inp, chosen, probs, is_first_microbatch)
+        tokens = inp.reshape(-1, self.hidden_size)
+        return self._one_by_one(tokens, chosen, probs, is_first_microbatch).view(inp.shape)
 
-    def _program(self) -> ExpertsProgram:
-        """Return the program of the experts and what is around them, made at first use."""
+    def _route(self, inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return probabilities, the map of the chosen experts, and logits, each ``(tokens, experts)``."""
+        how: _How = (
+            self.topk,
+            self.use_pre_softmax,
+            self.num_groups,
+            self.group_topk,
+            self.scaling_factor,
+            self.score_function,
+        )
+        # Attributes of modules that lie in these dictionaries cost several microseconds.
+        router, bias = self._parameters["router"], self._buffers["expert_bias"]
+        if self.num_experts <= MOST_EXPERTS and router is not None and is_unseen(inp, router):
+            if self._choice is None or self._choice[0] != how:
+                self._choice = how, choice_of(self.num_experts, *how, bias)
+            return route_tokens(inp, router, bias, self._choice[1])
+        tokens = inp.reshape(-1, self.hidden_size)
+        logits = functional.linear(tokens.float(), self.router.float())
+        return *fused_topk_with_score_function(logits, *how, bias), logits
+
+    def _program(self) -> ExpertsProgram | None:
+        """Return the program of the experts and what is around them, made at first use; None where they are none."""
         program: ExpertsProgram | None = self.__dict__.get("_experts_program")
-        if program is None or not program.is_of(self.experts):
-            program = ExpertsProgram(self.experts, self.topk, type(self).__name__)
+        experts: Any = self._modules["experts"]
+        if program is None or not program.is_of(experts):
+            if not is_one_program(experts):
+                return None
+            program = ExpertsProgram(experts, self.topk, type(self).__name__)
             self.__dict__["_experts_program"] = program
         return program
 
@@ -293,15 +326,19 @@ class MoE(torch.nn.Module):
     def _aux_loss(self, logits: torch.Tensor) -> torch.Tensor:
         if logits.shape[0] == 0:
             return logits.sum()
+        if self.num_experts <= MOST_EXPERTS and is_unseen(logits):
+            return balancing_loss(logits, self.topk, self.score_function, self.aux_loss_coeff)
         chosen, scores = fused_compute_score_for_moe_aux_loss(
             logits, self.topk, self.score_function
         )
         sizes = logits.shape[0], self.num_experts, self.topk
-        return fused_moe_aux_loss(scores, chosen.sum(0), *sizes, self.aux_loss_coeff)
+        counts = chosen.sum(0, dtype=torch.float32)
+        return fused_moe_aux_loss(scores, counts, *sizes, self.aux_loss_coeff)
 
     def _count(self, chosen: torch.Tensor) -> None:
-        if self.tokens_per_expert is not None and self.training:
-            self.tokens_per_expert.add_(chosen.sum(0))
+        counts = self._buffers["tokens_per_expert"]
+        if counts is not None and self.training:
+            counts.add_(chosen.sum(0))
 
     def update_expert_bias(self, rate: float = 1e-3) -> None:
         """Move the bias of each expert towards an even share of the tokens, of all ranks, since the last update.

@@ -14,7 +14,7 @@ from te_fast.ops.common import autocast_dtype
 from te_fast.ops.plan import explain_program
 from te_fast.ops.sequential import Sequential
 from te_fast.runtime import native
-from te_fast.runtime.compiling import is_traced
+from te_fast.runtime.compiling import is_any_autocast_enabled
 from te_fast.runtime.global_state import FP8GlobalStateManager
 from te_fast.runtime.module_hooks import are_called_plainly
 
@@ -36,13 +36,16 @@ class ExpertsProgram:
 
     def __init__(self, experts: Sequential, topk: int, name: str) -> None:
         self._ops: tuple[Any, ...] = tuple(experts)
-        self._handles = self._handles_now()
+        self._handles = _handles_of(self._ops)
         self._is_stale = False
         first = self._ops[0]
         for op in self._ops:
             op.pre_first_fuser_forward()
             op._captured_by(self)
         self._dtype = _type_of(self._ops)
+        self._first_parameters = [
+            (op._parameters, name) for op in self._ops[::2] for name in _first_names(op)
+        ]
         program = self.program = native.Program(name)
         program.permute("permute", first.num_groups, topk)
         labels = self._labels = ["permute"]
@@ -53,9 +56,6 @@ class ExpertsProgram:
         program.unpermute("unpermute")
         labels.append("unpermute")
 
-    def _handles_now(self) -> list[Any]:
-        return [op.__dict__.get("_handle") for op in self._ops]
-
     def _forget(self, *, stale: bool = False) -> None:
         """Note that an operation has changed, which calls this of all that have captured it."""
         self._is_stale = True
@@ -64,13 +64,12 @@ class ExpertsProgram:
 
     def is_of(self, experts: Sequential) -> bool:
         """Tell whether this is still the program of a block's operations."""
-        ops = tuple(experts)
+        ops = tuple(experts._modules.values())
         return (
-            not self._is_stale
-            and len(ops) == len(self._ops)
-            and all(map(_is_same, ops, self._ops))
-            and all(map(_is_same, self._handles, self._handles_now()))
-            and _type_of(ops) == self._dtype
+            ops == self._ops
+            and not self._is_stale
+            and _handles_of(ops) == self._handles
+            and all([some[name].dtype is self._dtype for some, name in self._first_parameters])
         )
 
     def explain(self) -> str:
@@ -84,22 +83,23 @@ class ExpertsProgram:
         probs: torch.Tensor,
         is_first_microbatch: bool | None,
     ) -> torch.Tensor:
-        """Return the sums of the experts' results, ``(tokens, hidden_size)``.
+        """Return the sums of the experts' results, in the shape of the tokens.
 
         Parameters
         ----------
         tokens : torch.Tensor
-            ``(tokens, hidden_size)``, at least one.
+            ``(..., hidden_size)``, at least one.
         chosen, probs : torch.Tensor
             ``(tokens, num_experts)``: the mask of the experts of each token, and their probabilities.
         is_first_microbatch : bool, optional
             As of :class:`te_fast.pytorch.Linear`.
         """
-        wanted = autocast_dtype(tokens)
-        x = tokens.to(wanted or self._dtype)
+        autocast = autocast_dtype(tokens) if is_any_autocast_enabled() else None
+        dtype = autocast or self._dtype
+        x = tokens if tokens.dtype is dtype else tokens.to(dtype)
         first = None if is_first_microbatch is None else bool(is_first_microbatch)
         arguments = (self.program, self, x, (chosen, probs), first, None, None)
-        if wanted is None:
+        if autocast is None:
             merged: torch.Tensor = native.program_apply(*arguments)
             return merged
         # Probabilities keep their type.
@@ -115,8 +115,8 @@ class ExpertsProgram:
             op._init_scales(recipe, epoch)
 
 
-def _is_same(one: object, other: object) -> bool:
-    return one is other
+def _handles_of(ops: tuple[Any, ...]) -> list[Any]:
+    return [op.__dict__.get("_handle") for op in ops]
 
 
 def _type_of(ops: tuple[Any, ...]) -> torch.dtype | None:
@@ -129,38 +129,34 @@ def _first_names(op: GroupedLinear) -> list[str]:
     return [*op._weight_names[:1], *op._bias_names[:1]]
 
 
-def _is_plain(x: torch.Tensor) -> bool:
-    """Tell whether nothing but autograd looks at what a call computes."""
+def is_one_program(experts: Any) -> bool:
+    """Tell whether what operations compute is one native program."""
+    ops = tuple(experts)
     return (
-        type(x) in (torch.Tensor, torch.nn.Parameter)
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
+        type(experts) is Sequential
+        and len(ops) == 3
+        and [type(op) for op in ops[::2]] == [GroupedLinear] * 2
+        and isinstance(ops[1], ScaledActivation)
+        and all(op._is_native() for op in ops)
+        and not any(op._extra_input_channels or "parametrizations" in op._modules for op in ops)
+        and _type_of(ops) is not None
     )
 
 
 def takes(experts: Any, tokens: torch.Tensor) -> bool:
-    """Tell whether a program computes what calls of the operations, one by one, would.
+    """Tell whether nobody looks at the calls of the operations, whose program is called instead.
 
     Parameters
     ----------
     experts : Sequential
         The operations.
     tokens : torch.Tensor
-        ``(tokens, hidden_size)``.
+        ``(..., hidden_size)``, which nobody sees.
     """
-    if is_traced(tokens) or type(experts) is not Sequential or len(experts) != 3:
-        return False
-    ops = tuple(experts)
     enabled, calibrating, *_ = native.autocast_region()
     return (
-        [type(op) for op in ops[::2]] == [GroupedLinear] * 2
-        and isinstance(ops[1], ScaledActivation)
-        and _is_plain(tokens)
-        and tokens.shape[0] != 0
-        and are_called_plainly(experts)
-        and all(op._is_native() and are_called_plainly(op) for op in ops)
-        and not any(op._extra_input_channels or "parametrizations" in op._modules for op in ops)
-        and _type_of(ops) is not None
+        are_called_plainly(experts, *experts._modules.values())
+        and tokens.numel() != 0
         and not fuser._is_custom()
         and not _config.DEBUG  # where dropped rows are looked for
         and (enabled or not calibrating)

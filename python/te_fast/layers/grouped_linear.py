@@ -438,9 +438,6 @@ class GroupedLinear(PartedLayer):
             If they are no integers, not one for each expert, on another GPU, or, where they are on the host, do not
             add up to the rows.
         """
-        if is_traced(inp):  # where nothing looks at counts
-            given = m_splits if isinstance(m_splits, torch.Tensor) else torch.tensor(m_splits)
-            return given.to(device=inp.device, dtype=torch.int64)
         if not isinstance(m_splits, torch.Tensor):
             return self._placed(self._counts(m_splits), inp)
         if m_splits.dtype not in _INTEGERS:
@@ -452,9 +449,9 @@ class GroupedLinear(PartedLayer):
                 f"shape {list(m_splits.shape)}"
             )
             raise ShapeError(message)
-        if m_splits.device.type == "cpu":
+        if m_splits.is_cpu:
             counts = tuple(m_splits.tolist())
-            if inp.device.type != "cpu":
+            if not inp.is_cpu:
                 return self._placed(counts, inp)
             self._check_counts(counts, inp)
         elif m_splits.device != inp.device:
@@ -464,10 +461,15 @@ class GroupedLinear(PartedLayer):
             )
             raise DeviceError(message)
         else:
-            check_in_debug(self.name, m_splits, inp.shape[:-1].numel())
+            check_in_debug(self.name, m_splits, inp)
         if m_splits.dtype is not torch.int64:
             m_splits = m_splits.to(torch.int64)
         return m_splits if m_splits.is_contiguous() else m_splits.contiguous()
+
+    def _splits_in_graph(self, m_splits: Any, inp: torch.Tensor) -> torch.Tensor:
+        """Return the counts as int64 on the input's device, where nothing looks at them."""
+        given = m_splits if isinstance(m_splits, torch.Tensor) else torch.tensor(m_splits)
+        return given.to(device=inp.device, dtype=torch.int64)
 
     def _counts(self, m_splits: Any) -> tuple[int, ...]:
         try:
@@ -548,16 +550,17 @@ class GroupedLinear(PartedLayer):
             given = out is not None or dgrad_out is not None
             refuse(self.name, {"out or dgrad_out of experts that run one by one": given})
             return self._with_biases(self._looped(inp, m_splits, is_first_microbatch))
-        splits = self._splits(m_splits, inp)
+        traced = is_traced(inp)
+        splits = self._splits_in_graph(m_splits, inp) if traced else self._splits(m_splits, inp)
         buffers = None
         if out is not None or dgrad_out is not None:
             buffers = self._memory_of_caller(inp, out, dgrad_out)
         y: Any = None
-        if not is_traced(inp):
+        if not traced:
             y = native.grouped_layer_forward(self, inp, splits, is_first_microbatch, buffers)
         if y is None:
             y = self._general(inp, splits, is_first_microbatch, buffers)
-        return self._with_biases(y)
+        return self._with_biases(y) if self.return_bias else y
 
     def _with_biases(self, y: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, Any]:
         if not self.return_bias:

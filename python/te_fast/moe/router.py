@@ -61,19 +61,22 @@ def _format_of(routing_map_format: Any) -> RoutingMapFormat:
     raise ArgumentError(message)
 
 
-def _check(logits: torch.Tensor, topk: int, score_function: str) -> None:
+def _check(logits: torch.Tensor) -> None:
     if logits.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         message = f"router: logits must be float32, float16 or bfloat16, got {logits.dtype}"
         raise ArgumentError(message)
     if logits.dim() == 0:
         message = "router: logits must be (..., experts), got a scalar"
         raise ShapeError(message)
+
+
+def _check_choice(experts: int, topk: int, score_function: str) -> None:
     if score_function not in _SCORES:
         known = ", ".join(map(repr, _SCORES))
         message = f"router: score_function must be one of {known}, got {score_function!r}"
         raise ArgumentError(message)
-    if not 1 <= topk <= logits.shape[-1]:
-        message = f"router: topk must be 1 to the {logits.shape[-1]} experts, got {topk}"
+    if not 1 <= topk <= experts:
+        message = f"router: topk must be 1 to the {experts} experts, got {topk}"
         raise ShapeError(message)
 
 
@@ -136,6 +139,36 @@ def _map_of(indices: torch.Tensor, experts: int, form: RoutingMapFormat) -> torc
     bits = functional.pad(chosen, (0, -experts % 8)).unflatten(-1, (-1, 8))
     weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=bits.device)
     return (bits.to(torch.uint8) * weights).sum(-1, dtype=torch.uint8)
+
+
+def choice_of(
+    experts: int,
+    topk: int,
+    use_pre_softmax: bool,
+    num_groups: int | None,
+    group_topk: int | None,
+    scaling_factor: float | None,
+    score_function: str,
+    expert_bias: torch.Tensor | None,
+) -> kernels.Choice:
+    """Return how experts are chosen, after a look at what is asked; as :func:`fused_topk_with_score_function`."""
+    _check_choice(experts, topk, score_function)
+    if expert_bias is not None and score_function == "softmax":
+        message = "router: expert_bias goes with sigmoid and sqrtsoftplus scores; leave it out with softmax"
+        raise ArgumentError(message)
+    if expert_bias is not None and expert_bias.shape != (experts,):
+        message = (
+            f"router: expert_bias must be one value for each of the {experts} experts, got a tensor of shape "
+            f"{list(expert_bias.shape)}"
+        )
+        raise ShapeError(message)
+    groups = 0, 0
+    if num_groups is not None or group_topk is not None:
+        groups = num_groups or 1, group_topk or 1
+        _check_groups(experts, topk, *groups)
+    over = "before" if score_function == "softmax" and use_pre_softmax else "chosen"
+    factor = 1.0 if scaling_factor is None else scaling_factor
+    return kernels.Choice(topk, *groups, score_function, over, float(factor))
 
 
 def fused_topk_with_score_function(
@@ -213,24 +246,21 @@ def fused_topk_with_score_function(
     >>> chosen.tolist(), round(probs.sum().item(), 4)
     ([[False, True, False]], 0.6652)
     """
-    _check(logits, topk, score_function)
+    _check(logits)
     form = _format_of(routing_map_format)
     if any(value is not None for value in (qb_histogram, qb_bin_bounds, qb_histogram_mode)):
         message = "router: quantile balancing (qb_histogram and its kin) is not supported yet; leave it out"
         raise UnsupportedError(message)
-    if expert_bias is not None and score_function == "softmax":
-        message = "router: expert_bias goes with sigmoid and sqrtsoftplus scores; leave it out with softmax"
-        raise ArgumentError(message)
-    if expert_bias is not None and expert_bias.shape != logits.shape[-1:]:
-        message = (
-            f"router: expert_bias must be one value for each of the {logits.shape[-1]} experts, got a tensor of shape "
-            f"{list(expert_bias.shape)}"
-        )
-        raise ShapeError(message)
-    groups = 0, 0
-    if num_groups is not None or group_topk is not None:
-        groups = num_groups or 1, group_topk or 1
-        _check_groups(logits.shape[-1], topk, *groups)
+    choice = choice_of(
+        logits.shape[-1],
+        topk,
+        use_pre_softmax,
+        num_groups,
+        group_topk,
+        scaling_factor,
+        score_function,
+        expert_bias,
+    )
     if topk_indices is not None and (
         topk_indices.shape != (*logits.shape[:-1], topk) or topk_indices.is_floating_point()
     ):
@@ -239,9 +269,6 @@ def fused_topk_with_score_function(
             f"shape {list(topk_indices.shape)}"
         )
         raise ShapeError(message)
-    over = "before" if score_function == "softmax" and use_pre_softmax else "chosen"
-    factor = 1.0 if scaling_factor is None else scaling_factor
-    choice = kernels.Choice(topk, *groups, score_function, over, float(factor))
     if kernels.takes(logits):
         in_bits = form is RoutingMapFormat.BITMAP_U8 and topk_indices is None
         probs, chosen = kernels.route(
@@ -323,7 +350,8 @@ def fused_compute_score_for_moe_aux_loss(
     >>> chosen.tolist(), scores.tolist()
     ([[True, True, False, False]], [[0.25, 0.25, 0.25, 0.25]])
     """
-    _check(logits, topk, score_function)
+    _check(logits)
+    _check_choice(logits.shape[-1], topk, score_function)
     form = _format_of(routing_map_format)
     if kernels.takes(logits):
         choice = kernels.Choice(topk, 0, 0, score_function, "all", 1.0)
@@ -389,8 +417,11 @@ def fused_moe_aux_loss(
             f"{list(tokens_per_expert.shape)}"
         )
         raise ShapeError(message)
-    total = total_num_tokens
-    squared = total.float().square() if isinstance(total, torch.Tensor) else float(total) ** 2
+    factor, total = num_experts * coeff / topk, total_num_tokens
     sums = probs.float().sum(0)
     loss = (sums * tokens_per_expert.detach().float()).sum()
-    return (loss * (num_experts * coeff / topk) / squared).reshape(()).to(probs.dtype)
+    if isinstance(total, torch.Tensor):
+        loss = loss * (factor / total.float().square()).reshape(())
+    else:
+        loss = loss * (factor / float(total) ** 2)
+    return loss.to(probs.dtype)

@@ -11,6 +11,9 @@ from torch.compiler import is_compiling
 _Key = torch._C._TorchDispatchModeKey
 _TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
 
+#: Whether ``torch.autocast`` is on for any kind of device; a release may lack the cheap question.
+is_any_autocast_enabled = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
+
 #: The first release of torch whose traces read attributes of native objects.
 CAN_COMPILE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
@@ -27,6 +30,8 @@ def is_traced(x: Any) -> bool:
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     if fake is not None and isinstance(x, fake.FakeTensor):
         return True
+    if not torch._C._len_torch_dispatch_stack():  # of all modes, those of tracers among them
+        return False
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 

@@ -8,10 +8,11 @@ from te_fast import _config
 from te_fast.errors import ShapeError
 
 
-def check_in_debug(name: str, counts: torch.Tensor, rows: int) -> None:
-    """Refuse counts that are negative or exceed `rows` in sum, where ``TE_FAST_DEBUG=1``; the check synchronises.
+def check_in_debug(name: str, counts: torch.Tensor, x: torch.Tensor) -> None:
+    """Refuse counts that are negative or exceed the rows of `x` in sum, where ``TE_FAST_DEBUG=1``.
 
-    Under capture a graph cannot raise an exception: a replay with such counts fails by a device assertion.
+    The check synchronises. Under capture a graph cannot raise an exception: a replay with such counts fails by a device
+    assertion.
 
     Raises
     ------
@@ -20,6 +21,7 @@ def check_in_debug(name: str, counts: torch.Tensor, rows: int) -> None:
     """
     if not _config.DEBUG:
         return
+    rows = x.shape[:-1].numel()
     if counts.is_cuda and torch.cuda.is_current_stream_capturing():
         fits = (counts.min() >= 0) & (counts.sum() <= rows)
         torch._assert_async(fits, f"{name}: the experts' counts of rows do not fit {rows} rows")

@@ -244,7 +244,7 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
             message = f"{name}: counts must be on the host or on {x.device}, where the input is, got {counts.device}"
             raise DeviceError(message)
         else:
-            check_in_debug(name, counts, x.shape[:-1].numel())
+            check_in_debug(name, counts, x)
         return counts.to(device=x.device, dtype=torch.int64).contiguous()
 
     # The native half ------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ pub(crate) fn program_backward<'py>(
             let of_parts_alone = wanted.iter().skip(1).take(joined.get().parts().len());
             let wanted = of_parts_alone.map(|wanted| wanted.is_truthy()).collect::<PyResult<Flags>>()?;
             let parts = (kept.handle.bind(py), joined.get());
-            of_parts(state, parts, (grads.params, &grads.in_parts), &wanted, kept.overwrite_main_grad)?
+            of_parts(parts, (grads.params, &grads.in_parts), &wanted, kept.overwrite_main_grad)?
         }
         None => grads.params,
     };

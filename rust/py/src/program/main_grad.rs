@@ -2,6 +2,7 @@
 
 use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::types::PyString;
 use te_fast_core::Error;
 use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::base::tensor::TensorView;
@@ -107,17 +108,17 @@ pub(crate) fn check_main_grad(view: &TensorView<'_>, shape: &[i64], device: Devi
 
 /// The `main_grad` of a weight as it is.
 fn buffer<'py>(weight: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>, Failure> {
-    if attribute(weight, "__fsdp_param__")?.is_some() {
+    if attribute(weight, intern!(weight.py(), "__fsdp_param__"))?.is_some() {
         return Ok(weight.call_method0("get_main_grad")?);
     }
-    match attribute(weight, "main_grad")? {
+    match attribute(weight, intern!(weight.py(), "main_grad"))? {
         Some(grad) if !grad.is_none() => Ok(grad),
         _ => Err(Error::state(OP, "fuse_wgrad_accumulation=True needs weight.main_grad; set it before backward, or construct the layer without").into()),
     }
 }
 
 /// What users set on a parameter; an attribute that is not there costs an exception where it is not looked up in the dict.
-fn attribute<'py>(weight: &Bound<'py, PyAny>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
+fn attribute<'py>(weight: &Bound<'py, PyAny>, name: &Bound<'py, PyString>) -> PyResult<Option<Bound<'py, PyAny>>> {
     if state(weight.py())?.torch.is_plain(weight) {
         return instance_dict(weight)?.get_item(name);
     }
@@ -125,7 +126,7 @@ fn attribute<'py>(weight: &Bound<'py, PyAny>, name: &str) -> PyResult<Option<Bou
 }
 
 fn has_overwrite(weight: &Bound<'_, PyAny>) -> PyResult<bool> {
-    attribute(weight, "overwrite_main_grad")?.map_or(Ok(false), |value| value.is_truthy())
+    attribute(weight, intern!(weight.py(), "overwrite_main_grad"))?.map_or(Ok(false), |value| value.is_truthy())
 }
 
 /// Gives computed gradients to the `main_grad`s of several weights at once; returns what autograd is given for each.
@@ -164,9 +165,9 @@ pub(crate) fn give_later<'py>(
 /// Transformer Engine's rule: with `grad_added_to_main_grad` set on the parameter, it becomes true and autograd gets a
 /// dummy gradient, so that hooks fire; else it gets none.
 pub(crate) fn after_main_grad<'py>(weight: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, PyAny>>> {
-    if attribute(weight, "grad_added_to_main_grad")?.is_none() {
+    if attribute(weight, intern!(weight.py(), "grad_added_to_main_grad"))?.is_none() {
         return Ok(None);
     }
-    weight.setattr("grad_added_to_main_grad", true)?;
+    weight.setattr(intern!(weight.py(), "grad_added_to_main_grad"), true)?;
     hooks(weight.py())?.dummy_wgrad.bind(weight.py()).call1((weight,)).map(Some)
 }

@@ -1,0 +1,68 @@
+"""The loss that balances the experts of a block, in one autograd node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fast.errors import UnsupportedError
+from te_fast.moe.choice import Choice
+from te_fast.runtime import native
+
+
+class _BalancingLoss(torch.autograd.Function):
+    """Arguments: logits, how scores are computed, weight of the loss.
+
+    ``factor · Σ_e (Σ_t scores[t, e]) · counts[e]``, of which every token's scores have one gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, choice: Choice, factor: float) -> torch.Tensor:
+        keeps = not choice._keeps_result
+        made: Any = native.router_forward(logits, None, choice, None, (keeps, True, False))
+        scores, kept, chosen, _ = made
+        counts = chosen.sum(0, dtype=torch.float32)
+        ctx.save_for_backward(kept if keeps else scores, counts)
+        ctx.choice, ctx.factor = choice, factor
+        return (scores.sum(0) * counts).sum() * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            message = (
+                "MoE: the gradient of its loss cannot be differentiated again; call backward without "
+                "create_graph=True"
+            )
+            raise UnsupportedError(message)
+        scores, counts = ctx.saved_tensors
+        row = counts * (grad * ctx.factor)
+        dlogits = torch.empty_like(scores)
+        native.router_backward(row.expand(scores.shape), scores, None, ctx.choice, dlogits)
+        return dlogits, None, None
+
+
+#: ``Function.apply`` without its Python frame.
+_apply: Any = super(torch.autograd.Function, _BalancingLoss).apply
+
+
+def balancing_loss(
+    logits: torch.Tensor, topk: int, score_function: str, coeff: float
+) -> torch.Tensor:
+    """Return the loss of :func:`te_fast.pytorch.router.fused_moe_aux_loss` for scores and choice of the same logits.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        float32 ``(tokens, experts)``, one token at least, which nobody sees; as many experts as kernels take.
+    topk : int
+        Experts of a token.
+    score_function : {'softmax', 'sigmoid', 'sqrtsoftplus'}
+        Scores of logits.
+    coeff : float
+        Weight of the loss.
+    """
+    tokens, experts = logits.shape
+    choice = Choice(topk, 0, 0, score_function, "all", 1.0)
+    loss: torch.Tensor = _apply(logits, choice, experts * coeff / topk / tokens**2)
+    return loss

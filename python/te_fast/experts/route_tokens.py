@@ -1,0 +1,103 @@
+"""The router of a block: scores of its tokens, and the experts of each, in one autograd node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+from torch.nn import functional
+
+from te_fast.errors import UnsupportedError
+from te_fast.moe import choice as kernels
+from te_fast.runtime import native
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_unseen(*tensors: torch.Tensor) -> bool:
+    """Tell whether nothing but autograd looks at what is computed of tensors: no compiler, no mode, no subclass."""
+    return not (
+        is_compiling()
+        or torch._C._len_torch_dispatch_stack()  # tracers, and others that watch all operators
+        or torch._C._are_functorch_transforms_active()
+        or any([type(tensor) not in _PLAIN for tensor in tensors])
+    )
+
+
+def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype is torch.float32 else tensor.float()
+
+
+class _RouteTokens(torch.autograd.Function):
+    """Arguments: tokens, weight of the router, bias of the experts, how they are chosen.
+
+    torch's nodes of the cast, of the product and of the choice, whose calls cost the host more than the launches.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        choice: kernels.Choice,
+    ) -> Any:
+        ctx.shape, ctx.dtype, ctx.choice = tokens.shape, tokens.dtype, choice
+        x = tokens if tokens.dim() == 2 else tokens.reshape(-1, tokens.shape[-1])
+        x = _in_fp32(x)
+        logits = functional.linear(x, _in_fp32(weight))
+        biases = None if bias is None else _in_fp32(bias)
+        probs, scores, chosen, _ = native.router_forward(
+            logits, biases, choice, None, (True, True, False)
+        )
+        ctx.save_for_backward(x, weight, scores, chosen)
+        ctx.mark_non_differentiable(chosen)
+        ctx.set_materialize_grads(False)
+        return probs, chosen, logits
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any, _: Any, grad_logits: Any) -> Any:
+        if torch.is_grad_enabled():
+            message = "MoE: its gradient cannot be differentiated again; call backward without create_graph=True"
+            raise UnsupportedError(message)
+        x, weight, scores, chosen = ctx.saved_tensors
+        dlogits = grad_logits
+        if grad is not None:
+            dlogits = torch.empty_like(scores)
+            native.router_backward(grad, scores, chosen, ctx.choice, dlogits)
+            if grad_logits is not None:
+                dlogits += grad_logits
+        dtokens = dweight = None
+        if dlogits is not None and ctx.needs_input_grad[0]:
+            dtokens = torch.mm(dlogits, _in_fp32(weight)).to(ctx.dtype).view(ctx.shape)
+        if dlogits is not None and ctx.needs_input_grad[1]:
+            dweight = torch.mm(dlogits.t(), x).to(weight.dtype)
+        return dtokens, dweight, None, None
+
+
+#: ``Function.apply`` without its Python frame.
+_apply: Any = super(torch.autograd.Function, _RouteTokens).apply
+
+
+def route_tokens(
+    tokens: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    choice: kernels.Choice,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return probabilities, the map of the chosen experts, and logits, each ``(tokens, experts)``.
+
+    Parameters
+    ----------
+    tokens : torch.Tensor
+        ``(..., hidden)``, which nobody sees (:func:`is_unseen`), outside of ``torch.autocast``.
+    weight : torch.Tensor
+        Of the router, ``(experts, hidden)``; as many experts as kernels take.
+    bias : torch.Tensor, optional
+        ``(experts,)``, added for the choice alone.
+    choice : Choice
+        How experts are chosen.
+    """
+    routed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _apply(tokens, weight, bias, choice)
+    return routed
