@@ -36,13 +36,14 @@ def main() -> None:
     """Measure and print."""
     args = options(__doc__).parse_args()
     once()
-    clocks = zip(*(once() for _ in range(args.rounds)), strict=True)
-    figures = {}
-    for name, times in zip(("clock", "processor"), map(sorted, clocks), strict=True):
-        figures[name] = {"median": statistics.median(times), "low": times[0], "high": times[-1]}
-    rows = [
-        (name, *(f"{value:.1f}" for value in found.values())) for name, found in figures.items()
-    ]
+    times_of_each = zip(*(once() for _ in range(args.rounds)), strict=True)
+    clocks = dict(zip(("clock", "processor"), map(sorted, times_of_each), strict=True))
+    figures: dict[str, object] = {}
+    rows = []
+    for name, times in clocks.items():
+        found = {"median": statistics.median(times), "low": times[0], "high": times[-1]}
+        figures[name] = found
+        rows.append((name, *(f"{value:.1f}" for value in found.values())))
     show("import te_fast.pytorch beyond import torch, ms", ("", "median", "low", "high"), rows)
     write("import_time", args, figures)
 
