@@ -4,9 +4,9 @@
 
 Every layer, operation, MoE function, loss and optimizer (`_parity_cases.py`) takes three training steps under every
 recipe in both libraries, from the same parameters and inputs. A figure is
-‖te_fast - Transformer Engine‖ / ‖Transformer Engine‖ of the worst step, 0 where all bits are equal. `NOT_COMPARABLE`
-says what is left out, and why. What a library refuses is a row of its own, with the library's reason. Where Transformer Engine is not installed there is nothing to
-compare with, and the bench says so.
+‖te_fast - Transformer Engine‖ / ‖Transformer Engine‖ of the worst step, 0 where all bits are equal. What is left out,
+and why, is in `NOT_COMPARABLE`. What a library refuses is a row of its own, with the library's reason. Where
+Transformer Engine is not installed there is nothing to compare with, and the bench says so.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ BOUNDS = {
     "LayerNormMLP": FP8_OF_ROUNDED,
     "FP8 weights: LayerNormMLP": FP8_OF_ROUNDED,
     "ops: ": FP8_OF_ROUNDED,
-    # Norms sum in another order. One result in a thousand lies a step of BF16 beside, or one in a thousand a step of E4M3.
+    # Norms sum in another order. One result in a thousand lies a step of BF16 beside, and one a step of E4M3.
     "LayerNormLinear": FP8_OF_NORM,
     "FP8 weights: LayerNormLinear": FP8_OF_NORM,
     "LayerNorm": BF16_ONCE,
