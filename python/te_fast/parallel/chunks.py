@@ -2,8 +2,8 @@
 
 Ranks have equal shares of the rows, and a chunk has the same number of rows of each share. Chunks of an input are
 gathered, and the product of a chunk waits for its event alone; chunks of a result are shared out as soon as their
-product is done. The native call knows the events (`program/pieces.rs`), and cuts the product that reads what comes, or writes what goes.
-Without a GPU everything has come when the call begins.
+product is done. The native call knows the events (`program/pieces.rs`), and cuts the product that reads what comes, or
+writes what goes. Without a GPU everything has come when the call begins.
 """
 
 from __future__ import annotations
