@@ -10,7 +10,7 @@ import te_fast.pytorch as te
 from many_tensors import KINDS, LAUNCHES, SHAPES, check, quantizers, values_of, written
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fast.runtime import native
+from te_fast.tensor.quantizer import update_many
 
 pytestmark = pytest.mark.gpu
 LARGE = [(1000, 1024), (4096, 520), (7, 8192), (129, 8), (2048, 2048)]
@@ -65,10 +65,7 @@ def test_sources_off_alignment(kind):
     for x in values_of(shapes, torch.bfloat16, "cuda", seed=5):
         whole = torch.empty(x.numel() + 3, dtype=x.dtype, device="cuda")
         values.append(whole[3:].view(x.shape).copy_(x))
-    jobs = [
-        tensor._quantizer._job(x, tensor._value) for tensor, x in zip(tensors, values, strict=True)
-    ]
-    native.quantize_values(jobs)
+    update_many(tensors, values)
     for tensor, x in zip(tensors, values, strict=True):
         check(tensor, x, kind, "e4m3")
     for guard in guards:
