@@ -64,6 +64,7 @@ __all__ = [
     "norm",
     "norm_backward",
     "note_scale_change",
+    "plain_arguments",
     "program_apply",
     "program_autograd_forward",
     "program_backward",
@@ -74,10 +75,11 @@ __all__ = [
     "program_run_forward",
     "quantize",
     "quantize_groups",
-    "quantize_values",
+    "quantize_whole",
     "record",
     "recorded",
     "release_memory",
+    "requantize",
     "reset_counters",
     "rotate",
     "router_backward",
@@ -628,19 +630,13 @@ def record(mode: str, /) -> None: ...
 def recorded() -> list[Any]: ...
 def release_memory() -> None: ...
 def reset_counters() -> None: ...
-def quantize_values(
-    jobs: list[
-        tuple[
-            QuantizedValue,
-            Tensor,
-            tuple[bool, bool],
-            tuple[bool, float, bool],
-            Tensor | None,
-            Tensor | None,
-        ]
-    ],
-    /,
-) -> None: ...
+def plain_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], written: int, /
+) -> tuple[tuple[Any, ...], list[Any], list[Tensor]] | None: ...
+def quantize_whole(
+    weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[int | None], /
+) -> bool: ...
+def requantize(tensors: Sequence[Any], sources: Sequence[Tensor], /) -> list[int]: ...
 def router_backward(
     grad: Tensor,
     scores: Tensor,

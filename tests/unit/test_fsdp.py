@@ -132,7 +132,65 @@ def test_converted_models(group, recipe):
             loss.backward()
             optimizer.step()
         each.loss = loss.item()
-    assert model.layers[0].ways == plain.layers[0].ways == 1  # of the trial
+    assert model.layers[0].ways == plain.layers[0].ways == 2  # of the trials
     assert model.loss == pytest.approx(plain.loss, rel=1e-4)
     report = te_fast.convert(te_fast.convert.undo(model) and model, dry_run=True)
     assert "is DTensor; convert before sharding" in report.left["layers.0.mlp.up_proj"]
+
+
+@on_the_cpu
+@pytest.mark.filterwarnings("ignore:DTensor random operators:UserWarning")
+@pytest.mark.parametrize("preserves", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fp8_weights_that_are_sharded_before_they_are_made(group, recipe, preserves):
+    """Made on the meta device, sharded, initialised and trained, beside a model that is not sharded."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.default_generator.manual_seed(0)
+
+    def make(device):
+        options = {
+            "enabled": True,
+            "recipe": recipe(),
+            "preserve_high_precision_init_val": preserves,
+        }
+        with te.quantized_model_init(**options):
+            return torch.nn.Sequential(
+                te.LayerNormMLP(128, 256, device=device), te.Linear(128, 128, device=device)
+            )
+
+    plain, module = make("cpu"), make("meta")
+    for layer in module:
+        fully_shard(layer)
+    fully_shard(module)
+    torch.default_generator.manual_seed(0)
+    for layer in module:
+        layer.reset_parameters()
+    for (name, sharded), parameter in zip(
+        module.named_parameters(), plain.parameters(), strict=True
+    ):
+        assert isinstance(sharded, DTensor), name
+        local = sharded.to_local()
+        assert type(local.detach()) is type(parameter.detach()), name
+        assert sharded.shape == parameter.shape
+        if isinstance(local, te.QuantizedTensor):
+            assert torch.equal(local.dequantize(), parameter.dequantize())
+            assert hasattr(sharded._local_tensor, "get_high_precision_init_val") == preserves
+            if preserves:
+                values = sharded._local_tensor.get_high_precision_init_val()
+                assert torch.equal(values, parameter.get_high_precision_init_val())
+    x = torch.randn(16, 128, generator=torch.Generator().manual_seed(1))
+    losses = []
+    for model in (plain, module):
+        optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-3, master_weights=True)
+        losses.append([])
+        for _ in range(3):
+            optimizer.zero_grad()
+            with te.autocast(recipe=recipe()):
+                loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]

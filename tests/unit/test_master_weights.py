@@ -7,6 +7,8 @@ import torch
 
 import te_fast.pytorch as te
 from quantized_tensors import layout, parts, quantizer, scales_there
+from reference import quantize_per_tensor, reciprocal
+from te_fast import dispatch
 from te_fast.errors import ArgumentError, ShapeError, UnsupportedError
 from te_fast.pytorch.tensor.utils import (
     cast_master_weights_to_fp8,
@@ -177,6 +179,89 @@ def test_init_values_are_freed():
     quantize_master_weights([layer.weight], [master], [0], None)
     assert layer.weight.get_high_precision_init_val() is None
     assert torch.equal(layer.weight.dequantize(), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [1, 7])
+def test_whole_masters_are_rounded_and_cast_together(kind, count):
+    """Of every shape that masters come in: flat, as the weight, with a gradient, of sizes that no vector divides."""
+    shapes = [(16, 48), (5, 17), (130, 272), (32, 16), (3, 3), (256, 128), (7, 160)][-count:]
+    masters = [torch.randn(shape) * 4.0**number for number, shape in enumerate(shapes)]
+    masters[0].view(-1)[:4] = torch.tensor([0.0, -0.0, 1e-30, 3e4])
+    made = [weights(torch.zeros(shape).bfloat16(), kind) for shape in shapes]
+    versions = [weight._version for weight in made]
+    given = [m if number % 2 else m.view(-1) for number, m in enumerate(masters)]
+    given[-1] = given[-1].clone().requires_grad_()
+    with dispatch.record() as launches:
+        cast_master_weights_to_fp8(made, given, [0] * count, None)
+    if count > 1:
+        assert sum("cast" in launch.name for launch in launches) == 1
+    for weight, master, version in zip(made, masters, versions, strict=True):
+        scale = torch.tensor(2.5) if kind == "delayed" else None
+        nominal = master.bfloat16()
+        data, inverse = _reference(nominal, kind, scale)
+        row, row_scale, col, _ = parts(weight)
+        assert torch.equal(row, data)
+        assert torch.equal(*scales_there(row_scale, inverse))
+        assert torch.equal(col, data.t())
+        assert weight.get_usages() == {"rowwise": True, "columnwise": True}
+        assert weight._version > version
+        if kind == "delayed":
+            assert weight._quantizer.amax == nominal.abs().max()
+
+
+def _reference(values, kind, scale):
+    if kind != "delayed":
+        return layout(values, kind)[:2]
+    return quantize_per_tensor(values, scale, "e4m3"), reciprocal(scale).reshape(1)
+
+
+class _Noting(te.Float8CurrentScalingQuantizer):
+    """A user's own quantizer."""
+
+    def update_quantized(self, src, dst, *, noop_flag=None):
+        updates.append(dst)
+        return super().update_quantized(src, dst, noop_flag=noop_flag)
+
+
+updates = []
+
+
+def test_quantizers_of_users_update_weights_themselves():
+    updates.clear()
+    first, second = (
+        torch.nn.Parameter(_Noting(te.DType.kFloat8E4M3, "cpu")(torch.ones(16, 16)))
+        for _ in range(2)
+    )
+    masters = [torch.full((256,), value) for value in (2.0, 3.0)]
+    quantize_master_weights([first, second], masters, [0, 0], None)
+    assert len(updates) == 2
+    with torch.no_grad():
+        torch._foreach_mul_([first, second], 2.0)
+    assert len(updates) == 4
+    assert torch.equal(first.dequantize(), torch.full((16, 16), 4.0))
+    assert torch.equal(second.dequantize(), torch.full((16, 16), 6.0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("write", ["quantize_", "mul_", "fused", "masters"])
+def test_bytes_that_are_written_after_a_cast_make_the_columns_stale(kind, write):
+    weight = weights(torch.randn(32, 48).bfloat16(), kind)
+    if write == "quantize_":
+        weight.quantize_(torch.randn(32, 48).bfloat16())
+    elif write == "mul_":
+        with torch.no_grad():
+            weight.mul_(0.5)
+    elif write == "fused":
+        weight.grad = torch.randn(32, 48).bfloat16()
+        torch.optim.SGD([weight], lr=0.5, fused=True).step()
+    else:
+        quantize_master_weights([weight], [torch.randn(32 * 48)], [0], None)
+    assert weight.get_usages()["columnwise"]
+    parts(weight)[0].zero_()
+    assert not weight.get_usages()["columnwise"]
+    weight.update_usage(columnwise_usage=True)
+    assert not parts(weight)[2].any()
 
 
 def test_a_step_of_a_distributed_optimizer():

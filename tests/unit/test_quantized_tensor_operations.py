@@ -7,7 +7,9 @@ import torch
 
 import te_fast.pytorch as te
 from quantized_tensors import KINDS, parts, quantizer, values
+from te_fast import dispatch
 from te_fast.errors import DtypeError, QuantizedTensorError, UnsupportedError
+from te_fast.tensor import operations
 
 PER_TENSOR = ("delayed", "current")
 
@@ -312,6 +314,47 @@ def test_optimizers_step_on_quantised_parameters(kind, x, options):
             plain.copy_(values(plain, kind))
         for state in mine.state.values():
             assert all(type(part) is torch.Tensor for part in state.values() if part is not None)
+
+
+def test_a_fused_step_enters_the_dispatch_once_and_quantises_by_one_launch(kind, monkeypatch):
+    shapes = [(32, 256), (128, 128), (16, 48)]
+    parameters = [torch.nn.Parameter(quantizer(kind)(torch.randn(s).bfloat16())) for s in shapes]
+    optimizer = torch.optim.AdamW(parameters, lr=0.125, fused=True)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter.dequantize())
+    optimizer.step()  # makes the states
+    entries = []
+
+    def noted(func, *rest):
+        entries.append(func)
+        return operations.dispatch(func, *rest)
+
+    monkeypatch.setattr("te_fast.tensor.tensor.dispatch", noted)
+    versions = [[part._version for part in (p, *p.get_data_tensors())] for p in parameters]
+    with dispatch.record() as launches:
+        optimizer.step()
+    assert entries == [torch.ops.aten._fused_adamw_.default]
+    names = [launch.name for launch in launches]
+    assert sum("dequantize" in name for name in names) == len(shapes)
+    # Blocks of 1x128 are quantised one by one.
+    assert sum(name.startswith("cast") for name in names) == (3 if kind == "1d" else 1)
+    for parameter, before in zip(parameters, versions, strict=True):
+        after = [part._version for part in (parameter, *parameter.get_data_tensors())]
+        assert all(new > old for new, old in zip(after, before, strict=True))
+
+
+def test_keyword_arguments_and_tuples_are_written(tensor, kind, x):
+    other = torch.randn_like(x)
+    expected = values(tensor.dequantize() + other, kind)
+    with torch.no_grad():
+        torch.ops.aten.add.out(tensor.dequantize(), other, out=tensor)
+    holds(tensor, expected, tensor)
+    second = quantizer(kind)(x)
+    wanted = [values(t.dequantize() * 2, kind) for t in (tensor, second)]
+    with torch.no_grad():
+        torch._foreach_mul_((tensor, second), 2.0)
+    for one, value in zip((tensor, second), wanted, strict=True):
+        holds(one, value, one)
 
 
 def test_gradients_of_leaves_and_through_operations(tensor, kind):

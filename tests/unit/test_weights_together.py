@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -76,7 +77,15 @@ def gradients(layers):
     return [parameter.grad for parameter in layers.parameters()]
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+#: torch's fused optimizers write parameters without counting versions.
+OPTIMIZERS = {
+    "SGD": torch.optim.SGD,
+    "AdamW": torch.optim.AdamW,
+    "fused AdamW": partial(torch.optim.AdamW, fused=True),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_one_launch_quantises_all_weights_of_a_model(recipe, optimizer):
     layers = model()
     optimizer = trained(layers, recipe, optimizer=optimizer)

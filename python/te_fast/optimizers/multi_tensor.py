@@ -20,7 +20,7 @@ def local_part(tensor: Any) -> torch.Tensor:
     """Return this rank's part of a ``DTensor``, and any other tensor as it is."""
     if type(tensor) is torch.Tensor or not hasattr(tensor, "to_local"):
         return tensor
-    return tensor.tolocal_part()
+    return tensor.to_local()
 
 
 class MultiTensorApply:

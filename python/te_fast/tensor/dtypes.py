@@ -77,7 +77,7 @@ def fp8_name(dtype: Any) -> str:
     DtypeError
         If it is not one.
     """
-    name = NATIVE_NAMES.get(DType.cast(dtype))
+    name = NATIVE_NAMES.get(dtype if type(dtype) is DType else DType.cast(dtype))
     if name is None:
         message = (
             f"quantizer: the type must be DType.kFloat8E4M3 or DType.kFloat8E5M2, got {dtype!r}"

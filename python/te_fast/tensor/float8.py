@@ -13,7 +13,7 @@ from te_fast.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from te_fast.runtime import native
 from te_fast.runtime.layouts import columnwise_shape, make_columnwise
 from te_fast.tensor.dtypes import DType, fp8_name
-from te_fast.tensor.quantizer import ComparedBySettings, Float8QuantizerBase, Rule
+from te_fast.tensor.quantizer import Cast, ComparedBySettings, Float8QuantizerBase, Rule
 from te_fast.tensor.storage import (
     QuantizedTensorStorage,
     field,
@@ -499,8 +499,8 @@ class Float8CurrentScalingQuantizer(ComparedBySettings, _PerTensorQuantizer):
         usage = (self.rowwise_usage, self.columnwise_usage)
         value.quantize(src, usage, (False, 0.0, False), scale, None, noop)
 
-    def _job(self, src: torch.Tensor, value: native.QuantizedValue) -> Any:
-        return None if self.with_amax_reduction else super()._job(src, value)
+    def _cast(self) -> Cast | None:
+        return None if self.with_amax_reduction else Float8QuantizerBase._cast(self)
 
     def _scale_inv_of_data(self, data: torch.Tensor) -> torch.Tensor:
         return torch.empty(1, dtype=torch.float32, device=data.device)

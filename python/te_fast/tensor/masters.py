@@ -17,16 +17,13 @@ from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedErr
 from te_fast.runtime import native
 from te_fast.runtime.layouts import BLOCK, make_columnwise
 from te_fast.tensor.blockwise import Float8BlockwiseQTensor
-from te_fast.tensor.dtypes import TE_DType_To_Torch, fp8_name
+from te_fast.tensor.dtypes import TE_DType_To_Torch
 from te_fast.tensor.float8 import Float8Quantizer, Float8Tensor
 from te_fast.tensor.quantizer import note_write
 from te_fast.tensor.tensor import Float8TensorBase
 
 _F32_MAX = torch.finfo(torch.float32).max
-#: Elements that a part of a buffer begins at a multiple of.
-_VECTOR = 8
-#: From so many on, casts in one launch cost the host less than one by one.
-_MANY = 5
+_HAS_DISTRIBUTED = torch.distributed.is_available()
 
 
 def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
@@ -261,7 +258,10 @@ def quantize_master_weights(
     """
     is_alone = _is_alone(group)
     lists = (model_weights, master_weights, start_offsets)
-    if is_alone and fsdp_shard_model_weights is None and _quantize_whole(*lists):
+    if is_alone and fsdp_shard_model_weights is None and native.quantize_whole(*lists):
+        for weight in model_weights:
+            if "_high_precision_init_val" in weight.__dict__:
+                weight.clear_high_precision_init_val()
         return
     parts = _parts(model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
     if is_alone:
@@ -303,61 +303,9 @@ def quantize_master_weights(
 
 def _is_alone(group: Any) -> bool:
     """Whether no other rank has a slice."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not (_HAS_DISTRIBUTED and torch.distributed.is_initialized()):
         return True
-    return distributed.get_world_size(group=group) == 1
-
-
-def _quantize_whole(
-    weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[int | None]
-) -> bool:
-    """Quantise weights of which this rank has all, in one call; tell whether they are such."""
-    if not len(weights) == len(masters) == len(starts):
-        return False
-    for weight, master, start in zip(weights, masters, starts, strict=True):
-        is_own = isinstance(weight, Float8Tensor | Float8BlockwiseQTensor)
-        if start or not is_own or master is None or master.numel() != weight.numel():
-            return False
-        quantizer, value = weight._quantizer, weight._value
-        if quantizer is None or value.row is None or value.block == 1:
-            return False
-        if (quantizer._block, fp8_name(quantizer.dtype)) != (value.block, value.fp8):
-            return False
-    values = _in_nominal_type(weights, masters)
-    jobs = [
-        weight._quantizer._job(source, weight._value)
-        for weight, source in zip(weights, values, strict=True)
-    ]
-    if any(job is None for job in jobs):
-        return False
-    native.quantize_values(jobs)
-    torch.autograd.graph.increment_version([w for w in weights if not w.is_inference()])
-    for weight in weights:
-        if "_high_precision_init_val" in weight.__dict__:
-            weight.clear_high_precision_init_val()
-    return True
-
-
-def _in_nominal_type(weights: Sequence[Any], masters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return masters rounded to their weights' nominal types and shaped as they are: one launch for many of them."""
-    if len(weights) < _MANY or len({(weight.dtype, weight.device) for weight in weights}) > 1:
-        return [
-            master.detach().to(weight.dtype).reshape(weight.shape).contiguous()
-            for master, weight in zip(masters, weights, strict=True)
-        ]
-    first = weights[0]
-    masters = [master.detach() for master in masters]
-    counts = [master.numel() for master in masters]
-    # Kernels read from multiples of 16 bytes.
-    room = [-(-count // _VECTOR) * _VECTOR for count in counts]
-    flat = torch.empty(sum(room), dtype=first.dtype, device=first.device)
-    parts = [
-        part[:count].view(weight.shape)
-        for part, count, weight in zip(flat.split(room), counts, weights, strict=True)
-    ]
-    torch._foreach_copy_(parts, [m.reshape(w.shape) for m, w in zip(masters, weights, strict=True)])
-    return parts
+    return torch.distributed.get_world_size(group=group) == 1
 
 
 def _quantize_alone(part: _Part) -> None:

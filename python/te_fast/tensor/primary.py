@@ -69,13 +69,26 @@ def quantized_parameter(
     preserves : bool
         Keep them on the CPU, too.
     """
+    values = parameter.detach()
+    local = getattr(values, "_local_tensor", values)
     with torch.no_grad():
-        values = quantizer.quantize(parameter.detach())
-    made: Any = torch.nn.Parameter(values, requires_grad=parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
+        quantized = quantizer.quantize(local)
+        if local is not values:
+            quantized = _sharded_as(values, quantized)
+    made: Any = torch.nn.Parameter(quantized, requires_grad=parameter.requires_grad)
+    made.__dict__.update({k: v for k, v in parameter.__dict__.items() if k not in made.__dict__})
     if preserves:
-        keep_init_value(made, parameter.detach())
+        keep_init_value(getattr(made, "_local_tensor", made), local)
     return made
+
+
+def _sharded_as(whole: Any, local: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor with another shard of this rank's; FSDP2 shards before parameters have memory."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, whole.device_mesh, whole.placements, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def keep_init_value(parameter: Any, values: torch.Tensor) -> None:

@@ -18,6 +18,13 @@ from te_fast.tensor.storage import QuantizedTensorStorage
 
 #: Scale rule of a native cast: from the tensor itself, least amax, powers of two.
 Rule = tuple[bool, float, bool]
+#: Block, groups and FP8 type; layouts; rule; scale and maximum of delayed scaling.
+Cast = tuple[
+    tuple[int, int, str],
+    tuple[bool, bool],
+    Rule,
+    tuple[torch.Tensor | None, torch.Tensor | None],
+]
 
 
 class _Quantize(torch.autograd.Function):
@@ -234,6 +241,7 @@ class Float8QuantizerBase(Quantizer):
     _groups = 1
     _tensor_class: type[Any]
     _storage_class: type[Any]
+    _only_casts: ClassVar[bool]
 
     def __init__(self, fp8_dtype: Any, *, rowwise: bool, columnwise: bool) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
@@ -253,10 +261,18 @@ class Float8QuantizerBase(Quantizer):
         usage = (self.rowwise_usage, self.columnwise_usage)
         value.quantize(src, usage, self._rule(), *self._scale_and_amax(), noop)
 
-    def _job(self, src: torch.Tensor, value: native.QuantizedValue) -> Any:
-        """Return what ``native.quantize_values`` does for a cast; None where a cast is more than that."""
+    def _cast(self) -> Cast | None:
+        """Return what a native cast needs to know; None where an update of a tensor is more than that."""
+        if not self._only_casts:
+            return None
         usage = (self.rowwise_usage, self.columnwise_usage)
-        return (value, src, usage, self._rule(), *self._scale_and_amax())
+        kind = self._block, self._groups, fp8_name(self.dtype)
+        return kind, usage, self._rule(), self._scale_and_amax()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Note whether a class updates tensors otherwise: one of a user's own."""
+        super().__init_subclass__(**options)
+        cls._only_casts = cls.update_quantized is Float8QuantizerBase.update_quantized
 
     def _fresh_value(self) -> native.QuantizedValue:
         kind = self._block, fp8_name(self.dtype)
@@ -306,6 +322,8 @@ class Float8QuantizerBase(Quantizer):
             raise
         if isinstance(dst, torch.Tensor):
             note_write(dst)
+            if value.col is not None:
+                value.col_is_valid = True  # at the versions that there are now
         return dst
 
     def _check_destination(self, dst: Any) -> None:
@@ -382,21 +400,14 @@ def update_many(tensors: Sequence[Any], sources: Sequence[torch.Tensor]) -> None
     sources : sequence of torch.Tensor
         As many, of their shapes.
     """
-    jobs, together = [], []
-    for tensor, source in zip(tensors, sources, strict=True):
-        job = None
-        quantizer, value = tensor._quantizer, tensor._value
-        if isinstance(quantizer, Float8QuantizerBase) and value.fp8 == fp8_name(quantizer.dtype):
-            quantizer._check_destination(tensor)
-            job = quantizer._job(_source_for(source, tensor), value)
-        if job is None:
-            tensor.quantize_(source)
-        else:
-            jobs.append(job)
-            together.append(tensor)
-    native.quantize_values(jobs)
-    for tensor in together:
-        note_write(tensor)
+    pairs = zip(tensors, sources, strict=True)
+    requantize(tensors, [_source_for(source, tensor) for tensor, source in pairs])
+
+
+def requantize(tensors: Sequence[Any], sources: Sequence[torch.Tensor]) -> None:
+    """Do the same with plain contiguous values that lie where the tensors do, in the shapes of their bytes."""
+    for number in native.requantize(tensors, sources):
+        tensors[number].quantize_(sources[number])
 
 
 def _source_for(source: torch.Tensor, tensor: Any) -> torch.Tensor:

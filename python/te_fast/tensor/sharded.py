@@ -10,7 +10,7 @@ import torch
 from te_fast.errors import UnsupportedError
 from te_fast.runtime.layouts import BLOCK
 
-#: What is gathered; then shape, scale of a tensor that has one, and quantizer of the whole parameter.
+#: What is gathered; then shape, scales that are not gathered, and quantizer of the whole parameter.
 Gathered = tuple[tuple[torch.Tensor, ...], tuple[Sequence[int], torch.Tensor | None, Any]]
 
 
@@ -41,6 +41,8 @@ def before_gather(shard: Any, mesh: Any, whole: Sequence[int]) -> Gathered:
             "leave out quantized_model_init"
         )
         raise UnsupportedError(message)
+    if ranks == 1:  # FSDP2 copies the first tensor alone then
+        return (value.row,), (whole, value.row_scale, shard._quantizer)
     return (value.row, value.row_scale), (whole, None, shard._quantizer)
 
 
@@ -91,7 +93,7 @@ def after_gather(
         made = getattr(out, "_local_tensor", out)
         value = made._value
     value.col, value.keeps_col = None, False
-    value.row_scale = outputs[1] if value.block else scale
+    value.row_scale = outputs[1] if scale is None else scale
     if value.block:
         value.col_scale = None
     # The bytes are others, in memory whose address may be another; torch's version stays, as FSDP2 keeps it.

@@ -98,7 +98,9 @@ mod _native {
     #[pymodule_export]
     use crate::tensor::handed::install_tensors;
     #[pymodule_export]
-    use crate::tensor::many::quantize_values;
+    use crate::tensor::in_place::plain_arguments;
+    #[pymodule_export]
+    use crate::tensor::many::{quantize_whole, requantize};
     #[pymodule_export]
     use crate::tensor::scale::{amax, scale_of_amax};
     #[pymodule_export]

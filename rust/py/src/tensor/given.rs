@@ -3,9 +3,7 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDictMethods;
-use smallvec::SmallVec;
 use te_fast_core::base::dtype::{DType, Device};
-use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::cuda::device::is_capturing;
 use te_fast_core::quant::value::{Quantized, WeightLayout};
@@ -38,30 +36,12 @@ pub(crate) fn nominal_view<'a>(
     tensor: &'a Bound<'_, PyAny>,
     value: &Bound<'_, QuantizedValue>,
 ) -> Result<TensorView<'a>, Failure> {
-    let py = tensor.py();
-    let dtype = tensor.getattr(intern!(py, "dtype"))?;
-    let floats = [DType::F32, DType::F16, DType::Bf16];
-    let nominal = floats.into_iter().find(|&float| state.torch.dtype(py, float).is(&dtype));
-    let (row, col, is_stack) = {
-        let value = QuantizedValue::snapshot(value)?;
-        let row = value.part(py, false);
-        let col = if row.is_none() { value.part(py, true) } else { None };
-        (row, col, value.groups() != 1)
-    };
-    let (Some(dtype), Some((data, _))) = (nominal, row.as_ref().or(col.as_ref())) else {
+    let view = state.reader.read_outside(tensor)?.filter(|view| view.dtype().as_float().is_some());
+    let has_bytes = value.try_borrow()?.has_bytes();
+    view.filter(|_| has_bytes).ok_or_else(|| {
         let got = "one of another type, or whose bytes were freed";
-        return Err(Error::dtype(OP, "a quantised parameter", "of float32, float16 or bfloat16, with data", got).into());
-    };
-    let bytes = view_of(&state.reader, data, "data of a quantised parameter")?;
-    let mut shape: SmallVec<[i64; 4]> = bytes.shape().into();
-    if row.is_none() && is_stack && shape.len() > 1 {
-        let last = shape.len() - 1;
-        shape.swap(last - 1, last);
-    } else if row.is_none() && !shape.is_empty() {
-        shape.rotate_left(1);
-    }
-    let view = TensorView::new(DevPtr::null(), bytes.device(), dtype, &shape, None);
-    view.ok_or_else(|| Error::shape(OP, "a quantised parameter", "of few dimensions", format!("{shape:?}")).into())
+        Error::dtype(OP, "a quantised parameter", "of float32, float16 or bfloat16, with data", got).into()
+    })
 }
 
 /// The shape, type and device of a weight, quantised or not; the address of one that is not.

@@ -1,33 +1,47 @@
 //! Many values that are quantised together: weights after an optimizer step.
 
+use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyString;
 use smallvec::SmallVec;
-use te_fast_core::base::dtype::Device;
+use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::ops::amax::ScaleRule;
 use te_fast_core::ops::cast_many::{CastManyPlan, ManyScales, TensorCast};
 use te_fast_core::recipe::definition::Block;
 use te_fast_core::recipe::usage::Usage;
-use te_fast_core::{Float, Fp8};
+use te_fast_core::{Error, Float, Fp8};
 
 use crate::direct::call::DirectCall;
 use crate::direct::tensors::{contiguous, single_f32};
 use crate::error::IntoPython;
+use crate::tensor::given::given;
 use crate::tensor::value::{QuantizedValue, Rule, Targets};
 use crate::torch::process::{State, state};
+use crate::torch::reader::{instance_dict, view_of};
 
 const OP: &str = "quantize";
+/// Elements that kernels read at once.
+const VECTOR: usize = 8;
+/// From so many on, one copy of all costs the host less than one of each.
+const MANY: usize = 5;
 
-/// A value, what it is quantised from, layouts, scale rule, and scale and maximum of delayed scaling.
-type Job<'py> = (
-    Bound<'py, QuantizedValue>,
-    Bound<'py, PyAny>,
-    (bool, bool),
-    Rule,
-    Option<Bound<'py, PyAny>>,
-    Option<Bound<'py, PyAny>>,
-);
+/// A value, what it is quantised from, and how its quantizer casts.
+struct Job<'py> {
+    value: Bound<'py, QuantizedValue>,
+    x: Bound<'py, PyAny>,
+    usage: (bool, bool),
+    rule: Rule,
+    /// Scale and maximum of delayed scaling.
+    scale: Option<Bound<'py, PyAny>>,
+    amax: Option<Bound<'py, PyAny>>,
+}
+
+/// What `Float8QuantizerBase._cast` says: block, groups and FP8 type; layouts; rule; scale and maximum.
+type Cast<'py> =
+    ((u8, usize, Bound<'py, PyString>), (bool, bool), Rule, (Option<Bound<'py, PyAny>>, Option<Bound<'py, PyAny>>));
 
 /// What the values of one launch have in common.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -38,16 +52,147 @@ struct Kind {
     scales: ManyScales,
 }
 
-/// Quantises many values, as `QuantizedValue.quantize` does each; those that are alike by one launch.
+/// Writes plain tensors into quantised ones, as `quantize_` does each; those that are alike by one launch. The numbers of those
+/// whose quantizers do more than a cast, which are not written.
 #[pyfunction]
-#[pyo3(signature = (jobs, /))]
+#[pyo3(signature = (tensors, sources, /))]
 #[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
-pub(crate) fn quantize_values(py: Python<'_>, jobs: Vec<Job<'_>>) -> PyResult<()> {
+pub(crate) fn requantize<'py>(
+    py: Python<'py>,
+    tensors: Vec<Bound<'py, PyAny>>,
+    sources: Vec<Bound<'py, PyAny>>,
+) -> PyResult<Vec<usize>> {
     let state = state(py)?;
+    let (mut jobs, mut written, mut left) = (Vec::with_capacity(tensors.len()), Vec::new(), Vec::new());
+    for (number, (tensor, x)) in tensors.iter().zip(&sources).enumerate() {
+        match Job::new(state, tensor, x)? {
+            Some(job) => {
+                jobs.push(job);
+                written.push(tensor);
+            }
+            None => left.push(number),
+        }
+    }
+    quantize_all(state, py, &jobs)?;
+    note_writes(py, &written, &jobs)?;
+    Ok(left)
+}
+
+/// Rounds master weights to the nominal types of quantised weights, and quantises them into these; false, and nothing is
+/// written, unless each master is all of its weight, and an update of that is a cast.
+#[pyfunction]
+#[pyo3(signature = (weights, masters, starts, /))]
+#[expect(clippy::needless_pass_by_value, reason = "what PyO3 calls with")]
+pub(crate) fn quantize_whole<'py>(
+    py: Python<'py>,
+    weights: Vec<Bound<'py, PyAny>>,
+    masters: Vec<Bound<'py, PyAny>>,
+    starts: Vec<Option<i64>>,
+) -> PyResult<bool> {
+    let state = state(py)?;
+    if weights.len() != masters.len() || weights.len() != starts.len() || starts.iter().flatten().any(|&at| at != 0) {
+        return Ok(false);
+    }
+    let mut jobs = Vec::with_capacity(weights.len());
+    for (weight, master) in weights.iter().zip(&masters) {
+        match Job::new(state, weight, master)? {
+            Some(job) if job.is_whole(state)? => jobs.push(job),
+            _ => return Ok(false),
+        }
+    }
+    round(state, py, &weights, &mut jobs)?;
+    quantize_all(state, py, &jobs)?;
+    let written: Vec<_> = weights.iter().collect();
+    note_writes(py, &written, &jobs)?;
+    Ok(true)
+}
+
+/// Puts values of the weights' nominal types in the place of masters: many at once where all are of one type.
+fn round<'py>(state: &State, py: Python<'py>, weights: &[Bound<'py, PyAny>], jobs: &mut [Job<'py>]) -> PyResult<()> {
+    let mut kinds = SmallVec::<[(Device, DType); 8]>::new();
+    for weight in weights {
+        let Some(nominal) = state.reader.read_outside(weight)? else {
+            return Err(Error::value(OP, "a weight is on no device that te_fast knows")).python();
+        };
+        kinds.push((nominal.device(), nominal.dtype()));
+    }
+    for job in jobs.iter_mut() {
+        if job.x.getattr(&state.torch.names.requires_grad)?.is_truthy()? {
+            job.x = job.x.call_method0(intern!(py, "detach"))?;
+        }
+    }
+    let Some(&(device, dtype)) = kinds.first() else { return Ok(()) };
+    let _guard = state.guard(py, device)?;
+    if jobs.len() >= MANY && kinds.iter().all(|&kind| kind == (device, dtype)) {
+        return round_together(state, py, (device, dtype), jobs);
+    }
+    for (job, (device, dtype)) in jobs.iter_mut().zip(kinds) {
+        let rounded = {
+            let master = view_of(&state.reader, &job.x, "a master weight").python()?;
+            state.empty_sized(py, device, master.shape(), dtype)?
+        };
+        job.x = rounded.call_method1(intern!(py, "copy_"), (&job.x,))?;
+    }
+    Ok(())
+}
+
+/// In one buffer, whose parts begin where kernels read vectors.
+fn round_together<'py>(
+    state: &State,
+    py: Python<'py>,
+    (device, dtype): (Device, DType),
+    jobs: &mut [Job<'py>],
+) -> PyResult<()> {
+    let (mut counts, mut masters) = (Vec::with_capacity(jobs.len()), Vec::with_capacity(jobs.len()));
+    for job in jobs.iter() {
+        let (numel, is_flat) = {
+            let master = view_of(&state.reader, &job.x, "a master weight").python()?;
+            (master.numel(), master.shape().len() == 1)
+        };
+        counts.push(numel);
+        masters.push(if is_flat { job.x.clone() } else { job.x.call_method1(intern!(py, "view"), (-1,))? });
+    }
+    let room: Vec<usize> = counts.iter().map(|count| count.next_multiple_of(VECTOR)).collect();
+    let flat = state.empty_sized(py, device, &[room.iter().sum::<usize>() as i64], dtype)?;
+    let parts = flat.call_method1(intern!(py, "split_with_sizes"), (&room,))?;
+    for ((part, job), (count, room)) in parts.try_iter()?.zip(jobs.iter_mut()).zip(counts.iter().zip(&room)) {
+        job.x = if count == room { part? } else { part?.call_method1(intern!(py, "narrow"), (0, 0, count))? };
+    }
+    let rounded: Vec<_> = jobs.iter().map(|job| &job.x).collect();
+    py.import(intern!(py, "torch"))?.call_method1(intern!(py, "_foreach_copy_"), (rounded, masters)).map(drop)
+}
+
+/// Tells autograd that tensors were written: these, and their bytes, which graphs save in their place. Both layouts of bytes hold
+/// the same at the versions that they have then.
+fn note_writes(py: Python<'_>, tensors: &[&Bound<'_, PyAny>], jobs: &[Job<'_>]) -> PyResult<()> {
+    static INCREMENT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    if tensors.is_empty() {
+        return Ok(());
+    }
+    let increment = INCREMENT.import(py, "torch.autograd.graph", "increment_version")?;
+    let mut written: Vec<Bound<'_, PyAny>> = Vec::with_capacity(3 * tensors.len());
+    for (tensor, job) in tensors.iter().zip(jobs) {
+        written.push((*tensor).clone());
+        written.extend(QuantizedValue::snapshot(&job.value)?.bytes(py));
+    }
+    if increment.call1((&written,)).is_err() {
+        // Inference tensors have no versions.
+        let mut counted = Vec::with_capacity(written.len());
+        for tensor in written {
+            if !tensor.call_method0(intern!(py, "is_inference"))?.is_truthy()? {
+                counted.push(tensor);
+            }
+        }
+        increment.call1((counted,))?;
+    }
+    jobs.iter().try_for_each(|job| QuantizedValue::snapshot(&job.value).map(|value| value.agree(py)))
+}
+
+fn quantize_all<'py>(state: &State, py: Python<'py>, jobs: &[Job<'py>]) -> PyResult<()> {
     let together = jobs.len() > 1 && state.dispatcher(py)?.0.config.weights_together;
-    let mut kinds: SmallVec<[(Kind, Vec<&Job<'_>>); 1]> = SmallVec::new();
+    let mut kinds: SmallVec<[(Kind, Vec<&Job<'py>>); 1]> = SmallVec::new();
     let mut alone = Vec::new();
-    for job in &jobs {
+    for job in jobs {
         match if together { kind_of(state, job)? } else { None } {
             None => alone.push(job),
             Some(kind) => match kinds.iter_mut().find(|(known, _)| *known == kind) {
@@ -61,14 +206,59 @@ pub(crate) fn quantize_values(py: Python<'_>, jobs: Vec<Job<'_>>) -> PyResult<()
             alone.extend(members);
         }
     }
-    alone.into_iter().try_for_each(|(value, x, usage, rule, scale, amax)| {
-        QuantizedValue::quantize(value, x, *usage, *rule, scale.as_ref(), amax.as_ref(), None)
+    alone.into_iter().try_for_each(|job| {
+        let Job { value, x, usage, rule, scale, amax } = job;
+        let view = source(state, value, x)?;
+        QuantizedValue::quantize_view(value, &view, *usage, *rule, scale.as_ref(), amax.as_ref(), None)
     })
 }
 
-/// None for what is quantised alone: stacks, blocks of 1 x 128, no elements, and what is refused there.
-fn kind_of(state: &State, (value, x, usage, rule, scale, _): &Job<'_>) -> PyResult<Option<Kind>> {
+impl<'py> Job<'py> {
+    /// None where an update of the tensor is more than a cast.
+    fn new(state: &State, tensor: &Bound<'py, PyAny>, x: &Bound<'py, PyAny>) -> PyResult<Option<Self>> {
+        let py = tensor.py();
+        let Some(value) = given(state, tensor) else { return Ok(None) };
+        let Some(quantizer) = instance_dict(tensor)?.get_item(intern!(py, "_quantizer"))? else { return Ok(None) };
+        let Some(cast) = quantizer.getattr_opt(intern!(py, "_cast"))? else { return Ok(None) };
+        let cast = cast.call0()?.extract::<Option<Cast<'py>>>()?;
+        let Some(((block, groups, fp8), usage, rule, (scale, amax))) = cast else { return Ok(None) };
+        let is_like = {
+            let value = value.try_borrow()?;
+            value.is_of(block, groups) && fp8 == value.fp8()
+        };
+        Ok(is_like.then(|| Self { value, x: x.clone(), usage, rule, scale, amax }))
+    }
+
+    /// Whether a master weight is all of a weight with a row layout, and flat or of its shape.
+    fn is_whole(&self, state: &State) -> PyResult<bool> {
+        let (block, _) = self.value.try_borrow()?.block_and_type();
+        let row = QuantizedValue::snapshot(&self.value)?.part(self.value.py(), false);
+        let (Some((row, _)), true) = (row, state.torch.is_plain(&self.x)) else { return Ok(false) };
+        let (Some(row), Some(master)) = (state.reader.read(&row)?, state.reader.read(&self.x)?) else {
+            return Ok(false);
+        };
+        let is_all = row.numel() == master.numel() && row.numel() != 0;
+        let is_shaped = master.shape().len() == 1 || master.shape() == row.shape();
+        Ok(block != Block::Row && is_all && is_shaped && master.is_contiguous())
+    }
+}
+
+/// What a value is quantised from. A flat tensor has the elements of all rows.
+fn source<'a>(state: &State, value: &Bound<'_, QuantizedValue>, x: &'a Bound<'_, PyAny>) -> PyResult<TensorView<'a>> {
     let view = contiguous(state, x, OP, "x")?;
+    if view.shape().len() != 1 {
+        return Ok(view);
+    }
+    let Some((row, _)) = QuantizedValue::snapshot(value)?.part(value.py(), false) else { return Ok(view) };
+    let row = view_of(&state.reader, &row, "data of the quantised tensor").python()?;
+    let shaped = TensorView::new(view.data(), view.device(), view.dtype(), row.shape(), None);
+    Ok(shaped.filter(|shaped| shaped.numel() == view.numel()).unwrap_or(view))
+}
+
+/// None for what is quantised alone: stacks, blocks of 1 x 128, no elements, and what is refused there.
+fn kind_of(state: &State, job: &Job<'_>) -> PyResult<Option<Kind>> {
+    let Job { value, x, usage, rule, scale, .. } = job;
+    let view = source(state, value, x)?;
     let (block, output, groups) = {
         let value = value.try_borrow()?;
         let (block, output) = value.block_and_type();
@@ -99,8 +289,8 @@ fn by_one_launch(state: &State, py: Python<'_>, kind: Kind, jobs: &[&Job<'_>]) -
     let plan = CastManyPlan::new(kind.input, kind.output, kind.scales).python()?;
     let call = DirectCall::new(state, py, OP, kind.device)?;
     let mut prepared = Vec::with_capacity(jobs.len());
-    for (value, x, usage, _, scale, amax) in jobs {
-        let x = contiguous(state, x, OP, "x")?;
+    for Job { value, x, usage, scale, amax, .. } in jobs {
+        let x = source(state, value, x)?;
         let usage = Usage { rowwise: usage.0, columnwise: usage.1 };
         let scale = single_f32(state, scale.as_ref(), "scale", &x)?;
         let amax = single_f32(state, amax.as_ref(), "amax", &x)?;
@@ -118,7 +308,7 @@ fn by_one_launch(state: &State, py: Python<'_>, kind: Kind, jobs: &[&Job<'_>]) -
         plan.run(&mut lane.target, &casts, (lane.workspace.scratch, lane.workspace.counters))
     })?;
     drop(casts);
-    for ((value, ..), Prepared { targets, .. }) in jobs.iter().zip(prepared) {
+    for (Job { value, .. }, Prepared { targets, .. }) in jobs.iter().zip(prepared) {
         QuantizedValue::take(value, targets)?;
     }
     Ok(true)

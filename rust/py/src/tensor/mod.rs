@@ -2,6 +2,7 @@
 
 pub(crate) mod given;
 pub(crate) mod handed;
+pub(crate) mod in_place;
 pub(crate) mod kind;
 pub(crate) mod many;
 pub(crate) mod scale;

@@ -109,7 +109,7 @@ impl QuantizedValue {
 
     /// `e4m3` or `e5m2`.
     #[getter]
-    fn fp8(&self) -> &'static str {
+    pub(super) fn fp8(&self) -> &'static str {
         fp8_name(self.fp8)
     }
 
@@ -229,32 +229,10 @@ impl QuantizedValue {
         amax: Option<&Bound<'_, PyAny>>,
         noop: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let state = state(slf.py())?;
-        let view = contiguous(state, x, OP, "x")?;
-        let usage = Usage { rowwise: usage.0, columnwise: usage.1 };
-        let value = Self::snapshot(slf)?;
-        let (scale, slots) = slots_of(state, scale, "scale", (&view, value.groups))?;
-        let (amax, _) = slots_of(state, amax, "amax", (&view, value.groups))?;
-        let noop = single_f32(state, noop, "noop_flag", &view)?;
-        let io = QuantPointers { x: view.data(), scale, amax, noop, ..QuantPointers::default() };
-        let plan = value.plan(state, slf.py(), (&view, slots), usage, rule)?;
-        let call = DirectCall::new(state, slf.py(), OP, view.device())?;
-        let targets = value.targets(&call, &view, usage, !io.noop.is_null())?;
-        if view.numel() != 0 {
-            let io = QuantPointers {
-                row: call.pointer(targets.row.as_ref().map(|row| &row.written))?,
-                row_scale: call.pointer(targets.row_scale.as_ref())?,
-                col: call.pointer(targets.col.as_ref().map(|col| &col.written))?,
-                col_scale: call.pointer(targets.col_scale.as_ref())?,
-                ..io
-            };
-            call.with_lane(plan.scratch_bytes(), |lane| {
-                let (scratch, counters) = (lane.workspace.scratch, lane.workspace.counters);
-                plan.run(&mut lane.target, &QuantPointers { scratch, counters, ..io })
-            })?;
-        }
-        drop(call);
-        Self::take(slf, targets)
+        let view = contiguous(state(slf.py())?, x, OP, "x")?;
+        Self::quantize_view(slf, &view, usage, rule, scale, amax, noop)?;
+        Self::snapshot(slf)?.agree(slf.py());
+        Ok(())
     }
 
     /// Makes the column layout of the row layout, in the memory that is there where it fits. Blocks of 1x128 have one of the
@@ -288,7 +266,12 @@ impl QuantizedValue {
             return Err(Error::state("dequantize", "the quantised tensor has no data, or no scales")).python();
         };
         let (data, scale) = (data.into_bound(py), scale.into_bound(py));
-        let contiguous = |tensor: Bound<'py, PyAny>| tensor.call_method0(intern!(py, "contiguous"));
+        let contiguous = |tensor: Bound<'py, PyAny>| {
+            if view_of(&state.reader, &tensor, "a quantised tensor").is_ok_and(|view| view.is_contiguous()) {
+                return Ok(tensor);
+            }
+            tensor.call_method0(intern!(py, "contiguous"))
+        };
         let (data, scale) = (contiguous(data)?, contiguous(scale)?);
         let out = dequantized(state, (&data, &scale), kind, dtype, columnwise)?;
         if columnwise { from_columns(&out, kind.2) } else { Ok(out) }
@@ -322,6 +305,43 @@ pub(super) struct Targets<'py> {
 }
 
 impl QuantizedValue {
+    /// The same for a view: of a plain tensor, or of its memory as another shape.
+    pub(super) fn quantize_view(
+        slf: &Bound<'_, Self>,
+        view: &TensorView<'_>,
+        usage: (bool, bool),
+        rule: Rule,
+        scale: Option<&Bound<'_, PyAny>>,
+        amax: Option<&Bound<'_, PyAny>>,
+        noop: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let state = state(slf.py())?;
+        let usage = Usage { rowwise: usage.0, columnwise: usage.1 };
+        let value = Self::snapshot(slf)?;
+        let (scale, slots) = slots_of(state, scale, "scale", (view, value.groups))?;
+        let (amax, _) = slots_of(state, amax, "amax", (view, value.groups))?;
+        let noop = single_f32(state, noop, "noop_flag", view)?;
+        let io = QuantPointers { x: view.data(), scale, amax, noop, ..QuantPointers::default() };
+        let plan = value.plan(state, slf.py(), (view, slots), usage, rule)?;
+        let call = DirectCall::new(state, slf.py(), OP, view.device())?;
+        let targets = value.targets(&call, view, usage, !io.noop.is_null())?;
+        if view.numel() != 0 {
+            let io = QuantPointers {
+                row: call.pointer(targets.row.as_ref().map(|row| &row.written))?,
+                row_scale: call.pointer(targets.row_scale.as_ref())?,
+                col: call.pointer(targets.col.as_ref().map(|col| &col.written))?,
+                col_scale: call.pointer(targets.col_scale.as_ref())?,
+                ..io
+            };
+            call.with_lane(plan.scratch_bytes(), |lane| {
+                let (scratch, counters) = (lane.workspace.scratch, lane.workspace.counters);
+                plan.run(&mut lane.target, &QuantPointers { scratch, counters, ..io })
+            })?;
+        }
+        drop(call);
+        Self::take(slf, targets)
+    }
+
     /// The same bytes and scales in a value that nobody else has: it may be borrowed while Python runs.
     pub(crate) fn snapshot(slf: &Bound<'_, Self>) -> PyResult<Self> {
         Ok(slf.try_borrow()?.share(slf.py()))
@@ -350,6 +370,21 @@ impl QuantizedValue {
     /// What it is, of which these layouts are there.
     pub(crate) const fn kind(&self, usage: Usage) -> QuantizedKind {
         QuantizedKind { dtype: self.fp8, block: self.block, usage }
+    }
+
+    /// Whether there are bytes in either layout.
+    pub(crate) const fn has_bytes(&self) -> bool {
+        self.row.data.is_some() || self.col.data.is_some()
+    }
+
+    /// The bytes of both layouts, as far as they are there.
+    pub(super) fn bytes<'py>(&self, py: Python<'py>) -> impl Iterator<Item = Bound<'py, PyAny>> {
+        [self.row(py), self.col(py)].into_iter().flatten().map(move |data| data.into_bound(py))
+    }
+
+    /// Whether it has such blocks, as the `block` of Python's, and is a stack of so many values.
+    pub(super) fn is_of(&self, block: u8, groups: usize) -> bool {
+        (self.block as u8, self.groups) == (block, groups)
     }
 
     /// What is known of the row layout.
@@ -569,7 +604,7 @@ impl QuantizedValue {
         Ok(Targets { row: row.transpose()?, row_scale, col: col.transpose()?, col_scale })
     }
 
-    /// Takes what was written for its own.
+    /// Takes what was written for its own. That both layouts hold the same is to be noted, at the versions that there are in the end.
     pub(super) fn take(slf: &Bound<'_, Self>, targets: Targets<'_>) -> PyResult<()> {
         let py = slf.py();
         for target in [&targets.row, &targets.col].into_iter().flatten() {
@@ -592,12 +627,11 @@ impl QuantizedValue {
         let former = (std::mem::replace(&mut value.row, row), std::mem::replace(&mut value.col, col));
         drop(value);
         drop(former);
-        Self::snapshot(slf)?.agree(py);
         Ok(())
     }
 
     /// Notes that both layouts hold the same.
-    fn agree(&self, py: Python<'_>) {
+    pub(super) fn agree(&self, py: Python<'_>) {
         if self.row.data.is_some() && self.col.data.is_some() {
             self.col.content.agree(&self.row.content, self.versions(py));
         }

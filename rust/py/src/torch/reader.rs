@@ -99,25 +99,42 @@ impl Reader {
     #[inline]
     pub(crate) fn read<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<Option<TensorView<'a>>> {
         match self.table {
-            Some(ExchangeTable { tensor_from_object: Some(read), .. }) => Ok(read_exchange(*read, tensor)),
+            Some(ExchangeTable { tensor_from_object: Some(read), .. }) => Ok(read_exchange(*read, tensor, false)),
             _ => self.read_attributes(tensor),
         }
     }
 
-    fn read_attributes<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<Option<TensorView<'a>>> {
-        let py = tensor.py();
-        let names = &self.attributes;
+    /// What torch sees of a tensor, without its memory: of a wrapper, which has none, too.
+    #[inline]
+    pub(crate) fn read_outside<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<Option<TensorView<'a>>> {
+        if let Some(ExchangeTable { tensor_from_object: Some(read), .. }) = self.table
+            && let Some(view) = read_exchange(*read, tensor, true)
+        {
+            return Ok(TensorView::new(DevPtr::null(), view.device(), view.dtype(), view.shape(), None));
+        }
+        let Some((dtype, device)) = self.type_and_device(tensor)? else { return Ok(None) };
+        let shape = tensor.getattr(&self.attributes.shape)?.extract::<Vec<i64>>()?;
+        Ok(TensorView::new(DevPtr::null(), device, dtype, &shape, None))
+    }
+
+    fn type_and_device(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Option<(DType, Device)>> {
+        let (py, names) = (tensor.py(), &self.attributes);
         let dtype = tensor.getattr(&names.dtype)?;
         let Some(dtype) = names.dtypes.iter().find(|(object, _)| object.bind(py).is(&dtype)).map(|(_, dtype)| *dtype)
         else {
             return Ok(None);
         };
         let device = tensor.getattr(&names.device)?;
-        let device = match device.getattr("type")?.extract::<&str>()? {
-            "cpu" => Device::Cpu,
-            "cuda" => Device::Cuda(device.getattr("index")?.extract()?),
-            _ => return Ok(None),
-        };
+        Ok(match device.getattr("type")?.extract::<&str>()? {
+            "cpu" => Some((dtype, Device::Cpu)),
+            "cuda" => Some((dtype, Device::Cuda(device.getattr("index")?.extract()?))),
+            _ => None,
+        })
+    }
+
+    fn read_attributes<'a>(&self, tensor: &'a Bound<'_, PyAny>) -> PyResult<Option<TensorView<'a>>> {
+        let names = &self.attributes;
+        let Some((dtype, device)) = self.type_and_device(tensor)? else { return Ok(None) };
         let Ok(address) = tensor.call_method0(&names.data_ptr) else { return Ok(None) };
         let address = address.extract::<u64>()?;
         let shape = tensor.getattr(&names.shape)?.extract::<Vec<i64>>()?;
@@ -161,6 +178,7 @@ impl Reader {
 fn read_exchange<'a>(
     read: unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int,
     tensor: &'a Bound<'_, PyAny>,
+    without_memory: bool,
 ) -> Option<TensorView<'a>> {
     let mut raw = std::mem::MaybeUninit::<DlTensor>::uninit();
     // SAFETY: torch's function for a live object; on success it fills the struct with borrowed pointers.
@@ -182,7 +200,7 @@ fn read_exchange<'a>(
     let shape = unsafe { sizes(raw.shape, dims) };
     // SAFETY: the same for the strides.
     let strides = unsafe { sizes(raw.strides, dims) };
-    if raw.data.is_null() && shape.iter().all(|&size| size > 0) {
+    if raw.data.is_null() && !without_memory && shape.iter().all(|&size| size > 0) {
         return None; // a fake, functorch or wrapper tensor
     }
     let address = if raw.data.is_null() { 0 } else { raw.data as u64 + raw.byte_offset };
