@@ -438,11 +438,15 @@ class Loss(torch.nn.Module):
 
 
 class Stepped(torch.nn.Module):
-    """A parameter after a step of an optimizer whose gradient is the input."""
+    """A parameter after a step of an optimizer whose gradient is the input.
+
+    The one of `FusedSGD` is in FP32: Transformer Engine's passes over BF16 parameters without a word.
+    """
 
     def __init__(self, kind: str, options: dict[str, Any], library: Library, given: Given) -> None:
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(COLS, dtype=given.dtype, device=given.device))
+        dtype = torch.float32 if kind == "FusedSGD" else given.dtype
+        self.weight = torch.nn.Parameter(torch.zeros(COLS, dtype=dtype, device=given.device))
         self.optimizer: Any = None
         self.make = partial(getattr(library.submodule("optimizers"), kind), **options)
 
@@ -450,7 +454,7 @@ class Stepped(torch.nn.Module):
         """Step; the first one makes the optimizer, when the parameter has its value."""
         if self.optimizer is None:
             self.optimizer = self.make([self.weight])
-        self.weight.grad = x.detach()[0].clone()
+        self.weight.grad = x.detach()[0].to(self.weight.dtype, copy=True)
         self.optimizer.step()
         return self.weight.detach().clone()
 

@@ -24,7 +24,7 @@ def main() -> None:
     libraries = [name for name in COLOURS if all(name in row for row in host.values())]
     mpl.rcParams["svg.hashsalt"] = "te_fast"
     figure = Figure(
-        figsize=(8, 0.32 * (len(libraries) + 1) * len(host) + 0.8), layout="constrained"
+        figsize=(8, 0.22 * (len(libraries) + 1) * len(host) + 0.8), layout="constrained"
     )
     FigureCanvasSVG(figure)
     axes = figure.add_subplot()

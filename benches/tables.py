@@ -1,4 +1,6 @@
-"""Write benches/results/README.md, the tables of all result files; `make lint` checks that it is current.
+"""Write benches/results/README.md, tables of all results, and the headline figures of README.md and CHANGELOG.md.
+
+`make lint` checks that all three are current.
 
 python benches/tables.py [--check]
 """
@@ -22,7 +24,27 @@ One file for each bench and machine, written by the bench; `python benches/table
 is quoted with what stands above its table. Times are microseconds where a column does not say otherwise;
 `low` and `high` are quartiles.
 """
-FACTS = ("gpu", "processor", "python", "torch", "commit", "emulator")
+#: Host time over torch.nn's, by what is called: a bench, and where its figures are.
+LINEAR = {
+    "`Linear`, inference, cached weight": ("linear_host", "no_grad"),
+    "`Linear`, forward + backward": ("linear_host", "forward + backward"),
+}
+HEADLINES = {
+    "README.md": LINEAR,
+    "CHANGELOG.md": LINEAR
+    | {
+        name: ("ops_overhead", name)
+        for name in (
+            "24 x Linear(1024), no_grad",
+            "24 x Linear(1024), forward + backward",
+            "LayerNormMLP(1024, 1024), forward + backward",
+            "LayerNorm, no_grad",
+            "RMSNorm, no_grad",
+        )
+    },
+}
+BEGIN, END = "<!-- begin: python benches/tables.py -->\n", "<!-- end -->"
+FACTS = ("gpu", "processor", "python", "torch", "commit", "emulator", "note")
 
 Scalars = dict[str, float | str]
 
@@ -86,19 +108,49 @@ def section(path: Path) -> list[str]:
     return lines
 
 
+def ratios(bench: str, case: str) -> tuple[float, float]:
+    """Host time of te_fast and of Transformer Engine over torch.nn's, under delayed scaling."""
+    path = RESULTS / f"{bench}-nvidia-h200.json"
+    figures = json.loads(path.read_text(encoding="utf-8"))["figures"]
+    if bench == "linear_host":
+        found = figures["ratios"]
+        return found[f"{case}, delayed"], found[f"{case}, Transformer Engine, delayed"]
+    found = figures["host_us"][case]
+    return found["te_fast"]["ratio"], found["TE"]["ratio"]
+
+
+def with_headlines(page: str, headlines: dict[str, tuple[str, str]]) -> str:
+    """Return a page with today's figures between its two marks."""
+    lines = ["| | te_fast | Transformer Engine |", "|---|---:|---:|"]
+    for label, (bench, case) in headlines.items():
+        own, other = ratios(bench, case)
+        lines.append(f"| {label} | {own:.2f} | {other:.1f} |")
+    before, _, rest = page.partition(BEGIN)
+    return before + BEGIN + "\n".join(lines) + "\n" + END + rest.partition(END)[2]
+
+
 def main() -> int:
-    """Write the page, or say that it is not what the results give."""
+    """Write the pages, or say which are not what the results give."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     sections = [line for path in sorted(RESULTS.glob("*.json")) for line in section(path)]
     page = HEAD + "\n" + "\n".join(sections).rstrip() + "\n"
-    if not arguments.check:
-        PAGE.write_text(page, encoding="utf-8")
-    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page:
-        print("benches/results/README.md is not what the results give: python benches/tables.py")
-        return 1
-    return 0
+    pages = {PAGE: page}
+    for name, headlines in HEADLINES.items():
+        path = BENCHES.parent / name
+        pages[path] = with_headlines(path.read_text(encoding="utf-8"), headlines)
+    stale = [
+        path
+        for path, new in pages.items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != new
+    ]
+    for path in stale:
+        if arguments.check:
+            print(f"{path} is not what the results give: python benches/tables.py")
+        else:
+            path.write_text(pages[path], encoding="utf-8")
+    return int(arguments.check and bool(stale))
 
 
 if __name__ == "__main__":

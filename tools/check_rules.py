@@ -67,6 +67,7 @@ LAYERS: dict[str, set[str]] = {
         "offload",
         "ops",
         "optimizers",
+        "parallel",
         "runtime",
         "tensor",
     },

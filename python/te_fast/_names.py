@@ -1,15 +1,24 @@
-"""Public names: what users see of classes, whichever file they are written in."""
+"""Public names: what users see of classes, whichever file they are written in, and when it is imported."""
 
 from __future__ import annotations
 
+import importlib
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+#: The public module of a name, by the module that it is loaded from later, and the name.
+_outermost: dict[tuple[str, str], str] = {}
 
 
 def publish(module: str, *others: str) -> None:
     """Let what a module's ``__all__`` lists, and `others`, say that it is of that module.
 
     Pickles, reprs and tracebacks then hold the name that users import, and files may move beneath it. A module that
-    names things of another public one imports it first: the outermost name is the last to be told.
+    names things of another public one imports it first: the outermost name is the last to be told. Names that
+    another public module has deferred to this one (`defer`) say that they are of that one.
 
     Parameters
     ----------
@@ -19,7 +28,45 @@ def publish(module: str, *others: str) -> None:
         More names of it.
     """
     names = sys.modules[module]
+    deferred = {name for (_, name), outer in _outermost.items() if outer == module}
     for name in (*names.__all__, *others):
-        thing = getattr(names, name)
-        if getattr(thing, "__module__", "").startswith("te_fast."):
-            thing.__module__ = module
+        if name not in deferred:
+            _tell(getattr(names, name), _outermost.get((module, name), module))
+
+
+def defer(module: str, sources: Mapping[str, str]) -> None:
+    """Note names of a public module that are loaded when they are first asked for.
+
+    Parameters
+    ----------
+    module : str
+        Name of the public module, which calls this before `publish`, and `load` in its ``__getattr__``.
+    sources : Mapping
+        The module that each name is loaded from.
+    """
+    _outermost.update({(source, name): module for name, source in sources.items()})
+
+
+def load(module: str, name: str, source: str) -> object:
+    """Return a deferred name of a module, and keep it there.
+
+    Parameters
+    ----------
+    module : str
+        Name of the public module.
+    name : str
+        The name that was asked for.
+    source : str
+        The module that has it.
+    """
+    loaded = importlib.import_module(source)
+    # A submodule, or something that a module defines.
+    thing = loaded if source == f"{module}.{name}" else getattr(loaded, name)
+    _tell(thing, module)
+    setattr(sys.modules[module], name, thing)
+    return thing
+
+
+def _tell(thing: object, module: str) -> None:
+    if getattr(thing, "__module__", "").startswith("te_fast."):
+        thing.__module__ = module

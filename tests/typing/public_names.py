@@ -30,4 +30,6 @@ def refused(x: torch.Tensor) -> None:
     DelayedScaling(margin="1")  # type: ignore[arg-type]
     Float8CurrentScaling(fp8_format="hybrid")  # type: ignore[arg-type]
     te.Linear(16, 16, biass=True)  # type: ignore[call-arg]
+    te.TransformerLayer(16, 16, 2, heads=2)  # type: ignore[call-arg]
+    te.optimizers.FusedAdam([], rate=1e-3)  # type: ignore[call-arg]
     te_fast.profile(layer=x)  # type: ignore[call-arg]

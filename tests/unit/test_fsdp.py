@@ -194,3 +194,28 @@ def test_fp8_weights_that_are_sharded_before_they_are_made(group, recipe, preser
             losses[-1].append(loss.item())
     assert losses[0] == losses[1]
     assert losses[0][-1] < losses[0][0]
+
+
+class Wrapped(torch.nn.Module):
+    """Stands for FullyShardedDataParallel, which needs a GPU."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def test_models_under_the_first_fsdp_are_checked(monkeypatch):
+    import torch.distributed.fsdp as fsdp
+
+    monkeypatch.setattr(fsdp, "FullyShardedDataParallel", Wrapped)
+    prepare, layer = te.distributed.prepare_te_modules_for_fsdp, te.Linear(16, 16, device="cpu")
+    assert prepare(Wrapped(torch.nn.Sequential(layer, Wrapped(layer)))) is None
+    with pytest.raises(TypeError, match="expected a FullyShardedDataParallel, got Linear"):
+        prepare(layer)
+    with te.quantized_model_init():
+        quantized = te.Linear(16, 16, device="cpu")
+    with pytest.raises(RuntimeError, match="Linear has FP8 weights, which FullyShardedData"):
+        prepare(Wrapped(torch.nn.Sequential(layer, quantized)))
+    assert te.distributed.has_te_modules(Wrapped(layer))
+    assert te.distributed.has_te_modules(len)
+    assert not te.distributed.has_te_modules(torch.nn.Linear(2, 2))

@@ -822,6 +822,17 @@ def test_hooks_beside_the_capture(graphs):
 
 
 @needs_compile
+def test_replays_stay_outside_of_compiled_code_whoever_is_imported_first(fresh):
+    for lines in ("import torch._dynamo, te_fast.pytorch", "import te_fast.pytorch, torch._dynamo"):
+        fresh(f"""
+{lines}
+te_fast.pytorch.make_graphed_callables
+from te_fast.graphed.replay import GraphedCallable
+assert getattr(GraphedCallable.__call__, "_torchdynamo_disable", False)
+""")
+
+
+@needs_compile
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_code_calls_replays_from_outside(graphs, recipe):
     eager = te.Linear(COLS, COLS, **CPU)

@@ -17,6 +17,38 @@ unexpected = {"matplotlib", "rich", "numpy", "sklearn", "sympy", "transformer_en
 assert not unexpected, unexpected
 print(f"import te_fast.pytorch: {milliseconds:.1f} ms beyond import torch")
 """,
+    "what a linear layer does not need comes later": """
+import pickle, sys
+import te_fast.pytorch as te
+deferred = ("attention", "cross_entropy", "graph", "ops", "optimizers", "permutation", "router", "transformer")
+names = [f"te_fast.pytorch.{name}" for name in deferred]
+early = [name for name in [*names, "te_fast.experts.block", "te_fast.graphed"] if name in sys.modules]
+assert not early, early
+te.Linear(16, 16, device="cpu")
+assert not any(name in sys.modules for name in names)
+for name in deferred:
+    assert getattr(te, name) is sys.modules[f"te_fast.pytorch.{name}"]
+for name in ("MoE", "TransformerLayer", "moe_permute", "make_graphed_callables"):
+    thing = getattr(te, name)
+    assert thing.__module__ == "te_fast.pytorch" and getattr(te, name) is thing
+    assert pickle.loads(pickle.dumps(thing)) is thing
+assert not hasattr(te, "nothing")
+""",
+    "a deferred name is of te_fast.pytorch, whoever imports it": """
+from te_fast.pytorch.attention import DotProductAttention
+from te_fast.pytorch.ops import Linear
+from te_fast.pytorch.transformer import DropPath
+assert DotProductAttention.__module__ == "te_fast.pytorch"
+assert Linear.__module__ == "te_fast.pytorch.ops"
+assert DropPath.__module__ == "te_fast.pytorch.transformer"
+import te_fast.pytorch as te
+assert te.DotProductAttention is DotProductAttention and te.Linear is not Linear
+""",
+    "a star brings every name": """
+import te_fast.pytorch as te
+from te_fast.pytorch import *
+assert MoE is te.MoE and moe_permute is te.moe_permute
+""",
     "te_fast.profiling may come first": """
 import te_fast.profiling
 import te_fast.pytorch as te

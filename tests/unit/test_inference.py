@@ -9,6 +9,7 @@ import torch
 
 import te_fast.pytorch as te
 from te_fast.errors import DtypeError, ShapeError, StateError
+from te_fast.pytorch.attention.inference import PagedKVCacheManager
 
 HIDDEN, HEADS, GROUPS, D, LONGEST = 32, 4, 2, 8, 16
 
@@ -155,3 +156,15 @@ def test_bad_calls():
         layer(torch.zeros(1, 2, HIDDEN), self_attn_mask_type="causal", inference_params=params)
     with pytest.raises(DtypeError, match="the caches are torch.float32"):
         layer.bfloat16()(torch.zeros(1, 2, HIDDEN).bfloat16(), inference_params=params)
+
+
+def test_pages_can_be_logged(caplog):
+    manager = PagedKVCacheManager(4, 16, 2, 8, torch.float32, max_batch_size=2, max_seqlen=32)
+    manager.pre_step({"a": 20, "b": 3})
+    with caplog.at_level("DEBUG", "PagedKVCacheManager"):
+        manager.print_cache()
+    assert caplog.messages == [
+        "pages: 4 (used 3, free 1)",
+        "sequence a: 20 tokens, pages [0, 1]",
+        "sequence b: 3 tokens, pages [2]",
+    ]

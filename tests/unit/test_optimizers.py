@@ -1,6 +1,7 @@
 """FusedAdam and FusedSGD beside plain FP64 arithmetic, and functions over lists beside loops."""
 
 import copy
+import importlib
 import math
 
 import pytest
@@ -12,6 +13,7 @@ import te_fast.pytorch as te
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fast.errors import ArgumentError, MissingError, ShapeError, StateError, UnsupportedError
 from te_fast.optimizers import stored
+from te_fast.pytorch import optimizers
 from te_fast.pytorch.optimizers import (
     FusedAdam,
     FusedSGD,
@@ -442,3 +444,15 @@ def test_lists_that_do_not_fit():
         multi_tensor_scale(1, flag(), [[torch.ones(1)]], 1.0)
     with pytest.raises(MissingError, match="multi_tensor_adam_fp8"):
         te.optimizers.multi_tensor_adam_fp8  # noqa: B018
+
+
+def test_modules_of_optimizers_have_the_same_classes():
+    for module, names in {
+        "fused_adam": ["FusedAdam"],
+        "fused_sgd": ["FusedSGD"],
+        "multi_tensor_apply": ["MultiTensorApply", "multi_tensor_applier"],
+    }.items():
+        loaded = importlib.import_module(f"{optimizers.__name__}.{module}")
+        assert [getattr(loaded, name) for name in names] == [
+            getattr(optimizers, name) for name in names
+        ]

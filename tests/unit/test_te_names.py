@@ -80,7 +80,7 @@ def test_one_import_reaches_the_submodules(use, fresh):
         (te.attention, "FusedMLAQUpProjRopeQuant"),
         (te, "cpp_extensions"),
         (te.utils, "cast_if_needed"),
-        (te.distributed, "prepare_te_modules_for_fsdp"),
+        (te.distributed, "symmetric_all_reduce"),
         (te.fp8, "get_fp8_te_dtype"),
         (te.module.base, "initialize_ub"),
         (te.quantization, "QuantizerRole"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -336,6 +337,17 @@ class PagedKVCacheManager(_CachesInRows):
             table[row, : len(own)] = torch.tensor(own, dtype=torch.int32)
         self.page_table.copy_(table)
         return self.sequences
+
+    def print_cache(self) -> None:
+        """Log which pages each sequence has, for debugging."""
+        logger = logging.getLogger("PagedKVCacheManager")
+        free = len(self.free_pages)
+        used = self.total_num_pages - free
+        logger.debug("pages: %s (used %s, free %s)", self.total_num_pages, used, free)
+        for name, tokens in self.sequences.items():
+            logger.debug(
+                "sequence %s: %s tokens, pages %s", name, tokens, self.allocated_pages[name]
+            )
 
     def step(
         self,

@@ -358,7 +358,7 @@ class MultiheadAttention(CompositeModule):
         )
 
     def _shares_of_parameters(self) -> dict[str, Share]:
-        """Return none of its own; a rank's queries, keys and values in one matrix are no part of that of all ranks.
+        """Return no share of its own: one matrix of a rank's queries, keys and values is no part of that of all ranks.
 
         Raises
         ------

@@ -31,7 +31,7 @@ class CPLoadBalancingStrategy(Enum):
 
     See Also
     --------
-    DotProductAttention : Takes one with its group of ranks, of which one alone works so far.
+    DotProductAttention : Takes a strategy with a group of ranks; so far, only groups of one rank work.
 
     Examples
     --------

@@ -78,10 +78,11 @@ class MoE(torch.nn.Module):
     activation_recompute_in_mlp : bool, default = False
         Keep the activation's input alone, and compute its result again in backward. Not with delayed scaling.
     ep_group : torch.distributed.ProcessGroup, optional
-        Ranks that share the experts: each has as many, in the order of the ranks, and tokens of its own. Rows travel to
-        their experts' ranks and back, and the host waits for how many there are. Ranks have the same router, whose
-        gradients are those of their own tokens; experts' gradients are those of all tokens, and their parameters have
-        ``allreduce = False``, as Megatron-LM marks them. The loss that balances experts is of a rank's own tokens.
+        Ranks that share the experts: each has the same number of them, in the order of the ranks, and its own tokens.
+        Rows travel to their experts' ranks and back, and the host waits for the numbers of rows. Ranks have the same
+        router, whose gradients are those of their own tokens; experts' gradients are those of all tokens, and their
+        parameters have ``allreduce = False``, as Megatron-LM marks them. The loss that balances experts is of a rank's
+        own tokens.
 
     Attributes
     ----------
@@ -95,7 +96,7 @@ class MoE(torch.nn.Module):
     ArgumentError
         If an argument is none of its values.
     ShapeError
-        If `topk` is not 1 to `num_experts`, or ranks cannot have as many experts each.
+        If `topk` is not 1 to `num_experts`, or ranks cannot have the same number of experts.
     RanksError
         If this rank is not in `ep_group`; in a forward, if ranks do not call the block alike, or one is gone.
 
@@ -313,7 +314,7 @@ class MoE(torch.nn.Module):
         return super()._apply(fn, recurse)
 
     def explain(self) -> str:
-        """Say what the experts and what is around them launch, per kind of call that has run.
+        """Say what the block's program launches, for each kind of call that has run.
 
         Returns
         -------

@@ -76,14 +76,14 @@ class _Exchange(torch.autograd.Function):
 
 
 def expert_ranks(name: str, group: Any, num_experts: int) -> ExpertRanks | None:
-    """Return the ranks of a group, each of which has as many of the experts; None where one has all.
+    """Return the ranks of a group, each of which has the same number of experts; None where one has all.
 
     Raises
     ------
     RanksError
         If this rank is not in the group.
     ShapeError
-        If ranks cannot have as many experts each.
+        If ranks cannot have the same number of experts.
     """
     if group is None:
         return None
@@ -95,7 +95,7 @@ def expert_ranks(name: str, group: Any, num_experts: int) -> ExpertRanks | None:
 
 
 class ExpertRanks:
-    """Two or more ranks, each of which has as many of the experts, in the order of the ranks.
+    """Two or more ranks, each of which has the same number of experts, in the order of the ranks.
 
     Parameters
     ----------

@@ -47,6 +47,8 @@ def _region(*args: Any, **kwargs: Any) -> Any:
 
 #: Methods that compiled code calls as they are, and why: a class, the method's name, and the reason.
 _outside: list[tuple[type, str, str]] = []
+#: The compiler is loaded and knows of them.
+_registered: list[bool] = []
 
 
 def stays_outside(cls: type, name: str, reason: str) -> None:
@@ -62,20 +64,28 @@ def stays_outside(cls: type, name: str, reason: str) -> None:
         What ``torch.compile(fullgraph=True)`` says.
     """
     _outside.append((cls, name, reason))
+    if _registered:  # the class was imported behind the compiler
+        _keep_outside(cls, name, reason)
+
+
+def _keep_outside(cls: type, name: str, reason: str) -> None:
+    from torch._dynamo import disable
+
+    setattr(cls, name, disable(getattr(cls, name), reason=reason))
 
 
 def _register() -> None:
-    from torch._dynamo import disable
     from torch._dynamo.decorators import substitute_in_graph
 
-    for entry, stand_in in (
+    for native_entry, stand_in in (
         (native.layer_call, _call_module),
         (native.program_module_call, _call_module),
         (native.layer_forward, _layer_forward),
     ):
-        substitute_in_graph(entry, skip_signature_check=True)(stand_in)
-    for cls, name, reason in _outside:
-        setattr(cls, name, disable(getattr(cls, name), reason=reason))
+        substitute_in_graph(native_entry, skip_signature_check=True)(stand_in)
+    for entry in _outside:
+        _keep_outside(*entry)
+    _registered.append(True)
     substitute_in_graph(autocast, is_embedded_type=True, skip_signature_check=True)(_region)
 
 

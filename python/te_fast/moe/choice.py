@@ -28,7 +28,7 @@ class Choice(NamedTuple):
     topk : int
         Experts of a token.
     num_groups, group_topk : int
-        Groups of experts, and how many of them a token's are of; 0 for none.
+        Groups of experts, and from how many of them a token's experts come; 0 without groups.
     score_function : {'softmax', 'sigmoid', 'sqrtsoftplus'}
         Scores of logits.
     over : {'chosen', 'before', 'all'}

@@ -1,7 +1,8 @@
 """States of models that ranks share, for ``torch.distributed.checkpoint``: every tensor says which part it is.
 
-A layer's own state has a rank's shares as plain tensors, as Transformer Engine's has. Who writes plain tensors of
-several ranks takes them for copies of one, and keeps one rank's. DTensors can be loaded by any number of ranks.
+A layer's own state has a rank's shares as plain tensors, as Transformer Engine's has. A writer of
+distributed checkpoints takes plain tensors of several ranks for copies of one, and keeps one rank's. DTensors can be
+loaded by any number of ranks.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def sharded_state_dict(model: torch.nn.Module, *, scaling_states: bool = True) -
     Parameters
     ----------
     model : torch.nn.Module
-        With layers of te_fast, and others. The states of delayed scaling are taken for the same on all ranks, as they
-        are where `amax_reduction_group` has the ranks.
+        With layers of te_fast, and others. The states of delayed scaling are assumed to be the same on all
+        ranks, as they are where `amax_reduction_group` has these ranks.
     scaling_states : bool, default = True
         With the states of delayed scaling (``_extra_state``), which a checkpoint of a model in BF16 lacks.
 
@@ -109,7 +110,7 @@ def sharded_state_dict(model: torch.nn.Module, *, scaling_states: bool = True) -
     Raises
     ------
     UnsupportedError
-        If a parameter is sharded otherwise, too.
+        If a parameter is sharded in another way, too.
 
     See Also
     --------

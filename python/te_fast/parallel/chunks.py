@@ -1,9 +1,9 @@
 """Collectives in chunks: a stream of its own moves some rows while products of other rows run.
 
-Ranks have equal shares of the rows, and a chunk has as many rows of each share. Chunks of an input are gathered, and
-the product of a chunk waits for its event alone; chunks of a result are shared out as soon as their product is done.
-The native call knows the events (`program/pieces.rs`), and cuts the product that reads what comes, or writes what goes.
-Without a GPU everything has come when the call begins.
+Ranks have equal shares of the rows, and a chunk has the same number of rows of each share. Chunks of an input are
+gathered, and the product of a chunk waits for its event alone; chunks of a result are shared out as soon as their
+product is done. The native call knows the events (`program/pieces.rs`), and cuts the product that reads what comes, or
+writes what goes. Without a GPU everything has come when the call begins.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BYTES = 8 << 20
 _MOST = 4
 #: Products of fewer rows do not fill a GPU.
 _ROWS = 256
-#: Pieces begin at multiples of so many rows, so that they are as aligned as the whole is.
+#: Pieces begin at multiples of this many rows, so that they are as aligned as the whole is.
 _GRANULE = 16
 
 _forced: int | None = None
@@ -45,9 +45,11 @@ def communication_chunks(count: int | None = None) -> int | None:
     Parameters
     ----------
     count : int, optional
-        As many, or as many as the rows allow: each rank's part of a chunk is a multiple of 16 rows. 1 is all at once.
+        The number of chunks, if the rows allow it: each rank's part of a chunk is a multiple of 16 rows. 1 is all at
+        once.
         By default 1 on CPUs and with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which keeps streams from running beside each
-        other, otherwise up to 4, of 8 MiB or more and 256 rows or more of each rank. CUDA graphs capture all at once.
+        other, otherwise up to 4, of 8 MiB or more and 256 rows or more of each rank. Inside of CUDA graphs
+        nothing is cut.
 
     Returns
     -------
@@ -94,7 +96,7 @@ def count_of(rows: int, row_bytes: int, device: torch.device, ranks: int) -> int
     device : torch.device
         Where they are.
     ranks : int
-        Ranks that have as many.
+        Ranks, each of which has the same number.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return 1

@@ -42,9 +42,7 @@ _NAMES = {
         "FusedAuxLoss FusedComputeScoresForMoEAuxLoss FusedTopkScoreFunction FusedTopkScoreFunctionQB QBHistogramMode "
         "mark_qb_bin_bounds_validated"
     ),
-    "te_fast.pytorch.distributed": (
-        "FullyShardedDataParallel has_te_modules prepare_te_modules_for_fsdp symmetric_all_reduce"
-    ),
+    "te_fast.pytorch.distributed": ("FullyShardedDataParallel symmetric_all_reduce"),
     "te_fast.pytorch.utils": (
         "SplitAlongDim all_close assert_dim_for_fp8_exec assert_viewless_tensor attention_mask_func "
         "canonicalize_device canonicalize_dtype canonicalize_process_group cast_if_needed ceil_div "

@@ -1,6 +1,7 @@
 """Activation checkpointing, collectives and states of random numbers where Transformer Engine has them."""
 
 from te_fast._names import publish
+from te_fast.parallel.fsdp import has_te_modules, prepare_te_modules_for_fsdp
 from te_fast.pytorch._missing import missing
 from te_fast.runtime.collectives import (
     allreduce,
@@ -38,8 +39,10 @@ __all__ = [
     "get_distributed_rank",
     "get_distributed_world_size",
     "graph_safe_rng_available",
+    "has_te_modules",
     "in_fp8_activation_recompute_phase",
     "is_fp8_activation_recompute_enabled",
+    "prepare_te_modules_for_fsdp",
     "reduce_scatter_along_first_dim",
     "set_all_rng_states",
     "set_tensor_model_parallel_attributes",

@@ -1,5 +1,6 @@
 """Attention where Transformer Engine has it."""
 
+from te_fast._names import publish
 from te_fast.attention.dot_product import DotProductAttention
 from te_fast.attention.inference import InferenceParams
 from te_fast.attention.multi_head import MultiheadAttention
@@ -22,6 +23,8 @@ __all__ = [
     "multi_head_attention",
     "rope",
 ]
+
+publish(__name__)
 
 
 def __getattr__(name: str) -> object:

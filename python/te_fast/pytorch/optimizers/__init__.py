@@ -12,12 +12,16 @@ from te_fast.optimizers.multi_tensor import (
     multi_tensor_unscale_l2norm,
 )
 from te_fast.pytorch._missing import missing
+from te_fast.pytorch.optimizers import fused_adam, fused_sgd, multi_tensor_apply
 
 __all__ = [
     "FusedAdam",
     "FusedSGD",
     "MultiTensorApply",
+    "fused_adam",
+    "fused_sgd",
     "multi_tensor_applier",
+    "multi_tensor_apply",
     "multi_tensor_l2norm",
     "multi_tensor_scale",
     "multi_tensor_scale_tensor",
