@@ -65,10 +65,7 @@ def test_sources_off_alignment(kind):
     for x in values_of(shapes, torch.bfloat16, "cuda", seed=5):
         whole = torch.empty(x.numel() + 3, dtype=x.dtype, device="cuda")
         values.append(whole[3:].view(x.shape).copy_(x))
-    jobs = [
-        tensor._quantizer._job(x, tensor._value) for tensor, x in zip(tensors, values, strict=True)
-    ]
-    native.quantize_values(jobs)
+    native.requantize(tensors, values)
     for tensor, x in zip(tensors, values, strict=True):
         check(tensor, x, kind, "e4m3")
     for guard in guards:
