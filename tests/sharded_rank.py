@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
+import warnings
 from itertools import product
 from pathlib import Path
 
@@ -139,6 +140,8 @@ def meshes():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for name, recipe in (("LayerNormMLP", "delayed"), ("ops.Linear", "current"), ("Linear", None)):
         train(lambda model: shard(model, mesh=mesh), LAYERS[name], recipe)
+    for name in ("current", "delayed"):
+        made_sharded(name, mesh, mesh["shard"].get_group())
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     everyone = mesh._flatten().get_group()
     group, data = mesh["tensor"].get_group(), mesh["data"].get_group()
@@ -197,6 +200,42 @@ def quantised_weights_that_ranks_share():
         for got, expected in zip(*ys, strict=True):
             error = (got - expected).norm() / expected.norm()
             assert error < 5e-2, (recipe, kind, mode, error)
+
+
+def uneven(weight):
+    """Initial values, of which those of the last rank are the largest by far."""
+    torch.nn.init.normal_(weight)
+    local = weight.to_local() if hasattr(weight, "to_local") else weight
+    local.mul_(1 + 9 * dist.get_rank())
+
+
+def made_sharded(recipe, mesh=None, group=None):
+    """Weights are made behind `fully_shard`: together they are those of a layer that one rank makes."""
+    width, recipe = 256, RECIPES[recipe]
+    options = {"enabled": True, "recipe": recipe(), "preserve_high_precision_init_val": True}
+    layer = {"bias": False, "init_method": uneven}
+    with te.quantized_model_init(**options):
+        model = torch.nn.Sequential(te.Linear(width, width, device="meta", **layer))
+    shard(model, mesh=mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's DTensor, on a CPU
+        torch.default_generator.manual_seed(0)
+        model[0].reset_parameters()
+    values = model[0].weight._local_tensor.get_high_precision_init_val()
+    rows = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, values, group=group)
+    with te.quantized_model_init(enabled=True, recipe=recipe()):
+        plain = te.Linear(width, width, device="cpu", **layer)
+    x = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad(), te.autocast(recipe=recipe()):
+        plain.weight.quantize_(torch.cat(rows))
+        assert torch.equal(model(x), plain(x)), recipe
+
+
+@scene
+def weights_that_are_made_sharded():
+    for name in RECIPES:
+        made_sharded(name)
 
 
 @scene

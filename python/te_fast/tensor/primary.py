@@ -71,6 +71,8 @@ def quantized_parameter(
     """
     values = parameter.detach()
     local = getattr(values, "_local_tensor", values)
+    if local is not values:
+        _measure_together(quantizer, values)
     with torch.no_grad():
         quantized = quantizer.quantize(local)
         if local is not values:
@@ -80,6 +82,17 @@ def quantized_parameter(
     if preserves:
         keep_init_value(getattr(made, "_local_tensor", made), local)
     return made
+
+
+def _measure_together(quantizer: Any, whole: Any) -> None:
+    """Let ranks find one maximum for their shards of a weight."""
+    if getattr(quantizer, "with_amax_reduction", None) is not False:
+        return
+    mesh, shards = whole.device_mesh, [place.is_shard() for place in whole.placements]
+    if any(shards):
+        one = shards.index(True)
+        group = mesh.get_group(one) if sum(shards) == 1 else mesh._flatten().get_group()
+        quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, group
 
 
 def _sharded_as(whole: Any, local: torch.Tensor) -> torch.Tensor:
