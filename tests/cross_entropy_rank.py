@@ -3,6 +3,7 @@
 Run by ``unit/test_cross_entropy.py``.
 """
 
+import datetime
 import sys
 from pathlib import Path
 
@@ -49,7 +50,8 @@ def losses_of(logits, target, grad, case, group):
 
 def main(rank, ranks, folder):
     store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    options = {"init_method": store, "rank": rank, "world_size": ranks}
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60), **options)
     found = []
     for case in CASES:
         logits, target, grad = problem(case["dtype"], case["hidden"])
