@@ -36,18 +36,18 @@ class DynamicCache:
     def get_seq_length(self, layer=0):
         return self.layers[layer][0].shape[2] if layer in self.layers else 0
 
-    def update(self, k, v, layer):
-        former = self.layers.get(layer)
+    def update(self, k, v, layer_idx):
+        former = self.layers.get(layer_idx)
         if former is not None:
             k, v = (torch.cat(pair, 2) for pair in zip(former, (k, v), strict=True))
-        self.layers[layer] = k, v
+        self.layers[layer_idx] = k, v
         return k, v
 
 
 class StaticCache(DynamicCache):
     """Another cache, of which nothing is known."""
 
-    def update(self, k, v, layer):
+    def update(self, k, v, layer_idx):
         return k, v
 
 

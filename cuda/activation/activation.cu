@@ -1,8 +1,8 @@
 // Activation functions: y in high precision, as FP8 in row layout, transposed layout or both.
 //
 //   y[r][c] = act(x[r][c]) * s[r]        gated: y[r][c] = act(g[r][c]) * lin(l[r][c]) * s[r], g and l the halves of x
-//   measured = the scale that follows from max |y|, y rounded as it is stored (current scaling, whose cast comes
-//   behind) out[r][c] = fp8(y[r][c] * scale)     out_t[c][r] = out[r][c], 0 for rows <= r < ld_t     amax = max |y|
+//   measured = the scale that follows from max |y|, y rounded as it is stored; for the cast behind, current scaling
+//   out[r][c] = fp8(y[r][c] * scale)     out_t[c][r] = out[r][c], 0 for rows <= r < ld_t     amax = max |y|
 //
 // y stays in FP32 between the two; `act` and `lin` are those of activation/curves.cuh; s is 1 without row_scale.
 //

@@ -4,8 +4,8 @@
 //   mean[r] = sum over c of s[r][c] / cols                    0 for RMSNorm
 //   rstd[r] = 1 / sqrt(sum over c of (s[r][c] - mean[r])^2 / cols + eps)
 //   y[r][c] = (s[r][c] - mean[r]) * rstd[r] * gamma[c] + beta[c]     zero-centred: gamma[c] + 1
-//   measured = the scale that follows from max |y|, y rounded as it is stored (current scaling, whose cast comes
-//   behind) out[r][c] = fp8(y[r][c] * scale)     out_t[c][r] = out[r][c], 0 for rows <= r < ld_t     amax = max |y|
+//   measured = the scale that follows from max |y|, y rounded as it is stored; for the cast behind, current scaling
+//   out[r][c] = fp8(y[r][c] * scale)     out_t[c][r] = out[r][c], 0 for rows <= r < ld_t     amax = max |y|
 //
 // All of it is FP32, y included on its way to FP8, and (s - mean) * rstd one FMA for 16-bit In. A team of warps has a
 // row, neighbouring columns each warp; the variance is that of sums and squares, or, where these cancel, and of FP32, a

@@ -1,7 +1,9 @@
 // Casts of many tensors to FP8 in one launch, each in row layout, transposed layout or both.
 //
-//   cast_many        q = fp8(float(x) * scale)     scale_inv = 1 / scale     amax = max(amax, max |x|), each tensor's
-//   own cast_block_many  blocks of 128 x 128, as cast_block.cu does it
+//   cast_many        q = fp8(float(x) * scale)     scale_inv = 1 / scale     amax = max(amax, max |x|)
+//   cast_block_many  blocks of 128 x 128, as cast_block.cu does it
+//
+// Scales and maxima are each tensor's own.
 //
 // The numbers are those of cast.cu, cast_transpose.cu and cast_block.cu, of tensors one by one. Under current scaling
 // amax_many (amax.cu) runs before it and leaves every tensor's scale.

@@ -22,6 +22,7 @@ from llama_like import (
     loss_of,
 )
 from te_fast.common.recipe import DelayedScaling
+from te_fast.convert.experts import ExpertsForward
 from te_fast.convert.forwards import DecoderForward
 from te_fast.errors import DtypeError, ShapeError, StateError, TeFastError
 from te_fast.runtime.compiling import CAN_COMPILE
@@ -258,8 +259,10 @@ def test_what_te_fast_cannot_compute_is_left(monkeypatch):
         raise ShapeError(message)
 
     monkeypatch.setattr(DecoderForward, "run", refuse)
-    report = te_fast.convert(Model())
-    assert report.left["layers.0"] == "te_fast cannot compute layers.0: ShapeError: no"
+    monkeypatch.setattr(ExpertsForward, "run", refuse)
+    report = te_fast.convert(mixtral())
+    for name in ("layers.0", "layers.0.mlp.experts"):
+        assert report.left[name] == f"te_fast cannot compute {name}: ShapeError: no"
 
 
 def test_other_feed_forward_blocks_stay():

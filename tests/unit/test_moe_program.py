@@ -316,3 +316,16 @@ def test_programs_refuse_what_is_no_way_there_and_back():
     ):
         with pytest.raises(te_fast.UnsupportedError, match=match):
             native.program_apply(chain(*names), object(), x, extras, None, (), None)
+
+
+def test_another_number_of_experts_for_a_token_is_another_program():
+    """`topk` is an attribute that users may set between calls."""
+    block, x = make("cpu", torch.float32), torch.randn(24, 272)
+    block(x)
+    block.topk = 3
+    changed = block(x)
+    other = make("cpu", torch.float32)
+    other.topk = 3
+    assert torch.equal(changed, other(x))
+    block.topk = 2
+    assert not torch.equal(block(x), changed)

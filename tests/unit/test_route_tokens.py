@@ -5,8 +5,9 @@ import torch
 
 import te_fast
 import te_fast.pytorch as te
-from te_fast.experts.route_tokens import is_unseen, route_tokens
+from te_fast.experts.route_tokens import route_tokens
 from te_fast.moe.choice import Choice
+from te_fast.runtime.compiling import is_unseen
 
 TOKENS, HIDDEN, EXPERTS, TOPK = 12, 24, 10, 3
 CHOICES = {

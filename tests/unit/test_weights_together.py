@@ -108,6 +108,24 @@ def test_one_launch_quantises_all_weights_of_a_model(recipe, optimizer):
         optimizer.zero_grad()
 
 
+def test_parameters_that_take_the_place_of_others_in_an_optimizer(recipe):
+    """As many as before: what the optimizer has written is known of those that it has now."""
+    layers = model()
+    optimizer = trained(layers, recipe, optimizer=OPTIMIZERS["fused AdamW"])
+    for module in layers.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(parameter.detach().clone()))
+    optimizer.state.clear()
+    optimizer.param_groups[0]["params"] = list(layers.parameters())
+    x = torch.randn(32, HIDDEN, dtype=torch.bfloat16)
+    for _ in range(2):
+        forward(layers, x, recipe).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    names, _ = launches_of(lambda: forward(layers, x, recipe))
+    assert together_in(names) == TOGETHER[name_of(recipe)]
+
+
 def test_a_forward_that_finds_its_weights_fresh_launches_nothing_for_them(recipe):
     layers = model()
     trained(layers, recipe)

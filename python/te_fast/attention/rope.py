@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 
 from te_fast.errors import DtypeError, ShapeError, UnsupportedError
 from te_fast.runtime import native
+from te_fast.runtime.compiling import is_unseen
 from te_fast.runtime.device import default_device
 
 _OP = "apply_rotary_pos_emb"
@@ -196,11 +197,9 @@ _NATIVE = (torch.float32, torch.float16, torch.bfloat16)
 
 def _is_native(*tensors: torch.Tensor) -> bool:
     """Tell whether the kernel takes tensors: plain ones of its types, which nobody traces."""
-    if is_compiling() or torch._C._len_torch_dispatch_stack():
-        return False
-    kinds = {type(t) for t in tensors} <= {torch.Tensor, torch.nn.Parameter}
-    is_plain = kinds and all([t.dtype in _NATIVE and t.layout is torch.strided for t in tensors])
-    return is_plain and not torch._C._are_functorch_transforms_active()
+    return is_unseen(*tensors) and all(
+        [t.dtype in _NATIVE and t.layout is torch.strided for t in tensors]
+    )
 
 
 def _rows(t: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 from te_fast.layers.layernorm_mlp import LayerNormMLP
 from te_fast.layers.linear import Linear
 from te_fast.runtime import native
+from te_fast.runtime.compiling import is_unseen
 from te_fast.runtime.module_hooks import are_called_plainly
 
 
@@ -50,21 +51,20 @@ class Tail:
         """Tell whether it computes what calls of the layers would."""
         proj, mlp = self._proj, self._mlp
         if (
-            type(hidden) is not torch.Tensor
+            not is_unseen(hidden)
             or type(proj) is not Linear
             or not are_called_plainly(proj, mlp)
             or mlp.checkpoint
             or proj._exchange
             or mlp._exchange
             or proj.__dict__["_save_original_input"]
-            or torch._C._len_torch_dispatch_stack()  # tracers, and others that watch all operators
         ):
             return False
         weight = proj._parameters.get("weight")
         if weight is None or weight.dtype != hidden.dtype or weight.device != hidden.device:
             return False
         enabled, calibrating, *_ = native.autocast_region()
-        return (enabled or not calibrating) and not torch._C._are_functorch_transforms_active()
+        return bool(enabled or not calibrating)
 
     def __call__(
         self, context: torch.Tensor, residual: torch.Tensor, is_first_microbatch: bool | None

@@ -10,11 +10,11 @@ import torch
 
 from te_fast.convert.forwards import Forward, SequentialForward, Tied
 from te_fast.convert.known import (
-    Left,
     agrees,
     gated_activation,
     in_mode,
     leave,
+    leaving,
     random_like,
     refuse_parameters,
     refuse_random,
@@ -88,14 +88,10 @@ def try_experts(found: Experts, name: str, forward: Callable[..., torch.Tensor])
     weights, numbers = scores.topk(topk, -1)
     given = x, numbers, weights.to(x.dtype)
     with in_mode(found.module, training=False):
-        try:
+        with leaving(f"{name} cannot be called as Mixtral's experts"):
             wanted = type(found.module).forward(found.module, *given)
-        except Exception as error:
-            message = (
-                f"{name} cannot be called as Mixtral's experts: {type(error).__name__}: {error}"
-            )
-            raise Left(message) from error
-        got = forward(*given)
+        with leaving(f"te_fast cannot compute {name}"):
+            got = forward(*given)
     if not isinstance(wanted, torch.Tensor) or not agrees(got, wanted, x.dtype):
         leave(f"{name} computes something else than Mixtral's experts")
     refuse_random(found.module, name, lambda: type(found.module).forward(found.module, *given))
@@ -153,10 +149,8 @@ class ExpertsForward(Forward):
         """
         for tied in self._tied.values():
             tied.refresh()
-        block, topk = self.block, numbers.shape[1]
-        if block.topk != topk:
-            block.topk = topk
-            block.__dict__.pop("_experts_program", None)
+        block = self.block
+        block.topk = numbers.shape[1]
         shape = tokens.shape[0], block.num_experts
         factors = weights.new_zeros(shape, dtype=torch.float32).scatter(1, numbers, weights.float())
         chosen = torch.zeros(shape, dtype=torch.bool, device=tokens.device)

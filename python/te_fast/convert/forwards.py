@@ -384,7 +384,9 @@ class DecoderForward(Forward):
         owner: Any = self._owner()
         core, heads = self.core, self._heads
         core.__dict__["training"] = owner.training
-        note = None if cache is None else partial(_note, cache, owner.self_attn.layer_idx)
+        note = None
+        if cache is not None:
+            note = partial(cache.update, layer_idx=owner.self_attn.layer_idx)
         scores = None
         if mask is None and not self._has_head_norms and not is_compiling():
             scores = simple_scores(core)
@@ -410,10 +412,6 @@ class DecoderForward(Forward):
             return core(q, k, v, mask.logical_not(), attn_mask_type="arbitrary")
         bias = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": mask}
         return core(q, k, v, attn_mask_type="no_mask", **bias)
-
-
-def _note(cache: Any, layer: int, k: torch.Tensor, v: torch.Tensor) -> Any:
-    return cache.update(k, v, layer)
 
 
 def _gated_mlp(mlp: Any, norm: torch.nn.Module, found: Decoder, name: str) -> Tied:

@@ -27,6 +27,22 @@ def leave(why: str) -> NoReturn:
     raise Left(why)
 
 
+@contextmanager
+def leaving(why: str) -> Iterator[None]:
+    """Leave a module as it is where a trial of it fails, saying why and how.
+
+    Raises
+    ------
+    Left
+        In the place of what was raised within.
+    """
+    try:
+        yield
+    except Exception as error:
+        message = f"{why}: {type(error).__name__}: {error}"
+        raise Left(message) from error
+
+
 class Norm(NamedTuple):
     """A norm over the last dimension."""
 
@@ -343,16 +359,10 @@ def try_decoder(found: Decoder, name: str, forward: Callable[..., Any]) -> bool:
         mask = torch.full((1, 1, tokens, tokens), torch.finfo(x.dtype).min).triu(1).to(x)
     given = {"attention_mask": mask, "position_embeddings": waves}
     with in_mode(layer, training=False):
-        try:
+        with leaving(f"{name} cannot be called as Llama's layer"):
             wanted = type(layer).forward(layer, x, **given)
-        except Exception as error:
-            message = f"{name} cannot be called as Llama's layer: {type(error).__name__}: {error}"
-            raise Left(message) from error
-        try:
+        with leaving(f"te_fast cannot compute {name}"):
             got = forward(x, **given)
-        except Exception as error:
-            message = f"te_fast cannot compute {name}: {type(error).__name__}: {error}"
-            raise Left(message) from error
     is_tuple = isinstance(wanted, tuple)
     if is_tuple and len(wanted) != 1:
         leave(f"{name} returns {len(wanted)} values")

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import UnsupportedError
 from te_fast.moe.choice import Choice
 from te_fast.runtime import native
+from te_fast.runtime.second_order import refuse_second_order
 
 
 class _BalancingLoss(torch.autograd.Function):
@@ -29,12 +29,7 @@ class _BalancingLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if torch.is_grad_enabled():
-            message = (
-                "MoE: the gradient of its loss cannot be differentiated again; call backward without "
-                "create_graph=True"
-            )
-            raise UnsupportedError(message)
+        refuse_second_order("MoE's loss")
         scores, counts = ctx.saved_tensors
         row = counts * (grad * ctx.factor)
         dlogits = torch.empty_like(scores)

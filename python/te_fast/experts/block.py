@@ -13,7 +13,7 @@ from te_fast.errors import ArgumentError, ShapeError
 from te_fast.experts.balancing_loss import balancing_loss
 from te_fast.experts.exchange import expert_ranks
 from te_fast.experts.program import ExpertsProgram, is_one_program, takes
-from te_fast.experts.route_tokens import is_unseen, route_tokens
+from te_fast.experts.route_tokens import route_tokens
 from te_fast.moe.choice import MOST_EXPERTS, Choice
 from te_fast.moe.permutation import moe_permute_with_probs, moe_unpermute
 from te_fast.moe.router import (
@@ -28,7 +28,7 @@ from te_fast.ops.common import parameter_options
 from te_fast.ops.sequential import Sequential
 from te_fast.parallel.checkpoint import Share
 from te_fast.parallel.ranks import copy_sharing
-from te_fast.runtime.compiling import is_any_autocast_enabled
+from te_fast.runtime.compiling import is_any_autocast_enabled, is_unseen
 
 #: Activations by name, and halves of their input.
 _ACTIVATIONS: dict[str, tuple[Callable[..., Any], int]] = {
@@ -275,7 +275,7 @@ class MoE(torch.nn.Module):
         """Return the program of the experts and what is around them, made at first use; None where they are none."""
         program: ExpertsProgram | None = self.__dict__.get("_experts_program")
         experts: Any = self._modules["experts"]
-        if program is None or not program.is_of(experts):
+        if program is None or not program.is_of(experts, self.topk):
             if not is_one_program(experts):
                 return None
             program = ExpertsProgram(experts, self.topk, type(self).__name__)

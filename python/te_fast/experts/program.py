@@ -36,6 +36,7 @@ class ExpertsProgram:
 
     def __init__(self, experts: Sequential, topk: int, name: str) -> None:
         self._ops: tuple[Any, ...] = tuple(experts)
+        self._topk = topk
         self._handles = _handles_of(self._ops)
         self._is_stale = False
         first = self._ops[0]
@@ -62,11 +63,12 @@ class ExpertsProgram:
 
     _mode_changed = _forget
 
-    def is_of(self, experts: Sequential) -> bool:
-        """Tell whether this is still the program of a block's operations."""
+    def is_of(self, experts: Sequential, topk: int) -> bool:
+        """Tell whether this is still the program of a block's operations, for so many experts of a token."""
         ops = tuple(experts._modules.values())
         return (
             ops == self._ops
+            and topk == self._topk
             and not self._is_stale
             and _handles_of(ops) == self._handles
             and all([some[name].dtype is self._dtype for some, name in self._first_parameters])

@@ -5,24 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.compiler import is_compiling
 from torch.nn import functional
 
-from te_fast.errors import UnsupportedError
 from te_fast.moe import choice as kernels
 from te_fast.runtime import native
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def is_unseen(*tensors: torch.Tensor) -> bool:
-    """Tell whether nothing but autograd looks at what is computed of tensors: no compiler, no mode, no subclass."""
-    return not (
-        is_compiling()
-        or torch._C._len_torch_dispatch_stack()  # tracers, and others that watch all operators
-        or torch._C._are_functorch_transforms_active()
-        or any([type(tensor) not in _PLAIN for tensor in tensors])
-    )
+from te_fast.runtime.second_order import refuse_second_order
 
 
 def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,9 +45,7 @@ class _RouteTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any, _: Any, grad_logits: Any) -> Any:
-        if torch.is_grad_enabled():
-            message = "MoE: its gradient cannot be differentiated again; call backward without create_graph=True"
-            raise UnsupportedError(message)
+        refuse_second_order("MoE")
         x, weight, scores, chosen = ctx.saved_tensors
         dlogits = grad_logits
         if grad is not None:
@@ -91,7 +76,7 @@ def route_tokens(
     Parameters
     ----------
     tokens : torch.Tensor
-        ``(..., hidden)``, which nobody sees (:func:`is_unseen`), outside of ``torch.autocast``.
+        ``(..., hidden)``, which nobody sees (`is_unseen`), outside of ``torch.autocast``.
     weight : torch.Tensor
         Of the router, ``(experts, hidden)``; as many experts as kernels take.
     bias : torch.Tensor, optional

@@ -47,8 +47,8 @@ def _region(*args: Any, **kwargs: Any) -> Any:
 
 #: Methods that compiled code calls as they are, and why: a class, the method's name, and the reason.
 _outside: list[tuple[type, str, str]] = []
-#: The compiler is loaded and knows of them.
-_registered: list[bool] = []
+#: Whether the compiler is loaded and knows of them.
+_is_registered = False
 
 
 def stays_outside(cls: type, name: str, reason: str) -> None:
@@ -64,7 +64,7 @@ def stays_outside(cls: type, name: str, reason: str) -> None:
         What ``torch.compile(fullgraph=True)`` says.
     """
     _outside.append((cls, name, reason))
-    if _registered:  # the class was imported behind the compiler
+    if _is_registered:  # the class was imported behind the compiler
         _keep_outside(cls, name, reason)
 
 
@@ -75,6 +75,7 @@ def _keep_outside(cls: type, name: str, reason: str) -> None:
 
 
 def _register() -> None:
+    global _is_registered
     from torch._dynamo.decorators import substitute_in_graph
 
     for native_entry, stand_in in (
@@ -85,8 +86,8 @@ def _register() -> None:
         substitute_in_graph(native_entry, skip_signature_check=True)(stand_in)
     for entry in _outside:
         _keep_outside(*entry)
-    _registered.append(True)
     substitute_in_graph(autocast, is_embedded_type=True, skip_signature_check=True)(_region)
+    _is_registered = True
 
 
 class _Loader(Loader):

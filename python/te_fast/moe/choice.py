@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_fast.errors import UnsupportedError
 from te_fast.runtime import native
 from te_fast.runtime.compiling import is_traced
 from te_fast.runtime.library import register
+from te_fast.runtime.second_order import refuse_second_order
 
 #: Experts that a warp holds.
 MOST_EXPERTS = 1024
@@ -96,12 +96,7 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
-        if torch.is_grad_enabled():
-            message = (
-                "router: its gradient cannot be differentiated again; call backward without "
-                "create_graph=True"
-            )
-            raise UnsupportedError(message)
+        refuse_second_order("router")
         scores, chosen = ctx.saved_tensors
         return _backward(grad, scores, chosen, ctx.choice, ctx.dtype), None, None, None, None
 

@@ -6,15 +6,16 @@ under ``torch.compile`` the same calls are operators of ``torch.library``.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from te_fast import _config
-from te_fast.errors import ShapeError, StateError, UnsupportedError
+from te_fast.errors import ShapeError, StateError
 from te_fast.moe import operators as compiled
 from te_fast.moe import quantized
 from te_fast.runtime import native
+from te_fast.runtime.second_order import refuse_second_order
 from te_fast.tensor.primary import is_quantized
 
 #: Rows, probabilities, row_id_map, pad_offsets, padded tokens per expert.
@@ -28,11 +29,6 @@ _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 
 
-def _twice(name: str) -> NoReturn:
-    msg = f"{name}: its gradient cannot be differentiated again; call backward without create_graph=True"
-    raise UnsupportedError(msg)
-
-
 def _ends_of(row_id_map: torch.Tensor) -> torch.Tensor | None:
     """Find the ends of the experts' rows that a permutation left with its map, unless it has changed."""
     kept = row_id_map.__dict__.get("_te_fast_ends")
@@ -41,8 +37,7 @@ def _ends_of(row_id_map: torch.Tensor) -> torch.Tensor | None:
 
 def _moved_gradients(name: str, ctx: Any, dout: Any, dprobs: Any) -> Any:
     """Rows of gradient for a backward that moves rows: zeros where only the probabilities have one."""
-    if torch.is_grad_enabled():
-        _twice(name)
+    refuse_second_order(name)
     if dout is None and dprobs is not None:
         rows, cols, dtype, device = ctx.like
         return torch.zeros((rows, cols), dtype=dtype, device=device)
@@ -127,8 +122,7 @@ class _Unpermute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Any) -> Any:
-        if torch.is_grad_enabled():
-            _twice("moe_unpermute")
+        refuse_second_order("moe_unpermute")
         inp, probs, row_id_map, pad_offsets = ctx.saved_tensors
         probs_grad = None
         if probs is None:

@@ -42,7 +42,8 @@ def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
     """Check that a model under ``FullyShardedDataParallel`` can be trained.
 
     Transformer Engine shares FP8 copies of weights, and saved activations, among the ranks here. te_fast shares
-    neither: it frees an FP8 copy behind the backward of its layer, and activations are of a rank's own data.
+    neither: an FP8 copy that the optimizer will change goes with the backward of its layer, and activations are of a
+    rank's own data.
 
     Parameters
     ----------

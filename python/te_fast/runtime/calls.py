@@ -65,10 +65,9 @@ _writes: WeakKeyDictionary[torch.optim.Optimizer, native.OptimizerWrites] = Weak
 
 
 def _note_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    groups = optimizer.param_groups
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     writes = _writes.get(optimizer)
-    if writes is None or len(writes) != sum([len(group["params"]) for group in groups]):
-        parameters = [parameter for group in groups for parameter in group["params"]]
+    if writes is None or not writes.is_of(parameters):
         writes = _writes[optimizer] = native.OptimizerWrites(parameters)
     writes.note_step()
 

@@ -35,6 +35,19 @@ def is_traced(x: Any) -> bool:
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_unseen(*tensors: torch.Tensor) -> bool:
+    """Tell whether nothing but autograd looks at what is computed of tensors: no compiler, no mode, no subclass."""
+    return not (
+        is_compiling()
+        or torch._C._len_torch_dispatch_stack()  # tracers, and others that watch all operators
+        or torch._C._are_functorch_transforms_active()
+        or any([type(tensor) not in _PLAIN for tensor in tensors])
+    )
+
+
 def is_exporting() -> bool:
     """Tell whether ``torch.export`` traces; not for code that a compiler looks into, for which torch says so always."""
     return CAN_COMPILE and torch.compiler.is_exporting()

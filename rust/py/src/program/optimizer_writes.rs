@@ -13,7 +13,7 @@ type LastSteps = HashMap<usize, Arc<AtomicU64>>;
 
 static LAST_STEPS: LazyLock<Mutex<LastSteps>> = LazyLock::new(Mutex::default);
 
-/// The parameters of an optimizer. It keeps them alive, so that their addresses are theirs for as long as this is here.
+/// The parameters of an optimizer, by their addresses: the optimizer keeps them alive, so that no other object has these.
 #[pyclass(frozen, module = "te_fast._native")]
 pub(crate) struct OptimizerWrites {
     last_step: Arc<AtomicU64>,
@@ -33,9 +33,10 @@ impl OptimizerWrites {
         Self { last_step, addresses }
     }
 
-    /// How many parameters there are.
-    fn __len__(&self) -> usize {
-        self.addresses.len()
+    /// Whether these are the parameters still.
+    #[expect(clippy::needless_pass_by_value, reason = "PyO3 extracts lists by value")]
+    fn is_of(&self, parameters: Vec<Bound<'_, PyAny>>) -> bool {
+        parameters.iter().map(address).eq(self.addresses.iter().copied())
     }
 
     /// The optimizer has made a step: weights may have changed, whether torch's version counters tell or not.

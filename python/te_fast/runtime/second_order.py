@@ -1,0 +1,25 @@
+"""Gradients that autograd cannot differentiate again."""
+
+from __future__ import annotations
+
+import torch
+
+from te_fast.errors import UnsupportedError
+
+
+def refuse_second_order(name: str) -> None:
+    """Raise in a backward that is itself recorded, as under ``create_graph=True``.
+
+    Parameters
+    ----------
+    name : str
+        What has the gradient.
+
+    Raises
+    ------
+    UnsupportedError
+        If it is.
+    """
+    if torch.is_grad_enabled():
+        message = f"{name}: its gradient cannot be differentiated again; call backward without create_graph=True"
+        raise UnsupportedError(message)
