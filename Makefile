@@ -151,6 +151,11 @@ test-python: install test-environment ## build, install and run the tests in Pyt
 .PHONY: test-environment
 test-environment: $(VENV)/.group-test $(MEGATRON)
 
+# Several GB each: whoever tests many releases of torch keeps one at a time.
+.PHONY: remove-environment
+remove-environment: ## remove the environment of TORCH and PYTHON
+	rm -rf $(VENV)
+
 .PHONY: test-gpu
 test-gpu: install $(VENV)/.group-test ## the tests that need an NVIDIA GPU, for the architecture of TEST_ARCHS
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
