@@ -49,6 +49,11 @@ def written(tensors, values):
     """Names of the launches that write values into quantised tensors, which have other values before."""
     with dispatch.record() as launches:
         torch._foreach_copy_(tensors, values)
+    return names_of(launches)
+
+
+def names_of(launches):
+    """Names without element types, of what is recorded."""
     names = [launch.name for launch in launches if not launch.name.startswith("dequantize")]
     return [re.sub("_many_.*", "_many", name) for name in names]
 

@@ -100,7 +100,8 @@ __device__ void amax(const AmaxParams& p) {
     if (p.scale != nullptr) write_scale(p, total);
 }
 
-template <Floating In>
+// Of tensors of Stored as they are when rounded to In: the largest one is the rounded largest one.
+template <Floating Stored, Floating In>
 __device__ void amax_many(const CastManyParams& p) {
     const uint32_t index = find_entry(p, blockIdx.x);
     const ManyEntry& entry = p.entry[index];
@@ -108,10 +109,11 @@ __device__ void amax_many(const CastManyParams& p) {
     const uint64_t begin = uint64_t{blockIdx.x - p.first[index]} * kManyChunk;
     const uint64_t end = min(begin + kManyChunk, count);
     float total;
-    if (!finish_amax<In>(entry.x, begin, end, kSpan, static_cast<AmaxWorkspace*>(p.workspace) + index, entry.chunks,
-                         total)) {
+    if (!finish_amax<Stored>(entry.x, begin, end, kSpan, static_cast<AmaxWorkspace*>(p.workspace) + index, entry.chunks,
+                             total)) {
         return;
     }
+    total = to_float(from_float<In>(total));
     *entry.scale = scale_from_amax(total, p.fp8_max, p.eps, kF32Max, p.pow2 != 0);
 }
 
@@ -125,15 +127,17 @@ INSTANCE(amax_f32, f32)
 INSTANCE(amax_f16, f16)
 INSTANCE(amax_bf16, bf16)
 
-#define MANY_INSTANCE(symbol, in)                                                                             \
+#define MANY_INSTANCE(symbol, stored, in)                                                                     \
     extern "C" __global__ void __launch_bounds__(kThreads) symbol(const __grid_constant__ CastManyParams p) { \
         ptx::wait_for_prior_grids();                                                                          \
-        amax_many<in>(p);                                                                                     \
+        amax_many<stored, in>(p);                                                                             \
     }
 
-MANY_INSTANCE(amax_many_f32, f32)
-MANY_INSTANCE(amax_many_f16, f16)
-MANY_INSTANCE(amax_many_bf16, bf16)
+MANY_INSTANCE(amax_many_f32, f32, f32)
+MANY_INSTANCE(amax_many_f16, f16, f16)
+MANY_INSTANCE(amax_many_bf16, bf16, bf16)
+MANY_INSTANCE(amax_many_rounded_f16, f32, f16)
+MANY_INSTANCE(amax_many_rounded_bf16, f32, bf16)
 
 extern "C" __global__ void __launch_bounds__(kWarp) scale_from_amax(const __grid_constant__ ScaleFromAmaxParams p) {
     ptx::wait_for_prior_grids();

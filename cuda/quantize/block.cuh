@@ -188,10 +188,8 @@ __device__ inline void write_padded(float* scale_inv, uint64_t line, uint64_t at
 }
 
 template <bool kVectors, Floating In, Fp8 Out>
-__device__ void cast_block_2d(const CastBlockParams& p, const TilePlace& place, BlockShared<In>& shared) {
-    const PatchPlace<false> patch(place, {p.cols, 0});
-    Raw8<In> raw[kPatch];
-    load_patch<kVectors>(p, patch, raw);
+__device__ void cast_block_2d(const CastBlockParams& p, const TilePlace& place, const PatchPlace<false>& patch,
+                              const Raw8<In> (&raw)[kPatch], BlockShared<In>& shared) {
     Raw8<In> acc = zero8<In>();
 #pragma unroll
     for (int i = 0; i < kPatch; ++i) absmax_into<In>(acc, raw[i]);
@@ -212,6 +210,14 @@ __device__ void cast_block_2d(const CastBlockParams& p, const TilePlace& place, 
     if (p.out_t == nullptr) return;
     __syncthreads();  // the maxima have been read
     store_transposed(p, place, patch, bytes, shared.transpose);
+}
+
+template <bool kVectors, Floating In, Fp8 Out>
+__device__ void cast_block_2d(const CastBlockParams& p, const TilePlace& place, BlockShared<In>& shared) {
+    const PatchPlace<false> patch(place, {p.cols, 0});
+    Raw8<In> raw[kPatch];
+    load_patch<kVectors>(p, patch, raw);
+    cast_block_2d<kVectors, In, Out>(p, place, patch, raw, shared);
 }
 
 }  // namespace te_fast::quantize

@@ -2,6 +2,9 @@
 //
 //   cast_many        q = fp8(float(x) * scale)     scale_inv = 1 / scale     amax = max(amax, max |x|)
 //   cast_block_many  blocks of 128 x 128, as cast_block.cu does it
+//   cast_many_rounded, cast_block_many_rounded
+//                    the same of round(x), x in FP32: master weights, of which a weight in 16 bits would have been a
+//                    copy
 //
 // Scales and maxima are each tensor's own.
 //
@@ -37,16 +40,36 @@ __device__ inline CastBlockParams of_entry(const CastManyParams& p, const ManyEn
     return b;
 }
 
-template <bool kVectors, Floating In, Fp8 Out>
-__device__ void cast_entry_tile(const CastBlockParams& b, const TilePlace& place, float scale, float* amax,
+// The thread's patch of a tensor of Stored, rounded to In; zeros outside the tensor.
+template <bool kVectors, Floating Stored, Floating In>
+__device__ inline void load_patch_as(const CastBlockParams& b, const PatchPlace<false>& patch,
+                                     Raw8<In> (&raw)[kPatch]) {
+    if constexpr (std::same_as<Stored, In>) {
+        load_patch<kVectors>(b, patch, raw);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kPatch; ++i) {
+            float values[8];
+            unpack8<Stored>(load_row8<kVectors>(static_cast<const Stored*>(b.x), patch, i, 0), values);
+            raw[i] = pack8<In>(values);
+        }
+    }
+}
+
+template <bool kBlockScales, bool kVectors, Floating Stored, Floating In, Fp8 Out>
+__device__ void cast_entry_tile(const ManyEntry& entry, const CastBlockParams& b, const TilePlace& place,
                                 BlockShared<In>& shared) {
     const PatchPlace<false> patch(place, {b.cols, 0});
     Raw8<In> raw[kPatch];
-    load_patch<kVectors>(b, patch, raw);
-    cast_tile<kVectors, In, Out>(b, place, patch, raw, scale, amax, shared);
+    load_patch_as<kVectors, Stored>(b, patch, raw);
+    if constexpr (kBlockScales) {
+        cast_block_2d<kVectors, In, Out>(b, place, patch, raw, shared);
+    } else {
+        cast_tile<kVectors, In, Out>(b, place, patch, raw, *entry.scale, entry.other, shared);
+    }
 }
 
-template <bool kBlockScales, Floating In, Fp8 Out>
+template <bool kBlockScales, Floating Stored, Floating In, Fp8 Out>
 __device__ void cast_many(const CastManyParams& p) {
     __shared__ BlockShared<In> shared;
     const uint32_t index = find_entry(p, blockIdx.x);
@@ -55,39 +78,42 @@ __device__ void cast_many(const CastManyParams& p) {
     const uint32_t tile = blockIdx.x - p.first[index], tiles_cols = max(b.tiles_cols, 1u);
     const uint32_t tile_row = tile / tiles_cols;
     const TilePlace place(min(b.rows, (uint64_t{tile_row} + 1) * kTile), b.cols, tile_row, tile % tiles_cols);
-    const bool vectors = rows_are_vectors<In>(static_cast<const In*>(b.x), b.out, b.cols);
-    if constexpr (kBlockScales) {
-        vectors ? cast_block_2d<true, In, Out>(b, place, shared) : cast_block_2d<false, In, Out>(b, place, shared);
-    } else {
-        const float scale = *entry.scale;
-        if (tile == 0 && threadIdx.x == 0 && entry.scale_inv != nullptr) *entry.scale_inv = __frcp_rn(scale);
-        vectors ? cast_entry_tile<true, In, Out>(b, place, scale, entry.other, shared)
-                : cast_entry_tile<false, In, Out>(b, place, scale, entry.other, shared);
+    if (!kBlockScales && tile == 0 && threadIdx.x == 0 && entry.scale_inv != nullptr) {
+        *entry.scale_inv = __frcp_rn(*entry.scale);
     }
+    rows_are_vectors<Stored>(static_cast<const Stored*>(b.x), b.out, b.cols)
+        ? cast_entry_tile<kBlockScales, true, Stored, In, Out>(entry, b, place, shared)
+        : cast_entry_tile<kBlockScales, false, Stored, In, Out>(entry, b, place, shared);
 }
 
-// As kBlocks, less the registers that finding the tensor takes.
-template <Floating In>
-constexpr int kManyCastBlocks = kBlocks<In> > 1 ? kBlocks<In> - 1 : 1;
+// As kBlocks, less the registers that finding the tensor takes; all of a patch is on its way before it is rounded.
+template <Floating Stored, Floating In>
+constexpr int kManyCastBlocks = !std::same_as<Stored, In> ? kBlocks<Stored>
+                                : kBlocks<In> > 1         ? kBlocks<In> - 1
+                                                          : 1;
 
-#define INSTANCE(symbol, blocks, in, out)                                           \
-    extern "C" __global__ void __launch_bounds__(kTileThreads, kManyCastBlocks<in>) \
-        symbol(const __grid_constant__ CastManyParams p) {                          \
-        ptx::wait_for_prior_grids();                                                \
-        cast_many<blocks, in, out>(p);                                              \
+#define INSTANCE(symbol, blocks, stored, in, out)                                           \
+    extern "C" __global__ void __launch_bounds__(kTileThreads, kManyCastBlocks<stored, in>) \
+        symbol(const __grid_constant__ CastManyParams p) {                                  \
+        ptx::wait_for_prior_grids();                                                        \
+        cast_many<blocks, stored, in, out>(p);                                              \
     }
 
-INSTANCE(cast_many_f32_e4m3, false, f32, e4m3)
-INSTANCE(cast_many_f32_e5m2, false, f32, e5m2)
-INSTANCE(cast_many_f16_e4m3, false, f16, e4m3)
-INSTANCE(cast_many_f16_e5m2, false, f16, e5m2)
-INSTANCE(cast_many_bf16_e4m3, false, bf16, e4m3)
-INSTANCE(cast_many_bf16_e5m2, false, bf16, e5m2)
-INSTANCE(cast_block_many_f32_e4m3, true, f32, e4m3)
-INSTANCE(cast_block_many_f32_e5m2, true, f32, e5m2)
-INSTANCE(cast_block_many_f16_e4m3, true, f16, e4m3)
-INSTANCE(cast_block_many_f16_e5m2, true, f16, e5m2)
-INSTANCE(cast_block_many_bf16_e4m3, true, bf16, e4m3)
-INSTANCE(cast_block_many_bf16_e5m2, true, bf16, e5m2)
+INSTANCE(cast_many_f32_e4m3, false, f32, f32, e4m3)
+INSTANCE(cast_many_f32_e5m2, false, f32, f32, e5m2)
+INSTANCE(cast_many_f16_e4m3, false, f16, f16, e4m3)
+INSTANCE(cast_many_f16_e5m2, false, f16, f16, e5m2)
+INSTANCE(cast_many_bf16_e4m3, false, bf16, bf16, e4m3)
+INSTANCE(cast_many_bf16_e5m2, false, bf16, bf16, e5m2)
+INSTANCE(cast_block_many_f32_e4m3, true, f32, f32, e4m3)
+INSTANCE(cast_block_many_f32_e5m2, true, f32, f32, e5m2)
+INSTANCE(cast_block_many_f16_e4m3, true, f16, f16, e4m3)
+INSTANCE(cast_block_many_f16_e5m2, true, f16, f16, e5m2)
+INSTANCE(cast_block_many_bf16_e4m3, true, bf16, bf16, e4m3)
+INSTANCE(cast_block_many_bf16_e5m2, true, bf16, bf16, e5m2)
+INSTANCE(cast_many_rounded_f16, false, f32, f16, e4m3)
+INSTANCE(cast_many_rounded_bf16, false, f32, bf16, e4m3)
+INSTANCE(cast_block_many_rounded_f16, true, f32, f16, e4m3)
+INSTANCE(cast_block_many_rounded_bf16, true, f32, bf16, e4m3)
 
 }  // namespace te_fast::quantize

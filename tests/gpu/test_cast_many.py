@@ -7,9 +7,19 @@ import torch
 from guarded import POISON, Guarded
 
 import te_fast.pytorch as te
-from many_tensors import KINDS, LAUNCHES, SHAPES, check, quantizers, values_of, written
+from many_tensors import (
+    KINDS,
+    LAUNCHES,
+    SHAPES,
+    check,
+    names_of,
+    quantizers,
+    values_of,
+    written,
+)
 from te_fast import dispatch
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fast.pytorch.tensor.utils import quantize_master_weights
 from te_fast.tensor.quantizer import update_many
 
 pytestmark = pytest.mark.gpu
@@ -53,6 +63,27 @@ def test_bytes_scales_and_maxima(kind, dtype, fmt, shapes):
         assert written(tensors, values) == LAUNCHES[kind]
         for tensor, x in zip(tensors, values, strict=True):
             check(tensor, x, kind, fmt)
+    for guard in guards:
+        guard.check()
+
+
+@pytest.mark.parametrize("shapes", [SHAPES, LARGE, SHAPES[:1]], ids=["small", "large", "one"])
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_master_weights_are_rounded_by_their_cast(kind, dtype, offset, shapes):
+    weights, guards = guarded_tensors(kind, shapes, "e4m3", dtype)
+    masters = []
+    for x in values_of(shapes, torch.float32, "cuda", seed=7):
+        whole = torch.empty(x.numel() + offset, device="cuda")
+        masters.append(whole[offset:].copy_(x.view(-1)))
+    masters[0][:3] = torch.tensor([3.4e38, -65520.0, 1.00390625])
+    with dispatch.record() as launches:
+        quantize_master_weights(weights, masters, [0] * len(shapes), None)
+    assert all("_many_rounded" in launch.name for launch in launches)
+    assert names_of(launches) == LAUNCHES[kind]
+    for weight, master, shape in zip(weights, masters, shapes, strict=True):
+        check(weight, master.view(shape).to(dtype), kind, "e4m3")
     for guard in guards:
         guard.check()
 

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 import te_fast.pytorch as te
-from many_tensors import KINDS, LAUNCHES, SHAPES, check, quantizers, values_of, written
+from many_tensors import (
+    KINDS,
+    LAUNCHES,
+    SHAPES,
+    check,
+    names_of,
+    quantizers,
+    values_of,
+    written,
+)
 from quantized_tensors import parts, quantizer
 from te_fast import dispatch
 from te_fast.pytorch.tensor.utils import quantize_master_weights
@@ -101,16 +110,31 @@ def test_an_optimizer_quantises_all_weights_at_once(kind, options):
         assert all(map(torch.equal, parts(weight), parts(expected)))
 
 
+@pytest.mark.parametrize("count", [1, len(SHAPES)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kind", KINDS)
-def test_master_weights_are_quantised_at_once(kind):
-    shapes = [(32, 48), (16, 16), (130, 272)]
-    weights = [quantizer(kind)(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
-    masters = values_of([*shapes, (1, 1)], torch.float32, "cpu")[:3]
+def test_master_weights_are_rounded_by_their_cast(kind, dtype, count):
+    """Of the type that weights have in name, which overflows; nothing else reads or writes them."""
+    weights = tensors_of(kind, SHAPES[:count], dtype)
+    masters = values_of(SHAPES, torch.float32, "cpu", seed=3)[:count]
+    masters[0].view(-1)[:3] = torch.tensor([3.4e38, -65520.0, 1.00390625])
     with dispatch.record() as launches:
-        quantize_master_weights(weights, [m.view(-1) for m in masters], [0] * 3, None)
-    assert sum("cast" in launch.name for launch in launches) == 1
+        quantize_master_weights(weights, [m.view(-1) for m in masters], [0] * count, None)
+    if dtype != torch.float32:
+        assert all("_many_rounded" in launch.name for launch in launches)
+    if dtype != torch.float32 or count > 1:
+        assert names_of(launches) == LAUNCHES[kind]
     for weight, master in zip(weights, masters, strict=True):
-        check(weight, master.bfloat16(), kind, "e4m3")
+        check(weight, master.to(dtype), kind, "e4m3")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_master_weights_of_e5m2_are_rounded_by_a_copy(kind):
+    weights = tensors_of(kind, SHAPES, torch.bfloat16, "e5m2")
+    masters = values_of(SHAPES, torch.float32, "cpu", seed=4)
+    quantize_master_weights(weights, [m.view(-1) for m in masters], [0] * len(masters), None)
+    for weight, master in zip(weights, masters, strict=True):
+        check(weight, master.bfloat16(), kind, "e5m2")
 
 
 def test_a_tensor_that_does_not_fit_leaves_all_as_they_are():

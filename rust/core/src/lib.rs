@@ -16,4 +16,4 @@ pub mod runtime;
 
 pub use base::error::{Error, ErrorKind, Result};
 pub(crate) use launch::params::params;
-pub use te_fast_kernels::{Float, Fp8, Image, KernelId, architectures, image_bytes};
+pub use te_fast_kernels::{Float, Fp8, Half, Image, KernelId, architectures, image_bytes};

@@ -291,12 +291,18 @@ kernels! {
     CastMany(Float, Fp8) "cast_many" in CastMany;
     /// Block-scaled casts of many tensors, 128 x 128.
     CastBlockMany(Float, Fp8) "cast_block_many" in CastMany;
+    /// Scaled casts to E4M3 of many float32 tensors, rounded first.
+    CastManyRounded(Half) "cast_many_rounded" in CastMany;
+    /// Block-scaled casts to E4M3 of the same, 128 x 128.
+    CastBlockManyRounded(Half) "cast_block_many_rounded" in CastMany;
     /// Sums of the rows of groups.
     SumGroups(Float) "sum_groups" in SumGroups;
     /// Largest magnitude of a tensor and the scale that follows from it.
     Amax(Float) "amax" in Amax;
     /// The same of many tensors.
     AmaxMany(Float) "amax_many" in Amax;
+    /// The same of float32 tensors, rounded first.
+    AmaxManyRounded(Half) "amax_many_rounded" in Amax;
     /// The scale of an amax that was reduced over ranks.
     ScaleFromAmax() "scale_from_amax" in Amax;
     /// Delayed scaling's update, many entries in one launch.

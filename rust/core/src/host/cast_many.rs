@@ -1,24 +1,50 @@
 //! Host kernels of `cuda/quantize/cast_many.cu`: those of one tensor, one after the other.
 
-use te_fast_kernels::KernelId;
+use half::{bf16, f16};
 use te_fast_kernels::constants::quantize::SCALE_ALIGN;
 use te_fast_kernels::constants::tile::{TILE, TRANSPOSED_ALIGN};
+use te_fast_kernels::{Float, Fp8, Half, KernelId};
 
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
 use crate::host;
+use crate::host::fp8::Real;
 use crate::ops::amax::{AmaxParams, AmaxPointers};
 use crate::ops::cast::{CastParams, CastPointers, CastTransposeParams};
 use crate::ops::cast_block::CastBlockParams;
 use crate::ops::cast_many::{CastManyParams, ManyEntry};
 use crate::ops::strips::StripPlan;
 
-/// Runs `amax_many_*`, `cast_many_*` and `cast_block_many_*`.
+/// Runs `amax_many_*`, `cast_many_*` and `cast_block_many_*`, rounded or not.
 ///
 /// # Errors
 /// An id that does not take these parameters.
 pub(crate) fn run(p: &CastManyParams<'_>, id: KernelId) -> Result<()> {
-    p.entry.iter().take(p.entries as usize).try_for_each(|entry| match id {
+    let entries = &p.entry[..p.entries as usize];
+    let float = |half| match half {
+        Half::F16 => Float::F16,
+        Half::Bf16 => Float::Bf16,
+    };
+    let (nominal, kernel) = match id {
+        KernelId::AmaxManyRounded(half) => (half, KernelId::AmaxMany(float(half))),
+        KernelId::CastManyRounded(half) => (half, KernelId::CastMany(float(half), Fp8::E4m3)),
+        KernelId::CastBlockManyRounded(half) => (half, KernelId::CastBlockMany(float(half), Fp8::E4m3)),
+        _ => return entries.iter().try_for_each(|entry| run_entry(p, entry, id)),
+    };
+    entries.iter().try_for_each(|entry| match nominal {
+        Half::F16 => run_rounded::<f16>(p, entry, kernel),
+        Half::Bf16 => run_rounded::<bf16>(p, entry, kernel),
+    })
+}
+
+/// The kernel of rounded elements.
+fn run_rounded<T: Real>(p: &CastManyParams<'_>, entry: &ManyEntry<'_>, id: KernelId) -> Result<()> {
+    let mut rounded: Vec<T> = entry.x.slice::<f32>(count(entry) as usize).iter().map(|&x| T::from_f32(x)).collect();
+    run_entry(p, &ManyEntry { x: DevPtr::from_slice(&mut rounded), ..*entry }, id)
+}
+
+fn run_entry(p: &CastManyParams<'_>, entry: &ManyEntry<'_>, id: KernelId) -> Result<()> {
+    match id {
         KernelId::AmaxMany(input) => host::amax::run(&amax(p, entry), KernelId::Amax(input)),
         KernelId::CastMany(input, output) if entry.out_t.is_null() => {
             host::cast::run(&cast(entry), KernelId::Cast(input, output))
@@ -32,7 +58,7 @@ pub(crate) fn run(p: &CastManyParams<'_>, id: KernelId) -> Result<()> {
             host::cast_block::run(&cast_block(p, entry), KernelId::CastBlock2d(input, output))
         }
         _ => Err(Error::state("cast_many", id.symbol())),
-    })
+    }
 }
 
 fn count(entry: &ManyEntry<'_>) -> u64 {

@@ -4,7 +4,7 @@
 
 use te_fast_kernels::constants::quantize::{self, AMAX_WORKSPACE_BYTES, MANY_CHUNK, MANY_TENSORS, THREADS};
 use te_fast_kernels::constants::tile::{TILE, TILE_THREADS};
-use te_fast_kernels::{Float, Fp8, KernelId};
+use te_fast_kernels::{Float, Fp8, Half, KernelId};
 
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
@@ -59,8 +59,8 @@ impl ManyEntry<'_> {
 }
 
 params! {
-    /// Parameters of `amax_many_*`, `cast_many_*` and `cast_block_many_*`.
-    pub struct CastManyParams<'a> [quantize::CAST_MANY_PARAMS_BYTES] for AmaxMany | CastMany | CastBlockMany => host::cast_many::run {
+    /// Parameters of `amax_many_*`, `cast_many_*` and `cast_block_many_*`, rounded or not.
+    pub struct CastManyParams<'a> [quantize::CAST_MANY_PARAMS_BYTES] for AmaxMany | CastMany | CastBlockMany | AmaxManyRounded | CastManyRounded | CastBlockManyRounded => host::cast_many::run {
         /// What the blocks of each tensor's amax leave to each other.
         pub workspace: DevPtr<'a>,
         /// Entries in use.
@@ -75,6 +75,39 @@ params! {
         pub first: [u32; MANY_TENSORS],
         /// The entries.
         pub entry: [ManyEntry<'a>; MANY_TENSORS],
+    }
+}
+
+/// What is cast.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ManyInputs {
+    /// Elements of this type, as they are.
+    Plain(Float),
+    /// float32 elements, rounded to this type: master weights, of which a weight in 16 bits would have been a copy.
+    Rounded(Half),
+}
+
+impl ManyInputs {
+    /// Whether there are kernels that cast it to such a type. Weights that have masters are E4M3 in every recipe.
+    #[must_use]
+    pub const fn casts_to(self, output: Fp8) -> bool {
+        matches!((self, output), (Self::Plain(_), _) | (Self::Rounded(_), Fp8::E4m3))
+    }
+
+    const fn amax(self) -> KernelId {
+        match self {
+            Self::Plain(input) => KernelId::AmaxMany(input),
+            Self::Rounded(input) => KernelId::AmaxManyRounded(input),
+        }
+    }
+
+    const fn cast(self, output: Fp8, is_block: bool) -> KernelId {
+        match (self, is_block) {
+            (Self::Plain(input), false) => KernelId::CastMany(input, output),
+            (Self::Plain(input), true) => KernelId::CastBlockMany(input, output),
+            (Self::Rounded(input), false) => KernelId::CastManyRounded(input),
+            (Self::Rounded(input), true) => KernelId::CastBlockManyRounded(input),
+        }
     }
 }
 
@@ -120,7 +153,7 @@ pub struct TensorCast<'a> {
 /// Casts of many tensors of one type by one rule.
 #[derive(Clone, Copy, Debug)]
 pub struct CastManyPlan {
-    input: Float,
+    input: ManyInputs,
     output: Fp8,
     scales: ManyScales,
 }
@@ -134,8 +167,11 @@ impl CastManyPlan {
     /// Checks the rule.
     ///
     /// # Errors
-    /// An epsilon that is negative or not a number.
-    pub fn new(input: Float, output: Fp8, scales: ManyScales) -> Result<Self> {
+    /// An epsilon that is negative or not a number; inputs that are not cast to such a type.
+    pub fn new(input: ManyInputs, output: Fp8, scales: ManyScales) -> Result<Self> {
+        if !input.casts_to(output) {
+            return Err(Error::unsupported(OP, "rounded tensors are cast to E4M3 alone"));
+        }
         match scales {
             ManyScales::Current(ScaleRule { eps, .. }) | ManyScales::Block { eps, .. } => check_eps(OP, eps)?,
             ManyScales::Given => {}
@@ -216,7 +252,7 @@ impl CastManyPlan {
         }
         if let ManyScales::Current(_) = self.scales {
             let blocks = place(&mut params, |entry| u64::from(entry.chunks))?;
-            launch(target, KernelId::AmaxMany(input), Grid::linear(blocks, THREADS), &params)?;
+            launch(target, input.amax(), Grid::linear(blocks, THREADS), &params)?;
         }
         let is_block = matches!(self.scales, ManyScales::Block { .. });
         // A tensor without elements still has an inverse scale, unless each of its blocks has one.
@@ -226,8 +262,7 @@ impl CastManyPlan {
             (rows * cols).max(least)
         };
         let blocks = place(&mut params, tiles)?;
-        let kernel = if is_block { KernelId::CastBlockMany(input, output) } else { KernelId::CastMany(input, output) };
-        launch(target, kernel, Grid::linear(blocks, TILE_THREADS), &params)
+        launch(target, input.cast(output, is_block), Grid::linear(blocks, TILE_THREADS), &params)
     }
 
     fn entry<'a>(&self, cast: &TensorCast<'a>, own_scale: DevPtr<'a>) -> ManyEntry<'a> {
@@ -276,7 +311,7 @@ mod tests {
             scale: DevPtr::from_slice(&mut scale),
             amax: DevPtr::null(),
         };
-        let plan = CastManyPlan::new(Float::F32, Fp8::E4m3, ManyScales::Given)?;
+        let plan = CastManyPlan::new(ManyInputs::Plain(Float::F32), Fp8::E4m3, ManyScales::Given)?;
         let none = (DevPtr::null(), DevPtr::null());
         let lacking = TensorCast { scale: DevPtr::null(), ..whole };
         assert!(plan.run(&mut Target::host(&mut trace), &[whole, lacking], none).is_err());

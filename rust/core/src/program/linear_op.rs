@@ -13,7 +13,7 @@ use crate::gemm::plan::GemmPlan;
 use crate::gemm::problem::{Epilogue, Factor, Operand, Problem, ScaleMode};
 use crate::ops::amax::ScaleRule;
 use crate::ops::cast_groups::{Division, GroupShape, padded_rows};
-use crate::ops::cast_many::{CastManyPlan, ManyScales, TensorCast};
+use crate::ops::cast_many::{CastManyPlan, ManyInputs, ManyScales, TensorCast};
 use crate::ops::dequantize::DequantizeSpec;
 use crate::ops::grouped_gemm::{GroupedGemmPlan, GroupedGemmSpec, GroupedKind, GroupedScaling};
 use crate::ops::transpose::TransposeSpec;
@@ -332,7 +332,7 @@ impl WeightCast {
     /// # Errors
     /// None for a recipe that a program was compiled with.
     pub fn plan(&self) -> Result<CastManyPlan> {
-        CastManyPlan::new(self.input, self.output, self.scales)
+        CastManyPlan::new(ManyInputs::Plain(self.input), self.output, self.scales)
     }
 
     /// Whether one launch does both.

@@ -9,10 +9,10 @@ use te_fast_core::base::dtype::{DType, Device};
 use te_fast_core::base::pointer::DevPtr;
 use te_fast_core::base::tensor::TensorView;
 use te_fast_core::ops::amax::ScaleRule;
-use te_fast_core::ops::cast_many::{CastManyPlan, ManyScales, TensorCast};
+use te_fast_core::ops::cast_many::{CastManyPlan, ManyInputs, ManyScales, TensorCast};
 use te_fast_core::recipe::definition::Block;
 use te_fast_core::recipe::usage::Usage;
-use te_fast_core::{Error, Float, Fp8};
+use te_fast_core::{Error, Fp8, Half};
 
 use crate::direct::call::DirectCall;
 use crate::direct::tensors::{contiguous, single_f32};
@@ -23,15 +23,13 @@ use crate::torch::process::{State, state};
 use crate::torch::reader::{instance_dict, view_of};
 
 const OP: &str = "quantize";
-/// Elements that kernels read at once.
-const VECTOR: usize = 8;
-/// From so many on, one copy of all costs the host less than one of each.
-const MANY: usize = 5;
 
 /// A value, what it is quantised from, and how its quantizer casts.
 struct Job<'py> {
     value: Bound<'py, QuantizedValue>,
     x: Bound<'py, PyAny>,
+    /// Where the tensor is, and its type: values of others are rounded to it first.
+    nominal: Option<(Device, DType)>,
     usage: (bool, bool),
     rule: Rule,
     /// Scale and maximum of delayed scaling.
@@ -47,7 +45,7 @@ type Cast<'py> =
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Kind {
     device: Device,
-    input: Float,
+    input: ManyInputs,
     output: Fp8,
     scales: ManyScales,
 }
@@ -96,70 +94,21 @@ pub(crate) fn quantize_whole<'py>(
     let mut jobs = Vec::with_capacity(weights.len());
     for (weight, master) in weights.iter().zip(&masters) {
         match Job::new(state, weight, master)? {
-            Some(job) if job.is_whole(state)? => jobs.push(job),
+            Some(job) if job.is_whole(state)? => jobs.push(Job { nominal: nominal(state, weight)?, ..job }),
             _ => return Ok(false),
         }
     }
-    round(state, py, &weights, &mut jobs)?;
     quantize_all(state, py, &jobs)?;
     let written: Vec<_> = weights.iter().collect();
     note_writes(py, &written, &jobs)?;
     Ok(true)
 }
 
-/// Puts values of the weights' nominal types in the place of masters: many at once where all are of one type.
-fn round<'py>(state: &State, py: Python<'py>, weights: &[Bound<'py, PyAny>], jobs: &mut [Job<'py>]) -> PyResult<()> {
-    let mut kinds = SmallVec::<[(Device, DType); 8]>::new();
-    for weight in weights {
-        let Some(nominal) = state.reader.read_outside(weight)? else {
-            return Err(Error::value(OP, "a weight is on no device that te_fast knows")).python();
-        };
-        kinds.push((nominal.device(), nominal.dtype()));
-    }
-    for job in jobs.iter_mut() {
-        if job.x.getattr(&state.torch.names.requires_grad)?.is_truthy()? {
-            job.x = job.x.call_method0(intern!(py, "detach"))?;
-        }
-    }
-    let Some(&(device, dtype)) = kinds.first() else { return Ok(()) };
-    let _guard = state.guard(py, device)?;
-    if jobs.len() >= MANY && kinds.iter().all(|&kind| kind == (device, dtype)) {
-        return round_together(state, py, (device, dtype), jobs);
-    }
-    for (job, (device, dtype)) in jobs.iter_mut().zip(kinds) {
-        let rounded = {
-            let master = view_of(&state.reader, &job.x, "a master weight").python()?;
-            state.empty_sized(py, device, master.shape(), dtype)?
-        };
-        job.x = rounded.call_method1(intern!(py, "copy_"), (&job.x,))?;
-    }
-    Ok(())
-}
-
-/// In one buffer, whose parts begin where kernels read vectors.
-fn round_together<'py>(
-    state: &State,
-    py: Python<'py>,
-    (device, dtype): (Device, DType),
-    jobs: &mut [Job<'py>],
-) -> PyResult<()> {
-    let (mut counts, mut masters) = (Vec::with_capacity(jobs.len()), Vec::with_capacity(jobs.len()));
-    for job in jobs.iter() {
-        let (numel, is_flat) = {
-            let master = view_of(&state.reader, &job.x, "a master weight").python()?;
-            (master.numel(), master.shape().len() == 1)
-        };
-        counts.push(numel);
-        masters.push(if is_flat { job.x.clone() } else { job.x.call_method1(intern!(py, "view"), (-1,))? });
-    }
-    let room: Vec<usize> = counts.iter().map(|count| count.next_multiple_of(VECTOR)).collect();
-    let flat = state.empty_sized(py, device, &[room.iter().sum::<usize>() as i64], dtype)?;
-    let parts = flat.call_method1(intern!(py, "split_with_sizes"), (&room,))?;
-    for ((part, job), (count, room)) in parts.try_iter()?.zip(jobs.iter_mut()).zip(counts.iter().zip(&room)) {
-        job.x = if count == room { part? } else { part?.call_method1(intern!(py, "narrow"), (0, 0, count))? };
-    }
-    let rounded: Vec<_> = jobs.iter().map(|job| &job.x).collect();
-    py.import(intern!(py, "torch"))?.call_method1(intern!(py, "_foreach_copy_"), (rounded, masters)).map(drop)
+fn nominal(state: &State, weight: &Bound<'_, PyAny>) -> PyResult<Option<(Device, DType)>> {
+    let Some(outside) = state.reader.read_outside(weight)? else {
+        return Err(Error::value(OP, "a weight is on no device that te_fast knows")).python();
+    };
+    Ok(Some((outside.device(), outside.dtype())))
 }
 
 /// Tells autograd that tensors were written: these, and their bytes, which graphs save in their place. Both layouts of bytes hold
@@ -189,7 +138,7 @@ fn note_writes(py: Python<'_>, tensors: &[&Bound<'_, PyAny>], jobs: &[Job<'_>]) 
 }
 
 fn quantize_all<'py>(state: &State, py: Python<'py>, jobs: &[Job<'py>]) -> PyResult<()> {
-    let together = jobs.len() > 1 && state.dispatcher(py)?.0.config.weights_together;
+    let together = state.dispatcher(py)?.0.config.weights_together;
     let mut kinds: SmallVec<[(Kind, Vec<&Job<'py>>); 1]> = SmallVec::new();
     let mut alone = Vec::new();
     for job in jobs {
@@ -202,13 +151,15 @@ fn quantize_all<'py>(state: &State, py: Python<'py>, jobs: &[Job<'py>]) -> PyRes
         }
     }
     for (kind, members) in kinds {
-        if members.len() < 2 || !by_one_launch(state, py, kind, &members)? {
+        let is_worth_it = members.len() > 1 || matches!(kind.input, ManyInputs::Rounded(_));
+        if !is_worth_it || !by_one_launch(state, py, kind, &members)? {
             alone.extend(members);
         }
     }
     alone.into_iter().try_for_each(|job| {
-        let Job { value, x, usage, rule, scale, amax } = job;
-        let view = source(state, value, x)?;
+        let Job { value, usage, rule, scale, amax, .. } = job;
+        let x = job.rounded(state, py)?;
+        let view = source(state, value, &x)?;
         QuantizedValue::quantize_view(value, &view, *usage, *rule, scale.as_ref(), amax.as_ref(), None)
     })
 }
@@ -226,7 +177,35 @@ impl<'py> Job<'py> {
             let value = value.try_borrow()?;
             value.is_of(block, groups) && fp8 == value.fp8()
         };
-        Ok(is_like.then(|| Self { value, x: x.clone(), usage, rule, scale, amax }))
+        Ok(is_like.then(|| Self { value, x: x.clone(), nominal: None, usage, rule, scale, amax }))
+    }
+
+    /// The values, in the tensor's type and on its device if they were to be rounded.
+    fn rounded(&self, state: &State, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let Some((device, dtype)) = self.nominal else { return Ok(self.x.clone()) };
+        let rounded = {
+            let x = view_of(&state.reader, &self.x, "a master weight").python()?;
+            if (x.device(), x.dtype()) == (device, dtype) {
+                return Ok(self.x.clone());
+            }
+            state.empty_sized(py, device, x.shape(), dtype)?
+        };
+        let _guard = state.guard(py, device)?;
+        rounded.call_method1(intern!(py, "copy_"), (self.x.call_method0(intern!(py, "detach"))?,))
+    }
+
+    /// What its launch casts, of values of such a type on such a device; None where no launch does.
+    fn inputs(&self, device: Device, values: DType, output: Fp8) -> Option<ManyInputs> {
+        let plain = values.as_float().map(ManyInputs::Plain);
+        let Some((place, nominal)) = self.nominal else { return plain };
+        let inputs = match (values, nominal) {
+            _ if place != device => None,
+            _ if values == nominal => plain,
+            (DType::F32, DType::F16) => Some(ManyInputs::Rounded(Half::F16)),
+            (DType::F32, DType::Bf16) => Some(ManyInputs::Rounded(Half::Bf16)),
+            _ => None,
+        };
+        inputs.filter(|inputs| inputs.casts_to(output))
     }
 
     /// Whether a master weight is all of a weight with a row layout, and flat or of its shape.
@@ -271,7 +250,7 @@ fn kind_of(state: &State, job: &Job<'_>) -> PyResult<Option<Kind>> {
         (Block::Square, _) => ManyScales::Block { eps, pow2 },
         _ => return Ok(None),
     };
-    let Some(input) = view.dtype().as_float() else { return Ok(None) };
+    let Some(input) = job.inputs(view.device(), view.dtype(), output) else { return Ok(None) };
     let is_whole = groups == 1 && view.numel() != 0 && (usage.0 || usage.1);
     Ok(is_whole.then_some(Kind { device: view.device(), input, output, scales }))
 }
