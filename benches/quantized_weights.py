@@ -1,17 +1,18 @@
-"""Host time and memory of te_fast.pytorch.Linear with FP8 weights, beside BF16 weights and torch.nn.Linear.
+"""Host time, GPU time and memory of chains of te_fast.pytorch.Linear with FP8 weights, beside those with BF16 weights.
 
-    python benches/quantized_weights.py [--device cuda] [--rows 256 --features 1024]
+    python benches/quantized_weights.py [--device cuda] [--rows 256 --features 1024] [--layers 1 8]
 
-Rows: no_grad; forward + backward + cast of master weights, against BF16 weights and a copy of the masters into them;
-a step of torch's fused Adam on the weights themselves. The bars are the project's; they hold for CUDA, where the host
-only launches.
+Rows: no_grad, against torch.nn.Linear; forward + backward + cast of all master weights, against BF16 weights and a copy
+of the masters into them; a step of torch's fused Adam on the weights themselves. The bars are the project's; they hold
+for CUDA, where the host only launches.
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -32,81 +33,150 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-# Ratio that must not be passed: to nn.Linear, to the same layer with BF16 weights.
+# Ratio that must not be passed on the host: to nn.Linear, to the same layers with BF16 weights; and on the GPU.
 BARS = {"no_grad": 0.60, "forward + backward + cast": 1.0, "forward + backward + Adam": 1.5}
+GPU_BARS = {"forward + backward + cast": 1.0, "forward + backward + Adam": 1.1}
 MEMORY_BAR = 0.55
+QUEUED = 50
 
 
 def bodies_of(
-    layer: torch.nn.Module, x: torch.Tensor, gradient: torch.Tensor
+    layers: torch.nn.Module, x: torch.Tensor, gradient: torch.Tensor
 ) -> dict[str, Callable[[], object]]:
     """One call per mode; ``no_grad`` is entered by the caller."""
     leaf = x.clone().requires_grad_()
-    (weight,) = layer.parameters()
-    master = weight.detach().float()
-    adam = torch.optim.Adam([weight], lr=1e-3, fused=True)
+    weights = list(layers.parameters())
+    masters = [weight.detach().float().view(-1) for weight in weights]
+    adam = torch.optim.Adam(weights, lr=1e-3, fused=True)
+    is_quantised = isinstance(weights[0], te.QuantizedTensor)
+    starts = [0] * len(weights)
 
     def forward_and_backward() -> None:
-        layer(leaf).backward(gradient)
+        layers(leaf).backward(gradient)
         leaf.grad = None
 
     def cast() -> None:
         forward_and_backward()
-        weight.grad = None
-        if isinstance(weight, te.QuantizedTensor):
-            quantize_master_weights([weight], [master.view(-1)], [0], None)
+        for weight in weights:
+            weight.grad = None
+        if is_quantised:
+            quantize_master_weights(weights, masters, starts, None)
         else:
             with torch.no_grad():
-                weight.copy_(master)
+                torch._foreach_copy_([weight.view(-1) for weight in weights], masters)
 
     def step() -> None:
         forward_and_backward()
         adam.step()
-        weight.grad = None
+        for weight in weights:
+            weight.grad = None
 
     names = list(BARS)
-    return {names[0]: lambda: layer(x), names[1]: cast, names[2]: step}
+    return {names[0]: lambda: layers(x), names[1]: cast, names[2]: step}
 
 
-def bytes_of(layer: torch.nn.Module) -> int:
-    """Bytes of a layer's weight."""
-    (weight,) = layer.parameters()
-    if not isinstance(weight, te.QuantizedTensor):
-        return weight.nbytes
-    parts: list[torch.Tensor | None] = list(weight.get_data_tensors())  # type: ignore[attr-defined]
-    return sum(part.nbytes for part in parts if part is not None)
+def bytes_of(layers: torch.nn.Module) -> int:
+    """Bytes of weights."""
+    total = 0
+    for weight in layers.parameters():
+        parts: list[torch.Tensor | None] = [weight]
+        if isinstance(weight, te.QuantizedTensor):
+            parts = list(weight.get_data_tensors())  # type: ignore[attr-defined]
+        total += sum(part.nbytes for part in parts if part is not None)
+    return total
 
 
-def measure(
-    arguments: argparse.Namespace,
-) -> tuple[dict[str, dict[str, Timing]], dict[str, float]]:
-    """Microseconds per call, by mode and layer; memory of FP8 weights over BF16's."""
+def gpu_microseconds(body: Callable[[], object], region: Callable[[], Any]) -> float:
+    """Time of a call on the GPU, of many that are queued behind a pause."""
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(2e8))
+    first.record()
+    with region():
+        for _ in range(QUEUED):
+            body()
+    last.record()
+    torch.cuda.synchronize()
+    return float(first.elapsed_time(last)) * 1e3 / QUEUED
+
+
+class Measured(NamedTuple):
+    """Microseconds per call on the host and the GPU, by mode and layers; memory of FP8 weights over BF16's."""
+
+    host: dict[str, dict[str, Timing]]
+    gpu: dict[str, dict[str, float]]
+    memory: dict[str, float]
+
+
+def measure(arguments: argparse.Namespace, count: int) -> Measured:
+    """Measure chains of so many layers."""
     torch.manual_seed(0)
     dtype, device, size = DTYPES[arguments.dtype], arguments.device, arguments.features
     x = torch.randn(arguments.rows, size, dtype=dtype, device=device)
     gradient = torch.randn_like(x)
+
+    def chain(make: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+        return make() if count == 1 else torch.nn.Sequential(*(make() for _ in range(count)))
+
     make = partial(te.Linear, size, size, bias=False, params_dtype=dtype, device=device)
-    layers: dict[str, torch.nn.Module] = {
-        "nn.Linear": torch.nn.Linear(size, size, bias=False, dtype=dtype, device=device)
+    layers = {
+        "nn.Linear": chain(
+            partial(torch.nn.Linear, size, size, bias=False, dtype=dtype, device=device)
+        )
     }
     regions, memory = {}, {}
     for name, kind in RECIPES.items():
         recipe = kind()
-        layers[name] = make()
+        layers[name] = chain(make)
         with te.quantized_model_init(recipe=recipe):
-            layers[f"{name}, FP8 weight"] = make()
+            layers[f"{name}, FP8 weight"] = chain(make)
             with torch.no_grad():
-                memory[name] = bytes_of(make()) / bytes_of(layers[name])
+                memory[name] = bytes_of(chain(make)) / bytes_of(layers[name])
         for layer in (name, f"{name}, FP8 weight"):
             regions[layer] = partial(te.autocast, enabled=True, recipe=recipe)
-    result = {}
+    host, gpu = {}, {}
     for mode in BARS:
         bodies = {name: bodies_of(layer, x, gradient)[mode] for name, layer in layers.items()}
         with torch.set_grad_enabled(mode != "no_grad"):
-            result[mode] = interleave(
+            host[mode] = interleave(
                 bodies, device, rounds=arguments.rounds, calls=arguments.calls, regions=regions
             )
-    return result, memory
+            if device.type == "cuda" and mode in GPU_BARS:
+                gpu[mode] = {
+                    name: gpu_microseconds(body, regions.get(name, nullcontext))
+                    for name, body in bodies.items()
+                }
+    return Measured(host, gpu, memory)
+
+
+def report(measured: Measured) -> tuple[list[list[str]], dict[str, float], list[str]]:
+    """Rows of a table, ratios, and bars that were passed."""
+    rows, ratios, missed = [], {}, []
+
+    def add(name: str, figures: list[str], ratio: float, bar: float | None) -> None:
+        ratios[name] = round(ratio, 3)
+        rows.append([name, *figures, f"{ratio:.2f}", "" if bar is None else str(bar)])
+        if bar is not None and ratio > bar:
+            missed.append(f"{name}: {ratio:.2f} > {bar}")
+
+    for mode, timings in measured.host.items():
+        for name, timing in timings.items():
+            beside = "nn.Linear" if mode == "no_grad" else name.partition(",")[0]
+            bar = BARS[mode] if name.endswith("FP8 weight") else None
+            figures = [f"{timing.median:.2f}", f"{timing.low:.2f} - {timing.high:.2f}"]
+            add(f"{mode}, {name}", figures, timing.median / timings[beside].median, bar)
+    for mode, times in measured.gpu.items():
+        for name, time in times.items():
+            bar = GPU_BARS[mode] if name.endswith("FP8 weight") else None
+            add(
+                f"GPU, {mode}, {name}",
+                [f"{time:.2f}", ""],
+                time / times[name.partition(",")[0]],
+                bar,
+            )
+    for name, ratio in measured.memory.items():
+        add(f"memory, {name}", ["", ""], ratio, MEMORY_BAR)
+    return rows, ratios, missed
 
 
 def main() -> int:
@@ -114,39 +184,31 @@ def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--features", type=int, default=1024)
+    parser.add_argument("--layers", type=int, nargs="+", default=[1, 8])
     arguments = parser.parse_args()
     as_in_training()
-    modes, memory = measure(arguments)
-    rows, ratios, missed = [], {}, []
-    for mode, timings in modes.items():
-        for name, timing in timings.items():
-            is_mine = name.endswith("FP8 weight")
-            beside = "nn.Linear" if mode == "no_grad" else name.partition(",")[0]
-            ratio = timing.median / timings[beside].median
-            ratios[f"{mode}, {name}"] = round(ratio, 3)
-            if is_mine and ratio > BARS[mode]:
-                missed.append(f"{mode}, {name}: {ratio:.2f} > {BARS[mode]}")
-            spread = f"{timing.low:.2f} - {timing.high:.2f}"
-            bar = str(BARS[mode]) if is_mine else ""
-            rows.append([f"{mode}, {name}", f"{timing.median:.2f}", spread, f"{ratio:.2f}", bar])
-    for name, ratio in memory.items():
-        rows.append([f"memory, {name}", "", "", f"{ratio:.2f}", str(MEMORY_BAR)])
-        if ratio > MEMORY_BAR:
-            missed.append(f"memory, {name}: {ratio:.2f} > {MEMORY_BAR}")
-    shape = f"[{arguments.rows}, {arguments.features}] {arguments.dtype} on {arguments.device}"
-    show(f"host time per call, {shape}", ["", "µs", "quartiles", "ratio", "bar"], rows)
-    figures: dict[str, object] = {
-        "microseconds": {
-            mode: {name: timing.as_dict() for name, timing in timings.items()}
-            for mode, timings in modes.items()
-        },
-        "ratios": ratios,
-        "memory": memory,
-        "missed": missed,
-    }
+    figures: dict[str, object] = {}
+    all_missed = []
+    for count in arguments.layers:
+        measured = measure(arguments, count)
+        rows, ratios, missed = report(measured)
+        layers = "1 layer" if count == 1 else f"{count} layers"
+        shape = f"[{arguments.rows}, {arguments.features}] {arguments.dtype} on {arguments.device}"
+        show(f"time per call of {layers}, {shape}", ["", "µs", "quartiles", "ratio", "bar"], rows)
+        figures[layers] = {
+            "host_microseconds": {
+                mode: {name: timing.as_dict() for name, timing in timings.items()}
+                for mode, timings in measured.host.items()
+            },
+            "gpu_microseconds": measured.gpu,
+            "ratios": ratios,
+            "memory": measured.memory,
+            "missed": missed,
+        }
+        all_missed += [f"{layers}: {one}" for one in missed]
     write("quantized_weights", arguments, figures)
-    if arguments.device.type == "cuda" and missed:
-        print("\n".join(missed))
+    if arguments.device.type == "cuda" and all_missed:
+        print("\n".join(all_missed))
         return 1
     return 0
 
