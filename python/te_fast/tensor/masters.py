@@ -104,14 +104,26 @@ class _Part:
             and self.raw.data_ptr() == self.weight._value.row.data_ptr()
         )
 
-    @property
-    def is_delayed(self) -> bool:
-        return isinstance(self.weight._quantizer, Float8Quantizer)
+    def rule(self) -> tuple[float, float, bool] | None:
+        """Arguments of :func:`_scales`; None where scales are given."""
+        quantizer = self.weight._quantizer
+        if isinstance(quantizer, Float8Quantizer):
+            return None
+        largest = torch.finfo(TE_DType_To_Torch[self.weight._fp8_dtype]).max
+        return largest, quantizer.amax_epsilon, quantizer.force_pow_2_scales
 
     def maxima(self) -> torch.Tensor:
-        """Maxima of the slice that scales follow from, float32, one or one a block; 0 where it has no element."""
+        """Maxima of the slice, float32, one or one a block; 0 where it has no element.
+
+        Under delayed scaling the cast raises them, by the scale that there is already.
+        """
         if isinstance(self.weight, Float8BlockwiseQTensor):
             return self._block_maxima()
+        quantizer = self.weight._quantizer
+        if isinstance(quantizer, Float8Quantizer):
+            if self.values is not None:
+                _cast(self.values, self.raw, quantizer.scale, quantizer.amax, self.weight._value.fp8)
+            return quantizer.amax.view(-1).clone()
         if self.values is None:
             return torch.zeros(1, dtype=torch.float32, device=self.weight.device)
         return native.amax(self.values)
@@ -141,21 +153,19 @@ class _Part:
             maxima[first // BLOCK : last // BLOCK] = found
         return maxima.view(-1)
 
-    def write(self, scales: torch.Tensor) -> None:
+    def write(self, scales: torch.Tensor, inverse: torch.Tensor) -> None:
         """Write the bytes of the slice, and the inverse scales of the whole weight."""
         value = self.weight._value
         if isinstance(self.weight, Float8BlockwiseQTensor):
             rows, cols = _matrix(self.weight)
-            scales = scales.view(-(-rows // BLOCK), -(-cols // BLOCK))
-            value.row_scale[:, : scales.shape[1]].copy_(scales.reciprocal())
+            tiles = -(-rows // BLOCK), -(-cols // BLOCK)
+            value.row_scale[:, : tiles[1]].copy_(inverse.view(tiles))
             if self.values is not None and self.values.numel():
-                self._write_blocks(scales)
+                self._write_blocks(scales.view(tiles))
         else:
-            value.row_scale.copy_(scales.reciprocal().view(value.row_scale.shape))
+            value.row_scale.copy_(inverse.view(value.row_scale.shape))
             if self.values is not None:
                 _cast(self.values, self.raw, scales, None, value.fp8)
-        value.note_write()
-        note_write(self.weight)
 
     def _write_blocks(self, scales: torch.Tensor) -> None:
         assert self.values is not None
@@ -192,14 +202,14 @@ def _cast(
     target.quantize(values, (True, False), (False, 0.0, False), scale, amax, None)
 
 
-def _scales(maxima: torch.Tensor, largest: float, quantizer: Any) -> torch.Tensor:
+def _scales(maxima: torch.Tensor, largest: float, eps: float, pow2: bool) -> torch.Tensor:
     """Scales of current and block scaling that follow from maxima (Transformer Engine's ``recipe_common.cuh``)."""
-    maxima = maxima.clamp_min(quantizer.amax_epsilon)
+    maxima = maxima.clamp_min(eps)
     usable = maxima.isfinite() & (maxima > 0)
     # A number divided by a tensor would be multiplied with rounded reciprocals.
     scales = torch.full_like(maxima, largest) / torch.where(usable, maxima, torch.ones_like(maxima))
     scales = scales.clamp_max(_F32_MAX)
-    if quantizer.force_pow_2_scales:
+    if pow2:
         scales = (scales.view(torch.int32) & -0x800000).view(torch.float32)
     return torch.where(usable, scales, torch.ones_like(scales))
 
@@ -271,34 +281,45 @@ def quantize_master_weights(
         parts = [part for part in parts if not part.is_whole]
     if not parts:
         return
-    for part in parts:
-        if part.is_delayed and part.values is not None:
-            quantizer = part.weight._quantizer
-            # The maximum is raised with the cast, by the scale that there is already.
-            _cast(part.values, part.raw, quantizer.scale, quantizer.amax, part.weight._value.fp8)
-    maxima = [
-        part.weight._quantizer.amax.view(-1).clone() if part.is_delayed else part.maxima()
-        for part in parts
-    ]
+    maxima = [part.maxima() for part in parts]
+    sizes = [one.numel() for one in maxima]
     reduced = torch.cat(maxima)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.all_reduce(reduced, op=torch.distributed.ReduceOp.MAX, group=group)
-    for part, found in zip(parts, reduced.split([one.numel() for one in maxima]), strict=True):
-        quantizer = part.weight._quantizer
-        if part.is_delayed:
-            quantizer.amax.copy_(found.view(quantizer.amax.shape))
-            value = part.weight._value
-            value.row_scale.copy_(quantizer.scale.reciprocal().view(value.row_scale.shape))
-            value.note_write()
-            note_write(part.weight)
+    alike: dict[tuple[Any, ...] | None, list[tuple[_Part, torch.Tensor]]] = {}
+    for part, found in zip(parts, reduced.split(sizes), strict=True):
+        alike.setdefault(part.rule(), []).append((part, found))
+    for rule, members in alike.items():
+        if rule is None:
+            _note_maxima(members)
         else:
-            largest = torch.finfo(TE_DType_To_Torch[part.weight._fp8_dtype]).max
-            part.write(_scales(found, largest, quantizer))
+            _write_alike(members, rule)
+    for part in parts:
+        part.weight._value.note_write()
+        note_write(part.weight)
         if not manual_post_all_gather_processing:
             part.weight._value.col = None
             if isinstance(part.weight, Float8BlockwiseQTensor):
                 part.weight._value.col_scale = None
         getattr(part.weight, "clear_high_precision_init_val", lambda: None)()
+
+
+def _note_maxima(members: Sequence[tuple[_Part, torch.Tensor]]) -> None:
+    """Leave the ranks' maxima and the inverse scales of weights whose bytes are written."""
+    quantizers = [part.weight._quantizer for part, _ in members]
+    inverse = [part.weight._value.row_scale for part, _ in members]
+    torch._foreach_copy_([one.amax.view(-1) for one in quantizers], [found for _, found in members])
+    scales = torch._foreach_reciprocal([one.scale.view(-1) for one in quantizers])
+    torch._foreach_copy_([one.view(-1) for one in inverse], scales)
+
+
+def _write_alike(members: Sequence[tuple[_Part, torch.Tensor]], rule: tuple[Any, ...]) -> None:
+    """Write weights whose scales follow from maxima by one rule."""
+    scales = _scales(torch.cat([found for _, found in members]), *rule)
+    sizes = [found.numel() for _, found in members]
+    each = zip(members, scales.split(sizes), scales.reciprocal().split(sizes), strict=True)
+    for (part, _), of_part, inverse in each:
+        part.write(of_part, inverse)
 
 
 def _is_alone(group: Any) -> bool:
