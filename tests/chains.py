@@ -52,6 +52,10 @@ class Chain(torch.nn.Module):
             self.program.add_extra_input(label, arguments[0])
         elif name == "branch":
             self.program.make_extra_output(label, arguments[0])
+        elif name == "residual":
+            self.program.residual(label)
+        elif name == "add_residual":
+            self.program.add_residual(label)
         elif name == "scale":
             self.program.constant_scale(label, arguments[0])
         elif name in NORMS:
@@ -101,7 +105,7 @@ class Chain(torch.nn.Module):
         self, x: torch.Tensor, *extras: torch.Tensor, linear: Any = functional.linear
     ) -> Any:
         """Run the ops in torch, with another linear op where one is given."""
-        remaining, outputs = list(extras), []
+        remaining, outputs, residual = list(extras), [], x
         for index, (name, *arguments) in enumerate(self.ops):
             parameter = getattr(self, f"p{index}", None)
             if name == "linear":
@@ -112,6 +116,10 @@ class Chain(torch.nn.Module):
                 x = x + remaining.pop(0)
             elif name == "branch":
                 outputs.append(x)
+            elif name == "residual":
+                residual = x
+            elif name == "add_residual":
+                x = x + residual
             elif name == "scale":
                 x = x * arguments[0]
             elif name == "layer_norm":
@@ -172,6 +180,21 @@ CHAINS: dict[str, list[Any]] = {
     "swiglu": [("linear", 128), ("swiglu",), ("linear", 32), ("bias",)],
     "silu_branch": [("linear", 64), ("silu",), ("branch", False), ("linear", 32)],
     "residual": [("branch", False), ("linear", 32), ("bias",), ("add", False), ("linear", 48)],
+    "residual_in_one": [("residual",), ("linear", 32), ("bias",), ("add_residual",)],
+    "residual_of_nothing": [("residual",), ("add_residual",)],
+    "residual_norm": [("residual",), ("rms_norm",), ("linear", 32), ("add_residual",)],
+    "residual_handed_out": [
+        *[("add", False), ("residual",), ("branch", False), ("layer_norm",), ("linear", 32)],
+        *[("add", False), ("add_residual",), ("branch", False), ("rms_norm",), ("linear", 48)],
+    ],
+    "two_residuals": [
+        *[("linear", 32), ("residual",), ("silu",), ("linear", 32), ("add_residual",)],
+        *[("residual",), ("rms_norm",), ("linear", 64), ("swiglu",), ("add_residual",), ("bias",)],
+    ],
+    "layer": [
+        *[("linear", 32), ("bias",), ("add", False), ("residual",), ("rms_norm",)],
+        *[("linear", 64), ("swiglu",), ("linear", 32), ("bias",), ("add_residual",)],
+    ],
     "norm_alone": [("layer_norm",)],
     "norm_linear": [("layer_norm",), ("linear", 48), ("bias",)],
     "norm_mlp": [("rms_norm",), ("linear", 64), ("bias",), ("gelu",), ("linear", 32)],

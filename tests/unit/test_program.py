@@ -17,7 +17,7 @@ from chains import CHAINS, case, results
 from recipes import name_of
 from reference import QuantizedLinear
 from te_fast.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fast.errors import DtypeError, ShapeError, StateError
+from te_fast.errors import DtypeError, ShapeError, StateError, UnsupportedError
 from te_fast.runtime import native
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def test_rows_that_block_scaling_lacks_are_appended_and_cut_off(name: str) -> No
     assert all(map(torch.equal, ours[-parameters:], wanted[-parameters:]))
 
 
-@pytest.mark.parametrize("name", ["three", "residual", "branch_in_place"])
+@pytest.mark.parametrize("name", ["three", "residual", "branch_in_place", "layer"])
 def test_frozen_parts_get_no_gradient_and_others_the_same(name: str) -> None:
     chain, x, extras, grads = case(CHAINS[name])
     full = results(chain, chain, x, extras, grads)
@@ -96,9 +96,10 @@ def test_frozen_parts_get_no_gradient_and_others_the_same(name: str) -> None:
     torch.autograd.backward(outputs, [grad.clone() for grad in grads[: len(outputs)]])
     assert first.grad is None
     torch.testing.assert_close(leaf.grad, full[len(outputs)])
-    for parameter, expected in zip(list(chain.parameters())[1:], full[-1:0:-1], strict=False):
+    others = list(chain.parameters())[1:]
+    for parameter, expected in zip(others, full[len(full) - len(others) :], strict=True):
         assert parameter.grad is not None
-        assert expected.numel()
+        torch.testing.assert_close(parameter.grad, expected)
 
 
 class Packed:
@@ -112,7 +113,7 @@ class Packed:
 
 
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling, Float8BlockScaling])
-@pytest.mark.parametrize("name", ["three", "norm_swiglu", "add_branch_norm", "block"])
+@pytest.mark.parametrize("name", ["three", "norm_swiglu", "add_branch_norm", "block", "layer"])
 def test_retained_graphs_hooks_and_checkpoints_change_nothing(name: str, recipe: Any) -> None:
     chain, x, extras, grads = case(CHAINS[name])
     with te.autocast(enabled=recipe is not None, recipe=recipe() if recipe else None):
@@ -268,6 +269,27 @@ def test_bad_input_is_named() -> None:
         pytest.raises(ValueError, match=r"0: linear: .*multiple of 8"),
     ):
         chain(x[:, :5], extras[0][:, :5])
+
+
+@pytest.mark.parametrize(
+    ("ops", "error", "match"),
+    [
+        ([("add_residual",)], ShapeError, "0: add_residual.*a residual connection"),
+        (
+            [("residual",), ("linear", 48), ("add_residual",)],
+            ShapeError,
+            "2: add_residual.*32 columns.*48",
+        ),
+        ([("residual",), ("residual",)], ShapeError, "1: residual.*former"),
+        ([("residual",), ("linear", 32)], UnsupportedError, "without an end"),
+    ],
+)
+def test_residual_connections_that_do_not_fit_are_named(
+    ops: list[Any], error: type[Exception], match: str
+) -> None:
+    chain, x, _, _ = case(ops)
+    with pytest.raises(error, match=match):
+        chain(x)
 
 
 def test_bad_input_after_good_is_named() -> None:

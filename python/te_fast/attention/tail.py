@@ -1,4 +1,4 @@
-"""What follows attention in a layer, as one program: projection, residual sum, norm, feed-forward block."""
+"""What follows attention in a layer, as one program: projection, residual sum, norm, feed-forward block, residual sum."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ class Tail:
         if proj.use_bias:
             program.bias("proj_bias", proj._parameters, "bias", proj.out_features)
         program.add_extra_input("residual", False)
-        program.make_extra_output("sum", False)
+        program.residual("sum")
         mlp._append_ops(program, lambda: None)
         if mlp.use_bias and not mlp.apply_bias:
             program.bias("fc2_bias", mlp._parameters, "fc2_bias", mlp.hidden_size)
+        program.add_residual("sum")
 
     def is_of(self, proj: Linear, mlp: LayerNormMLP) -> bool:
         """Tell whether this is still the program of these layers, whose native halves may have been made anew."""
@@ -86,8 +87,8 @@ class Tail:
             self._epoch = epoch
             self._proj._enter_region()
             self._mlp._enter_region()
-        out, total = native.program_apply(self.program, self, context, (residual,), first)
-        return out + total
+        out: torch.Tensor = native.program_apply(self.program, self, context, (residual,), first)
+        return out
 
     def _init_delayed_scaling(self) -> None:
         """Register the scales of both layers; the dispatcher calls it when the autocast region is new."""

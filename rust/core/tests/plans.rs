@@ -125,7 +125,7 @@ proptest! {
 
     #[test]
     fn programs(
-        ops in prop::collection::vec(0_usize..10, 1..8),
+        ops in prop::collection::vec(0_usize..12, 1..8),
         (function, rows, other) in (activation(), size(), size()),
         (recipe, flags, activation) in (0_usize..4, any::<[bool; 8]>(), float()),
     ) {
@@ -143,6 +143,8 @@ proptest! {
                 6 => Op::Activation { function, interleave: 0, scaled: gamma, cache_quantized_input: in_place, recompute: !in_place },
                 7 => Op::AddExtraInput { in_place },
                 8 => Op::MakeExtraOutput { in_place },
+                9 => Op::Residual,
+                10 => Op::AddResidual,
                 _ => Op::ConstantScale { scale: 2.0 },
             };
             chain.push(format!("{index}"), op);

@@ -79,6 +79,8 @@ impl Compiler<'_> {
                 }
             }
             Op::MakeExtraOutput { in_place } => self.branch(index, link, in_place, grad),
+            Op::Residual => self.branch(index, link, false, grad),
+            Op::AddResidual => self.residual_grad = grad.high,
             // After a linear op, it is a factor of that op's GEMMs.
             Op::ConstantScale { .. } if matches!(self.op_before(index), Some((_, Op::Linear { groups: None, .. }))) => {
             }
@@ -99,12 +101,12 @@ impl Compiler<'_> {
         *grad = Value::high(y);
     }
 
-    /// The gradient of an extra output joins, unless the op behind took it along.
+    /// The gradient from elsewhere joins, unless the op behind took it along.
     fn branch(&mut self, index: usize, link: &Link, in_place: bool, grad: &mut Value) {
         if self.takes_branch(index).is_some() {
             return;
         }
-        let other = At::of(Port::GradExtraOutput(link.extra_output as u16));
+        let other = self.other_grad(link);
         self.affine(index, grad, 1.0, other, in_place.then_some(other), "add");
     }
 

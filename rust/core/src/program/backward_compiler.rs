@@ -1,7 +1,7 @@
 //! The state of a backward's compilation, and what its ops share: where gradients go and who adds which.
 
 use crate::program::buffer::{Arena, At};
-use crate::program::chain::Op;
+use crate::program::chain::{Link, Op};
 use crate::program::edge::{LayoutAt, Layouts, Rows};
 use crate::program::facts::Facts;
 use crate::program::forward_compiler::Left;
@@ -35,6 +35,8 @@ pub(super) struct Compiler<'a> {
     pub(super) stores_fp8: bool,
     /// Gradients of the factors of permuted rows, by the op that permuted them.
     pub(super) factor_grads: Vec<At>,
+    /// The gradient of what the residual connection adds.
+    pub(super) residual_grad: At,
 }
 
 impl<'a> Compiler<'a> {
@@ -53,7 +55,7 @@ impl<'a> Compiler<'a> {
             grad_input_is_row: false,
         };
         let factor_grads = vec![At::NONE; facts.chain.links().len()];
-        Self { dispatcher, facts, left, out, bias_grad: At::NONE, stores_fp8, factor_grads }
+        Self { dispatcher, facts, left, out, bias_grad: At::NONE, stores_fp8, factor_grads, residual_grad: At::NONE }
     }
 
     /// Whether the op or anything before it wants a gradient.
@@ -112,9 +114,9 @@ impl<'a> Compiler<'a> {
         for (at, link) in chain.links()[..index].iter().enumerate().rev() {
             match link.op {
                 // Their input's gradient is their output's.
-                Op::Identity | Op::Bias { .. } => {}
-                // The op behind it has added the extra gradient.
-                Op::MakeExtraOutput { .. } if self.takes_branch(at).is_some() => {}
+                Op::Identity | Op::Bias { .. } | Op::AddResidual => {}
+                // The op behind it has added the other gradient.
+                Op::MakeExtraOutput { .. } | Op::Residual if self.takes_branch(at).is_some() => {}
                 Op::AddExtraInput { .. } if !key.extras[link.extra_input].1 => {}
                 Op::AddExtraInput { .. } => return At::of(Port::GradExtra(link.extra_input as u16)),
                 _ => {
@@ -133,10 +135,14 @@ impl<'a> Compiler<'a> {
         if self.facts.key.params[param].1 { At::of(Port::GradParam(param as u16)) } else { At::NONE }
     }
 
-    /// The op behind a `MakeExtraOutput` that adds the extra gradient in its own launch.
+    /// The op behind a value with another consumer that adds the gradient from there in its own launch.
     pub(super) fn takes_branch(&self, index: usize) -> Option<usize> {
         let links = self.facts.chain.links();
-        let Op::MakeExtraOutput { in_place } = links[index].op else { return None };
+        let in_place = match links[index].op {
+            Op::MakeExtraOutput { in_place } => in_place,
+            Op::Residual => false,
+            _ => return None,
+        };
         let behind = (index + 1..links.len()).find(|&at| !matches!(links[at].op, Op::Identity))?;
         match links[behind].op {
             Op::Norm { .. } => Some(behind),
@@ -145,10 +151,17 @@ impl<'a> Compiler<'a> {
         }
     }
 
-    /// The extra output before op `index` whose gradient the op adds.
+    /// The gradient from elsewhere that op `index` adds to its input's.
     pub(super) fn branch_before(&self, index: usize) -> Option<At> {
         let (before, _) = self.op_before(index)?;
-        (self.takes_branch(before) == Some(index))
-            .then(|| At::of(Port::GradExtraOutput(self.facts.chain.links()[before].extra_output as u16)))
+        (self.takes_branch(before) == Some(index)).then(|| self.other_grad(&self.facts.chain.links()[before]))
+    }
+
+    /// The gradient of a value from its other consumer.
+    pub(super) fn other_grad(&self, link: &Link) -> At {
+        match link.op {
+            Op::Residual => self.residual_grad,
+            _ => At::of(Port::GradExtraOutput(link.extra_output as u16)),
+        }
     }
 }

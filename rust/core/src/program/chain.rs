@@ -75,6 +75,10 @@ pub enum Op {
         /// Gradients are added in the memory of the extra output's.
         in_place: bool,
     },
+    /// `x`, which the next [`Op::AddResidual`] adds.
+    Residual,
+    /// `x`, plus what the last [`Op::Residual`] had.
+    AddResidual,
     /// `scale · x`.
     ConstantScale {
         /// The factor.
@@ -262,6 +266,9 @@ impl Chain {
                 Op::AddExtraInput { .. } | Op::MakeExtraOutput { .. } if link.permuted_by.is_some() => {
                     return wrong(link, "tensors of the caller's among the rows of experts");
                 }
+                Op::Residual | Op::AddResidual if link.permuted_by.is_some() => {
+                    return wrong(link, "a residual connection among the rows of experts");
+                }
                 Op::Linear { groups, .. } => {
                     let by = link.permuted_by.map(|by| self.links[by].op);
                     if let Some(Op::Permute { experts, .. }) = by
@@ -380,14 +387,33 @@ impl Chain {
     /// Columns of the edges for an input of `cols` columns: edge `i` is the input of op `i`, the last one the output.
     ///
     /// # Errors
-    /// An op that takes another number of columns.
+    /// An op that takes another number of columns; a residual connection that begins twice, or does not end.
     pub fn widths(&self, cols: usize) -> Result<Vec<usize>> {
         let mut width = cols;
+        let mut residual = None;
         let mut widths = Vec::with_capacity(self.links.len() + 1);
         widths.push(width);
         for link in &self.links {
             width = link.width(width)?;
             widths.push(width);
+            let expected = match (link.op, residual) {
+                (Op::Residual, None) => {
+                    residual = Some(width);
+                    continue;
+                }
+                (Op::Residual, Some(_)) => "the former residual connection to end first".to_owned(),
+                (Op::AddResidual, Some(cols)) if cols == width => {
+                    residual = None;
+                    continue;
+                }
+                (Op::AddResidual, Some(cols)) => format!("{cols} columns, as where the residual connection begins"),
+                (Op::AddResidual, None) => "a residual connection".to_owned(),
+                _ => continue,
+            };
+            return Err(Error::shape(OP, "the sum", expected, format!("{width} columns")).within(&link.label));
+        }
+        if residual.is_some() {
+            return Err(Error::unsupported(OP, "a residual connection without an end"));
         }
         Ok(widths)
     }

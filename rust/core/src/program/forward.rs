@@ -99,6 +99,14 @@ impl Compiler<'_> {
                 self.out.extra_outputs.push(value.high.port);
                 Ok(index + 1)
             }
+            Op::Residual => {
+                self.residual = value.high;
+                Ok(index + 1)
+            }
+            Op::AddResidual => {
+                self.affine(index, value, 1.0, self.residual, None, "add");
+                Ok(index + 1)
+            }
             Op::Linear { .. } => self.linear(index, link, value),
             Op::Norm { .. } => {
                 self.norm(index, At::NONE, At::NONE, value);
@@ -201,8 +209,12 @@ impl Compiler<'_> {
         }
         let sum = self.place_of(index + 1);
         if handed_out {
-            for _ in self.facts.chain.links()[index + 1..consumer].iter().filter(|link| link.op.extra_outputs() != 0) {
-                self.out.extra_outputs.push(sum.port);
+            for link in &self.facts.chain.links()[index + 1..consumer] {
+                match link.op {
+                    Op::MakeExtraOutput { .. } => self.out.extra_outputs.push(sum.port),
+                    Op::Residual => self.residual = sum,
+                    _ => {}
+                }
             }
         }
         self.norm(consumer, extra, sum, value);

@@ -113,6 +113,8 @@ pub(super) struct Compiler<'a> {
     pub(super) handovers: Handovers,
     /// GEMMs may store FP8.
     pub(super) stores_fp8: bool,
+    /// What the residual connection adds.
+    pub(super) residual: At,
 }
 
 /// FP8 output of a kernel that computes and quantises, and the slot that it does so with.
@@ -167,7 +169,7 @@ impl<'a> Compiler<'a> {
             hands_over: false,
             output_is_row: false,
         };
-        Self { facts, dispatcher, out, handovers: Handovers::default(), stores_fp8 }
+        Self { facts, dispatcher, out, handovers: Handovers::default(), stores_fp8, residual: At::NONE }
     }
 
     pub(super) fn link(&self, index: usize) -> Option<&'a Link> {
@@ -218,11 +220,11 @@ impl<'a> Compiler<'a> {
         }
     }
 
-    /// The first op from `index` on that does more than hand its input on; and whether it is handed out before.
+    /// The first op from `index` on that does more than hand its input on; and whether others than that op read it, too.
     pub(super) fn consumer(&self, mut index: usize) -> (usize, bool) {
         let mut handed_out = false;
-        while let Some(Op::Identity | Op::MakeExtraOutput { .. }) = self.op_at(index) {
-            handed_out |= matches!(self.op_at(index), Some(Op::MakeExtraOutput { .. }));
+        while let Some(Op::Identity | Op::MakeExtraOutput { .. } | Op::Residual) = self.op_at(index) {
+            handed_out |= !matches!(self.op_at(index), Some(Op::Identity));
             index += 1;
         }
         (index, handed_out)
@@ -231,7 +233,7 @@ impl<'a> Compiler<'a> {
     /// Where the value of edge `index` goes.
     pub(super) fn place_of(&mut self, index: usize) -> At {
         let mut first = index;
-        while let Some(Op::Identity) = self.op_at(first) {
+        while let Some(Op::Identity | Op::Residual) = self.op_at(first) {
             first += 1;
         }
         match self.link(first) {

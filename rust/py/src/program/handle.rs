@@ -415,6 +415,16 @@ impl ProgramHandle {
         self.chain.push(label, Op::MakeExtraOutput { in_place });
     }
 
+    /// Begins a residual connection.
+    fn residual(&mut self, label: String) {
+        self.chain.push(label, Op::Residual);
+    }
+
+    /// Appends `x` plus what the residual connection began with.
+    fn add_residual(&mut self, label: String) {
+        self.chain.push(label, Op::AddResidual);
+    }
+
     /// Appends `scale · x`.
     fn constant_scale(&mut self, label: String, scale: f64) {
         self.chain.push(label, Op::ConstantScale { scale: scale as f32 });
