@@ -29,6 +29,7 @@ class Chain(torch.nn.Module):
         super().__init__()
         self.ops = ops
         self.handles: list[Any] = []
+        self.begun: list[int] = []
         self.program = native.Program("chain")
         for index, op in enumerate(ops):
             cols = self._append(index, op, cols, dtype)
@@ -53,9 +54,9 @@ class Chain(torch.nn.Module):
         elif name == "branch":
             self.program.make_extra_output(label, arguments[0])
         elif name == "residual":
-            self.program.residual(label)
+            self.begun.append(self.program.residual(label))
         elif name == "add_residual":
-            self.program.add_residual(label)
+            self.program.add_residual(label, self.begun.pop() if self.begun else 0)
         elif name == "scale":
             self.program.constant_scale(label, arguments[0])
         elif name in NORMS:
@@ -105,7 +106,7 @@ class Chain(torch.nn.Module):
         self, x: torch.Tensor, *extras: torch.Tensor, linear: Any = functional.linear
     ) -> Any:
         """Run the ops in torch, with another linear op where one is given."""
-        remaining, outputs, residual = list(extras), [], x
+        remaining, outputs, begun = list(extras), [], []
         for index, (name, *arguments) in enumerate(self.ops):
             parameter = getattr(self, f"p{index}", None)
             if name == "linear":
@@ -117,9 +118,9 @@ class Chain(torch.nn.Module):
             elif name == "branch":
                 outputs.append(x)
             elif name == "residual":
-                residual = x
+                begun.append(x)
             elif name == "add_residual":
-                x = x + residual
+                x = x + begun.pop()
             elif name == "scale":
                 x = x * arguments[0]
             elif name == "layer_norm":
@@ -190,6 +191,11 @@ CHAINS: dict[str, list[Any]] = {
     "two_residuals": [
         *[("linear", 32), ("residual",), ("silu",), ("linear", 32), ("add_residual",)],
         *[("residual",), ("rms_norm",), ("linear", 64), ("swiglu",), ("add_residual",), ("bias",)],
+    ],
+    "residual_in_another": [
+        *[("rms_norm",), ("residual",), ("linear", 32), ("residual",), ("residual",)],
+        *[("layer_norm",), ("linear", 48), ("silu",), ("linear", 32), ("add_residual",)],
+        *[("linear", 32), ("add_residual",), ("linear", 32), ("add_residual",), ("scale", 0.5)],
     ],
     "layer": [
         *[("linear", 32), ("bias",), ("add", False), ("residual",), ("rms_norm",)],

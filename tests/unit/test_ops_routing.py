@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import ops_reference as ref
+import te_fast.pytorch as te
+from graphs import needs_compile
 from ops_reference import compare, leaf, randomise
 from te_fast.errors import ArgumentError, StateError
 from te_fast.pytorch import ops
@@ -45,6 +47,58 @@ def test_channels_end_with_their_group():
 def test_channel_that_the_caller_sees_too(between):
     module = residual(ops.GELU(), *between, to_caller=True)
     compare(module, lambda x: (x + ref.gelu(x), x), [leaf(4, 16)], count=2)
+
+
+def block(*between):
+    """Two residual connections, one in the other, around norms and linear operations."""
+    torch.manual_seed(0)
+    makes = [ops.MakeExtraOutput() for _ in range(2)]
+    adds = [ops.AddExtraInput() for _ in range(2)]
+    for number, (make, add) in enumerate(zip(makes, adds, strict=True)):
+        make.set_extra_output_channel(0, f"r{number}", output_to_caller=False)
+        add.set_extra_input_channel(0, f"r{number}")
+    options = {"device": "cpu", "dtype": torch.bfloat16}
+    return ops.Sequential(
+        *[ops.Linear(32, 32, **options), makes[0], ops.RMSNorm(32, **options)],
+        *[ops.Linear(32, 48, **options), ops.GELU(), ops.Linear(48, 32, **options)],
+        *[makes[1], ops.LayerNorm(32, **options), ops.Linear(32, 32, **options), adds[1]],
+        *[*between, adds[0]],
+    )
+
+
+def steps_of(chain, recipe):
+    """The results of two forwards and backwards."""
+    x = leaf(16, 32).detach().bfloat16().requires_grad_()
+    for _ in range(2):
+        with te.autocast(recipe=recipe):
+            y = chain(x)
+        y.sum().backward()
+    return [y, x.grad, *(p.grad for p in chain.parameters())]
+
+
+def test_residual_connections_are_inside_of_one_program(recipe):
+    """With the bits of programs that hand the tensor to each other."""
+
+    class Nothing(ops.Identity):
+        def op_forward(self, ctx, input_, **_):
+            return input_
+
+    module, parted = block(), block(Nothing())
+    assert all(map(torch.equal, steps_of(module, recipe), steps_of(parted, recipe)))
+    assert module.explain().count("native program") == 1
+    assert parted.explain().count("native program") == 2
+
+
+@needs_compile
+def test_residual_connections_in_graphs(recipe):
+    module, compiled = block(), torch.compile(block(), fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, steps_of(module, recipe), steps_of(compiled, recipe)))
+    x = torch.randn(16, 32).bfloat16()
+    with torch.no_grad():
+        expected = module(x)
+        exported = torch.export.export(module.eval(), (x,))
+    assert torch.equal(exported.module()(x), expected)
+    torch.compiler.reset()
 
 
 def test_channel_with_two_consumers(between):

@@ -1,4 +1,4 @@
-"""What follows attention in a layer, as one program: projection, residual sum, norm, feed-forward block, residual sum."""
+"""What follows attention in a layer, as one program: projection, norm, feed-forward block, both residual sums."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Tail:
         if proj.use_bias:
             program.bias("proj_bias", proj._parameters, "bias", proj.out_features)
         program.add_extra_input("residual", False)
-        program.residual("sum")
+        begin = program.residual("sum")
         mlp._append_ops(program, lambda: None)
         if mlp.use_bias and not mlp.apply_bias:
             program.bias("fc2_bias", mlp._parameters, "fc2_bias", mlp.hidden_size)
-        program.add_residual("sum")
+        program.add_residual("sum", begin)
 
     def is_of(self, proj: Linear, mlp: LayerNormMLP) -> bool:
         """Tell whether this is still the program of these layers, whose native halves may have been made anew."""

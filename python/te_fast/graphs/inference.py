@@ -29,6 +29,7 @@ from te_fast.tensor.float8 import Float8Tensor
 Tensors = list[torch.Tensor]
 
 _OPTIONS = {"MMParams": MMParams, "QParams": QParams}
+_PLAIN_OPS = ("add_extra_input", "add_residual", "constant_scale", "identity")
 
 
 class Recorder:
@@ -59,9 +60,14 @@ class Recorder:
         self.num_extra_outputs += 1
         self.ops.append(["make_extra_output", label, in_place])
 
+    def residual(self, label: str) -> int:
+        """Note the begin of a residual connection, and return its number."""
+        self.ops.append(["residual", label])
+        return len(self.ops) - 1
+
     def __getattr__(self, name: str) -> Any:
         """Note any other op, whose arguments are plain."""
-        if name not in ("add_extra_input", "constant_scale", "identity"):
+        if name not in _PLAIN_OPS:
             message = f"torch.export: {name} cannot be saved"
             raise UnsupportedError(message)
         return lambda label, *arguments: self.ops.append([name, label, *arguments])
@@ -180,7 +186,7 @@ class _Loaded:
         elif kind == "activation":
             function, options = arguments
             self._program.activation(label, function, **options)
-        elif kind in ("add_extra_input", "make_extra_output", "constant_scale", "identity"):
+        elif kind in _PLAIN_OPS or kind in ("make_extra_output", "residual"):
             getattr(self._program, kind)(label, *arguments)
         else:
             message = f"there is no op {kind!r}"

@@ -99,7 +99,7 @@ def _run_programs(
 
 
 def _output_slots(plan: Plan, step: Step) -> list[Slot]:
-    return [(i, number) for i in step.indices for number in range(plan.ops[i].num_extra_outputs)]
+    return [(i, number) for i in step.indices for number in range(plan.routing.made[i])]
 
 
 class _Function(torch.autograd.Function):
@@ -368,7 +368,7 @@ class Call:
 
     def _take_outputs(self, step: Step, outputs: list[tuple[Any, ...]]) -> None:
         labels, routing = self.plan.labels, self.plan.routing
-        expected = [self.plan.ops[index].num_extra_outputs for index in step.indices]
+        expected = [self.plan.routing.made[index] for index in step.indices]
         got = [len(ys) for ys in outputs]
         if got != expected:
             message = (
@@ -506,7 +506,7 @@ class Call:
             basic_op_grad_extra_outputs=[
                 tuple(
                     output_grads.get((index, number))
-                    for number in range(self.plan.ops[index].num_extra_outputs)
+                    for number in range(self.plan.routing.made[index])
                 )
                 for index in step.indices
             ],

@@ -272,6 +272,8 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     _ends_program: ClassVar[bool] = False
     #: Whether the first extra input is added to the input, and must have its type.
     _adds_extra: ClassVar[bool] = False
+    #: Whether the extra output is the input, which is the output, too.
+    _hands_input_out: ClassVar[bool] = False
     #: Whether the first extra input counts the rows of experts.
     _counts_rows: ClassVar[bool] = False
     #: Whether the native form takes its input, and the gradient of its output, to FP8 itself.

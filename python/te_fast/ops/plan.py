@@ -270,7 +270,20 @@ def make_plan(
         native = [
             is_native and not op._is_in_parts() for is_native, op in zip(native, ops, strict=True)
         ]
-    segments = {step.indices[0]: step for step in _segments(ops, labels, routing, native, types)}
+    residuals = routing.residuals_among(ops)
+    runs = list(_runs(ops, routing, residuals, native, types))
+    routing = routing.joined(
+        {
+            end: begin
+            for run, _ in runs
+            for end, begin in residuals.items()
+            if begin in run and end in run
+        }
+    )
+    casts = types is not None
+    segments = {
+        run[0]: _compile(ops, labels, routing, run, dtype, casts=casts) for run, dtype in runs
+    }
     inside = {index for step in segments.values() for index in step.indices}
     plan = Plan(
         ops,
@@ -282,7 +295,7 @@ def make_plan(
     )
     if all(step.program is not None and step.segment is None for step in plan.forward):
         plan.native = plan.forward
-        everything = sum(op.num_extra_outputs for op in ops) == len(routing.outputs)
+        everything = sum(routing.made) == len(routing.outputs)
         if len(plan.forward) == 1 and everything and not routing.has_channels:
             plan.single = plan.forward[0].program
     plan.parameters = [[module._parameters for module in op.modules()] for op in ops]
@@ -313,8 +326,8 @@ def _wire(plan: Plan) -> None:
     routing = plan.routing
     given = {slot: place for place, slot in enumerate(routing.inputs)}
     made: dict[Slot, int] = {}
-    for index, op in enumerate(plan.ops):
-        for number in range(op.num_extra_outputs):
+    for index, count in enumerate(routing.made):
+        for number in range(count):
             made[index, number] = len(given) + len(made)
     plan.returned = [made[slot] for slot in routing.outputs]
 
@@ -325,7 +338,7 @@ def _wire(plan: Plan) -> None:
         return None if source[0] in step.indices else made[source]
 
     for step in plan.forward:
-        step.makes = sum(plan.ops[index].num_extra_outputs for index in step.indices)
+        step.makes = sum(routing.made[index] for index in step.indices)
         step.takes = tuple(
             place(step, index, number)
             for index in step.indices
@@ -359,30 +372,34 @@ def _steps(matches: list[Match], segments: dict[int, Step], inside: set[int]) ->
     return steps
 
 
-def _segments(
+def _runs(
     ops: list[BasicOperation],
-    labels: list[str],
     routing: Routing,
+    residuals: dict[int, int],
     native: list[bool],
     types: Types,
-) -> Iterator[Step]:
-    """Compile the runs of native operations; a channel's consumer, and another type, begin another program."""
+) -> Iterator[tuple[list[int], torch.dtype | None]]:
+    """Find the runs of native operations that are a program each, and the type that its input is cast to.
+
+    A channel's consumer, unless it is the end of a residual connection, and another type begin another program.
+    """
     run: list[int] = []
     dtype = None
     edges = types or (None,) * (len(ops) + 1)
     for index, is_native in enumerate(native):
-        fed = any(source is not None and source[0] in run for source in routing.sources[index])
+        sources = routing.sources[index] if index not in residuals else ()
+        fed = any(source is not None and source[0] in run for source in sources)
         is_cast = edges[index] != edges[index + 1]
         ended = bool(run) and (ops[run[-1]]._ends_program or _parts(ops, run[-1], index))
         if run and (ended or fed or is_cast or not is_native):
-            yield _compile(ops, labels, run, dtype, casts=types is not None)
+            yield run, dtype
             run = []
         if is_native:
             if not run:
                 dtype = edges[index + 1] if is_cast else None
             run.append(index)
     if run:
-        yield _compile(ops, labels, run, dtype, casts=types is not None)
+        yield run, dtype
 
 
 def _parts(ops: list[BasicOperation], index: int, following: int) -> bool:
@@ -405,9 +422,30 @@ def _segment_of(
     return Segment(name, program, exchange, owner.tensor_parallel_group, handle, kind)
 
 
+def append_ops(
+    program: Any,
+    ops: list[BasicOperation],
+    labels: list[str],
+    routing: Routing,
+    run: Sequence[int],
+) -> Iterator[int]:
+    """Append a run of operations to a program, one by one; their indices, each behind what it has appended."""
+    begun: dict[int, int] = {}
+    begins = set(routing.residuals.values())
+    for index in run:
+        if index in begins:
+            begun[index] = program.residual(labels[index])
+        if index in routing.residuals:
+            program.add_residual(labels[index], begun[routing.residuals[index]])
+        elif index not in begins or routing.made[index]:
+            ops[index]._append_to(program, labels[index])
+        yield index
+
+
 def _compile(
     ops: list[BasicOperation],
     labels: list[str],
+    routing: Routing,
     run: list[int],
     dtype: torch.dtype | None,
     *,
@@ -417,10 +455,9 @@ def _compile(
     name = f"op {labels[run[0]]}" if len(run) == 1 else f"ops {first}-{last}"
     program = native.Program(name)
     owners: list[int] = []
-    for index in run:
-        ops[index]._append_to(program, labels[index])
+    for index in append_ops(program, ops, labels, routing, run):
         owners += [index] * (program.num_ops - len(owners))
-    extras = [ops[index] for index in run for _ in range(ops[index].num_extra_inputs)]
+    extras = [ops[index] for index in run for _ in routing.sources[index]]
     added = [(number, op) for number, op in enumerate(extras) if op._adds_extra]
     return Step(
         tuple(run),

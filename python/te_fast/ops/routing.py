@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from te_fast.errors import ArgumentError
@@ -28,12 +28,18 @@ class Routing:
         Extra inputs that the caller gives and outputs that it gets, in its order.
     consumers : dict
         Operations that take an output.
+    made : list of int
+        Per operation, the extra outputs that its step hands out.
+    residuals : dict of int
+        Additions that a program does by itself, and where each connection begins.
     """
 
     sources: list[list[Slot | None]]
+    made: list[int]
     inputs: list[Slot] = field(default_factory=list)
     outputs: list[Slot] = field(default_factory=list)
     consumers: dict[Slot, list[int]] = field(default_factory=dict)
+    residuals: dict[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, ops: Sequence[BasicOperation], names: Sequence[str]) -> Routing:
@@ -44,7 +50,9 @@ class Routing:
         ArgumentError
             If a channel has two producers, or none before its consumer.
         """
-        routing = cls([[None] * op.num_extra_inputs for op in ops])
+        routing = cls(
+            [[None] * op.num_extra_inputs for op in ops], [op.num_extra_outputs for op in ops]
+        )
         producers = _producers(ops, names)
         for index, op in enumerate(ops):
             for number in range(op.num_extra_inputs):
@@ -71,6 +79,32 @@ class Routing:
     def has_channels(self) -> bool:
         """Whether anything is wired inside, or hidden from the caller."""
         return any(source is not None for sources in self.sources for source in sources)
+
+    def residuals_among(self, ops: Sequence[BasicOperation]) -> dict[int, int]:
+        """Return the additions of what one operation hands to them alone, and these operations."""
+        found = {}
+        for slot, users in self.consumers.items():
+            begin, end = slot[0], users[0]
+            if len(users) == 1 and ops[begin]._hands_input_out and ops[end]._adds_extra:
+                found[end] = begin
+        return found
+
+    def joined(self, residuals: dict[int, int]) -> Routing:
+        """Return the wiring where programs have these connections inside."""
+        begins = set(residuals.values())
+        shown = {index for index, _ in self.outputs}
+        return replace(
+            self,
+            sources=[[] if end in residuals else taken for end, taken in enumerate(self.sources)],
+            made=[
+                0 if index in begins and index not in shown else made
+                for index, made in enumerate(self.made)
+            ],
+            consumers={
+                slot: users for slot, users in self.consumers.items() if slot[0] not in begins
+            },
+            residuals=residuals,
+        )
 
 
 def _producers(ops: Sequence[BasicOperation], names: Sequence[str]) -> dict[str, Slot]:

@@ -10,6 +10,7 @@ import torch
 from te_fast.errors import UnsupportedError
 from te_fast.graphs.traced import Traced
 from te_fast.ops.common import autocast_dtype
+from te_fast.ops.plan import append_ops
 from te_fast.parallel.in_graphs import ranks_of
 from te_fast.runtime.compiling import is_exporting
 
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
 class SegmentStates:
     """The scales of a segment's linear operations, each of which has its own."""
 
-    def __init__(self, fuser: OperationFuser, step: Step, labels: list[str]) -> None:
+    def __init__(self, fuser: OperationFuser, plan: Plan, step: Step) -> None:
         self._fuser = weakref.ref(fuser)
-        self._all = [(fuser._basic_ops[index], labels[index]) for index in step.indices]
-        self._ops = [op for op, _ in self._all if op._takes_to_fp8]
+        self._run = plan.ops, plan.labels, plan.routing, step.indices
+        self._ops = [plan.ops[index] for index in step.indices if plan.ops[index]._takes_to_fp8]
 
     def _append_to(self, program: Any) -> None:
-        for op, label in self._all:
-            op._append_to(program, label)
+        for _ in append_ops(program, *self._run):
+            pass
 
     def _check_quantized_weights(self, recipe: Any) -> None:
         """Nothing: the program says itself what it cannot read."""
@@ -62,7 +63,7 @@ def prepare(
         raise UnsupportedError(message)
     for step in plan.forward:
         if step.program is not None and step.traced is None:
-            step.states = SegmentStates(fuser, step, plan.labels)
+            step.states = SegmentStates(fuser, plan, step)
             step.traced = Traced(step.program, step.states, fuser._name)
         if step.segment is not None:
             _refuse_quantized_weights(fuser, step)

@@ -122,7 +122,9 @@ class _Part:
         quantizer = self.weight._quantizer
         if isinstance(quantizer, Float8Quantizer):
             if self.values is not None:
-                _cast(self.values, self.raw, quantizer.scale, quantizer.amax, self.weight._value.fp8)
+                _cast(
+                    self.values, self.raw, quantizer.scale, quantizer.amax, self.weight._value.fp8
+                )
             return quantizer.amax.view(-1).clone()
         if self.values is None:
             return torch.zeros(1, dtype=torch.float32, device=self.weight.device)

@@ -132,6 +132,7 @@ proptest! {
         let [any_rows, input_grad, param_grad, extra_grad, deferred, save_original_input, in_place, gamma] = flags;
         let mut chain = Chain::default();
         let mut cols = 64;
+        let mut begin = 0;
         for (index, choice) in ops.into_iter().enumerate() {
             let op = match choice {
                 0..=2 => Op::Linear { inputs: cols, outputs: if choice == 2 { other } else { 64 * (choice + 1) }, groups: None },
@@ -144,11 +145,12 @@ proptest! {
                 7 => Op::AddExtraInput { in_place },
                 8 => Op::MakeExtraOutput { in_place },
                 9 => Op::Residual,
-                10 => Op::AddResidual,
+                10 => Op::AddResidual { begin },
                 _ => Op::ConstantScale { scale: 2.0 },
             };
             chain.push(format!("{index}"), op);
             match op {
+                Op::Residual => begin = index,
                 Op::Linear { outputs, .. } => cols = outputs,
                 Op::Activation { .. } if function.is_gated() => cols /= 2,
                 _ => {}

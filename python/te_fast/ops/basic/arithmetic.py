@@ -152,6 +152,7 @@ class MakeExtraOutput(ExtraTensorOperation):
     """
 
     num_extra_outputs = 1
+    _hands_input_out = True
 
     def __init__(self, *, in_place: bool = False) -> None:
         super().__init__()

@@ -78,9 +78,9 @@ impl Compiler<'_> {
                     self.out.grad_extras[link.extra_input] = grad.high.port;
                 }
             }
-            Op::MakeExtraOutput { in_place } => self.branch(index, link, in_place, grad),
-            Op::Residual => self.branch(index, link, false, grad),
-            Op::AddResidual => self.residual_grad = grad.high,
+            Op::MakeExtraOutput { in_place } => self.branch(index, in_place, grad),
+            Op::Residual => self.branch(index, false, grad),
+            Op::AddResidual { begin } => self.residual_grads[begin] = grad.high,
             // After a linear op, it is a factor of that op's GEMMs.
             Op::ConstantScale { .. } if matches!(self.op_before(index), Some((_, Op::Linear { groups: None, .. }))) => {
             }
@@ -102,11 +102,11 @@ impl Compiler<'_> {
     }
 
     /// The gradient from elsewhere joins, unless the op behind took it along.
-    fn branch(&mut self, index: usize, link: &Link, in_place: bool, grad: &mut Value) {
+    fn branch(&mut self, index: usize, in_place: bool, grad: &mut Value) {
         if self.takes_branch(index).is_some() {
             return;
         }
-        let other = self.other_grad(link);
+        let other = self.other_grad(index);
         self.affine(index, grad, 1.0, other, in_place.then_some(other), "add");
     }
 

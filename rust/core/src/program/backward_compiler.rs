@@ -1,7 +1,7 @@
 //! The state of a backward's compilation, and what its ops share: where gradients go and who adds which.
 
 use crate::program::buffer::{Arena, At};
-use crate::program::chain::{Link, Op};
+use crate::program::chain::Op;
 use crate::program::edge::{LayoutAt, Layouts, Rows};
 use crate::program::facts::Facts;
 use crate::program::forward_compiler::Left;
@@ -35,8 +35,8 @@ pub(super) struct Compiler<'a> {
     pub(super) stores_fp8: bool,
     /// Gradients of the factors of permuted rows, by the op that permuted them.
     pub(super) factor_grads: Vec<At>,
-    /// The gradient of what the residual connection adds.
-    pub(super) residual_grad: At,
+    /// Gradients of what residual connections add, by the op where they begin.
+    pub(super) residual_grads: Vec<At>,
 }
 
 impl<'a> Compiler<'a> {
@@ -54,8 +54,8 @@ impl<'a> Compiler<'a> {
             hands_over: false,
             grad_input_is_row: false,
         };
-        let factor_grads = vec![At::NONE; facts.chain.links().len()];
-        Self { dispatcher, facts, left, out, bias_grad: At::NONE, stores_fp8, factor_grads, residual_grad: At::NONE }
+        let [factor_grads, residual_grads] = std::array::from_fn(|_| vec![At::NONE; facts.chain.links().len()]);
+        Self { dispatcher, facts, left, out, bias_grad: At::NONE, stores_fp8, factor_grads, residual_grads }
     }
 
     /// Whether the op or anything before it wants a gradient.
@@ -114,7 +114,7 @@ impl<'a> Compiler<'a> {
         for (at, link) in chain.links()[..index].iter().enumerate().rev() {
             match link.op {
                 // Their input's gradient is their output's.
-                Op::Identity | Op::Bias { .. } | Op::AddResidual => {}
+                Op::Identity | Op::Bias { .. } | Op::AddResidual { .. } => {}
                 // The op behind it has added the other gradient.
                 Op::MakeExtraOutput { .. } | Op::Residual if self.takes_branch(at).is_some() => {}
                 Op::AddExtraInput { .. } if !key.extras[link.extra_input].1 => {}
@@ -154,13 +154,14 @@ impl<'a> Compiler<'a> {
     /// The gradient from elsewhere that op `index` adds to its input's.
     pub(super) fn branch_before(&self, index: usize) -> Option<At> {
         let (before, _) = self.op_before(index)?;
-        (self.takes_branch(before) == Some(index)).then(|| self.other_grad(&self.facts.chain.links()[before]))
+        (self.takes_branch(before) == Some(index)).then(|| self.other_grad(before))
     }
 
     /// The gradient of a value from its other consumer.
-    pub(super) fn other_grad(&self, link: &Link) -> At {
+    pub(super) fn other_grad(&self, index: usize) -> At {
+        let link = &self.facts.chain.links()[index];
         match link.op {
-            Op::Residual => self.residual_grad,
+            Op::Residual => self.residual_grads[index],
             _ => At::of(Port::GradExtraOutput(link.extra_output as u16)),
         }
     }

@@ -75,10 +75,13 @@ pub enum Op {
         /// Gradients are added in the memory of the extra output's.
         in_place: bool,
     },
-    /// `x`, which the next [`Op::AddResidual`] adds.
+    /// `x`, which an [`Op::AddResidual`] adds.
     Residual,
-    /// `x`, plus what the last [`Op::Residual`] had.
-    AddResidual,
+    /// `x`, plus what the [`Op::Residual`] at this index had.
+    AddResidual {
+        /// The index.
+        begin: usize,
+    },
     /// `scale · x`.
     ConstantScale {
         /// The factor.
@@ -266,7 +269,7 @@ impl Chain {
                 Op::AddExtraInput { .. } | Op::MakeExtraOutput { .. } if link.permuted_by.is_some() => {
                     return wrong(link, "tensors of the caller's among the rows of experts");
                 }
-                Op::Residual | Op::AddResidual if link.permuted_by.is_some() => {
+                Op::Residual | Op::AddResidual { .. } if link.permuted_by.is_some() => {
                     return wrong(link, "a residual connection among the rows of experts");
                 }
                 Op::Linear { groups, .. } => {
@@ -387,35 +390,38 @@ impl Chain {
     /// Columns of the edges for an input of `cols` columns: edge `i` is the input of op `i`, the last one the output.
     ///
     /// # Errors
-    /// An op that takes another number of columns; a residual connection that begins twice, or does not end.
+    /// An op that takes another number of columns; a residual connection that does not begin and end once.
     pub fn widths(&self, cols: usize) -> Result<Vec<usize>> {
         let mut width = cols;
-        let mut residual = None;
+        let mut begun = Vec::new();
         let mut widths = Vec::with_capacity(self.links.len() + 1);
         widths.push(width);
-        for link in &self.links {
+        for (index, link) in self.links.iter().enumerate() {
             width = link.width(width)?;
             widths.push(width);
-            let expected = match (link.op, residual) {
-                (Op::Residual, None) => {
-                    residual = Some(width);
-                    continue;
+            match link.op {
+                Op::Residual => begun.push(index),
+                Op::AddResidual { begin } => {
+                    let Some(place) = begun.iter().position(|&other| other == begin) else {
+                        let message = "a residual connection that does not begin before, or has ended";
+                        return Err(Error::unsupported(OP, message).within(&link.label));
+                    };
+                    begun.swap_remove(place);
+                    if widths[begin] != width {
+                        let expected = format!("{} columns, as where the residual connection begins", widths[begin]);
+                        return Err(Error::shape(OP, "the sum", expected, format!("{width}")).within(&link.label));
+                    }
                 }
-                (Op::Residual, Some(_)) => "the former residual connection to end first".to_owned(),
-                (Op::AddResidual, Some(cols)) if cols == width => {
-                    residual = None;
-                    continue;
-                }
-                (Op::AddResidual, Some(cols)) => format!("{cols} columns, as where the residual connection begins"),
-                (Op::AddResidual, None) => "a residual connection".to_owned(),
-                _ => continue,
-            };
-            return Err(Error::shape(OP, "the sum", expected, format!("{width} columns")).within(&link.label));
+                _ => {}
+            }
         }
-        if residual.is_some() {
-            return Err(Error::unsupported(OP, "a residual connection without an end"));
+        match begun.first() {
+            Some(&index) => {
+                let message = "a residual connection without an end";
+                Err(Error::unsupported(OP, message).within(&self.links[index].label))
+            }
+            None => Ok(widths),
         }
-        Ok(widths)
     }
 }
 

@@ -100,11 +100,11 @@ impl Compiler<'_> {
                 Ok(index + 1)
             }
             Op::Residual => {
-                self.residual = value.high;
+                self.residuals[index] = value.high;
                 Ok(index + 1)
             }
-            Op::AddResidual => {
-                self.affine(index, value, 1.0, self.residual, None, "add");
+            Op::AddResidual { begin } => {
+                self.affine(index, value, 1.0, self.residuals[begin], None, "add");
                 Ok(index + 1)
             }
             Op::Linear { .. } => self.linear(index, link, value),
@@ -209,10 +209,10 @@ impl Compiler<'_> {
         }
         let sum = self.place_of(index + 1);
         if handed_out {
-            for link in &self.facts.chain.links()[index + 1..consumer] {
-                match link.op {
+            for between in index + 1..consumer {
+                match self.facts.chain.links()[between].op {
                     Op::MakeExtraOutput { .. } => self.out.extra_outputs.push(sum.port),
-                    Op::Residual => self.residual = sum,
+                    Op::Residual => self.residuals[between] = sum,
                     _ => {}
                 }
             }

@@ -113,8 +113,8 @@ pub(super) struct Compiler<'a> {
     pub(super) handovers: Handovers,
     /// GEMMs may store FP8.
     pub(super) stores_fp8: bool,
-    /// What the residual connection adds.
-    pub(super) residual: At,
+    /// What residual connections add, by the op where they begin.
+    pub(super) residuals: Vec<At>,
 }
 
 /// FP8 output of a kernel that computes and quantises, and the slot that it does so with.
@@ -169,7 +169,8 @@ impl<'a> Compiler<'a> {
             hands_over: false,
             output_is_row: false,
         };
-        Self { facts, dispatcher, out, handovers: Handovers::default(), stores_fp8, residual: At::NONE }
+        let residuals = vec![At::NONE; facts.chain.links().len()];
+        Self { facts, dispatcher, out, handovers: Handovers::default(), stores_fp8, residuals }
     }
 
     pub(super) fn link(&self, index: usize) -> Option<&'a Link> {

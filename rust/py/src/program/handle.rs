@@ -415,14 +415,15 @@ impl ProgramHandle {
         self.chain.push(label, Op::MakeExtraOutput { in_place });
     }
 
-    /// Begins a residual connection.
-    fn residual(&mut self, label: String) {
+    /// Begins a residual connection; its number, for its end.
+    fn residual(&mut self, label: String) -> usize {
         self.chain.push(label, Op::Residual);
+        self.chain.links().len() - 1
     }
 
-    /// Appends `x` plus what the residual connection began with.
-    fn add_residual(&mut self, label: String) {
-        self.chain.push(label, Op::AddResidual);
+    /// Appends `x` plus what a residual connection began with.
+    fn add_residual(&mut self, label: String, begin: usize) {
+        self.chain.push(label, Op::AddResidual { begin });
     }
 
     /// Appends `scale · x`.
