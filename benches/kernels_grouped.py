@@ -5,6 +5,8 @@
 GPU time: CUDA events around one call, the L2 cache flushed by a read before it, median. FP8 is compared with
 `torch._scaled_grouped_mm` (a scale per row, fast accumulation), bfloat16 with `torch._grouped_mm`. Weight gradients
 are those of the same shapes; they add to float32, or are stored in bfloat16.
+
+Dense products are those of one group, over cuBLASLt's: what decides that dense layers take the latter.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from _harness import options, show, write
-from te_fast.dispatch import grouped_gemm
+from te_fast.common.recipe import Float8BlockScaling, Float8CurrentScaling
+from te_fast.dispatch import QuantizedOperand, gemm, grouped_gemm, quantize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +30,15 @@ SHAPES = [
     (32, 1024, 7168, 2048),
     (1, 8192, 8192, 8192),
     (256, 128, 4096, 2048),
+]
+# (rows, n, k) of dense products: linears of models with hidden sizes of 2048, 4096 and 8192
+DENSE = [
+    (rows, n, k)
+    for rows in (512, 2048, 4096, 8192)
+    for n, k in (
+        *[(2048, 2048), (6144, 2048), (11264, 2048), (2048, 5632)],
+        *[(4096, 4096), (12288, 4096), (22016, 4096), (4096, 11008), (8192, 8192)],
+    )
 ]
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 Calls = dict[str, "Callable[[], object]"]
@@ -123,9 +135,79 @@ def weight_gradients(groups: int, each: int, n: int, k: int) -> Calls:
     return calls
 
 
+def own_dense(
+    x: QuantizedOperand, w: QuantizedOperand, out: torch.Tensor, splits: torch.Tensor, *, fast: bool
+) -> object:
+    """One group's product."""
+    assert x.rowwise_data is not None
+    assert w.rowwise_data is not None
+    a, b = x.rowwise_scale_inv, w.rowwise_scale_inv
+    assert a is not None
+    assert b is not None
+    return grouped_gemm(
+        x.rowwise_data.view(E4M3),
+        w.rowwise_data.view(E4M3)[None],
+        out,
+        splits,
+        a_scale_inv=a if x.block else a.view(-1),
+        b_scale_inv=b[None] if x.block else b.view(-1),
+        fast_accumulation=fast,
+    )
+
+
+def dense(rows: int, n: int, k: int) -> Calls:
+    """Dense products by the kernel of groups and by cuBLASLt."""
+    x, w = random(rows, k, dtype=BF16), random(n, k, dtype=BF16)
+    out = torch.empty(rows, n, device="cuda", dtype=BF16)
+    splits = torch.tensor([rows], device="cuda")
+    calls: Calls = {}
+    for kind, recipe, fast in [
+        ("fast", Float8CurrentScaling(), True),
+        ("split", Float8CurrentScaling(), False),
+        ("block", Float8BlockScaling(), False),
+    ]:
+        operands = quantize(x, recipe), quantize(w, recipe, role="weight")
+        calls[f"{kind}, cuBLASLt"] = lambda operands=operands, fast=fast: gemm(
+            *operands, out, fast_accumulation=fast
+        )
+        calls[f"{kind}, own"] = lambda operands=operands, fast=fast: own_dense(
+            *operands, out, splits, fast=fast
+        )
+    return calls
+
+
+def measure_dense() -> dict[str, dict[str, float]]:
+    """Measure microseconds of both, and the own one's over the other's."""
+    table = {}
+    for rows, n, k in DENSE:
+        times = in_turns(dense(rows, n, k), rounds=8)
+        kinds = dict.fromkeys(name.partition(",")[0] for name in times)
+        ratios = {kind: times[f"{kind}, own"] / times[f"{kind}, cuBLASLt"] for kind in kinds}
+        table[f"{rows}, {k} to {n}"] = times | ratios
+        torch.cuda.empty_cache()
+    names = list(next(iter(table.values())))
+    show(
+        "dense products, microseconds, and the own kernel's over cuBLASLt's",
+        ["shape", *names],
+        [
+            [
+                shape,
+                *(
+                    f"{value:.2f}" if name in kinds else f"{value:.1f}"
+                    for name, value in line.items()
+                ),
+            ]
+            for shape, line in table.items()
+        ],
+    )
+    medians = {kind: statistics.median(line[kind] for line in table.values()) for kind in kinds}
+    print("medians:", ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in medians.items()))
+    return table
+
+
 def main() -> None:
     arguments = options(__doc__).parse_args()
-    figures: dict[str, object] = {}
+    figures: dict[str, object] = {"dense products": measure_dense()}
     for title, make in (("products by rows", rows), ("weight gradients", weight_gradients)):
         table = {}
         for groups, each, n, k in SHAPES:
