@@ -52,9 +52,12 @@ def step(block, given, recipe, *, as_program, is_first=None):
     x, grad, mask, probs = given
     x, probs = x.detach().requires_grad_(), probs.detach().requires_grad_()
     block.zero_grad()
-    run = block._program() if as_program else block._one_by_one
+    experts, topk, mixture = block.experts, block.topk, block._mixture
     with te.autocast(enabled=recipe is not None, recipe=recipe):
-        y = run(x, mask, probs, is_first)
+        if as_program:
+            y = mixture.program_of(experts, topk)(x, mask, probs, is_first)
+        else:
+            y = mixture.one_by_one(experts, x, mask, probs, topk, is_first)
     y.backward(grad)
     if block.experts[0].delay_wgrad_compute:
         block.backward_dw()

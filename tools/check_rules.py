@@ -48,7 +48,7 @@ LAYERS: dict[str, set[str]] = {
     "layers": {"graphs", "ops", "parallel", "recipe", "runtime", "state", "tensor"},
     "attention": {"graphs", "layers", "ops", "parallel", "recipe", "runtime", "state"},
     "experts": {"moe", "ops", "parallel", "runtime"},
-    "convert": {"attention", "experts", "layers", "runtime", "state"},
+    "convert": {"attention", "experts", "layers", "ops", "runtime", "state"},
     "graphed": {"graphs", "recipe", "runtime", "state", "tensor"},
     "losses": set(),
     "offload": set(),

@@ -9,7 +9,7 @@ import torch
 import te_fast
 import te_fast.pytorch as te
 from routed import ALL, EXPERTS, KINDS, TOPK, make, same_bits, step, tensors
-from te_fast.experts import block as block_module
+from te_fast.experts import mixture as mixture_module
 from te_fast.runtime import native
 
 TOKENS = 150
@@ -82,7 +82,7 @@ def test_bits_where_some_gradients_are_not_wanted(name, frozen, monkeypatch):
     results = []
     for as_program in (True, False):
         if not as_program:
-            monkeypatch.setattr(block_module, "takes", lambda *_: False)
+            monkeypatch.setattr(mixture_module, "takes", lambda *_: False)
         block = make("cpu")
         modules = {
             "router": [],
@@ -109,7 +109,7 @@ def test_bits_where_some_gradients_are_not_wanted(name, frozen, monkeypatch):
 
 
 def launches(block, which):
-    (plan,) = block.__dict__["_experts_program"].program.explain()
+    (plan,) = block._mixture.program.program.explain()
     return [text for text, _ in plan[which]]
 
 
@@ -117,7 +117,7 @@ def test_rows_are_gathered_as_they_are_quantised():
     block = make("cpu")
     given = tensors(TOKENS, "cpu")
     for name, weight in (("high", []), ("block", ["weight cast, if it changed"])):
-        block.__dict__.pop("_experts_program", None)
+        block._mixture.forget()
         step(block, given, ALL[name](), as_program=True)
         moved = ["permute"] if name == "high" else ["numbers of the permuted rows"]
         casts = [] if name == "high" else ["gather + cast + transpose"]
@@ -182,7 +182,7 @@ def test_each_direction_is_one_native_call(monkeypatch):
     )
     x, grad, *_ = tensors(16, "cpu")
     block(x.requires_grad_()).backward(grad)
-    assert calls == [block.__dict__["_experts_program"].program]
+    assert calls == [block._mixture.program.program]
 
 
 def test_calls_that_somebody_looks_at_are_made_one_by_one():
@@ -202,13 +202,13 @@ def test_what_changes_is_another_program():
     block = make("cpu")
     x, *_ = tensors(16, "cpu")
     block(x)
-    first = block.__dict__["_experts_program"]
+    first = block._mixture.program
     block(x)
-    assert block.__dict__["_experts_program"] is first
+    assert block._mixture.program is first
     block.experts[1].activation_recompute_in_mlp = True
     block.experts[1] = te.ops.ScaledClampedQGeGLU()
     y = block(x)
-    assert block.__dict__["_experts_program"] is not first
+    assert block._mixture.program is not first
     assert torch.equal(y, make("cpu", activation="clamped_qgeglu")(x))
     half = block.to(torch.float32)
     assert half(x).dtype == torch.float32
@@ -219,7 +219,7 @@ def test_copies_make_programs_of_their_own():
     x, *_ = tensors(16, "cpu")
     y = block(x)
     for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
-        assert "_experts_program" not in other.__dict__
+        assert other._mixture.program is None
         assert torch.equal(other(x), y)
         with torch.no_grad():
             other.experts[2].weight0.zero_()
@@ -231,7 +231,7 @@ def test_under_torch_autocast(name, monkeypatch):
     results = []
     for as_program in (True, False):
         if not as_program:
-            monkeypatch.setattr(block_module, "takes", lambda *_: False)
+            monkeypatch.setattr(mixture_module, "takes", lambda *_: False)
         block = make("cpu", torch.float32)
         x, grad, *_ = tensors(24, "cpu", torch.float32)
         x.requires_grad_()
@@ -281,7 +281,7 @@ def test_main_grads_and_microbatches():
 def test_bad_masks():
     block = make("cpu")
     x, _, mask, probs = tensors(16, "cpu")
-    program = block._program()
+    program = block._mixture.program_of(block.experts, block.topk)
     for bad_mask, bad_probs, error, match in (
         (mask[:8], probs, te_fast.ShapeError, "16 rows of 6"),
         (mask.float(), probs, te_fast.DtypeError, "routing map"),

@@ -20,7 +20,10 @@ from te_fast.convert.known import (
     refuse_random,
     refuse_wrapped,
 )
-from te_fast.experts.block import MoE
+from te_fast.experts.mixture import Mixture
+from te_fast.ops.basic.grouped_linear import GroupedLinear
+from te_fast.ops.basic.scaled import ScaledSwiGLU
+from te_fast.ops.sequential import Sequential
 
 _STACKS = ("gate_up_proj", "down_proj")
 
@@ -115,9 +118,16 @@ class ExpertsForward(Forward):
     def __init__(self, found: Experts, name: str) -> None:
         self._owner = weakref.ref(found.module)
         dtype = found.module._parameters[_STACKS[0]].dtype
-        sizes = found.hidden, found.ffn, found.number
-        self.block = MoE(*sizes, 1, device="meta", dtype=dtype, single_grouped_weight=True)
-        first, _, last = self.block.experts
+        how: dict[str, Any] = {
+            "bias": False,
+            "device": "meta",
+            "dtype": dtype,
+            "single_grouped_weight": True,
+        }
+        first = GroupedLinear(found.number, found.hidden, 2 * found.ffn, **how)
+        last = GroupedLinear(found.number, found.ffn, found.hidden, **how)
+        self.operations = Sequential(first, ScaledSwiGLU(), last)
+        self._count, self._mixture = found.number, Mixture(name)
         products = zip(_STACKS, (first, last), strict=True)
         self._tied = {stack: Tied(op, [("weight", found.module, stack)]) for stack, op in products}
 
@@ -149,11 +159,8 @@ class ExpertsForward(Forward):
         """
         for tied in self._tied.values():
             tied.refresh()
-        block = self.block
-        block.topk = numbers.shape[1]
-        shape = tokens.shape[0], block.num_experts
+        shape = tokens.shape[0], self._count
         factors = weights.new_zeros(shape, dtype=torch.float32).scatter(1, numbers, weights.float())
         chosen = torch.zeros(shape, dtype=torch.bool, device=tokens.device)
         chosen = chosen.scatter(1, numbers, True)
-        mixed: torch.Tensor = block._mixed(tokens, chosen, factors, None)
-        return mixed
+        return self._mixture(self.operations, tokens, chosen, factors, numbers.shape[1])

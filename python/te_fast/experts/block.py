@@ -12,10 +12,9 @@ from torch.nn import functional
 from te_fast.errors import ArgumentError, ShapeError
 from te_fast.experts.balancing_loss import balancing_loss
 from te_fast.experts.exchange import expert_ranks
-from te_fast.experts.program import ExpertsProgram, is_one_program, takes
+from te_fast.experts.mixture import Mixture
 from te_fast.experts.route_tokens import route_tokens
 from te_fast.moe.choice import MOST_EXPERTS, Choice
-from te_fast.moe.permutation import moe_permute_with_probs, moe_unpermute
 from te_fast.moe.router import (
     choice_of,
     fused_compute_score_for_moe_aux_loss,
@@ -171,6 +170,7 @@ class MoE(torch.nn.Module):
         self.register_buffer("tokens_per_expert", counts, persistent=False)
         self.ep_group = ep_group
         self._ranks = expert_ranks("MoE", ep_group, num_experts)
+        self._mixture = Mixture(type(self).__name__, self._ranks)
         local = num_experts if self._ranks is None else self._ranks.num_local
         make, halves = _ACTIVATIONS[activation]
         both: dict[str, Any] = {
@@ -228,28 +228,12 @@ class MoE(torch.nn.Module):
         with outside:
             probs, chosen, logits = self._route(inp)
         self._count(chosen)
-        merged = self._mixed(inp, chosen, probs, is_first_microbatch)
+        experts: Any = self._modules["experts"]
+        merged = self._mixture(experts, inp, chosen, probs, self.topk, is_first_microbatch)
         if self.aux_loss_coeff == 0.0:
             return merged
         with outside:
             return merged, self._aux_loss(logits)
-
-    def _mixed(
-        self,
-        inp: torch.Tensor,
-        chosen: torch.Tensor,
-        probs: torch.Tensor,
-        is_first_microbatch: bool | None,
-    ) -> torch.Tensor:
-        """Return the sums of the experts' results, of a router's choice, in the shape of the input."""
-        experts: Any = self._modules["experts"]
-        program = None
-        if self._ranks is None and is_unseen(inp) and takes(experts, inp):
-            program = self._program()
-        if program is not None:
-            return program(inp, chosen, probs, is_first_microbatch)
-        tokens = inp.reshape(-1, self.hidden_size)
-        return self._one_by_one(tokens, chosen, probs, is_first_microbatch).view(inp.shape)
 
     def _route(self, inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return probabilities, the map of the chosen experts, and logits, each ``(tokens, experts)``."""
@@ -271,46 +255,9 @@ class MoE(torch.nn.Module):
         logits = functional.linear(tokens.float(), self.router.float())
         return *fused_topk_with_score_function(logits, *how, bias), logits
 
-    def _program(self) -> ExpertsProgram | None:
-        """Return the program of the experts and what is around them, made at first use; None where they are none."""
-        program: ExpertsProgram | None = self.__dict__.get("_experts_program")
-        experts: Any = self._modules["experts"]
-        if program is None or not program.is_of(experts, self.topk):
-            if not is_one_program(experts):
-                return None
-            program = ExpertsProgram(experts, self.topk, type(self).__name__)
-            self.__dict__["_experts_program"] = program
-        return program
-
-    def _one_by_one(
-        self,
-        tokens: torch.Tensor,
-        chosen: torch.Tensor,
-        probs: torch.Tensor,
-        is_first_microbatch: bool | None,
-    ) -> torch.Tensor:
-        """Return the same by calls of the operations, which somebody looks at."""
-        splits = chosen.sum(0)
-        rows = tokens.shape[0] * self.topk
-        permuted, factors, row_map = moe_permute_with_probs(tokens, probs, chosen, rows)
-
-        def experts(
-            rows: torch.Tensor, splits: torch.Tensor, factors: torch.Tensor
-        ) -> torch.Tensor:
-            y: torch.Tensor = self.experts(
-                rows, splits, factors, splits, is_first_microbatch=is_first_microbatch
-            )
-            return y
-
-        if self._ranks is None:
-            out = experts(permuted, splits, factors)
-        else:
-            out = self._ranks.apply(experts, permuted, splits, factors)
-        return moe_unpermute(out, row_map, restore_shape=tokens.shape)
-
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Drop the program: ``.to()`` and its kin exchange the parameters."""
-        self.__dict__.pop("_experts_program", None)
+        self._mixture.forget()
         return super()._apply(fn, recurse)
 
     def explain(self) -> str:
@@ -321,8 +268,7 @@ class MoE(torch.nn.Module):
         str
             Lines of text.
         """
-        program: ExpertsProgram | None = self.__dict__.get("_experts_program")
-        return self.experts.explain() if program is None else program.explain()
+        return self._mixture.explain(self.experts)
 
     def _aux_loss(self, logits: torch.Tensor) -> torch.Tensor:
         if logits.shape[0] == 0:
@@ -376,10 +322,6 @@ class MoE(torch.nn.Module):
             return {}
         parameters = self.experts.named_parameters(prefix="experts")
         return {name: Share(0, self.ep_group) for name, _ in parameters if not name[-1].isdigit()}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles have: all but the program, which each makes for itself."""
-        return {name: value for name, value in self.__dict__.items() if name != "_experts_program"}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
         """Return a copy that the same ranks share."""

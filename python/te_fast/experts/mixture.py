@@ -1,0 +1,110 @@
+"""Tokens through the experts that they are routed to, and the sums of the experts' results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fast.experts.exchange import ExpertRanks
+from te_fast.experts.program import ExpertsProgram, is_one_program, takes
+from te_fast.moe.permutation import moe_permute_with_probs, moe_unpermute
+from te_fast.ops.sequential import Sequential
+from te_fast.runtime.compiling import is_unseen
+
+
+class Mixture:
+    """Permutation, experts and sum: one program, or the operations one by one where somebody looks at their calls.
+
+    Parameters
+    ----------
+    name : str
+        Name in messages.
+    ranks : ExpertRanks, optional
+        Ranks that share the experts.
+    """
+
+    def __init__(self, name: str, ranks: ExpertRanks | None = None) -> None:
+        self._name, self._ranks = name, ranks
+        #: Made at first use, and again for other operations.
+        self.program: ExpertsProgram | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles have: all but the program, which each makes for itself."""
+        return self.__dict__ | {"program": None}
+
+    def __call__(
+        self,
+        experts: Sequential,
+        tokens: torch.Tensor,
+        chosen: torch.Tensor,
+        probs: torch.Tensor,
+        topk: int,
+        is_first_microbatch: bool | None = None,
+    ) -> torch.Tensor:
+        """Return the sums of the experts' results, in the shape of the tokens.
+
+        Parameters
+        ----------
+        experts : Sequential
+            The two products and the activation between them.
+        tokens : torch.Tensor
+            ``(..., hidden_size)``.
+        chosen, probs : torch.Tensor
+            ``(tokens, num_experts)``: the mask of the experts of each token, and their factors.
+        topk : int
+            Experts of a token.
+        is_first_microbatch : bool, optional
+            As of :class:`te_fast.pytorch.Linear`.
+        """
+        if self._ranks is None and is_unseen(tokens) and takes(experts, tokens):
+            program = self.program_of(experts, topk)
+            if program is not None:
+                return program(tokens, chosen, probs, is_first_microbatch)
+        return self.one_by_one(experts, tokens, chosen, probs, topk, is_first_microbatch)
+
+    def program_of(self, experts: Sequential, topk: int) -> ExpertsProgram | None:
+        """Return the program of operations and what is around them; None where they are none."""
+        if self.program is None or not self.program.is_of(experts, topk):
+            if not is_one_program(experts):
+                return None
+            self.program = ExpertsProgram(experts, topk, self._name)
+        return self.program
+
+    def one_by_one(
+        self,
+        experts: Sequential,
+        tokens: torch.Tensor,
+        chosen: torch.Tensor,
+        probs: torch.Tensor,
+        topk: int,
+        is_first_microbatch: bool | None = None,
+    ) -> torch.Tensor:
+        """Return the same by calls of the operations."""
+        shape = tokens.shape
+        tokens = tokens.reshape(-1, shape[-1])
+        splits = chosen.sum(0)
+        permuted, factors, row_map = moe_permute_with_probs(
+            tokens, probs, chosen, tokens.shape[0] * topk
+        )
+
+        def products(
+            rows: torch.Tensor, splits: torch.Tensor, factors: torch.Tensor
+        ) -> torch.Tensor:
+            first = is_first_microbatch
+            y: torch.Tensor = experts(rows, splits, factors, splits, is_first_microbatch=first)
+            return y
+
+        if self._ranks is None:
+            out = products(permuted, splits, factors)
+        else:
+            out = self._ranks.apply(products, permuted, splits, factors)
+        return moe_unpermute(out, row_map, restore_shape=tokens.shape).view(shape)
+
+    def forget(self) -> None:
+        """Drop the program: parameters are exchanged."""
+        self.program = None
+
+    def explain(self, experts: Sequential) -> str:
+        """Say what calls launch."""
+        return experts.explain() if self.program is None else self.program.explain()
