@@ -84,6 +84,9 @@ def _run_programs(
 ) -> Any:
     tensors = [*extra_inputs]
     for step in plan.forward:
+        if step.function is not None:
+            x = step.function(x)
+            continue
         extras = tuple([tensors[place] for place in step.takes]) if step.takes else ()
         if step.casts:
             x, extras = step.matched(x, extras)

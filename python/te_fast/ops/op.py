@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakSet
 
@@ -500,6 +500,10 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     ) -> torch.dtype:
         """Return the type of the result, given those of the inputs and of ``torch.autocast``."""
         return dtype
+
+    def _torch_function(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return what computes a forward that is no program, and has a gradient of torch's; None for ``op_forward``."""
+        return None
 
     def _append_to(self, program: Any, label: str) -> None:
         """Append this to a native program."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,8 @@ class Step:
     makes: int = 0
     #: Of each op of the program, the basic operation that it is of.
     owners: tuple[int, ...] = ()
+    #: What computes the operation between programs that have gradients of their own; None for its ``op_forward``.
+    function: Callable[[torch.Tensor], torch.Tensor] | None = None
     #: Whether the operation's forward is its ``op_forward``.
     is_plain: bool = False
     #: The program between collectives; None without any.
@@ -87,7 +89,7 @@ class Plan:
     forward, backward : list of Step
         Steps of each direction, both in the order of forward.
     native : list of Step or None
-        The steps, if all are native segments.
+        The steps, if all are native segments, or functions between these.
     single : Program or None
         The one program, if it is all and no extra tensor is wired inside.
     parameters : list of list of dict
@@ -270,20 +272,7 @@ def make_plan(
         native = [
             is_native and not op._is_in_parts() for is_native, op in zip(native, ops, strict=True)
         ]
-    residuals = routing.residuals_among(ops)
-    runs = list(_runs(ops, routing, residuals, native, types))
-    routing = routing.joined(
-        {
-            end: begin
-            for run, _ in runs
-            for end, begin in residuals.items()
-            if begin in run and end in run
-        }
-    )
-    casts = types is not None
-    segments = {
-        run[0]: _compile(ops, labels, routing, run, dtype, casts=casts) for run, dtype in runs
-    }
+    routing, segments = _segments(ops, labels, routing, native, types)
     inside = {index for step in segments.values() for index in step.indices}
     plan = Plan(
         ops,
@@ -293,7 +282,13 @@ def make_plan(
         _steps(backward, segments, inside),
         beside=beside,
     )
-    if all(step.program is not None and step.segment is None for step in plan.forward):
+    for step in plan.forward:
+        if isinstance(step.op, BasicOperation) and covered.isdisjoint(step.indices):
+            step.function = step.op._torch_function()
+    if all(
+        step.function is not None or (step.program is not None and step.segment is None)
+        for step in plan.forward
+    ):
         plan.native = plan.forward
         everything = sum(routing.made) == len(routing.outputs)
         if len(plan.forward) == 1 and everything and not routing.has_channels:
@@ -370,6 +365,30 @@ def _steps(matches: list[Match], segments: dict[int, Step], inside: set[int]) ->
         elif indices[0] not in inside:
             steps.append(Step(indices, op=op))
     return steps
+
+
+def _segments(
+    ops: list[BasicOperation],
+    labels: list[str],
+    routing: Routing,
+    native: list[bool],
+    types: Types,
+) -> tuple[Routing, dict[int, Step]]:
+    """Return the programs by their first operations, and the wiring without the residual connections inside of them."""
+    residuals = routing.residuals_among(ops)
+    runs = list(_runs(ops, routing, residuals, native, types))
+    routing = routing.joined(
+        {
+            end: begin
+            for run, _ in runs
+            for end, begin in residuals.items()
+            if begin in run and end in run
+        }
+    )
+    casts = types is not None
+    return routing, {
+        run[0]: _compile(ops, labels, routing, run, dtype, casts=casts) for run, dtype in runs
+    }
 
 
 def _runs(

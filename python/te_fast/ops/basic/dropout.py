@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,6 +47,14 @@ class Dropout(BasicOperation):
 
     def _append_to(self, program: Any, label: str) -> None:
         program.identity(label)
+
+    def _torch_function(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        return self._drop if type(self) is Dropout else None
+
+    def _drop(self, input_: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.dropout_probability == 0.0:
+            return input_
+        return torch.native_dropout(input_, self.dropout_probability, True)[0]
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
         """Draw the mask, one byte per entry, and keep it."""
