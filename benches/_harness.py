@@ -9,6 +9,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -144,7 +145,9 @@ def as_in_training() -> None:
 
 
 def commit() -> str:
-    """Commit of the checkout, with ``+`` when the tree differs from it; empty outside of git."""
+    """Commit of the checkout, with ``+`` when the tree differs from it; empty outside of git, and without git."""
+    if shutil.which("git") is None:
+        return ""
     run = ["git", "-C", str(ROOT)]
     head = subprocess.run(
         [*run, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False

@@ -238,7 +238,8 @@ def test_an_input_that_cannot_be_read_is_told_apart(layer, recipe):
 def test_threads_share_a_layer(layer, grad):
     """Some of them met a handle that another thread had borrowed, around Python code that let them in."""
     module, recipe = make(layer), Float8CurrentScaling()
-    expected = run(module, recipe).detach()
+    with torch.set_grad_enabled(grad):
+        expected = run(module, recipe).detach()
     failures = []
 
     def steps():

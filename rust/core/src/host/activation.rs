@@ -50,7 +50,8 @@ fn swish(g: f32, alpha: f32) -> Pair {
     Pair { value, slope: alpha * rest * value + s }
 }
 
-fn gelu(g: f32) -> Pair {
+/// GELU in its tanh approximation, which cuBLAS has in its epilogue, too.
+pub(crate) fn gelu(g: f32) -> Pair {
     let (s, rest) = sigmoid(g * (GELU_CUBIC * (g * g) + GELU_LINEAR));
     let value = g * s;
     // Where the square is capped the product with `rest` is 0, as it should be.

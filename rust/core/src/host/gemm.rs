@@ -13,6 +13,7 @@ use crate::base::dtype::DType;
 use crate::base::error::{Error, Result};
 use crate::base::pointer::DevPtr;
 use crate::gemm::problem::{Epilogue, Factor, GemmPointers, Operand, Problem, ScaleMode};
+use crate::host::activation::gelu;
 use crate::host::fp8::{self, E4m3, E5m2, Format};
 use crate::host::tensor_core::{self, Accumulation, Rows};
 
@@ -46,7 +47,7 @@ pub(crate) fn run(problem: &Problem, io: &GemmPointers<DevPtr<'_>>) -> Result<()
     match problem.epilogue {
         Epilogue::None => {}
         Epilogue::Relu => product.par_iter_mut().for_each(|value| *value = if *value < 0.0 { 0.0 } else { *value }),
-        Epilogue::Gelu => product.par_iter_mut().for_each(|value| *value = gelu(*value)),
+        Epilogue::Gelu => product.par_iter_mut().for_each(|value| *value = gelu(*value).value),
     }
     match problem.d {
         DType::E4m3 => store_fp8::<E4m3>(io, &product, problem),
@@ -74,12 +75,6 @@ fn as_tensor_cores(problem: &Problem, io: &GemmPointers<DevPtr<'_>>, [x, w]: [Fp
         ScaleMode::None | ScaleMode::Tensor => Accumulation::Split,
     };
     tensor_core::multiply(k, &x, &w, n, &accumulation, product);
-}
-
-/// GELU in its tanh approximation, as cuBLAS has it.
-fn gelu(x: f32) -> f32 {
-    let inner = (2.0 / std::f32::consts::PI).sqrt() * (x + 0.044_715 * x * x * x);
-    0.5 * x * (1.0 + inner.tanh())
 }
 
 /// Elements from the first to the last of a matrix with gaps between its rows.
