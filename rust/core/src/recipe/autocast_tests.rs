@@ -477,3 +477,21 @@ proptest! {
         prop_assert_eq!(state.depth(), 0);
     }
 }
+
+#[test]
+fn ranks_reduce_in_step_until_no_rank_has_slots() {
+    let mut state = AutocastState::default();
+    let [first, second] = [0; 2].map(|group| slots_in(&mut state, Recipe::DELAYED, group, None));
+    for slots in [first, second] {
+        state.take_part(&slots);
+    }
+    let mut exit_with = |reduced: &[f32]| {
+        let bucket = Arc::clone(&state.buckets(Direction::Forward)[0]);
+        state.forget_gone(Direction::Forward, &bucket, Some(reduced));
+        state.take_due(Direction::Forward, Device::Cpu, |_, _| {});
+        state.due(Direction::Forward)
+    };
+    // Both are gone here; another rank has the second one still.
+    assert_eq!(exit_with(&[-1.0, -1.0, -1.0, 2.0, 0.0, 0.0]), Due::Unconditional);
+    assert_eq!(exit_with(&[-1.0, -1.0, -1.0]), Due::Nothing);
+}

@@ -514,7 +514,9 @@ impl Registry {
         if !self.ran && !self.changes.any.load(Ordering::Relaxed) {
             return;
         }
-        let (mut unconditional, mut ran) = (false, false);
+        // Slots that are gone here may be there on other ranks, which then reduce at every exit.
+        let reduces = |known: &Participant| recipes.get(known.recipe_id as usize - 1).is_some_and(is_unconditional);
+        let (mut unconditional, mut ran) = (self.participants.iter().any(reduces), false);
         self.slots.retain(|weak| {
             let Some(slots) = weak.upgrade() else { return false };
             let Some(recipe) = recipes.get(slots.recipe_id as usize - 1) else { return false };
