@@ -206,3 +206,27 @@ def test_blocks_are_seen_in_another_type_as_plain_values(kind):
     seen = tensor.view(torch.uint8)
     assert type(seen) is torch.Tensor
     assert torch.equal(seen, tensor.dequantize().view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("other", [torch.float32, torch.int32, torch.bfloat16])
+def test_data_that_are_no_bytes_are_refused(kind, other):
+    tensor = quantizer(kind)(sample())
+    expected = tensor.dequantize()
+    wide = torch.zeros(256, 384, dtype=other)
+    about = tensor.get_metadata()
+    name = "data" if "data" in about else "rowwise_data"
+    with pytest.raises(DtypeError, match=r"torch\.uint8"):
+        type(tensor)(shape=tensor.shape, dtype=tensor.dtype, **about | {name: wide})
+    for name in ("_data", "_transpose") if hasattr(tensor, "_data") else ("_rowwise_data",):
+        with pytest.raises(DtypeError, match=r"torch\.uint8"):
+            setattr(tensor, name, wide)
+    assert torch.equal(tensor.dequantize(), expected)
+
+
+@pytest.mark.parametrize("count", [3, 5, 1000])
+def test_scales_that_do_not_divide_the_values_are_refused(count):
+    tensor = quantizer("current")(sample())
+    about = tensor.get_metadata() | {"fp8_scale_inv": torch.ones(count), "data_transpose": None}
+    with pytest.raises(ValueError, match=f"stack of {count} values"):
+        te.Float8Tensor(shape=tensor.shape, dtype=tensor.dtype, **about)

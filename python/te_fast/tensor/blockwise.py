@@ -16,6 +16,7 @@ from te_fast.tensor.dtypes import DType, fp8_name
 from te_fast.tensor.quantizer import ComparedBySettings, Float8QuantizerBase, Rule
 from te_fast.tensor.storage import (
     QuantizedTensorStorage,
+    check_bytes,
     field,
     whole_size,
 )
@@ -68,6 +69,7 @@ def _value_of(
     ],
 ) -> native.QuantizedValue:
     """Return a value of bytes and scales in both layouts; scales of three dimensions make it a stack."""
+    check_bytes(tensors[::2], "Float8BlockwiseQTensor")
     scale = tensors[1] if tensors[1] is not None else tensors[3]
     groups = scale.shape[0] if scale is not None and scale.dim() == 3 else 1
     return native.QuantizedValue(_block_of(is_2d), fp8_name(fp8_dtype), *tensors, groups)

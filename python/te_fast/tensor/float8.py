@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import QuantizedTensorError, UnsupportedError
+from te_fast.errors import QuantizedTensorError, ShapeError, UnsupportedError
 from te_fast.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from te_fast.runtime import native
 from te_fast.runtime.layouts import columnwise_shape, make_columnwise
@@ -16,6 +16,7 @@ from te_fast.tensor.dtypes import DType, fp8_name
 from te_fast.tensor.quantizer import Cast, ComparedBySettings, Float8QuantizerBase, Rule
 from te_fast.tensor.storage import (
     QuantizedTensorStorage,
+    check_bytes,
     field,
     whole_size,
 )
@@ -129,7 +130,11 @@ def _value_of(
     transpose_invalid: bool | None,
 ) -> native.QuantizedValue:
     """Return a value of these tensors; as many scales as there are make it a stack of as many values."""
+    check_bytes((data, transpose), "Float8Tensor")
     groups = 1 if scale_inv is None else max(scale_inv.numel(), 1)
+    if groups != 1 and data is not None and data[..., 0].numel() % groups:
+        message = f"Float8Tensor: {groups} scales ask for a stack of {groups} values, got data of {list(data.shape)}"
+        raise ShapeError(message)
     tensors = data, scale_inv, transpose, None
     value = native.QuantizedValue(0, fp8_name(fp8_dtype), *tensors, groups)
     if transpose_invalid:

@@ -31,10 +31,27 @@ if TYPE_CHECKING:
 Tensors = list[torch.Tensor | None]
 
 
+def check_bytes(tensors: Iterable[torch.Tensor | None], owner: str) -> None:
+    """Refuse data of wider elements, of which values would be read that nobody has written.
+
+    Raises
+    ------
+    DtypeError
+        If elements are not of one byte.
+    """
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype.itemsize != 1:
+            message = f"{owner}: data must be torch.uint8, got {tensor.dtype}"
+            raise DtypeError(message)
+
+
 def field(name: str, doc: str) -> Any:
     """Return an attribute that is one of the native value's."""
+    holds_bytes = name in ("row", "col")
 
     def write(self: QuantizedTensorStorage, tensor: torch.Tensor | None) -> None:
+        if holds_bytes:
+            check_bytes((tensor,), type(self).__name__)
         setattr(self._value, name, tensor)
 
     def delete(self: QuantizedTensorStorage) -> None:
