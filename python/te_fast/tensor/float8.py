@@ -132,7 +132,7 @@ def _value_of(
     """Return a value of these tensors; as many scales as there are make it a stack of as many values."""
     check_bytes((data, transpose), "Float8Tensor")
     groups = 1 if scale_inv is None else max(scale_inv.numel(), 1)
-    if groups != 1 and data is not None and data[..., 0].numel() % groups:
+    if groups != 1 and data is not None and data.shape[:-1].numel() % groups:
         message = f"Float8Tensor: {groups} scales ask for a stack of {groups} values, got data of {list(data.shape)}"
         raise ShapeError(message)
     tensors = data, scale_inv, transpose, None
