@@ -143,7 +143,7 @@ class OffloadSynchronizer:
                 saved.rest.detach()
             )  # one of its own, which keeps the parts no longer than its user does
             whole.restore_from_saved([OffloadSynchronizer.pop(part) for part in saved.parts])
-            return whole  # type: ignore[no-any-return]
+            return whole
         tensor: torch.Tensor = saved.get() if isinstance(saved, Kept) else saved
         return tensor
 

@@ -192,7 +192,7 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
         return self._of_value(value, shape, self.dtype, self._quantizer, **options)
 
     @property
-    def _dtype(self) -> torch.dtype:  # type: ignore[override]
+    def _dtype(self) -> torch.dtype:
         """The nominal type."""
         return self.dtype
 
@@ -271,7 +271,8 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
 
     def prepare_for_saving(self) -> tuple[Tensors, Any]:
         """Return the tensors, and a tensor that takes them back; one that users have stays whole."""
-        return QuantizedTensorStorage.prepare_for_saving(self.detach())
+        rest: Any = self.detach()
+        return QuantizedTensorStorage.prepare_for_saving(rest)
 
     # Exchanging the values -----------------------------------------------------------------------
 
