@@ -290,3 +290,64 @@ def test_calls_out_of_order():
         synchronize(x)
     with pytest.warns(UserWarning, match="no copy runs beside"):
         te.get_cpu_offload_context(True, 2, 3)
+
+
+_seen = []
+
+
+class _Times(torch.autograd.Function):
+    """A product that saves its second factor, as functions of users do."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(factor)
+        return x * factor.dequantize()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (factor,) = ctx.saved_tensors
+        _seen.append(factor)
+        return grad * factor.dequantize(), None
+
+
+QUANTIZERS = {
+    "current": lambda: te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu"),
+    "blocks": lambda: te.Float8BlockQuantizer(
+        te.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=1
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", QUANTIZERS)
+def test_bytes_of_a_quantised_tensor_are_copied(kind, copies):
+    _seen.clear()
+    context, synchronize = te.get_cpu_offload_context(True, 1, 3)
+    factor = QUANTIZERS[kind]()(torch.randn(32, 64, generator=torch.Generator().manual_seed(7)))
+    x = torch.ones(32, 64, requires_grad=True)
+    with context:
+        y = _Times.apply(x, factor)
+    synchronize(y)
+    assert copies["out"] == 2  # both layouts; their scales are small
+    kept = list(context._synchronizer._now.layers[0].kept.values())
+    for one in kept:
+        one.release()
+    for _ in range(2):
+        y.sum().backward(retain_graph=True)
+    assert torch.equal(x.grad, 2 * factor.dequantize())
+    assert [type(one) for one in _seen] == [type(factor)] * 2
+    assert all(one.get_usages() == factor.get_usages() for one in _seen)
+    assert factor._quantizer is not None
+    assert torch.equal(_seen[0].dequantize(), factor.dequantize())
+
+
+@pytest.mark.parametrize("kind", ["marked", "parameter"])
+def test_quantised_tensors_that_stay(kind, copies):
+    context, _ = te.get_cpu_offload_context(True, 1, 3)
+    factor = QUANTIZERS["current"]()(torch.ones(32, 64))
+    if kind == "marked":
+        te.mark_not_offload(factor)
+    else:
+        factor = torch.nn.Parameter(factor, requires_grad=False)
+    with context:
+        _Times.apply(torch.ones(32, 64, requires_grad=True), factor)
+    assert copies["out"] == 0

@@ -440,13 +440,10 @@ def test_what_does_not_fit_changes_nothing(kind):
 
 
 def test_constructors_refuse_what_they_cannot_mean():
-    for build in (
-        lambda: te.Float8CurrentScalingQuantizer(te.DType.kBFloat16, "cpu"),
-        lambda: te.Float8CurrentScalingQuantizer("e4m3", "cpu"),
-        lambda: te.DType.cast(99),
-    ):
-        with pytest.raises(DtypeError):
-            build()
+    with pytest.raises(DtypeError, match="kFloat8E4M3"):
+        te.Float8CurrentScalingQuantizer(te.DType.kBFloat16, "cpu")
+    with pytest.raises(ArgumentError, match="element type"):
+        te.Float8CurrentScalingQuantizer("e4m3", "cpu")
     with pytest.raises(ArgumentError, match="block_scaling_dim"):
         te.Float8BlockQuantizer(FP8["e4m3"], rowwise=True, columnwise=True, block_scaling_dim=3)
     with pytest.warns(DeprecationWarning, match="no effect"):

@@ -267,7 +267,7 @@ def test_copies_of_another_scaling_quantise_again(x):
         one.copy_(other)
         holds(one, values(other.dequantize(), "current"), one)
     with pytest.raises(QuantizedTensorError, match="same scaling"):
-        one.copy_from_storage(quantizer("2d")(y))
+        one.copy_from_storage(quantizer("current", fmt="e5m2")(y))
 
 
 def test_data_is_exchanged(tensor, kind, x):
@@ -283,7 +283,9 @@ def test_data_is_exchanged(tensor, kind, x):
     assert parts(parameter) == parts(other)
     for fresh in (y.float(), torch.randn(4, 128).bfloat16()):
         parameter.data = fresh
-        assert (parameter.dtype, parameter.shape) == (fresh.dtype, fresh.shape)
+        # Of Transformer Engine's classes, that of blocks keeps its nominal type.
+        dtype = fresh.dtype if kind in ("delayed", "current") else torch.bfloat16
+        assert (parameter.dtype, parameter.shape) == (dtype, fresh.shape)
         holds(parameter, values(fresh, kind), tensor)
         assert parameter.requires_grad
         assert parameter.main_grad is marker

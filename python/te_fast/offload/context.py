@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from te_fast.errors import ArgumentError, StateError
-from te_fast.offload.kept import Kept, Stream, is_offloaded
+from te_fast.offload.kept import Kept, Stream, is_offloaded, is_taken_apart
 
 Sync = Callable[[torch.Tensor], torch.Tensor]
 
@@ -39,6 +39,13 @@ class _Layer:
     def drop(self) -> None:
         for kept in self.kept.values():
             kept.drop()
+
+
+class _Apart(NamedTuple):
+    """A quantised tensor that was saved: what is left of it, and its bytes and scales."""
+
+    rest: torch.Tensor
+    parts: list[Any]
 
 
 class _Layers:
@@ -110,7 +117,12 @@ class OffloadSynchronizer:
 
     def push(self, tensor: torch.Tensor) -> Any:
         """Take a tensor that autograd saves."""
-        if not self._takes(self._now.last) or not is_offloaded(tensor):
+        if not self._takes(self._now.last):
+            return tensor
+        if is_taken_apart(tensor):
+            parts, rest = tensor.prepare_for_saving()  # type: ignore[attr-defined]
+            return _Apart(rest, [part if part is None else self.push(part) for part in parts])
+        if not is_offloaded(tensor):
             return tensor
         layer = self._now.layers[self._now.last]
         # Saved twice, it is copied once.
@@ -126,6 +138,12 @@ class OffloadSynchronizer:
     @staticmethod
     def pop(saved: Any) -> torch.Tensor:
         """Return a tensor to backward."""
+        if isinstance(saved, _Apart):
+            whole: Any = (
+                saved.rest.detach()
+            )  # one of its own, which keeps the parts no longer than its user does
+            whole.restore_from_saved([OffloadSynchronizer.pop(part) for part in saved.parts])
+            return whole
         tensor: torch.Tensor = saved.get() if isinstance(saved, Kept) else saved
         return tensor
 
@@ -299,8 +317,8 @@ def get_cpu_offload_context(
 ) -> tuple[Any, ...]:
     """Return what keeps in the host's memory what layers save for their backward.
 
-    Copies run on a stream of their own, beside the layers. Tensors of fewer than 256 Ki elements, weights and quantised
-    tensors stay on the GPU, and those that :func:`mark_not_offload` was given.
+    Copies run on a stream of their own, beside the layers. Tensors of fewer than 256 Ki elements and weights stay
+    on the GPU, and those that :func:`mark_not_offload` was given. Of quantised tensors, bytes and scales are copied.
 
     Parameters
     ----------

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from te_fast.errors import StateError
+from te_fast.tensor.storage import QuantizedTensorStorage
 
 #: Copies of smaller tensors would cost more than they free.
 SMALLEST = 256 * 1024
@@ -38,16 +39,23 @@ def mark_not_offload(*tensors: torch.Tensor | None) -> None:
             setattr(tensor, _MARK, True)
 
 
-def is_offloaded(tensor: torch.Tensor) -> bool:
-    """Tell whether a saved tensor is one to copy: large, on a GPU, of dense memory, and no weight."""
+def _may_leave(tensor: torch.Tensor) -> bool:
     base = tensor if tensor._base is None else tensor._base
     is_weight = isinstance(tensor, torch.nn.Parameter) or isinstance(base, torch.nn.Parameter)
+    return not is_weight and not hasattr(tensor, _MARK)
+
+
+def is_taken_apart(tensor: torch.Tensor) -> bool:
+    """Tell whether a saved tensor is a quantised one, whose bytes and scales are tensors to copy."""
+    return isinstance(tensor, QuantizedTensorStorage) and _may_leave(tensor)
+
+
+def is_offloaded(tensor: torch.Tensor) -> bool:
+    """Tell whether a saved tensor is one to copy: large, on a GPU, of dense memory, and no weight."""
     return (
         tensor.device.type in DEVICES
         and tensor.numel() >= SMALLEST
-        and not is_weight
-        and not hasattr(tensor, _MARK)
-        # A quantised tensor is small already, and stays.
+        and _may_leave(tensor)
         and type(tensor) is torch.Tensor
         # Copies of others would have other strides.
         and torch.empty_like(tensor, device="meta").stride() == tensor.stride()

@@ -62,7 +62,7 @@ _NAMES = {
         "NVFP4_BLOCK_SCALING_SIZE dist_group_type"
     ),
     "te_fast.pytorch.tensor": (
-        f"{_TENSORS} GroupedTensor GroupedTensorStorage get_all_tensor_types grouped_tensor "
+        f"{_TENSORS} GroupedTensor GroupedTensorStorage grouped_tensor "
         "hybrid_tensor identity_tensor mxfp8_tensor nvfp4_tensor"
     ),
     "te_fast.pytorch.tensor.storage": (

@@ -16,6 +16,7 @@ from te_fast.tensor.dtypes import DType, fp8_name
 from te_fast.tensor.quantizer import ComparedBySettings, Float8QuantizerBase, Rule
 from te_fast.tensor.storage import (
     QuantizedTensorStorage,
+    check_bytes,
     field,
     whole_size,
 )
@@ -68,9 +69,15 @@ def _value_of(
     ],
 ) -> native.QuantizedValue:
     """Return a value of bytes and scales in both layouts; scales of three dimensions make it a stack."""
+    check_bytes(tensors[::2], "Float8BlockwiseQTensor")
     scale = tensors[1] if tensors[1] is not None else tensors[3]
     groups = scale.shape[0] if scale is not None and scale.dim() == 3 else 1
     return native.QuantizedValue(_block_of(is_2d), fp8_name(fp8_dtype), *tensors, groups)
+
+
+def _size_of(shape: Sequence[Any]) -> Any:
+    """Return the size that ``view`` is asked for, by several numbers or by one sequence of them."""
+    return shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
 
 
 def _block_of(is_2d: bool) -> int:
@@ -156,6 +163,60 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
             "fake_dtype": self._dtype,
         }
 
+    def view(self, *shape: Any) -> Any:
+        """Return a storage of another shape over the same bytes, whose blocks stay whole.
+
+        Raises
+        ------
+        UnsupportedError
+            If they would not.
+        """
+        size = whole_size(self.shape, _size_of(shape))
+        if len(size) == 1 and len(self.shape) != 1:
+            raise self._cuts_blocks(size)
+        value = self._viewed_value(size)
+        return Float8BlockwiseQTensorStorage._storage_of(value, self._dtype, self._quantizer)
+
+    def _keeps_blocks(self, size: Sequence[int]) -> bool:
+        """Whether blocks stay whole: rows do, leading dimensions are counted together, or nothing is told of either."""
+        own = self.shape
+        if self._value.groups != 1:
+            return tuple(size) == tuple(own)
+        is_flat = len(size) == 1 and size[0] == own.numel()
+        return (
+            is_flat
+            or tuple(size) == tuple(own)
+            or (bool(own) and bool(size) and size[-1] == own[-1])
+        )
+
+    def _cuts_blocks(self, size: Sequence[int]) -> UnsupportedError:
+        return UnsupportedError(
+            f"view: shape {list(size)} cuts the blocks of a {type(self).__name__} of shape {list(self.shape)}; "
+            "dequantize() it first"
+        )
+
+    def _viewed_value(self, size: Sequence[int]) -> native.QuantizedValue:
+        """Return the value in another shape.
+
+        Raises
+        ------
+        UnsupportedError
+            If that would cut blocks.
+        """
+        if not self._keeps_blocks(size):
+            raise self._cuts_blocks(size)
+        made = self._value.share()
+        if len(size) == 1 and len(self.shape) != 1:
+            return made  # The bytes keep their rows and columns, of which blocks are made.
+        valid = self._value.col_is_valid
+        if made.row is not None:
+            made.row = made.row.view(size)
+        if made.col is not None:
+            made.col = made.col.view(columnwise_shape(tuple(size)))
+        made.note_same_bytes(self._value)
+        made.col_is_valid = valid
+        return made
+
     def _create_columnwise(self) -> None:
         """Make the column layout of 128x128 blocks, in the memory that is there."""
         make_columnwise(self._value, type(self).__name__)
@@ -239,9 +300,9 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Float8TensorBase):
 
     def view(self, *shape: Any) -> Any:
         """Return the tensor in another shape; dequantised, with a warning, where that would cut blocks."""
-        size = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        size = _size_of(shape)
         if isinstance(size, torch.dtype):
-            return super().view(size)
+            return torch.Tensor.view(self, size)
         size = whole_size(self.shape, size)
         if self._keeps_blocks(size):
             return torch.Tensor.view(self, size)
@@ -256,38 +317,9 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Float8TensorBase):
         """Do as :meth:`view`."""
         return self.view(*shape)
 
-    def _keeps_blocks(self, size: Sequence[int]) -> bool:
-        """Whether blocks stay whole: rows do, leading dimensions are counted together, or nothing is told of either."""
-        own = self.shape
-        if self._value.groups != 1:
-            return tuple(size) == tuple(own)
-        is_flat = len(size) == 1 and size[0] == self.numel()
-        return (
-            is_flat
-            or tuple(size) == tuple(own)
-            or (bool(own) and bool(size) and size[-1] == own[-1])
-        )
-
     def _viewed(self, size: Sequence[int]) -> Any:
         size = whole_size(self.shape, size)
-        if not self._keeps_blocks(size):
-            message = (
-                f"view: shape {list(size)} cuts the blocks of a Float8BlockwiseQTensor of shape {list(self.shape)}; "
-                "dequantize() it first"
-            )
-            raise UnsupportedError(message)
-        made = self._value.share()
-        if len(size) == 1 and self.dim() != 1:
-            # The bytes keep their rows and columns, of which blocks are made.
-            return self._like(made, size, device=self.device)
-        valid = self._value.col_is_valid
-        if made.row is not None:
-            made.row = made.row.view(size)
-        if made.col is not None:
-            made.col = made.col.view(columnwise_shape(tuple(size)))
-        made.note_same_bytes(self._value)
-        made.col_is_valid = valid
-        return self._like(made, size, device=self.device)
+        return self._like(self._viewed_value(size), size, device=self.device)
 
     def _remake_columnwise(self) -> None:
         if self._columnwise_data is not None and not self._value.col_is_valid:
@@ -311,6 +343,11 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Float8TensorBase):
             *(self._quantizer, self._is_2D_scaled, None),
         )
         return _make_float8_blockwise_tensor_in_reduce_ex, fields
+
+    @classmethod
+    def _make_in_reduce_ex(cls, *fields: Any) -> Float8BlockwiseQTensor:
+        """Make a tensor of what an older pickle holds of it."""
+        return _make_float8_blockwise_tensor_in_reduce_ex(*fields)
 
     _INNER_TENSORS = (
         "_rowwise_data",
@@ -429,19 +466,22 @@ class Float8BlockQuantizer(ComparedBySettings, Float8QuantizerBase):
             return False
         return inp.shape[-1] % BLOCK == 0 and (inp.numel() // inp.shape[-1]) % BLOCK == 0
 
-    def _allocate(
-        self, value: native.QuantizedValue, shape: torch.Size, options: dict[str, Any]
-    ) -> None:
+    def inner_tensor_specs(
+        self, shape: Sequence[int]
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and type of each inner tensor that a tensor of a shape has."""
+        shape, groups = tuple(shape), self._groups
+        specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, wanted, size in (
-            ("row", self.rowwise_usage, shape),
-            ("col", self.columnwise_usage, columnwise_shape(shape, stack=self._groups != 1)),
+            ("rowwise", self.rowwise_usage, shape),
+            ("columnwise", self.columnwise_usage, columnwise_shape(shape, stack=groups != 1)),
         ):
-            if not wanted:
-                continue
-            setattr(value, name, torch.empty(size, dtype=torch.uint8, **options))
-            options_of_scales = {"columnwise": name == "col", "is_2d": self.block_scaling_dim == 2}
-            scales = _stacked_scale_shape(shape, self._groups, **options_of_scales)
-            setattr(value, f"{name}_scale", torch.empty(scales, dtype=torch.float32, **options))
+            if wanted:
+                options = {"columnwise": name == "columnwise", "is_2d": self._block == 2}
+                scales = _stacked_scale_shape(shape, groups, **options)
+                specs[f"_{name}_data"] = tuple(size), torch.uint8
+                specs[f"_{name}_scale_inv"] = scales, torch.float32
+        return specs
 
     def is_requantization_safe(self) -> bool:
         """Whether quantising again what was dequantised depends on these values alone: yes."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import DtypeError
+from te_fast.errors import ArgumentError, DtypeError
 
 
 class DType(IntEnum):
@@ -39,7 +39,7 @@ class DType(IntEnum):
 
         Raises
         ------
-        DtypeError
+        ArgumentError
             If there is no such type.
         """
         if isinstance(value, torch.dtype):
@@ -48,7 +48,7 @@ class DType(IntEnum):
             return cls(int(value))
         except (TypeError, ValueError):
             message = f"DType: expected an element type or its number, got {value!r}"
-            raise DtypeError(message) from None
+            raise ArgumentError(message) from None
 
 
 #: torch's types to Transformer Engine's.

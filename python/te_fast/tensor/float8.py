@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_fast.errors import DtypeError, QuantizedTensorError
+from te_fast.errors import QuantizedTensorError, ShapeError, UnsupportedError
 from te_fast.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from te_fast.runtime import native
 from te_fast.runtime.layouts import columnwise_shape, make_columnwise
@@ -16,6 +16,7 @@ from te_fast.tensor.dtypes import DType, fp8_name
 from te_fast.tensor.quantizer import Cast, ComparedBySettings, Float8QuantizerBase, Rule
 from te_fast.tensor.storage import (
     QuantizedTensorStorage,
+    check_bytes,
     field,
     whole_size,
 )
@@ -41,6 +42,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
         What writes new values; a copy of it is kept.
     fake_dtype : torch.dtype, default = torch.float32
         Nominal type.
+    transpose_invalid : bool, optional
+        Whether `data_transpose` holds other values than `data`; False by default.
 
     See Also
     --------
@@ -77,10 +80,11 @@ class Float8TensorStorage(QuantizedTensorStorage):
         data_transpose: torch.Tensor | None = None,
         quantizer: Any = None,
         fake_dtype: torch.dtype | None = None,
+        transpose_invalid: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """Make a storage over these tensors."""
-        value = _value_of(fp8_dtype, data, fp8_scale_inv, data_transpose)
+        value = _value_of(fp8_dtype, data, fp8_scale_inv, data_transpose, transpose_invalid)
         return cls._storage_of(value, fake_dtype or torch.float32, quantizer)
 
     def get_metadata(self) -> dict[str, Any]:
@@ -119,11 +123,23 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
 
 def _value_of(
-    fp8_dtype: Any, data: Any, scale_inv: torch.Tensor | None, transpose: Any
+    fp8_dtype: Any,
+    data: Any,
+    scale_inv: torch.Tensor | None,
+    transpose: Any,
+    transpose_invalid: bool | None,
 ) -> native.QuantizedValue:
     """Return a value of these tensors; as many scales as there are make it a stack of as many values."""
+    check_bytes((data, transpose), "Float8Tensor")
     groups = 1 if scale_inv is None else max(scale_inv.numel(), 1)
-    return native.QuantizedValue(0, fp8_name(fp8_dtype), data, scale_inv, transpose, None, groups)
+    if groups != 1 and data is not None and data.shape[:-1].numel() % groups:
+        message = f"Float8Tensor: {groups} scales ask for a stack of {groups} values, got data of {list(data.shape)}"
+        raise ShapeError(message)
+    tensors = data, scale_inv, transpose, None
+    value = native.QuantizedValue(0, fp8_name(fp8_dtype), *tensors, groups)
+    if transpose_invalid:
+        value.col_is_valid = False
+    return value
 
 
 def viewed(value: Any, size: Sequence[int]) -> Any:
@@ -131,8 +147,10 @@ def viewed(value: Any, size: Sequence[int]) -> Any:
 
     Raises
     ------
+    UnsupportedError
+        If another shape is asked for of a column layout alone.
     QuantizedTensorError
-        If another shape is asked for of a column layout alone, or of a stack of experts' weights.
+        If it is asked for of a stack of experts' weights.
     """
     if value.groups != 1:
         if value.row is not None and tuple(size) == tuple(value.row.shape):
@@ -143,7 +161,7 @@ def viewed(value: Any, size: Sequence[int]) -> Any:
         message = "view: a tensor without row layout can only be seen in its own shape"
         shape = value.col.shape
         if tuple(size) != (*shape[1:], *shape[:1]):
-            raise QuantizedTensorError(message)
+            raise UnsupportedError(message)
         return value.share()
     made = value.share()
     row = value.row.view(size)
@@ -184,6 +202,8 @@ class Float8Tensor(Float8TensorStorage, Float8TensorBase):
         Strides; those of a contiguous tensor by default.
     fake_dtype : torch.dtype, optional
         The same as `dtype`.
+    transpose_invalid : bool, optional
+        Whether `data_transpose` holds other values than `data`; False by default.
 
     See Also
     --------
@@ -216,14 +236,25 @@ class Float8Tensor(Float8TensorStorage, Float8TensorBase):
         device: torch.device | None = None,
         stride: Sequence[int] | None = None,
         fake_dtype: torch.dtype | None = None,
+        transpose_invalid: bool | None = None,
     ) -> Any:
         """Make a tensor over these ones."""
         if fake_dtype is not None and fake_dtype != dtype:
             message = f"Float8Tensor: fake_dtype {fake_dtype} does not match dtype {dtype}"
             raise QuantizedTensorError(message)
-        value = _value_of(fp8_dtype, data, fp8_scale_inv, data_transpose)
+        value = _value_of(fp8_dtype, data, fp8_scale_inv, data_transpose, transpose_invalid)
         made = cls._of_value(value, shape, dtype, quantizer, device=device, stride=stride)
         return made.requires_grad_() if requires_grad else made
+
+    @classmethod
+    def _shape_of_fields(cls, tensor: Any, fields: dict[str, Any]) -> Sequence[int]:
+        """Return the shape of other bytes; their column layout is not the former one."""
+        data = fields.get("data")
+        if data is None:
+            return super()._shape_of_fields(tensor, fields)
+        fields.setdefault("data_transpose", None)
+        shape: Sequence[int] = data.shape
+        return shape
 
     def _viewed(self, size: Sequence[int]) -> Any:
         size = whole_size(self.shape, size)
@@ -248,6 +279,11 @@ class Float8Tensor(Float8TensorStorage, Float8TensorBase):
         alone = self._transpose if self._data is None else None
         fields = (self._data, self._fp8_dtype, self._scale_inv, self.dtype, self.shape, alone)
         return _make_float8_tensor_in_reduce_ex, (*fields, self._quantizer)
+
+    @classmethod
+    def _make_in_reduce_ex(cls, *fields: Any) -> Float8Tensor:
+        """Make a tensor of what an older pickle holds of it."""
+        return _make_float8_tensor_in_reduce_ex(*fields)
 
     _INNER_TENSORS = ("_data", "_transpose", "_scale_inv")
 
@@ -280,15 +316,22 @@ class _PerTensorQuantizer(Float8QuantizerBase):
     _tensor_class = Float8Tensor
     _storage_class = Float8TensorStorage
 
-    def _allocate(
-        self, value: native.QuantizedValue, shape: torch.Size, options: dict[str, Any]
-    ) -> None:
+    def inner_tensor_specs(
+        self, shape: Sequence[int]
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and type of each inner tensor that a tensor of a shape has."""
+        specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if self.rowwise_usage:
-            value.row = torch.empty(shape, dtype=torch.uint8, **options)
+            specs["_data"] = tuple(shape), torch.uint8
         if self.columnwise_usage:
-            size = columnwise_shape(shape, stack=self._groups != 1)
-            value.col = torch.empty(size, dtype=torch.uint8, **options)
-        value.row_scale = torch.empty(self._groups, dtype=torch.float32, **options)
+            columns = columnwise_shape(tuple(shape), stack=self._groups != 1)
+            specs["_transpose"] = tuple(columns), torch.uint8
+        specs["_scale_inv"] = (self._groups,), torch.float32
+        return specs
+
+    def get_columnwise_shape(self, rowwise_data_shape: Sequence[int]) -> list[int]:
+        """Return the shape of the column layout's bytes: the last dimension comes first."""
+        return list(columnwise_shape(tuple(rowwise_data_shape)))
 
     def _scale_inv_of_data(self, data: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -315,13 +358,13 @@ class _PerTensorQuantizer(Float8QuantizerBase):
 
         Raises
         ------
-        DtypeError
+        QuantizedTensorError
             If it holds something else.
         """
         if data.dtype not in _BYTES:
             expected = "torch.uint8 or an FP8 type of torch's"
             message = f"{type(self).__name__}: data must be {expected}, got {data.dtype}"
-            raise DtypeError(message)
+            raise QuantizedTensorError(message)
         fields: dict[str, Any] = {
             "data": data.view(torch.uint8),
             "fp8_scale_inv": self._scale_inv_of_data(data),

@@ -25,3 +25,22 @@ def register_classes() -> None:
             blockwise.Float8BlockQuantizer,
         ]
     )
+
+
+def get_all_tensor_types() -> list[type]:
+    """Return the classes of tensors, plain and quantised, that layers take.
+
+    See Also
+    --------
+    QuantizedTensor : The class of quantised tensors.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from te_fast.pytorch.tensor import get_all_tensor_types
+    >>> torch.Tensor in get_all_tensor_types()
+    True
+    """
+    quantized = (float8.Float8Tensor, float8.Float8TensorStorage)
+    blocks = (blockwise.Float8BlockwiseQTensor, blockwise.Float8BlockwiseQTensorStorage)
+    return [torch.Tensor, torch.nn.Parameter, *quantized, *blocks]

@@ -165,6 +165,33 @@ class Quantizer(ABC):
         method = "make_empty"
         raise self._lacks(method)
 
+    def inner_tensor_specs(
+        self, shape: Sequence[int]
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and type of each inner tensor that a tensor of a shape has."""
+        method = "inner_tensor_specs"
+        raise self._lacks(method)
+
+    def alloc_tensors(
+        self, shape: Sequence[int], *, device: torch.device | str | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Make the inner tensors for a shape, of any content.
+
+        Parameters
+        ----------
+        shape : sequence of int
+            Of the quantised tensor.
+        device : torch.device, optional
+            The current GPU by default, or the CPU where there is none.
+        """
+        return self._allocated(shape, {"device": _device_of(device)})
+
+    def _allocated(self, shape: Sequence[int], options: dict[str, Any]) -> dict[str, torch.Tensor]:
+        specs = self.inner_tensor_specs(shape)
+        return {
+            name: torch.empty(size, dtype=dtype, **options) for name, (size, dtype) in specs.items()
+        }
+
     def calibrate(self, tensor: torch.Tensor) -> None:  # noqa: B027 - most note nothing
         """Note the maximum of a tensor, without quantising it, where scales follow from earlier maxima."""
 
@@ -361,22 +388,25 @@ class Float8QuantizerBase(Quantizer):
         requires_grad, pin_memory : bool, default = False
             As of ``torch.empty``.
         """
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
         shape = torch.Size(shape)
-        options: dict[str, Any] = {"device": torch.device(device), "pin_memory": pin_memory}
+        options: dict[str, Any] = {"device": _device_of(device), "pin_memory": pin_memory}
         value = self._fresh_value()
-        self._allocate(value, shape, options)
-        value.col_is_valid = True
+        made: Any
         if self.internal:
-            return self._storage_class._storage_of(value, dtype, self)
-        made = self._tensor_class._of_value(value, shape, dtype, self, device=options["device"])
-        return made.requires_grad_() if requires_grad else made
+            made = self._storage_class._storage_of(value, dtype, self)
+        else:
+            made = self._tensor_class._of_value(value, shape, dtype, self, device=options["device"])
+        for name, inner in self._allocated(shape, options).items():
+            setattr(made, name, inner)
+        value.col_is_valid = True
+        return made.requires_grad_() if requires_grad and not self.internal else made
 
-    def _allocate(
-        self, value: native.QuantizedValue, shape: torch.Size, options: dict[str, Any]
-    ) -> None:
-        raise NotImplementedError
+
+def _device_of(device: torch.device | str | None) -> torch.device:
+    """Return the device that is asked for; the current GPU by default, or the CPU where there is none."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
 
 
 def note_write(tensor: Any) -> None:

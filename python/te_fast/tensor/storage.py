@@ -16,6 +16,7 @@ import torch
 
 from te_fast.errors import (
     ArgumentError,
+    DtypeError,
     MissingAttributeError,
     QuantizedTensorError,
     TeFastError,
@@ -30,10 +31,27 @@ if TYPE_CHECKING:
 Tensors = list[torch.Tensor | None]
 
 
+def check_bytes(tensors: Iterable[torch.Tensor | None], owner: str) -> None:
+    """Refuse data of wider elements, of which values would be read that nobody has written.
+
+    Raises
+    ------
+    DtypeError
+        If elements are not of one byte.
+    """
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype.itemsize != 1:
+            message = f"{owner}: data must be torch.uint8, got {tensor.dtype}"
+            raise DtypeError(message)
+
+
 def field(name: str, doc: str) -> Any:
     """Return an attribute that is one of the native value's."""
+    holds_bytes = name in ("row", "col")
 
     def write(self: QuantizedTensorStorage, tensor: torch.Tensor | None) -> None:
+        if holds_bytes:
+            check_bytes((tensor,), type(self).__name__)
         setattr(self._value, name, tensor)
 
     def delete(self: QuantizedTensorStorage) -> None:
@@ -133,6 +151,11 @@ class QuantizedTensorStorage:
         message = f"{type(self).__name__}: no data is there, so that it has no shape"
         raise QuantizedTensorError(message)
 
+    @property
+    def shape(self) -> torch.Size:
+        """The shape."""
+        return self._shape()
+
     def size(self, dim: int | None = None) -> Any:
         """Return the shape, or one dimension of it."""
         shape = self._shape()
@@ -207,9 +230,15 @@ class QuantizedTensorStorage:
 
         Raises
         ------
+        DtypeError
+            If the other one is of another class.
         QuantizedTensorError
-            If the other one is scaled otherwise or of another FP8 type.
+            If it is scaled otherwise or of another FP8 type.
         """
+        if getattr(src, "_PARTS", None) != self._PARTS:
+            expected, got = type(self).__name__, type(src).__name__
+            message = f"{expected}: copy_from_storage takes values of the same class, got {got}"
+            raise DtypeError(message)
         own, other = self._value, src._value
         if (own.block, own.fp8, own.groups) != (other.block, other.fp8, other.groups):
             message = (
@@ -431,3 +460,29 @@ def restore_from_func_ctx(ctx: Any, return_saved_tensors: bool = False) -> Any:
     result = restore_from_saved(ctx.tensor_objects, ctx.saved_tensors, return_saved_tensors)
     ctx.tensor_objects = None
     return result
+
+
+def clear_columnwise_cache(tensor: Any) -> None:
+    """Free the column layout of a quantised tensor, if it is one.
+
+    Parameters
+    ----------
+    tensor : QuantizedTensorStorage or torch.Tensor
+        Others stay as they are.
+
+    See Also
+    --------
+    QuantizedTensorStorage.update_usage : Makes or frees either layout.
+
+    Examples
+    --------
+    >>> import torch
+    >>> import te_fast.pytorch as te
+    >>> from te_fast.pytorch.tensor.utils import clear_columnwise_cache
+    >>> x = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")(torch.ones(16, 16))
+    >>> clear_columnwise_cache(x)
+    >>> x.get_usages()
+    {'rowwise': True, 'columnwise': False}
+    """
+    if isinstance(tensor, QuantizedTensorStorage):
+        tensor._drop_columnwise()

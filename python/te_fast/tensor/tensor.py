@@ -192,13 +192,19 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
         return self._of_value(value, shape, self.dtype, self._quantizer, **options)
 
     @property
-    def _dtype(self) -> torch.dtype:  # type: ignore[override]
+    def _dtype(self) -> torch.dtype:
         """The nominal type."""
         return self.dtype
+
+    @_dtype.setter
+    def _dtype(self, dtype: torch.dtype) -> None:
+        if dtype != self.dtype:
+            _exchange_outside(self, self.to_dtype(dtype))
 
     def _shape(self) -> torch.Size:
         return self.shape
 
+    shape: Any = torch.Tensor.shape
     size: Any = torch.Tensor.size
     device: Any = torch.Tensor.device
     view: Any = torch.Tensor.view
@@ -250,17 +256,23 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
         **fields: Any,
     ) -> Any:
         """Return a tensor with the fields of another one, but for those that are given."""
-        fields = tensor.get_metadata() | fields
         dtype = tensor.dtype if dtype is None else dtype
-        shape = tensor.shape if shape is None else shape
-        device = tensor.device
-        return cls(shape, dtype, requires_grad=requires_grad, device=device, **fields)
+        shape = cls._shape_of_fields(tensor, fields) if shape is None else shape
+        options = {"requires_grad": requires_grad, "device": tensor.device}
+        return cls(
+            shape, dtype, **tensor.get_metadata() | fields | {"fake_dtype": dtype}, **options
+        )
+
+    @classmethod
+    def _shape_of_fields(cls, tensor: Any, fields: dict[str, Any]) -> Sequence[int]:
+        """Return the shape of a tensor like another one, but for some fields."""
+        shape: Sequence[int] = tensor.shape
+        return shape
 
     def prepare_for_saving(self) -> tuple[Tensors, Any]:
-        """Return the tensors, and a storage that takes them back; a tensor that users have stays whole."""
-        tensors = [getattr(self._value, name) for name in self._PARTS]
-        share = self._value.share()
-        return tensors, self._storage_class._storage_of(share, self.dtype, self._quantizer)
+        """Return the tensors, and a tensor that takes them back; one that users have stays whole."""
+        rest: Any = self.detach()
+        return QuantizedTensorStorage.prepare_for_saving(rest)
 
     # Exchanging the values -----------------------------------------------------------------------
 
@@ -273,7 +285,8 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
     def data(self, tensor: torch.Tensor) -> None:
         """Take over the bytes of a quantised tensor, or quantise a plain one into new ones.
 
-        Views keep the former values, as those of any tensor do.
+        Views keep the former values, as those of any tensor do. A tensor with one scale takes over the nominal type,
+        too; one of blocks keeps its own.
         """
         if not isinstance(tensor, torch.Tensor):
             message = (
@@ -287,6 +300,8 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
             quantizer.internal = False
             with torch.no_grad():
                 fresh = quantizer.quantize_impl(tensor)
+        if self._value.block and fresh.dtype != self.dtype:
+            fresh = fresh.to_dtype(self.dtype)
         if _outside(fresh) != _outside(self):
             _exchange_outside(self, fresh)
             if self._quantizer is not None:

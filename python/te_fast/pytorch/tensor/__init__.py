@@ -21,6 +21,8 @@ from te_fast.pytorch.tensor.float8_tensor import (
     Float8Tensor,
     Float8TensorStorage,
 )
+from te_fast.pytorch.tensor.utils import cast_master_weights_to_fp8, replace_raw_data
+from te_fast.tensor.loading import get_all_tensor_types
 
 __all__ = [
     "Float8BlockQuantizer",
@@ -33,7 +35,10 @@ __all__ = [
     "QuantizedTensor",
     "QuantizedTensorStorage",
     "Quantizer",
+    "cast_master_weights_to_fp8",
+    "get_all_tensor_types",
     "prepare_for_saving",
+    "replace_raw_data",
     "restore_from_func_ctx",
     "restore_from_saved",
 ]

@@ -7,9 +7,11 @@ from te_fast.tensor.masters import (
     quantize_master_weights,
     replace_raw_data,
 )
+from te_fast.tensor.storage import clear_columnwise_cache
 
 __all__ = [
     "cast_master_weights_to_fp8",
+    "clear_columnwise_cache",
     "post_all_gather_processing",
     "quantize_master_weights",
     "replace_raw_data",
