@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 #: The public module of a name, by the module that it is loaded from later, and the name.
 _outermost: dict[tuple[str, str], str] = {}
+#: What classes of a public module say instead of its name; only subclasses of the kind beside it do (`rename`).
+_renamed: dict[str, tuple[str, type]] = {}
 
 
 def publish(module: str, *others: str) -> None:
@@ -67,6 +69,27 @@ def load(module: str, name: str, source: str) -> object:
     return thing
 
 
+def rename(module: str, other: str, kind: type) -> None:
+    """Let classes of a public module say that they are of a module of another name, now and when they are loaded.
+
+    Parameters
+    ----------
+    module : str
+        Name of the public module, which is imported.
+    other : str
+        The other name that it is registered under.
+    kind : type
+        Only subclasses of it say so.
+    """
+    _renamed[module] = other, kind
+    loaded = vars(sys.modules[module])
+    for name in sys.modules[module].__all__:
+        if name in loaded:
+            _tell(loaded[name], module)
+
+
 def _tell(thing: object, module: str) -> None:
     if getattr(thing, "__module__", "").startswith("te_fast."):
-        thing.__module__ = module
+        other, kind = _renamed.get(module, (module, object))
+        renamed = isinstance(thing, type) and issubclass(thing, kind)
+        thing.__module__ = other if renamed else module

@@ -54,6 +54,34 @@ with te.autocast(recipe=DelayedScaling()):
 """)
 
 
+def test_modules_say_whose_they_are(fresh):
+    """Lightning replaces linear layers of models in which no module says that it is Transformer Engine's."""
+    fresh(f"""{START}
+import te_fast.pytorch
+before = pickle.dumps(te_fast.pytorch.Linear)
+assert te_fast.pytorch.Linear.__module__ == "te_fast.pytorch"
+te_fast_alias.install()
+import transformer_engine.pytorch as te
+kinds = [te.Linear, te.LayerNorm, te.RMSNorm, te.LayerNormLinear, te.LayerNormMLP, te.GroupedLinear]
+kinds += [te.DotProductAttention, te.MultiheadAttention, te.TransformerLayer]  # loaded after the alias
+for kind in kinds:
+    assert kind.__module__ == "transformer_engine.pytorch", kind
+    assert pickle.loads(pickle.dumps(kind)) is kind
+    assert kind.__name__ in repr(kind)
+assert pickle.loads(before) is te.Linear
+import torch
+for kind in (te.Linear, te.LayerNormLinear):
+    layer = kind(16, 16, device="cpu")
+    again = pickle.loads(pickle.dumps(layer))
+    x = torch.randn(4, 16)
+    assert torch.equal(again(x), layer(x))
+for layer in (te.LayerNorm(16, device="cpu"), te.RMSNorm(16, device="cpu")):
+    assert te.distributed.has_te_modules(torch.nn.Sequential(layer))
+# Tensors travel in checkpoints that te_fast reads without the other name.
+assert te.Float8Tensor.__module__ == "te_fast.pytorch"
+""")
+
+
 def test_versions(fresh):
     """What Megatron-LM, Accelerate and Lightning ask."""
     fresh(f"""{START}

@@ -604,3 +604,33 @@ def test_scales_that_do_not_fit_change_nothing():
         te_fast.convert.load_scaling_state(model, [known])
     again = te_fast.convert.scaling_state(model)
     assert all(torch.equal(again[name], state) for name, state in known.items())
+
+
+@pytest.mark.skipif(not CAN_COMPILE, reason="torch 2.8 or later")
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_a_graph_reads_parameters_that_were_exchanged(recompute):
+    """FSDP2 exchanges them before a compiled block runs, which torchtitan's loop also checkpoints."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)
+    )
+    te_fast.convert(model)
+    for module in model:
+        for name, parameter in list(module._parameters.items()):
+            module._parameters[name] = nn.Parameter(parameter.detach() * 2)
+    plain = copy.deepcopy(model)
+    te_fast.convert.undo(plain)
+    x = torch.randn(16, 32)
+
+    def run(x):
+        if recompute:
+            return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+        return model(x)
+
+    y = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+    y.square().mean().backward()
+    expected = plain(x)
+    expected.square().mean().backward()
+    torch.testing.assert_close(y, expected)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)

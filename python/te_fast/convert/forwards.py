@@ -49,6 +49,8 @@ class Tied:
     def __init__(self, layer: Any, ties: Sequence[Tie]) -> None:
         self.layer = layer
         self.ties = list(ties)
+        # A graph reads the modules' parameters there: it cannot exchange the layer's, above all inside of a checkpoint.
+        layer.__dict__["_ties"] = {name: (module, theirs) for name, module, theirs in ties}
         self.refresh()
 
     def refresh(self) -> None:
@@ -61,7 +63,8 @@ class Tied:
 
     def __call__(self, x: torch.Tensor) -> Any:
         """Call the layer."""
-        self.refresh()
+        if not is_compiling():
+            self.refresh()
         return self.layer(x)
 
 

@@ -86,9 +86,8 @@ class GatedMLP(LayerNormMLP):
 
     def _traced_parameters(self) -> list[torch.Tensor]:
         kinds = ("weight", "bias") if self.use_bias else ("weight",)
-        found = [getattr(self, name) for name in self._norm_names()]
-        found += [
-            torch.cat([getattr(self, f"{half}_{kind}") for half in _HALVES]) for kind in kinds
-        ]
+        seen = self._seen_in_trace
+        found = [seen(name) for name in self._norm_names()]
+        found += [torch.cat([seen(f"{half}_{kind}") for half in _HALVES]) for kind in kinds]
         names = ("fc2_weight", "fc2_bias") if self.apply_bias else ("fc2_weight",)
-        return found + [getattr(self, name) for name in names]
+        return found + [seen(name) for name in names]

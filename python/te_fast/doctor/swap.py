@@ -121,7 +121,9 @@ class Sketch:
 
         for name, module in self._model.named_modules():
             kind = type(module)
-            if kind.__module__.split(".")[0] == "transformer_engine" and kind.__name__ in dir(te):
+            foreign = kind.__module__.split(".")[0] == "transformer_engine"
+            # te_fast's own say so, too, where te_fast has that name (te_fast_alias).
+            if foreign and getattr(te, kind.__name__, kind) is not kind:
                 self._add(name, f"te_fast.pytorch.{kind.__name__}")
 
 

@@ -7,7 +7,8 @@ program has and which parameters they read, and this class runs it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,8 @@ class ProgramLayer(TransformerEngineBaseModule):
     apply_bias: bool
     fuse_wgrad_accumulation: bool
     checkpoint = False
+    #: By name, the module that has the parameter of a converted model, and the name there.
+    _ties: Mapping[str, tuple[torch.nn.Module, str]] = MappingProxyType({})
 
     layer_norm_weight: torch.Tensor | None
     layer_norm_bias: torch.Tensor | None
@@ -430,7 +433,14 @@ class ProgramLayer(TransformerEngineBaseModule):
 
     def _traced_parameters(self) -> list[torch.Tensor]:
         """Return what the program reads, in op order."""
-        return list(self._used_parameters(None)[0].values())
+        return [self._seen_in_trace(name) for name in self._used_parameters(None)[0]]
+
+    def _seen_in_trace(self, name: str) -> Any:
+        """Return a parameter: the layer's, or that of the module that it is tied to."""
+        if name not in self._ties:
+            return getattr(self, name)
+        module, theirs = self._ties[name]
+        return module._parameters[theirs]
 
     def _delayed_states_of_linears(self, *, forward: bool) -> list[Any]:
         """Return the scales of the linear operations, which share those of the layer."""

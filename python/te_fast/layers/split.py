@@ -110,9 +110,9 @@ class SplitLinear(PartedLayer):
         return (used | {"bias": self._bias()} if self.apply_bias else used), version
 
     def _traced_parameters(self) -> list[torch.Tensor]:
-        found = [getattr(self, name) for name in self._norm_names()]
-        found.append(joined([getattr(self, name) for name in self.weight_names]))
-        return [*found, self._bias()] if self.apply_bias else found
+        found = [self._seen_in_trace(name) for name in self._norm_names()]
+        kinds = (self.weight_names, self.bias_names) if self.apply_bias else (self.weight_names,)
+        return found + [joined([self._seen_in_trace(name) for name in names]) for names in kinds]
 
     def _returned_bias(self) -> torch.Tensor:
         return self._bias() if self.use_bias else getattr(self, self.bias_names[0])

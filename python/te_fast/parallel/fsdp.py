@@ -11,7 +11,9 @@ from te_fast.errors import DtypeError, StateError
 
 
 def _is_ours(module: torch.nn.Module) -> bool:
-    return any(kind.__module__.startswith("te_fast.") for kind in type(module).__mro__)
+    # Classes say the second where te_fast has that name (te_fast_alias).
+    names = ("te_fast.", "transformer_engine.")
+    return any(kind.__module__.startswith(names) for kind in type(module).__mro__)
 
 
 def has_te_modules(network: torch.nn.Module | Callable[..., Any]) -> bool:
