@@ -7,8 +7,7 @@ program has and which parameters they read, and this class runs it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +46,7 @@ class ProgramLayer(TransformerEngineBaseModule):
     fuse_wgrad_accumulation: bool
     checkpoint = False
     #: By name, the module that has the parameter of a converted model, and the name there.
-    _ties: Mapping[str, tuple[torch.nn.Module, str]] = MappingProxyType({})
+    _ties: dict[str, tuple[torch.nn.Module, str]] | None = None
 
     layer_norm_weight: torch.Tensor | None
     layer_norm_bias: torch.Tensor | None
@@ -437,9 +436,10 @@ class ProgramLayer(TransformerEngineBaseModule):
 
     def _seen_in_trace(self, name: str) -> Any:
         """Return a parameter: the layer's, or that of the module that it is tied to."""
-        if name not in self._ties:
+        ties = self._ties
+        if ties is None or name not in ties:
             return getattr(self, name)
-        module, theirs = self._ties[name]
+        module, theirs = ties[name]
         return module._parameters[theirs]
 
     def _delayed_states_of_linears(self, *, forward: bool) -> list[Any]:
