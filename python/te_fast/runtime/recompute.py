@@ -254,8 +254,10 @@ def _distributed(x: Any, group: Any) -> saved_tensors_hooks:
 class _Tracing:
     """What a trace tells the layers in it."""
 
-    #: They are inside of a checkpointed function whose graph keeps the scales that they ask for.
-    keeps_scales = False
+    def __init__(self) -> None:
+        #: They are inside of a checkpointed function whose graph keeps the scales that they ask for.
+        #: Graphs are guarded by what an instance's dictionary holds, so that it is there from the beginning.
+        self.keeps_scales = False
 
 
 tracing = _Tracing()
