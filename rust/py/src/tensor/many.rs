@@ -104,6 +104,7 @@ pub(crate) fn quantize_whole<'py>(
     Ok(true)
 }
 
+/// Where a weight is, and its type in name.
 fn nominal(state: &State, weight: &Bound<'_, PyAny>) -> PyResult<Option<(Device, DType)>> {
     let Some(outside) = state.reader.read_outside(weight)? else {
         return Err(Error::value(OP, "a weight is on no device that te_fast knows")).python();
@@ -138,7 +139,9 @@ fn note_writes(py: Python<'_>, tensors: &[&Bound<'_, PyAny>], jobs: &[Job<'_>]) 
 }
 
 fn quantize_all<'py>(state: &State, py: Python<'py>, jobs: &[Job<'py>]) -> PyResult<()> {
-    let together = state.dispatcher(py)?.0.config.weights_together;
+    // A single tensor that is cast as it is needs none of this.
+    let pays = jobs.len() > 1 || jobs.iter().any(|job| job.nominal.is_some());
+    let together = pays && state.dispatcher(py)?.0.config.weights_together;
     let mut kinds: SmallVec<[(Kind, Vec<&Job<'py>>); 1]> = SmallVec::new();
     let mut alone = Vec::new();
     for job in jobs {
