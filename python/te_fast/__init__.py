@@ -67,7 +67,7 @@ _SUBMODULES = {
     "profiling",
     "pytorch",
 }
-# Names of their own that come with a submodule, once they are asked for.
+# Names that are loaded from a submodule when they are first used.
 _FUNCTIONS = {
     "auto_pad": "dispatch",
     "communication_chunks": "parallel.chunks",

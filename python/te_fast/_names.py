@@ -1,4 +1,4 @@
-"""Public names: what users see of classes, whichever file they are written in, and when it is imported."""
+"""Public names: the module that users see for a class, and the import of deferred names."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: The public module of a name, by the module that it is loaded from later, and the name.
+#: The public module of a deferred name, by the module that the name is loaded from and the name.
 _outermost: dict[tuple[str, str], str] = {}
-#: What classes of a public module say instead of its name; only subclasses of the kind beside it do (`rename`).
+#: The other name of a public module, and the kind: only subclasses of the kind take the other name (`rename`).
 _renamed: dict[str, tuple[str, type]] = {}
 
 
 def publish(module: str, *others: str) -> None:
-    """Let what a module's ``__all__`` lists, and `others`, say that it is of that module.
+    """Set ``__module__`` of everything in a module's ``__all__``, and of `others`, to that module.
 
     Pickles, reprs and tracebacks then hold the name that users import, and files may move beneath it. A module that
-    names things of another public one imports it first: the outermost name is the last to be told. Names that
-    another public module has deferred to this one (`defer`) say that they are of that one.
+    exports names of another public module imports that module first, so that the outermost module is set last. Names
+    that another public module has deferred to this one (`defer`) get the other module.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def load(module: str, name: str, source: str) -> object:
 
 
 def rename(module: str, other: str, kind: type) -> None:
-    """Let classes of a public module say that they are of a module of another name, now and when they are loaded.
+    """Set ``__module__`` of a public module's classes to another name, now and when they are loaded.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def rename(module: str, other: str, kind: type) -> None:
     other : str
         The other name that it is registered under.
     kind : type
-        Only subclasses of it say so.
+        Only its subclasses are renamed.
     """
     _renamed[module] = other, kind
     loaded = vars(sys.modules[module])

@@ -2,7 +2,7 @@
 
 Every class derives from :class:`TeFastError` and from the built-in that Transformer Engine raises
 in the same place, so that an ``except ValueError`` written for Transformer Engine keeps working.
-A message names the layer or op, what was expected, what came, and what to do about it.
+A message names the layer or op, the expected value, the actual value, and the remedy.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class ArgumentError(TeFastError, ValueError, TypeError):
 
 
 class ArgumentIndexError(ArgumentError, IndexError, RuntimeError):
-    """A container has no module at an index, or an operation no extra tensor of a number.
+    """A container has no module at an index, or an operation has no extra tensor of a number.
 
-    Transformer Engine raises ``IndexError``, and ``RuntimeError`` for a number that is no integer.
+    Transformer Engine raises ``IndexError``, and ``RuntimeError`` for a number that is not an integer.
     """
 
 
 class ArgumentKeyError(ArgumentError, KeyError):
-    """Nothing goes by a name that was given; Transformer Engine raises ``KeyError``."""
+    """A name is unknown; Transformer Engine raises ``KeyError``."""
 
     def __str__(self) -> str:
-        """Return the message, which ``KeyError`` would quote."""
+        """Return the message without the quotes that ``KeyError`` adds."""
         return str(self.args[0])
 
 
@@ -69,7 +69,7 @@ class DtypeError(TeFastError, TypeError):
 
 
 class DeviceError(TeFastError, RuntimeError):
-    """A tensor is on the wrong device, or the device cannot do what is asked."""
+    """A tensor is on the wrong device, or the device does not support the operation."""
 
 
 class RecipeError(TeFastError, ValueError, AssertionError):
@@ -85,14 +85,14 @@ class StateError(TeFastError, RuntimeError):
 
 
 class QuantizedTensorError(TeFastError, RuntimeError, ValueError, AssertionError):
-    """A quantised tensor lacks what is asked of it: a layout, a quantizer, the class that a quantizer writes to.
+    """A quantised tensor lacks a layout, a quantizer, or the class that a quantizer writes to.
 
     Transformer Engine raises ``RuntimeError`` or ``ValueError`` in some of these places and asserts in others.
     """
 
 
 class RanksError(TeFastError, RuntimeError, ValueError):
-    """Ranks of a group do not do the same, one of them is gone, or the group is not the one that a layer was made for.
+    """Ranks of a group differ, a rank is gone, or a layer was made for another group.
 
     Every rank raises, with the layer's name.
     """
@@ -103,13 +103,13 @@ class MissingAttributeError(TeFastError, AttributeError):
 
 
 class UnsupportedError(TeFastError, NotImplementedError):
-    """An argument or a combination that Transformer Engine has and te_fast does not (yet)."""
+    """Transformer Engine has an argument or a combination that te_fast does not have (yet)."""
 
 
 class MissingError(UnsupportedError, AttributeError):
-    """A name that Transformer Engine's module has and te_fast's has not (yet).
+    """Transformer Engine's module has a name that te_fast's module does not have (yet).
 
-    As an ``AttributeError`` it lets ``hasattr`` answer, and an import of the name raise ``ImportError``.
+    Since it is an ``AttributeError``, ``hasattr`` returns False, and an import of the name raises ``ImportError``.
     """
 
 

@@ -1,8 +1,8 @@
-"""te_fast where code asks for ``transformer_engine``.
+"""te_fast for code that imports ``transformer_engine``.
 
-The wheel of this package has a ``.pth`` file, by which every Python of the environment calls
-:func:`start`. That puts one finder behind all others: it answers where nobody else knows a
-``transformer_engine``. Nothing of te_fast or torch is imported before somebody imports that name.
+The wheel of this package has a ``.pth`` file, by which every Python of the environment calls :func:`start`. It appends
+one finder to all others. The finder answers if no other finder knows a ``transformer_engine``. te_fast and torch are
+imported only when a program imports that name.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _finder = Finder()
 
 
 def _conflict() -> str | None:
-    """Return what stands against the alias: another package of the name."""
+    """Return another package of the name, which the alias must not hide."""
     spec = others_spec()
     if spec is None:
         return None
     return (
-        f"te_fast_alias: another {NAME} is installed ({spec.origin or spec.submodule_search_locations}) and is "
-        f"what `import {NAME}` gives; uninstall it to get te_fast, or uninstall te_fast_alias"
+        f"te_fast_alias: another {NAME} is installed ({spec.origin or spec.submodule_search_locations}), and "
+        f"`import {NAME}` gives that package; uninstall it to get te_fast, or uninstall te_fast_alias"
     )
 
 
@@ -60,7 +60,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take the alias back: imports of ``transformer_engine`` fail as before. What was imported stays usable."""
+    """Remove the alias: imports of ``transformer_engine`` fail as before. Imported modules stay usable."""
     if not is_installed():
         return
     sys.meta_path.remove(_finder)
@@ -69,7 +69,7 @@ def uninstall() -> None:
 
 
 def start() -> None:
-    """Install the alias as Python starts; where there is another package of the name, warn instead."""
+    """Install the alias as Python starts; if there is another package of the name, warn instead."""
     conflict = _conflict()
     if conflict is None:
         install()

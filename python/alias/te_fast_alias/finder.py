@@ -1,6 +1,6 @@
 """The finder that answers for ``transformer_engine``: its module and its metadata.
 
-It is imported whenever Python starts, so that what imports cost is paid where they are needed.
+Every start of Python imports this module, so functions import other modules when they need them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ NAME = "transformer_engine"
 
 
 def others_spec() -> ModuleSpec | None:
-    """Return what other finders know of a ``transformer_engine``."""
+    """Return the spec that other finders have for ``transformer_engine``."""
     for finder in sys.meta_path:
         if isinstance(finder, Finder) or not hasattr(finder, "find_spec"):
             continue
         spec = finder.find_spec(NAME, None)
-        # A directory without any code, left over by an uninstalled package, is none.
+        # A directory without code is left over from an uninstalled package and does not count.
         if spec is not None and spec.origin is not None:
             return spec
     return None
 
 
 class Finder:
-    """Finds ``transformer_engine``, and its distribution, where nobody else does."""
+    """Finds ``transformer_engine`` and its distribution if no other finder does."""
 
     def find_spec(
         self,
@@ -55,7 +55,7 @@ class Finder:
     ) -> Iterable[Distribution]:
         """Return the distribution that code asks for by ``importlib.metadata``.
 
-        Tools that manage packages look into folders of their choice; they are told of none.
+        Package managers search folders that they name themselves; the finder reports no distribution there.
         """
         options = {} if context is None else vars(context)
         wanted = options.get("name") or NAME

@@ -1,4 +1,4 @@
-"""What ``importlib.metadata`` says of ``transformer_engine``."""
+"""The distribution that ``importlib.metadata`` finds for ``transformer_engine``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class AliasDistribution(Distribution):
     """A distribution without files, whose summary says what it is."""
 
     def read_text(self, filename: str) -> str | None:
-        """Return the one file that there is."""
+        """Return the distribution's only file, its metadata."""
         if filename != "METADATA":
             return None
         return (

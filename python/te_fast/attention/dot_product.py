@@ -1,4 +1,4 @@
-"""Attention as a module: Transformer Engine's arguments, and what they are for torch's kernels."""
+"""Attention as a module: translates Transformer Engine's arguments to those of torch's kernels."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Lengths(NamedTuple):
 def _unpacked(
     layer: str, packed: tuple[Any, Any], heads: tuple[Any, Any, Any], fmt: str, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, keys and values, of which some may be given as one tensor."""
+    """Return queries, keys and values; some of them may be given as one tensor."""
     qkv, kv = packed
     q, k, v = heads
     if dim not in (-3, -2):
@@ -86,7 +86,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     num_attention_heads : int
         Heads of queries.
     kv_channels : int or tuple of int
-        Channels of a head, or those of a key and those of a value.
+        Channels of a head, or the channels of a key and the channels of a value.
     num_gqa_groups : int, optional
         Heads of keys and values, a divisor of `num_attention_heads`, which is the default.
     attention_dropout : float, default = 0.0
@@ -99,10 +99,10 @@ class DotProductAttention(TransformerEngineBaseModule):
     window_size : tuple of int, optional
         Keys before and behind the diagonal that a query attends to; -1 is all.
     bottom_right_diagonal : bool, optional
-        Which diagonal windows and ALiBi are of, for mask types that do not say; bottom right by default.
+        Whether windows and ALiBi use the bottom right diagonal, for mask types that do not say; the default is True.
     softcap : float, default = 0.0
-        Bound scaled scores, by ``softcap · tanh(scores / softcap)``; 0 bounds nothing. Scores are then computed as a
-        whole, in FP32.
+        Bounds scaled scores by ``softcap · tanh(scores / softcap)``. The whole matrix of scores is then computed in
+        FP32. 0 sets no bound.
     tp_size : int, default = 1
         Ranks that share the heads: tensors have ``num_attention_heads / tp_size`` and ``num_gqa_groups / tp_size``.
     tp_group : torch.distributed.ProcessGroup, optional
@@ -131,26 +131,25 @@ class DotProductAttention(TransformerEngineBaseModule):
     Attributes
     ----------
     softmax_offset : torch.nn.Parameter
-        ``(num_attention_heads / tp_size,)``, FP32; None but for ``learnable``, zeros for ``off-by-one``.
+        ``(num_attention_heads / tp_size,)``, FP32: learnt for ``learnable``, zeros for ``off-by-one``, else None.
 
     Raises
     ------
     UnsupportedError
         For an argument that te_fast does not support yet.
     ShapeError
-        If heads are no multiple of groups, groups none of `tp_size`, or a name is unknown.
+        If heads are not a multiple of groups, groups are not a multiple of `tp_size`, or a name is unknown.
 
     See Also
     --------
     MultiheadAttention : Attention with its projections.
     TransformerLayer : A whole layer.
 
-    Notes
-    -----
-    ``NVTE_FLASH_ATTN``, ``NVTE_FUSED_ATTN`` and ``NVTE_UNFUSED_ATTN`` choose among torch's kernels: flash attention,
-    cuDNN's and the memory-efficient one, and the formula. With ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` it is the
-    formula, unless torch's own switch for deterministic algorithms is on, which kernels obey. Attention computes in
-    the type of its inputs; recipes with ``fp8_dpa`` or ``fp8_mha`` raise.
+    Notes ----- ``NVTE_FLASH_ATTN``, ``NVTE_FUSED_ATTN`` and ``NVTE_UNFUSED_ATTN`` choose among torch's kernels: flash
+    attention, cuDNN's and the memory-efficient kernel, and plain matrix products with a softmax. With
+    ``NVTE_ALLOW_NONDETERMINISTIC_ALGO=0`` attention uses plain products, unless torch's own switch for deterministic
+    algorithms is on, which kernels obey. Attention computes in the type of its inputs; recipes with ``fp8_dpa`` or
+    ``fp8_mha`` raise.
 
     Examples
     --------
@@ -313,7 +312,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     # Checkpoints ----------------------------------------------------------------------------------
 
     def set_extra_state(self, state: Any) -> None:
-        """Read the scales of Transformer Engine's FP8 attention, which there is none of here.
+        """Accept the state of Transformer Engine's FP8 attention; te_fast does not use its scales.
 
         Raises
         ------
@@ -336,7 +335,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     # Forward --------------------------------------------------------------------------------------
 
     def _rule(self, mask_type: str | None, window: Any, bottom_right: bool | None) -> Rule:
-        """Return what the arguments of a call say, where they are given, and those of the constructor say else."""
+        """Return the arguments of a call; the constructor's arguments replace those that are None."""
         window = tuple(window) if isinstance(window, list) else window
         asked = (mask_type, window, bottom_right)
         rule = self._rules.get(asked)
@@ -408,29 +407,29 @@ class DotProductAttention(TransformerEngineBaseModule):
         qkv_format : str, optional
             The constructor's by default.
         cu_seqlens_q, cu_seqlens_kv : torch.Tensor, optional
-            ``(b + 1,)``, int32: cumulative lengths of sequences, of ``thd`` and in the place of a padding mask.
+            ``(b + 1,)``, int32: cumulative lengths of sequences, for ``thd`` or in place of a padding mask.
         cu_seqlens_q_padded, cu_seqlens_kv_padded : torch.Tensor, optional
             ``(b + 1,)``, int32: where sequences begin in ``thd``, if there are gaps between them.
         max_seqlen_q, max_seqlen_kv : int, optional
-            The longest sequences of ``thd``; without them, the host waits for the device to tell.
+            The longest sequences of ``thd``; without them, the host waits until the GPU has computed them.
         attn_mask_type, window_size, bottom_right_diagonal, softcap : optional
             The constructor's by default.
         checkpoint_core_attention : bool, default = False
-            Keep nothing but queries, keys and values, and attend again in backward.
+            Keep only queries, keys and values, and compute attention again in backward.
         core_attention_bias_type : {'no_bias', 'pre_scale_bias', 'post_scale_bias', 'alibi'}, default = 'no_bias'
-            Whether a bias is added before or behind the scale, or ALiBi's.
+            Whether a bias is added before or after the scale, or is ALiBi's.
         core_attention_bias : torch.Tensor, optional
             ``(1 or b, 1 or heads, 1 or s_q, s_kv)``.
         alibi_slopes : torch.Tensor, optional
-            ``(heads,)`` or ``(b, heads)``, FP32; those of the paper by default.
+            ``(heads,)`` or ``(b, heads)``, FP32; the slopes of the paper by default.
         fast_zero_fill, num_splits : optional
-            How Transformer Engine's kernels go about it; results do not depend on them.
+            Options of Transformer Engine's kernels; results do not depend on them.
         inference_params : InferenceParams, optional
-            Key-value caches, which take keys and values and give those of earlier steps.
+            Key-value caches, which store keys and values and return those of earlier steps.
         pad_between_seqs : bool, optional
-            False: there are no gaps between the sequences of ``thd``, whatever the tensors of starts say.
+            False: there are no gaps between the sequences of ``thd``; the tensors of starts are ignored.
         fp8_output, bf16_backward : bool, default = False
-            Of attention in FP8; without it `fp8_output` says nothing, as in Transformer Engine.
+            Options of attention in FP8; without it `fp8_output` has no effect, as in Transformer Engine.
         score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors : optional
             Callbacks for cuDNN's graphs; not supported.
         qkv_layer, kv_layer : torch.Tensor, optional
@@ -451,7 +450,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         ShapeError, DtypeError
             If tensors do not fit each other or the module.
         UnsupportedError
-            For what torch's kernels cannot do.
+            For arguments that torch's kernels do not support.
         """
         callbacks = (score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors)
         if bf16_backward or callbacks != (None, None, None, None):
@@ -492,7 +491,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         Raises
         ------
         ShapeError
-            If it is no finite number of 0 or more.
+            If the bound is negative or not finite.
         """
         cap = self.softcap if softcap is None else softcap
         if not math.isfinite(cap) or cap < 0.0:
@@ -535,7 +534,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             raise ShapeError(message)
 
     def _bias(self, kind: str, tensor: Any, slopes: Any, q: torch.Tensor) -> Bias:
-        """Return what is added to scores.
+        """Return the bias that is added to scores.
 
         Raises
         ------
@@ -544,7 +543,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         """
         if kind == "alibi" and slopes is None and self.tp_size > 1:
             message = (
-                f"{self.name}: which of the heads this rank has is not known here; give alibi_slopes of its heads with "
+                f"{self.name}: the layer does not know which heads this rank has; pass alibi_slopes of its heads with "
                 f"tp_size = {self.tp_size}"
             )
             raise ShapeError(message)
@@ -584,7 +583,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         *,
         recomputes: bool,
     ) -> Any:
-        """Return the result with merged heads, and the largest scores where they are wanted."""
+        """Return the result with merged heads, and the largest scores if the caller asked for them."""
         if fmt == "thd":
             return self._merged_packed(heads, how, lengths, recomputes=recomputes)
         order = (1, 2, 0, 3) if fmt == "sbhd" else (0, 2, 1, 3)
@@ -604,7 +603,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         return mask
 
     def _kept(self, q: torch.Tensor, k: torch.Tensor, mask: Mask, lengths: Lengths) -> Kept:
-        """Return which positions are real, of a padding mask or of cumulative lengths."""
+        """Return which positions are real, from a padding mask or from cumulative lengths."""
         batch, sizes = q.shape[0], (q.shape[2], k.shape[2])
         if mask is None:
             if lengths.q is None or lengths.kv is None:
@@ -664,7 +663,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         return region
 
     def _restricted(self, q: torch.Tensor) -> AbstractContextManager[Any]:
-        # Of kernels on the CPU there is nothing to choose.
+        # On the CPU there is only one kernel.
         return core.backends(self._kernels) if q.is_cuda else nullcontext()
 
     # Packed sequences -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Key-value caches of inference: which sequences there are, and where their keys and values lie."""
+"""Key-value caches of inference: the sequences of a step, and the places of their keys and values."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class KVCacheManager:
         self.cache[layer_number] = (None, None)
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> OrderedDict[Any, int]:
-        """Note which sequences the next step has, and return their lengths behind it."""
+        """Note which sequences the next step has, and return their lengths after it."""
         return self.sequences
 
     def step(
@@ -100,13 +100,13 @@ class _Places:
         return (new if qkv_format == "bshd" else new.transpose(0, 1)).flatten(0, 1)
 
     def write(self, rows: torch.Tensor, flat: torch.Tensor, values: torch.Tensor) -> None:
-        """Write values into the rows `flat`; what is no token goes into the last row, so that nobody has to count."""
+        """Write values into the rows `flat`. Padding goes into the last row, so that tokens need not be counted."""
         flat = torch.where(self.is_token, flat, rows.shape[0] - 1)
         rows.index_copy_(0, flat.long(), values.to(rows.dtype))
 
 
 class _CachesInRows(KVCacheManager):
-    """Caches whose first two dimensions are one in memory, with a row behind them that nobody reads.
+    """Caches whose first two dimensions are one in memory, followed by a row for padding that is never read.
 
     Parameters
     ----------
@@ -201,10 +201,10 @@ class NonPagedKVCacheManager(_CachesInRows):
         self.need_reindex = False
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> OrderedDict[Any, int]:
-        """Note which sequences the next step has, and return their lengths behind it.
+        """Note which sequences the next step has, and return their lengths after it.
 
-        Sequences that are missing have ended; their memory goes to new ones. The others keep their order, new ones
-        follow.
+        Sequences that are missing have ended; their memory goes to new sequences. The others keep their order, and new
+        sequences follow.
         """
         former = list(self.sequences)
         stay = [index for index, name in enumerate(former) if name in step_dict]
@@ -305,7 +305,7 @@ class PagedKVCacheManager(_CachesInRows):
         self.page_table.zero_()
 
     def pre_step(self, step_dict: Mapping[Any, int]) -> OrderedDict[Any, int]:
-        """Note which sequences the next step has, give them pages, and return their lengths behind it.
+        """Note which sequences the next step has, give them pages, and return their lengths after it.
 
         Raises
         ------
@@ -388,8 +388,8 @@ def _check_lengths(lengths: Mapping[Any, int], batch: int, longest: int) -> None
 class InferenceParams:
     """Key-value caches of a model's layers during inference.
 
-    Before each step :meth:`pre_step` is told which sequences it has and how many tokens of each; the layers are then
-    called with ``inference_params``, a mask type with padding, and the cumulative lengths of the new tokens.
+    Before each step, call :meth:`pre_step` with the sequences of the step and the number of tokens of each. Then call
+    the layers with ``inference_params``, a mask type with padding, and the cumulative lengths of the new tokens.
 
     Parameters
     ----------
@@ -421,7 +421,7 @@ class InferenceParams:
     See Also
     --------
     MultiheadAttention : Reads and writes the caches.
-    TransformerLayer : Hands it on.
+    TransformerLayer : Passes the caches on.
 
     Examples
     --------
@@ -546,7 +546,8 @@ class InferenceParams:
         Parameters
         ----------
         step_dict : collections.OrderedDict
-            New tokens by sequence, in the order of the batch: those of the step before that go on, then new ones.
+            New tokens by sequence, in the order of the batch: first the continued sequences of the previous step, then
+            new ones.
 
         Raises
         ------
@@ -575,7 +576,7 @@ class InferenceParams:
         return self.pre_step_seqlens
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a layer's keys and values, page by page gathered: ``(batch, max_sequence_length, heads, d)``."""
+        """Return a layer's keys and values, gathered from pages: ``(batch, max_sequence_length, heads, d)``."""
         table = self.cache_manager.page_table[: self.batch_size].long()
         keys, values = (
             cache[table].flatten(1, 2) for cache in self.cache_manager.cache[layer_number]

@@ -25,7 +25,7 @@ Rotation = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
 class CompositeModule(torch.nn.Module):
-    """A module of layers, which passes on what they are told."""
+    """A module of layers, which passes settings on to them."""
 
     #: Name in messages.
     _shown: str
@@ -49,7 +49,7 @@ class CompositeModule(torch.nn.Module):
         Raises
         ------
         ArgumentError
-            If ranks are to share the layers, and nobody says that each has its part of the heads.
+            If `tp_size` is above 1 without `set_parallel_mode`.
         """
         self.tp_group = given["tp_group"]
         self.tp_size = size_of_group(self._shown, self.tp_group, given["tp_size"])
@@ -67,7 +67,7 @@ class CompositeModule(torch.nn.Module):
         Parameters
         ----------
         tp_group : torch.distributed.ProcessGroup or None
-            A group of ``tp_size`` ranks; None is for one rank.
+            A group of ``tp_size`` ranks; None means one rank.
 
         Raises
         ------
@@ -79,7 +79,7 @@ class CompositeModule(torch.nn.Module):
         self.tp_group = tp_group
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy; process groups are shared, they cannot be copied."""
+        """Copy the module; the copy shares process groups, since they cannot be copied."""
         return copy_sharing(self, [self.tp_group], memo)
 
     def set_context_parallel_group(
@@ -107,7 +107,7 @@ def heads_of(hidden: int, heads: int, groups: int | None, layer: str) -> int:
     Raises
     ------
     ShapeError
-        If heads are no multiple of it.
+        If the heads of queries are not a multiple of this number.
     """
     check_sizes(layer, hidden_size=hidden, num_attention_heads=heads)
     found = heads if groups is None else groups
@@ -132,14 +132,14 @@ class MultiheadAttention(CompositeModule):
     layernorm_epsilon : float, default = 1e-5
         Added to the variance by the input's norm.
     init_method, output_layer_init_method : Callable, optional
-        Initialise the weights of queries, keys and values, and that of the last projection.
+        Initialise the weights of queries, keys and values, and the weight of the last projection.
     layer_number : int, optional
         Number of the layer, from 1: names its part of a key-value cache.
     attn_mask_type, window_size, bottom_right_diagonal, softcap : optional
         As of :class:`te_fast.pytorch.DotProductAttention`.
     tp_group : torch.distributed.ProcessGroup, optional
-        Ranks that share the layer, a part of the heads each; without it and with `tp_size` above 1,
-        :meth:`set_tensor_parallel_group` gives it.
+        Ranks that share the layer; each has a part of the heads. If it is missing and `tp_size` is above 1, set it by
+        :meth:`set_tensor_parallel_group`.
     tp_size : int, default = 1
         Number of these ranks; it divides the heads of queries, and those of keys and values.
     sequence_parallel : bool, default = False
@@ -167,8 +167,8 @@ class MultiheadAttention(CompositeModule):
     zero_centered_gamma : bool, default = False
         The norm multiplies by one plus its weight.
     qkv_weight_interleaved : bool, default = True
-        The rows of one fused weight are those of each group: its queries, its key, its value; else those of all
-        queries, all keys, all values, as always without `fuse_qkv_params`.
+        Order of rows in the fused weight. True: the rows of each group lie together (its queries, its key, its value).
+        False: all queries, then all keys, then all values, as always without `fuse_qkv_params`.
     rotary_pos_interleaved : bool, default = False
         Which channels rotary embeddings turn together.
     ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad : bool
@@ -184,14 +184,14 @@ class MultiheadAttention(CompositeModule):
     name : str, optional
         Name in messages.
     qk_norm_type : {'L2Normalization', 'RMSNorm', 'LayerNorm'}, optional
-        Normalise the heads of queries and keys. Where ranks share the layer, the gradients of these norms are those of
-        a rank's own heads, and their parameters have ``sequence_parallel`` set, by which frameworks know that.
+        Normalise the heads of queries and keys. If ranks share the layer, each rank has the gradients of its own heads.
+        The norms' parameters then have ``sequence_parallel`` set, so that frameworks add the gradients up.
     qk_norm_eps : float, default = 1e-6
-        Added to the variance by these.
+        Added to the variance by these norms.
     qk_norm_before_rope : bool, default = False
-        Normalise before rotary embeddings, not behind.
+        Normalise before rotary embeddings, not after them.
     seq_length, micro_batch_size : int, optional
-        Transformer Engine compiles for these sizes ahead; there is nothing to compile here.
+        Transformer Engine compiles for these sizes ahead of time; te_fast does not compile.
     softmax_type : str, default = 'vanilla'
         As of :class:`te_fast.pytorch.DotProductAttention`.
 
@@ -358,19 +358,20 @@ class MultiheadAttention(CompositeModule):
         )
 
     def _shares_of_parameters(self) -> dict[str, Share]:
-        """Return no share of its own: one matrix of a rank's queries, keys and values is no part of that of all ranks.
+        """Return no share of the module's own, since only its layers have parameters.
 
         Raises
         ------
         UnsupportedError
-            For such a matrix.
+            For a matrix of a rank's queries, keys and values that are not interleaved: it is not a part of the whole
+            matrix.
         """
         names = ("qkv", "layernorm_qkv", "key_value")
         joined = [name for name in names if hasattr(getattr(self, name, None), "weight")]
         if self.tp_size > 1 and joined and not self.qkv_weight_interleaved:
             message = (
-                f"{self._shown}: {joined[0]}.weight has this rank's parts one behind the other, so that ranks' shares "
-                "do not make the whole; use qkv_weight_interleaved=True, or fuse_qkv_params=False"
+                f"{self._shown}: {joined[0]}.weight has this rank's queries, keys and values in sequence, so that "
+                "ranks' shares do not add up to the whole; use qkv_weight_interleaved=True, or fuse_qkv_params=False"
             )
             raise UnsupportedError(message)
         return {}
@@ -410,7 +411,7 @@ class MultiheadAttention(CompositeModule):
         options: dict[str, Any] = {"eps": eps, "device": device, "params_dtype": dtype}
         if self.tp_size > 1:
             options["sequence_parallel"] = (
-                True  # of this rank's heads: partial, as those of rows are
+                True  # gradients of this rank's heads are partial sums, as those of a rank's rows are
             )
         self.q_norm = kinds[kind](size, **options)
         self.k_norm = kinds[kind](size, **options)
@@ -477,11 +478,11 @@ class MultiheadAttention(CompositeModule):
         hidden_states : torch.Tensor
             ``(s, b, hidden_size)``, ``(b, s, hidden_size)`` or ``(t, hidden_size)``.
         encoder_output : torch.Tensor, optional
-            What keys and values of cross attention are made of, in the same format.
+            The tensor that cross attention computes keys and values from, in the same format.
         is_first_microbatch : bool, optional
             As :meth:`te_fast.pytorch.Linear.forward` takes it.
         rotary_pos_emb : torch.Tensor or tuple, optional
-            Angles of :class:`te_fast.pytorch.RotaryPositionEmbedding`, of queries and keys if they are two.
+            Angles of :class:`te_fast.pytorch.RotaryPositionEmbedding`; a tuple has those of queries and those of keys.
         attention_mask, attn_mask_type, window_size, bottom_right_diagonal, checkpoint_core_attention, \
 inference_params, core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv, \
 cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs, \
@@ -539,7 +540,7 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
         rotary_pos_emb: Rotation,
         given: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Do all but the last projection.
+        """Compute attention up to the last projection.
 
         Parameters
         ----------
@@ -636,7 +637,7 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
     def _waves(
         self, angles: torch.Tensor, shape: torch.Size, given: dict[str, Any], side: str
     ) -> Waves:
-        """Return what heads turn by; in a key-value cache sequences begin where the step before has ended."""
+        """Return cosines and sines; in a key-value cache, sequences begin where the previous step ended."""
         params = given.get("inference_params")
         starts = None if params is None else params.get_seqlens_pre_step()
         ends = None
@@ -654,5 +655,5 @@ thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
 
 
 def is_fresh(layer: torch.nn.Module) -> bool:
-    """Tell whether nobody but its caller has seen a layer's result."""
+    """Tell whether only the caller has a reference to a layer's result."""
     return type(layer) in (Linear, LayerNormLinear) and are_called_plainly(layer)

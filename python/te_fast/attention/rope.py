@@ -32,8 +32,8 @@ class RotaryPositionEmbedding(torch.nn.Module):
     seq_len_interpolation_factor : int, optional
         Positions are divided by it (https://arxiv.org/abs/2306.15595).
     pretrained_max_position_embeddings : int, optional
-        Positions that the model has been trained on; needed by `seq_len_interpolation_factor`. Longer sequences than
-        both allow are squeezed into that length.
+        Positions that the model has been trained on; needed by `seq_len_interpolation_factor`. Sequences longer than
+        both arguments allow are compressed to that length.
     rotary_base : float, default = 10000.0
         Base of the angles.
     interleaved : bool, default = False
@@ -133,24 +133,24 @@ def _waves(freqs: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.
 
 
 class LastWaves:
-    """The waves of the last angles: the layers of a model rotate by the same ones."""
+    """Keeps the cosines and sines of the last angles, since all layers of a model use the same angles."""
 
     def __init__(self) -> None:
-        # In one piece, since threads may take turns between any two statements.
+        # One assignment, since another thread may run between any two statements.
         self._last: tuple[tuple[weakref.ref[torch.Tensor], ...], tuple[Any, ...], Waves] | None
         self._last = None
 
     def of(
         self, angles: tuple[torch.Tensor, ...], key: tuple[Any, ...], make: Callable[[], Waves]
     ) -> Waves:
-        """Return what `make` returns, or returned last, if the tensors are the same, unchanged, and so is the key."""
+        """Return the kept result of `make` if key and tensors are the same and unchanged, else call `make`."""
         if is_compiling() or any([t.requires_grad or t.is_inference() for t in angles]):
             return make()
         stream = None
         if angles[0].is_cuda:
             if (
                 torch.cuda.is_current_stream_capturing()
-            ):  # what a graph makes is there when it has run
+            ):  # a tensor of a graph has its values only after the graph has run
                 return make()
             # Another stream would not wait for this one.
             stream = torch._C._cuda_getCurrentRawStream(angles[0].device.index)
@@ -163,7 +163,7 @@ class LastWaves:
         ):
             return last[2]
         waves = make()
-        if not waves[0].is_inference():  # which a backward could not keep
+        if not waves[0].is_inference():  # a backward could not save inference tensors
             self._last = (tuple([weakref.ref(t) for t in angles]), key, waves)
         return waves
 
@@ -196,7 +196,7 @@ _NATIVE = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _is_native(*tensors: torch.Tensor) -> bool:
-    """Tell whether the kernel takes tensors: plain ones of its types, which nobody traces."""
+    """Tell whether the kernel takes tensors: plain tensors of its types that are not traced."""
     return is_unseen(*tensors) and all(
         [t.dtype in _NATIVE and t.layout is torch.strided for t in tensors]
     )
@@ -208,7 +208,7 @@ def _rows(t: torch.Tensor) -> torch.Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Backward rotates back; nothing but the waves is kept."""
+    """Rotates heads; backward rotates gradients back and needs only the cosines and sines."""
 
     @staticmethod
     def forward(
@@ -278,7 +278,7 @@ class Heads(NamedTuple):
         return packed.view(shape).split_with_sizes((self.queries, self.groups, self.groups), -2)
 
     def split(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return queries, keys and values, ``(..., heads, d)``; copies where groups keep them apart."""
+        """Return queries, keys and values, ``(..., heads, d)``; copies if groups interleave them."""
         parts = self.parts(packed)
         return tuple([part.flatten(-3, -2) for part in parts]) if self.is_grouped else parts
 
@@ -289,7 +289,7 @@ class Heads(NamedTuple):
 
 
 def _turns(parts: Any, outs: Any, waves: Any) -> list[Any]:
-    """Return what the kernel is given for queries, keys and values."""
+    """Return the kernel's arguments for queries, keys and values."""
     of_q, of_k = waves[:2], waves[2:]
     pairs = zip(parts, outs, (of_q, of_k, (None, None)), strict=True)
     return [(part, out, *wave) for part, out, wave in pairs]
@@ -303,7 +303,7 @@ def _split(
     interleaved: bool,
     order: tuple[int, ...] | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Return queries, keys and values of their product, the first two turned, in an order of dimensions."""
+    """Return queries, keys and values of their product, the first two rotated, in an order of dimensions."""
     rows = packed if packed.dim() == 3 else packed.unsqueeze(1)
     if in_place and heads.are_views:
         outs = heads.split(rows)
@@ -324,7 +324,7 @@ def _join(
     interleaved: bool,
     order: tuple[int, ...] | None,
 ) -> torch.Tensor:
-    """Return what :func:`_split` takes to gradients: of queries, keys and values, turned back, in one tensor."""
+    """Return the transpose of :func:`_split`: all gradients, the first two rotated back, in one tensor."""
     parts = [_rows(t) for t in grads]
     if order is not None:
         back = _inverse(order)
@@ -346,7 +346,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        given = ctx.given  # gradients of gradients need a node
+        given = ctx.given  # second derivatives need an autograd node
         packed = _Join.apply(*grads, *given) if torch.is_grad_enabled() else _join(grads, *given)
         return packed, None, None, None, None, None
 
@@ -393,11 +393,11 @@ def split_rotated(
     waves : tuple
         Cosines and signed sines of queries and of keys, as they broadcast to ``(..., heads, d)``.
     heads : Heads
-        What the columns are.
+        The order of the columns.
     interleaved : bool
         Which channels make a pair.
     in_place : bool
-        The product may be written to: nobody else reads it.
+        The product may be overwritten, since it has no other reader.
     order : tuple of int, optional
         Order of the results' dimensions, as :meth:`torch.Tensor.permute` takes it.
 
@@ -535,12 +535,14 @@ def angles_of(
         positions = rows - cu_seqlens[sequence.clamp_max(last)]
         if start_positions is not None:
             positions = positions + start_positions[sequence.clamp_max(last)]
-        # Rows behind the last sequence are of none; whatever they hold is not read.
+        # Rows after the last sequence belong to no sequence, and are not read.
         return freqs[positions.clamp(0, freqs.shape[0] - 1), 0]
     batch_first = tensor_format == "bshd"
     length = shape[1] if batch_first else shape[0]
     if length > freqs.shape[0]:
-        message = f"{_OP}: there are angles for {freqs.shape[0]} positions, and {length} tokens"
+        message = (
+            f"{_OP}: {length} tokens need as many angles, got angles for {freqs.shape[0]} positions"
+        )
         raise ShapeError(message)
     if start_positions is None:
         if length == freqs.shape[0]:

@@ -79,7 +79,7 @@ def mask_type_of(name: str, layer: str) -> str:
     Raises
     ------
     ShapeError
-        If there is none of that name.
+        If the name is unknown.
     """
     kind = str(name).replace(",", "_")
     kind = "padding_causal" if kind == "causal_padding" else kind
@@ -113,7 +113,7 @@ def _window(kind: str, window: Any, layer: str) -> tuple[int, int]:
 
 
 def rule_of(mask_type: str, window: Any, bottom_right: bool | None, layer: str) -> Rule:
-    """Return what a mask type, a window and an alignment say together.
+    """Return the rule of a mask type, a window and an alignment.
 
     Parameters
     ----------
@@ -122,14 +122,14 @@ def rule_of(mask_type: str, window: Any, bottom_right: bool | None, layer: str) 
     window : tuple of int, optional
         Keys before and behind the diagonal; all that the mask type allows by default.
     bottom_right : bool, optional
-        Which diagonal windows and ALiBi are of, where the mask type does not say; bottom right by default.
+        Whether windows and ALiBi use the bottom right diagonal, if the mask type does not say; the default is True.
     layer : str
         Name in messages.
 
     Raises
     ------
     ShapeError
-        If they contradict each other, or one is unknown.
+        If the arguments contradict each other, or a name is unknown.
     """
     kind = mask_type_of(mask_type, layer)
     left, right = _window(kind, window, layer)
@@ -148,13 +148,13 @@ class Kept(NamedTuple):
 
 
 def kept_of_lengths(ends: torch.Tensor, size: int) -> torch.Tensor:
-    """Return which of `size` positions are real, of cumulative lengths ``(batch + 1,)``: ``(batch, size)``."""
+    """Return which of `size` positions are real, from cumulative lengths ``(batch + 1,)``: ``(batch, size)``."""
     lengths = (ends[1:] - ends[:-1]).unsqueeze(1)
     return torch.arange(size, device=ends.device) < lengths
 
 
 def offsets(rule: Rule, queries: int, keys: int, kept: Kept | None) -> Any:
-    """Return what the diagonal adds to a query's number: an int, or one per sequence ``(batch, 1, 1, 1)``."""
+    """Return the offset of the diagonal: an int, or one per sequence ``(batch, 1, 1, 1)``."""
     if not rule.bottom_right:
         return 0
     if not rule.is_padded or kept is None:
@@ -177,7 +177,7 @@ def allowed(
     masked: torch.Tensor | None,
     device: torch.device,
 ) -> torch.Tensor | None:
-    """Return which keys each query attends to; None where that is all of them.
+    """Return which keys each query attends to; None if every query attends to all keys.
 
     Parameters
     ----------
@@ -236,7 +236,7 @@ def alibi(
     Parameters
     ----------
     rule : Rule
-        Whose diagonal.
+        The rule that gives the diagonal.
     sizes : tuple of int
         Queries and keys of a sequence.
     kept : Kept, optional

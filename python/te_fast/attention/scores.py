@@ -1,4 +1,4 @@
-"""Attention itself: torch's kernels, on heads in whatever order they lie in memory."""
+"""Attention itself, by torch's kernels, on heads with any strides."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Scores(NamedTuple):
     masked : torch.Tensor, optional
         Mask of ``arbitrary``, True where a query does not attend.
     softcap : float
-        ``c`` of ``c · tanh(score / c)``, by which scaled scores are bounded; 0 bounds nothing.
+        ``c`` of ``c · tanh(score / c)``, which bounds scaled scores; 0 sets no bound.
     """
 
     rule: Rule
@@ -67,7 +67,7 @@ class Scores(NamedTuple):
         kept: Kept | None = None,
         masked: torch.Tensor | None = None,
     ) -> Scores:
-        """Return the same for sequences of a call, with the rule for them if it is another."""
+        """Return a copy for the sequences of a call, and for another rule if there is one."""
         rule = self.rule if rule is None else rule
         # Traces of torch 2.8 do not go through `_replace`.
         fixed = (self.scale, self.dropout, self.bias, self.sink)
@@ -75,7 +75,7 @@ class Scores(NamedTuple):
 
 
 def _is_plain(scores: Scores, queries: int, keys: int) -> bool:
-    """Whether torch's ``is_causal``, or no mask at all, says what the rule says."""
+    """Whether torch's ``is_causal``, or no mask at all, is equivalent to the rule."""
     rule = scores.rule
     if scores.kept is not None or scores.masked is not None or scores.sink is not None:
         return False
@@ -87,7 +87,7 @@ def _is_plain(scores: Scores, queries: int, keys: int) -> bool:
 
 
 def _bias_of(scores: Scores, q: torch.Tensor, keys: int) -> torch.Tensor | None:
-    """Return what is added to scaled scores, ``(1 or batch, 1 or heads, 1 or queries, keys)``."""
+    """Return the bias of scaled scores, ``(1 or batch, 1 or heads, 1 or queries, keys)``."""
     bias = scores.bias
     if bias.kind == "alibi":
         slopes = bias.slopes
@@ -117,7 +117,7 @@ def _with_sink(
 
 
 def _capped(products: torch.Tensor, bias: torch.Tensor | None, scores: Scores) -> torch.Tensor:
-    """Return scaled products bounded by the cap, with their bias: one from before the scale is within the bounds."""
+    """Return scaled products bounded by the cap, with their bias; a bias before the scale is bounded, too."""
     if bias is not None and scores.bias.kind == "pre_scale_bias":
         products, bias = products + bias, None
     if scores.softcap != 0.0:
@@ -128,7 +128,7 @@ def _capped(products: torch.Tensor, bias: torch.Tensor | None, scores: Scores) -
 def _attend_capped(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
 ) -> torch.Tensor:
-    """Attend by the formula, scores in FP32: none of torch's kernels bounds scores."""
+    """Compute attention by plain products with scores in FP32, since none of torch's kernels bounds scores."""
     repeats = q.shape[1] // k.shape[1]
     k, v = (tensor.repeat_interleave(repeats, dim=1) for tensor in (k, v))
     mask = allowed(scores.rule, (q.shape[2], k.shape[2]), scores.kept, scores.masked, q.device)
@@ -137,7 +137,7 @@ def _attend_capped(
     weights = _capped(products, _bias_of(scores, q, k.shape[2]), scores)
     dead = None
     if mask is not None:
-        # The softmax of nothing is NaN: such queries attend to all, and their result is zero.
+        # The softmax of no keys is NaN. Such queries attend to all keys here, and their result is set to zero.
         dead = ~mask.any(-1, keepdim=True)
         weights = weights.masked_fill(~(mask | dead), float("-inf"))
     if scores.sink is not None:
@@ -159,7 +159,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) ->
     k, v : torch.Tensor
         ``(batch, groups, keys, d_k)`` and ``(batch, groups, keys, d_v)``; heads are a multiple of groups.
     scores : Scores
-        How.
+        How scores are computed.
 
     Returns
     -------
@@ -187,7 +187,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores) ->
     elif mask is not None and (
         scores.kept is not None or scores.masked is not None or scores.rule.is_banded
     ):
-        # Kernels disagree on the softmax of nothing: such queries attend to all, and their result is zero.
+        # Kernels disagree on the softmax of no keys. Such queries attend to all keys here, and their result is set to
+        # zero.
         dead = ~mask.any(-1, keepdim=True)
         mask = mask | dead
     if mask is not None and bias is not None:
@@ -228,7 +229,7 @@ class Packing(NamedTuple):
     longest: int
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the packed row of each position and whether it is one: ``(batch, longest)`` each."""
+        """Return the packed row of each position, and whether the position is real: ``(batch, longest)`` each."""
         kept = kept_of_lengths(self.ends, self.longest)
         rows = self.starts[:-1, None] + torch.arange(self.longest, device=self.ends.device)
         return rows, kept
@@ -241,7 +242,7 @@ def unpack(t: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tenso
         shape = (*rows.shape, *t.shape[1:])
         return t.new_zeros(shape).transpose(1, 2), kept
     picked = t[torch.where(kept, rows, 0)]
-    # What is not a position must be finite: its weight is zero, and zero times NaN is not.
+    # Padding must be finite: its weight is zero, but zero times NaN is NaN.
     return picked.masked_fill(~kept[..., None, None], 0.0).transpose(1, 2), kept
 
 
@@ -255,7 +256,7 @@ def pack(y: torch.Tensor, packing: Packing, tokens: int) -> torch.Tensor:
 
 @cache
 def _varlen() -> tuple[Any, frozenset[str]]:
-    """Return torch's attention on packed sequences and what it takes; None before torch 2.10."""
+    """Return torch's attention on packed sequences and its parameters; None before torch 2.10."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -264,7 +265,7 @@ def _varlen() -> tuple[Any, frozenset[str]]:
 
 
 def varlen_problem(q: torch.Tensor, v: torch.Tensor, scores: Scores, *, is_self: bool) -> str:
-    """Return why torch's kernel for packed sequences cannot be taken; nothing where it can."""
+    """Return why torch's kernel for packed sequences cannot be used; None if it can."""
     rule = scores.rule
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
         return "it is for 16 bits on the GPU"
@@ -313,7 +314,7 @@ def backends(chosen: tuple[bool, bool, bool]) -> AbstractContextManager[Any]:
     Parameters
     ----------
     chosen : tuple of bool
-        Whether flash attention, the other fused kernels, and the formula as it is may be taken.
+        Whether flash attention, the other fused kernels, and plain products may be used.
     """
     if all(chosen):
         return nullcontext()

@@ -13,10 +13,10 @@ from te_fast.attention.rope import Heads, Waves, split_rotated, waves_of
 from te_fast.attention.scores import Scores, attend
 from te_fast.runtime.module_hooks import are_called_plainly
 
-#: The order of dimensions that torch's attention takes, of a format's, and the way back.
+#: The permutation from a format to the order of dimensions that torch's attention takes, and its inverse.
 _ORDERS = {"sbhd": ((1, 2, 0, 3), (2, 0, 1, 3)), "bshd": ((0, 2, 1, 3), (0, 2, 1, 3))}
 
-#: Arguments of a call that asks for nothing.
+#: Arguments of a call without options.
 _NOTHING: dict[str, Any] = {
     "softcap": None,
     "inference_params": None,
@@ -39,7 +39,7 @@ def attend_simply(
     angles: Rotation,
     given: dict[str, Any],
 ) -> torch.Tensor | None:
-    """Do what :meth:`MultiheadAttention.attend` does, at less cost on the host, where that is all there is to do.
+    """Compute :meth:`MultiheadAttention.attend` at less host cost, if the call has no other options.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def attend_simply(
     Returns
     -------
     torch.Tensor, optional
-        Heads merged; None, before anything was done, where there is more to do.
+        Heads merged; None if the call needs more, in which case nothing has been computed.
     """
     modules = attention._modules
     core: Any = modules["core_attention"]
@@ -105,7 +105,7 @@ def attend_product(
     mixed : torch.Tensor
         ``(s, b, columns)`` or ``(b, s, columns)``, the product.
     waves : tuple, optional
-        What queries and keys are turned by.
+        Cosines and sines that rotate queries and keys.
     heads : Heads
         What the columns are.
     fmt : {'sbhd', 'bshd'}
@@ -115,7 +115,7 @@ def attend_product(
     interleaved, in_place : bool
         As of :func:`te_fast.attention.rope.split_rotated`.
     note : Callable, optional
-        Is given keys and values, ``(b, groups, s, d)``, and returns those that are attended to.
+        Takes keys and values, ``(b, groups, s, d)``, and returns the keys and values to attend to.
 
     Returns
     -------
@@ -134,14 +134,14 @@ def attend_product(
 
 
 def simple_scores(core: Any, given: dict[str, Any] = _NOTHING) -> Scores | None:
-    """Return how scores are computed; None where a call of `core` does more than torch's kernel.
+    """Return how scores are computed; None if a call of `core` does more than torch's kernel.
 
-    The caller vouches for the shapes of queries, keys and values, and that they are of the same tokens.
+    The caller guarantees that queries, keys and values have fitting shapes and belong to the same tokens.
 
     Parameters
     ----------
     core : torch.nn.Module
-        A :class:`te_fast.pytorch.DotProductAttention`; of others nothing is known.
+        A :class:`te_fast.pytorch.DotProductAttention`; None is returned for other modules.
     given : dict, optional
         Arguments of the call.
     """
@@ -149,7 +149,7 @@ def simple_scores(core: Any, given: dict[str, Any] = _NOTHING) -> Scores | None:
 
 
 def _is_simple(core: Any, given: dict[str, Any]) -> bool:
-    """Tell whether a call asks for nothing beside a mask that follows from the tokens' places."""
+    """Tell whether a call has no options other than a mask that follows from the tokens' positions."""
     return (
         type(core) is DotProductAttention
         and core.qkv_format in _ORDERS
@@ -169,7 +169,7 @@ def _is_simple(core: Any, given: dict[str, Any]) -> bool:
 
 
 def _scores_of(core: DotProductAttention, given: dict[str, Any]) -> Scores | None:
-    """Return how scores are computed; None where torch's kernel wants a mask, or random numbers a tracker."""
+    """Return how scores are computed; None if torch's kernel needs a mask, or dropout a tracker."""
     dropout = core.attention_dropout if core.training else 0.0
     if dropout != 0.0 and core.get_rng_state_tracker is not None:
         return None

@@ -1,4 +1,4 @@
-"""What follows attention in a layer, as one program: projection, norm, feed-forward block, both residual sums."""
+"""The part of a layer behind attention as one program: projection, norm, feed-forward block, residual sums."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Tail:
         program.add_residual("sum", begin)
 
     def is_of(self, proj: Linear, mlp: LayerNormMLP) -> bool:
-        """Tell whether this is still the program of these layers, whose native halves may have been made anew."""
+        """Tell whether the program still belongs to these layers, whose native halves may have been replaced."""
         handles = self._handles
         return (
             proj.__dict__.get("_handles") is handles[0]
@@ -49,7 +49,7 @@ class Tail:
         )
 
     def takes(self, hidden: torch.Tensor) -> bool:
-        """Tell whether it computes what calls of the layers would."""
+        """Tell whether the program computes the same as calls of the layers."""
         proj, mlp = self._proj, self._mlp
         if (
             not is_unseen(hidden)
@@ -75,7 +75,7 @@ class Tail:
         Parameters
         ----------
         context : torch.Tensor
-            ``(..., heads · channels)``, what attention gives.
+            ``(..., heads · channels)``, the result of attention.
         residual : torch.Tensor
             ``(..., hidden_size)``, the layer's input.
         is_first_microbatch : bool, optional

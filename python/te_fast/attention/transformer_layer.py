@@ -24,12 +24,12 @@ Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
 class DropPath(torch.nn.Module):
-    """Drop whole samples (https://arxiv.org/abs/1603.09382), which dimension 0 numbers.
+    """Drop whole samples along dimension 0 (https://arxiv.org/abs/1603.09382).
 
     Parameters
     ----------
     drop_prob : float, default = 0.0
-        Probability; the others are divided by one minus it.
+        Probability of a drop; the other samples are divided by one minus this probability.
     """
 
     def __init__(self, drop_prob: float = 0.0) -> None:
@@ -62,7 +62,7 @@ class TransformerLayer(CompositeModule):
     hidden_dropout, attention_dropout : float, default = 0.1
         Probabilities of dropout before residual sums, and of weights of attention.
     init_method, output_layer_init_method : Callable, optional
-        Initialise the weights that read the block's input, and those that make its output.
+        Initialise the weights that read a block's input, and the weights that compute its output.
     layer_number : int, optional
         Number of the layer, from 1.
     kv_channels : int, optional
@@ -83,7 +83,7 @@ class TransformerLayer(CompositeModule):
     fuse_wgrad_accumulation : bool, default = False
         Add the weights' gradients to their ``main_grad``; needs `fuse_qkv_params`.
     seq_length, micro_batch_size : int, optional
-        Transformer Engine compiles for these sizes ahead; there is nothing to compile here. With `sequence_parallel`,
+        Transformer Engine compiles for these sizes ahead of time; te_fast does not compile. With `sequence_parallel`,
         inputs must be a rank's share of `seq_length`.
     apply_residual_connection_post_layernorm : bool, default = False
         Residuals are the results of norms, instead of their inputs.
@@ -92,7 +92,7 @@ class TransformerLayer(CompositeModule):
     parallel_attention_mlp : bool, default = False
         Attention and feed-forward block have the same input, and their results are added.
     layer_type : {'encoder', 'decoder'}, default = 'encoder'
-        A decoder has cross attention between the two.
+        A decoder has cross attention between self attention and feed-forward block.
     drop_path_rate : float, default = 0.0
         Probability by which the path of a sample is dropped.
     fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved : bool
@@ -102,7 +102,7 @@ class TransformerLayer(CompositeModule):
     ub_tp_comm_overlap : bool, default = False
         Userbuffers; not supported yet.
     ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad : bool
-        Which of them; they say nothing without `ub_tp_comm_overlap`.
+        Kinds of Userbuffers; they have no effect without `ub_tp_comm_overlap`.
     bias : bool, default = True
         Have biases.
     activation, activation_params : optional
@@ -129,8 +129,8 @@ class TransformerLayer(CompositeModule):
 
     See Also
     --------
-    MultiheadAttention : Its first half.
-    LayerNormMLP : Its second half.
+    MultiheadAttention : The first half of the layer.
+    LayerNormMLP : The second half of the layer.
 
     Examples
     --------
@@ -297,7 +297,7 @@ class TransformerLayer(CompositeModule):
         return None if self.name is None else f"{self.name}.{part}"
 
     def _make_attention(self, options: dict[str, Any], *, returns_bias: bool) -> None:
-        # Where there is no norm, there is nothing of it to return.
+        # Without a norm, there is no norm's result to return.
         normed = options["return_layernorm_output"] and not self.output_layernorm
         self.self_attention = MultiheadAttention(
             **options | {"return_layernorm_output": normed},
@@ -321,7 +321,7 @@ class TransformerLayer(CompositeModule):
         self._tell("reset_fp8_meta_tensors")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave native parts out: they are made anew."""
+        """Leave native parts out; the copy makes its own."""
         return {name: value for name, value in self.__dict__.items() if name != "_tail"}
 
     # Forward --------------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ class TransformerLayer(CompositeModule):
         rotary_pos_emb : torch.Tensor or tuple, optional
             Angles of :class:`te_fast.pytorch.RotaryPositionEmbedding`.
         cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv : optional
-            Where sequences lie; self attention takes those of queries for both.
+            Places of the sequences; self attention uses those of queries for keys, too.
         checkpoint_core_attention, inference_params, core_attention_bias_type, core_attention_bias, alibi_slopes, \
 fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_dispatch, softcap : optional
             As :meth:`te_fast.pytorch.DotProductAttention.forward` takes them.
@@ -461,7 +461,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
             raise ShapeError(message)
 
     def _tail_for(self, hidden: torch.Tensor) -> Tail | None:
-        """Return what computes everything behind attention in one program; None where something is between."""
+        """Return the program of the part behind attention; None if something else must run in between."""
         if (self.training and self.hidden_dropout > 0.0) or not self._is_plain():
             return None
         if is_compiling():  # a graph has the layers as operators
@@ -503,7 +503,7 @@ fast_zero_fill, pad_between_seqs, thd_attention_policies, thd_attention_policy_d
     def _with_residual(
         self, outs: Any, residual: torch.Tensor, drop_path: torch.nn.Module | None
     ) -> torch.Tensor:
-        """Return the sum of a block's result, bias and residual; the block may bring the residual itself."""
+        """Return the sum of a block's result, bias and residual; the block may return the residual itself."""
         out, bias, *normed = outs
         return self._summed(out, bias, normed[0] if normed else residual, drop_path)
 

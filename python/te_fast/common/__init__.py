@@ -1,4 +1,4 @@
-"""What does not depend on the framework."""
+"""Transformer Engine's names that do not depend on the framework."""
 
 from te_fast.common import recipe
 

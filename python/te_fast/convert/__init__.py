@@ -1,15 +1,15 @@
-"""FP8 for a model of other libraries' modules, in one line.
+"""FP8 for models of other libraries, in one line.
 
 From Python::
 
     print(te_fast.convert(model))
 
-From the shell, to see what that would do::
+From the shell, to see what ``convert`` would do::
 
     python -m te_fast.convert --dry-run package.module:make_model
     python -m te_fast.convert --dry-run hf:path/of/a/configuration
 
-The module is callable for that: ``te_fast.convert(...)`` is :func:`te_fast.convert.convert`.
+The module itself is callable: ``te_fast.convert(...)`` is :func:`te_fast.convert.convert`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Report", "convert", "load_scaling_state", "main", "scaling_state", "undo"]
 
-#: Names of layers that give logits: their rounding is the loss's.
+#: Names of layers that compute logits: their rounding errors go straight into the loss.
 HEADS = ("lm_head", "embed_out", "output", "score", "classifier", "logits", "head")
 _KEY = "forward"
 _UNGATED = {torch.nn.ReLU: "relu", torch.nn.SiLU: "silu"}
@@ -53,12 +53,12 @@ _UNGATED = {torch.nn.ReLU: "relu", torch.nn.SiLU: "silu"}
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`convert` did, or would do.
+    """A report of a conversion, or of a dry run.
 
     Attributes
     ----------
     converted : dict of str to str
-        What modules were converted to, by name.
+        What became of each converted module, by name.
     left : dict of str to str
         Why modules were left as they are, by name.
     dry_run : bool
@@ -82,7 +82,7 @@ class Report:
     dry_run: bool = False
 
     def __str__(self) -> str:
-        """Return what there is of each kind, and every reason with the first module that it is of."""
+        """Return the number of modules of each kind, and every reason with its first module."""
         counts = Counter(self.converted.values())
         title = "te_fast.convert would convert" if self.dry_run else "te_fast.convert converted"
         lines = [
@@ -175,7 +175,7 @@ class _Plan:
         self.forwards.append((name, module, SequentialForward(module, fused, what)))
 
     def _norm_and(self, name: str, modules: list[Any]) -> tuple[Any, int, str]:
-        """Return a fused layer for the modules that a list begins with, and how many they are."""
+        """Return a fused layer for the first modules of a list, and their number."""
         if len(modules) < 2:
             leave(f"{name} has no more")
         first = known.linear(modules[1], f"{name}[1]")
@@ -223,9 +223,7 @@ def _refuse(model: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module.__dict__.get(_KEY), Forward):
             shown = name or "the model"
-            message = (
-                f"convert: {shown} has been converted; take it back by te_fast.convert.undo(model)"
-            )
+            message = f"convert: {shown} has been converted already; te_fast.convert.undo(model) restores it"
             raise StateError(message)
         is_compiled = module.__dict__.get("_compiled_call_impl") is not None
         if is_compiled or type(module).__name__ == "OptimizedModule":
@@ -240,19 +238,20 @@ def convert(
 ) -> Report:
     """Let a model's modules compute by te_fast's layers.
 
-    Decoder layers as Llama, Mistral, Qwen and their kin have them, experts as Mixtral and its kin have them, norms and
-    the linear layers behind them in ``torch.nn.Sequential``, and all linear layers get another ``forward``. Modules,
-    parameters, names and states stay what they are. In ``te_fast.pytorch.autocast`` they compute in FP8, elsewhere in
-    the parameters' type. A block is recognised by its parts and then tried: one that computes something else is left.
+    Four kinds of modules get another ``forward``: decoder layers like those of Llama, Mistral and Qwen, experts like
+    those of Mixtral, norms with the linear layers behind them in ``torch.nn.Sequential``, and all linear layers.
+    Modules, parameters, names and states stay as they are. In ``te_fast.pytorch.autocast`` the modules compute in FP8,
+    elsewhere in the parameters' type. ``convert`` recognises a block by its parts and then tries it; a block that
+    computes something else stays as it is.
 
     Parameters
     ----------
     model : torch.nn.Module
         The model, on its device, before ``torch.compile`` and before sharding by FSDP2.
     exclude : iterable of str
-        Names of modules that are left, whole or last; by default those of layers that give logits.
+        Names of modules to leave as they are: the whole path, or its last part. By default, layers that compute logits.
     dry_run : bool, default = False
-        Tell what would be done, and do nothing.
+        Return the report and change nothing.
 
     Returns
     -------
@@ -268,14 +267,12 @@ def convert(
 
     See Also
     --------
-    undo : Takes it back.
-    scaling_state : Scales, to be saved.
+    undo : Restores the model.
+    scaling_state : Returns the scales for a checkpoint.
 
-    Notes
-    -----
-    Weights that one matrix product reads (queries, keys and values; both halves of a feed-forward block) are moved to
-    memory where they lie one behind the other: the same parameters with the same values. Parameters of which somebody
-    else has laid out the memory stay where they are, and are joined in every call.
+    Notes ----- Weights that one matrix product reads (queries, keys and values; both halves of a feed-forward block)
+    are moved to adjacent memory; they stay the same parameters with the same values. Parameters in a buffer of another
+    library stay where they are, and every call joins them.
 
     Examples
     --------
@@ -301,7 +298,7 @@ def convert(
 
 
 def undo(model: torch.nn.Module) -> int:
-    """Take back what :func:`convert` did; parameters and what they have learnt stay.
+    """Undo :func:`convert`; parameters keep their values.
 
     Parameters
     ----------
@@ -311,17 +308,17 @@ def undo(model: torch.nn.Module) -> int:
     Returns
     -------
     int
-        Modules that compute by themselves again.
+        Number of restored modules.
 
     Raises
     ------
     StateError
-        If nothing of the model has been converted, or a wrapper has put its own forward around it since: take that
-        away first.
+        If no module of the model has been converted, or a wrapper has replaced a converted forward since. Remove such a
+        wrapper first.
 
     See Also
     --------
-    convert : What it takes back.
+    convert : Converts a model.
 
     Examples
     --------
@@ -348,7 +345,7 @@ def undo(model: torch.nn.Module) -> int:
 
 
 def _load(target: str) -> torch.nn.Module:
-    """Return a model on the meta device, of a function or of a configuration."""
+    """Return a model on the meta device, made by a function or from a configuration."""
     kind, _, rest = target.partition(":")
     if not rest:
         message = f"expected package.module:function or hf:path, got {target!r}"
@@ -387,7 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     >>> from te_fast.convert import main
     >>> main(["--dry-run", "package.module:make_model"])  # doctest: +SKIP
     """
-    summary = "Tell what te_fast.convert would do with a model."
+    summary = "Report what te_fast.convert would do with a model."
     parser = argparse.ArgumentParser(prog="python -m te_fast.convert", description=summary)
     parser.add_argument(
         "model", help="package.module:function that makes it, or hf:<directory of a configuration>"
@@ -395,10 +392,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="what is done anyway: the model is made without memory",
+        help="accepted for clarity: the command never changes a model, and makes it without memory",
     )
     parser.add_argument(
-        "--exclude", nargs="*", default=list(HEADS), help="names of modules that are left"
+        "--exclude", nargs="*", default=list(HEADS), help="names of modules to leave as they are"
     )
     options = parser.parse_args(arguments)
     try:
@@ -412,7 +409,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _CallableModule(types.ModuleType):
-    """Lets ``te_fast.convert(...)`` work although the import system puts the module there."""
+    """A callable module, so that ``te_fast.convert(...)`` works although ``te_fast.convert`` is a submodule."""
 
     __call__ = staticmethod(convert)
 

@@ -1,4 +1,4 @@
-"""Experts of other libraries' mixtures, with one stack of weights for each product, and what stands in their place."""
+"""Experts of other libraries' mixtures, with one stack of weights for each product, and their replacement."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def is_experts(module: torch.nn.Module) -> bool:
 
 
 def experts(module: Any, name: str) -> Experts:
-    """Return the sizes of experts that te_fast computes the same.
+    """Return the sizes of experts that te_fast can replace.
 
     Raises
     ------
     Left
-        If they are others.
+        If te_fast does not support these experts.
     """
     refuse_wrapped(module, name)
     refuse_parameters(module, name)
@@ -69,13 +69,13 @@ def experts(module: Any, name: str) -> Experts:
             leave(f"{name} has {size} channels, which is no multiple of 16")
     activation = gated_activation(getattr(module, "act_fn", None), name)
     if activation != "swiglu":
-        leave(f"{name} has {activation} as activation; of experts, te_fast knows swiglu")
+        leave(f"{name} has {activation} as activation; te_fast only has experts with swiglu")
     return Experts(module, count, hidden, ffn)
 
 
 @torch.no_grad()
 def try_experts(found: Experts, name: str, forward: Callable[..., torch.Tensor]) -> None:
-    """Run experts and what is to stand for them.
+    """Compare experts with their replacement.
 
     Raises
     ------
@@ -103,7 +103,7 @@ def try_experts(found: Experts, name: str, forward: Callable[..., torch.Tensor])
 class ExpertsForward(Forward):
     """Experts as Mixtral's: two products of all of them, an activation, and the weighted sum, as one program.
 
-    Other calls go the module's own way.
+    Other calls run the module's own forward.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ class ExpertsForward(Forward):
         return self._tied
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the experts; their own way where the call is another than Mixtral's."""
+        """Run te_fast's program, or the module's own forward if the call is not like Mixtral's."""
         owner: Any = self._owner()
         if len(args) != 3 or kwargs or args[0].dim() != 2 or args[1].shape != args[2].shape:
             return type(owner).forward(owner, *args, **kwargs)
@@ -155,7 +155,7 @@ class ExpertsForward(Forward):
         tokens : torch.Tensor
             ``(tokens, hidden)``.
         numbers, weights : torch.Tensor
-            ``(tokens, topk)``: the experts of each token, each of them once, and their weights in the sum.
+            ``(tokens, topk)``: the experts of each token, without repetition, and their weights in the sum.
         """
         for tied in self._tied.values():
             tied.refresh()

@@ -1,4 +1,4 @@
-"""What stands in the place of a converted module's forward: te_fast's layers, with the parameters of the module."""
+"""The forwards of converted modules: te_fast's layers, with the parameters of the module."""
 
 from __future__ import annotations
 
@@ -29,32 +29,33 @@ from te_fast.layers.linear import Linear
 from te_fast.runtime.module_hooks import has_hooks
 
 Tie = tuple[str, torch.nn.Module, str]
-#: A module, and the children of it that a conversion goes by.
+#: A module, and its children that a conversion depends on.
 Watched = tuple[torch.nn.Module, Sequence[tuple[str, torch.nn.Module]]]
 
 
 class Tied:
     """A layer of te_fast whose parameters are those of other modules.
 
-    It is in no module's tree: states, optimizers and wrappers see the modules that have the parameters.
+    The layer is in no module's tree: states, optimizers and wrappers see only the modules that have the parameters.
 
     Parameters
     ----------
     layer : torch.nn.Module
         The layer, made on the meta device.
     ties : sequence of tuple
-        Name in the layer, module, name there.
+        Name in the layer, the module that has the parameter, its name in the module.
     """
 
     def __init__(self, layer: Any, ties: Sequence[Tie]) -> None:
         self.layer = layer
         self.ties = list(ties)
-        # A graph reads the modules' parameters there: it cannot exchange the layer's, above all inside of a checkpoint.
+        # A graph reads the modules' parameters directly: it cannot replace the layer's, above all inside of a
+        # checkpoint.
         layer.__dict__["_ties"] = {name: (module, theirs) for name, module, theirs in ties}
         self.refresh()
 
     def refresh(self) -> None:
-        """Take the modules' parameters, if they have others: sharding exchanges them around every call."""
+        """Take the modules' parameters again if they have changed: sharding replaces them around every call."""
         own = self.layer._parameters
         for name, module, theirs in self.ties:
             parameter = module._parameters[theirs]
@@ -87,13 +88,13 @@ def _norm_options(norm: Norm) -> dict[str, Any]:
 
 
 class Forward:
-    """A forward in the place of a module's own."""
+    """A forward that replaces a module's own."""
 
-    #: What report calls it.
+    #: The forward's name in reports.
     what = ""
 
     def packed(self) -> list[list[torch.nn.Parameter]]:
-        """Return groups of parameters that are read as one, where they lie one behind the other."""
+        """Return groups of parameters that are read as one tensor if they are adjacent in memory."""
         return []
 
     def layers(self) -> dict[str, Tied]:
@@ -147,7 +148,7 @@ def norm_and_mlp(
 
 
 def _are_same(watched: Sequence[Watched]) -> bool:
-    """Whether modules are still those of the conversion, and nothing looks at their calls."""
+    """Whether the modules are still those of the conversion, and have no hooks."""
     for owner, known in watched:
         children = owner._modules
         for name, module in known:
@@ -164,9 +165,9 @@ class SequentialForward(Forward):
     module : torch.nn.Sequential
         The module.
     fused : dict of int to tuple
-        By the place of a norm: the fused layer, and how many modules it stands for.
+        By the index of a norm: the fused layer, and the number of modules that it replaces.
     what : str
-        For the report.
+        Name in reports.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class SequentialForward(Forward):
         return {self._known[place][0]: tied for place, (tied, _) in self.fused.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Name the module itself: weak references are not copied."""
+        """Store the module itself, since weak references are not copied."""
         return self.__dict__ | {"_owner": self._owner()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -191,7 +192,7 @@ class SequentialForward(Forward):
         self.__dict__.update(state | {"_owner": weakref.ref(state["_owner"])})
 
     def __call__(self, input: torch.Tensor) -> Any:
-        """Run the modules; each by itself where one is another than it was."""
+        """Run the modules, one by one if a module was replaced since the conversion."""
         owner: Any = self._owner()
         if list(owner._modules.items()) != self._known or not _are_same([(owner, self._watched)]):
             return type(owner).forward(owner, input)
@@ -244,9 +245,10 @@ def _attention_parts(found: Attention, norm: Norm, first: torch.nn.Module, name:
 
 
 class DecoderForward(Forward):
-    """A decoder layer as Llama's: norm and projections, attention, projection, norm and feed-forward block.
+    """A decoder layer like Llama's: norm and projections, attention, projection, norm and feed-forward block.
 
-    Other calls go the layer's own way: with key-value caches, lengths of packed sequences, or weights to return.
+    Other calls run the layer's own forward: calls with key-value caches, lengths of packed sequences, or weights to
+    return.
 
     Parameters
     ----------
@@ -279,7 +281,7 @@ class DecoderForward(Forward):
         self._watched.append((layer, own))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Name the layer itself, and leave the native program out: it is made anew."""
+        """Store the layer itself, and leave the native program out; the copy makes its own."""
         return self.__dict__ | {"_owner": self._owner(), "_tail": None}
 
     __setstate__ = SequentialForward.__setstate__
@@ -303,7 +305,7 @@ class DecoderForward(Forward):
         return found if self.mlp is None else found | {"feed_forward": self.mlp}
 
     def _is_for(self, given: dict[str, Any], places: tuple[Any, ...]) -> bool:
-        """Tell whether a call is one of training: a mask and angles, and nothing to keep or to return."""
+        """Tell whether a call is one of training: it has a mask and angles, and no cache and no weights to return."""
         mask, angles = given.get("attention_mask"), given.get("position_embeddings")
         if places or not isinstance(angles, tuple) or (mask is None and self._is_eager):
             return False
@@ -320,14 +322,14 @@ class DecoderForward(Forward):
         return _are_same(self._watched)
 
     def _is_empty(self, cache: Any) -> bool:
-        """Tell whether a cache returns just what it is given, as in Transformers' first call, and in training."""
+        """Tell whether a cache is empty and returns only the new keys and values, as in Transformers' first call."""
         owner: Any = self._owner()
         if type(cache).__name__ != "DynamicCache":
             return False
         return bool(cache.get_seq_length(owner.self_attn.layer_idx) == 0)
 
     def __call__(self, hidden_states: torch.Tensor, *places: Any, **given: Any) -> Any:
-        """Run the layer; the layer's own way where the call is not for te_fast's."""
+        """Run te_fast's layers, or the layer's own forward if te_fast's layers do not support the call."""
         owner: Any = self._owner()
         if not self._is_for(given, places):
             return type(owner).forward(owner, hidden_states, *places, **given)
@@ -349,7 +351,7 @@ class DecoderForward(Forward):
         hidden_states : torch.Tensor
             ``(batch, tokens, hidden)``.
         attention_mask : torch.Tensor, optional
-            ``(batch, 1, tokens, tokens)``: bool, True where a query attends, or what is added to scores.
+            ``(batch, 1, tokens, tokens)``: bool, True where a query attends, or a bias of the scores.
         position_embeddings : tuple of torch.Tensor
             Cosines and sines, ``(1 or batch, tokens, channels)``.
         past_key_values : optional
@@ -368,7 +370,7 @@ class DecoderForward(Forward):
         return h + owner.mlp(owner.post_attention_layernorm(h))
 
     def _tail_for(self, hidden: torch.Tensor) -> Tail | None:
-        """Return what computes everything behind attention in one program; None where there is none for a call."""
+        """Return the program of the part behind attention; None if it does not support a call."""
         if self.mlp is None or is_compiling() or torch.is_autocast_enabled(hidden.device.type):
             return None
         self.out.refresh()
@@ -430,7 +432,7 @@ def _gated_mlp(mlp: Any, norm: torch.nn.Module, found: Decoder, name: str) -> Ti
 
 @torch.no_grad()
 def pack(parameters: Sequence[torch.nn.Parameter]) -> Callable[[], None] | None:
-    """Return what lays parameters one behind the other in new memory; None where somebody else laid out theirs."""
+    """Return a function that moves parameters to adjacent memory; None if they lie in another library's buffer."""
     if any(parameter.is_meta for parameter in parameters):
         return None
     for parameter in parameters:

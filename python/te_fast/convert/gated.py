@@ -1,4 +1,4 @@
-"""A feed-forward block whose first weight is two: that of the activated half, and that of the half that gates."""
+"""A feed-forward block whose first weight is two parameters: the activated half and its factor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GatedMLP(LayerNormMLP):
     Attributes
     ----------
     gate_weight, up_weight : torch.nn.Parameter
-        ``(ffn_hidden_size, hidden_size)``: the half that is activated, and the one that it is multiplied by.
+        ``(ffn_hidden_size, hidden_size)``: the half that is activated, and the half that multiplies it.
     gate_bias, up_bias : torch.nn.Parameter
         ``(ffn_hidden_size,)``, if there are biases.
     """

@@ -1,4 +1,4 @@
-"""What modules of other libraries are: their norms, activations and blocks, by structure and by trying them."""
+"""Recognises norms, activations and blocks of other libraries, by their structure and by trying them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 from te_fast.errors import TeFastError
 from te_fast.runtime.module_hooks import has_hooks
 
-#: Relative error (Frobenius) by which what is known of a module may differ from it: roundings of a few operations.
+#: Largest relative error (Frobenius) between a module and its replacement: roundings of a few operations.
 _BOUNDS = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 DTYPES = tuple(_BOUNDS)
 
@@ -23,18 +23,18 @@ class Left(TeFastError):
 
 
 def leave(why: str) -> NoReturn:
-    """Raise, saying why a module is left as it is."""
+    """Raise with the reason why a module is left as it is."""
     raise Left(why)
 
 
 @contextmanager
 def leaving(why: str) -> Iterator[None]:
-    """Leave a module as it is where a trial of it fails, saying why and how.
+    """Leave a module as it is if its trial fails, and report the reason.
 
     Raises
     ------
     Left
-        In the place of what was raised within.
+        In place of the exception that was raised within.
     """
     try:
         yield
@@ -63,7 +63,7 @@ class Norm(NamedTuple):
 
 
 def agrees(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Tell whether two results are those of one computation in a type."""
+    """Tell whether two results differ only by the roundings of a type."""
     if got.shape != wanted.shape:
         return False
     size = wanted.double().norm()
@@ -77,7 +77,7 @@ def refuse_wrapped(module: torch.nn.Module, name: str) -> None:
     Raises
     ------
     Left
-        Saying what is around it.
+        With the reason.
     """
     own = module.__dict__
     if "forward" in own:
@@ -96,7 +96,7 @@ def refuse_parameters(module: torch.nn.Module, name: str) -> None:
     Raises
     ------
     Left
-        Saying what they are.
+        With the kind of the parameter.
     """
     for key, parameter in module._parameters.items():
         if parameter is None:
@@ -109,12 +109,12 @@ def refuse_parameters(module: torch.nn.Module, name: str) -> None:
 
 
 def linear(module: Any, name: str) -> torch.nn.Linear:
-    """Return a linear layer that te_fast computes the same.
+    """Return a linear layer that te_fast can replace.
 
     Raises
     ------
     Left
-        If it is none, or FP8 cannot take its sizes.
+        If the module is not a linear layer, or FP8 does not take its sizes.
     """
     if type(module) is not torch.nn.Linear:
         kind = f"{type(module).__module__}.{type(module).__qualname__}"
@@ -138,7 +138,7 @@ def norm(module: torch.nn.Module, name: str) -> Norm:
     Raises
     ------
     Left
-        If it is none that te_fast has.
+        If te_fast does not have this norm.
     """
     refuse_wrapped(module, name)
     refuse_parameters(module, name)
@@ -146,7 +146,7 @@ def norm(module: torch.nn.Module, name: str) -> Norm:
     others = set(module._parameters) - {"weight", "bias"}
     shown = f"{name} ({type(module).__name__})"
     if weight is None or weight.dim() != 1 or others or module._modules:
-        leave(f"{shown} is no norm with one weight")
+        leave(f"{shown} is not a norm with one weight")
     names = ("variance_epsilon", "eps", "epsilon")
     eps = next((getattr(module, key) for key in names if hasattr(module, key)), None)
     if type(module) is torch.nn.RMSNorm and eps is None:
@@ -165,7 +165,7 @@ def norm(module: torch.nn.Module, name: str) -> Norm:
     for candidate in candidates:
         if agrees(y, candidate(x, module), weight.dtype):
             return candidate
-    leave(f"{shown} is another norm than LayerNorm and RMSNorm")
+    leave(f"{shown} is neither a LayerNorm nor an RMSNorm")
 
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -184,7 +184,7 @@ def gated_activation(function: Any, name: str) -> str:
     Raises
     ------
     Left
-        If te_fast has none.
+        If te_fast does not have this activation.
     """
     if not callable(function):
         leave(f"{name} has no act_fn")
@@ -193,7 +193,7 @@ def gated_activation(function: Any, name: str) -> str:
     for kind, known in _ACTIVATIONS.items():
         if torch.allclose(y, known(x), rtol=1e-5, atol=1e-6):
             return kind
-    leave(f"{name}.act_fn is no activation that te_fast has")
+    leave(f"{name}.act_fn is an activation that te_fast does not have")
 
 
 def random_like(like: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -204,7 +204,7 @@ def random_like(like: torch.Tensor, *shape: int) -> torch.Tensor:
 
 @contextmanager
 def in_mode(module: torch.nn.Module, *, training: bool) -> Iterator[None]:
-    """Have a module in training, or out of it, for a while."""
+    """Put a module into training or evaluation mode for a while."""
     modes = [(child, child.training) for child in module.modules()]
     for child, _ in modes:
         child.training = training
@@ -216,12 +216,12 @@ def in_mode(module: torch.nn.Module, *, training: bool) -> Iterator[None]:
 
 
 def refuse_random(module: Any, name: str, run: Callable[[], Any]) -> None:
-    """Raise for a module that draws random numbers in training, as dropout by a function does.
+    """Raise for a module that draws random numbers in training, for instance by a dropout function.
 
     Raises
     ------
     Left
-        Saying so.
+        If it draws any.
     """
     device = next(module.parameters()).device
     of_gpu = device.type == "cuda"
@@ -230,7 +230,7 @@ def refuse_random(module: Any, name: str, run: Callable[[], Any]) -> None:
         before = state()
         run()
         if not torch.equal(state(), before):
-            leave(f"{name} draws random numbers in training, such as those of a dropout of its own")
+            leave(f"{name} draws random numbers in training, for instance for its own dropout")
 
 
 class Attention(NamedTuple):
@@ -243,12 +243,12 @@ class Attention(NamedTuple):
     scale: float
     has_bias: bool
     head_norms: tuple[torch.nn.Module, torch.nn.Module] | None
-    #: How Transformers computes it: without a mask ``eager`` attends to all, the others to what comes before.
+    #: Transformers' implementation: without a mask, ``eager`` attends to all keys, the others to earlier keys.
     implementation: str
 
 
 class Decoder(NamedTuple):
-    """A decoder layer as Llama has it; without an activation its feed-forward block is something else."""
+    """A decoder layer like Llama's; if it has no activation, its feed-forward block is another one."""
 
     layer: Any
     attention: Attention
@@ -312,12 +312,12 @@ def is_decoder(module: torch.nn.Module) -> bool:
 
 
 def decoder(module: Any, name: str) -> Decoder:
-    """Return what a decoder layer is made of.
+    """Return the parts of a decoder layer.
 
     Raises
     ------
     Left
-        If it is no such layer.
+        If the module is not such a layer.
     """
     refuse_wrapped(module, name)
     needed = {"self_attn", "input_layernorm", "post_attention_layernorm", "mlp"}
@@ -338,7 +338,7 @@ def decoder(module: Any, name: str) -> Decoder:
 
 @torch.no_grad()
 def try_decoder(found: Decoder, name: str, forward: Callable[..., Any]) -> bool:
-    """Run a decoder layer and what is to stand for it; return whether it gives a tuple.
+    """Compare a decoder layer with its replacement; return whether the layer returns a tuple.
 
     Raises
     ------
@@ -375,7 +375,7 @@ def try_decoder(found: Decoder, name: str, forward: Callable[..., Any]) -> bool:
 
 @contextmanager
 def _without_dropout(attention: Any) -> Iterator[None]:
-    """Have attention drop no weights for a while; te_fast's drops them, too."""
+    """Turn dropout of attention off for a while; te_fast's attention has the same dropout."""
     former = attention.__dict__.get("attention_dropout")
     if former is not None:
         attention.attention_dropout = 0.0

@@ -1,4 +1,4 @@
-"""Delayed scaling's scales and histories of a converted model, which are no part of its state_dict."""
+"""Delayed scaling's scales and histories of a converted model, which its state_dict does not contain."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _layers(model: torch.nn.Module) -> dict[str, Tied]:
 def scaling_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the scales and histories of a converted model under delayed scaling, to be saved beside its state.
 
-    A converted model has the keys of its ``state_dict`` that it had before, so that scales have a place of their own.
+    The keys of a converted model's ``state_dict`` do not change, so the scales are saved separately.
 
     Parameters
     ----------
@@ -49,11 +49,11 @@ def scaling_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     Raises
     ------
     StateError
-        If nothing of the model has been converted.
+        If no module of the model has been converted.
 
     See Also
     --------
-    load_scaling_state : The way back.
+    load_scaling_state : Restores the scales.
 
     Examples
     --------
@@ -83,13 +83,13 @@ def load_scaling_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None
     Raises
     ------
     StateError
-        If a layer is not there, or its state is another layer's or damaged; nothing has changed then.
+        If a layer is missing, or a state is damaged or belongs to another layer. Nothing has changed then.
     DtypeError
-        If `state` is no mapping.
+        If `state` is not a mapping.
 
     See Also
     --------
-    scaling_state : What it restores.
+    scaling_state : Returns such a state.
 
     Examples
     --------
@@ -110,8 +110,8 @@ def load_scaling_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None
     for name, value in state.items():
         if name not in layers:
             message = (
-                f"load_scaling_state: there is no converted layer {name!r}; convert the model as the one that the "
-                "state is of"
+                f"load_scaling_state: there is no converted layer {name!r}; convert the model in the same way as the "
+                "model of the state"
             )
             raise StateError(message)
         read = extra_state.unpack(value, layer=name)
@@ -119,9 +119,7 @@ def load_scaling_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None
         got = None if read is None else (read.scale_fwd.numel(), read.scale_bwd.numel())
         expected = layer._state_sizes()
         if got not in (None, expected):
-            message = (
-                f"load_scaling_state: {name} has scales of {expected} tensors, the state of {got}"
-            )
+            message = f"load_scaling_state: {name} has scales of {expected} tensors, the state has scales of {got}"
             raise StateError(message)
     for name, value in state.items():
         layers[name].refresh()

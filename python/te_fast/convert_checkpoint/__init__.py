@@ -1,7 +1,7 @@
 """Checkpoints from and to Transformer Engine.
 
-te_fast loads what Transformer Engine saves as it is. Transformer Engine cannot load te_fast's ``_extra_state``, and
-knows quantised weights by its own names alone. From Python::
+te_fast loads Transformer Engine's checkpoints as they are. Transformer Engine cannot load te_fast's ``_extra_state``,
+and knows quantised weights only by its own names. From Python::
 
     state = te_fast.convert_checkpoint(model.state_dict(), to="transformer_engine")
 
@@ -9,7 +9,7 @@ From the shell, on files and folders of files of ``torch.save``::
 
     python -m te_fast.convert_checkpoint --to transformer_engine --dry-run step_1000.pt converted.pt
 
-The module is callable for that: ``te_fast.convert_checkpoint(...)`` is
+The module itself is callable: ``te_fast.convert_checkpoint(...)`` is
 :func:`te_fast.convert_checkpoint.convert_checkpoint`.
 """
 
@@ -43,7 +43,7 @@ _BAR = 30
 
 @dataclass
 class Report:
-    """A report of a conversion, or of one that a dry run would make.
+    """A report of a conversion, or of a dry run.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class Report:
     left: int = 0
 
     def __str__(self) -> str:
-        """Say so in one line."""
+        """Return the report in one line."""
         return (
             f"{len(self.states)} states of delayed scaling, {len(self.weights)} quantised weights, "
             f"{self.left} entries as they were"
@@ -91,19 +91,19 @@ def convert_checkpoint(
     Parameters
     ----------
     checkpoint : mapping
-        A ``state_dict``, or what holds some: dictionaries, lists and tuples of any depth. It stays as it is.
+        A ``state_dict``, or dictionaries, lists and tuples of any depth that contain some. It is not changed.
     to : {'transformer_engine', 'te_fast'}, default = 'transformer_engine'
-        Whose loader is to read it. Every ``_extra_state`` of delayed scaling, in either library's format, is written
-        in that one's.
+        The library that will load the result. Every ``_extra_state`` of delayed scaling is written in this library's
+        format, whichever format it had.
     dequantize : bool, default = False
-        Let quantised weights be high-precision ones, of their nominal type, for models without them.
+        Convert quantised weights to plain tensors of their nominal type, for models without quantised weights.
     report : Report, optional
         Filled with the keys that were converted.
 
     Returns
     -------
     mapping
-        Of the same classes, over the same tensors where nothing had to be written anew.
+        A copy of the same classes, which shares the tensors that did not have to be written anew.
 
     Raises
     ------
@@ -191,12 +191,13 @@ def convert_file(
 ) -> Report:
     """Convert a file of ``torch.save``.
 
-    Nothing of the file is run: it may hold tensors, quantised ones of either library, and Python's containers.
+    No code from the file is run. The file may hold tensors, quantised tensors of either library, and Python's
+    containers.
 
     Parameters
     ----------
     source, target : str or Path
-        The files. `target` must not be there yet; it is written whole or not at all.
+        The files. `target` must not exist; it is written completely or not at all.
     to, dequantize
         As of :func:`convert_checkpoint`.
     dry_run : bool, default = False
@@ -210,11 +211,11 @@ def convert_file(
     Raises
     ------
     StateError
-        If `source` holds other objects or is damaged, or `target` is there.
+        If `source` holds other objects or is damaged, or `target` exists.
 
     See Also
     --------
-    convert_checkpoint : Converts what has been loaded.
+    convert_checkpoint : Converts a loaded checkpoint.
 
     Examples
     --------
@@ -241,7 +242,7 @@ def convert_file(
 
 
 def _pairs(source: Path, target: Path) -> list[tuple[Path, Path]]:
-    """Files to convert and where they go: one, or those of a folder."""
+    """Return sources and targets of a conversion: one file, or the files of a folder."""
     if not source.is_dir():
         if not source.exists():
             message = f"convert_checkpoint: there is no {source}"
@@ -258,7 +259,7 @@ def _pairs(source: Path, target: Path) -> list[tuple[Path, Path]]:
 
 
 def _with_bar(pairs: Sequence[Any], show: Callable[[Any], str], out: TextIO) -> Iterator[Any]:
-    """Go through files, and show on a terminal how far it is."""
+    """Go through files, and show the progress on a terminal."""
     for number, pair in enumerate(pairs):
         if out.isatty():
             done = _BAR * number // len(pairs)
@@ -289,12 +290,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Convert checkpoints of torch.save from and to Transformer Engine.",
     )
     parser.add_argument("source", type=Path, help="a file, or a folder of files")
-    parser.add_argument("target", type=Path, help="where the result goes; must not be there")
-    parser.add_argument("--to", choices=_FORMATS, default=_FORMATS[0], help="whose loader reads it")
+    parser.add_argument("target", type=Path, help="the result; must not exist")
     parser.add_argument(
-        "--dequantize", action="store_true", help="let quantised weights be high-precision ones"
+        "--to", choices=_FORMATS, default=_FORMATS[0], help="the library that will load the result"
     )
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+    parser.add_argument(
+        "--dequantize", action="store_true", help="convert quantised weights to plain tensors"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="report what would be done")
     asked = parser.parse_args(arguments)
     options = {"to": asked.to, "dequantize": asked.dequantize, "dry_run": asked.dry_run}
     try:
@@ -310,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _CallableModule(types.ModuleType):
-    """Lets ``te_fast.convert_checkpoint(...)`` work although the import system puts the module there."""
+    """A callable module, so that ``te_fast.convert_checkpoint(...)`` works although it is a submodule."""
 
     __call__ = staticmethod(convert_checkpoint)
 

@@ -1,4 +1,4 @@
-"""Files of checkpoints: read without running anything of them, and written whole or not at all."""
+"""Files of checkpoints: read without running code from them, and written completely or not at all."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _NativeDType:
 
 
 def _maker_of(kind: Any, name: Any) -> Any:
-    """Stand in for ``getattr``, of which older streams ask for one method."""
+    """Stand in for ``getattr``, which older streams call for one method."""
     if kind in _MAKERS and name == "_make_in_reduce_ex":
         return _MAKERS[kind]
     message = f"a look-up of {name!r:.60}, which no quantised tensor's stream has"
@@ -56,7 +56,7 @@ def _maker_of(kind: Any, name: Any) -> Any:
 
 
 def _known() -> list[Any]:
-    """List what streams of either library name of quantised tensors, and what is made in its place."""
+    """List the names that streams of either library use for quantised tensors, and their replacements."""
     pairs: list[Any] = [
         (DType, f"{_ENGINE}.constants.DType"),
         (DType, f"{_ENGINE}.DType"),
@@ -66,7 +66,7 @@ def _known() -> list[Any]:
         (io.BytesIO, "_io.BytesIO"),
     ]
     for kind, module in _MODULES.items():
-        # TE 1.x had its classes elsewhere, and so had te_fast's streams their reconstructors.
+        # TE 1.x had its classes in other modules, and older te_fast streams had their reconstructors elsewhere.
         old = module.replace(".tensor.", ".")
         for where in (module, old):
             pairs.append((kind, f"{where}.{kind.__name__}"))
@@ -79,12 +79,12 @@ def _known() -> list[Any]:
 
 
 def read(path: Path) -> Any:
-    """Return what a file of ``torch.save`` holds; of its objects, those alone that are known.
+    """Return the content of a file of ``torch.save``, which may hold only known classes.
 
     Raises
     ------
     StateError
-        If it holds anything else, or is damaged.
+        If the file holds other objects, or is damaged.
     """
     try:
         with torch.serialization.safe_globals(_known()):
@@ -98,13 +98,13 @@ def read(path: Path) -> Any:
 
 
 class _Name:
-    """A name of Transformer Engine's, written and never looked up."""
+    """A name of Transformer Engine, which is written but never looked up."""
 
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
 
     def __call__(self) -> None:
-        """Never called: what a pickle calls must look callable."""
+        """Never called; a pickle only writes callables."""
 
 
 _PythonPickler: Any = pickle._Pickler
@@ -121,7 +121,7 @@ class _Pickler(_PythonPickler):  # type: ignore[misc]
         if isinstance(thing, Float8TensorBase):
             kind = next(kind for kind in _MODULES if isinstance(thing, kind))
             _, arguments = thing.__reduce_ex__(2)
-            # A weight's quantizer is the one of the parameter that it is loaded into.
+            # A weight takes the quantizer of the parameter that it is loaded into.
             arguments = (
                 arguments[:6]
                 if kind is float8.Float8Tensor
@@ -146,16 +146,16 @@ _FOREIGN.__dict__["Pickler"] = _Pickler
 
 
 def write(tree: Any, path: Path, *, foreign: bool) -> None:
-    """Write a file, which is there afterwards as a whole or not at all.
+    """Write a file completely or not at all.
 
     Parameters
     ----------
     tree : object
-        What it is to hold.
+        The content.
     path : Path
         Where.
     foreign : bool
-        By Transformer Engine's names.
+        Write Transformer Engine's names.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:

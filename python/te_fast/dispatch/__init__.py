@@ -1,6 +1,6 @@
-"""The dispatcher for direct use: quantise, multiply, look at plans, count what a forward does.
+"""The dispatcher for direct use: quantise, multiply, look at plans, count the launches of a forward.
 
-Everything here is what the layers run on, without the layers. Tensors on the CPU run on the host
+These functions are the parts that the layers run on. Tensors on the CPU run on the host
 backend, tensors on a GPU on torch's current stream.
 """
 
@@ -121,7 +121,7 @@ class QuantizedOperand:
     columnwise_scale_inv : torch.Tensor or None
         As `rowwise_scale_inv` for the transposed tensor.
     dtype : torch.dtype
-        torch.float8_e4m3fn or torch.float8_e5m2: what the bytes mean.
+        torch.float8_e4m3fn or torch.float8_e5m2, the type of the bytes.
     block : int
         0: one scale, 1: 1x128, 2: 128x128.
     cols : int
@@ -274,8 +274,8 @@ def quantize_groups(
 ) -> QuantizedGroups:
     """Quantise the rows of every group to FP8, under scales of its own, in one pass.
 
-    Nothing on the host reads `splits`: rows that they say there are beyond those of `x` are left out, and what belongs
-    to no group is not written.
+    The host does not read `splits`. If they count more rows than `x` has, the missing rows are left out. Rows of no
+    group are not written.
 
     Parameters
     ----------
@@ -355,7 +355,7 @@ def dequantize(
     Raises
     ------
     ShapeError
-        If the layout is not there.
+        If the tensor does not have the layout.
 
     See Also
     --------
@@ -482,8 +482,8 @@ def grouped_gemm(
 ) -> torch.Tensor:
     """Multiply the rows of every group by a matrix of its own, in one launch.
 
-    The rows of group ``e`` begin at the sum of the splits before it, each rounded up to `align`. Nothing on
-    the host reads `splits`: rows that they say there are beyond those of `a` are left out.
+    The rows of group ``e`` begin at the sum of the splits before it, each rounded up to `align`. The host does not read
+    `splits`. If they count more rows than `a` has, the missing rows are left out.
 
     Parameters
     ----------
@@ -594,8 +594,8 @@ def linear_forward(
 def drop_weight_cache(layer: torch.nn.Module) -> None:
     """Forget the quantised weights of a layer, an op, or all that a module holds; the next forward quantises again.
 
-    Needed only after the weight's memory was written past torch (``weight.data.mul_()``, a kernel
-    that is no torch operation): such writes do not change the version that the cache goes by.
+    Needed only after writes that torch does not count (``weight.data.mul_()``, a kernel outside of torch): such writes
+    do not change the version that the cache compares.
 
     Parameters
     ----------
@@ -621,7 +621,7 @@ def drop_weight_cache(layer: torch.nn.Module) -> None:
 
 
 def release_memory() -> None:
-    """Give scratch memory and workspaces back to the devices; they are taken again when needed.
+    """Free scratch memory and workspaces on all devices; calls allocate them again when needed.
 
     Waits for the devices; other threads run meanwhile.
 
@@ -638,10 +638,11 @@ def release_memory() -> None:
 
 
 def load_kernels(device: int | str | torch.device = 0) -> int:
-    """Load every kernel onto a device now, and not at its first use.
+    """Load every kernel onto a device now, instead of at its first use.
 
-    The driver may wait for the device then. Here other threads run meanwhile, which a call that needs a kernel cannot
-    allow: a process whose threads drive several devices loads all kernels before its first collective.
+    The driver may wait for the device during a load. This function lets other threads run meanwhile, but a layer's call
+    that loads a kernel does not. So a process whose threads drive several devices should load all kernels before its
+    first collective.
 
     Parameters
     ----------
@@ -651,7 +652,7 @@ def load_kernels(device: int | str | torch.device = 0) -> int:
     Returns
     -------
     int
-        How many there are.
+        The number of kernels.
 
     Raises
     ------

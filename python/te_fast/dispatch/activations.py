@@ -49,7 +49,7 @@ class ActivationFunction(NamedTuple):
 
 
 class ActivationOutputs(NamedTuple):
-    """What an activation or its gradient writes; None where not asked for.
+    """Results of an activation or of its gradient; None for those that were not asked for.
 
     See Also
     --------

@@ -1,4 +1,4 @@
-"""What the dispatcher has done and holds: launches, counters, plans, the time of its stages."""
+"""Reports of the dispatcher: launches, counters, plans, the time of its stages."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def record(*, execute: bool = True) -> Iterator[list[Launch]]:
     ----------
     execute : bool
         False makes no launch and notes none: :func:`counters` counts them, and outputs stay
-        uninitialised. That is how bookkeeping alone is timed.
+        uninitialised. Benches time bookkeeping alone in this way.
 
     Yields
     ------
@@ -123,7 +123,7 @@ def record(*, execute: bool = True) -> Iterator[list[Launch]]:
 
 
 def inventory() -> dict[str, dict[str, int]]:
-    """Return what the dispatcher holds, per device.
+    """Return the plans, memory and streams that the dispatcher holds, per device.
 
     Returns
     -------
@@ -180,9 +180,9 @@ def stage_times(layer: torch.nn.Module, *inputs: Any, calls: int = 1000) -> dict
     layer : te_fast.pytorch.Linear
         The layer, in the autocast region of the caller.
     inputs
-        What it is called with.
+        Arguments of the call.
     calls : int
-        How many forwards are averaged.
+        Number of forwards to average.
 
     Returns
     -------

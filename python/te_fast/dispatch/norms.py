@@ -64,7 +64,7 @@ class NormOutputs(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """What the gradient of a norm writes; None where not asked for.
+    """Results of the gradient of a norm; None for those that were not asked for.
 
     See Also
     --------
@@ -164,7 +164,7 @@ def norm(
     amax: torch.Tensor | None = None,
     noop: torch.Tensor | None = None,
 ) -> NormOutputs:
-    """Normalise rows, with a residual added before and a cast to FP8 behind, in one kernel.
+    """Normalise rows in one kernel, which can add a residual before and cast to FP8 after.
 
     Parameters
     ----------
@@ -280,7 +280,7 @@ def norm_backward(
     dy : torch.Tensor
         Gradient of the result, as `x`.
     x : torch.Tensor
-        What :func:`norm` normalised: its input, or with a residual ``out.sum``. float32, float16 or
+        The rows that :func:`norm` normalised: its input, or with a residual ``out.sum``. float32, float16 or
         bfloat16 ``(rows, cols)``, contiguous.
     gamma : torch.Tensor
         Factors ``(cols,)``, of any of these types.
@@ -291,7 +291,7 @@ def norm_backward(
     out : NormGradients
         The result, in memory that no input uses.
     add : torch.Tensor, optional
-        Added to the gradient of the input, of its shape and type: what came through a residual branch.
+        Gradient of a residual branch, of the shape and type of the input's gradient, which is added to it.
 
     Returns
     -------

@@ -1,11 +1,12 @@
-"""Why a step is slow: a script of anybody's, looked at while it runs.
+"""Find out why the steps of a script are slow, while the script runs unchanged.
 
 From the shell::
 
     python -m te_fast.doctor --json report.json --svg report.svg train.py --epochs 1
 
-runs ``train.py --epochs 1`` as ``python`` would, and then says by module where the host's and the GPU's time goes, who
-waits for the GPU, who casts, and what te_fast has for these modules. The script computes what it computes without.
+runs ``train.py --epochs 1`` as ``python`` would. It then reports the host's and the GPU's time of each module, the
+modules that wait for the GPU, the modules that cast, and te_fast's counterparts. The script computes the same numbers
+as without the doctor.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--skip", type=int, default=2, help="steps before, which warm up")
     parser.add_argument(
-        "--recipe", choices=RECIPES, default="current", help="for what te_fast would take"
+        "--recipe",
+        choices=RECIPES,
+        default="current",
+        help="recipe of te_fast's modules in the comparison",
     )
     parser.add_argument("--json", metavar="PATH", help="write the report as JSON")
     parser.add_argument("--svg", metavar="PATH", help="write a bar chart")
@@ -68,7 +72,7 @@ def _run(script: str, arguments: list[str], *, is_module: bool) -> int:
         print(left.code, file=sys.stderr)
         return 1
     except BaseException as error:
-        # From the script's own frame on, as `python` shows it.
+        # Print frames from the script's own on, as `python` does.
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in (
             __file__,
@@ -113,7 +117,7 @@ def _report(shown: str, watch: Watch, sketches: list[Sketch], recipe: str) -> Re
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``python -m te_fast.doctor``.
 
-    The report goes to stderr when the script has ended. Of several ranks the first one reports.
+    The report goes to stderr when the script has ended. With several ranks, only the first one reports.
 
     Parameters
     ----------

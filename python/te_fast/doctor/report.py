@@ -1,4 +1,4 @@
-"""What the doctor tells: a table, plain data, a picture."""
+"""The doctor's report: a table, plain data, a picture."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape
 from te_fast.doctor.swap import Swap
 from te_fast.doctor.trace import Owner, Spent, Times
 
-#: Below this share of a step in which the GPU works, the host is what to look at.
+#: If the GPU works for less than this share of a step, the host limits the step.
 HOST_BOUND = 0.8
 ROWS = 24
 _FORWARD, _BACKWARD, _GPU = "#3b6ea5", "#9db9d6", "#d98c3f"
@@ -25,7 +25,7 @@ class Row:
 
     owner: Owner
     calls: float = 0.0
-    #: Forward's host time by the clock; None where it is known under the profiler alone.
+    #: Forward's host time by the clock; None if only the profiler has measured it.
     clocked: float | None = None
     forward: Times = field(default_factory=Times)
     backward: Times = field(default_factory=Times)
@@ -45,24 +45,24 @@ class Row:
 
 @dataclass
 class Report:
-    """What was seen of a script.
+    """A report of a script.
 
     Attributes
     ----------
     script : str
-        What ran.
+        Name of the script.
     step_us : list of float
         The clocked steps.
     profiled_steps : int
         Steps under the profiler; without any there are no figures of the GPU, backward, synchronisations and casts.
     gpu_busy_us : float
-        What the GPU worked in a step.
+        Time of a step in which the GPU works.
     rows : list of Row
         By module, the longest first.
     swaps : list of Swap
-        What te_fast has for them.
+        te_fast's counterparts of the modules.
     notes : list of str
-        What to know of the figures.
+        Remarks on the figures.
     environment : dict
         Machine and versions.
 
@@ -215,14 +215,14 @@ def _share(times: Times, steps: int) -> Times:
 
 
 def rows_of(clocked: list[dict[Owner, Any]], spent: Spent | None, steps: int) -> list[Row]:
-    """Return what each owner takes of a step.
+    """Return each owner's share of a step.
 
     Parameters
     ----------
     clocked : list of dict
         Calls and host time of forwards by owner, of each step on the clock.
     spent : Spent, optional
-        What the trace says.
+        Times from the trace.
     steps : int
         Steps that are in it.
 

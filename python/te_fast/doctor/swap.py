@@ -1,7 +1,7 @@
-"""What te_fast would give: the modules that it has something for, and what one of each kind takes before and after.
+"""te_fast's counterparts of a script's modules, and the time of one module of each kind before and after.
 
-A model is looked at as a copy without memory, so that nothing of the script is kept alive or called. One module of each
-kind is then made anew, with other numbers, and timed on the device when the script has ended.
+The doctor copies a model without its memory, so that it neither calls the script's modules nor keeps them alive. When
+the script has ended, it makes one module of each kind anew with other numbers, and times it on the device.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ ROUNDS, CALLS = 7, 5
 
 @dataclass
 class Swap:
-    """What stands for modules of one kind.
+    """te_fast's counterpart of modules of one kind.
 
     Attributes
     ----------
     owner : Owner
         The modules.
     what : str
-        What te_fast has for them.
+        Name of the counterpart.
     calls : int
         Calls of them a step.
     before, after : float, optional
@@ -74,7 +74,7 @@ def _without_memory(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def _not_compiled(model: torch.nn.Module) -> torch.nn.Module:
-    """Take away what torch.compile has put around modules."""
+    """Remove the wrappers of torch.compile from modules."""
     for module in list(model.modules()):
         module._compiled_call_impl = None
         for name, child in list(module.named_children()):
@@ -83,12 +83,12 @@ def _not_compiled(model: torch.nn.Module) -> torch.nn.Module:
 
 
 class Sketch:
-    """A model's structure, and what te_fast has for it.
+    """A model's structure, and te_fast's counterparts of its modules.
 
     Parameters
     ----------
     model : torch.nn.Module
-        The model, which is not kept.
+        The model; no reference to it is kept.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -97,7 +97,7 @@ class Sketch:
         self.why = ""
         try:
             self._model = _without_memory(model)
-        except Exception as error:  # whatever a model's own `__deepcopy__` raises
+        except Exception as error:  # a model's own `__deepcopy__` may raise anything
             self.why = f"the model cannot be copied: {type(error).__name__}: {error}"
             return
         self._find_foreign()
@@ -116,13 +116,13 @@ class Sketch:
         self.kinds.setdefault(Owner(shown, type(module).__name__), (what, module))
 
     def _find_foreign(self) -> None:
-        """Note Transformer Engine's modules: te_fast has the same by the same name."""
+        """Note Transformer Engine's modules, which te_fast has under the same names."""
         import te_fast.pytorch as te
 
         for name, module in self._model.named_modules():
             kind = type(module)
             foreign = kind.__module__.split(".")[0] == "transformer_engine"
-            # te_fast's own say so, too, where te_fast has that name (te_fast_alias).
+            # With te_fast_alias, te_fast's own modules have this name, too.
             if foreign and getattr(te, kind.__name__, kind) is not kind:
                 self._add(name, f"te_fast.pytorch.{kind.__name__}")
 
@@ -149,7 +149,7 @@ def _arguments(example: Any, device: torch.device) -> Any:
 
 
 def _made(sketch: torch.nn.Module, device: torch.device) -> torch.nn.Module:
-    """Return a module with memory and numbers of no meaning."""
+    """Return a module with memory and random numbers."""
     module = copy.deepcopy(sketch).to_empty(device=device)
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
@@ -181,16 +181,16 @@ def _step(module: torch.nn.Module, args: Any, kwargs: Any) -> Callable[[], None]
 def measure(
     sketch: torch.nn.Module, example: Example, device: torch.device, recipe: str
 ) -> tuple[float, float]:
-    """Time a module as it is and as te_fast's.
+    """Time a module as it is and converted to te_fast.
 
     Parameters
     ----------
     sketch : torch.nn.Module
         A module without memory, which `convert` knows.
     example : tuple
-        What it is called with.
+        Arguments of its calls.
     device : torch.device
-        Where to.
+        Where to run.
     recipe : str
         Name of the recipe.
 
@@ -216,7 +216,7 @@ def measure(
                 for _ in repeat(None, CALLS):
                     body()
                 wait(device)
-                if turn:  # the first one finds kernels and algorithms
+                if turn:  # the first turn loads kernels and searches for algorithms
                     taken.append((time.perf_counter_ns() - begin) / (CALLS * 1e3))
     before, after = (statistics.median(taken) for taken in times)
     return before, after
@@ -228,14 +228,14 @@ def swaps(
     calls: dict[Owner, int],
     recipe: str,
 ) -> list[Swap]:
-    """Return what te_fast has for the modules of models, with figures where the models are on a GPU.
+    """Return te_fast's counterparts of the modules of models, with figures if the models are on a GPU.
 
     Parameters
     ----------
     sketches : sequence of Sketch
         The models.
     examples : dict
-        What modules were called with.
+        Arguments of the modules' calls.
     calls : dict
         Their calls a step.
     recipe : str
@@ -262,6 +262,8 @@ def swaps(
                     swap.before, swap.after = measure(
                         module, examples[owner], sketch.device, recipe
                     )
-                except Exception as error:  # of a module that is not ours, with arguments made up
+                except (
+                    Exception
+                ) as error:  # foreign modules with made-up arguments may raise anything
                     swap.why = f"not timed: {type(error).__name__}: {' '.join(str(error).split())}"
     return found

@@ -1,7 +1,7 @@
 """Read a trace of torch's profiler: host and GPU time, synchronisations and casts of each module.
 
 A trace is what ``torch.profiler`` exports for Chrome. Modules are marked in it by ranges, and backward's nodes have the
-sequence number of the operation that made them. A kernel belongs to whoever launched it.
+sequence number of the operation that made them. A kernel belongs to the module that launched it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _QUANTISING = ("quantize", "cast", "amax")
 
 
 class Owner(NamedTuple):
-    """What time is counted for: modules of one name, numbers aside, and class."""
+    """An owner of time: modules of one class and of one name apart from numbers."""
 
     name: str
     kind: str
@@ -50,7 +50,7 @@ GRADIENTS = Owner("", "(gradients added up)")
 
 @dataclass
 class Times:
-    """What one owner's forwards, or backwards, took: microseconds, launches and calls."""
+    """Microseconds, launches and calls of one owner's forwards or backwards."""
 
     host: float = 0.0
     gpu: float = 0.0
@@ -65,7 +65,7 @@ class Spent:
 
     forward: dict[Owner, Times] = field(default_factory=lambda: defaultdict(Times))
     backward: dict[Owner, Times] = field(default_factory=lambda: defaultdict(Times))
-    #: Microseconds in which the GPU did something.
+    #: Microseconds in which the GPU worked.
     gpu_busy: float = 0.0
 
 
@@ -86,7 +86,7 @@ def _owner_of_mark(name: str) -> Owner | None:
 
 
 class _Thread:
-    """Ranges of one thread, and which of them enclose which."""
+    """Nested ranges of one thread."""
 
     def __init__(self) -> None:
         self.ranges: list[_Range] = []
@@ -94,7 +94,7 @@ class _Thread:
         self._next = 0
 
     def at(self, time: float) -> _Range | None:
-        """Return the innermost range at a time; times must come in order."""
+        """Return the innermost range at a time; call it with increasing times."""
         while self._next < len(self.ranges) and self.ranges[self._next].begin <= time:
             while self._open and self._open[-1].end <= self.ranges[self._next].begin:
                 self._open.pop()
@@ -175,7 +175,7 @@ def _with_backward(events: list[dict[str, Any]]) -> dict[Any, _Thread]:
 
 
 def _busy(events: Iterable[dict[str, Any]]) -> float:
-    """Return how long at least one of some events was going on."""
+    """Return the time in which at least one of some events was going on."""
     total, until = 0.0, float("-inf")
     for event in _by_begin(events):
         end = event["ts"] + event["dur"]
@@ -218,7 +218,7 @@ def read_events(events: list[dict[str, Any]]) -> Spent:
 
 
 def _drop_last_wait(events: list[dict[str, Any]]) -> None:
-    """Take out the wait by which the profiler ends, which is none of the script's."""
+    """Remove the last wait, which the profiler makes and not the script."""
     last = next((e for e in reversed(events) if e["cat"] in _OF_DRIVER), None)
     if last is not None and last["name"] == "cudaDeviceSynchronize":
         events.remove(last)

@@ -1,7 +1,7 @@
-"""Look on while a script calls its modules: steps, names, host time of forwards, and one window of torch's profiler.
+"""Watch a script call its modules: steps, names, host time of forwards, and one window of torch's profiler.
 
-What is watched is ``nn.Module.__call__``. Hooks would do, too, but modules look at them: te_fast's layers take another
-way, and torch.compile traces them. A class attribute that calls the original is seen by nobody.
+The doctor replaces the class attribute ``nn.Module.__call__`` by a function that calls the original. It sets no hooks,
+since hooks change the program: te_fast's layers take another path if they have hooks, and torch.compile traces hooks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from te_fast.doctor.trace import MARK, Owner, Spent, read_trace
 
-#: What a module was called with: tensors as their shape, type and need of a gradient.
+#: Arguments of a module's call; tensors as their shape, type and need of a gradient.
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A tensor that a module was called with."""
+    """A tensor argument of a module's call."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class Step:
 
 
 def _example(value: Any) -> Any:
-    """Describe an argument without keeping it; what is no plain value becomes None."""
+    """Describe an argument without keeping it; values that are neither tensors nor plain become None."""
     if isinstance(value, torch.Tensor):
         return Shape(tuple(value.shape), value.dtype, value.device)
     if isinstance(value, tuple | list):
@@ -64,8 +64,8 @@ def _example(value: Any) -> Any:
 class Watch:
     """The window that is watched: steps that warm up, steps on the clock, steps under the profiler.
 
-    A step is what lies between two steps of the first optimizer that makes one; where none does, a call of the
-    outermost module that was called first.
+    A step lies between two calls of ``step()`` of the first optimizer. If there is no optimizer, each call of the first
+    outermost module is a step.
 
     Parameters
     ----------
@@ -86,13 +86,13 @@ class Watch:
         self.profiled_steps = 0
         self.examples: dict[Owner, Example] = {}
         self.is_over = False
-        #: Of this process, as it was when the window ended.
+        #: Memory of this process at the end of the window.
         self.rank = 0
         self._on_end = on_end
         self._names: dict[int, tuple[weakref.ref[torch.nn.Module], Owner]] = {}
         self._roots: list[weakref.ref[torch.nn.Module]] = []
         self._stacks = threading.local()
-        self._count = 0  # of steps that have begun
+        self._count = 0  # steps that have begun
         self._begin = 0
         self._is_between = True
         self._optimizer: weakref.ref[Any] | None = None
@@ -117,7 +117,9 @@ class Watch:
         if self.is_over:
             return
         if self._optimizer is None or self._optimizer() is None:
-            if self._optimizer is None:  # what were taken for steps were parts of the first one
+            if (
+                self._optimizer is None
+            ):  # the steps counted so far were parts of the first real step
                 self._drop_profile()
                 self.clocked, self._count = self.clocked[-1:], 1
             self._optimizer = weakref.ref(optimizer)
@@ -156,7 +158,7 @@ class Watch:
         self._profiler.start()
 
     def end(self) -> None:
-        """End the window; what comes behind it is not watched."""
+        """End the window; later steps are not watched."""
         if self.is_over:
             return
         self.is_over = True
@@ -174,14 +176,14 @@ class Watch:
         self._on_end([root for ref in self._roots if (root := ref()) is not None])
 
     def owner_of(self, module: torch.nn.Module) -> Owner:
-        """Return what a module is counted as: its name without numbers, and its class."""
+        """Return the owner that a module counts for: its name without numbers, and its class."""
         known = self._names.get(id(module))
         if known is None or known[0]() is not module:
             return Owner("", type(module).__name__)
         return known[1]
 
     def _name(self, root: torch.nn.Module) -> None:
-        """Name the modules of one that nobody called from another."""
+        """Name a module that was not called from another module, and the modules in it."""
         known = self._names.get(id(root))
         if known is not None and known[0]() is root:
             return
@@ -198,7 +200,7 @@ class Watch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Call a module and note what its call takes."""
+        """Call a module and note the time of the call."""
         stack: list[list[Any]] = self._stacks.__dict__.setdefault("frames", [])
         if stack and stack[-1][0] is module:  # a class that calls the ``__call__`` of another
             return original(module, *args, **kwargs)
@@ -237,7 +239,7 @@ class Watch:
 
 
 def _callers(cls: type[torch.nn.Module]) -> Iterator[tuple[type[torch.nn.Module], Any]]:
-    """Yield the classes that say what a call is, and what they say."""
+    """Yield the classes that define ``__call__``, and their functions."""
     original = cls.__dict__.get("__call__")
     if callable(original):
         yield cls, original
@@ -246,7 +248,7 @@ def _callers(cls: type[torch.nn.Module]) -> Iterator[tuple[type[torch.nn.Module]
 
 
 def _watched(watch: Watch, original: Any) -> Callable[..., Any]:
-    # te_fast's native methods have the function in them, which torch.compile knows.
+    # te_fast's native methods contain the function, which torch.compile knows.
     function = getattr(original, "__func__", original)
 
     def call(self: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from te_fast.runtime.second_order import refuse_second_order
 class _BalancingLoss(torch.autograd.Function):
     """Arguments: logits, how scores are computed, weight of the loss.
 
-    ``factor · Σ_e (Σ_t scores[t, e]) · counts[e]``, of which every token's scores have one gradient.
+    ``factor · Σ_e (Σ_t scores[t, e]) · counts[e]``, so that the scores of all tokens have the same gradient.
     """
 
     @staticmethod
@@ -49,7 +49,8 @@ def balancing_loss(
     Parameters
     ----------
     logits : torch.Tensor
-        float32 ``(tokens, experts)``, one token at least, which nobody sees; as many experts as kernels take.
+        float32 ``(tokens, experts)``, at least one token, a tensor without hooks or tracing; as many experts as kernels
+        take.
     topk : int
         Experts of a token.
     score_function : {'softmax', 'sigmoid', 'sqrtsoftplus'}

@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of a feed-forward block."""
+"""A mixture of experts, which replaces a feed-forward block."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ACTIVATIONS: dict[str, tuple[Callable[..., Any], int]] = {
 
 _AS_IT_IS = nullcontext()
 
-#: What a choice of experts is made of: arguments of :func:`te_fast.moe.router.choice_of` behind the number of experts.
+#: Arguments of :func:`te_fast.moe.router.choice_of` after the number of experts.
 _How = tuple[int, bool, int | None, int | None, float | None, str]
 
 
@@ -47,41 +47,41 @@ class MoE(torch.nn.Module):
     """A mixture of experts: router, experts' rows, two grouped products around an activation, and their sum.
 
     A token goes to `topk` experts, whose results are summed with the router's probabilities. The experts run in FP8
-    inside :class:`te_fast.pytorch.autocast`, the router in FP32. How many rows an expert has stays on the device:
-    nothing waits for the GPU, and CUDA graphs capture the block.
+    inside :class:`te_fast.pytorch.autocast`, the router in FP32. The numbers of the experts' rows stay on the device,
+    so that the host never waits and CUDA graphs can capture the block.
 
-    Permutation, experts and sum are one program. Where a hook looks at the calls of `experts`, or of an operation in
-    it, these are called one by one, with the same result.
+    Permutation, experts and sum are one program. If `experts` or an operation in it has a hook, the operations are
+    called one by one, with the same result.
 
     Parameters
     ----------
     hidden_size, ffn_hidden_size : int
         Channels of a token, and inside of an expert. In FP8 both are multiples of 16.
     num_experts, topk : int
-        Experts, and how many of them a token goes to.
+        Number of experts, and number of experts of each token.
     activation : {'swiglu', 'clamped_qgeglu', 'situglu', 'srelu'}
         The activation between the products; its result is multiplied by the probabilities.
     score_function, use_pre_softmax, num_groups, group_topk, scaling_factor : optional
         As of :func:`te_fast.pytorch.router.fused_topk_with_score_function`.
     expert_bias : bool, default = False
-        Have a bias of each expert that takes part in the choice alone, which :meth:`update_expert_bias` moves.
+        Have a bias of each expert that affects only the choice of experts; :meth:`update_expert_bias` changes it.
     aux_loss_coeff : float, default = 0.0
         Weight of the loss that balances experts. If it is not 0, the block returns that loss, too.
     bias : bool, default = False
-        Have biases in the first product of each expert. The second has none: its biases would be scaled by the
-        probabilities, which is ``scale_bias`` of :class:`te_fast.pytorch.ops.GroupedLinear`.
+        Have biases in the first product of each expert. The second product has no biases, since the probabilities would
+        have to scale them (``scale_bias`` of :class:`te_fast.pytorch.ops.GroupedLinear`).
     device, dtype : optional
-        Where the parameters are made, and the type of the experts'; the router's are float32.
+        Where the parameters are made, and the type of the experts' parameters; the router's are float32.
     accumulate_into_main_grad, delay_wgrad_compute, single_grouped_weight : bool, default = False
         As of :class:`te_fast.pytorch.ops.GroupedLinear`.
     activation_recompute_in_mlp : bool, default = False
-        Keep the activation's input alone, and compute its result again in backward. Not with delayed scaling.
+        Keep only the activation's input, and compute its result again in backward. Not with delayed scaling.
     ep_group : torch.distributed.ProcessGroup, optional
         Ranks that share the experts: each has the same number of them, in the order of the ranks, and its own tokens.
-        Rows travel to their experts' ranks and back, and the host waits for the numbers of rows. Ranks have the same
-        router, whose gradients are those of their own tokens; experts' gradients are those of all tokens, and their
-        parameters have ``allreduce = False``, as Megatron-LM marks them. The loss that balances experts is of a rank's
-        own tokens.
+        Rows travel to their experts' ranks and back, and the host waits for the numbers of rows. All ranks have the
+        same router, and each rank has the router's gradients of its own tokens. The experts' gradients are those of all
+        tokens, and their parameters have ``allreduce = False``, as Megatron-LM marks them. The loss that balances
+        experts covers a rank's own tokens.
 
     Attributes
     ----------
@@ -93,7 +93,7 @@ class MoE(torch.nn.Module):
     Raises
     ------
     ArgumentError
-        If an argument is none of its values.
+        If an argument has an unknown value.
     ShapeError
         If `topk` is not 1 to `num_experts`, or ranks cannot have the same number of experts.
     RanksError
@@ -256,12 +256,12 @@ class MoE(torch.nn.Module):
         return *fused_topk_with_score_function(logits, *how, bias), logits
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Drop the program: ``.to()`` and its kin exchange the parameters."""
+        """Drop the program, since ``.to()`` and its kin replace the parameters."""
         self._mixture.forget()
         return super()._apply(fn, recurse)
 
     def explain(self) -> str:
-        """Say what the block's program launches, for each kind of call that has run.
+        """Describe the launches of the block's program, for each kind of call that has run.
 
         Returns
         -------
@@ -288,7 +288,7 @@ class MoE(torch.nn.Module):
             counts.add_(chosen.sum(0))
 
     def update_expert_bias(self, rate: float = 1e-3) -> None:
-        """Move the bias of each expert towards an even share of the tokens, of all ranks, since the last update.
+        """Move the bias of each expert towards an even share of all ranks' tokens since the last update.
 
         Parameters
         ----------
@@ -317,7 +317,7 @@ class MoE(torch.nn.Module):
         return names
 
     def _shares_of_parameters(self) -> dict[str, Share]:
-        """Return of which stacks of experts ranks have parts."""
+        """Return the stacks of experts that ranks have parts of."""
         if self._ranks is None:
             return {}
         parameters = self.experts.named_parameters(prefix="experts")
@@ -334,7 +334,7 @@ class MoE(torch.nn.Module):
         self.experts[0].backward_dw()
 
     def extra_repr(self) -> str:
-        """Sizes and how tokens are routed."""
+        """Return sizes and routing."""
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, num_experts={self.num_experts}, "
             f"topk={self.topk}, activation={self.activation!r}, score_function={self.score_function!r}"

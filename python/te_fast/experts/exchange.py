@@ -28,7 +28,7 @@ Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Splits:
-    """How many rows travel to each rank, and come from it."""
+    """Numbers of rows that go to each rank and come from it."""
 
     name: str
     group: Any
@@ -39,7 +39,7 @@ class _Splits:
         return _Splits(self.name, self.group, self.received, self.sent)
 
     def exchange(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Send each rank its rows of all tensors; return those that have come."""
+        """Send each rank its rows of all tensors; return the received rows."""
         made: list[torch.Tensor] = []
         handles: list[Any] = []
         with named(self.name, "an all-to-all of expert parallelism"):
@@ -76,7 +76,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def expert_ranks(name: str, group: Any, num_experts: int) -> ExpertRanks | None:
-    """Return the ranks of a group, each of which has the same number of experts; None where one has all.
+    """Return the ranks of a group, which have equal numbers of experts; None if one rank has all.
 
     Raises
     ------
@@ -121,7 +121,7 @@ class ExpertRanks:
     ) -> torch.Tensor:
         """Return the results of all experts for this rank's rows.
 
-        How many rows come is read on the host, as an all-to-all needs it: this waits for the router.
+        The host reads the number of rows to receive, which the all-to-all needs, and so waits for the router.
 
         Parameters
         ----------
@@ -137,7 +137,7 @@ class ExpertRanks:
         Raises
         ------
         RanksError
-            If ranks do not call the layer alike, or one is gone; all of them raise.
+            If ranks call the layer differently, or a rank is gone; all ranks raise.
         UnsupportedError
             Under a compiler or a capture.
         """
@@ -154,7 +154,7 @@ class ExpertRanks:
         mine = table[:, self.rank * self.num_local : (self.rank + 1) * self.num_local]
         travel = _Splits(self.name, self.group, sent, received)
         came, came_factors = _Exchange.apply(travel, rows, factors)
-        # They come by rank, and by expert of each: chunks of one expert are brought together.
+        # Rows arrive by rank, then by expert; sorting brings the chunks of one expert together.
         order = torch.arange(mine.numel(), device=rows.device).view(self.size, -1)
         by_expert = order.t().reshape(-1)
         by_rank = order.view(self.num_local, self.size).t().reshape(-1)
@@ -177,9 +177,9 @@ class ExpertRanks:
     def _counts(
         self, rows: torch.Tensor, splits: torch.Tensor
     ) -> tuple[torch.Tensor, list[int], list[int]]:
-        """Return the rows that each rank has for each expert, and those that this one sends and is sent.
+        """Return the numbers of rows that each rank has for each expert, and that this rank sends and receives.
 
-        Beside the counts travels what must be the same of a call: ranks that disagree find out before rows travel.
+        A number of the call's kind travels beside the counts, so that ranks that disagree notice before rows travel.
         """
         kind = torch.full((1,), self._kind(rows), dtype=torch.int64, device=rows.device)
         given = torch.cat((splits.to(torch.int64), kind))
@@ -202,7 +202,7 @@ class ExpertRanks:
         return table, sent, received
 
     def _kind(self, rows: torch.Tensor) -> int:
-        """Return a number of what must be the same of a call on all ranks."""
+        """Return a number of the call's kind, which must be equal on all ranks."""
         enabled, *_, epoch = native.autocast_region()
         key = rows.shape[1], rows.dtype, torch.is_grad_enabled(), epoch if enabled else None
         kind = self._kinds.get(key)

@@ -1,4 +1,4 @@
-"""Tokens through the experts that they are routed to, and the sums of the experts' results."""
+"""Runs tokens through the experts that they are routed to, and sums the experts' results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from te_fast.runtime.compiling import is_unseen
 
 
 class Mixture:
-    """Permutation, experts and sum: one program, or the operations one by one where somebody looks at their calls.
+    """Permutation, experts and sum: one program, or the operations one by one if they have hooks.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class Mixture:
         self.program: ExpertsProgram | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies and pickles have: all but the program, which each makes for itself."""
+        """Return the state for copies and pickles, without the program, which each copy makes for itself."""
         return self.__dict__ | {"program": None}
 
     def __call__(
@@ -64,7 +64,7 @@ class Mixture:
         return self.one_by_one(experts, tokens, chosen, probs, topk, is_first_microbatch)
 
     def program_of(self, experts: Sequential, topk: int) -> ExpertsProgram | None:
-        """Return the program of operations and what is around them; None where they are none."""
+        """Return the program of the operations with permutation and sum; None if they cannot be one program."""
         if self.program is None or not self.program.is_of(experts, topk):
             if not is_one_program(experts):
                 return None
@@ -102,9 +102,9 @@ class Mixture:
         return moe_unpermute(out, row_map, restore_shape=tokens.shape).view(shape)
 
     def forget(self) -> None:
-        """Drop the program: parameters are exchanged."""
+        """Drop the program, since parameters are being replaced."""
         self.program = None
 
     def explain(self, experts: Sequential) -> str:
-        """Say what calls launch."""
+        """Describe the launches of calls."""
         return experts.explain() if self.program is None else self.program.explain()

@@ -1,4 +1,4 @@
-"""The way of tokens through experts as one program: permutation, products, activation, and their sum."""
+"""Tokens through experts as one program: permutation, products, activation, and the sum of results."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from te_fast.runtime.module_hooks import are_called_plainly
 
 
 class ExpertsProgram:
-    """What a block's operations compute for permuted tokens, with the permutation and the sum, as one program.
+    """The operations of a block, the permutation and the sum as one program.
 
-    It is over the operations' parameters, FP8 weights and scales. A block makes another when they are others.
+    The program uses the operations' parameters, FP8 weights and scales. If the operations change, the block makes
+    another program.
 
     Parameters
     ----------
@@ -58,13 +59,13 @@ class ExpertsProgram:
         labels.append("unpermute")
 
     def _forget(self, *, stale: bool = False) -> None:
-        """Note that an operation has changed, which calls this of all that have captured it."""
+        """Note that an operation has changed; the operation calls this on all programs that contain it."""
         self._is_stale = True
 
     _mode_changed = _forget
 
     def is_of(self, experts: Sequential, topk: int) -> bool:
-        """Tell whether this is still the program of a block's operations, for so many experts of a token."""
+        """Tell whether the program still belongs to a block's operations and number of experts of a token."""
         ops = tuple(experts._modules.values())
         return (
             ops == self._ops
@@ -75,7 +76,7 @@ class ExpertsProgram:
         )
 
     def explain(self) -> str:
-        """Say what calls launch."""
+        """Describe the launches of calls."""
         return "\n".join(explain_program(self.program, self._labels))
 
     def __call__(
@@ -122,7 +123,7 @@ def _handles_of(ops: tuple[Any, ...]) -> list[Any]:
 
 
 def _type_of(ops: tuple[Any, ...]) -> torch.dtype | None:
-    """Return the type of the linear operations' parameters, of which an operation has one; None if they differ."""
+    """Return the type of the linear operations' parameters; None if they differ."""
     first, last = ({getattr(op, name).dtype for name in _first_names(op)} for op in ops[::2])
     return first.pop() if first == last and len(first) == 1 else None
 
@@ -132,7 +133,7 @@ def _first_names(op: GroupedLinear) -> list[str]:
 
 
 def is_one_program(experts: Any) -> bool:
-    """Tell whether what operations compute is one native program."""
+    """Tell whether the operations can be one native program."""
     ops = tuple(experts)
     return (
         type(experts) is Sequential
@@ -146,20 +147,20 @@ def is_one_program(experts: Any) -> bool:
 
 
 def takes(experts: Any, tokens: torch.Tensor) -> bool:
-    """Tell whether nobody looks at the calls of the operations, whose program is called instead.
+    """Tell whether the program may replace calls of the operations, since nothing observes these calls.
 
     Parameters
     ----------
     experts : Sequential
         The operations.
     tokens : torch.Tensor
-        ``(..., hidden_size)``, which nobody sees.
+        ``(..., hidden_size)``, without hooks or tracing.
     """
     enabled, calibrating, *_ = native.autocast_region()
     return (
         are_called_plainly(experts, *experts._modules.values())
         and tokens.numel() != 0
         and not fuser._is_custom()
-        and not _config.DEBUG  # where dropped rows are looked for
+        and not _config.DEBUG  # which checks for dropped rows
         and (enabled or not calibrating)
     )

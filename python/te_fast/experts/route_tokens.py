@@ -1,4 +1,4 @@
-"""The router of a block: scores of its tokens, and the experts of each, in one autograd node."""
+"""The router of a block: scores and experts of its tokens, in one autograd node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
 class _RouteTokens(torch.autograd.Function):
     """Arguments: tokens, weight of the router, bias of the experts, how they are chosen.
 
-    torch's nodes of the cast, of the product and of the choice, whose calls cost the host more than the launches.
+    One node replaces torch's nodes of cast, product and choice, whose calls cost the host more than their launches.
     """
 
     @staticmethod
@@ -76,11 +76,11 @@ def route_tokens(
     Parameters
     ----------
     tokens : torch.Tensor
-        ``(..., hidden)``, which nobody sees (`is_unseen`), outside of ``torch.autocast``.
+        ``(..., hidden)``, without hooks or tracing (`is_unseen`), outside of ``torch.autocast``.
     weight : torch.Tensor
         Of the router, ``(experts, hidden)``; as many experts as kernels take.
     bias : torch.Tensor, optional
-        ``(experts,)``, added for the choice alone.
+        ``(experts,)``, added only for the choice.
     choice : Choice
         How experts are chosen.
     """

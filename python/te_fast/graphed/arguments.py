@@ -16,9 +16,9 @@ from te_fast.runtime.module_hooks import has_hooks
 
 _NAME = "make_graphed_callables"
 
-#: Kinds of hooks that run beside captures, not inside of them.
+#: Kinds of hooks that run before and after captures, not inside of them.
 HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
-#: The attribute by which a module whose calls replay is known.
+#: The attribute that marks a module whose calls replay.
 GRAPHED = "_te_fast_graphed"
 _RENAMED = {
     "enabled": "fp8_enabled",
@@ -35,7 +35,8 @@ Hooks = dict[str, dict[Any, Callable[[torch.nn.Module], None]]]
 class Quantization:
     """How callables quantise."""
 
-    #: For each callable; None where the caller did not say, so that it must not be replayed in a region that does.
+    #: For each callable, whether it quantises; None if the caller did not say. Such a callable must not be replayed in
+    # a region that quantises.
     enabled: list[bool | None]
     calibrating: bool
     recipe: Recipe | None
@@ -57,12 +58,12 @@ class Options:
     hooks: list[Hooks] = field(default_factory=list)
 
     def run_hooks(self, number: int, kind: str, module: torch.nn.Module) -> None:
-        """Run the hooks of a callable that stand beside its captures.
+        """Run the hooks of a callable around its captures.
 
         Raises
         ------
         StateError
-            If one returns something.
+            If a hook does not return None.
         """
         for hook in self.hooks[number][kind].values():
             if hook(module) is not None:
@@ -73,14 +74,14 @@ class Options:
 
 
 def quantization(count: int, **given: tuple[Any, Any]) -> Quantization:
-    """Return how callables quantise, from arguments under their names of now and of old.
+    """Return how callables quantise, from arguments under present and former names.
 
     Parameters
     ----------
     count : int
         Number of callables.
     **given
-        By its present name: the value that was given under the present or the former name, or None.
+        By the present name: the values under the present and the former name, or None.
 
     Raises
     ------
@@ -135,7 +136,7 @@ def capture_time_hooks(given: Sequence[Any] | None, count: int) -> list[Hooks]:
     Raises
     ------
     ArgumentError
-        For another number of entries, and for kinds that there are not.
+        For another number of entries, and for unknown kinds.
     """
     if given is None:
         given = [None] * count
@@ -154,7 +155,7 @@ def capture_time_hooks(given: Sequence[Any] | None, count: int) -> list[Hooks]:
 
 
 def check_modules(modules: Sequence[Any]) -> bool:
-    """Return whether modules train, after seeing that they can be captured.
+    """Check that modules can be captured, and return whether they train.
 
     Parameters
     ----------
@@ -164,9 +165,9 @@ def check_modules(modules: Sequence[Any]) -> bool:
     Raises
     ------
     DtypeError
-        For a callable that is no module.
+        For a callable that is not a module.
     StateError
-        For modules with hooks, with buffers that require gradients, and where some train and others do not.
+        For modules with hooks or with buffers that require gradients, and if only some modules train.
     """
     for module in modules:
         if not isinstance(module, torch.nn.Module):
@@ -198,14 +199,14 @@ def check_counts(callables: int, sample_args: Sequence[Any], sample_kwargs: Sequ
     Parameters
     ----------
     callables : int
-        How many are wanted.
+        The expected number.
     sample_args, sample_kwargs : sequence
         Samples.
 
     Raises
     ------
     ShapeError
-        If they are fewer, or more.
+        If the numbers differ.
     """
     for name, samples in (("sample_args", sample_args), ("sample_kwargs", sample_kwargs)):
         if len(samples) != callables:

@@ -1,4 +1,4 @@
-"""The gradients of parameters while graphs are captured: what there is stays as it is."""
+"""Keeps the gradients of parameters unchanged while graphs are captured."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def main_grads(module: torch.nn.Module) -> list[MainGrad]:
 
 @contextmanager
 def untouched(buffers: Sequence[MainGrad]) -> Iterator[set[int]]:
-    """Keep what is in ``main_grad`` from a run.
+    """Restore the values of ``main_grad`` after a run.
 
-    Yields the identities of parameters that the run has given gradients of, known behind it.
+    Yields a set that has, after the run, the identities of parameters whose gradients the run has added.
     """
     contents = [buffer.grad.clone() for buffer in buffers]
     flags = [getattr(buffer.parameter, _FLAG, None) for buffer in buffers]
@@ -64,7 +64,7 @@ _FLAG = "grad_added_to_main_grad"
 
 
 def check_main_grads(name: str, buffers: Sequence[tuple[MainGrad, int]]) -> None:
-    """Raise unless buffers are where a graph writes to.
+    """Raise unless buffers lie where the graph writes.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def check_main_grads(name: str, buffers: Sequence[tuple[MainGrad, int]]) -> None
     Raises
     ------
     StateError
-        If one is not.
+        If a buffer lies elsewhere.
     """
     for buffer, address in buffers:
         grad = getattr(buffer.parameter, "main_grad", None)
@@ -90,7 +90,7 @@ def check_main_grads(name: str, buffers: Sequence[tuple[MainGrad, int]]) -> None
 
 @contextmanager
 def put_aside(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let parameters have no ``.grad`` for a while."""
+    """Remove ``.grad`` of parameters for a while."""
     former = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None

@@ -16,7 +16,7 @@ from te_fast.errors import (
     StateError,
 )
 
-#: Keywords of a call that are not the callable's.
+#: Keywords of a call that the callable itself does not take.
 _STREAM, _EVENT, _FIRST = "cuda_graph_stream", "cuda_graph_event", "is_first_microbatch"
 
 
@@ -30,15 +30,14 @@ class Inputs:
     args : tuple
         Sample tensors, or containers of them.
     kwargs : dict
-        Keyword arguments; what is no tensor is a constant of the graph.
+        Keyword arguments; values that are not tensors are constants of the graph.
     taken : set of int
-        Identities of tensors that must not be inputs, too: two inputs on the same memory would each get the gradient
-        of both.
+        Identities of tensors that other inputs have: two inputs on the same memory would each get the gradient of both.
 
     Raises
     ------
     DtypeError
-        If `args` are no tensors.
+        If `args` are not tensors.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Inputs:
         self._is_flat = all(isinstance(arg, torch.Tensor) for arg in args) and len(leaves) == len(
             args
         ) + len(kwargs)
-        #: The place of ``is_first_microbatch`` among the leaves.
+        #: The index of ``is_first_microbatch`` among the leaves.
         self._first: int | None = None
         if _FIRST in kwargs:
             before = [kwargs[key] for key in self.keys[: self.keys.index(_FIRST)]]
@@ -77,12 +76,12 @@ class Inputs:
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return what the callable is captured with."""
+        """Return the arguments for the capture."""
         args, kwargs = tree_unflatten(self.leaves, self._spec)
         return args, kwargs
 
     def signature(self) -> Hashable:
-        """Return what tells inputs apart that cannot share memory."""
+        """Return a signature; inputs with the same signature can share memory."""
         kinds = [
             (leaf.shape, leaf.dtype, leaf.layout, leaf.device, leaf.requires_grad)
             if isinstance(leaf, torch.Tensor)
@@ -103,9 +102,9 @@ class Inputs:
         Parameters
         ----------
         args, kwargs : tuple and dict
-            The call's, without what says on which stream.
+            The call's arguments, without stream and event.
         caches_weights : bool
-            ``is_first_microbatch`` is no constant.
+            ``is_first_microbatch`` is not a constant.
 
         Raises
         ------
@@ -142,7 +141,7 @@ class Inputs:
         return tensors
 
     def _known(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of the samples, without those that say nothing."""
+        """Return the keyword arguments of the samples, without those that have no effect."""
         for key in self.keys:
             if key not in kwargs:
                 message = f"{self.name}: keyword argument {key!r} was captured and is missing in this call"
@@ -185,12 +184,12 @@ class Inputs:
 
 
 def take_stream(kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Take out of a call's keyword arguments on which stream it runs, and which event marks its end."""
+    """Remove stream and event from a call's keyword arguments, and return them."""
     return kwargs.pop(_STREAM, None), kwargs.pop(_EVENT, None)
 
 
 def is_first_microbatch(name: str, kwargs: dict[str, Any]) -> bool:
-    """Return what a call of cached weights has to say.
+    """Return ``is_first_microbatch`` of a call with cached weights.
 
     Parameters
     ----------
@@ -202,7 +201,7 @@ def is_first_microbatch(name: str, kwargs: dict[str, Any]) -> bool:
     Raises
     ------
     ArgumentError
-        If it does not say it.
+        If the call does not pass it.
     """
     value = kwargs.get(_FIRST)
     if not isinstance(value, bool):

@@ -24,7 +24,7 @@ from te_fast.runtime.capturing import set_capture_end, set_capture_start
 
 _NAME = "make_graphed_callables"
 
-#: Makes what captures; tests put the host's in its place.
+#: Makes the recorder; tests replace it by a recorder on the host.
 recorder_of: Callable[[Any], Any] = CudaRecorder
 
 
@@ -54,9 +54,9 @@ def make_graphed_callables(
     post_warmup_hook: Callable[[], Any] | None = None,
     capture_time_hooks: Sequence[Any] | None = None,
 ) -> Any:
-    """Capture modules, forward and backward, as CUDA graphs that calls of them replay.
+    """Capture forward and backward of modules as CUDA graphs, which later calls replay.
 
-    Scales, histories, gradients, ``main_grad``, buffers and random numbers are afterwards what they were before. Each
+    The capture restores scales, histories, gradients, ``main_grad``, buffers and random numbers. Each
     replay overwrites the results of the one before it.
 
     Parameters
@@ -67,14 +67,14 @@ def make_graphed_callables(
         Positional arguments, for each module or, with `_order`, for each forward. Graphs read these tensors: calls copy
         theirs into them.
     num_warmup_iters : int, default = 3
-        Runs before the capture, 1 at least.
+        Runs before the capture, at least 1.
     allow_unused_input : bool, default = False
-        An input may require gradients and get none.
+        Accept inputs that require gradients and get none.
     sample_kwargs : dict, or sequence of dict, optional
         Keyword arguments: tensors, or constants of the graph.
     enabled : bool or tuple of bool, optional
-        Whether modules quantise. ``False`` says that one never does, whatever region it is called in; by default it
-        does not, and must not be called in a region that does.
+        Whether modules quantise. With ``False`` a module never quantises, in any region. By default it does not
+        quantise, and must not be called in a region that quantises.
     calibrating : bool, default = False
         As in :class:`autocast`.
     recipe : Recipe, optional
@@ -82,10 +82,10 @@ def make_graphed_callables(
     amax_reduction_group : torch.distributed.ProcessGroup, optional
         As in :class:`autocast`.
     cache_quantized_params : bool, default = False
-        Quantise weights where a call says ``is_first_microbatch=True``, and use those of an earlier call where it says
-        ``False``; calls must say which. Without it each replay quantises.
+        A call with ``is_first_microbatch=True`` quantises the weights, and a call with ``False`` uses the FP8 weights
+        of an earlier call; every call must pass one of the two. Without this option each replay quantises.
     fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching : optional
-        Deprecated names of the five.
+        Deprecated names of the five arguments above.
     _order : sequence of int or float, optional
         Order of a pipeline's forwards and backwards: chunks of modules by their numbers from 1, negative for
         backward, and -c - 0.5 for the weight gradients of chunk c. The result has a callable for each forward.
@@ -96,20 +96,20 @@ def make_graphed_callables(
     retain_graph_in_backward : bool, default = False
         Backward can be replayed several times.
     _reuse_graph_input_output_buffers : bool, default = False
-        Forwards whose backward is over by then lend their buffers to later ones; with `_order`, in training.
+        A forward takes over the buffers of an earlier one whose backward is over; with `_order`, in training.
     clone_param_grads_on_return : bool, default = True
-        Give parameters gradients of their own. Without, the next replay overwrites them.
+        Copy the gradients of parameters. Without this option the next replay overwrites them.
     pre_warmup_hook, post_warmup_hook : callable, optional
         Called once before and after all warm-ups.
     capture_time_hooks : sequence of dict, optional
         For each module, hooks by kind (``forward_pre_hooks``, ``forward_hooks``, ``backward_pre_hooks``,
-        ``backward_hooks``) and a name of any sort. They are called with the module around warm-ups and captures, return
-        None, and are no part of the graphs.
+        ``backward_hooks``) and a name of any sort. They are called with the module around warm-ups and captures, must
+        return None, and are not part of the graphs.
 
     Returns
     -------
     torch.nn.Module, or tuple
-        The modules, which replay where they are called; with `_order` a callable for each forward. They have
+        The modules, whose calls now replay; with `_order` a callable for each forward. They have
         ``backward_dw()``, which replays the weight gradients of layers that delay theirs, and ``reset()``, which frees
         the graphs.
 
@@ -235,7 +235,7 @@ def _make_runs(
 
 
 def _check_devices(name: str, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Raise unless all is on the device of the capture: of what lies elsewhere a graph keeps the values."""
+    """Raise unless all tensors are on the device of the capture: of other tensors a graph would keep the values."""
     for tensor in tensors:
         if tensor.device != device:
             message = (
@@ -247,7 +247,7 @@ def _check_devices(name: str, tensors: Sequence[torch.Tensor], device: torch.dev
 
 @contextmanager
 def _as_before(modules: Sequence[torch.nn.Module], shared: Shared) -> Iterator[None]:
-    """Leave no trace of what runs within: scales, buffers and random numbers are as before."""
+    """Restore scales, buffers and random numbers at the end of the context."""
     quantization = shared.quantization
     buffers = [buffer for module in modules for buffer in module.buffers()]
     contents = [buffer.clone() for buffer in buffers]
@@ -283,7 +283,7 @@ def _warm_up(order: Order, runs: Sequence[Run], shared: Shared) -> None:
 
 
 def _check_weight_gradients(order: Order, runs: Sequence[Run]) -> None:
-    """Raise where weight gradients wait behind all steps, or a step had none to compute."""
+    """Raise if weight gradients are left after all steps, or a step had none to compute."""
     for run in runs:
         if waits_for_weight_gradients(run.module):
             while waits_for_weight_gradients(run.module):

@@ -1,4 +1,4 @@
-"""Which graphs overwrite what others have left for their backward: they share one pool."""
+"""Detects graphs that overwrite what others need for their backward, since all share one pool."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from weakref import ref
 
 
 class Left:
-    """What one replay of a forward has left for its backward.
+    """The memory that one replay of a forward has left for its backward.
 
     Parameters
     ----------
     begin, end : int
-        Numbers of the step that has left it, and of the last that reads it.
+        Numbers of the step that wrote the memory, and of the last step that reads it.
     """
 
     __slots__ = ("__weakref__", "begin", "by", "end")
 
     def __init__(self, begin: int, end: int) -> None:
         self.begin, self.end = begin, end
-        #: Who has overwritten it.
+        #: Name of the callable that has overwritten it.
         self.by: str | None = None
 
 
 class SharedMemory:
     """The memory of graphs that share a pool.
 
-    A graph was captured while some memory of the pool was free, which it may use: that of runs which were over
-    then, and of those that had not begun. A replay in another order overwrites it.
+    When a graph is captured, it may use all free memory of the pool: memory of runs that are over, and of runs that
+    have not begun. A replay in another order overwrites memory that is still needed.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class SharedMemory:
         return first
 
     def leave(self, left: Left) -> None:
-        """Note what a forward has left."""
+        """Note that a forward has left memory for its backward."""
         known, key = self._left, id(left)
         known[key] = ref(left, lambda _: known.pop(key, None))
 
@@ -68,7 +68,7 @@ class SharedMemory:
                 left.by = name
 
     def forget(self, left: Left) -> None:
-        """Note that nothing reads it any more."""
+        """Note that the memory is no longer needed."""
         self._left.pop(id(left), None)
 
 
@@ -76,5 +76,5 @@ _of_pools: dict[Any, SharedMemory] = {}
 
 
 def memory_of(pool: Any) -> SharedMemory:
-    """Return the memory of a pool that the caller brings; of None, memory that is shared with nobody."""
+    """Return the memory of the caller's pool; for None, memory that is not shared."""
     return SharedMemory() if pool is None else _of_pools.setdefault(pool, SharedMemory())

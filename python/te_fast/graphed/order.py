@@ -1,4 +1,4 @@
-"""In which order forwards and backwards of several callables are captured, and replayed."""
+"""The order in which forwards and backwards of several callables are captured and replayed."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Order:
     #: The callable of each run.
     callables: list[int]
     steps: list[Step]
-    #: For each step, the runs of the group that its chunk is; a step of weight gradients has none.
+    #: For each step, the runs of its chunk; a step of weight gradients has none.
     chunks: list[list[int]]
-    #: Whether the caller's order says when weight gradients are computed; else they are right behind their backward.
+    #: Whether the caller's order has the weight gradients; otherwise they follow their backward directly.
     places_weight_gradients: bool = False
 
     def last_steps(self) -> list[int]:
-        """Return, for each run, the last step that reads what its forward has left."""
+        """Return, for each run, the last step that reads tensors of its forward."""
         last = [0] * len(self.callables)
         for number, step in enumerate(self.steps):
             last[step.run] = number
@@ -80,7 +80,7 @@ def from_chunks(
     ArgumentError
         If the numbers do not fit each other.
     StateError
-        If weight gradients are not as many as backwards, or before theirs.
+        If weight gradients and backwards differ in number, or a weight gradient precedes its backward.
     """
     chunks, microbatches = _count(order)
     has_halves = any(ceil(number) != number for number in order)
@@ -135,7 +135,7 @@ def _kind_of(number: float) -> Kind:
 
 
 def _count(order: Sequence[float]) -> tuple[int, int]:
-    """Return the numbers of chunks and microbatches, where every chunk has as many forwards as backwards."""
+    """Return the numbers of chunks and microbatches; every chunk must have as many forwards as backwards."""
     for number in order:
         if number > 0 and not isinstance(number, int):
             message = f"{_NAME}: forwards in _order are integers, got {number!r}, a {type(number).__name__}"
@@ -201,14 +201,14 @@ def _refuse(message: str) -> None:
 
 
 def shared_inputs(order: Order, signatures: Sequence[Hashable]) -> list[int]:
-    """Return, for each run, the run whose static inputs it has: one of the same kind that is over by then.
+    """Return, for each run, the run whose static inputs it takes over: one of the same kind that is over by then.
 
     Parameters
     ----------
     order : Order
         The steps.
     signatures : sequence of hashable
-        What the inputs of each run look like; equal ones can be shared.
+        Signatures of the inputs of each run; inputs with equal signatures can be shared.
     """
     owner = list(range(len(signatures)))
     free: dict[Hashable, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The parameters that a graph reads: they must be where they were."""
+"""The parameters that a graph reads, whose addresses must not change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PARTS = ("row", "row_scale", "col", "col_scale")
 
 
 def _addresses(parameter: Any) -> tuple[int, ...]:
-    """Return where a parameter lies; of a quantised one, where its bytes and scales do, 0 for what is not there."""
+    """Return the addresses of a parameter; for a quantised one, of its bytes and scales, 0 for missing tensors."""
     if not is_quantized(parameter):
         return (parameter.data_ptr(),)
     value = parameter._value
@@ -58,7 +58,7 @@ class Parameters:
         Raises
         ------
         StateError
-            If one was replaced, or its memory exchanged; also if a quantised one has lost its column layout.
+            If a parameter or its memory was replaced, or a quantised parameter has lost its column layout.
         """
         for owner, key, parameter, addresses in self._known:
             if owner.get(key) is not parameter or _addresses(parameter) != addresses:

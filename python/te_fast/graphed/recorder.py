@@ -1,4 +1,4 @@
-"""CUDA graphs, as captures need them: the one place that calls torch.cuda for them."""
+"""CUDA graphs for captures; only this module calls torch.cuda for graphs."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ T = TypeVar("T")
 
 
 class Graph(Protocol):
-    """What was captured."""
+    """A captured graph."""
 
     def replay(self) -> None:
-        """Run it again, on the memory that it was captured on."""
+        """Run the graph again, on the memory of its capture."""
 
     def reset(self) -> None:
-        """Free it."""
+        """Free the graph."""
 
 
 class Recorder(Protocol):
     """Captures functions."""
 
-    #: Where it captures.
+    #: The device of the captures.
     device: torch.device
 
     def warm_up(self) -> Any:
         """Return a context for runs before the first capture."""
 
     def keep_random_numbers(self) -> Any:
-        """Return a context behind which random numbers go on as if nothing had been drawn within."""
+        """Return a context that restores the states of random numbers at its end."""
 
     def capture(self, run: Callable[[], T]) -> tuple[Graph, T]:
         """Return a function's graph, and the function's result."""
@@ -47,7 +47,7 @@ class Recorder(Protocol):
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Keep the garbage collector from destroying another graph in the middle of a capture, which would end it."""
+    """Turn the garbage collector off: the destruction of another graph would end a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -90,7 +90,7 @@ class CudaRecorder:
 
     @contextmanager
     def keep_random_numbers(self) -> Iterator[None]:
-        """Put the states of the current GPU's generator, and of trackers, back."""
+        """Restore the states of the current GPU's generator and of trackers."""
         default = torch.cuda.default_generators[torch.cuda.current_device()]
         generators = [default, *self._generators]
         states = [generator.get_state() for generator in generators]

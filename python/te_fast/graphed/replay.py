@@ -27,18 +27,18 @@ _region = native.CurrentRegion()
 
 
 class _Call:
-    """One call of a graph, as its backward has to know it."""
+    """One call of a graph, with the facts that its backward needs."""
 
     __slots__ = ("event", "is_first", "left", "run", "stream")
 
     def __init__(self, run: Run, left: Left, stream: Any, event: Any) -> None:
         self.run, self.left, self.stream, self.event = run, left, stream, event
-        #: Its backward is the region's last, and updates the scales.
+        #: Whether its backward is the region's last, which updates the scales.
         self.is_first = False
 
 
 def _replay(graph: Graph, stream: Any, event: Any) -> None:
-    """Replay a graph on the stream that the caller wants, between what is there before and behind."""
+    """Replay a graph on the caller's stream, ordered with earlier and later work on the current stream."""
     if stream is None:
         graph.replay()
         return
@@ -111,11 +111,12 @@ class Graphed(torch.autograd.Function):
 
 
 def _returned(run: Run) -> list[torch.Tensor | None]:
-    """Return what autograd is given: gradients of the inputs and of the parameters."""
+    """Return the gradients of the inputs and of the parameters for autograd."""
     grads = [grad if grad is None else grad.detach() for grad in run.input_grads]
     clones = run.shared.options.clone_param_grads
     for parameter, grad in zip(run.surface, run.surface_grads, strict=True):
-        # What a layer has added to main_grad itself is given a stand-in, and what a hook collects is read at once.
+        # A gradient that a layer has added to main_grad gets a stand-in. A gradient that a hook collects is read at
+        # once.
         is_read_at_once = getattr(parameter, "skip_backward_post_hook", False) or any(
             parameter is added for added in run.added
         )
@@ -146,7 +147,7 @@ def _check_left(run: Run, left: Left) -> None:
 def _forward(call: _Call, tensors: Any) -> list[Any]:
     """Replay a forward on inputs; its outputs, which the next replay overwrites."""
     run = call.run
-    assert run.forward_graph is not None  # since the call began with that
+    assert run.forward_graph is not None  # the call has checked this
     _copy_into(run.inputs.tensors, tensors)
     _replay(run.forward_graph, call.stream, call.event)
     run.shared.memory.replayed(run.forward_step, run.name)
@@ -159,13 +160,13 @@ def _forward(call: _Call, tensors: Any) -> list[Any]:
 class GraphedCallable:
     """A callable that replays graphs.
 
-    Calls take what the samples had, and beside it ``is_first_microbatch``, where quantised weights are cached, and
-    ``cuda_graph_stream`` and ``cuda_graph_event``: the stream to replay on, and what the current one waits for then.
+    Calls take the arguments of the samples, and ``is_first_microbatch`` if quantised weights are cached. They also take
+    ``cuda_graph_stream``, the stream to replay on, and ``cuda_graph_event``, which the current stream then waits for.
 
     Parameters
     ----------
     run : Run
-        What was captured.
+        The captured run.
     original : callable
         The module's own forward.
     """
@@ -174,11 +175,11 @@ class GraphedCallable:
         self._run = run
         self._original = original
         self._anchor = torch.zeros((), requires_grad=run.is_training)
-        #: Puts the module's own methods back.
+        #: Restores the module's own methods.
         self._on_reset: Callable[[], None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay the forward; in the other of training and evaluation, call the module itself.
+        """Replay the forward; if the module's mode is not that of the capture, call the module itself.
 
         Raises
         ------
@@ -247,7 +248,7 @@ class GraphedCallable:
         Raises
         ------
         StateError
-            If no backward has, or what they read was overwritten.
+            If no backward has left any, or their inputs were overwritten.
         """
         run = self._run
         if run.weight_graph is None:

@@ -29,7 +29,7 @@ _region = native.CurrentRegion()
 
 @dataclass(frozen=True)
 class Shared:
-    """What all runs of one capture have in common."""
+    """Data that all runs of one capture share."""
 
     options: Options
     quantization: Quantization
@@ -76,13 +76,13 @@ class Run:
         self.buffers = gradients.main_grads(module) if self.is_training else []
         quantization = shared.quantization
         self.scales = RunScales(module, quantization.recipe, quantization.group)
-        #: The region that it was captured in.
+        #: The region of the capture.
         self.epoch = 0
         self.forward_graph: Graph | None = None
         self.backward_graph: Graph | None = None
         self.weight_graph: Graph | None = None
         self.forward_step = self.backward_step = self.weight_step = 0
-        #: The last step that reads what the forward has left.
+        #: The last step that reads tensors of the forward.
         self.last_step = 0
         # The results of the last forward, with their autograd graph.
         self._live: list[Any] = []
@@ -94,21 +94,21 @@ class Run:
         self.wanted: list[bool] = []
         self.output_grads: list[torch.Tensor] = []
         self.input_grads: list[torch.Tensor | None] = []
-        #: Parameters that get a gradient of the backward, with it.
+        #: Parameters that get a gradient from the backward, with the gradient.
         self.surface: list[torch.nn.Parameter] = []
         self.surface_grads: list[torch.Tensor] = []
-        #: Parameters that ``backward_dw`` gives a gradient, with it.
+        #: Parameters that get a gradient from ``backward_dw``, with the gradient.
         self.later_grads: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
-        #: The layers that do.
+        #: The layers whose ``backward_dw`` computes these gradients.
         self.delaying: list[Any] = []
-        #: What backwards have left to ``backward_dw``.
+        #: Layers whose weight gradients backwards have left to ``backward_dw``.
         self.waiting: deque[Left] = deque()
-        #: Parameters whose gradient a layer has added to ``main_grad``, by the graph that does.
+        #: Parameters whose gradient a layer adds to ``main_grad``, by graph.
         self.added: list[torch.nn.Parameter] = []
         self.added_later: list[torch.nn.Parameter] = []
         self.addresses = [(buffer, buffer.grad.data_ptr()) for buffer in self.buffers]
 
-    # What is captured -----------------------------------------------------------------------------
+    # The captured functions -----------------------------------------------------------------------------
 
     def _differentiated(self) -> list[torch.Tensor]:
         """Return the tensors that the backward computes gradients of: inputs, then parameters."""
@@ -133,7 +133,7 @@ class Run:
         return self._live
 
     def run_backward(self) -> list[torch.Tensor | None]:
-        """Differentiate what :meth:`run_forward` has returned last."""
+        """Differentiate the last result of :meth:`run_forward`."""
         outputs = [output for output, wanted in zip(self._live, self.wanted, strict=True) if wanted]
         inputs, retain = self._differentiated(), self.shared.options.retain_graph
         if not self._reenters:
@@ -208,7 +208,7 @@ class Run:
         self._sort(grads)
 
     def _warm_up_backward(self) -> list[torch.Tensor | None]:
-        """Differentiate, and find out whether the callable allows to ask for gradients alone.
+        """Differentiate, and find out whether the callable works with ``torch.autograd.grad``.
 
         ``torch.autograd.grad`` runs no hooks of parameters, which may step an optimizer or start a collective.
         Reentrant checkpoints refuse it.
@@ -225,7 +225,7 @@ class Run:
         return self.run_backward()
 
     def _sort(self, grads: list[torch.Tensor | None]) -> None:
-        """Tell the gradients of inputs from those of parameters; without a gradient, a parameter takes no part."""
+        """Separate the gradients of inputs from those of parameters; parameters without a gradient are left out."""
         by_input = iter(grads)
         self.input_grads = [
             next(by_input) if tensor.requires_grad else None for tensor in self.inputs.tensors
@@ -263,7 +263,7 @@ class Run:
     # Static memory --------------------------------------------------------------------------------
 
     def use_output_grads(self, known: dict[Any, list[torch.Tensor]]) -> None:
-        """Make the static gradients of the outputs, or take those of `known` that look alike."""
+        """Make the static gradients of the outputs, or take those of `known` with the same shape and type."""
         outputs = [
             output for output, wanted in zip(self.outputs, self.wanted, strict=True) if wanted
         ]
@@ -289,7 +289,7 @@ class Run:
         self._live = []
 
     def release(self, *, inputs: bool = False, outputs: bool = False) -> None:
-        """Let later captures use the memory of results that nobody reads by then."""
+        """Let later captures use the memory of results that are no longer needed."""
         weak = self.shared.recorder.weak
         if inputs:
             self.input_grads = [grad if grad is None else weak(grad) for grad in self.input_grads]
@@ -302,7 +302,7 @@ class Run:
                 self.surface_grads = weak(self.surface_grads)
 
     def finish(self) -> None:
-        """Note, behind all captures, how long what a forward leaves is read."""
+        """Note, after all captures, how long tensors of a forward are read."""
         if self.shared.options.retain_graph:
             self.last_step = sys.maxsize
         else:

@@ -1,4 +1,4 @@
-"""The scales of delayed scaling around graphs: saved and put back, and noted as due where a graph has run."""
+"""The scales of delayed scaling around graphs: saves and restores them, and notes them as due after a replay."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def save_fp8_tensors(modules: Iterable[torch.nn.Module], recipe: Recipe | None) 
     modules : iterable of torch.nn.Module
         Modules, with those within.
     recipe : Recipe, optional
-        The recipe that they will run under: histories of other lengths are cut, or extended by zeros, to its
-        own, so that their memory stays where it is.
+        The recipe that the modules will run under. Histories are cut, or extended by zeros, to the recipe's length
+        first, so that their memory does not move later.
 
     Returns
     -------
     list or None
-        None unless the recipe is one of delayed scaling.
+        None if the recipe is not delayed scaling.
 
     See Also
     --------
@@ -92,7 +92,7 @@ def restore_fp8_tensors(modules: Iterable[torch.nn.Module], fp8_tensors: list[An
     Raises
     ------
     StateError
-        If it is of other modules; nothing has changed then.
+        If the copies belong to other modules. Nothing has changed then.
 
     See Also
     --------
@@ -149,7 +149,7 @@ class RunScales:
     module : torch.nn.Module
         The callable.
     recipe, group
-        What it was captured under.
+        Recipe and group of the capture.
     """
 
     def __init__(self, module: torch.nn.Module, recipe: Recipe | None, group: Any) -> None:
@@ -160,7 +160,7 @@ class RunScales:
 
     @contextmanager
     def noting(self, *, forward: bool) -> Iterator[None]:
-        """Note whose scales a capture uses."""
+        """Note the layers whose scales a capture uses."""
         if not isinstance(self._recipe, DelayedScaling):
             yield
             return
@@ -183,7 +183,7 @@ class RunScales:
         Raises
         ------
         StateError
-            If scales were exchanged, so that the graphs have others.
+            If scales were replaced, so that the graphs use other scales.
         """
         for known in (self.forward, self.backward):
             for owner, direction, state, scale, amax_history in known:
@@ -198,6 +198,6 @@ class RunScales:
                     raise StateError(message)
 
     def mark_ran(self, *, forward: bool) -> None:
-        """Note that a graph has taken maxima: the next update is to read them."""
+        """Note that a graph has raised maxima, which the next update must read."""
         for known in self.forward if forward else self.backward:
             known.state.slots.mark_ran()

@@ -11,12 +11,12 @@ from te_fast.runtime.global_state import autocast_state
 
 
 class SkipFlag:
-    """The flag that the graphs of one capture read: their own, which nobody else fills.
+    """The flag of one capture, which only its graphs read and only its callables set.
 
     Parameters
     ----------
     device : torch.device, optional
-        Where it is; there is none by default.
+        Device of the flag; by default there is no flag.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -28,7 +28,7 @@ class SkipFlag:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Let layers that are captured within read it, or none."""
+        """Let layers that are captured within read the flag, or no flag."""
         former = autocast_state.skip_fp8_weight_update_tensor
         autocast_state.skip_fp8_weight_update_tensor = self._tensor
         try:
@@ -37,7 +37,7 @@ class SkipFlag:
             autocast_state.skip_fp8_weight_update_tensor = former
 
     def set(self, skip: bool) -> None:
-        """Fill it, unless it says that already.
+        """Set the flag, unless it has the value already.
 
         Parameters
         ----------

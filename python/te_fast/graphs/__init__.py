@@ -1,1 +1,1 @@
-"""Programs in graphs: what ``torch.compile``, ``torch.export`` and fake tensors see of a layer."""
+"""Programs as operators of graphs, for ``torch.compile``, ``torch.export`` and fake tensors."""

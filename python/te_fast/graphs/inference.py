@@ -1,8 +1,8 @@
-"""Programs as one operator without state: what ``torch.export`` of inference has, and another process loads.
+"""Programs as one operator without state, which ``torch.export`` writes for inference and other processes load.
 
 The operator has everything in its arguments: the ops and the recipe as text, the parameters and the scales of delayed
-scaling as tensors. So a program that was saved runs wherever ``te_fast.pytorch`` has been imported. What a process
-makes of a text, the native program and the FP8 weights, it keeps as long as the parameters live.
+scaling as tensors. So a program that was saved runs wherever ``te_fast.pytorch`` has been imported. A process makes a
+native program and FP8 weights from a text, and keeps them as long as the parameters live.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PLAIN_OPS = ("add_extra_input", "add_residual", "constant_scale", "identity")
 
 
 class Recorder:
-    """Takes the calls that build a native program, and keeps what does not depend on the process."""
+    """Records the calls that build a native program, in a form that does not depend on the process."""
 
     def __init__(self) -> None:
         self.ops: list[list[Any]] = []
         self.num_extra_outputs = 0
 
     def linear(self, label: str, _handle: Any, _of: Any, _weight: str, *sizes: Any) -> None:
-        """Note a linear op; its weight is one tensor, whatever it consists of."""
+        """Note a linear op; its weight counts as one tensor, even if it consists of parts."""
         self.ops.append(["linear", label, *sizes[:2]])
 
     def bias(self, label: str, _of: Any, _name: str, size: int, _parts: Any = ()) -> None:
@@ -61,7 +61,7 @@ class Recorder:
         self.ops.append(["make_extra_output", label, in_place])
 
     def residual(self, label: str) -> int:
-        """Note the begin of a residual connection, and return its number."""
+        """Note the beginning of a residual connection, and return its number."""
         self.ops.append(["residual", label])
         return len(self.ops) - 1
 
@@ -106,7 +106,7 @@ def describe(
     name : str
         Name in messages.
     owner : object
-        What has built the program, and builds it again: ``_append_to(recorder)``.
+        The object that built the program; ``_append_to(recorder)`` builds it again.
     program : Program
         The program.
     recipe : Recipe, optional
@@ -114,12 +114,12 @@ def describe(
     cols : int
         Columns of the input.
     kinds : sequence
-        How each parameter is quantised, if it is: block, FP8 type, and whether it has a column layout.
+        For each quantised parameter: block, FP8 type, and whether it has a column layout.
 
     Raises
     ------
     UnsupportedError
-        If something of it cannot be saved.
+        If a part of it cannot be saved.
     """
     recorder = Recorder()
     owner._append_to(recorder)
@@ -149,7 +149,7 @@ def _recipe_of(described: list[Any] | None) -> Recipe | None:
 
 
 class _Loaded:
-    """A program of a text, with what its linear ops keep for one set of weights."""
+    """A program from a text, with the FP8 weights and states of its linear ops for one set of weights."""
 
     def __init__(self, text: str, device: torch.device) -> None:
         try:
@@ -159,7 +159,7 @@ class _Loaded:
             self._handles: list[native.WeightHandle] = []
             for kind, label, *arguments in described["ops"]:
                 self._append(kind, label, arguments)
-            #: Block and FP8 type of the parameters that are quantised, each of which is bytes and scales in calls.
+            #: Block and FP8 type of the quantised parameters; calls pass each of them as bytes and scales.
             self._quantized = {
                 int(index): (int(block), str(fp8))
                 for index, (block, fp8) in described.get("quantized", {}).items()
@@ -193,7 +193,7 @@ class _Loaded:
             raise ValueError(message)
 
     def _init_delayed_scaling(self) -> None:
-        """Make states for the scales that calls bring; the dispatcher calls it when the region is new."""
+        """Make states for the scales that calls pass; the dispatcher calls this when the region is new."""
         recipe: Any = self._recipe
         options = {"device": self._device}
         self._states = [
@@ -213,7 +213,7 @@ class _Loaded:
             handle.set_slots(epoch, forward.slots, backward.slots, base, base)
 
     def _whole(self, params: Tensors, dtype: torch.dtype) -> Tensors:
-        """Return the parameters, of which those that are quantised were taken apart."""
+        """Return the parameters; quantised ones are put together again from bytes and scales."""
         given = iter(params)
         whole: Tensors = []
         for parameter in given:
@@ -234,7 +234,7 @@ class _Loaded:
                 self._sizes = [scale.numel() for scale in scales]
                 if not self._states:
                     self._init_delayed_scaling()
-                # Whatever updates the states, a call has the scales that were saved.
+                # Updates of the states must not matter: every call uses the scales that were saved.
                 for (forward, _), scale in zip(self._states, scales, strict=True):
                     forward._scale.copy_(scale)
             return native.program_apply(
@@ -251,19 +251,19 @@ class _Loaded:
 
 
 class _OfParameters:
-    """The programs of texts for one set of parameters."""
+    """The programs, by text, for one set of parameters."""
 
     def __init__(self, parameters: Tensors) -> None:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._programs: dict[tuple[str, torch.device], _Loaded] = {}
 
     def is_of(self, parameters: Tensors) -> bool:
-        """Tell whether these are the parameters: neither address nor number does, since others get them in turn."""
+        """Tell whether these are the same parameters, by identity: addresses and ids are reused by other tensors."""
         pairs = zip(self._parameters, parameters, strict=True)
         return all(reference() is parameter for reference, parameter in pairs)
 
     def lives(self) -> bool:
-        """Tell whether all of them are still there."""
+        """Tell whether all parameters are still alive."""
         return all(reference() is not None for reference in self._parameters)
 
     def program(self, text: str, device: torch.device) -> _Loaded:
@@ -274,7 +274,7 @@ class _OfParameters:
         return found
 
 
-# By the first parameter, with which all goes, and by the numbers of all.
+# By the first parameter, whose end drops the entry, and by the ids of all.
 _of_parameters: Any = WeakIdKeyDictionary()
 _of_none = _OfParameters([])
 
@@ -301,7 +301,7 @@ def _inference(
     found: Tensors = []
     taken = [tensor.data_ptr() for tensor in (x, *extras)]
     for tensor in out if isinstance(out, tuple) else (out,):
-        # An operator gives new tensors.
+        # An operator must return new tensors.
         is_shared = tensor.numel() > 0 and tensor.data_ptr() in taken
         found.append(tensor.clone() if is_shared else tensor)
         taken.append(tensor.data_ptr())

@@ -1,12 +1,12 @@
 """Programs as operators of a graph.
 
 A program is one operator, its backward another. Both read the tensors of one list, write to those of another, and
-return nothing. The graph makes the tensors that they write to, so that a compiler plans the memory of all of them:
-results, what backward needs, quantised weights. State lies in tensors of the graph's, too: maxima of delayed scaling,
-quantised weights that are kept, ``main_grad``.
+return nothing. The graph allocates the tensors that they write to (results, tensors for backward, quantised weights),
+so that a compiler plans their memory. State is also kept in tensors of the graph: maxima of delayed scaling, kept
+quantised weights, ``main_grad``.
 
 Everything else about a call is one native object, the ``TracedCall`` that was made when the call was traced. Graphs
-name it by a number, which is made of its content. Tensors of operators are two-dimensional, rows of columns.
+refer to it by a number, which is computed from its content. Tensors of operators are two-dimensional, rows of columns.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _forward_otherwise(
     handle: torch.Tensor,
     call: native.TracedCall,
 ) -> None:
-    """Run a forward on no rows, or on rows that its GEMMs lack."""
+    """Run a forward on no rows, or with rows padded for its GEMMs."""
     facts, rows = calls[call.text], reads[0].shape[0]
     outputs = _count_new(facts.outputs)
     if rows == 0:
@@ -63,7 +63,7 @@ def _backward_otherwise(
     handle: torch.Tensor,
     call: native.TracedCall,
 ) -> None:
-    """Run a backward on no rows, or on rows that its GEMMs lack."""
+    """Run a backward on no rows, or with rows padded for its GEMMs."""
     facts, rows = calls[call.text], reads[0].shape[0]
     kinds = _new_grads(facts)
     if rows == 0:
@@ -103,16 +103,16 @@ def _count_new(places: Sequence[Place | None]) -> int:
 
 
 def _new_grads(facts: Facts) -> list[bool]:
-    """Return of each gradient that backward makes, in order, whether it is a parameter's."""
+    """Return, for each gradient of backward in order, whether it belongs to a parameter."""
     extras = _count_new(facts.grad_extras)
     is_input = _count_new([facts.grad_input])
     return [False] * is_input + [True] * _count_new(facts.grad_params) + [False] * extras
 
 
 def _after_backward(grad: torch.Tensor) -> None:
-    """Update the gradients' scales behind the backward under way: then all of them have left their maxima.
+    """Update the gradients' scales after the current backward, when all layers have raised their maxima.
 
-    The replays of a CUDA graph run nothing on the host, so that what it records ends with the update.
+    Replays of a CUDA graph run nothing on the host, so the graph itself must end with the update.
     """
     if grad.is_cuda and torch.cuda.is_current_stream_capturing():
         update_scales_behind_backward()
@@ -127,7 +127,7 @@ native.traced_install(_forward_otherwise, _backward_otherwise, _after_backward)
 
 
 def _nothing(*_: Any) -> None:
-    """Nothing is returned, so that a trace has nothing to make."""
+    """Return nothing; the operators have no results for a trace to make."""
 
 
 _SCHEMA = "(Tensor[] reads, Tensor(a!)[] writes, Tensor program, int call) -> ()"
@@ -136,7 +136,7 @@ _backward = register(f"program_backward{_SCHEMA}", native.traced_backward, _noth
 
 
 class _Forward(torch._ops.OpOverload[..., None]):
-    """The forward operator, whose calls go straight to the native side where nobody watches them."""
+    """The forward operator; calls go straight to the native side if no mode, tracer or profiler is active."""
 
     __call__ = native.instance_method(native.traced_forward_call)
 
@@ -188,7 +188,7 @@ class _Program(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
-        # With the first four by name, dynamo takes a call with two tensors for one without a context.
+        # If the first four had names, dynamo would take a call with two tensors for one without a context.
         handle, text, counts, dummies = given[:4]
         facts = facts_of(text)
         (x,), extras, params, histories, scales, *rest = _split(given[4:], counts)
@@ -234,7 +234,7 @@ class _Program(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         text, dummies, counts, read = ctx.call
         facts = facts_of(text)
-        tensors = list(ctx.saved_tensors)  # what torch 2.8 unpacks by a star is a tuple in a trace
+        tensors = list(ctx.saved_tensors)  # in a trace, torch 2.8 unpacks a tuple by a star
         handle, kept = tensors[0], tensors[1:]
         for at, (kind, index) in enumerate(facts.reads):
             if kind == "param" and index in facts.given:
@@ -252,13 +252,13 @@ class _Program(torch.autograd.Function):
         for place, cols in zip(facts.grad_extras, facts.extra_widths, strict=True):
             if place == ("new", 0):
                 made.append(dys[0].new_empty((rows, cols)))
-        # What a deferred gradient leaves to backward_dw() is no tensor of the graph's; the handle stands for it.
+        # The tensors that a deferred gradient leaves to backward_dw() are not in the graph; the handle stands for them.
         written = [*made, *kept[read:], *([handle] if facts.deferred else [])]
         torch.ops.te_fast.program_backward([*dys, *kept[:read]], written, handle, facts.number)
         places = (facts.grad_input, *facts.grad_params, *facts.grad_extras)
         first_extra = 1 + counts[2]
         results = _placed(places, made, {"grad": dys}, first_extra)
-        # With a gradient of its own, a parameter's hooks fire.
+        # A parameter's hooks run only if it gets a gradient tensor of its own.
         for index, dtype, is_zero in dummies:
             make = dys[0].new_zeros if is_zero else dys[0].new_empty
             results[1 + index] = make(facts.param_shapes[index], dtype=dtype)
@@ -272,7 +272,7 @@ def _placed(
     others: dict[str, list[torch.Tensor]],
     first_sibling: int,
 ) -> list[Any]:
-    """Return the tensors of places: those that were made, in order, and copies of others.
+    """Return the tensors of places: new tensors, in order, and copies of other tensors.
 
     Extra outputs, and gradients of extra inputs, can be the tensors of siblings, which begin at `first_sibling`.
     """
@@ -316,7 +316,7 @@ def apply(
     traced : Traced
         The program.
     owner : object
-        What has the scales of its linear operations.
+        The owner of the scales of its linear operations.
     x : torch.Tensor
         ``(..., cols)``.
     extras : tuple of torch.Tensor
@@ -354,7 +354,7 @@ def apply(
     is_first = None if inside is None else inside.is_first
     how = (is_first_microbatch, is_first, _overwrites(params), tracing.keeps_scales)
     key = f"{enabled} {epoch} {recipe} {how} {wants} {described}"
-    key = key.replace(".", " ")  # it names an attribute
+    key = key.replace(".", " ")  # the key becomes the name of an attribute
     within = (enabled, recipe, inside is not None)
     problem = traced.prepare(key, described, len(extras), wants, within, how)
     if problem is not None:
@@ -365,7 +365,7 @@ def apply(
     if facts.is_delayed:
         states = _states(owner, inside, any_grad=facts.any_grad)
         if tracing.keeps_scales:
-            # A recomputation quantises with these, whatever has updated the scales by then.
+            # A recomputation quantises with these copies, even if the scales have been updated by then.
             states[1] = [torch.ops.te_fast.keep_scale(scale) for scale in states[1]]
     kept = getattr(traced, facts.kept) if facts.kept else []
     main_grads = [main_grad_of(params[index]) for index in facts.fused]
@@ -388,7 +388,7 @@ def apply(
 
 
 def _dummies(facts: Facts, params: Tensors) -> tuple[tuple[int, torch.dtype, bool], ...]:
-    """Return parameters whose hooks are to see a gradient that nobody reads: number, type, whether it is of zeros."""
+    """Return parameters whose hooks need a dummy gradient: number, type, whether it is zero."""
     dummies = []
     for index in (*facts.fused, *facts.fused_later):
         if hasattr(params[index], "grad_added_to_main_grad"):
@@ -426,7 +426,7 @@ def _exported(
 
 
 def _described(tensors: Tensors, extras: int) -> tuple[Described, ...]:
-    """Return what :meth:`Traced.prepare` takes of input, extra inputs and parameters; rows do not matter."""
+    """Return the descriptions of input, extra inputs and parameters for :meth:`Traced.prepare`, without rows."""
     shapes = [
         (1, tensor.shape[-1]) if index <= extras else tuple(tensor.shape)
         for index, tensor in enumerate(tensors)
@@ -454,7 +454,7 @@ def _kind_of(tensor: Any) -> Kind | None:
 
 
 def _states(owner: Any, inside: Any, *, any_grad: bool) -> list[list[torch.Tensor]]:
-    """Return histories and scales of both directions, and tell the region that the graph is in of forward's."""
+    """Return histories and scales of both directions, and report those of forward to the graph's region."""
     forward = owner._delayed_states_of_linears(forward=True)
     backward = owner._delayed_states_of_linears(forward=False) if any_grad else []
     states = [

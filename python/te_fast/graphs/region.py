@@ -1,4 +1,4 @@
-"""The autocast region that a trace is in: one that the graph enters itself, or the one around it."""
+"""The autocast region of a trace: a region that the graph enters itself, or the region around the graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from te_fast.runtime.autocast import prepare_recipe
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: The region in force around a graph; a graph is guarded by what its attributes say.
+#: The region in force around a graph; its attributes are guards of the graph.
 _around = native.CurrentRegion()
 #: Recipes of regions that graphs enter, by the number of their content.
 _recipes: dict[int, Recipe] = {}
@@ -37,7 +37,7 @@ def _number_of(recipe: Recipe | None) -> int:
     recipe = prepare_recipe(recipe)
     number: int = recipe._native.number
     if number not in _recipes:
-        # A copy: the user's may change.
+        # A copy, since the user may change the recipe.
         _recipes[number] = prepare_recipe(copy.deepcopy(recipe))
     return number
 
@@ -75,7 +75,7 @@ class TracedRegion:
         self.number = 0
         self.is_first = True
         self.former: TracedRegion | None = None
-        #: Who has used scales of delayed scaling, each once: the number of the recipe, the owner, histories and scales.
+        #: Users of delayed scaling's scales, without repetition: number of the recipe, owner, histories and scales.
         self.used: list[tuple[int, Any, list[torch.Tensor], list[torch.Tensor]]] = []
 
     def __enter__(self) -> TracedRegion:
@@ -88,7 +88,7 @@ class TracedRegion:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Put the former one back; the outermost one updates the scales that its layers have used."""
+        """Restore the former region; the outermost region updates the scales that its layers have used."""
         entered.region = self.former
         if self.former is not None:
             for number, owner, histories, scales in self.used:
@@ -107,7 +107,7 @@ class TracedRegion:
     def use(
         self, number: int, owner: Any, histories: list[torch.Tensor], scales: list[torch.Tensor]
     ) -> None:
-        """Note scales that are due when the outermost region ends; those of a layer that runs twice are due once."""
+        """Note scales to update when the outermost region ends, once for a layer that runs twice."""
         for _, known, *_ in self.used:
             if known is owner:
                 return
@@ -115,7 +115,7 @@ class TracedRegion:
 
 
 def key_of_region() -> tuple[bool, int, int]:
-    """Return whether layers quantise, the epoch of the region around the graph, and the recipe of one inside of it."""
+    """Return whether layers quantise, the epoch of the region around the graph, and the inner region's recipe."""
     region = entered.region
     if region is not None:
         return region.enabled, 0, region.number
@@ -129,7 +129,7 @@ def key_of_region() -> tuple[bool, int, int]:
 
 
 def recipe_of(number: int) -> Recipe:
-    """Return the recipe of a number that a graph has."""
+    """Return the recipe that a graph refers to by number."""
     return _recipes[number]
 
 

@@ -1,4 +1,4 @@
-"""Python in the place of native entries, for ``torch.compile`` to trace."""
+"""Stand-ins in Python for native entries, which ``torch.compile`` can trace."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def _region(*args: Any, **kwargs: Any) -> Any:
     return TracedRegion(*args, **kwargs)
 
 
-#: Methods that compiled code calls as they are, and why: a class, the method's name, and the reason.
+#: Methods that compiled code calls without tracing them: class, name of the method, and the reason.
 _outside: list[tuple[type, str, str]] = []
-#: Whether the compiler is loaded and knows of them.
+#: Whether the compiler is loaded and the methods are registered with it.
 _is_registered = False
 
 
@@ -64,7 +64,7 @@ def stays_outside(cls: type, name: str, reason: str) -> None:
         What ``torch.compile(fullgraph=True)`` says.
     """
     _outside.append((cls, name, reason))
-    if _is_registered:  # the class was imported behind the compiler
+    if _is_registered:  # the class was imported after the compiler
         _keep_outside(cls, name, reason)
 
 
@@ -101,7 +101,7 @@ class _Loader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module; nobody has to wait for it any longer."""
+        """Run the module, and remove the finder that waited for it."""
         self._loader.exec_module(module)
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
@@ -114,7 +114,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, _: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find that module alone, with a loader that registers."""
+        """Find only that module, with a loader that registers."""
         if name != "torch._dynamo":
             return None
         spec = PathFinder.find_spec(name, path)
@@ -124,7 +124,7 @@ class _Finder(MetaPathFinder):
 
 
 def register_when_dynamo_is_imported() -> None:
-    """Have ``torch.compile`` trace layers and regions, from the moment that it is loaded."""
+    """Let ``torch.compile`` trace layers and regions, from the moment that it is loaded."""
     if not CAN_COMPILE:
         return
     if "torch._dynamo" in sys.modules:

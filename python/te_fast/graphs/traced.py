@@ -1,4 +1,4 @@
-"""A program in graphs: its number, and the calls of it that were traced."""
+"""A program in graphs: its number, and its traced calls."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ _numbers = itertools.count(1)
 _by_number: WeakValueDictionary[int, Traced] = WeakValueDictionary()
 
 
-#: Where a tensor is: a new one, or a kind of the call's own and its number among these.
+#: The place of a tensor: a new tensor, or a kind of the call's tensors and the number among that kind.
 Place = tuple[str, int]
 #: How a quantised tensor is quantised: block, FP8 type, and whether it has a column layout.
 Kind = tuple[int, str, bool]
-#: How a call is made, as :meth:`Traced.prepare` has it.
+#: Options of a call, as :meth:`Traced.prepare` takes them.
 How = tuple[bool | None, bool | None, bool, bool]
-#: Shape, type and device of a tensor, and how it is quantised.
+#: Shape, type and device of a tensor, and its quantisation.
 Described = tuple[tuple[int, ...], torch.dtype, torch.device, Kind | None]
 
 
 class Facts(NamedTuple):
-    """What Python needs of a traced call; its own types are those that a trace takes for constants."""
+    """The facts of a traced call that Python needs, in types that a trace takes for constants."""
 
     call: native.TracedCall
-    #: Names the call in operators.
+    #: Number of the call in operators.
     number: int
     #: Columns of the input, and of output and extra outputs.
     cols: int
     widths: tuple[int, ...]
-    #: Where output and extra outputs are.
+    #: Places of output and extra outputs.
     outputs: tuple[Place, ...]
-    #: Bytes of what backward needs of no rows, of each step of rows, and the rows of a step.
+    #: Bytes of the tensors for backward: for no rows, for each step of rows; and the rows of a step.
     saved: tuple[int, int, int]
     #: Bytes of the buffers of quantised weights.
     memory: tuple[int, ...]
     #: Parameters that are quantised tensors.
     given: tuple[int, ...]
-    #: The weights that backward reads in FP8: such buffers and such parameters.
+    #: The weights that backward reads in FP8: buffers and parameters.
     weights_of_backward: tuple[Place, ...]
     #: Tensors of the call that backward reads.
     reads: tuple[Place, ...]
-    #: Where the wanted gradients of the input, of each parameter and of each extra input are; None for other gradients.
+    #: Places of the gradients of the input, of each parameter and of each extra input; None if not needed.
     grad_input: Place | None
     grad_params: tuple[Place | None, ...]
     grad_extras: tuple[Place | None, ...]
@@ -63,9 +63,9 @@ class Facts(NamedTuple):
     #: Parameters whose gradients go into ``main_grad``, and those whose gradients wait for ``backward_dw``.
     fused: tuple[int, ...]
     deferred: tuple[int, ...]
-    #: Those of the latter that go into ``main_grad`` then.
+    #: The deferred gradients that ``backward_dw`` adds to ``main_grad``.
     fused_later: tuple[int, ...]
-    #: Names the memory of kept weights among a program's; empty where a call brings none.
+    #: Name of the memory of kept weights in a program; empty if a call has none.
     kept: str
     is_delayed: bool
     any_grad: bool
@@ -73,7 +73,7 @@ class Facts(NamedTuple):
 
     @classmethod
     def of(cls, call: native.TracedCall) -> Facts:
-        """Return what a native call says."""
+        """Return the facts of a native call."""
         any_grad = call.input_grad or any((*call.param_grads, *call.extra_grads))
         elsewhere = {*call.fused, *call.deferred}
         return cls(
@@ -114,11 +114,11 @@ calls: dict[str, Facts] = {}
 
 
 def facts_of(text: str) -> Facts:
-    """Return what is known of a call, as a constant of the trace."""
+    """Return the facts of a call, as a constant of the trace."""
     return calls[text]
 
 
-# What torch.compiler.assume_constant_result sets, which imports torch._dynamo to do so.
+# torch.compiler.assume_constant_result sets this attribute, too, but imports torch._dynamo.
 facts_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -130,7 +130,7 @@ class Traced:
     program : Program
         The native program.
     owner : object
-        What has the scales of its linear operations: ``_init_delayed_scaling()`` makes them, and
+        The owner of the scales of its linear operations: ``_init_delayed_scaling()`` makes them, and
         ``_delayed_states_of_linears(forward)`` returns them in the order of the operations.
     name : str
         Name in messages.
@@ -138,8 +138,8 @@ class Traced:
 
     def __init__(self, program: native.Program, owner: object, name: str) -> None:
         self._number = next(_numbers)
-        #: Names the program in graphs: one element, its number. A graph for several layers of one kind takes the tensor
-        #: as an argument, where torch would make a number a constant. It is made on the device of the calls.
+        #: The program's handle in graphs: one element, its number. A graph for several layers of one kind takes the
+        # tensor : as an argument, where torch would make a number a constant. It is made on the device of the calls.
         self.handle: torch.Tensor | None = None
         self.program = program
         self.owner = weakref.ref(owner)
@@ -155,19 +155,19 @@ class Traced:
         region: tuple[bool, int, bool],
         how: How,
     ) -> tuple[str, str] | None:
-        """Describe a call; runs once in a trace, on the real program.
+        """Describe a call. Runs once in a trace, on the real program.
 
-        Return the class and the message of what eager would raise, for the trace to raise it: torch makes an internal
-        error of what is raised here.
+        Returns the class and the message of the error that eager code would raise, and the trace raises it: torch would
+        turn an error that is raised here into an internal error.
 
-        The call's text becomes the attribute `key`, and the memory of its kept weights, if it has such, the attribute
-        :attr:`Facts.kept`. Attributes, because a trace looks each of them up by itself and guards it; a dictionary it
-        would take as it was at the first look.
+        The call's text becomes the attribute `key`. The memory of its kept weights, if there is any, becomes the
+        attribute :attr:`Facts.kept`. A trace looks up each attribute by itself and guards it, but would take a
+        dictionary as it was at the first look.
 
         Parameters
         ----------
         key : str
-            What distinguishes the call for a trace.
+            Name of the call for a trace.
         tensors : tuple
             Shape, type and device of input, extra inputs and parameters, and how a parameter is quantised: block, FP8
             type, and whether it has a column layout. Numbers of rows do not matter.
@@ -223,7 +223,7 @@ class Traced:
         )
         call = native.traced_describe(call)
         facts = calls.setdefault(call.text, Facts.of(call))
-        # Layers of one kind have one graph where each is compiled by itself: it must find them prepared, too.
+        # Layers of one kind share a graph if each is compiled by itself, so the graph must find each of them prepared.
         signature = self.program.signature
         for other in list(_by_number.values()):
             if other is self or other.program.signature == signature:
@@ -237,7 +237,7 @@ class Traced:
             self.handle = _static(torch.tensor([self._number], device=device))
             native.traced_register(self.handle, self._number, self.program, owner)
         if facts.is_delayed:
-            # Another layer of this kind may have scales of another recipe, which are its own affair.
+            # Another layer of this kind may have scales of another recipe; its own call handles them.
             known = owner._delayed_states_of_linears(forward=True)
             if is_own or any(state is None for state in known):
                 owner._init_delayed_scaling()
@@ -259,7 +259,7 @@ class Traced:
     def exported(
         self, region: tuple[bool, int, bool], cols: int, kinds: tuple[Kind | None, ...]
     ) -> str:
-        """Return the text of the program where the trace is of ``torch.export``, else nothing; runs once in a trace.
+        """Return the text of the program in a trace of ``torch.export``, else nothing. Runs once in a trace.
 
         Parameters
         ----------
@@ -291,7 +291,7 @@ class Traced:
 
 
 def _static(tensor: torch.Tensor) -> torch.Tensor:
-    """Tell CUDA graphs that a tensor stays where it is, so that they read and write it in its place."""
+    """Mark a tensor as static for CUDA graphs, so that they read and write it in place."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.mark_static_address(tensor, guard=False)

@@ -1,1 +1,1 @@
-"""The layers: each a native program, its parameters, and what their checkpoints keep."""
+"""The layers: each has a native program, parameters, and a state in checkpoints."""

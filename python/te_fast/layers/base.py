@@ -1,4 +1,4 @@
-"""What every te_fast layer has in common with Transformer Engine's ``TransformerEngineBaseModule``."""
+"""The base class of layers, after Transformer Engine's ``TransformerEngineBaseModule``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LIBRARIES = tuple(f"{Path(file).parent}{os.sep}" for file in (te_fast.__file__,
 
 
 def _callers_level() -> int:
-    """``stacklevel`` of a warning by which it points at the code that called the library."""
+    """Return the ``stacklevel`` with which a warning points at the code that called the library."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         level, frame = level + 1, frame.f_back
@@ -48,7 +48,7 @@ class _Workspaces(dict[str, torch.Tensor]):
         self._drop = drop
 
     def clear(self) -> None:
-        """Free them: the next forward quantises anew."""
+        """Free the weights; the next forward quantises them again."""
         super().clear()
         self._drop()
 
@@ -67,9 +67,9 @@ class TransformerEngineBaseModule(StatefulModule):
         State of the last region that the layer ran in.
     """
 
-    #: Attributes that hold native objects: no part of copies and pickles, which make their own.
+    #: Attributes that hold native objects. Copies and pickles leave them out and make their own.
     _NATIVE: tuple[str, ...] = ()
-    #: Attributes that the native half is made from: it is made anew when one of them is set.
+    #: Attributes that the native half is made from. Setting one of them makes the native half anew.
     _CONSTANTS = frozenset(
         {"return_bias", "apply_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute"}
     )
@@ -132,7 +132,7 @@ class TransformerEngineBaseModule(StatefulModule):
             raise
 
     def _make_native(self) -> None:
-        """Make the attributes of ``_NATIVE``, from what the constructor has set."""
+        """Make the attributes of ``_NATIVE`` from the attributes that the constructor has set."""
 
     def _weight_handles(self) -> dict[str, Any]:
         """Return the native halves of the layer's weights, by name."""
@@ -167,7 +167,7 @@ class TransformerEngineBaseModule(StatefulModule):
         Parameters
         ----------
         tp_group : torch.distributed.ProcessGroup or None
-            A group of ``tp_size`` ranks; None is for one rank.
+            A group of ``tp_size`` ranks; None means one rank.
 
         Raises
         ------
@@ -181,7 +181,7 @@ class TransformerEngineBaseModule(StatefulModule):
         """Take a constructor's arguments of tensor parallelism; without a group, one has to be set before a forward."""
         self.tp_size = size_of_group(self.name, tp_group, tp_size)
         self.tp_group = tp_group
-        # As in Transformer Engine: one rank has nothing to share, whatever a configuration says.
+        # As in Transformer Engine, the argument has no effect with one rank.
         self.sequence_parallel = self.tp_size > 1 and bool(sequence_parallel)
 
     def set_activation_dtype(self, inp: torch.Tensor) -> None:
@@ -250,7 +250,7 @@ class TransformerEngineBaseModule(StatefulModule):
                 state.take_part(self._state_name())
 
     def _enter_region(self) -> None:
-        """Note recipe and group of the autocast region; called when the last forward had another."""
+        """Note recipe and group of the autocast region; called when they differ from those of the last forward."""
         self.fp8 = FP8GlobalStateManager.is_fp8_enabled()
         self.fp8_calibration = FP8GlobalStateManager.is_fp8_calibration()
         # Whether checkpoints have a state of FP8; Megatron-LM asks.
@@ -271,7 +271,7 @@ class TransformerEngineBaseModule(StatefulModule):
             warnings.warn(message, UserWarning, stacklevel=_callers_level())
 
     def init_fp8_meta_tensors(self, recipe: Recipe) -> None:
-        """Make, or keep, the scales and histories that the recipe asks for."""
+        """Make, or keep, the scales and histories that the recipe needs."""
         self.set_meta_tensor(True, recipe)
         self.set_meta_tensor(False, recipe)
         self.fp8_meta_tensors_initialized = True
@@ -284,7 +284,7 @@ class TransformerEngineBaseModule(StatefulModule):
         slots = (self._FORWARD_SLOTS if fwd else self._BACKWARD_SLOTS) * self.fp8_meta["num_gemms"]
         group = self.fp8_meta["fp8_group"]
         parameter = next(self.parameters(), None)
-        # Those that have no memory yet get it where reset_parameters() makes it.
+        # Scales without memory (meta device) get their memory in reset_parameters().
         device = None if parameter is None or parameter.is_meta else parameter.device
         state = self.fp8_meta.get(key)
         if isinstance(state, DelayedScalingRecipeState):
@@ -299,10 +299,10 @@ class TransformerEngineBaseModule(StatefulModule):
 
     @property
     def quantizers(self) -> dict[str, list[Float8QuantizerBase]]:
-        """What quantises the operands of the GEMMs under the recipe of the last FP8 forward; empty lists before one.
+        """Quantizers of the GEMMs' operands under the recipe of the last FP8 forward; empty lists before the first one.
 
-        Forward: input, weight and output of each GEMM; backward: gradients of its output and input. Those of
-        delayed scaling have the layer's own scales and live maxima. Setting attributes of them changes no forward.
+        Forward: input, weight and output of each GEMM; backward: gradients of its output and input. Quantizers of
+        delayed scaling have the layer's own scales and live maxima. Setting their attributes changes no forward.
         """
         recipe, gemms = self.fp8_meta["recipe"], self.fp8_meta["num_gemms"]
         sides = {"scaling_fwd": self._FORWARD_ROLES, "scaling_bwd": self._BACKWARD_ROLES}
@@ -365,7 +365,7 @@ class TransformerEngineBaseModule(StatefulModule):
         return ONE
 
     def _linear_weights(self) -> tuple[str, ...]:
-        """Return the names of the weights of the linear ops, in order; none of weights in parts."""
+        """Return the names of the weights of the linear ops, in order; None for weights in parts."""
         return ()
 
     def _quantized_weights(self) -> list[tuple[int, str, Any]]:
@@ -377,12 +377,12 @@ class TransformerEngineBaseModule(StatefulModule):
         ]
 
     def _check_quantized_weights(self, recipe: Recipe) -> None:
-        """Raise unless a recipe quantises weights as those that are quantised tensors are."""
+        """Raise unless a recipe quantises weights in the same way as the layer's quantised weights."""
         for _, name, weight in self._quantized_weights():
             primary.check_recipe(weight, recipe, self.name, name)
 
     def _outer_quantizer(self, is_grad: bool, columnwise: bool) -> Any:
-        """Return what quantises as the output is quantised by `fp8_output`, or the input's gradient by `fp8_grad`."""
+        """Return the quantizer of the output for `fp8_output`, or of the input's gradient for `fp8_grad`."""
         recipe = self.fp8_meta["recipe"]
         key, slot = ("scaling_bwd", 1) if is_grad else ("scaling_fwd", self._FORWARD_SLOTS - 1)
         options: dict[str, Any] = {"rowwise": True, "columnwise": columnwise}
@@ -390,14 +390,14 @@ class TransformerEngineBaseModule(StatefulModule):
         return quantizer_of(recipe, role, self.fp8_meta.get(key), slot, **options)
 
     def _quantizer_of_rows(self, recipe: Recipe, role: Role, group: Any) -> Any:
-        """Return what quantises rows of the input, or of the result's gradient, to be gathered; None if values are."""
+        """Return the quantizer for gathered rows of the input or of the result's gradient; None to gather values."""
         key, slot = "scaling_fwd", 0
         if role == "grad":
             key, slot = "scaling_bwd", (self.fp8_meta["num_gemms"] - 1) * self._BACKWARD_SLOTS
         return quantizer_of_rows(recipe, role, self.fp8_meta.get(key), slot, group)
 
     def _quantize_weight(self, name: str) -> None:
-        """Put a quantised tensor in the place of a weight that was initialised, if the layer's weights are such."""
+        """Replace an initialised weight by a quantised tensor, if the layer has quantised weights."""
         recipe, parameter = self._weight_recipe, self._parameters[name]
         if not self.primary_weights_in_fp8 or recipe is None or parameter is None:
             return
@@ -422,7 +422,7 @@ class TransformerEngineBaseModule(StatefulModule):
     # Checkpoints ---------------------------------------------------------------------------------
 
     def set_extra_state(self, state: Any) -> None:
-        """Restore what :meth:`get_extra_state`, or Transformer Engine's, returned."""
+        """Restore a state of :meth:`get_extra_state`, or of Transformer Engine."""
         super().set_extra_state(state)
         self._point_weights()
 
@@ -463,11 +463,11 @@ class TransformerEngineBaseModule(StatefulModule):
     # Copies --------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the native half out: it is made anew, with empty caches."""
+        """Leave the native half out; the copy makes its own, with empty caches."""
         return {name: value for name, value in self.__dict__.items() if name not in self._NATIVE}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy; process groups are shared, they cannot be copied."""
+        """Copy the layer; the copy shares process groups, since they cannot be copied."""
         groups = self.tp_group, self.fsdp_group, self.fp8_meta.get("fp8_group")
         return copy_sharing(self, groups, memo)
 
@@ -478,7 +478,7 @@ class TransformerEngineBaseModule(StatefulModule):
         self._point_weights()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Drop the FP8 weights: ``.to()`` and its kin exchange the parameters' memory."""
+        """Drop the FP8 weights, since ``.to()`` and its kin replace the parameters' memory."""
         kept = primary.attributes_of(self)
         result = super()._apply(partial(primary.keep_quantized, fn), recurse)
         primary.restore_attributes(self, kept)
@@ -493,7 +493,7 @@ class TransformerEngineBaseModule(StatefulModule):
     # Descriptions --------------------------------------------------------------------------------
 
     def _repr_of(self, **options: Any) -> str:
-        """List options, then what all layers have: type, and recipe and parallel arguments once there are any."""
+        """List options, then the common ones: type, and recipe and parallel arguments if there are any."""
         parameter = next(self.parameters(), None)
         if parameter is not None:
             options["params_dtype"] = parameter.dtype

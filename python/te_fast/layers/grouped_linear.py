@@ -1,4 +1,4 @@
-"""A linear layer of many experts, each with the rows that are counted for it."""
+"""A linear layer of many experts, each of which has its own number of rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from te_fast.runtime.splits import check_in_debug
 from te_fast.tensor.of_recipe import ONE, Stack
 from te_fast.tensor.primary import is_quantized
 
-#: Counts given on the host that a layer keeps on the device.
+#: Number of host-side counts whose copies a layer keeps on the device.
 _KEPT_SPLITS = 16
 #: A block of a kernel finds the expert of its rows by a scan over all.
 _MAX_GROUPS = 1024
@@ -49,8 +49,8 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 class GroupedLinear(PartedLayer):
     """Apply ``y = x W_eᵀ + b_e`` to the rows of each expert ``e``, in FP8 inside :class:`te_fast.pytorch.autocast`.
 
-    The rows of the experts follow each other. All experts are one launch, whose counts may lie on the device:
-    nothing on the host reads them.
+    The rows of the experts follow each other. One launch serves all experts. The counts may lie on the device; the host
+    does not read them.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class GroupedLinear(PartedLayer):
     sequence_parallel : bool, default = False
         Noted where ``tp_size`` is larger than 1; the layer does no communication.
     fuse_wgrad_accumulation : bool, default = False
-        Add the weights' gradients to their ``main_grad``, in the product itself where these lie one behind the other.
+        Add the weights' gradients to their ``main_grad``; the product itself adds if these are adjacent in memory.
     tp_group : ProcessGroup, optional
         Noted; the layer does no communication.
     tp_size : int, default = 1
@@ -91,11 +91,11 @@ class GroupedLinear(PartedLayer):
     single_grouped_weight : bool, default = False
         One parameter ``weight`` of ``(num_gemms, out_features, in_features)`` instead of one for each expert.
     single_grouped_bias : bool, default = False
-        The same of the biases.
+        The same for the biases.
     name : str, optional
         Name in messages.
     use_grouped_tensor : bool, optional
-        Says nothing here: there is one path, and it takes counts on the device.
+        Has no effect: te_fast has one path, which takes counts on the device.
 
     Attributes
     ----------
@@ -112,7 +112,7 @@ class GroupedLinear(PartedLayer):
     ArgumentError
         For Userbuffers, and if `tp_size` is larger than 1 with biases that the layer would add.
     DtypeError
-        If a size is no integer, or `params_dtype` no type that layers compute in.
+        If a size is not an integer, or layers do not compute in `params_dtype`.
 
     See Also
     --------
@@ -229,7 +229,7 @@ class GroupedLinear(PartedLayer):
             raise ShapeError(message)
         return (inputs, outputs // tp_size) if mode == "column" else (inputs // tp_size, outputs)
 
-    # What the program is -------------------------------------------------------------------------
+    # The program -------------------------------------------------------------------------
 
     def _append_ops(self, program: native.Program, observe: Callable[[], None]) -> None:
         observe()
@@ -244,7 +244,7 @@ class GroupedLinear(PartedLayer):
             program.grouped_bias("bias", self._parameters, names, count, self.out_features)
 
     def _split_mode(self) -> None:
-        """Return that there is no collective here: the code that routes tokens to experts has them."""
+        """Return that the layer has no collective: the code that routes tokens to experts has them."""
         return
 
     def _make_native(self) -> None:
@@ -308,7 +308,7 @@ class GroupedLinear(PartedLayer):
             loop.set_slots(epoch, forward, backward)
 
     def _experts(self) -> Experts:
-        """Return what a loop over the experts is over."""
+        """Return the arguments of a loop over the experts."""
         return Experts(
             owner=self,
             name=self.name,
@@ -329,7 +329,7 @@ class GroupedLinear(PartedLayer):
         Raises
         ------
         StateError
-            If no backward did.
+            If no backward left any.
         """
         loop: ExpertLoop | None = self.__dict__.get("_loop")
         if not self.delay_wgrad_compute or loop is None or not loop.has_deferred():
@@ -355,7 +355,7 @@ class GroupedLinear(PartedLayer):
         else:
             stack = torch.empty(count, outputs, **options)
             biases = [*zip(self.bias_names, [stack] if one_bias else stack, strict=True)]
-            # In Transformer Engine's order: by it the states of optimizers belong to parameters.
+            # In Transformer Engine's order, since optimizers' states belong to parameters by their order.
             if one_weight or one_bias:
                 made = [*made, *biases] if one_bias else [*biases, *made]
             else:
@@ -364,7 +364,7 @@ class GroupedLinear(PartedLayer):
             self.register_parameter(name, torch.nn.Parameter(part))
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise the parameters, after making those real that are on the meta device.
+        """Initialise the parameters; parameters on the meta device get memory first.
 
         Parameters
         ----------
@@ -401,7 +401,7 @@ class GroupedLinear(PartedLayer):
         self._drop_weight_cache()
 
     def _init_of_stack(self) -> Init:
-        """Return what initialises a weight that is quantised already, expert by expert."""
+        """Return the function that initialises a quantised weight, expert by expert."""
         init = self.init_method or normal
         if not self.single_grouped_weight:
             return init
@@ -414,7 +414,7 @@ class GroupedLinear(PartedLayer):
         return Stack(self.num_gemms, self._FORWARD_SLOTS) if self.single_grouped_weight else ONE
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        # A checkpoint of single parameters and one of stacks are loaded by either.
+        # Layers with single parameters and layers with stacks load each other's checkpoints.
         for name, single in (
             ("weight", self.single_grouped_weight),
             ("bias", self.single_grouped_bias),
@@ -430,12 +430,12 @@ class GroupedLinear(PartedLayer):
     # Counts --------------------------------------------------------------------------------------
 
     def _splits(self, m_splits: Any, inp: torch.Tensor) -> torch.Tensor:
-        """Return the counts as int64 on the input's device; those on a GPU are not looked at.
+        """Return the counts as int64 on the input's device, without reading counts that are on a GPU.
 
         Raises
         ------
         DtypeError, ShapeError, DeviceError
-            If they are no integers, not one for each expert, on another GPU, or, where they are on the host, do not
+            If the counts are not integers, not one for each expert, or on another GPU, or if counts on the host do not
             add up to the rows.
         """
         if not isinstance(m_splits, torch.Tensor):
@@ -467,7 +467,7 @@ class GroupedLinear(PartedLayer):
         return m_splits if m_splits.is_contiguous() else m_splits.contiguous()
 
     def _splits_in_graph(self, m_splits: Any, inp: torch.Tensor) -> torch.Tensor:
-        """Return the counts as int64 on the input's device, where nothing looks at them."""
+        """Return the counts as int64 on the input's device, without reading them."""
         given = m_splits if isinstance(m_splits, torch.Tensor) else torch.tensor(m_splits)
         return given.to(device=inp.device, dtype=torch.int64)
 
@@ -526,8 +526,8 @@ class GroupedLinear(PartedLayer):
         inp : torch.Tensor
             ``(..., in_features)``, of the parameters' type unless under ``torch.autocast``.
         m_splits : list of int or torch.Tensor
-            Rows of each expert. Counts on the GPU are not read on the host: those beyond the rows of `inp` are cut
-            off, and rows of the result that belong to no expert are not written. Counts on the host must add up.
+            Rows of each expert. The host does not read counts on the GPU: counts beyond the rows of `inp` are cut off,
+            and rows of the result that belong to no expert are not written. Counts on the host must add up to the rows.
         is_first_microbatch : bool, optional
             True: quantise the weights and keep them. False: use the kept ones. None: quantise them if they have
             changed.
@@ -598,12 +598,12 @@ class GroupedLinear(PartedLayer):
         return y.view(*inp.shape[:-1], self.out_features)
 
     def _counts_on_host(self, m_splits: Any, inp: torch.Tensor) -> list[int]:
-        """Return the counts; those on a GPU are read, and cut off at the rows of the input.
+        """Return the counts. Counts on a GPU are read, and cut off at the rows of the input.
 
         Raises
         ------
         UnsupportedError
-            If they are on a GPU under capture of a graph.
+            If the counts are on a GPU while a graph is captured.
         DtypeError, ShapeError, DeviceError
             As of :meth:`_splits`.
         """
@@ -614,7 +614,7 @@ class GroupedLinear(PartedLayer):
         return read_counts(self._splits(m_splits, inp), inp.shape[:-1].numel(), self.name)
 
     def _memory_of_caller(self, inp: torch.Tensor, out: Any, dgrad_out: Any) -> native.Buffers:
-        """Return the caller's memory, after a look at it."""
+        """Check the caller's memory, and return it."""
         kind = inp.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inp.dtype
         rows = inp.shape[:-1].numel()
@@ -646,7 +646,7 @@ class GroupedLinear(PartedLayer):
         is_first_microbatch: bool | None,
         buffers: native.Buffers | None,
     ) -> torch.Tensor:
-        """Forward of calls that need something of Python."""
+        """Run the forward of calls that need Python."""
         if is_traced(inp):
             refuse(self.name, {"out or dgrad_out in a graph": buffers is not None})
             return self._forward_traced(inp, is_first_microbatch, splits)

@@ -1,4 +1,4 @@
-"""Linear layers outside FP8 whose weight gradient goes its own way: into ``main_grad``, or later."""
+"""Linear layers outside of FP8 whose weight gradient goes into ``main_grad`` or is computed later."""
 
 from __future__ import annotations
 

@@ -29,9 +29,10 @@ class LayerNormLinear(SplitLinear):
         Added to the variance.
     sequence_parallel : bool, default = False
         Each rank has only its own rows of the tensors that are not split by columns: the input of a column-parallel
-        layer is gathered. With one rank it says nothing.
+        layer is gathered. It has no effect with one rank.
     tp_group : torch.distributed.ProcessGroup, optional
-        Ranks that share the layer; without it and with `tp_size` above 1, :meth:`set_tensor_parallel_group` gives it.
+        Ranks that share the layer. If it is missing and `tp_size` is above 1, set it by
+        :meth:`set_tensor_parallel_group`.
     tp_size : int, default = 1
         Number of these ranks.
     fuse_wgrad_accumulation : bool, default = False
@@ -177,14 +178,14 @@ class LayerNormLinear(SplitLinear):
         Parameters
         ----------
         layer_norm : torch.nn.LayerNorm or torch.nn.RMSNorm, or its state dict, optional
-            For ``layer_norm_weight`` (less 1 with `zero_centered_gamma`) and ``layer_norm_bias``.
+            For ``layer_norm_weight`` (minus 1 with `zero_centered_gamma`) and ``layer_norm_bias``.
         linear : torch.nn.Linear or its state dict, or a sequence of them, optional
             For weight and bias; the rows of several follow one another.
 
         Raises
         ------
         ShapeError
-            If a parameter is missing or too many, or its shape differs.
+            If a parameter is missing or unknown, or its shape differs.
         DtypeError
             If an argument is neither a module nor a state dict.
         """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from te_fast.layers.load_torch import Source
 
 _UNGATED = ("gelu", "qgelu", "relu", "srelu", "silu")
-# fc1 has twice the rows: those that are activated, then those that gate.
+# fc1 has twice the rows: first the rows that are activated, then their factors.
 _GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
 _PARAMETERS = {"clamped_swiglu": {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}}
 
@@ -42,14 +42,14 @@ class LayerNormMLP(ProgramLayer):
     Parameters
     ----------
     hidden_size, ffn_hidden_size : int
-        Sizes of input and result, and of what lies between. In FP8 both are multiples of 16.
+        Sizes of input and result, and of the activation's result. In FP8 both are multiples of 16.
     eps : float, default = 1e-5
         Added to the variance.
     sequence_parallel : bool, default = False
-        Each rank has only its own rows of input and result. With one
-        rank it says nothing.
+        Each rank has only its own rows of input and result. It has no effect with one rank.
     tp_group : torch.distributed.ProcessGroup, optional
-        Ranks that share the layer; without it and with `tp_size` above 1, :meth:`set_tensor_parallel_group` gives it.
+        Ranks that share the layer. If it is missing and `tp_size` is above 1, set it by
+        :meth:`set_tensor_parallel_group`.
     tp_size : int, default = 1
         Number of these ranks.
     return_bias : bool, default = False
@@ -64,9 +64,9 @@ class LayerNormMLP(ProgramLayer):
     normalization : {'LayerNorm', 'RMSNorm', None}, default = 'LayerNorm'
         The norm. None, which Transformer Engine does not have, leaves it out.
     activation : str, default = 'gelu'
-        ``gelu``, ``qgelu``, ``relu``, ``srelu``, ``silu``, or a gated one: ``geglu``, ``glu``,
-        ``qgeglu``, ``reglu``, ``sreglu``, ``swiglu``, ``clamped_swiglu``. A gated one activates the
-        first half of what the first linear layer gives and multiplies it by the second.
+        ``gelu``, ``qgelu``, ``relu``, ``srelu``, ``silu``, or a gated one: ``geglu``, ``glu``, ``qgeglu``, ``reglu``,
+        ``sreglu``, ``swiglu``, ``clamped_swiglu``. A gated activation activates the first half of the first linear
+        layer's result and multiplies it by the second half.
     activation_params : dict, optional
         For ``clamped_swiglu``: ``limit`` (7.0), ``alpha`` (1.702), ``glu_linear_offset`` (1.0).
     fuse_wgrad_accumulation : bool, default = False
@@ -78,7 +78,7 @@ class LayerNormMLP(ProgramLayer):
     return_layernorm_output_gathered : bool, default = False
         Return it with the rows of all ranks, under `sequence_parallel`.
     seq_length, micro_batch_size : int, optional
-        Transformer Engine compiles for these sizes ahead; there is nothing to compile here.
+        Transformer Engine compiles for these sizes ahead of time; te_fast does not compile.
     set_parallel_mode : bool, default = False
         Have the ranks of `tp_group` share the layer: the first weight by column, the second by row.
     zero_centered_gamma : bool, default = False
@@ -95,7 +95,7 @@ class LayerNormMLP(ProgramLayer):
     symmetric_ar_type : str, optional
         Not supported yet.
     checkpoint : bool, default = False
-        Keep the input alone for backward, which runs the layer again.
+        Keep only the input for backward, which runs the layer again.
 
     Attributes
     ----------

@@ -38,13 +38,13 @@ def _register(package: ModuleType) -> None:
 
 
 def __getattr__(name: str) -> object:
-    """Say whose module this is."""
+    """Raise an error that names te_fast."""
     message = f"module 'transformer_engine' (te_fast {__version__}) has no attribute {name!r}"
     raise MissingError(message)
 
 
 def _name_recipes() -> None:
-    """Let pickles name recipes as Transformer Engine's do: Megatron-LM's reader of checkpoints takes no others."""
+    """Let pickles name recipes as Transformer Engine does: Megatron-LM's checkpoint reader accepts no other names."""
     for name in (*common.recipe.__all__, "_FormatHelper"):
         getattr(common.recipe, name).__module__ = f"{__name__}.common.recipe"
 
@@ -52,7 +52,7 @@ def _name_recipes() -> None:
 for _package in (common, pytorch):
     _register(_package)
 _name_recipes()
-# Lightning looks for this name in the layers of a model, and replaces linear layers where it finds none.
+# Lightning looks for this name in the layers of a model, and replaces linear layers if it finds no such layer.
 rename(pytorch.__name__, f"{__name__}.pytorch", torch.nn.Module)
 write_as("transformer_engine")
 logging.getLogger(__name__).info("transformer_engine %s is te_fast", __version__)
