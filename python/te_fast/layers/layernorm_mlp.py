@@ -258,7 +258,7 @@ class LayerNormMLP(ProgramLayer):
             else:
                 setattr(self, f"{name}_bias", torch.empty(0, **options))
 
-    # What the program is -------------------------------------------------------------------------
+    # The program -------------------------------------------------------------------------
 
     def _input_size(self) -> int:
         return self.hidden_size
@@ -304,7 +304,7 @@ class LayerNormMLP(ProgramLayer):
     # Parameters ----------------------------------------------------------------------------------
 
     def _shares_of_parameters(self) -> dict[str, Share]:
-        """Return which parameters ranks share, of a gated activation's two matrices each."""
+        """Return which parameters ranks share; a gated activation's parameters have two matrices each."""
         shares = super()._shares_of_parameters()
         if self.activation in _GATED:
             for name in ("fc1_weight", "fc1_bias")[: 1 + self.use_bias]:
@@ -313,7 +313,7 @@ class LayerNormMLP(ProgramLayer):
         return shares
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise the parameters, after making those real that are on the meta device.
+        """Initialise the parameters; parameters on the meta device get memory first.
 
         Parameters
         ----------
@@ -352,17 +352,17 @@ class LayerNormMLP(ProgramLayer):
         Parameters
         ----------
         layer_norm : torch.nn.LayerNorm or torch.nn.RMSNorm, or its state dict, optional
-            For ``layer_norm_weight`` (less 1 with `zero_centered_gamma`) and ``layer_norm_bias``.
+            For ``layer_norm_weight`` (minus 1 with `zero_centered_gamma`) and ``layer_norm_bias``.
         fc1 : torch.nn.Linear or its state dict, or a sequence of them, optional
-            For ``fc1_weight`` and ``fc1_bias``; the rows of several follow one another, as those of a
-            gated activation: the activated one, then the one that gates.
+            For ``fc1_weight`` and ``fc1_bias``; the rows of several modules follow one another, as for a gated
+            activation: the activated half, then its factor.
         fc2 : torch.nn.Linear or its state dict, optional
             For ``fc2_weight`` and ``fc2_bias``.
 
         Raises
         ------
         ShapeError
-            If a parameter is missing or too many, or its shape differs.
+            If a parameter is missing or unknown, or its shape differs.
         DtypeError
             If an argument is neither a module nor a state dict.
         """
@@ -375,7 +375,7 @@ class LayerNormMLP(ProgramLayer):
 
     # Forward -------------------------------------------------------------------------------------
 
-    # `layer(x)` enters here: nn.Module.__call__ without its cost where no hook asks for it.
+    # `layer(x)` enters here, without the cost of nn.Module.__call__ if there are no hooks.
     __call__ = layer_call_method
 
     def forward(

@@ -26,9 +26,10 @@ class Linear(SplitLinear):
         Sizes of the last dimension. In FP8 both are multiples of 16.
     sequence_parallel : bool, default = False
         Each rank has only its own rows of the tensors that are not split by columns: the input of a column-parallel
-        layer is gathered, the result of a row-parallel one reduced and shared out. With one rank it says nothing.
+        layer is gathered, the result of a row-parallel one reduced and shared out. It has no effect with one rank.
     tp_group : torch.distributed.ProcessGroup, optional
-        Ranks that share the layer; without it and with `tp_size` above 1, :meth:`set_tensor_parallel_group` gives it.
+        Ranks that share the layer. If it is missing and `tp_size` is above 1, set it by
+        :meth:`set_tensor_parallel_group`.
     tp_size : int, default = 1
         Number of these ranks.
     fuse_wgrad_accumulation : bool, default = False
@@ -56,7 +57,7 @@ class Linear(SplitLinear):
     ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad : bool
         Userbuffers; not supported yet.
     ub_name : str, optional
-        Name of the layer's buffers; without Userbuffers it says nothing.
+        Name of the layer's buffers; it has no effect without Userbuffers.
     delay_wgrad_compute : bool, default = False
         Leave the weight's gradient to :meth:`backward_dw`.
     symmetric_ar_type : str, optional
@@ -82,7 +83,7 @@ class Linear(SplitLinear):
     ShapeError
         If a size is negative, or `parameters_split` is empty or does not add up to `out_features`.
     DtypeError
-        If a size is no integer, or `params_dtype` no type that layers compute in.
+        If a size is not an integer, or layers do not compute in `params_dtype`.
 
     See Also
     --------
@@ -167,7 +168,7 @@ class Linear(SplitLinear):
         )
 
     def _outside_fp8(self) -> str:
-        # Where gradients go their own way, torch does not compute them.
+        # torch does not compute gradients that go into main_grad or are delayed.
         return "general" if self.fuse_wgrad_accumulation or self.delay_wgrad_compute else "torch"
 
     @property
@@ -181,7 +182,7 @@ class Linear(SplitLinear):
         self._handles["weight"].save_original_input = bool(value)
 
     def _forward_general(self, inp: Any, is_first_microbatch: bool | None, **in_fp8: Any) -> Any:
-        """Forward of calls that the native fast path does not take."""
+        """Run the forward of calls that the native fast path does not take."""
         if is_traced(inp):
             return self._forward_traced(inp, is_first_microbatch)
         device = getattr(self, self.weight_names[0]).device
@@ -229,7 +230,7 @@ class Linear(SplitLinear):
             inp = inp.to(self.activation_dtype)
             bias = None if bias is None else bias.to(inp.dtype)
             return high_precision.linear(inp, weight, bias, self, is_first_microbatch is True)
-        # torch rounds the gradient of a strided input otherwise than that of its contiguous copy.
+        # torch rounds the gradient of a strided input differently from the gradient of its contiguous copy.
         return functional.linear(inp.contiguous(), weight, bias)
 
     def extra_repr(self) -> str:

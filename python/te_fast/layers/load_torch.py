@@ -24,21 +24,21 @@ def _state_of(source: Source, what: str) -> Mapping[str, torch.Tensor]:
 def copy_into(
     targets: Mapping[str, Sequence[torch.Tensor]], sources: Source | Sequence[Source], what: str
 ) -> None:
-    """Copy parameters, strictly: every one of both sides, all of it.
+    """Copy parameters strictly: every parameter of both sides is used, completely.
 
     Parameters
     ----------
     targets : mapping of str to sequence of torch.Tensor
         By name in the source, the parts that its rows go into, one after the other.
     sources : module or state dict, or a sequence of them
-        The rows of several follow one another.
+        The rows of several sources follow one another.
     what : str
         Layer and part, for messages.
 
     Raises
     ------
     ShapeError
-        If a name is missing or too many, or a shape differs; nothing has changed then.
+        If a name is missing or unknown, or a shape differs. Nothing has changed then.
     DtypeError
         If a source is neither a module nor a mapping.
     """

@@ -65,7 +65,7 @@ class _NormModule(ops.Norm):
         super().__init__(shape, eps=eps, zero_centered_gamma=zero_centered_gamma, **kwargs)
 
     def reset_parameters(self, defer_init: bool | None = None) -> None:
-        """Initialise the parameters, after making those real that are on the meta device.
+        """Initialise the parameters; parameters on the meta device get memory first.
 
         Parameters
         ----------

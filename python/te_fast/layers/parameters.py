@@ -44,7 +44,7 @@ def refuse(layer: str, arguments: dict[str, bool]) -> None:
 
 
 def refuse_userbuffers(layer: str, arguments: Mapping[str, Any]) -> None:
-    """Raise for the first of a layer's arguments that asks for other collectives than ``torch.distributed``'s.
+    """Raise for the first argument that asks for collectives other than those of ``torch.distributed``.
 
     Raises
     ------
@@ -60,7 +60,7 @@ def check_sizes(layer: str, **sizes: Any) -> None:
     Raises
     ------
     DtypeError, ShapeError
-        Naming the first that is none.
+        With the name of the first wrong size.
     """
     for name, size in sizes.items():
         try:
@@ -101,12 +101,12 @@ def normal(weight: torch.Tensor) -> None:
 
 
 def constant(value: float) -> Init:
-    """Return what fills a parameter with a value."""
+    """Return a function that fills a parameter with a value."""
     return lambda parameter: torch.nn.init.constant_(parameter, value)
 
 
 def materialise(layer: TransformerEngineBaseModule, name: str) -> torch.Tensor:
-    """Return a parameter, after making it real if it is on the meta device."""
+    """Return a parameter; a parameter on the meta device gets memory first."""
     parameter: torch.Tensor = getattr(layer, name)
     if not parameter.is_meta:
         return parameter
@@ -128,7 +128,7 @@ def initialise(layer: Any, parameter: torch.Tensor, init: Init | None, *, forks:
     parameter : torch.Tensor
         The parameter.
     init : Callable, optional
-        What initialises it; :func:`normal` by default.
+        The function that initialises it; :func:`normal` by default.
     forks : bool
         Whether the layer's random number generator is forked for it, as for weights.
     """

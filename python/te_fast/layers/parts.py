@@ -1,4 +1,4 @@
-"""Layers whose parameters lie in parts: one memory for all of them, and the whole that the program reads."""
+"""Layers whose weight consists of several parameters in one memory, which the program reads as one tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from te_fast.tensor.stacks import stack_of
 
 
 class _Concatenate(torch.autograd.Function):
-    """Concatenation without a copy where the parts lie one after the other."""
+    """Concatenation, without a copy if the parts are adjacent in memory."""
 
     @staticmethod
     def forward(
@@ -38,7 +38,7 @@ class _Concatenate(torch.autograd.Function):
                 "backward; modify it after backward"
             )
             raise StateError(message)
-        if grad is None:  # backward_dw gives it later, and adds it
+        if grad is None:  # backward_dw computes and adds the gradient later
             if not ctx.layer.fuse_wgrad_accumulation:
                 return (None,) * (3 + len(ctx.parts))
             trained = zip(ctx.parts, ctx.needs_input_grad[3:], strict=True)
@@ -63,14 +63,14 @@ class _Concatenate(torch.autograd.Function):
 def concatenate(
     parts: list[torch.Tensor], layer: PartedLayer, *, overwrite: bool
 ) -> tuple[torch.Tensor, int | None]:
-    """Return the whole and a number that changes whenever a part's content may have; None of quantised parts.
+    """Return the whole tensor and a number that changes whenever a part's content may have changed.
 
     With `overwrite`, ``main_grad`` takes the gradient instead of adding it.
 
     Raises
     ------
     StateError
-        If gradients are wanted of parts that torch keeps none of.
+        If gradients are needed of parts that cannot have any.
     """
     if torch.is_grad_enabled() and any(p.requires_grad and p.is_inference() for p in parts):
         message = (
@@ -82,25 +82,25 @@ def concatenate(
         return _Concatenate.apply(layer, True, overwrite, *parts), None
     adjacent = are_adjacent(parts)
     whole: torch.Tensor = _Concatenate.apply(layer, adjacent, overwrite, *parts)
-    # Those made under torch.inference_mode() count no versions.
+    # Tensors that were made under torch.inference_mode() have no versions.
     counts = adjacent and not any(part.is_inference() for part in parts)
     version = sum(part._version for part in parts) if counts else native.version_of_copy()
     return whole, version
 
 
 class PartedLayer(ProgramLayer):
-    """A layer whose weight, and bias, may consist of parameters that lie one behind the other."""
+    """A layer whose weight, and bias, may consist of several parameters in one memory."""
 
     weight_names: list[str]
     bias_names: list[str]
     use_bias: bool
 
     def _has_parts(self) -> bool:
-        """Tell whether weight and bias are read as wholes of parts."""
+        """Tell whether weight and bias consist of parts."""
         raise NotImplementedError
 
     def _of_parts(self) -> list[list[torch.Tensor]]:
-        """Return the weight's parts, and the bias's, where they are plain tensors in memory."""
+        """Return the parts of weight and bias that are plain tensors with memory."""
         if not self._has_parts() or len(self.weight_names) == 1:
             return []
         names = [self.weight_names, self.bias_names if self.use_bias else []]
@@ -122,13 +122,13 @@ class PartedLayer(ProgramLayer):
             stacks.lay_together(parts)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Lay the parts of a copy together: each was copied by itself."""
+        """Move the parts of a copy to one memory, since each was copied by itself."""
         super().__setstate__(state)
         lay_together(self._of_parts())
         self._lay_quantized_together()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Lay parts together that were moved one by one. Memory that a caller has given them stays theirs."""
+        """Move parts to one memory if they were moved one by one. Parts keep memory that a caller has given them."""
         before = {
             name: parameter.data_ptr()
             for name, parameter in self._parameters.items()

@@ -1,7 +1,7 @@
 """Layers that are chains of native ops: Linear, LayerNormLinear and LayerNormMLP.
 
-Such a layer is a native program. Nothing here computes a step of it: a subclass says which ops the
-program has and which parameters they read, and this class runs it.
+Such a layer is a native program. A subclass says which ops the program has and which parameters they read, and this
+class runs the program.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
 class ProgramLayer(TransformerEngineBaseModule):
-    """A norm, or none, and what follows it, as one native program."""
+    """A layer that is one native program: an optional norm, and the ops after it."""
 
-    # What a subclass's constructor sets.
+    # Attributes that a subclass's constructor sets.
     eps: float
     normalization: str | None
     zero_centered_gamma: bool
@@ -45,21 +45,21 @@ class ProgramLayer(TransformerEngineBaseModule):
     apply_bias: bool
     fuse_wgrad_accumulation: bool
     checkpoint = False
-    #: By name, the module that has the parameter of a converted model, and the name there.
+    #: For a converted model, by name: the module that has the parameter, and the parameter's name in it.
     _ties: dict[str, tuple[torch.nn.Module, str]] | None = None
 
     layer_norm_weight: torch.Tensor | None
     layer_norm_bias: torch.Tensor | None
     _handles: dict[str, native.WeightHandle]
     _program: native.Program
-    #: The same, with the input of every linear op beside the result; made when first calibrated.
+    #: The same program, which also returns the input of every linear op; made at the first calibration.
     _observed: native.Program | None
     _traced: Traced
     _region_epoch: int | None
     #: How the layer runs on the ranks that share it, by the collectives.
     _segments: dict[Exchange, Segments]
     _exchange: Exchange
-    #: How tracers see that; set by `_prepare_on_ranks`.
+    #: The form for tracers; set by `_prepare_on_ranks`.
     _in_graphs: SegmentsInGraphs
     _NATIVE: tuple[str, ...] = (
         "_in_graphs",
@@ -83,9 +83,9 @@ class ProgramLayer(TransformerEngineBaseModule):
         "checkpoint",
     }
 
-    # What a subclass says ------------------------------------------------------------------------
+    # Methods of subclasses ------------------------------------------------------------------------
 
-    #: Name of the argument that is the size of the input, for messages.
+    #: Name of the argument that gives the size of the input, for messages.
     _FEATURES: str
     #: Whether calls may ask for results in FP8.
     _HANDS_OUT_FP8 = False
@@ -99,11 +99,11 @@ class ProgramLayer(TransformerEngineBaseModule):
     def _append_linears(
         self, program: native.Program, observe: Callable[[], None], *, biased: bool
     ) -> None:
-        """Append the ops behind the norm; `observe` stands before each linear one."""
+        """Append the ops after the norm; call `observe` before each linear op."""
         raise NotImplementedError
 
     def _split_mode(self) -> str | None:
-        """Return how ranks share the layer, as :func:`te_fast.parallel.ranks.exchange_of` names it; None for not."""
+        """Return how ranks share the layer, by the names of :func:`te_fast.parallel.ranks.exchange_of`, or None."""
         return None
 
     def _whole_weight(self) -> torch.Tensor:
@@ -113,11 +113,11 @@ class ProgramLayer(TransformerEngineBaseModule):
     def _used_parameters(
         self, is_first_microbatch: bool | None
     ) -> tuple[dict[str, torch.Tensor], int | None]:
-        """Return what the program reads, in op order, and what stands in for a concatenation's version."""
+        """Return the parameters that the program reads, in op order, and a version of concatenated ones."""
         raise NotImplementedError
 
     def _returned_bias(self) -> torch.Tensor:
-        """Return what ``return_bias`` returns."""
+        """Return the biases that ``return_bias`` returns."""
         raise NotImplementedError
 
     def _returns_bias(self) -> bool:
@@ -125,15 +125,15 @@ class ProgramLayer(TransformerEngineBaseModule):
         return self.return_bias
 
     def _returned_bias_name(self) -> str:
-        """Return the name of the attribute that it is, for a layer whose parameters are whole."""
+        """Return the name of the weight's attribute, for a layer whose parameters are not split."""
         raise NotImplementedError
 
     def _outside_fp8(self) -> str:
-        """Return what computes the layer outside of FP8: "program", "torch" or "general"."""
+        """Return the path of calls outside of FP8: "program", "torch" or "general"."""
         return "program"
 
     def _is_whole(self) -> bool:
-        """Tell whether every parameter that the program reads is one of the layer's."""
+        """Tell whether the program reads only parameters of the layer."""
         return True
 
     # Construction --------------------------------------------------------------------------------
@@ -189,11 +189,11 @@ class ProgramLayer(TransformerEngineBaseModule):
         handles = {}
         for name in self._LINEARS:
             handle = native.WeightHandle(self.name)
-            # The parts' gradients reach their main_grad where the concatenation is undone.
+            # The backward of the concatenation adds the parts' gradients to their main_grad.
             handle.fuse_wgrad_accumulation = self.fuse_wgrad_accumulation and self._is_whole()
             handle.delay_wgrad_compute = self.delay_wgrad_compute
             handles[name] = handle
-        # In `__dict__`, where nn.Module keeps its hands off them.
+        # In `__dict__`, so that nn.Module does not treat them as its own.
         self.__dict__["_handles"] = handles
         self.__dict__["_observed"] = None
         self.__dict__["_region_epoch"] = None
@@ -207,12 +207,12 @@ class ProgramLayer(TransformerEngineBaseModule):
         self._exchange_changed()
 
     def _exchange_changed(self) -> None:
-        """Note the collectives around the linear ops, which follow from attributes that may be set at any time."""
+        """Find the collectives around the linear ops, which depend on attributes that may be set at any time."""
         exchange = exchange_of(
             self._split_mode(), self.tp_size, sequence_parallel=self.sequence_parallel
         )
         self.__dict__["_exchange"] = exchange
-        # What a call runs that needs nothing of Python.
+        # The path of a call that needs no Python.
         self._program.is_direct = (
             not self.checkpoint and (self._is_whole() or not self._returns_bias()) and not exchange
         )
@@ -220,7 +220,7 @@ class ProgramLayer(TransformerEngineBaseModule):
             handle.delay_wgrad_compute = self.delay_wgrad_compute
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, and find the collectives anew that depend on it."""
+        """Set an attribute; find the collectives again if they depend on it."""
         super().__setattr__(name, value)
         if name in self._SHARING and "_program" in self.__dict__:
             if name == "tp_group":
@@ -234,7 +234,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         return program
 
     def _append_to(self, program: Any, *, observed: bool = False) -> None:
-        """Append the ops to a program, or to what takes note of them."""
+        """Append the ops to a program, or to a recorder."""
         wanted = len(self._LINEARS) if observed else int(self.return_layernorm_output)
 
         def observe() -> None:
@@ -244,7 +244,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         self._append_ops(program, observe)
 
     def _append_ops(self, program: native.Program, observe: Callable[[], None]) -> None:
-        """Append all of the layer's ops; `observe` stands before each linear one."""
+        """Append all of the layer's ops; call `observe` before each linear op."""
         self._append_norm(program, self._input_size())
         self._append_linears(program, observe, biased=self.apply_bias)
 
@@ -289,7 +289,7 @@ class ProgramLayer(TransformerEngineBaseModule):
     # Forward -------------------------------------------------------------------------------------
 
     def _forward_general(self, inp: Any, is_first_microbatch: bool | None, **in_fp8: Any) -> Any:
-        """Forward of calls that the native fast path does not take; `in_fp8` is `fp8_output` and `fp8_grad`."""
+        """Run the forward of calls that the native fast path does not take; `in_fp8` is `fp8_output` and `fp8_grad`."""
         if is_traced(inp):
             return self._forward_traced(inp, is_first_microbatch)
         parameters, version = self._used_parameters(is_first_microbatch)
@@ -312,7 +312,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> Any:
-        """Run the program on parameters that are the layer's, or stand in for them."""
+        """Run the program on the layer's parameters, or on tensors that replace them."""
         enabled = self._note_region()
         x = self._plain_input(inp, enabled and not self._exchange)
         if self._exchange:
@@ -329,7 +329,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         )
 
     def _note_region(self) -> bool:
-        """Note the autocast region where it is another than that of the last call; tell whether it is of FP8."""
+        """Note the autocast region if it differs from that of the last call; tell whether it is of FP8."""
         enabled, *_, epoch = native.autocast_region()
         if not enabled:
             self._note_dequantized()
@@ -339,7 +339,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         return bool(enabled)
 
     def _plain_input(self, inp: torch.Tensor, enabled: bool) -> torch.Tensor:
-        """Return the input in the layer's type, of torch's own class; quantised where a program reads it so."""
+        """Return the input in the layer's type as a plain tensor, or quantised if the program reads it so."""
         if is_quantized(inp):
             if enabled and inp.dtype == self.activation_dtype and not self.checkpoint:
                 return inp
@@ -369,7 +369,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         return segments.apply(self, x, given, version, is_first_microbatch)
 
     def _note_dequantized(self) -> None:
-        """Warn where quantised weights are dequantised for each call."""
+        """Warn if calls dequantise quantised weights."""
         if self._quantized_weights():
             message = (
                 f"{self.name}: the weights are quantised, and dequantised for each call outside of "
@@ -389,7 +389,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         is_first_microbatch: bool | None,
         extras: tuple[torch.Tensor, ...] = (),
     ) -> Any:
-        """Take the absolute maxima that FP8 would, while computing in high precision."""
+        """Record absolute maxima as FP8 would, while computing in high precision."""
         program = self._observed
         if program is None:
             program = self.__dict__["_observed"] = self._make_program(observed=True)
@@ -406,7 +406,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         weights: Sequence[torch.Tensor],
         *extras: torch.Tensor,
     ) -> None:
-        """Take the absolute maxima of what the linear ops have multiplied into the histories."""
+        """Record the absolute maxima of the linear ops' operands in the histories."""
         self.init_fp8_metadata(self.fp8_meta["num_gemms"])
         state = self.fp8_meta.get("scaling_fwd")
         is_meant = state is not None and self.fp8_meta["recipe"].delayed() and inputs[0].numel() > 0
@@ -431,11 +431,11 @@ class ProgramLayer(TransformerEngineBaseModule):
     # In graphs -----------------------------------------------------------------------------------
 
     def _traced_parameters(self) -> list[torch.Tensor]:
-        """Return what the program reads, in op order."""
+        """Return the parameters that the program reads, in op order."""
         return [self._seen_in_trace(name) for name in self._used_parameters(None)[0]]
 
     def _seen_in_trace(self, name: str) -> Any:
-        """Return a parameter: the layer's, or that of the module that it is tied to."""
+        """Return a parameter of the layer, or of the module that the layer is tied to."""
         ties = self._ties
         if ties is None or name not in ties:
             return getattr(self, name)
@@ -443,7 +443,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         return module._parameters[theirs]
 
     def _delayed_states_of_linears(self, *, forward: bool) -> list[Any]:
-        """Return the scales of the linear operations, which share those of the layer."""
+        """Return the scales of the linear operations, which are parts of the layer's state."""
         return [self.fp8_meta.get("scaling_fwd" if forward else "scaling_bwd")]
 
     def _forward_traced(
@@ -480,7 +480,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         return self._with_bias(out) if self._returns_bias() else out
 
     def _prepare_on_ranks(self) -> None:
-        """Set how tracers see the layer on its ranks; runs once in a trace."""
+        """Prepare the form of a shared layer for tracers; runs once in a trace."""
         if is_exporting():
             message = (
                 f"{self.name}: torch.export takes no layer that ranks share (tp_size = {self.tp_size}); export one of "
@@ -488,7 +488,7 @@ class ProgramLayer(TransformerEngineBaseModule):
             )
             raise UnsupportedError(message)
         self.__dict__["_in_graphs"] = self._segments_now().in_graphs(self)
-        # Calls outside of graphs compute a weight's gradient behind a collective of their own.
+        # Calls outside of graphs compute a weight's gradient after a collective.
         for handle in self._handles.values():
             handle.delay_wgrad_compute = self.delay_wgrad_compute
             handle.save_original_input = self.__dict__.get("_save_original_input", False)
@@ -528,7 +528,7 @@ class ProgramLayer(TransformerEngineBaseModule):
         Raises
         ------
         StateError
-            If no backward did.
+            If no backward left any.
         """
         if not self.delay_wgrad_compute:
             return
@@ -538,7 +538,7 @@ class ProgramLayer(TransformerEngineBaseModule):
             raise StateError(message)
         for name in reversed(waiting):
             self._compute_deferred(name, self._handles[name])
-        # A graph runs no hooks; who replays it does.
+        # A graph runs no hooks; its replay runs them.
         if not is_graph_capturing():
             self._trigger_wgrad_accumulation_and_reduce_hooks()
 
@@ -562,7 +562,7 @@ class ProgramLayer(TransformerEngineBaseModule):
     # Checkpoints of torch.nn ---------------------------------------------------------------------
 
     def _load_norm(self, source: Source | None) -> None:
-        """Copy a ``torch.nn`` norm; its weight is 1 + that of a zero-centred one."""
+        """Copy a ``torch.nn`` norm; a zero-centred weight is 1 less."""
         if source is None:
             return
         targets = {name.rpartition("_")[2]: [getattr(self, name)] for name in self._norm_names()}

@@ -1,4 +1,4 @@
-"""Layers that keep their input alone and run their forward again in backward."""
+"""Layers that keep only their input and run their forward again in backward."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class _Recomputed(torch.autograd.Function):
         needs_x = x.requires_grad
 
         with scale_tape.phase(ctx.first.tape, reads=False):
-            # As if for backward: the weights are quantised for the second run, too, and the results
-            # are bit for bit those of a layer that keeps what it computes.
+            # As if for backward: the weights are quantised for the second run, too, and the results have the bits of a
+            # layer that keeps its intermediate results.
             y, others, kept, _ = native.program_run_forward(
                 layer._program, layer, x, (), is_first_microbatch, needs_x, (), True, parameters
             )
@@ -77,7 +77,7 @@ def recomputed(
     x: torch.Tensor,
     is_first_microbatch: bool | None,
 ) -> Any:
-    """Apply the layer's program, keeping `x` alone for backward.
+    """Apply the layer's program, keeping only `x` for backward.
 
     Under delayed scaling, the second run quantises with the first one's scales and records nothing.
     """

@@ -1,4 +1,4 @@
-"""A layer that is shared among ranks, as it runs: a norm, and linear ops between collectives, one autograd node."""
+"""A layer that ranks share: a norm, and linear ops between collectives, in one autograd node."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Segments:
     exchange : Exchange
         Its collectives.
     head : Program, optional
-        The norm, where a collective stands between it and the first linear op, in either direction.
+        The norm, if a collective stands between it and the first linear op in either direction.
     body : Program
-        The linear ops, and what is between them.
+        The linear ops and the ops between them.
     """
 
-    # Not the layer: a circle of references would leave it, and its memory, to the garbage collector.
+    # No reference to the layer: a cycle would leave the layer and its memory to the garbage collector.
     __slots__ = ("_in_graphs", "body", "head")
 
     def __init__(
@@ -58,7 +58,7 @@ class Segments:
         version: int | None,
         is_first_microbatch: bool | None,
     ) -> Any:
-        """Run the layer on this rank's input; return its result, and the norm's if the layer returns that.
+        """Run the layer on this rank's input; return its result, and the norm's result if the layer returns it.
 
         Raises
         ------
@@ -79,7 +79,7 @@ class Segments:
         return outputs if len(outputs) > 1 else outputs[0]
 
     def in_graphs(self, layer: ProgramLayer) -> SegmentsInGraphs:
-        """Return how tracers see the layer."""
+        """Return the form of the layer for tracers."""
         if self._in_graphs is None:
             self._in_graphs = SegmentsInGraphs(self, layer)
         return self._in_graphs
@@ -88,8 +88,8 @@ class Segments:
 class SegmentsInGraphs:
     """A shared layer in graphs: its programs as operators, the collectives as those of torch between them.
 
-    Values travel there, not bytes, and the compiler arranges the collectives. The bits are those of other calls: who
-    quantises rows of all ranks has the scales that these have had.
+    The collectives carry values, not bytes, and the compiler arranges them. The results have the bits of eager calls,
+    since gathered rows are quantised with the same scales.
 
     Parameters
     ----------
@@ -116,7 +116,7 @@ class SegmentsInGraphs:
         parameters: list[torch.Tensor],
         is_first_microbatch: bool | None,
     ) -> Any:
-        """Run the layer under a tracer; return its result, and the norm's if the layer returns that."""
+        """Run the layer under a tracer; return its result, and the norm's result if the layer returns it."""
         from te_fast.graphs import operators
 
         exchange, ranks = self.exchange, self.ranks
@@ -138,7 +138,7 @@ class SegmentsInGraphs:
 
 
 class _Call:
-    """One forward of a layer, and what its backward needs."""
+    """One forward of a layer, and the tensors that its backward needs."""
 
     __slots__ = (
         "_is_first_microbatch",
@@ -176,7 +176,7 @@ class _Call:
     def forward(
         self, x: torch.Tensor, parameters: Tensors, *, needs_x: bool, wanted: bool
     ) -> tuple[torch.Tensor, ...]:
-        """Return the result, and the norm's if the layer returns that."""
+        """Return the result, and the norm's result if the layer returns it."""
         segments, layer = self._segments, self._layer
         self.needs_x = needs_x
         head, body = parameters[: self.norms], parameters[self.norms :]
@@ -194,7 +194,7 @@ class _Call:
             (needs_x, (), wanted),
             body,
             self._version,
-            # What users see of all rows is in high precision.
+            # Users get gathered rows in high precision.
             None if layer.return_layernorm_output_gathered else layer._quantizer_of_rows,
         )
         if self.tail is not None:
@@ -219,7 +219,7 @@ class _Call:
         return normed
 
     def take_saved(self) -> Tensors:
-        """Give the tensors away that autograd is to save."""
+        """Return the tensors that autograd must save, and drop them here."""
         saved: Any = (*self.head_saved, *self.body.saved)
         self.head_saved, self.body.saved = (), []
         return saved
@@ -229,7 +229,7 @@ class _Call:
     def backward(
         self, saved: Tensors, grads: tuple[torch.Tensor | None, ...], count: int
     ) -> tuple[Any, ...]:
-        """Return the gradients of input and parameters; of `saved`, the first `count` are the head's."""
+        """Return the gradients of input and parameters; the first `count` tensors of `saved` are the head's."""
         layer, body = self._layer, self._segments.body
         dy, dnormed = grads[0], grads[1] if len(grads) > 1 else None
         assert dy is not None
@@ -274,5 +274,5 @@ class _Function(torch.autograd.Function):
         return (None, *ctx.call.backward(ctx.saved_tensors, grads, ctx.head_count))
 
 
-# The C++ method: what Python adds to it is for functorch, whose transforms layers refuse.
+# The C++ method: Python's wrapper serves functorch, whose transforms layers refuse.
 _apply_function = super(torch.autograd.Function, _Function).apply

@@ -1,4 +1,4 @@
-"""Layers of one GEMM, whose parameters may be split along dimension 0: the parts' sizes, and the whole that it sees."""
+"""Layers of one GEMM whose parameters may be split along dimension 0."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class SplitLinear(PartedLayer):
     parallel_mode: str | None
     init_method: Init | None
 
-    # What the program is -------------------------------------------------------------------------
+    # The program -------------------------------------------------------------------------
 
     def _input_size(self) -> int:
         return self.in_features
@@ -191,7 +191,7 @@ class SplitLinear(PartedLayer):
         return tuple(self.weight_names) if len(self.weight_names) == 1 else ()
 
     def _weight(self, *, overwrite: bool) -> tuple[torch.Tensor, int | None]:
-        """Return the whole weight, and what stands in for a concatenation's version."""
+        """Return the whole weight, and a version of concatenated parts."""
         if self._parts is None:
             return self.weight, None
         parts = [getattr(self, name) for name in self.weight_names]
@@ -205,7 +205,7 @@ class SplitLinear(PartedLayer):
         return joined([getattr(self, name) for name in self.bias_names])
 
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise the parameters, after making those real that are on the meta device.
+        """Initialise the parameters; parameters on the meta device get memory first.
 
         Parameters
         ----------
@@ -220,7 +220,7 @@ class SplitLinear(PartedLayer):
 
     # Forward -------------------------------------------------------------------------------------
 
-    # `layer(x)` enters here: nn.Module.__call__ without its cost where no hook asks for it.
+    # `layer(x)` enters here, without the cost of nn.Module.__call__ if there are no hooks.
     __call__ = layer_call_method
 
     def forward(
@@ -236,29 +236,30 @@ class SplitLinear(PartedLayer):
         ----------
         inp : torch.Tensor
             ``(..., in_features)``, of the parameters' type unless under ``torch.autocast``. A quantised tensor is read
-            as it is, and never written; it is dequantised outside of FP8 regions, and for a norm.
+            as it is, and never written. Outside of FP8 regions, and for a norm, it is dequantised.
         is_first_microbatch : bool, optional
             True: quantise the weight and keep it. False: use the kept one. None: quantise it if it
             has changed. A kept weight is never used once the parameter has changed.
         fp8_output : bool, default = False
-            Return a quantised tensor, in FP8 regions: :class:`Float8Tensor`, or :class:`Float8BlockwiseQTensor`
-            under block scaling. Its bytes are those that the next layer would make of a plain one; under delayed
-            scaling the GEMM writes them, by the scale of the layer's output. Where gradients are enabled, current
-            and block scaling write its column layout, too, for the next layer's weight gradient. No rows come back
-            plain.
+            Return a quantised tensor, in FP8 regions: :class:`Float8Tensor`, or :class:`Float8BlockwiseQTensor` under
+            block scaling. It has the bytes that the next layer would make from a plain tensor; under delayed scaling
+            the GEMM writes them, with the scale of the layer's output. If gradients are enabled, current and block
+            scaling also write the column layout, for the next layer's weight gradient. A result without rows is a plain
+            tensor.
         fp8_grad : bool, default = False
-            The same of the input's gradient, in backward. A recipe's ``backward_override`` leaves it plain.
+            The same for the input's gradient in backward. With a recipe's ``backward_override`` the gradient stays
+            plain.
 
         Returns
         -------
         torch.Tensor or tuple
-            ``(..., out_features)``; then, with `return_bias`, the bias; then, of a layer with
+            ``(..., out_features)``; then, with `return_bias`, the bias; then, if the layer has
             `return_layernorm_output`, the norm's result.
 
         Raises
         ------
         StateError
-            If the input is quantised otherwise than the region's recipe does.
+            If the input is not quantised as the region's recipe quantises.
         ShapeError, DtypeError, DeviceError
             If the input does not fit; in FP8, if its rows are no multiple of 8 and
             :func:`te_fast.auto_pad` is off.

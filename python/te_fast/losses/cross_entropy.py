@@ -14,7 +14,7 @@ from te_fast.errors import DtypeError, ShapeError, StateError
 
 
 class _RowLosses(torch.autograd.Function):
-    """Loss of each row, of logits ``(rows, vocabulary / ranks)``; backward computes the softmax again."""
+    """Loss of each row of logits ``(rows, vocabulary / ranks)``; backward computes the softmax again."""
 
     @staticmethod
     def forward(
@@ -43,7 +43,7 @@ class _RowLosses(torch.autograd.Function):
             distributed.all_reduce(sums, distributed.ReduceOp.SUM, group)
         log_sum, predicted, total = sums[0].log(), sums[1], sums[2]
         uniform = smoothing / (columns * ranks)
-        # Their sum would round what large logits differ by.
+        # Summing first would round away the differences of large logits.
         ctx.save_for_backward(logits, largest, log_sum, column, is_here)
         ctx.smoothing, ctx.uniform, ctx.overwrites = smoothing, uniform, overwrites
         ctx.is_overwritten = False
@@ -70,7 +70,7 @@ class _RowLosses(torch.autograd.Function):
 
 
 def _place(group: Any) -> tuple[int, int]:
-    """Return this rank's number and how many ranks there are."""
+    """Return this rank's number and the number of ranks."""
     if group is None:
         return 0, 1
     return distributed.get_rank(group), distributed.get_world_size(group)
@@ -90,28 +90,28 @@ def parallel_cross_entropy(
 ) -> torch.Tensor:
     """Return the cross entropy of logits, computed in FP32.
 
-    On one rank it is torch's own; of a split vocabulary two small reductions go between the ranks, and backward
-    computes the softmax again rather than keeping it.
+    On one rank it is torch's own. If ranks share the vocabulary, it takes two small reductions, and backward computes
+    the softmax again instead of keeping it.
 
     Parameters
     ----------
     inp : torch.Tensor
-        Logits ``(..., vocabulary)``; on each of several ranks an equal share of the columns, in the order of ranks.
+        Logits ``(..., vocabulary)``; with several ranks, each has an equal share of the columns, in the order of ranks.
     target : torch.Tensor
-        Integers ``(...)`` of the whole vocabulary.
+        Integers ``(...)``, numbers in the whole vocabulary.
     label_smoothing : float, default = 0.0
-        Share of the target's probability that all of the vocabulary has.
+        Probability that is spread over the whole vocabulary.
     reduce_loss : bool, default = False
-        Return the mean over targets that are not ignored, 0 where all are.
+        Return the mean over targets that are not ignored; 0 if all are ignored.
     dist_process_group : torch.distributed.ProcessGroup, optional
         Ranks that the vocabulary is split between.
     ignore_idx : int, default = -100
         Target without loss and gradient.
     is_cg_capturable : bool, default = False
-        Nothing here waits for the GPU: captured graphs can hold it either way.
+        Has no effect: the function never waits for the GPU, so graphs can always capture it.
     overwrite_input : bool, default = False
-        Backward leaves the gradient in the memory of `inp`, which must be contiguous and cannot be used from then on;
-        it runs once. Compiled graphs allocate the gradient.
+        Backward writes the gradient to the memory of `inp`, which must be contiguous and must not be used afterwards.
+        Backward then runs only once. Compiled graphs allocate the gradient.
     _input : torch.Tensor, optional
         Deprecated name of `inp`.
 
@@ -125,11 +125,11 @@ def parallel_cross_entropy(
     ShapeError
         If the target's shape is not that of the rows, or logits to be overwritten are not contiguous.
     DtypeError
-        If logits are no floating-point numbers, or targets no integers.
+        If logits are not floating-point numbers, or targets are not integers.
 
     See Also
     --------
-    torch.nn.functional.cross_entropy : Of a vocabulary that one rank has.
+    torch.nn.functional.cross_entropy : Cross entropy of one rank.
 
     Examples
     --------

@@ -1,1 +1,1 @@
-"""Mixtures of experts: rows moved to their experts and back, and padded for grouped GEMMs."""
+"""Mixtures of experts: move rows to their experts and back, pad them for grouped GEMMs, and route tokens."""

@@ -1,4 +1,4 @@
-"""What the permutations ask of their arguments, and the errors that name those that do not do."""
+"""Checks of the permutations' arguments, and the errors that name wrong ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def is_integer(value: object) -> bool:
-    """Tell whether a value counts something; those of numpy do."""
+    """Tell whether a value is an integer; numpy's integers are."""
     try:
         operator.index(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -33,7 +33,7 @@ def _are_integers(value: object) -> bool:
     return isinstance(value, (list, tuple)) and all(map(is_integer, value))
 
 
-# What arguments are, by their names: how to tell, and in words.
+# The class of each argument, by name: a check, and its description.
 _TENSOR = (_is_tensor, "a torch.Tensor")
 _INTEGER = (is_integer, "an integer")
 _INTEGERS = (_are_integers, "a sequence of integers or a tensor")
@@ -59,25 +59,25 @@ _KINDS = {
 def blame(
     op: str, error: Exception, values: Mapping[str, object], optional: Sequence[str] = ()
 ) -> Exception:
-    """Name the argument of the wrong class that made a call stumble.
+    """Return an error that names the argument of the wrong class.
 
-    Nothing is looked at before a call fails, so that calls that do not pay nothing for it.
+    Arguments are checked only after a call has failed, so that successful calls pay nothing for the check.
 
     Parameters
     ----------
     op : str
         The function.
     error : Exception
-        What Python or torch raised.
+        The error that Python or torch raised.
     values : mapping of str to object
         The function's arguments, as `locals()` has them.
     optional : sequence of str
-        Those that may be None.
+        Arguments that may be None.
 
     Returns
     -------
     Exception
-        A :class:`te_fast.errors.DtypeError`, or `error` where every argument is of its class.
+        A :class:`te_fast.errors.DtypeError`, or `error` if every argument has its class.
     """
     if isinstance(error, TeFastError):
         return error
@@ -91,7 +91,7 @@ def blame(
 
 
 def is_index(map_type: str, op: str) -> bool:
-    """Tell whether a routing map holds expert ids; raise unless it holds those or a mask."""
+    """Tell whether a routing map holds expert ids; raise if it holds neither ids nor a mask."""
     if map_type == "mask":
         return False
     if map_type == "index":
@@ -108,7 +108,7 @@ def warn(message: str) -> None:
 
 
 def recommends(name: str, dtype: torch.dtype, op: str, recommended: torch.dtype) -> str:
-    """Say which type an input should have, in Transformer Engine's words."""
+    """Warn that an input should have another type, in Transformer Engine's words."""
     return (
         f"The data type of the input `{name}` of {op} is {dtype}! "
         f"The recommended type is {recommended}."
@@ -136,14 +136,14 @@ def empty_map(inp: torch.Tensor, routing_map: torch.Tensor, *, index: bool = Fal
 
 
 def refuse_rank(op: str, name: str, tensor: torch.Tensor, rank: int) -> NoReturn:
-    """Raise for a tensor that has not so many dimensions."""
+    """Raise for a tensor with another number of dimensions."""
     dimensions = "two dimensions" if rank == 2 else "one dimension"
     msg = f"{op}: {name} must be of {dimensions}, got {tuple(tensor.shape)}"
     raise ShapeError(msg)
 
 
 def check_counts(counts: torch.Tensor | Sequence[int], routing_map: torch.Tensor) -> None:
-    """Fail unless there is one integer per expert; a GPU's are not read."""
+    """Raise unless there is one integer per expert; counts on a GPU are not read."""
     op = "moe_permute_and_pad_with_probs"
     if routing_map.dim() != 2:
         refuse_rank(op, "routing_map", routing_map, 2)
@@ -168,7 +168,7 @@ def nothing_to_merge(
 
 
 def on_device(inp: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return sizes and order of chunks on the device of their rows, a matrix; raise unless they are equally many."""
+    """Return sizes and order of chunks on the device of their rows; raise unless both have the same length."""
     if inp.dim() != 2:
         refuse_rank("moe_sort_chunks_by_index", "inp", inp, 2)
     if tensors[0].numel() != tensors[1].numel():

@@ -1,6 +1,6 @@
-"""How routers reach their kernels: one launch forward and one backward.
+"""Calls of the routers' kernels: one launch forward and one backward.
 
-Eager calls go to the native module, inside of an autograd function where a gradient is asked for; tracers see the same
+Eager calls go to the native module, inside of an autograd function if a gradient is needed; tracers see the same
 calls as operators of ``torch.library``.
 """
 
@@ -28,11 +28,11 @@ class Choice(NamedTuple):
     topk : int
         Experts of a token.
     num_groups, group_topk : int
-        Groups of experts, and from how many of them a token's experts come; 0 without groups.
+        Number of groups of experts, and number of groups that a token's experts come from; 0 without groups.
     score_function : {'softmax', 'sigmoid', 'sqrtsoftplus'}
         Scores of logits.
     over : {'chosen', 'before', 'all'}
-        What is normalised: the chosen experts; all of them, before the choice; all of them, for a balancing loss.
+        The experts whose scores are normalised: the chosen ones; all, before the choice; or all, for a balancing loss.
     factor : float
         Multiplies the probabilities.
     """
@@ -51,7 +51,7 @@ class Choice(NamedTuple):
 
 
 def takes(logits: torch.Tensor) -> bool:
-    """Tell whether kernels take such logits: of plain tensors, and no more experts than a warp holds."""
+    """Tell whether kernels take the logits: plain tensors, with at most as many experts as a warp holds."""
     if not 0 < logits.shape[-1] <= MOST_EXPERTS:
         return False
     if _is_traced(logits):
@@ -61,7 +61,7 @@ def takes(logits: torch.Tensor) -> bool:
 
 
 def _is_traced(logits: torch.Tensor) -> bool:
-    """Tell whether tracers see operators; those of every release do."""
+    """Tell whether tracers see operators; tracers of every supported release do."""
     return torch.compiler.is_compiling() or is_traced(logits)
 
 
@@ -116,7 +116,7 @@ def route(
     logits : torch.Tensor
         float32, float16 or bfloat16 ``(..., experts)``.
     bias : torch.Tensor, optional
-        ``(experts,)``, added for the choice alone.
+        ``(experts,)``, added only for the choice.
     choice : Choice
         How experts are chosen.
     in_bits : bool

@@ -1,7 +1,7 @@
-"""How the functions of ``permutation`` and the modules of ``padding`` reach the kernels.
+"""Calls of the kernels for the functions of ``permutation`` and the modules of ``padding``.
 
-Eager calls go to the native module, through an autograd function where a gradient is asked for;
-under ``torch.compile`` the same calls are operators of ``torch.library``.
+Eager calls go to the native module, through an autograd function if a gradient is needed; under ``torch.compile`` the
+same calls are operators of ``torch.library``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from te_fast.tensor.primary import is_quantized
 Permuted = tuple[torch.Tensor, Any, torch.Tensor, Any, Any]
 
 PAD, UNPAD, SORT, UNSORT = range(4)
-#: What the modes serve, by the names that callers know.
+#: The public function of each mode, for messages.
 _MOVES = ("Fp8Padding", "Fp8Unpadding", "moe_sort_chunks_by_index", "moe_sort_chunks_by_index")
 
 _is_compiling = torch.compiler.is_compiling
@@ -36,7 +36,7 @@ def _ends_of(row_id_map: torch.Tensor) -> torch.Tensor | None:
 
 
 def _moved_gradients(name: str, ctx: Any, dout: Any, dprobs: Any) -> Any:
-    """Rows of gradient for a backward that moves rows: zeros where only the probabilities have one."""
+    """Return the gradient's rows for a backward that moves rows; zeros if only the probabilities have a gradient."""
     refuse_second_order(name)
     if dout is None and dprobs is not None:
         rows, cols, dtype, device = ctx.like
@@ -146,7 +146,7 @@ class _Move(torch.autograd.Function):
         align: int,
         rows: int,
     ) -> Any:
-        # Saved as tensors are, or copied: backward has to find what forward read.
+        # Saved like tensors, or copied, so that backward finds the values that forward read.
         listed = type(splits) is list
         ctx.save_for_backward(None if listed else splits, index)
         ctx.splits = splits.copy() if listed else None
@@ -185,7 +185,7 @@ def _permuted(
     if given is not None:
         _, row_id_map, pad_offsets, _, ends = rest
         if scales is not None:
-            # A map of expert ids tells the rows by itself.
+            # A map of expert ids gives the number of rows by itself.
             by = (None, rows, routing_map.size(1)) if index else (ends, rows, 0)
             scales, _ = native.moe_apply(scales, None, row_id_map, pad_offsets, *by)
         out = quantized.join(given, out, scales)
@@ -260,7 +260,7 @@ def permute(
         result = _permuted(inp, routing_map, probs, rows, align, index)[:5]
     else:
         result = native.moe_permute(inp, routing_map, probs, rows, align, index, False)[:5]
-    if _config.DEBUG and not index:  # an index map may drop rows on purpose
+    if _config.DEBUG and not index:  # an index map may leave rows out on purpose
         _raise_on_drops(inp, rows, dropped)
     return result
 
@@ -272,9 +272,9 @@ def permute_exact(
     align: int,
     counts: torch.Tensor | None = None,
 ) -> Permuted:
-    """Permute into as many rows as there are: one synchronisation, after the map.
+    """Permute into the exact number of rows: one synchronisation, after the map.
 
-    Under ``torch.compile`` the number comes from `counts`, by default those of the routing map, and
+    Under ``torch.compile`` the number comes from `counts`, by default the counts of the routing map, and
     ``pad_offsets`` is never None.
     """
     if _is_compiling():
@@ -372,7 +372,7 @@ def move_by_list(
 ) -> tuple[Any, Any]:
     """Pad or unpad by a list: rows, None for those of `inp`, and the padded splits (padding alone).
 
-    Without `rows` the list tells their number.
+    Without `rows` the list gives the number.
     """
     compiling = _is_compiling()
     if rows is None and not compiling and not _wants_grad(inp, None) and not is_quantized(inp):

@@ -20,12 +20,12 @@ def _align_of_recipe() -> int:
     return get_align_size_for_quantization(FP8GlobalStateManager.get_fp8_recipe())
 
 
-# What torch.compiler.assume_constant_result sets, which imports torch._dynamo to do so.
+# torch.compiler.assume_constant_result sets this attribute, too, but imports torch._dynamo.
 _align_of_recipe._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Aligned(torch.nn.Module):
-    """Splits of a grouped GEMM and the alignment, which the recipe of the first forward decides."""
+    """Base of padding modules: the number of splits, and the alignment, which the first forward's recipe decides."""
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _Aligned(torch.nn.Module):
     def _checked(
         self, inp: torch.Tensor, m_splits: torch.Tensor | Sequence[int]
     ) -> tuple[int, torch.Tensor]:
-        """Give the alignment, which is the recipe's where none was given, and `inp` as a matrix."""
+        """Return the alignment, by default the recipe's, and `inp` as a matrix."""
         if len(m_splits) != self.num_gemms:
             msg = (
                 f"{type(self).__name__}: m_splits must have {self.num_gemms} entries, one per GEMM, "
@@ -63,7 +63,7 @@ class Fp8Padding(_Aligned):
     Parameters
     ----------
     num_gemms : int
-        Number of GEMMs, that is of splits.
+        Number of GEMMs, which is the number of splits.
     align_size : int, optional
         Multiple to pad to. By default the recipe of the first forward decides: 32 for MXFP8, 128 for
         NVFP4, else 16.
@@ -95,7 +95,7 @@ class Fp8Padding(_Aligned):
         inp : torch.Tensor
             Rows of all splits, ``(sum(m_splits), hidden)``.
         m_splits : list of int or torch.Tensor
-            Rows of every split. As a tensor on the input's device nothing is read back.
+            Rows of every split. A tensor on the input's device is not read on the host.
         num_out_tokens : int, optional
             Rows of the result, the rest of which is zero; by default as many as a list needs, or the most
             that a tensor can need.
@@ -103,8 +103,8 @@ class Fp8Padding(_Aligned):
         Returns
         -------
         tuple
-            Padded rows, and the padded splits in the form of ``m_splits``. An input that needs no padding
-            is returned itself.
+            Padded rows, and the padded splits in the form of ``m_splits``. An input that needs no padding is returned
+            as it is.
         """
         try:
             align, rows_of = self._checked(inp, m_splits)
@@ -125,12 +125,12 @@ class Fp8Padding(_Aligned):
 
 
 class Fp8Unpadding(_Aligned):
-    """Take the padding of :class:`Fp8Padding` away again.
+    """Remove the padding of :class:`Fp8Padding`.
 
     Parameters
     ----------
     num_gemms : int
-        Number of GEMMs, that is of splits.
+        Number of GEMMs, which is the number of splits.
     align_size : int, optional
         Multiple that was padded to; by default as for :class:`Fp8Padding`.
 
@@ -169,7 +169,7 @@ class Fp8Unpadding(_Aligned):
         Returns
         -------
         torch.Tensor
-            Rows ``(sum(m_splits), hidden)``. An input without padding is returned itself.
+            Rows ``(sum(m_splits), hidden)``. An input without padding is returned as it is.
         """
         try:
             align, rows_of = self._checked(inp, m_splits)

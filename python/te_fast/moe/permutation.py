@@ -1,9 +1,8 @@
-"""MoE permutation: tokens to their experts and back, Transformer Engine's functions and sync-free forms.
+"""MoE permutation: moves tokens to their experts and back, by Transformer Engine's functions and sync-free forms.
 
-Every function runs one or two kernels of te_fast. Nothing synchronises the device when the number
-of output rows is given; buffers larger than needed end in zero rows, and rows that do not fit are
-dropped in order, left out of the row map and counted (:func:`moe_dropped_rows`). CPU tensors run on
-the host kernels.
+Every function runs one or two kernels of te_fast. If the caller gives the number of output rows, no function
+synchronises the device. Buffers larger than needed end in zero rows. The last rows are dropped if they do not fit: they
+are left out of the row map and counted (:func:`moe_dropped_rows`). CPU tensors run on the host kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def moe_permute(
     max_token_num: int = -1,
     map_type: str = "mask",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy every token's row to each of its experts, experts in order, tokens in order within one.
+    """Copy every token's row to each of its experts, ordered by expert, then by token.
 
     Parameters
     ----------
@@ -165,14 +164,14 @@ def moe_permute_and_pad_with_probs(
     routing_map : torch.Tensor
         Mask ``(tokens, experts)``, bool or an integer type of 8, 32 or 64 bits.
     tokens_per_expert : torch.Tensor or sequence of int
-        Tokens that each expert takes, ``(experts,)``. On the CPU, or as a list, it tells the size of the
-        result without a synchronisation; on the GPU it costs one, unless ``num_out_tokens`` is given.
+        Tokens that each expert takes, ``(experts,)``. A list or a tensor on the CPU gives the size of the result
+        without a synchronisation. A tensor on the GPU costs one, unless ``num_out_tokens`` is given.
     align_size : int
         Rows per expert are padded with zero rows to a multiple of this.
     num_out_tokens : int, optional
-        Capacity: rows of the result, the rest of which is zero. Nothing synchronises then, ``pad_offsets``
-        is never None and ``tokens_per_expert`` may be None. ``num_tokens * top_k + experts *
-        (align_size - 1)`` is always enough.
+        Capacity: rows of the result, the rest of which is zero. Then the call does not synchronise, ``pad_offsets`` is
+        never None, and ``tokens_per_expert`` may be None. ``num_tokens * top_k + experts * (align_size - 1)`` is always
+        enough.
 
     Returns
     -------
@@ -265,7 +264,7 @@ def moe_permute_and_quantize(
     inp : torch.Tensor
         Rows ``(tokens, hidden)`` in FP32, FP16 or BF16; ``hidden`` a multiple of 16.
     probs : torch.Tensor or None
-        Probabilities ``(tokens, experts)`` that move along; slots of probability 0 become zero rows.
+        Probabilities ``(tokens, experts)``, which are permuted, too; slots of probability 0 become zero rows.
     routing_map : torch.Tensor
         Mask ``(tokens, experts)``, bool or an integer type of 8, 32 or 64 bits.
     num_out_tokens : int
@@ -278,7 +277,7 @@ def moe_permute_and_quantize(
         One FP32 element: per-tensor scaling with this scale. Without it every 128 elements of a row
         have a scale of their own, FP8 maximum over their amax.
     amax : torch.Tensor, optional
-        One FP32 element that is raised to the amax of the rows written; with ``scale`` alone.
+        One FP32 element that is raised to the amax of the rows written; only together with ``scale``.
     amax_epsilon : float, default = 0.0
         Smallest amax of a block.
     power_2_scale : bool, default = True
@@ -353,7 +352,7 @@ def moe_unpermute(
     merging_probs : torch.Tensor, optional
         Weights: ``(tokens, experts)`` for a mask, ``(tokens, top_k)`` FP32 for an index. Sums are FP32.
     restore_shape : torch.Size, optional
-        Shape of the result, ``(tokens, hidden)``; by default the map tells the tokens.
+        Shape of the result, ``(tokens, hidden)``; by default the number of tokens comes from the map.
     map_type : str, default = 'mask'
         As for the permutation.
     probs : torch.Tensor, optional
@@ -364,7 +363,8 @@ def moe_unpermute(
     Returns
     -------
     torch.Tensor
-        Rows ``(tokens, hidden)``. An empty ``inp`` gives zeros of ``restore_shape``, still in the graph.
+        Rows ``(tokens, hidden)``. An empty ``inp`` gives zeros of ``restore_shape`` that are part of the autograd
+        graph.
 
     See Also
     --------
@@ -436,7 +436,7 @@ def moe_sort_chunks_by_index(
     split_sizes: torch.Tensor,
     sorted_index: torch.Tensor,
 ) -> torch.Tensor:
-    """Reorder chunks of rows: chunk ``sorted_index[j]`` comes j-th, rows past all chunks stay.
+    """Reorder chunks of rows: chunk ``sorted_index[j]`` comes j-th, and rows after all chunks stay in place.
 
     Parameters
     ----------
@@ -529,7 +529,7 @@ def moe_dropped_rows(device: torch.device | str | None = None, *, reset: bool = 
     Parameters
     ----------
     device : torch.device or str, optional
-        Device to ask; the current CUDA device where there is one, else the CPU.
+        The device; by default the current CUDA device, or the CPU without one.
     reset : bool, default = False
         Start the count again.
 

@@ -1,4 +1,4 @@
-"""Rows of quantised tensors as the kernels move them: bytes in pairs, and scales of blocks as rows of their own."""
+"""Rows of quantised tensors in the form that the kernels move: pairs of bytes, and rows of block scales."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from te_fast.runtime.layouts import BLOCK
 from te_fast.tensor.blockwise import scale_shape
 from te_fast.tensor.primary import is_quantized
 
-#: Kernels move bytes whatever they mean; of the types that they take, this is two of them.
+#: Kernels move bytes without interpreting them; this type has two bytes.
 _PAIR = torch.bfloat16
 
 
 def split(inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-    """Return what is moved of an input: rows, rows of scales, and the input where it is quantised.
+    """Return the tensors to move: rows, rows of scales, and the input if it is quantised.
 
-    A tensor whose rows cannot be moved by themselves is dequantised: scales that several rows share, no row layout, an
-    odd number of columns.
+    A tensor is dequantised if its rows cannot be moved separately: if several rows share a scale, if it has no row
+    layout, or if the number of columns is odd.
 
     Parameters
     ----------
@@ -44,12 +44,12 @@ def split(inp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
 
 
 def join(like: Any, rows: torch.Tensor, scales: torch.Tensor | None) -> Any:
-    """Return moved rows as a tensor quantised as another one is, in row layout.
+    """Return moved rows as a quantised tensor in row layout, with the format of another one.
 
     Parameters
     ----------
     like : QuantizedTensor
-        What they were of.
+        The tensor whose rows were moved.
     rows : torch.Tensor
         Bytes in pairs.
     scales : torch.Tensor, optional

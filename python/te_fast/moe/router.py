@@ -1,7 +1,8 @@
 """Routers of mixtures of experts: scores, the experts of each token, and the loss that balances them.
 
-Scores and choice are one launch. The loss, and what the kernels do not take, are torch operations. All of it
-computes in FP32, is deterministic, does not synchronise and has static shapes, so that graphs capture it.
+Scores and choice are one launch. The loss is made of torch operations, which also replace the kernels for tensors that
+these do not take. All functions compute in FP32, are deterministic, do not synchronise and have static shapes, so that
+graphs can capture them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from te_fast.errors import ArgumentError, DtypeError, ShapeError, UnsupportedErr
 from te_fast.moe import choice as kernels
 
 _SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
-#: Keeps sums of scores from zero.
+#: Added to sums of scores, so that they are not zero.
 _EPS = 1e-20
 
 
@@ -106,7 +107,7 @@ def _scores(x: torch.Tensor, score_function: str) -> torch.Tensor:
 
 
 def _top(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the indices of the largest, of equal ones the first."""
+    """Return the indices of the largest values, and the first ones among equals."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
@@ -123,7 +124,7 @@ def _check_groups(experts: int, topk: int, num_groups: int, group_topk: int) -> 
 def _in_best_groups(
     scores: torch.Tensor, topk: int, num_groups: int, group_topk: int
 ) -> torch.Tensor:
-    """Return the scores with those of all but the best groups of experts at minus infinity."""
+    """Return the scores, with minus infinity for experts outside of the best groups."""
     experts = scores.shape[-1]
     grouped = scores.unflatten(-1, (num_groups, experts // num_groups))
     best = grouped.sort(dim=-1, descending=True).values[..., : topk // group_topk].sum(-1)
@@ -151,7 +152,7 @@ def choice_of(
     score_function: str,
     expert_bias: torch.Tensor | None,
 ) -> kernels.Choice:
-    """Return how experts are chosen, after a look at what is asked; as :func:`fused_topk_with_score_function`."""
+    """Check the arguments of :func:`fused_topk_with_score_function`, and return how experts are chosen."""
     _check_choice(experts, topk, score_function)
     if expert_bias is not None and score_function == "softmax":
         message = "router: expert_bias goes with sigmoid and sqrtsoftplus scores; leave it out with softmax"
@@ -195,20 +196,22 @@ def fused_topk_with_score_function(
     topk : int
         Experts of a token.
     use_pre_softmax : bool
-        Take the softmax over all experts before the choice, without normalising afterwards; else over the chosen ones.
+        True: take the softmax over all experts before the choice, and do not normalise afterwards. False: take it over
+        the chosen experts.
     num_groups, group_topk : int, optional
-        Divide the experts into so many groups and choose only among the best groups: those with the largest sums of
-        their ``topk / group_topk`` best scores.
+        Divide the experts into `num_groups` groups, and choose only from the `group_topk` best groups: those with the
+        largest sums of their ``topk / group_topk`` best scores.
     scaling_factor : float, optional
         Multiplies the probabilities.
     score_function : {'softmax', 'sigmoid', 'sqrtsoftplus'}
-        Scores of logits. Those of the last two are divided by their sum over the chosen experts if `topk` is above 1.
+        Scores of logits. Scores of the last two functions are divided by their sum over the chosen experts if `topk` is
+        above 1.
     expert_bias : torch.Tensor, optional
-        float32 ``(experts,)``, added to sigmoid or sqrtsoftplus scores for the choice alone.
+        float32 ``(experts,)``, added to sigmoid or sqrtsoftplus scores only for the choice.
     routing_map_format : {'bytemap', 'bitmap_u8'} or RoutingMapFormat
         Format of the map.
     topk_indices : torch.Tensor, optional
-        Integers ``(..., topk)`` that receive the experts of each token, and are returned in the place of the map.
+        Integers ``(..., topk)`` that receive the experts of each token, and are returned in place of the map.
     qb_histogram, qb_bin_bounds, qb_histogram_mode : optional
         Quantile balancing; not supported.
 
@@ -233,7 +236,7 @@ def fused_topk_with_score_function(
 
     Notes
     -----
-    Of experts with equal scores the first ones are chosen; NaN counts as the largest.
+    Among experts with equal scores, the first ones are chosen. NaN counts as the largest score.
 
     Examples
     --------
@@ -322,7 +325,7 @@ def fused_compute_score_for_moe_aux_loss(
     topk : int
         Experts of a token.
     score_function : {'softmax', 'sigmoid', 'sqrtsoftplus'}
-        Scores of logits. Those of the last two are divided by their sum over all experts.
+        Scores of logits. Scores of the last two functions are divided by their sum over all experts.
     routing_map_format : {'bytemap', 'bitmap_u8'} or RoutingMapFormat
         Format of the map.
 
@@ -384,7 +387,7 @@ def fused_moe_aux_loss(
     tokens_per_expert : torch.Tensor
         Tokens that each column of `probs` has received, integers or floats ``(experts,)``.
     total_num_tokens : int or torch.Tensor
-        T, or a tensor of one element, which is not read on the host.
+        The number of tokens, an int or a tensor of one element, which is not read on the host.
     num_experts, topk : int
         Experts, and experts of a token.
     coeff : float

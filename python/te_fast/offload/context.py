@@ -1,4 +1,4 @@
-"""``get_cpu_offload_context``: layers whose saved tensors go to the host's memory and come back for their backward."""
+"""``get_cpu_offload_context``: copies tensors that layers save to the host's memory, and back for backward."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class _Layer:
 
 
 class _Apart(NamedTuple):
-    """A quantised tensor that was saved: what is left of it, and its bytes and scales."""
+    """A saved quantised tensor: the tensor without its memory, and its bytes and scales."""
 
     rest: torch.Tensor
     parts: list[Any]
 
 
 class _Layers:
-    """The layers of one forward; saved tensors of other forwards may be around, as pipelines have them."""
+    """The layers of one forward; in pipelines, other forwards have saved tensors at the same time."""
 
     def __init__(self, count: int) -> None:
         self.layers = [_Layer() for _ in range(count)]
@@ -62,15 +62,16 @@ class _Layers:
 class OffloadSynchronizer:
     """Offloads the first layers of a model while later ones run, and reloads them in time.
 
-    As many layers as are not offloaded lie on the device at once: a layer's memory is free when the layer that many
-    places behind begins, and it comes back when the backward of that one has ended.
+    Let ``n`` be the number of layers that are not offloaded. The device then holds the saved tensors of ``n`` layers at
+    once: a layer's memory is freed when the forward of the ``n``-th layer after it begins, and the copy back begins
+    when the backward of that layer has ended.
 
     Parameters
     ----------
     num_layers : int
         Layers of the model.
     num_offloaded_layers : int
-        How many of them are offloaded, the first ones.
+        Number of offloaded layers, which are the first ones.
     retain_pinned_cpu_buffers : bool, default = False
         Keep the host's buffers from step to step.
     offload_stream : torch.cuda.Stream, optional
@@ -97,7 +98,7 @@ class OffloadSynchronizer:
     # Forward --------------------------------------------------------------------------------------
 
     def begin_layer(self) -> tuple[_Layers, int]:
-        """Go to the next layer, the first one behind the last; return the forward and the layer's number."""
+        """Go to the next layer, from the last to the first; return the forward and the layer's number."""
         if self._now.last + 1 >= self.num_layers:
             self._now = _Layers(self.num_layers)
         self._now.last += 1
@@ -106,7 +107,7 @@ class OffloadSynchronizer:
         return self._now, number
 
     def end_layer(self, layers: _Layers, number: int) -> None:
-        """Take in that a layer's forward has ended."""
+        """Note that a layer's forward has ended."""
         if number < self.num_offloaded_layers:
             layers.layers[number].start_offload(self._buffers_of(number))
 
@@ -141,7 +142,7 @@ class OffloadSynchronizer:
         if isinstance(saved, _Apart):
             whole: Any = (
                 saved.rest.detach()
-            )  # one of its own, which keeps the parts no longer than its user does
+            )  # a new tensor, which does not keep the parts alive longer than its user does
             whole.restore_from_saved([OffloadSynchronizer.pop(part) for part in saved.parts])
             return whole
         tensor: torch.Tensor = saved.get() if isinstance(saved, Kept) else saved
@@ -150,7 +151,7 @@ class OffloadSynchronizer:
     # Backward -------------------------------------------------------------------------------------
 
     def begin_backward(self, layers: _Layers, number: int) -> None:
-        """Take in that the backward of a layer begins, and that of the one behind has ended."""
+        """Note that the backward of a layer begins and the backward of the layer after it has ended."""
         done = layers.at(number + 1)
         if done is not None:
             done.drop()
@@ -165,7 +166,7 @@ class OffloadSynchronizer:
 
 
 class ManualOffloadSynchronizer(OffloadSynchronizer):
-    """Offloads and reloads layers when it is told to, and no other.
+    """Offloads and reloads only the layers that the caller names.
 
     ``get_cpu_offload_context(manual_synchronization=True)`` makes it.
 
@@ -225,7 +226,7 @@ class ManualOffloadSynchronizer(OffloadSynchronizer):
         return layer
 
     def start_offload_layer(self, layer_id: int) -> None:
-        """Begin to copy what a layer has saved.
+        """Begin to copy the tensors that a layer has saved.
 
         Parameters
         ----------
@@ -235,7 +236,7 @@ class ManualOffloadSynchronizer(OffloadSynchronizer):
         self._layer(layer_id).start_offload(self._buffers_of(layer_id))
 
     def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
-        """Let the current stream wait for the copies, and give the device's memory free.
+        """Let the current stream wait for the copies, and free the device's memory.
 
         Parameters
         ----------
@@ -245,7 +246,7 @@ class ManualOffloadSynchronizer(OffloadSynchronizer):
         self._layer(layer_id).release()
 
     def start_reload_layer(self, layer_id: int) -> None:
-        """Begin to copy back. Without, backward does so when it asks.
+        """Begin to copy back; without this call, backward copies when it needs the tensors.
 
         Parameters
         ----------
@@ -256,7 +257,7 @@ class ManualOffloadSynchronizer(OffloadSynchronizer):
 
 
 class _OffloadContext(contextlib.ContextDecorator):
-    """Stands around the forward of each layer."""
+    """The context around the forward of each layer."""
 
     def __init__(self, synchronizer: OffloadSynchronizer) -> None:
         self._synchronizer = synchronizer
@@ -274,14 +275,14 @@ class _OffloadContext(contextlib.ContextDecorator):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Begin to copy what the layer has saved."""
+        """Begin to copy the tensors that the layer has saved."""
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(*exception)
         if self._layer is not None:
             self._synchronizer.end_layer(*self._layer)
 
     def synchronize(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a layer's result, whose backward tells that the layer's begins."""
+        """Return a layer's result, whose backward marks the beginning of the layer's backward."""
         if self._layer is None or self._hooks is not None:
             message = "cpu_offload: the function is for a layer's result, outside of the context around its forward"
             raise StateError(message)
@@ -315,27 +316,27 @@ def get_cpu_offload_context(
     retain_pinned_cpu_buffers: bool = False,
     offload_stream: Any = None,
 ) -> tuple[Any, ...]:
-    """Return what keeps in the host's memory what layers save for their backward.
+    """Return a context that keeps tensors for backward in the host's memory.
 
-    Copies run on a stream of their own, beside the layers. Tensors of fewer than 256 Ki elements and weights stay
-    on the GPU, and those that :func:`mark_not_offload` was given. Of quantised tensors, bytes and scales are copied.
+    Copies run on a stream of their own, beside the layers. Weights, tensors of fewer than 256 Ki elements and tensors
+    that were marked by :func:`mark_not_offload` stay on the GPU. For quantised tensors, bytes and scales are copied.
 
     Parameters
     ----------
     enabled : bool, default = False
-        Offload; without, context and function do nothing.
+        Whether to offload; if not, context and function do nothing.
     num_layers : int, default = 1
-        How many layers are offloaded, the first ones.
+        Number of offloaded layers, which are the first ones.
     model_layers : int, default = 1
-        How many layers run under the context, which is entered once for each, in order.
+        Number of layers that run under the context, which is entered once for each, in order.
     offload_activations : bool, default = True
-        Deprecated: what there is to offload.
+        Deprecated; must be True.
     offload_weights : bool, default = False
         Deprecated, without effect.
     double_buffering : bool, default = False
-        Deprecated, without effect: reloads are always ahead.
+        Deprecated, without effect: tensors are always reloaded ahead of time.
     manual_synchronization : bool, default = False
-        Offload and reload when the controller, a third result, is told to.
+        Offload and reload when the caller asks the controller, a third result.
     retain_pinned_cpu_buffers : bool, default = False
         Keep the pinned buffers from step to step.
     offload_stream : torch.cuda.Stream, optional
@@ -348,7 +349,7 @@ def get_cpu_offload_context(
     function : Callable
         For the result of each layer, outside of the context; returns it.
     controller : ManualOffloadSynchronizer
-        With `manual_synchronization` alone.
+        Only with `manual_synchronization`.
 
     Raises
     ------

@@ -11,13 +11,13 @@ from te_fast.tensor.storage import QuantizedTensorStorage
 
 #: Copies of smaller tensors would cost more than they free.
 SMALLEST = 256 * 1024
-#: Where tensors are worth copying from.
+#: Devices whose tensors are offloaded.
 DEVICES = ("cuda",)
 _MARK = "_TE_do_not_offload"
 
 
 def mark_not_offload(*tensors: torch.Tensor | None) -> None:
-    """Keep tensors where they are, whatever context saves them.
+    """Keep tensors on the GPU in every offloading context.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ def mark_not_offload(*tensors: torch.Tensor | None) -> None:
 
     See Also
     --------
-    te_fast.pytorch.get_cpu_offload_context : What moves the others.
+    te_fast.pytorch.get_cpu_offload_context : Moves all other tensors.
 
     Examples
     --------
@@ -51,19 +51,19 @@ def is_taken_apart(tensor: torch.Tensor) -> bool:
 
 
 def is_offloaded(tensor: torch.Tensor) -> bool:
-    """Tell whether a saved tensor is one to copy: large, on a GPU, of dense memory, and no weight."""
+    """Tell whether to copy a saved tensor: it must be large, on a GPU, dense, and not a weight."""
     return (
         tensor.device.type in DEVICES
         and tensor.numel() >= SMALLEST
         and _may_leave(tensor)
         and type(tensor) is torch.Tensor
-        # Copies of others would have other strides.
+        # Copies of tensors that are not dense would have other strides.
         and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     )
 
 
 class Stream:
-    """A stream for copies, or none where tensors are the CPU's: then copies are made at once."""
+    """A stream for copies; tensors on the CPU have no stream, and are copied at once."""
 
     def __init__(self, stream: Any = None) -> None:
         if stream is None and torch.cuda.is_available():
@@ -71,7 +71,7 @@ class Stream:
         self._stream = stream
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Copy behind what the current stream has been given; return the event behind the copy."""
+        """Copy after the current stream's work; return an event after the copy."""
         if self._stream is None:
             target.copy_(source)
             return None
@@ -81,7 +81,7 @@ class Stream:
             return self._stream.record_event()
 
     def wait(self, event: Any) -> None:
-        """Let the current stream go on behind a copy."""
+        """Let the current stream wait for a copy."""
         if event is not None:
             torch.cuda.current_stream().wait_event(event)
 
@@ -127,7 +127,7 @@ class Kept:
         self._left = self._stream.copy(buffer, source)
 
     def release(self) -> None:
-        """Give the device's memory free, behind the copy out of it."""
+        """Free the device's memory after the copy out of it."""
         if self._on_host is not None and self._on_device is not None:
             self._stream.wait(self._left)
             self._on_device = None
@@ -136,7 +136,7 @@ class Kept:
         """Begin to copy back."""
         if self._on_device is not None or self._on_host is None:
             return
-        # Of the current stream's memory, which it reads behind the copy alone.
+        # From the current stream's memory, which reads the tensor only after the copy.
         self._on_device = torch.empty_like(self._on_host, device=self._device)
         self._came = self._stream.copy(self._on_device, self._on_host)
 
@@ -164,7 +164,7 @@ class Kept:
         self._came = None
 
     def drop(self) -> None:
-        """Forget the device's copy where the host has one: who needs it once more brings it back."""
+        """Drop the device's copy if the host has one; the next use copies it back."""
         if self._on_host is not None:
-            self._wait()  # its memory is the current stream's again
+            self._wait()  # its memory belongs to the current stream again
             self._on_device = None

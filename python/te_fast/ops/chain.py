@@ -1,4 +1,4 @@
-"""Running a plan: native programs alone, or Python operations and native segments under one autograd node."""
+"""Runs a plan: only native programs, or Python operations and native segments under one autograd node."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _edge(tensor: torch.Tensor) -> Edge:
 
 
 def _grad_of(edge: Edge, grad: torch.Tensor | None) -> torch.Tensor:
-    """Return a tensor's gradient in its type; none is zero."""
+    """Return a tensor's gradient in the tensor's type; zeros if there is none."""
     shape, dtype, device = edge
     if grad is None:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -68,7 +68,7 @@ def _apply(
     buffers: native.Buffers | None,
 ) -> Any:
     params = None
-    if x.numel() == 0 and program.has_parts:  # nothing is launched, and torch joins the parts
+    if x.numel() == 0 and program.has_parts:  # without launches, torch joins the parts
         params = tuple([torch.cat(list(parts)) for parts in program.parameter_parts()])
     return native.program_apply(
         program, owner, x, extras, is_first_microbatch, params, None, buffers
@@ -125,12 +125,12 @@ class _Function(torch.autograd.Function):
         return ctx.call.backward(ctx.saved_tensors, grads)
 
 
-# The C++ method: what Python adds to it is for functorch, whose transforms groups refuse.
+# The C++ method: Python's wrapper serves functorch, whose transforms groups refuse.
 _apply_function = super(torch.autograd.Function, _Function).apply
 
 
 class Call:
-    """One forward of a group with Python operations, and what its backward needs."""
+    """One forward of a group with Python operations, and the tensors that its backward needs."""
 
     __slots__ = (
         "contexts",
@@ -162,17 +162,17 @@ class Call:
         self.kwargs = kwargs
         self.is_first_microbatch = is_first_microbatch
         self.recipe = recipe
-        #: Of the Python operations, by index.
+        #: Contexts of the Python operations, by index.
         self.contexts: dict[int, OperationContext] = {}
         #: Extra inputs that the caller gave, and the extra outputs so far, while forward runs.
         self.tensors: list[Any] = []
         #: Native state of the segments, by their first index.
         self.kept: dict[int, Any] = {}
-        #: Where the tensors that an operation or segment saved are, by its first index.
+        #: Places of the tensors that an operation or segment saved, by its first index.
         self.saved: dict[int, slice] = {}
-        #: Size, type and device of what each step returned, by its last index.
+        #: Size, type and device of each step's result, by its last index.
         self.edges: dict[int, Edge] = {}
-        #: The same of the segments' extra outputs.
+        #: The same for the segments' extra outputs.
         self.native_outputs: dict[Slot, Edge] = {}
         #: First operation with a backward.
         self.first = len(plan.ops)
@@ -180,7 +180,7 @@ class Call:
         self.updates_scales = False
 
     def run(self, x: torch.Tensor, extra_inputs: Tensors, epoch: int) -> Any:
-        """Run forward in a region of this epoch, with autograd where a gradient is wanted."""
+        """Run forward in a region of this epoch, with autograd if a gradient is needed."""
         plan = self.plan
         self.tensors += extra_inputs
         parameters: list[torch.Tensor] = []
@@ -220,9 +220,9 @@ class Call:
         self.first = first
 
     def _take_scale_update(self) -> None:
-        """Let this backward update the gradients' scales if the group is the region's first to have any.
+        """Let this backward update the gradients' scales if the group is the region's first with such scales.
 
-        The native segments leave it to the group, whose Python operations may quantise behind them.
+        The native segments leave the update to the group, whose Python operations may quantise after them.
         """
         is_delayed = self.recipe is not None and self.recipe.delayed()
         if is_delayed and self.plan.quantizes_backward:
@@ -231,7 +231,7 @@ class Call:
     # Forward --------------------------------------------------------------------------------------
 
     def forward(self, x: torch.Tensor) -> tuple[Tensors, list[torch.Tensor | None]]:
-        """Return the outputs and what autograd is to save."""
+        """Return the outputs and the tensors that autograd must save."""
         plan = self.plan
         saved: list[torch.Tensor | None] = []
         wanted = self.first < len(plan.ops)
@@ -267,7 +267,7 @@ class Call:
             result = self._forward_on_ranks(step, x, extras, extra_grads)
         elif x.numel() == 0:
             if self.recipe is not None and self.recipe.delayed():
-                # Other ranks may have rows, and reduce their maxima with this one.
+                # Other ranks may have rows, and reduce their maxima with this rank.
                 self.fuser._init_delayed_scaling()
             parameters = tuple([p for index in step.indices for p in plan.parameters_of(index)])
             overwrite = self.is_first_microbatch is True
@@ -395,7 +395,7 @@ class Call:
                     raise StateError(message)
 
     def _marked(self, index: int, y: torch.Tensor) -> torch.Tensor:
-        """Return an extra output that tells its consumer whether it wants a gradient."""
+        """Return an extra output whose ``requires_grad`` tells its consumer whether it needs a gradient."""
         wanted = index >= self.first and y.is_floating_point()
         return y if y.requires_grad == wanted else y.detach().requires_grad_(wanted)
 
@@ -442,7 +442,7 @@ class Call:
     def _edge_grad(self, step: Step, dy: torch.Tensor | None) -> torch.Tensor:
         """Return the gradient of a step's output."""
         edge = self.edges.get(step.indices[-1])
-        if edge is None:  # inside an operation that fuses forward alone
+        if edge is None:  # inside of an operation that fuses only forward
             if dy is None:
                 label = self.plan.labels[step.indices[-1] + 1]
                 message = f"op {label}: backward returned no gradient of its input"
@@ -535,7 +535,7 @@ def _named(value: Any) -> str:
 
 
 def _returned(result: Any, count: int, step: Step, plan: Plan, method: str) -> tuple[Any, ...]:
-    """Return what a method of a Python operation returned, if it is a tuple of so many."""
+    """Return the result of a Python operation's method; raise unless it is a tuple of the right length."""
     if isinstance(result, tuple | list) and len(result) == count:
         return tuple(result)
     got = f"{len(result)} values" if isinstance(result, tuple | list) else _named(result)
@@ -547,7 +547,7 @@ def _returned(result: Any, count: int, step: Step, plan: Plan, method: str) -> t
 
 
 def _per_op(grads: Any, step: Step, plan: Plan) -> list[tuple[Any, ...]]:
-    """Return the gradients of each basic operation; what a Python operation left out is none."""
+    """Return the gradients of each basic operation; None for those that a Python operation left out."""
     found = [tuple(own or ()) for own in grads or ()]
     if len(found) > len(step.indices):
         message = (

@@ -1,4 +1,4 @@
-"""What ops share: where parameters are made, in which type ops compute, and groups of ranks."""
+"""Helpers of ops: device and type of parameters, the type of arithmetic, and groups of ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from te_fast.runtime.device import check_device, default_device
 NATIVE_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-#: Keyword arguments of the first and the last of operations with experts: memory of the caller's.
+#: Keyword arguments of the first and the last operation with experts: the caller's memory.
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
 
 
 def parameter_device(device: torch.device | str | None, op: str) -> torch.device:
-    """Return where an op's parameters are made: by default the GPU, or the CPU without one."""
+    """Return the device of an op's parameters: by default the GPU, or the CPU without one."""
     if device is None:
         device = default_device()
         if device.type == "cpu" and torch.cuda.is_available():
@@ -51,7 +51,7 @@ def parameter_options(
 
 
 def to_real(op: torch.nn.Module, name: str) -> torch.Tensor:
-    """Return a parameter of an op, after making it real if it is on the meta device."""
+    """Return a parameter of an op; a parameter on the meta device gets memory first."""
     parameter: torch.Tensor = getattr(op, name)
     if not parameter.is_meta:
         return parameter
@@ -64,13 +64,13 @@ def to_real(op: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """Return the type that ``torch.autocast`` wants where `x` is, None where it is off."""
+    """Return the type of ``torch.autocast`` on the device of `x`; None if it is off."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def size_of_ranks(group: Any, op: str, argument: str) -> int:
-    """Return how many ranks a process group has; without one, all ranks are the group.
+    """Return the number of ranks of a process group; None is the group of all ranks.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Experts one by one: where no kernel has the products of all, each expert is a dense program."""
+"""Runs experts one by one, each as a dense program, on devices without grouped kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from te_fast.tensor.stacks import experts_of
 
 #: The GPUs that products of all experts in one launch are compiled for.
 _ONE_LAUNCH = (9, 0)
-#: Dense products in FP8 take rows in multiples of this; zeros make them up.
+#: Dense products in FP8 take rows in multiples of this; zeros pad them.
 _ROWS = 8
 
 
@@ -34,12 +34,12 @@ def _has_one_launch(index: int | None) -> bool:
 
 
 def read_counts(counts: torch.Tensor, rows: int, name: str) -> list[int]:
-    """Return counts as the host needs them: those on a GPU are read, what exceeds the rows is cut off.
+    """Return counts for the host: counts on a GPU are read, and cut off at the rows of the input.
 
     Raises
     ------
     UnsupportedError
-        If they are on a GPU under capture of a graph.
+        If the counts are on a GPU while a graph is captured.
     """
     if counts.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         message = (
@@ -55,7 +55,7 @@ def read_counts(counts: torch.Tensor, rows: int, name: str) -> list[int]:
 
 
 class Experts(NamedTuple):
-    """What a loop is over: a module and how it has its experts."""
+    """The arguments of a loop: a module, and the names of its experts' parameters."""
 
     owner: Any
     name: str
@@ -63,7 +63,7 @@ class Experts(NamedTuple):
     outputs: int
     #: Names of the parameters: one for each expert, or one stack.
     weights: Sequence[str]
-    #: None where no bias is added.
+    #: None if no bias is added.
     biases: Sequence[str] | None
     number: int
     fuse: bool
@@ -79,7 +79,7 @@ class Experts(NamedTuple):
 
 
 class _Unstack(torch.autograd.Function):
-    """The experts' weights of one stack; gradients become a stack again, or are in ``main_grad`` already."""
+    """The experts' weights from one stack; gradients become a stack again, or are in ``main_grad`` already."""
 
     @staticmethod
     def forward(ctx: Any, stack: torch.Tensor, fuse: bool) -> tuple[torch.Tensor, ...]:
@@ -104,7 +104,7 @@ class ExpertLoop:
     Parameters
     ----------
     experts : Experts
-        What the loop is over.
+        The arguments of the loop.
     """
 
     def __init__(self, experts: Experts) -> None:
@@ -118,7 +118,7 @@ class ExpertLoop:
             handle.delay_wgrad_compute = experts.later
             handle.save_original_input = experts.save_original_input
             program = native.Program(name)
-            # Calls bring the parameters.
+            # Calls pass the parameters.
             program.linear("linear", handle, {}, "weight", experts.inputs, experts.outputs)
             if experts.biases is not None:
                 program.bias("bias", {}, "bias", experts.outputs)
@@ -134,7 +134,7 @@ class ExpertLoop:
     def apply(
         self, x: torch.Tensor, counts: list[int], is_first_microbatch: bool | None
     ) -> torch.Tensor:
-        """Return the results of the rows of ``(rows, in_features)``; those of no expert are zero."""
+        """Return the results for ``(rows, in_features)``; rows of no expert are zero."""
         experts = self._experts
         weights = self._parts("weight", experts.weights, fuse=experts.fuse)
         biases = None if experts.biases is None else self._parts("bias", experts.biases, fuse=False)

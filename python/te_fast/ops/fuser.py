@@ -36,7 +36,7 @@ _fusers: WeakSet[OperationFuser] = WeakSet()
 
 
 class _Running(threading.local):
-    """Groups whose forward is under way in a thread, the innermost last."""
+    """Groups whose forward is running in a thread, the innermost last."""
 
     def __init__(self) -> None:
         self.groups: list[OperationFuser] = []
@@ -49,7 +49,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def flatten(ops: Sequence[FusibleOperation], names: Sequence[str]) -> tuple[list[Any], list[str]]:
-    """Return the basic operations of a list, and the position and type that messages give them."""
+    """Return the basic operations of a list, and their positions and types for messages."""
     basic: list[Any] = []
     labels: list[str] = []
     for op, name in zip(ops, names, strict=True):
@@ -67,8 +67,7 @@ def flatten(ops: Sequence[FusibleOperation], names: Sequence[str]) -> tuple[list
 class OperationFuser:
     """Run adjacent operations as one, with one autograd node.
 
-    Operations that the native program has are compiled into it, the others run in Python between
-    its segments.
+    Native operations are compiled into programs, and the others run in Python between these.
 
     Parameters
     ----------
@@ -108,21 +107,21 @@ class OperationFuser:
         self._routing = Routing.of(self._basic_ops, self._labels)
         self._channels_stale = False
         self._plans: dict[Any, Plan] = {}
-        #: Plans by the types of what a call brings and of the parameters.
+        #: Plans by the types of a call's tensors and of the parameters.
         self._chosen: dict[Any, Plan] = {}
         self._parameters = [op._parameters for op in self._basic_ops if op._parameters]
-        #: The same by what a trace knows of these.
+        #: The same by the types that a trace knows.
         self._traced_plans: dict[str, Plan] = {}
-        #: Operations with counts of rows among the extra inputs that the caller gives, and where.
+        #: Operations whose row counts are extra inputs from the caller, and the indices of these.
         self._counted = [
             (place, self._basic_ops[index])
             for place, (index, number) in enumerate(self._routing.inputs)
             if number == 0 and self._basic_ops[index]._counts_rows
         ]
-        #: Operations whose attributes say whether programs have them, and whether they do.
+        #: Operations whose attributes decide whether they are native, and whether they are.
         self._variable = [op for op in self._basic_ops if op._mode_names]
         self._modes = self._modes_now()
-        #: A module that is nothing but this group, and may call its program directly.
+        #: A module that consists only of this group and may call its program directly.
         self._module: weakref.ref[torch.nn.Module] | None = None
         self._ready = False
         #: Autocast region of the last forward in Python, for activation checkpointing; programs have their own.
@@ -144,7 +143,7 @@ class OperationFuser:
         extra_inputs: tuple[torch.Tensor, ...],
         autocast: torch.dtype | None,
     ) -> Types:
-        """Return the types of an input, and of what each operation makes of it; None if all are one."""
+        """Return the types of an input and of each operation's result; None if all are equal."""
         types = [dtype]
         is_one = dtype in NATIVE_TYPES
         given = dict(zip(self._routing.inputs, extra_inputs, strict=True))
@@ -192,7 +191,7 @@ class OperationFuser:
         return tuple([op._is_native() for op in self._variable])
 
     def _mode_changed(self) -> None:
-        """Look again which operations are native; the plans of other modes stay."""
+        """Check again which operations are native; the plans of other modes stay."""
         modes = self._modes_now()
         if modes != self._modes:
             self._modes = modes
@@ -201,7 +200,7 @@ class OperationFuser:
             self._direct(None)
 
     def runs_for(self, module: torch.nn.Module) -> None:
-        """Let a module that is nothing but this group call it, or its program, directly."""
+        """Let a module that consists only of this group call the group, or its program, directly."""
         self._module = weakref.ref(module)
         module.__dict__["_direct_call"] = self.call_directly
 
@@ -211,7 +210,7 @@ class OperationFuser:
             module.__dict__["_direct_program"] = program
 
     def _refuse_parametrized(self) -> None:
-        """Raise for an operation with a parameter that ``torch.nn.utils.parametrize`` computes: programs read it."""
+        """Raise for an operation with a parameter under ``torch.nn.utils.parametrize``: programs cannot read it."""
         for op, label in zip(self._basic_ops, self._labels, strict=True):
             computed: Any = op._modules.get("parametrizations")
             if computed is not None:
@@ -256,19 +255,19 @@ class OperationFuser:
         return plans[-1] if plans else self._plan(None)
 
     def explain(self) -> str:
-        """Say what runs, per direction; compiled programs are shown with their launches."""
+        """Describe the steps of each direction; compiled programs are shown with their launches."""
         return self._last_plan().explain(self._name)
 
     # Transformer Engine's tests look here whether a registered fusion was applied.
 
     @property
     def _forward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
-        """What runs forward, and the basic operations that it stands for; fused ones are the user's."""
+        """The operations of forward, and the basic operations that each stands for; fused ones are the user's."""
         return self._last_plan().matches(self._last_plan().forward)
 
     @property
     def _backward_ops(self) -> list[tuple[FusibleOperation, list[int]]]:
-        """The same of backward, in its order."""
+        """The same for backward, in its order."""
         return self._last_plan().matches(self._last_plan().backward)[::-1]
 
     # Running --------------------------------------------------------------------------------------
@@ -285,7 +284,7 @@ class OperationFuser:
         Parameters
         ----------
         input : torch.Tensor
-            Input. A quantised one is read as it is by a linear operation, and dequantised for others.
+            Input. A linear operation reads a quantised input as it is; for other operations it is dequantised.
         *extra_inputs : torch.Tensor
             Extra inputs of the operations, in their order.
         basic_op_kwargs : list of dict, optional
@@ -315,7 +314,7 @@ class OperationFuser:
         extra_inputs: tuple[torch.Tensor, ...],
         is_first_microbatch: bool | None,
     ) -> Any:
-        """Run for a module that is nothing but this group, and has nothing to do around it; the native call has looked.
+        """Run for a module that consists only of this group; the native call has checked that it has no hooks.
 
         Tensors are plain.
         """
@@ -336,7 +335,7 @@ class OperationFuser:
         basic_op_kwargs: list[dict[str, Any]] | None,
         is_first_microbatch: bool | None,
     ) -> Any:
-        """Run in the region in force, or in the one that backward is to repeat."""
+        """Run in the current region, or in the region that a recomputation repeats."""
         arguments = (input, extra_inputs, basic_op_kwargs, is_first_microbatch)
         region, last = native.autocast_region(), self._last_region
         if last is not None and scale_tape.is_outside():
@@ -380,7 +379,7 @@ class OperationFuser:
             )
             if autocast is None:
                 return chain.run_native(*arguments)
-            # The plan says what is cast where.
+            # The plan has the casts.
             with torch.autocast(input.device.type, enabled=False):
                 return chain.run_native(*arguments)
         if _running.groups:
@@ -399,7 +398,7 @@ class OperationFuser:
     def _with_counts(
         self, x: torch.Tensor, extra_inputs: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """Return the extra inputs with the counts of experts' rows as programs take them."""
+        """Return the extra inputs, with the counts of experts' rows in the programs' type."""
         extras = list(extra_inputs)
         for place, op in self._counted:
             extras[place] = op._counts_of_rows(extras[place], x)
@@ -423,11 +422,11 @@ class OperationFuser:
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward of the group is under way in this thread."""
+        """Whether a forward of the group is running in this thread."""
         return self in _running.groups
 
     def _refuse_nesting(self) -> None:
-        """Raise if an operation is in the middle of a forward of a group already."""
+        """Raise if an operation is already running in a forward of a group."""
         for group in _running.groups:
             for op, label in zip(self._basic_ops, self._labels, strict=True):
                 if any(op is other for other in group._basic_ops):
@@ -451,7 +450,7 @@ class OperationFuser:
         extra_inputs: tuple[Any, ...],
         basic_op_kwargs: list[dict[str, Any]] | None,
     ) -> None:
-        """Check what can be before anything runs."""
+        """Check the arguments before anything runs."""
         self._refuse_stale()
         if len(extra_inputs) != self.num_extra_inputs:
             takers = ", ".join(self._labels[index] for index, _ in self._routing.inputs) or "none"
@@ -515,7 +514,7 @@ def _is_custom() -> bool:
 
 
 def _takes(op: BasicOperation, name: str) -> bool:
-    """Tell whether an operation's forward has a keyword argument; te_fast's own have none."""
+    """Tell whether an operation's forward takes a keyword argument; te_fast's own operations take none."""
     own = type(op)
     overrides = own.fuser_forward is not BasicOperation.fuser_forward
     method = own.fuser_forward if overrides else own.op_forward
@@ -549,7 +548,7 @@ def _register(functions: list[FusionFunction], function: FusionFunction, *, firs
 def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
     """Register a fusion whose operation has both ``fuser_forward`` and ``fuser_backward``.
 
-    Its backward may rely on what its forward kept. These come before the fusions of one direction.
+    Its backward may use tensors that its forward kept. These fusions come before the fusions of one direction.
 
     Parameters
     ----------
@@ -557,7 +556,7 @@ def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bo
         ``func(ops, *, recipe) -> ops``; may replace runs of basic operations by
         :class:`FusedOperation` objects.
     prepend : bool, default = False
-        Apply it before those registered earlier, not after.
+        Apply it before the fusions that were registered earlier, not after.
 
     See Also
     --------
@@ -575,7 +574,7 @@ def register_forward_backward_fusion(op_fusion_func: FusionFunction, prepend: bo
 
 
 def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
-    """Register a fusion of forward alone: its ``fuser_forward`` keeps what the basic operations would.
+    """Register a fusion of forward: its ``fuser_forward`` keeps the tensors that the basic operations would keep.
 
     Parameters
     ----------
@@ -598,7 +597,7 @@ def register_forward_fusion(op_fusion_func: FusionFunction, prepend: bool = Fals
 
 
 def register_backward_fusion(op_fusion_func: FusionFunction, prepend: bool = False) -> None:
-    """Register a fusion of backward alone: its ``fuser_backward`` takes what the basic operations kept.
+    """Register a fusion of backward: its ``fuser_backward`` reads the tensors that the basic operations kept.
 
     Parameters
     ----------

@@ -10,7 +10,7 @@ __all__ = ["deinterleave_glu_tensor", "interleave_glu_tensor"]
 
 
 def _pairs(tensor: torch.Tensor, interleave_size: int, of: str) -> int:
-    """Return how many blocks of gates there are, each with one of linear units."""
+    """Return the number of pairs of blocks: one of gates and one of linear units."""
     if not isinstance(interleave_size, int) or interleave_size < 1:
         message = f"{of}: interleave_size must be a positive integer, got {interleave_size!r}"
         raise ArgumentError(message)

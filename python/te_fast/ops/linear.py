@@ -27,13 +27,12 @@ class Linear(FusedOperation):
         Have a bias, zero at first.
     device, dtype, tensor_parallel_mode, tensor_parallel_group, sequence_parallel, \
 rng_state_tracker_function, accumulate_into_main_grad
-        As of :class:`BasicLinear`. Of a row-parallel operation each rank has a bias of its own; the result has their
-        sum.
+        As of :class:`BasicLinear`. In a row-parallel operation each rank has its own bias; the result has their sum.
 
     Attributes
     ----------
     weight : torch.nn.Parameter
-        That of the basic operation, which owns it.
+        The weight of the basic operation, which owns it.
     bias : torch.nn.Parameter or None
         The same.
 
@@ -77,14 +76,14 @@ rng_state_tracker_function, accumulate_into_main_grad
             dtype=dtype,
             rng_state_tracker_function=rng_state_tracker_function,
             accumulate_into_main_grad=accumulate_into_main_grad,
-            # A row-parallel operation is reduced behind its bias.
+            # The result of a row-parallel operation is reduced after its bias.
             tensor_parallel_mode=None if is_row else mode,
             tensor_parallel_group=tensor_parallel_group,
             sequence_parallel=sequence_parallel,
         )
         ops: list[FusibleOperation] = [linear]
         if bias:
-            # Of a row-parallel operation each rank adds its own bias to what is summed, as in Transformer Engine.
+            # In a row-parallel operation each rank adds its own bias before the sum, as in Transformer Engine.
             whole = out_features * size if is_row else out_features
             ops.append(
                 Bias(
@@ -150,7 +149,7 @@ rng_state_tracker_function, accumulate_into_main_grad
             self._owner(name).register_parameter(name, param)
 
     def reset_parameters(self) -> None:
-        """Initialise both, after making those real that are on the meta device."""
+        """Initialise weight and bias; parameters on the meta device get memory first."""
         for name in ("weight", "bias")[: 1 if self._bias_index is None else 2]:
             self._owner(name).reset_parameters()
 

@@ -1,4 +1,4 @@
-"""Base classes of fusible operations: what a user's own operations derive from."""
+"""Base classes of fusible operations, from which users derive their own."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ PerOp = Iterable[Iterable[torch.Tensor | None]]
 
 
 class Beside(NamedTuple):
-    """Which of an operation's results go straight to linear operations, which take them to FP8 themselves."""
+    """Whether an operation's results go straight to linear operations, which quantise them themselves."""
 
-    #: The gradient of its input, by the one before it.
+    #: Whether the operation before it is a linear one, which quantises the gradient of its input.
     gradient: bool = False
-    #: Its output, by the one behind it.
+    #: Whether the operation behind it is a linear one, which quantises its output.
     output: bool = False
 
 
@@ -37,7 +37,7 @@ ALONE = Beside()
 
 
 class OperationContext:
-    """What one operation keeps from forward to backward.
+    """The tensors and attributes that one operation keeps from forward to backward.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class OperationContext:
     saved_tensors : tuple of torch.Tensor or None
         The same tensors, in backward.
     beside : Beside
-        What linear operations beside it do.
+        The quantisation that linear operations beside it do.
 
     See Also
     --------
@@ -112,11 +112,11 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
 
     @abc.abstractmethod
     def get_input_quantizer(self) -> Float8QuantizerBase | None:
-        """Return what quantises the input, or None."""
+        """Return the quantizer of the input, or None."""
 
     @abc.abstractmethod
     def get_grad_output_quantizer(self) -> Float8QuantizerBase | None:
-        """Return what quantises the gradient of the output, or None."""
+        """Return the quantizer of the output's gradient, or None."""
 
     def fuser_forward(
         self,
@@ -133,7 +133,7 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
         Parameters
         ----------
         basic_op_ctxs : list of OperationContext
-            What the basic operations keep for backward.
+            Contexts of the basic operations, which keep tensors for backward.
         input_ : torch.Tensor
             Input.
         basic_op_extra_inputs : list of tuple of torch.Tensor
@@ -165,7 +165,7 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
         Parameters
         ----------
         basic_op_ctxs : list of OperationContext
-            What the basic operations kept.
+            Contexts of the basic operations, with the tensors of forward.
         grad_output : torch.Tensor
             Gradient of the output.
         basic_op_grad_extra_outputs : list of tuple of torch.Tensor or None
@@ -184,7 +184,7 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
         raise NotImplementedError(message)
 
     def _fuser(self) -> OperationFuser:
-        """Return what runs this operation alone, made at first use."""
+        """Return the group that runs this single operation, made at first use."""
         fuser = self._own_fuser
         if fuser is None or fuser._channels_stale:
             fuser = self.__dict__["_own_fuser"] = self._make_fuser([self])
@@ -197,13 +197,13 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
     _prepare_fuser._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _group(self) -> OperationFuser:
-        """Return what runs this operation alone, also where a trace is the first to ask."""
+        """Return the group that runs this single operation, also if a trace is its first use."""
         if is_in_graph():
             self._prepare_fuser()
         return self._fuser()
 
     def _init_delayed_scaling(self) -> None:
-        """Register scales; called when the operation runs alone and the region is new."""
+        """Register scales; called when the operation runs by itself and the region is new."""
         self._fuser()._init_delayed_scaling()
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -212,12 +212,12 @@ class FusibleOperation(torch.nn.Module, metaclass=abc.ABCMeta):
         call_through_forward(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy; process groups are shared, they cannot be copied."""
+        """Copy the operation; the copy shares process groups, since they cannot be copied."""
         names = "tensor_parallel_group", "process_group"
         return copy_sharing(self, [self.__dict__.get(name) for name in names], memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what refers to containers and native objects."""
+        """Leave out references to containers and native objects."""
         dropped = (
             "_own_fuser",
             "_capturing_fusers",
@@ -239,7 +239,7 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     num_extra_inputs, num_extra_outputs : int
         Extra inputs and outputs of a forward.
     supports_float8_block_scaling : bool
-        Whether block scaling may be in force; te_fast does not ask.
+        Whether the operation supports block scaling; te_fast does not use it.
 
     See Also
     --------
@@ -264,21 +264,21 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     supports_float8_block_scaling: bool = True
-    #: Attributes that a native program has as constants: it is compiled again after a change.
+    #: Attributes that a native program contains as constants; a change compiles it again.
     _constant_names: ClassVar[frozenset[str]] = frozenset()
     #: Attributes that say whether a native program has the operation.
     _mode_names: ClassVar[frozenset[str]] = frozenset()
-    #: Whether what comes behind it is another program: nothing fuses across it.
+    #: Whether the next operation begins another program, so that nothing fuses across.
     _ends_program: ClassVar[bool] = False
     #: Whether the first extra input is added to the input, and must have its type.
     _adds_extra: ClassVar[bool] = False
-    #: Whether the extra output is the input, which is the output, too.
+    #: Whether extra output and output are both the input.
     _hands_input_out: ClassVar[bool] = False
     #: Whether the first extra input counts the rows of experts.
     _counts_rows: ClassVar[bool] = False
-    #: Whether the native form takes its input, and the gradient of its output, to FP8 itself.
+    #: Whether the native form quantises its input and the gradient of its output itself.
     _takes_to_fp8: ClassVar[bool] = False
-    #: Whether the gradient of the output is that of the input.
+    #: Whether the gradient of the input is the gradient of the output, unchanged.
     _hands_gradient_on: ClassVar[bool] = False
     #: The collectives before and behind it.
     _exchange: Exchange = NO_EXCHANGE
@@ -296,11 +296,11 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
         return False
 
     def get_input_quantizer(self) -> Float8QuantizerBase | None:
-        """Return what quantises the input, or None."""
+        """Return the quantizer of the input, or None."""
         return self.get_quantizer("forward", 0) if self.num_quantizers("forward") else None
 
     def get_grad_output_quantizer(self) -> Float8QuantizerBase | None:
-        """Return what quantises the gradient of the output, or None."""
+        """Return the quantizer of the output's gradient, or None."""
         return self.get_quantizer("backward", 0) if self.num_quantizers("backward") else None
 
     @abc.abstractmethod
@@ -324,7 +324,7 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
         prev_op_grad_output_quantizer, next_op_input_quantizer : None
             Always None in te_fast.
         **kwargs
-            What the caller gave this operation as ``op_kwargs``.
+            Keyword arguments that the caller passed as ``op_kwargs`` of this operation.
 
         Returns
         -------
@@ -341,7 +341,7 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
         Parameters
         ----------
         ctx : OperationContext
-            What forward kept.
+            The context of forward.
         grad_output : torch.Tensor
             Gradient of the output.
 
@@ -457,9 +457,9 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
             fuser._forget(stale=True)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, and forget the programs that have it as a constant."""
+        """Set an attribute, and drop the programs that contain it as a constant."""
         super().__setattr__(name, value)
-        # torch.nn.utils.parametrize takes a parameter away that programs read; the next plan says so.
+        # torch.nn.utils.parametrize removes a parameter that programs read; the next plan raises an error.
         if name in self._constant_names or name == "parametrizations":
             self.__dict__.pop("_own_program", None)
             for fuser in self.__dict__.get("_capturing_fusers", ()):
@@ -474,22 +474,22 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
     # Running --------------------------------------------------------------------------------------
 
     def _is_native(self, beside: Beside = ALONE) -> bool:
-        """Tell whether a native program runs this: it has a form there, and none of its methods is the user's own."""
+        """Tell whether a native program runs this: it has a native form, and no method is overridden by the user."""
         own = type(self)
         return own._append_to is not BasicOperation._append_to and all(
             getattr(own, name).__module__.startswith("te_fast.") for name in _OVERRIDABLE
         )
 
     def _is_in_parts(self) -> bool:
-        """Tell whether the operation has a parameter for each expert, which programs between others do not take."""
+        """Tell whether each expert has a parameter, which programs beside Python operations do not take."""
         return False
 
     def _stacks(self) -> list[torch.Tensor] | None:
-        """Return what programs read of parameters in parts; None where they read the parameters."""
+        """Return the joined parameters for programs; None if programs read the parameters themselves."""
         return None
 
     def _counts_of_rows(self, counts: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return the extra input that counts the rows of experts, as programs take it."""
+        """Return the extra input that counts the rows of experts, in the programs' type."""
         raise NotImplementedError
 
     def _result_type(
@@ -502,7 +502,7 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
         return dtype
 
     def _torch_function(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return what computes a forward that is no program, and has a gradient of torch's; None for ``op_forward``."""
+        """Return a torch function for a forward outside of programs, with torch's gradient, or None."""
         return None
 
     def _append_to(self, program: Any, label: str) -> None:
@@ -517,9 +517,9 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
         self._set_slots(epoch)
 
     def _set_slots(self, epoch: int) -> None:
-        """Tell the native half where delayed scaling's state is."""
+        """Register delayed scaling's state with the native half."""
 
-    # `op(x)` enters here: the native program runs at once where no hook or option asks for more.
+    # `op(x)` enters here: the native program runs at once if there is no hook and no option.
     __call__ = program_call_method
 
     def forward(
@@ -529,7 +529,7 @@ class BasicOperation(FusibleOperation, RecipeStateModule, metaclass=abc.ABCMeta)
         is_first_microbatch: bool | None = None,
         **kwargs: Any,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Apply the operation alone."""
+        """Apply the operation by itself."""
         return self._group()(
             input,
             *extra_inputs,
@@ -551,7 +551,7 @@ _OVERRIDABLE = (
 
 
 class FusedOperation(FusibleOperation):
-    """An operation that stands for several basic ones, and has no state but theirs.
+    """An operation that stands for several basic operations, and has no state of its own.
 
     Parameters
     ----------
@@ -586,12 +586,12 @@ class FusedOperation(FusibleOperation):
         return True
 
     def get_input_quantizer(self) -> Float8QuantizerBase | None:
-        """Return what quantises the input of the first, or None."""
+        """Return the quantizer of the first operation's input, or None."""
         first: FusibleOperation = self._parts()[0]
         return first.get_input_quantizer()
 
     def get_grad_output_quantizer(self) -> Float8QuantizerBase | None:
-        """Return what quantises the gradient of the last one's output, or None."""
+        """Return the quantizer of the last operation's output gradient, or None."""
         last: FusibleOperation = self._parts()[-1]
         return last.get_grad_output_quantizer()
 
@@ -618,7 +618,7 @@ class FusedOperation(FusibleOperation):
         basic_op_kwargs: list[dict[str, Any]] | None = None,
         is_first_microbatch: bool | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Apply the operation alone."""
+        """Apply the operation by itself."""
         return self._group()(
             input,
             *extra_inputs,

@@ -1,4 +1,4 @@
-"""How a group runs: native segments, Python operations, and fused ones, per direction."""
+"""The plan of a group: native segments, Python operations, and fused operations, per direction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from te_fast.runtime import native
 
 #: An operation, and the indices of the basic operations that it stands for.
 Match = tuple[FusibleOperation, tuple[int, ...]]
-#: Types of a group's input and of what each operation makes of it; None if all are one, none if the input is no float.
+#: Types of a group's input and of each operation's result; None if all are equal, empty if the input is not a float.
 Types = tuple[torch.dtype, ...] | None
 
 
@@ -32,17 +32,17 @@ class Step:
     program: Any = None
     #: Type that the program's input is cast to; None for none.
     dtype: torch.dtype | None = None
-    #: Which of the extra inputs are added to a tensor of the program, and whether in their own memory.
+    #: The extra inputs that are added to a tensor of the program, and whether in their own memory.
     added: tuple[tuple[int, bool], ...] = ()
-    #: Whether the program's inputs may have other types than it takes.
+    #: Whether the program's inputs may have types that it does not take.
     casts: bool = False
-    #: Where the extra inputs are among a call's tensors, one after the other; None for those of the step's own making.
+    #: Indices of the extra inputs among a call's tensors; None for those that the step makes itself.
     takes: tuple[Any, ...] = ()
     #: Extra outputs.
     makes: int = 0
-    #: Of each op of the program, the basic operation that it is of.
+    #: For each op of the program, the basic operation that it belongs to.
     owners: tuple[int, ...] = ()
-    #: What computes the operation between programs that have gradients of their own; None for its ``op_forward``.
+    #: The torch function of the operation between programs with their own gradients; None for its ``op_forward``.
     function: Callable[[torch.Tensor], torch.Tensor] | None = None
     #: Whether the operation's forward is its ``op_forward``.
     is_plain: bool = False
@@ -58,7 +58,7 @@ class Step:
     def matched(
         self, x: torch.Tensor, extras: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Return the program's inputs in types that it takes: what is added has the type of the sum."""
+        """Return the program's inputs in types that it takes; summands get the type of the sum."""
         if self.dtype is not None and x.dtype != self.dtype:
             x = x.to(self.dtype)
         if not self.added:
@@ -78,7 +78,7 @@ class Step:
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """How a group runs.
+    """The plan of a group.
 
     Attributes
     ----------
@@ -95,10 +95,9 @@ class Plan:
     parameters : list of list of dict
         Per basic operation, the dictionaries that hold its parameters.
     beside : list of Beside
-        Per basic operation, what linear operations beside it do.
+        Per basic operation, the quantisation that linear operations beside it do.
     returned : list of int
-        Where the outputs that the caller gets are among a call's tensors: its extra inputs, then the extra outputs of
-        all operations.
+        Indices of the caller's outputs among a call's tensors: extra inputs, then the extra outputs of all operations.
     prepared : list of tuple of int and BasicOperation
         Operations with a ``pre_fuser_forward`` of their own, by index.
     is_custom : bool
@@ -106,7 +105,7 @@ class Plan:
     quantizes_backward : bool
         Whether an operation quantises a gradient.
     trials : Trials
-        Calls that have gone well.
+        Number of successful calls.
     """
 
     ops: list[BasicOperation]
@@ -140,7 +139,7 @@ class Plan:
         return found
 
     def explain(self, name: str) -> str:
-        """Say what runs, per direction."""
+        """Describe the steps of each direction."""
         lines = [f"{name}:"]
         for step in self.forward:
             lines += _explain(step, self.labels)
@@ -162,7 +161,7 @@ def _title(step: Step, labels: Sequence[str]) -> str:
 
 
 def _around(step: Step) -> str:
-    """Say which collectives surround a segment."""
+    """Describe the collectives around a segment."""
     if step.segment is None:
         return ""
     shown = {
@@ -185,14 +184,14 @@ def _explain(step: Step, labels: Sequence[str]) -> Iterator[str]:
 
 
 def explain_program(program: native.Program, labels: Sequence[str]) -> Iterator[str]:
-    """Say what a program launches, per kind of call and direction.
+    """Describe the launches of a program, per kind of call and direction.
 
     Parameters
     ----------
     program : native.Program
         The program.
     labels : sequence of str
-        What each of its ops belongs to.
+        The operation that each of its ops belongs to.
     """
     compiled = program.explain()
     if not compiled:
@@ -249,10 +248,10 @@ def make_plan(
     backward: list[Match],
     types: Types,
 ) -> Plan:
-    """Split a group into native segments and what runs in Python.
+    """Split a group into native segments and Python operations.
 
-    Operations that a registered fusion covers in one direction run in Python in both: its other half
-    reads what their Python methods keep.
+    Operations that a registered fusion covers in one direction run in Python in both directions, since the fusion and
+    their Python methods exchange saved tensors.
     """
     covered = {
         i
@@ -264,7 +263,7 @@ def make_plan(
     native = [
         index not in covered
         and op._is_native(beside[index])
-        # Python's half takes any type.
+        # The Python methods take any type.
         and not (op._mode_names and not _are_native(types, index))
         for index, op in enumerate(ops)
     ]
@@ -302,7 +301,7 @@ def make_plan(
         if getattr(op.pre_fuser_forward, "__func__", None) is not BasicOperation.pre_fuser_forward
     ]
     steps = (*plan.forward, *plan.backward)
-    # A user's own operation may raise at any time, te_fast's for the sizes and types of a call alone.
+    # A user's operation may raise at any time; te_fast's operations raise only for sizes and types of a call.
     users = any(step.op is not None and not _is_own(step.op) for step in steps)
     plan.trials.ends = not (users or plan.prepared)
     return plan
@@ -317,7 +316,7 @@ def _is_own(op: FusibleOperation) -> bool:
 
 
 def _wire(plan: Plan) -> None:
-    """Say where each step finds its extra inputs."""
+    """Return the place of each step's extra inputs."""
     routing = plan.routing
     given = {slot: place for place, slot in enumerate(routing.inputs)}
     made: dict[Slot, int] = {}
@@ -345,7 +344,7 @@ def _wire(plan: Plan) -> None:
 
 
 def _beside(ops: list[BasicOperation], index: int, covered: set[int]) -> Beside:
-    """Say what the native linear operations beside an operation do."""
+    """Return the quantisation that native linear operations beside an operation do."""
 
     def takes(other: int) -> bool:
         inside = 0 <= other < len(ops) and other not in covered
@@ -448,7 +447,7 @@ def append_ops(
     routing: Routing,
     run: Sequence[int],
 ) -> Iterator[int]:
-    """Append a run of operations to a program, one by one; their indices, each behind what it has appended."""
+    """Append operations to a program one by one; yield each index after its ops were appended."""
     begun: dict[int, int] = {}
     begins = set(routing.residuals.values())
     for index in run:

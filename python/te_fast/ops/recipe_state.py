@@ -24,7 +24,7 @@ class RecipeStateModule(StatefulModule):
         self._fp8_metas: dict[str, dict[str, Any] | None] | None = None
 
     def num_quantizers(self, mode: str) -> int:
-        """Return how many tensors the op quantises.
+        """Return the number of tensors that the op quantises.
 
         Parameters
         ----------
@@ -36,7 +36,7 @@ class RecipeStateModule(StatefulModule):
     def get_quantizer(
         self, mode: Literal["forward", "backward"], index: int
     ) -> Float8QuantizerBase | None:
-        """Return what quantises an operand under the region's recipe, or outside of regions under that of its scales.
+        """Return the quantizer of an operand under the region's recipe, or else under the recipe of its scales.
 
         Parameters
         ----------
@@ -49,8 +49,8 @@ class RecipeStateModule(StatefulModule):
         Returns
         -------
         Float8QuantizerBase or None
-            That of delayed scaling has the operation's own scale and live maximum, and is None before there are
-            such. Setting attributes of it changes no forward. None also without a recipe.
+            A quantizer of delayed scaling has the operation's own scale and live maximum. Setting its attributes
+            changes no forward. None without a recipe, and under delayed scaling before the first forward.
         """
         meta = (self._fp8_metas or {}).get(mode) or {}
         recipe = meta.get("recipe")
@@ -65,7 +65,7 @@ class RecipeStateModule(StatefulModule):
         return made[index] if made else None
 
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
-        """Make, or keep, the scales and histories that a recipe asks for.
+        """Make, or keep, the scales and histories that a recipe needs.
 
         Parameters
         ----------
@@ -93,7 +93,9 @@ class RecipeStateModule(StatefulModule):
     def _use(self, meta: dict[str, Any], mode: str, key: str, count: int) -> None:
         state, device = meta.get(key), self._state_device()
         if state is not None:
-            if device is not None:  # an op without parameters learns it in its first forward
+            if (
+                device is not None
+            ):  # an op without parameters learns its device in the first forward
                 state.to(device)
             state.use(meta["recipe"], meta["fp8_group"])
             return
@@ -106,12 +108,12 @@ class RecipeStateModule(StatefulModule):
         return None if parameter is None else parameter.device
 
     def _delayed_state(self, mode: str) -> DelayedScalingRecipeState | None:
-        """Return the state of a direction, or None where delayed scaling has none."""
+        """Return delayed scaling's state of a direction, or None if there is none."""
         meta = (self._fp8_metas or {}).get(mode)
         return None if meta is None else meta.get(_META_KEYS[mode])
 
     def _take_part(self) -> None:
-        """Let the states take part in updates: a forward uses them."""
+        """Let the states take part in updates, since a forward uses them."""
         for state in self._scaling_states():
             if state is not None:
                 state.take_part(self._state_name())

@@ -1,4 +1,4 @@
-"""Which extra inputs and outputs of a group the caller sees, and which are wired inside."""
+"""The wiring of a group's extra inputs and outputs, to the caller or inside of the group."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Slot = tuple[int, int]
 
 @dataclass(slots=True)
 class Routing:
-    """Wiring of a group's extra tensors, as the operations' channels stood when it was made.
+    """Wiring of a group's extra tensors, from the operations' channels at the time of construction.
 
     Attributes
     ----------
     sources : list of list
-        Per operation and extra input: the output that feeds it, or None where the caller does.
+        Per operation and extra input: the output that feeds it, or None if the caller passes it.
     inputs, outputs : list of tuple of int
         Extra inputs that the caller gives and outputs that it gets, in its order.
     consumers : dict
@@ -31,7 +31,7 @@ class Routing:
     made : list of int
         Per operation, the extra outputs that its step hands out.
     residuals : dict of int
-        Additions that a program does by itself, and where each connection begins.
+        Residual additions inside of a program, and the beginning of each connection.
     """
 
     sources: list[list[Slot | None]]
@@ -81,7 +81,7 @@ class Routing:
         return any(source is not None for sources in self.sources for source in sources)
 
     def residuals_among(self, ops: Sequence[BasicOperation]) -> dict[int, int]:
-        """Return the additions of what one operation hands to them alone, and these operations."""
+        """Return the residual additions inside of programs, and the operations where they begin."""
         found = {}
         for slot, users in self.consumers.items():
             begin, end = slot[0], users[0]
@@ -90,7 +90,7 @@ class Routing:
         return found
 
     def joined(self, residuals: dict[int, int]) -> Routing:
-        """Return the wiring where programs have these connections inside."""
+        """Return the wiring with these connections moved into programs."""
         begins = set(residuals.values())
         shown = {index for index, _ in self.outputs}
         return replace(

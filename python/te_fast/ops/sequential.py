@@ -61,7 +61,7 @@ class Sequential(torch.nn.Module):
     # The list -------------------------------------------------------------------------------------
 
     def _changed(self) -> None:
-        """Forget the groups.
+        """Drop the groups.
 
         Raises
         ------
@@ -83,13 +83,13 @@ class Sequential(torch.nn.Module):
         super().add_module(name, module)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Forget the groups when a module is replaced by name."""
+        """Drop the groups when a module is replaced by name."""
         if isinstance(value, torch.nn.Module):
             self._changed()
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Forget the groups when a module is removed by name."""
+        """Drop the groups when a module is removed by name."""
         if name in self._modules:
             self._changed()
         super().__delattr__(name)
@@ -109,14 +109,14 @@ class Sequential(torch.nn.Module):
         return str(max(numbers, default=-1) + 1)
 
     def __getitem__(self, idx: slice | int) -> Any:
-        """Return a module, or a container of some that shares them."""
+        """Return a module, or for a slice a container that shares the modules."""
         keys = self._keys(idx)
         if isinstance(idx, slice):
             return Sequential(*(self._modules[key] for key in keys))
         return self._modules[keys[0]]
 
     def __setitem__(self, idx: int, module: torch.nn.Module) -> None:
-        """Replace a module; of a slice, the first."""
+        """Replace a module; for a slice, the first one of it."""
         keys = self._keys(idx)
         if not keys:
             message = f"Sequential: the slice {idx} has no module to replace, there are {len(self)}"
@@ -205,16 +205,16 @@ class Sequential(torch.nn.Module):
     _prepare_groups._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _init_delayed_scaling(self) -> None:
-        """Register scales; called when the only group's program runs and the region is new."""
+        """Register scales; called when the program of the only group runs and the region is new."""
         self._groups()[0]._init_delayed_scaling()
 
     def explain(self) -> str:
-        """Say what runs: programs with their launches per direction, and why a fusion did not apply.
+        """Describe the programs with their launches per direction, and why a fusion did not apply.
 
         Returns
         -------
         str
-            Lines of text. Launches are known of what has run.
+            Lines of text. Launches are known only for calls that have run.
         """
         lines = []
         for group in self._groups():
@@ -223,24 +223,24 @@ class Sequential(torch.nn.Module):
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        """Show the modules, and what has been compiled of them."""
+        """Show the modules, and their compiled programs."""
         shown = super().__repr__()
         groups = self.__dict__.get("_module_groups")
         return shown if groups is None else f"{shown}\n{self.explain()}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Drop the compiled programs: ``.to()`` and its kin exchange the parameters."""
+        """Drop the compiled programs, since ``.to()`` and its kin replace the parameters."""
         self._changed()
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the groups out: a copy makes its own."""
+        """Leave the groups out; the copy makes its own."""
         left_out = {"_module_groups": None, "_direct_program": None, "_direct_call": None}
         return {**self.__dict__, **left_out}
 
     # Running --------------------------------------------------------------------------------------
 
-    # `chain(x)` enters here: one native program runs at once where no hook or option asks for more.
+    # `chain(x)` enters here: one native program runs at once if there is no hook and no option.
     __call__ = program_call_method
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -301,7 +301,7 @@ class Sequential(torch.nn.Module):
         def run() -> Any:
             return self._run(groups, input, extra_inputs, kwargs, is_first_microbatch)
 
-        # A graph that fails leaves nothing half-done: it has not run.
+        # A failed trace has not run anything, so there is nothing to undo.
         if len(groups) < 2 or is_in_graph() or not FP8GlobalStateManager.is_fp8_enabled():
             return run()
         recipe = FP8GlobalStateManager.get_fp8_recipe()
@@ -375,8 +375,8 @@ def _whole(index: Any) -> int:
     Raises
     ------
     ArgumentError
-        If it is none. Transformer Engine takes numbers of any class that equal an integer, and raises ``RuntimeError``
-        for others.
+        If it is not an integer. Transformer Engine takes numbers of any class that equal an integer, and raises
+        ``RuntimeError`` for others.
     """
     try:
         return operator.index(index)

@@ -33,7 +33,7 @@ class SegmentStates:
             pass
 
     def _check_quantized_weights(self, recipe: Any) -> None:
-        """Nothing: the program says itself what it cannot read."""
+        """Do nothing; the program itself raises for parameters that it cannot read."""
 
     def _init_delayed_scaling(self) -> None:
         fuser = self._fuser()
@@ -69,12 +69,12 @@ def prepare(
             _refuse_quantized_weights(fuser, step)
             _prepare_on_ranks(fuser, step, step.segment.ranks.group)
             step.exchange, first = step.segment.exchange, step.segment.first
-            # Calls outside of graphs compute a weight's gradient behind a collective of their own.
+            # Calls outside of graphs compute a weight's gradient after a collective.
             if first is not None:
                 first.delay_wgrad_compute = first.save_original_input = False
         elif step.op is not None and getattr(step.op, "_collective", None) is not None:
             _prepare_on_ranks(fuser, step, step.op.process_group)
-    # Another dictionary: a trace that has read the former one would not see what is added to it.
+    # A new dictionary: a trace that has read the former one would not see additions to it.
     fuser._traced_plans = {**fuser._traced_plans, key: plan}
 
 
@@ -143,7 +143,7 @@ def _parameters(plan: Plan, index: int) -> list[torch.Tensor]:
 
 
 def _read(plan: Plan, index: int) -> list[torch.Tensor]:
-    """Return what the program reads of a basic operation's parameters."""
+    """Return the parameters of a basic operation that the program reads."""
     stacks = plan.ops[index]._stacks()
     return _parameters(plan, index) if stacks is None else stacks
 
@@ -170,7 +170,7 @@ def _run_in_python(
 
 
 class _PythonOperation(torch.autograd.Function):
-    """Arguments: operation, what is beside it, keywords, input, parameters. The node is the operation's context."""
+    """Arguments: operation, quantisation beside it, keywords, input, parameters. The node is the op's context."""
 
     @staticmethod
     def forward(

@@ -19,14 +19,14 @@ _LIMIT = 256
 class Undo:
     """The live maxima of some operations, and whether the next FP8 module is the region's first.
 
-    An update passes over tensors whose maximum is 0.
+    An update skips tensors whose maximum is 0.
 
     Parameters
     ----------
     ops : sequence of BasicOperation
         The operations that are about to run.
     recipe : Recipe, optional
-        The region's; only delayed scaling has anything to put back.
+        The region's recipe; only delayed scaling has maxima to restore.
     """
 
     def __init__(self, ops: Sequence[BasicOperation], recipe: Recipe | None) -> None:
@@ -39,7 +39,7 @@ class Undo:
         self._first = native.autocast_region()[3]
 
     def restore(self) -> None:
-        """Put all back. Weights that were quantised meanwhile are quantised, and measured, again."""
+        """Restore all maxima. Weights that were quantised meanwhile will be quantised, and measured, again."""
         if not self._ops:
             return
         if self._kept is not None:
@@ -47,22 +47,22 @@ class Undo:
             torch._foreach_copy_(self._rows, list(parts))
         for op, made in zip(self._ops, self._made, strict=True):
             state = op._delayed_state("forward")
-            if not made and state is not None:  # by the forward that failed
+            if not made and state is not None:  # the failed forward made the state
                 state.amax_history.zero_()
         native.note_scale_change()
         native.autocast_set_first(self._first)
 
 
 class Trials:
-    """Kinds of calls that have gone well once: sizes, types and options fit, whatever their values.
+    """Kinds of calls that have succeeded once, so that sizes, types and options fit for all values.
 
-    Several steps one after the other are undone if a later one refuses; a call whose kind is known
-    has nothing to be refused for, and costs nothing.
+    If a later step of a call raises, the earlier steps are undone. A call of a known kind cannot raise, and needs no
+    preparation for that.
 
     Attributes
     ----------
     ends : bool
-        Whether a kind of calls that has gone well once will do so again.
+        Whether a kind of calls that has succeeded once will always succeed.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Trials:
         """Call `function`, which runs `ops` on these inputs in a region of this recipe and epoch."""
         if recipe is None:
             return function()
-        # A checkpoint that repeats a forward may leave it with an exception once it has what it needs.
+        # A checkpoint that repeats a forward may end it by an exception once it has the tensors that it needs.
         learns = self.ends and torch._C._current_graph_task_id() < 0
         kind: tuple[Hashable, ...] = ()
         if learns:

@@ -1,4 +1,4 @@
-"""Adam on torch's fused kernel, with Transformer Engine's options for what it keeps."""
+"""Adam on torch's fused kernel, with Transformer Engine's options for the states."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from te_fast.tensor.primary import is_quantized
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "master_param"
 _WEIGHTS = (torch.float32, torch.float16, torch.bfloat16)
-#: Both powers of the betas are zero behind so many steps: no correction is left.
+#: After so many steps both powers of the betas are zero, so that the bias correction is 1.
 _NO_CORRECTION = 1e12
 
 
 class FusedAdam(torch.optim.Optimizer):
     """Adam, or AdamW, in one launch for all parameters of a group.
 
-    The kernel, ``torch._fused_adamw_``, computes in FP32, whatever the types of the states are.
+    The kernel, ``torch._fused_adamw_``, computes in FP32, for states of all types.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ class FusedAdam(torch.optim.Optimizer):
     bias_correction : bool, default = True
         Correct the averages of the first steps.
     adam_w_mode : bool, default = True
-        Decay weights apart from the gradient, as AdamW does.
+        Decay weights separately from the gradient, as AdamW does.
     capturable : bool, default = False
         Keep learning rate and step on the device, so that a captured graph can repeat the step.
     master_weights : bool, default = False
@@ -56,7 +56,7 @@ class FusedAdam(torch.optim.Optimizer):
     use_decoupled_grad : bool, default = False
         Read gradients from ``parameter.decoupled_grad``.
     store_param_remainders : bool, default = False
-        Of the FP32 master weights of BF16 parameters, keep only the 16 bits that the parameters lack. The parameters
+        For BF16 parameters, keep only the 16 bits of the FP32 master weights that the parameters lack. The parameters
         are then rounded half away from zero.
     set_grad_none : bool, optional
         Deprecated: give `set_to_none` to :meth:`zero_grad`.
@@ -73,7 +73,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     Notes
     -----
-    ``group["step"]`` counts the steps of a group. ``state_dict()`` holds FP32 states, whatever their types are.
+    ``group["step"]`` counts the steps of a group. ``state_dict()`` holds FP32 states, for states of all types.
 
     Examples
     --------
@@ -176,12 +176,12 @@ class FusedAdam(torch.optim.Optimizer):
     # Gradients -----------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget the gradients, or fill them with zeros.
+        """Drop the gradients, or fill them with zeros.
 
         Parameters
         ----------
         set_to_none : bool, optional
-            Whether to forget them; True by default.
+            Whether to drop them; True by default.
 
         Raises
         ------
@@ -221,7 +221,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _initialize_state(self, parameter: torch.Tensor, state_name: str) -> None:
         local = _local(parameter)
-        # Of a quantised tensor the shape and device are asked for.
+        # For a quantised tensor only shape and device are used.
         like = torch.empty(local.shape, device=local.device) if is_quantized(local) else local
         if self._keeps_remainder(parameter, state_name):
             made, scale = torch.zeros_like(like, dtype=torch.int16), None
@@ -242,7 +242,7 @@ class FusedAdam(torch.optim.Optimizer):
         param : torch.nn.Parameter
             A parameter of the optimizer.
         store_param_remainders : bool, optional
-            Whether its master weight is kept as remainders; the optimizer knows.
+            Whether its master weight is kept as remainders; by default the optimizer's option.
         """
         expected = self._keeps_remainder(param, _MASTER)
         if store_param_remainders not in (None, expected):
@@ -256,7 +256,7 @@ class FusedAdam(torch.optim.Optimizer):
         if not self.master_weights:
             return
         self._initialize_state(param, _MASTER)
-        if not expected:  # of remainders those of a BF16 number are zero
+        if not expected:  # the remainders of a BF16 number are zero
             self.set_scaled_state(param, _MASTER, _local(param).detach().float())
 
     def get_unscaled_state(
@@ -276,7 +276,7 @@ class FusedAdam(torch.optim.Optimizer):
         Returns
         -------
         torch.Tensor
-            This rank's part. What is kept in FP32 is the state itself.
+            This rank's part. A state in FP32 is returned itself, not a copy.
         """
         kept = _local(self.state[param][state_name])
         is_bf16 = self.name_to_dtype_map[state_name] is torch.bfloat16
@@ -339,12 +339,12 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict`, or Transformer Engine's, returned.
+        """Restore a state of :meth:`state_dict`, or of Transformer Engine.
 
         Raises
         ------
         StateError
-            If master weights are remainders in one and not in the other.
+            If only one of the optimizer and the state keeps master weights as remainders.
         """
         groups = deepcopy(state_dict["param_groups"])
         # torch would give the states the parameters' type.
@@ -367,14 +367,14 @@ class FusedAdam(torch.optim.Optimizer):
         Parameters
         ----------
         closure : Callable, optional
-            Computes the loss anew, and the gradients with it.
+            Computes the loss and the gradients again.
         grad_scaler : torch.amp.GradScaler, optional
-            With `capturable`: unscales the gradients, and the step is skipped where one is not finite.
+            With `capturable`: unscales the gradients, and the step is skipped if one of them is not finite.
 
         Returns
         -------
         object
-            What the closure returned.
+            The closure's result.
 
         Raises
         ------
@@ -461,14 +461,14 @@ class FusedAdam(torch.optim.Optimizer):
         )
         for update in updates:
             update.keep()
-        # One launch for all of a type, where torch has one.
+        # One launch for all tensors of a type, if torch has such a function.
         targets = [update.local for update in updates if update.is_rounded]
         if targets:
             torch._foreach_copy_(targets, [u.main for u in updates if u.is_rounded])
 
 
 class _Update:
-    """What the kernel reads and writes of one parameter, all of it FP32, and where that is kept."""
+    """The FP32 tensors that the kernel reads and writes for one parameter, and the stored states."""
 
     def __init__(self, optimizer: FusedAdam, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         self._optimizer, self._parameter = optimizer, parameter
@@ -489,7 +489,7 @@ class _Update:
             self.main = optimizer.get_unscaled_state(parameter, _MASTER)
         else:
             self.main = self.local.float()
-        #: Whether the parameter is the new value, rounded.
+        #: Whether the parameter must be rounded from the new master weight.
         self.is_rounded = (
             self.main is not self.local and not self._quantized and not self._remainder
         )
@@ -510,7 +510,7 @@ class _Update:
             raise UnsupportedError(message)
 
     def keep(self) -> None:
-        """Keep what the kernel wrote, but a rounded parameter."""
+        """Store the kernel's results, except a rounded parameter."""
         optimizer, parameter = self._optimizer, self._parameter
         state = optimizer.state[parameter]
         for name, values in zip(_MOMENTS, (self.exp_avg, self.exp_avg_sq), strict=True):
@@ -525,7 +525,7 @@ class _Update:
 
 
 def _sharded_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a rank's part as a ``DTensor`` where the parameter is one."""
+    """Return a rank's part as a ``DTensor`` if the parameter is one."""
     if _local(parameter) is parameter:
         return local
     from torch.distributed.tensor import DTensor

@@ -92,12 +92,12 @@ class FusedSGD(torch.optim.SGD):
         )
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget the gradients, or fill them with zeros.
+        """Drop the gradients, or fill them with zeros.
 
         Parameters
         ----------
         set_to_none : bool, optional
-            Whether to forget them; True by default.
+            Whether to drop them; True by default.
 
         Raises
         ------

@@ -1,7 +1,7 @@
 """Functions over lists of tensors: norms, and copies with a factor.
 
-They are torch's ``_foreach`` functions behind the calls that code written for Transformer Engine or apex makes.
-Nothing waits for the GPU.
+They call torch's ``_foreach`` functions, under the names that code for Transformer Engine or apex uses. They never wait
+for the GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MultiTensorApply:
         tensor_lists: Lists,
         *args: Any,
     ) -> Any:
-        """Call ``op(chunk_size, noop_flag_buffer, lists, *args)`` on the tensors that hold something.
+        """Call ``op(chunk_size, noop_flag_buffer, lists, *args)`` on the tensors that are not empty.
 
         Parameters
         ----------
@@ -64,14 +64,14 @@ class MultiTensorApply:
         noop_flag_buffer : torch.Tensor
             One integer, which functions set to 1 if a value is not finite.
         tensor_lists : list of list of torch.Tensor
-            Lists of one length. Of a ``DTensor`` the local part is taken.
+            Lists of one length. For a ``DTensor`` the local part is used.
         *args
             The function's own arguments.
 
         Returns
         -------
         object
-            What the function returned; ``None`` where there is no tensor.
+            The function's result; ``None`` if there is no tensor.
 
         Raises
         ------
@@ -89,7 +89,7 @@ class MultiTensorApply:
         return op(self.chunk_size, noop_flag_buffer, lists, *args)
 
 
-#: What Transformer Engine's own optimizers and Megatron-LM call.
+#: The instance that Transformer Engine's optimizers and Megatron-LM call.
 multi_tensor_applier = MultiTensorApply(2048 * 32)
 
 

@@ -1,4 +1,4 @@
-"""How optimizers keep FP32 numbers: as they are, in FP16 or FP8 with a scale, in BF16, or as remainders."""
+"""Storage of optimizers' FP32 numbers: as they are, in FP16 or FP8 with a scale, in BF16, or as remainders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from te_fast.tensor.dtypes import DType
 from te_fast.tensor.float8 import Float8Quantizer, Float8Tensor
 
-#: What moments may be kept in; FP8 goes by the type of its bytes.
+#: Types in which moments may be stored; FP8 is named by the type of its bytes.
 MOMENT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 MASTER_DTYPES = (torch.float32, torch.float16)
 # The largest number after scaling: half of FP16's, since the moments grow before the next scale, and all of E4M3's.
@@ -17,12 +17,12 @@ _LARGEST = {torch.float16: torch.finfo(torch.float16).max / 2.0, torch.uint8: 44
 
 
 def make(like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return zeros of a tensor's shape in the type that they are kept in, and their scale if they have one.
+    """Return zeros of a tensor's shape in a storage type, and their scale if the type has one.
 
     Parameters
     ----------
     like : torch.Tensor
-        Of the shape and on the device.
+        A tensor with the shape and the device.
     dtype : torch.dtype
         One of :data:`MOMENT_DTYPES`.
     """
@@ -35,7 +35,7 @@ def make(like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Te
 
 
 def read(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Return the numbers in FP32; where they are kept in FP32, the very tensor."""
+    """Return the numbers in FP32; if they are stored in FP32, return the stored tensor itself."""
     if stored.dtype is torch.float32 and not isinstance(stored, Float8Tensor):
         return stored
     values = stored.float()
@@ -43,12 +43,12 @@ def read(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
 
 
 def write(stored: torch.Tensor, scale: torch.Tensor | None, values: torch.Tensor) -> None:
-    """Keep FP32 numbers, under a new scale if there is one.
+    """Store FP32 numbers, with a new scale if the type has one.
 
     Parameters
     ----------
     stored : torch.Tensor
-        Where they are kept.
+        The stored tensor.
     scale : torch.Tensor, optional
         Its scale, FP32 ``(1,)``, written, too.
     values : torch.Tensor
@@ -61,7 +61,7 @@ def write(stored: torch.Tensor, scale: torch.Tensor | None, values: torch.Tensor
         return
     is_fp8 = isinstance(stored, Float8Tensor)
     largest = _LARGEST[torch.uint8 if is_fp8 else torch.float16]
-    # Of nothing there is no maximum.
+    # An empty tensor has no maximum.
     scale.copy_(values.abs().amax() / largest if values.numel() else torch.zeros(()))
     factor = torch.where(scale > 0, scale.reciprocal(), 1.0)
     if isinstance(stored, Float8Tensor):
@@ -76,7 +76,7 @@ def write(stored: torch.Tensor, scale: torch.Tensor | None, values: torch.Tensor
 
 
 def split(values: torch.Tensor, rounded: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Write FP32 numbers as the nearest BF16 ones and the lower 16 bits, from which :func:`join` makes them again.
+    """Write FP32 numbers as the nearest BF16 numbers and the lower 16 bits; :func:`join` is the inverse.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""``set_grad_none``, an old argument of optimizers, and ``zero_grad``, which has taken its place."""
+"""``set_grad_none``, an old argument of optimizers, and ``zero_grad``, which replaces it."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from te_fast.errors import ArgumentError
 
 
 def warn_of_set_grad_none(optimizer: str, value: bool | None) -> None:
-    """Warn of the old argument if it is given; `stacklevel` is that of an optimizer's constructor."""
+    """Warn about the old argument if it is given; `stacklevel` is right for an optimizer's constructor."""
     if value is not None:
         message = f"{optimizer}: set_grad_none is deprecated; give set_to_none to zero_grad()"
         warnings.warn(message, DeprecationWarning, stacklevel=3)
 
 
 def forgets(optimizer: str, set_to_none: bool | None, set_grad_none: bool | None) -> bool:
-    """Return whether ``zero_grad`` forgets gradients rather than filling them.
+    """Return whether ``zero_grad`` drops gradients instead of filling them with zeros.
 
     Parameters
     ----------
     optimizer : str
         Name in messages.
     set_to_none : bool, optional
-        What ``zero_grad`` was given.
+        The argument of ``zero_grad``.
     set_grad_none : bool, optional
-        What the constructor was given.
+        The argument of the constructor.
 
     Raises
     ------

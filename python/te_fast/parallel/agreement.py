@@ -1,4 +1,4 @@
-"""Whether the ranks of a group call a layer alike: looked at once for each kind of call, not at each call."""
+"""Checks that the ranks of a group call a layer in the same way, once for each kind of call."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from te_fast.parallel.chunks import setting
 from te_fast.runtime import native
 from te_fast.runtime.collectives import get_distributed_rank, get_distributed_world_size
 
-#: Names of the numbers that ranks exchange: what kind of call this is.
+#: Names of the numbers that ranks exchange, which describe the kind of a call.
 _DIMENSIONS = 4
 _LIMIT = 256
 
 
 class Agreement:
-    """The kinds of calls of a layer that the ranks of a group have been found to make alike.
+    """The kinds of calls of a layer that the ranks of a group have compared.
 
-    A kind that is new on one rank is new on all, so that all compare theirs, in one small collective.
+    A kind that is new on one rank is new on all ranks, so that all compare it in one small collective.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ class Agreement:
     group : torch.distributed.ProcessGroup
         The ranks.
     layer : str
-        What must be the same of the layer.
+        Text of the layer's properties that must be equal on all ranks.
     """
 
     __slots__ = ("_group", "_is_alone", "_known", "_layer", "_name")
@@ -40,14 +40,14 @@ class Agreement:
         self._known: set[Any] = set()
 
     def check(self, x: torch.Tensor, *, wanted: bool, needs_input: bool) -> None:
-        """Compare a call with that of the other ranks, if it is of a new kind.
+        """Compare a call with the calls of the other ranks, if it is of a new kind.
 
         Parameters
         ----------
         x : torch.Tensor
             Input of the layer.
         wanted, needs_input : bool
-            Whether anything wants a gradient, and whether the input does.
+            Whether any tensor needs a gradient, and whether the input does.
 
         Raises
         ------

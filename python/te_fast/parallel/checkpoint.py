@@ -1,8 +1,8 @@
-"""States of models that ranks share, for ``torch.distributed.checkpoint``: every tensor says which part it is.
+"""States of models that ranks share, for ``torch.distributed.checkpoint``, as DTensors.
 
-A layer's own state has a rank's shares as plain tensors, as Transformer Engine's has. A writer of
-distributed checkpoints takes plain tensors of several ranks for copies of one, and keeps one rank's. DTensors can be
-loaded by any number of ranks.
+A layer's own state has a rank's shares as plain tensors, as in Transformer Engine. A writer of distributed checkpoints
+takes plain tensors of several ranks for copies of one tensor, and keeps only one of them. DTensors can be loaded by any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from te_fast.errors import UnsupportedError
 from te_fast.runtime.collectives import get_distributed_world_size
 from te_fast.tensor.tensor import Float8TensorBase
 
-#: What keys of the states of delayed scaling end in.
+#: The end of the keys of delayed scaling's states.
 _EXTRA_STATE = "_extra_state"
 
 
@@ -30,9 +30,9 @@ class Share:
     dim : int
         The dimension along which ranks have equal shares.
     group : torch.distributed.ProcessGroup or None
-        The ranks; None where one has all.
+        The ranks; None if one rank has the whole parameter.
     parts : int
-        Matrices that lie one behind the other along that dimension, of each of which ranks have a share.
+        Number of matrices along that dimension; ranks have a share of each.
     """
 
     dim: int
@@ -87,30 +87,30 @@ def _shared(name: str, value: torch.Tensor, share: Share) -> torch.Tensor:
 
 
 def sharded_state_dict(model: torch.nn.Module, *, scaling_states: bool = True) -> dict[str, Any]:
-    """Return a model's state for ``torch.distributed.checkpoint``, with what ranks share as DTensors.
+    """Return a model's state for ``torch.distributed.checkpoint``, with shared parameters as DTensors.
 
     ``model.state_dict()`` has a rank's own shares under the same keys on all ranks: ``dcp.save`` takes such tensors for
-    copies, and keeps one rank's. Weights in FP8 come in high precision, so that models in BF16 read them, too. Experts
-    of :class:`te_fast.pytorch.MoE` have their numbers among those of all ranks. The two matrices of a gated MLP are
-    ``(2, ffn_hidden_size, hidden_size)``.
+    copies, and keeps only one rank's. FP8 weights are converted to high precision, so that models in BF16 can load
+    them, too. Experts of :class:`te_fast.pytorch.MoE` have their numbers among those of all ranks. The two matrices of
+    a gated MLP are ``(2, ffn_hidden_size, hidden_size)``.
 
     Parameters
     ----------
     model : torch.nn.Module
-        With layers of te_fast, and others. The states of delayed scaling are assumed to be the same on all
-        ranks, as they are where `amax_reduction_group` has these ranks.
+        A model with layers of te_fast, and others. The states of delayed scaling are assumed to be the same on all
+        ranks, which is true if `amax_reduction_group` has these ranks.
     scaling_states : bool, default = True
-        With the states of delayed scaling (``_extra_state``), which a checkpoint of a model in BF16 lacks.
+        Include the states of delayed scaling (``_extra_state``), which a checkpoint of a model in BF16 lacks.
 
     Returns
     -------
     dict
-        Tensors in the memory of the parameters, but for FP8 weights, which are copies.
+        Tensors in the memory of the parameters, except FP8 weights, which are copies.
 
     Raises
     ------
     UnsupportedError
-        If a parameter is sharded in another way, too.
+        If a parameter is also sharded in another way.
 
     See Also
     --------
@@ -137,12 +137,12 @@ def sharded_state_dict(model: torch.nn.Module, *, scaling_states: bool = True) -
 def load_sharded_state_dict(
     model: torch.nn.Module, state: Mapping[str, Any], strict: bool = True
 ) -> Any:
-    """Load into a model what ``dcp.load`` has written into its :func:`sharded_state_dict`.
+    """Load a state from :func:`sharded_state_dict`, which ``dcp.load`` has filled, into a model.
 
     Parameters
     ----------
     model : torch.nn.Module
-        The model. Its FP8 weights are quantised anew.
+        The model. Its FP8 weights are quantised again.
     state : dict
         Of :func:`sharded_state_dict`.
     strict : bool, default = True
@@ -171,7 +171,7 @@ def load_sharded_state_dict(
     own: dict[str, Any] = {}
     for name, key, share, value in _each(model):
         if key not in found:
-            if key.endswith(_EXTRA_STATE):  # the model keeps its own
+            if key.endswith(_EXTRA_STATE):  # the model keeps its own state
                 own[name] = value
             continue
         given = found.pop(key)

@@ -1,9 +1,9 @@
 """Collectives in chunks: a stream of its own moves some rows while products of other rows run.
 
 Ranks have equal shares of the rows, and a chunk has the same number of rows of each share. Chunks of an input are
-gathered, and the product of a chunk waits for its event alone; chunks of a result are shared out as soon as their
-product is done. The native call knows the events (`program/pieces.rs`), and cuts the product that reads what comes, or
-writes what goes. Without a GPU everything has come when the call begins.
+gathered, and the product of a chunk waits only for the event of that chunk. Chunks of a result are reduced and
+scattered as soon as their product is done. The native call knows the events (`program/pieces.rs`), and cuts the product
+that reads the input, or writes the result, into pieces. Without a GPU all chunks have arrived when the call begins.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from te_fast.errors import ArgumentError
 if TYPE_CHECKING:
     from te_fast.parallel.collectives import Ranks
 
-#: What the native call is told of chunks: whether they come, the ranks, and the handles of their events.
+#: The chunks in the native call: whether they arrive, the ranks, and the handles of their events.
 Native = tuple[bool, int, Sequence[int]]
 
-#: A chunk that is as long as this in bytes takes longer to travel than to start.
+#: A chunk of this many bytes takes longer to travel than to start.
 _BYTES = 8 << 20
-#: More chunks hide little more: what stays in sight is the first one's way, or the last one's.
+#: More chunks hide little more: only the first chunk, or the last, has no product beside it.
 _MOST = 4
 #: Products of fewer rows do not fill a GPU.
 _ROWS = 256
-#: Pieces begin at multiples of this many rows, so that they are as aligned as the whole is.
+#: Pieces begin at multiples of this many rows, so that they have the alignment of the whole tensor.
 _GRANULE = 16
 
 _forced: int | None = None
@@ -38,18 +38,17 @@ _threads = threading.local()
 
 
 def communication_chunks(count: int | None = None) -> int | None:
-    """Say in how many chunks tensor parallelism gathers inputs and shares out results, beside the products.
+    """Set the number of chunks in which tensor parallelism gathers inputs and reduces results beside products.
 
     Results are the same for every number.
 
     Parameters
     ----------
     count : int, optional
-        The number of chunks, if the rows allow it: each rank's part of a chunk is a multiple of 16 rows. 1 is all at
-        once.
-        By default 1 on CPUs and with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which keeps streams from running beside each
-        other, otherwise up to 4, of 8 MiB or more and 256 rows or more of each rank. Inside of CUDA graphs
-        nothing is cut.
+        The number of chunks, if the rows allow it: each rank's part of a chunk is a multiple of 16 rows. 1 cuts
+        nothing. By default 1 on CPUs and with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which keeps streams from running
+        beside each other. Otherwise up to 4, with at least 8 MiB and 256 rows of each rank in a chunk. Inside of CUDA
+        graphs nothing is cut.
 
     Returns
     -------
@@ -59,11 +58,11 @@ def communication_chunks(count: int | None = None) -> int | None:
     Raises
     ------
     ArgumentError
-        If `count` is no positive integer.
+        If `count` is not a positive integer.
 
     See Also
     --------
-    te_fast.pytorch.Linear : ``sequence_parallel`` gathers and shares out.
+    te_fast.pytorch.Linear : ``sequence_parallel`` gathers inputs and reduces results.
 
     Examples
     --------
@@ -82,27 +81,27 @@ def communication_chunks(count: int | None = None) -> int | None:
 
 
 def setting() -> tuple[int, bool]:
-    """Return what numbers of chunks depend on beside a call; it must be the same on all ranks."""
+    """Return the settings that numbers of chunks depend on; they must be equal on all ranks."""
     return _forced or 0, _config.ONE_QUEUE
 
 
 def count_of(rows: int, row_bytes: int, device: torch.device, ranks: int) -> int:
-    """Return in how many chunks a rank's rows travel.
+    """Return the number of chunks of a rank's rows.
 
     Parameters
     ----------
     rows, row_bytes : int
-        Those of this rank, and the bytes of one.
+        Rows of this rank, and the bytes of a row.
     device : torch.device
-        Where they are.
+        Device of the rows.
     ranks : int
-        Ranks, each of which has the same number.
+        Number of ranks, which have equal numbers of rows.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return 1
     wanted = _forced
     if wanted is None:
-        # In one queue, products would wait behind what waits for a chunk.
+        # In one queue, products would wait behind a wait for a chunk.
         if device.type != "cuda" or _config.ONE_QUEUE:
             return 1
         wanted = min(_MOST, rows * row_bytes * ranks // _BYTES, rows // _ROWS)
@@ -115,13 +114,13 @@ def count_of(rows: int, row_bytes: int, device: torch.device, ranks: int) -> int
 class _Lane:
     """A stream of a device, and events that the native call records and waits for.
 
-    Of one thread: an event that is recorded anew would be another call's.
+    Each thread has its own, since a second recording of an event would belong to another call.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        # Rows that come and rows that leave may be of one call.
+        # One call may have arriving and leaving rows.
         self._events: dict[bool, list[torch.cuda.Event]] = {True: [], False: []}
 
     def events(self, count: int, *, arrives: bool) -> list[torch.cuda.Event]:
@@ -146,7 +145,7 @@ def _lane_of(device: torch.device) -> _Lane | None:
 
 
 class Chunks:
-    """One tensor's way in chunks.
+    """The transfer of one tensor in chunks.
 
     Parameters
     ----------
@@ -155,9 +154,9 @@ class Chunks:
     count : int
         Chunks, two or more.
     device : torch.device
-        Where the tensor is.
+        Device of the tensor.
     arrives : bool
-        Whether rows come; otherwise they leave.
+        Whether rows arrive; otherwise they leave.
     """
 
     def __init__(self, ranks: Ranks, count: int, device: torch.device, *, arrives: bool) -> None:
@@ -174,12 +173,12 @@ class Chunks:
         return nullcontext() if self._lane is None else torch.cuda.stream(self._lane.stream)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Start to gather the rows of all ranks; each chunk's event says that it has come.
+        """Start to gather the rows of all ranks; each chunk's event marks its arrival.
 
         Parameters
         ----------
         x : torch.Tensor
-            Contiguous, this rank's.
+            This rank's rows, contiguous.
         """
         size, columns = self._ranks.size, x.shape[-1]
         whole = x.new_empty((size * x.shape[0], *x.shape[1:]))
@@ -198,15 +197,15 @@ class Chunks:
         return whole
 
     def scatter(self, y: torch.Tensor, out: torch.Tensor) -> None:
-        """Sum over ranks what each has of `y`, chunk by chunk as its event comes, and keep this rank's rows.
+        """Sum `y` over ranks, chunk by chunk when its event has come, and keep this rank's rows.
 
         Parameters
         ----------
         y : torch.Tensor
             Contiguous, with the rows of all ranks.
         out : torch.Tensor
-            This rank's rows. It was there before the events were recorded: memory that is taken from others later may
-            be read until then.
+            This rank's rows. It must have been allocated before the events were recorded: memory that was freed later
+            may still be read until then.
         """
         size, columns = self._ranks.size, y.shape[-1]
         places = y.view(size, self.count, -1, columns)
@@ -217,7 +216,7 @@ class Chunks:
                     self._lane.stream.wait_event(self._events[chunk])
                 sent = places[:, chunk].reshape(-1, columns)
                 started.append((sent, self._ranks.scatter_into(share, sent)))
-            # On the stream whose memory is sent: it is that stream's again behind this.
+            # Wait on the stream that owns the memory, so that it can reuse the memory afterwards.
             for _, handle in started:
                 self._ranks.wait(handle)
         if self._lane is not None:
@@ -225,7 +224,7 @@ class Chunks:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Let this stream wait for the other one where something raises: memory of both may be freed then."""
+        """Let this stream wait for the other one if something raises, since memory of both may be freed then."""
         try:
             yield
         except BaseException:

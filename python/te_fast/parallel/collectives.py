@@ -1,4 +1,4 @@
-"""The collectives of a layer, with its name in what they raise."""
+"""The collectives of a layer, with its name in their errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from te_fast.runtime.collectives import (
 
 @contextmanager
 def named(name: str, collective: str) -> Iterator[None]:
-    """Name the layer in what ``torch.distributed`` raises when a rank is gone or late."""
+    """Name the layer in the errors of ``torch.distributed`` when a rank is gone or late."""
     try:
         yield
     except TeFastError:
@@ -34,7 +34,7 @@ def named(name: str, collective: str) -> Iterator[None]:
 
 
 class Ranks:
-    """The collectives of a layer along the first dimension, with its name in what they raise.
+    """The collectives of a layer along the first dimension, with its name in their errors.
 
     Parameters
     ----------
@@ -56,12 +56,12 @@ class Ranks:
             return gather_along_first_dim(x, self.group, async_op=later)
 
     def scatter(self, x: torch.Tensor, *, later: bool = False) -> tuple[torch.Tensor, Handle]:
-        """Sum over all ranks, and keep this one's rows."""
+        """Sum over all ranks, and keep this rank's rows."""
         with named(self.name, "a reduce-scatter of tensor parallelism"):
             return reduce_scatter_along_first_dim(x, self.group, async_op=later)
 
     def scatter_into(self, out: torch.Tensor, x: torch.Tensor) -> Handle:
-        """Start to sum over all ranks, into memory for this one's rows."""
+        """Start to sum over all ranks, into memory for this rank's rows."""
         with named(self.name, "a reduce-scatter of tensor parallelism"):
             return torch.distributed.reduce_scatter_tensor(out, x, group=self.group, async_op=True)
 
@@ -71,7 +71,7 @@ class Ranks:
             return allreduce(x.contiguous(), self.group, async_op=later)
 
     def wait(self, handle: Handle) -> None:
-        """Let what follows on this stream see a collective's result."""
+        """Let later work on this stream see a collective's result."""
         if handle is not None:
             with named(self.name, "a collective of tensor parallelism"):
                 handle.wait()

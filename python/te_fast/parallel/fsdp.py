@@ -1,4 +1,4 @@
-"""What Transformer Engine asks of models under torch's first FSDP."""
+"""Transformer Engine's checks of models under torch's first FSDP."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from te_fast.errors import DtypeError, StateError
 
 
 def _is_ours(module: torch.nn.Module) -> bool:
-    # Classes say the second where te_fast has that name (te_fast_alias).
+    # With te_fast_alias, classes have the second name.
     names = ("te_fast.", "transformer_engine.")
     return any(kind.__module__.startswith(names) for kind in type(module).__mro__)
 
 
 def has_te_modules(network: torch.nn.Module | Callable[..., Any]) -> bool:
-    """Return whether a network has te_fast's modules; True of what is no module, whose insides nobody sees.
+    """Return whether a network has te_fast's modules; True for objects that are not modules, since they are opaque.
 
     Parameters
     ----------
@@ -44,8 +44,8 @@ def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
     """Check that a model under ``FullyShardedDataParallel`` can be trained.
 
     Transformer Engine shares FP8 copies of weights, and saved activations, among the ranks here. te_fast shares
-    neither: an FP8 copy that the optimizer will change goes with the backward of its layer, and activations are of a
-    rank's own data.
+    neither: an FP8 copy that the optimizer will change is freed in the backward of its layer, and activations belong to
+    a rank's own data.
 
     Parameters
     ----------

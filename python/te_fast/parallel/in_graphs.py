@@ -1,4 +1,4 @@
-"""Collectives of tensor parallelism that tracers see, each with the one that its gradient takes."""
+"""Collectives of tensor parallelism for tracers, each with the collective of its gradient."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Ranks:
     Attributes
     ----------
     name : str
-        Of who shares the tensors, for messages.
+        Name of the layer that shares the tensors, for messages.
     group : str
         torch's name of the group.
     size : int
@@ -108,18 +108,18 @@ class Ranks:
         return y
 
     def scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, and keep this one's rows; the gradient is gathered."""
+        """Sum over ranks, and keep this rank's rows; the gradient is gathered."""
         check_rows(x.shape[0] if x.dim() > 1 else 1, self.size, f"{self.name}: sequence_parallel")
         y: torch.Tensor = _Scatter.apply(x, self.size, self.group)
         return y
 
     def copy(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what all ranks have; the gradient is summed."""
+        """Return the tensor, which all ranks have; the gradient is summed."""
         y: torch.Tensor = _Copy.apply(x, self.group)
         return y
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks; the gradient of every part is that of the sum."""
+        """Sum over ranks; every rank's part has the gradient of the sum."""
         y: torch.Tensor = _Sum.apply(x, self.group)
         return y
 
@@ -130,7 +130,7 @@ class Ranks:
         return self.gather(x) if exchange.before == "gather" else self.copy(x)
 
     def behind(self, exchange: Exchange, y: torch.Tensor) -> torch.Tensor:
-        """Run the one behind them."""
+        """Run the collective after the linear ops."""
         if exchange.behind is None:
             return y
         return self.scatter(y) if exchange.behind == "scatter" else self.sum(y)
@@ -142,7 +142,7 @@ def ranks_of(name: str, group: Any) -> Ranks:
     Parameters
     ----------
     name : str
-        Of who shares the tensors.
+        Name of the layer that shares the tensors.
     group : torch.distributed.ProcessGroup, optional
         The ranks; all by default.
     """

@@ -1,4 +1,4 @@
-"""Gathers of bytes: each rank quantises its rows as one rank would the rows of all, and the bytes travel."""
+"""Gathers of bytes: each rank quantises its rows as one rank would quantise all rows, and the bytes travel."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from te_fast.tensor.float8 import Float8CurrentScalingQuantizer, Float8Tensor
 from te_fast.tensor.of_recipe import quantizer_of
 
 Role = Literal["input", "grad"]
-#: A tensor of a program's with the rows of all ranks, this rank's part of it, and whether it is a column layout.
+#: A program's tensor with the rows of all ranks, this rank's part of it, and whether it is a column layout.
 Part = tuple[torch.Tensor, torch.Tensor, bool]
 
 
 def quantizer_of_rows(
     recipe: Recipe, role: Role, state: DelayedScalingRecipeState | None, slot: int, group: Any
 ) -> Any:
-    """Return what quantises a rank's rows of an operand that is gathered; None where its values are.
+    """Return the quantizer for a rank's rows of a gathered operand; None if values are gathered.
 
-    Scales per tensor are those that one rank would have: under current scaling the maximum is reduced over `group`,
-    under delayed scaling the end of the region has done so. Blocks of 1x128 have scales of their own. Gradients in
-    blocks travel as values: in both of their layouts they are as long as in BF16.
+    Scales per tensor are those of one rank with all rows: under current scaling the maximum is reduced over `group`,
+    and under delayed scaling the end of the region has reduced it. Blocks of 1x128 have their own scales. Gradients in
+    blocks are gathered as values, since both layouts together are as long as BF16.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def quantizer_of_rows(
     state : DelayedScalingRecipeState, optional
         Scales of delayed scaling.
     slot : int
-        The operand's place among them.
+        The operand's index among them.
     group : torch.distributed.ProcessGroup
         Ranks that have parts of the rows.
     """
@@ -66,7 +66,7 @@ def quantizer_of_rows(
 
 
 def cuts_no_blocks(quantizer: Any, x: torch.Tensor) -> bool:
-    """Tell whether the blocks of a rank's rows are those that one rank would make."""
+    """Tell whether the blocks of a rank's rows are blocks of the whole tensor."""
     if not isinstance(quantizer, Float8BlockQuantizer):
         return True
     columns = x.shape[-1]
@@ -74,7 +74,7 @@ def cuts_no_blocks(quantizer: Any, x: torch.Tensor) -> bool:
 
 
 def gather_rows(value: Float8Tensor, ranks: Ranks, chunks: Chunks | None = None) -> Float8Tensor:
-    """Concatenate the rows of all ranks, which have one scale; in chunks, whose events say when they have come."""
+    """Concatenate the rows of all ranks, which have one scale; in chunks, events mark their arrival."""
     assert value._data is not None
     data = ranks.gather(value._data)[0] if chunks is None else chunks.gather(value._data)
     scale, kind = value._scale_inv, value._fp8_dtype
@@ -85,14 +85,14 @@ def gather_rows(value: Float8Tensor, ranks: Ranks, chunks: Chunks | None = None)
 def gather_input(
     quantizer: Any, x: torch.Tensor, ranks: Ranks, chunks: Chunks | None = None
 ) -> tuple[Any, list[Part]]:
-    """Quantise a rank's rows, and gather what forward reads of them; only rows with one scale go in chunks.
+    """Quantise a rank's rows, and gather the layout that forward reads; only rows with one scale go in chunks.
 
     Returns
     -------
     Float8Tensor or Float8BlockwiseQTensor
-        With the rows of all ranks. What backward reads is there in name alone where it is not what forward reads.
+        With the rows of all ranks. A layout that only backward reads has no memory of its own yet.
     list of Part
-        What backward has to gather.
+        The parts that backward must gather.
     """
     value = quantizer(x)
     if isinstance(value, Float8Tensor):
@@ -126,7 +126,7 @@ class _Later:
         self._gathered, self._out = gathered, out
 
     def wait(self) -> None:
-        """Let what follows on this stream see the result."""
+        """Let later work on this stream see the result."""
         self._ranks.wait(self._handle)
         size = self._ranks.size
         parts = self._gathered.view(size, self._out.shape[0], -1)
@@ -148,5 +148,5 @@ def _joined(ranks: Ranks, part: torch.Tensor, *, later: bool) -> tuple[torch.Ten
 def gather_again(
     ranks: Ranks, part: torch.Tensor, *, is_column: bool
 ) -> tuple[torch.Tensor, Handle]:
-    """Start to gather in backward what a rank has kept of its rows."""
+    """Start to gather, in backward, the rows that each rank has kept."""
     return _joined(ranks, part, later=True) if is_column else ranks.gather(part, later=True)

@@ -1,4 +1,4 @@
-"""How a layer is shared among the ranks of a tensor-parallel group: the group, the sizes, and the collectives."""
+"""Layers that the ranks of a tensor-parallel group share: the group, the sizes, and the collectives."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any, Literal
 from te_fast.errors import ArgumentError, RanksError, ShapeError
 from te_fast.runtime.collectives import get_distributed_world_size
 
-#: What precedes the first linear op: its input is gathered, or is the same on all ranks.
+#: Collective before the first linear op: the input is gathered, or is the same on all ranks.
 Before = Literal["gather", "copy"]
-#: What follows the last one: the results of all ranks are summed, and shared out, or left to all.
+#: Collective after the last linear op: the results of all ranks are summed, and scattered or left on all ranks.
 Behind = Literal["scatter", "sum"]
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Which collectives surround the linear ops of a layer.
+    """The collectives around the linear ops of a layer.
 
     Attributes
     ----------
@@ -32,11 +32,11 @@ class Exchange:
     behind: Behind | None
 
     def __bool__(self) -> bool:
-        """Whether there is any."""
+        """Whether there is any collective."""
         return self.before is not None or self.behind is not None
 
 
-#: There is none.
+#: No collective.
 NO_EXCHANGE = Exchange(None, None)
 
 
@@ -51,7 +51,7 @@ def exchange_of(mode: str | None, size: int, *, sequence_parallel: bool) -> Exch
     size : int
         Ranks.
     sequence_parallel : bool
-        Whether what is not split so is split along the rows.
+        Whether tensors that are not split in this way are split along the rows.
     """
     if size == 1 or mode is None:
         return NO_EXCHANGE
@@ -71,12 +71,12 @@ def copy_sharing(module: Any, groups: Iterable[Any], memo: dict[int, Any]) -> An
 
 
 def divided(layer: str, name: str, total: int, size: int, ranks: str = "tp_size") -> int:
-    """Return a rank's share of a size; `ranks` is what users call their number.
+    """Return a rank's share of a size; `ranks` is the users' name of the number of ranks.
 
     Raises
     ------
     ShapeError
-        If ranks cannot have equal ones.
+        If ranks cannot have equal shares.
     """
     if total % size != 0:
         message = f"{layer}: {name} must be a multiple of {ranks} = {size}, got {total}"
@@ -85,12 +85,12 @@ def divided(layer: str, name: str, total: int, size: int, ranks: str = "tp_size"
 
 
 def size_of_group(layer: str, group: Any, given: int) -> int:
-    """Return how many ranks share a layer that is made with ``tp_group`` and ``tp_size``.
+    """Return the number of ranks that share a layer with ``tp_group`` and ``tp_size``.
 
     Raises
     ------
     ArgumentError
-        If the size is no positive integer, or not the group's.
+        If the size is not a positive integer, or not the group's.
     RanksError
         If this rank is not in the group.
     """
@@ -110,12 +110,12 @@ def size_of_group(layer: str, group: Any, given: int) -> int:
 
 
 def check_group(layer: str, group: Any, size: int) -> None:
-    """Raise unless a group has as many ranks as share the layer.
+    """Raise unless a group has the layer's number of ranks.
 
     Raises
     ------
     RanksError
-        If it has more or fewer, or this rank is not in it.
+        If the group has another number of ranks, or this rank is not in it.
     """
     got = 1 if group is None else get_distributed_world_size(group)
     if got != size:

@@ -1,7 +1,8 @@
 """A native program between the collectives of tensor parallelism, inside of an autograd node.
 
-A collective is started as soon as its operand is there, and waited for where its result is read: the gradient of the
-input is reduced behind the first weight's gradient, whose input is gathered again behind the gradient of the input.
+A collective starts as soon as its operand is computed, and is awaited where its result is read. In backward, the gather
+of the input runs beside the product of the input's gradient, and the reduction of that gradient runs beside the product
+of the first weight's gradient.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class Run:
     Attributes
     ----------
     kept : object or None
-        What the program's run kept; None where nothing wants a gradient.
+        The tensors that the program's run kept; None if no tensor needs a gradient.
     saved : list of torch.Tensor or None
-        What autograd is to keep.
+        The tensors that autograd must keep.
     local : list of tuple
-        Where among them this rank's part stands for the gathered one, and whether it is of a column layout.
+        Indices in `saved` where this rank's part stands for the gathered tensor, and whether it is a column layout.
     recipe : Recipe or None
         Recipe of the region; None in high precision.
     """
@@ -52,12 +53,12 @@ class Run:
     recipe: Recipe | None = None
 
 
-#: Returns what quantises a rank's rows of the input, or of the result's gradient; None where values are gathered.
+#: Returns the quantizer for a rank's rows of the input, or of the result's gradient; None if values are gathered.
 QuantizerOf = Callable[["Recipe", "Role", Any], Any]
 
 
 class Segment:
-    """A program, and the collectives before and behind it.
+    """A program, and the collectives before and after it.
 
     Parameters
     ----------
@@ -70,9 +71,9 @@ class Segment:
     group : torch.distributed.ProcessGroup
         The ranks.
     first : WeightHandle, optional
-        Of the first linear op, whose weight's gradient waits for a collective.
+        Number of the first linear op, whose weight gradient waits for a collective.
     kind : str
-        What must be the same on all ranks.
+        Properties that must be equal on all ranks.
     """
 
     __slots__ = ("_agreement", "_epoch", "exchange", "first", "program", "ranks")
@@ -93,7 +94,7 @@ class Segment:
         self._epoch: int | None = None
 
     def check(self, x: torch.Tensor, *, wanted: bool, needs_x: bool) -> None:
-        """Raise unless all ranks call the segment alike, and can share out its rows.
+        """Raise unless all ranks call the segment in the same way, and can divide its rows.
 
         Raises
         ------
@@ -118,12 +119,12 @@ class Segment:
         version: int | None = None,
         quantizer: QuantizerOf | None = None,
     ) -> tuple[torch.Tensor, Tensors, Run, torch.Tensor]:
-        """Return the result, the extra outputs, what backward needs, and the input with the rows of all ranks.
+        """Return the result, the extra outputs, data for backward, and the input with the rows of all ranks.
 
         Parameters
         ----------
         owner : object
-            What registers the scales of delayed scaling.
+            The object that registers the scales of delayed scaling.
         x : torch.Tensor
             Input.
         extras : tuple of torch.Tensor
@@ -131,13 +132,13 @@ class Segment:
         is_first_microbatch : bool, optional
             As of :class:`te_fast.pytorch.Linear`.
         needs : tuple
-            Whether the input wants a gradient, which extra inputs do, and whether parameters are to be asked.
+            Whether the input needs a gradient, which extra inputs do, and whether to look at the parameters.
         parameters : tuple of torch.Tensor, optional
-            Those of the program; its modules' own by default.
+            Parameters of the program; by default those of its modules.
         version : int, optional
-            Stands in for that of a weight that is a concatenation.
+            Version of a weight that is a concatenation.
         quantizer : Callable, optional
-            By which the input may be gathered in FP8; without it, values are.
+            Quantizer for a gather of the input in FP8; without it, values are gathered.
         """
         exchange, ranks = self.exchange, self.ranks
         run, wanted = Run(None), needs[0] or needs[2]
@@ -145,12 +146,13 @@ class Segment:
         if enabled:
             run.recipe = FP8GlobalStateManager.get_fp8_recipe()
             if run.recipe.delayed() and epoch != self._epoch:
-                # Also where this rank has no rows: others may have, and reduce their maxima with this one.
+                # Also if this rank has no rows: others may have rows, and reduce their maxima with this rank.
                 owner._init_delayed_scaling()
                 self._epoch = epoch
         if self.first is not None:
             self.first.delay_wgrad_compute = True
-            # What is gathered in high precision is kept so, but for delayed scaling, whose scale will have changed.
+            # Rows that were gathered in high precision are kept so, except under delayed scaling, whose scale will have
+            # changed.
             again = run.recipe is not None and not run.recipe.delayed()
             self.first.save_original_input = again and exchange.before == "gather"
         whole, parts, coming = self._gathered(x, run.recipe, quantizer, wanted=wanted)
@@ -200,7 +202,7 @@ class Segment:
         *,
         wanted: bool,
     ) -> tuple[torch.Tensor, list[Part], Chunks | None]:
-        """Return the rows of all ranks, what of this rank's backward gathers again, and the chunks of what comes."""
+        """Return the rows of all ranks, this rank's parts that backward gathers again, and the arriving chunks."""
         if self.exchange.before != "gather":
             return x, [], None
         made = None
@@ -211,7 +213,7 @@ class Segment:
             is_one_scale = recipe is not None and recipe.float8_per_tensor_scaling()
             chunks = self._coming(x, 1) if is_one_scale else None
             return *gather_input(made, x, self.ranks, chunks), chunks
-        if recipe is not None:  # whose cast reads all rows
+        if recipe is not None:  # the cast reads all rows
             whole = self.ranks.gather(x)[0]
             return whole, [(whole, x, False)], None
         chunks = self._coming(x, x.element_size())
@@ -219,7 +221,7 @@ class Segment:
         return whole, [(whole, x, False)], chunks
 
     def _coming(self, x: torch.Tensor, element_size: int) -> Chunks | None:
-        """Return the chunks in which the rows of all ranks come; None for all at once."""
+        """Return the chunks in which the rows of all ranks arrive; None for all at once."""
         columns = x.shape[-1]
         rows_of = x.numel() // max(columns, 1)
         count = count_of(rows_of, columns * element_size, x.device, self.ranks.size)
@@ -255,18 +257,18 @@ class Segment:
         Parameters
         ----------
         run, saved
-            Of the forward; autograd has kept the tensors.
+            Run and saved tensors of the forward.
         dy : torch.Tensor
             Gradient of the result.
         extra_grads : tuple of torch.Tensor
-            Those of the extra outputs.
+            Gradients of the extra outputs.
         weight : Callable, optional
-            Returns the weight of the first linear op, whose gradient is computed here; without it, that waits for
-            ``backward_dw``.
+            Returns the weight of the first linear op, whose gradient is computed here; without it, the gradient waits
+            for ``backward_dw``.
         dwhole : torch.Tensor, optional
             Another gradient of the gathered input.
         quantizer : Callable, optional
-            By which the gradient of the result may be gathered in FP8.
+            Quantizer for a gather of the result's gradient in FP8.
         """
         exchange, ranks, first = self.exchange, self.ranks, self.first
         coming = None
@@ -300,7 +302,7 @@ class Segment:
             if first is not None and weight is not None and first.deferred_count() > count:
                 fuses = first.fuse_wgrad_accumulation
                 given = native.program_backward_dw(first, weight(), fuses)
-                if not fuses:  # else what autograd is given is there already
+                if not fuses:  # otherwise autograd's stand-in exists already
                     gradients[0] = given
             ranks.wait(reduction)
         except BaseException:
@@ -312,7 +314,7 @@ class Segment:
     def _gathered_gradient(
         self, dy: torch.Tensor, recipe: Recipe | None, quantizer: QuantizerOf | None
     ) -> tuple[torch.Tensor, Chunks | None]:
-        """Return the gradient with the rows of all ranks, and the chunks that they come in."""
+        """Return the gradient with the rows of all ranks, and its chunks."""
         made = None
         if quantizer is not None and dy.numel() != 0 and _is_quantized_throughout(recipe):
             made = quantizer(recipe, "grad", self.ranks.group)
@@ -326,5 +328,5 @@ class Segment:
 
 
 def _is_quantized_throughout(recipe: Recipe | None) -> TypeGuard[Recipe]:
-    """Tell whether backward reads what forward has quantised, or its gradient in FP8, and never their values."""
+    """Tell whether backward reads the quantised input, or the gradient in FP8, and never their values."""
     return recipe is not None and recipe.backward_override is None

@@ -9,7 +9,7 @@ From Python, inside the autocast region that is to be measured::
     with te.autocast(recipe=DelayedScaling()):
         print(te_fast.profile(layer, x))
 
-Any module can be measured; a part that is no te_fast layer counts as the call from Python.
+Any module can be measured. The time of parts that are not te_fast's counts as the call from Python.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Report:
     ['no_grad', 'with grad']
     """
 
-    #: What was measured: layer, shape, device.
+    #: Description of the measured call: layer, shape, device.
     subject: str
     #: Whole calls of the module and of the reference, without and with autograd.
     totals: dict[str, Timing]
@@ -130,7 +130,7 @@ class Report:
 
 
 def _reference(module: torch.nn.Module, x: Any, out: Any) -> torch.nn.Linear | None:
-    """Build the ``nn.Linear`` that maps the same rows to as many columns; None where the module maps no rows."""
+    """Build an ``nn.Linear`` from the same rows to as many columns; None if the module does not map rows to rows."""
     if not (isinstance(x, torch.Tensor) and isinstance(out, torch.Tensor)):
         return None
     if not x.is_floating_point() or x.dim() == 0 or x.shape[:-1] != out.shape[:-1]:
@@ -141,7 +141,7 @@ def _reference(module: torch.nn.Module, x: Any, out: Any) -> torch.nn.Linear | N
 
 
 def _device_of(module: torch.nn.Module, inputs: tuple[Any, ...]) -> torch.device:
-    """Return where the work goes: the device of the first tensor that there is."""
+    """Return the device of the first tensor among inputs and parameters."""
     given = (value for value in inputs if isinstance(value, torch.Tensor))
     tensor = next(itertools.chain(given, module.parameters(), module.buffers()), None)
     return torch.device("cpu") if tensor is None else tensor.device
@@ -163,7 +163,7 @@ def _stages(
     rounds: int,
     calls: int,
 ) -> dict[str, float]:
-    """Median over bursts of each native stage, and of what is left of the call around them."""
+    """Return the median over bursts of each native stage, and of the rest of the call."""
     from te_fast import dispatch
 
     samples: dict[str, list[float]] = {}
@@ -186,18 +186,18 @@ def profile(module: torch.nn.Module, *inputs: Any, rounds: int = 30, calls: int 
     Parameters
     ----------
     module : torch.nn.Module
-        A layer of te_fast, or any module. Stages are those of all te_fast layers in it; what else it
-        does counts as the call from Python.
+        A layer of te_fast, or any module. The stages add up all te_fast layers in it; other work counts as the call
+        from Python.
     inputs
-        What it is called with.
+        Arguments of the call.
     rounds, calls : int
         Bursts per measurement, and calls per burst.
 
     Returns
     -------
     Report
-        Totals and stages, and, where the module maps rows to rows, the ratio to an ``nn.Linear`` of
-        as many columns; ``print`` shows the table.
+        Totals and stages; if the module maps rows to rows, also the ratio to an ``nn.Linear`` of as many columns;
+        ``print`` shows the table.
 
     See Also
     --------
@@ -251,7 +251,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Profile a ``te_fast.pytorch.Linear`` as the command line says.
+    """Profile a ``te_fast.pytorch.Linear`` with the options of the command line.
 
     See Also
     --------

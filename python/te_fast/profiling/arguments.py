@@ -11,7 +11,7 @@ def count(text: str) -> int:
     Parameters
     ----------
     text : str
-        What was given.
+        The argument.
 
     Raises
     ------
@@ -25,4 +25,4 @@ def count(text: str) -> int:
     return number
 
 
-count.__name__ = "integer"  # what argparse calls it in messages
+count.__name__ = "integer"  # argparse shows this name in messages

@@ -1,4 +1,4 @@
-"""Regions by the names that command lines give recipes."""
+"""Regions by the names of recipes on command lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def region(name: str) -> AbstractContextManager[Any]:
     Parameters
     ----------
     name : str
-        One of `RECIPES`; ``none`` is no region.
+        One of `RECIPES`; ``none`` means no region.
     """
     import te_fast.pytorch as te
     from te_fast.common import recipe as recipes

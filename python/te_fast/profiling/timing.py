@@ -1,8 +1,8 @@
 """Host time per call, measured so that two bodies can be compared.
 
-A burst of calls is timed after a synchronisation, and the clock stops before the next one: what counts
-is the time until the host is free again. The bodies take turns, so that a slow spell of the machine
-hits all of them; the median over the rounds is the figure, the quartiles its spread.
+A burst of calls is timed after a synchronisation, and the clock stops before the next one. So the figure is the time
+until the host is free again. The bodies take turns, so that a slow spell of the machine affects all of them. The figure
+is the median over the rounds, and the quartiles are its spread.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _processor() -> str:
 
 
 def environment(device: torch.device) -> dict[str, object]:
-    """Collect what a figure must be quoted with: command, machine, versions, date."""
+    """Collect the command, machine, versions and date of a measurement."""
     import te_fast
 
     facts: dict[str, object] = {

@@ -161,7 +161,7 @@ __all__ = [
     "should_set_cuda_device_every_batch",
 ]
 
-# What a linear layer does not need is imported when it is first asked for: modules, and their share of the names above.
+# Modules that a linear layer does not need are imported at first use; with each, its share of the names above.
 _MODULES = (
     "attention cpu_offload cross_entropy graph ops optimizers permutation router transformer utils"
 )
@@ -186,12 +186,12 @@ publish(__name__)
 
 
 def __dir__() -> list[str]:
-    """Show what is public."""
+    """List the public names."""
     return list(__all__)
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for; say so of what Transformer Engine has here and te_fast does not yet."""
+    """Import a deferred name; raise for names that Transformer Engine has here and te_fast does not have yet."""
     if name in _DEFERRED:
         return load(__name__, name, _DEFERRED[name])
     raise missing(__name__, name)

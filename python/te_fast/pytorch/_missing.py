@@ -1,4 +1,4 @@
-"""Names of Transformer Engine that te_fast does not have yet, and what their use is answered."""
+"""Names of Transformer Engine that te_fast does not have yet, and the errors of their use."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ _NAMES = {
 
 
 def missing(module: str, name: str) -> AttributeError:
-    """Return what an attribute of a module that is not there raises.
+    """Return the error for a missing attribute of a module.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What all quantised tensors and quantizers have in common, where Transformer Engine has it."""
+"""The base classes of quantised tensors and quantizers where Transformer Engine has them."""
 
 from te_fast._names import publish
 from te_fast.tensor.operations import passthrough_ops as _quantized_tensor_passthrough_ops

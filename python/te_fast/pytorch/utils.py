@@ -1,4 +1,4 @@
-"""Of Transformer Engine's helpers, those that other code imports."""
+"""Those of Transformer Engine's helpers that other code imports."""
 
 from te_fast._names import publish
 from te_fast.ops.interleave import deinterleave_glu_tensor, interleave_glu_tensor

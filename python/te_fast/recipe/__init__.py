@@ -1,7 +1,7 @@
 """Quantisation recipes, with Transformer Engine's names, fields and defaults.
 
-A recipe is a mutable dataclass. What the dispatcher needs to know of it is derived once, when the
-recipe is first used, and again after any attribute was assigned.
+A recipe is a mutable dataclass. Its native form is derived when the recipe is first used, and again after any attribute
+was assigned.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _GEMMS = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
 _FAST = MMParams(use_split_accumulator=False)
 _SPLIT = MMParams(use_split_accumulator=True)
 
-# Algorithms of the user's own, numbered so that recipes with equal numbers behave alike.
+# Users' algorithms, numbered so that recipes with equal numbers behave alike.
 _algorithms: dict[tuple[Any, Any], int] = {}
 
 
@@ -457,7 +457,7 @@ class CustomRecipe(Recipe):
     qfactory : Callable
         Called with a quantizer's role; returns the quantizer or a request for one.
     fp8_format : Format, default = Format.HYBRID
-        What code that asks the recipe for a number format is told.
+        The number format that code reads from the recipe.
     fp8_dpa, fp8_mha : bool, default = False
         For attention layers; kept for Transformer Engine's sake.
     backward_override : {None, 'high_precision', 'dequantized'}, default = None

@@ -1,4 +1,4 @@
-"""What all recipes share: number formats, options, and the base class."""
+"""Number formats, options, and the base class of recipes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from te_fast.errors import RecipeError
 
 _BACKWARD_OVERRIDES = (None, "high_precision", "dequantized")
 
-# Keywords of older versions of Transformer Engine, with the values that ask for what is done anyway.
+# Keywords of older versions of Transformer Engine, with the values that are te_fast's behaviour.
 _OLD_KEYWORDS: dict[str, Any] = {
     "interval": 1,
     "override_linear_precision": (False, False, False),
@@ -146,7 +146,7 @@ class Recipe:
     fp8_format: Format
     backward_override: str | None
     _cached_repr: str | None = None
-    # What the dispatcher made of the fields; whoever assigns an attribute drops it.
+    # The native form of the fields; assigning an attribute drops it.
     _native: Any = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -157,11 +157,11 @@ class Recipe:
             object.__setattr__(self, "_native", None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is derived."""
+        """Leave derived attributes out."""
         return {name: value for name, value in vars(self).items() if name not in _DERIVED}
 
     def __repr__(self) -> str:
-        """List what distinguishes recipes."""
+        """List the fields that distinguish recipes."""
         if self._cached_repr is None:
             fields = ", ".join(
                 f"{label}={getattr(value, 'name', value)}" for label, value in self._repr_items()
@@ -173,7 +173,7 @@ class Recipe:
         return [("format", self.fp8_format), ("backward_override", self.backward_override)]
 
     def _validate(self) -> None:
-        """Raise :class:`RecipeError` where the fields contradict each other."""
+        """Raise :class:`RecipeError` if the fields contradict each other."""
         require(
             self.backward_override in _BACKWARD_OVERRIDES,
             f"{type(self).__name__}: backward_override (NVTE_BACKWARD_OVERRIDE) must be one of "
@@ -197,7 +197,7 @@ class Recipe:
         self._validate()
 
     def _describe(self) -> dict[str, Any]:
-        """Check the fields and return what the dispatcher needs to know of them."""
+        """Check the fields and return the recipe's native form."""
         self._validate()
         forward = Format.E4M3 if self.fp8_format is Format.HYBRID else self.fp8_format
         backward = Format.E5M2 if self.fp8_format is Format.HYBRID else self.fp8_format
@@ -209,13 +209,13 @@ class Recipe:
         }
 
     def _number_in_graphs(self) -> int:
-        """Return the number of the content, which a graph under trace is then guarded by."""
+        """Return the number of the content, which becomes a guard of a graph under trace."""
         self._describe_to_dispatcher()
         number: int = self._native.number
         return number
 
     def _describe_to_dispatcher(self) -> None:
-        """Have the dispatcher know the recipe, as the regions of a graph need it; replaced by who knows how."""
+        """Describe the recipe to the dispatcher for regions in graphs; another module replaces this method."""
         raise NotImplementedError
 
     @classmethod
@@ -255,12 +255,12 @@ class Recipe:
 
 
 _Recipe = TypeVar("_Recipe", bound=Recipe)
-# Megatron-LM makes its recipes with its layers' keywords, too. They ask a recipe for nothing.
+# Megatron-LM also passes its layers' keywords to recipes, where they have no effect.
 _KEYWORDS_OF_LAYERS = {"device", "params_dtype"}
 
 
 def takes_any_keyword(cls: type[_Recipe]) -> type[_Recipe]:
-    """Let a recipe be made with keywords that are no fields, as Transformer Engine does; warn of them."""
+    """Accept keywords that are not fields, as Transformer Engine does, and warn about them."""
     make: Any = cls.__init__
     names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
 

@@ -1,6 +1,6 @@
-"""Below all layers: the native module, regions, delayed scaling, recomputation, and what the machine can run.
+"""The parts below all layers: native module, regions, delayed scaling, recomputation, supported recipes.
 
-The native module is imported here and nowhere else. No ``nn.Module`` is defined in this folder.
+Only this folder imports the native module. No ``nn.Module`` is defined in this folder.
 """
 
 from te_fast import _native as native

@@ -20,12 +20,12 @@ from te_fast.runtime.support import check_recipe_support, kind_of_device
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Kinds of recipe that were found to run, and on which kind of device where GPUs differ.
+# Kinds of recipes that the device supports; if GPUs differ, with the kind of device.
 _supported: set[tuple[str, tuple[int, int] | None]] = set()
 
 
 def _check_support(recipe: Recipe) -> None:
-    """Raise unless the current device can run a recipe, which is asked once per kind of both."""
+    """Raise unless the current device can run a recipe; checked once per kind of recipe and device."""
     kind = recipe._scaling, kind_of_device()
     if kind in _supported:
         return
@@ -36,7 +36,7 @@ def _check_support(recipe: Recipe) -> None:
 
 
 def _enter_checked(region: autocast) -> autocast:
-    """Enter a region where GPUs differ: a recipe that has its native form may have it from another device."""
+    """Enter a region if GPUs differ: the recipe may have been checked only for another device."""
     native.AutocastRegion.__enter__(region)
     enabled, calibrating, *_ = native.autocast_region()
     if enabled or calibrating:
@@ -80,10 +80,9 @@ class autocast(native.AutocastRegion):
     enabled : bool, default = True
         Quantise.
     calibrating : bool, default = False
-        Record absolute maxima for delayed scaling also where layers do not quantise, and update
-        the scales from them.
+        Record absolute maxima for delayed scaling even if layers do not quantise, and update the scales from them.
     recipe : Recipe, optional
-        How; the device's default by default.
+        The recipe; by default the device's default recipe.
     amax_reduction_group : torch.distributed.ProcessGroup, optional
         Ranks that the maxima of delayed scaling are reduced over; all by default.
     _graph : bool, default = False
@@ -94,8 +93,8 @@ class autocast(native.AutocastRegion):
     Delayed scaling updates forward scales when the outermost region ends, if gradients are enabled
     there, and backward scales when the first FP8 layer of the region has finished its backward.
 
-    Each thread has its own regions; one that has entered none is in that of another thread. An update of delayed
-    scaling takes the layers of all threads.
+    Each thread has its own regions. A thread that has entered none uses the region of another thread. An update of
+    delayed scaling covers the layers of all threads.
 
     See Also
     --------
@@ -148,7 +147,7 @@ def fp8_autocast(
     fp8_group: Any = None,
     _graph: bool = False,
 ) -> autocast:
-    """Return an :class:`autocast`; deprecated, with the argument names of old.
+    """Return an :class:`autocast`; deprecated, with the older argument names.
 
     Parameters
     ----------
@@ -215,7 +214,7 @@ def quantized_model_init(
 
     Notes
     -----
-    Weights have both layouts; where gradients are disabled, the row layout alone, half the memory.
+    Weights have both layouts. If gradients are disabled, they have only the row layout, in half the memory.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""How calls of modules reach the native module, and what it calls of Python's meanwhile."""
+"""Calls of modules into the native module, and the Python functions that it calls."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _layer_call(self: Any, *args: Any, **kwargs: Any) -> Any:
     return native.layer_call(self, *args, **kwargs)
 
 
-# Old dynamos take every method for a Python function, and fail on another: 2.6 does in each call, 2.11 where the
-# compiled function is the layer itself. 2.15 does not.
+# Old versions of dynamo fail on methods that are not Python functions: torch 2.6 in each call, 2.11 if the compiled
+# function is the layer itself, 2.15 never.
 _DYNAMO_TAKES_BUILTINS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 15)
 
 #: ``nn.Module.__call__`` of a layer, as a method without a Python frame.
@@ -47,10 +47,10 @@ program_call_method: Callable[..., Any] = (
 
 
 def call_through_forward(cls: type[torch.nn.Module]) -> None:
-    """Let a class with a ``forward`` of its own, or of a mixin, be called as any module.
+    """Let a class with its own ``forward``, or a mixin's, be called as any module.
 
-    A class that has a native call notes the ``forward`` that this stands for as ``_called_forward``. The native
-    call looks at it, too, for a ``forward`` that was put in its place later.
+    A class with a native call notes the ``forward`` that this call replaces as ``_called_forward``. The native call
+    compares it, to notice a ``forward`` that was set later.
     """
     caller = next(base for base in cls.__mro__ if "__call__" in base.__dict__)
     if (
@@ -73,7 +73,7 @@ def _note_optimizer_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 # Optimizers that write through raw pointers (apex, Transformer Engine), and torch's fused ones, do not move torch's
-# version counters, by which a layer knows whether its weight has changed. This hook is torch's own.
+# version counters, by which a layer knows whether its weight has changed. torch calls this hook after each step.
 register_optimizer_step_post_hook(_note_optimizer_step)
 
 
@@ -100,7 +100,7 @@ def program_backward_once(ctx: Any, *grads: torch.Tensor) -> Any:
     return native.program_backward(ctx, *grads)
 
 
-# `Function.apply` of Python costs 2 us more than the C++ method that it wraps, for functorch: its
+# Python's `Function.apply` costs 2 us more than the C++ method that it wraps. The wrapper serves functorch, whose
 # transforms do not reach the native path, since their tensors have no memory to read.
 native.install_hooks(
     apply=super(torch.autograd.Function, _ProgramFunction).apply,
@@ -114,8 +114,8 @@ native.install_hooks(
     dummy_wgrad=main_grad.dummy_wgrad_for,
 )
 
-# torch.compile leaves the graph where a layer runs natively, as it does at Transformer Engine's layers, and would ask
-# the user to report that.
+# torch.compile breaks the graph at a native layer, as at Transformer Engine's layers, and would ask the user to report
+# that.
 for _message in (
     r"Graph break due to unsupported builtin ",
     r"Dynamo does not know how to trace the builtin `",

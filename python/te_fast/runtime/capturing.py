@@ -1,4 +1,4 @@
-"""Whether CUDA graphs are being captured whose wrapper updates the scales of delayed scaling when it replays them."""
+"""Marks captures of CUDA graphs whose wrapper updates the scales of delayed scaling at each replay."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def set_capture_end() -> None:
 
 
 def is_graph_capturing() -> bool:
-    """Return whether a phase that :func:`set_capture_start` began is on.
+    """Return whether a phase that :func:`set_capture_start` began is active.
 
     See Also
     --------

@@ -1,4 +1,4 @@
-"""Collectives along the first dimension, by ``torch.distributed``: a result, and a handle of what is under way."""
+"""Collectives along the first dimension, by ``torch.distributed``: they return a result and a handle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from te_fast.errors import ArgumentError, ShapeError, UnsupportedError
 
-#: torch's handle of a collective that was started; None where there is nothing to wait for.
+#: torch's handle of a running collective; None if there is nothing to wait for.
 Handle = Any
 
 
@@ -17,7 +17,7 @@ def _is_initialized() -> bool:
 
 
 def get_distributed_world_size(group: Any = None) -> int:
-    """Return how many ranks a group has; 1 without ``torch.distributed``.
+    """Return the number of ranks of a group; 1 without ``torch.distributed``.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ def get_distributed_world_size(group: Any = None) -> int:
 
     See Also
     --------
-    te_fast.pytorch.distributed.get_distributed_rank : this process's place in a group.
+    te_fast.pytorch.distributed.get_distributed_rank : this process's rank in a group.
 
     Examples
     --------
@@ -70,7 +70,7 @@ def get_distributed_rank(group: Any = None) -> int:
 
 
 def spans(group: Any, part: Any) -> bool:
-    """Tell whether a group has all ranks of another one; None is all ranks."""
+    """Tell whether a group has all ranks of another one; None stands for all ranks."""
     if group is None or group is part:
         return True
     ranks_of = torch.distributed.get_process_group_ranks
@@ -78,7 +78,7 @@ def spans(group: Any, part: Any) -> bool:
 
 
 def check_rows(rows: int, size: int, what: str) -> None:
-    """Raise unless rows can be shared out among ranks.
+    """Raise unless rows can be divided among ranks.
 
     Raises
     ------
@@ -101,7 +101,7 @@ def gather_along_first_dim(
     Parameters
     ----------
     inp : torch.Tensor
-        ``(rows, ...)``, of one shape on all ranks.
+        ``(rows, ...)``, of the same shape on all ranks.
     process_group : torch.distributed.ProcessGroup
         The ranks; None is all.
     async_op : bool, default = False
@@ -114,7 +114,7 @@ def gather_along_first_dim(
     torch.Tensor
         ``(ranks · rows, ...)``.
     handle or None
-        None where there is nothing to wait for.
+        None if there is nothing to wait for.
 
     Raises
     ------
@@ -123,11 +123,11 @@ def gather_along_first_dim(
 
     See Also
     --------
-    te_fast.pytorch.distributed.reduce_scatter_along_first_dim : the other way, with a sum.
+    te_fast.pytorch.distributed.reduce_scatter_along_first_dim : the inverse, with a sum.
 
     Examples
     --------
-    One rank has everything:
+    With one rank the result is the input:
 
     >>> import torch
     >>> import te_fast.pytorch as te
@@ -159,7 +159,7 @@ def reduce_scatter_along_first_dim(
     Parameters
     ----------
     inp : torch.Tensor
-        ``(ranks · rows, ...)``, of one shape on all ranks.
+        ``(ranks · rows, ...)``, of the same shape on all ranks.
     tp_group : torch.distributed.ProcessGroup
         The ranks; None is all.
     async_op : bool, default = False
@@ -170,16 +170,16 @@ def reduce_scatter_along_first_dim(
     torch.Tensor
         ``(rows, ...)``.
     handle or None
-        None where there is nothing to wait for.
+        None if there is nothing to wait for.
 
     Raises
     ------
     ShapeError
-        If the first dimension cannot be shared out.
+        If the first dimension cannot be divided among the ranks.
 
     See Also
     --------
-    te_fast.pytorch.distributed.gather_along_first_dim : the other way.
+    te_fast.pytorch.distributed.gather_along_first_dim : the inverse.
 
     Examples
     --------
@@ -209,7 +209,7 @@ def allreduce(
     Parameters
     ----------
     inp : torch.Tensor
-        Of one shape on all ranks, contiguous.
+        A contiguous tensor of the same shape on all ranks.
     tp_group : torch.distributed.ProcessGroup, optional
         The ranks; all by default.
     async_op : bool, default = False
@@ -220,7 +220,7 @@ def allreduce(
     torch.Tensor
         `inp`.
     handle or None
-        None where there is nothing to wait for.
+        None if there is nothing to wait for.
 
     See Also
     --------
@@ -251,7 +251,7 @@ def split_tensor_into_1d_equal_chunks(
     tp_group : torch.distributed.ProcessGroup
         The ranks; None is all.
     new_buffer : bool, default = False
-        In memory of its own, and not as a view of `tensor`.
+        Return a copy instead of a view of `tensor`.
 
     Returns
     -------
@@ -261,7 +261,7 @@ def split_tensor_into_1d_equal_chunks(
     Raises
     ------
     ShapeError
-        If the elements cannot be shared out.
+        If the elements cannot be divided among the ranks.
 
     See Also
     --------
@@ -287,7 +287,7 @@ def split_tensor_into_1d_equal_chunks(
 
 
 def gather_split_1d_tensor(tensor: torch.Tensor, tp_group: Any) -> torch.Tensor:
-    """Return all elements of which each rank has a share, the inverse of :func:`split_tensor_into_1d_equal_chunks`.
+    """Gather the shares of all ranks, the inverse of :func:`split_tensor_into_1d_equal_chunks`.
 
     Parameters
     ----------
@@ -313,7 +313,7 @@ def gather_split_1d_tensor(tensor: torch.Tensor, tp_group: Any) -> torch.Tensor:
 def set_tensor_model_parallel_attributes(
     tensor: Any, is_parallel: bool, dim: int, stride: int
 ) -> None:
-    """Mark a parameter as Megatron-LM knows those that ranks share.
+    """Mark a parameter that ranks share, with Megatron-LM's attributes.
 
     Parameters
     ----------
@@ -322,7 +322,7 @@ def set_tensor_model_parallel_attributes(
     is_parallel : bool
         Whether ranks share it.
     dim, stride : int
-        Along which dimension, and in strides of how many.
+        The dimension along which it is split, and the stride of the split.
 
     See Also
     --------

@@ -1,4 +1,4 @@
-"""Whether a compiler is at work that sees native calls as operators."""
+"""Tells whether a compiler traces native calls as operators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 _Key = torch._C._TorchDispatchModeKey
 _TRACERS = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
 
-#: Whether ``torch.autocast`` is on for any kind of device; a release may lack the cheap question.
+#: Whether ``torch.autocast`` is on for any kind of device; some releases lack the cheap function.
 is_any_autocast_enabled = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 #: The first release of torch whose traces read attributes of native objects.
@@ -19,18 +19,18 @@ CAN_COMPILE = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (
 
 
 def is_in_graph() -> bool:
-    """Tell whether this code is traced. Older releases leave their graph at a native call, and run it."""
+    """Tell whether this code is traced. Older releases break the graph at a native call, and run it."""
     return CAN_COMPILE and is_compiling()
 
 
 def is_traced(x: Any) -> bool:
-    """Tell whether a call is traced, by a tracer that the tensor is of or that watches all operators."""
+    """Tell whether a call is traced, by the tensor's own tracer or one that watches all operators."""
     if is_in_graph():
         return True
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     if fake is not None and isinstance(x, fake.FakeTensor):
         return True
-    if not torch._C._len_torch_dispatch_stack():  # of all modes, those of tracers among them
+    if not torch._C._len_torch_dispatch_stack():  # all modes, including those of tracers
         return False
     return any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS)
 
@@ -39,7 +39,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_unseen(*tensors: torch.Tensor) -> bool:
-    """Tell whether nothing but autograd looks at what is computed of tensors: no compiler, no mode, no subclass."""
+    """Tell whether only autograd observes computations with the tensors: no compiler, no mode, no subclass."""
     return not (
         is_compiling()
         or torch._C._len_torch_dispatch_stack()  # tracers, and others that watch all operators
@@ -49,5 +49,5 @@ def is_unseen(*tensors: torch.Tensor) -> bool:
 
 
 def is_exporting() -> bool:
-    """Tell whether ``torch.export`` traces; not for code that a compiler looks into, for which torch says so always."""
+    """Tell whether ``torch.export`` traces; not for traced code, in which torch always returns True."""
     return CAN_COMPILE and torch.compiler.is_exporting()

@@ -1,8 +1,8 @@
 """Scales and histories of delayed scaling: the tensors of a layer, and their update.
 
-The dispatcher knows which layers take part in an update, and does it in one launch. Python steps in for
-two things only: the reduction of the maxima over ranks, one collective for all layers of a recipe, group
-and device; and algorithms of the user's own.
+The dispatcher knows which layers take part in an update, and updates them in one launch. Python does only two things:
+it reduces the maxima over ranks, in one collective for all layers of a recipe, group and device, and it runs users'
+algorithms.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _states: WeakValueDictionary[int, DelayedScalingRecipeState] = WeakValueDictiona
 
 
 def native_recipe(recipe: Any) -> Any:
-    """Return the dispatcher's form of a recipe, made anew after an assignment."""
+    """Return the native form of a recipe, which is made again after an assignment."""
     if recipe._native is None:
         recipe._native = native.Recipe(**recipe._describe())
     return recipe._native
@@ -49,7 +49,7 @@ class DelayedScalingRecipeState:
     num_quantizers : int, default = 1
         Number of tensors.
     device : torch.device, optional
-        Where the layer's weight lives; the current GPU by default, or the CPU without one.
+        Device of the layer's weight; by default the current GPU, or the CPU without one.
     group : torch.distributed.ProcessGroup, optional
         Ranks that the maxima are reduced over; all by default.
 
@@ -58,8 +58,7 @@ class DelayedScalingRecipeState:
     scale : torch.Tensor
         FP32 ``(num_quantizers,)``, initially 1.
     amax_history : torch.Tensor
-        FP32 ``(amax_history_len, num_quantizers)``, initially 0. Row 0 is live: quantisation takes
-        the maximum into it.
+        FP32 ``(amax_history_len, num_quantizers)``, initially 0. Quantisation raises row 0.
     """
 
     __slots__ = (
@@ -99,7 +98,7 @@ class DelayedScalingRecipeState:
         self._register(recipe, group)
 
     def _register(self, recipe: DelayedScaling, group: Any) -> None:
-        # A forward under torch.inference_mode() makes tensors that nothing may write to outside of it.
+        # Tensors that are made under torch.inference_mode() cannot be written outside of it.
         if self._scale.is_inference() or self._amax_history.is_inference():
             with torch.inference_mode(mode=False):
                 self._scale, self._amax_history = self._scale.clone(), self._amax_history.clone()
@@ -116,14 +115,15 @@ class DelayedScalingRecipeState:
     def take_part(self, owner: str = "a layer") -> None:
         """Take part in updates from now on: a forward of `owner` uses the scales.
 
-        Copies and loaded states may be on one rank alone, which the others would not reduce with.
+        Copies and loaded states take no part before, since they may exist on one rank only, and the others would not
+        reduce with it.
         """
         self._owner = owner
         self._slots.take_part()
 
     @property
     def slots(self) -> Any:
-        """The dispatcher's handle; another one after :meth:`use` or an assignment."""
+        """The dispatcher's handle; it changes after :meth:`use` or an assignment."""
         return self._slots
 
     @property
@@ -155,9 +155,9 @@ class DelayedScalingRecipeState:
             raise
 
     def use(self, recipe: DelayedScaling, group: Any) -> None:
-        """Go on under another recipe or group.
+        """Continue under another recipe or group.
 
-        Scales stay, but for another format they are those of its largest number. Histories are cut, or
+        Scales stay; for another format they are adapted to its largest number. Histories are cut, or
         extended by zeros, to the recipe's length.
 
         Parameters
@@ -208,7 +208,7 @@ class DelayedScalingRecipeState:
         native.note_scale_change()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DelayedScalingRecipeState:
-        """Copy with tensors, and a registration, of its own."""
+        """Copy tensors; the copy has its own registration."""
         return _rebuild(*self._parts(copy.deepcopy(self.recipe, memo)))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -249,7 +249,7 @@ def scale_of(number: int) -> torch.Tensor:
 
 
 def states(*, forward: bool) -> list[DelayedScalingRecipeState]:
-    """Return the living states of a direction that take part in updates, in the order of their places."""
+    """Return the living states of a direction that take part in updates, in order."""
     return [_states[number] for number in native.amax_participants(forward) if number in _states]
 
 
@@ -267,7 +267,7 @@ def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.
 
 
 def update_scales(*, forward: bool) -> None:
-    """Update the scales of all layers that ran since the last update, and of those that other ranks reduce with.
+    """Update the scales of all layers that ran since the last update on this rank or on ranks that reduce with it.
 
     Parameters
     ----------
@@ -278,7 +278,7 @@ def update_scales(*, forward: bool) -> None:
 
 
 def update_all(*, forward: bool) -> None:
-    """Update the scales of all layers, also of those that a replayed graph ran unseen.
+    """Update the scales of all layers, including those that a replayed graph ran.
 
     Parameters
     ----------
@@ -290,7 +290,7 @@ def update_all(*, forward: bool) -> None:
 
 
 def _world_size(group: Any, all_gone: bool) -> int:
-    """Return how many ranks reduce together; 1 for a group whose layers are all gone, and that is destroyed itself."""
+    """Return the number of ranks that reduce together; 1 for a destroyed group whose layers are all gone."""
     if all_gone and group is not None:
         try:
             torch.distributed.get_process_group_ranks(group)
@@ -301,7 +301,7 @@ def _world_size(group: Any, all_gone: bool) -> int:
 
 @contextmanager
 def _named(doing: str) -> Iterator[None]:
-    """Say what ranks were doing in what ``torch.distributed`` raises when one is gone, late, or does something else."""
+    """Name the step in errors of ``torch.distributed``, when a rank is gone, late, or does something else."""
     try:
         yield
     except TeFastError:
@@ -315,21 +315,21 @@ def _named(doing: str) -> Iterator[None]:
 
 
 def _agree(slots: list[tuple[int | None, int]], group: Any, maxima: torch.Tensor) -> None:
-    """Raise unless all ranks reduce maxima of as many layers, with as many tensors each.
+    """Raise unless all ranks reduce maxima of equal numbers of layers and tensors.
 
     Parameters
     ----------
     slots : list of tuple
-        Of each layer the number of its slots, None if it is gone, and of its tensors.
+        For each layer, the number of its slots (None if it is gone) and of its tensors.
     group : torch.distributed.ProcessGroup, optional
         The ranks.
     maxima : torch.Tensor
-        On the device of the reduction.
+        Tensor on the device of the reduction.
 
     Raises
     ------
     RanksError
-        Naming the layers that differ; all ranks raise.
+        With the names of the layers that differ; all ranks raise.
     """
     counts = [count for _, count in slots]
     kind = [len(counts), sum(counts), zlib.crc32(repr(counts).encode())]
@@ -373,7 +373,7 @@ def _all_reduce(maxima: torch.Tensor, group: Any) -> None:
 def _update_in_python(
     forward: bool, slots: list[tuple[int, int]], maxima: torch.Tensor | None
 ) -> None:
-    """Update states one by one; with the maxima of all ranks, where the state of each begins at a number."""
+    """Update states one by one, from the maxima of all ranks; each state begins at an index."""
     for number, first in slots:
         state = _states.get(number)
         if state is None:

@@ -1,4 +1,4 @@
-"""Devices: where parameters are made, and whether a forward makes its tensors' device the current one."""
+"""Devices of parameters, and the switch of the current device in a forward."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def set_cuda_device_every_batch(enabled: bool) -> None:
 
 
 def default_device() -> torch.device:
-    """Return where torch makes tensors, also inside of ``with torch.device(...)``, which torch 2.6 does not tell."""
+    """Return torch's default device, also in ``with torch.device(...)``, which torch 2.6 does not report."""
     try:
         return torch.empty(0).device
     except (AssertionError, RuntimeError):  # a GPU that cannot be used
@@ -63,12 +63,12 @@ def default_device() -> torch.device:
 
 
 def check_device(device: torch.device | str | None, layer: str) -> torch.device:
-    """Return a device that parameters can be made on: for None torch's default one.
+    """Return a device for parameters; for None, torch's default device.
 
     Raises
     ------
     DeviceError
-        If it is a GPU and there is none that can be used.
+        If it is a GPU and no GPU can be used.
     """
     chosen = default_device() if device is None else torch.device(device)
     if chosen.type not in ("cuda", "cpu", "meta"):

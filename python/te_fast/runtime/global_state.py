@@ -1,7 +1,6 @@
 """The autocast state of the process under Transformer Engine's names.
 
-The state itself lives in the dispatcher, where layers read it; what follows reads and writes it
-there.
+The state itself is in the dispatcher, where layers read it. These classes read and write it there.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from te_fast.runtime.support import (
     kind_of_device,
 )
 
-# What regions without a recipe use, by the kind of device where GPUs differ; made anew when somebody has changed it.
+# The recipe of regions without one (by kind of device if GPUs differ); made again if a user has changed it.
 _defaults: dict[tuple[int, int] | None, Recipe] = {}
 
 
 def default_recipe() -> Recipe:
-    """Return the recipe of regions that name none, the same object while nobody changes it."""
+    """Return the recipe of regions without one, the same object until a user changes it."""
     kind = kind_of_device()
     recipe = _defaults.get(kind)
     if recipe is None or recipe._native is None:
@@ -48,7 +47,7 @@ def _flag(index: int, name: str, doc: str) -> property:
 
 
 def _object(index: int, name: str, doc: str) -> property:
-    """Return a property for an object that the region in force was given."""
+    """Return a property for an object of the region in force."""
     return property(
         lambda _: native.autocast_objects()[index],
         lambda state, value: state._set(**{name: value}),
@@ -155,9 +154,9 @@ def _delayed_state(fp8_meta: dict[str, Any]) -> DelayedScalingRecipeState | None
 
 
 def place_in_recompute_buffer(fp8_meta: dict[str, Any]) -> deque[Any]:
-    """Return what is kept of a layer's first phases of recomputation, after giving it a place."""
+    """Return the kept scales of a layer's first phases of recomputation, after giving it an index."""
     buffer = autocast_state.fp8_tensors_recompute_buffer
-    # A reset empties the buffer, and layers keep their places' numbers.
+    # A reset empties the buffer, but layers keep their indices.
     if fp8_meta.get(_RECOMPUTE, len(buffer)) >= len(buffer):
         fp8_meta[_RECOMPUTE] = len(buffer)
         buffer.append(deque())
@@ -185,7 +184,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def reset(cls) -> None:
-        """Go back to the state of a fresh process; living layers stay registered."""
+        """Restore the state of a fresh process; living layers stay registered."""
         native.autocast_reset()
         FP8GlobalState.__init__(autocast_state)
 
@@ -193,9 +192,9 @@ class FP8GlobalStateManager:
     def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:
         """Set the flag by which a captured graph skips the quantisation of its weights.
 
-        It is a number on the device that a replay reads: a graph that was captured after the first
-        call of this quantises its weights where `skip` is false, as in the first microbatch, and
-        uses those of an earlier replay where it is true.
+        Replays read the flag on the device. A graph that was captured after the first call of this function quantises
+        its weights if `skip` is false, as in the first microbatch, and uses the FP8 weights of an earlier replay if it
+        is true.
         """
         if autocast_state.skip_fp8_weight_update_tensor is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -241,7 +240,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def get_buffer_info(cls) -> str:
-        """Return the key under which Transformer Engine notes a layer's place in the buffers."""
+        """Return the key under which Transformer Engine notes a layer's index in the buffers."""
         return "buffer_index_and_autocast_key"
 
     @classmethod
@@ -258,20 +257,20 @@ class FP8GlobalStateManager:
 
     @classmethod
     def get_unique_autocast_key(cls, recipe: Recipe | None = None, group: Any = None) -> str:
-        """Return what tells regions apart: recipe and group."""
+        """Return the properties that distinguish regions: recipe and group."""
         return f"{recipe!s}:{None if group is None else id(group)}"
 
     @classmethod
     def add_fp8_tensors_to_global_buffer(cls, fp8_meta: dict[str, Any]) -> None:
-        """Let a layer's scales take part in the next update of forward scales: a replayed graph has run it unseen.
+        """Let a layer's scales take part in the next update of forward scales, after a replay has run the layer.
 
-        Layers that run do so themselves. What graphs do to the scales of gradients,
-        :meth:`reduce_and_update_fp8_tensors` takes in without being told.
+        Layers outside of graphs do this themselves. Gradients' scales need no such call:
+        :meth:`reduce_and_update_fp8_tensors` updates all of them.
 
         Parameters
         ----------
         fp8_meta : dict
-            The layer's, with the recipe and group of the region.
+            The layer's ``fp8_meta``, with the recipe and group of the region.
         """
         state = _delayed_state(fp8_meta)
         if state is None or not isinstance(fp8_meta.get("recipe"), DelayedScaling):
@@ -337,7 +336,7 @@ class FP8GlobalStateManager:
 
     @classmethod
     def set_autocast_state(cls, state: tuple[Any, ...]) -> None:
-        """Put a snapshot back."""
+        """Restore a snapshot."""
         enabled, calibrating, recipe, group, is_first, graph = state
         autocast_state._set(
             enabled=enabled, calibrating=calibrating, recipe=recipe, group=group, graph=graph
@@ -371,7 +370,7 @@ class FP8GlobalStateManager:
         Raises
         ------
         StateError
-            If :meth:`copy_forward_fp8_meta_tensors_for_recompute` has kept none, or all have been taken.
+            If :meth:`copy_forward_fp8_meta_tensors_for_recompute` has kept none, or all have been used.
         """
         state = _delayed_state(fp8_meta)
         if state is None:
@@ -390,7 +389,7 @@ class FP8GlobalStateManager:
 
     @staticmethod
     def restore_fp8_meta_tensors(fp8_meta: dict[str, Any]) -> None:
-        """Switch back to the scales of before :meth:`get_old_fp8_meta_tensors_for_recompute`."""
+        """Switch back to the scales from before :meth:`get_old_fp8_meta_tensors_for_recompute`."""
         state = _delayed_state(fp8_meta)
         if state is not None:
             state.load(fp8_meta["updated_scale_fwd"], fp8_meta["updated_amax_history_fwd"])

@@ -1,4 +1,4 @@
-"""The column layout of quantised values, made of the row layout."""
+"""Makes the column layout of quantised values from the row layout."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ BLOCK = 128
 
 
 def columnwise_shape(shape: Sequence[int], *, stack: bool = False) -> tuple[int, ...]:
-    """Return the shape of a column layout: the last dimension comes first, in each value of a `stack`."""
+    """Return the shape of a column layout: the last dimension comes first, for a `stack` in each value."""
     if stack:
         return (shape[0], *columnwise_shape(shape[1:]))
     return (*shape[-1:], *shape[:-1])
 
 
 def make_columnwise(value: native.QuantizedValue, owner: str) -> None:
-    """Make the column layout from the row layout, in the memory that is there.
+    """Make the column layout from the row layout, in existing memory.
 
     Raises
     ------
     QuantizedTensorError
-        If there is no row layout, or scales of 1x128 blocks, which column blocks have not.
+        If there is no row layout, or the scales are of 1x128 blocks, which differ from those of column blocks.
     """
     row, scale = value.row, value.row_scale
     if row is None or scale is None:

@@ -26,7 +26,7 @@ def register(
     schema : str
         Name, arguments and results.
     run, meta : Callable
-        What computes the results, and what makes empty ones.
+        The functions that compute the results, and that make empty ones.
     """
     _library.define(schema)
     name = schema.partition("(")[0]

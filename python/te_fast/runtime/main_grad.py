@@ -1,4 +1,4 @@
-"""Gradients that go into ``main_grad`` of their parameters, and what autograd is given instead."""
+"""Gradients that go into ``main_grad`` of their parameters, and autograd's stand-ins for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def get_dummy_wgrad(
     zero: bool = False,
     device: torch.device | str = "cuda",
 ) -> torch.Tensor:
-    """Return a stand-in for a weight gradient that went into ``main_grad``; one per shape and type.
+    """Return a stand-in for a weight gradient that went into ``main_grad``; there is one per shape and type.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def get_dummy_wgrad(
 
 
 def dummy_wgrad_for(weight: torch.Tensor) -> torch.Tensor:
-    """Return the stand-in that autograd is given for a weight with ``grad_added_to_main_grad``."""
+    """Return autograd's stand-in for the gradient of a weight with ``grad_added_to_main_grad``."""
     zero = getattr(weight, "zero_out_wgrad", False)
     return get_dummy_wgrad(list(weight.shape), weight.dtype, zero, weight.device)
 
@@ -51,7 +51,7 @@ def main_grad_of(parameter: torch.Tensor) -> torch.Tensor:
     Raises
     ------
     StateError
-        If there is none.
+        If there is no buffer.
     """
     if hasattr(parameter, "__fsdp_param__"):
         parameter.main_grad = parameter.get_main_grad()  # type: ignore[attr-defined]
@@ -71,7 +71,7 @@ def give(
 ) -> torch.Tensor | None:
     """Give a computed gradient to a parameter.
 
-    Into ``main_grad`` with `fuse`, else into ``.grad``. Returns what autograd is given.
+    The gradient goes into ``main_grad`` with `fuse`, else into ``.grad``. Returns the gradient for autograd.
     """
     if not fuse:
         if parameter.grad is None:
@@ -88,10 +88,10 @@ def give(
 
 
 def after_main_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return what autograd is given for a parameter whose gradient goes into ``main_grad``.
+    """Return autograd's gradient for a parameter whose gradient goes into ``main_grad``.
 
-    With ``grad_added_to_main_grad`` set on the parameter, it becomes true and autograd gets a dummy
-    gradient, so that hooks fire; else it gets none.
+    If the parameter has ``grad_added_to_main_grad``, the attribute becomes true and autograd gets a dummy gradient, so
+    that hooks run. Otherwise autograd gets None.
     """
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None

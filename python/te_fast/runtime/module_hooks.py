@@ -1,4 +1,4 @@
-"""Whether somebody looks at the calls of a module."""
+"""Tells whether hooks observe the calls of a module."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Return whether hooks of the module's own run when it is called, or in its backward."""
+    """Return whether the module has hooks that run in its calls or in its backward."""
     own = module.__dict__
     return bool(
         own["_forward_hooks"]
@@ -26,7 +26,7 @@ _hooks_of_all = (
 
 
 def are_called_plainly(*modules: torch.nn.Module) -> bool:
-    """Return whether calls of modules are their classes' own forwards, and nobody else sees what they return."""
+    """Return whether calls of modules run their classes' own forwards without hooks."""
     if any(_hooks_of_all):
         return False
     for module in modules:

@@ -1,4 +1,4 @@
-"""Parameters in parts along dimension 0 that lie one behind the other: their memory, and gradients put off."""
+"""Parameters in parts along dimension 0: their common memory, and their delayed gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from te_fast.runtime import main_grad, native
 
 
 def joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate in the parts' own type; ``torch.autocast`` refuses 16 bits that are not its own."""
+    """Concatenate in the parts' own type; ``torch.autocast`` refuses 16-bit types other than its own."""
     if len(parts) == 1:
         return parts[0]
     kind = parts[0].device.type
@@ -19,7 +19,7 @@ def joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def are_adjacent(parts: list[torch.Tensor]) -> bool:
-    """Whether parts lie one behind the other in one storage."""
+    """Tell whether parts are adjacent in one storage."""
     ends = [part.data_ptr() + part.numel() * part.element_size() for part in parts]
     return all(part.is_contiguous() for part in parts) and all(
         following.data_ptr() == end
@@ -29,7 +29,7 @@ def are_adjacent(parts: list[torch.Tensor]) -> bool:
 
 
 def whole_of(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return what adjacent parts are together, in their memory."""
+    """Return adjacent parts as one tensor on their memory."""
     first = parts[0].detach()
     rows = sum(part.shape[0] for part in parts)
     size, stride = (rows, *first.shape[1:]), first.stride()
@@ -37,7 +37,7 @@ def whole_of(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def lay_together(lists: list[list[torch.Tensor]]) -> None:
-    """Give parts that lie apart one memory, in order, so that calls read them without a copy."""
+    """Move parts to one memory, in order, so that calls read them without a copy."""
     for parts in lists:
         if not are_adjacent(parts):
             whole = joined([part.detach() for part in parts])
@@ -47,9 +47,9 @@ def lay_together(lists: list[list[torch.Tensor]]) -> None:
 
 
 def compute_deferred(handle: native.WeightHandle, parts: list[torch.Tensor], *, fuse: bool) -> None:
-    """Compute the oldest weight gradient that waits, and give it to the parts that are trained.
+    """Compute the oldest delayed weight gradient, and give it to the parts that are trained.
 
-    With `fuse`, it goes into their ``main_grad``, in the product itself where these lie one behind the other.
+    With `fuse`, it goes into their ``main_grad``; the product itself adds if these are adjacent.
     """
     # One that is missing is noticed before a gradient is computed.
     buffers = [main_grad.main_grad_of(part) for part in parts if fuse and part.requires_grad]
@@ -63,9 +63,7 @@ def compute_deferred(handle: native.WeightHandle, parts: list[torch.Tensor], *, 
         return
     dtypes = {buffer.dtype for buffer in buffers}
     dw: torch.Tensor | None
-    if (
-        len(dtypes) == 1
-    ):  # computed in the type of those that it is added to, so that it is rounded once
+    if len(dtypes) == 1:  # computed in the type of main_grad, so that it is rounded once
         dw = torch.empty(whole.shape, dtype=dtypes.pop(), device=whole.device)
         whole.main_grad, whole.overwrite_main_grad = dw, True  # type: ignore[attr-defined]
         native.program_backward_dw(handle, whole, True)

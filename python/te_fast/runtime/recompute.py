@@ -17,24 +17,24 @@ from te_fast.runtime.collectives import gather_split_1d_tensor, split_tensor_int
 from te_fast.runtime.compiling import is_in_graph
 from te_fast.runtime.global_state import FP8GlobalStateManager
 
-# The tape of regions that name none: first in, first out over all of them.
+# The tape of regions without their own: first in, first out over all of them.
 _default_tape = scale_tape.Tape()
 
 
 class _Phase(NamedTuple):
-    """An entered region of recomputation, and what it put in force."""
+    """An entered region of recomputation, and its phase."""
 
     region: Any
     was_enabled: bool
     context: Any
 
 
-#: The regions entered by thread, outermost first.
+#: The entered regions by thread, outermost first.
 _entered: dict[int, list[_Phase]] = {}
 
 
 def _in_force() -> _Phase | None:
-    """Return the region in force: this thread's, or that of the one that it works for, as layers see it."""
+    """Return the region in force: this thread's, or that of the thread that this one works for."""
     own = _entered.get(get_ident())
     if own is None and _entered and not native.autocast_held()[1]:
         own = next(iter(list(_entered.values())), None)
@@ -44,15 +44,15 @@ def _in_force() -> _Phase | None:
 class activation_recompute_forward:
     """Run layers as one phase of activation recomputation.
 
-    In the first phase layers of delayed scaling note their scales, in the second each takes them
-    back, in the order of its calls, and records no maximum.
+    In the first phase, layers of delayed scaling note their scales. In the second phase, each layer uses them again in
+    the order of its calls, and records no maximum.
 
     Parameters
     ----------
     activation_recompute : bool, default = False
-        Activations are recomputed; without, the region changes nothing.
+        Whether activations are recomputed; if not, the region has no effect.
     recompute_phase : bool, default = False
-        This is the recomputation.
+        Whether this is the recomputation.
 
     See Also
     --------
@@ -124,7 +124,7 @@ def is_fp8_activation_recompute_enabled() -> bool:
 
 
 def in_fp8_activation_recompute_phase() -> bool:
-    """Return whether they run for the second time.
+    """Return whether FP8 layers run for the second time.
 
     See Also
     --------
@@ -143,14 +143,14 @@ def in_fp8_activation_recompute_phase() -> bool:
 def get_activation_recompute_contexts() -> tuple[
     activation_recompute_forward, activation_recompute_forward
 ]:
-    """Return a region for a forward and one for its recomputation, which has the forward's scales.
+    """Return a region for a forward and a region for its recomputation with the forward's scales.
 
-    What ``context_fn`` of ``torch.utils.checkpoint.checkpoint(use_reentrant=False)`` asks for.
+    Pass this function as ``context_fn`` of ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``.
 
     Returns
     -------
     tuple of activation_recompute_forward
-        The region of the forward and that of its recomputation, of one forward's scales.
+        The region of the forward and the region of its recomputation.
 
     See Also
     --------
@@ -178,11 +178,11 @@ def get_activation_recompute_contexts() -> tuple[
 
 
 def _outputs_of_its_own(result: Any) -> Any:
-    """Return what a run without gradients gave, with aliases of the tensors that it did not make.
+    """Return the results of a run without gradients, with aliases of tensors that the run did not make.
 
-    torch's reentrant node takes every output for its own: a parameter among them (the bias of a
-    layer with ``return_bias``) would lead its gradient back to that node, whose backward runs the
-    function again, and so on without end.
+    torch's reentrant node takes every output for its own result. A parameter among the outputs (the bias of a layer
+    with ``return_bias``) would lead its gradient back to that node, whose backward runs the function again, without
+    end.
     """
 
     def own(value: Any) -> Any:
@@ -227,7 +227,7 @@ class _Checkpointed:
 
 
 def _distributed(x: Any, group: Any) -> saved_tensors_hooks:
-    """Have autograd keep this rank's share of a tensor in its place, in memory of its own."""
+    """Let autograd save a copy of this rank's share instead of a tensor."""
     if not isinstance(x, torch.Tensor):
         message = (
             "checkpoint: distribute_saved_activations needs a tensor as the function's first argument, got "
@@ -235,7 +235,7 @@ def _distributed(x: Any, group: Any) -> saved_tensors_hooks:
         )
         raise DtypeError(message)
     share = split_tensor_into_1d_equal_chunks(x.detach(), group, new_buffer=True)
-    # Not the tensor: torch keeps `pack` as long as what it returned.
+    # `pack` must not refer to the tensor: torch keeps `pack` as long as its result.
     shape, address = x.shape, x.data_ptr()
 
     def pack(tensor: torch.Tensor) -> Any:
@@ -252,7 +252,7 @@ def _distributed(x: Any, group: Any) -> saved_tensors_hooks:
 
 
 class _Tracing:
-    """What a trace tells the layers in it."""
+    """Data that a trace passes to the layers in it."""
 
     def __init__(self) -> None:
         #: They are inside of a checkpointed function whose graph keeps the scales that they ask for.
@@ -271,7 +271,7 @@ def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _contexts_in_graph() -> Any:
-    """Say which operators a compiler must not repeat: those that keep the scales of the forward."""
+    """Return a policy: a compiler must not repeat the operators that keep the forward's scales."""
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     return create_selective_checkpoint_contexts(_policy)
@@ -283,9 +283,9 @@ def checkpoint_in_graph(
     options: dict[str, Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Checkpoint the compiler's own way: what it recomputes is in one graph with what it does not.
+    """Checkpoint by the compiler, with recomputed and other operators in one graph.
 
-    Layers of delayed scaling have the graph keep their scales, unless `options` bring a ``context_fn``.
+    The graph keeps the scales of layers of delayed scaling, unless `options` have a ``context_fn``.
 
     Parameters
     ----------
@@ -294,7 +294,7 @@ def checkpoint_in_graph(
     args, kwargs
         Its arguments.
     options
-        Those of ``torch.utils.checkpoint.checkpoint``.
+        Options of ``torch.utils.checkpoint.checkpoint``.
     """
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -332,10 +332,10 @@ def checkpoint(
     use_reentrant: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Run a function and keep its inputs alone for backward, which runs it again.
+    """Run a function and keep only its inputs for backward, which runs the function again.
 
-    As ``torch.utils.checkpoint``; beyond it, the second run is under the autocast region of the
-    first, with its scales of delayed scaling, so that gradients are those of a run without.
+    It works like ``torch.utils.checkpoint``. In addition, the second run has the autocast region and the delayed
+    scaling's scales of the first, so that gradients are those of a run without recomputation.
 
     Parameters
     ----------
@@ -344,15 +344,15 @@ def checkpoint(
     *args
         Its arguments.
     distribute_saved_activations : bool, default = False
-        Keep this rank's share of the first argument alone, which must be a tensor that is the same on all ranks of
-        `tp_group`; backward gathers it. With ``use_reentrant=True``.
+        Keep only this rank's share of the first argument, which must be a tensor that is the same on all ranks of
+        `tp_group`; backward gathers the shares. Only with ``use_reentrant=True``.
     get_rng_state_tracker : Callable, optional
         Returns a tracker with ``get_states`` and ``set_states``; the second run has the states of
         the first.
     tp_group : torch.distributed.ProcessGroup, optional
         Ranks that `distribute_saved_activations` distributes over; all by default.
     use_reentrant : bool, default = True
-        Which of torch's two ways.
+        Which of torch's two implementations to use.
     **kwargs
         ``preserve_rng_state`` goes to torch, and so do ``context_fn``, ``determinism_check`` and
         ``debug``, which it takes with ``use_reentrant=False``; all others to the function.
@@ -391,7 +391,7 @@ def checkpoint(
         message = "checkpoint: distribute_saved_activations has no effect with use_reentrant=False"
         warnings.warn(message, UserWarning, stacklevel=2)
         distribute_saved_activations = False
-    # Imported by calls alone: before torch 2.8 it brings sympy, a third of a second.
+    # Imported only by calls: before torch 2.8 it imports sympy, which takes a third of a second.
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
     options: dict[str, Any] = {

@@ -10,7 +10,7 @@ import torch
 
 from te_fast.errors import ArgumentKeyError, ArgumentNameError
 
-# What the trackers of the process hold: a graph registers those that are generators.
+# States of the process's trackers; a graph registers those that are generators.
 _active: dict[str, Any] = {}
 
 
@@ -19,7 +19,7 @@ def graph_safe_rng_available() -> bool:
 
     See Also
     --------
-    te_fast.pytorch.CudaRNGStatesTracker : What has such states.
+    te_fast.pytorch.CudaRNGStatesTracker : Has such states.
 
     Examples
     --------
@@ -33,7 +33,7 @@ def graph_safe_rng_available() -> bool:
 
 
 def get_all_rng_states() -> dict[str, Any]:
-    """Return the states that :class:`CudaRNGStatesTracker` has set last, by name.
+    """Return the last states of :class:`CudaRNGStatesTracker`, by name.
 
     See Also
     --------
@@ -49,7 +49,7 @@ def get_all_rng_states() -> dict[str, Any]:
 
 
 def set_all_rng_states(states: dict[str, Any]) -> None:
-    """Exchange what :func:`get_all_rng_states` returns.
+    """Replace the states that :func:`get_all_rng_states` returns.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def set_all_rng_states(states: dict[str, Any]) -> None:
 
 
 def _current_generator() -> torch.Generator:
-    """Return the generator that kernels of the current GPU draw from; the CPU's where there is no GPU."""
+    """Return the generator of the current GPU's kernels; the CPU's generator without a GPU."""
     if not torch.cuda.is_available():
         return torch.default_generator
     torch.cuda.init()
@@ -88,10 +88,10 @@ def _made(seed: int) -> torch.Generator:
 
 @contextmanager
 def _drawing_from(state: torch.Generator) -> Iterator[None]:
-    """Let the generator that kernels draw from be another one."""
+    """Replace the generator that kernels draw from."""
     generator = _current_generator()
     if generator is torch.default_generator:
-        # Only GPUs' generators can lend each other what they hold.
+        # Only generators of GPUs can share their states.
         former = generator.get_state()
         generator.set_state(state.get_state())
         try:
@@ -109,7 +109,7 @@ def _drawing_from(state: torch.Generator) -> Iterator[None]:
 
 
 class CudaRNGStatesTracker:
-    """States of the GPU's random numbers by name, of which one at a time is in force.
+    """States of the GPU's random numbers by name; one of them is in force at a time.
 
     Ranks that share a model draw the same numbers in some places and different ones in others. States are generators,
     so that captured graphs advance them. Without a GPU they are the CPU's.
@@ -131,16 +131,16 @@ class CudaRNGStatesTracker:
         self.seeds_: set[int] = set()
 
     def reset(self) -> None:
-        """Forget all states and seeds."""
+        """Drop all states and seeds."""
         self.states_ = {}
         self.seeds_ = set()
 
     def get_states(self) -> dict[str, Any]:
-        """Return the states by name, in a dict of the caller's own."""
+        """Return the states by name, in a new dict."""
         return dict(self.states_)
 
     def set_states(self, states: dict[str, Any]) -> None:
-        """Put states in place of all that there are.
+        """Replace all states.
 
         Parameters
         ----------
@@ -179,7 +179,7 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Draw from a state for a while; it goes on where it was left.
+        """Draw from a state for a while; it continues where its last use ended.
 
         Parameters
         ----------
@@ -189,7 +189,7 @@ class CudaRNGStatesTracker:
         Raises
         ------
         ArgumentKeyError
-            If there is none of that name.
+            If there is no state of that name.
         """
         if name not in self.states_:
             known = ", ".join(map(repr, self.states_)) or "none"

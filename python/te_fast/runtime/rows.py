@@ -1,4 +1,4 @@
-"""Calls whose rows GEMMs do not take: too few for a recipe, which zeros fill up, or none at all."""
+"""Calls with row counts that GEMMs do not take: zero rows, and rows that must be padded with zeros."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Padding(NamedTuple):
 
     @classmethod
     def of(cls, x: torch.Tensor) -> Padding:
-        """Return what the region's GEMMs want behind the rows of ``(..., features)``."""
+        """Return the number of rows that the region's GEMMs need after the rows of ``(..., features)``."""
         rows = x.shape[:-1].numel()
         return cls(x.shape[:-1], rows, native.rows_to_pad(rows))
 
     def pad(self, tensor: Any) -> Any:
         """Append the rows to ``(*leading, ...)``, which becomes ``(rows + missing, ...)``.
 
-        None stays None, and the call itself says what is wrong with a tensor of other dimensions.
+        None stays None. The call itself raises for a tensor of other dimensions.
         """
         count = len(self.leading)
         if tensor is None or tensor.shape[:count] != self.leading:
@@ -39,7 +39,7 @@ class Padding(NamedTuple):
         return functional.pad(flat, (0, 0) * (flat.dim() - 1) + (0, self.missing))
 
     def cut(self, tensor: Any) -> Any:
-        """Take the rows away again."""
+        """Remove the appended rows."""
         if tensor is None:
             return None
         return tensor[: self.rows].view(*self.leading, *tensor.shape[1:])
@@ -48,7 +48,7 @@ class Padding(NamedTuple):
 def apply_padded(
     program: native.Program, owner: Any, x: torch.Tensor, extras: Tensors, *arguments: Any
 ) -> Any:
-    """Apply a program to inputs whose rows are too few for its GEMMs."""
+    """Apply a program to inputs whose rows must be padded for its GEMMs."""
     padding = Padding.of(x)
     more = tuple(map(padding.pad, extras))
     out = native.program_apply(program, owner, padding.pad(x), more, *arguments)
@@ -66,7 +66,7 @@ class _PaddedRun(NamedTuple):
 def run_padded(
     program: native.Program, owner: Any, x: torch.Tensor, extras: Tensors, *arguments: Any
 ) -> Any:
-    """Run a program, without a node, on inputs whose rows are too few for its GEMMs."""
+    """Run a program, without a node, on inputs whose rows must be padded for its GEMMs."""
     padding = Padding.of(x)
     more = tuple(map(padding.pad, extras))
     y, others, run, saved = native.program_run_forward(
@@ -77,7 +77,7 @@ def run_padded(
 
 
 class _Nothing(NamedTuple):
-    """A program's call on zero rows, which no kernel has to see."""
+    """A program's call on zero rows, which launches no kernel."""
 
     program: native.Program
     #: Size, type and device of input and extra inputs.
@@ -97,7 +97,7 @@ class _Nothing(NamedTuple):
         return tuple([x.new_zeros(*x.shape[:-1], cols) for cols in widths])
 
     def gradients(self, wanted: Sequence[bool]) -> tuple[list[Any], Sequence[Any]]:
-        """Return those of the inputs, and of the parameters that are wanted: zeros."""
+        """Return the gradients of the inputs, and zeros for the parameters that need a gradient."""
         zeros = [
             torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in self.inputs
         ]
@@ -162,9 +162,9 @@ def run_backward(
     extra_grads: Tensors,
     chunks: Sequence[tuple[bool, int, Sequence[int]]] | None = None,
 ) -> Any:
-    """Return the gradients of input, parameters and extra inputs, of what a run of a program kept.
+    """Return the gradients of input, parameters and extra inputs, from the data of a program's run.
 
-    Rows of `dy` may come in `chunks`, where the run had all rows that it needs.
+    Rows of `dy` may come in `chunks`, if the run needed no padding.
     """
     if isinstance(kept, _Nothing):
         zeros, grads = kept.gradients([parameter.requires_grad for parameter in kept.parameters])

@@ -1,7 +1,7 @@
 """The scales of delayed scaling in activation recomputation.
 
-A region's scales are updated when it ends, before backward runs its forwards again. Each linear op
-or Quantize that runs in the first phase notes its scales on a tape; in the second phase it takes them back.
+A region's scales are updated when it ends, before backward runs its forwards again. Each linear op or Quantize notes
+its scales on a tape in the first phase, and uses them again in the second phase.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Note = tuple[torch.Tensor, int, bool]
 
 
 class Tape:
-    """What the linear ops of one first phase noted, each in the order of its calls."""
+    """The notes of the linear ops in one first phase, for each op in the order of its calls."""
 
     def __init__(self) -> None:
-        # By identity, with the op's handle: while it lives, nothing else has its id.
+        # By identity, with the op's handle, which keeps the id from being reused.
         self._notes: dict[int, tuple[Any, deque[Note]]] = {}
 
     def push(self, handle: Any, note: Note) -> None:
@@ -38,7 +38,7 @@ class Tape:
         Raises
         ------
         StateError
-            If there is none.
+            If there is no note.
         """
         if id(handle) not in self._notes:
             name = getattr(handle, "name", type(handle).__name__)
@@ -54,13 +54,13 @@ class Tape:
         return note
 
     def copy(self) -> Tape:
-        """Return a tape to take from, so that this one serves once more."""
+        """Return a copy to read from, so that this tape can be read once more."""
         other = Tape()
         other._notes = {key: (handle, notes.copy()) for key, (handle, notes) in self._notes.items()}
         return other
 
 
-#: Layers by the number of their slots: those that take part in a first phase have an entry of it in ``fp8_meta``.
+#: Layers by the number of their slots; layers in a first phase have an entry for it in ``fp8_meta``.
 layers: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 #: The phases in force by the dispatcher's number of their thread, outermost first: a tape, and whether it is read.
@@ -68,7 +68,7 @@ _phases: dict[int, list[tuple[Tape, bool]]] = {}
 
 
 def _own_phases() -> list[tuple[Tape, bool]]:
-    """Return those of this thread, or of the one that it works for."""
+    """Return the phases of this thread, or of the thread that it works for."""
     thread = native.autocast_phase_thread()
     return [] if thread is None else _phases.get(thread, [])
 
@@ -92,8 +92,8 @@ def phase(tape: Tape, *, reads: bool) -> Iterator[None]:
 def recorded_region(state: tuple[Any, ...]) -> Iterator[None]:
     """Put the region of a snapshot in force for this thread, and restore the former region afterwards.
 
-    Layers that find it to be none run in high precision then, where in a backward they would repeat
-    their last region otherwise.
+    If the snapshot has no region, layers run in high precision. Without this, they would repeat their last region in a
+    backward.
     """
     enabled, calibrating, recipe, group, _, graph = state
     if recipe is not None:
@@ -111,7 +111,7 @@ class Recording:
     def __init__(self) -> None:
         self.tape = Tape()
         self._region = FP8GlobalStateManager.get_autocast_state()
-        #: The forward repeats its layers' last region, and its repetition will, too: none was in force.
+        #: Whether no region was in force, so that the forward and its repetition use the layers' last region.
         self._is_repeated = is_repeating()
 
     def region(self) -> AbstractContextManager[None]:
@@ -120,7 +120,7 @@ class Recording:
 
 
 def is_second() -> bool:
-    """Return whether a forward is run again, whose maxima are recorded already."""
+    """Return whether a forward runs again, whose maxima are recorded already."""
     return any(reads for _, reads in _own_phases())
 
 
@@ -131,12 +131,12 @@ def is_outside() -> bool:
 
 
 def is_repeating() -> bool:
-    """Return whether layers repeat their last region: torch's checkpoint runs a forward again, outside of any."""
+    """Return whether layers repeat their last region: torch's checkpoint runs a forward again, outside of regions."""
     return is_outside() and torch._C._current_graph_task_id() >= 0
 
 
 def is_in_phase() -> bool:
-    """Return whether layers of delayed scaling have to ask for their scales."""
+    """Return whether layers of delayed scaling must note or read scales on a tape."""
     return bool(_own_phases())
 
 
@@ -145,7 +145,7 @@ def scales(
 ) -> tuple[torch.Tensor, int] | None:
     """Note an op's scales, or return those of the first phase; the dispatcher calls this."""
     phases = _own_phases()
-    if not phases:  # another thread's
+    if not phases:  # the phases belong to another thread
         return None
     read = next((tape for tape, reads in reversed(phases) if reads), None)
     if read is None:

@@ -13,12 +13,12 @@ def refuse_second_order(name: str) -> None:
     Parameters
     ----------
     name : str
-        What has the gradient.
+        Name of the operation, for the message.
 
     Raises
     ------
     UnsupportedError
-        If it is.
+        If the backward is recorded.
     """
     if torch.is_grad_enabled():
         message = f"{name}: its gradient cannot be differentiated again; call backward without create_graph=True"

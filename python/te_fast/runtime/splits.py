@@ -1,4 +1,4 @@
-"""Counts of experts' rows that lie on a GPU: nothing on the host reads them, unless ``TE_FAST_DEBUG=1`` asks for it."""
+"""Counts of experts' rows on a GPU, which the host reads only with ``TE_FAST_DEBUG=1``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from te_fast.errors import ShapeError
 
 
 def check_in_debug(name: str, counts: torch.Tensor, x: torch.Tensor) -> None:
-    """Refuse counts that are negative or exceed the rows of `x` in sum, where ``TE_FAST_DEBUG=1``.
+    """With ``TE_FAST_DEBUG=1``, refuse counts that are negative or exceed the rows of `x` in sum.
 
     The check synchronises. Under capture a graph cannot raise an exception: a replay with such counts fails by a device
     assertion.

@@ -1,7 +1,7 @@
 """Which recipes the machine can run.
 
 A machine without a GPU runs FP8 on the host backend. With a GPU, the current device decides, as in
-Transformer Engine; the answer is kept per device index, since GPUs of one process may differ.
+Transformer Engine; the answer is stored per device index, since GPUs of one process may differ.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ def _capability_of(index: int) -> tuple[int, int]:
 
 @cache
 def gpus_differ() -> bool:
-    """Return whether GPUs of this process differ in capability: what one runs, another may not."""
+    """Return whether GPUs of this process differ in compute capability."""
     if not torch.cuda.is_available():
         return False
     return len({_capability_of(index) for index in range(torch.cuda.device_count())}) > 1
 
 
 def kind_of_device() -> tuple[int, int] | None:
-    """Return what is to be known of the current device where GPUs differ; ``None`` where they do not."""
+    """Return the capability of the current device if GPUs differ, else ``None``."""
     return get_device_compute_capability() if gpus_differ() else None
 
 
 @cache
 def driver_problem() -> str:
-    """Return why the machine's CUDA driver cannot run te_fast's kernels; nothing where it can.
+    """Return why the machine's CUDA driver cannot run te_fast's kernels; an empty string if it can.
 
-    The driver is one of all GPUs.
+    All GPUs share one driver.
     """
     try:
         native.cuda_driver_version()
@@ -143,8 +143,8 @@ def get_default_recipe() -> Recipe:
     Returns
     -------
     Recipe
-        :class:`DelayedScaling` up to Hopper and on the CPU, :class:`Float8CurrentScaling` on newer
-        GPUs, which Transformer Engine gives MXFP8 or the same.
+        :class:`DelayedScaling` up to Hopper and on the CPU, :class:`Float8CurrentScaling` on newer GPUs, where
+        Transformer Engine takes MXFP8 or the same.
 
     See Also
     --------
@@ -165,18 +165,18 @@ get_default_fp8_recipe = get_default_recipe
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:
-    """Return what the row counts of grouped operands must be padded to.
+    """Return the multiple to which row counts of grouped operands must be padded.
 
     Parameters
     ----------
     recipe : Recipe
-        What the operands are quantised by.
+        Recipe of the operands.
 
     Returns
     -------
     int
-        16 with one scale per tensor and in blocks of 128, 32 for MXFP8, 128 for NVFP4, or what a
-        :class:`CustomRecipe` names.
+        16 with one scale per tensor and in blocks of 128, 32 for MXFP8, 128 for NVFP4, or the number of a
+        :class:`CustomRecipe`.
 
     See Also
     --------

@@ -12,8 +12,8 @@ from te_fast.errors import DtypeError
 def make_weak_ref(x: Any) -> Any:
     """Return tensors on the same memory that do not keep it allocated.
 
-    The memory of a captured graph's results is the graph's, whoever else gets it: a tensor on it that does not own it
-    lets later captures use it, too.
+    A captured graph owns the memory of its results. If tensors on this memory do not own it, later captures can use it,
+    too.
 
     Parameters
     ----------

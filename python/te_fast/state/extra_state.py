@@ -1,9 +1,9 @@
-"""The ``_extra_state`` of layers: what a checkpoint keeps of delayed scaling.
+"""The ``_extra_state`` of layers: the state of delayed scaling in checkpoints.
 
-te_fast writes a format of its own: a fixed header, the recipe's plain fields, and the scales and
-histories as raw FP32, checked by a CRC. Its size depends on the number of tensors and the length of
-the histories alone. Asked by :func:`write_as`, it writes Transformer Engine's pickles; these are read in any case,
-without being executed. Recipes that keep nothing between steps have a state of no bytes.
+te_fast writes its own format: a fixed header, the recipe's plain fields, and the scales and histories as raw FP32,
+checked by a CRC. Its size depends only on the number of tensors and the length of the histories. After
+:func:`write_as`, te_fast writes Transformer Engine's pickles. It always reads these pickles, without executing them.
+Recipes that keep nothing between steps have a state of no bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VERSION = 1
 _PREFIX = struct.Struct("<8sII")
 _HEADER = struct.Struct("<5B3xi4I")
 _FORMATS = (Format.E4M3, Format.HYBRID)
-# Algorithms of the user's own cannot be written; they come back as the default.
+# Users' algorithms cannot be written; a loaded recipe has the default instead.
 _ALGORITHMS = ("max", "most_recent")
 _KEYS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 LIBRARIES = ("te_fast", "transformer_engine")
@@ -44,7 +44,7 @@ class ExtraState:
     Attributes
     ----------
     recipe : DelayedScaling
-        Recipe that the state was kept under. Its ``amax_history_len`` is that of the histories.
+        Recipe of the state. Its ``amax_history_len`` is the length of the histories.
     scale_fwd, scale_bwd : torch.Tensor
         FP32 ``(tensors,)``.
     amax_history_fwd, amax_history_bwd : torch.Tensor
@@ -68,13 +68,14 @@ def _tensor_of(data: bytes) -> torch.Tensor:
 
 
 def write_as(library: str) -> None:
-    """Choose whose format modules write into checkpoints from now on.
+    """Choose the library whose format modules write into checkpoints from now on.
 
     Parameters
     ----------
     library : {'te_fast', 'transformer_engine'}
-        With ``'transformer_engine'`` every module of that library's has its key ``_extra_state``, one of no bytes where
-        there is no state, and delayed scaling's is pickled, as Transformer Engine and Megatron-LM read it.
+        With ``'transformer_engine'`` every module that has ``_extra_state`` in that library writes this key, with no
+        bytes if there is no state. The state of delayed scaling is pickled, as Transformer Engine and Megatron-LM read
+        it.
 
     Raises
     ------
@@ -89,7 +90,7 @@ def write_as(library: str) -> None:
 
 
 def written_as() -> str:
-    """Return whose format modules write."""
+    """Return the library whose format modules write."""
     return _written_as
 
 
@@ -101,12 +102,12 @@ def pack(state: ExtraState | None, *, of_op: bool = False) -> torch.Tensor:
     state : ExtraState, optional
         ``None`` for recipes that keep nothing.
     of_op : bool, default = False
-        It is that of a fusible operation, which Transformer Engine pickles otherwise than a layer's.
+        The state belongs to a fusible operation, which Transformer Engine pickles differently.
 
     Returns
     -------
     torch.Tensor
-        CPU bytes; none for ``None``.
+        CPU bytes; an empty tensor for ``None``.
     """
     if state is None:
         return torch.empty(0, dtype=torch.uint8)
@@ -139,19 +140,19 @@ def unpack(state: torch.Tensor | io.BytesIO | None, *, layer: str) -> ExtraState
     Parameters
     ----------
     state : torch.Tensor or io.BytesIO, optional
-        What the checkpoint holds.
+        The tensor from the checkpoint.
     layer : str
         Name of the layer, for messages.
 
     Returns
     -------
     ExtraState or None
-        ``None`` where there is nothing to restore.
+        ``None`` if there is nothing to restore.
 
     Raises
     ------
     StateError
-        If the bytes are damaged, or hold anything but such a state.
+        If the bytes are damaged, or do not hold such a state.
     """
     try:
         data = _data_of(state)
@@ -168,7 +169,7 @@ def unpack(state: torch.Tensor | io.BytesIO | None, *, layer: str) -> ExtraState
 
 
 def _is_placeholder(state: Any) -> bool:
-    """Tell what ``torch.distributed.checkpoint.state_dict`` passes for a state that a checkpoint lacks."""
+    """Tell whether a value is what ``torch.distributed.checkpoint.state_dict`` passes for a missing state."""
     kind = type(state)
     return (kind.__module__, kind.__name__) == (
         "torch.distributed.checkpoint.state_dict",
@@ -231,7 +232,7 @@ def _checked(recipe: DelayedScaling, tensors: list[torch.Tensor]) -> ExtraState:
             f"{direction} scales and histories must be torch.float32",
         )
         _require(
-            # Ops that quantise in one direction only have no scales of the other.
+            # Ops that quantise in one direction have no scales for the other.
             history.dim() == 2 and len(history) > 0 and scale.shape == history.shape[1:],
             f"{direction} histories of shape {tuple(history.shape)} do not fit scales of shape "
             f"{tuple(scale.shape)}",
@@ -259,7 +260,7 @@ def _unpack_pickled(data: bytes) -> ExtraState | None:
     recipe = root.get("recipe")
     if isinstance(recipe, Instance) and recipe.name != "DelayedScaling":
         return None
-    # Transformer Engine 1.x kept no recipe: there was none but delayed scaling.
+    # Transformer Engine 1.x saved no recipe, since delayed scaling was the only one.
     _require(recipe is None or isinstance(recipe, Instance), "expected a recipe")
     records = [root.get(key) for key in _KEYS]
     tensors = [item.tensor() if isinstance(item, TensorRecord) else item for item in records]
@@ -271,7 +272,7 @@ def _unpack_pickled(data: bytes) -> ExtraState | None:
 def _flattened(root: dict[Any, Any]) -> dict[Any, Any] | None:
     """Bring the state of a ``transformer_engine.pytorch.ops`` op, by direction, into a layer's form.
 
-    A direction without quantised tensors is absent there; one without scales stands for it here.
+    In the op's state, a direction without quantised tensors is absent; in the layer's form it has no scales.
     """
     parts = [root[mode] for mode in ("forward", "backward") if mode in root]
     _require(all(type(part) is dict for part in parts), "expected a dictionary of each direction")
@@ -288,7 +289,7 @@ def _flattened(root: dict[Any, Any]) -> dict[Any, Any] | None:
 
 
 def _length_of(history: Any) -> int:
-    """Return the rows of a history, as the stream describes it; one, of what is none."""
+    """Return the number of rows of a history in the stream; 1 if it is not a history."""
     size = history.size if isinstance(history, TensorRecord) else getattr(history, "shape", ())
     return int(size[0]) if len(size) == 2 else 1
 

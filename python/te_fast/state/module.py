@@ -14,11 +14,11 @@ _EXTRA_STATE = "_extra_state"
 
 
 class StatefulModule(torch.nn.Module):
-    """A module with scales and histories of either direction, or of none."""
+    """A module that may have scales and histories, forward and backward."""
 
     #: The module in messages.
     _STATE_OWNER: ClassVar[str]
-    #: Where the module lies in the one whose checkpoint was loaded last, for messages.
+    #: Path of the module in the model whose checkpoint was loaded last, for messages.
     _path: str = ""
 
     def _state_name(self) -> str:
@@ -26,22 +26,22 @@ class StatefulModule(torch.nn.Module):
         raise NotImplementedError
 
     def _state_sizes(self) -> tuple[int, int]:
-        """Return how many scales there are, forward and backward."""
+        """Return the numbers of scales, forward and backward."""
         raise NotImplementedError
 
     def _scaling_states(self) -> tuple[Any, Any]:
-        """Return the states of forward and backward, None where there is none."""
+        """Return the states of forward and backward, or None."""
         raise NotImplementedError
 
     def _make_scaling_states(self, recipe: Recipe) -> None:
-        """Make, or keep, the states that a recipe asks for."""
+        """Make, or keep, the states that a recipe needs."""
         raise NotImplementedError
 
     def _drop_slots(self) -> None:
-        """Forget what depends on the scales' memory."""
+        """Drop everything that depends on the scales' memory."""
 
     def get_extra_state(self) -> torch.Tensor:
-        """Return delayed scaling's state as CPU bytes, none where there is no state."""
+        """Return delayed scaling's state as CPU bytes, or None."""
         states = self._scaling_states()
         first = next((state for state in states if state is not None), None)
         if first is None:
@@ -56,12 +56,12 @@ class StatefulModule(torch.nn.Module):
         return extra_state.pack(state, of_op=self._STATE_OWNER == "op")
 
     def set_extra_state(self, state: Any) -> None:
-        """Restore what :meth:`get_extra_state`, or Transformer Engine's, returned.
+        """Restore a state of :meth:`get_extra_state`, or of Transformer Engine.
 
         Raises
         ------
         StateError
-            If the bytes are damaged or not such a state; nothing has changed then.
+            If the bytes are damaged or not such a state. Nothing has changed then.
         """
         name, owner = self._state_name(), self._STATE_OWNER
         read = extra_state.unpack(state, layer=name)
@@ -84,7 +84,8 @@ class StatefulModule(torch.nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        # A module without delayed scaling has the very keys of its torch.nn counterpart, or of Transformer Engine's.
+        # A module without delayed scaling has exactly the keys of its counterpart in torch.nn, or in Transformer
+        # Engine.
         is_stateless = self._scaling_states() == (None, None)
         if is_stateless and extra_state.written_as() == "te_fast":
             destination.pop(prefix + _EXTRA_STATE, None)
@@ -92,7 +93,7 @@ class StatefulModule(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         self.__dict__["_path"] = prefix.removesuffix(".")
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        # Checkpoints of torch.nn modules have none; fresh scales are right then.
+        # Checkpoints of torch.nn modules have no state; the module then begins with fresh scales.
         missing_keys: list[str] = rest[2]
         if prefix + _EXTRA_STATE in missing_keys:
             missing_keys.remove(prefix + _EXTRA_STATE)

@@ -1,8 +1,8 @@
 """A reader of pickled checkpoint states that executes nothing.
 
-Transformer Engine keeps the state of delayed scaling as a pickle, which Python's own reader runs as
-a program. This one walks the opcodes and knows the few globals that occur: it imports no name,
-calls no object of the file, and allocates no more than the file is long.
+Transformer Engine keeps the state of delayed scaling as a pickle, which Python's own reader runs as a program. This
+reader walks the opcodes and knows the few globals that occur. It imports no name, calls no object of the file, and
+allocates no more memory than the length of the file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _RECIPE_NAMES = frozenset(
         "_OverrideLinearPrecision",
     }
 )
-# Where Megatron-LM is loaded, pickles name what it has put in other names' place.
+# If Megatron-LM is loaded, pickles contain the names of its replacements.
 _STANDS_FOR = {
     ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"): (
         _RECIPE_MODULE,
@@ -63,7 +63,7 @@ _GLOBALS = frozenset(
     }
 )
 _MAX_DIMENSIONS = 8
-# A state has some hundred opcodes; its numbers are in a few long byte strings.
+# A state has about a hundred opcodes; its numbers are in a few long byte strings.
 _MAX_OPCODES = 100_000
 
 
@@ -86,7 +86,7 @@ class Instance:
 
 @dataclass
 class _Storage:
-    """The elements behind tensors; some formats tell the bytes only after the tensors."""
+    """The elements of tensors; some formats have the bytes after the tensors."""
 
     key: str
     dtype: torch.dtype
@@ -96,7 +96,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor as the file describes it."""
+    """A tensor, as described in the file."""
 
     storage: _Storage
     offset: int
@@ -104,7 +104,7 @@ class TensorRecord:
     stride: tuple[int, ...]
 
     def tensor(self) -> torch.Tensor:
-        """Return a CPU tensor with memory of its own.
+        """Return a CPU tensor with its own memory.
 
         Raises
         ------
@@ -421,7 +421,7 @@ def _read_archive(data: bytes) -> Any:
         def member(name: str) -> bytes:
             nonlocal left
             entry = entries[name]
-            # Entries may overlap: together they may not be longer than the file.
+            # Entries might overlap, so their sum must not be longer than the file.
             left -= entry.file_size
             _expect(entry.compress_type == zipfile.ZIP_STORED and left >= 0, "a compressed member")
             return archive.read(entry)
@@ -457,7 +457,7 @@ def read(data: bytes) -> Any:
     Raises
     ------
     StateError
-        If the file holds anything else, or is damaged.
+        If the file holds other objects, or is damaged.
     """
     if data.startswith(b"PK\x03\x04"):
         return _read_archive(data)

@@ -1,7 +1,7 @@
 """States of delayed scaling as Transformer Engine pickles them.
 
-Python's own writer would name the classes of the recipe at hand, and needs them to be importable. These are the opcodes
-that it writes for Transformer Engine's classes; only plain values go through it.
+Python's own writer would name te_fast's recipe classes, and needs classes to be importable. So this module writes the
+opcodes for Transformer Engine's classes itself; only plain values go through Python's writer.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _RECIPE_FIELDS = (
 
 
 def write(state: ExtraState) -> torch.Tensor:
-    """Write the state of a layer or an op, whichever has as many tensors.
+    """Write the state of a layer or of an op, chosen by the number of tensors.
 
     Parameters
     ----------
     state : ExtraState
-        Of a layer, which has three tensors a GEMM forward and two backward, or of an operation of ``te.ops``.
+        State of a layer, which has three tensors per GEMM forward and two backward, or of an operation of ``te.ops``.
 
     Returns
     -------
@@ -59,7 +59,7 @@ def layer_state(state: ExtraState) -> bytes:
     Parameters
     ----------
     state : ExtraState
-        Scales and histories, by tensors in the layer's order.
+        Scales and histories, in the layer's order of tensors.
     """
     variables = {"num_gemms": state.scale_fwd.numel() // 3, "fp8_checkpoint": True}
     parts = {"recipe": _recipe(state.recipe)}
@@ -69,7 +69,7 @@ def layer_state(state: ExtraState) -> bytes:
 
 
 def op_state(state: ExtraState) -> bytes:
-    """Write the state of an op of ``transformer_engine.pytorch.ops``: by direction, of those that have tensors.
+    """Write the state of an op of ``transformer_engine.pytorch.ops``, for each direction that has tensors.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def _tensors(state: ExtraState, keys: tuple[str, ...]) -> dict[str, bytes]:
 
 
 def _tensor(tensor: torch.Tensor) -> bytes:
-    """Return the opcodes of a tensor; those of ``pickle`` would name what Megatron-LM has put in torch's place."""
+    """Return the opcodes of a tensor; ``pickle`` would write the names of Megatron-LM's replacements of torch."""
     plain = tensor.detach().cpu().float().clone(memory_format=torch.contiguous_format)
     stored = io.BytesIO()
     torch.save(plain._typed_storage(), stored, _use_new_zipfile_serialization=False)
@@ -119,7 +119,7 @@ def _recipe(recipe: DelayedScaling) -> bytes:
     values = {name: getattr(recipe, name) for name in _RECIPE_FIELDS}
     values.update(scaling_factor_compute_algo=None, backward_override=None)
     if callable(recipe.amax_compute_algo):
-        # Algorithms of the user's own cannot be written; they come back as the default.
+        # Users' algorithms cannot be written; a loaded recipe has the default instead.
         values["amax_compute_algo"] = "max"
     fields = {name: _fragment(value) for name, value in values.items()}
     fields["fp8_format"] = number_format
@@ -130,7 +130,7 @@ def _recipe(recipe: DelayedScaling) -> bytes:
 def _fragment(value: Any) -> bytes:
     """Return the opcodes of one object, without the pickle's head and end.
 
-    Fragments use the same memo numbers, each only for itself.
+    Fragments use the same memo numbers, each only within itself.
     """
     return pickle.dumps(value, protocol=_PROTOCOL)[2:-1]
 

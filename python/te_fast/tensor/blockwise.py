@@ -56,7 +56,7 @@ def _up(size: int) -> int:
 def _stacked_scale_shape(
     shape: Sequence[int], groups: int, *, columnwise: bool, is_2d: bool
 ) -> tuple[int, ...]:
-    """Return the shape of the scales of a stack of values, those of each as :func:`scale_shape` has them."""
+    """Return the shape of the scales of a stack of values: :func:`scale_shape` for each value."""
     one = scale_shape(shape if groups == 1 else shape[1:], columnwise=columnwise, is_2d=is_2d)
     return one if groups == 1 else (groups, *one)
 
@@ -76,7 +76,7 @@ def _value_of(
 
 
 def _size_of(shape: Sequence[Any]) -> Any:
-    """Return the size that ``view`` is asked for, by several numbers or by one sequence of them."""
+    """Return the size in the arguments of ``view``: several numbers, or one sequence of them."""
     return shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
 
 
@@ -100,7 +100,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
     fp8_dtype : DType
         ``kFloat8E4M3`` or ``kFloat8E5M2``.
     quantizer : Quantizer or None
-        What writes new values; a copy of it is kept.
+        The quantizer that writes new values; the storage keeps a copy of it.
     is_2D_scaled : bool
         Blocks are 128x128.
     fake_dtype : torch.dtype, default = torch.float32
@@ -151,7 +151,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
         return cls._storage_of(value, fake_dtype or torch.float32, quantizer)
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return the keywords that the constructor makes the same value from."""
+        """Return the constructor's keywords for the same value."""
         return {
             "rowwise_data": self._rowwise_data,
             "rowwise_scale_inv": self._rowwise_scale_inv,
@@ -169,7 +169,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
         Raises
         ------
         UnsupportedError
-            If they would not.
+            If a block would be cut.
         """
         size = whole_size(self.shape, _size_of(shape))
         if len(size) == 1 and len(self.shape) != 1:
@@ -178,7 +178,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
         return Float8BlockwiseQTensorStorage._storage_of(value, self._dtype, self._quantizer)
 
     def _keeps_blocks(self, size: Sequence[int]) -> bool:
-        """Whether blocks stay whole: rows do, leading dimensions are counted together, or nothing is told of either."""
+        """Tell whether blocks stay whole."""
         own = self.shape
         if self._value.groups != 1:
             return tuple(size) == tuple(own)
@@ -207,7 +207,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
             raise self._cuts_blocks(size)
         made = self._value.share()
         if len(size) == 1 and len(self.shape) != 1:
-            return made  # The bytes keep their rows and columns, of which blocks are made.
+            return made  # The bytes keep their rows and columns, and so their blocks.
         valid = self._value.col_is_valid
         if made.row is not None:
             made.row = made.row.view(size)
@@ -218,7 +218,7 @@ class Float8BlockwiseQTensorStorage(QuantizedTensorStorage):
         return made
 
     def _create_columnwise(self) -> None:
-        """Make the column layout of 128x128 blocks, in the memory that is there."""
+        """Make the column layout of 128x128 blocks, in existing memory."""
         make_columnwise(self._value, type(self).__name__)
 
     def _transpose_columnwise_data(self) -> None:
@@ -285,7 +285,7 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Float8TensorBase):
         stride: Sequence[int] | None = None,
         fake_dtype: torch.dtype | None = None,
     ) -> Any:
-        """Make a tensor over these ones."""
+        """Make a tensor over these tensors."""
         if fake_dtype is not None and fake_dtype != dtype:
             message = (
                 f"Float8BlockwiseQTensor: fake_dtype {fake_dtype} does not match dtype {dtype}"
@@ -299,7 +299,7 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Float8TensorBase):
     # Shapes --------------------------------------------------------------------------------------
 
     def view(self, *shape: Any) -> Any:
-        """Return the tensor in another shape; dequantised, with a warning, where that would cut blocks."""
+        """Return the tensor in another shape; dequantised, with a warning, if that would cut blocks."""
         size = _size_of(shape)
         if isinstance(size, torch.dtype):
             return torch.Tensor.view(self, size)
@@ -346,7 +346,7 @@ class Float8BlockwiseQTensor(Float8BlockwiseQTensorStorage, Float8TensorBase):
 
     @classmethod
     def _make_in_reduce_ex(cls, *fields: Any) -> Float8BlockwiseQTensor:
-        """Make a tensor of what an older pickle holds of it."""
+        """Make a tensor from the data of an older pickle."""
         return _make_float8_blockwise_tensor_in_reduce_ex(*fields)
 
     _INNER_TENSORS = (
@@ -369,7 +369,7 @@ def _make_float8_blockwise_tensor_in_reduce_ex(
     is_2D_scaled: bool,
     data_format: Any = None,
 ) -> Float8BlockwiseQTensor:
-    """Make a tensor of what a pickle holds of it; the last argument is that of an older format."""
+    """Make a tensor from the data of a pickle; the last argument comes from an older format."""
     tensors = rowwise_data, rowwise_scale_inv, columnwise_data, columnwise_scale_inv
     kind = DType.cast(fp8_dtype)
     made: Float8BlockwiseQTensor = Float8BlockwiseQTensor(
@@ -484,7 +484,7 @@ class Float8BlockQuantizer(ComparedBySettings, Float8QuantizerBase):
         return specs
 
     def is_requantization_safe(self) -> bool:
-        """Whether quantising again what was dequantised depends on these values alone: yes."""
+        """Tell whether quantising dequantised values again depends only on these values: yes."""
         return True
 
     def _get_compatible_recipe(self) -> type[Recipe]:

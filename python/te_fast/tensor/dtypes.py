@@ -35,7 +35,7 @@ class DType(IntEnum):
 
     @classmethod
     def cast(cls, value: Any) -> DType:
-        """Return the type of a number, of a type of Transformer Engine's own, or of one of torch's.
+        """Return the type for a number, or for a type of Transformer Engine or of torch.
 
         Raises
         ------
@@ -61,7 +61,7 @@ TE_DType = {
     torch.float8_e4m3fn: DType.kFloat8E4M3,
     torch.float8_e5m2: DType.kFloat8E5M2,
 }
-#: The other way round.
+#: The inverse.
 TE_DType_To_Torch = {kind: dtype for dtype, kind in TE_DType.items()}
 
 #: The types that quantised tensors hold, by the names that the native half has for them.

@@ -1,4 +1,4 @@
-"""FP8 with one scale for a tensor: that of delayed scaling, or the tensor's own."""
+"""FP8 with one scale for a tensor: delayed scaling's, or the tensor's own."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Float8TensorStorage(QuantizedTensorStorage):
     data : torch.Tensor or None
         Bytes (uint8) of the tensor's shape.
     fp8_scale_inv : torch.Tensor
-        One float32: what bytes are multiplied with.
+        One float32, the factor of the bytes.
     fp8_dtype : DType
         ``kFloat8E4M3`` or ``kFloat8E5M2``.
     data_transpose : torch.Tensor, optional
         The bytes with the last dimension first.
     quantizer : Quantizer, optional
-        What writes new values; a copy of it is kept.
+        The quantizer that writes new values; a copy of it is kept.
     fake_dtype : torch.dtype, default = torch.float32
         Nominal type.
     transpose_invalid : bool, optional
@@ -88,7 +88,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return cls._storage_of(value, fake_dtype or torch.float32, quantizer)
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return the keywords that the constructor makes the same value from."""
+        """Return the constructor's keywords for the same value."""
         valid = self._value.col_is_valid
         return {
             "data": self._data,
@@ -107,11 +107,11 @@ class Float8TensorStorage(QuantizedTensorStorage):
         )
 
     def _create_transpose(self) -> None:
-        """Make the column layout, in the memory that is there."""
+        """Make the column layout, in existing memory."""
         make_columnwise(self._value, type(self).__name__)
 
     def _reset_caches(self) -> None:
-        """Note that the bytes of the row layout were written: the column layout holds other values."""
+        """Note that the bytes of the row layout were written, so that the column layout is out of date."""
         self._value.note_write()
 
     def remove_caches(self) -> None:
@@ -129,7 +129,7 @@ def _value_of(
     transpose: Any,
     transpose_invalid: bool | None,
 ) -> native.QuantizedValue:
-    """Return a value of these tensors; as many scales as there are make it a stack of as many values."""
+    """Return a value of these tensors; several scales make it a stack of as many values."""
     check_bytes((data, transpose), "Float8Tensor")
     groups = 1 if scale_inv is None else max(scale_inv.numel(), 1)
     if groups != 1 and data is not None and data.shape[:-1].numel() % groups:
@@ -143,7 +143,7 @@ def _value_of(
 
 
 def viewed(value: Any, size: Sequence[int]) -> Any:
-    """Return the bytes of a value with one scale in another shape; the column layout stays where it fits.
+    """Return the bytes of a value with one scale in another shape; the column layout stays if it fits.
 
     Raises
     ------
@@ -187,13 +187,13 @@ class Float8Tensor(Float8TensorStorage, Float8TensorBase):
     data : torch.Tensor or None
         Bytes (uint8) of that shape.
     fp8_scale_inv : torch.Tensor
-        One float32: what bytes are multiplied with.
+        One float32, the factor of the bytes.
     fp8_dtype : DType
         ``kFloat8E4M3`` or ``kFloat8E5M2``.
     data_transpose : torch.Tensor, optional
         The bytes with the last dimension first.
     quantizer : Quantizer, optional
-        What writes new values; a copy of it is kept.
+        The quantizer that writes new values; a copy of it is kept.
     requires_grad : bool, default = False
         As of any tensor.
     device : torch.device, optional
@@ -238,7 +238,7 @@ class Float8Tensor(Float8TensorStorage, Float8TensorBase):
         fake_dtype: torch.dtype | None = None,
         transpose_invalid: bool | None = None,
     ) -> Any:
-        """Make a tensor over these ones."""
+        """Make a tensor over these tensors."""
         if fake_dtype is not None and fake_dtype != dtype:
             message = f"Float8Tensor: fake_dtype {fake_dtype} does not match dtype {dtype}"
             raise QuantizedTensorError(message)
@@ -248,7 +248,7 @@ class Float8Tensor(Float8TensorStorage, Float8TensorBase):
 
     @classmethod
     def _shape_of_fields(cls, tensor: Any, fields: dict[str, Any]) -> Sequence[int]:
-        """Return the shape of other bytes; their column layout is not the former one."""
+        """Take other bytes; the former column layout does not belong to them."""
         data = fields.get("data")
         if data is None:
             return super()._shape_of_fields(tensor, fields)
@@ -271,18 +271,18 @@ class Float8Tensor(Float8TensorStorage, Float8TensorBase):
         value.row_scale = make(value.groups, dtype=torch.float32, **place)
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> Any:
-        """Return a tensor whose bytes lie one after the other: this one, if they do."""
+        """Return a tensor with contiguous bytes: this one if they are contiguous."""
         return super().contiguous(memory_format=memory_format)
 
     def _reduced(self) -> Any:
-        """Bytes, scale and quantizer; the column layout only where there is nothing else."""
+        """Return bytes, scale and quantizer; the column layout only if there is no row layout."""
         alone = self._transpose if self._data is None else None
         fields = (self._data, self._fp8_dtype, self._scale_inv, self.dtype, self.shape, alone)
         return _make_float8_tensor_in_reduce_ex, (*fields, self._quantizer)
 
     @classmethod
     def _make_in_reduce_ex(cls, *fields: Any) -> Float8Tensor:
-        """Make a tensor of what an older pickle holds of it."""
+        """Make a tensor from the data of an older pickle."""
         return _make_float8_tensor_in_reduce_ex(*fields)
 
     _INNER_TENSORS = ("_data", "_transpose", "_scale_inv")
@@ -297,7 +297,7 @@ def _make_float8_tensor_in_reduce_ex(
     data_transpose: torch.Tensor | None = None,
     quantizer: Any = None,
 ) -> Float8Tensor:
-    """Make a tensor of what a pickle holds of it; streams of Transformer Engine have no quantizer."""
+    """Make a tensor from the data of a pickle; streams of Transformer Engine have no quantizer."""
     made: Float8Tensor = Float8Tensor(
         shape=shape,
         dtype=dtype,
@@ -359,7 +359,7 @@ class _PerTensorQuantizer(Float8QuantizerBase):
         Raises
         ------
         QuantizedTensorError
-            If it holds something else.
+            If `data` has another type.
         """
         if data.dtype not in _BYTES:
             expected = "torch.uint8 or an FP8 type of torch's"
@@ -378,17 +378,17 @@ class _PerTensorQuantizer(Float8QuantizerBase):
         )
 
     def supports_only_rowwise_all_gather(self) -> bool:
-        """Whether the row layout alone is gathered: yes."""
+        """Tell whether only the row layout is gathered: yes."""
         return True
 
 
 class Float8Quantizer(_PerTensorQuantizer):
-    """Quantise with a scale that is given: delayed scaling.
+    """Quantise with a given scale: delayed scaling.
 
     Parameters
     ----------
     scale : torch.Tensor
-        One float32: what values are multiplied with.
+        One float32, the factor of the values.
     amax : torch.Tensor
         One float32, raised to the largest magnitude of each tensor.
     fp8_dtype : DType
@@ -460,7 +460,7 @@ class Float8Quantizer(_PerTensorQuantizer):
 
 
 class Float8CurrentScalingQuantizer(ComparedBySettings, _PerTensorQuantizer):
-    """Quantise with the scale that follows from the tensor's own maximum: current scaling.
+    """Quantise with a scale from the tensor's own maximum: current scaling.
 
     Parameters
     ----------
@@ -471,7 +471,7 @@ class Float8CurrentScalingQuantizer(ComparedBySettings, _PerTensorQuantizer):
     rowwise, columnwise : bool, default = True
         Layouts to make.
     use_existing_amax : bool, default = False
-        Transformer Engine has given it up; True warns, here too.
+        No effect; True warns, as in Transformer Engine, which no longer uses it.
     with_amax_reduction : bool, default = False
         Take the largest maximum of `amax_reduction_group`.
     amax_reduction_group : torch.distributed.ProcessGroup, optional
@@ -481,7 +481,7 @@ class Float8CurrentScalingQuantizer(ComparedBySettings, _PerTensorQuantizer):
     amax_epsilon : float, default = 0.0
         Least maximum.
     scale, amax : torch.Tensor, optional
-        Given up, as `use_existing_amax`.
+        No effect, as `use_existing_amax`.
 
     See Also
     --------
@@ -549,7 +549,7 @@ class Float8CurrentScalingQuantizer(ComparedBySettings, _PerTensorQuantizer):
         return torch.empty(1, dtype=torch.float32, device=data.device)
 
     def is_requantization_safe(self) -> bool:
-        """Whether quantising again what was dequantised depends on these values alone: yes."""
+        """Tell whether quantising dequantised values again depends only on these values: yes."""
         return True
 
     def _get_compatible_recipe(self) -> type[Recipe]:

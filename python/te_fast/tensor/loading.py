@@ -12,7 +12,7 @@ from te_fast.tensor.dtypes import DType
 def register_classes() -> None:
     """Name the classes that native calls make, and let ``torch.load`` make them.
 
-    What ``torch.load`` calls checks its arguments and runs no code of the file's.
+    The functions that ``torch.load`` calls check their arguments and run no code of the file.
     """
     native.install_tensors(per_tensor=float8.Float8Tensor, block=blockwise.Float8BlockwiseQTensor)
     torch.serialization.add_safe_globals(

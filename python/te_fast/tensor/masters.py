@@ -1,8 +1,8 @@
-"""Master weights that ranks have slices of: quantised, with the maxima of all ranks, into weights that are whole.
+"""Quantises master weights, of which each rank has slices, into whole weights, with the maxima of all ranks.
 
 A distributed optimizer keeps, on each rank, a slice of a weight's elements in float32. The quantised weight is whole on
 every rank; after a step each rank writes the bytes of its slice, and an all-gather of bytes brings the others'. Scales
-follow from the maxima of all slices, which one reduction finds for all weights together.
+follow from the maxima of all slices. One reduction finds these for all weights together.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
     Parameters
     ----------
     tensor : Float8Tensor or Float8BlockwiseQTensor
-        With a row layout.
+        A quantised tensor with a row layout.
     new_raw_data : torch.Tensor
-        uint8 of the same shape; takes the bytes over, and is the row layout from now on.
+        uint8 of the same shape. The bytes are copied into it, and it is the row layout from now on.
 
     Raises
     ------
@@ -86,17 +86,17 @@ class _RawDataError(DtypeError, ValueError):
 
 @dataclass
 class _Part:
-    """A weight, this rank's slice of it in the weight's nominal type, and where the slice begins."""
+    """A weight, this rank's slice of it in the weight's nominal type, and the slice's beginning."""
 
     weight: Any
     values: torch.Tensor | None
     start: int
-    #: Where the bytes of the slice go.
+    #: Memory for the bytes of the slice.
     raw: torch.Tensor | None
 
     @property
     def is_whole(self) -> bool:
-        """Whether the slice is all of the weight, and its bytes go there."""
+        """Whether the slice is the whole weight, and its bytes go into the weight."""
         return (
             self.values is not None
             and self.raw is not None
@@ -105,7 +105,7 @@ class _Part:
         )
 
     def rule(self) -> tuple[float, float, bool] | None:
-        """Arguments of :func:`_scales`; None where scales are given."""
+        """Arguments of :func:`_scales`; None if scales are given."""
         quantizer = self.weight._quantizer
         if isinstance(quantizer, Float8Quantizer):
             return None
@@ -113,9 +113,9 @@ class _Part:
         return largest, quantizer.amax_epsilon, quantizer.force_pow_2_scales
 
     def maxima(self) -> torch.Tensor:
-        """Maxima of the slice, float32, one or one a block; 0 where it has no element.
+        """Maxima of the slice, float32, one in all or one per block; 0 if it has no element there.
 
-        Under delayed scaling the cast raises them, by the scale that there is already.
+        Under delayed scaling the cast raises the maxima, with the existing scale.
         """
         if isinstance(self.weight, Float8BlockwiseQTensor):
             return self._block_maxima()
@@ -131,7 +131,7 @@ class _Part:
         return native.amax(self.values)
 
     def _rows(self) -> tuple[int, int]:
-        """First row and row behind the last one of the tiles that the slice has elements of."""
+        """First row, and row after the last one, of the tiles that contain elements of the slice."""
         assert self.values is not None
         cols = self.weight.shape[-1]
         first, last = self.start // cols, (self.start + self.values.numel() - 1) // cols
@@ -208,7 +208,7 @@ def _scales(maxima: torch.Tensor, largest: float, eps: float, pow2: bool) -> tor
     """Scales of current and block scaling that follow from maxima (Transformer Engine's ``recipe_common.cuh``)."""
     maxima = maxima.clamp_min(eps)
     usable = maxima.isfinite() & (maxima > 0)
-    # A number divided by a tensor would be multiplied with rounded reciprocals.
+    # torch would divide a number by a tensor with rounded reciprocals.
     scales = torch.full_like(maxima, largest) / torch.where(usable, maxima, torch.ones_like(maxima))
     scales = scales.clamp_max(_F32_MAX)
     if pow2:
@@ -226,7 +226,7 @@ def quantize_master_weights(
 ) -> None:
     """Write this rank's slices of master weights into quantised weights, scaled by the maxima of all ranks.
 
-    Every rank calls it with the same weights in the same order, also where it has a slice of none: the maxima of all
+    Every rank must call it with the same weights in the same order, even if it has no slice, since the maxima of all
     weights are reduced at once.
 
     Parameters
@@ -234,17 +234,18 @@ def quantize_master_weights(
     model_weights : sequence of Float8Tensor or Float8BlockwiseQTensor
         The weights, whole.
     master_weights : sequence of torch.Tensor or None
-        This rank's slice of each in high precision, flat; None where other ranks have all of it. Values are rounded to
-        the weight's nominal type first, so that sharded training has the bits of training that is not.
+        This rank's slice of each weight in high precision, flat; None if other ranks have all of the weight. Values are
+        rounded to the weight's nominal type first, so that sharded training has the bits of training without shards.
     start_offsets : sequence of int or None
-        Where the slice begins among the weight's elements.
+        Index of the slice's first element in the weight.
     group : torch.distributed.ProcessGroup or None
         Ranks that have the slices.
     fsdp_shard_model_weights : sequence of torch.Tensor or None, optional
-        Bytes (uint8) that the slices go to, instead of those of the weights.
+        Memory (uint8) for the slices' bytes, instead of the weights' own.
     manual_post_all_gather_processing : bool, default = False
-        The caller makes column layouts by :func:`post_all_gather_processing`; otherwise former ones are dropped, and
-        made where a backward wants them. Weights that one rank has all of get theirs at once in either case.
+        The caller makes column layouts by :func:`post_all_gather_processing`; otherwise former column layouts are
+        dropped, and made when a backward needs them. If one rank has all of a weight, its column layout is made at once
+        in either case.
 
     Raises
     ------
@@ -307,7 +308,7 @@ def quantize_master_weights(
 
 
 def _note_maxima(members: Sequence[tuple[_Part, torch.Tensor]]) -> None:
-    """Leave the ranks' maxima and the inverse scales of weights whose bytes are written."""
+    """Store the ranks' maxima and the inverse scales of weights whose bytes are written."""
     quantizers = [part.weight._quantizer for part, _ in members]
     inverse = [part.weight._value.row_scale for part, _ in members]
     torch._foreach_copy_([one.amax.view(-1) for one in quantizers], [found for _, found in members])
@@ -332,7 +333,7 @@ def _is_alone(group: Any) -> bool:
 
 
 def _quantize_alone(part: _Part) -> None:
-    """Quantise a weight that nobody else has a slice of, both layouts at once."""
+    """Quantise a weight that only this rank has, both layouts at once."""
     weight = part.weight
     assert part.values is not None
     weight.quantize_(part.values.view(weight.shape))
@@ -410,7 +411,7 @@ def cast_master_weights_to_fp8(
     fsdp_shard_model_weights: Sequence[torch.Tensor | None] | None = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None:
-    """Do as :func:`quantize_master_weights`; this is its former name.
+    """Call :func:`quantize_master_weights`; this is its former name.
 
     See Also
     --------
@@ -442,7 +443,7 @@ def post_all_gather_processing(model_weights: Sequence[Any]) -> None:
     Parameters
     ----------
     model_weights : sequence of torch.Tensor
-        The weights. Those whose quantizer makes no column layout, and that have none, get none.
+        The weights. Weights without a column layout whose quantizer makes none get none.
 
     See Also
     --------

@@ -1,4 +1,4 @@
-"""What quantises the operands of a GEMM under a recipe."""
+"""The quantizers of a GEMM's operands under a recipe."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _BLOCKS = {
 
 
 class Stack(NamedTuple):
-    """The values of a tensor that has scales for each, as the weights of experts have."""
+    """The values of a tensor with scales for each value, such as the weights of experts."""
 
-    #: How many.
+    #: Number of values.
     groups: int
-    #: From the slot of one to the slot of the next under delayed scaling.
+    #: Distance between the slots of adjacent values under delayed scaling.
     stride: int
 
 
@@ -44,7 +44,7 @@ ONE = Stack(1, 1)
 def slot_of(
     state: DelayedScalingRecipeState, slot: int, stack: Stack = ONE
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scale and the live maximum of a tensor under delayed scaling, those of each value of a `stack`."""
+    """Return the scale and the live maximum of a tensor under delayed scaling, for a `stack` of each value."""
     slots = slice(slot, slot + (stack.groups - 1) * stack.stride + 1, stack.stride)
     return state.scale[slots], state.amax_history[0, slots]
 
@@ -59,7 +59,7 @@ def quantizer_of(
     columnwise: bool,
     stack: Stack = ONE,
 ) -> Float8QuantizerBase:
-    """Return what quantises an operand under a recipe.
+    """Return the quantizer of an operand under a recipe.
 
     Parameters
     ----------
@@ -70,11 +70,11 @@ def quantizer_of(
     state : DelayedScalingRecipeState, optional
         Scales of delayed scaling.
     slot : int
-        The operand's place among them.
+        The operand's index among them.
     rowwise, columnwise : bool
         Layouts to make.
     stack : Stack
-        The values of the operand; one by default.
+        Description of the operand's values; one value by default.
 
     Raises
     ------
@@ -89,7 +89,7 @@ def quantizer_of(
 def quantizers_of(
     recipe: Recipe, roles: Sequence[str], state: DelayedScalingRecipeState | None
 ) -> list[Float8QuantizerBase]:
-    """Return what quantises the operands that have the slots 0, 1, ...; none where delayed scaling has no scales yet.
+    """Return the quantizers of the operands with slots 0, 1, ...; an empty list before delayed scaling has scales.
 
     Parameters
     ----------

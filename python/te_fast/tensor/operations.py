@@ -1,4 +1,4 @@
-"""What torch's operations do to quantised tensors: a table of those that know FP8, and one way for all others."""
+"""torch's operations on quantised tensors: a table of handlers, and one path for all other operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from te_fast.tensor.traced import OF_PROGRAMS, taken_apart
 
 aten = torch.ops.aten
 
-#: Operators of others that take quantised tensors as they are.
+#: Operators of other modules that take quantised tensors as they are.
 passthrough_ops: set[Any] = set()
 
 Handler = Callable[..., Any]
@@ -26,14 +26,14 @@ _handlers: dict[Any, Handler] = {}
 
 
 def dispatch(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operator of which an argument is a quantised tensor.
+    """Run an operator with a quantised tensor among its arguments.
 
     Parameters
     ----------
     func : torch._ops.OpOverload
         The operator.
     types, args, kwargs
-        As ``__torch_dispatch__`` has them.
+        As ``__torch_dispatch__`` passes them.
     """
     handler = _handlers.get(func)
     if handler is not None:
@@ -59,7 +59,7 @@ def dispatch(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _plain(arg: Any) -> Any:
-    """Argument with quantised tensors dequantised; operators nest no deeper than lists."""
+    """Return an argument with quantised tensors dequantised; operators' arguments nest only lists."""
     if isinstance(arg, QuantizedTensorStorage):
         return arg.dequantize()
     if isinstance(arg, list | tuple) and any(
@@ -70,15 +70,15 @@ def _plain(arg: Any) -> Any:
 
 
 class _Writes(NamedTuple):
-    """What is known of an operator that writes in place."""
+    """Description of an operator that writes in place."""
 
-    #: Place and name of each argument that it writes.
+    #: Index and name of each argument that it writes.
     arguments: tuple[tuple[int, str], ...]
-    #: The places as bits.
+    #: The indices as bits.
     places: int
     #: Whether it returns the first of them.
     returns_first: bool
-    #: What it is called by.
+    #: The function to call.
     call: Callable[..., Any]
 
 
@@ -92,8 +92,8 @@ def _writes(func: Any) -> _Writes:
     )
     returns = schema.returns
     first = bool(written) and len(returns) == 1 and returns[0].alias_info is not None
-    # torch's own function reads long lists of tensors in a third of the time. No other operators have overloads
-    # that differ as little in what they take as those of optimizers.
+    # torch's own function reads long lists of tensors in a third of the time. Only the overloads of optimizers'
+    # operators differ this little in their arguments.
     name = func.name().partition("::")[2].partition(".")[0]
     direct = getattr(torch, name, func) if name.startswith("_fused_") else func
     return _Writes(written, sum(1 << index for index, _ in written), first, direct)
@@ -107,7 +107,7 @@ def _write_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _write_in_place_generally(func, args, kwargs)
     plain_args, tensors, sources = taken
     result = writes.call(*plain_args, **kwargs)
-    # An operation may have transposed what it wrote.
+    # An operation may have transposed the tensor that it wrote.
     requantize(tensors, [source.contiguous() for source in sources])
     if not writes.returns_first:
         return result
@@ -116,7 +116,7 @@ def _write_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _write_in_place_generally(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Do the same where a tracer watches, and for views and keyword arguments."""
+    """Do the same for traced calls, views and keyword arguments."""
     plain_args = [_plain(arg) for arg in args]
     plain_kwargs = {key: _plain(arg) for key, arg in kwargs.items()}
     result = func(*plain_args, **plain_kwargs)
@@ -139,7 +139,7 @@ def _write_in_place_generally(func: Any, args: Any, kwargs: dict[str, Any]) -> A
 
 
 def _to_quantize(given: Any, plain: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Quantised tensors that were written, and their values."""
+    """Return the quantised tensors that were written, and their values."""
     if isinstance(given, list | tuple):
         for one, values in zip(given, plain, strict=True):
             yield from _to_quantize(one, values)
@@ -149,7 +149,7 @@ def _to_quantize(given: Any, plain: Any) -> Iterator[tuple[Any, torch.Tensor]]:
 
 
 def _check_whole(tensor: Any) -> None:
-    """Refuse new scales for a part of a tensor whose other parts have the same ones."""
+    """Refuse new scales for a part of a tensor, since the other parts share its scale."""
     if tensor.__dict__.get("_is_part", False):
         message = (
             f"{type(tensor).__name__}: a part of a tensor cannot be written, since all of it has one scale; write the "
@@ -188,7 +188,7 @@ def _view(tensor: Any, size: Sequence[int]) -> Any:
 
 
 def _row_view(tensor: Any, func: Any, *args: Any) -> Any:
-    """Return a part or another stride of a tensor with one scale; of the row layout alone."""
+    """Return a part of a tensor with one scale, or other strides; the result has only the row layout."""
     value = tensor._value
     if value.block or value.row is None or value.groups != 1:
         return NotImplemented
@@ -225,7 +225,7 @@ def _is_no_slice(
 def _rows_of_blocks(
     tensor: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Any:
-    """Return rows of a tensor of 128x128 blocks, from the first one of a block on."""
+    """Return rows of a tensor of 128x128 blocks, beginning at the first row of a block."""
     value, rows = tensor._value, tensor.shape[0]
     start, stop, _ = slice(start, end).indices(rows)
     if (value.block, dim, step, tensor.dim()) != (2, 0, 1, 2) or start % BLOCK or value.row is None:
@@ -275,7 +275,7 @@ def _split_blocks(tensor: Any, sizes: Any, dim: int) -> Any:
 
 
 def _mapped(tensor: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a value whose inner tensors are results of a function."""
+    """Return a value with a function applied to the inner tensors."""
     value, made = tensor._value, tensor._value.share()
     valid = value.col_is_valid
     for name in ("row", "row_scale", "col", "col_scale"):
@@ -287,7 +287,7 @@ def _mapped(tensor: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> An
 
 
 def moved(quantizer: Any, device: torch.device) -> Any:
-    """Return a quantizer for tensors on a device: delayed scaling has scales there."""
+    """Return a quantizer for tensors on a device, with delayed scaling's scales on that device."""
     scale = getattr(quantizer, "scale", None)
     if quantizer is None or scale is None or scale.device == device:
         return quantizer
@@ -346,7 +346,7 @@ def _record_stream(tensor: Any, stream: Any) -> None:
 
 
 def _new(tensor: Any, size: Sequence[int], options: dict[str, Any], make: Handler) -> Any:
-    """Empty memory, or zeros, for a tensor of a shape like this one's."""
+    """Return empty memory, or zeros, for a tensor with this one's format."""
     if options.get("dtype") not in (None, tensor.dtype):
         return NotImplemented
     if options.get("layout") not in (None, torch.strided):
@@ -410,7 +410,7 @@ def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
 
 
 def _takes_bytes(target: Any, source: Any) -> bool:
-    """Whether the bytes and scales of the one are what the other would hold, too."""
+    """Tell whether the bytes and scales of one tensor can be copied to the other."""
     if not _is_quantized(source) or source.shape != target.shape:
         return False
     own, other = target._value, source._value

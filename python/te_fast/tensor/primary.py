@@ -1,4 +1,4 @@
-"""Weights that are quantised tensors: how modules make them, and keep them what they are."""
+"""Weights that are quantised tensors: makes them in modules, and keeps them quantised."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from te_fast.tensor.quantizer import Float8QuantizerBase
 from te_fast.tensor.tensor import Float8TensorBase
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-#: What a tensor's attributes are beside those that others gave it.
+#: A tensor's own attributes, as opposed to those that other libraries set.
 _OWN = ("_value", "_quantizer", "_is_part")
 
 
 def is_quantized(parameter: Any) -> bool:
-    """Whether a parameter is a quantised tensor."""
+    """Tell whether a parameter is a quantised tensor."""
     return isinstance(parameter, Float8TensorBase)
 
 
 def weight_quantizer(
     recipe: Recipe, state: DelayedScalingRecipeState | None, slot: int, stack: Stack = ONE
 ) -> Float8QuantizerBase:
-    """Return what quantises a weight under a recipe.
+    """Return the quantizer of a weight under a recipe.
 
-    The column layout is made where gradients are enabled.
+    It makes the column layout if gradients are enabled.
 
     Parameters
     ----------
@@ -40,16 +40,16 @@ def weight_quantizer(
     state : DelayedScalingRecipeState, optional
         Scales of delayed scaling.
     slot : int
-        The weight's place among them; of a stack, that of its first value.
+        The weight's index among them; for a stack, the index of its first value.
     stack : Stack
-        The values of a weight of experts; one by default.
+        Description of the values of experts' weights; one value by default.
     """
     usage = {"rowwise": True, "columnwise": torch.is_grad_enabled()}
     return quantizer_of(recipe, "weight", state, slot, **usage, stack=stack)
 
 
 def point_at(parameter: Any, state: Any, slot: int, stack: Stack = ONE) -> None:
-    """Let a weight of delayed scaling be quantised with a state's scale, whose tensors may be others by now."""
+    """Let a weight of delayed scaling be quantised with a state's current scale tensor."""
     quantizer = parameter._quantizer
     if isinstance(quantizer, Float8Quantizer) and isinstance(state, DelayedScalingRecipeState):
         quantizer.scale, quantizer.amax = slot_of(state, slot, stack)
@@ -58,16 +58,16 @@ def point_at(parameter: Any, state: Any, slot: int, stack: Stack = ONE) -> None:
 def quantized_parameter(
     parameter: torch.Tensor, quantizer: Float8QuantizerBase, *, preserves: bool
 ) -> torch.nn.Parameter:
-    """Return a parameter that is quantised, with the attributes of one that is not.
+    """Return a quantised parameter with the attributes of a plain one.
 
     Parameters
     ----------
     parameter : torch.nn.Parameter
         Values.
     quantizer : Float8QuantizerBase
-        What quantises them.
+        The quantizer of the values.
     preserves : bool
-        Keep them on the CPU, too.
+        Also keep the values on the CPU.
     """
     values = parameter.detach()
     local = getattr(values, "_local_tensor", values)
@@ -96,7 +96,7 @@ def _measure_together(quantizer: Any, whole: Any) -> None:
 
 
 def _sharded_as(whole: Any, local: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor with another shard of this rank's; FSDP2 shards before parameters have memory."""
+    """Return a DTensor with another local shard; FSDP2 shards before parameters have memory."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -121,7 +121,7 @@ def _clear_init_value(parameter: Any) -> None:
 
 
 def initialise_quantized(parameter: Any, init: Callable[[torch.Tensor], Any]) -> None:
-    """Initialise a weight that is quantised already, in high precision."""
+    """Initialise a quantised weight, in high precision."""
     values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     init(values)
     parameter.quantize_(values)
@@ -130,7 +130,7 @@ def initialise_quantized(parameter: Any, init: Callable[[torch.Tensor], Any]) ->
 
 
 def check_recipe(parameter: Any, recipe: Recipe, owner: str, name: str) -> None:
-    """Raise unless a recipe quantises weights as this one is.
+    """Raise unless a recipe quantises weights as this weight is quantised.
 
     Raises
     ------
@@ -148,9 +148,9 @@ def check_recipe(parameter: Any, recipe: Recipe, owner: str, name: str) -> None:
 
 
 def keep_quantized(fn: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-    """Apply what ``nn.Module._apply`` applies, so that a quantised tensor stays one.
+    """Apply a function of ``nn.Module._apply``, so that a quantised tensor stays quantised.
 
-    ``module.bfloat16()`` and its kin change the nominal type alone.
+    ``module.bfloat16()`` and its kin change only the nominal type.
     """
     if not isinstance(tensor, Float8TensorBase):
         return fn(tensor)
@@ -169,7 +169,7 @@ def keep_quantized(fn: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> A
 
 
 def attributes_of(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
-    """Return what others have noted on quantised parameters, which an exchange of tensors would lose."""
+    """Return attributes that others have set on quantised parameters; replacing the tensors would lose them."""
     return {
         name: {key: value for key, value in parameter.__dict__.items() if key not in _OWN}
         for name, parameter in module._parameters.items()
@@ -178,7 +178,7 @@ def attributes_of(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def restore_attributes(module: torch.nn.Module, kept: dict[str, dict[str, Any]]) -> None:
-    """Note it on them again."""
+    """Set these attributes again."""
     for name, attributes in kept.items():
         parameter = module._parameters[name]
         if parameter is not None:

@@ -1,4 +1,4 @@
-"""What makes quantised tensors of plain ones: the interface that all quantizers share."""
+"""The base classes of quantizers, which make quantised tensors from plain ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from te_fast.runtime import native
 from te_fast.tensor.dtypes import DType, fp8_name
 from te_fast.tensor.storage import QuantizedTensorStorage
 
-#: Scale rule of a native cast: from the tensor itself, least amax, powers of two.
+#: Scale rule of a native cast: whether from the tensor itself, smallest amax, whether powers of two.
 Rule = tuple[bool, float, bool]
 #: Block, groups and FP8 type; layouts; rule; scale and maximum of delayed scaling.
 Cast = tuple[
@@ -42,7 +42,7 @@ class _Quantize(torch.autograd.Function):
 
 
 class Quantizer(ABC):
-    """Makes quantised tensors of plain ones.
+    """Makes quantised tensors from plain ones.
 
     Parameters
     ----------
@@ -54,9 +54,9 @@ class Quantizer(ABC):
     rowwise_usage, columnwise_usage : bool
         Layouts to make.
     internal : bool
-        Make storages, which autograd does not know, and not tensors.
+        Make storages, which autograd does not know, instead of tensors.
     optimize_for_gemm : bool
-        No effect on FP8 of Hopper, whose layouts are always those of its GEMMs.
+        No effect, since te_fast's layouts are always those of Hopper's GEMMs.
 
     See Also
     --------
@@ -107,14 +107,14 @@ class Quantizer(ABC):
         tensor : torch.Tensor
             float32, float16 or bfloat16.
         out : QuantizedTensor, optional
-            Written and returned; a new one by default.
+            Quantised tensor that is written and returned; a new one by default.
         dtype : torch.dtype, optional
-            Nominal type of a new one; that of the tensor by default.
+            Nominal type of a new tensor; by default the type of `tensor`.
 
         Returns
         -------
         QuantizedTensor or QuantizedTensorStorage
-            Its gradient is that of `tensor`.
+            Its gradient is the gradient of `tensor`.
         """
         if out is not None:
             return self.update_quantized(tensor, out)
@@ -123,7 +123,7 @@ class Quantizer(ABC):
         return _Quantize.apply(tensor, functools.partial(self._named, dtype=dtype))
 
     def _named(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> Any:
-        """Quantise, under a nominal type of its own."""
+        """Quantise, with a given nominal type."""
         made = self.quantize_impl(tensor)
         if dtype is None or dtype == made._dtype:
             return made
@@ -137,7 +137,7 @@ class Quantizer(ABC):
         return self.quantize(tensor)
 
     def quantize_impl(self, tensor: torch.Tensor) -> Any:
-        """Quantise a tensor; autograd is not told."""
+        """Quantise a tensor without autograd."""
         method = "quantize_impl"
         raise self._lacks(method)
 
@@ -148,7 +148,7 @@ class Quantizer(ABC):
     def update_quantized(
         self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None
     ) -> Any:
-        """Write the values of a tensor into a quantised one, and return that."""
+        """Write the values of a tensor into a quantised one, and return the quantised one."""
         method = "update_quantized"
         raise self._lacks(method)
 
@@ -182,7 +182,7 @@ class Quantizer(ABC):
         shape : sequence of int
             Of the quantised tensor.
         device : torch.device, optional
-            The current GPU by default, or the CPU where there is none.
+            By default the current GPU, or the CPU without a GPU.
         """
         return self._allocated(shape, {"device": _device_of(device)})
 
@@ -193,19 +193,19 @@ class Quantizer(ABC):
         }
 
     def calibrate(self, tensor: torch.Tensor) -> None:  # noqa: B027 - most note nothing
-        """Note the maximum of a tensor, without quantising it, where scales follow from earlier maxima."""
+        """Note the maximum of a tensor without quantising it, if scales follow from earlier maxima."""
 
-    # What it is ----------------------------------------------------------------------------------
+    # Settings ----------------------------------------------------------------------------------
 
     def set_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Set which layouts are made; None leaves one as it is."""
+        """Set which layouts are made; None keeps the setting."""
         if rowwise is not None:
             self.rowwise_usage = rowwise
         if columnwise is not None:
             self.columnwise_usage = columnwise
 
     def get_usages(self) -> dict[str, bool]:
-        """Tell which layouts are made."""
+        """Return which layouts are made."""
         return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
 
     def copy(self) -> Any:
@@ -213,19 +213,19 @@ class Quantizer(ABC):
         return copy.copy(self)
 
     def is_quantizable(self, inp: torch.Tensor) -> bool:
-        """Whether blocks of scales fit a tensor that several ranks have parts of."""
+        """Tell whether blocks of scales fit a tensor that several ranks have parts of."""
         return True
 
     def supports_only_rowwise_all_gather(self) -> bool:
-        """Whether the row layout alone is gathered, of which the other one is made."""
+        """Tell whether only the row layout is gathered, from which the column layout is made."""
         return False
 
     def is_requantization_safe(self) -> bool:
-        """Whether quantising again what was dequantised depends on these values alone."""
+        """Tell whether quantising dequantised values again depends only on these values."""
         return False
 
     def onnx_quantize(self, tensor: torch.Tensor) -> Any:
-        """Not there: te_fast does not export to ONNX.
+        """Raise: te_fast does not export to ONNX.
 
         Raises
         ------
@@ -236,7 +236,7 @@ class Quantizer(ABC):
         raise self._lacks(method)
 
     def onnx_dequantize(self, tensor: Any) -> torch.Tensor:
-        """Not there: te_fast does not export to ONNX.
+        """Raise: te_fast does not export to ONNX.
 
         Raises
         ------
@@ -247,7 +247,7 @@ class Quantizer(ABC):
         raise self._lacks(method)
 
     def _get_compatible_recipe(self) -> type[Recipe] | None:
-        """Return the class of recipes that quantise so."""
+        """Return the class of recipes with this quantizer."""
         method = "_get_compatible_recipe"
         raise self._lacks(method)
 
@@ -264,7 +264,7 @@ class Float8QuantizerBase(Quantizer):
     dtype: DType
     #: 0 for one scale, 1 for a scale per 1x128, 2 for one per 128x128.
     _block = 0
-    #: How many values a tensor is a stack of, each with scales of its own: the weights of experts.
+    #: Number of values in a stack with scales for each, such as the weights of experts.
     _groups = 1
     _tensor_class: type[Any]
     _storage_class: type[Any]
@@ -289,7 +289,7 @@ class Float8QuantizerBase(Quantizer):
         value.quantize(src, usage, self._rule(), *self._scale_and_amax(), noop)
 
     def _cast(self) -> Cast | None:
-        """Return what a native cast needs to know; None where an update of a tensor is more than that."""
+        """Return the settings of a native cast; None if a subclass updates tensors differently."""
         if not self._only_casts:
             return None
         usage = (self.rowwise_usage, self.columnwise_usage)
@@ -297,7 +297,7 @@ class Float8QuantizerBase(Quantizer):
         return kind, usage, self._rule(), self._scale_and_amax()
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Note whether a class updates tensors otherwise: one of a user's own."""
+        """Note whether a user's subclass updates tensors differently."""
         super().__init_subclass__(**options)
         cls._only_casts = cls.update_quantized is Float8QuantizerBase.update_quantized
 
@@ -306,7 +306,7 @@ class Float8QuantizerBase(Quantizer):
         return native.QuantizedValue(*kind, None, None, None, None, self._groups)
 
     def quantize_impl(self, tensor: torch.Tensor) -> Any:
-        """Quantise a tensor; autograd is not told."""
+        """Quantise a tensor without autograd."""
         src = _source(tensor, tensor.device)
         value = self._fresh_value()
         self._write(src, value, None)
@@ -324,9 +324,9 @@ class Float8QuantizerBase(Quantizer):
         Parameters
         ----------
         src : torch.Tensor
-            Of the same shape; of any device.
+            A tensor of the same shape, on any device.
         dst : QuantizedTensor or QuantizedTensorStorage
-            Of the class that this quantizer makes.
+            A tensor of the class that this quantizer makes.
         noop_flag : torch.Tensor, optional
             One float32; if it is 1, everything stays as it is.
 
@@ -350,7 +350,7 @@ class Float8QuantizerBase(Quantizer):
         if isinstance(dst, torch.Tensor):
             note_write(dst)
             if value.col is not None:
-                value.col_is_valid = True  # at the versions that there are now
+                value.col_is_valid = True  # at the present versions
         return dst
 
     def _check_destination(self, dst: Any) -> None:
@@ -384,7 +384,7 @@ class Float8QuantizerBase(Quantizer):
         dtype : torch.dtype, default = torch.float32
             Nominal type.
         device : torch.device, optional
-            The current GPU by default, or the CPU where there is none.
+            By default the current GPU, or the CPU without a GPU.
         requires_grad, pin_memory : bool, default = False
             As of ``torch.empty``.
         """
@@ -403,14 +403,14 @@ class Float8QuantizerBase(Quantizer):
 
 
 def _device_of(device: torch.device | str | None) -> torch.device:
-    """Return the device that is asked for; the current GPU by default, or the CPU where there is none."""
+    """Return a device; by default the current GPU, or the CPU without a GPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(device)
 
 
 def note_write(tensor: Any) -> None:
-    """Tell autograd that a tensor was written: that one, and its bytes, which graphs save in its place."""
+    """Increase the versions of a written tensor and of its bytes, which graphs save in its place."""
     value = tensor._value
     written = [
         part
@@ -421,27 +421,27 @@ def note_write(tensor: Any) -> None:
 
 
 def update_many(tensors: Sequence[Any], sources: Sequence[torch.Tensor]) -> None:
-    """Write the values of tensors into quantised ones, as ``quantize_`` does each; one launch where they are alike.
+    """Write the values of tensors into quantised ones, as ``quantize_`` does; one launch for tensors of one format.
 
     Parameters
     ----------
     tensors : sequence of QuantizedTensor
         Written.
     sources : sequence of torch.Tensor
-        As many, of their shapes.
+        As many tensors of the same shapes.
     """
     pairs = zip(tensors, sources, strict=True)
     requantize(tensors, [_source_for(source, tensor) for tensor, source in pairs])
 
 
 def requantize(tensors: Sequence[Any], sources: Sequence[torch.Tensor]) -> None:
-    """Do the same with plain contiguous values that lie where the tensors do, in the shapes of their bytes."""
+    """Do the same with plain contiguous values on the tensors' device, in the shapes of their bytes."""
     for number in native.requantize(tensors, sources):
         tensors[number].quantize_(sources[number])
 
 
 def _source_for(source: torch.Tensor, tensor: Any) -> torch.Tensor:
-    """Plain values as a quantised tensor is written from."""
+    """Return plain values in the form for a write into a quantised tensor."""
     value: native.QuantizedValue = tensor._value
     source = _source(source, tensor.device)
     inner = tensor._shape() if value.row is None else value.row.shape
@@ -451,7 +451,7 @@ def _source_for(source: torch.Tensor, tensor: Any) -> torch.Tensor:
 
 
 def _source(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Plain values, contiguous and on a device."""
+    """Return plain values, contiguous and on a device."""
     if isinstance(tensor, QuantizedTensorStorage):
         tensor = tensor.dequantize()
     if not isinstance(tensor, torch.Tensor):
@@ -464,7 +464,7 @@ def _source(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class ComparedBySettings:
-    """A quantizer without tensors of its own: two of equal settings make the same of any tensor."""
+    """A quantizer without tensors: two quantizers with equal settings give equal results."""
 
     #: Settings of the class, beside those of all quantizers.
     _SETTINGS: ClassVar[tuple[str, ...]]
@@ -474,7 +474,7 @@ class ComparedBySettings:
         return tuple(getattr(self, name) for name in (*common, *self._SETTINGS))
 
     def __eq__(self, other: object) -> bool:
-        """Whether both make the same of any tensor."""
+        """Tell whether both quantizers have equal settings."""
         if not isinstance(other, ComparedBySettings) or type(other) is not type(self):
             return NotImplemented
         return self._settings() == other._settings()

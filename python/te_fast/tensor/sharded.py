@@ -1,4 +1,4 @@
-"""Quantised parameters under FSDP2: what ranks gather of them, and what is made of that."""
+"""Quantised parameters under FSDP2: the tensors that ranks gather, and the parameter made from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from te_fast.errors import UnsupportedError
 from te_fast.runtime.layouts import BLOCK
 
-#: What is gathered; then shape, scales that are not gathered, and quantizer of the whole parameter.
+#: The gathered tensors; then shape, scales that are not gathered, and quantizer of the whole parameter.
 Gathered = tuple[tuple[torch.Tensor, ...], tuple[Sequence[int], torch.Tensor | None, Any]]
 
 
@@ -22,7 +22,7 @@ def before_gather(shard: Any, mesh: Any, whole: Sequence[int]) -> Gathered:
     shard : Float8Tensor or Float8BlockwiseQTensor
         Rows of the parameter.
     mesh : DeviceMesh
-        Ranks that have the others.
+        Ranks that have the other rows.
     whole : sequence of int
         Shape of the parameter.
     """
@@ -41,13 +41,13 @@ def before_gather(shard: Any, mesh: Any, whole: Sequence[int]) -> Gathered:
             "leave out quantized_model_init"
         )
         raise UnsupportedError(message)
-    if ranks == 1:  # FSDP2 copies the first tensor alone then
+    if ranks == 1:  # FSDP2 then copies only the first tensor
         return (value.row,), (whole, value.row_scale, shard._quantizer)
     return (value.row, value.row_scale), (whole, None, shard._quantizer)
 
 
 def _settle(shard: Any, mesh: Any) -> None:
-    """Let a shard be what FSDP2 needs: of its row layout alone, with the scale of the whole parameter."""
+    """Bring a shard into FSDP2's form: only its row layout, with the scale of the whole parameter."""
     value, quantizer = shard._value, shard._quantizer
     if value.col is not None:
         value.col, value.keeps_col = None, False
@@ -62,7 +62,7 @@ def _settle(shard: Any, mesh: Any) -> None:
 
 
 def _padded(row: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return the bytes of so many rows; FSDP2 has left room for them behind those of a shorter last shard."""
+    """Return the bytes of a number of rows; FSDP2 has left room for them after a shorter last shard."""
     if row.shape[0] == rows:
         return row
     size = (rows, *row.shape[1:])
@@ -79,9 +79,9 @@ def after_gather(
     dtype: torch.dtype,
     out: Any,
 ) -> Any:
-    """Return the whole parameter over gathered bytes, or let a former one be over them.
+    """Return the whole parameter over gathered bytes, or move a former one to them.
 
-    Its column layout is made for each backward and freed with it: FSDP2 frees what it has gathered, and nothing else.
+    The column layout is made for each backward and freed after it, since FSDP2 frees only the gathered bytes.
     """
     whole, scale, quantizer = metadata
     row = outputs[0][: whole[0]].view(tuple(whole))
@@ -96,6 +96,6 @@ def after_gather(
     value.row_scale = outputs[1] if scale is None else scale
     if value.block:
         value.col_scale = None
-    # The bytes are others, in memory whose address may be another; torch's version stays, as FSDP2 keeps it.
+    # Bytes and address may have changed, but FSDP2 keeps torch's version.
     value.note_write()
     return (made, ()) if out is None else None

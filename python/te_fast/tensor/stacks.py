@@ -1,4 +1,4 @@
-"""FP8 weights of experts: one value for all of them, or a value each that lies behind the other's.
+"""FP8 weights of experts: one value for all experts, or adjacent values, one per expert.
 
 A stack has a layout for all experts, ``(experts, rows, cols)``, and scales of each. Values of single experts that share
 one memory in order are read as such a stack without a copy.
@@ -19,12 +19,12 @@ _LAYOUTS = (("row", "row_scale"), ("col", "col_scale"))
 
 
 def stack_of(parts: Sequence[Any]) -> Any:
-    """Return the quantised tensor that quantised parts are together, along their first dimension.
+    """Return adjacent quantised parts as one quantised tensor, along their first dimension.
 
     Raises
     ------
     ShapeError
-        If they differ in shape, type or scaling.
+        If the parts differ in shape, type or scaling.
     """
     first = parts[0]
     value = native.stack_values([part._value for part in parts])
@@ -63,14 +63,14 @@ def _share_memory(values: Sequence[native.QuantizedValue], name: str) -> None:
     whole = torch.stack(inner)
     for number, value in enumerate(values):
         part = whole[number]
-        # A tensor of its own, whose version counts its own writes.
+        # A separate tensor, whose version counts its own writes.
         own = torch.empty(0, dtype=whole.dtype, device=whole.device)
         own.set_(whole.untyped_storage(), part.storage_offset(), part.size(), part.stride())
         setattr(value, name, own)
 
 
 def experts_of(stack: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the values of a stack in its memory, quantised ones of an FP8 one."""
+    """Return the values of a stack, in its memory; an FP8 stack has quantised values."""
     if not isinstance(stack, Float8TensorBase):
         return stack.detach().unbind(0)
     value, valid = stack._value, stack._value.col_is_valid

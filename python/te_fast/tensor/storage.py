@@ -1,8 +1,8 @@
-"""Quantised values without torch's tensor interface, and what tensors and storages have in common.
+"""Quantised values without torch's tensor interface, and the base class of tensors and storages.
 
-Code passes storages where no user sees them: they are cheaper to make than tensors, and unknown to autograd. Both
-stand on one native value (``_value``), which owns bytes and scales; Transformer Engine's field names are attributes
-that read and write it.
+Storages are for internal use: they are cheaper to make than tensors, and unknown to autograd. Tensors and storages have
+one native value (``_value``), which owns bytes and scales; attributes with Transformer Engine's field names read and
+write it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Tensors = list[torch.Tensor | None]
 
 
 def check_bytes(tensors: Iterable[torch.Tensor | None], owner: str) -> None:
-    """Refuse data of wider elements, of which values would be read that nobody has written.
+    """Refuse data with wider elements, since kernels read bytes.
 
     Raises
     ------
     DtypeError
-        If elements are not of one byte.
+        If elements are not one byte wide.
     """
     for tensor in tensors:
         if tensor is not None and tensor.dtype.itemsize != 1:
@@ -46,7 +46,7 @@ def check_bytes(tensors: Iterable[torch.Tensor | None], owner: str) -> None:
 
 
 def field(name: str, doc: str) -> Any:
-    """Return an attribute that is one of the native value's."""
+    """Return an attribute that forwards to a field of the native value."""
     holds_bytes = name in ("row", "col")
 
     def write(self: QuantizedTensorStorage, tensor: torch.Tensor | None) -> None:
@@ -61,7 +61,7 @@ def field(name: str, doc: str) -> Any:
 
 
 def whole_size(shape: Sequence[int], size: Sequence[int]) -> torch.Size:
-    """Return the size of a view, whose -1 is worked out as torch does."""
+    """Return the size of a view, with -1 resolved as torch does."""
     if -1 not in size:
         return torch.Size(size)
     return torch.empty(tuple(shape), device="meta").view(tuple(size)).shape
@@ -73,9 +73,9 @@ class QuantizedTensorStorage:
     Attributes
     ----------
     _quantizer : Quantizer or None
-        What writes new values.
+        The quantizer that writes new values.
     _dtype : torch.dtype
-        The nominal type: that of the values when they are dequantised.
+        The nominal type, which is the type of the dequantised values.
 
     See Also
     --------
@@ -115,20 +115,20 @@ class QuantizedTensorStorage:
     def _fp8_dtype(self, dtype: Any) -> None:
         self._value.fp8 = fp8_name(dtype)
 
-    # What is there -------------------------------------------------------------------------------
+    # Layouts -------------------------------------------------------------------------------
 
     def get_usages(self) -> dict[str, bool]:
-        """Tell which layouts are there."""
+        """Return which layouts the value has."""
         value = self._value
         return {"rowwise": value.row is not None, "columnwise": value.col_is_valid}
 
     def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
-        """Return the bytes of both layouts, or of the one that is asked for.
+        """Return the bytes of both layouts, or of one of them.
 
         Raises
         ------
         ArgumentError
-            If neither is.
+            If neither layout is requested.
         """
         value = self._value
         if rowwise_data and columnwise_data:
@@ -139,7 +139,7 @@ class QuantizedTensorStorage:
         return value.row if rowwise_data else value.col
 
     def get_metadata(self) -> dict[str, Any]:
-        """Return the keywords that the constructor makes the same value from."""
+        """Return the constructor's keywords for the same value."""
         raise NotImplementedError
 
     def _shape(self) -> torch.Size:
@@ -163,7 +163,7 @@ class QuantizedTensorStorage:
 
     @property
     def device(self) -> torch.device:
-        """Where the bytes are."""
+        """Device of the bytes."""
         for tensor in (self._value.row, self._value.col):
             if tensor is not None:
                 return tensor.device
@@ -210,12 +210,12 @@ class QuantizedTensorStorage:
         return self
 
     def update_quantizer(self, quantizer: Quantizer) -> None:
-        """Write new values with another quantizer from now on.
+        """Replace the quantizer that writes new values.
 
         Raises
         ------
         QuantizedTensorError
-            If there has been none.
+            If the value has no quantizer.
         """
         if self._quantizer is None:
             message = f"{type(self).__name__}: there is no quantizer that could be updated"
@@ -253,17 +253,17 @@ class QuantizedTensorStorage:
     def update_usage(
         self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None
     ) -> None:
-        """Make a layout that is wanted, and drop one that is not.
+        """Make requested layouts, and drop the others.
 
         Parameters
         ----------
         rowwise_usage, columnwise_usage : bool, optional
-            Whether the layout is wanted; None leaves it as it is.
+            Whether the layout is requested; None leaves it as it is.
 
         Raises
         ------
         QuantizedTensorError
-            If a layout is wanted that cannot be made, or none would be left.
+            If a requested layout cannot be made, or no layout would be left.
         """
         value = self._value
         usages = self.get_usages()
@@ -305,7 +305,7 @@ class QuantizedTensorStorage:
     _PARTS: tuple[str, ...] = ()
 
     def prepare_for_saving(self) -> tuple[Tensors, Any]:
-        """Hand the tensors over to whoever saves them for backward; this value is empty until they come back."""
+        """Return the tensors to save for backward; the value is empty until they are restored."""
         parts = [getattr(self._value, name) for name in self._PARTS]
         self._valid_when_saved = self._value.col_is_valid
         for name in self._PARTS:
@@ -313,7 +313,7 @@ class QuantizedTensorStorage:
         return parts, self
 
     def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> Any:
-        """Take the tensors back, and return those behind them."""
+        """Restore the tensors, and return the remaining ones."""
         for name, tensor in zip(self._PARTS, tensors, strict=False):
             setattr(self._value, name, tensor)
         self._value.col_is_valid = getattr(self, "_valid_when_saved", True)
@@ -326,13 +326,13 @@ class QuantizedTensorStorage:
     def _shown(self) -> str:
         try:
             values = str(self.dequantize())
-        except TeFastError as error:  # a repr is what one looks at when something is broken
+        except TeFastError as error:  # a repr must also work for broken values
             values = f"<not to be read: {error}>"
         return f"{type(self).__name__}(fp8_dtype={self._fp8_dtype!r}, data={values})"
 
 
 def copy_values(own: native.QuantizedValue, other: native.QuantizedValue) -> None:
-    """Copy bytes and scales of the layouts that both values have; an own one that the other has not is stale then."""
+    """Copy bytes and scales of the layouts that both values have; a layout that the other lacks becomes stale."""
     pairs = [("row", "row_scale"), ("col", "col_scale")]
     has_col = other.col_is_valid
     was = own.row is not None, own.col is not None
@@ -347,17 +347,17 @@ def copy_values(own: native.QuantizedValue, other: native.QuantizedValue) -> Non
 
 
 def prepare_for_saving(*tensors: Any) -> tuple[Tensors, list[Any]]:
-    """Take storages apart, so that ``save_for_backward`` can have their tensors.
+    """Take storages apart, so that ``save_for_backward`` can save their tensors.
 
     Parameters
     ----------
     *tensors : torch.Tensor, QuantizedTensorStorage or None
-        Tensors, also quantised ones, stay as they are. A storage is empty until it is restored.
+        Tensors, including quantised ones, stay as they are. A storage is empty until it is restored.
 
     Returns
     -------
     list of torch.Tensor, list
-        What to save, and what :func:`restore_from_saved` asks for beside it.
+        The tensors to save, and the objects that :func:`restore_from_saved` needs.
 
     See Also
     --------
@@ -392,16 +392,16 @@ def restore_from_saved(
     saved_tensors: Sequence[torch.Tensor | None],
     return_saved_tensors: bool = False,
 ) -> Any:
-    """Put together again what :func:`prepare_for_saving` took apart.
+    """Restore the objects that :func:`prepare_for_saving` took apart.
 
     Parameters
     ----------
     tensors : sequence
-        Its second result.
+        The second result of :func:`prepare_for_saving`.
     saved_tensors : sequence of torch.Tensor
-        Its first, as autograd brings it back.
+        Its first result, as autograd returns it.
     return_saved_tensors : bool, default = False
-        Return the tensors that are left, too.
+        Also return the remaining tensors.
 
     See Also
     --------
@@ -430,12 +430,12 @@ def restore_from_saved(
 
 
 def restore_from_func_ctx(ctx: Any, return_saved_tensors: bool = False) -> Any:
-    """Restore what a context of autograd holds as ``tensor_objects`` and ``saved_tensors``, and drop the objects.
+    """Restore ``tensor_objects`` and ``saved_tensors`` of an autograd context, and drop the objects.
 
     Raises
     ------
     MissingAttributeError
-        If it holds none.
+        If the context has no objects.
 
     See Also
     --------
@@ -463,12 +463,12 @@ def restore_from_func_ctx(ctx: Any, return_saved_tensors: bool = False) -> Any:
 
 
 def clear_columnwise_cache(tensor: Any) -> None:
-    """Free the column layout of a quantised tensor, if it is one.
+    """Free the column layout of a quantised tensor.
 
     Parameters
     ----------
     tensor : QuantizedTensorStorage or torch.Tensor
-        Others stay as they are.
+        Any tensor; plain tensors stay as they are.
 
     See Also
     --------

@@ -1,4 +1,4 @@
-"""Quantised tensors as torch sees them: of a high-precision type by name, of FP8 bytes by content."""
+"""Quantised tensors as torch sees them: they have a high-precision type, and hold FP8 bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from te_fast.tensor.traced import dequantized
 
 
 class _Identity(torch.autograd.Function):
-    """The same values in a tensor of its own."""
+    """The same values in a new tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ class _Identity(torch.autograd.Function):
 
 
 class _Dequantize(torch.autograd.Function):
-    """Back to high precision; the gradient is that of the identity."""
+    """Dequantises; the gradient is that of the identity."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -46,8 +46,8 @@ class _Dequantize(torch.autograd.Function):
 class QuantizedTensor(torch.Tensor):
     """A tensor of FP8 bytes and scales.
 
-    To torch it is of its nominal type. Operations that know FP8 keep the class: views, copies, moves between devices.
-    What writes in place dequantises, runs, and quantises again. All others dequantise, and their results are plain.
+    To torch it is of its nominal type. Views, copies and moves between devices keep the class. Operations in place
+    dequantise, run, and quantise again. All other operations dequantise, and their results are plain.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class QuantizedTensor(torch.Tensor):
     requires_grad : bool, default = False
         As of any tensor.
     device : torch.device, optional
-        Where it is; the current GPU by default, or the CPU where there is none.
+        Device; by default the current GPU, or the CPU without a GPU.
     stride : sequence of int, optional
         Strides; those of a contiguous tensor by default.
 
@@ -147,14 +147,14 @@ class QuantizedTensor(torch.Tensor):
         return self.dequantize(dtype=torch.bfloat16)
 
     def expand_as(self, other: torch.Tensor) -> torch.Tensor:
-        """Expand; to the shape of itself, as who looks for gradient accumulators does, without dequantising."""
+        """Expand; to its own shape, as code that looks for gradient accumulators does, without dequantising."""
         if other is self:
             result: torch.Tensor = _Identity.apply(self)
             return result
         return super().expand_as(other)
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return an empty storage: the bytes are those of inner tensors."""
+        """Return an empty storage, since inner tensors own the bytes."""
         return torch.UntypedStorage(0, device=self.device)
 
 
@@ -163,7 +163,7 @@ def _outside(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
-    """What tensors over a native value have in common."""
+    """Base class of tensors over a native value."""
 
     _storage_class: type[QuantizedTensorStorage]
 
@@ -229,7 +229,7 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
         return self._plain_values(dtype)
 
     def _plain_values(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values; autograd is not told."""
+        """Return the values without autograd."""
         values = dequantized(self._value, dtype)
         if self.dim() == 1 and values.numel() == self.numel():
             return values.view(self.shape)
@@ -255,7 +255,7 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
         requires_grad: bool = False,
         **fields: Any,
     ) -> Any:
-        """Return a tensor with the fields of another one, but for those that are given."""
+        """Return a tensor with the fields of another one, except the given fields."""
         dtype = tensor.dtype if dtype is None else dtype
         shape = cls._shape_of_fields(tensor, fields) if shape is None else shape
         options = {"requires_grad": requires_grad, "device": tensor.device}
@@ -265,12 +265,12 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
 
     @classmethod
     def _shape_of_fields(cls, tensor: Any, fields: dict[str, Any]) -> Sequence[int]:
-        """Return the shape of a tensor like another one, but for some fields."""
+        """Return the shape of a tensor like another one, except some fields."""
         shape: Sequence[int] = tensor.shape
         return shape
 
     def prepare_for_saving(self) -> tuple[Tensors, Any]:
-        """Return the tensors, and a tensor that takes them back; one that users have stays whole."""
+        """Return the inner tensors, and a tensor that restores them; the user's tensor stays whole."""
         rest: Any = self.detach()
         return QuantizedTensorStorage.prepare_for_saving(rest)
 
@@ -278,15 +278,15 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
 
     @property
     def data(self) -> Any:
-        """The same bytes in a tensor that autograd does not know."""
+        """The same bytes in a tensor outside of autograd."""
         return self.detach()
 
     @data.setter
     def data(self, tensor: torch.Tensor) -> None:
-        """Take over the bytes of a quantised tensor, or quantise a plain one into new ones.
+        """Take over the bytes of a quantised tensor, or quantise a plain tensor into new bytes.
 
-        Views keep the former values, as those of any tensor do. A tensor with one scale takes over the nominal type,
-        too; one of blocks keeps its own.
+        Views keep the former values, as for any tensor. A tensor with one scale takes over the nominal type, too; a
+        tensor of blocks keeps its own.
         """
         if not isinstance(tensor, torch.Tensor):
             message = (
@@ -314,7 +314,7 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
-        """Return what FSDP2 gathers: bytes, and scales of blocks.
+        """Return the tensors that FSDP2 gathers: bytes, and scales of blocks.
 
         Raises
         ------
@@ -337,7 +337,7 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
         *,
         out: Any = None,
     ) -> Any:
-        """Return the parameter that FSDP2 has gathered, or put it into a former one."""
+        """Return the parameter that FSDP2 has gathered, or update a former one."""
         return after_gather(self, all_gather_outputs, metadata, param_dtype, out)
 
     # Compilers -----------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
     _INNER_TENSORS: tuple[str, ...] = ()
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        """Name the inner tensors that are there, and say what the tensor is beside them."""
+        """Return the names of the inner tensors, and the tensor's other properties."""
         names = [name for name in self._INNER_TENSORS if getattr(self, name) is not None]
         quantizer = self._quantizer
         plain = None if getattr(quantizer, "scale", None) is not None else quantizer
@@ -360,7 +360,7 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
     def __tensor_unflatten__(
         cls, inner: dict[str, torch.Tensor], about: dict[str, Any], size: Any, stride: Any
     ) -> Any:
-        """Put a tensor together of inner ones; delayed scaling's quantizer is not among them."""
+        """Make a tensor from inner tensors; delayed scaling's quantizer is not among them."""
         kind = about["block"], about["fp8"]
         value = native.QuantizedValue(*kind, None, None, None, None, about["groups"])
         made = cls._of_value(
@@ -380,18 +380,18 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
     # Copies --------------------------------------------------------------------------------------
 
     def _reduced(self) -> Any:
-        """Return what makes the tensor again, for pickles."""
+        """Return a function and arguments that make the tensor again, for pickles."""
         raise NotImplementedError
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the tensor; a parameter as torch does, so that it stays one."""
+        """Pickle the tensor; a parameter as torch does, so that it stays a parameter."""
         if not isinstance(self, torch.nn.Parameter):
             return self._reduced()
         rebuild: Any = torch._utils._rebuild_parameter
         return rebuild, (self.detach(), self.requires_grad, OrderedDict())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy with bytes, scales and quantizer of its own; a parameter stays one."""
+        """Copy bytes, scales and quantizer; a copy of a parameter is a parameter."""
         if id(self) in memo:
             return memo[id(self)]
         if self.grad_fn is not None:
@@ -415,7 +415,7 @@ class Float8TensorBase(QuantizedTensorStorage, QuantizedTensor):
 
 
 def _exchange_outside(tensor: Any, fresh: Any) -> None:
-    """Let a tensor have the type, device and shape of another one, and keep what else it has."""
+    """Give a tensor the type, device and shape of another one; it keeps its other properties."""
     attributes, requires_grad = dict(tensor.__dict__), tensor.requires_grad
     fresh.requires_grad_(requires_grad)
     try:

@@ -1,4 +1,4 @@
-"""Quantised tensors in graphs: operators that read their bytes and scales."""
+"""Operators that read bytes and scales of quantised tensors in graphs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _dequantize(
         value.row, value.row_scale = data, scale
     else:
         value.col = data
-        # One scale is both layouts'.
+        # Both layouts share one scale.
         setattr(value, "col_scale" if block else "row_scale", scale)
     return value.dequantize(dtype)
 
@@ -55,7 +55,7 @@ register(
 
 
 def dequantized(value: native.QuantizedValue, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values in high precision, by an operator where a tracer watches."""
+    """Return the values in high precision; under a tracer, by an operator."""
     columnwise = value.row is None
     data, scale = (value.col, value.col_scale) if columnwise else (value.row, value.row_scale)
     if data is None or scale is None or not is_traced(data):
@@ -67,7 +67,7 @@ def dequantized(value: native.QuantizedValue, dtype: torch.dtype) -> torch.Tenso
 
 
 def taken_apart(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of an operator of programs with bytes and scales in the place of quantised tensors.
+    """Return the arguments of a program's operator, with bytes and scales in place of quantised tensors.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ def taken_apart(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _parts(tensors: list[Any], columns: Iterator[bool]) -> list[Any]:
-    """Take the quantised ones apart; `columns` says which have their column layout read."""
+    """Take quantised tensors apart; `columns` tells whose column layout is read."""
     found = []
     for tensor in tensors:
         value = getattr(tensor, "_value", None)

@@ -1,4 +1,4 @@
-"""Activations without gate, and what all activations have in common."""
+"""Activations without a gate, and the base class of all activations."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Activation(NativeOperation):
     Parameters
     ----------
     cache_quantized_input : bool, default = False
-        Keep the input for backward in FP8 (E4M3, one scale): half the memory, more rounding. In Python, beside a
-        fusion or method of the user's own, it is rounded alike and takes no less memory.
+        Keep the input for backward in FP8 (E4M3, one scale): half the memory, more rounding. If the operation runs in
+        Python, beside a fusion or a method of the user, the rounding is the same but no memory is saved.
     """
 
     _constant_names = frozenset(

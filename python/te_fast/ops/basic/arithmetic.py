@@ -1,4 +1,4 @@
-"""A constant factor, and the operations that take in or give out a tensor in the middle of a chain."""
+"""A constant factor, and the operations that add or return a tensor in the middle of a chain."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ConstantScale(BasicOperation):
         program.constant_scale(label, self.scale)
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Multiply; nothing is kept."""
+        """Multiply; save nothing for backward."""
         return input_ * self.scale
 
     def op_backward(
@@ -61,8 +61,8 @@ class AddExtraInput(ExtraTensorOperation):
     Parameters
     ----------
     in_place : bool, default = False
-        Add into the extra input's memory, which the caller must not need any more. Fusions may
-        do so. What comes through a channel is left as it is: earlier operations may have kept it.
+        Allow fusions to add into the extra input's memory, which the caller must no longer need. A tensor that comes
+        through a channel is never overwritten, since earlier operations may have kept it.
 
     See Also
     --------
@@ -102,7 +102,7 @@ class AddExtraInput(ExtraTensorOperation):
         basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
         **_: Any,
     ) -> tuple[torch.Tensor, list[tuple[()]]]:
-        """Add; nothing is kept."""
+        """Add; save nothing for backward."""
         (extra,) = basic_op_extra_inputs[0]
         if extra.shape != input_.shape:
             message = (
@@ -121,7 +121,7 @@ class AddExtraInput(ExtraTensorOperation):
         grad_output: torch.Tensor,
         **_: Any,
     ) -> tuple[torch.Tensor, PerOp, PerOp]:
-        """Give the gradient to both."""
+        """Return the gradient for both inputs."""
         return grad_output, [()], [(grad_output,)]
 
     def extra_repr(self) -> str:
@@ -135,8 +135,8 @@ class MakeExtraOutput(ExtraTensorOperation):
     Parameters
     ----------
     in_place : bool, default = False
-        Add the gradients into that of the extra output, which nobody else must need. Fusions may
-        do so. What comes back through a channel is left as it is: several may bring one tensor.
+        Allow fusions to add the gradients into the memory of the extra output's gradient, which must have no other
+        user. A gradient that comes through a channel is never overwritten, since several channels may bring one tensor.
 
     See Also
     --------

@@ -26,7 +26,7 @@ from te_fast.tensor import primary
 
 
 def parallelism(op: str, mode: str | None, group: Any) -> tuple[str | None, int]:
-    """Return the mode of tensor parallelism, None where one rank has all, and the number of ranks.
+    """Return the mode of tensor parallelism, None for one rank, and the number of ranks.
 
     Raises
     ------
@@ -61,7 +61,8 @@ class BasicLinear(WeightedOperation):
     tensor_parallel_group : torch.distributed.ProcessGroup, optional
         The ranks; all by default.
     sequence_parallel : bool, default = False
-        Each rank has rows of its own: of the input of a column-parallel operation, of the result of a row-parallel one.
+        Each rank has its own rows of the input of a column-parallel operation, or of the result of a row-parallel
+        operation.
     rng_state_tracker_function : Callable, optional
         Gives the random number generator's tracker that initialisation forks.
     accumulate_into_main_grad : bool, default = False
@@ -114,7 +115,7 @@ class BasicLinear(WeightedOperation):
             self.local_out_features = divided(name, "out_features", out_features, size)
         elif mode == "row":
             self.local_in_features = divided(name, "in_features", in_features, size)
-        # As in Transformer Engine: with one rank these say nothing.
+        # As in Transformer Engine, these have no effect with one rank.
         self.tensor_parallel_mode = mode
         self.tensor_parallel_group = None if mode is None else tensor_parallel_group
         self.tensor_parallel_size = size
@@ -135,7 +136,7 @@ class BasicLinear(WeightedOperation):
         return {"forward": 2, "backward": 1}.get(mode, 0)
 
     def reset_parameters(self) -> None:
-        """Initialise the weight, after making it real if it is on the meta device."""
+        """Initialise the weight; a weight on the meta device gets memory first."""
         weight = to_real(self, "weight")
         tracker = self._rng_state_tracker_function
         init = partial(torch.nn.init.kaiming_uniform_, a=math.sqrt(5))
@@ -148,7 +149,7 @@ class BasicLinear(WeightedOperation):
         self._drop_weight_cache()
 
     def pre_first_fuser_forward(self) -> None:
-        """Make a weight on the meta device real."""
+        """Give a weight on the meta device memory."""
         if self.weight.is_meta:
             self.reset_parameters()
 
@@ -172,7 +173,7 @@ class BasicLinear(WeightedOperation):
         return {"weight": Share(dim, torch.distributed.group.WORLD if group is None else group)}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the native half out."""
+        """Leave the native half out; the copy makes its own."""
         state = super().__getstate__()
         state.pop("_own_segment", None)
         return state
@@ -180,7 +181,7 @@ class BasicLinear(WeightedOperation):
     # In Python ------------------------------------------------------------------------------------
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Multiply; in high precision input and weight are what is kept."""
+        """Multiply; in high precision, save input and weight."""
         if self._exchange:
             return self._forward_on_ranks(ctx, input_)
         if not autocast_state.fp8_enabled:
@@ -224,12 +225,12 @@ class BasicLinear(WeightedOperation):
         return dx, (main_grad.give(self.weight, dw, fuse=True, overwrite=False),)
 
     def _quantizer_of_rows(self, recipe: Recipe, role: Role, group: Any) -> Any:
-        """Return what quantises rows of the input, or of the result's gradient, to be gathered; None if values are."""
+        """Return the quantizer for gathered rows of the input or of the result's gradient; None to gather values."""
         state = self._delayed_state("backward" if role == "grad" else "forward")
         return quantizer_of_rows(recipe, role, state, 0, group)
 
     def _segment(self) -> Segment:
-        """Return the program of this operation alone, between its collectives."""
+        """Return the program of this single operation, between its collectives."""
         segment: Segment | None = self.__dict__.get("_own_segment")
         if segment is None or segment.program is not self._program():
             name, group = type(self).__name__, self.tensor_parallel_group

@@ -66,7 +66,7 @@ class Bias(BasicOperation):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the bias to zero, after making it real if it is on the meta device."""
+        """Set the bias to zero; a bias on the meta device gets memory first."""
         torch.nn.init.zeros_(to_real(self, "bias"))
 
     def _shares_of_parameters(self) -> dict[str, Share]:
@@ -77,7 +77,7 @@ class Bias(BasicOperation):
         return {"bias": Share(0, torch.distributed.group.WORLD if group is None else group)}
 
     def pre_first_fuser_forward(self) -> None:
-        """Make a bias on the meta device real."""
+        """Give a bias on the meta device memory."""
         if self.bias.is_meta:
             self.reset_parameters()
 
@@ -87,14 +87,14 @@ class Bias(BasicOperation):
         extras: tuple[torch.dtype, ...],
         autocast: torch.dtype | None,
     ) -> torch.dtype:
-        # What a linear operation made in autocast's type stays in it, as with torch.nn.Linear.
+        # The result of a linear operation in autocast's type keeps this type, as with torch.nn.Linear.
         return dtype if autocast else torch.promote_types(dtype, self.bias.dtype)
 
     def _append_to(self, program: Any, label: str) -> None:
         program.bias(label, self._parameters, "bias", self.local_size)
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Add the bias; nothing is kept."""
+        """Add the bias; save nothing for backward."""
         if input_.dim() == 0 or input_.shape[-1] != self.local_size:
             message = (
                 f"{type(self).__name__}: the input's last dimension must be {self.local_size}, got a "

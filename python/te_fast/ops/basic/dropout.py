@@ -32,7 +32,7 @@ class Dropout(BasicOperation):
     """
 
     _mode_names = frozenset({"training", "dropout_probability"})
-    # What is evaluated has the bits of what was trained: there, the operation behind takes a tensor from memory.
+    # Evaluation must have the bits of training, where the next operation reads a tensor from memory.
     _ends_program = True
 
     def __init__(self, p: float) -> None:

@@ -15,7 +15,7 @@ def check_interleave(size: int | None, op: str) -> int | None:
     Raises
     ------
     ArgumentError
-        If it is no positive integer.
+        If it is not a positive integer.
     """
     if size is not None and (not isinstance(size, int) or size < 1):
         message = f"{op}: glu_interleave_size must be a positive integer or None, got {size!r}"
@@ -24,12 +24,12 @@ def check_interleave(size: int | None, op: str) -> int | None:
 
 
 def check_positive(op: str, **values: float) -> None:
-    """Raise for a parameter that is no positive, finite number.
+    """Raise for a parameter that is not a positive, finite number.
 
     Raises
     ------
     ArgumentError
-        Naming it.
+        With its name.
     """
     for name, value in values.items():
         try:
@@ -38,7 +38,7 @@ def check_positive(op: str, **values: float) -> None:
             TypeError,
             ValueError,
             RuntimeError,
-        ):  # RuntimeError is torch's, for a tensor of several numbers
+        ):  # torch raises RuntimeError for a tensor of several numbers
             is_fine = False
         if not is_fine:
             message = f"{op}: {name} must be positive and finite, got {value!r}"

@@ -1,4 +1,4 @@
-"""``y = x W_eᵀ + b_e`` on the rows of each expert: the operation of a mixture that runs in FP8."""
+"""``y = x W_eᵀ + b_e`` on the rows of each expert, in FP8."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from te_fast.tensor.of_recipe import ONE, Stack
 
 #: A block of a kernel finds the expert of its rows by a scan over all.
 _MAX_GROUPS = 1024
-#: Slots of delayed scaling of one expert: input and weight; gradient of the output.
+#: Delayed scaling's slots of one expert: forward input and weight; backward the gradient of the output.
 _SLOTS = (2, 1)
-#: Whether the backward that runs now retains its graph; older torch does not say.
+#: Whether the current backward retains its graph; older torch does not tell.
 _retains_graph: Callable[[], bool] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
@@ -42,8 +42,8 @@ _retains_graph: Callable[[], bool] = getattr(
 class GroupedLinear(ExtraTensorOperation, WeightedOperation):
     """Apply ``y = x W_eᵀ + b_e`` to the rows of each expert, in FP8 inside :class:`te_fast.pytorch.autocast`.
 
-    The extra input counts the rows of the experts, which follow each other. Counts on the GPU are not read on the host:
-    what they say beyond the rows of the input is cut off, and rows that belong to no expert are not written.
+    The extra input counts the rows of the experts, which follow each other. The host does not read counts on the GPU:
+    counts beyond the rows of the input are cut off, and rows that belong to no expert are not written.
 
     Parameters
     ----------
@@ -64,8 +64,8 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
     delay_wgrad_compute : bool, default = False
         Leave the weights' gradients to :meth:`backward_dw`.
     scale_bias : bool, default = False
-        Multiply the biases by a factor of each row, a second extra input ``(rows,)``, as the probabilities of the
-        experts are. The product is a native program of its own then, and torch adds the biases.
+        Multiply the biases by a factor of each row, a second extra input ``(rows,)``, such as the probabilities of the
+        experts. The product is a native program of its own then, and torch adds the biases.
 
     Raises
     ------
@@ -156,7 +156,7 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         return {"forward": forward, "backward": backward}.get(mode, 0) * self.num_groups
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters, after making those real that are on the meta device."""
+        """Initialise the parameters; parameters on the meta device get memory first."""
         tracker = self._rng_state_tracker_function
         with nullcontext() if tracker is None else tracker().fork(), torch.no_grad():
             for name in self._weight_names:
@@ -183,19 +183,19 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         return Stack(self.num_groups, _SLOTS[0]) if self.single_grouped_weight else ONE
 
     def _lay_together(self) -> None:
-        """Let parameters that are one's each share one memory."""
+        """Let the parameters of all experts share one memory."""
         lay_together(self._of_parts())
         weights = [weight for _, weight in self._quantized_weights()]
         if len(weights) > 1 and not any(weight.is_meta for weight in weights):
             stacks.lay_together(weights)
 
     def pre_first_fuser_forward(self) -> None:
-        """Make parameters on the meta device real."""
+        """Give parameters on the meta device memory."""
         if getattr(self, self._weight_names[0]).is_meta:
             self.reset_parameters()
 
     def _of_parts(self) -> list[list[torch.Tensor]]:
-        """Return the weights, and the biases, that are parameters of their own in memory."""
+        """Return the weights and the biases that are separate parameters with memory."""
         lists = [
             [getattr(self, name) for name in names]
             for names in (self._weight_names, self._bias_names)
@@ -210,13 +210,13 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
     # Counts ---------------------------------------------------------------------------------------
 
     def _counts_of_rows(self, counts: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return the extra input as int64 on the input's device; what is on a GPU is not looked at.
+        """Return the extra input as int64 on the input's device, without reading counts on a GPU.
 
         Raises
         ------
         DtypeError, ShapeError, DeviceError
-            If it is no integer tensor of one count for each expert, on another GPU, or on the host and does not fit the
-            rows.
+            If it is not an integer tensor with one count for each expert, is on another GPU, or is on the host and does
+            not fit the rows.
         """
         name = type(self).__name__
         if counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool:
@@ -230,7 +230,7 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
                 f"shape {list(counts.shape)}"
             )
             raise ShapeError(message)
-        if is_traced(x):  # where nothing looks at counts
+        if is_traced(x):  # a trace does not read counts
             return counts.to(device=x.device, dtype=torch.int64)
         if counts.device.type == "cpu":
             rows = x.shape[:-1].numel()
@@ -238,7 +238,7 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
             if min(listed) < 0 or sum(listed) > rows:
                 message = f"{name}: counts of rows must not be negative nor exceed {rows} in sum, got {listed}"
                 raise ShapeError(message)
-            if is_needed(x.device):  # where the host reads them
+            if is_needed(x.device):  # the host reads counts there
                 return counts.to(torch.int64)
         elif counts.device != x.device:
             message = f"{name}: counts must be on the host or on {x.device}, where the input is, got {counts.device}"
@@ -297,7 +297,7 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         Raises
         ------
         StateError
-            If no backward did.
+            If no backward left any.
         """
         if not self.delay_wgrad_compute:
             return
@@ -319,12 +319,12 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
     # In Python ------------------------------------------------------------------------------------
 
     def _is_native(self, beside: Beside = ALONE) -> bool:
-        """Tell whether a native program runs this: not with scaled biases, nor experts one by one."""
+        """Tell whether a native program runs this: not with scaled biases, and not if experts run one by one."""
         alone = self.scale_bias or is_needed(getattr(self, self._weight_names[0]).device)
         return not alone and super()._is_native(beside)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move; which device it is decides what runs the operation."""
+        """Move the parameters, and choose the path for the new device."""
         result = super()._apply(fn, recurse)
         for fuser in self.__dict__.get("_capturing_fusers", ()):
             fuser._forget()
@@ -341,7 +341,7 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         basic_op_extra_inputs: list[tuple[torch.Tensor, ...]],
         **_: Any,
     ) -> tuple[torch.Tensor, list[tuple[()]]]:
-        """Run a graph of torch's of this operation alone, which backward runs through."""
+        """Run the operation under a torch graph of its own, which backward runs through."""
         ctx: Any = basic_op_ctxs[0]
         counts, *factors = basic_op_extra_inputs[0]
         wanted = bool(ctx.requires_grad)
@@ -360,12 +360,12 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
     def fuser_backward(
         self, basic_op_ctxs: list[OperationContext], grad_output: torch.Tensor, **_: Any
     ) -> tuple[torch.Tensor, PerOp, PerOp]:
-        """Run back through that graph; once, unless the graph around it is retained.
+        """Run backward through that graph, only once unless the outer graph is retained.
 
         Raises
         ------
         StateError
-            If it ran back already.
+            If backward has run already.
         """
         ctx: Any = basic_op_ctxs[0]
         if ctx.graph is None:
@@ -397,13 +397,13 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
                 loop = self.__dict__["_loop"] = ExpertLoop(self._experts())
             return loop.apply(x, read_counts(counts, x.shape[0], type(self).__name__), None)
         program, params = self._program(), None
-        if x.numel() == 0 and program.has_parts:  # nothing is launched, and torch joins the parts
+        if x.numel() == 0 and program.has_parts:  # without launches, torch joins the parts
             params = tuple([torch.cat(list(parts)) for parts in program.parameter_parts()])
         y: torch.Tensor = native.program_apply(program, self, x, (counts,), None, params, None)
         return y
 
     def _biases_of_rows(self, y: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return the bias of each row's expert; rows of no expert have the last one's."""
+        """Return the bias of each row's expert; rows of no expert get the last expert's bias."""
         ends = counts.to(y.device).clamp(min=0).cumsum(0)
         numbers = torch.arange(y.shape[0], device=y.device)
         expert = torch.searchsorted(ends, numbers, right=True).clamp(max=self.num_groups - 1)
@@ -412,7 +412,7 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
         return stack.to(y.dtype)[expert]
 
     def _experts(self) -> Experts:
-        """Return what a loop over the experts is over."""
+        """Return the arguments of a loop over the experts."""
         return Experts(
             owner=self,
             name=type(self).__name__,
@@ -447,7 +447,7 @@ class GroupedLinear(ExtraTensorOperation, WeightedOperation):
             handle.drop_weight_cache(of_graphs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the native halves out."""
+        """Leave the native halves out; the copy makes its own."""
         state = super().__getstate__()
         state.pop("_loop", None)
         return state

@@ -44,7 +44,7 @@ class Identity(BasicOperation):
 
 
 class _Communication(Identity):
-    """Communication along the first dimension; among one rank there is none.
+    """Communication along the first dimension; with one rank there is none.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class _Communication(Identity):
         self._agreement = Agreement(name, process_group, name)
 
     def _check(self, ctx: OperationContext, x: torch.Tensor) -> None:
-        """Raise unless all ranks bring alike tensors."""
+        """Raise unless the tensors of all ranks have the same shape and type."""
         self._agreement.check(x, wanted=ctx.requires_grad, needs_input=ctx.requires_grad)
 
     def _is_native(self, beside: Beside = ALONE) -> bool:
@@ -82,7 +82,7 @@ class AllGather(_Communication):
 
     Examples
     --------
-    Among one rank it is the identity:
+    With one rank it is the identity:
 
     >>> import torch
     >>> import te_fast.pytorch as te
@@ -100,12 +100,12 @@ class AllGather(_Communication):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[()]]:
-        """Sum over ranks, and keep this one's rows."""
+        """Sum over ranks, and keep this rank's rows."""
         return self._ranks.scatter(grad_output)[0], ()
 
 
 class ReduceScatter(_Communication):
-    """Sum over ranks, and keep this one's rows; gradients are gathered.
+    """Sum over ranks, and keep this rank's rows; gradients are gathered.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ class ReduceScatter(_Communication):
 
     Examples
     --------
-    Among one rank it is the identity:
+    With one rank it is the identity:
 
     >>> import torch
     >>> import te_fast.pytorch as te
@@ -129,7 +129,7 @@ class ReduceScatter(_Communication):
     _collective = "scatter"
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Sum over ranks, and keep this one's rows."""
+        """Sum over ranks, and keep this rank's rows."""
         self._check(ctx, input_)
         return self._ranks.scatter(input_)[0]
 
@@ -141,14 +141,14 @@ class ReduceScatter(_Communication):
 
 
 class AllReduce(_Communication):
-    """Sum over ranks; the gradient of every rank's part is that of the sum.
+    """Sum over ranks; every rank's input has the gradient of the sum.
 
     Parameters
     ----------
     process_group : torch.distributed.ProcessGroup, optional
         The ranks; all by default.
     reduce_in_backward : bool, default = True
-        As in Transformer Engine, it says nothing: all ranks have the gradient of the sum.
+        Has no effect, as in Transformer Engine: all ranks have the gradient of the sum.
 
     See Also
     --------
@@ -156,7 +156,7 @@ class AllReduce(_Communication):
 
     Examples
     --------
-    Among one rank it is the identity:
+    With one rank it is the identity:
 
     >>> import torch
     >>> import te_fast.pytorch as te
@@ -175,7 +175,7 @@ class AllReduce(_Communication):
         self._reduce_in_backward = reduce_in_backward
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Sum over ranks, in memory of its own: the input may be read elsewhere."""
+        """Sum over ranks, in new memory, since the input may have other readers."""
         if self.process_group_size == 1:
             return input_
         self._check(ctx, input_)
@@ -207,7 +207,7 @@ class Reshape(BasicOperation):
         self._shape = tuple(shape)
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Reshape; the input's shape is kept."""
+        """Reshape; save the input's shape."""
         ctx.shape = input_.shape  # type: ignore[attr-defined]
         try:
             return input_.reshape(self._shape)

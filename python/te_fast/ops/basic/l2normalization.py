@@ -17,7 +17,7 @@ class L2Normalization(BasicOperation):
     eps : float, default = 1e-6
         Added to the sum of squares.
     seq_length, micro_batch_size : int, optional
-        For the warm-up of Transformer Engine's just-in-time kernels; te_fast has none to warm up.
+        Sizes for the warm-up of Transformer Engine's just-in-time kernels; they have no effect in te_fast.
 
     See Also
     --------

@@ -1,4 +1,4 @@
-"""Operations of native programs, where a neighbour leaves them to Python: a fusion or a method of the user's own."""
+"""Native operations that run from Python, because a neighbour is a fusion or a method of the user."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from te_fast.runtime.rows import Tensors
 
 
 def _narrow(x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in a type that programs take: FP64 is computed in FP32."""
+    """Return a tensor in a type that programs take; FP64 becomes FP32."""
     return x.float() if x.dtype == torch.float64 else x
 
 
 class NativeOperation(BasicOperation):
-    """An operation whose Python methods run a native program of it alone.
+    """An operation whose Python methods run a native program of this single operation.
 
-    Forward keeps input, extra inputs and parameters, from which backward runs the program again: a fusion of one
-    direction reads the kept tensors, or keeps them itself.
+    Forward keeps input, extra inputs and parameters, and backward runs the program again from them. A user's fusion of
+    one direction reads these tensors, or keeps them itself.
     """
 
     def _result_type(
@@ -32,12 +32,12 @@ class NativeOperation(BasicOperation):
         extras: tuple[torch.dtype, ...],
         autocast: torch.dtype | None,
     ) -> torch.dtype:
-        """Return autocast's type, else that of the weight, or of the input without."""
+        """Return autocast's type, else the weight's type, or the input's type without a weight."""
         weight = self._parameters.get("weight")
         return autocast or (dtype if weight is None else weight.dtype)
 
     def _program(self) -> native.Program:
-        """Return the native program of this operation alone."""
+        """Return the native program of this single operation."""
         program: native.Program | None = self.__dict__.get("_own_program")
         if program is None:
             name = type(self).__name__
@@ -46,7 +46,7 @@ class NativeOperation(BasicOperation):
         return program
 
     def _matrix(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the input's shape as the program takes it."""
+        """Return a tensor of the input's shape in the program's shape."""
         return x
 
     def _restored(self, y: torch.Tensor, shape: torch.Size) -> torch.Tensor:

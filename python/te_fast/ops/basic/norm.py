@@ -72,19 +72,19 @@ class Norm(NativeOperation):
         return tuple(self.weight.shape)
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters, after making those real that are on the meta device."""
+        """Initialise the parameters; parameters on the meta device get memory first."""
         weight = to_real(self, "weight")
         torch.nn.init.constant_(weight, 0.0 if self.zero_centered_gamma else 1.0)
         if "bias" in self._names:
             torch.nn.init.zeros_(to_real(self, "bias"))
 
     def pre_first_fuser_forward(self) -> None:
-        """Make parameters on the meta device real."""
+        """Give parameters on the meta device memory."""
         if self.weight.is_meta:
             self.reset_parameters()
 
     def _is_native(self, beside: Beside = ALONE) -> bool:
-        # Native programs normalise the last dimension alone.
+        # Native programs normalise only the last dimension.
         return len(self.normalized_shape) == 1 and super()._is_native(beside)
 
     def _append_to(self, program: Any, label: str) -> None:

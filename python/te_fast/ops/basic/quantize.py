@@ -15,12 +15,12 @@ from te_fast.tensor.primary import is_quantized
 
 
 class Quantize(BasicOperation):
-    """Quantise as the region's recipe does; the identity outside of a region, and of what is quantised already.
+    """Quantise as the region's recipe does; outside of a region, and for quantised inputs, it is the identity.
 
-    The result is a quantised tensor with both layouts. What goes straight to a linear operation, or in backward
-    straight back to one, maybe by way of its bias, is quantised there and once only, by that operation's scale; with
-    nothing else to do the operation is no work at all. Operations that do not read FP8 dequantise. As in
-    Transformer Engine, a recipe's ``backward_override`` leaves the gradient as it is.
+    The result is a quantised tensor with both layouts. Next to a linear operation (in backward also behind its bias),
+    ``Quantize`` does nothing, because the linear operation quantises its operands once, with its own scales. Operations
+    that do not read FP8 dequantise. As in Transformer Engine, a recipe's ``backward_override`` leaves the gradient as
+    it is.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class Quantize(BasicOperation):
 
     See Also
     --------
-    te_fast.pytorch.autocast : Says how.
+    te_fast.pytorch.autocast : The region with the recipe.
 
     Examples
     --------
@@ -52,7 +52,7 @@ class Quantize(BasicOperation):
         self._device: torch.device | None = None
 
     def num_quantizers(self, mode: str) -> int:
-        """One in each direction that is quantised."""
+        """Return one for each direction that quantises."""
         wanted = {"forward": self._quantize_forward, "backward": self._quantize_backward}
         return int(wanted.get(mode, False))
 
@@ -71,10 +71,10 @@ class Quantize(BasicOperation):
         program.identity(label)
 
     def _init_scales(self, recipe: Recipe, epoch: int) -> None:
-        """Leave the state to a forward of its own, which there is where it quantises."""
+        """Make no state here; the operation's own forward makes it if it quantises."""
 
     def op_forward(self, ctx: OperationContext, input_: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Quantise, if asked to in forward."""
+        """Quantise if `forward` is set."""
         enabled = FP8GlobalStateManager.is_fp8_enabled()
         recipe = FP8GlobalStateManager.get_fp8_recipe() if enabled else None
         forward, backward = self._wanted(ctx.beside)
@@ -90,7 +90,7 @@ class Quantize(BasicOperation):
     def op_backward(
         self, ctx: OperationContext, grad_output: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[()]]:
-        """Quantise, if asked to in backward."""
+        """Quantise the gradient if `backward` is set."""
         recipe: Recipe | None = ctx.recipe  # type: ignore[attr-defined]
         if recipe is None:
             return grad_output, ()

@@ -1,4 +1,4 @@
-"""Activations whose rows are multiplied by an extra input, as the probabilities of MoE's experts."""
+"""Activations whose rows are multiplied by an extra input, such as the probabilities of experts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ScaledActivation(ExtraTensorOperation, Activation):
     Parameters
     ----------
     activation_recompute_in_mlp : bool, default = False
-        A linear operation right behind keeps no copy of the result for its weight's gradient: backward computes the
-        activation again. Not with delayed scaling.
+        The linear operation behind the activation keeps no copy of the activation's result for its weight gradient:
+        backward computes the activation again. Not with delayed scaling.
     """
 
     num_extra_inputs = 1

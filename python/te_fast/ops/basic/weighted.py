@@ -1,4 +1,4 @@
-"""What operations with a weight share that runs in FP8: its handle, and weights that are quantised tensors."""
+"""The base of operations with an FP8 weight: the weight's handle, and weights that are quantised tensors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from te_fast.runtime.global_state import autocast_state
 from te_fast.tensor import primary
 from te_fast.tensor.of_recipe import ONE, Stack
 
-#: The weight's among the forward scales of delayed scaling, behind the input's.
+#: Index of the weight's scale among the forward scales of delayed scaling, after the input's.
 _WEIGHT_SLOT = 1
 
 
 class WeightedOperation(NativeOperation):
-    """An operation with one weight, or one in parts, that its native program quantises or reads quantised."""
+    """An operation with one weight, maybe in parts, which its native program quantises or reads quantised."""
 
     _handle: Any
     _takes_to_fp8 = True
@@ -26,7 +26,7 @@ class WeightedOperation(NativeOperation):
     _weight_names: Sequence[str]
 
     def _note_init(self) -> None:
-        """Note what ``quantized_model_init`` asks for."""
+        """Note the options of ``quantized_model_init``."""
         self._with_quantized_weight = autocast_state.fp8_parameters
         self._preserves_init_value = autocast_state.high_precision_init_val
         self._weight_recipe = autocast_state.model_recipe
@@ -36,7 +36,7 @@ class WeightedOperation(NativeOperation):
         raise NotImplementedError
 
     def _lay_together(self) -> None:
-        """Let parts of one whole share one memory."""
+        """Let the parts of a weight share one memory."""
 
     # Quantised weights ----------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ class WeightedOperation(NativeOperation):
         return number * self.num_quantizers("forward") // len(self._weight_names) + _WEIGHT_SLOT
 
     def _quantize_weights(self) -> None:
-        """Put quantised tensors in the place of the weights, if the operation was made to have such."""
+        """Replace the weights by quantised tensors, if the operation was made in ``quantized_model_init``."""
         recipe = self._weight_recipe
         if not self._with_quantized_weight or recipe is None:
             return
@@ -86,7 +86,7 @@ class WeightedOperation(NativeOperation):
         self._handle.drop_slots()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a weight that is brought back may have other values, at the same address and version."""
+        """Set an attribute; a weight that is set again may have other values at the same address and version."""
         super().__setattr__(name, value)
         if isinstance(value, torch.Tensor) and "_handle" in self.__dict__:
             self._drop_weight_cache()
@@ -95,7 +95,7 @@ class WeightedOperation(NativeOperation):
         self._handle.drop_weight_cache(of_graphs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Drop the FP8 weights: ``.to()`` and its kin exchange the weights' memory."""
+        """Drop the FP8 weights, since ``.to()`` and its kin replace the weights' memory."""
         kept = primary.attributes_of(self)
         result = super()._apply(partial(primary.keep_quantized, fn), recurse)
         primary.restore_attributes(self, kept)
@@ -107,7 +107,7 @@ class WeightedOperation(NativeOperation):
     # Copies and checkpoints -----------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the native half out."""
+        """Leave the native half out; the copy makes its own."""
         state = super().__getstate__()
         state.pop("_handle", None)
         return state
@@ -120,7 +120,7 @@ class WeightedOperation(NativeOperation):
         self._lay_together()
 
     def set_extra_state(self, state: Any) -> None:
-        """Restore what :meth:`get_extra_state`, or Transformer Engine's, returned."""
+        """Restore a state of :meth:`get_extra_state`, or of Transformer Engine."""
         super().set_extra_state(state)
         self._point_weights()
 

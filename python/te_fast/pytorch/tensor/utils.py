@@ -1,4 +1,4 @@
-"""What distributed optimizers do to quantised weights, where Transformer Engine has it."""
+"""Functions of distributed optimizers for quantised weights, where Transformer Engine has them."""
 
 from te_fast._names import publish
 from te_fast.tensor.masters import (

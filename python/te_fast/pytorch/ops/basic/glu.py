@@ -1,4 +1,4 @@
-"""Gated activations and what they have in common, by public names."""
+"""Gated activations and their base class, by public names."""
 
 from te_fast._names import publish
 from te_fast.ops.basic.glu import (

@@ -1,4 +1,4 @@
-"""Norms and what they have in common, by public names."""
+"""Norms and their base class, by public names."""
 
 from te_fast._names import publish
 from te_fast.ops.basic.norm import LayerNorm, Norm, RMSNorm

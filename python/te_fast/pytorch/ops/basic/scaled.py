@@ -1,4 +1,4 @@
-"""Activations with a factor per row and what they have in common, by public names."""
+"""Activations with a factor per row and their base class, by public names."""
 
 from te_fast._names import publish
 from te_fast.ops.basic.scaled import (

@@ -1,8 +1,8 @@
-"""Where Transformer Engine keeps its fused operations.
+"""The place of Transformer Engine's fused operations.
 
-te_fast has no classes for them: the native program of a group decides its fusions, forward and
-backward apart, and :meth:`te_fast.pytorch.ops.Sequential.explain` shows them. Fusions of the user's
-own are registered with ``register_forward_fusion`` and its kin.
+te_fast has no classes for them. The native program of a group decides its fusions, separately for forward and backward,
+and :meth:`te_fast.pytorch.ops.Sequential.explain` shows them. Fusions of the user's own are registered with
+``register_forward_fusion`` and its kin.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 
 def __getattr__(name: str) -> object:
-    """Say where fusions are instead, to those who import one."""
+    """Raise an error that says where te_fast shows fusions."""
     if name.startswith("_"):
         raise AttributeError(name)
     message = (
